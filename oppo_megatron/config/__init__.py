@@ -1,0 +1,1 @@
+"""Typed configuration: schema, loading with dotted overrides, cross-checks.  No torch here."""

@@ -1,0 +1,94 @@
+"""Sections that describe models, their weights, their optimizers and where they run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from oppo_megatron.config.base import Section
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+class ParallelConfig(Section):
+    """Tensor- and pipeline-parallel size of one role."""
+
+    tp: int = Field(1, ge=1, description="tensor-parallel size")
+    pp: int = Field(1, ge=1, description="pipeline-parallel size")
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp * self.pp
+
+
+class ModelConfig(Section):
+    """Where a model's shape and weights come from: a Hugging Face directory, or a shape to initialise at random."""
+
+    checkpoint: Path | None = Field(None, description="Hugging Face directory (config.json + safetensors)")
+    init: dict[str, Any] | Path | None = Field(
+        None, description="config.json as a mapping, or a path to one: random weights of that shape"
+    )
+    init_seed: int = Field(1234, ge=0, description="seed of a random initialisation, and of a fresh head")
+    fresh_head: bool = Field(False, description="a causal LM may be loaded with a new scalar head (reward, critic)")
+    dtype: Dtype = "float32"
+
+
+class OptimizerConfig(Section):
+    """Adam and its schedule, through megatron-core's optimizer."""
+
+    lr: float = Field(1e-4, gt=0)
+    min_lr: float = Field(0.0, ge=0)
+    warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    weight_decay: float = Field(0.0, ge=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    eps: float = Field(1e-8, gt=0)
+    clip_grad: float = Field(1.0, ge=0, description="largest global gradient norm; 0 turns clipping off")
+
+
+class RoleConfig(ModelConfig):
+    """A frozen role (reference, reward)."""
+
+    parallel: ParallelConfig | None = Field(None, description="layout over this role's ranks; default: placement's")
+
+
+class TrainedRoleConfig(RoleConfig):
+    """A trained role (actor, critic)."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+
+class PlacementConfig(Section):
+    """Which ranks hold what.  Ranks are numbered actor first, then scorers."""
+
+    mode: Literal["disaggregated", "single"] = "disaggregated"
+    actor: ParallelConfig = ParallelConfig()
+    scorer: ParallelConfig = ParallelConfig()
+
+    @property
+    def world_size(self) -> int:
+        return 1 if self.mode == "single" else self.actor.num_ranks + self.scorer.num_ranks
+
+    @property
+    def actor_ranks(self) -> list[int]:
+        return list(range(self.actor.num_ranks)) if self.mode == "disaggregated" else [0]
+
+    @property
+    def scorer_ranks(self) -> list[int]:
+        return list(range(self.actor.num_ranks, self.world_size)) if self.mode == "disaggregated" else [0]
+
+
+class RuntimeConfig(Section):
+    """How the machine is used."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads_per_rank: int = Field(0, ge=0, description="CPU threads of each rank; 0: cores divided by local ranks")
+    timeout_s: float = Field(600.0, gt=0, description="a message or collective later than this is an error")
+    micro_batch_tokens: int = Field(4096, ge=1, description="token budget of one packed micro-batch (training, prefill)")
+    kv_cache_mb: float | None = Field(None, gt=0, description="budget of each role's KV cache per rank; null: all of the buffer")
+    decode_path: Literal["lean", "module"] = Field(
+        "lean", description="cached layers as few fused calls over megatron's parameters, or megatron's own modules"
+    )

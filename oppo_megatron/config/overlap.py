@@ -1,0 +1,42 @@
+"""Sections of the two overlaps: intra-step (chunks, streamed scoring) and inter-step (delta, deferral)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from oppo_megatron.config.base import Section
+
+
+class ChunkConfig(Section):
+    """Chunk size of the token stream: decode steps a round."""
+
+    tokens: int = Field(32, ge=1, description="decode steps in a round, at the start")
+    adaptive: bool = True
+    candidates: list[int] = Field(default=[16, 32, 64], min_length=1)
+    period: int = Field(50, ge=1, description="steps from one search to the next")
+    trials: int = Field(1, ge=1, description="steps spent on each candidate in a search")
+
+
+class DeltaConfig(Section):
+    """How many prompts more than the batch are decoded (the paper's delta)."""
+
+    rule: Literal["eq4", "algorithm1", "eq4_literal", "fixed"] = "eq4"
+    initial: int = Field(4, ge=0)
+    min: int = Field(0, ge=0)
+    max: int = Field(8, ge=0)
+    window: int = Field(5, ge=1, description="steps averaged by the rule (W or w in the paper)")
+    increase: int = Field(1, ge=1, description="delta_inc of eq. 4")
+    decrease: int = Field(1, ge=1, description="delta_dec of eq. 4")
+
+
+class OverlapConfig(Section):
+    """The two switches of the one loop, and their settings."""
+
+    intra: bool = Field(True, description="stream chunks to the scorers while the actor decodes")
+    inter: bool = Field(True, description="overcommit delta prompts and carry what is unfinished")
+    chunk: ChunkConfig = ChunkConfig()
+    delta: DeltaConfig = DeltaConfig()
+    max_deferrals: int = Field(4, ge=1, description="a rollout carried this often is waited for")
+    actor_kv: Literal["recompute", "keep"] = Field("recompute", description="the actor's KV cache of a carried rollout after an update")

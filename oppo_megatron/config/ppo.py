@@ -1,0 +1,60 @@
+"""Sections of the rollout and of the PPO update."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from oppo_megatron.config.base import Section
+
+
+class RolloutConfig(Section):
+    """What is decoded in a step and how tokens are drawn."""
+
+    batch_size: int = Field(..., ge=1, description="trained rollouts a step (the paper's B)")
+    max_response_tokens: int = Field(..., ge=1)
+    temperature: float = Field(1.0, ge=0, description="0 means greedy")
+    top_k: int = Field(0, ge=0, description="0 turns it off")
+    top_p: float = Field(1.0, gt=0, le=1)
+
+
+class AdaptiveKLConfig(Section):
+    """Ziegler et al. 2019: the coefficient follows the measured KL."""
+
+    target: float = Field(6.0, gt=0, description="KL per response, in nats")
+    horizon: float = Field(10000.0, gt=0, description="rollouts over which the coefficient adapts")
+
+
+class KLConfig(Section):
+    """Distance kept from the reference policy."""
+
+    estimator: Literal["k1", "k2", "k3"] = "k1"
+    mode: Literal["penalty", "loss"] = Field("penalty", description="per-token reward penalty, or a term of the actor's loss")
+    coefficient: float = Field(0.05, ge=0)
+    adaptive: AdaptiveKLConfig | None = None
+
+
+class StalenessConfig(Section):
+    """How tokens sampled under an older policy enter the loss."""
+
+    correction: Literal["behaviour", "decoupled"] = "behaviour"
+    weight_cap: float = Field(2.0, gt=0, description="cap of the truncated importance weight (decoupled)")
+
+
+class PPOConfig(Section):
+    """The PPO update (paper eq. 1-2 and the usual companions)."""
+
+    epochs: int = Field(1, ge=1)
+    minibatches: int = Field(1, ge=1, description="optimizer steps per epoch; must divide the batch size")
+    gamma: float = Field(1.0, ge=0, le=1)
+    gae_lambda: float = Field(0.95, ge=0, le=1)
+    clip: float = Field(0.2, gt=0)
+    value_clip: float = Field(0.2, ge=0, description="0 turns value clipping off")
+    entropy_coefficient: float = Field(0.0, ge=0)
+    whiten_advantages: bool = True
+    reward_clip: float | None = Field(None, gt=0, description="bound of the absolute score of a rollout")
+    truncated_score: float | None = Field(None, description="score of a response cut at the limit, in place of its reward; null: its reward")
+    kl: KLConfig = KLConfig()
+    staleness: StalenessConfig = StalenessConfig()
+    logprob_gap_limit: float | None = Field(1e-3, gt=0, description="largest |logprob at decode - at training|; beyond it the run stops")

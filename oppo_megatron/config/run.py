@@ -1,0 +1,91 @@
+"""Top-level configurations, one a command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from oppo_megatron.config.base import Section
+from oppo_megatron.config.data import DataConfig, RewardPart, TokenizerConfig
+from oppo_megatron.config.model import (
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PlacementConfig,
+    RoleConfig,
+    RuntimeConfig,
+    TrainedRoleConfig,
+)
+from oppo_megatron.config.overlap import OverlapConfig
+from oppo_megatron.config.ppo import PPOConfig, RolloutConfig
+
+
+class LoggingConfig(Section):
+    """Where progress is shown.  `metrics.jsonl` and `trace.json` are always written."""
+
+    console: Literal["auto", "live", "plain", "off"] = "auto"
+    tensorboard: bool = False
+    wandb_project: str | None = None
+    trace: bool = True
+
+
+class EvaluationConfig(Section):
+    """Greedy decoding of held-out prompts, scored by a verifier."""
+
+    data: DataConfig
+    verifier: Literal["arithmetic", "gsm8k"]
+    answer: str = "answer"
+    max_prompts: int = Field(200, ge=1)
+    every_steps: int = Field(0, ge=0, description="0: only before the first and after the last step")
+
+
+class TrainConfig(Section):
+    """`oppo train`: PPO."""
+
+    run_dir: Path
+    seed: int = Field(1, ge=0)
+    steps: int | None = Field(None, ge=1, description="PPO steps; null: until `data_epochs` passes over the prompts end")
+    data_epochs: int | None = Field(None, ge=1, description="passes over the prompts; null: as many as `steps` needs, or one")
+    placement: PlacementConfig = PlacementConfig()
+    tokenizer: TokenizerConfig
+    data: DataConfig
+    actor: TrainedRoleConfig
+    critic: TrainedRoleConfig
+    reference: RoleConfig | None = Field(None, description="null: the actor's starting weights")
+    reward: RoleConfig | None = Field(None, description="the reward model, where `rewards` names one")
+    rewards: list[RewardPart] = Field(..., min_length=1, description="the reward is the sum of these parts")
+    rollout: RolloutConfig
+    ppo: PPOConfig = PPOConfig()
+    overlap: OverlapConfig = OverlapConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+    logging: LoggingConfig = LoggingConfig()
+    evaluation: EvaluationConfig | None = None
+
+
+class SupervisedConfig(Section):
+    """What `oppo sft` and `oppo rm` share."""
+
+    run_dir: Path
+    seed: int = Field(1, ge=0)
+    epochs: float = Field(1.0, gt=0, description="passes over the data; may be a fraction")
+    max_steps: int | None = Field(None, ge=1)
+    batch_size: int = Field(32, ge=1, description="rows (pairs for `rm`) per optimizer step")
+    max_tokens: int = Field(1024, ge=2, description="longest prompt + completion")
+    long_rows: Literal["error", "truncate", "quarantine"] = "quarantine"
+    parallel: ParallelConfig = ParallelConfig()
+    tokenizer: TokenizerConfig
+    data: DataConfig
+    model: ModelConfig
+    optimizer: OptimizerConfig = OptimizerConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+    logging: LoggingConfig = LoggingConfig()
+
+
+class SFTConfig(SupervisedConfig):
+    """`oppo sft`: next-token loss on completions."""
+
+
+class RewardModelConfig(SupervisedConfig):
+    """`oppo rm`: Bradley-Terry loss on chosen / rejected pairs."""

@@ -1,0 +1,46 @@
+"""The project's exceptions.
+
+Each class is also a standard-library error, so that a caller may catch either.  A message states the value met, the rule it
+breaks and the remedy.  `assert` is for our own bugs; these are for what a user or a peer rank can cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class OppoError(Exception):
+    """Root of every error that this package raises on purpose."""
+
+
+class ConfigError(OppoError, ValueError):
+    """One or more settings are wrong.  `problems` holds each as one sentence; the message shows all of them."""
+
+    def __init__(self, problems: Sequence[str] | str):
+        self.problems: list[str] = [problems] if isinstance(problems, str) else list(problems)
+        head = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        super().__init__(f"{head} in the configuration:\n" + "\n".join(f"  - {p}" for p in self.problems))
+
+
+class DataError(OppoError, ValueError):
+    """A row, file or data set cannot be used."""
+
+
+class CheckpointError(OppoError, ValueError):
+    """A checkpoint is missing, truncated, or does not fit the model that is to load it."""
+
+
+class CapacityError(OppoError, MemoryError):
+    """A budget (bytes of KV cache, context length) cannot hold what is asked of it."""
+
+
+class StreamError(OppoError, RuntimeError):
+    """A chunk message was lost, repeated, reordered or corrupted on its way to the scorers."""
+
+
+class RewardError(OppoError, RuntimeError):
+    """A reward could not be computed or is not a finite number.  A failure is never turned into a score."""
+
+
+class NumericsError(OppoError, ArithmeticError):
+    """A quantity that must be finite or within a gate (loss, gradient norm, log-prob gap) is not."""

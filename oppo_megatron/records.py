@@ -1,0 +1,80 @@
+"""Plain records that the pure half and the torch half share: prompts, rollouts and the chunks between them.
+
+Legend: a *sequence* is prompt + response; *offset* counts response tokens; *clock* is the logical clock, the number of decode
+steps that the actor has made since the run began (one decode step gives every running sequence one token).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One tokenized prompt in the order in which the data iterator gives it.
+
+    `seq_id` is unique over the run (the position in the stream of prompts, epochs counted on); `row` is the index of the row
+    in the data set; `fields` keeps the row's other columns for verifiers (the expected answer, say).
+    """
+
+    seq_id: int
+    row: int
+    text: str
+    tokens: tuple[int, ...]
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Rollout:
+    """A prompt's response while it grows, with what each token was sampled under.
+
+    `logprobs` are of the full distribution at the configured temperature (what PPO uses), `sampling_logprobs` of the
+    distribution the token was drawn from (after top-k / top-p); `versions` is the policy version of each token.
+    """
+
+    prompt: Prompt
+    admission: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    sampling_logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    deferrals: int = 0
+    finish_clock: int | None = None
+    finish_reason: str | None = None  # "eos" | "length"
+
+    @property
+    def seq_id(self) -> int:
+        return self.prompt.seq_id
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_clock is not None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the whole sequence, prompt included."""
+        return len(self.prompt.tokens) + len(self.tokens)
+
+
+@dataclass(slots=True)
+class ChunkRow:
+    """New response tokens of one sequence: positions offset .. offset + len(tokens) of the response."""
+
+    seq_id: int
+    offset: int
+    tokens: list[int]
+    logprobs: list[float]
+    sampling_logprobs: list[float]
+    version: int
+    finish_clock: int | None = None
+    finish_reason: str | None = None
+
+
+@dataclass(slots=True)
+class Chunk:
+    """What one round of decoding produced.  `clock` is the logical clock after the round."""
+
+    index: int
+    clock: int
+    rows: list[ChunkRow] = field(default_factory=list)
