@@ -1,0 +1,1 @@
+"""Models, caches, process groups and messages: everything that computes or communicates."""

@@ -1,0 +1,56 @@
+"""Attention over packed tokens: what a transformer layer asks of the sequences that its tokens belong to.
+
+Legend: T packed tokens, N query heads, G key/value heads of this tensor rank, D head dimension, S sequences of the call.
+
+A layer hands its q, k, v to an `AttentionPlan`, which knows where each token stands.  `PackedPlan` below holds whole
+sequences and no cache (training, full forward); `kv_cache.CachedPlan` continues sequences from their cache (decode and chunked
+prefill).  Both run through the same layers, so decode, scoring and training share one model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from oppo_megatron.runtime.mcore.rope import apply_rope
+
+
+class AttentionPlan(Protocol):
+    """Positions of a call's tokens, and how they attend.  Travels through megatron's layers as `packed_seq_params`."""
+
+    qkv_format: str
+    cos_TD: Tensor
+    sin_TD: Tensor
+
+    def attend(self, layer: int, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float) -> Tensor:
+        """Rotated, causal attention of one layer -> [T, N * D].  `layer` counts from 0 on this pipeline stage."""
+
+
+class PackedPlan:
+    """Whole sequences side by side, causal within each, no padding and no cache; differentiable.
+
+    `lengths` are token counts S; the tokens of sequence s follow those of s - 1.
+    """
+
+    qkv_format = "thd"
+
+    def __init__(self, lengths: Sequence[int], rope: tuple[Tensor, Tensor]):
+        cos_LD, sin_LD = rope
+        self.lengths = list(lengths)
+        positions_T = torch.cat([torch.arange(n, device=cos_LD.device) for n in self.lengths])
+        self.cos_TD, self.sin_TD = cos_LD[positions_T], sin_LD[positions_T]
+
+    def attend(self, layer: int, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float) -> Tensor:
+        q_TND = apply_rope(q_TND, self.cos_TD, self.sin_TD).to(v_TGD.dtype)
+        k_TGD = apply_rope(k_TGD, self.cos_TD, self.sin_TD).to(v_TGD.dtype)
+        grouped = q_TND.shape[1] != k_TGD.shape[1]
+        outputs = []
+        for q, k, v in zip(*(x.split(self.lengths) for x in (q_TND, k_TGD, v_TGD)), strict=True):
+            heads_first = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+            out = F.scaled_dot_product_attention(*heads_first, is_causal=True, scale=scale, enable_gqa=grouped)
+            outputs.append(out[0].transpose(0, 1))
+        return torch.cat(outputs).flatten(1)

@@ -1,0 +1,137 @@
+"""What megatron-core 0.16.1 needs in order to run where there is no CUDA device, and nothing more.
+
+megatron-core says "here" as `torch.cuda.current_device()` or `device="cuda"`.  `install()` gives those words the meaning
+"the CPU" in the modules that this runtime uses; with a CUDA device present it changes nothing.  Each `Patch` names the file it
+serves and the words in that file that make it necessary: a test reads megatron-core's source and fails when a patch has
+lost its reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One adaptation.  `serves` is `path:line` below megatron/core, `because` the words found there."""
+
+    serves: str
+    because: str
+    apply: Callable[[], None]
+
+
+class _TorchOnCpu(types.ModuleType):
+    """Stands in for the name `torch` inside one module: factories asked for device "cuda" give CPU tensors."""
+
+    FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange")
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        for name in self.FACTORIES:
+            setattr(self, name, self._on_cpu(getattr(torch, name)))
+
+    @staticmethod
+    def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if str(kwargs.get("device", "")).startswith("cuda"):
+                kwargs["device"] = "cpu"
+            return factory(*args, **kwargs)
+
+        return make
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _torch_proxy(module: str) -> Callable[[], None]:
+    def apply() -> None:
+        importlib.import_module(f"megatron.core.{module}").torch = _TorchOnCpu()  # type: ignore[attr-defined]
+
+    return apply
+
+
+def _current_device() -> None:
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+
+
+def _synchronize() -> None:
+    torch.cuda.synchronize = lambda device=None: None
+
+
+def _tensor_cuda() -> None:
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment,method-assign]
+
+
+def _clip_by_norm() -> None:
+    """The original asserts the type string of CUDA gradients; this is the same arithmetic on any device."""
+
+    def clip(parameters: Any, max_norm: float, total_norm: float, use_decoupled_grad: bool = False) -> None:
+        scale = max_norm / (total_norm + 1.0e-6)
+        name = "decoupled_grad" if use_decoupled_grad else "grad"
+        grads = [getattr(p, name) for p in parameters if getattr(p, name, None) is not None]
+        if scale < 1.0 and grads:
+            torch._foreach_mul_([grad.detach() for grad in grads], scale)
+
+    importlib.import_module("megatron.core.optimizer.optimizer").clip_grad_by_total_norm_fp32 = clip  # type: ignore[attr-defined]
+
+
+def _parameter_type() -> None:
+    """The mixed-precision optimizer sorts parameters by the string 'torch.cuda.BFloat16Tensor'."""
+    original = torch.nn.Parameter.type
+
+    def type_name(self: torch.nn.Parameter, *args: Any, **kwargs: Any) -> Any:
+        found = original(self, *args, **kwargs)
+        return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) and ".cuda." not in found else found
+
+    torch.nn.Parameter.type = type_name  # type: ignore[method-assign,assignment]
+
+
+PATCHES = (
+    Patch("tensor_parallel/mappings.py:91", "torch.cuda.current_device()", _current_device),
+    Patch("pipeline_parallel/p2p_communication.py:242", "torch.cuda.synchronize()", _synchronize),
+    Patch("models/common/language_module/language_module.py:244", "weight.data.cuda()", _tensor_cuda),
+    Patch("pipeline_parallel/schedules.py:596", 'device="cuda"', _torch_proxy("pipeline_parallel.schedules")),
+    Patch("optimizer/optimizer.py:907", "device='cuda'", _torch_proxy("optimizer.optimizer")),
+    Patch("optimizer/clip_grads.py:103", "device='cuda'", _torch_proxy("optimizer.clip_grads")),
+    Patch("utils.py:1207", 'device="cuda"', _torch_proxy("utils")),
+    Patch("optimizer/clip_grads.py:167", "param.grad.type() == 'torch.cuda.FloatTensor'", _clip_by_norm),
+    Patch("optimizer/optimizer.py:671", "'torch.cuda.BFloat16Tensor'", _parameter_type),
+)
+
+
+def install() -> bool:
+    """Apply every patch once, where no CUDA device is present.  Returns whether the patches are in force."""
+    if torch.cuda.is_available():
+        return False
+    if not getattr(torch.cuda.current_device, "__module__", "").startswith(__name__):
+        for patch in PATCHES:
+            patch.apply()
+    return True
+
+
+@contextlib.contextmanager
+def optimizer_world(group: dist.ProcessGroup) -> Iterator[None]:
+    """Narrow "the world" to a model's own ranks while its optimizer is built (needed on GPU as well).
+
+    optimizer/__init__.py:180 aligns parameter groups by an `all_gather_object` over WORLD, which would wait for ranks that
+    hold other models.
+    """
+    gather = dist.all_gather_object
+
+    def gather_in_group(objects: list[Any], obj: Any, group_: Any = None) -> None:
+        gather(objects, obj, group=group_ or group)
+
+    with (
+        mock.patch.object(dist, "all_gather_object", gather_in_group),
+        mock.patch.object(dist, "get_world_size", lambda g=None: (g or group).size()),
+    ):
+        yield
