@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 
 class Section(BaseModel):
-    """A section that refuses unknown keys and validates on assignment."""
+    """A section that refuses unknown keys, booleans as numbers, infinities, and validates on assignment."""
 
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, validate_default=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", validate_assignment=True, validate_default=True, protected_namespaces=(), allow_inf_nan=False
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_boolean_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        """pydantic reads `true` as 1; a user who writes it meant something else."""
+        assert info.field_name is not None
+        annotation = cls.model_fields[info.field_name].annotation
+        if isinstance(value, bool) and annotation in (int, float, int | None, float | None):
+            raise ValueError("a number, not a boolean")
+        return value

@@ -14,7 +14,9 @@ class TokenizerConfig(Section):
     """A Hugging Face tokenizer directory, or a sentencepiece `.model` file."""
 
     path: Path
-    chat_template: str | None = Field(None, description="Jinja template for OpenAI-style `messages`; default: the tokenizer's own")
+    chat_template: str | None = Field(
+        None, description="Jinja template for OpenAI-style `messages`; default: the tokenizer's own"
+    )
 
 
 class ColumnsConfig(Section):
@@ -32,7 +34,9 @@ class DataConfig(Section):
     path: Path | list[Path]
     columns: ColumnsConfig = ColumnsConfig()
     prompt_template: str = Field("{prompt}", description="text around each prompt; `{prompt}` stands for it")
-    completion_template: str = Field("{completion}", description="text around each completion, chosen or rejected answer")
+    completion_template: str = Field(
+        "{completion}", description="text around each completion, chosen or rejected answer"
+    )
     max_rows: int | None = Field(None, ge=1, description="use the first so many rows")
     bad_rows: Literal["error", "quarantine"] = "error"
     max_prompt_tokens: int = Field(1024, ge=1)
@@ -43,8 +47,9 @@ class DataConfig(Section):
 class RewardPart(Section):
     """One summand of the reward: `weight` times what `kind` gives for a finished response.
 
-    kind: `model` the reward model's scalar; `verifier` a rule by `name` (`arithmetic`, `gsm8k`) that compares the response with
-    column `answer`; `python` a user's callable `entry_point` = `package.module:function`, called with (prompt, response, fields).
+    kind: `model` the reward model's scalar; `verifier` a rule by `name` (`arithmetic`, `gsm8k`) that compares the
+    response with column `answer`; `python` a user's callable `entry_point` = `package.module:function`, called with
+    (prompt, response, fields).
     """
 
     kind: Literal["model", "verifier", "python"]

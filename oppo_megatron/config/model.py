@@ -87,8 +87,12 @@ class RuntimeConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads_per_rank: int = Field(0, ge=0, description="CPU threads of each rank; 0: cores divided by local ranks")
     timeout_s: float = Field(600.0, gt=0, description="a message or collective later than this is an error")
-    micro_batch_tokens: int = Field(4096, ge=1, description="token budget of one packed micro-batch (training, prefill)")
-    kv_cache_mb: float | None = Field(None, gt=0, description="budget of each role's KV cache per rank; null: all of the buffer")
+    micro_batch_tokens: int = Field(
+        4096, ge=1, description="token budget of one packed micro-batch (training, prefill)"
+    )
+    kv_cache_mb: float | None = Field(
+        None, gt=0, description="budget of each role's KV cache per rank; null: all of the buffer"
+    )
     decode_path: Literal["lean", "module"] = Field(
         "lean", description="cached layers as few fused calls over megatron's parameters, or megatron's own modules"
     )

@@ -30,7 +30,9 @@ class KLConfig(Section):
     """Distance kept from the reference policy."""
 
     estimator: Literal["k1", "k2", "k3"] = "k1"
-    mode: Literal["penalty", "loss"] = Field("penalty", description="per-token reward penalty, or a term of the actor's loss")
+    mode: Literal["penalty", "loss"] = Field(
+        "penalty", description="per-token reward penalty, or a term of the actor's loss"
+    )
     coefficient: float = Field(0.05, ge=0)
     adaptive: AdaptiveKLConfig | None = None
 
@@ -54,7 +56,11 @@ class PPOConfig(Section):
     entropy_coefficient: float = Field(0.0, ge=0)
     whiten_advantages: bool = True
     reward_clip: float | None = Field(None, gt=0, description="bound of the absolute score of a rollout")
-    truncated_score: float | None = Field(None, description="score of a response cut at the limit, in place of its reward; null: its reward")
+    truncated_score: float | None = Field(
+        None, description="score of a response cut at the limit, in place of its reward; null: its reward"
+    )
     kl: KLConfig = KLConfig()
     staleness: StalenessConfig = StalenessConfig()
-    logprob_gap_limit: float | None = Field(1e-3, gt=0, description="largest |logprob at decode - at training|; beyond it the run stops")
+    logprob_gap_limit: float | None = Field(
+        1e-3, gt=0, description="largest |logprob at decode - at training|; beyond it the run stops"
+    )

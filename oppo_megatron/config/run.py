@@ -46,8 +46,12 @@ class TrainConfig(Section):
 
     run_dir: Path
     seed: int = Field(1, ge=0)
-    steps: int | None = Field(None, ge=1, description="PPO steps; null: until `data_epochs` passes over the prompts end")
-    data_epochs: int | None = Field(None, ge=1, description="passes over the prompts; null: as many as `steps` needs, or one")
+    steps: int | None = Field(
+        None, ge=1, description="PPO steps; null: until `data_epochs` passes over the prompts end"
+    )
+    data_epochs: int | None = Field(
+        None, ge=1, description="passes over the prompts; null: as many as `steps` needs, or one"
+    )
     placement: PlacementConfig = PlacementConfig()
     tokenizer: TokenizerConfig
     data: DataConfig

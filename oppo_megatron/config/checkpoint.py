@@ -1,0 +1,125 @@
+"""What can be known of a Hugging Face checkpoint and of a tokenizer without loading them: headers, sizes.  Pure."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+from oppo_megatron.config.model import ModelConfig
+from oppo_megatron.config.paths import missing_path
+from oppo_megatron.errors import CheckpointError
+
+INDEX_NAME = "model.safetensors.index.json"
+
+
+def read_hf_config(model: ModelConfig) -> dict[str, Any]:
+    """The `config.json` mapping of a role.  Raises CheckpointError with one sentence where there is none."""
+    if isinstance(model.init, dict):
+        return model.init
+    if model.init is not None:
+        return _read_json(model.init, "the model configuration")
+    assert model.checkpoint is not None, "a role has a checkpoint or an init; checked before"
+    if not model.checkpoint.exists():
+        raise CheckpointError(missing_path("the checkpoint", model.checkpoint))
+    if not model.checkpoint.is_dir():
+        raise CheckpointError(f"checkpoint `{model.checkpoint}` is a file; name the folder that holds its config.json")
+    return _read_json(model.checkpoint / "config.json", "the checkpoint's configuration")
+
+
+def check_weights(name: str, directory: Path) -> list[str]:
+    """Problems of the safetensors files in a checkpoint: absent, truncated, not safetensors."""
+    try:
+        files = weight_files(directory)
+    except CheckpointError as error:
+        return [f"{name}: {error}"]
+    problems = []
+    for file in files:
+        try:
+            read_header(file)
+        except CheckpointError as error:
+            problems.append(f"{name}: {error}")
+    return problems
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, by its index where it has one."""
+    index = directory / INDEX_NAME
+    if index.exists():
+        weight_map = _read_json(index, "the checkpoint's index").get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"`{index}` has no `weight_map`; fetch the checkpoint again")
+        return [directory / file for file in sorted(set(weight_map.values()))]
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        other = sorted(entry.name for pattern in ("*.bin", "*.pt") for entry in directory.glob(pattern))
+        hint = f" (it has {', '.join(other[:3])}: save the model again with safe_serialization=True)" if other else ""
+        raise CheckpointError(f"`{directory}` has no *.safetensors file{hint}; weights are read from safetensors only")
+    return files
+
+
+def read_header(file: Path) -> dict[str, Any]:
+    """Tensor name -> {dtype, shape, data_offsets} of one safetensors file, checked against its length in bytes."""
+    if not file.is_file():
+        raise CheckpointError(missing_path("the weight file", file))
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
+        if 8 + length > size:
+            raise CheckpointError(f"`{file}` is truncated: {size} bytes do not hold its header; fetch or save it again")
+        try:
+            header = json.loads(stream.read(length))
+            tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            end = 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"`{file}` is not a safetensors file ({error}); fetch or save it again") from error
+    if size < end:
+        raise CheckpointError(
+            f"`{file}` is truncated: it has {size} bytes, its header names {end}; fetch or save it again"
+        )
+    return tensors
+
+
+def tokenizer_vocab_size(path: Path) -> int | None:
+    """Largest token id + 1 that the tokenizer at `path` gives; None where only the tokenizer itself could tell.
+
+    Raises CheckpointError where the tokenizer's files cannot be read.
+    """
+    if path.is_file():
+        return _sentencepiece_size(path)
+    if (path / "tokenizer.json").is_file():
+        tokenizer = _read_json(path / "tokenizer.json", "the tokenizer")
+        vocab = (tokenizer.get("model") or {}).get("vocab") or {}
+        ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
+        ids += [token["id"] for token in tokenizer.get("added_tokens") or []]
+        return max(ids) + 1 if ids else None
+    if (path / "tokenizer.model").is_file():
+        return _sentencepiece_size(path / "tokenizer.model")
+    return None
+
+
+def _sentencepiece_size(path: Path) -> int:
+    from sentencepiece import SentencePieceProcessor
+
+    try:
+        return int(SentencePieceProcessor(model_file=str(path)).vocab_size())
+    except (RuntimeError, OSError) as error:
+        raise CheckpointError(
+            f"`{path}` is not a sentencepiece model; name a `.model` file or a Hugging Face tokenizer folder"
+        ) from error
+
+
+def _read_json(path: Path, what: str) -> dict[str, Any]:
+    if not path.is_file():
+        raise CheckpointError(missing_path(what, path))
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"`{path}` is not valid JSON ({error}); fetch or save it again") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(
+            f"`{path}` holds a {type(content).__name__}, but must be a JSON object; fetch or save it again"
+        )
+    return content

@@ -1,0 +1,217 @@
+"""Cross-checks: rules that tie several settings together.  Nothing is loaded; of paths only existence is asked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from oppo_megatron.config.data import DataConfig, RewardPart
+from oppo_megatron.config.model import ModelConfig, OptimizerConfig, ParallelConfig, PlacementConfig, RoleConfig
+from oppo_megatron.config.overlap import OverlapConfig
+from oppo_megatron.config.paths import check_exists
+from oppo_megatron.config.run import SupervisedConfig, TrainConfig
+
+SINGLE = ParallelConfig()
+
+
+def check_train(config: TrainConfig) -> list[str]:
+    """Every broken rule of `oppo train`'s settings, a sentence each."""
+    return [
+        *_check_run_dir(config),
+        *_check_batch(config),
+        *check_overlap(config.overlap, config.rollout.batch_size),
+        *check_layouts(config),
+        *_check_sources(config),
+        *check_rewards(config.rewards, has_reward_model=config.reward is not None),
+        *check_exists("tokenizer.path", config.tokenizer.path),
+        *check_data("data", config.data, templates=("prompt",)),
+        *(check_data("evaluation.data", config.evaluation.data, templates=("prompt",)) if config.evaluation else []),
+        *_check_optimizer("actor", config.actor.optimizer),
+        *_check_optimizer("critic", config.critic.optimizer),
+    ]
+
+
+def check_supervised(config: SupervisedConfig) -> list[str]:
+    """Every broken rule of `oppo sft`'s or `oppo rm`'s settings."""
+    return [
+        *_check_run_dir(config),
+        *_check_micro_batch(config.runtime.micro_batch_tokens, config.max_tokens, "max_tokens"),
+        *check_source("model", config.model),
+        *check_exists("tokenizer.path", config.tokenizer.path),
+        *check_data("data", config.data, templates=("prompt", "completion")),
+        *_check_optimizer("model", config.optimizer, key="optimizer"),
+    ]
+
+
+def max_context(config: TrainConfig) -> int:
+    """Tokens of the longest sequence that a role may see."""
+    return config.data.max_prompt_tokens + config.rollout.max_response_tokens
+
+
+def scorers(config: TrainConfig) -> Iterator[tuple[str, RoleConfig]]:
+    """The scorer roles that the configuration spells out (a null reference is the actor's start)."""
+    if config.reference is not None:
+        yield "reference", config.reference
+    if config.reward is not None:
+        yield "reward", config.reward
+    yield "critic", config.critic
+
+
+def check_overlap(overlap: OverlapConfig, batch_size: int) -> list[str]:
+    """delta's order and bound (only where it is used), and the chunk candidates."""
+    problems = []
+    delta, candidates = overlap.delta, overlap.chunk.candidates
+    if overlap.inter and not delta.min <= delta.initial <= delta.max:
+        problems.append(
+            f"overlap.delta has min {delta.min}, initial {delta.initial}, max {delta.max}, "
+            "but min <= initial <= max must hold; reorder them"
+        )
+    if overlap.inter and delta.max > batch_size:
+        problems.append(
+            f"overlap.delta.max is {delta.max}, but must not exceed rollout.batch_size {batch_size} "
+            "(more carried rollouts than a batch holds could all fall due at once); lower it"
+        )
+    if any(size < 1 for size in candidates):
+        problems.append(
+            f"overlap.chunk.candidates is {candidates}, but every chunk has at least 1 token; remove what is below"
+        )
+    if len(set(candidates)) < len(candidates):
+        problems.append(
+            f"overlap.chunk.candidates is {candidates}, but each size may appear once; remove the repeated ones"
+        )
+    return problems
+
+
+def check_layouts(config: TrainConfig) -> list[str]:
+    """Each role's tp x pp must fill its ranks; one process leaves no choice but 1 x 1."""
+    placement = config.placement
+    if placement.mode == "single":
+        pools = [("placement.actor", placement.actor), ("placement.scorer", placement.scorer)]
+        problems = [
+            f"{name} is tp {pool.tp} x pp {pool.pp}, but placement.mode single has one process; "
+            "set both to 1 or choose disaggregated"
+            for name, pool in pools
+            if pool != SINGLE
+        ]
+        return problems + _check_role_ranks(config, PlacementConfig(mode="single"))
+    return _check_role_ranks(config, placement)
+
+
+def check_source(name: str, model: ModelConfig) -> list[str]:
+    """Exactly one of checkpoint and init, and the one given exists."""
+    if (model.checkpoint is None) == (model.init is None):
+        given = "neither" if model.checkpoint is None else "both"
+        return [
+            f"{name} has {given} of checkpoint and init, but needs exactly one; give the folder of weights or a shape"
+        ]
+    if model.checkpoint is not None:
+        return check_exists(f"{name}.checkpoint", model.checkpoint)
+    return [] if model.init is None or isinstance(model.init, dict) else check_exists(f"{name}.init", model.init)
+
+
+def check_rewards(parts: Sequence[RewardPart], *, has_reward_model: bool) -> list[str]:
+    """Each part has what its kind needs and nothing else; the reward model is there if and only if it is used."""
+    problems = [problem for index, part in enumerate(parts) for problem in _check_part(f"rewards.{index}", part)]
+    num_models = sum(part.kind == "model" for part in parts)
+    if num_models > 1:
+        problems.append(f"rewards names the reward model {num_models} times, but once is allowed; add their weights up")
+    if num_models and not has_reward_model:
+        problems.append(
+            "rewards has a part of kind model, but there is no `reward` section; add it with the model's checkpoint"
+        )
+    if has_reward_model and not num_models:
+        problems.append(
+            "a `reward` section is given, but no part of rewards has kind model; add `- kind: model` or remove it"
+        )
+    return problems
+
+
+def check_data(name: str, data: DataConfig, templates: Sequence[str]) -> list[str]:
+    """The files exist, and each used template has the place for its text."""
+    paths = data.path if isinstance(data.path, list) else [data.path]
+    problems = [f"{name}.path is an empty list; name at least one file"] if not paths else []
+    for path in paths:
+        problems += check_exists(f"{name}.path", path)
+    for part in templates:
+        template = data.prompt_template if part == "prompt" else data.completion_template
+        if "{" + part + "}" not in template:
+            problems.append(
+                f"{name}.{part}_template is {template!r}, but must contain `{{{part}}}` where the text goes; add it"
+            )
+    return problems
+
+
+def _check_run_dir(config: TrainConfig | SupervisedConfig) -> list[str]:
+    if config.run_dir.exists() and not config.run_dir.is_dir():
+        return [f"run_dir `{config.run_dir}` is a file, but must be a folder; name another"]
+    return []
+
+
+def _check_batch(config: TrainConfig) -> list[str]:
+    batch, minibatches = config.rollout.batch_size, config.ppo.minibatches
+    problems = []
+    if batch % minibatches:
+        fitting = ", ".join(str(count) for count in range(1, batch + 1) if batch % count == 0)
+        problems.append(
+            f"ppo.minibatches {minibatches} does not divide rollout.batch_size {batch}; choose from {fitting}"
+        )
+    context = "data.max_prompt_tokens + rollout.max_response_tokens"
+    return problems + _check_micro_batch(config.runtime.micro_batch_tokens, max_context(config), context)
+
+
+def _check_micro_batch(micro_batch_tokens: int, longest: int, what: str) -> list[str]:
+    if micro_batch_tokens >= longest:
+        return []
+    return [
+        f"runtime.micro_batch_tokens is {micro_batch_tokens}, but one sequence may have {longest} tokens ({what}) "
+        "and must fit; raise it or lower the limits"
+    ]
+
+
+def _check_role_ranks(config: TrainConfig, placement: PlacementConfig) -> list[str]:
+    problems = []
+    roles = [
+        ("actor", config.actor, placement.actor),
+        *((name, role, placement.scorer) for name, role in scorers(config)),
+    ]
+    for name, role, pool in roles:
+        if role.parallel is not None and role.parallel.num_ranks != pool.num_ranks:
+            where = "actor" if name == "actor" else "scorer"
+            problems.append(
+                f"{name}.parallel is tp {role.parallel.tp} x pp {role.parallel.pp} = {role.parallel.num_ranks} ranks, "
+                f"but the {where} ranks of the placement are {pool.num_ranks}; make tp x pp equal to that"
+            )
+    return problems
+
+
+def _check_sources(config: TrainConfig) -> list[str]:
+    roles: list[tuple[str, ModelConfig]] = [("actor", config.actor), *scorers(config)]
+    problems = [problem for name, role in roles for problem in check_source(name, role)]
+    for name, role in roles:
+        if role.fresh_head and name in ("actor", "reference"):
+            problems.append(f"{name}.fresh_head is true, but only reward and critic have a scalar head; remove it")
+    return problems
+
+
+def _check_part(name: str, part: RewardPart) -> list[str]:
+    problems = []
+    if part.kind == "verifier" and part.name is None:
+        problems.append(f"{name} is a verifier without a `name`; add `name: arithmetic` or `name: gsm8k`")
+    if part.kind != "verifier" and part.name is not None:
+        problems.append(f"{name}.name is {part.name!r}, but kind {part.kind} has no rule to name; remove it")
+    if part.kind == "python" and not re.fullmatch(r"[\w.]+:[\w.]+", part.entry_point or ""):
+        problems.append(
+            f"{name}.entry_point is {part.entry_point!r}, but must be `package.module:function`; name the callable"
+        )
+    if part.kind != "python" and (part.entry_point is not None or part.options):
+        problems.append(
+            f"{name} has entry_point or options, but only kind python takes them; remove them or change the kind"
+        )
+    return problems
+
+
+def _check_optimizer(name: str, optimizer: OptimizerConfig, key: str | None = None) -> list[str]:
+    if optimizer.min_lr <= optimizer.lr:
+        return []
+    where = key or f"{name}.optimizer"
+    return [f"{where}.min_lr is {optimizer.min_lr}, but must not exceed lr {optimizer.lr}; lower it"]

@@ -1,0 +1,137 @@
+"""Turns pydantic's errors into one sentence each: the value, the rule, the remedy."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterator
+from typing import Any, Union, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from oppo_megatron.config.base import Section
+
+Path = tuple[str | int, ...]
+
+
+def explain(kind: type[Section], error: ValidationError) -> list[str]:
+    """Every problem in `error`, in the order of the schema, those of one key joined."""
+    by_path: dict[Path, list[ErrorDetails]] = {}
+    for detail in error.errors(include_url=False):
+        by_path.setdefault(_data_path(kind, detail), []).append(detail)
+    return [_sentence(kind, path, details) for path, details in by_path.items()]
+
+
+def _sentence(kind: type[Section], path: Path, details: list[ErrorDetails]) -> str:
+    name, first = dotted(path), details[0]
+    if first["type"] == "extra_forbidden":
+        return f"`{name}` is not a setting; {_suggest_key(kind, path)}"
+    if first["type"] == "missing":
+        return f"`{name}` is missing; add it{_described(kind, path)}"
+    rules = " or ".join(dict.fromkeys(_rule(detail) for detail in details))
+    return f"`{name}` is {_shown(first['input'])}, but must be {rules}; {_remedy(first)}"
+
+
+def _rule(detail: ErrorDetails) -> str:
+    message = detail["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    message = message.removeprefix("Input should be ").removeprefix("Input is not ")
+    message = message.replace("a valid dictionary or instance of", "a section of keys:").replace(
+        "a valid integer", "an integer"
+    )
+    message = message.replace("a valid", "a").replace("a path for <class 'pathlib.Path'>", "a path")
+    return message.partition(", unable to")[0]
+
+
+def _remedy(detail: ErrorDetails) -> str:
+    if detail["type"] == "literal_error":
+        choices = [str(choice).strip("'") for choice in detail["ctx"]["expected"].replace(" or ", ", ").split(", ")]
+        near = difflib.get_close_matches(str(detail["input"]), choices, n=1)
+        return f"did you mean `{near[0]}`?" if near else "choose one of these"
+    if "than" in detail["type"] or "finite" in detail["type"]:
+        return "give a value in that range"
+    return "correct the value"
+
+
+def _suggest_key(kind: type[Section], path: Path) -> str:
+    """The nearest key of the same section, else the place in the schema where a key of this very name exists."""
+    wrong = str(path[-1])
+    section = _section_at(kind, path[:-1])
+    near = difflib.get_close_matches(wrong, section.model_fields, n=1)
+    if near:
+        return f"did you mean `{dotted((*path[:-1], near[0]))}`?"
+    elsewhere = [known for known in known_keys(kind) if known.rpartition(".")[2] == wrong]
+    if elsewhere:
+        return f"did you mean `{elsewhere[0]}`?"
+    return f"the settings here are: {', '.join(section.model_fields)}"
+
+
+def known_keys(kind: type[Section], prefix: str = "") -> Iterator[str]:
+    """Every dotted key of a schema, outermost first."""
+    nested: list[tuple[str, type[Section]]] = []
+    for name, field in kind.model_fields.items():
+        yield prefix + name
+        section = _section_in(field.annotation)
+        if section is not None and get_origin(field.annotation) is not list:
+            nested.append((f"{prefix}{name}.", section))
+    for inner_prefix, section in nested:
+        yield from known_keys(section, inner_prefix)
+
+
+def _data_path(kind: type[Section], detail: ErrorDetails) -> Path:
+    """pydantic's location without the tags it adds for the members of a union."""
+    path: list[str | int] = []
+    section: type[Section] | None = kind
+    in_list = False
+    for part in detail["loc"]:
+        if in_list and isinstance(part, int):
+            path.append(part)
+            in_list = False
+        elif section is not None and part in section.model_fields:
+            annotation = section.model_fields[str(part)].annotation
+            path.append(part)
+            section = _section_in(annotation)
+            in_list = _has_list(annotation)
+        elif section is not None and detail["type"] == "extra_forbidden":
+            path.append(part)
+    return tuple(path)
+
+
+def _section_at(kind: type[Section], path: Path) -> type[Section]:
+    section = kind
+    for part in path:
+        if isinstance(part, str):
+            inner = _section_in(section.model_fields[part].annotation)
+            assert inner is not None, f"{part} of {section.__name__} is no section"
+            section = inner
+    return section
+
+
+def _section_in(annotation: Any) -> type[Section] | None:
+    """The section class inside `X`, `X | None` or `list[X]`."""
+    if isinstance(annotation, type) and get_origin(annotation) is None:
+        return annotation if issubclass(annotation, Section) else None
+    return next((found for arg in get_args(annotation) if (found := _section_in(arg)) is not None), None)
+
+
+def _has_list(annotation: Any) -> bool:
+    if get_origin(annotation) in (Union, types.UnionType):
+        return any(_has_list(arg) for arg in get_args(annotation))
+    return get_origin(annotation) is list
+
+
+def _described(kind: type[Section], path: Path) -> str:
+    if not isinstance(path[-1], str):
+        return ""
+    description = _section_at(kind, path[:-1]).model_fields[path[-1]].description
+    return f" ({description})" if description else ""
+
+
+def dotted(path: Path) -> str:
+    """`("rewards", 0, "weight")` -> `rewards.0.weight`."""
+    return ".".join(str(part) for part in path)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

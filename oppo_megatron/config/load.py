@@ -1,0 +1,119 @@
+"""YAML plus dotted overrides into a typed configuration, and back.
+
+omegaconf reads the file, overrides `a.b=c` are laid over it, `${...}` is resolved, pydantic builds the sections.
+Whatever is wrong is collected and raised as one `ConfigError`.  Relative paths stay relative to the current directory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+
+from oppo_megatron.config.base import Section
+from oppo_megatron.config.explain import explain
+from oppo_megatron.config.paths import missing_path
+from oppo_megatron.errors import ConfigError
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+
+def load_config(kind: type[SectionT], path: str | Path, overrides: Sequence[str] = ()) -> SectionT:
+    """Read `path`, lay `overrides` (`a.b=c`, `c` in YAML) over it and build a `kind`.
+
+    Raises `ConfigError` with every problem found: syntax (file, line, column), unknown keys with the nearest name,
+    missing keys, wrong types, values out of range.
+    """
+    tree = _read_yaml(Path(path))
+    problems = _apply_overrides(tree, overrides)
+    try:
+        data = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        reason = str(error.msg or error).splitlines()[0]
+        raise ConfigError(
+            [*problems, f"`{error.full_key}` cannot be resolved: {reason}; correct the reference"]
+        ) from error
+    try:
+        config = kind.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError([*problems, *explain(kind, error)]) from error
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def dump_config(config: Section, path: str | Path) -> None:
+    """Write `config` with every default filled in; `load_config` of the file gives an equal configuration.
+
+    The file appears whole or not at all, so that several ranks may write the same one.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    partial.write_text(config_yaml(config), encoding="utf-8")
+    partial.replace(target)
+
+
+def config_yaml(config: Section) -> str:
+    """The YAML text that `dump_config` writes."""
+    return OmegaConf.to_yaml(OmegaConf.create(_plain(config.model_dump())))
+
+
+def _read_yaml(path: Path) -> DictConfig:
+    if not path.is_file():
+        raise ConfigError(missing_path("the configuration file", path))
+    try:
+        tree = OmegaConf.load(path)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{path}, line {mark.line + 1}, column {mark.column + 1}" if mark else str(path)
+        what = ", ".join(part for part in (error.context, error.problem) if part)
+        raise ConfigError(f"{where}: not valid YAML ({what}); correct the syntax there") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{path}: not a readable YAML text ({reason}); save it as UTF-8 YAML") from error
+    except OSError as error:
+        raise ConfigError(f"{path} is not a YAML mapping ({error}); write `key: value` lines") from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {str(error).splitlines()[0]}; correct the reference there") from error
+    if not isinstance(tree, DictConfig):
+        raise ConfigError(f"{path} holds a list; a configuration is a mapping of `key: value` lines")
+    return tree
+
+
+def _apply_overrides(tree: DictConfig, overrides: Sequence[str]) -> list[str]:
+    """Change `tree` in place; return what is wrong with the overrides themselves."""
+    problems = []
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not all(key.split(".")):
+            problems.append(
+                f"override `{override}` is not of the form a.b=c; write the dotted key, `=`, then the value"
+            )
+            continue
+        try:
+            value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[index,call-overload]
+            OmegaConf.update(tree, key, value)
+        except (yaml.YAMLError, OmegaConfBaseException, TypeError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            problems.append(
+                f"override `{override}` cannot be applied ({reason}); give an existing key and a YAML value"
+            )
+    return problems
+
+
+def _plain(value: Any) -> Any:
+    """Plain YAML values; `${` is escaped, since what was resolved once must not be resolved again."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, Path):
+        value = str(value)
+    return value.replace("${", "\\${") if isinstance(value, str) else value

@@ -1,0 +1,23 @@
+"""Messages about files and folders that a configuration names and the disk lacks."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+
+def missing_path(what: str, path: Path) -> str:
+    """One sentence: `path` does not exist, where the trail ends, and which sibling has the nearest name."""
+    existing = next(parent for parent in path.absolute().parents if parent.exists())
+    wanted = path.absolute().relative_to(existing).parts[0]
+    if not existing.is_dir():
+        return f"{what} `{path}` does not exist: `{existing}` is a file, not a folder; correct the path"
+    near = difflib.get_close_matches(wanted, sorted(entry.name for entry in existing.iterdir()), n=1, cutoff=0.5)
+    if near:
+        return f"{what} `{path}` does not exist; did you mean `{existing / near[0]}`?"
+    return f"{what} `{path}` does not exist: `{existing}` has no `{wanted}`; correct the path or create it first"
+
+
+def check_exists(what: str, path: Path) -> list[str]:
+    """A problem where `path` is missing, else nothing."""
+    return [] if path.exists() else [missing_path(what, path)]

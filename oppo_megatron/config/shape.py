@@ -1,0 +1,161 @@
+"""Does a model of a given Hugging Face `config.json` fit its layout, contexts and tokenizer?  No weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from oppo_megatron.config.model import ParallelConfig
+
+FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+REQUIRED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+DEFAULT_POSITIONS = {"llama": 2048, "qwen2": 32768, "qwen3": 32768}
+
+
+def check_shape(
+    name: str,
+    hf_config: Mapping[str, Any],
+    parallel: ParallelConfig,
+    max_context: int,
+    tokenizer_vocab_size: int | None,
+) -> list[str]:
+    """Problems of role `name`; `max_context` in tokens; `tokenizer_vocab_size` None where it is not known."""
+    family = hf_config.get("model_type")
+    if family not in FAMILIES:
+        return [f"{name}: model_type {family!r} is not supported; use one of {', '.join(FAMILIES)} (Qwen2.5 is qwen2)"]
+    problems = _check_architecture(name, hf_config)
+    for key in REQUIRED:
+        size = hf_config.get(key)
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            problems.append(
+                f"{name}: `{key}` of its config.json is {size!r}, but must be a positive integer; add or correct it"
+            )
+    if problems:
+        return problems
+    return [
+        *_check_heads(name, hf_config, parallel),
+        *_check_divisions(name, hf_config, parallel),
+        *_check_context(name, hf_config, max_context),
+        *_check_vocabulary(name, hf_config, tokenizer_vocab_size),
+    ]
+
+
+def check_head(name: str, hf_config: Mapping[str, Any], *, scalar: bool, fresh_head: bool) -> list[str]:
+    """A language model where one is needed; a scalar head, or leave to make a fresh one, where `scalar`."""
+    architecture = str((hf_config.get("architectures") or [""])[0])
+    classifier = architecture.endswith("ForSequenceClassification")
+    if not scalar and classifier:
+        return [
+            f"{name}: its checkpoint is a {architecture} without a language-model head; use a *ForCausalLM checkpoint"
+        ]
+    if scalar and not classifier and not fresh_head:
+        return [
+            f"{name}: its checkpoint is a {architecture or 'model of unknown class'}, but a scalar head is needed; "
+            f"use a *ForSequenceClassification checkpoint, or set `{name}.fresh_head: true` to start from a new head"
+        ]
+    labels = hf_config.get("num_labels", len(hf_config["id2label"]) if hf_config.get("id2label") else None)
+    if scalar and classifier and not fresh_head and labels not in (None, 1):
+        return [f"{name}: its classification head has {labels} labels, but must have one; train one with `oppo rm`"]
+    return []
+
+
+def max_positions(hf_config: Mapping[str, Any]) -> int:
+    """Longest context in tokens, RoPE scaling counted in where `max_position_embeddings` may leave it out."""
+    positions = int(hf_config.get("max_position_embeddings") or DEFAULT_POSITIONS[hf_config["model_type"]])
+    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type")) in ("yarn", "linear") and "factor" in rope:
+        original = rope.get("original_max_position_embeddings") or positions
+        return max(positions, int(original * rope["factor"]))
+    return positions
+
+
+def head_dim(hf_config: Mapping[str, Any]) -> int:
+    """Width of one attention head."""
+    default = (
+        128 if hf_config["model_type"] == "qwen3" else hf_config["hidden_size"] // hf_config["num_attention_heads"]
+    )
+    return int(hf_config.get("head_dim") or default)
+
+
+def num_kv_heads(hf_config: Mapping[str, Any]) -> int:
+    """Key/value heads (all heads, where the config names none)."""
+    return int(hf_config.get("num_key_value_heads") or hf_config["num_attention_heads"])
+
+
+def kv_bytes_per_token(hf_config: Mapping[str, Any], parallel: ParallelConfig, dtype: str) -> int:
+    """Bytes of keys and values that one token takes on one rank."""
+    layers = hf_config["num_hidden_layers"] // parallel.pp
+    return int(2 * layers * (num_kv_heads(hf_config) // parallel.tp) * head_dim(hf_config) * DTYPE_BYTES[dtype])
+
+
+def _check_architecture(name: str, hf_config: Mapping[str, Any]) -> list[str]:
+    problems = []
+    architecture = (hf_config.get("architectures") or [None])[0]
+    family = FAMILIES[hf_config["model_type"]]
+    supported = (f"{family}ForCausalLM", f"{family}ForSequenceClassification")
+    if architecture is not None and architecture not in supported:
+        problems.append(f"{name}: architecture {architecture} is not supported; use one of {', '.join(supported)}")
+    if hf_config.get("use_sliding_window"):
+        problems.append(
+            f"{name}: use_sliding_window is true, but only full attention is computed; use a model without it"
+        )
+    return problems
+
+
+def _check_heads(name: str, hf_config: Mapping[str, Any], parallel: ParallelConfig) -> list[str]:
+    problems = []
+    heads, kv_heads, hidden = hf_config["num_attention_heads"], num_kv_heads(hf_config), hf_config["hidden_size"]
+    if not hf_config.get("head_dim") and hf_config["model_type"] != "qwen3" and hidden % heads:
+        problems.append(
+            f"{name}: hidden_size {hidden} does not divide by its {heads} attention heads; correct its config.json"
+        )
+    if heads % kv_heads:
+        problems.append(
+            f"{name}: {heads} attention heads do not divide by {kv_heads} key/value heads; correct its config.json"
+        )
+    for what, count in (("attention heads", heads), ("key/value heads", kv_heads)):
+        if count % parallel.tp:
+            fitting = [size for size in range(1, count + 1) if heads % size == 0 and kv_heads % size == 0]
+            choices = ", ".join(map(str, fitting))
+            problems.append(f"{name}: {count} {what} do not divide by tp {parallel.tp}; choose tp from {choices}")
+    return problems
+
+
+def _check_divisions(name: str, hf_config: Mapping[str, Any], parallel: ParallelConfig) -> list[str]:
+    problems = []
+    layers, tp = hf_config["num_hidden_layers"], parallel.tp
+    if layers % parallel.pp:
+        fitting = ", ".join(str(size) for size in range(1, layers + 1) if layers % size == 0)
+        problems.append(f"{name}: {layers} layers do not divide by pp {parallel.pp}; choose pp from {fitting}")
+    for key in ("hidden_size", "intermediate_size"):
+        if hf_config[key] % tp:
+            problems.append(f"{name}: {key} {hf_config[key]} does not divide by tp {tp}; choose a tp that divides it")
+    vocab = hf_config["vocab_size"]
+    if vocab % tp:
+        padded = -(-vocab // tp) * tp
+        problems.append(
+            f"{name}: vocab_size {vocab} does not divide by tp {tp}; choose a tp that divides it, "
+            f"or pad the embedding to {padded} rows"
+        )
+    return problems
+
+
+def _check_context(name: str, hf_config: Mapping[str, Any], max_context: int) -> list[str]:
+    limit = max_positions(hf_config)
+    if max_context <= limit:
+        return []
+    return [
+        f"{name}: contexts of up to {max_context} tokens are asked for, but the model's longest is {limit} "
+        "(max_position_embeddings); lower the prompt or response limit, or use a model of longer context"
+    ]
+
+
+def _check_vocabulary(name: str, hf_config: Mapping[str, Any], tokenizer_vocab_size: int | None) -> list[str]:
+    vocab = hf_config["vocab_size"]
+    if tokenizer_vocab_size is None or vocab >= tokenizer_vocab_size:
+        return []
+    return [
+        f"{name}: its vocabulary has {vocab} entries, but the tokenizer gives ids up to {tokenizer_vocab_size - 1}; "
+        "use the tokenizer that this model was trained with"
+    ]

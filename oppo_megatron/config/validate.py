@@ -1,0 +1,127 @@
+"""All checks before anything expensive starts: settings, files, shapes.  One ConfigError holds everything found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from oppo_megatron.config.checkpoint import check_weights, read_hf_config, tokenizer_vocab_size
+from oppo_megatron.config.checks import check_source, check_supervised, check_train, max_context
+from oppo_megatron.config.data import TokenizerConfig
+from oppo_megatron.config.model import ModelConfig, ParallelConfig
+from oppo_megatron.config.run import RewardModelConfig, SupervisedConfig, TrainConfig
+from oppo_megatron.config.shape import check_head, check_shape, kv_bytes_per_token
+from oppo_megatron.errors import CheckpointError, ConfigError
+
+MEGABYTE = 1_000_000
+
+
+@dataclass(frozen=True)
+class Role:
+    """A model as one role uses it: its source, its layout, and whether it ends in a scalar head."""
+
+    name: str
+    model: ModelConfig
+    parallel: ParallelConfig
+    scalar: bool
+
+
+def validate_train(config: TrainConfig) -> None:
+    """Raise one ConfigError with every problem of a PPO configuration, its files and its models' shapes."""
+    problems = check_train(config)
+    vocab_size = _vocab_size(config.tokenizer, problems)
+    shapes: dict[str, Mapping[str, Any]] = {}
+    for role in train_roles(config):
+        shape = _check_role(role, max_context(config), vocab_size, problems)
+        if shape is not None:
+            shapes[role.name] = shape
+            problems += _check_kv_budget(role, shape, config)
+    problems += check_shared_vocabulary(shapes)
+    _raise(problems)
+
+
+def validate_supervised(config: SupervisedConfig) -> None:
+    """Raise one ConfigError with every problem of an SFT or reward-model configuration."""
+    problems = check_supervised(config)
+    vocab_size = _vocab_size(config.tokenizer, problems)
+    role = Role("model", config.model, config.parallel, scalar=isinstance(config, RewardModelConfig))
+    _check_role(role, config.max_tokens, vocab_size, problems)
+    _raise(problems)
+
+
+def train_roles(config: TrainConfig) -> Iterator[Role]:
+    """The roles of a PPO run; a null reference is the actor's start in the scorers' layout."""
+    actor, scorer = config.placement.actor, config.placement.scorer
+    reference: ModelConfig = config.reference or config.actor
+    reference_layout = (config.reference.parallel if config.reference else None) or scorer
+    yield Role("actor", config.actor, config.actor.parallel or actor, scalar=False)
+    yield Role("reference", reference, reference_layout, scalar=False)
+    if config.reward is not None:
+        yield Role("reward", config.reward, config.reward.parallel or scorer, scalar=True)
+    yield Role("critic", config.critic, config.critic.parallel or scorer, scalar=True)
+
+
+def check_shared_vocabulary(shapes: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Every id that the actor can draw must exist in each scorer, and mean the same to the reference."""
+    actor = shapes.get("actor", {}).get("vocab_size")
+    problems = []
+    for name, shape in shapes.items():
+        vocab = shape.get("vocab_size")
+        if not isinstance(actor, int) or not isinstance(vocab, int):
+            continue
+        if name == "reference" and vocab != actor:
+            problems.append(
+                f"reference: its vocabulary has {vocab} entries, but must equal the actor's {actor}; use one family"
+            )
+        elif vocab < actor:
+            problems.append(
+                f"{name}: its vocabulary has {vocab} entries, but the actor can draw any of {actor}; "
+                "use models that share a tokenizer and pad their embeddings alike"
+            )
+    return problems
+
+
+def _check_role(role: Role, context: int, vocab_size: int | None, problems: list[str]) -> Mapping[str, Any] | None:
+    """Add what is wrong with the role's files and shape to `problems`; its config.json where it is usable."""
+    if check_source(role.name, role.model):
+        return None  # reported by the cross-checks
+    try:
+        hf_config = read_hf_config(role.model)
+    except CheckpointError as error:
+        problems.append(f"{role.name}: {error}")
+        return None
+    found = check_shape(role.name, hf_config, role.parallel, context, vocab_size)
+    if role.model.checkpoint is not None:
+        found += check_head(role.name, hf_config, scalar=role.scalar, fresh_head=role.model.fresh_head)
+        found += check_weights(role.name, role.model.checkpoint)
+    problems += found
+    return None if found else hf_config
+
+
+def _check_kv_budget(role: Role, hf_config: Mapping[str, Any], config: TrainConfig) -> list[str]:
+    budget_mb = config.runtime.kv_cache_mb
+    if budget_mb is None:
+        return []
+    needed_mb = max_context(config) * kv_bytes_per_token(hf_config, role.parallel, role.model.dtype) / MEGABYTE
+    if needed_mb <= budget_mb:
+        return []
+    return [
+        f"{role.name}: runtime.kv_cache_mb is {budget_mb:g}, but one sequence of {max_context(config)} tokens needs "
+        f"{needed_mb:.3g} MB on each rank; raise the budget or lower the prompt or response limit"
+    ]
+
+
+def _vocab_size(tokenizer: TokenizerConfig, problems: list[str]) -> int | None:
+    if not tokenizer.path.exists():
+        return None  # reported by the cross-checks
+    try:
+        return tokenizer_vocab_size(tokenizer.path)
+    except CheckpointError as error:
+        problems.append(f"tokenizer: {error}")
+        return None
+
+
+def _raise(problems: list[str]) -> None:
+    if problems:
+        raise ConfigError(problems)
