@@ -1,0 +1,33 @@
+"""Estimators of KL(actor || reference) from one sampled token each (J. Schulman, "Approximating KL divergence", 2020).
+
+Legend: T response tokens (packed).  Tokens are drawn from the actor; d = log actor - log reference.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Estimator = Literal["k1", "k2", "k3"]
+
+
+def kl_per_token(logp_T: Tensor, reference_logp_T: Tensor, estimator: Estimator) -> Tensor:
+    """KL estimate of each token in nats, [T], differentiable in `logp_T`.
+
+    k1 = d: unbiased, of either sign, noisy.
+    k2 = d^2 / 2: never negative, biased.
+    k3 = exp(-d) - 1 + d: never negative, unbiased where the reference has no mass outside the actor's support.
+
+    As a loss only k2's gradient has the KL's gradient for its expectation under the actor; k1's has expectation zero
+    (no pull to the reference at all) and k3's that of the reversed KL(reference || actor).
+    """
+    d_T = logp_T - reference_logp_T
+    if estimator == "k1":
+        return d_T
+    if estimator == "k2":
+        return 0.5 * d_T.square()
+    if estimator == "k3":
+        return torch.expm1(-d_T) + d_T
+    raise ValueError(f"KL estimator {estimator!r} is unknown; choose k1, k2 or k3")

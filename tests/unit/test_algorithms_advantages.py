@@ -1,0 +1,168 @@
+"""Token rewards, GAE, whitening and packing against plain loops, closed forms and permutations of rows."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oppo_megatron.algorithms.advantages import Moments, clip_scores, gae, token_rewards, whiten
+from oppo_megatron.algorithms.packing import lengths_like, tokens_after, tokens_of_rows
+
+DOUBLE = torch.float64
+
+
+def plain_gae(
+    rewards: list[float], values: list[float], gamma: float, gae_lambda: float
+) -> tuple[list[float], list[float]]:
+    """One response, one token at a time from the end: delta_t and A_t = delta_t + gamma lambda A_{t+1}."""
+    advantages = [0.0] * len(rewards)
+    next_value = next_advantage = 0.0
+    for t in range(len(rewards) - 1, -1, -1):
+        delta = rewards[t] + gamma * next_value - values[t]
+        next_advantage = advantages[t] = delta + gamma * gae_lambda * next_advantage
+        next_value = values[t]
+    return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
+
+
+def split(x_T: torch.Tensor, lengths: list[int]) -> list[list[float]]:
+    return [part.tolist() for part in x_T.split(lengths)]
+
+
+unit = st.floats(0.0, 1.0)
+row_lengths = st.lists(st.integers(1, 40), min_size=1, max_size=8)
+
+
+def random_batch(lengths: list[int], seed: int, dtype: torch.dtype = DOUBLE) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    rewards_T, values_T = torch.randn(2, sum(lengths), generator=generator, dtype=dtype)
+    return rewards_T, values_T
+
+
+@settings(max_examples=60, deadline=None)
+@given(row_lengths, unit, unit, st.integers(0, 2**31))
+def test_gae_equals_a_plain_loop_over_each_response(
+    lengths: list[int], gamma: float, gae_lambda: float, seed: int
+) -> None:
+    rewards_T, values_T = random_batch(lengths, seed)
+    advantages_T, returns_T = gae(rewards_T, values_T, lengths, gamma, gae_lambda)
+    rows = zip(split(rewards_T, lengths), split(values_T, lengths), strict=True)
+    expected = [plain_gae(rewards, values, gamma, gae_lambda) for rewards, values in rows]
+    assert advantages_T.tolist() == pytest.approx([a for row in expected for a in row[0]], rel=1e-9, abs=1e-9)
+    assert returns_T.tolist() == pytest.approx([r for row in expected for r in row[1]], rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 63, 64, 65, 1000])
+def test_gae_with_gamma_and_lambda_one_returns_the_sum_of_rewards_to_come(length: int) -> None:
+    rewards_T, values_T = random_batch([length], 3)
+    _, returns_T = gae(rewards_T, values_T, [length], 1.0, 1.0)
+    torch.testing.assert_close(returns_T, rewards_T.flip(0).cumsum(0).flip(0), rtol=1e-9, atol=1e-9)
+
+
+def test_gae_with_lambda_zero_is_the_td_error() -> None:
+    rewards_T = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
+    values_T = torch.tensor([10.0, 20.0, 30.0, 40.0, 50.0])
+    advantages_T, returns_T = gae(rewards_T, values_T, [3, 2], 0.5, 0.0)
+    assert advantages_T.tolist() == [1 + 10 - 10, 2 + 15 - 20, 3 - 30, 4 + 25 - 40, 5 - 50]
+    assert returns_T.tolist() == [11.0, 17.0, 3.0, 29.0, 5.0]
+
+
+def test_gae_in_single_precision_stays_close_over_thousands_of_tokens() -> None:
+    lengths = [4096, 1, 3000]
+    rewards_T, values_T = random_batch(lengths, 5)
+    exact_T, _ = gae(rewards_T, values_T, lengths, 1.0, 0.95)
+    single_T, returns_T = gae(rewards_T.float(), values_T.float(), torch.tensor(lengths), 1.0, 0.95)
+    assert single_T.dtype == returns_T.dtype == torch.float32
+    torch.testing.assert_close(single_T.double(), exact_T, rtol=1e-4, atol=1e-4)
+
+
+@settings(max_examples=40, deadline=None)
+@given(row_lengths, st.randoms(use_true_random=False), st.integers(0, 2**31))
+def test_permuting_rows_permutes_results_to_the_bit(lengths: list[int], random: object, seed: int) -> None:
+    order = list(range(len(lengths)))
+    random.shuffle(order)  # type: ignore[attr-defined]
+    rewards_T, values_T = random_batch(lengths, seed, torch.float32)
+    scores_B = rewards_T[: len(lengths)].clone()
+    index_T = tokens_of_rows(torch.tensor(lengths), order)
+    permuted = [lengths[b] for b in order]
+    for before_T, after_T in zip(
+        gae(rewards_T, values_T, lengths, 0.99, 0.95),
+        gae(rewards_T[index_T], values_T[index_T], permuted, 0.99, 0.95),
+        strict=True,
+    ):
+        assert torch.equal(before_T[index_T], after_T)
+    before_T = token_rewards(scores_B, values_T, lengths, 0.1)
+    assert torch.equal(before_T[index_T], token_rewards(scores_B[order], values_T[index_T], permuted, 0.1))
+
+
+def test_a_row_alone_has_the_same_advantages_as_within_a_batch() -> None:
+    lengths = [5, 33, 1, 8]
+    rewards_T, values_T = random_batch(lengths, 7, torch.float32)
+    together = gae(rewards_T, values_T, lengths, 0.99, 0.9)[0].split(lengths)
+    for row, part in enumerate(together):
+        rewards, values = rewards_T.split(lengths)[row], values_T.split(lengths)[row]
+        assert torch.equal(part, gae(rewards, values, [lengths[row]], 0.99, 0.9)[0])
+
+
+@settings(max_examples=40, deadline=None)
+@given(row_lengths, st.floats(0, 2), st.integers(0, 2**31))
+def test_token_rewards_equal_a_plain_loop(lengths: list[int], coefficient: float, seed: int) -> None:
+    kl_T, other_T = random_batch(lengths, seed)
+    scores_B = other_T[: len(lengths)].clone()
+    expected = []
+    for score, kls in zip(scores_B.tolist(), split(kl_T, lengths), strict=True):
+        row = [-coefficient * kl for kl in kls]
+        row[-1] += score
+        expected += row
+    kl_before_T = kl_T.clone()
+    assert token_rewards(scores_B, kl_T, lengths, coefficient).tolist() == pytest.approx(expected, rel=1e-12, abs=1e-12)
+    assert torch.equal(kl_T, kl_before_T), "the KL it was given must not change"
+
+
+def test_clip_scores_holds_both_sides_and_none_leaves_them() -> None:
+    scores_B = torch.tensor([-9.0, -1.0, 0.5, 9.0])
+    assert clip_scores(scores_B, 2.0).tolist() == [-2.0, -1.0, 0.5, 2.0]
+    assert torch.equal(clip_scores(scores_B, None), scores_B)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.floats(-100, 100), min_size=2, max_size=50), st.integers(1, 49))
+def test_whitening_parts_with_added_moments_equals_whitening_the_whole(values: list[float], cut: int) -> None:
+    x_T = torch.tensor(values, dtype=DOUBLE)
+    first_T, second_T = x_T[:cut], x_T[cut:]
+    moments = Moments.of(first_T) + Moments.of(second_T)
+    parts_T = torch.cat([whiten(first_T, moments), whiten(second_T, moments)])
+    mean = sum(values) / len(values)
+    variance = sum((v - mean) ** 2 for v in values) / len(values)
+    if variance > 1e-6:
+        assert parts_T.tolist() == pytest.approx([(v - mean) / math.sqrt(variance + 1e-8) for v in values], abs=1e-4)
+        assert whiten(x_T).tolist() == pytest.approx(parts_T.tolist(), abs=1e-6)
+
+
+def test_whitened_moments_and_dtype_with_a_large_offset() -> None:
+    x_T = torch.randn(5000, generator=torch.Generator().manual_seed(0)) * 3 + 1000
+    white_T = whiten(x_T)
+    assert white_T.dtype == torch.float32
+    assert float(white_T.double().mean()) == pytest.approx(0, abs=1e-4)
+    assert float(white_T.double().var(correction=0)) == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize("x", [[3.0], [0.1] * 7])
+def test_whitening_what_does_not_vary_gives_zeros(x: list[float]) -> None:
+    assert whiten(torch.tensor(x)).tolist() == pytest.approx([0.0] * len(x), abs=1e-3)
+
+
+def test_tokens_after_and_tokens_of_rows() -> None:
+    lengths_B = torch.tensor([3, 1, 2])
+    assert tokens_after(lengths_B).tolist() == [2, 1, 0, 0, 1, 0]
+    assert tokens_of_rows(lengths_B, [2, 0]).tolist() == [4, 5, 0, 1, 2]
+    assert tokens_of_rows(lengths_B, []).tolist() == []
+
+
+@pytest.mark.parametrize("lengths", [[2, 2], [3, 0], [4, -1], [[3]]])
+def test_lengths_that_do_not_cover_the_tokens_are_refused(lengths: list[int]) -> None:
+    with pytest.raises(AssertionError, match="packed tokens|at least one token|1-D"):
+        lengths_like(torch.zeros(3), lengths)

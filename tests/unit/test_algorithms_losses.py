@@ -1,0 +1,278 @@
+"""Losses against plain loops, finite differences and additivity over micro-batches; staleness corrections."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oppo_megatron.algorithms.losses import ActorTargets, actor_loss, entropy_bonus, policy_loss, value_loss
+from oppo_megatron.algorithms.staleness import effective_sample_size, ratio_base
+from oppo_megatron.algorithms.stats import TokenStats
+from oppo_megatron.config.ppo import PPOConfig, StalenessConfig
+
+DOUBLE = torch.float64
+
+
+def randn(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=DOUBLE)
+
+
+def plain_policy_loss(
+    logp: list[float], old: list[float], advantages: list[float], clip: float, num_tokens: int, weights: list[float]
+) -> tuple[float, int]:
+    loss, outside = 0.0, 0
+    for new, before, advantage, weight in zip(logp, old, advantages, weights, strict=True):
+        ratio = math.exp(new - before)
+        held = min(max(ratio, 1 - clip), 1 + clip)
+        outside += held != ratio
+        loss -= weight * min(ratio * advantage, held * advantage)
+    return loss / num_tokens, outside
+
+
+def plain_value_loss(
+    values: list[float], old: list[float], returns: list[float], clip: float, num_tokens: int
+) -> tuple[float, int]:
+    loss, outside = 0.0, 0
+    for value, before, target in zip(values, old, returns, strict=True):
+        errors = [(value - target) ** 2]
+        if clip > 0:
+            held = min(max(value, before - clip), before + clip)
+            outside += held != value
+            errors.append((held - target) ** 2)
+        loss += 0.5 * max(errors)
+    return loss / num_tokens, outside
+
+
+def finite_differences(function, x_T: torch.Tensor, step: float = 1e-6) -> list[float]:  # type: ignore[no-untyped-def]
+    slopes = []
+    for i in range(x_T.numel()):
+        up_T, down_T = x_T.clone(), x_T.clone()
+        up_T[i] += step
+        down_T[i] -= step
+        slopes.append((float(function(up_T)) - float(function(down_T))) / (2 * step))
+    return slopes
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 30), st.floats(0.01, 0.9), st.booleans(), st.integers(0, 2**31))
+def test_policy_loss_equals_a_plain_loop(n: int, clip: float, weighted: bool, seed: int) -> None:
+    logp_T, noise_T, advantages_T, weight_T = randn(4, n, seed=seed)
+    old_T, weight_T = logp_T + 0.5 * noise_T, weight_T.exp()
+    weights = weight_T.tolist() if weighted else [1.0] * n
+    loss, stats = policy_loss(logp_T, old_T, advantages_T, clip, 7 * n, weight_T if weighted else None)
+    expected, outside = plain_policy_loss(logp_T.tolist(), old_T.tolist(), advantages_T.tolist(), clip, 7 * n, weights)
+    assert float(loss) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    assert float(stats.clipped) == outside
+    ratios = [math.exp(a - b) for a, b in zip(logp_T.tolist(), old_T.tolist(), strict=True)]
+    assert float(stats.num_tokens) == n
+    assert float(stats.loss) == pytest.approx(expected * 7 * n, rel=1e-9, abs=1e-12)
+    assert float(stats.ratio) == pytest.approx(sum(ratios))
+    assert float(stats.max_ratio) == pytest.approx(max(ratios))
+    assert float(stats.weight) == pytest.approx(sum(weights))
+    assert float(stats.approx_kl) == pytest.approx(sum(r - 1 - math.log(r) for r in ratios), abs=1e-9)
+
+
+def test_policy_gradient_by_finite_differences_in_every_region() -> None:
+    # ratio below, within and above the clip range, each with an advantage of either sign
+    log_ratio_T = torch.tensor([-0.6, -0.6, -0.1, 0.1, 0.5, 0.5], dtype=DOUBLE)
+    advantages_T = torch.tensor([1.5, -1.5, 2.0, -2.0, 0.7, -0.7], dtype=DOUBLE)
+    old_T = torch.tensor([-1.0, -2.0, -0.5, -3.0, -0.9, -1.1], dtype=DOUBLE)
+    weight_T = torch.tensor([1.0, 2.0, 0.3, 1.0, 0.5, 1.7], dtype=DOUBLE)
+    logp_T = (old_T + log_ratio_T).requires_grad_()
+
+    def loss_of(x_T: torch.Tensor) -> torch.Tensor:
+        return policy_loss(x_T, old_T, advantages_T, 0.2, 11, weight_T)[0]
+
+    loss_of(logp_T).backward()
+    assert logp_T.grad is not None
+    assert logp_T.grad.tolist() == pytest.approx(finite_differences(loss_of, logp_T.detach()), abs=1e-8)
+    assert [g == 0 for g in logp_T.grad.tolist()] == [False, True, False, False, True, False]
+    assert torch.autograd.gradcheck(loss_of, (logp_T,))
+
+
+def test_gradient_on_policy_is_the_plain_policy_gradient() -> None:
+    old_T, advantages_T = randn(2, 9, seed=1)
+    logp_T = old_T.clone().requires_grad_()
+    policy_loss(logp_T, old_T, advantages_T, 0.2, 9)[0].backward()
+    torch.testing.assert_close(logp_T.grad, -advantages_T / 9)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 30), st.sampled_from([0.0, 0.2, 1.0]), st.integers(0, 2**31))
+def test_value_loss_equals_a_plain_loop(n: int, clip: float, seed: int) -> None:
+    values_T, old_T, returns_T = randn(3, n, seed=seed)
+    loss, stats = value_loss(values_T, old_T, returns_T, clip, 3 * n)
+    expected, outside = plain_value_loss(values_T.tolist(), old_T.tolist(), returns_T.tolist(), clip, 3 * n)
+    assert float(loss) == pytest.approx(expected, rel=1e-9)
+    assert float(stats.clipped) == outside
+    squares = [(v - r) ** 2 for v, r in zip(values_T.tolist(), returns_T.tolist(), strict=True)]
+    assert float(stats.squared_error) == pytest.approx(sum(squares))
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.2])
+def test_value_gradient_by_finite_differences_in_every_region(clip: float) -> None:
+    old_T = torch.zeros(5, dtype=DOUBLE)
+    returns_T = torch.tensor([1.0, 0.1, -1.0, 1.0, -1.0], dtype=DOUBLE)
+    # towards the return beyond the clip, past the return, within, away from the return, towards it from below
+    values_T = torch.tensor([0.5, 0.5, 0.1, -0.5, -0.5], dtype=DOUBLE, requires_grad=True)
+
+    def loss_of(x_T: torch.Tensor) -> torch.Tensor:
+        return value_loss(x_T, old_T, returns_T, clip, 5)[0]
+
+    loss_of(values_T).backward()
+    assert values_T.grad is not None
+    assert values_T.grad.tolist() == pytest.approx(finite_differences(loss_of, values_T.detach()), abs=1e-8)
+    assert [g == 0 for g in values_T.grad.tolist()] == ([True, False, False, False, True] if clip else [False] * 5)
+
+
+def config(**changes: object) -> PPOConfig:
+    return PPOConfig.model_validate(changes)
+
+
+def actor_inputs(n: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, ActorTargets]:
+    logp_T, noise_T, advantages_T, reference_T, entropy_T, weight_T = randn(6, n, seed=seed)
+    targets = ActorTargets(logp_T + 0.3 * noise_T, advantages_T, reference_T, weight_T.exp())
+    return logp_T, entropy_T.abs(), targets
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("mode", ["penalty", "loss"])
+def test_actor_loss_is_the_sum_of_its_terms(mode: str, estimator: str) -> None:
+    logp_T, entropy_T, targets = actor_inputs(6, seed=2)
+    ppo = config(entropy_coefficient=0.01, clip=0.1, kl={"mode": mode, "estimator": estimator, "coefficient": 9.0})
+    loss, stats = actor_loss(logp_T, entropy_T, targets, ppo, kl_coefficient=0.3, num_tokens=12)
+    assert targets.weight_T is not None
+    expected, _ = plain_policy_loss(
+        logp_T.tolist(), targets.old_logp_T.tolist(), targets.advantages_T.tolist(), 0.1, 12, targets.weight_T.tolist()
+    )
+    d = [a - b for a, b in zip(logp_T.tolist(), targets.reference_logp_T.tolist(), strict=True)]
+    kl = sum({"k1": x, "k2": x * x / 2, "k3": math.exp(-x) - 1 + x}[estimator] for x in d)
+    entropy = sum(entropy_T.tolist())
+    expected += (0.3 * kl / 12 if mode == "loss" else 0.0) - 0.01 * entropy / 12
+    assert float(loss) == pytest.approx(expected, rel=1e-9)
+    assert float(stats.kl) == pytest.approx(kl) and float(stats.entropy) == pytest.approx(entropy)
+
+
+def test_actor_gradient_by_finite_differences() -> None:
+    logp_T, entropy_T, targets = actor_inputs(8, seed=3)
+    ppo = config(entropy_coefficient=0.5, kl={"mode": "loss", "estimator": "k3"})
+
+    def loss_of(x_T: torch.Tensor, y_T: torch.Tensor) -> torch.Tensor:
+        return actor_loss(x_T, y_T, targets, ppo, 0.3, 8)[0]
+
+    assert torch.autograd.gradcheck(loss_of, (logp_T.requires_grad_(), entropy_T.requires_grad_()))
+
+
+def test_entropy_is_rewarded_and_needs_no_gradient_when_its_coefficient_is_zero() -> None:
+    entropy_T = torch.tensor([1.0, 3.0], requires_grad=True)
+    assert entropy_bonus(entropy_T, 8).item() == 0.5
+    logp_T, _, targets = actor_inputs(2, seed=4)
+    actor_loss(logp_T, entropy_T, targets, config(entropy_coefficient=0.1), 0.0, 2)[0].backward()
+    assert entropy_T.grad is not None and (entropy_T.grad < 0).all()
+    loss, _ = actor_loss(logp_T, entropy_T, targets, config(), 0.0, 2)
+    assert not loss.requires_grad
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any), st.integers(0, 2**31))
+def test_micro_batches_add_up_to_the_minibatch(sizes: list[int], seed: int) -> None:
+    n = sum(sizes)
+    logp_T, entropy_T, targets = actor_inputs(n, seed)
+    values_T, old_values_T, returns_T = randn(3, n, seed=seed + 1)
+    ppo = config(entropy_coefficient=0.01, kl={"mode": "loss", "estimator": "k2"})
+    logp_T.requires_grad_()
+    whole, whole_stats = actor_loss(logp_T, entropy_T, targets, ppo, 0.1, n)
+    whole_value, whole_value_stats = value_loss(values_T, old_values_T, returns_T, 0.2, n)
+    (gradient_T,) = torch.autograd.grad(whole, logp_T)
+
+    parts, value_parts = [], []
+    for part in torch.arange(n).split(sizes):
+        assert targets.weight_T is not None
+        micro = ActorTargets(
+            targets.old_logp_T[part], targets.advantages_T[part], targets.reference_logp_T[part], targets.weight_T[part]
+        )
+        parts.append(actor_loss(logp_T[part], entropy_T[part], micro, ppo, 0.1, n))
+        value_parts.append(value_loss(values_T[part], old_values_T[part], returns_T[part], 0.2, n))
+    summed = torch.stack([loss for loss, _ in parts]).sum()
+    torch.testing.assert_close(summed, whole, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(torch.autograd.grad(summed, logp_T)[0], gradient_T, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(torch.stack([loss for loss, _ in value_parts]).sum(), whole_value)
+    assert_same_stats([stats for _, stats in parts], whole_stats)
+    assert_same_stats([stats for _, stats in value_parts], whole_value_stats)
+
+
+def assert_same_stats(parts: list[TokenStats], whole: TokenStats) -> None:
+    """Adds the parts as ranks would, through vectors."""
+    first, *others = [type(whole).from_vector(stats.to_vector()) for stats in parts]
+    for stats in others:
+        first = first + stats
+    for f in fields(whole):
+        expected = pytest.approx(float(getattr(whole, f.name)), rel=1e-9, abs=1e-9)
+        assert float(getattr(first, f.name)) == expected, f.name
+
+
+def test_stats_carry_no_gradient_and_means_divide_by_tokens() -> None:
+    logp_T = torch.tensor([0.0, math.log(2.0)], requires_grad=True)
+    _, stats = policy_loss(logp_T, torch.zeros(2), torch.ones(2), 0.2, 100)
+    assert not any(getattr(stats, f.name).requires_grad for f in fields(stats))
+    means = stats.means()
+    assert means["clipped"] == 0.5 and means["ratio"] == pytest.approx(1.5) and means["max_ratio"] == pytest.approx(2.0)
+    assert means["loss"] == pytest.approx(-(1 + 1.2) / 2) and "num_tokens" not in means
+
+
+def staleness(correction: str, cap: float = 2.0) -> StalenessConfig:
+    return StalenessConfig.model_validate({"correction": correction, "weight_cap": cap})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
+def test_corrections_agree_to_the_bit_when_nothing_is_stale(dtype: torch.dtype) -> None:
+    logp_T, behaviour_T, advantages_T = randn(3, 50, seed=6).to(dtype)
+    results = []
+    for correction in ("behaviour", "decoupled"):
+        fresh_T = logp_T.clone().requires_grad_()
+        old_T, weight_T = ratio_base(behaviour_T, behaviour_T.clone(), staleness(correction))
+        loss, _ = policy_loss(fresh_T, old_T, advantages_T, 0.2, 50, weight_T)
+        loss.backward()
+        results.append((loss.detach(), fresh_T.grad))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])  # type: ignore[arg-type]
+
+
+def test_decoupled_weights_are_truncated_and_detached() -> None:
+    proximal_T = torch.tensor([-1.0, -1.0, -1.0, -1.0], requires_grad=True)
+    behaviour_T = torch.tensor([-1.0, -1.0 + math.log(2), -1.0 - math.log(5), -200.0])
+    old_T, weight_T = ratio_base(behaviour_T, proximal_T, staleness("decoupled"))
+    assert weight_T is not None and weight_T.tolist() == pytest.approx([1.0, 0.5, 2.0, 2.0])
+    assert not weight_T.requires_grad and not old_T.requires_grad and torch.equal(old_T, proximal_T.detach())
+    old_T, weight_T = ratio_base(behaviour_T, None, staleness("behaviour"))
+    assert weight_T is None and torch.equal(old_T, behaviour_T)
+
+
+def test_untruncated_decoupled_equals_behaviour_inside_the_clip_range() -> None:
+    """(actor / proximal) (proximal / behaviour) = actor / behaviour: without clip and cap both weigh alike."""
+    behaviour_T, noise_T, more_T, advantages_T = randn(4, 20, seed=8)
+    proximal_T, logp_T = behaviour_T + 0.1 * noise_T, behaviour_T + 0.1 * more_T
+    losses = []
+    for correction in ("behaviour", "decoupled"):
+        old_T, weight_T = ratio_base(behaviour_T, proximal_T, staleness(correction, cap=1e9))
+        losses.append(float(policy_loss(logp_T, old_T, advantages_T, 0.99, 20, weight_T)[0]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+
+
+def test_effective_sample_size() -> None:
+    assert effective_sample_size(torch.zeros(9)) == 1.0
+    assert effective_sample_size(torch.full((7,), -500.0)) == 1.0
+    assert effective_sample_size(torch.tensor([0.0, -900.0, -900.0, -900.0])) == 0.25
+    weights = [1.0, 2.0, 4.0]
+    expected = sum(weights) ** 2 / (3 * sum(w * w for w in weights))
+    assert effective_sample_size(torch.tensor(weights).log()) == pytest.approx(expected, rel=1e-6)
+
+
+@given(st.lists(st.floats(-1000, 1000), min_size=1, max_size=30))
+def test_effective_sample_size_is_a_share(log_ratios: list[float]) -> None:
+    assert 1 / len(log_ratios) - 1e-9 <= effective_sample_size(torch.tensor(log_ratios)) <= 1.0
