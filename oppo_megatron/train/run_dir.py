@@ -1,0 +1,147 @@
+"""The run directory: where each product of a run lies, and how a file is written so that a crash leaves no half of it.
+
+config.yaml       resolved configuration          summary.json      figures of the whole run; marks it finished
+metrics.jsonl     a line a step                   quarantine.jsonl  rows refused and why
+trace.json        what each rank did, and when    weights/          final weights
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from numbers import Integral, Real
+from pathlib import Path, PurePath
+from typing import Any, TextIO
+
+from oppo_megatron.errors import ConfigError
+
+PRODUCTS = ("config.yaml", "metrics.jsonl", "trace.json", "summary.json", "quarantine.jsonl", "weights", "tensorboard")
+
+
+class RunDirectory:
+    """Paths of one run.  Making one touches no disk, so every rank may; `prepare` is for the one rank that owns the run.
+
+    Accepted wherever a path is (`os.PathLike`).
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path)
+        self.config = self.path / "config.yaml"
+        self.metrics = self.path / "metrics.jsonl"
+        self.trace = self.path / "trace.json"
+        self.summary = self.path / "summary.json"
+        self.quarantine = self.path / "quarantine.jsonl"
+        self.weights = self.path / "weights"
+        self.tensorboard = self.path / "tensorboard"
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    @property
+    def finished(self) -> bool:
+        """Whether a run ended here: `summary.json` is the last thing a run writes."""
+        return self.summary.exists()
+
+    def rank_trace(self, rank: int) -> Path:
+        """The spans of one rank until `merge_traces` puts all into `trace.json`."""
+        return self.path / f"trace.rank{rank}.jsonl"
+
+    def rank_traces(self) -> list[Path]:
+        """The per-rank span files that exist, in the order of ranks."""
+        return sorted(self.path.glob("trace.rank*.jsonl"), key=lambda path: int(path.name.split(".")[1][len("rank") :]))
+
+    def prepare(self, overwrite: bool = False) -> RunDirectory:
+        """Create the directory, empty of an earlier run's products, and return self.
+
+        A finished run is removed only with `overwrite`.  What an interrupted run had measured is moved to `attempt-<n>/`.
+        Files that are not a run's products are left alone.  Raises ConfigError.
+        """
+        if self.finished and not overwrite:
+            raise ConfigError(
+                f"run_dir: {self.path} holds a finished run (it has a summary.json) and a finished run is not written over; "
+                "choose another run_dir, or ask for it to be overwritten"
+            )
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"run_dir: {self.path} cannot be created ({error.strerror}); it must be a directory that this user may write; "
+                "choose another run_dir"
+            ) from error
+        leftovers = [self.path / name for name in PRODUCTS if (self.path / name).exists()] + self.rank_traces()
+        if self.metrics in leftovers and not overwrite:
+            attempt = self._next_attempt()
+            for leftover in leftovers:
+                leftover.rename(attempt / leftover.name)
+        else:
+            for leftover in leftovers:
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        return self
+
+    def _next_attempt(self) -> Path:
+        number = 1
+        while (attempt := self.path / f"attempt-{number}").exists():
+            number += 1
+        attempt.mkdir()
+        return attempt
+
+
+@contextmanager
+def atomic_writer(path: str | os.PathLike[str]) -> Iterator[TextIO]:
+    """A text file that appears at `path` whole, or (where the block raises) not at all: written aside, synced, renamed."""
+    target = Path(path)
+    aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        with aside.open("w", encoding="utf-8") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, target)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a whole text file atomically."""
+    with atomic_writer(path) as file:
+        file.write(text)
+
+
+def write_json(path: str | os.PathLike[str], value: Mapping[str, Any]) -> None:
+    """Write one JSON object atomically, indented for reading; see `encode_json` for numbers that are not finite."""
+    write_text(path, encode_json(value, indent=2) + "\n")
+
+
+def encode_json(value: Mapping[str, Any], indent: int | None = None) -> str:
+    """A JSON object as text.  NaN and infinities, which JSON lacks, become null and their keys are listed in `non_finite`."""
+    non_finite: list[str] = []
+    plain = _plain(value, "", non_finite)
+    if non_finite:
+        plain["non_finite"] = non_finite
+    return json.dumps(plain, indent=indent, allow_nan=False, ensure_ascii=False)
+
+
+def _plain(value: Any, key: str, non_finite: list[str]) -> Any:
+    """`value` in JSON's own types; the dotted keys of numbers that are not finite are added to `non_finite`."""
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        if math.isfinite(value):
+            return float(value)
+        non_finite.append(key)
+        return None
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {
+            str(name): _plain(item, f"{key}.{name}" if key else str(name), non_finite) for name, item in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, f"{key}.{index}", non_finite) for index, item in enumerate(value)]
+    raise TypeError(f"{key}: {type(value).__name__} has no JSON form; give a number, text, path, list or mapping")
