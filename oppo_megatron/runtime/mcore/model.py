@@ -9,6 +9,12 @@ from typing import Literal
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -135,5 +141,19 @@ def build_model(
     for layer in model.decoder.layers:
         assert isinstance(layer, LeanLayer)
         layer.lean = lean
+    _mark_shards(model)
     model.set_rope(device)
     return model
+
+
+def _mark_shards(model: RoleModel) -> None:
+    """Say which parameters are tensor-parallel shards, so that gradient norms count each weight once.
+
+    megatron marks weights while it initialises them, which this runtime does not let it do.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding)) and module.weight is not None:
+            stride = 2 if name.endswith("linear_fc1") else 1  # gate and up are sharded separately
+            set_tensor_model_parallel_attributes(module.weight, True, 0, stride)
+        elif isinstance(module, RowParallelLinear):
+            set_tensor_model_parallel_attributes(module.weight, True, 1, 1)

@@ -1,0 +1,73 @@
+"""Packed micro-batches: whole sequences side by side, no padding.
+
+Legend: T packed tokens, R rows of interest (positions whose output counts).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from oppo_megatron.schedule.packing import pack_by_tokens
+
+
+@dataclass
+class MicroBatch:
+    """Sequences to run forward (and backward) together.
+
+    `index` are the sequences' places in the batch they came from; `rows_R` the packed positions whose outputs are wanted;
+    `targets_R` the token each of these rows predicts; `extra` holds tensors that a loss needs, aligned with the rows.
+    """
+
+    index: list[int]
+    lengths: list[int]
+    tokens_T: Tensor
+    rows_R: Tensor
+    targets_R: Tensor
+    extra: dict[str, Tensor] = field(default_factory=dict)
+
+
+def pack_responses(
+    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], budget: int, device: torch.device
+) -> list[MicroBatch]:
+    """Micro-batches of at most `budget` tokens (a longer sequence has one of its own), longest first.
+
+    The row of response token t is the position before it: its output predicts token t, and its value is V(s_t).  The last
+    token of a sequence predicts nothing and is left out.
+    """
+    lengths = [len(p) + len(r) - 1 for p, r in zip(prompts, responses, strict=True)]
+    batches = []
+    for index in pack_by_tokens(lengths, budget):
+        tokens, rows, targets, start = [], [], [], 0
+        for i in index:
+            tokens += [*prompts[i], *responses[i]][:-1]
+            first = start + len(prompts[i]) - 1
+            rows += range(first, first + len(responses[i]))
+            targets += responses[i]
+            start += lengths[i]
+        batches.append(
+            MicroBatch(
+                index,
+                [lengths[i] for i in index],
+                *(torch.tensor(x, dtype=torch.int64, device=device) for x in (tokens, rows, targets)),
+            )
+        )
+    return batches
+
+
+def split_rows(values_T: Tensor, lengths: Sequence[int], batches: Sequence[MicroBatch]) -> list[Tensor]:
+    """Per-response-token values of a whole batch, cut for each micro-batch in the order of its rows."""
+    pieces = values_T.split(list(lengths))
+    return [torch.cat([pieces[i] for i in batch.index]) for batch in batches]
+
+
+def join_rows(outputs: Sequence[Tensor], lengths: Sequence[int], batches: Sequence[MicroBatch]) -> Tensor:
+    """Inverse of `split_rows`."""
+    pieces: dict[int, Tensor] = {}
+    for batch, rows in zip(batches, outputs, strict=True):
+        for i, piece in zip(batch.index, rows.split([lengths[i] for i in batch.index]), strict=True):
+            pieces[i] = piece
+    return torch.cat([pieces[i] for i in range(len(lengths))])

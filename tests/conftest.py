@@ -1,0 +1,29 @@
+"""Session set-up: one CPU thread a process, and the rank pool closed at the end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _rank_pool() -> Iterator[None]:
+    yield
+    from tests.support.ranks import POOL
+
+    POOL.close()
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Folder of real data files; OPPO_SHARED names its parent, by default a folder `shared` beside the checkout."""
+    root = Path(os.environ.get("OPPO_SHARED", Path(__file__).resolve().parents[2] / "shared"))
+    if not (root / "data").is_dir():
+        pytest.skip(f"no {root / 'data'}: set OPPO_SHARED to the folder that holds data/ with the real data files")
+    return root / "data"

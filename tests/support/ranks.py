@@ -1,0 +1,103 @@
+"""Real gloo ranks for tests: processes that stay alive between tests, so that torch is imported once.
+
+    results = run_ranks(4, "tests.gloo.jobs:check", tp=2, pp=2)     # one result a rank; a rank's error is raised here
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing as mp
+import os
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONWARNINGS": "ignore"}
+
+
+def _serve(pipe: Connection) -> None:
+    os.environ.update(ENVIRONMENT)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        job = pipe.recv()
+        if job is None:
+            return
+        rank, world, store, entry, kwargs, timeout_s = job
+        try:
+            os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world))
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
+            )
+            module, name = entry.split(":")
+            pipe.send(("ok", getattr(importlib.import_module(module), name)(**kwargs)))
+            dist.barrier()
+            dist.destroy_process_group()
+        except BaseException as error:  # reported to the test, which raises it
+            pipe.send(("error", f"rank {rank}: {error!r}\n{traceback.format_exc()}"))
+            return
+
+
+class RankPool:
+    """Processes that take jobs.  After an error in any rank all of them are replaced."""
+
+    def __init__(self) -> None:
+        self.workers: list[tuple[mp.process.BaseProcess, Connection]] = []
+
+    def _grow(self, world: int) -> None:
+        context = mp.get_context("spawn")
+        while len(self.workers) < world:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self.workers.append((process, ours))
+
+    def run(self, world: int, entry: str, timeout_s: float, kwargs: dict[str, Any]) -> list[Any]:
+        self._grow(world)
+        with tempfile.TemporaryDirectory() as folder:
+            store = str(Path(folder) / "store")
+            for rank, (_, pipe) in enumerate(self.workers[:world]):
+                pipe.send((rank, world, store, entry, kwargs, timeout_s))
+            answers = self._collect(world, time.monotonic() + timeout_s)
+        errors = [text for kind, text in answers if kind == "error"]
+        if errors:
+            self.close()
+            raise AssertionError("\n".join(errors))
+        return [value for _, value in answers]
+
+    def _collect(self, world: int, deadline: float) -> list[tuple[str, Any]]:
+        """Answers in rank order; once one rank failed the others get a few seconds, as they may wait for it."""
+        answers: list[tuple[str, Any]] = []
+        for rank, (process, pipe) in enumerate(self.workers[:world]):
+            if any(kind == "error" for kind, _ in answers):
+                deadline = min(deadline, time.monotonic() + 5)
+            if pipe.poll(max(0.0, deadline - time.monotonic())):
+                try:
+                    answers.append(pipe.recv())
+                except EOFError:
+                    answers.append(("error", f"rank {rank}: died with exit code {process.exitcode}"))
+            else:
+                answers.append(("error", f"rank {rank}: no answer in time"))
+        return answers
+
+    def close(self) -> None:
+        for process, pipe in self.workers:
+            pipe.close()
+            process.kill()
+            process.join()
+        self.workers = []
+
+
+POOL = RankPool()
+
+
+def run_ranks(world: int, entry: str, timeout_s: float = 240.0, **kwargs: Any) -> list[Any]:
+    """Run `module:function(**kwargs)` on `world` gloo ranks.  Results must be picklable."""
+    return POOL.run(world, entry, timeout_s, kwargs)
