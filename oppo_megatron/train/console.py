@@ -19,8 +19,8 @@ PLAIN_INTERVAL_S = 2.0
 class Progress:
     """Shows how a run goes.  Used as a context manager.
 
-    `auto` is `live` where `stream` is a terminal and `plain` elsewhere.  Plain mode prints the first and the last step, and
-    others at most every `PLAIN_INTERVAL_S` seconds.  `total_steps` may be unknown (None).
+    `auto` is `live` where `stream` is a terminal and `plain` elsewhere.  Plain mode prints the first and the last step,
+    and others at most every `PLAIN_INTERVAL_S` seconds.  `total_steps` may be unknown (None).
     """
 
     def __init__(

@@ -22,8 +22,8 @@ MEAN_FIELDS = ("step_s", "decode_s", "train_s", "score_exposed_s")
 class MetricsLog:
     """Appends the lines of a run.
 
-    A line may be completed later than the next one is begun (the critic's update of step n ends while the actor decodes step
-    n + 1), so a line lives thus:
+    A line may be completed later than the next one is begun (the critic's update of step n ends while the actor decodes
+    step n + 1), so a line lives thus:
 
         stage(step) -> pending -> complete(step) -> ready -> written, once every earlier line is
 
@@ -79,7 +79,7 @@ class MetricsLog:
 
 
 def iter_json_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """The objects of a JSONL file.  A last line that a crash cut short is left out; any other bad line is a DataError."""
+    """The objects of a JSONL file.  A last line that a crash cut short is left out; another bad line is a DataError."""
     if not Path(path).is_file():
         raise DataError(
             f"{os.fspath(path)}: no such file; expected the lines that a run writes; check the run directory"
@@ -94,12 +94,13 @@ def iter_json_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
                 if not file.read(1):
                     return
                 raise DataError(
-                    f"{os.fspath(path)}, line {number}: not JSON ({error}); only the last line of a run may be cut short; "
-                    "remove or repair the line"
+                    f"{os.fspath(path)}, line {number}: not JSON ({error}); only the last line of a run may be cut "
+                    "short; remove or repair the line"
                 ) from error
             if not isinstance(value, dict):
                 raise DataError(
-                    f"{os.fspath(path)}, line {number}: {type(value).__name__}; each line must be a JSON object; repair the line"
+                    f"{os.fspath(path)}, line {number}: a {type(value).__name__}; each line must be a JSON object; "
+                    "repair the line"
                 )
             yield value
 
@@ -112,9 +113,10 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def summarise(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The figures of a run.  A figure whose fields no line has is None.
 
-    Times, `tokens_per_s` and `scoring_hidden` leave out the first step, which warms up, where there are more than three.
-    `scoring_hidden` is the share of the scorers' busy seconds that hid behind other work: 1 - exposed / busy, at least 0.
-    `reward_first` and `reward_last` are means of `reward_mean` over the first and last tenth of the steps (at least three).
+    Times, `tokens_per_s` and `scoring_hidden` leave out the first step, which warms up, where there are more than
+    three.
+    `scoring_hidden` is the share of the scorers' busy seconds that other work hid: 1 - exposed / busy, at least 0.
+    `reward_first` and `reward_last` are means of `reward_mean` over the first and last tenth of the steps, at least 3.
     `deferred` counts the trained sequences by how often they were carried over a step.
     """
     steady = lines[1:] if len(lines) > 3 else lines

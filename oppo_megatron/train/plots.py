@@ -41,8 +41,8 @@ OTHER_STEP_ALPHA = 0.4
 def plot_reward(runs: Mapping[str, Sequence[Mapping[str, Any]]], out_png: str | os.PathLike[str]) -> None:
     """Draw `reward_mean` against steps and against seconds (`time_s`), a line a run.
 
-    `runs` maps a run's name to its metrics lines.  The faint line is what was measured, the strong one its moving mean over a
-    tenth of the steps.  Raises DataError where a run has no reward.
+    `runs` maps a run's name to its metrics lines.  The faint line is what was measured, the strong one its moving mean
+    over a tenth of the steps.  Raises DataError where a run has no reward.
     """
     figure = _figure(width_in=10.0, height_in=4.2)
     by_step, by_time = figure.subplots(1, 2, sharey=True)
@@ -50,8 +50,8 @@ def plot_reward(runs: Mapping[str, Sequence[Mapping[str, Any]]], out_png: str | 
         known = [line for line in lines if line.get("reward_mean") is not None and line.get("time_s") is not None]
         if not known:
             raise DataError(
-                f"{name}: none of {len(lines)} metrics lines has a finite reward_mean and a time_s; a reward curve needs "
-                "at least one; give the metrics.jsonl of a PPO run"
+                f"{name}: none of {len(lines)} metrics lines has a finite reward_mean and a time_s; a reward curve "
+                "needs at least one; give the metrics.jsonl of a PPO run"
             )
         rewards = [line["reward_mean"] for line in known]
         smooth = moving_mean(rewards, window=max(1, len(rewards) // 10))
@@ -78,8 +78,8 @@ def plot_timeline(
 ) -> None:
     """Draw what each rank did in one step of each run, a row a (run, rank, role), all on one time axis.
 
-    `traces` maps a run's name to its `trace.json`; `step` picks steps by run name, others show their step of median length.
-    Raises DataError where a trace is unreadable or lacks the step.
+    `traces` maps a run's name to its `trace.json`; `step` picks steps by run name, others show their step of median
+    length. Raises DataError where a trace is unreadable or lacks the step.
     """
     windows = {name: step_window(name, read_trace(path), (step or {}).get(name)) for name, path in traces.items()}
     rows = [len(window.lanes) for window in windows.values()]
@@ -118,9 +118,9 @@ class StepWindow:
 def step_window(name: str, spans: Sequence[Span], step: int | None) -> StepWindow:
     """Cut one step out of a run's spans: `step`, or the one of median length where it is None.
 
-    A step lasts from its first span of work to that of the next step (the last step: to its last span of work), so that work
-    which overlaps two steps is not counted twice.  Waiting and evaluation do not bound a step.  The first step, which warms
-    up, is not picked where there are others.  Raises DataError.
+    A step lasts from its first span of work to that of the next step (the last step: to its last span of work), so that
+    work which overlaps two steps is not counted twice.  Waiting and evaluation do not bound a step.  The first step,
+    which warms up, is not picked where there are others.  Raises DataError.
     """
     work = [span for span in spans if span.name not in WAITING and span.name != "evaluate"]
     starts: dict[int, float] = {}

@@ -23,7 +23,7 @@ PRODUCTS = ("config.yaml", "metrics.jsonl", "trace.json", "summary.json", "quara
 
 
 class RunDirectory:
-    """Paths of one run.  Making one touches no disk, so every rank may; `prepare` is for the one rank that owns the run.
+    """Paths of one run.  Making one touches no disk, so every rank may; `prepare` is for the one that owns the run.
 
     Accepted wherever a path is (`os.PathLike`).
     """
@@ -57,20 +57,20 @@ class RunDirectory:
     def prepare(self, overwrite: bool = False) -> RunDirectory:
         """Create the directory, empty of an earlier run's products, and return self.
 
-        A finished run is removed only with `overwrite`.  What an interrupted run had measured is moved to `attempt-<n>/`.
-        Files that are not a run's products are left alone.  Raises ConfigError.
+        A finished run is removed only with `overwrite`.  What an interrupted run had measured is moved to
+        `attempt-<n>/`. Files that are not a run's products are left alone.  Raises ConfigError.
         """
         if self.finished and not overwrite:
             raise ConfigError(
-                f"run_dir: {self.path} holds a finished run (it has a summary.json) and a finished run is not written over; "
-                "choose another run_dir, or ask for it to be overwritten"
+                f"run_dir: {self.path} holds a finished run (it has a summary.json) and a finished run is not "
+                "written over; choose another run_dir, or ask for it to be overwritten"
             )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"run_dir: {self.path} cannot be created ({error.strerror}); it must be a directory that this user may write; "
-                "choose another run_dir"
+                f"run_dir: {self.path} cannot be created ({error.strerror}); it must be a directory that this user "
+                "may write; choose another run_dir"
             ) from error
         leftovers = [self.path / name for name in PRODUCTS if (self.path / name).exists()] + self.rank_traces()
         if self.metrics in leftovers and not overwrite:
@@ -92,7 +92,7 @@ class RunDirectory:
 
 @contextmanager
 def atomic_writer(path: str | os.PathLike[str]) -> Iterator[TextIO]:
-    """A text file that appears at `path` whole, or (where the block raises) not at all: written aside, synced, renamed."""
+    """A text file that appears at `path` whole, or (the block raises) not at all: written aside, synced, renamed."""
     target = Path(path)
     aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
@@ -117,7 +117,7 @@ def write_json(path: str | os.PathLike[str], value: Mapping[str, Any]) -> None:
 
 
 def encode_json(value: Mapping[str, Any], indent: int | None = None) -> str:
-    """A JSON object as text.  NaN and infinities, which JSON lacks, become null and their keys are listed in `non_finite`."""
+    """A JSON object as text.  NaN and infinities, which JSON lacks, become null; `non_finite` lists their keys."""
     non_finite: list[str] = []
     plain = _plain(value, "", non_finite)
     if non_finite:

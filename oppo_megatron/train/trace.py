@@ -34,8 +34,9 @@ class Span:
 class SpanRecorder:
     """Times the spans of one rank.  Used from one thread; spans of one role may nest but not cross.
 
-    Memory is bounded: a full buffer is flushed, and totals are kept for the last `KEPT_STEPS` steps.  Without a `run_dir`
-    nothing is written and only totals are kept.  `clock` must be common to all ranks (seconds since the epoch).
+    Memory is bounded: a full buffer is flushed, and totals are kept for the last `KEPT_STEPS` steps.  Without a
+    `run_dir` nothing is written and only totals are kept.  `clock` must be common to all ranks (seconds since the
+    epoch).
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class SpanRecorder:
             self._record(Span(self.rank, role, name, step, start, self._clock()))
 
     def totals(self, step: int, role: str | None = None) -> dict[str, float]:
-        """Seconds by span name in one of the last `KEPT_STEPS` steps, of one role or of all.  Nested spans count in each."""
+        """Seconds by span name in one of the last `KEPT_STEPS` steps, of one role or of all; nested spans count in each."""
         seconds: dict[str, float] = {}
         for (span_role, name), value in self._totals.get(step, {}).items():
             if role is None or span_role == role:
@@ -86,8 +87,9 @@ class SpanRecorder:
 def merge_traces(run_dir: str | os.PathLike[str]) -> Path | None:
     """Merge the per-rank files into `trace.json` (Trace Event Format), remove them, and return its path.
 
-    A process a rank and a thread a (rank, role); times in microseconds from the first span of the run.  For one rank, after
-    every rank's last flush.  Returns None where no rank recorded anything.  Spans are read twice instead of held in memory.
+    A process a rank and a thread a (rank, role); times in microseconds from the first span of the run.  For one rank,
+    after every rank's last flush.  Returns None where no rank recorded anything.  Spans are read twice instead of held
+    in memory.
     """
     run = RunDirectory(run_dir)
     files = run.rank_traces()
@@ -115,8 +117,8 @@ def read_trace(path: str | os.PathLike[str]) -> list[Span]:
         events = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{os.fspath(path)}: no readable trace ({type(error).__name__}: {error}); expected the trace.json of a run with "
-            "logging.trace on; check the path, or run again with it on"
+            f"{os.fspath(path)}: no readable trace ({type(error).__name__}: {error}); expected the trace.json of a run "
+            "with logging.trace on; check the path, or run again with it on"
         ) from error
     return [
         Span(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import import_module
 from numbers import Real
 from typing import Any, Protocol
 
@@ -62,7 +61,7 @@ class WandbSink:
 
     def __init__(self, project: str, run_dir: str | os.PathLike[str]):
         try:
-            wandb = import_module("wandb")
+            import wandb
         except ImportError as error:
             raise _missing(f"wandb_project: {project}", "wandb", "logging.wandb_project to null") from error
         path = RunDirectory(run_dir).path

@@ -100,7 +100,7 @@ def test_bad_lines_elsewhere_name_file_and_line(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"metrics\.jsonl, line 2: not JSON"):
         read_metrics(path)
     path.write_text('{"step": 1}\n[2]\n{"step": 3}\n')
-    with pytest.raises(DataError, match=r"line 2: list"):
+    with pytest.raises(DataError, match=r"line 2: a list"):
         read_metrics(path)
     with pytest.raises(DataError, match="no such file"):
         read_metrics(tmp_path / "absent.jsonl")

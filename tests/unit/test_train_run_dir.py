@@ -88,6 +88,15 @@ def test_a_failed_write_leaves_the_old_file_and_no_scrap(tmp_path: Path) -> None
     assert target.read_text(encoding="utf-8") == "new \N{GREEK SMALL LETTER DELTA}"
 
 
+def test_replacing_a_file_never_changes_what_a_reader_has_open(tmp_path: Path) -> None:
+    target = tmp_path / "summary.json"
+    write_text(target, "old")
+    with target.open() as reader:
+        write_text(target, "new and longer")
+        assert reader.read() == "old"
+    assert target.read_text() == "new and longer"
+
+
 def test_json_of_numbers_that_are_not_finite() -> None:
     line = json.loads(
         encode_json({"a": float("nan"), "b": {"c": float("-inf"), "d": 1.5}, "e": [1, float("inf")], "f": True})
