@@ -58,7 +58,7 @@ class SpanRecorder:
             self._record(Span(self.rank, role, name, step, start, self._clock()))
 
     def totals(self, step: int, role: str | None = None) -> dict[str, float]:
-        """Seconds by span name in one of the last `KEPT_STEPS` steps, of one role or of all; nested spans count in each."""
+        """Seconds by span name in one of the last `KEPT_STEPS` steps, of a role or of all; nested spans each count."""
         seconds: dict[str, float] = {}
         for (span_role, name), value in self._totals.get(step, {}).items():
             if role is None or span_role == role:
