@@ -1,7 +1,7 @@
 """Plain records that the pure half and the torch half share: prompts, rollouts and the chunks between them.
 
-Legend: a *sequence* is prompt + response; *offset* counts response tokens; *clock* is the logical clock, the number of decode
-steps that the actor has made since the run began (one decode step gives every running sequence one token).
+Legend: a *sequence* is prompt + response; *offset* counts response tokens; *clock* is the logical clock, the number of
+decode steps that the actor has made since the run began (one decode step gives every running sequence one token).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 class Prompt:
     """One tokenized prompt in the order in which the data iterator gives it.
 
-    `seq_id` is unique over the run (the position in the stream of prompts, epochs counted on); `row` is the index of the row
-    in the data set; `fields` keeps the row's other columns for verifiers (the expected answer, say).
+    `seq_id` is unique over the run (the position in the stream of prompts, epochs counted on); `row` is the index of
+    the row in the data set; `fields` keeps the row's other columns for verifiers (the expected answer, say).
     """
 
     seq_id: int
@@ -78,3 +78,12 @@ class Chunk:
     index: int
     clock: int
     rows: list[ChunkRow] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a controller decided after a step: the new value, why (with the figures), and whether it has changed."""
+
+    value: int
+    reason: str
+    changed: bool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from oppo_megatron.config.base import Section
 
@@ -14,7 +14,7 @@ class ChunkConfig(Section):
 
     tokens: int = Field(32, ge=1, description="decode steps in a round, at the start")
     adaptive: bool = True
-    candidates: list[int] = Field(default=[16, 32, 64], min_length=1)
+    candidates: list[PositiveInt] = Field(default=[16, 32, 64], min_length=1)
     period: int = Field(50, ge=1, description="steps from one search to the next")
     trials: int = Field(1, ge=1, description="steps spent on each candidate in a search")
 
@@ -39,4 +39,6 @@ class OverlapConfig(Section):
     chunk: ChunkConfig = ChunkConfig()
     delta: DeltaConfig = DeltaConfig()
     max_deferrals: int = Field(4, ge=1, description="a rollout carried this often is waited for")
-    actor_kv: Literal["recompute", "keep"] = Field("recompute", description="the actor's KV cache of a carried rollout after an update")
+    actor_kv: Literal["recompute", "keep"] = Field(
+        "recompute", description="the actor's KV cache of a carried rollout after an update"
+    )

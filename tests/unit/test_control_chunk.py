@@ -1,0 +1,121 @@
+"""The chunk tuner against made-up costs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oppo_megatron.config.overlap import ChunkConfig
+from oppo_megatron.control.chunk import ChunkTuner
+
+
+def drive(tuner: ChunkTuner, num_steps: int, cost: Callable[[int, int], float], first_step: int = 0) -> list[int]:
+    """Run steps of 100 tokens costing `cost(step, chunk)` seconds per token; the chunk used in each."""
+    used = []
+    for step in range(first_step, first_step + num_steps):
+        used.append(tuner.value)
+        tuner.observe(step, 100 * cost(step, tuner.value), 100)
+    return used
+
+
+def test_a_search_after_the_warm_up_and_then_every_period() -> None:
+    costs = {16: 3.0, 32: 2.0, 64: 1.0}
+    tuner = ChunkTuner(ChunkConfig(tokens=32, candidates=[16, 32, 64], period=6), longest=1000)
+    # Warm-up at 32, three candidates, settled on 64 until the next search 6 steps after the first began.
+    assert drive(tuner, 12, lambda step, chunk: costs[chunk]) == [32, 16, 32, 64, 64, 64, 64, 16, 32, 64, 64, 64]
+
+
+def test_the_warm_up_step_is_not_measured() -> None:
+    tuner = ChunkTuner(ChunkConfig(tokens=32, candidates=[16, 32]), longest=1000)
+    drive(tuner, 3, lambda step, chunk: 1e6 if step == 0 else {16: 2.0, 32: 1.0}[chunk])
+    assert tuner.value == 32
+
+
+def test_the_choice_follows_a_change_of_costs() -> None:
+    tuner = ChunkTuner(ChunkConfig(tokens=8, candidates=[8, 16], period=5), longest=1000)
+    used = drive(tuner, 10, lambda step, chunk: float(chunk if step < 5 else -chunk + 100))
+    assert used == [8, 8, 16, 8, 8, 8, 8, 16, 16, 16]
+
+
+def test_trials_take_turns_and_are_weighed_by_tokens() -> None:
+    tuner = ChunkTuner(ChunkConfig(tokens=1, candidates=[2], trials=2), longest=10)
+    tuner.observe(0, 1.0, 1)
+    # Chunk 1: 10 s for 110 tokens.  Chunk 2: 4 s for 20 tokens, although one of its steps was the fastest of all.
+    measured = []
+    for step, (seconds, tokens) in enumerate([(5.0, 10), (0.1, 10), (5.0, 100), (3.9, 10)], start=1):
+        measured.append(tuner.value)
+        decision = tuner.observe(step, seconds, tokens)
+    assert measured == [1, 2, 1, 2]
+    assert decision.value == 1
+    assert decision.reason == "step 4: chunk 1 is the fastest (1: 90.91 ms/token, 2: 200 ms/token)"
+
+
+def test_candidates_are_clipped_deduplicated_and_include_the_current_value() -> None:
+    tuner = ChunkTuner(ChunkConfig(tokens=5, candidates=[64, 16, 32, 16]), longest=20)
+    assert drive(tuner, 4, lambda step, chunk: abs(chunk - 16) + 1.0) == [5, 5, 16, 20]
+    assert tuner.value == 16
+
+
+def test_one_candidate_is_no_search() -> None:
+    tuner = ChunkTuner(ChunkConfig(tokens=64, candidates=[16, 32], period=2), longest=8)
+    assert drive(tuner, 6, lambda step, chunk: 1.0) == [8] * 6
+
+
+def test_a_step_without_tokens_is_tried_again() -> None:
+    tuner = ChunkTuner(ChunkConfig(tokens=16, candidates=[16, 32]), longest=100)
+    tuner.observe(0, 1.0, 10)
+    assert tuner.value == 16
+    decision = tuner.observe(1, 0.0, 0)
+    assert (decision.value, decision.changed) == (16, False)
+    tuner.observe(2, 2.0, 10)
+    assert tuner.observe(3, 1.0, 10).value == 32
+
+
+def test_not_adaptive_is_constant() -> None:
+    tuner = ChunkTuner(ChunkConfig(tokens=24, adaptive=False, period=1), longest=100)
+    decisions = [tuner.observe(step, 1.0 / (step + 1), 10) for step in range(20)]
+    assert {(d.value, d.changed) for d in decisions} == {(24, False)}
+
+
+@given(
+    costs=st.dictionaries(st.integers(1, 50), st.floats(0.01, 10), min_size=1, max_size=6),
+    period=st.integers(1, 12),
+    trials=st.integers(1, 3),
+    longest=st.integers(1, 60),
+)
+def test_every_search_finds_the_cheapest(costs: dict[int, float], period: int, trials: int, longest: int) -> None:
+    config = ChunkConfig(tokens=next(iter(costs)), candidates=list(costs), period=period, trials=trials)
+    tuner = ChunkTuner(config, longest)
+    reachable = {min(c, longest) for c in costs}
+    cost = {chunk: costs.get(chunk, 20.0) for chunk in reachable}
+    before = tuner.value
+    for step in range(60):
+        decision = tuner.observe(step, 7 * cost[tuner.value], 7)
+        assert decision.value in reachable
+        assert decision.changed == (decision.value != before)
+        before = decision.value
+        if "fastest" in decision.reason:
+            assert cost[decision.value] == min(cost.values())
+            assert all(f"{c}: " in decision.reason for c in reachable)
+
+
+def test_resume_keeps_the_choice_and_the_time_of_the_next_search() -> None:
+    config = ChunkConfig(tokens=16, candidates=[16, 32], period=6)
+    costs = {16: 2.0, 32: 1.0}
+    whole, first, second = (ChunkTuner(config, longest=100) for _ in range(3))
+    used = drive(first, 4, lambda step, chunk: costs[chunk])
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    used += drive(second, 10, lambda step, chunk: costs[chunk], first_step=4)
+    assert used == drive(whole, 14, lambda step, chunk: costs[chunk])
+
+
+def test_resume_within_a_search_starts_it_again_after_a_warm_up() -> None:
+    config = ChunkConfig(tokens=16, candidates=[16, 32], period=50)
+    first, second = ChunkTuner(config, longest=100), ChunkTuner(config, longest=100)
+    drive(first, 2, lambda step, chunk: 1.0)
+    assert first.value == 32, "in the middle of the search"
+    second.load_state_dict(first.state_dict())
+    assert drive(second, 4, lambda step, chunk: 1e6 if step == 2 else 1.0 / chunk, first_step=2) == [16, 16, 32, 32]

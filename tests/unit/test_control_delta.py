@@ -1,0 +1,149 @@
+"""Delta controllers against hand-computed series and plain transcriptions of the paper."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from typing import Literal
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from oppo_megatron.config.overlap import DeltaConfig
+from oppo_megatron.control import Decision
+from oppo_megatron.control.delta import DeltaController, make_delta_controller
+from oppo_megatron.errors import CheckpointError
+
+Rule = Literal["eq4", "algorithm1", "eq4_literal", "fixed"]
+RULES: list[Rule] = ["eq4", "algorithm1", "eq4_literal", "fixed"]
+
+# Rewards on a grid of exact binary fractions with many ties, so that the references need no tolerance.
+rewards_strategy = st.lists(st.integers(-8, 8).map(lambda n: n / 4), max_size=40)
+
+
+def values(controller: DeltaController, rewards: list[float]) -> list[int]:
+    return [controller.observe(step, reward).value for step, reward in enumerate(rewards)]
+
+
+def mean(rewards: list[float]) -> Fraction:
+    return sum((Fraction(r) for r in rewards), Fraction(0)) / len(rewards)
+
+
+def test_eq4_grows_while_the_reward_improves_and_decays_when_it_is_flat() -> None:
+    config = DeltaConfig(rule="eq4", initial=4, min=1, max=6, window=2, increase=2, decrease=1)
+    rising, flat = [0.0, 0.0, 1.0, 1.0, 2.0], [2.0] * 8
+    # Waits for 4 rewards; then +2 clipped at 6; flat means shrink by 1 until 1.
+    assert values(make_delta_controller(config), rising + flat) == [4, 4, 4, 6, 6, 6, 6, 5, 4, 3, 2, 1, 1]
+
+
+def test_algorithm1_shrinks_on_a_rise_by_a_quarter_once_a_window() -> None:
+    config = DeltaConfig(rule="algorithm1", initial=16, min=0, max=20, window=2)
+    rewards = [0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 1.0, 1.0, 1.0, 1.0]
+    # d > 0: 16 - 4; d > 0: 12 - 3; d < 0: 9 + 2; d = 0: unchanged.
+    assert values(make_delta_controller(config), rewards) == [16, 16, 16, 12, 12, 9, 9, 11, 11, 11]
+
+
+def test_eq4_literal_compares_two_points() -> None:
+    config = DeltaConfig(rule="eq4_literal", initial=2, min=0, max=9, window=2)
+    # R_t against R_{t-2}: wait, wait, +, -, +, - (equal counts as not improving)
+    assert values(make_delta_controller(config), [1.0, 5.0, 2.0, 0.0, 3.0, 0.0]) == [2, 2, 3, 2, 3, 2]
+
+
+def test_fixed_ignores_the_reward() -> None:
+    assert values(make_delta_controller(DeltaConfig(rule="fixed", initial=0)), [0.0, 9.0, -9.0]) == [0, 0, 0]
+
+
+@given(rewards=rewards_strategy, window=st.integers(1, 5), initial=st.integers(0, 12), increase=st.integers(1, 4))
+def test_eq4_against_its_definition(rewards: list[float], window: int, initial: int, increase: int) -> None:
+    config = DeltaConfig(rule="eq4", initial=initial, min=0, max=12, window=window, increase=increase, decrease=2)
+    expected, delta = [], initial
+    for t in range(1, len(rewards) + 1):
+        if t >= 2 * window:
+            rises = mean(rewards[t - window : t]) > mean(rewards[t - 2 * window : t - window])
+            delta = min(12, delta + increase) if rises else max(0, delta - 2)
+        expected.append(delta)
+    assert values(make_delta_controller(config), rewards) == expected
+
+
+@given(rewards=rewards_strategy, window=st.integers(1, 5), initial=st.integers(0, 40))
+def test_algorithm1_against_a_transcription(rewards: list[float], window: int, initial: int) -> None:
+    config = DeltaConfig(rule="algorithm1", initial=initial, min=0, max=40, window=window)
+    expected, delta, reward_scores = [], initial, []
+    for reward in rewards:
+        reward_scores.append(reward)
+        if len(reward_scores) >= 2 * window:
+            d = mean(reward_scores[-window:]) - mean(reward_scores[-2 * window : -window])
+            change = max(1, delta // 4)
+            if d > 0:
+                delta = max(0, delta - change)
+            elif d < 0:
+                delta = min(40, delta + change)
+            reward_scores = reward_scores[-window:]
+        expected.append(delta)
+    assert values(make_delta_controller(config), rewards) == expected
+
+
+@given(rewards=rewards_strategy, window=st.integers(1, 5))
+def test_eq4_literal_is_the_mean_of_differences(rewards: list[float], window: int) -> None:
+    config = DeltaConfig(rule="eq4_literal", initial=3, min=0, max=7, window=window)
+    expected, delta = [], 3
+    for t in range(len(rewards)):
+        if t >= window:
+            slope = sum(Fraction(rewards[i]) - Fraction(rewards[i - 1]) for i in range(t - window + 1, t + 1)) / window
+            delta = min(7, delta + 1) if slope > 0 else max(0, delta - 1)
+        expected.append(delta)
+    assert values(make_delta_controller(config), rewards) == expected
+
+
+@given(block=st.lists(st.floats(-5, 5), min_size=2, max_size=6))
+@example(block=[0.1, 0.2, 0.3])
+@example(block=[0.3, 0.2, 0.1])
+def test_rounding_does_not_make_a_slope(block: list[float]) -> None:
+    """The same rewards in another order have the same mean: eq. 4 must not grow delta on them."""
+    controller = make_delta_controller(DeltaConfig(rule="eq4", initial=4, max=8, window=len(block)))
+    assert values(controller, block + block[::-1])[-1] == 3
+
+
+@given(rewards=st.lists(st.floats(-10, 10), max_size=40), rule=st.sampled_from(RULES), window=st.integers(1, 4))
+def test_delta_stays_within_bounds_and_changed_tells_the_truth(rewards: list[float], rule: Rule, window: int) -> None:
+    controller = make_delta_controller(DeltaConfig(rule=rule, initial=3, min=2, max=5, window=window))
+    before = controller.value
+    for step, reward in enumerate(rewards):
+        decision = controller.observe(step, reward)
+        assert 2 <= decision.value <= 5
+        assert decision.value == controller.value
+        assert decision.changed == (decision.value != before)
+        before = decision.value
+
+
+@given(rewards=rewards_strategy, split=st.integers(0, 40), rule=st.sampled_from(RULES), window=st.integers(1, 4))
+def test_resume_continues_exactly(rewards: list[float], split: int, rule: Rule, window: int) -> None:
+    config = DeltaConfig(rule=rule, initial=6, max=9, window=window)
+    whole, first, second = (make_delta_controller(config) for _ in range(3))
+    done = values(first, rewards[:split])
+    state = json.loads(json.dumps(first.state_dict()))
+    assert len(state["rewards"]) <= 2 * window
+    second.load_state_dict(state)
+    assert second.value == first.value
+    assert done + values(second, rewards[split:]) == values(whole, rewards)
+
+
+def test_resume_under_another_rule_is_refused() -> None:
+    state = make_delta_controller(DeltaConfig(rule="eq4")).state_dict()
+    with pytest.raises(CheckpointError, match=r"'eq4'.*'fixed'.*overlap\.delta\.rule=eq4"):
+        make_delta_controller(DeltaConfig(rule="fixed")).load_state_dict(state)
+
+
+def test_reasons_name_the_figures() -> None:
+    controller = make_delta_controller(DeltaConfig(rule="eq4", initial=4, max=8, window=1))
+    waiting, grown = controller.observe(0, 0.25), controller.observe(1, 0.75)
+    assert waiting == Decision(4, "step 0: delta stays 4: 1 of 2 rewards that the rule needs", False)
+    assert grown.changed
+    for figure in ("step 1", "0.75", "0.25", "+0.5", "4 +1 -> 5"):
+        assert figure in grown.reason
+
+
+def test_a_reward_that_is_not_finite_is_our_own_bug() -> None:
+    with pytest.raises(AssertionError, match="step 3: mean reward nan"):
+        make_delta_controller(DeltaConfig()).observe(3, float("nan"))

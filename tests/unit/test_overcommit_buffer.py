@@ -1,0 +1,187 @@
+"""The rollout buffer by hand-made cases: choice of the batch, deferral, draining, readiness, refused chunks."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from oppo_megatron.errors import StreamError
+from oppo_megatron.overcommit.buffer import Readiness, RolloutBuffer
+from oppo_megatron.records import Chunk, ChunkRow, Prompt, Rollout
+
+
+def prompts(*seq_ids: int) -> list[Prompt]:
+    return [Prompt(seq_id, row=seq_id, text=f"p{seq_id}", tokens=(1, 2)) for seq_id in seq_ids]
+
+
+def row(seq_id: int, offset: int, tokens: list[int], finish_clock: int | None = None, version: int = 0) -> ChunkRow:
+    reason = None if finish_clock is None else "eos"
+    logprobs = [-0.5 * t for t in tokens]
+    return ChunkRow(seq_id, offset, tokens, logprobs, [-0.25 * t for t in tokens], version, finish_clock, reason)
+
+
+def seq_ids(rollouts: list[Rollout]) -> list[int]:
+    return [r.seq_id for r in rollouts]
+
+
+def filled(batch_size: int, delta: int, max_deferrals: int = 4) -> RolloutBuffer:
+    buffer = RolloutBuffer(batch_size, delta, max_deferrals)
+    buffer.admit(prompts(*range(batch_size + delta)))
+    return buffer
+
+
+def test_admission_numbers_count_on_over_batches() -> None:
+    buffer = RolloutBuffer(batch_size=2, delta=1, max_deferrals=4)
+    assert [r.admission for r in buffer.admit(prompts(7, 5, 9))] == [0, 1, 2]
+    buffer.record(Chunk(0, 1, [row(9, 0, [1], 1), row(7, 0, [1], 1)]))
+    buffer.take_batch()
+    assert [r.admission for r in buffer.admit(prompts(2, 3))] == [3, 4]
+    assert seq_ids(buffer.rollouts) == [5, 2, 3]
+
+
+def test_admission_beyond_capacity_is_our_own_bug() -> None:
+    buffer = RolloutBuffer(batch_size=2, delta=1, max_deferrals=4)
+    with pytest.raises(AssertionError, match="4 prompts admitted into room for 3"):
+        buffer.admit(prompts(0, 1, 2, 3))
+    buffer.admit(prompts(0))
+    with pytest.raises(AssertionError, match="already in the buffer"):
+        buffer.admit(prompts(0))
+
+
+def test_no_admission_after_the_end() -> None:
+    buffer = RolloutBuffer(batch_size=2, delta=1, max_deferrals=4)
+    buffer.close()
+    assert buffer.admit([]) == []
+    with pytest.raises(AssertionError, match="after the end"):
+        buffer.admit(prompts(0))
+
+
+def test_record_keeps_what_each_token_was_sampled_under() -> None:
+    buffer = filled(1, 1)
+    buffer.record(Chunk(0, 2, [row(0, 0, [11, 12], version=3), row(1, 0, [21, 22], version=3)]))
+    buffer.record(Chunk(1, 4, [row(0, 2, [13], finish_clock=3, version=4), row(1, 2, [23, 24], version=4)]))
+    first, second = buffer.rollouts
+    assert (first.tokens, first.versions, first.finish_clock, first.finish_reason) == (
+        [11, 12, 13],
+        [3, 3, 4],
+        3,
+        "eos",
+    )
+    assert first.logprobs == [-5.5, -6.0, -6.5]
+    assert first.sampling_logprobs == [-2.75, -3.0, -3.25]
+    assert (second.tokens, second.finished) == ([21, 22, 23, 24], False)
+    assert buffer.active == [second]
+    assert buffer.clock == 4
+
+
+def test_batch_is_the_first_finished_by_clock_then_admission() -> None:
+    buffer = filled(3, 2)
+    buffer.record(Chunk(0, 6, [row(i, 0, [1], clock) for i, clock in enumerate([6, 4, 6, 5, 4])]))
+    assert seq_ids(buffer.take_batch()) == [1, 4, 3]
+    assert [(r.seq_id, r.deferrals) for r in buffer.rollouts] == [(0, 1), (2, 1)]
+
+
+def test_surplus_finishers_stay_and_head_the_next_batch() -> None:
+    buffer = filled(2, 2)
+    buffer.record(Chunk(0, 3, [row(i, 0, [1], 3) for i in range(3)]))
+    assert seq_ids(buffer.take_batch()) == [0, 1]
+    buffer.admit(prompts(4, 5))
+    assert not buffer.readiness().ready
+    buffer.record(Chunk(1, 5, [row(5, 0, [1], 4), row(4, 0, [1], 5), row(3, 0, [1], 5)]))
+    assert seq_ids(buffer.take_batch()) == [2, 5]
+
+
+def test_a_full_batch_of_surplus_finishers_is_ready_before_any_decoding() -> None:
+    buffer = filled(1, 1)
+    buffer.record(Chunk(0, 1, [row(0, 0, [1], 1), row(1, 0, [1], 1)]))
+    buffer.take_batch()
+    buffer.admit(prompts(2))
+    assert buffer.readiness().ready
+    assert seq_ids(buffer.take_batch()) == [1]
+
+
+def test_a_forced_rollout_is_waited_for_and_taken_before_earlier_finishers() -> None:
+    buffer = filled(2, 1, max_deferrals=1)
+    buffer.record(Chunk(0, 1, [row(1, 0, [1], 1), row(2, 0, [1], 1), row(0, 0, [1])]))
+    buffer.take_batch()
+    buffer.admit(prompts(3, 4))
+    buffer.record(Chunk(1, 2, [row(3, 0, [1], 2), row(4, 0, [1], 2), row(0, 1, [1])]))
+    assert not buffer.readiness().ready
+    buffer.record(Chunk(2, 9, [row(0, 2, [1], 9)]))
+    assert buffer.readiness().ready
+    assert [(r.seq_id, r.deferrals) for r in buffer.take_batch()] == [(3, 0), (0, 1)]
+
+
+def test_more_forced_rollouts_than_a_batch_holds_go_oldest_first() -> None:
+    buffer = filled(1, 3, max_deferrals=1)
+    buffer.record(Chunk(0, 1, [row(0, 0, [1], 1)]))
+    buffer.take_batch()
+    buffer.record(Chunk(1, 4, [row(3, 0, [1], 2), row(2, 0, [1], 3)]))
+    assert not buffer.readiness().ready
+    buffer.record(Chunk(2, 5, [row(1, 0, [1], 5)]))
+    assert [seq_ids(buffer.take_batch()) for _ in range(3)] == [[1], [2], [3]]
+
+
+def test_a_smaller_delta_drops_nothing() -> None:
+    buffer = filled(2, 2)
+    buffer.set_delta(0)
+    assert (len(buffer), buffer.capacity, buffer.room) == (4, 2, 0)
+    buffer.record(Chunk(0, 1, [row(i, 0, [1], 1) for i in range(4)]))
+    assert seq_ids(buffer.take_batch()) == [0, 1]
+    assert buffer.room == 0
+    assert seq_ids(buffer.take_batch()) == [2, 3]
+    assert buffer.room == 2
+
+
+def test_only_the_end_of_the_prompts_allows_a_smaller_batch() -> None:
+    buffer = RolloutBuffer(batch_size=4, delta=0, max_deferrals=4)
+    buffer.admit(prompts(0, 1))
+    buffer.record(Chunk(0, 1, [row(0, 0, [1], 1), row(1, 0, [1], 1)]))
+    assert not buffer.readiness().ready
+    with pytest.raises(AssertionError, match="before the batch is ready"):
+        buffer.take_batch()
+    buffer.close()
+    assert seq_ids(buffer.take_batch()) == [0, 1]
+
+
+def test_readiness_counts_finishes_and_forced_rollouts() -> None:
+    readiness = Readiness(target=3, num_finished=1, unfinished=[4, 5, 6], forced=[6])
+    readiness.finish(4)
+    assert not readiness.ready
+    readiness.finish(5)
+    assert not readiness.ready, "three have finished, but 6 may not be deferred again"
+    readiness.finish(6)
+    assert readiness.ready
+    with pytest.raises(AssertionError, match="sequence 6"):
+        readiness.finish(6)
+
+
+BAD_CHUNKS = {
+    "unknown sequence": (Chunk(5, 8, [row(77, 0, [1])]), "sequence 77, offset 0.*not in the buffer"),
+    "lost": (Chunk(5, 8, [row(1, 3, [1])]), "sequence 1, offset 3.*has offset 2; a chunk was lost"),
+    "repeated": (Chunk(5, 8, [row(1, 0, [1, 1])]), "sequence 1, offset 0.*has offset 2; a chunk was repeated"),
+    "after the end": (Chunk(5, 8, [row(0, 2, [1])]), "sequence 0, offset 2.*finished at clock 5"),
+    "clock": (Chunk(5, 5, [row(1, 2, [1])]), "sequence 1, offset 2.*clock is 5, but 6"),
+    "clock of an empty chunk": (Chunk(5, 5), "chunk 5 .no rows.*clock is 5, but 6"),
+    "finish before the round": (Chunk(5, 8, [row(1, 2, [1], 5)]), r"sequence 1, offset 2.*clock 5, outside.*6\.\.8"),
+    "finish after the round": (Chunk(5, 8, [row(1, 2, [1], 9)]), r"sequence 1, offset 2.*clock 9, outside.*6\.\.8"),
+    "two rows": (Chunk(5, 8, [row(1, 2, [1]), row(1, 3, [1])]), "sequence 1, offset 3.*two rows"),
+    "no log-prob": (
+        Chunk(5, 8, [ChunkRow(1, 2, [1, 1], [-1.0], [-1.0, -1.0], 0)]),
+        "sequence 1, offset 2.*2 tokens.*1 log",
+    ),
+    "second row bad": (Chunk(5, 8, [row(1, 2, [1]), row(2, 9, [1])]), "sequence 2, offset 9.*lost"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CHUNKS)
+def test_a_bad_chunk_is_an_error_and_records_nothing(case: str) -> None:
+    buffer = filled(3, 1)
+    buffer.record(Chunk(0, 6, [row(0, 0, [1, 1], 5), row(1, 0, [1, 1])]))
+    before = copy.deepcopy(buffer.rollouts)
+    chunk, message = BAD_CHUNKS[case]
+    with pytest.raises(StreamError, match=message):
+        buffer.record(chunk)
+    assert buffer.rollouts == before
+    assert buffer.clock == 6

@@ -1,0 +1,254 @@
+"""Properties of overcommitment over whole runs, driven by a tiny decode engine and checked against a naive model.
+
+The engine decodes in rounds of up to C steps and stops at the step at which the batch is ready.  A sequence's n-th
+token is a function of (seq_id, n) and its response length is given, so that no lost, repeated or misplaced token goes
+unnoticed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oppo_megatron.config.overlap import DeltaConfig
+from oppo_megatron.control.delta import make_delta_controller
+from oppo_megatron.overcommit.buffer import RolloutBuffer
+from oppo_megatron.overcommit.scheduler import OvercommitScheduler
+from oppo_megatron.records import Chunk, ChunkRow, Decision, Prompt, Rollout
+
+CHUNKS = (1, 7, 64, 10**6)
+
+
+@dataclass
+class ScriptedDelta:
+    """Delta of step t is deltas[t % len(deltas)]."""
+
+    deltas: list[int]
+    num_steps: int = 0
+
+    @property
+    def value(self) -> int:
+        return self.deltas[self.num_steps % len(self.deltas)]
+
+    def observe(self, step: int, reward_mean: float) -> Decision:
+        self.num_steps += 1
+        return Decision(self.value, f"script, step {step}", True)
+
+
+@dataclass
+class Run:
+    """A run's plan: response length of each prompt, B, delta of each step, deferral cap."""
+
+    lengths: list[int]
+    batch_size: int
+    deltas: list[int]
+    max_deferrals: int
+
+
+@dataclass
+class Log:
+    batches: list[list[Rollout]] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    clocks: list[int] = field(default_factory=list)
+    num_consumed: list[int] = field(default_factory=list)
+
+
+def token(seq_id: int, offset: int) -> int:
+    return 1000 * seq_id + offset
+
+
+def decode_round(buffer: RolloutBuffer, lengths: list[int], version: int, index: int, chunk_tokens: int) -> None:
+    """One round: up to `chunk_tokens` decode steps, no step beyond the one that completes the batch."""
+    readiness = buffer.readiness()
+    rows = {r.seq_id: ChunkRow(r.seq_id, len(r.tokens), [], [], [], version) for r in buffer.active}
+    running = list(rows)
+    clock = buffer.clock
+    end = clock + chunk_tokens
+    while clock < end and not readiness.ready:
+        clock += 1
+        for seq_id in list(running):
+            row = rows[seq_id]
+            new = token(seq_id, row.offset + len(row.tokens))
+            row.tokens.append(new)
+            row.logprobs.append(-float(new))
+            row.sampling_logprobs.append(-0.5 * new)
+            if row.offset + len(row.tokens) == lengths[seq_id]:
+                row.finish_clock, row.finish_reason = clock, "eos"
+                running.remove(seq_id)
+                readiness.finish(seq_id)
+    buffer.record(Chunk(index, clock, list(rows.values())))
+
+
+def simulate(run: Run, chunk_tokens: int) -> Log:
+    prompts = (Prompt(i, row=i, text="", tokens=(0,)) for i in range(len(run.lengths)))
+    buffer = RolloutBuffer(run.batch_size, run.deltas[0], run.max_deferrals)
+    scheduler = OvercommitScheduler(prompts, buffer, ScriptedDelta(run.deltas))
+    log = Log()
+    step = index = 0
+    while not scheduler.done:
+        held, capacity = len(buffer), buffer.capacity
+        scheduler.begin_step()
+        assert len(buffer) <= max(held, capacity)
+        assert len(buffer) >= capacity or scheduler.num_consumed == len(run.lengths)
+        log.sizes.append(len(buffer))
+        log.num_consumed.append(scheduler.num_consumed)
+        while not buffer.readiness().ready:
+            decode_round(buffer, run.lengths, version=step, index=index, chunk_tokens=chunk_tokens)
+            index += 1
+        log.batches.append(scheduler.take_batch())
+        log.clocks.append(buffer.clock)
+        scheduler.end_step(step, 0.0)
+        step += 1
+    return log
+
+
+def naive_batches(run: Run) -> list[list[tuple[int, int]]]:
+    """An independent model with no buffer and no chunks: (sequence, finish clock) of each batch."""
+    waiting = list(range(len(run.lengths)))
+    held: dict[int, dict[str, int]] = {}
+    batches: list[list[tuple[int, int]]] = []
+    clock = 0
+    while waiting or held:
+        capacity = run.batch_size + run.deltas[len(batches) % len(run.deltas)]
+        while waiting and len(held) < capacity:
+            held[waiting.pop(0)] = {"left": 0, "end": 0, "age": 0}
+            newest = list(held)[-1]
+            held[newest]["left"] = run.lengths[newest]
+        size = run.batch_size if waiting else min(run.batch_size, len(held))
+        while True:
+            must = [s for s in held if held[s]["age"] >= run.max_deferrals]
+            ended = sorted((held[s]["end"], s) for s in held if held[s]["left"] == 0)
+            if len(ended) >= size and all(held[s]["left"] == 0 for s in must):
+                break
+            clock += 1
+            for state in held.values():
+                if state["left"]:
+                    state["left"] -= 1
+                    state["end"] = clock
+        chosen = must[:size]
+        for _, s in ended:
+            if s not in must and len(chosen) < size:
+                chosen.append(s)
+        batches.append([(s, held[s]["end"]) for s in sorted(chosen, key=lambda s: (held[s]["end"], s))])
+        for s in chosen:
+            del held[s]
+        for state in held.values():
+            state["age"] += 1
+    return batches
+
+
+@st.composite
+def runs(draw: st.DrawFn, capped: bool = True) -> Run:
+    """Long-tailed lengths; `capped` keeps delta <= B, as the configuration demands."""
+    batch_size = draw(st.integers(1, 5))
+    longest = st.one_of(st.integers(1, 4), st.integers(1, 12), st.integers(20, 150))
+    return Run(
+        lengths=draw(st.lists(longest, max_size=40)),
+        batch_size=batch_size,
+        deltas=draw(st.lists(st.integers(0, batch_size if capped else 12), min_size=1, max_size=6)),
+        max_deferrals=draw(st.integers(1, 4)),
+    )
+
+
+@given(run=runs(capped=False), chunk_tokens=st.sampled_from(CHUNKS))
+@settings(max_examples=150, deadline=None)
+def test_every_prompt_is_trained_once_with_all_its_tokens(run: Run, chunk_tokens: int) -> None:
+    log = simulate(run, chunk_tokens)
+    trained = [r for batch in log.batches for r in batch]
+    assert sorted(r.seq_id for r in trained) == list(range(len(run.lengths)))
+    for rollout in trained:
+        tokens = [token(rollout.seq_id, n) for n in range(run.lengths[rollout.seq_id])]
+        assert rollout.tokens == tokens
+        assert rollout.logprobs == [-float(t) for t in tokens]
+        assert rollout.sampling_logprobs == [-0.5 * t for t in tokens]
+    assert all(len(batch) == run.batch_size for batch in log.batches[:-1])
+    assert all(log.batches)
+
+
+@given(run=runs(capped=False), chunk_tokens=st.sampled_from(CHUNKS))
+@settings(max_examples=150, deadline=None)
+def test_batches_agree_with_the_naive_model(run: Run, chunk_tokens: int) -> None:
+    log = simulate(run, chunk_tokens)
+    assert [[(r.seq_id, r.finish_clock) for r in batch] for batch in log.batches] == naive_batches(run)
+
+
+@given(run=runs())
+@settings(max_examples=100, deadline=None)
+def test_chunk_size_changes_nothing_and_runs_repeat(run: Run) -> None:
+    first = simulate(run, CHUNKS[0])
+    for chunk_tokens in CHUNKS:
+        assert simulate(run, chunk_tokens) == first
+
+
+@given(run=runs(), chunk_tokens=st.sampled_from(CHUNKS))
+@settings(max_examples=150, deadline=None)
+def test_no_rollout_is_deferred_beyond_the_cap(run: Run, chunk_tokens: int) -> None:
+    log = simulate(run, chunk_tokens)
+    for step, batch in enumerate(log.batches):
+        for rollout in batch:
+            assert rollout.deferrals <= run.max_deferrals
+            admitted_in = next(i for i, n in enumerate(log.num_consumed) if n > rollout.admission)
+            assert rollout.deferrals == step - admitted_in
+
+
+@given(run=runs(), chunk_tokens=st.sampled_from(CHUNKS))
+@settings(max_examples=100, deadline=None)
+def test_each_token_carries_the_version_that_sampled_it(run: Run, chunk_tokens: int) -> None:
+    """A rollout decodes one token a clock tick from its admission on, so the clock tells the step of each token."""
+    log = simulate(run, chunk_tokens)
+    for rollout in (r for batch in log.batches for r in batch):
+        assert rollout.finish_clock is not None
+        first_clock = rollout.finish_clock - len(rollout.tokens) + 1
+        expected = [
+            next(s for s, end in enumerate(log.clocks) if c <= end)
+            for c in range(first_clock, rollout.finish_clock + 1)
+        ]
+        assert rollout.versions == expected
+
+
+@given(run=runs(), chunk_tokens=st.sampled_from(CHUNKS))
+@settings(max_examples=100, deadline=None)
+def test_batches_are_ordered_by_the_logical_clock(run: Run, chunk_tokens: int) -> None:
+    for batch in simulate(run, chunk_tokens).batches:
+        keys = [(r.finish_clock, r.admission) for r in batch]
+        assert keys == sorted(keys)
+
+
+def test_the_cap_is_needed_and_binds() -> None:
+    """One endless response among short ones is deferred exactly `max_deferrals` times, then holds its batch up."""
+    run = Run(lengths=[60, *[1] * 30], batch_size=2, deltas=[1], max_deferrals=3)
+    log = simulate(run, 7)
+    straggler = next(r for batch in log.batches for r in batch if r.seq_id == 0)
+    assert (straggler.deferrals, straggler.finish_clock) == (3, 60)
+    assert any(straggler is r for r in log.batches[3])
+
+
+def test_delta_zero_is_plain_ppo() -> None:
+    run = Run(lengths=[5, 1, 9, 2, 2, 2, 7, 1], batch_size=3, deltas=[0], max_deferrals=1)
+    log = simulate(run, 4)
+    assert [sorted(r.seq_id for r in batch) for batch in log.batches] == [[0, 1, 2], [3, 4, 5], [6, 7]]
+    assert {r.deferrals for batch in log.batches for r in batch} == {0}
+
+
+@pytest.mark.parametrize("num_prompts", [0, 1, 4, 5, 6, 12])
+def test_the_end_is_known_without_an_empty_step(num_prompts: int) -> None:
+    log = simulate(Run([3] * num_prompts, batch_size=4, deltas=[2], max_deferrals=2), 2)
+    assert [len(batch) for batch in log.batches] == [4] * (num_prompts // 4) + [num_prompts % 4] * (num_prompts % 4 > 0)
+
+
+def test_the_controller_sets_the_buffer_from_the_start_and_after_each_step() -> None:
+    controller = make_delta_controller(DeltaConfig(rule="eq4", initial=2, max=3, window=1))
+    buffer = RolloutBuffer(batch_size=4, delta=0, max_deferrals=2)
+    prompts = (Prompt(i, row=i, text="", tokens=(0,)) for i in range(100))
+    scheduler = OvercommitScheduler(prompts, buffer, controller)
+    assert len(scheduler.begin_step()) == 6
+    deltas = []
+    for step, reward in enumerate([0.0, 1.0, 2.0, 1.0]):
+        decision = scheduler.end_step(step, reward)
+        assert decision.value == buffer.delta
+        deltas.append(buffer.delta)
+    assert deltas == [2, 3, 3, 2]
+    assert scheduler.num_consumed == 6
