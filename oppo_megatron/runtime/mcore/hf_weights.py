@@ -1,0 +1,184 @@
+"""Weights between Hugging Face tensors and the parameters of one rank, a tensor's share at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from oppo_megatron.errors import CheckpointError
+from oppo_megatron.runtime.mcore.hf_layout import Head, Part, hf_tensors, param_shapes, stage_parts
+from oppo_megatron.runtime.mcore.hf_source import TensorSource, require_source
+from oppo_megatron.runtime.mcore.hf_writer import MAX_SHARD_BYTES, HfWriter, hf_config
+from oppo_megatron.runtime.shape import ModelShape
+
+
+@torch.no_grad()
+def load_weights(
+    model: torch.nn.Module,
+    shape: ModelShape,
+    source: TensorSource,
+    *,
+    head: Head,
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    pp_rank: int = 0,
+    pp_size: int = 1,
+) -> None:
+    """Fill every parameter of this rank's stage in place, cast to the parameter's dtype and device.
+
+    `model` is the bare model, before DDP wraps it and before an optimizer copies its parameters.  Reads only this
+    rank's share of each tensor, one at a time.  Raises CheckpointError if the source or the model does not fit `shape`.
+    """
+    require_source(shape, source, head, "load_weights")
+    parts = stage_parts(shape, head, tp_size=tp_size, pp_rank=pp_rank, pp_size=pp_size)
+    params = _matching_params(model, parts, tp_size)
+    for part in parts:
+        put_part(params[part.param], part, source.read(part.hf_name, part.share(tp_rank, tp_size)))
+
+
+@torch.no_grad()
+def export_weights(
+    model: torch.nn.Module,
+    shape: ModelShape,
+    directory: Path,
+    *,
+    head: Head,
+    tp_group: dist.ProcessGroup | None = None,
+    pp_group: dist.ProcessGroup | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    extra_files: Iterable[Path] = (),
+) -> None:
+    """Write the model as a Hugging Face directory (atomically, see HfWriter).  Every rank of the model makes the call.
+
+    Each tensor is gathered over the tensor-parallel group and sent down the pipeline group to the rank that is first in
+    both, which writes it.  The call returns when the directory is whole.  Groups may be None where their size is one;
+    `dtype` defaults to the parameters'.
+    """
+    (tp_rank, tp_size), (pp_rank, pp_size) = _place(tp_group), _place(pp_group)
+    stage = stage_parts(shape, head, tp_size=tp_size, pp_rank=pp_rank, pp_size=pp_size)
+    params = _matching_params(model, stage, tp_size)
+    stored = next(iter(params.values()))
+    writer: HfWriter | None = None
+    with contextlib.ExitStack() as stack:
+        if tp_rank == pp_rank == 0:
+            tensors, out_dtype = hf_tensors(shape, head), dtype or stored.dtype
+            config = hf_config(shape, head, out_dtype)
+            writer = stack.enter_context(
+                HfWriter(
+                    directory, tensors, config, out_dtype, max_shard_bytes=max_shard_bytes, extra_files=extra_files
+                )
+            )
+        for owner, part in _owned_parts(shape, head, tp_size, pp_size):
+            tensor = None
+            if owner == pp_rank:
+                tensor = _gather(take_part(params[part.param], part), part, tp_group)
+            if tp_rank == 0 and owner > 0:
+                tensor = _to_first_stage(tensor, owner, part, pp_group, stored)
+            if writer is not None:
+                assert tensor is not None
+                writer.write(part.hf_name, tensor)
+    for group in (pp_group, tp_group):
+        if group is not None:
+            dist.barrier(group)
+
+
+@torch.no_grad()
+def rewrite_weights(
+    shape: ModelShape,
+    source: TensorSource,
+    directory: Path,
+    *,
+    head: Head,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    extra_files: Iterable[Path] = (),
+) -> None:
+    """Write a source as a Hugging Face directory, through this runtime's layout but without a model.
+
+    One parameter is in memory at a time.  `dtype` defaults to the narrowest that holds every tensor exactly.
+    """
+    parts = stage_parts(shape, head)
+    shapes = param_shapes(parts)
+    dtypes = [found for part in parts if (found := source.dtype(part.hf_name)) is not None]
+    out_dtype = dtype or functools.reduce(torch.promote_types, dtypes)
+    config, tensors = hf_config(shape, head, out_dtype), hf_tensors(shape, head)
+    with HfWriter(
+        directory, tensors, config, out_dtype, max_shard_bytes=max_shard_bytes, extra_files=extra_files
+    ) as writer:
+        for name, of_param in itertools.groupby(parts, key=lambda part: part.param):
+            param, held = torch.empty(shapes[name], dtype=out_dtype), list(of_param)
+            for part in held:
+                put_part(param, part, source.read(part.hf_name, part.share(0, 1)))
+            for part in held:
+                writer.write(part.hf_name, take_part(param, part))
+
+
+def put_part(param: torch.Tensor, part: Part, share: torch.Tensor) -> None:
+    """Store a rank's share of a Hugging Face tensor in its rows of the parameter."""
+    pieces = share.split([rows.stop - rows.start for rows in part.rows])
+    for rows, piece in zip(part.rows, pieces, strict=True):
+        param[rows].copy_(piece)
+
+
+def take_part(param: torch.Tensor, part: Part) -> torch.Tensor:
+    """A rank's share of a Hugging Face tensor, from its rows of the parameter: the inverse of `put_part`."""
+    return torch.cat([param[rows] for rows in part.rows])
+
+
+def _matching_params(model: torch.nn.Module, parts: list[Part], tp_size: int) -> dict[str, torch.nn.Parameter]:
+    """The model's parameters, after checking that they are exactly those that `parts` fill."""
+    params = dict(model.named_parameters())
+    expected, found = param_shapes(parts, tp_size), {name: tuple(p.shape) for name, p in params.items()}
+    if wrong := sorted({name for name, _ in expected.items() ^ found.items()}):
+        lines = "".join(f"\n  - {name}: model {found.get(name)}, layout {expected.get(name)}" for name in wrong)
+        raise CheckpointError(
+            f"the model's parameters are not those of its shape and head:{lines}\n"
+            "Build the model from the same shape, head and parallel sizes."
+        )
+    return params
+
+
+def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    return (0, 1) if group is None else (group.rank(), group.size())
+
+
+def _owned_parts(shape: ModelShape, head: Head, tp_size: int, pp_size: int) -> list[tuple[int, Part]]:
+    """Every Hugging Face tensor once, with the first stage that holds it (a tied embedding is held by two)."""
+    owned: dict[str, tuple[int, Part]] = {}
+    for stage in range(pp_size):
+        for part in stage_parts(shape, head, tp_size=tp_size, pp_rank=stage, pp_size=pp_size):
+            owned.setdefault(part.hf_name, (stage, part))
+    return list(owned.values())
+
+
+def _gather(share: torch.Tensor, part: Part, tp_group: dist.ProcessGroup | None) -> torch.Tensor | None:
+    """The whole tensor on the group's first rank, None on the others."""
+    rank, size = _place(tp_group)
+    if size == 1 or part.cut is None:
+        return share if rank == 0 else None
+    shares = [torch.empty_like(share) for _ in range(size)] if rank == 0 else None
+    assert tp_group is not None
+    dist.gather(share, shares, dst=dist.get_global_rank(tp_group, 0), group=tp_group)
+    return torch.cat(shares, dim=part.cut) if shares is not None else None
+
+
+def _to_first_stage(
+    tensor: torch.Tensor | None, owner: int, part: Part, pp_group: dist.ProcessGroup | None, like: torch.Tensor
+) -> torch.Tensor | None:
+    """Send stage `owner`'s tensor to the first stage.  Returns it there, None elsewhere."""
+    assert pp_group is not None
+    if pp_group.rank() == owner:
+        assert tensor is not None
+        dist.send(tensor, dist.get_global_rank(pp_group, 0), group=pp_group)
+    elif pp_group.rank() == 0:
+        tensor = like.new_empty(part.hf_shape)
+        dist.recv(tensor, dist.get_global_rank(pp_group, owner), group=pp_group)
+        return tensor
+    return None

@@ -1,0 +1,50 @@
+"""Tiny random Hugging Face models, saved as a user would have them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+
+SIZES = {
+    "num_hidden_layers": 4,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 64,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
+
+
+def tiny_config(family: str, **changes: Any) -> Any:
+    """Qwen3's head dim is set apart from hidden / heads, as its checkpoints have it."""
+    sizes = {**SIZES, **({"head_dim": 16} if family == "qwen3" else {}), **changes}
+    return AutoConfig.for_model(family, **sizes)
+
+
+def tiny_model(family: str, head: str = "lm", seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """Every parameter random, norms and biases too, so that a swapped or forgotten one shows."""
+    config = tiny_config(family, **changes)
+    if head == "scalar":
+        config.num_labels = 1
+    loader = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
+    model = loader.from_config(config, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            noise = torch.randn(param.shape, generator=generator)
+            param.copy_(1 + 0.1 * noise if "norm" in name else 0.3 * noise)
+    return model
+
+
+def save_tiny(
+    directory: Path, family: str, head: str = "lm", *, max_shard_size: str = "5GB", **changes: Any
+) -> PreTrainedModel:
+    """Save and return a tiny model."""
+    model = tiny_model(family, head, **changes)
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    return model
