@@ -63,6 +63,11 @@ class KVCache:
     def num_free(self) -> int:
         return self.num_slots - len(self._ids)
 
+    @property
+    def seq_ids(self) -> list[int]:
+        """The open sequences."""
+        return list(self._ids)
+
     def length(self, seq_id: int) -> int:
         """Tokens cached for the sequence."""
         return self._lengths[self._slots[seq_id]]

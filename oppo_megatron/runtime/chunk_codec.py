@@ -1,0 +1,148 @@
+"""Chunks as integers on the wire, checked against what each sequence held before.
+
+A message is a header of HEADER_SIZE int64 words, then a payload:
+
+    header   magic, message index, logical clock, rows, tokens
+    payload  per row: sequence id, offset, tokens, policy version, finish clock or -1, finish reason, checksum
+             then all tokens, then all log-probs, then all sampling log-probs (float64 bits)
+
+A row's checksum is the CRC-32 of everything sent for its sequence so far, the prompt first.  A lost or repeated chunk shows in
+the offset, a corrupted one (or a peer that has another prompt) in the checksum; either is a StreamError and never a wrong score.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from oppo_megatron.errors import StreamError
+from oppo_megatron.records import Chunk, ChunkRow
+
+Words = npt.NDArray[np.int64]
+
+HEADER_SIZE = 5
+ROW_SIZE = 7
+MAGIC = 0x4F50504F
+REASONS = (None, "eos", "length")
+
+
+@dataclass
+class _Ledger:
+    """What has passed for one sequence: response tokens so far, and their running checksum."""
+
+    offset: int
+    checksum: int
+
+
+class ChunkBooks:
+    """The state that both ends of a stream keep: a ledger a sequence, opened with its prompt."""
+
+    def __init__(self) -> None:
+        self._ledgers: dict[int, _Ledger] = {}
+        self._next_index = 0
+
+    def open(self, seq_id: int, prompt: Sequence[int]) -> None:
+        """The sequence is admitted; chunks of it may follow."""
+        self._ledgers[seq_id] = _Ledger(0, zlib.crc32(np.asarray(prompt, dtype=np.int64).tobytes()))
+
+    def close(self, seq_id: int) -> None:
+        """The sequence has been trained."""
+        del self._ledgers[seq_id]
+
+
+class ChunkEncoder(ChunkBooks):
+    """The sending end."""
+
+    def encode(self, chunk: Chunk) -> tuple[Words, Words]:
+        """(header, payload) of the next message."""
+        rows = np.array([self._row(row) for row in chunk.rows], dtype=np.int64).reshape(-1)
+        num_tokens = sum(len(row.tokens) for row in chunk.rows)
+        header = np.array([MAGIC, self._next_index, chunk.clock, len(chunk.rows), num_tokens], dtype=np.int64)
+        self._next_index += 1
+        tokens = np.array([t for row in chunk.rows for t in row.tokens], dtype=np.int64)
+        logprobs = [np.array([x for row in chunk.rows for x in row.logprobs], dtype=np.float64)]
+        logprobs += [np.array([x for row in chunk.rows for x in row.sampling_logprobs], dtype=np.float64)]
+        return header, np.concatenate([rows, tokens, *(x.view(np.int64) for x in logprobs)])
+
+    def _row(self, row: ChunkRow) -> list[int]:
+        ledger = self._ledgers[row.seq_id]
+        assert ledger.offset == row.offset, f"sequence {row.seq_id}: chunk at {row.offset} after {ledger.offset} tokens"
+        ledger.offset += len(row.tokens)
+        ledger.checksum = _checksum(row, ledger.checksum)
+        finish = -1 if row.finish_clock is None else row.finish_clock
+        reason = REASONS.index(row.finish_reason)
+        return [row.seq_id, row.offset, len(row.tokens), row.version, finish, reason, ledger.checksum]
+
+
+class ChunkDecoder(ChunkBooks):
+    """The receiving end."""
+
+    def payload_size(self, header: Words) -> int:
+        """Words of the payload that follows.  Raises StreamError for a header out of its place."""
+        magic, index, _, num_rows, num_tokens = (int(x) for x in header)
+        if magic != MAGIC or num_rows < 0 or num_tokens < 0:
+            raise StreamError(
+                f"message {self._next_index}: the header {header.tolist()} is not one of a chunk; the stream is out of step "
+                "or corrupted. Restart from the last checkpoint."
+            )
+        self._check_index(index)
+        return num_rows * ROW_SIZE + 3 * num_tokens
+
+    def decode(self, header: Words, payload: Words) -> Chunk:
+        """The chunk.  Raises StreamError naming sequence and offset for a lost, repeated or corrupted one."""
+        _, index, clock, num_rows, num_tokens = (int(x) for x in header)
+        table = payload[: num_rows * ROW_SIZE].reshape(num_rows, ROW_SIZE)
+        body = payload[num_rows * ROW_SIZE :].reshape(3, num_tokens)
+        chunk, start = Chunk(index, clock), 0
+        for seq_id, offset, count, version, finish, reason, checksum in table.tolist():
+            if count < 0 or start + count > num_tokens or not 0 <= reason < len(REASONS):
+                raise StreamError(f"sequence {seq_id}, offset {offset}: the row of message {index} is corrupted.")
+            tokens, logprobs, sampling = (body[k, start : start + count] for k in range(3))
+            row = ChunkRow(
+                seq_id, offset, tokens.tolist(), logprobs.view(np.float64).tolist(), sampling.view(np.float64).tolist(),
+                version, None if finish < 0 else finish, REASONS[reason],
+            )  # fmt: skip
+            self._accept(row, checksum, index)
+            chunk.rows.append(row)
+            start += count
+        self._next_index += 1
+        return chunk
+
+    def _check_index(self, index: int) -> None:
+        if index == self._next_index or not self._ledgers:
+            return
+        seq_id, ledger = next(iter(self._ledgers.items()))
+        kind = "lost" if index > self._next_index else "repeated"
+        raise StreamError(
+            f"a chunk message was {kind}: message {index} came where {self._next_index} was due; the first sequence waiting "
+            f"is sequence {seq_id} at offset {ledger.offset}."
+        )
+
+    def _accept(self, row: ChunkRow, checksum: int, index: int) -> None:
+        ledger = self._ledgers.get(row.seq_id)
+        where = f"sequence {row.seq_id}, offset {row.offset} (message {index})"
+        if ledger is None:
+            raise StreamError(f"{where}: the sequence is not open here; its admission differs between actor and scorers.")
+        if row.offset != ledger.offset:
+            kind = "lost" if row.offset > ledger.offset else "repeated"
+            raise StreamError(f"{where}: a chunk was {kind}; the next token due has offset {ledger.offset}.")
+        found = _checksum(row, ledger.checksum)
+        if found != checksum:
+            raise StreamError(
+                f"{where}: checksum {found:#010x} where {checksum:#010x} was sent; the chunk was corrupted on its way, or "
+                "actor and scorers hold different prompts."
+            )
+        ledger.offset += len(row.tokens)
+        ledger.checksum = found
+
+
+def _checksum(row: ChunkRow, before: int) -> int:
+    finish = -1 if row.finish_clock is None else row.finish_clock
+    head = [row.seq_id, row.offset, row.version, finish, REASONS.index(row.finish_reason)]
+    for words in (np.asarray([*head, *row.tokens], dtype=np.int64), np.asarray(row.logprobs), np.asarray(row.sampling_logprobs)):
+        before = zlib.crc32(words.tobytes(), before)
+    return before
