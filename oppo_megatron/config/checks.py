@@ -71,10 +71,6 @@ def check_overlap(overlap: OverlapConfig, batch_size: int) -> list[str]:
             f"overlap.delta.max is {delta.max}, but must not exceed rollout.batch_size {batch_size} "
             "(more carried rollouts than a batch holds could all fall due at once); lower it"
         )
-    if any(size < 1 for size in candidates):
-        problems.append(
-            f"overlap.chunk.candidates is {candidates}, but every chunk has at least 1 token; remove what is below"
-        )
     if len(set(candidates)) < len(candidates):
         problems.append(
             f"overlap.chunk.candidates is {candidates}, but each size may appear once; remove the repeated ones"

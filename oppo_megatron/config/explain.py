@@ -23,6 +23,12 @@ def explain(kind: type[Section], error: ValidationError) -> list[str]:
     return [_sentence(kind, path, details) for path, details in by_path.items()]
 
 
+def wrong_paths(kind: type[Section], error: ValidationError) -> list[Path]:
+    """The keys that `error` is about, innermost first."""
+    paths = {_data_path(kind, detail) for detail in error.errors(include_url=False)}
+    return sorted(paths, key=len, reverse=True)
+
+
 def _sentence(kind: type[Section], path: Path, details: list[ErrorDetails]) -> str:
     name, first = dotted(path), details[0]
     if first["type"] == "extra_forbidden":

@@ -7,7 +7,7 @@ Whatever is wrong is collected and raised as one `ConfigError`.  Relative paths 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,18 +17,24 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from oppo_megatron.config.base import Section
-from oppo_megatron.config.explain import explain
+from oppo_megatron.config.explain import explain, wrong_paths
 from oppo_megatron.config.paths import missing_path
 from oppo_megatron.errors import ConfigError
 
 SectionT = TypeVar("SectionT", bound=Section)
 
 
-def load_config(kind: type[SectionT], path: str | Path, overrides: Sequence[str] = ()) -> SectionT:
+def load_config(
+    kind: type[SectionT],
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    check: Callable[[SectionT], Sequence[str]] | None = None,
+) -> SectionT:
     """Read `path`, lay `overrides` (`a.b=c`, `c` in YAML) over it and build a `kind`.
 
     Raises `ConfigError` with every problem found: syntax (file, line, column), unknown keys with the nearest name,
-    missing keys, wrong types, values out of range.
+    missing keys, wrong types, values out of range, and what `check` (cross-checks) says of the result.  Where single
+    keys are wrong, `check` still sees the rest, with defaults in their place.
     """
     tree = _read_yaml(Path(path))
     problems = _apply_overrides(tree, overrides)
@@ -39,11 +45,15 @@ def load_config(kind: type[SectionT], path: str | Path, overrides: Sequence[str]
         raise ConfigError(
             [*problems, f"`{error.full_key}` cannot be resolved: {reason}; correct the reference"]
         ) from error
+    config: SectionT | None
     try:
         config = kind.model_validate(data)
     except ValidationError as error:
-        raise ConfigError([*problems, *explain(kind, error)]) from error
-    if problems:
+        problems += explain(kind, error)
+        config = _without_wrong_keys(kind, data, error)
+    if check is not None and config is not None:
+        problems += check(config)
+    if problems or config is None:
         raise ConfigError(problems)
     return config
 
@@ -63,6 +73,13 @@ def dump_config(config: Section, path: str | Path) -> None:
 def config_yaml(config: Section) -> str:
     """The YAML text that `dump_config` writes."""
     return OmegaConf.to_yaml(OmegaConf.create(_plain(config.model_dump())))
+
+
+def read_tree(path: str | Path) -> dict[Any, Any]:
+    """The file's mapping as written, interpolations unresolved."""
+    tree = OmegaConf.to_container(_read_yaml(Path(path)))
+    assert isinstance(tree, dict), "_read_yaml returns mappings only"
+    return tree
 
 
 def _read_yaml(path: Path) -> DictConfig:
@@ -106,6 +123,20 @@ def _apply_overrides(tree: DictConfig, overrides: Sequence[str]) -> list[str]:
                 f"override `{override}` cannot be applied ({reason}); give an existing key and a YAML value"
             )
     return problems
+
+
+def _without_wrong_keys(kind: type[SectionT], data: Any, error: ValidationError) -> SectionT | None:
+    """What the data give once every key that `error` names is left out; None where a required one is among them."""
+    for path in wrong_paths(kind, error):
+        place = data
+        for part in path[:-1]:
+            place = place[part]
+        if isinstance(place, dict) and path:
+            place.pop(path[-1], None)
+    try:
+        return kind.model_validate(data)
+    except ValidationError:
+        return None
 
 
 def _plain(value: Any) -> Any:

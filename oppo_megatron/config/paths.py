@@ -8,8 +8,8 @@ from pathlib import Path
 
 def missing_path(what: str, path: Path) -> str:
     """One sentence: `path` does not exist, where the trail ends, and which sibling has the nearest name."""
-    existing = next(parent for parent in path.absolute().parents if parent.exists())
-    wanted = path.absolute().relative_to(existing).parts[0]
+    existing = next((parent for parent in path.parents if parent.exists()), Path(path.anchor))
+    wanted = path.relative_to(existing).parts[0]
     if not existing.is_dir():
         return f"{what} `{path}` does not exist: `{existing}` is a file, not a folder; correct the path"
     near = difflib.get_close_matches(wanted, sorted(entry.name for entry in existing.iterdir()), n=1, cutoff=0.5)

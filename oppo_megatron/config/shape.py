@@ -128,10 +128,9 @@ def _check_divisions(name: str, hf_config: Mapping[str, Any], parallel: Parallel
     if layers % parallel.pp:
         fitting = ", ".join(str(size) for size in range(1, layers + 1) if layers % size == 0)
         problems.append(f"{name}: {layers} layers do not divide by pp {parallel.pp}; choose pp from {fitting}")
-    for key in ("hidden_size", "intermediate_size"):
-        if hf_config[key] % tp:
-            problems.append(f"{name}: {key} {hf_config[key]} does not divide by tp {tp}; choose a tp that divides it")
-    vocab = hf_config["vocab_size"]
+    ffn, vocab = hf_config["intermediate_size"], hf_config["vocab_size"]
+    if ffn % tp:
+        problems.append(f"{name}: intermediate_size {ffn} does not divide by tp {tp}; choose a tp that divides it")
     if vocab % tp:
         padded = -(-vocab // tp) * tp
         problems.append(

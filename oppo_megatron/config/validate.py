@@ -14,7 +14,7 @@ from oppo_megatron.config.run import RewardModelConfig, SupervisedConfig, TrainC
 from oppo_megatron.config.shape import check_head, check_shape, kv_bytes_per_token
 from oppo_megatron.errors import CheckpointError, ConfigError
 
-MEGABYTE = 1_000_000
+MEBIBYTE = 2**20
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,16 @@ class Role:
 
 def validate_train(config: TrainConfig) -> None:
     """Raise one ConfigError with every problem of a PPO configuration, its files and its models' shapes."""
+    _raise(train_problems(config))
+
+
+def validate_supervised(config: SupervisedConfig) -> None:
+    """Raise one ConfigError with every problem of an SFT or reward-model configuration."""
+    _raise(supervised_problems(config))
+
+
+def train_problems(config: TrainConfig) -> list[str]:
+    """Every problem of a PPO configuration, a sentence each."""
     problems = check_train(config)
     vocab_size = _vocab_size(config.tokenizer, problems)
     shapes: dict[str, Mapping[str, Any]] = {}
@@ -37,17 +47,16 @@ def validate_train(config: TrainConfig) -> None:
         if shape is not None:
             shapes[role.name] = shape
             problems += _check_kv_budget(role, shape, config)
-    problems += check_shared_vocabulary(shapes)
-    _raise(problems)
+    return list(dict.fromkeys([*problems, *check_shared_vocabulary(shapes)]))
 
 
-def validate_supervised(config: SupervisedConfig) -> None:
-    """Raise one ConfigError with every problem of an SFT or reward-model configuration."""
+def supervised_problems(config: SupervisedConfig) -> list[str]:
+    """Every problem of an SFT or reward-model configuration."""
     problems = check_supervised(config)
     vocab_size = _vocab_size(config.tokenizer, problems)
     role = Role("model", config.model, config.parallel, scalar=isinstance(config, RewardModelConfig))
     _check_role(role, config.max_tokens, vocab_size, problems)
-    _raise(problems)
+    return problems
 
 
 def train_roles(config: TrainConfig) -> Iterator[Role]:
@@ -103,12 +112,12 @@ def _check_kv_budget(role: Role, hf_config: Mapping[str, Any], config: TrainConf
     budget_mb = config.runtime.kv_cache_mb
     if budget_mb is None:
         return []
-    needed_mb = max_context(config) * kv_bytes_per_token(hf_config, role.parallel, role.model.dtype) / MEGABYTE
+    needed_mb = max_context(config) * kv_bytes_per_token(hf_config, role.parallel, role.model.dtype) / MEBIBYTE
     if needed_mb <= budget_mb:
         return []
     return [
         f"{role.name}: runtime.kv_cache_mb is {budget_mb:g}, but one sequence of {max_context(config)} tokens needs "
-        f"{needed_mb:.3g} MB on each rank; raise the budget or lower the prompt or response limit"
+        f"{needed_mb:.3g} MiB on each rank; raise the budget or lower the prompt or response limit"
     ]
 
 

@@ -1,0 +1,109 @@
+"""`oppo doctor`: versions, devices and back ends of this machine, and which features are off and why."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+
+
+@dataclass(frozen=True)
+class Package:
+    """A distribution, the module it gives, and what is lost without it (None: nothing runs without it)."""
+
+    distribution: str
+    module: str
+    lost: str | None
+
+
+PACKAGES = (
+    Package("torch", "torch", None),
+    Package("megatron-core", "megatron.core", None),
+    Package("transformers", "transformers", None),
+    Package(
+        "transformer-engine", "transformer_engine", "fused GPU layers and FP8: megatron-core's local layers are used"
+    ),
+    Package("apex", "apex", "fused GPU optimizer and norms: torch's own are used"),
+    Package("flash-attn", "flash_attn", "flash-attn kernels: torch's scaled_dot_product_attention is used"),
+    Package("wandb", "wandb", "logging.wandb_project: install the extra `wandb`"),
+    Package("datasets", "datasets", "Hugging Face data set folders as input: install the extra `datasets`"),
+    Package("nemo-toolkit", "nemo", "the NeMo-Aligner plug-in: install the extra `aligner`"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """`doctor` takes none."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report; 1 where something that every run needs is missing."""
+    print(f"python {platform.python_version()}  {sys.executable}")
+    print(f"machine: {platform.machine()}, {_usable_cores()} usable cores, {_memory()}")
+    versions = {package.distribution: version_of(package) for package in PACKAGES}
+    for distribution, version in versions.items():
+        print(f"{distribution}: {version or 'absent'}")
+    required = [
+        package.distribution for package in PACKAGES if package.lost is None and not versions[package.distribution]
+    ]
+    for line in _torch_report() if versions["torch"] else []:
+        print(line)
+    print("features that are off:")
+    for package in PACKAGES:
+        if package.lost is not None and not versions[package.distribution]:
+            print(f"  - {package.distribution} is not installed; without it: {package.lost}")
+    if required:
+        print(f"not ready: {', '.join(required)} must be installed; run `pip install oppo-megatron`")
+        return 1
+    print("ready")
+    return 0
+
+
+def version_of(package: Package) -> str | None:
+    """The installed version; `present` where only the module is there; None where nothing is."""
+    try:
+        return metadata.version(package.distribution)
+    except metadata.PackageNotFoundError:
+        root = package.module.partition(".")[0]
+        return "present" if find_spec(root) is not None else None
+
+
+def _torch_report() -> list[str]:
+    import torch
+    import torch.distributed as dist
+
+    lines = []
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            device = torch.cuda.get_device_properties(index)
+            capability = f"{device.major}.{device.minor}"
+            lines.append(
+                f"cuda:{index}: {device.name}, {device.total_memory / 1e9:.0f} GB, compute capability {capability}"
+            )
+    elif torch.version.cuda is None:
+        lines.append("cuda: off, this torch is built for the CPU; runs use gloo and float32")
+    else:
+        lines.append(
+            f"cuda: off, torch is built for CUDA {torch.version.cuda} but finds no device or driver; runs use gloo"
+        )
+    gloo = dist.is_available() and dist.is_gloo_available()
+    nccl = dist.is_available() and dist.is_nccl_available()
+    lines.append(f"back ends: gloo {'yes' if gloo else 'no'}, nccl {'yes' if nccl else 'no (needed for GPUs only)'}")
+    lines.append(f"torch threads: {torch.get_num_threads()}")
+    return lines
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _memory() -> str:
+    if find_spec("psutil") is None:
+        return "memory unknown (psutil is absent)"
+    import psutil
+
+    memory = psutil.virtual_memory()
+    return f"{memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB memory free"

@@ -1,0 +1,200 @@
+"""Starts the ranks of a run: as a rank of another launcher, in this process, or through torch's elastic agent.
+
+Each rank calls `ENTRY` (kind, config_path) with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its
+environment.  A local rank that fails leaves a `Failure` file; the parent shows the first of them, once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from oppo_megatron.errors import ConfigError, OppoError
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+ENTRY = "oppo_megatron.train.entry:run_rank"
+EXIT_DEFECT = 1
+
+
+class RankError(OppoError, RuntimeError):
+    """A rank of this run failed; the message is that rank's own."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank ended: `message` for the user where the error is an OppoError, else the traceback of a defect."""
+
+    rank: int
+    time_s: float
+    expected: bool
+    message: str
+
+
+def launch(kind: str, config_path: str, world_size: int, entry: str = ENTRY) -> int:
+    """Run `entry` on all ranks of a checked configuration; returns the exit code.
+
+    Raises RankError where a rank met wrong input.
+    """
+    ranks = external_ranks(os.environ)
+    if ranks is not None:
+        with _environment(ranks):
+            return _run_entry(entry, kind, config_path)
+    if world_size == 1:
+        with _environment(_local_ranks()):
+            return _run_entry(entry, kind, config_path)
+    return _launch_local(entry, kind, config_path, world_size)
+
+
+def check_world_size(expected: int) -> None:
+    """Raises ConfigError where another launcher started a number of ranks that the placement has no use for."""
+    ranks = external_ranks(os.environ)
+    if ranks is not None and int(ranks["WORLD_SIZE"]) != expected:
+        raise ConfigError(
+            f"the launcher started {ranks['WORLD_SIZE']} ranks, but the configuration places its roles on {expected}; "
+            f"start {expected}, or change the placement (tp x pp)"
+        )
+
+
+def external_ranks(environment: Mapping[str, str]) -> dict[str, str] | None:
+    """RANK and its companions as torchrun or srun gave them; None where nobody started ranks for us."""
+    if "RANK" in environment or "WORLD_SIZE" in environment:
+        missing = [name for name in ("RANK", "WORLD_SIZE") if not environment.get(name, "").isdigit()]
+        if missing:
+            raise ConfigError(
+                f"{' and '.join(missing)} is no number in the environment; set both RANK and WORLD_SIZE, or unset both"
+            )
+        local = environment.get("LOCAL_RANK", environment["RANK"])
+        return {"RANK": environment["RANK"], "WORLD_SIZE": environment["WORLD_SIZE"], "LOCAL_RANK": local} | _master(
+            environment
+        )
+    if "SLURM_PROCID" in environment and int(environment.get("SLURM_NTASKS", "1")) > 1:
+        return {
+            "RANK": environment["SLURM_PROCID"],
+            "WORLD_SIZE": environment["SLURM_NTASKS"],
+            "LOCAL_RANK": environment.get("SLURM_LOCALID", environment["SLURM_PROCID"]),
+        } | _master(environment)
+    return None
+
+
+def _master(environment: Mapping[str, str]) -> dict[str, str]:
+    """Where the ranks meet.  A Slurm job id gives all ranks of one node the same port."""
+    if "MASTER_ADDR" not in environment and int(environment.get("SLURM_NNODES", "1")) > 1:
+        raise ConfigError(
+            "MASTER_ADDR is not set, but ranks on several nodes must know where to meet; "
+            'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+        )
+    port = 20000 + int(environment.get("SLURM_JOB_ID", "9500")) % 20000
+    return {
+        "MASTER_ADDR": environment.get("MASTER_ADDR", "127.0.0.1"),
+        "MASTER_PORT": environment.get("MASTER_PORT", str(port)),
+    }
+
+
+def _local_ranks() -> dict[str, str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    return alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _run_entry(entry: str, kind: str, config_path: str) -> int:
+    module, _, function = entry.partition(":")
+    getattr(importlib.import_module(module), function)(kind, config_path)
+    return 0
+
+
+def _launch_local(entry: str, kind: str, config_path: str, world_size: int) -> int:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # The agent tells of a failed rank at length and of each one that it then ends; ours come from the rank, below.
+    for noisy in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
+        logging.getLogger(noisy).setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory(prefix="oppo-") as failures:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=world_size,
+            run_id=str(os.getpid()),
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,
+            monitor_interval=0.1,
+            start_method="spawn",
+            local_addr="127.0.0.1",
+        )
+        try:
+            elastic_launch(config, _local_rank)(entry, kind, config_path, failures)
+        except ChildFailedError as error:
+            return _report(Path(failures), error)
+        except SignalException as error:
+            if error.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from error
+            return 128 + int(error.sigval)
+    return 0
+
+
+def _local_rank(entry: str, kind: str, config_path: str, failures: str) -> None:
+    """One spawned rank.  Leaves a Failure file instead of a traceback, for the parent to show."""
+    try:
+        _run_entry(entry, kind, config_path)
+    except Exception as error:
+        expected = isinstance(error, OppoError)
+        message = str(error) if expected else traceback.format_exc()
+        failure = Failure(int(os.environ["RANK"]), time.time(), expected, message)
+        (Path(failures) / f"{failure.rank}.json").write_text(json.dumps(asdict(failure)), encoding="utf-8")
+        sys.exit(EXIT_DEFECT)
+
+
+def _report(failures: Path, error: ChildFailedError) -> int:
+    """Show the one failure that came first: a signal, wrong input (as RankError), or the traceback of a defect."""
+    killed = [
+        failed for failed in error.failures.values() if failed.exitcode < 0 and failed.exitcode != -signal.SIGTERM
+    ]
+    written = [Failure(**json.loads(file.read_text(encoding="utf-8"))) for file in failures.glob("*.json")]
+    if killed:
+        name = signal.Signals(-killed[0].exitcode).name
+        raise RankError(
+            f"rank {killed[0].local_rank} was ended by {name}; SIGKILL mostly means that memory ran out "
+            "(lower runtime.micro_batch_tokens or rollout.batch_size)"
+        )
+    if not written:
+        first = error.get_first_failure()[1]
+        print(f"rank {first.local_rank} ended with exit code {first.exitcode} and no message", file=sys.stderr)
+        return EXIT_DEFECT
+    first_failure = min(written, key=lambda failure: failure.time_s)
+    if first_failure.expected:
+        raise RankError(f"rank {first_failure.rank}: {first_failure.message}")
+    print(f"rank {first_failure.rank} failed:\n{first_failure.message}", file=sys.stderr)
+    return EXIT_DEFECT

@@ -1,0 +1,88 @@
+"""`oppo`: one table of commands, each in a module of its own that is imported only when it is called.
+
+A command's module has two functions, and imports nothing heavy outside them:
+
+    add_arguments(parser: argparse.ArgumentParser) -> None     declares its arguments
+    run(args: argparse.Namespace) -> int                       does the work, returns the exit code
+
+Exit codes: 0 done, 1 a defect, 2 wrong input (any `OppoError`, or a wrong argument), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from oppo_megatron import __version__
+from oppo_megatron.errors import OppoError
+
+EXIT_WRONG_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+
+class Command(NamedTuple):
+    """A row of the table: `oppo NAME` is served by `module`."""
+
+    name: str
+    module: str
+    help: str
+
+
+COMMANDS = (
+    Command("train", "oppo_megatron.cli.train", "train a policy with PPO, both overlaps on or off"),
+    Command("sft", "oppo_megatron.cli.sft", "fine-tune an actor on prompt/completion rows"),
+    Command("rm", "oppo_megatron.cli.rm", "train a reward model on chosen/rejected rows"),
+    Command("tokenizer", "oppo_megatron.cli.tokenizer", "train a sentencepiece tokenizer on JSONL rows"),
+    Command("convert", "oppo_megatron.cli.convert", "write a run's weights as a Hugging Face directory"),
+    Command("validate", "oppo_megatron.cli.validate", "check a configuration and the files it names"),
+    Command("doctor", "oppo_megatron.cli.doctor", "say what this machine has and lacks"),
+    Command("demo", "oppo_megatron.cli.demo", "run the whole chain on generated arithmetic, and compare"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    args = _parse(arguments)
+    try:
+        return int(args.run(args))
+    except OppoError as error:
+        if args.debug:
+            traceback.print_exc()
+        print(f"oppo {args.command}{_rank_label()}: {error}", file=sys.stderr)
+        return EXIT_WRONG_INPUT
+    except KeyboardInterrupt:
+        print(f"oppo {args.command}: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="oppo", description="PPO-based RLHF on Megatron-core, overlapped.")
+    parser.add_argument("--version", action="version", version=f"oppo {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
+    for command in COMMANDS:
+        subparser = subparsers.add_parser(command.name, help=command.help, description=f"{command.help}.")
+        if command.name == chosen:
+            module = importlib.import_module(command.module)
+            subparser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+            module.add_arguments(subparser)
+            subparser.set_defaults(run=module.run)
+    args, left = parser.parse_known_args(arguments)
+    if left:
+        # argparse gives `overrides` only what stands right behind the configuration; take those behind an option too.
+        if not hasattr(args, "overrides") or any(argument.startswith("-") for argument in left):
+            subparsers.choices[args.command].error(f"unrecognized arguments: {' '.join(left)}")
+        args.overrides = [*args.overrides, *left]
+    return args
+
+
+def _rank_label() -> str:
+    """Where another program started the ranks, each speaks for itself and says which it is."""
+    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID")
+    return f" [rank {rank}]" if rank else ""

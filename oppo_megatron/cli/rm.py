@@ -1,0 +1,15 @@
+"""`oppo rm`: a reward model from preference pairs."""
+
+from __future__ import annotations
+
+import argparse
+
+from oppo_megatron.cli.run import add_run_arguments, run_kind
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    return run_kind("rm", args)

@@ -1,0 +1,80 @@
+"""What `oppo train`, `oppo sft` and `oppo rm` share: load, check, then show the plan or launch the ranks."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from oppo_megatron.config.run import SupervisedConfig, TrainConfig
+
+KINDS = ("train", "sft", "rm")
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """CONFIG, overrides and --dry-run."""
+    parser.add_argument("config", type=Path, metavar="CONFIG.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings that replace those of the file")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the resolved configuration and the ranks, then stop"
+    )
+
+
+def run_kind(kind: str, args: argparse.Namespace) -> int:
+    """Serve one of `KINDS`: returns the exit code, raises ConfigError before anything expensive starts."""
+    from oppo_megatron.cli.launch import check_world_size, launch
+    from oppo_megatron.config.load import config_yaml, dump_config
+
+    config = load_checked(kind, args.config, args.overrides)
+    check_world_size(world_size(config))
+    if args.dry_run:
+        print(config_yaml(config) + "\n" + "\n".join(rank_table(config)))
+        return 0
+    resolved = config.run_dir / "config.yaml"
+    dump_config(config, resolved)
+    return launch(kind, str(resolved), world_size(config))
+
+
+def load_checked(kind: str, path: Path, overrides: Sequence[str]) -> TrainConfig | SupervisedConfig:
+    """The configuration of one of `KINDS`, every check made.  Raises ConfigError with all problems."""
+    from oppo_megatron.config.load import load_config
+    from oppo_megatron.config.run import RewardModelConfig, SFTConfig, TrainConfig
+    from oppo_megatron.config.validate import supervised_problems, train_problems
+
+    if kind == "train":
+        return load_config(TrainConfig, path, overrides, check=train_problems)
+    supervised = SFTConfig if kind == "sft" else RewardModelConfig
+    return load_config(supervised, path, overrides, check=supervised_problems)
+
+
+def world_size(config: TrainConfig | SupervisedConfig) -> int:
+    """Ranks that the configuration asks for."""
+    from oppo_megatron.config.run import TrainConfig
+
+    return config.placement.world_size if isinstance(config, TrainConfig) else config.parallel.num_ranks
+
+
+def rank_table(config: TrainConfig | SupervisedConfig) -> list[str]:
+    """One line a rank: which roles it holds, and which tensor slice and pipeline stage of each."""
+    from oppo_megatron.config.run import TrainConfig
+    from oppo_megatron.config.validate import train_roles
+
+    if isinstance(config, TrainConfig):
+        placement = config.placement
+        held = [
+            (role.name, role.parallel, placement.actor_ranks if role.name == "actor" else placement.scorer_ranks)
+            for role in train_roles(config)
+        ]
+    else:
+        held = [("model", config.parallel, list(range(config.parallel.num_ranks)))]
+    lines = []
+    for rank in range(world_size(config)):
+        parts = []
+        for name, parallel, ranks in held:
+            if rank in ranks:
+                stage, slice_ = divmod(ranks.index(rank), parallel.tp)
+                parts.append(f"{name} (tp {slice_ + 1}/{parallel.tp}, pp {stage + 1}/{parallel.pp})")
+        lines.append(f"rank {rank}: {', '.join(parts)}")
+    return lines

@@ -1,0 +1,60 @@
+"""`oppo tokenizer`: a sentencepiece tokenizer from the texts of JSONL rows."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("data", nargs="+", type=Path, metavar="DATA.jsonl")
+    parser.add_argument("--out", required=True, type=Path, metavar="X.model")
+    parser.add_argument("--vocab-size", required=True, type=int, metavar="N")
+    parser.add_argument("--columns", metavar="A,B", help="columns to learn from; default: every column that holds text")
+
+
+def run(args: argparse.Namespace) -> int:
+    from oppo_megatron.data.tokenizer import train_sentencepiece
+    from oppo_megatron.errors import ConfigError
+
+    if args.out.suffix != ".model":
+        raise ConfigError(f"--out is `{args.out}`, but a sentencepiece file must end in `.model`; rename it")
+    if args.vocab_size < 1:
+        raise ConfigError(f"--vocab-size is {args.vocab_size}, but must be positive; give the number of token ids")
+    texts = texts_of(args.data, args.columns.split(",") if args.columns else None)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    train_sentencepiece(texts, args.out, args.vocab_size)
+    print(f"{args.out}: a vocabulary of {args.vocab_size} from {len(texts)} texts")
+    return 0
+
+
+def texts_of(paths: Sequence[Path], columns: Sequence[str] | None) -> list[str]:
+    """The texts of JSONL files, row by row: of `columns`, else of every column with text or messages.
+
+    Raises DataError with file and line of each row that is not JSON or whose column holds no text.
+    """
+    from oppo_megatron.config.data import DataConfig
+    from oppo_megatron.data.columns import read_value
+    from oppo_megatron.data.rows import Quarantine, RowProblems, read_rows
+    from oppo_megatron.errors import DataError
+
+    problems = RowProblems(Quarantine())
+    texts: list[str] = []
+    for row in read_rows(DataConfig(path=list(paths)), problems):
+        for column in columns or [name for name, value in row.values.items() if is_text(value)]:
+            try:
+                value = read_value(row, column)
+            except DataError as error:
+                problems.report(row.file, row.line, str(error), "error")
+                continue
+            texts += [value] if isinstance(value, str) else [str(message["content"]) for message in value]
+    problems.raise_errors()
+    return texts
+
+
+def is_text(value: object) -> bool:
+    """Text that is not blank, or a list of messages."""
+    if isinstance(value, str):
+        return bool(value.strip())
+    return isinstance(value, list) and bool(value) and all(isinstance(message, dict) for message in value)
