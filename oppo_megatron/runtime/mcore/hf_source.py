@@ -254,7 +254,7 @@ def _files(directory: Path) -> Mapping[Path, Sequence[str] | None]:
     if not index.is_file():
         raise CheckpointError(_no_safetensors(directory))
     weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
         raise CheckpointError(f"{index}: no weight_map. An index maps each tensor to its file; download it again.")
     files: dict[Path, list[str]] = {}
     for name, file in weight_map.items():

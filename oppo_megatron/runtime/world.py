@@ -1,0 +1,59 @@
+"""This process's place among the ranks: device, threads, and the default process group."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from oppo_megatron.config.model import RuntimeConfig
+from oppo_megatron.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class World:
+    """Rank, number of ranks, and the device that this rank computes on."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+
+def _device(config: RuntimeConfig, local_rank: int) -> torch.device:
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("runtime.device is 'cuda', but torch finds no CUDA device; set runtime.device=cpu or auto.")
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+@contextlib.contextmanager
+def open_world(config: RuntimeConfig, environment: Mapping[str, str] = os.environ) -> Iterator[World]:
+    """Join the ranks named by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without them be a world of one.
+
+    gloo on CPU, NCCL on GPU (with gloo for CPU tensors).  A message or collective later than `runtime.timeout_s` is an error.
+    """
+    rank, size = int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
+    local_rank, local_size = int(environment.get("LOCAL_RANK", rank)), int(environment.get("LOCAL_WORLD_SIZE", size))
+    device = _device(config, local_rank)
+    # megatron says at import that apex and transformer-engine are absent; `oppo doctor` is the place for that.
+    warnings.filterwarnings("ignore", module="megatron")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.set_num_threads(config.threads_per_rank or max(1, (os.cpu_count() or 1) // local_size))
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    timeout = timedelta(seconds=config.timeout_s)
+    if size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    else:
+        dist.init_process_group(backend, init_method="env://", rank=rank, world_size=size, timeout=timeout)
+    try:
+        yield World(rank, size, device)
+    finally:
+        dist.destroy_process_group()
