@@ -123,6 +123,23 @@ def test_every_rank_loads_its_own_cut_and_gives_it_back(saved, model: str, head:
     assert gathered.keys() == untied
 
 
+def test_a_rank_reads_no_more_than_its_own_share(saved) -> None:
+    directory, hf = saved("qwen2", "lm")
+    source = SafetensorsSource(directory)
+    read, sizes = source.read, []
+
+    def counted(name: str, region: tuple[slice, ...]) -> Tensor:
+        tensor = read(name, region)
+        sizes.append(tensor.numel())
+        return tensor
+
+    source.read = counted  # type: ignore[method-assign]
+    params = cut_by_hand(hf.state_dict(), hf.config, "lm", 1, 4, 1, 2)
+    place = {"tp_rank": 1, "tp_size": 4, "pp_rank": 1, "pp_size": 2}
+    load_weights(Params(params), read_shape(directory), source, head="lm", **place)
+    assert sum(sizes) == sum(tensor.numel() for tensor in params.values())
+
+
 def test_parameters_are_cast_to_the_dtype_of_the_model(saved) -> None:
     directory, hf = saved("llama", "lm")
     expected = cut_by_hand(hf.state_dict(), hf.config, "lm", 0, 1, 0, 1)

@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be used are refused with the value met, the rule and the remedy, before any tensor is read."""
+"""Checkpoints that cannot be used are refused with the value met, the rule and the remedy, before a tensor is read."""
 
 from __future__ import annotations
 
@@ -119,7 +119,9 @@ def test_index_that_names_a_tensor_which_its_shard_lacks(checkpoints: Path) -> N
     assert NORM in message and index["weight_map"][NORM] in message
 
 
-@pytest.mark.parametrize("text", ["{}", '{"weight_map": {}}', '{"weight_map": [1]}', "nonsense"])
+@pytest.mark.parametrize(
+    "text", ["{}", '{"weight_map": {}}', '{"weight_map": [1]}', '{"weight_map": {"a": 3}}', "nonsense"]
+)
 def test_damaged_index(checkpoints: Path, text: str) -> None:
     (checkpoints / "sharded" / "model.safetensors.index.json").write_text(text)
     assert "model.safetensors.index.json" in refusal(checkpoints / "sharded")

@@ -1,0 +1,177 @@
+"""Hugging Face -> ours -> Hugging Face keeps every bit, on every layout, and transformers loads what comes out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from oppo_megatron.cli import convert
+from oppo_megatron.cli.main import main
+from oppo_megatron.config.model import ModelConfig
+from oppo_megatron.errors import CheckpointError
+from oppo_megatron.runtime.mcore.hf_source import open_weights
+from oppo_megatron.runtime.mcore.hf_weights import rewrite_weights
+from oppo_megatron.runtime.mcore.hf_writer import HfWriter
+from tests.support.hf import save_tiny
+from tests.support.ranks import run_ranks
+
+MODELS = {
+    "qwen2": ("qwen2", "lm", {}),
+    "qwen2-tied": ("qwen2", "lm", {"tie_word_embeddings": True}),
+    "llama": ("llama", "lm", {}),
+    "qwen3": ("qwen3", "lm", {}),
+    "qwen2-reward": ("qwen2", "scalar", {"tie_word_embeddings": True}),
+    "llama-reward": ("llama", "scalar", {}),
+}
+TOKENS = torch.tensor([[5, 9, 1, 63, 2, 40]])
+
+
+def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: t for file in sorted(directory.glob("*.safetensors")) for name, t in load_file(file).items()}
+
+
+def assert_same_tensors(src: Path, dst: Path) -> None:
+    expected, found = tensors_of(src), tensors_of(dst)
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        assert tensor.dtype == found[name].dtype and torch.equal(tensor, found[name]), name
+
+
+def outputs(directory: Path, head: str = "lm") -> torch.Tensor:
+    loader = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
+    model, report = loader.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    with torch.no_grad():
+        return model.eval()(TOKENS).logits
+
+
+@pytest.mark.parametrize("tp,pp", [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("name", MODELS)
+def test_export_gives_back_what_was_loaded(tmp_path: Path, name: str, tp: int, pp: int) -> None:
+    family, head, changes = MODELS[name]
+    src, dst = tmp_path / "src", tmp_path / "deep" / "dst"
+    save_tiny(src, family, head, **changes)
+    arguments = {"src": str(src), "dst": str(dst), "tp": tp, "pp": pp, "head": head}
+    whole = run_ranks(tp * pp, "tests.parity.weight_jobs:load_and_export", **arguments)
+    assert whole == [True] * (tp * pp)
+    assert_same_tensors(src, dst)
+    assert len(list(dst.glob("model-*-of-*.safetensors"))) > 1
+    assert [path.name for path in dst.parent.iterdir()] == ["dst"], "nothing is left aside"
+    assert torch.equal(outputs(src, head), outputs(dst, head))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_convert_keeps_every_bit_and_the_tokenizer(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    family, head, changes = MODELS[name]
+    src, dst = tmp_path / "src", tmp_path / "dst"
+    save_tiny(src, family, head, max_shard_size="20KB", **changes)
+    (src / "tokenizer.json").write_text("{}")
+    target = "causal-lm" if head == "lm" else "reward"
+    assert main(["convert", str(src), str(dst), "--as", target, "--check"]) == 0
+    assert "in transformers: 0" in capsys.readouterr().out
+    assert_same_tensors(src, dst)
+    assert [path.name for path in dst.glob("*.safetensors")] == ["model.safetensors"]
+    assert (dst / "tokenizer.json").read_text() == "{}"
+    assert torch.equal(outputs(src, head), outputs(dst, head))
+
+
+def test_convert_changes_the_dtype(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "src", "llama")
+    assert main(["convert", str(tmp_path / "src"), str(tmp_path / "dst"), "--dtype", "bfloat16"]) == 0
+    expected = tensors_of(tmp_path / "src")
+    found = tensors_of(tmp_path / "dst")
+    assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in expected.items())
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "dst").dtype == torch.bfloat16
+
+
+def test_convert_splits_into_shards_of_the_size_asked(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "src", "llama", vocab_size=4096, hidden_size=128)  # 2 MiB embedding and head
+    assert main(["convert", str(tmp_path / "src"), str(tmp_path / "dst"), "--max-shard-mb", "3"]) == 0
+    sizes = [path.stat().st_size for path in (tmp_path / "dst").glob("*.safetensors")]
+    assert len(sizes) == 2 and max(sizes) < 3.1 * 2**20
+    index = json.loads((tmp_path / "dst" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(t.numel() * 4 for t in tensors_of(tmp_path / "src").values())
+    assert torch.equal(outputs(tmp_path / "src"), outputs(tmp_path / "dst"))
+
+
+def test_convert_a_causal_lm_to_a_reward_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    src, dst = tmp_path / "src", tmp_path / "dst"
+    save_tiny(src, "qwen2")
+    assert main(["convert", str(src), str(dst), "--as", "reward"]) == 2
+    assert "fresh_head" in capsys.readouterr().err and not dst.exists()
+    assert main(["convert", str(src), str(dst), "--as", "reward", "--fresh-head-seed", "3", "--check"]) == 0
+    assert "hidden states" in (said := capsys.readouterr().out) and "in transformers: 0" in said
+    config = json.loads((dst / "config.json").read_text())
+    assert config["architectures"] == ["Qwen2ForSequenceClassification"] and len(config["id2label"]) == 1
+    assert outputs(dst, "scalar").shape == (1, 1)
+    with torch.no_grad():
+        bodies = [AutoModel.from_pretrained(path).eval()(TOKENS).last_hidden_state for path in (src, dst)]
+    assert torch.equal(*bodies)
+    assert main(["convert", str(dst), str(tmp_path / "again"), "--as", "reward", "--fresh-head-seed", "3"]) == 2
+    assert main(["convert", str(src), str(tmp_path / "lm"), "--fresh-head-seed", "3"]) == 2
+
+
+def test_check_sees_a_difference(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "a", "llama")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    assert convert.compare_outputs(tmp_path / "a", tmp_path / "b", "lm", False) == ("logits", 0.0)
+    shutil.rmtree(tmp_path / "b")
+    assert main(["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--dtype", "bfloat16"]) == 0
+    assert convert.compare_outputs(tmp_path / "a", tmp_path / "b", "lm", False)[1] > 1e-4
+
+
+def test_mixed_dtypes_lose_no_bit(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "src", "llama")
+    model.bfloat16()
+    model.model.norm.float()
+    shutil.rmtree(tmp_path / "src")
+    model.save_pretrained(tmp_path / "src")
+    assert {t.dtype for t in tensors_of(tmp_path / "src").values()} == {torch.bfloat16, torch.float32}
+    assert main(["convert", str(tmp_path / "src"), str(tmp_path / "dst")]) == 0
+    found = tensors_of(tmp_path / "dst")
+    assert all(torch.equal(found[name], t.float()) for name, t in tensors_of(tmp_path / "src").items())
+
+
+def test_a_directory_with_content_is_never_overwritten(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "src", "llama")
+    (tmp_path / "dst").mkdir()
+    (tmp_path / "dst" / "notes.txt").write_text("mine")
+    shape, source = open_weights(ModelConfig(checkpoint=tmp_path / "src"), "lm")
+    with pytest.raises(CheckpointError, match="never overwritten"):
+        rewrite_weights(shape, source, tmp_path / "dst", head="lm")
+    assert [path.name for path in (tmp_path / "dst").iterdir()] == ["notes.txt"]
+
+
+def test_an_error_while_writing_leaves_nothing(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "src", "llama")
+    shape, source = open_weights(ModelConfig(checkpoint=tmp_path / "src"), "lm")
+    read, reads = source.read, []
+
+    def fail_at_the_tenth(name: str, region: tuple[slice, ...]) -> torch.Tensor:
+        reads.append(name)
+        if len(reads) == 10:
+            raise OSError("disk gone")
+        return read(name, region)
+
+    source.read = fail_at_the_tenth  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="disk gone"):
+        rewrite_weights(shape, source, tmp_path / "dst", head="lm")
+    assert [path.name for path in tmp_path.iterdir()] == ["src"]
+
+
+def test_what_a_killed_run_left_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / ".dst.partial").mkdir()
+    (tmp_path / ".dst.partial" / "model.safetensors").write_text("half")
+    with HfWriter(tmp_path / "dst", {"a": (2, 3)}, {"model_type": "x"}, torch.float32) as writer:
+        assert not (tmp_path / "dst").exists()
+        writer.write("a", torch.arange(6.0).view(3, 2).T)
+    assert torch.equal(load_file(tmp_path / "dst" / "model.safetensors")["a"], torch.arange(6.0).view(3, 2).T)
+    assert [path.name for path in tmp_path.iterdir()] == ["dst"]

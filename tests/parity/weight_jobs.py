@@ -1,0 +1,64 @@
+"""What each rank does in the tests of weights and logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from oppo_megatron.config.model import ModelConfig
+from oppo_megatron.runtime.mcore.attention import PackedPlan
+from oppo_megatron.runtime.mcore.groups import build_groups
+from oppo_megatron.runtime.mcore.hf_layout import Head
+from oppo_megatron.runtime.mcore.hf_source import open_weights
+from oppo_megatron.runtime.mcore.hf_weights import export_weights, load_weights
+from oppo_megatron.runtime.mcore.model import RoleModel, build_model
+
+
+def build(directory: Path, tp: int, pp: int, head: Head, max_length: int = 64) -> RoleModel:
+    """This rank's stage with the directory's weights."""
+    shape, source = open_weights(ModelConfig(checkpoint=directory), head)
+    groups = build_groups(range(dist.get_world_size()), tp, pp, "model")
+    assert groups is not None
+    model = build_model(shape, groups, head=head, max_length=max_length, dtype="float32", device=torch.device("cpu"))
+    place = {"tp_rank": groups.tp_rank, "tp_size": tp, "pp_rank": groups.pp_rank, "pp_size": pp}
+    load_weights(model, shape, source, head=head, **place)
+    return model
+
+
+def load_and_export(src: str, dst: str, tp: int, pp: int, head: Head) -> bool:
+    """HF -> ranks -> HF.  Returns whether the directory was whole when this rank's call came back."""
+    model = build(Path(src), tp, pp, head)
+    export_weights(
+        model,
+        model.shape,
+        Path(dst),
+        head=head,
+        tp_group=model.groups.collection.tp,
+        pp_group=model.groups.collection.pp,
+        max_shard_bytes=20_000,
+    )
+    return (Path(dst) / "config.json").is_file()
+
+
+def full_logits(src: str, tp: int, pp: int, head: Head, sequences: list[list[int]]) -> torch.Tensor | None:
+    """Logits [T, V] or scalars [T] of packed whole sequences, on the role's output rank."""
+    model = build(Path(src), tp, pp, head, max_length=max(map(len, sequences)))
+    groups = model.groups
+    plan = PackedPlan([len(tokens) for tokens in sequences], model.rope)
+    tokens_T = torch.tensor([token for tokens in sequences for token in tokens])
+    with torch.no_grad():
+        if not groups.is_first_stage:
+            hidden = torch.empty(len(tokens_T), 1, model.shape.hidden_size)
+            dist.recv(hidden, groups.stage_rank(groups.pp_rank - 1))
+            model.set_input_tensor(hidden)
+        out = model(tokens_T if groups.is_first_stage else None, plan)
+        if not groups.is_last_stage:
+            dist.send(out, groups.stage_rank(groups.pp_rank + 1))
+            return None
+        if head == "lm":
+            shards = [torch.empty_like(out) for _ in range(tp)]
+            dist.all_gather(shards, out.contiguous(), group=groups.collection.tp)
+            out = torch.cat(shards, dim=-1)
+    return out if dist.get_rank() == groups.output_rank else None
