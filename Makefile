@@ -1,0 +1,47 @@
+# Everything from a fresh machine with Python 3.10+, git and make:
+#   make demo    creates .venv, installs, runs the demo
+#   make test    creates .venv, installs with the test extra, runs lint, types and tests on the CPU
+# A command that finds .venv up to date with pyproject.toml and constraints.txt installs nothing.
+
+SUPPORTED := import sys; sys.exit(sys.version_info < (3, 10))
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.10; do \
+	$$python -c '$(SUPPORTED)' 2>/dev/null && { echo $$python; break; }; done)
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
+INSTALLED := $(VENV)/.installed
+INSTALLED_TEST := $(VENV)/.installed-test
+
+.PHONY: demo test lint gpu-test clean
+
+demo: $(INSTALLED)
+	$(BIN)/oppo demo
+
+test: lint
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu"
+
+lint: $(INSTALLED_TEST)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+gpu-test: $(INSTALLED_TEST)
+	$(BIN)/python -m pytest -m gpu
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(INSTALLED): pyproject.toml setup.py constraints.txt | $(BIN)/python
+	$(PIP) -e .
+	touch $@
+
+$(INSTALLED_TEST): pyproject.toml setup.py constraints.txt | $(BIN)/python
+	$(PIP) -e '.[test]'
+	touch $(INSTALLED) $@
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" && $(PYTHON) -c '$(SUPPORTED)' || { \
+		echo "No Python 3.10 or newer was found (python3 is: $$(python3 --version 2>&1))."; \
+		echo "Install one, or name it: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+		echo "$(PYTHON) -m venv failed; on Debian and Ubuntu install the package python3-venv."; exit 1; }
