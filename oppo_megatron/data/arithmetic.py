@@ -1,0 +1,208 @@
+"""Arithmetic problems with worked solutions, generated: a task for the demo that needs no outside file.
+
+A problem is a chain of additions and subtractions worked from left to right, one partial result a line:
+
+    Q: 7+5-3=?
+    A:7+5=12
+    12-3=9
+    #### 9
+
+Every partial result stays in 0..99.  Most chains are short and a few are long (a Pareto law), so the lengths of the
+solutions have the long tail that real responses have.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate, islice
+from pathlib import Path
+from typing import Any, Literal
+
+LARGEST = 99
+HELDOUT_BYTES = 26  # of 256: about a tenth of all problems
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How hard the problems are.  P(operations >= k) = (scale / k) ** tail, cut at `max_operations`."""
+
+    max_operations: int = 24
+    scale: float = 1.5
+    tail: float = 1.5
+    max_operand: int = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A chain: the first term, then signed terms (7+5-3 is `(7, 5, -3)`)."""
+
+    terms: tuple[int, ...]
+
+    @property
+    def num_operations(self) -> int:
+        return len(self.terms) - 1
+
+    @property
+    def prompt(self) -> str:
+        chain = "".join(f"{term:+d}" for term in self.terms[1:])
+        return f"Q: {self.terms[0]}{chain}=?\nA:"
+
+    @property
+    def totals(self) -> list[int]:
+        """The first term and every partial result."""
+        return list(accumulate(self.terms))
+
+    @property
+    def answer(self) -> int:
+        return sum(self.terms)
+
+    @property
+    def solution(self) -> str:
+        return _worked(self.totals, self.terms, self.answer)
+
+
+def _worked(totals: list[int], terms: tuple[int, ...], answer: int) -> str:
+    """Lines `before+term=after`, then the answer.  `totals` may hold a slip, and is then followed through."""
+    lines = [f"{totals[i]}{terms[i + 1]:+d}={totals[i + 1]}" for i in range(len(terms) - 1)]
+    return "\n".join([*lines, f"#### {answer}"])
+
+
+def is_heldout(prompt: str) -> bool:
+    """Whether a prompt is of the held-out split; its hash alone decides, so no seed can mix the splits."""
+    return hashlib.sha256(prompt.encode()).digest()[0] < HELDOUT_BYTES
+
+
+def problems(seed: int, split: Literal["train", "heldout"], shape: Shape = Shape()) -> Iterator[Problem]:
+    """An endless stream of problems of one split, equal for equal arguments."""
+    rng = random.Random(f"arithmetic {split} {seed}")
+    while True:
+        problem = _draw(rng, shape)
+        if is_heldout(problem.prompt) == (split == "heldout"):
+            yield problem
+
+
+def _draw(rng: random.Random, shape: Shape) -> Problem:
+    pareto = shape.scale * (1.0 - rng.random()) ** (-1.0 / shape.tail)
+    num_operations = max(1, min(int(pareto), shape.max_operations))
+    total = rng.randint(1, LARGEST)
+    terms = [total]
+    for _ in range(num_operations):
+        operand = rng.randint(1, shape.max_operand)
+        fits = [sign * operand for sign in (1, -1) if 0 <= total + sign * operand <= LARGEST]
+        terms.append(rng.choice(fits))
+        total += terms[-1]
+    return Problem(tuple(terms))
+
+
+def wrong_solution(problem: Problem, rng: random.Random) -> str:
+    """A worked solution that looks right and ends in a wrong answer.
+
+    Mostly one slip in a partial result, followed through; else the right work with a wrong last line, one step left
+    out, or a stop before the end.  Where a variant does not fit the problem, a slip takes its place.
+    """
+    kind = rng.choices(("slip", "copy", "skip", "stop"), weights=(60, 15, 15, 10))[0]
+    wrong: str | None = None
+    if kind == "copy":
+        wrong = _wrong_copy(problem, rng)
+    elif kind == "skip":
+        wrong = _skipped_step(problem, rng)
+    elif kind == "stop":
+        wrong = _early_stop(problem, rng)
+    return wrong or slipped_solution(problem, rng)
+
+
+def slipped_solution(problem: Problem, rng: random.Random) -> str:
+    """One partial result is off by 1, 2 or 10, and all that follows is worked from it.  As long as the solution."""
+    totals = problem.totals
+    slips = [
+        (step, error)
+        for step in range(1, len(totals))
+        for error in (-10, -2, -1, 1, 2, 10)
+        if all(0 <= total + error <= LARGEST for total in totals[step:])
+    ]
+    step, error = rng.choice(slips)  # never empty: the last result can always be off by one
+    slipped = totals[:step] + [total + error for total in totals[step:]]
+    return _worked(slipped, problem.terms, slipped[-1])
+
+
+def _wrong_copy(problem: Problem, rng: random.Random) -> str:
+    answer = problem.answer
+    near = {problem.totals[-2], int(str(answer)[::-1]), answer - 1, answer + 1, answer - 10, answer + 10}
+    wrong = rng.choice(sorted(value for value in near if 0 <= value <= LARGEST and value != answer))
+    return _worked(problem.totals, problem.terms, wrong)
+
+
+def _skipped_step(problem: Problem, rng: random.Random) -> str | None:
+    if problem.num_operations < 2:
+        return None
+    step = rng.randrange(1, len(problem.terms))
+    shorter = Problem(problem.terms[:step] + problem.terms[step + 1 :])
+    return shorter.solution if all(0 <= total <= LARGEST for total in shorter.totals) else None
+
+
+def _early_stop(problem: Problem, rng: random.Random) -> str | None:
+    if problem.num_operations < 2:
+        return None
+    shorter = Problem(problem.terms[: rng.randrange(2, len(problem.terms))])
+    return shorter.solution if shorter.answer != problem.answer else None
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetSizes:
+    """Rows of each file."""
+
+    sft: int = 6000
+    pairs: int = 4000
+    prompts: int = 4000
+    heldout: int = 200
+
+
+def write_dataset(
+    directory: Path, seed: int, sizes: DatasetSizes = DatasetSizes(), *, imperfect: float = 0.3, shape: Shape = Shape()
+) -> dict[str, Path]:
+    """Write sft.jsonl, pairs.jsonl, prompts.jsonl and heldout.jsonl, and return their paths by name.
+
+    `imperfect` is the fraction of SFT completions that hold a slip, so that the policy they teach is imperfect on
+    purpose.  The first three files are of the train split; held-out prompts are distinct and in none of them.
+    """
+    rng = random.Random(f"arithmetic answers {seed}")
+    train = problems(seed, "train", shape)
+
+    def completion(problem: Problem) -> str:
+        return slipped_solution(problem, rng) if rng.random() < imperfect else problem.solution
+
+    def question(problem: Problem) -> dict[str, Any]:
+        return {"prompt": problem.prompt, "answer": str(problem.answer)}
+
+    files: dict[str, Iterable[dict[str, Any]]] = {
+        "sft": ({"prompt": p.prompt, "completion": completion(p)} for p in islice(train, sizes.sft)),
+        "pairs": (
+            {"prompt": p.prompt, "chosen": p.solution, "rejected": wrong_solution(p, rng)}
+            for p in islice(train, sizes.pairs)
+        ),
+        "prompts": (question(p) for p in islice(train, sizes.prompts)),
+        "heldout": (question(p) for p in islice(_distinct(problems(seed, "heldout", shape)), sizes.heldout)),
+    }
+    return {name: _write_jsonl(directory / f"{name}.jsonl", rows) for name, rows in files.items()}
+
+
+def _distinct(stream: Iterable[Problem]) -> Iterator[Problem]:
+    seen: set[Problem] = set()
+    for problem in stream:
+        if problem not in seen:
+            seen.add(problem)
+            yield problem
+
+
+def _write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("w", encoding="utf-8", newline="\n") as stream:
+        stream.writelines(json.dumps(row) + "\n" for row in rows)
+    os.replace(partial, path)
+    return path

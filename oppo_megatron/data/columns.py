@@ -1,0 +1,156 @@
+"""Which column of a row plays which part, and the forms its value may take.
+
+Known names, in the order in which they are tried (GSM8K's, TRL's, OpenAI's):
+
+    prompt      prompt, question, instruction, query, messages
+    completion  completion, response, answer, output
+    chosen      chosen
+    rejected    rejected
+
+A value is text or a list of messages, `{"role": ..., "content": ...}`.  Where there is no prompt column but chosen and
+rejected are whole dialogues, the prompt is what they begin with in common.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from oppo_megatron.config.data import ColumnsConfig
+from oppo_megatron.data.rows import Row
+from oppo_megatron.errors import DataError
+
+Message = dict[str, Any]
+Value = str | list[Message]
+
+KNOWN_NAMES: dict[str, tuple[str, ...]] = {
+    "prompt": ("prompt", "question", "instruction", "query", "messages"),
+    "completion": ("completion", "response", "answer", "output"),
+    "chosen": ("chosen",),
+    "rejected": ("rejected",),
+}
+ASSISTANT_MARK = "\n\nAssistant:"
+
+
+def find_column(part: str, columns: ColumnsConfig, rows: Sequence[Row]) -> str | None:
+    """The column that plays `part`: the configured one, else the known name that most rows have (ties: documented
+    order).
+
+    None if no known name is there.  Raises `DataError` if the configured column is in no row.
+    """
+    counts = Counter(name for row in rows for name in row.values)
+    wanted: str | None = getattr(columns, part)
+    if wanted is None:
+        known = [name for name in KNOWN_NAMES[part] if counts[name]]
+        return max(known, key=lambda name: counts[name], default=None)
+    if not counts[wanted]:
+        there_are = _there_are(counts, [wanted], part)
+        raise DataError(f"data.columns.{part}={wanted} is not a column of {rows[0].file}; {there_are}")
+    return wanted
+
+
+def require_column(part: str, columns: ColumnsConfig, rows: Sequence[Row]) -> str:
+    """`find_column`, where none is a `DataError` that names the columns there are and the setting to use."""
+    found = find_column(part, columns, rows)
+    if found is None:
+        names = KNOWN_NAMES[part]
+        counts = Counter(name for row in rows for name in row.values)
+        there_are = _there_are(counts, names, part)
+        raise DataError(f"{rows[0].file} has no column for the {part} (looked for {', '.join(names)}); {there_are}")
+    return found
+
+
+def _there_are(counts: Counter[str], wanted: Sequence[str], part: str) -> str:
+    near = [match for name in wanted for match in difflib.get_close_matches(name, counts, n=1)]
+    setting = f"data.columns.{part}"
+    remedy = f"The nearest is {near[0]!r}: set {setting}={near[0]}." if near else f"Set {setting} to one of them."
+    return f"it has: {', '.join(counts) or 'no column at all'}. {remedy}"
+
+
+def read_value(row: Row, column: str) -> Value:
+    """The text or messages in `column`.  Raises `DataError` if missing, empty or of a wrong type."""
+    if column not in row.values:
+        raise DataError(f"column {column!r} is missing (the row has: {', '.join(row.values) or 'none'})")
+    value = row.values[column]
+    if isinstance(value, str):
+        return _checked_text(value, f"column {column!r}")
+    if isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
+        return [_checked_message(item, f"message {i} of column {column!r}") for i, item in enumerate(value, start=1)]
+    if value == [] or value is None:
+        raise DataError(f"column {column!r} is empty ({value!r})")
+    raise DataError(f"column {column!r} is neither text nor a list of messages, but {type(value).__name__}")
+
+
+def _checked_text(text: str, what: str) -> str:
+    if not text.strip():
+        raise DataError(f"{what} is empty")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(f"{what} is not text: half of a surrogate pair at character {error.start}") from error
+    return text
+
+
+def _checked_message(message: Message, what: str) -> Message:
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role:
+        raise DataError(f"{what} has no role")
+    if isinstance(content, list):
+        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+            raise DataError(f"{what} has content that is not text")
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise DataError(f"{what} has no text content")
+    return {**message, "content": _checked_text(content, what)}
+
+
+def split_last_turn(messages: list[Message]) -> tuple[list[Message], list[Message]]:
+    """(what comes before the last assistant turn, that turn); the turn is empty if the messages end with another
+    role.
+    """
+    if messages[-1]["role"] != "assistant":
+        return messages, []
+    if len(messages) == 1:
+        raise DataError("the messages hold an assistant's turn and nothing before it")
+    return messages[:-1], messages[-1:]
+
+
+def split_pair(chosen: Value, rejected: Value) -> tuple[Value, Value, Value]:
+    """(prompt, chosen, rejected) of two whole dialogues without a prompt column.
+
+    Messages: the prompt is the messages that both begin with.  Text: their common beginning up to its last
+    "\\n\\nAssistant:".
+    """
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        common = os.path.commonprefix([chosen, rejected])
+        end = common.rfind(ASSISTANT_MARK) + len(ASSISTANT_MARK)
+        if end < len(ASSISTANT_MARK):
+            raise DataError(f"no prompt column, and chosen and rejected share no dialogue up to {ASSISTANT_MARK!r}")
+        _checked_text(chosen[end:], "the chosen answer after the common dialogue")
+        _checked_text(rejected[end:], "the rejected answer after the common dialogue")
+        return common[:end], chosen[end:], rejected[end:]
+    if isinstance(chosen, str) or isinstance(rejected, str):
+        raise DataError("no prompt column, and of chosen and rejected one is text and the other a list of messages")
+    differing = (i for i, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other)
+    # A dialogue that the other one wholly begins with still ends in an answer: its last message.
+    num_common = next(differing, min(len(chosen), len(rejected)) - 1)
+    if num_common == 0:
+        raise DataError("no prompt column, and the messages of chosen and rejected have no beginning in common")
+    return chosen[:num_common], chosen[num_common:], rejected[num_common:]
+
+
+def align(prompt: Value, answers: Sequence[Value]) -> tuple[Value, list[Value]]:
+    """The same example in one form: all text, or all messages, with answers that do not repeat the prompt."""
+    if isinstance(prompt, str) and all(isinstance(answer, str) for answer in answers):
+        return prompt, list(answers)
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    aligned: list[Value] = []
+    for answer in answers:
+        messages = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+        if messages[: len(turns)] == turns and len(messages) > len(turns):
+            messages = messages[len(turns) :]
+        aligned.append(messages)
+    return turns, aligned

@@ -1,0 +1,122 @@
+"""Tokenized prompts and the endless, repeatable stream that the rollout scheduler admits them from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from oppo_megatron.config.data import DataConfig
+from oppo_megatron.data.examples import Example, read_prompts
+from oppo_megatron.data.order import epoch_order
+from oppo_megatron.data.rows import Quarantine, RowProblems, require_some
+from oppo_megatron.data.tokenizer import Tokenizer
+from oppo_megatron.errors import DataError
+from oppo_megatron.records import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRow:
+    """One usable row: `row` is its index in the data set (refused rows counted), `place` its file:line."""
+
+    row: int
+    place: str
+    text: str
+    tokens: tuple[int, ...]
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSet:
+    """All usable prompts, and what was met on the way."""
+
+    rows: list[PromptRow]
+    num_duplicates: int
+    num_truncated: int
+    num_quarantined: int
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+def load_prompts(config: DataConfig, tokenizer: Tokenizer, *, quarantine: Quarantine) -> PromptSet:
+    """Read, render and tokenize every prompt.
+
+    A prompt of more than `max_prompt_tokens` is an error, keeps its END (`truncate`), or is set aside, as
+    `long_prompts` says. Raises `DataError` with every refused row at once, or if no row is left.
+    """
+    problems = RowProblems(quarantine)
+    rows: list[PromptRow] = []
+    num_truncated = 0
+    for example in read_prompts(config, tokenizer, problems):
+        tokens = tokenizer.encode(example.prompt)
+        text = example.prompt
+        if _refused(example, len(tokens), config, problems):
+            continue
+        if len(tokens) > config.max_prompt_tokens:
+            tokens = tokens[-config.max_prompt_tokens :]
+            text = tokenizer.decode(tokens)
+            num_truncated += 1
+        place = f"{example.row.file}:{example.row.line}"
+        rows.append(PromptRow(example.row.index, place, text, tuple(tokens), example.fields))
+    require_some(len(rows), config, problems)
+    num_duplicates = len(rows) - len({row.tokens for row in rows})
+    return PromptSet(rows, num_duplicates, num_truncated, problems.num_quarantined)
+
+
+def _refused(example: Example, num_tokens: int, config: DataConfig, problems: RowProblems) -> bool:
+    file, line = example.row.file, example.row.line
+    if num_tokens == 0:
+        problems.report(file, line, "the prompt has no token", config.bad_rows)
+        return True
+    if num_tokens > config.max_prompt_tokens and config.long_prompts != "truncate":
+        reason = f"the prompt has {num_tokens} tokens, more than data.max_prompt_tokens={config.max_prompt_tokens}"
+        problems.report(file, line, reason, config.long_prompts, setting="data.long_prompts")
+        return True
+    return False
+
+
+class PromptStream(Iterator[Prompt]):
+    """Prompts in the order of training; `seq_id` is the position in the stream, epochs counted on.
+
+    The stream ends after `epochs` passes (None: never) or after `limit` prompts (None: no limit), whichever comes
+    first.  It begins at position `start`, so that a run goes on where it was: the order depends on (seed, epoch) alone.
+    """
+
+    def __init__(
+        self,
+        prompts: PromptSet,
+        seed: int,
+        *,
+        epochs: int | None = None,
+        limit: int | None = None,
+        shuffle: bool = True,
+        start: int = 0,
+    ):
+        if not len(prompts):
+            raise DataError("the prompt set is empty; at least one prompt is needed.")
+        ends = [end for end in (limit, None if epochs is None else epochs * len(prompts)) if end is not None]
+        self.end: int | None = min(ends, default=None)
+        self._prompts = prompts
+        self._seed = seed
+        self._shuffle = shuffle
+        self._position = start
+        self._epoch = -1
+        self._order: list[int] = []
+
+    @property
+    def consumed(self) -> int:
+        """Prompts given so far, those before `start` included: the `start` of a stream that goes on from here."""
+        return self._position
+
+    def __next__(self) -> Prompt:
+        if self.end is not None and self._position >= self.end:
+            raise StopIteration
+        epoch, place = divmod(self._position, len(self._prompts))
+        if epoch != self._epoch:
+            self._order = epoch_order(len(self._prompts), self._seed, epoch, self._shuffle)
+            self._epoch = epoch
+        row = self._prompts.rows[self._order[place]]
+        prompt = Prompt(self._position, row.row, row.text, row.tokens, row.fields)
+        self._position += 1
+        return prompt

@@ -1,0 +1,264 @@
+"""Tokenizers: a Hugging Face directory, a sentencepiece model, or one trained here."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from oppo_megatron.config.data import TokenizerConfig
+from oppo_megatron.errors import ConfigError, DataError
+
+SENTENCEPIECE_NAME = "tokenizer.model"
+# Sentencepiece writes a space as this character, so text that holds the character itself needs care.
+SPACE_MARK = "\u2581"
+# What makes decode(encode(text)) == text for any text; and the special tokens.
+LOSSLESS: dict[str, Any] = {
+    "byte_fallback": True,
+    "split_digits": True,
+    "user_defined_symbols": ["\n"],
+    "normalization_rule_name": "identity",
+    "remove_extra_whitespaces": False,
+    "add_dummy_prefix": False,
+    "unk_id": 0,
+    "bos_id": 1,
+    "eos_id": 2,
+    "pad_id": 3,
+}
+
+
+class Tokenizer(Protocol):
+    """What the rest of the package knows of a tokenizer.  `vocab_size` is the largest id + 1, added tokens included."""
+
+    eos_id: int
+    bos_id: int | None
+    vocab_size: int
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`; nothing is put before or after it."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`; special tokens have none."""
+        ...
+
+    def render_chat(self, messages: Sequence[dict[str, Any]], *, generation_prompt: bool = True) -> str:
+        """Messages as text by the chat template; with `generation_prompt`, up to where the assistant speaks.
+
+        Raises `ConfigError` if there is no template, `DataError` if the template refuses the messages.
+        """
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Write the files from which `load_tokenizer` makes this tokenizer again."""
+        ...
+
+
+def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
+    """The tokenizer at `config.path`: a sentencepiece `.model` file, a directory with only such a file, or a Hugging
+    Face one.
+
+    Raises `ConfigError` if the path is missing, is no tokenizer, or the tokenizer has no end-of-sequence token.
+    """
+    path = config.path
+    if not path.exists():
+        raise ConfigError(
+            f"tokenizer.path={path} does not exist (looked from {Path.cwd()}); name a Hugging Face tokenizer "
+            "directory or a sentencepiece .model file, or train one with `oppo tokenizer`"
+        )
+    if path.is_file():
+        return SentencePieceTokenizer(path, config.chat_template)
+    is_hugging_face = any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+    if not is_hugging_face and (path / SENTENCEPIECE_NAME).is_file():
+        return SentencePieceTokenizer(path / SENTENCEPIECE_NAME, config.chat_template)
+    return HuggingFaceTokenizer(path, config.chat_template)
+
+
+class HuggingFaceTokenizer:
+    """A local `transformers` tokenizer; code from the directory is never run."""
+
+    def __init__(self, directory: Path, chat_template: str | None):
+        from transformers import AutoTokenizer
+
+        try:
+            loaded: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        except Exception as error:
+            raise ConfigError(
+                f"tokenizer.path={directory} is not a tokenizer that transformers can load ({error}); a directory with "
+                "tokenizer.json (or the model's own tokenizer files) and tokenizer_config.json is needed"
+            ) from error
+        if loaded.eos_token_id is None:
+            raise ConfigError(
+                f"tokenizer.path={directory} has no eos_token, and a response needs an end; set eos_token in its "
+                "tokenizer_config.json"
+            )
+        self._loaded = loaded
+        self._directory = directory
+        self._chat_template = chat_template
+        self.eos_id: int = loaded.eos_token_id
+        self.bos_id: int | None = loaded.bos_token_id
+        self.vocab_size: int = max(loaded.get_vocab().values()) + 1
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._loaded.encode(text, add_special_tokens=False, verbose=False))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._loaded.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def render_chat(self, messages: Sequence[dict[str, Any]], *, generation_prompt: bool = True) -> str:
+        if self._chat_template is None and not self._loaded.chat_template:
+            raise _no_chat_template(self._directory)
+        import jinja2
+
+        try:
+            rendered = self._loaded.apply_chat_template(
+                list(messages),
+                chat_template=self._chat_template,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+            )
+        except jinja2.TemplateError as error:
+            raise DataError(f"the chat template refuses the messages: {error}") from error
+        return str(rendered)
+
+    def save(self, directory: Path) -> None:
+        self._loaded.save_pretrained(str(directory))
+
+
+class SentencePieceTokenizer:
+    """A sentencepiece model.  Control symbols are never read from text, so text cannot forge an EOS."""
+
+    def __init__(self, path: Path, chat_template: str | None):
+        import sentencepiece
+
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        except (RuntimeError, OSError) as error:
+            raise ConfigError(
+                f"tokenizer.path={path} is not a sentencepiece model ({error}); train one with `oppo tokenizer`"
+            ) from error
+        if self._processor.eos_id() < 0:
+            raise ConfigError(
+                f"tokenizer.path={path} has no EOS, and a response needs an end; train it with eos_id >= 0"
+            )
+        self._path = path
+        self._chat_template = chat_template
+        self.eos_id: int = self._processor.eos_id()
+        self.bos_id: int | None = self._processor.bos_id() if self._processor.bos_id() >= 0 else None
+        self.vocab_size: int = self._processor.get_piece_size()
+        self._space_mark_ids = self._find_space_mark_ids()
+
+    def _find_space_mark_ids(self) -> list[int] | None:
+        """Byte pieces of `SPACE_MARK`; None where the model lacks them, or puts a space before each text it encodes."""
+        ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
+        has_prefix = self._processor.id_to_piece(self._processor.encode("a")[0]).startswith(SPACE_MARK)
+        return ids if all(self._processor.is_byte(i) for i in ids) and not has_prefix else None
+
+    def encode(self, text: str) -> list[int]:
+        if SPACE_MARK not in text or self._space_mark_ids is None:
+            return list(self._processor.encode(text))
+        first, *others = text.split(SPACE_MARK)
+        ids = list(self._processor.encode(first))
+        for other in others:
+            ids += [*self._space_mark_ids, *self._processor.encode(other)]
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._processor.decode(list(ids)))
+
+    def render_chat(self, messages: Sequence[dict[str, Any]], *, generation_prompt: bool = True) -> str:
+        if self._chat_template is None:
+            raise _no_chat_template(self._path)
+        import jinja2
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        def raise_exception(reason: str) -> None:
+            raise jinja2.TemplateError(reason)
+
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = raise_exception
+        try:
+            template = environment.from_string(self._chat_template)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"tokenizer.chat_template is not a Jinja template ({error}); correct it") from error
+        try:
+            # Control symbols are never read from text: the template's have none.
+            return template.render(
+                messages=list(messages), add_generation_prompt=generation_prompt, bos_token="", eos_token=""
+            )
+        except jinja2.TemplateError as error:
+            raise DataError(f"the chat template refuses the messages: {error}") from error
+
+    def save(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        target = directory / SENTENCEPIECE_NAME
+        if not (target.exists() and target.samefile(self._path)):
+            shutil.copyfile(self._path, target)
+
+
+def _no_chat_template(path: Path) -> ConfigError:
+    return ConfigError(
+        f"the data holds chat messages, and the tokenizer at {path} has no chat template; set "
+        "tokenizer.chat_template to a Jinja template over `messages`, or name a text column in data.columns"
+    )
+
+
+def train_sentencepiece(
+    texts: Iterable[str],
+    path: Path,
+    vocab_size: int,
+    *,
+    model_type: Literal["bpe", "unigram", "char"] = "bpe",
+    character_coverage: float = 0.9995,
+    num_threads: int = 1,
+) -> None:
+    """Train a tokenizer on `texts` and write it to `path`; ids 0-3 are unk, bos, eos, pad.
+
+    Nothing in a text is changed or lost: newline is a piece of its own, digits stand alone, and a character that is
+    rare in `texts` falls back to its bytes.  Raises `DataError` if there is no text, `ConfigError` if `vocab_size`
+    does not fit it.
+    """
+    import sentencepiece
+
+    # Trained line by line: a newline is never part of another piece, nor is the character that stands for a space.
+    separated = (text.replace(SPACE_MARK, "\n").replace("\0", "\n") for text in texts)
+    lines = [line for text in separated for line in text.split("\n") if line.strip()]
+    if not lines:
+        raise DataError("a tokenizer cannot be trained on nothing; give at least one text that is not blank.")
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines),
+            model_writer=model,
+            vocab_size=vocab_size,
+            model_type=model_type,
+            character_coverage=character_coverage,
+            max_sentence_length=max(10, 1 + max(len(line.encode()) for line in lines)),
+            num_threads=num_threads,
+            minloglevel=2,
+            **LOSSLESS,
+        )
+    except RuntimeError as error:
+        raise _misfit(vocab_size, str(error)) from error
+    trained_size = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()).get_piece_size()
+    if trained_size != vocab_size:
+        raise _misfit(vocab_size, f"<= {trained_size}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_bytes(model.getvalue())
+    os.replace(partial, path)
+
+
+def _misfit(vocab_size: int, reason: str) -> ConfigError:
+    """What is wrong with `vocab_size`, from what sentencepiece says of it."""
+    largest = re.search(r"<= (\d+)\.?$", reason.strip())
+    smallest = re.search(r"\d+ vs (\d+)", reason)
+    if largest:
+        return ConfigError(f"vocab_size={vocab_size} is too large for these texts; the largest is {largest[1]}")
+    if smallest:
+        return ConfigError(f"vocab_size={vocab_size} is too small: bytes, specials and characters need {smallest[1]}")
+    return ConfigError(f"vocab_size={vocab_size}: sentencepiece cannot train on these texts ({reason})")

@@ -1,0 +1,30 @@
+"""A tokenizer plain enough to check by eye: one token a character, its code point the id; EOS is 0."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from oppo_megatron.errors import DataError
+
+
+class CharacterTokenizer:
+    eos_id = 0
+    bos_id = None
+    vocab_size = 0x110000
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(character) for character in text]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(chr(i) for i in ids if i != self.eos_id)
+
+    def render_chat(self, messages: Sequence[dict[str, Any]], *, generation_prompt: bool = True) -> str:
+        if any(message["role"] == "tool" for message in messages):
+            raise DataError("no tools here")
+        turns = "".join(f"<{message['role']}>{message['content']}\0\n" for message in messages)
+        return turns + ("<assistant>" if generation_prompt else "")
+
+    def save(self, directory: Path) -> None:
+        raise NotImplementedError("tests do not save it")

@@ -1,0 +1,138 @@
+"""Prompt sets and the stream: lengths, order, identity over epochs."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oppo_megatron.config.data import DataConfig
+from oppo_megatron.data.order import epoch_order
+from oppo_megatron.data.prompts import PromptRow, PromptSet, PromptStream, load_prompts
+from oppo_megatron.data.rows import Quarantine
+from oppo_megatron.errors import DataError
+from tests.support.tokenizers import CharacterTokenizer
+
+TOKENIZER = CharacterTokenizer()
+
+
+def write(path: Path, *values: object) -> Path:
+    path.write_text("".join(json.dumps(value) + "\n" for value in values))
+    return path
+
+
+def plain_set(num_rows: int) -> PromptSet:
+    return PromptSet([PromptRow(i, f"f:{i + 1}", chr(97 + i), (97 + i,), {}) for i in range(num_rows)], 0, 0, 0)
+
+
+def test_rows_become_prompts_with_their_other_columns(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", {"question": "ab", "answer": "1"}, {"question": "ab", "answer": "2", "id": 7})
+    prompts = load_prompts(DataConfig(path=path, prompt_template="Q{prompt}A"), TOKENIZER, quarantine=Quarantine())
+    first, second = prompts.rows
+    assert (first.text, first.tokens, first.fields) == ("QabA", tuple(map(ord, "QabA")), {"answer": "1"})
+    assert second.fields == {"answer": "2", "id": 7} and second.place == f"{path}:2"
+    assert prompts.num_duplicates == 1
+
+
+def test_long_prompts_under_each_policy(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", {"prompt": "123456"}, {"prompt": "12345"}, {"prompt": "abcdefgh"})
+
+    def load(policy: str, quarantine: Quarantine) -> PromptSet:
+        config = DataConfig(path=path, max_prompt_tokens=5, long_prompts=policy)
+        return load_prompts(config, TOKENIZER, quarantine=quarantine)
+
+    with pytest.raises(
+        DataError, match="(?s)2 rows.*p.jsonl:1: .*6 tokens.*max_prompt_tokens=5.*p.jsonl:3.*data.long_prompts"
+    ):
+        load("error", Quarantine())
+    truncated = load("truncate", Quarantine())
+    assert [row.text for row in truncated.rows] == ["23456", "12345", "defgh"], "the end is kept"
+    assert truncated.num_truncated == 2
+    assert all(row.tokens == tuple(TOKENIZER.encode(row.text)) for row in truncated.rows)
+    quarantine = Quarantine()
+    kept = load("quarantine", quarantine)
+    assert [row.row for row in kept.rows] == [1] and kept.num_quarantined == 2
+    assert [entry["line"] for entry in quarantine.entries] == [1, 3]
+
+
+def test_bad_and_long_rows_are_reported_together(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", {"prompt": "123456"}, {"prompt": ""}, [], {"prompt": "ok"})
+    with pytest.raises(DataError, match="3 rows") as caught:
+        load_prompts(DataConfig(path=path, max_prompt_tokens=5), TOKENIZER, quarantine=Quarantine())
+    assert all(f"p.jsonl:{line}:" in str(caught.value) for line in (1, 2, 3))
+    assert "data.bad_rows=quarantine" in str(caught.value) and "data.long_prompts=quarantine" in str(caught.value)
+
+
+def test_nothing_left_is_an_error(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", {"prompt": "long"}, {"prompt": "longer"})
+    config = DataConfig(path=path, max_prompt_tokens=1, long_prompts="quarantine")
+    with pytest.raises(DataError, match=r"all 2 rows were set aside.*p\.jsonl:1"):
+        load_prompts(config, TOKENIZER, quarantine=Quarantine([{"file": "earlier", "line": 9, "reason": "other"}]))
+
+
+def test_real_questions(shared_data: Path) -> None:
+    config = DataConfig(path=shared_data / "gsm8k_train.jsonl")
+    prompts = load_prompts(config, TOKENIZER, quarantine=Quarantine())
+    assert len(prompts) == 7473
+    assert all("####" in row.fields["answer"] for row in prompts.rows)
+
+
+@given(
+    num_rows=st.integers(1, 12),
+    epochs=st.one_of(st.none(), st.integers(0, 4)),
+    limit=st.one_of(st.none(), st.integers(0, 40)),
+    start=st.integers(0, 50),
+    seed=st.integers(0, 2**64 - 1),
+    shuffle=st.booleans(),
+)
+def test_stream_is_a_permutation_per_epoch_and_resumes(
+    num_rows: int, epochs: int | None, limit: int | None, start: int, seed: int, shuffle: bool
+) -> None:
+    prompts = plain_set(num_rows)
+    ends = [40]
+    ends += [] if epochs is None else [epochs * num_rows]
+    ends += [] if limit is None else [limit]
+    stream = PromptStream(prompts, seed, epochs=epochs, limit=limit, shuffle=shuffle)
+    given_prompts = list(islice(stream, 40))
+    assert [prompt.seq_id for prompt in given_prompts] == list(range(min(ends)))
+    assert stream.consumed == min(ends)
+    for epoch_start in range(0, len(given_prompts) - num_rows + 1, num_rows):
+        rows = [prompt.row for prompt in given_prompts[epoch_start : epoch_start + num_rows]]
+        assert sorted(rows) == list(range(num_rows))
+        assert shuffle or rows == sorted(rows)
+    resumed = PromptStream(prompts, seed, epochs=epochs, limit=limit, shuffle=shuffle, start=start)
+    assert list(islice(resumed, max(0, 40 - start))) == given_prompts[start:]
+
+
+def test_order_depends_on_seed_and_epoch_and_never_on_the_platform() -> None:
+    orders = {tuple(epoch_order(50, seed, epoch)) for seed in range(4) for epoch in range(4)}
+    assert len(orders) == 16
+    # Philox4x64 is a published function: these words, and so this order, are the same everywhere.
+    assert epoch_order(8, 1, 0) == GOLDEN_ORDER
+    with pytest.raises(ValueError, match="seed=-1"):
+        epoch_order(3, -1, 0)
+
+
+def philox4x64(counter: int, key: tuple[int, int]) -> list[int]:
+    """Salmon et al. 2011, ten rounds, in plain integers."""
+    mask = 2**64 - 1
+    x, (k0, k1) = [counter & mask, counter >> 64, 0, 0], key
+    for _ in range(10):
+        high0, low0 = divmod(x[0] * 0xD2E7470EE14C6C93, 2**64)
+        high1, low1 = divmod(x[2] * 0xCA5A826395121157, 2**64)
+        x = [high1 ^ x[1] ^ k0, low1, high0 ^ x[3] ^ k1, low0]
+        k0, k1 = (k0 + 0x9E3779B97F4A7C15) & mask, (k1 + 0xBB67AE8584CAA73B) & mask
+    return x
+
+
+GOLDEN_WORDS = philox4x64(1, (1, 0)) + philox4x64(2, (1, 0))
+GOLDEN_ORDER = sorted(range(8), key=GOLDEN_WORDS.__getitem__)
+
+
+def test_empty_set() -> None:
+    with pytest.raises(DataError, match="empty"):
+        PromptStream(plain_set(0), 1)

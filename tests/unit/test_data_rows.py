@@ -1,0 +1,136 @@
+"""Rows: what is read, what is refused, and that nothing is dropped in silence."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from oppo_megatron.config.data import DataConfig
+from oppo_megatron.data.rows import Quarantine, RowProblems, read_rows
+from oppo_megatron.errors import ConfigError, DataError
+
+BAD_FILE = b"\n".join(
+    [
+        b'{"prompt": "fine"}',
+        b'{"prompt": "cut off',
+        b"[1, 2]",
+        b'{"prompt": "caf\xe9"}',
+        b"",
+        b'{"prompt": NaN}',
+        b"[" * 100_000,
+        b'{"prompt": "also fine"}',
+        b"",
+        b"",
+    ]
+)
+BAD_LINES = [2, 3, 4, 5, 6, 7]
+
+
+def read(path, **settings):
+    quarantine = Quarantine()
+    problems = RowProblems(quarantine)
+    return read_rows(DataConfig(path=path, **settings), problems), problems, quarantine
+
+
+def test_good_rows_keep_file_line_and_every_column(tmp_path: Path) -> None:
+    one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
+    one.write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n{"a": "x\xe2\x80\xa8y"}\r\n')
+    two.write_text('{"b": [1]}')
+    rows, _, quarantine = read([one, two])
+    assert [(row.index, row.file, row.line, row.values) for row in rows] == [
+        (0, str(one), 1, {"a": 1}),
+        (1, str(one), 2, {"a": "x\u2028y"}),
+        (2, str(two), 1, {"b": [1]}),
+    ]
+    assert len(quarantine) == 0
+
+
+def test_all_bad_rows_are_in_one_error(tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(BAD_FILE)
+    rows, problems, _ = read(path)
+    assert [row.line for row in rows] == [1, 8]
+    with pytest.raises(DataError) as caught:
+        problems.raise_errors()
+    message = str(caught.value)
+    assert message.startswith("6 rows")
+    assert [line for line in range(1, 11) if f"{path}:{line}:" in message] == BAD_LINES
+    for reason in ("not JSON", "a JSON list", "not UTF-8", "blank", "NaN", "data.bad_rows=quarantine"):
+        assert reason in message
+
+
+def test_bad_rows_can_be_set_aside_and_written(tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(BAD_FILE)
+    rows, problems, quarantine = read(path, bad_rows="quarantine")
+    problems.raise_errors()
+    assert [row.index for row in rows] == [0, 7], "the index counts refused rows"
+    quarantine.write(tmp_path / "run" / "quarantine.jsonl")
+    written = [json.loads(line) for line in (tmp_path / "run" / "quarantine.jsonl").read_text().splitlines()]
+    assert [entry["line"] for entry in written] == BAD_LINES
+    assert all(entry["file"] == str(path) and entry["reason"] for entry in written)
+
+
+def test_only_the_first_twenty_are_shown_and_all_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"prompt": "x"}\n' + "nonsense\n" * 31)
+    _, problems, _ = read(path)
+    with pytest.raises(DataError, match="^31 rows cannot be used, the first 20 are shown") as caught:
+        problems.raise_errors()
+    assert str(caught.value).count(f"{path}:") == 20
+
+
+def test_a_file_of_bad_rows_only_is_an_error_under_both_policies(tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text("nonsense\n")
+    with pytest.raises(DataError, match="1 row cannot be used"):
+        read(path)
+    with pytest.raises(DataError, match="all 1 rows were set aside.*not JSON"):
+        read(path, bad_rows="quarantine")
+
+
+def test_max_rows_counts_over_files(tmp_path: Path) -> None:
+    paths = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
+    for path in paths:
+        path.write_text('{"a": 1}\n{"a": 2}\n')
+    rows, _, _ = read(paths, max_rows=3)
+    assert [row.line for row in rows] == [1, 2, 1]
+
+
+def test_missing_empty_and_wrong_places(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n\n")
+    with pytest.raises(DataError, match="holds no row"):
+        read(empty)
+    with pytest.raises(ConfigError) as caught:
+        read([tmp_path / "one", empty, tmp_path / "two"])
+    assert len(caught.value.problems) == 2
+    assert all(name in problem for name, problem in zip(("one", "two"), caught.value.problems, strict=True))
+    with pytest.raises(DataError, match=r"not a saved Hugging Face data set.*empty\.jsonl"):
+        read(tmp_path)
+    with pytest.raises(ConfigError, match="empty list"):
+        read([])
+
+
+def test_hugging_face_directory_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "state.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match="pip install"):
+        read(tmp_path)
+
+
+def test_hugging_face_directory_and_its_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "dataset_dict.json").write_text("{}")
+    splits = {"train": [{"prompt": "a"}, {"prompt": "b"}], "test": [{"prompt": "c"}]}
+    package = types.ModuleType("datasets")
+    package.load_from_disk = lambda path: splits  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", package)
+    rows, _, _ = read(tmp_path)
+    assert [(row.line, row.values["prompt"]) for row in rows] == [(1, "a"), (2, "b")]
+    splits["other"] = splits.pop("train")
+    with pytest.raises(DataError, match="splits test, other"):
+        read(tmp_path)

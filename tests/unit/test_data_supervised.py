@@ -1,0 +1,141 @@
+"""Supervised rows: EOS, over-long rows, and batches that give every row once an epoch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oppo_megatron.config.data import DataConfig
+from oppo_megatron.data.rows import Quarantine
+from oppo_megatron.data.supervised import batches, load_completions, load_pairs, num_batches
+from oppo_megatron.errors import DataError
+from tests.support.tokenizers import CharacterTokenizer
+
+TOKENIZER = CharacterTokenizer()
+EOS = [TOKENIZER.eos_id]
+
+
+def ids(text: str) -> list[int]:
+    return TOKENIZER.encode(text)
+
+
+def write(path: Path, *values: object) -> DataConfig:
+    path.write_text("".join(json.dumps(value) + "\n" for value in values))
+    return DataConfig(path=path)
+
+
+def completions(
+    config: DataConfig, max_tokens: int = 100, long_rows: str = "error", quarantine: Quarantine | None = None
+):
+    quarantine = quarantine if quarantine is not None else Quarantine()
+    return load_completions(config, TOKENIZER, max_tokens=max_tokens, long_rows=long_rows, quarantine=quarantine)
+
+
+def test_a_completion_ends_with_one_eos(tmp_path: Path) -> None:
+    config = write(
+        tmp_path / "c.jsonl",
+        {"question": "q", "answer": "abc"},
+        {"question": "q", "answer": "abc\0"},
+        {"question": "q", "answer": "a\0c"},
+    )
+    assert completions(config) == [
+        (ids("q"), ids("abc") + EOS),
+        (ids("q"), ids("abc") + EOS),
+        (ids("q"), ids("a\0c") + EOS),
+    ]
+
+
+def test_what_a_chat_template_writes_after_its_eos_is_left_out(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    assert completions(write(tmp_path / "c.jsonl", {"messages": turns})) == [
+        (ids("<user>hi\0\n<assistant>"), ids("yo") + EOS)
+    ]
+
+
+def test_pairs(tmp_path: Path) -> None:
+    config = write(tmp_path / "p.jsonl", {"prompt": "q", "chosen": "yes", "rejected": "no"})
+    loaded = load_pairs(config, TOKENIZER, max_tokens=5, long_rows="error", quarantine=Quarantine())
+    assert loaded == [(ids("q"), ids("yes") + EOS, ids("no") + EOS)]
+    with pytest.raises(DataError, match="5 tokens, more than max_tokens=4"):
+        load_pairs(config, TOKENIZER, max_tokens=4, long_rows="error", quarantine=Quarantine())
+
+
+def test_long_rows_under_each_policy(tmp_path: Path) -> None:
+    config = write(tmp_path / "c.jsonl", {"prompt": "abcdef", "completion": "123"}, {"prompt": "a", "completion": "1"})
+    assert len(completions(config, 10)) == 2, "exactly max_tokens fits"
+    with pytest.raises(DataError, match=r"1 row.*\n.*c.jsonl:1: .*10 tokens.*\n.*long_rows=quarantine"):
+        completions(config, 9)
+    quarantine = Quarantine()
+    assert completions(config, 9, "quarantine", quarantine) == [(ids("a"), ids("1") + EOS)]
+    assert [entry["line"] for entry in quarantine.entries] == [1]
+    with pytest.raises(DataError, match="all 2 rows"):
+        completions(config, 2, "quarantine")
+
+
+@given(
+    prompt=st.text("abc", min_size=1, max_size=30),
+    chosen=st.text("xyz", min_size=1, max_size=30),
+    rejected=st.text("xyz", min_size=1, max_size=30),
+    max_tokens=st.integers(2, 40),
+)
+def test_truncation_keeps_the_prompts_end_and_the_answers_beginning(
+    tmp_path_factory: pytest.TempPathFactory, prompt: str, chosen: str, rejected: str, max_tokens: int
+) -> None:
+    config = write(
+        tmp_path_factory.mktemp("cut") / "p.jsonl", {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    )
+    ((cut, *answers),) = load_pairs(
+        config, TOKENIZER, max_tokens=max_tokens, long_rows="truncate", quarantine=Quarantine()
+    )
+    longest = max(len(chosen), len(rejected)) + 1
+    assert cut and ids(prompt)[-len(cut) :] == cut
+    assert len(cut) == min(len(prompt), max(max_tokens - longest, max_tokens // 2))
+    for answer, text in zip(answers, (chosen, rejected), strict=True):
+        whole = ids(text) + EOS
+        assert answer == whole[: max_tokens - len(cut)] and answer
+
+
+@given(
+    num_rows=st.integers(1, 30),
+    batch_size=st.integers(1, 12),
+    epochs=st.floats(0.05, 4),
+    max_steps=st.one_of(st.none(), st.integers(1, 20)),
+    seed=st.integers(0, 99),
+)
+def test_batches_give_every_row_once_an_epoch(
+    num_rows: int, batch_size: int, epochs: float, max_steps: int | None, seed: int
+) -> None:
+    steps = list(batches(num_rows, batch_size, seed, epochs, max_steps))
+    assert steps == list(batches(num_rows, batch_size, seed, epochs, max_steps))
+    assert len(steps) == num_batches(num_rows, batch_size, epochs, max_steps) >= 1
+    assert all(len(step) == batch_size for step in steps[:-1]) and 1 <= len(steps[-1]) <= batch_size
+    indices = [index for step in steps for index in step]
+    if max_steps is None:
+        assert len(indices) == math.ceil(epochs * num_rows)
+    else:
+        assert len(steps) <= max_steps
+    for start in range(0, len(indices), num_rows):
+        epoch = Counter(indices[start : start + num_rows])
+        assert max(epoch.values()) == 1 and set(epoch) <= set(range(num_rows))
+
+
+def test_epochs_are_shuffled_apart() -> None:
+    (one, two) = batches(50, 50, seed=3, epochs=2, max_steps=None)
+    assert one != two and one != sorted(one) and sorted(one) == sorted(two)
+    assert next(batches(5, 5, seed=3, epochs=1, max_steps=None, shuffle=False)) == [0, 1, 2, 3, 4]
+    with pytest.raises(DataError):
+        next(batches(0, 5, seed=3, epochs=1, max_steps=None))
+
+
+def test_real_preference_pairs_and_solutions(shared_data: Path) -> None:
+    config = DataConfig(path=shared_data / "gsm8k_preference_pairs.jsonl")
+    pairs = load_pairs(config, TOKENIZER, max_tokens=10_000, long_rows="error", quarantine=Quarantine())
+    assert len(pairs) == 2426 and all(pair.chosen != pair.rejected for pair in pairs)
+    rows = completions(DataConfig(path=shared_data / "gsm8k_train.jsonl", max_rows=50), 10_000)
+    assert len(rows) == 50 and all(row.completion[-1:] == EOS for row in rows)

@@ -1,0 +1,158 @@
+"""The reward sum: weights, a user's functions, and failures that are never scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oppo_megatron.config.data import RewardPart
+from oppo_megatron.errors import ConfigError, RewardError
+from oppo_megatron.rewards.functions import build_reward_functions, load_entry_point
+
+MODULE = """
+import math
+import numpy
+
+constant = 3
+
+class Lengths:
+    @staticmethod
+    def count(prompt, response, fields, scale=1.0):
+        return len(response) * scale
+
+def column(prompt, response, fields):
+    return fields["value"]
+
+def broken(prompt, response, fields):
+    raise KeyError("nothing here")
+
+def numpy_scalar(prompt, response, fields):
+    return numpy.float32(0.5)
+"""
+
+
+@pytest.fixture
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "user_rewards.py").write_text(MODULE)
+    (tmp_path / "user_rewards_broken.py").write_text("import a_package_that_is_not_there")
+    monkeypatch.syspath_prepend(tmp_path)
+    return "user_rewards"
+
+
+def python(entry_point: str, **settings: Any) -> RewardPart:
+    return RewardPart(kind="python", entry_point=entry_point, **settings)
+
+
+def test_weighted_sum_of_all_kinds(user_module: str) -> None:
+    rewards = build_reward_functions(
+        [
+            RewardPart(kind="model", weight=0.5),
+            RewardPart(kind="verifier", name="gsm8k", weight=2.0),
+            python(f"{user_module}:Lengths.count", weight=-1.0, options={"scale": 0.1}),
+            python(f"{user_module}:numpy_scalar"),
+        ]
+    )
+    assert rewards.needs_model
+    reward = rewards.evaluate("q", "#### 5", {"answer": "5"}, model_score=3.0, seq_id=1)
+    assert reward.parts == {
+        "model": 3.0,
+        "gsm8k": 1.0,
+        f"{user_module}:Lengths.count": pytest.approx(0.6),
+        f"{user_module}:numpy_scalar": 0.5,
+    }
+    assert reward.total == pytest.approx(1.5 + 2.0 - 0.6 + 0.5)
+    assert rewards.score("q", "#### 5", {"answer": "5"}, 3.0, 1) == reward.total
+
+
+def test_equal_parts_keep_their_own_labels() -> None:
+    parts = [RewardPart(kind="verifier", name="gsm8k", answer=column) for column in ("a", "b", "c")]
+    reward = build_reward_functions(parts).evaluate("", "#### 1", {"a": 1, "b": 2, "c": 1}, None, 0)
+    assert list(reward.parts.values()) == [1.0, 0.0, 1.0] and reward.total == 2.0
+
+
+def test_needs_model_only_where_a_part_is_one() -> None:
+    rewards = build_reward_functions([RewardPart(kind="verifier", name="arithmetic")])
+    assert not rewards.needs_model
+    assert rewards.score("", "1+1=2", {"answer": 2}, None, 0) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (math.nan, "finite"),
+        (math.inf, "finite"),
+        (None, "NoneType"),
+        ("1", "str"),
+        ([1.0], "list"),
+        (10**400, "inf; a reward must be finite"),
+    ],
+)
+def test_what_is_no_finite_number_is_an_error(user_module: str, value: Any, reason: str) -> None:
+    rewards = build_reward_functions([python(f"{user_module}:column")])
+    with pytest.raises(RewardError, match=rf"sequence 42.*{user_module}:column.*{reason}"):
+        rewards.score("", "", {"value": value}, None, 42)
+
+
+@pytest.mark.parametrize("score", [None, math.nan, -math.inf])
+def test_a_missing_or_broken_model_score_is_an_error(score: float | None) -> None:
+    with pytest.raises(RewardError, match="sequence 7.*'model'"):
+        build_reward_functions([RewardPart(kind="model")]).score("", "", {}, score, 7)
+
+
+def test_an_overflowing_sum_is_an_error() -> None:
+    rewards = build_reward_functions([RewardPart(kind="model", weight=1e300)])
+    with pytest.raises(RewardError, match="sequence 7: the weighted sum"):
+        rewards.score("", "", {}, 1e300, 7)
+
+
+def test_an_exception_in_a_users_function_names_sequence_and_part(user_module: str) -> None:
+    rewards = build_reward_functions([python(f"{user_module}:broken")])
+    with pytest.raises(RewardError, match=rf"sequence 3.*{user_module}:broken.*KeyError.*nothing here") as caught:
+        rewards.score("", "", {}, None, 3)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_rows_are_checked_before_the_run() -> None:
+    rewards = build_reward_functions([RewardPart(kind="verifier", name="gsm8k"), RewardPart(kind="model")])
+    rewards.check({"answer": "#### 4"}, "f.jsonl:1")
+    with pytest.raises(RewardError, match=r"f\.jsonl:2.*gsm8k.*no column 'answer'.*it has: other"):
+        rewards.check({"other": 1}, "f.jsonl:2")
+    with pytest.raises(RewardError, match=r"f\.jsonl:3.*'many' has no number"):
+        rewards.check({"answer": "many"}, "f.jsonl:3")
+    with pytest.raises(RewardError, match="sequence 9.*no column 'answer'"):
+        rewards.score("", "#### 1", {}, 0.0, 9)
+
+
+def test_entry_points(user_module: str) -> None:
+    found: Callable[..., float] = load_entry_point(f"{user_module}:Lengths.count")
+    assert found("", "abc", {}) == 3.0
+    for entry_point, reason in [
+        ("no_colon", "package.module:function"),
+        (":f", "package.module:function"),
+        ("m:", "package.module:function"),
+        ("a_package_that_is_not_there:f", "cannot be imported.*PYTHONPATH"),
+        (f"{user_module}_broken:f", "cannot be imported.*a_package_that_is_not_there"),
+        (f"{user_module}:absent", "has no 'absent'"),
+        (f"{user_module}:Lengths.absent", "has no 'Lengths.absent'"),
+        (f"{user_module}:constant", "is a int, not a function"),
+    ]:
+        with pytest.raises(ConfigError, match=reason):
+            load_entry_point(entry_point)
+
+
+def test_incomplete_parts_are_all_named() -> None:
+    incomplete = [RewardPart(kind="verifier"), python("no_colon"), RewardPart(kind="model", options={"a": 1})]
+    with pytest.raises(ConfigError) as caught:
+        build_reward_functions([RewardPart(kind="verifier", name="gsm8k"), *incomplete])
+    found = caught.value.problems
+    assert len(found) == 3 and all(f"rewards.{i}" in problem for i, problem in enumerate(found, start=1))
+
+
+def test_every_entry_point_that_fails_is_named(user_module: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_reward_functions([python(f"{user_module}:absent"), python("absent_module:f")])
+    assert len(caught.value.problems) == 2
