@@ -1,7 +1,7 @@
 """Starts the ranks of a run: as a rank of another launcher, in this process, or through torch's elastic agent.
 
-Each rank calls `ENTRY` (kind, config_path) with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its
-environment.  A local rank that fails leaves a `Failure` file; the parent shows the first of them, once.
+Each rank calls `ENTRY` (kind, config_path) with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
+MASTER_PORT in its environment.  A local rank that fails leaves a `Failure` file; the parent shows the first, once.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import importlib
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -73,22 +74,31 @@ def check_world_size(expected: int) -> None:
 def external_ranks(environment: Mapping[str, str]) -> dict[str, str] | None:
     """RANK and its companions as torchrun or srun gave them; None where nobody started ranks for us."""
     if "RANK" in environment or "WORLD_SIZE" in environment:
-        missing = [name for name in ("RANK", "WORLD_SIZE") if not environment.get(name, "").isdigit()]
-        if missing:
+        ranks = {"RANK": environment.get("RANK", ""), "WORLD_SIZE": environment.get("WORLD_SIZE", "")}
+        wrong = [name for name, value in ranks.items() if not value.isdigit()]
+        if wrong:
             raise ConfigError(
-                f"{' and '.join(missing)} is no number in the environment; set both RANK and WORLD_SIZE, or unset both"
+                f"{' and '.join(wrong)} is no number here; set RANK and WORLD_SIZE, or neither"
             )
-        local = environment.get("LOCAL_RANK", environment["RANK"])
-        return {"RANK": environment["RANK"], "WORLD_SIZE": environment["WORLD_SIZE"], "LOCAL_RANK": local} | _master(
-            environment
-        )
-    if "SLURM_PROCID" in environment and int(environment.get("SLURM_NTASKS", "1")) > 1:
-        return {
+        ranks["LOCAL_RANK"] = environment.get("LOCAL_RANK", ranks["RANK"])
+        ranks["LOCAL_WORLD_SIZE"] = environment.get("LOCAL_WORLD_SIZE", ranks["WORLD_SIZE"])
+    elif "SLURM_PROCID" in environment and int(environment.get("SLURM_NTASKS", "1")) > 1:
+        # "8(x2),4": the tasks of each node in turn; every node holds the same number here.
+        local_world_size = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", environment["SLURM_NTASKS"]))
+        assert local_world_size is not None, "Slurm gives a number"
+        ranks = {
             "RANK": environment["SLURM_PROCID"],
             "WORLD_SIZE": environment["SLURM_NTASKS"],
             "LOCAL_RANK": environment.get("SLURM_LOCALID", environment["SLURM_PROCID"]),
-        } | _master(environment)
-    return None
+            "LOCAL_WORLD_SIZE": local_world_size.group(),
+        }
+    else:
+        return None
+    if int(ranks["RANK"]) >= int(ranks["WORLD_SIZE"]):
+        raise ConfigError(
+            f"rank {ranks['RANK']} of {ranks['WORLD_SIZE']}: ranks count from 0; correct the launcher's environment"
+        )
+    return ranks | _master(environment)
 
 
 def _master(environment: Mapping[str, str]) -> dict[str, str]:
@@ -109,7 +119,7 @@ def _local_ranks() -> dict[str, str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     return alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 

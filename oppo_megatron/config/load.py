@@ -7,6 +7,7 @@ Whatever is wrong is collected and raised as one `ConfigError`.  Relative paths 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -147,4 +148,4 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, Path):
         value = str(value)
-    return value.replace("${", "\\${") if isinstance(value, str) else value
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value

@@ -1,0 +1,237 @@
+"""The architecture, held by reading the source: who imports whom, what stays free of torch, and how big things grow."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = "oppo_megatron"
+SHARED = {"config", "records", "errors"}
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "records": {"errors"},
+    "config": {"records", "errors"},
+    "data": SHARED,
+    "rewards": SHARED,
+    "overcommit": SHARED,
+    "control": SHARED,
+    "schedule": SHARED,
+    "algorithms": SHARED,
+    "sim": SHARED | {"overcommit", "control", "schedule"},
+    "runtime": SHARED | {"schedule"},
+    "train": SHARED | {"runtime", "algorithms", "data", "rewards", "overcommit", "control", "schedule"},
+    "integrations": SHARED | {"train", "runtime"},
+    # `data` for the commands that prepare files and train nothing (tokenizer, demo).
+    "cli": SHARED | {"train", "sim", "schedule", "integrations", "data"},
+}
+TORCH_FREE = {"errors", "records", "config", "overcommit", "control", "schedule", "sim"}
+LONG_FILE, LONG_FUNCTION, LONG_CONFIG = 400, 40, 60
+
+
+@dataclass(frozen=True)
+class Import:
+    """`module` as imported at `line` of `source`; `eager` where importing `source` runs it."""
+
+    source: Path
+    line: int
+    module: str
+    eager: bool
+
+    def __str__(self) -> str:
+        return f"{self.source.relative_to(ROOT)}:{self.line} imports {self.module}"
+
+
+def imports_of(source: Path) -> Iterator[Import]:
+    """Every import of a file, those inside functions and under TYPE_CHECKING included (as not eager)."""
+
+    def visit(node: ast.AST, eager: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                for alias in child.names:
+                    yield Import(source, child.lineno, alias.name, eager)
+            elif isinstance(child, ast.ImportFrom):
+                base = child.module or ""
+                if child.level:
+                    package = module_name(source).split(".")
+                    keep = len(package) - child.level + (source.name == "__init__.py")
+                    base = ".".join([*package[:keep], *([base] if base else [])])
+                for alias in child.names:
+                    yield Import(source, child.lineno, f"{base}.{alias.name}", eager)
+            elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                yield from visit(child, False)
+            elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                yield from visit(child, False)
+            else:
+                yield from visit(child, eager)
+
+    yield from visit(ast.parse(source.read_text(encoding="utf-8")), True)
+
+
+def module_name(source: Path) -> str:
+    parts = source.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def layer_of(module: str) -> str | None:
+    """`oppo_megatron.data.rows` -> `data`; None for other packages and the package itself."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == PACKAGE and len(parts) > 1 and parts[1] in ALLOWED else None
+
+
+def is_of(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+SOURCES = sorted((ROOT / PACKAGE).rglob("*.py"))
+IMPORTS = [imported for source in SOURCES for imported in imports_of(source)]
+
+
+def in_layers(layers: set[str]) -> list[Import]:
+    return [imported for imported in IMPORTS if layer_of(module_name(imported.source)) in layers]
+
+
+def test_every_file_belongs_to_a_layer() -> None:
+    stray = [source for source in SOURCES if layer_of(module_name(source)) is None and source.parent.name != PACKAGE]
+    assert not stray, f"files of no known layer: {stray}"
+
+
+def test_layers_import_only_what_the_table_allows() -> None:
+    wrong = []
+    for imported in IMPORTS:
+        here, there = layer_of(module_name(imported.source)), layer_of(imported.module)
+        if here is not None and there is not None and here != there and there not in ALLOWED[here]:
+            wrong.append(str(imported))
+    assert not wrong, "imports against the layers:\n" + "\n".join(wrong)
+
+
+def test_table_itself_has_no_cycle() -> None:
+    TopologicalSorter(ALLOWED).prepare()
+
+
+def test_pure_half_has_no_torch() -> None:
+    heavy = ("torch", "megatron", "transformers", "tensorflow", "jax")
+    wrong = [str(i) for i in in_layers(TORCH_FREE) if any(is_of(i.module, name) for name in heavy)]
+    assert not wrong, "torch in the pure half:\n" + "\n".join(wrong)
+
+
+def test_data_and_rewards_load_no_torch_when_imported() -> None:
+    wrong = [str(i) for i in in_layers({"data", "rewards"}) if i.eager and is_of(i.module, "torch")]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_algorithms_know_no_process_group() -> None:
+    wrong = [str(i) for i in in_layers({"algorithms"}) if is_of(i.module, "torch.distributed")]
+    for source in (ROOT / PACKAGE / "algorithms").rglob("*.py"):
+        if re.search(r"\btorch\.distributed\b", source.read_text(encoding="utf-8")):
+            wrong.append(f"{source.relative_to(ROOT)} names torch.distributed")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_megatron_is_imported_in_one_folder_only() -> None:
+    home = ROOT / PACKAGE / "runtime" / "mcore"
+    wrong = [str(i) for i in IMPORTS if is_of(i.module, "megatron") and home not in i.source.parents]
+    assert not wrong, "megatron outside runtime/mcore:\n" + "\n".join(wrong)
+
+
+def test_cli_modules_load_nothing_heavy_when_imported() -> None:
+    heavy = ("torch", "megatron", "transformers", "pydantic", "omegaconf", "numpy", "matplotlib")
+    wrong = [str(i) for i in in_layers({"cli"}) if i.eager and any(is_of(i.module, name) for name in heavy)]
+    assert not wrong, "import these in the handler:\n" + "\n".join(wrong)
+
+
+def test_modules_import_each_other_without_cycles() -> None:
+    names = {module_name(source) for source in SOURCES}
+    graph: dict[str, set[str]] = {name: set() for name in names}
+    for imported in IMPORTS:
+        target = imported.module if imported.module in names else imported.module.rpartition(".")[0]
+        here = module_name(imported.source)
+        if imported.eager and target in names and target != here and not here.startswith(target + "."):
+            graph[here].add(target)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"import cycle: {' -> '.join(error.args[1])}")
+
+
+def shipped_configs() -> list[Path]:
+    return sorted(path for path in (ROOT / "examples").rglob("*.yaml") if "runs" not in path.parts)
+
+
+@pytest.mark.parametrize("path", shipped_configs(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_shipped_config_parses_and_is_short(path: Path) -> None:
+    from oppo_megatron.cli.validate import guess_kind
+    from oppo_megatron.config.load import load_config
+    from oppo_megatron.config.run import RewardModelConfig, SFTConfig, TrainConfig
+
+    kinds = {"train": TrainConfig, "sft": SFTConfig, "rm": RewardModelConfig}
+    load_config(kinds[guess_kind(path)], path)
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= LONG_CONFIG
+
+
+def test_help_answers_within_a_second_without_torch() -> None:
+    code = (
+        "import sys\n"
+        "from oppo_megatron.cli.main import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "heavy = {'torch', 'megatron', 'transformers', 'pydantic', 'omegaconf', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    seconds = []
+    for _ in range(3):  # a busy machine may delay one
+        started = time.perf_counter()
+        subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True)
+        seconds.append(time.perf_counter() - started)
+        if seconds[-1] < 1.0:
+            return
+    pytest.fail(f"--help took {seconds} s; it must answer within 1 s")
+
+
+def tracked_text_files() -> Iterator[tuple[Path, str]]:
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if listing.returncode != 0:
+        pytest.skip("not a git checkout: nothing says which files are tracked; run this in a clone")
+    for name in listing.stdout.splitlines():
+        path = ROOT / name
+        if path.is_file():
+            yield path, path.read_bytes().decode("utf-8", errors="replace")
+
+
+def test_no_machine_path_and_no_package_index_in_the_repository() -> None:
+    forbidden = re.compile(
+        r"(?<![\w.])/(?:root|work|home/\w+)/[\w.]|--(?:extra-)?index[-]url|files[.]pythonhosted|pypi[.]org/simple"
+    )
+    wrong = []
+    for path, text in tracked_text_files():
+        for number, line in enumerate(text.splitlines(), start=1):
+            if forbidden.search(line):
+                wrong.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}")
+    assert not wrong, "paths of one machine, or a package index:\n" + "\n".join(wrong)
+
+
+def test_report_of_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    """A report, never a failure: files and functions that outgrew the house's measure."""
+    lines = []
+    for source in SOURCES:
+        text = source.read_text(encoding="utf-8")
+        name = str(source.relative_to(ROOT))
+        if (length := len(text.splitlines())) > LONG_FILE:
+            lines.append(f"{name}: {length} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
+                length = node.end_lineno - node.lineno + 1
+                if length > LONG_FUNCTION:
+                    lines.append(f"{name}:{node.lineno}: {node.name}() has {length} lines")
+    with capsys.disabled():
+        print(f"\nsizes (files > {LONG_FILE} lines, functions > {LONG_FUNCTION}): {'; '.join(lines) or 'none'}")

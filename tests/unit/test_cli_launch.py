@@ -1,0 +1,152 @@
+"""The launcher: which environment means what, and how a rank that fails is told to the user."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from oppo_megatron.cli.launch import check_world_size, external_ranks, launch
+from oppo_megatron.errors import ConfigError
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "1234"}
+SRUN = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
+
+
+def test_torchrun() -> None:
+    assert external_ranks(TORCHRUN) == {**TORCHRUN, "LOCAL_WORLD_SIZE": "4"}
+
+
+def test_srun() -> None:
+    ranks = external_ranks({**SRUN, "SLURM_JOB_ID": "20017"})
+    assert ranks == {
+        "RANK": "5",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "20017",
+    }
+
+
+@pytest.mark.parametrize("environment", [{}, {"SLURM_PROCID": "0"}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}])
+def test_nobody_started_ranks(environment: dict[str, str]) -> None:
+    assert external_ranks(environment) is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE is no number"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK is no number"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "ranks count from 0"),
+        ({**SRUN, "SLURM_NNODES": "2"}, "MASTER_ADDR is not set"),
+    ],
+)
+def test_wrong_environment(environment: dict[str, str], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        external_ranks(environment)
+
+
+def test_world_size_must_match(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    check_world_size(4)
+    with pytest.raises(ConfigError, match="started 4 ranks, but the configuration places its roles on 2"):
+        check_world_size(2)
+
+
+ENTRY = """
+import os, sys, time
+from oppo_megatron.errors import DataError
+
+def run(kind, path):
+    rank = int(os.environ["RANK"])
+    if kind == "seen":
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+        print(" ".join(os.environ[name] for name in names), path, flush=True)
+        return
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    if kind == "wrong input" and rank == 1:
+        raise DataError("line 3 is not JSON; correct it")
+    if kind == "defect" and rank == 0:
+        raise TypeError("a bug of ours")
+    if kind == "killed" and rank == 1:
+        os.kill(os.getpid(), 9)
+    if kind != "fine":
+        dist.barrier()  # its peer never comes
+    dist.destroy_process_group()
+"""
+
+PARENT = """
+import sys
+from oppo_megatron.cli.launch import launch
+from oppo_megatron.errors import OppoError
+if __name__ == "__main__":
+    try:
+        sys.exit(launch(sys.argv[1], "c.yaml", 2, entry="entry_of_test:run"))
+    except OppoError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+"""
+
+
+@pytest.fixture
+def two_ranks(tmp_path: Path) -> Path:
+    (tmp_path / "entry_of_test.py").write_text(ENTRY)
+    (tmp_path / "parent.py").write_text(PARENT)
+    return tmp_path
+
+
+def outcome(folder: Path, kind: str) -> subprocess.CompletedProcess[str]:
+    root = Path(__file__).resolve().parents[2]
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    environment["PYTHONPATH"] = f"{folder}{os.pathsep}{root}"
+    command = [sys.executable, str(folder / "parent.py"), kind]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+
+
+def test_one_rank_runs_here_and_leaves_the_environment(
+    two_ranks: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(two_ranks))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert launch("seen", "c.yaml", 1, entry="entry_of_test:run") == 0
+    assert capsys.readouterr().out.startswith("0 1 0 ")
+    assert "RANK" not in os.environ
+
+
+def test_given_rank_runs_here(
+    two_ranks: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(two_ranks))
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert launch("seen", "c.yaml", 4, entry="entry_of_test:run") == 0
+    assert capsys.readouterr().out == "1 4 1 1234 c.yaml\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "code", "message"),
+    [
+        ("fine", 0, ""),
+        ("wrong input", 2, "rank 1: line 3 is not JSON; correct it\n"),
+        ("killed", 2, "rank 1 was ended by SIGKILL"),
+        ("defect", 1, "TypeError: a bug of ours"),
+    ],
+)
+def test_two_local_ranks(two_ranks: Path, kind: str, code: int, message: str) -> None:
+    done = outcome(two_ranks, kind)
+    assert done.returncode == code, done.stderr
+    if kind == "wrong input":
+        assert done.stderr == message
+    assert message in done.stderr
+    assert done.stderr.count("Traceback") == (1 if kind == "defect" else 0)

@@ -1,0 +1,170 @@
+"""The command line: exit codes, messages, overrides behind options, dry runs, `validate`, `tokenizer` and `doctor`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from oppo_megatron.cli import main as cli
+from oppo_megatron.cli.main import COMMANDS, main
+
+CONFIG = """
+run_dir: run
+steps: 3
+tokenizer: {path: tok}
+data: {path: rows.jsonl, max_prompt_tokens: 20}
+actor: {init: {model_type: llama, vocab_size: 512, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2,
+               num_attention_heads: 4}}
+critic: {init: "${actor.init}"}
+rewards: [{kind: verifier, name: gsm8k}]
+rollout: {batch_size: 8, max_response_tokens: 20}
+placement: {actor: {tp: 2}, scorer: {tp: 1, pp: 2}}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tok").mkdir()
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
+    path = tmp_path / "c.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    out = capsys.readouterr().out
+    assert all(command.name in out and command.help in out for command in COMMANDS)
+
+
+def test_wrong_arguments_end_with_2(config: Path) -> None:
+    for arguments in ([], ["trian"], ["train"], ["train", str(config), "--nope"], ["doctor", "extra"]):
+        with pytest.raises(SystemExit) as end:
+            main(arguments)
+        assert end.value.code == 2
+
+
+def test_user_error_is_a_message_without_traceback(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(config), "sead=3"]) == 2
+    captured = capsys.readouterr()
+    assert "did you mean `seed`?" in captured.err and "Traceback" not in captured.err and captured.out == ""
+    assert main(["train", str(config), "sead=3", "--debug"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+    assert not Path("run").exists()
+
+
+def test_interrupt_ends_with_130(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("oppo_megatron.cli.run.load_checked", interrupted)
+    assert main(["train", str(config)]) == 130
+
+
+def test_dry_run_shows_configuration_and_ranks(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(config), "seed=5", "--dry-run", "overlap.delta.max=6"]) == 0
+    out = capsys.readouterr().out
+    assert "seed: 5" in out and "max: 6" in out
+    ranks = [line for line in out.splitlines() if line.startswith("rank ")]
+    assert ranks == [
+        "rank 0: actor (tp 1/2, pp 1/1)",
+        "rank 1: actor (tp 2/2, pp 1/1)",
+        "rank 2: reference (tp 1/1, pp 1/2), critic (tp 1/1, pp 1/2)",
+        "rank 3: reference (tp 1/1, pp 2/2), critic (tp 1/1, pp 2/2)",
+    ]
+    assert not Path("run").exists()
+
+
+def test_run_is_launched_with_the_resolved_configuration(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[object, ...]] = []
+    monkeypatch.setattr("oppo_megatron.cli.launch.launch", lambda *arguments: calls.append(arguments) or 0)
+    assert main(["train", str(config), "seed=5"]) == 0
+    assert calls == [("train", "run/config.yaml", 4)]
+    assert "seed: 5" in Path("run/config.yaml").read_text()
+
+
+def test_wrong_number_of_ranks(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert main(["train", str(config), "--dry-run"]) == 2
+    err = capsys.readouterr().err
+    assert "[rank 1]" in err and "started 3 ranks, but the configuration places its roles on 4" in err
+
+
+def test_validate_tells_the_kind(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", str(config)]) == 0
+    assert "OK" in capsys.readouterr().out
+    supervised = "run_dir: r\ntokenizer: {path: tok}\ndata: {path: rows.jsonl}\nmodel: {init: {}, fresh_head: %s}\n"
+    for fresh, kind in (("false", "sft"), ("true", "rm")):
+        config.write_text(supervised % fresh + "max_tokens: 64\n")
+        override = "model.init=" + json.dumps(
+            {
+                "model_type": "qwen2",
+                "vocab_size": 8,
+                "hidden_size": 8,
+                "intermediate_size": 8,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+            }
+        )
+        assert main(["validate", str(config), override]) == 0
+        assert f"`oppo {kind}`" in capsys.readouterr().out
+    assert main(["validate", str(config), "--kind", "train"]) == 2
+
+
+def test_tokenizer_reads_columns_and_names_bad_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = tmp_path / "rows.jsonl"
+    texts = [{"prompt": f"what is {n} plus {n}?", "completion": f"it is {2 * n}", "id": n} for n in range(40)]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in texts))
+    out = tmp_path / "new" / "t.model"
+    arguments = ["tokenizer", str(rows), "--out", str(out), "--vocab-size", "285"]
+    assert main([*arguments, "--columns", "prompt,completion"]) == 0
+    assert out.is_file() and "from 80 texts" in capsys.readouterr().out
+    assert main([*arguments, "--columns", "prompt,answer"]) == 2
+    assert f"{rows}:1: column 'answer' is missing" in capsys.readouterr().err
+    rows.write_text('{"prompt": "a"}\nnot json\n')
+    assert main(arguments) == 2
+    assert f"{rows}:2: not JSON" in capsys.readouterr().err
+    assert main(["tokenizer", str(rows), "--out", "x.spm", "--vocab-size", "285"]) == 2
+    assert main(["tokenizer", str(rows), "--out", "x.model", "--vocab-size", "0"]) == 2
+
+
+def test_doctor_tells_what_is_there_and_what_is_off(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    for word in (
+        "python",
+        "torch:",
+        "megatron-core:",
+        "transformer-engine:",
+        "gloo",
+        "usable cores",
+        "features that are off",
+    ):
+        assert word in out
+
+
+def test_doctor_fails_without_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from oppo_megatron.cli import doctor
+
+    monkeypatch.setattr(doctor, "version_of", lambda package: None)
+    assert main(["doctor"]) == 1
+    assert "torch, megatron-core, transformers must be installed" in capsys.readouterr().out
+
+
+def test_only_the_chosen_module_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    imported: list[str] = []
+    real = cli.importlib.import_module
+    monkeypatch.setattr(cli.importlib, "import_module", lambda name: imported.append(name) or real(name))
+    with pytest.raises(SystemExit):
+        main(["sft", "--help"])
+    assert imported == ["oppo_megatron.cli.sft"]

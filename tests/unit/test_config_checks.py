@@ -1,0 +1,157 @@
+"""Every cross-check: a good configuration has no problem, each broken rule exactly the one that names it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oppo_megatron.config.checks import check_supervised, check_train
+from oppo_megatron.config.run import SFTConfig, TrainConfig
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> dict[str, Any]:
+    for name in ("tok.model", "rows.jsonl"):
+        (tmp_path / name).touch()
+    (tmp_path / "actor").mkdir()
+    return {
+        "run_dir": tmp_path / "run",
+        "tokenizer": {"path": tmp_path / "tok.model"},
+        "data": {"path": tmp_path / "rows.jsonl", "max_prompt_tokens": 100},
+        "actor": {"checkpoint": tmp_path / "actor"},
+        "critic": {"checkpoint": tmp_path / "actor", "fresh_head": True},
+        "rewards": [{"kind": "verifier", "name": "gsm8k"}],
+        "rollout": {"batch_size": 8, "max_response_tokens": 100},
+    }
+
+
+def put(settings: dict[str, Any], key: str, value: Any) -> None:
+    *sections, last = key.split(".")
+    for section in sections:
+        settings = settings.setdefault(section, {})
+    settings[last] = value
+
+
+def test_good_configuration_has_no_problem(settings: dict[str, Any]) -> None:
+    assert check_train(TrainConfig.model_validate(settings)) == []
+
+
+BROKEN: list[tuple[dict[str, Any], str]] = [
+    ({"ppo.minibatches": 3}, "ppo.minibatches 3 does not divide rollout.batch_size 8; choose from 1, 2, 4, 8"),
+    ({"overlap.delta": {"min": 3, "initial": 2, "max": 4}}, "min <= initial <= max must hold"),
+    ({"overlap.delta": {"min": 0, "initial": 5, "max": 4}}, "min <= initial <= max must hold"),
+    ({"overlap.delta.max": 9}, "overlap.delta.max is 9, but must not exceed rollout.batch_size 8"),
+    ({"overlap.chunk.candidates": [16, 16, 32]}, "each size may appear once"),
+    ({"runtime.micro_batch_tokens": 199}, "runtime.micro_batch_tokens is 199, but one sequence may have 200 tokens"),
+    ({"placement": {"mode": "single", "actor": {"tp": 2}}}, "placement.mode single has one process"),
+    ({"placement": {"mode": "single"}, "critic.parallel": {"pp": 2}}, "critic.parallel is tp 1 x pp 2 = 2 ranks"),
+    (
+        {"actor.parallel": {"tp": 2}},
+        "actor.parallel is tp 2 x pp 1 = 2 ranks, but the actor ranks of the placement are 1",
+    ),
+    ({"placement.scorer": {"tp": 2}, "critic.parallel": {"pp": 3}}, "but the scorer ranks of the placement are 2"),
+    ({"actor.init": {"model_type": "llama"}}, "actor has both of checkpoint and init"),
+    ({"actor.checkpoint": None}, "actor has neither of checkpoint and init"),
+    ({"reference": {}}, "reference has neither of checkpoint and init"),
+    ({"actor.fresh_head": True}, "actor.fresh_head is true, but only reward and critic"),
+    ({"rewards": [{"kind": "model"}]}, "there is no `reward` section"),
+    ({"rewards": [{"kind": "verifier"}]}, "rewards.0 is a verifier without a `name`"),
+    ({"rewards": [{"kind": "python"}]}, "rewards.0.entry_point is None, but must be `package.module:function`"),
+    ({"rewards": [{"kind": "python", "entry_point": "no_colon"}]}, "must be `package.module:function`"),
+    ({"rewards": [{"kind": "python", "entry_point": "a:b", "name": "gsm8k"}]}, "kind python has no rule to name"),
+    ({"rewards": [{"kind": "verifier", "name": "gsm8k", "options": {"a": 1}}]}, "only kind python takes them"),
+    ({"data.prompt_template": "no place"}, "data.prompt_template is 'no place', but must contain `{prompt}`"),
+    ({"data.path": []}, "data.path is an empty list"),
+    (
+        {"actor.optimizer": {"lr": 1e-5, "min_lr": 1e-4}},
+        "actor.optimizer.min_lr is 0.0001, but must not exceed lr 1e-05",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "expected"), BROKEN, ids=lambda value: str(value)[:50])
+def test_broken_rule_is_the_one_problem(settings: dict[str, Any], changes: dict[str, Any], expected: str) -> None:
+    for key, value in changes.items():
+        put(settings, key, value)
+    problems = check_train(TrainConfig.model_validate(settings))
+    assert len(problems) == 1 and expected in problems[0]
+
+
+GOOD: list[dict[str, Any]] = [
+    {"overlap": {"inter": False, "delta": {"min": 5, "initial": 9, "max": 2}}},
+    {"placement": {"actor": {"tp": 2}, "scorer": {"pp": 2}}, "critic.parallel": {"tp": 2}},
+    {"placement": {"mode": "single"}},
+    {"rewards": [{"kind": "python", "entry_point": "pkg.mod:f", "options": {"a": 1}}]},
+]
+
+
+@pytest.mark.parametrize("changes", GOOD, ids=lambda value: str(value)[:50])
+def test_unusual_but_right(settings: dict[str, Any], changes: dict[str, Any]) -> None:
+    for key, value in changes.items():
+        put(settings, key, value)
+    assert check_train(TrainConfig.model_validate(settings)) == []
+
+
+def test_reward_model_must_be_used_once(settings: dict[str, Any], tmp_path: Path) -> None:
+    settings["reward"] = {"checkpoint": tmp_path / "actor"}
+    assert "no part of rewards has kind model" in check_train(TrainConfig.model_validate(settings))[0]
+    settings["rewards"] = [{"kind": "model"}, {"kind": "verifier", "name": "arithmetic"}]
+    assert check_train(TrainConfig.model_validate(settings)) == []
+    settings["rewards"].append({"kind": "model", "weight": 2})
+    assert "names the reward model 2 times" in check_train(TrainConfig.model_validate(settings))[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "missing", "nearest"),
+    [
+        ("tokenizer.path", "tok.modl", "tok.model"),
+        ("actor.checkpoint", "acter", "actor"),
+        ("data.path", "row.jsonl", "rows.jsonl"),
+    ],
+)
+def test_missing_path_names_its_nearest_sibling(
+    settings: dict[str, Any], tmp_path: Path, key: str, missing: str, nearest: str
+) -> None:
+    put(settings, key, tmp_path / missing)
+    problems = check_train(TrainConfig.model_validate(settings))
+    assert problems == [f"{key} `{tmp_path / missing}` does not exist; did you mean `{tmp_path / nearest}`?"]
+
+
+def test_missing_path_without_a_sibling_says_where_the_trail_ends(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings["tokenizer"] = {"path": "zzzzzzzz/x.model"}
+    assert "`.` has no `zzzzzzzz`" in check_train(TrainConfig.model_validate(settings))[0]
+
+
+def test_all_broken_rules_come_at_once(settings: dict[str, Any]) -> None:
+    for key, value in {"ppo.minibatches": 3, "overlap.delta.max": 9, "actor.parallel": {"tp": 4}}.items():
+        put(settings, key, value)
+    assert len(check_train(TrainConfig.model_validate(settings))) == 3
+
+
+def supervised(settings: dict[str, Any]) -> dict[str, Any]:
+    common = {key: settings[key] for key in ("run_dir", "tokenizer", "data")}
+    return {**common, "model": {"checkpoint": settings["actor"]["checkpoint"]}, "max_tokens": 64}
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda s: s["model"].clear(), "model has neither"),
+        (lambda s: s.update(runtime={"micro_batch_tokens": 63}), "one sequence may have 64 tokens (max_tokens)"),
+        (lambda s: s["data"].update(completion_template="x"), "data.completion_template is 'x'"),
+        (lambda s: s.update(optimizer={"lr": 1.0, "min_lr": 2.0}), "optimizer.min_lr is 2.0"),
+        (lambda s: s.update(run_dir=s["tokenizer"]["path"]), "is a file, but must be a folder"),
+    ],
+)
+def test_supervised_rules(settings: dict[str, Any], change: Callable[[dict[str, Any]], None], expected: str) -> None:
+    good = supervised(settings)
+    assert check_supervised(SFTConfig.model_validate(good)) == []
+    change(good)
+    problems = check_supervised(SFTConfig.model_validate(good))
+    assert len(problems) == 1 and expected in problems[0]

@@ -1,0 +1,187 @@
+"""Loading: overrides, interpolation, every kind of wrong value as one sentence, and the round trip."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oppo_megatron.config.load import dump_config, load_config
+from oppo_megatron.config.run import SFTConfig, TrainConfig
+from oppo_megatron.errors import ConfigError
+
+GOOD = """
+run_dir: runs/a
+steps: 3
+tokenizer: {path: tok.model}
+data: {path: rows.jsonl}
+actor: {checkpoint: actor}
+critic: {checkpoint: actor, fresh_head: true, optimizer: {lr: 1e-5}}
+rewards: [{kind: verifier, name: gsm8k}]
+rollout: {batch_size: 8, max_response_tokens: 50}
+"""
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    path = tmp_path / "good.yaml"
+    path.write_text(GOOD)
+    return path
+
+
+def problems_of(path: Path, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(TrainConfig, path, overrides)
+    return caught.value.problems
+
+
+def test_overrides_reach_sections_lists_and_null_sections(good: Path) -> None:
+    config = load_config(
+        TrainConfig,
+        good,
+        [
+            "seed=7",
+            "overlap.delta.max=6",
+            "rewards.0.weight=0.5",
+            "actor.optimizer.lr=1e-4",
+            "ppo.kl.adaptive={target: 3}",
+        ],
+    )
+    assert (config.seed, config.overlap.delta.max, config.rewards[0].weight) == (7, 6, 0.5)
+    assert config.actor.optimizer.lr == 1e-4 and config.critic.optimizer.lr == 1e-5
+    assert config.ppo.kl.adaptive is not None and config.ppo.kl.adaptive.target == 3
+    assert config.data.path == Path("rows.jsonl")  # relative to the current directory, not to the file
+
+
+def test_override_with_equals_sign_in_its_value(good: Path) -> None:
+    assert load_config(TrainConfig, good, ["data.prompt_template='a={prompt}'"]).data.prompt_template == "a={prompt}"
+
+
+def test_interpolation_sees_overrides(good: Path) -> None:
+    good.write_text(GOOD + "overlap: {delta: {max: '${rollout.batch_size}'}}\n")
+    assert load_config(TrainConfig, good, ["rollout.batch_size=16"]).overlap.delta.max == 16
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("overlap.chunk.token=3", "`overlap.chunk.token` is not a setting; did you mean `overlap.chunk.tokens`?"),
+        ("sead=3", "`sead` is not a setting; did you mean `seed`?"),
+        ("batch_size=3", "`batch_size` is not a setting; did you mean `rollout.batch_size`?"),
+        ("rewards.0.weigth=3", "`rewards.0.weigth` is not a setting; did you mean `rewards.0.weight`?"),
+        ("tokenizer.zzz=3", "`tokenizer.zzz` is not a setting; the settings here are: path, chat_template"),
+        ("rollout.batch_size=0", "`rollout.batch_size` is 0, but must be greater than or equal to 1; give a value"),
+        ("rollout.top_p=1.5", "`rollout.top_p` is 1.5, but must be less than or equal to 1"),
+        ("rollout.batch_size=2.5", "`rollout.batch_size` is 2.5, but must be an integer"),
+        ("rollout.batch_size=many", "`rollout.batch_size` is 'many', but must be an integer"),
+        ("rollout.batch_size=true", "`rollout.batch_size` is True, but must be a number, not a boolean"),
+        ("rollout.temperature=.nan", "`rollout.temperature` is nan, but must be a finite number"),
+        ("overlap.intra=perhaps", "`overlap.intra` is 'perhaps', but must be a boolean"),
+        ("overlap.delta.rule=eq5", "did you mean `eq4`?"),
+        (
+            "placement.mode=wat",
+            "`placement.mode` is 'wat', but must be 'disaggregated' or 'single'; choose one of these",
+        ),
+        ("actor.init=5", "`actor.init` is 5, but must be a dictionary or a path"),
+        ("data.path=5", "`data.path` is 5, but must be a path"),
+        ("data.columns=3", "`data.columns` is 3, but must be a section of keys"),
+        ("rollout=null", "`rollout` is None, but must be a section of keys"),
+        ("seed", "override `seed` is not of the form a.b=c"),
+        ("=3", "override `=3` is not of the form a.b=c"),
+        ("a..b=3", "override `a..b=3` is not of the form a.b=c"),
+        ("rewards.5.weight=3", "override `rewards.5.weight=3` cannot be applied"),
+        ("data.path=[a", "override `data.path=[a` cannot be applied"),
+        ("seed=${nowhere}", "`seed` cannot be resolved"),
+        ("seed=???", "`seed` cannot be resolved"),
+    ],
+)
+def test_one_wrong_setting_is_one_sentence(good: Path, override: str, expected: str) -> None:
+    problems = problems_of(good, override)
+    assert len(problems) == 1 and expected in problems[0]
+
+
+def test_all_problems_come_at_once(good: Path) -> None:
+    problems = problems_of(
+        good, "sead=3", "steps=0", "rollout.max_respons_tokens=4", "actor.optimizer.lr=-1", "nonsense"
+    )
+    assert len(problems) == 5
+    for word in ("sead", "steps", "rollout.max_respons_tokens", "actor.optimizer.lr", "nonsense"):
+        assert any(f"`{word}`" in problem for problem in problems)
+
+
+def test_cross_checks_join_the_schema_problems(good: Path) -> None:
+    def check(config: TrainConfig) -> list[str]:
+        return [f"batch {config.rollout.batch_size}"]
+
+    with pytest.raises(ConfigError) as caught:
+        load_config(TrainConfig, good, ["sead=3", "steps=0"], check=check)
+    assert len(caught.value.problems) == 3 and caught.value.problems[-1] == "batch 8"
+    with pytest.raises(ConfigError) as caught:  # a required key is wrong: there is nothing to check
+        load_config(TrainConfig, good, ["rollout.batch_size=x"], check=check)
+    assert len(caught.value.problems) == 1
+
+
+def test_missing_keys_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "empty.yaml"
+    path.write_text("")
+    problems = problems_of(path)
+    required = {name for name, field in TrainConfig.model_fields.items() if field.is_required()}
+    assert {problem.split("`")[1] for problem in problems} == required
+    assert all("is missing; add it" in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a: 1\nb: [1, 2\nc: 3\n", "line 3, column 2"),
+        ("a: 1\n\tb: 2\n", "line 2, column 1"),
+        ("seed: 1\nseed: 2\n", "line 2"),
+        ("- 1\n- 2\n", "list"),
+        ("a: \x07\n", "YAML"),
+    ],
+)
+def test_what_is_no_yaml_mapping_names_the_place(tmp_path: Path, text: str, expected: str) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+    problems = problems_of(path)
+    assert str(path) in problems[0] and expected in problems[0]
+
+
+def test_file_that_is_not_utf8(tmp_path: Path) -> None:
+    path = tmp_path / "latin.yaml"
+    path.write_bytes(b"a: \xff\xfe\n")
+    assert "UTF-8" in problems_of(path)[0]
+
+
+def test_missing_file_names_the_nearest(good: Path) -> None:
+    assert f"did you mean `{good}`?" in problems_of(good.with_name("goood.yaml"))[0]
+
+
+def test_round_trip_of_every_default(good: Path, tmp_path: Path) -> None:
+    config = load_config(TrainConfig, good, ["actor.init={rope: {1: 2}, theta: 1e6, name: '1e6', flag: 'yes'}"])
+    dump_config(config, tmp_path / "deep" / "resolved.yaml")
+    assert load_config(TrainConfig, tmp_path / "deep" / "resolved.yaml") == config
+    assert [entry.name for entry in (tmp_path / "deep").iterdir()] == ["resolved.yaml"]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    template=st.text(
+        st.sampled_from(["\\", "$", "{", "}", "'", '"', ":", " ", "1"])
+        | st.characters(codec="utf-8", exclude_categories=("Cc", "Cs", "Zl", "Zp"), exclude_characters="\ufeff")
+    )
+)
+def test_round_trip_keeps_any_text(template: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    config = SFTConfig.model_validate(
+        {
+            "run_dir": "r",
+            "tokenizer": {"path": "t"},
+            "model": {"checkpoint": "m"},
+            "data": {"path": "d", "prompt_template": template + "${seed} {prompt}" + template},
+        }
+    )
+    path = tmp_path_factory.mktemp("round") / "c.yaml"
+    dump_config(config, path)
+    assert load_config(SFTConfig, path) == config
