@@ -2,12 +2,13 @@
 
 A message is a header of HEADER_SIZE int64 words, then a payload:
 
-    header   magic, message index, logical clock, rows, tokens
+    header   magic, message index, logical clock, rows, tokens, checksum of these five
     payload  per row: sequence id, offset, tokens, policy version, finish clock or -1, finish reason, checksum
              then all tokens, then all log-probs, then all sampling log-probs (float64 bits)
 
-A row's checksum is the CRC-32 of everything sent for its sequence so far, the prompt first.  A lost or repeated chunk shows in
-the offset, a corrupted one (or a peer that has another prompt) in the checksum; either is a StreamError and never a wrong score.
+A row's checksum is the CRC-32 of everything sent for its sequence so far, the prompt first.  A lost or repeated chunk
+shows in the offset, a corrupted one (or a peer that has another prompt) in the checksum; either is a StreamError and never
+a wrong score.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from oppo_megatron.records import Chunk, ChunkRow
 
 Words = npt.NDArray[np.int64]
 
-HEADER_SIZE = 5
+HEADER_SIZE = 6
 ROW_SIZE = 7
 MAGIC = 0x4F50504F
 REASONS = (None, "eos", "length")
@@ -61,7 +62,8 @@ class ChunkEncoder(ChunkBooks):
         """(header, payload) of the next message."""
         rows = np.array([self._row(row) for row in chunk.rows], dtype=np.int64).reshape(-1)
         num_tokens = sum(len(row.tokens) for row in chunk.rows)
-        header = np.array([MAGIC, self._next_index, chunk.clock, len(chunk.rows), num_tokens], dtype=np.int64)
+        words = np.array([MAGIC, self._next_index, chunk.clock, len(chunk.rows), num_tokens], dtype=np.int64)
+        header = np.append(words, zlib.crc32(words.tobytes()))
         self._next_index += 1
         tokens = np.array([t for row in chunk.rows for t in row.tokens], dtype=np.int64)
         logprobs = [np.array([x for row in chunk.rows for x in row.logprobs], dtype=np.float64)]
@@ -83,23 +85,28 @@ class ChunkDecoder(ChunkBooks):
 
     def payload_size(self, header: Words) -> int:
         """Words of the payload that follows.  Raises StreamError for a header out of its place."""
-        magic, index, _, num_rows, num_tokens = (int(x) for x in header)
-        if magic != MAGIC or num_rows < 0 or num_tokens < 0:
+        magic, index, _, num_rows, num_tokens, checksum = (int(x) for x in header)
+        if magic != MAGIC or checksum != zlib.crc32(header[:-1].tobytes()):
             raise StreamError(
-                f"message {self._next_index}: the header {header.tolist()} is not one of a chunk; the stream is out of step "
-                "or corrupted. Restart from the last checkpoint."
+                f"message {self._next_index}: the header {header.tolist()} is not one of a chunk; the stream is out of "
+                "step or corrupted. Restart from the last checkpoint."
             )
         self._check_index(index)
         return num_rows * ROW_SIZE + 3 * num_tokens
 
     def decode(self, header: Words, payload: Words) -> Chunk:
         """The chunk.  Raises StreamError naming sequence and offset for a lost, repeated or corrupted one."""
-        _, index, clock, num_rows, num_tokens = (int(x) for x in header)
+        size = self.payload_size(header)
+        if len(payload) != size:
+            raise StreamError(
+                f"message {self._due()}; its payload has {len(payload)} words where the header says {size}."
+            )
+        _, index, clock, num_rows, num_tokens, _ = (int(x) for x in header)
         table = payload[: num_rows * ROW_SIZE].reshape(num_rows, ROW_SIZE)
         body = payload[num_rows * ROW_SIZE :].reshape(3, num_tokens)
         chunk, start = Chunk(index, clock), 0
         for seq_id, offset, count, version, finish, reason, checksum in table.tolist():
-            if count < 0 or start + count > num_tokens or not 0 <= reason < len(REASONS):
+            if count < 0 or start + count > num_tokens or finish < -1 or not 0 <= reason < len(REASONS):
                 raise StreamError(f"sequence {seq_id}, offset {offset}: the row of message {index} is corrupted.")
             tokens, logprobs, sampling = (body[k, start : start + count] for k in range(3))
             row = ChunkRow(
@@ -113,28 +120,33 @@ class ChunkDecoder(ChunkBooks):
         return chunk
 
     def _check_index(self, index: int) -> None:
-        if index == self._next_index or not self._ledgers:
+        if index == self._next_index:
             return
-        seq_id, ledger = next(iter(self._ledgers.items()))
         kind = "lost" if index > self._next_index else "repeated"
-        raise StreamError(
-            f"a chunk message was {kind}: message {index} came where {self._next_index} was due; the first sequence waiting "
-            f"is sequence {seq_id} at offset {ledger.offset}."
-        )
+        raise StreamError(f"a chunk message was {kind}: message {index} came where {self._due()}.")
+
+    def _due(self) -> str:
+        """The message that has to come next, and whose tokens it would bring first."""
+        due = f"{self._next_index} was due"
+        for seq_id, ledger in self._ledgers.items():
+            return f"{due}; the first sequence waiting is sequence {seq_id} at offset {ledger.offset}"
+        return due
 
     def _accept(self, row: ChunkRow, checksum: int, index: int) -> None:
         ledger = self._ledgers.get(row.seq_id)
         where = f"sequence {row.seq_id}, offset {row.offset} (message {index})"
         if ledger is None:
-            raise StreamError(f"{where}: the sequence is not open here; its admission differs between actor and scorers.")
+            raise StreamError(
+                f"{where}: the sequence is not open here; its admission differs between actor and scorers."
+            )
         if row.offset != ledger.offset:
             kind = "lost" if row.offset > ledger.offset else "repeated"
             raise StreamError(f"{where}: a chunk was {kind}; the next token due has offset {ledger.offset}.")
         found = _checksum(row, ledger.checksum)
         if found != checksum:
             raise StreamError(
-                f"{where}: checksum {found:#010x} where {checksum:#010x} was sent; the chunk was corrupted on its way, or "
-                "actor and scorers hold different prompts."
+                f"{where}: checksum {found:#010x} where {checksum:#010x} was sent; the chunk was corrupted on its way, "
+                "or actor and scorers hold different prompts."
             )
         ledger.offset += len(row.tokens)
         ledger.checksum = found
@@ -143,6 +155,7 @@ class ChunkDecoder(ChunkBooks):
 def _checksum(row: ChunkRow, before: int) -> int:
     finish = -1 if row.finish_clock is None else row.finish_clock
     head = [row.seq_id, row.offset, row.version, finish, REASONS.index(row.finish_reason)]
-    for words in (np.asarray([*head, *row.tokens], dtype=np.int64), np.asarray(row.logprobs), np.asarray(row.sampling_logprobs)):
-        before = zlib.crc32(words.tobytes(), before)
+    words = np.asarray([*head, *row.tokens], dtype=np.int64)
+    for sent in (words, np.asarray(row.logprobs), np.asarray(row.sampling_logprobs)):
+        before = zlib.crc32(sent.tobytes(), before)
     return before

@@ -2,9 +2,9 @@
 
 Legend: R rows (one a sequence), V whole vocabulary, K candidates kept by top-k.
 
-The random number of a token is a hash of (seed, sequence id, response position), so a sequence's draws do not depend on the
-chunk size, on what else is in the batch, on the placement, or on a restart.  A token is found by inverting the cumulative
-distribution at that number: a single pass over the row.
+The random number of a token is a hash of (seed, sequence id, response position), so a sequence's draws do not depend on
+the chunk size, on what else is in the batch, on the placement, or on a restart.  A token is found by inverting the
+cumulative distribution at that number: a single pass over the row.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Sampling:
 class Draw:
     """Tokens [R] and two log-probs [R] of each.
 
-    `logprobs` is under the whole vocabulary at the configured temperature (1 when greedy): the quantity that the training
-    forward recomputes, so PPO's ratio compares like with like and is 1 before the first update.  `sampling_logprobs` is
-    under the distribution after top-k and top-p, whose support changes with the weights: no ratio of it is defined.
+    `logprobs` is under the whole vocabulary at the configured temperature (1 when greedy): the quantity that the
+    training forward recomputes, so PPO's ratio compares like with like and is 1 before the first update.
+    `sampling_logprobs` is under the distribution after top-k and top-p, whose support changes with the weights: no ratio of it is defined.
     """
 
     tokens: Tensor
@@ -52,7 +52,7 @@ def uniforms(seed: int, seq_ids: Sequence[int], positions: Sequence[int]) -> np.
     with np.errstate(over="ignore"):
         state = _mix(np.full(len(seq_ids), seed, dtype=np.uint64))
         for counter in (seq_ids, positions):
-            state = _mix(state ^ _mix(np.asarray(counter, dtype=np.uint64)))
+            state = _mix(state ^ np.asarray(counter, dtype=np.uint64))
     return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
@@ -95,7 +95,7 @@ def _greedy(logits_RV: Tensor) -> Draw:
 def _invert(probs_RK: Tensor, u_R1: Tensor) -> Tensor:
     """Index [R, 1] at which the cumulative sum first exceeds u times its total; never one of probability 0."""
     cumulative_RK = probs_RK.cumsum(-1)
-    total_R1 = cumulative_RK[:, -1:]
+    total_R1 = cumulative_RK[:, -1:].contiguous().contiguous()
     index_R1 = torch.searchsorted(cumulative_RK, u_R1 * total_R1, right=True)
     # u * total may round up to the total, which no element exceeds: then it is the first to reach it.
     return torch.minimum(index_R1, torch.searchsorted(cumulative_RK, total_R1))
