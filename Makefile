@@ -41,7 +41,7 @@ $(INSTALLED_TEST): pyproject.toml setup.py constraints.txt | $(BIN)/python
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" && $(PYTHON) -c '$(SUPPORTED)' || { \
-		echo "No Python 3.10 or newer was found (python3 is: $$(python3 --version 2>&1))."; \
+		echo "Python 3.10 or newer is needed; $(or $(PYTHON),python3) is $$($(or $(PYTHON),python3) --version 2>&1 | head -n 1)."; \
 		echo "Install one, or name it: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 		echo "$(PYTHON) -m venv failed; on Debian and Ubuntu install the package python3-venv."; exit 1; }
