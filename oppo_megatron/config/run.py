@@ -29,6 +29,7 @@ class LoggingConfig(Section):
     tensorboard: bool = False
     wandb_project: str | None = None
     trace: bool = True
+    rollouts: bool = Field(False, description="write every trained rollout to rollouts.jsonl")
 
 
 class EvaluationConfig(Section):

@@ -6,7 +6,7 @@ import io
 import os
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -16,6 +16,7 @@ from oppo_megatron.errors import ConfigError, DataError
 SENTENCEPIECE_NAME = "tokenizer.model"
 # Sentencepiece writes a space as this character, so text that holds the character itself needs care.
 SPACE_MARK = "\u2581"
+UNKNOWN_ID_TEXT = "\ufffd"
 # What makes decode(encode(text)) == text for any text; and the special tokens.
 LOSSLESS: dict[str, Any] = {
     "byte_fallback": True,
@@ -43,7 +44,9 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; special tokens have none."""
+        """The text of `ids`; special tokens have none.  An id beyond the vocabulary (a model may have spare rows in its
+        embedding, and draw one) is U+FFFD.
+        """
         ...
 
     def render_chat(self, messages: Sequence[dict[str, Any]], *, generation_prompt: bool = True) -> str:
@@ -107,7 +110,10 @@ class HuggingFaceTokenizer:
         return list(self._loaded.encode(text, add_special_tokens=False, verbose=False))
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self._loaded.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        def known(ids: list[int]) -> str:
+            return str(self._loaded.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+        return _decode(ids, self.vocab_size, known)
 
     def render_chat(self, messages: Sequence[dict[str, Any]], *, generation_prompt: bool = True) -> str:
         if self._chat_template is None and not self._loaded.chat_template:
@@ -168,7 +174,7 @@ class SentencePieceTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self._processor.decode(list(ids)))
+        return _decode(ids, self.vocab_size, lambda known: str(self._processor.decode(known)))
 
     def render_chat(self, messages: Sequence[dict[str, Any]], *, generation_prompt: bool = True) -> str:
         if self._chat_template is None:
@@ -262,3 +268,14 @@ def _misfit(vocab_size: int, reason: str) -> ConfigError:
     if smallest:
         return ConfigError(f"vocab_size={vocab_size} is too small: bytes, specials and characters need {smallest[1]}")
     return ConfigError(f"vocab_size={vocab_size}: sentencepiece cannot train on these texts ({reason})")
+
+
+def _decode(ids: Sequence[int], vocab_size: int, decode: Callable[[list[int]], str]) -> str:
+    """Text of the ids, those beyond the vocabulary as `UNKNOWN_ID_TEXT`."""
+    pieces: list[list[int]] = [[]]
+    for i in ids:
+        if i < vocab_size:
+            pieces[-1].append(i)
+        else:
+            pieces.append([])
+    return UNKNOWN_ID_TEXT.join(decode(piece) for piece in pieces)

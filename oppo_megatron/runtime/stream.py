@@ -42,13 +42,12 @@ def build_stream_groups(source: int, scorer_ranks: list[int]) -> StreamGroups:
 class TokenStream:
     """This rank's end of the stream.
 
-    `sends` / `receives` say which end it is: the actor's output rank sends, every scorer rank receives; other actor ranks do
-    neither and keep their own chunks.  Sends are asynchronous; `drain` waits for those under way.
+    `sends` is true on the actor's output rank (where the scorers are other ranks); the other actor ranks have the same chunks
+    and keep them.  Scorer ranks call `receive`.  Sends are asynchronous; `drain` waits for those under way.
     """
 
     groups: StreamGroups
     sends: bool
-    receives: bool
     device: torch.device
     encoder: ChunkEncoder = field(default_factory=ChunkEncoder)
     decoder: ChunkDecoder = field(default_factory=ChunkDecoder)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -42,8 +41,6 @@ def open_world(config: RuntimeConfig, environment: Mapping[str, str] = os.enviro
     rank, size = int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
     local_rank, local_size = int(environment.get("LOCAL_RANK", rank)), int(environment.get("LOCAL_WORLD_SIZE", size))
     device = _device(config, local_rank)
-    # megatron says at import that apex and transformer-engine are absent; `oppo doctor` is the place for that.
-    warnings.filterwarnings("ignore", module="megatron")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.set_num_threads(config.threads_per_rank or max(1, (os.cpu_count() or 1) // local_size))

@@ -19,7 +19,10 @@ from typing import Any, TextIO
 
 from oppo_megatron.errors import ConfigError
 
-PRODUCTS = ("config.yaml", "metrics.jsonl", "trace.json", "summary.json", "quarantine.jsonl", "weights", "tensorboard")
+PRODUCTS = (
+    "config.yaml", "metrics.jsonl", "rollouts.jsonl", "trace.json", "summary.json", "quarantine.jsonl", "weights",
+    "tensorboard",
+)  # fmt: skip
 
 
 class RunDirectory:
@@ -32,6 +35,7 @@ class RunDirectory:
         self.path = Path(path)
         self.config = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
+        self.rollouts = self.path / "rollouts.jsonl"
         self.trace = self.path / "trace.json"
         self.summary = self.path / "summary.json"
         self.quarantine = self.path / "quarantine.jsonl"

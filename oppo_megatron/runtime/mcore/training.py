@@ -33,7 +33,10 @@ Loss = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 @dataclass
 class StepReport:
-    """One optimizer step.  `stats` are sums over the micro-batches, on last-stage ranks only."""
+    """One optimizer step.  `stats` are sums over the micro-batches (maxima where the name begins with `max_`).
+
+    They are known on last-stage ranks only; on the others the mapping is empty.
+    """
 
     grad_norm: float
     lr: float
@@ -120,11 +123,7 @@ class TrainedModel:
         reports = _run(self.ddp, self.model, batches, loss, forward_only=False)
         norm = self._checked_step()
         self.ddp.eval()
-        stats: dict[str, float] = {}
-        for report in reports:
-            for name, value in report.items():
-                stats[name] = stats.get(name, 0.0) + float(value)
-        return StepReport(norm, lr, stats)
+        return StepReport(norm, lr, _reduce(reports))
 
     def _checked_step(self) -> float:
         self.optimizer.prepare_grads()
@@ -137,6 +136,13 @@ class TrainedModel:
         _, norm, _ = self.optimizer.step()
         self.scheduler.step(increment=1)
         return norm
+
+
+def _reduce(reports: Sequence[dict[str, Tensor]]) -> dict[str, float]:
+    names = reports[0] if reports else ()
+    return {
+        name: (max if name.startswith("max_") else sum)([float(report[name]) for report in reports]) for name in names
+    }
 
 
 def _scheduler(optimizer: Any, config: OptimizerConfig, total_steps: int) -> OptimizerParamScheduler:

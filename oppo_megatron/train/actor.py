@@ -1,0 +1,140 @@
+"""The actor on its ranks: decodes, and is updated.
+
+Legend: T response tokens of a batch (packed).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oppo_megatron.algorithms.experience import Experience
+from oppo_megatron.algorithms.losses import ActorTargets, actor_loss
+from oppo_megatron.algorithms.staleness import ratio_base
+from oppo_megatron.config.ppo import PPOConfig
+from oppo_megatron.errors import NumericsError
+from oppo_megatron.records import Rollout
+from oppo_megatron.runtime.batch import MicroBatch, join_rows, pack_responses
+from oppo_megatron.runtime.generation import Generator
+from oppo_megatron.runtime.mcore.training import TrainedModel, forward_rows
+from oppo_megatron.runtime.mcore.vocab_parallel import token_logprobs
+from oppo_megatron.train.update import UpdateSettings, run_update, stats_dict
+
+
+@dataclass
+class Actor:
+    """The policy that decodes and its optimizer.  `version` counts its updates; every token carries that of its sampling."""
+
+    trained: TrainedModel
+    generator: Generator
+    ppo: PPOConfig
+    temperature: float
+    keep_kv: bool
+    version: int = 0
+
+    def update(
+        self, batch: Sequence[Rollout], experience: Experience, kl_coefficient: float, settings: UpdateSettings
+    ) -> dict[str, float]:
+        """PPO epochs over the batch; statistics on the last stage's ranks, {} on the others.
+
+        Raises NumericsError if a log-prob recorded at decoding is further from the training forward's than
+        `ppo.logprob_gap_limit`.
+        """
+        extra = self._loss_inputs(batch, experience, settings)
+
+        def loss(micro: MicroBatch, output: Tensor, num_tokens: int, first: bool) -> tuple[Tensor, dict[str, Tensor]]:
+            logp, entropy = token_logprobs(output, micro.targets_R, self._tp_group, self.temperature)
+            targets = ActorTargets(
+                micro.extra["old_logp"], micro.extra["advantages"], micro.extra["reference_logp"], micro.extra.get("weight")
+            )
+            value, stats = actor_loss(logp, entropy, targets, self.ppo, kl_coefficient, num_tokens)
+            return value, stats_dict(stats) | (_decode_check(micro, logp.detach()) if first else {})
+
+        reports = run_update(self.trained, batch, extra, loss, settings)
+        self.version += 1
+        if not self.keep_kv:
+            self.generator.invalidate(self.generator.cache.seq_ids)
+        return self._summary(reports)
+
+    @property
+    def _tp_group(self) -> Any:
+        return self.trained.model.groups.collection.tp
+
+    def _loss_inputs(
+        self, batch: Sequence[Rollout], experience: Experience, settings: UpdateSettings
+    ) -> dict[str, Tensor]:
+        """What the loss needs of each response token, each [T]; the loss runs on the last stage only."""
+        decoupled = self.ppo.staleness.correction == "decoupled"
+        proximal_T = self._proximal(batch, settings) if decoupled else None
+        if not self.trained.model.groups.is_last_stage:
+            return {}
+        base_T, weight_T = ratio_base(experience.old_logp_T, proximal_T, self.ppo.staleness)
+        inputs = {
+            "old_logp": base_T,
+            "behaviour_logp": experience.old_logp_T,
+            "advantages": experience.advantages_T,
+            "reference_logp": experience.reference_logp_T,
+            "fresh": self._fresh(batch),
+        }
+        return inputs if weight_T is None else inputs | {"weight": weight_T}
+
+    def _proximal(self, batch: Sequence[Rollout], settings: UpdateSettings) -> Tensor | None:
+        """Log-probs under the weights that the step begins with, [T]; None before the last stage."""
+        prompts, responses = [r.prompt.tokens for r in batch], [r.tokens for r in batch]
+        micros = pack_responses(prompts, responses, settings.micro_batch_tokens, settings.device)
+
+        def logprobs(micro: MicroBatch, output: Tensor) -> Tensor:
+            return token_logprobs(output, micro.targets_R, self._tp_group, self.temperature)[0]
+
+        outputs = forward_rows(self.trained.model, micros, logprobs)
+        return join_rows(outputs, [len(r.tokens) for r in batch], micros) if outputs else None
+
+    def _fresh(self, batch: Sequence[Rollout]) -> Tensor:
+        """[T]: 1 where decoding saw the very weights that the update starts from, cache included."""
+        flags: list[float] = []
+        for rollout in batch:
+            current = [version == self.version for version in rollout.versions]
+            flags += current if not self.keep_kv or all(current) else [False] * len(current)
+        return torch.tensor(flags, dtype=torch.float32, device=self.generator.cache.device)
+
+    def _summary(self, reports: list[dict[str, float]]) -> dict[str, float]:
+        if not reports or "num_tokens" not in reports[0]:
+            return {}
+        first = reports[0]
+        gap, limit = first["max_logprob_gap"], self.ppo.logprob_gap_limit
+        if limit is not None and gap > limit:
+            raise NumericsError(
+                f"the log-prob of a token differs by {gap:.2e} between decoding and training, more than "
+                f"ppo.logprob_gap_limit = {limit:g}: the two forwards do not compute the same policy. Raise the limit only "
+                "for low-precision weights."
+            )
+        tokens = sum(r["num_tokens"] for r in reports)
+        mean = {k: sum(r[k] for r in reports) / tokens for k in ("loss", "clipped", "approx_kl", "ratio", "weight", "entropy")}
+        return {
+            "actor_loss": mean["loss"],
+            "clip_fraction": mean["clipped"],
+            "approx_kl": mean["approx_kl"],
+            "ratio_mean": mean["ratio"],
+            "ratio_max": max(r["max_ratio"] for r in reports),
+            "importance_weight_mean": mean["weight"],
+            "entropy": mean["entropy"],
+            "ess": first["weight_sum"] ** 2 / (first["weight_squares"] * first["num_tokens"]),
+            "logprob_gap": gap,
+            "grad_norm": sum(r["grad_norm"] for r in reports) / len(reports),
+            "lr": reports[-1]["lr"],
+        }
+
+
+def _decode_check(micro: MicroBatch, logp_R: Tensor) -> dict[str, Tensor]:
+    """Before the first update: the gap between decode and training, and the moments of the current / behaviour ratio."""
+    difference_R = logp_R - micro.extra["behaviour_logp"]
+    ratio_R = difference_R.double().exp()
+    return {
+        "max_logprob_gap": (difference_R.abs() * micro.extra["fresh"]).amax(),
+        "weight_sum": ratio_R.sum(),
+        "weight_squares": ratio_R.square().sum(),
+    }

@@ -1,0 +1,47 @@
+"""Held-out accuracy: greedy decoding, judged by a verifier."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from oppo_megatron.config.run import EvaluationConfig
+from oppo_megatron.data.prompts import PromptSet, PromptStream
+from oppo_megatron.data.tokenizer import Tokenizer
+from oppo_megatron.overcommit.buffer import RolloutBuffer
+from oppo_megatron.records import Prompt
+from oppo_megatron.rewards.verifiers import verify
+from oppo_megatron.runtime.generation import Generator
+from oppo_megatron.runtime.sampler import Sampling
+
+
+class Evaluator:
+    """Decodes the held-out prompts with the actor as it is, on a cache of its own that lives only as long."""
+
+    def __init__(self, config: EvaluationConfig, prompts: PromptSet, tokenizer: Tokenizer, max_slots: int):
+        self.config, self.tokenizer, self.max_slots = config, tokenizer, max_slots
+        count = min(len(prompts), config.max_prompts)
+        self.prompts: Sequence[Prompt] = list(PromptStream(prompts, 0, epochs=1, limit=count, shuffle=False))
+
+    def accuracy(self, generator: Generator) -> float:
+        """Share of the prompts answered right.  Every rank of the actor makes the call and gets the same answer."""
+        greedy = Generator(
+            generator.model,
+            generator.model.new_cache(min(len(self.prompts), self.max_slots)),
+            sampling=Sampling(temperature=0.0),
+            eos_id=generator.eos_id,
+            max_response_tokens=generator.max_response_tokens,
+            prefill_tokens=generator.prefill_tokens,
+        )
+        buffer = RolloutBuffer(len(self.prompts), delta=0, max_deferrals=1)
+        buffer.admit(self.prompts)
+        buffer.record(
+            greedy.decode_round(
+                buffer.active, buffer.readiness(), index=0, max_steps=sys.maxsize, clock=0, version=0
+            )
+        )
+        right = 0.0
+        for rollout in buffer.take_batch():
+            response = self.tokenizer.decode(rollout.tokens)
+            right += verify(self.config.verifier, response, rollout.prompt.fields[self.config.answer])
+        return right / len(self.prompts)

@@ -1,0 +1,194 @@
+"""What a PPO run writes while it goes: a metrics line a step, progress, trackers, and the summary at its end."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from oppo_megatron.algorithms.experience import Experience
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.data.tokenizer import Tokenizer
+from oppo_megatron.records import Rollout
+from oppo_megatron.train.console import Progress
+from oppo_megatron.train.metrics_log import MetricsLog, read_metrics, summarise
+from oppo_megatron.train.run_dir import RunDirectory, encode_json, write_json
+from oppo_megatron.train.score_exchange import ScoreReport
+from oppo_megatron.train.trace import SpanRecorder
+from oppo_megatron.train.trackers import open_trackers
+
+NUM_LENGTH_BINS = 4
+
+
+@dataclass
+class StepFacts:
+    """What the loop knows of a step."""
+
+    step: int
+    delta: int
+    chunk_tokens: int | None
+    tokens_decoded: int = 0
+    step_s: float = 0.0
+    kl_coefficient: float = 0.0
+    delta_reason: str = ""
+    chunk_reason: str = ""
+    version: int = 0
+    rewards: list[float] = field(default_factory=list)
+    scores: ScoreReport | None = None
+    actor: dict[str, float] = field(default_factory=dict)
+
+
+class Journal:
+    """Kept by one rank, the actor's output rank.  A step's line waits for the statistics of its critic update."""
+
+    def __init__(self, config: TrainConfig, total_steps: int | None, tokenizer: Tokenizer):
+        self.run_dir = RunDirectory(config.run_dir)
+        self.tokenizer, self.keep_rollouts = tokenizer, config.logging.rollouts
+        self.colocated = config.placement.mode == "single"
+        self.log = MetricsLog(self.run_dir.metrics)
+        self.trackers = open_trackers(config.logging, self.run_dir)
+        self.progress = Progress(config.logging.console, total_steps, "ppo")
+        self.accuracy: dict[int, float] = {}
+        self.started = time.time()
+
+    def __enter__(self) -> Journal:
+        self.progress.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.progress.__exit__(*exception)
+        self.log.close()
+        self.trackers.close()
+
+    def step(
+        self,
+        facts: StepFacts,
+        batch: Sequence[Rollout],
+        carried: Sequence[Rollout],
+        experience: Experience,
+        spans: SpanRecorder,
+    ) -> None:
+        """The step's line, but for the critic's update, which may still run."""
+        fields = self._timing(facts, spans) | _experience(facts, experience) | _lengths(facts, batch, carried)
+        fields |= facts.actor
+        self._write_rollouts(facts, batch)
+        self.log.stage(facts.step, fields)
+        self.trackers.log(facts.step, fields)
+        self.progress.update(facts.step, fields)
+
+    def _write_rollouts(self, facts: StepFacts, batch: Sequence[Rollout]) -> None:
+        if not self.keep_rollouts:
+            return
+        with self.run_dir.rollouts.open("a", encoding="utf-8") as file:
+            for rollout, reward in zip(batch, facts.rewards, strict=True):
+                line = {
+                    "step": facts.step,
+                    "seq_id": rollout.seq_id,
+                    "prompt": rollout.prompt.text,
+                    "response": self.tokenizer.decode(rollout.tokens),
+                    "reward": reward,
+                    "tokens": rollout.tokens,
+                    "logprobs": rollout.logprobs,
+                    "versions": rollout.versions,
+                    "deferrals": rollout.deferrals,
+                    "finish_clock": rollout.finish_clock,
+                    "finish_reason": rollout.finish_reason,
+                }
+                file.write(encode_json(line) + "\n")
+
+    def complete(self, step: int, critic: dict[str, float]) -> None:
+        """The critic's update of the step has ended."""
+        self.log.complete(step, critic)
+        self.trackers.log(step, critic)
+
+    def evaluation(self, step: int, accuracy: float) -> None:
+        """Held-out accuracy after `step` steps."""
+        self.accuracy[step] = accuracy
+        self.trackers.log(step, {"heldout_accuracy": accuracy})
+        self.progress.note(f"held-out accuracy after {step} steps: {accuracy:.1%}")
+
+    def summarise(self) -> None:
+        """Write summary.json: the last file of a run, the sign that it finished."""
+        self.log.close()
+        summary = summarise(read_metrics(self.run_dir.metrics))
+        accuracy = [self.accuracy[step] for step in sorted(self.accuracy)]
+        summary |= {
+            "accuracy_before": accuracy[0] if accuracy else None,
+            "accuracy_after": accuracy[-1] if accuracy else None,
+            "heldout_accuracy": {str(step): value for step, value in self.accuracy.items()},
+            "total_s": time.time() - self.started,
+        }
+        write_json(self.run_dir.summary, summary)
+
+    def _timing(self, facts: StepFacts, spans: SpanRecorder) -> dict[str, Any]:
+        actor = spans.totals(facts.step, "actor")
+        assert facts.scores is not None
+        waits = actor.get("wait_scores", 0.0)
+        # With all roles in one process nothing hides the scoring: the actor stands still meanwhile.
+        exposed = facts.scores.score_busy_s if self.colocated else waits
+        return {
+            "time_s": time.time() - self.started,
+            "step_s": facts.step_s,
+            "decode_s": actor.get("decode", 0.0),
+            "score_exposed_s": exposed,
+            "score_busy_s": facts.scores.score_busy_s,
+            "train_s": actor.get("update", 0.0),
+            "idle_s": {
+                "actor": 0.0 if self.colocated else waits + actor.get("wait_update", 0.0),
+                "scorer": facts.scores.scorer_idle_s,
+            },
+            "tokens": facts.tokens_decoded,
+        }
+
+
+def _experience(facts: StepFacts, experience: Experience) -> dict[str, Any]:
+    stats = experience.stats
+    assert facts.scores is not None
+    return {
+        "reward_mean": stats.score_mean,
+        "reward_std": stats.score_std,
+        "reward_parts": facts.scores.parts,
+        "penalised_reward_mean": stats.reward_mean,
+        "kl_mean": stats.kl_mean,
+        "kl_coefficient": facts.kl_coefficient,
+        "value_mean": stats.value_mean,
+        "return_mean": stats.return_mean,
+        "advantage_std": stats.advantage_std,
+        "explained_variance": stats.explained_variance,
+        "delta": facts.delta,
+        "delta_reason": facts.delta_reason,
+        "chunk_tokens": facts.chunk_tokens,
+        "chunk_reason": facts.chunk_reason,
+    }
+
+
+def _lengths(facts: StepFacts, batch: Sequence[Rollout], carried: Sequence[Rollout]) -> dict[str, Any]:
+    """Deferrals (the paper's Table 2) and how the trained lengths compare with all that was submitted.
+
+    A carried rollout counts with its tokens so far, so `submitted_len_mean` is a lower bound while any is unfinished.
+    """
+    trained = [len(r.tokens) for r in batch]
+    submitted = trained + [len(r.tokens) for r in carried]
+    stale = sum(version < facts.version for r in batch for version in r.versions)
+    return {
+        "deferred": {str(times): count for times, count in sorted(Counter(r.deferrals for r in batch).items())},
+        "carried": len(carried),
+        "trained_len_mean": sum(trained) / len(trained),
+        "trained_len_max": max(trained),
+        "submitted_len_mean": sum(submitted) / len(submitted),
+        "truncated_fraction": sum(r.finish_reason == "length" for r in batch) / len(batch),
+        "stale_token_fraction": stale / sum(trained),
+    } | _by_length(trained, facts.rewards)
+
+
+def _by_length(lengths: Sequence[int], rewards: Sequence[float]) -> dict[str, Any]:
+    """Mean length and mean reward of each quarter of the batch, shortest responses first."""
+    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    count = min(NUM_LENGTH_BINS, len(order))
+    bins = {f"q{k + 1}": order[k * len(order) // count : (k + 1) * len(order) // count] for k in range(count)}
+    return {
+        "length_by_quarter": {name: sum(lengths[i] for i in rows) / len(rows) for name, rows in bins.items()},
+        "reward_by_quarter": {name: sum(rewards[i] for i in rows) / len(rows) for name, rows in bins.items()},
+    }

@@ -1,0 +1,60 @@
+"""Reward modelling: chosen and rejected answers side by side in one micro-batch, and the Bradley-Terry loss.
+
+Legend: P pairs of a micro-batch, S = 2P sequences: chosen, rejected, chosen, rejected, ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from oppo_megatron.algorithms.supervised import preference_loss
+from oppo_megatron.config.run import SupervisedConfig
+from oppo_megatron.data.rows import Quarantine
+from oppo_megatron.data.supervised import Pair, load_pairs
+from oppo_megatron.data.tokenizer import Tokenizer
+from oppo_megatron.runtime.batch import MicroBatch
+from oppo_megatron.runtime.mcore.groups import RoleGroups
+from oppo_megatron.runtime.mcore.model import Head
+from oppo_megatron.runtime.mcore.training import Loss
+from oppo_megatron.schedule.packing import pack_by_tokens
+
+
+class RewardModelling:
+    """The scalar at an answer's last token says how good the answer is."""
+
+    title = "rm"
+    head: Head = "scalar"
+
+    def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[Pair]:
+        """Rows of prompt, chosen and rejected answer.  Raises DataError."""
+        return load_pairs(
+            config.data, tokenizer, max_tokens=config.max_tokens, long_rows=config.long_rows, quarantine=quarantine
+        )
+
+    def micro_batches(self, rows: Sequence[Pair], budget: int, device: torch.device) -> list[MicroBatch]:
+        """Packed pairs, at most `budget` tokens together; a pair that alone has more is a micro-batch of its own."""
+        sequences = [([*row.prompt, *row.chosen], [*row.prompt, *row.rejected]) for row in rows]
+        pair_tokens = [len(chosen) + len(rejected) for chosen, rejected in sequences]
+        return [
+            _micro_batch(index, [sequence for i in index for sequence in sequences[i]], device)
+            for index in pack_by_tokens(pair_tokens, budget)
+        ]
+
+    def loss(self, rows: Sequence[Pair], groups: RoleGroups) -> Loss:
+        """Mean over all pairs of `rows`."""
+
+        def share(batch: MicroBatch, scores_S: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            return preference_loss(scores_S.view(-1, 2), len(rows))
+
+        return share
+
+
+def _micro_batch(index: list[int], sequences: list[list[int]], device: torch.device) -> MicroBatch:
+    """Whole sequences, each wanted at its last token; nothing is predicted, so there are no targets."""
+    lengths = [len(sequence) for sequence in sequences]
+    tokens_T = torch.tensor([token for sequence in sequences for token in sequence], dtype=torch.int64, device=device)
+    last_S = torch.tensor(lengths, device=device).cumsum(0) - 1
+    return MicroBatch(index, lengths, tokens_T, last_S, targets_R=tokens_T.new_empty(0))

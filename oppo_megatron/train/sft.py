@@ -1,0 +1,49 @@
+"""Supervised fine-tuning: completions as packed micro-batches, and their next-token loss.
+
+Legend: R completion tokens of a micro-batch, V vocabulary shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from oppo_megatron.algorithms.supervised import next_token_loss
+from oppo_megatron.config.run import SupervisedConfig
+from oppo_megatron.data.rows import Quarantine
+from oppo_megatron.data.supervised import Completion, load_completions
+from oppo_megatron.data.tokenizer import Tokenizer
+from oppo_megatron.runtime.batch import MicroBatch, pack_responses
+from oppo_megatron.runtime.mcore.groups import RoleGroups
+from oppo_megatron.runtime.mcore.model import Head
+from oppo_megatron.runtime.mcore.training import Loss
+from oppo_megatron.runtime.mcore.vocab_parallel import token_logprobs
+
+
+class FineTuning:
+    """Next-token prediction on completions; prompts are read, not learned."""
+
+    title = "sft"
+    head: Head = "lm"
+
+    def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[Completion]:
+        """Rows of prompt and completion.  Raises DataError."""
+        return load_completions(
+            config.data, tokenizer, max_tokens=config.max_tokens, long_rows=config.long_rows, quarantine=quarantine
+        )
+
+    def micro_batches(self, rows: Sequence[Completion], budget: int, device: torch.device) -> list[MicroBatch]:
+        """Packed rows, at most `budget` tokens together."""
+        return pack_responses([row.prompt for row in rows], [row.completion for row in rows], budget, device)
+
+    def loss(self, rows: Sequence[Completion], groups: RoleGroups) -> Loss:
+        """Mean over the completion tokens of all `rows`."""
+        num_tokens = sum(len(row.completion) for row in rows)
+
+        def share(batch: MicroBatch, logits_RV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            logp_R, _ = token_logprobs(logits_RV, batch.targets_R, groups.collection.tp)
+            return next_token_loss(logp_R, num_tokens)
+
+        return share

@@ -1,0 +1,205 @@
+"""`oppo sft` and `oppo rm`: one training loop; a task says how rows become micro-batches and what their loss is.
+
+Every rank reads all rows and makes the same micro-batches.  The model's output rank (first of the last pipeline stage)
+has the loss, so it alone owns the run directory; the weights in it are written by the model's first rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from oppo_megatron.config.checkpoint import read_hf_config
+from oppo_megatron.config.load import dump_config
+from oppo_megatron.config.run import RewardModelConfig, SFTConfig, SupervisedConfig
+from oppo_megatron.config.shape import check_shape
+from oppo_megatron.data.rows import Quarantine
+from oppo_megatron.data.supervised import batches, num_batches
+from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from oppo_megatron.errors import ConfigError
+from oppo_megatron.runtime.batch import MicroBatch
+from oppo_megatron.runtime.mcore.groups import RoleGroups, build_groups
+from oppo_megatron.runtime.mcore.hf_weights import export_weights
+from oppo_megatron.runtime.mcore.model import Head, RoleModel
+from oppo_megatron.runtime.mcore.training import Loss, TrainedModel
+from oppo_megatron.runtime.roles import load_role
+from oppo_megatron.runtime.world import World, open_world
+from oppo_megatron.train.console import Progress
+from oppo_megatron.train.metrics_log import MetricsLog, read_metrics
+from oppo_megatron.train.reward_model import RewardModelling
+from oppo_megatron.train.run_dir import RunDirectory, write_json
+from oppo_megatron.train.sft import FineTuning
+from oppo_megatron.train.trace import SpanRecorder, merge_traces
+from oppo_megatron.train.trackers import open_trackers
+
+RowT = TypeVar("RowT")
+
+
+class Task(Protocol[RowT]):
+    """What tells one kind of supervised training from another."""
+
+    title: str
+    head: Head
+
+    def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[RowT]: ...
+
+    def micro_batches(self, rows: Sequence[RowT], budget: int, device: torch.device) -> list[MicroBatch]: ...
+
+    def loss(self, rows: Sequence[RowT], groups: RoleGroups) -> Loss:
+        """Loss of the batch `rows`; its statistics are shares of the batch's means."""
+        ...
+
+
+def run_sft(config: SFTConfig) -> None:
+    """Fine-tune a causal LM on completions.  Called on every rank; see `train_supervised`."""
+    with open_world(config.runtime) as world:
+        train_supervised(config, FineTuning(), world)
+
+
+def run_reward_model(config: RewardModelConfig) -> None:
+    """Train a scalar head and the model below it on preferences.  Called on every rank; see `train_supervised`."""
+    with open_world(config.runtime) as world:
+        train_supervised(config, RewardModelling(), world)
+
+
+def train_supervised(config: SupervisedConfig, task: Task[RowT], world: World) -> None:
+    """Train, then write weights and summary into `config.run_dir`.
+
+    Raises, before the model is built, ConfigError (number of ranks, shape, tokenizer, a run directory that holds a
+    finished run) or DataError; then CheckpointError for weights that do not fit, NumericsError for a gradient that is
+    not finite.
+    """
+    groups = _build_groups(config, world)
+    tokenizer = load_tokenizer(config.tokenizer)
+    _check_model(config, tokenizer)
+    run, quarantine = RunDirectory(config.run_dir), Quarantine()
+    is_owner = world.rank == groups.output_rank
+    if is_owner:
+        run.prepare()
+        dump_config(config, run.config)
+    rows = task.load(config, tokenizer, quarantine)
+    if is_owner and quarantine:
+        quarantine.write(run.quarantine)
+    dist.barrier()  # from here on every rank may write its trace
+    spans = SpanRecorder(world.rank, run if config.logging.trace else None)
+    with spans.span("load", role="model", step=0):
+        model = load_role(config.model, groups, head=task.head, max_length=config.max_tokens, device=world.device)
+    steps = num_batches(len(rows), config.batch_size, config.epochs, config.max_steps)
+    with ExitStack() as stack:
+        report = _Report(config, task.title, steps, run, stack) if is_owner else None
+        if report and quarantine:
+            report.note(f"{len(quarantine)} rows set aside, {len(rows)} left; see {run.quarantine}")
+        trained = TrainedModel(model, config.optimizer, steps)
+        for step, figures in enumerate(_steps(config, task, rows, trained, spans), start=1):
+            if report:
+                report.step(step, figures)
+    with spans.span("save", role="model", step=steps):
+        _save(model, run, tokenizer, task.head)
+    spans.flush()
+    dist.barrier()  # the weights and every rank's trace are whole
+    if is_owner:
+        merge_traces(run)
+        write_json(run.summary, _summary(run, task.title, len(rows), len(quarantine)))
+
+
+def _build_groups(config: SupervisedConfig, world: World) -> RoleGroups:
+    layout = config.parallel
+    if world.size != layout.num_ranks:
+        raise ConfigError(
+            f"{world.size} ranks were started, but parallel.tp {layout.tp} x parallel.pp {layout.pp} needs exactly "
+            f"{layout.num_ranks}; start {layout.num_ranks}, or change the layout"
+        )
+    groups = build_groups(range(world.size), layout.tp, layout.pp, "model")
+    assert groups is not None, "every rank of the world is one of the model's"
+    return groups
+
+
+def _check_model(config: SupervisedConfig, tokenizer: Tokenizer) -> None:
+    """The shape, from config.json alone, against the layout, the longest row and what the tokenizer really gives."""
+    shape = read_hf_config(config.model)
+    if problems := check_shape("model", shape, config.parallel, config.max_tokens, tokenizer.vocab_size):
+        raise ConfigError(problems)
+
+
+def _steps(
+    config: SupervisedConfig, task: Task[RowT], rows: Sequence[RowT], trained: TrainedModel, spans: SpanRecorder
+) -> Iterator[dict[str, Any]]:
+    """Make the optimizer steps of the run; the figures of each."""
+    groups, device = trained.model.groups, next(trained.model.parameters()).device
+    order = batches(
+        len(rows), config.batch_size, config.seed, config.epochs, config.max_steps, shuffle=config.data.shuffle
+    )
+    for step, index in enumerate(order, start=1):
+        start = time.monotonic()
+        chosen = [rows[i] for i in index]
+        micros = task.micro_batches(chosen, config.runtime.micro_batch_tokens, device)
+        with spans.span("update", role="model", step=step):
+            report = trained.step(micros, task.loss(chosen, groups))
+        spans.flush()
+        step_s, num_tokens = time.monotonic() - start, sum(len(micro.tokens_T) for micro in micros)
+        yield {
+            "step_s": step_s,
+            **report.stats,
+            "tokens": num_tokens,
+            "tokens_per_s": num_tokens / step_s,
+            "lr": report.lr,
+            "grad_norm": report.grad_norm,
+        }
+
+
+class _Report:
+    """Figures of each step to the metrics log, the console and the trackers, until `stack` closes."""
+
+    def __init__(self, config: SupervisedConfig, title: str, steps: int, run: RunDirectory, stack: ExitStack):
+        self._start = time.monotonic()
+        self._log = stack.enter_context(MetricsLog(run.metrics))
+        self._trackers = open_trackers(config.logging, run)
+        stack.callback(self._trackers.close)
+        self._progress = stack.enter_context(Progress(config.logging.console, steps, title))
+
+    def step(self, step: int, figures: dict[str, Any]) -> None:
+        fields = {"time_s": time.monotonic() - self._start, **figures}
+        self._log.write(step, fields)
+        self._trackers.log(step, fields)
+        self._progress.update(step, fields)
+
+    def note(self, text: str) -> None:
+        self._progress.note(text)
+
+
+def _save(model: RoleModel, run: RunDirectory, tokenizer: Tokenizer, head: Head) -> None:
+    """A Hugging Face directory: weights, config.json, and the tokenizer's files beside them."""
+    groups = model.groups
+    export_weights(
+        model, model.shape, run.weights, head=head, tp_group=groups.collection.tp, pp_group=groups.collection.pp
+    )
+    if dist.get_rank() == groups.ranks[0]:
+        tokenizer.save(run.weights)
+
+
+def _summary(run: RunDirectory, title: str, num_rows: int, num_quarantined: int) -> dict[str, Any]:
+    """Final figures.  Losses (and accuracies) are of the first and of the last tenth of the steps."""
+    lines = read_metrics(run.metrics)
+    tenth = max(1, len(lines) // 10)
+    means = [name for name in ("loss", "accuracy", "margin") if name in lines[0]]
+    ends = {"first": lines[:tenth], "last": lines[-tenth:]}
+    tokens, seconds = sum(line["tokens"] for line in lines), sum(line["step_s"] for line in lines)
+    return {
+        "kind": title,
+        "steps": len(lines),
+        "rows": num_rows,
+        "quarantined": num_quarantined,
+        "time_s": lines[-1]["time_s"],
+        "tokens": tokens,
+        "tokens_per_s": tokens / seconds,
+        **{
+            f"{name}_{end}": sum(line[name] for line in part) / len(part)
+            for name in means
+            for end, part in ends.items()
+        },
+    }

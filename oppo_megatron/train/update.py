@@ -1,0 +1,81 @@
+"""The update loop that actor and critic share: epochs, minibatches, packed micro-batches.
+
+Legend: T response tokens of the whole batch (packed), R rows of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from oppo_megatron.algorithms.packing import tokens_of_rows
+from oppo_megatron.algorithms.stats import TokenStats
+from oppo_megatron.records import Rollout
+from oppo_megatron.runtime.batch import MicroBatch, pack_responses, split_rows
+from oppo_megatron.runtime.mcore.training import TrainedModel
+
+UpdateLoss = Callable[[MicroBatch, Tensor, int, bool], tuple[Tensor, dict[str, Tensor]]]
+"""(micro-batch, output of its rows, tokens of the minibatch, whether it is the first minibatch) -> (loss, sums)."""
+
+
+@dataclass(frozen=True)
+class UpdateSettings:
+    """How a batch is cut for an update.  `step` keys the shuffle, so that actor and critic see the same minibatches."""
+
+    epochs: int
+    minibatches: int
+    micro_batch_tokens: int
+    seed: int
+    step: int
+    device: torch.device
+
+
+def run_update(
+    trained: TrainedModel,
+    batch: Sequence[Rollout],
+    extra_T: dict[str, Tensor],
+    loss: UpdateLoss,
+    settings: UpdateSettings,
+) -> list[dict[str, float]]:
+    """One optimizer step for each minibatch of each epoch; a report of each.  `extra_T` are tensors the loss needs."""
+    reports = []
+    lengths = torch.tensor([len(r.tokens) for r in batch])
+    for number, rows in enumerate(_minibatches(len(batch), settings)):
+        micros = pack_responses(
+            [batch[i].prompt.tokens for i in rows],
+            [batch[i].tokens for i in rows],
+            settings.micro_batch_tokens,
+            settings.device,
+        )
+        chosen, row_lengths = tokens_of_rows(lengths, rows).to(settings.device), lengths[rows].tolist()
+        for name, values_T in extra_T.items():
+            for micro, piece in zip(micros, split_rows(values_T[chosen], row_lengths, micros), strict=True):
+                micro.extra[name] = piece
+
+        def minibatch_loss(
+            micro: MicroBatch, output: Tensor, num_tokens: int = sum(row_lengths), first: bool = number == 0
+        ) -> tuple[Tensor, dict[str, Tensor]]:
+            return loss(micro, output, num_tokens, first)
+
+        report = trained.step(micros, minibatch_loss)
+        reports.append({"grad_norm": report.grad_norm, "lr": report.lr} | report.stats)
+    return reports
+
+
+def stats_dict(stats: TokenStats) -> dict[str, Tensor]:
+    """The sums (and maxima) by name, as `TrainedModel.step` adds them up."""
+    return {f.name: getattr(stats, f.name) for f in fields(stats)}
+
+
+def _minibatches(num_rows: int, settings: UpdateSettings) -> Iterator[list[int]]:
+    """Rows of each minibatch; a batch smaller than their number makes fewer.  One minibatch keeps the batch's order."""
+    count = min(settings.minibatches, num_rows)
+    for epoch in range(settings.epochs):
+        order = np.arange(num_rows)
+        if count > 1:
+            np.random.Generator(np.random.Philox(key=[settings.seed, (settings.step << 16) + epoch])).shuffle(order)
+        yield from (part.tolist() for part in np.array_split(order, count))
