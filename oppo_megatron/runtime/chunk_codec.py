@@ -7,8 +7,8 @@ A message is a header of HEADER_SIZE int64 words, then a payload:
              then all tokens, then all log-probs, then all sampling log-probs (float64 bits)
 
 A row's checksum is the CRC-32 of everything sent for its sequence so far, the prompt first.  A lost or repeated chunk
-shows in the offset, a corrupted one (or a peer that has another prompt) in the checksum; either is a StreamError and never
-a wrong score.
+shows in the offset, a corrupted one (or a peer that has another prompt) in the checksum; either is a StreamError and
+never a wrong score.
 """
 
 from __future__ import annotations

@@ -39,7 +39,8 @@ class Draw:
 
     `logprobs` is under the whole vocabulary at the configured temperature (1 when greedy): the quantity that the
     training forward recomputes, so PPO's ratio compares like with like and is 1 before the first update.
-    `sampling_logprobs` is under the distribution after top-k and top-p, whose support changes with the weights: no ratio of it is defined.
+    `sampling_logprobs` is under the distribution after top-k and top-p, whose support changes with the weights: no
+    ratio of it is defined.
     """
 
     tokens: Tensor
