@@ -1,32 +1,41 @@
 """Losses of supervised training: next tokens (SFT) and preferences (reward model).
 
 Legend: R completion tokens of a micro-batch, P pairs of a micro-batch.  `num_tokens` and `num_pairs` count the whole
-batch: what a micro-batch returns is its share of the batch's means, so shares add up over micro-batches.
+batch, so that the losses (and gradients) of micro-batches add up to the batch's mean.  Statistics are sums over a
+micro-batch's own tokens or pairs, `count` of them; they add up too, and `means` makes the batch's means of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from oppo_megatron.algorithms.stats import count, total
+
 
 def next_token_loss(logp_R: Tensor, num_tokens: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Mean negative log-prob (nats) of the completion tokens, and the same as statistic `loss`."""
-    loss = -logp_R.sum() / num_tokens
-    return loss, {"loss": loss.detach()}
+    """Mean negative log-prob (nats) of the completion tokens.  Statistic: `loss`."""
+    return -logp_R.sum() / num_tokens, {"count": count(logp_R), "loss": total(-logp_R)}
 
 
 def preference_loss(scores_P2: Tensor, num_pairs: int) -> tuple[Tensor, dict[str, Tensor]]:
     """Bradley-Terry: mean -log sigmoid(chosen - rejected); column 0 scores the chosen answers.
 
-    Statistics: `loss`, `accuracy` (share of pairs whose chosen answer scores higher; a tie is a miss), and `margin`
-    (mean of chosen - rejected).
+    Statistics: `loss`, `accuracy` (whether the chosen answer scores higher; a tie is a miss), `margin` (chosen -
+    rejected).
     """
     margin_P = scores_P2[:, 0] - scores_P2[:, 1]
-    loss = -logsigmoid(margin_P).sum() / num_pairs
-    right_P = (margin_P > 0).double()
-    return loss, {
-        "loss": loss.detach(),
-        "accuracy": right_P.sum() / num_pairs,
-        "margin": margin_P.detach().sum() / num_pairs,
+    losses_P = -logsigmoid(margin_P)
+    return losses_P.sum() / num_pairs, {
+        "count": count(margin_P),
+        "loss": total(losses_P),
+        "accuracy": total(margin_P > 0),
+        "margin": total(margin_P),
     }
+
+
+def means(stats: Mapping[str, float]) -> dict[str, float]:
+    """Every summed statistic divided by `count`, which is left out.  No statistics (an early stage) have no means."""
+    return {name: value / stats["count"] for name, value in stats.items() if name != "count"}

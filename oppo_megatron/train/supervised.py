@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+from oppo_megatron.algorithms.supervised import means
 from oppo_megatron.config.checkpoint import read_hf_config
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.run import RewardModelConfig, SFTConfig, SupervisedConfig
@@ -51,7 +52,7 @@ class Task(Protocol[RowT]):
     def micro_batches(self, rows: Sequence[RowT], budget: int, device: torch.device) -> list[MicroBatch]: ...
 
     def loss(self, rows: Sequence[RowT], groups: RoleGroups) -> Loss:
-        """Loss of the batch `rows`; its statistics are shares of the batch's means."""
+        """Mean loss of the batch `rows`; its statistics are sums with their `count`."""
         ...
 
 
@@ -144,7 +145,7 @@ def _steps(
         step_s, num_tokens = time.monotonic() - start, sum(len(micro.tokens_T) for micro in micros)
         yield {
             "step_s": step_s,
-            **report.stats,
+            **means(report.stats),
             "tokens": num_tokens,
             "tokens_per_s": num_tokens / step_s,
             "lr": report.lr,
@@ -186,7 +187,7 @@ def _summary(run: RunDirectory, title: str, num_rows: int, num_quarantined: int)
     """Final figures.  Losses (and accuracies) are of the first and of the last tenth of the steps."""
     lines = read_metrics(run.metrics)
     tenth = max(1, len(lines) // 10)
-    means = [name for name in ("loss", "accuracy", "margin") if name in lines[0]]
+    learned = [name for name in ("loss", "accuracy", "margin") if name in lines[0]]
     ends = {"first": lines[:tenth], "last": lines[-tenth:]}
     tokens, seconds = sum(line["tokens"] for line in lines), sum(line["step_s"] for line in lines)
     return {
@@ -199,7 +200,7 @@ def _summary(run: RunDirectory, title: str, num_rows: int, num_quarantined: int)
         "tokens_per_s": tokens / seconds,
         **{
             f"{name}_{end}": sum(line[name] for line in part) / len(part)
-            for name in means
+            for name in learned
             for end, part in ends.items()
         },
     }

@@ -1,0 +1,71 @@
+"""Losses of SFT and of the reward model: closed forms, shares that add up, gradients."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oppo_megatron.algorithms.supervised import means, next_token_loss, preference_loss
+
+SCORES = st.lists(st.tuples(st.floats(-30, 30), st.floats(-30, 30)), min_size=1, max_size=12)
+
+
+def test_next_token_loss_of_a_uniform_distribution_is_log_vocabulary() -> None:
+    logp_R = torch.full((5,), -math.log(7.0), dtype=torch.float64)
+    loss, stats = next_token_loss(logp_R, 5)
+    assert float(loss) == pytest.approx(math.log(7.0)) and means(stats) == pytest.approx({"loss": math.log(7.0)})
+
+
+def test_next_token_shares_of_unequal_micro_batches_add_up_to_the_mean() -> None:
+    logp_R = -torch.rand(11, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    shares = [next_token_loss(part, 11)[0] for part in logp_R.split([1, 7, 3])]
+    assert float(sum(shares)) == pytest.approx(float(-logp_R.mean()))
+
+
+def test_preference_loss_of_equal_scores_is_log_2_and_a_tie_is_a_miss() -> None:
+    loss, stats = preference_loss(torch.zeros(3, 2, dtype=torch.float64), 3)
+    assert float(loss) == pytest.approx(math.log(2.0))
+    assert means(stats) == pytest.approx({"loss": math.log(2.0), "accuracy": 0.0, "margin": 0.0})
+
+
+@given(SCORES)
+def test_preference_loss_against_plain_arithmetic(scores: list[tuple[float, float]]) -> None:
+    loss, stats = preference_loss(torch.tensor(scores, dtype=torch.float64), len(scores))
+    nll = [math.log1p(math.exp(rejected - chosen)) for chosen, rejected in scores]
+    assert float(loss) == pytest.approx(sum(nll) / len(nll), abs=1e-12)
+    assert means(stats) == pytest.approx(
+        {
+            "loss": float(loss),
+            "accuracy": sum(c > r for c, r in scores) / len(scores),
+            "margin": sum(c - r for c, r in scores) / len(scores),
+        },
+        abs=1e-12,
+    )
+
+
+@given(SCORES, st.data())
+def test_preference_shares_add_up(scores: list[tuple[float, float]], data: st.DataObject) -> None:
+    cut = data.draw(st.integers(0, len(scores)))
+    scores_P2 = torch.tensor(scores, dtype=torch.float64, requires_grad=True)
+    whole, whole_stats = preference_loss(scores_P2, len(scores))
+    parts = [preference_loss(part, len(scores)) for part in scores_P2.split([cut, len(scores) - cut])]
+    assert float(sum(loss for loss, _ in parts)) == pytest.approx(float(whole), abs=1e-12)
+    for name, value in whole_stats.items():
+        assert not value.requires_grad
+        assert float(sum(stats[name] for _, stats in parts)) == pytest.approx(float(value), abs=1e-12)
+
+
+def test_an_early_stage_has_no_means() -> None:
+    assert means({}) == {}
+
+
+def test_gradients_by_finite_differences() -> None:
+    generator = torch.Generator().manual_seed(2)
+    logp_R = torch.randn(4, dtype=torch.float64, generator=generator, requires_grad=True)
+    scores_P2 = torch.randn(3, 2, dtype=torch.float64, generator=generator, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: next_token_loss(x, 9)[0], logp_R)
+    assert torch.autograd.gradcheck(lambda x: preference_loss(x, 5)[0], scores_P2)
