@@ -1,6 +1,6 @@
 """Starts the ranks of a run: as a rank of another launcher, in this process, or through torch's elastic agent.
 
-Each rank calls `ENTRY` (kind, config_path) with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
+Each rank calls `ENTRY` (kind, config) with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
 MASTER_PORT in its environment.  A local rank that fails leaves a `Failure` file; the parent shows the first, once.
 """
 
@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from oppo_megatron.errors import ConfigError, OppoError
 
@@ -46,7 +46,7 @@ class Failure:
     message: str
 
 
-def launch(kind: str, config_path: str, world_size: int, entry: str = ENTRY) -> int:
+def launch(kind: str, config: Any, world_size: int, entry: str = ENTRY) -> int:
     """Run `entry` on all ranks of a checked configuration; returns the exit code.
 
     Raises RankError where a rank met wrong input.
@@ -54,11 +54,11 @@ def launch(kind: str, config_path: str, world_size: int, entry: str = ENTRY) -> 
     ranks = external_ranks(os.environ)
     if ranks is not None:
         with _environment(ranks):
-            return _run_entry(entry, kind, config_path)
+            return _run_entry(entry, kind, config)
     if world_size == 1:
         with _environment(_local_ranks()):
-            return _run_entry(entry, kind, config_path)
-    return _launch_local(entry, kind, config_path, world_size)
+            return _run_entry(entry, kind, config)
+    return _launch_local(entry, kind, config, world_size)
 
 
 def check_world_size(expected: int) -> None:
@@ -137,13 +137,13 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _run_entry(entry: str, kind: str, config_path: str) -> int:
+def _run_entry(entry: str, kind: str, config: Any) -> int:
     module, _, function = entry.partition(":")
-    getattr(importlib.import_module(module), function)(kind, config_path)
+    getattr(importlib.import_module(module), function)(kind, config)
     return 0
 
 
-def _launch_local(entry: str, kind: str, config_path: str, world_size: int) -> int:
+def _launch_local(entry: str, kind: str, config: Any, world_size: int) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -152,7 +152,7 @@ def _launch_local(entry: str, kind: str, config_path: str, world_size: int) -> i
     for noisy in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
         logging.getLogger(noisy).setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="oppo-") as failures:
-        config = LaunchConfig(
+        agent = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=world_size,
@@ -165,7 +165,7 @@ def _launch_local(entry: str, kind: str, config_path: str, world_size: int) -> i
             local_addr="127.0.0.1",
         )
         try:
-            elastic_launch(config, _local_rank)(entry, kind, config_path, failures)
+            elastic_launch(agent, _local_rank)(entry, kind, config, failures)
         except ChildFailedError as error:
             return _report(Path(failures), error)
         except SignalException as error:
@@ -175,10 +175,10 @@ def _launch_local(entry: str, kind: str, config_path: str, world_size: int) -> i
     return 0
 
 
-def _local_rank(entry: str, kind: str, config_path: str, failures: str) -> None:
+def _local_rank(entry: str, kind: str, config: Any, failures: str) -> None:
     """One spawned rank.  Leaves a Failure file instead of a traceback, for the parent to show."""
     try:
-        _run_entry(entry, kind, config_path)
+        _run_entry(entry, kind, config)
     except Exception as error:
         expected = isinstance(error, OppoError)
         message = str(error) if expected else traceback.format_exc()

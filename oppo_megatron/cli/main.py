@@ -38,7 +38,7 @@ COMMANDS = (
     Command("sft", "oppo_megatron.cli.sft", "fine-tune an actor on prompt/completion rows"),
     Command("rm", "oppo_megatron.cli.rm", "train a reward model on chosen/rejected rows"),
     Command("tokenizer", "oppo_megatron.cli.tokenizer", "train a sentencepiece tokenizer on JSONL rows"),
-    Command("convert", "oppo_megatron.cli.convert", "write a run's weights as a Hugging Face directory"),
+    Command("convert", "oppo_megatron.cli.convert", "rewrite a Hugging Face directory: dtype, head, shards"),
     Command("validate", "oppo_megatron.cli.validate", "check a configuration and the files it names"),
     Command("doctor", "oppo_megatron.cli.doctor", "say what this machine has and lacks"),
     Command("demo", "oppo_megatron.cli.demo", "run the whole chain on generated arithmetic, and compare"),

@@ -25,16 +25,16 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 def run_kind(kind: str, args: argparse.Namespace) -> int:
     """Serve one of `KINDS`: returns the exit code, raises ConfigError before anything expensive starts."""
     from oppo_megatron.cli.launch import check_world_size, launch
-    from oppo_megatron.config.load import config_yaml, dump_config
+    from oppo_megatron.config.load import config_yaml
+    from oppo_megatron.train.run_dir import RunDirectory
 
     config = load_checked(kind, args.config, args.overrides)
     check_world_size(world_size(config))
     if args.dry_run:
         print(config_yaml(config) + "\n" + "\n".join(rank_table(config)))
         return 0
-    resolved = config.run_dir / "config.yaml"
-    dump_config(config, resolved)
-    return launch(kind, str(resolved), world_size(config))
+    RunDirectory(config.run_dir).require_unfinished()
+    return launch(kind, config, world_size(config))
 
 
 def load_checked(kind: str, path: Path, overrides: Sequence[str]) -> TrainConfig | SupervisedConfig:

@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from pathlib import Path
@@ -35,6 +35,7 @@ class Shape:
     scale: float = 1.5
     tail: float = 1.5
     max_operand: int = 9
+    largest: int = LARGEST  # of the first term and every partial result; at most LARGEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +90,11 @@ def problems(seed: int, split: Literal["train", "heldout"], shape: Shape = Shape
 def _draw(rng: random.Random, shape: Shape) -> Problem:
     pareto = shape.scale * (1.0 - rng.random()) ** (-1.0 / shape.tail)
     num_operations = max(1, min(int(pareto), shape.max_operations))
-    total = rng.randint(1, LARGEST)
+    total = rng.randint(1, shape.largest)
     terms = [total]
     for _ in range(num_operations):
         operand = rng.randint(1, shape.max_operand)
-        fits = [sign * operand for sign in (1, -1) if 0 <= total + sign * operand <= LARGEST]
+        fits = [sign * operand for sign in (1, -1) if 0 <= total + sign * operand <= shape.largest]
         terms.append(rng.choice(fits))
         total += terms[-1]
     return Problem(tuple(terms))
@@ -114,6 +115,13 @@ def wrong_solution(problem: Problem, rng: random.Random) -> str:
     elif kind == "stop":
         wrong = _early_stop(problem, rng)
     return wrong or slipped_solution(problem, rng)
+
+
+def unfinished_solution(problem: Problem, rng: random.Random) -> str:
+    """The last operation is left out, always in the same way; a problem that has no other gets a slip instead."""
+    if problem.num_operations < 2:
+        return slipped_solution(problem, rng)
+    return Problem(problem.terms[:-1]).solution
 
 
 def slipped_solution(problem: Problem, rng: random.Random) -> str:
@@ -163,18 +171,24 @@ class DatasetSizes:
 
 
 def write_dataset(
-    directory: Path, seed: int, sizes: DatasetSizes = DatasetSizes(), *, imperfect: float = 0.3, shape: Shape = Shape()
+    directory: Path,
+    seed: int,
+    sizes: DatasetSizes = DatasetSizes(),
+    *,
+    imperfect: float = 0.3,
+    flaw: Callable[[Problem, random.Random], str] = slipped_solution,
+    shape: Shape = Shape(),
 ) -> dict[str, Path]:
     """Write sft.jsonl, pairs.jsonl, prompts.jsonl and heldout.jsonl, and return their paths by name.
 
-    `imperfect` is the fraction of SFT completions that hold a slip, so that the policy they teach is imperfect on
+    `imperfect` is the fraction of SFT completions that `flaw` writes, so that the policy they teach is imperfect on
     purpose.  The first three files are of the train split; held-out prompts are distinct and in none of them.
     """
     rng = random.Random(f"arithmetic answers {seed}")
     train = problems(seed, "train", shape)
 
     def completion(problem: Problem) -> str:
-        return slipped_solution(problem, rng) if rng.random() < imperfect else problem.solution
+        return flaw(problem, rng) if rng.random() < imperfect else problem.solution
 
     def question(problem: Problem) -> dict[str, Any]:
         return {"prompt": problem.prompt, "answer": str(problem.answer)}

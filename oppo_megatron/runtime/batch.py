@@ -41,20 +41,18 @@ def pack_responses(
     lengths = [len(p) + len(r) - 1 for p, r in zip(prompts, responses, strict=True)]
     batches = []
     for index in pack_by_tokens(lengths, budget):
-        tokens, rows, targets, start = [], [], [], 0
+        tokens: list[int] = []
+        rows: list[int] = []
+        targets: list[int] = []
+        start = 0
         for i in index:
             tokens += [*prompts[i], *responses[i]][:-1]
             first = start + len(prompts[i]) - 1
             rows += range(first, first + len(responses[i]))
             targets += responses[i]
             start += lengths[i]
-        batches.append(
-            MicroBatch(
-                index,
-                [lengths[i] for i in index],
-                *(torch.tensor(x, dtype=torch.int64, device=device) for x in (tokens, rows, targets)),
-            )
-        )
+        tensors = [torch.tensor(x, dtype=torch.int64, device=device) for x in (tokens, rows, targets)]
+        batches.append(MicroBatch(index, [lengths[i] for i in index], tensors[0], tensors[1], tensors[2]))
     return batches
 
 

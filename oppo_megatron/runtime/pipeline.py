@@ -57,6 +57,7 @@ class StageRunner:
             else:
                 out = out.contiguous()
                 sends.append((dist.isend(out, groups.stage_rank(groups.pp_rank + 1), group=link), out))
-        for send, _ in sends:
-            send.wait()
+        for send, _ in sends:  # each beside its tensor, which must live until it has left
+            if send is not None:
+                send.wait()
         return outputs

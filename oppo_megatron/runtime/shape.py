@@ -85,7 +85,9 @@ def _rope(hf: Mapping[str, Any], where: str) -> dict[str, Any]:
     rope.setdefault("rope_theta", hf.get("rope_theta", 10000.0))
     rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type") or "default"
     if rope["rope_type"] not in ROPE_KINDS:
-        raise CheckpointError(f"{where}: rope type {rope['rope_type']!r} is not supported; supported: {list(ROPE_KINDS)}.")
+        raise CheckpointError(
+            f"{where}: rope type {rope['rope_type']!r} is not supported; supported: {list(ROPE_KINDS)}."
+        )
     return rope
 
 

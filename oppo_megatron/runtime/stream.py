@@ -9,6 +9,7 @@ In a single process both ends are the same rank and nothing is sent.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,13 +54,13 @@ class TokenStream:
     decoder: ChunkDecoder = field(default_factory=ChunkDecoder)
     _pending: list[tuple[Any, Tensor]] = field(default_factory=list)
 
-    def admit(self, rollouts: list[Rollout]) -> None:
+    def admit(self, rollouts: Sequence[Rollout]) -> None:
         """New sequences, known at both ends."""
         for rollout in rollouts:
             for books in (self.encoder, self.decoder):
                 books.open(rollout.seq_id, rollout.prompt.tokens)
 
-    def retire(self, rollouts: list[Rollout]) -> None:
+    def retire(self, rollouts: Sequence[Rollout]) -> None:
         """Sequences that have been trained."""
         for rollout in rollouts:
             for books in (self.encoder, self.decoder):

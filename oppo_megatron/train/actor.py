@@ -49,7 +49,10 @@ class Actor:
         def loss(micro: MicroBatch, output: Tensor, num_tokens: int, first: bool) -> tuple[Tensor, dict[str, Tensor]]:
             logp, entropy = token_logprobs(output, micro.targets_R, self._tp_group, self.temperature)
             targets = ActorTargets(
-                micro.extra["old_logp"], micro.extra["advantages"], micro.extra["reference_logp"], micro.extra.get("weight")
+                micro.extra["old_logp"],
+                micro.extra["advantages"],
+                micro.extra["reference_logp"],
+                micro.extra.get("weight"),
             )
             value, stats = actor_loss(logp, entropy, targets, self.ppo, kl_coefficient, num_tokens)
             return value, stats_dict(stats) | (_decode_check(micro, logp.detach()) if first else {})
@@ -113,7 +116,10 @@ class Actor:
                 "for low-precision weights."
             )
         tokens = sum(r["num_tokens"] for r in reports)
-        mean = {k: sum(r[k] for r in reports) / tokens for k in ("loss", "clipped", "approx_kl", "ratio", "weight", "entropy")}
+        mean = {
+            k: sum(r[k] for r in reports) / tokens
+            for k in ("loss", "clipped", "approx_kl", "ratio", "weight", "entropy")
+        }
         return {
             "actor_loss": mean["loss"],
             "clip_fraction": mean["clipped"],

@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from typing import Any
 
 import torch.distributed as dist
 
-from oppo_megatron.config.load import dump_config, load_config
-from oppo_megatron.config.run import RewardModelConfig, SFTConfig, TrainConfig
+from oppo_megatron.config.load import dump_config
+from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.runtime.world import World, open_world
 from oppo_megatron.train.run_dir import RunDirectory
 from oppo_megatron.train.setup import build_trainer, read_inputs, write_quarantine
+from oppo_megatron.train.supervised import run_reward_model, run_sft
 from oppo_megatron.train.trace import merge_traces
 from oppo_megatron.train.weights import save_role
 
 
-def run_rank(kind: str, config_path: str) -> None:
+def run_rank(kind: str, config: Any) -> None:
     """Run one rank of a `train`, `sft` or `rm` job.  RANK, WORLD_SIZE and the rest come from the environment."""
-    if kind == "train":
-        config = load_config(TrainConfig, config_path, [])
+    if kind == "sft":
+        run_sft(config)
+    elif kind == "rm":
+        run_reward_model(config)
+    else:
         with open_world(config.runtime) as world:
             run_ppo(config, world)
-        return
-    from oppo_megatron.train.supervised import run_reward_model, run_sft
-
-    if kind == "sft":
-        run_sft(load_config(SFTConfig, config_path, []))
-    else:
-        run_reward_model(load_config(RewardModelConfig, config_path, []))
 
 
 def run_ppo(config: TrainConfig, world: World) -> None:

@@ -36,9 +36,7 @@ class Evaluator:
         buffer = RolloutBuffer(len(self.prompts), delta=0, max_deferrals=1)
         buffer.admit(self.prompts)
         buffer.record(
-            greedy.decode_round(
-                buffer.active, buffer.readiness(), index=0, max_steps=sys.maxsize, clock=0, version=0
-            )
+            greedy.decode_round(buffer.active, buffer.readiness(), index=0, max_steps=sys.maxsize, clock=0, version=0)
         )
         right = 0.0
         for rollout in buffer.take_batch():

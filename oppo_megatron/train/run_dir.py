@@ -58,17 +58,22 @@ class RunDirectory:
         """The per-rank span files that exist, in the order of ranks."""
         return sorted(self.path.glob("trace.rank*.jsonl"), key=lambda path: int(path.name.split(".")[1][len("rank") :]))
 
+    def require_unfinished(self) -> None:
+        """Raises ConfigError if a finished run is here."""
+        if self.finished:
+            raise ConfigError(
+                f"run_dir: {self.path} holds a finished run (it has a summary.json) and a finished run is not "
+                "written over; choose another run_dir, or remove this one"
+            )
+
     def prepare(self, overwrite: bool = False) -> RunDirectory:
         """Create the directory, empty of an earlier run's products, and return self.
 
         A finished run is removed only with `overwrite`.  What an interrupted run had measured is moved to
         `attempt-<n>/`. Files that are not a run's products are left alone.  Raises ConfigError.
         """
-        if self.finished and not overwrite:
-            raise ConfigError(
-                f"run_dir: {self.path} holds a finished run (it has a summary.json) and a finished run is not "
-                "written over; choose another run_dir, or ask for it to be overwritten"
-            )
+        if not overwrite:
+            self.require_unfinished()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:

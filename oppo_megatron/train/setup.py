@@ -178,4 +178,3 @@ def write_quarantine(config: TrainConfig, inputs: Inputs) -> None:
     """`quarantine.jsonl`, where rows were refused."""
     if len(inputs.quarantine):
         inputs.quarantine.write(RunDirectory(config.run_dir).quarantine)
-

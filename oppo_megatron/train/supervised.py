@@ -25,8 +25,7 @@ from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.runtime.batch import MicroBatch
 from oppo_megatron.runtime.mcore.groups import RoleGroups, build_groups
-from oppo_megatron.runtime.mcore.hf_weights import export_weights
-from oppo_megatron.runtime.mcore.model import Head, RoleModel
+from oppo_megatron.runtime.mcore.model import Head
 from oppo_megatron.runtime.mcore.training import Loss, TrainedModel
 from oppo_megatron.runtime.roles import load_role
 from oppo_megatron.runtime.world import World, open_world
@@ -37,6 +36,7 @@ from oppo_megatron.train.run_dir import RunDirectory, write_json
 from oppo_megatron.train.sft import FineTuning
 from oppo_megatron.train.trace import SpanRecorder, merge_traces
 from oppo_megatron.train.trackers import open_trackers
+from oppo_megatron.train.weights import save_role
 
 RowT = TypeVar("RowT")
 
@@ -100,7 +100,7 @@ def train_supervised(config: SupervisedConfig, task: Task[RowT], world: World) -
             if report:
                 report.step(step, figures)
     with spans.span("save", role="model", step=steps):
-        _save(model, run, tokenizer, task.head)
+        save_role(model, run.weights, tokenizer)
     spans.flush()
     dist.barrier()  # the weights and every rank's trace are whole
     if is_owner:
@@ -171,16 +171,6 @@ class _Report:
 
     def note(self, text: str) -> None:
         self._progress.note(text)
-
-
-def _save(model: RoleModel, run: RunDirectory, tokenizer: Tokenizer, head: Head) -> None:
-    """A Hugging Face directory: weights, config.json, and the tokenizer's files beside them."""
-    groups = model.groups
-    export_weights(
-        model, model.shape, run.weights, head=head, tp_group=groups.collection.tp, pp_group=groups.collection.pp
-    )
-    if dist.get_rank() == groups.ranks[0]:
-        tokenizer.save(run.weights)
 
 
 def _summary(run: RunDirectory, title: str, num_rows: int, num_quarantined: int) -> dict[str, Any]:

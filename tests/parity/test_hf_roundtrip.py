@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from oppo_megatron.cli import convert
 from oppo_megatron.cli.main import main
 from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.errors import CheckpointError
+from oppo_megatron.integrations import huggingface
 from oppo_megatron.runtime.mcore.hf_source import open_weights
 from oppo_megatron.runtime.mcore.hf_weights import rewrite_weights
 from oppo_megatron.runtime.mcore.hf_writer import HfWriter
@@ -122,10 +122,10 @@ def test_convert_a_causal_lm_to_a_reward_model(tmp_path: Path, capsys: pytest.Ca
 def test_check_sees_a_difference(tmp_path: Path) -> None:
     save_tiny(tmp_path / "a", "llama")
     shutil.copytree(tmp_path / "a", tmp_path / "b")
-    assert convert.compare_outputs(tmp_path / "a", tmp_path / "b", "lm", False) == ("logits", 0.0)
+    assert huggingface.compare_outputs(tmp_path / "a", tmp_path / "b", "lm", False) == ("logits", 0.0)
     shutil.rmtree(tmp_path / "b")
     assert main(["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--dtype", "bfloat16"]) == 0
-    assert convert.compare_outputs(tmp_path / "a", tmp_path / "b", "lm", False)[1] > 1e-4
+    assert huggingface.compare_outputs(tmp_path / "a", tmp_path / "b", "lm", False)[1] > 1e-4
 
 
 def test_mixed_dtypes_lose_no_bit(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Real gloo ranks for tests: processes that stay alive between tests, so that torch is imported once.
 
-    results = run_ranks(4, "tests.gloo.jobs:check", tp=2, pp=2)     # one result a rank; a rank's error is raised here
+results = run_ranks(4, "tests.gloo.jobs:check", tp=2, pp=2)     # one result a rank; a rank's error is raised here
 """
 
 from __future__ import annotations

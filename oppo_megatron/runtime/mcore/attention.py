@@ -50,7 +50,7 @@ class PackedPlan:
         grouped = q_TND.shape[1] != k_TGD.shape[1]
         outputs = []
         for q, k, v in zip(*(x.split(self.lengths) for x in (q_TND, k_TGD, v_TGD)), strict=True):
-            heads_first = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-            out = F.scaled_dot_product_attention(*heads_first, is_causal=True, scale=scale, enable_gqa=grouped)
+            q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
             outputs.append(out[0].transpose(0, 1))
         return torch.cat(outputs).flatten(1)

@@ -127,7 +127,14 @@ def transformer_config(shape: ModelShape, groups: RoleGroups, dtype: torch.dtype
 
 
 def build_model(
-    shape: ModelShape, groups: RoleGroups, *, head: Head, max_length: int, dtype: str, device: torch.device, lean: bool = True
+    shape: ModelShape,
+    groups: RoleGroups,
+    *,
+    head: Head,
+    max_length: int,
+    dtype: str,
+    device: torch.device,
+    lean: bool = True,
 ) -> RoleModel:
     """This rank's stage, weights not yet set.  Raises CapacityError if the model has fewer positions than `max_length`."""
     if max_length > shape.max_positions:

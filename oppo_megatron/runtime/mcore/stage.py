@@ -16,7 +16,12 @@ from oppo_megatron.runtime.mcore.model import RoleModel
 
 @torch.inference_mode()
 def step(
-    model: RoleModel, kv: KVCache, seq_ids: Sequence[int], lens: Sequence[int], inputs: Tensor, rows_R: Tensor | None = None
+    model: RoleModel,
+    kv: KVCache,
+    seq_ids: Sequence[int],
+    lens: Sequence[int],
+    inputs: Tensor,
+    rows_R: Tensor | None = None,
 ) -> Tensor:
     """Append lens[s] tokens to each sequence's cache and return this stage's output.
 

@@ -74,7 +74,9 @@ def _run(
 
 
 @torch.no_grad()
-def forward_rows(role: RoleModel, batches: Sequence[MicroBatch], finish: Callable[[MicroBatch, Tensor], Tensor]) -> list[Tensor]:
+def forward_rows(
+    role: RoleModel, batches: Sequence[MicroBatch], finish: Callable[[MicroBatch, Tensor], Tensor]
+) -> list[Tensor]:
     """Full forward of every micro-batch without a cache.  On the last stage: finish(batch, rows' output) of each; else []."""
 
     def as_loss(batch: MicroBatch, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -148,7 +150,8 @@ def _reduce(reports: Sequence[dict[str, Tensor]]) -> dict[str, float]:
 def _scheduler(optimizer: Any, config: OptimizerConfig, total_steps: int) -> OptimizerParamScheduler:
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=0.0 if config.warmup_steps else config.lr,
+        # megatron starts a warm-up at init_lr: the first step is to be one of the ramp, not one that does nothing.
+        init_lr=config.lr / config.warmup_steps if config.warmup_steps else config.lr,
         max_lr=config.lr,
         min_lr=config.min_lr if config.decay != "constant" else min(config.min_lr, config.lr),
         lr_warmup_steps=config.warmup_steps,

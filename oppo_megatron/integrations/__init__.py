@@ -1,0 +1,1 @@
+"""Other projects' formats and programs."""

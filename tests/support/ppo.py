@@ -1,0 +1,111 @@
+"""Tiny PPO runs on real ranks, and what they left behind."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from oppo_megatron.data.arithmetic import DatasetSizes, write_dataset
+from oppo_megatron.data.tokenizer import train_sentencepiece
+from tests.support.ranks import run_ranks
+
+SHAPE = {
+    "model_type": "qwen2",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": 288,
+    "max_position_embeddings": 256,
+    # A wide initialisation makes the policy's distribution far from uniform, and responses end at different lengths.
+    "initializer_range": 0.4,
+}
+
+
+@dataclass
+class Workspace:
+    """Prompts and a tokenizer in a temporary folder, and a plain configuration over them."""
+
+    root: Path
+
+    @classmethod
+    def create(cls, root: Path) -> Workspace:
+        files = write_dataset(root / "data", 1, DatasetSizes(sft=200, pairs=8, prompts=64, heldout=16))
+        rows = [json.loads(line) for line in files["sft"].read_text().splitlines()]
+        train_sentencepiece((r["prompt"] + r["completion"] for r in rows), root / "tokenizer.model", 280)
+        return cls(root)
+
+    def config(self, name: str, **changes: Any) -> dict[str, Any]:
+        """The plain configuration with sections or dotted settings replaced: config("x", **{"rollout.top_k": 5})."""
+        config: dict[str, Any] = {
+            "run_dir": str(self.root / "runs" / name),
+            "seed": 11,
+            "steps": 3,
+            "placement": {"mode": "single"},
+            "tokenizer": {"path": str(self.root / "tokenizer.model")},
+            "data": {"path": str(self.root / "data" / "prompts.jsonl"), "max_prompt_tokens": 96},
+            "actor": {"init": SHAPE, "optimizer": {"lr": 2e-3}},
+            "critic": {"init": SHAPE, "init_seed": 5, "optimizer": {"lr": 2e-3}},
+            "reward": {"init": SHAPE, "init_seed": 6},
+            "rewards": [{"kind": "model"}, {"kind": "verifier", "name": "arithmetic", "weight": 0.5}],
+            "rollout": {"batch_size": 6, "max_response_tokens": 40},
+            "ppo": {"epochs": 2, "minibatches": 2, "kl": {"coefficient": 0.05}, "entropy_coefficient": 0.01},
+            "overlap": {"intra": False, "inter": False, "chunk": {"tokens": 7, "adaptive": False}},
+            "logging": {"console": "off", "rollouts": True},
+        }
+        config = deepcopy(config)
+        for key, value in changes.items():
+            node = config
+            *path, last = key.split(".")
+            for part in path:
+                node = node.setdefault(part, {})
+            node[last] = value
+        return config
+
+
+@dataclass
+class Outcome:
+    """A finished run: rollouts in the order of training, metrics, final weights by role."""
+
+    rollouts: list[dict[str, Any]]
+    metrics: list[dict[str, Any]]
+    actor: dict[str, torch.Tensor]
+    critic: dict[str, torch.Tensor]
+
+    def tokens(self) -> dict[int, list[int]]:
+        return {row["seq_id"]: row["tokens"] for row in self.rollouts}
+
+    def batches(self) -> list[list[int]]:
+        """Sequence ids of each step's batch, in their order."""
+        steps = sorted({row["step"] for row in self.rollouts})
+        return [[row["seq_id"] for row in self.rollouts if row["step"] == step] for step in steps]
+
+
+def run_ppo_ranks(config: dict[str, Any]) -> Outcome:
+    """Run to the end on as many ranks as the placement asks for."""
+    placement = config["placement"]
+    sizes = [placement.get(side, {}) for side in ("actor", "scorer")]
+    world = 1 if placement["mode"] == "single" else sum(s.get("tp", 1) * s.get("pp", 1) for s in sizes)
+    run_ranks(world, "tests.e2e.jobs:train", config=config)
+    return read_outcome(Path(config["run_dir"]))
+
+
+def read_outcome(run: Path) -> Outcome:
+    def lines(name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (run / name).read_text().splitlines()]
+
+    weights = {role: load_file(run / "weights" / role / "model.safetensors") for role in ("actor", "critic")}
+    return Outcome(lines("rollouts.jsonl"), lines("metrics.jsonl"), weights["actor"], weights["critic"])
+
+
+def weight_distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """Largest absolute difference between two sets of weights."""
+    assert a.keys() == b.keys()
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
