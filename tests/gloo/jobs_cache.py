@@ -1,0 +1,105 @@
+"""Random walks of a KV cache, and what the full forward says of the same tokens."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from oppo_megatron.runtime.mcore.kv_cache import KVCache
+from oppo_megatron.runtime.mcore.layers import LeanLayer
+from oppo_megatron.runtime.mcore.model import RoleModel
+from oppo_megatron.runtime.mcore.vocab_parallel import gather_logits
+from oppo_megatron.runtime.pipeline import StageCall, StageRunner
+from tests.gloo.models import MAX_LENGTH, Whole, full_outputs, load, world_groups
+
+
+@dataclass
+class Walk:
+    """Sequences that join, grow by decode and by ragged chunks, roll back and leave; every output is kept."""
+
+    model: RoleModel
+    cache: KVCache
+    random: random.Random
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    visits: list[Whole] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+    num_opened: int = 0
+    num_rolled_back: int = 0
+
+    def __post_init__(self) -> None:
+        self.runner = StageRunner(self.model, self.cache)
+
+    def join_leave_roll_back(self) -> None:
+        while self.cache.num_free and (not self.tokens or self.random.random() < 0.4):
+            self.cache.open(self.num_opened)
+            self.tokens[self.num_opened] = []
+            self.num_opened += 1
+        for seq_id in list(self.tokens):
+            if len(self.tokens[seq_id]) > MAX_LENGTH - 8 or (len(self.tokens) > 1 and self.random.random() < 0.1):
+                self.cache.close(seq_id)
+                del self.tokens[seq_id]
+            elif self.tokens[seq_id] and self.random.random() < 0.15:
+                length = self.random.randint(0, len(self.tokens[seq_id]) - 1)
+                self.cache.truncate(seq_id, length)
+                del self.tokens[seq_id][length:]
+                self.num_rolled_back += 1
+
+    def grow(self) -> None:
+        """One or two pipelined unit steps over all open sequences or some of them, in any order."""
+        ids = self.cache.seq_ids
+        if self.random.random() < 0.6:
+            ids = self.random.sample(ids, self.random.randint(1, len(ids)))
+        cut = self.random.randint(0, len(ids) - 1)
+        decode = self.random.random() < 0.5
+        calls = [self._call(part, decode) for part in (ids[:cut], ids[cut:]) if part]
+        self.outputs += self.runner.run(calls)
+
+    def _call(self, ids: list[int], decode: bool) -> StageCall:
+        call = StageCall(ids, [1 if decode else self.random.randint(1, 7) for _ in ids], [])
+        chosen: list[int] = []
+        for seq_id, new in zip(ids, call.lens, strict=True):
+            known = len(self.tokens[seq_id])
+            self.tokens[seq_id] += [self.random.randrange(64) for _ in range(new)]
+            rows = sorted(self.random.sample(range(new), self.random.randint(0, new)))
+            chosen += [len(call.tokens) + r for r in rows]
+            call.tokens += self.tokens[seq_id][known:]
+            self.visits.append(Whole(list(self.tokens[seq_id]), [known + r for r in rows]))
+        if decode or not chosen:
+            for seq_id, new, visit in zip(ids, call.lens, self.visits[-len(ids) :], strict=True):
+                visit.positions = list(range(len(self.tokens[seq_id]) - new, len(self.tokens[seq_id])))
+        else:
+            call.rows = chosen
+        return call
+
+
+def _compare(model: RoleModel, seed: int, num_steps: int) -> dict[str, float]:
+    walk = Walk(model, model.new_cache(5), random.Random(seed))
+    with mock.patch.object(LeanLayer, "_mlp", autospec=True, side_effect=LeanLayer._mlp) as lean_calls:
+        for _ in range(num_steps):
+            walk.join_leave_roll_back()
+            walk.grow()
+        report = {"lean_calls": lean_calls.call_count, "opened": walk.num_opened, "rolled_back": walk.num_rolled_back}
+    expected = full_outputs(model, walk.visits)
+    if expected is None:
+        return report
+    found = torch.cat(
+        [gather_logits(out, model.groups.collection.tp) if model.head == "lm" else out for out in walk.outputs]
+    )
+    assert found.shape == expected.shape
+    return {**report, "error": float((found - expected).abs().max()), "spread": float(expected.std())}
+
+
+def cached_against_full(directories: dict[str, str], tp: int, pp: int, num_steps: int) -> dict[str, dict[str, float]]:
+    """name/path -> largest difference between cached and full outputs, and how much the walk has met."""
+    groups = world_groups(tp, pp)
+    reports = {}
+    for name, directory in directories.items():
+        head = "scalar" if name.endswith("scalar") else "lm"
+        for lean in (True, False):
+            model = load(directory, groups, head, lean=lean)
+            reports[f"{name}/{'lean' if lean else 'module'}"] = _compare(model, len(reports), num_steps)
+    return reports

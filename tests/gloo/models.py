@@ -1,0 +1,69 @@
+"""What the jobs of several tests share: models on this job's ranks, whole sequences, and the full forward as the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from oppo_megatron.config.model import ModelConfig
+from oppo_megatron.runtime.batch import MicroBatch
+from oppo_megatron.runtime.mcore.groups import RoleGroups, build_groups
+from oppo_megatron.runtime.mcore.model import Head, RoleModel
+from oppo_megatron.runtime.mcore.training import forward_rows
+from oppo_megatron.runtime.mcore.vocab_parallel import gather_logits
+from oppo_megatron.runtime.roles import load_role
+
+CPU = torch.device("cpu")
+MAX_LENGTH = 32
+
+
+def world_groups(tp: int, pp: int) -> RoleGroups:
+    """Groups of one role on all ranks of the job."""
+    groups = build_groups(range(dist.get_world_size()), tp, pp, "model")
+    assert groups is not None
+    return groups
+
+
+def load(
+    directory: str, groups: RoleGroups, head: Head = "lm", *, lean: bool = True, dtype: str = "float32"
+) -> RoleModel:
+    """The directory's model; a causal LM may serve with a fresh scalar head."""
+    config = ModelConfig(checkpoint=Path(directory), fresh_head=True, dtype=dtype)  # type: ignore[arg-type]
+    return load_role(config, groups, head=head, max_length=MAX_LENGTH, device=CPU, lean=lean)
+
+
+@dataclass
+class Whole:
+    """A whole sequence and the positions whose outputs are compared."""
+
+    tokens: list[int]
+    positions: list[int]
+
+
+def micro_batches(sequences: Sequence[Whole], size: int = 8) -> list[MicroBatch]:
+    """`size` sequences to a micro-batch, in order."""
+    batches = []
+    for start in range(0, len(sequences), size):
+        part = sequences[start : start + size]
+        lengths = [len(s.tokens) for s in part]
+        rows = [sum(lengths[:k]) + position for k, s in enumerate(part) for position in s.positions]
+        tokens_T = torch.tensor([t for s in part for t in s.tokens])
+        targets_R = torch.zeros(len(rows), dtype=torch.int64)
+        batches.append(
+            MicroBatch(list(range(start, start + len(part))), lengths, tokens_T, torch.tensor(rows), targets_R)
+        )
+    return batches
+
+
+def full_outputs(model: RoleModel, sequences: Sequence[Whole]) -> Tensor | None:
+    """Logits [R, V] or scalars [R] of the positions by the cache-free forward; None before the last stage."""
+    finish: Callable[[MicroBatch, Tensor], Tensor] = lambda _, out: (  # noqa: E731
+        gather_logits(out, model.groups.collection.tp) if model.head == "lm" else out
+    )
+    outputs = forward_rows(model, micro_batches(sequences), finish)
+    return torch.cat(outputs) if model.groups.is_last_stage else None

@@ -1,0 +1,106 @@
+"""Decoding: draws depend on nothing but seed, sequence and position; log-probs are those of the training forward."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from oppo_megatron.runtime.sampler import Sampling
+from tests.gloo.jobs_generation import EOS, MAX_RESPONSE, PROMPTS, VARIANTS
+from tests.support.ranks import run_ranks
+from tests.unit.test_runtime_sampler import plain_truncation
+
+SAMPLINGS = {
+    "whole": Sampling(seed=7),
+    "cool": Sampling(0.7, seed=7),
+    "cool, truncated": Sampling(0.7, top_k=9, top_p=0.8, seed=7),
+    "truncated": Sampling(1.0, top_k=9, seed=8),
+    "greedy": Sampling(0.0),
+}
+LOGPROB_TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def drawn() -> dict[str, Any]:
+    """Tokens of the first layout that ran; all others must draw the same."""
+    return {}
+
+
+def test_draws_depend_on_seed_sequence_and_position_alone(
+    models: dict[str, str], layout: tuple[int, int], drawn: dict[str, Any]
+) -> None:
+    tp, pp = layout
+    chosen = {name: SAMPLINGS[name] for name in ("whole", "truncated")}
+    labels = list(VARIANTS) if (tp, pp) == (1, 1) else ["plain", "two slots", "cache forgotten each round"]
+    answers = run_ranks(
+        tp * pp,
+        "tests.gloo.jobs_generation:every_variant",
+        directory=models["qwen2"],
+        tp=tp,
+        pp=pp,
+        samplings=chosen,
+        variants=labels,
+    )
+    assert all(answer == answers[0] for answer in answers)  # every rank keeps the same books
+    for name in chosen:
+        plain = drawn.setdefault(name, answers[0][f"{name}/plain/lean"])
+        variants = {key: value for key, value in answers[0].items() if key.startswith(f"{name}/")}
+        assert len(variants) == len(labels) + 1
+        for label, rollouts in variants.items():
+            assert rollouts == plain, label
+        lengths = [len(tokens) for tokens, _ in plain.values()]
+        assert len(set(lengths)) > 2 and len({tuple(tokens) for tokens, _ in plain.values()}) == len(PROMPTS)
+        for tokens, reason in plain.values():
+            assert EOS not in tokens[:-1]
+            assert (tokens[-1] == EOS and reason == "eos") or (len(tokens) == MAX_RESPONSE and reason == "length")
+
+
+def test_recorded_log_probs_are_those_of_the_training_forward(models: dict[str, str], layout: tuple[int, int]) -> None:
+    tp, pp = layout
+    for model in ("qwen3", "llama") if (tp, pp) == (1, 1) else ("qwen3",):
+        answers = run_ranks(
+            tp * pp,
+            "tests.gloo.jobs_generation:logprob_gaps",
+            directory=models[model],
+            tp=tp,
+            pp=pp,
+            samplings=SAMPLINGS,
+        )
+        speakers = [answer for answer in answers if "training" in answer["whole"]]
+        assert len(speakers) == tp
+        for answer in speakers:
+            for name, sampling in SAMPLINGS.items():
+                check_log_probs(answer[name], sampling)
+
+
+def check_log_probs(answer: dict[str, Any], sampling: Sampling) -> None:
+    assert answer["logprobs"] == pytest.approx(answer["training"], abs=LOGPROB_TOLERANCE)
+    rows = zip(answer["tokens"], answer["sampling_logprobs"], answer["logits"], strict=True)
+    if sampling.temperature == 0:
+        for token, sampled, logits in rows:
+            assert logits[token] == max(logits) and sampled == 0
+    elif sampling.top_k or sampling.top_p < 1:
+        for token, sampled, logits in rows:
+            assert sampled == pytest.approx(math.log(plain_truncation(logits, sampling)[token]), abs=LOGPROB_TOLERANCE)
+        assert answer["sampling_logprobs"] != answer["logprobs"]
+    else:
+        assert answer["sampling_logprobs"] == answer["logprobs"]
+
+
+def test_a_round_ends_with_the_batch_and_goes_on_under_new_weights(models: dict[str, str]) -> None:
+    (answer,) = run_ranks(1, "tests.gloo.jobs_generation:early_end", directory=models["qwen2"])
+    finished = {k: (n, clock) for k, (n, clock) in answer["summary"].items() if clock is not None}
+    num_steps = answer["clock"] - 100
+    assert len(finished) >= 2 and max(clock for _, clock in finished.values()) == answer["clock"]
+    for num_tokens, clock in finished.values():
+        assert clock == 100 + num_tokens  # one token a step from the first
+    prompts = {50 + i: len(tokens) for i, tokens in enumerate(PROMPTS)}
+    running = set(answer["summary"]) - set(finished)
+    assert running and all(answer["summary"][k][0] == num_steps for k in running)
+    assert answer["cached"] == {k: prompts[k] + num_steps - 1 for k in running}
+    # Tokens drawn after the weights changed have the log-probs of the new weights, those before do not.
+    gaps = [abs(gap) for gap, version in zip(answer["gaps"], answer["versions"], strict=True) if version == 1]
+    stale = [abs(gap) for gap, version in zip(answer["gaps"], answer["versions"], strict=True) if version == 0]
+    assert max(gaps) < LOGPROB_TOLERANCE < max(stale)
