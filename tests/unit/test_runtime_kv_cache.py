@@ -1,0 +1,153 @@
+"""The KV cache's books and contents against plain dictionaries and plain attention."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oppo_megatron.errors import CapacityError
+from oppo_megatron.runtime.mcore.kv_cache import KVCache
+
+HEADS, GROUPS, DIM, LENGTH, LAYERS = 4, 2, 4, 12, 2
+SLOT_BYTES = 2 * LAYERS * GROUPS * LENGTH * DIM * 4
+CPU = torch.device("cpu")
+
+
+def new_cache(num_slots: int, budget_bytes: int | None = None, dtype: torch.dtype = torch.float32) -> KVCache:
+    """Without rotation, so that what attends is what was given."""
+    rope = (torch.ones(LENGTH, DIM), torch.zeros(LENGTH, DIM))
+    return KVCache(
+        num_layers=LAYERS, num_kv_heads=GROUPS, head_dim=DIM, num_slots=num_slots, max_length=LENGTH, rope=rope,
+        dtype=dtype, device=CPU, budget_bytes=budget_bytes,
+    )  # fmt: skip
+
+
+def plain_attention(q_ND: torch.Tensor, k_LGD: torch.Tensor, v_LGD: torch.Tensor, scale: float) -> torch.Tensor:
+    """One query token over the keys it may see, head by head."""
+    heads = []
+    for head in range(HEADS):
+        group = head // (HEADS // GROUPS)
+        weights = torch.softmax(k_LGD[:, group] @ q_ND[head] * scale, 0)
+        heads.append(weights @ v_LGD[:, group])
+    return torch.cat(heads)
+
+
+class Naive:
+    """What the cache should hold: a dictionary of lists of (key, value), one list a layer."""
+
+    def __init__(self, num_slots: int, seed: int):
+        self.cache, self.random = new_cache(num_slots), random.Random(seed)
+        self.held: dict[int, list[list[tuple[torch.Tensor, torch.Tensor]]]] = {}
+        self.opened = 0
+
+    def open(self) -> None:
+        if len(self.held) == self.cache.num_slots:
+            with pytest.raises(CapacityError, match=f"sequence {self.opened} finds no free slot"):
+                self.cache.open(self.opened)
+            return
+        self.cache.open(self.opened)
+        self.held[self.opened] = [[] for _ in range(LAYERS)]
+        self.opened += 1
+
+    def close(self) -> None:
+        if self.held:
+            seq_id = self.random.choice(sorted(self.held))
+            self.cache.close(seq_id)
+            del self.held[seq_id]
+
+    def truncate(self) -> None:
+        if self.held:
+            seq_id = self.random.choice(sorted(self.held))
+            length = self.random.randint(0, len(self.held[seq_id][0]))
+            self.cache.truncate(seq_id, length)
+            for layer in self.held[seq_id]:
+                del layer[length:]
+
+    def step(self, decode: bool) -> None:
+        """Append to some sequences, and compare what every layer attends to."""
+        room = {i: LENGTH - len(layers[0]) for i, layers in self.held.items()}
+        ids = [i for i in self.cache.seq_ids if room[i]]
+        ids = ids if self.random.random() < 0.5 else self.random.sample(ids, self.random.randint(0, len(ids)))
+        if not ids:
+            return
+        lens = [1 if decode else self.random.randint(1, min(4, room[i])) for i in ids]
+        plan = self.cache.begin(ids, lens)
+        for layer in range(LAYERS):
+            q, k, v = (torch.randn(sum(lens), heads, DIM) for heads in (HEADS, GROUPS, GROUPS))
+            expected, start = [], 0
+            for seq_id, new in zip(ids, lens, strict=True):
+                for t in range(start, start + new):
+                    held = self.held[seq_id][layer]
+                    held.append((k[t], v[t]))
+                    keys, values = (torch.stack(x) for x in zip(*held, strict=True))
+                    expected.append(plain_attention(q[t], keys, values, 0.7))
+                start += new
+            found = plan.attend(layer, q, k, v, 0.7)
+            assert (found - torch.stack(expected)).abs().max() < 1e-5
+        self.cache.commit(plan)
+
+    def check(self) -> None:
+        assert sorted(self.cache.seq_ids) == sorted(self.held)
+        assert self.cache.num_free == self.cache.num_slots - len(self.held)
+        for seq_id in range(self.opened):
+            assert (seq_id in self.cache) == (seq_id in self.held)
+        for seq_id, layers in self.held.items():
+            assert self.cache.length(seq_id) == len(layers[0])
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    actions=st.lists(
+        st.sampled_from(["open", "open", "close", "truncate", "decode", "decode", "prefill"]), max_size=40
+    ),
+    num_slots=st.integers(1, 4),
+    seed=st.integers(0, 99),
+)
+def test_books_and_contents_equal_a_dictionary(actions: list[str], num_slots: int, seed: int) -> None:
+    naive = Naive(num_slots, seed)
+    for action in actions:
+        if action in ("decode", "prefill"):
+            naive.step(action == "decode")
+        else:
+            getattr(naive, action)()
+        naive.check()
+
+
+def test_a_planned_step_that_is_not_committed_leaves_the_books_alone() -> None:
+    cache = new_cache(2)
+    cache.open(4)
+    cache.begin([4], [3])
+    assert cache.length(4) == 0
+
+
+@pytest.mark.parametrize("slots", [1, 3, 5])
+def test_the_budget_in_bytes_is_kept_to(slots: int) -> None:
+    for spare in (0, SLOT_BYTES - 1):
+        cache = new_cache(5, slots * SLOT_BYTES + spare)
+        assert cache.num_slots == cache.num_free == slots
+        stored = sum(x.numel() * x.element_size() for x in (*cache.k, *cache.v))
+        assert stored == slots * SLOT_BYTES
+    assert new_cache(2, 100 * SLOT_BYTES).num_slots == 2
+    assert new_cache(5, SLOT_BYTES, torch.bfloat16).num_slots == 2
+
+
+def test_a_budget_below_one_sequence_is_an_error_with_the_figures() -> None:
+    with pytest.raises(CapacityError) as caught:
+        new_cache(5, SLOT_BYTES - 1)
+    message = str(caught.value)
+    assert re.search(rf"{SLOT_BYTES - 1:,} bytes.*{LENGTH} tokens.*{SLOT_BYTES:,} bytes", message)
+    assert "runtime.kv_cache_mb to at least 1," in message
+
+
+def test_a_sequence_beyond_its_positions_is_an_error_that_names_it() -> None:
+    cache = new_cache(2)
+    cache.open(9)
+    cache.commit(cache.begin([9], [LENGTH - 1]))
+    with pytest.raises(CapacityError, match=f"sequence 9: {LENGTH - 1} cached \\+ 2 new tokens exceed .* {LENGTH} "):
+        cache.begin([9], [2])
+    cache.begin([9], [1])
