@@ -13,7 +13,7 @@ from oppo_megatron.config.base import Section
 class TokenizerConfig(Section):
     """A Hugging Face tokenizer directory, or a sentencepiece `.model` file."""
 
-    path: Path
+    path: Path = Field(..., description="Hugging Face tokenizer directory, or a sentencepiece `.model` file")
     chat_template: str | None = Field(
         None, description="Jinja template for OpenAI-style `messages`; default: the tokenizer's own"
     )
@@ -22,26 +22,30 @@ class TokenizerConfig(Section):
 class ColumnsConfig(Section):
     """Which column of a row plays which part.  A null part is found by the known names (GSM8K's, TRL's, OpenAI's)."""
 
-    prompt: str | None = None
-    completion: str | None = None
-    chosen: str | None = None
-    rejected: str | None = None
+    prompt: str | None = Field(None, description="what is asked: text, or a list of messages")
+    completion: str | None = Field(None, description="the answer to learn (`oppo sft`)")
+    chosen: str | None = Field(None, description="the better answer (`oppo rm`)")
+    rejected: str | None = Field(None, description="the worse answer (`oppo rm`)")
 
 
 class DataConfig(Section):
     """A JSONL file, a list of them, or a Hugging Face data set directory."""
 
-    path: Path | list[Path]
+    path: Path | list[Path] = Field(..., description="JSONL file, list of them, or Hugging Face data set directory")
     columns: ColumnsConfig = ColumnsConfig()
     prompt_template: str = Field("{prompt}", description="text around each prompt; `{prompt}` stands for it")
     completion_template: str = Field(
         "{completion}", description="text around each completion, chosen or rejected answer"
     )
     max_rows: int | None = Field(None, ge=1, description="use the first so many rows")
-    bad_rows: Literal["error", "quarantine"] = "error"
-    max_prompt_tokens: int = Field(1024, ge=1)
-    long_prompts: Literal["error", "truncate", "quarantine"] = "error"
-    shuffle: bool = True
+    bad_rows: Literal["error", "quarantine"] = Field(
+        "error", description="a row that is not JSON, lacks a column or has no text: end the run, or set the row aside"
+    )
+    max_prompt_tokens: int = Field(1024, ge=1, description="longest prompt (`oppo train`)")
+    long_prompts: Literal["error", "truncate", "quarantine"] = Field(
+        "error", description="a longer prompt: end the run, keep the prompt's end, or set the row aside (`oppo train`)"
+    )
+    shuffle: bool = Field(True, description="a new order each epoch, from the seed; false: the file's order")
 
 
 class RewardPart(Section):
@@ -52,9 +56,9 @@ class RewardPart(Section):
     (prompt, response, fields).
     """
 
-    kind: Literal["model", "verifier", "python"]
-    weight: float = 1.0
-    name: Literal["arithmetic", "gsm8k"] | None = None
+    kind: Literal["model", "verifier", "python"] = Field(..., description="what gives the number; see above")
+    weight: float = Field(1.0, description="factor of this part in the sum")
+    name: Literal["arithmetic", "gsm8k"] | None = Field(None, description="the rule (verifier)")
     answer: str = Field("answer", description="column that holds the expected answer (verifier)")
-    entry_point: str | None = None
+    entry_point: str | None = Field(None, description="`package.module:function` (python)")
     options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments for the entry point")

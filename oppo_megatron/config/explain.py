@@ -77,7 +77,7 @@ def known_keys(kind: type[Section], prefix: str = "") -> Iterator[str]:
     nested: list[tuple[str, type[Section]]] = []
     for name, field in kind.model_fields.items():
         yield prefix + name
-        section = _section_in(field.annotation)
+        section = section_in(field.annotation)
         if section is not None and get_origin(field.annotation) is not list:
             nested.append((f"{prefix}{name}.", section))
     for inner_prefix, section in nested:
@@ -96,7 +96,7 @@ def _data_path(kind: type[Section], detail: ErrorDetails) -> Path:
         elif section is not None and part in section.model_fields:
             annotation = section.model_fields[str(part)].annotation
             path.append(part)
-            section = _section_in(annotation)
+            section = section_in(annotation)
             in_list = _has_list(annotation)
         elif section is not None and detail["type"] == "extra_forbidden":
             path.append(part)
@@ -107,17 +107,17 @@ def _section_at(kind: type[Section], path: Path) -> type[Section]:
     section = kind
     for part in path:
         if isinstance(part, str):
-            inner = _section_in(section.model_fields[part].annotation)
+            inner = section_in(section.model_fields[part].annotation)
             assert inner is not None, f"{part} of {section.__name__} is no section"
             section = inner
     return section
 
 
-def _section_in(annotation: Any) -> type[Section] | None:
+def section_in(annotation: Any) -> type[Section] | None:
     """The section class inside `X`, `X | None` or `list[X]`."""
     if isinstance(annotation, type) and get_origin(annotation) is None:
         return annotation if issubclass(annotation, Section) else None
-    return next((found for arg in get_args(annotation) if (found := _section_in(arg)) is not None), None)
+    return next((found for arg in get_args(annotation) if (found := section_in(arg)) is not None), None)
 
 
 def _has_list(annotation: Any) -> bool:

@@ -24,7 +24,10 @@ class ParallelConfig(Section):
 
 
 class ModelConfig(Section):
-    """Where a model's shape and weights come from: a Hugging Face directory, or a shape to initialise at random."""
+    """Where a model's shape and weights come from: a Hugging Face directory, or a shape to initialise at random.
+
+    Exactly one of `checkpoint` and `init` is given.
+    """
 
     checkpoint: Path | None = Field(None, description="Hugging Face directory (config.json + safetensors)")
     init: dict[str, Any] | Path | None = Field(
@@ -32,20 +35,22 @@ class ModelConfig(Section):
     )
     init_seed: int = Field(1234, ge=0, description="seed of a random initialisation, and of a fresh head")
     fresh_head: bool = Field(False, description="a causal LM may be loaded with a new scalar head (reward, critic)")
-    dtype: Dtype = "float32"
+    dtype: Dtype = Field("float32", description="type in which the weights are held and computed with")
 
 
 class OptimizerConfig(Section):
     """Adam and its schedule, through megatron-core's optimizer."""
 
-    lr: float = Field(1e-4, gt=0)
-    min_lr: float = Field(0.0, ge=0)
+    lr: float = Field(1e-4, gt=0, description="largest learning rate")
+    min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the decay")
     warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
-    decay: Literal["constant", "linear", "cosine"] = "constant"
-    weight_decay: float = Field(0.0, ge=0)
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.95, ge=0, lt=1)
-    eps: float = Field(1e-8, gt=0)
+    decay: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="course of the learning rate after the warm-up, to the last optimizer step"
+    )
+    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay (AdamW)")
+    beta1: float = Field(0.9, ge=0, lt=1, description="decay of the mean gradient")
+    beta2: float = Field(0.95, ge=0, lt=1, description="decay of the mean squared gradient")
+    eps: float = Field(1e-8, gt=0, description="added to the root of the mean squared gradient")
     clip_grad: float = Field(1.0, ge=0, description="largest global gradient norm; 0 turns clipping off")
 
 
@@ -64,7 +69,9 @@ class TrainedRoleConfig(RoleConfig):
 class PlacementConfig(Section):
     """Which ranks hold what.  Ranks are numbered actor first, then scorers."""
 
-    mode: Literal["disaggregated", "single"] = "disaggregated"
+    mode: Literal["disaggregated", "single"] = Field(
+        "disaggregated", description="actor and scorers on ranks of their own, or all roles in one process"
+    )
     actor: ParallelConfig = ParallelConfig()
     scorer: ParallelConfig = ParallelConfig()
 
@@ -84,7 +91,7 @@ class PlacementConfig(Section):
 class RuntimeConfig(Section):
     """How the machine is used."""
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one, else cpu")
     threads_per_rank: int = Field(0, ge=0, description="CPU threads of each rank; 0: cores divided by local ranks")
     timeout_s: float = Field(600.0, gt=0, description="a message or collective later than this is an error")
     micro_batch_tokens: int = Field(

@@ -13,8 +13,10 @@ class ChunkConfig(Section):
     """Chunk size of the token stream: decode steps a round."""
 
     tokens: int = Field(32, ge=1, description="decode steps in a round, at the start")
-    adaptive: bool = True
-    candidates: list[PositiveInt] = Field(default=[16, 32, 64], min_length=1)
+    adaptive: bool = Field(True, description="search for the fastest size; false: stay at `tokens`")
+    candidates: list[PositiveInt] = Field(
+        default=[16, 32, 64], min_length=1, description="sizes that a search tries beside the one in force"
+    )
     period: int = Field(50, ge=1, description="steps from one search to the next")
     trials: int = Field(1, ge=1, description="steps spent on each candidate in a search")
 
@@ -22,10 +24,12 @@ class ChunkConfig(Section):
 class DeltaConfig(Section):
     """How many prompts more than the batch are decoded (the paper's delta)."""
 
-    rule: Literal["eq4", "algorithm1", "eq4_literal", "fixed"] = "eq4"
-    initial: int = Field(4, ge=0)
-    min: int = Field(0, ge=0)
-    max: int = Field(8, ge=0)
+    rule: Literal["eq4", "algorithm1", "eq4_literal", "fixed"] = Field(
+        "eq4", description="what moves delta; see docs/algorithm.md"
+    )
+    initial: int = Field(4, ge=0, description="delta of the first step")
+    min: int = Field(0, ge=0, description="smallest delta")
+    max: int = Field(8, ge=0, description="largest delta; at most the batch size")
     window: int = Field(5, ge=1, description="steps averaged by the rule (W or w in the paper)")
     increase: int = Field(1, ge=1, description="delta_inc of eq. 4")
     decrease: int = Field(1, ge=1, description="delta_dec of eq. 4")

@@ -13,10 +13,10 @@ class RolloutConfig(Section):
     """What is decoded in a step and how tokens are drawn."""
 
     batch_size: int = Field(..., ge=1, description="trained rollouts a step (the paper's B)")
-    max_response_tokens: int = Field(..., ge=1)
+    max_response_tokens: int = Field(..., ge=1, description="a response is cut at so many tokens")
     temperature: float = Field(1.0, ge=0, description="0 means greedy")
     top_k: int = Field(0, ge=0, description="0 turns it off")
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(1.0, gt=0, le=1, description="smallest set of tokens with this mass; 1 turns it off")
 
 
 class AdaptiveKLConfig(Section):
@@ -29,32 +29,34 @@ class AdaptiveKLConfig(Section):
 class KLConfig(Section):
     """Distance kept from the reference policy."""
 
-    estimator: Literal["k1", "k2", "k3"] = "k1"
+    estimator: Literal["k1", "k2", "k3"] = Field("k1", description="KL of one sampled token; see docs/algorithm.md")
     mode: Literal["penalty", "loss"] = Field(
         "penalty", description="per-token reward penalty, or a term of the actor's loss"
     )
-    coefficient: float = Field(0.05, ge=0)
+    coefficient: float = Field(0.05, ge=0, description="weight of the KL (the first one, where it is adaptive)")
     adaptive: AdaptiveKLConfig | None = None
 
 
 class StalenessConfig(Section):
     """How tokens sampled under an older policy enter the loss."""
 
-    correction: Literal["behaviour", "decoupled"] = "behaviour"
+    correction: Literal["behaviour", "decoupled"] = Field(
+        "behaviour", description="ratio against the log-probs of sampling, or of the step's start with a weight"
+    )
     weight_cap: float = Field(2.0, gt=0, description="cap of the truncated importance weight (decoupled)")
 
 
 class PPOConfig(Section):
     """The PPO update (paper eq. 1-2 and the usual companions)."""
 
-    epochs: int = Field(1, ge=1)
+    epochs: int = Field(1, ge=1, description="passes over a batch")
     minibatches: int = Field(1, ge=1, description="optimizer steps per epoch; must divide the batch size")
-    gamma: float = Field(1.0, ge=0, le=1)
-    gae_lambda: float = Field(0.95, ge=0, le=1)
-    clip: float = Field(0.2, gt=0)
+    gamma: float = Field(1.0, ge=0, le=1, description="discount of later rewards")
+    gae_lambda: float = Field(0.95, ge=0, le=1, description="GAE's lambda: 0 trusts the critic, 1 the rewards")
+    clip: float = Field(0.2, gt=0, description="the ratio counts within 1 - clip .. 1 + clip")
     value_clip: float = Field(0.2, ge=0, description="0 turns value clipping off")
-    entropy_coefficient: float = Field(0.0, ge=0)
-    whiten_advantages: bool = True
+    entropy_coefficient: float = Field(0.0, ge=0, description="weight of the entropy bonus")
+    whiten_advantages: bool = Field(True, description="mean 0 and variance 1 over the whole batch")
     reward_clip: float | None = Field(None, gt=0, description="bound of the absolute score of a rollout")
     truncated_score: float | None = Field(
         None, description="score of a response cut at the limit, in place of its reward; null: its reward"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from oppo_megatron.config.base import Section
 from oppo_megatron.config.data import DataConfig, RewardPart, TokenizerConfig
@@ -23,30 +23,38 @@ from oppo_megatron.config.ppo import PPOConfig, RolloutConfig
 
 
 class LoggingConfig(Section):
-    """Where progress is shown.  `metrics.jsonl` and `trace.json` are always written."""
+    """Where progress is shown.  `metrics.jsonl` is always written."""
 
-    console: Literal["auto", "live", "plain", "off"] = "auto"
-    tensorboard: bool = False
-    wandb_project: str | None = None
-    trace: bool = True
+    console: Literal["auto", "live", "plain", "off"] = Field(
+        "auto", description="progress as a live line or as plain lines; auto: live in a terminal"
+    )
+    tensorboard: bool = Field(False, description="write the metrics to `tensorboard/` in the run directory too")
+    wandb_project: str | None = Field(None, description="Weights & Biases project to log to; null: none")
+    trace: bool = Field(True, description="write trace.json: what each rank did, and when")
     rollouts: bool = Field(False, description="write every trained rollout to rollouts.jsonl")
+
+    @field_validator("console", mode="before")
+    @classmethod
+    def _off(cls, value: object) -> object:
+        """YAML reads a bare `off` as false."""
+        return "off" if value is False else value
 
 
 class EvaluationConfig(Section):
     """Greedy decoding of held-out prompts, scored by a verifier."""
 
     data: DataConfig
-    verifier: Literal["arithmetic", "gsm8k"]
-    answer: str = "answer"
-    max_prompts: int = Field(200, ge=1)
+    verifier: Literal["arithmetic", "gsm8k"] = Field(..., description="the rule that judges a response")
+    answer: str = Field("answer", description="column that holds the expected answer")
+    max_prompts: int = Field(200, ge=1, description="use the first so many prompts")
     every_steps: int = Field(0, ge=0, description="0: only before the first and after the last step")
 
 
 class TrainConfig(Section):
     """`oppo train`: PPO."""
 
-    run_dir: Path
-    seed: int = Field(1, ge=0)
+    run_dir: Path = Field(..., description="folder for all that the run writes; it must hold no finished run")
+    seed: int = Field(1, ge=0, description="seed of the data's order and of all draws")
     steps: int | None = Field(
         None, ge=1, description="PPO steps; null: until `data_epochs` passes over the prompts end"
     )
@@ -72,13 +80,15 @@ class TrainConfig(Section):
 class SupervisedConfig(Section):
     """What `oppo sft` and `oppo rm` share."""
 
-    run_dir: Path
-    seed: int = Field(1, ge=0)
+    run_dir: Path = Field(..., description="folder for all that the run writes; it must hold no finished run")
+    seed: int = Field(1, ge=0, description="seed of the data's order and of all draws")
     epochs: float = Field(1.0, gt=0, description="passes over the data; may be a fraction")
-    max_steps: int | None = Field(None, ge=1)
+    max_steps: int | None = Field(None, ge=1, description="end after so many steps; null: when `epochs` are over")
     batch_size: int = Field(32, ge=1, description="rows (pairs for `rm`) per optimizer step")
     max_tokens: int = Field(1024, ge=2, description="longest prompt + completion")
-    long_rows: Literal["error", "truncate", "quarantine"] = "quarantine"
+    long_rows: Literal["error", "truncate", "quarantine"] = Field(
+        "quarantine", description="what becomes of a row of more than `max_tokens`"
+    )
     parallel: ParallelConfig = ParallelConfig()
     tokenizer: TokenizerConfig
     data: DataConfig
