@@ -1,0 +1,213 @@
+"""Decode speed: our engine beside Hugging Face `generate` and megatron-core's own context, on the same weights.
+
+Legend: B sequences, P prompt tokens, N new tokens, V vocabulary.
+
+Peers take turns within one run (a, b, c, a, b, c, ...), so that whatever else the machine does meanwhile hits all of
+them; a peer's figure is the median of its turns.  Timed are the N decode steps behind the prefill.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from oppo_megatron.config.model import ModelConfig, RuntimeConfig
+from oppo_megatron.records import Prompt, Rollout
+from oppo_megatron.runtime.generation import Generator
+from oppo_megatron.runtime.mcore.groups import RoleGroups, build_groups
+from oppo_megatron.runtime.mcore.hf_weights import export_weights
+from oppo_megatron.runtime.mcore.model import RoleModel
+from oppo_megatron.runtime.mcore.stage import step
+from oppo_megatron.runtime.mcore.static_peer import StaticContextDecoder
+from oppo_megatron.runtime.roles import load_role
+from oppo_megatron.runtime.sampler import Sampling
+from oppo_megatron.runtime.world import World, open_world
+from oppo_megatron.train.machine import describe_machine
+
+NEVER = -1  # a token id that is never drawn
+
+
+@dataclass(frozen=True)
+class DecodeWork:
+    """What every peer decodes."""
+
+    shape: Mapping[str, Any]  # Hugging Face config.json
+    batches: Sequence[int]
+    prompt_tokens: int
+    new_tokens: int
+    repeats: int
+    threads: int
+
+    @property
+    def max_length(self) -> int:
+        return self.prompt_tokens + self.new_tokens + 1
+
+
+class Peer(Protocol):
+    """Something that decodes: seconds of the decode steps, and the tokens [B, N]."""
+
+    def decode(self, prompts_BP: Tensor, num_new: int) -> tuple[float, Tensor]: ...
+
+
+class StepLoop:
+    """Our unit step in a bare loop with argmax: what the engine costs without sampling and bookkeeping."""
+
+    def __init__(self, model: RoleModel):
+        self.model = model
+
+    def decode(self, prompts_BP: Tensor, num_new: int) -> tuple[float, Tensor]:
+        batch, length = prompts_BP.shape
+        cache = self.model.new_cache(batch)
+        ids, ones, tokens = list(range(batch)), [1] * batch, []
+        for seq_id in ids:
+            cache.open(seq_id)
+        ends_B = torch.arange(1, batch + 1) * length - 1
+        token_B = step(self.model, cache, ids, [length] * batch, prompts_BP.flatten(), ends_B).argmax(-1)
+        started = time.perf_counter()
+        for _ in range(num_new):
+            token_B = step(self.model, cache, ids, ones, token_B).argmax(-1)
+            tokens.append(token_B)
+        return time.perf_counter() - started, torch.stack(tokens, -1)
+
+
+class Engine:
+    """The product's path: `Generator.decode_round`, sampling at temperature 1 over the whole vocabulary."""
+
+    def __init__(self, model: RoleModel):
+        self.model = model
+
+    def decode(self, prompts_BP: Tensor, num_new: int) -> tuple[float, Tensor]:
+        batch = len(prompts_BP)
+        engine = Generator(
+            self.model,
+            self.model.new_cache(batch),
+            sampling=Sampling(seed=1),
+            eos_id=NEVER,
+            max_response_tokens=num_new + 1,
+            prefill_tokens=prompts_BP.numel(),
+        )
+        rollouts = [Rollout(Prompt(i, i, "", tuple(tokens)), i) for i, tokens in enumerate(prompts_BP.tolist())]
+        first = engine.decode_round(rollouts, _Unending(), index=0, max_steps=1, clock=0, version=0)
+        for row in first.rows:
+            rollouts[row.seq_id].tokens += row.tokens
+        started = time.perf_counter()
+        chunk = engine.decode_round(rollouts, _Unending(), index=1, max_steps=num_new, clock=1, version=0)
+        seconds = time.perf_counter() - started
+        return seconds, torch.tensor([row.tokens for row in sorted(chunk.rows, key=lambda row: row.seq_id)])
+
+
+class _Unending:
+    """A stop signal that lets every sequence reach its limit."""
+
+    ready = False
+
+    def finish(self, seq_id: int) -> None:
+        """Counts nothing."""
+
+
+class HuggingFace:
+    """`transformers` generate, greedy.  Its prefill is taken off by a call that makes one token."""
+
+    def __init__(self, directory: Path):
+        from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+        self.model = AutoModelForCausalLM.from_pretrained(directory).eval()
+        self.model.generation_config.eos_token_id = None
+        self.model.generation_config.pad_token_id = 0
+
+    def decode(self, prompts_BP: Tensor, num_new: int) -> tuple[float, Tensor]:
+        started = time.perf_counter()
+        self._generate(prompts_BP, 1)
+        prefilled = time.perf_counter()
+        tokens = self._generate(prompts_BP, num_new + 1)
+        return time.perf_counter() - prefilled - (prefilled - started), tokens[:, prompts_BP.shape[1] + 1 :]
+
+    @torch.inference_mode()
+    def _generate(self, prompts_BP: Tensor, count: int) -> Tensor:
+        mask = torch.ones_like(prompts_BP)
+        return self.model.generate(
+            prompts_BP, attention_mask=mask, max_new_tokens=count, min_new_tokens=count, do_sample=False
+        )
+
+
+def bench_decode(work: DecodeWork, names: Sequence[str]) -> dict[str, Any]:
+    """Measure the peers of `PEERS` named.  Returns the figures of `oppo bench decode` as one JSON object."""
+    runtime = RuntimeConfig(threads_per_rank=work.threads, device="cpu")
+    with open_world(runtime) as world, tempfile.TemporaryDirectory() as scratch:
+        peers = _build_peers(work, names, world, Path(scratch))
+        parameters = sum(p.numel() for p in _load(work, _groups(), world).parameters())
+        rows = [row for batch in work.batches for row in _measure(peers, work, batch)]
+    return {"machine": describe_machine(), "work": asdict(work), "parameters": parameters, "results": rows}
+
+
+PEERS = {
+    "ours-lean": "the unit step, lean layers, argmax",
+    "ours-module": "the unit step, megatron-core's modules, argmax",
+    "ours-engine": "decode_round: lean layers, sampling, log-probs and all bookkeeping",
+    "mcore-static": "megatron-core's stock model and StaticInferenceContext, argmax",
+    "hf": "transformers generate, greedy",
+}
+
+
+def _groups() -> RoleGroups:
+    groups = build_groups([0], 1, 1, "bench")
+    assert groups is not None
+    return groups
+
+
+def _load(work: DecodeWork, groups: RoleGroups, world: World, lean: bool = True) -> RoleModel:
+    config = ModelConfig(init=dict(work.shape))
+    model = load_role(config, groups, head="lm", max_length=work.max_length, device=world.device, lean=lean)
+    return model.requires_grad_(False)
+
+
+def _build_peers(work: DecodeWork, names: Sequence[str], world: World, scratch: Path) -> dict[str, Peer]:
+    groups = _groups()
+    lean, module = (_load(work, groups, world, lean=lean) for lean in (True, False))
+    export_weights(lean, lean.shape, scratch / "hf", head="lm")
+    makers = {
+        "ours-lean": lambda: StepLoop(lean),
+        "ours-module": lambda: StepLoop(module),
+        "ours-engine": lambda: Engine(lean),
+        "mcore-static": lambda: StaticContextDecoder(lean),
+        "hf": lambda: HuggingFace(scratch / "hf"),
+    }
+    return {name: makers[name]() for name in names}
+
+
+def _measure(peers: Mapping[str, Peer], work: DecodeWork, batch: int) -> list[dict[str, Any]]:
+    """One row a peer.  `same_tokens` is the share of tokens equal to the first greedy peer's; the engine samples."""
+    generator = torch.Generator().manual_seed(batch)
+    prompts_BP = torch.randint(int(work.shape["vocab_size"]), (batch, work.prompt_tokens), generator=generator)
+    tokens = {name: peer.decode(prompts_BP, work.new_tokens)[1] for name, peer in peers.items()}  # warms up, too
+    seconds: dict[str, list[float]] = {name: [] for name in peers}
+    for _ in range(work.repeats):
+        for name, peer in peers.items():
+            seconds[name].append(peer.decode(prompts_BP, work.new_tokens)[0])
+    greedy = next((name for name in peers if name != "ours-engine"), None)
+    rates = {name: sorted(batch * work.new_tokens / s for s in times) for name, times in seconds.items()}
+    return [
+        {
+            "peer": name,
+            "batch": batch,
+            "tokens_per_s": median(rate),
+            "min": rate[0],
+            "max": rate[-1],
+            "over_hf": median(rate) / median(rates["hf"]) if "hf" in rates else None,
+            "over_mcore_static": median(rate) / median(rates["mcore-static"]) if "mcore-static" in rates else None,
+            "same_tokens": None
+            if greedy is None or name == "ours-engine"
+            else float((tokens[name] == tokens[greedy]).float().mean()),
+        }
+        for name, rate in rates.items()
+    ]

@@ -1,0 +1,35 @@
+"""The machine that a figure was measured on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("torch", "megatron-core", "transformers")
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, cores, devices, versions, and how busy the machine is with other work at the moment."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "processor": _processor(),
+        "usable_cores": cores,
+        "cuda_devices": devices,
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in PACKAGES},
+        "load_average_1min": round(os.getloadavg()[0], 2),
+    }
+
+
+def _processor() -> str:
+    """The model name that the kernel gives, or the architecture where it gives none."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
