@@ -1,0 +1,214 @@
+"""Training on every layout equals plain torch on one process: Hugging Face's model, AdamW and clip_grad_norm_."""
+
+from __future__ import annotations
+
+import math
+import random
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from oppo_megatron.config.model import OptimizerConfig
+from oppo_megatron.runtime.mcore.training import _scheduler
+from tests.gloo.jobs_training import ENTROPY_WEIGHT, TEMPERATURE, Minibatch
+from tests.support.ranks import run_ranks
+
+NUM_STEPS = 4
+SETTINGS = OptimizerConfig(
+    lr=0.01,
+    min_lr=0.002,
+    warmup_steps=1,
+    decay="linear",
+    weight_decay=0.1,
+    beta1=0.8,
+    beta2=0.9,
+    eps=1e-5,
+    clip_grad=0.5,
+)
+NAMES = ("qwen2", "qwen3", "qwen3-scalar")
+PROBES = [[1, 2, 3, 4], [60], [9, 8, 7]]
+
+
+def make_data() -> list[Minibatch]:
+    dice = random.Random(5)
+
+    def tokens(most: int) -> list[int]:
+        # Token 0 pads in these models, and transformers gives a pad token's embedding no gradient.
+        return [dice.randrange(1, 64) for _ in range(dice.randint(1, most))]
+
+    data = []
+    for _ in range(NUM_STEPS):
+        responses = [tokens(9) for _ in range(6)]
+        numbers = [[dice.uniform(-0.5, 1.5) for _ in response] for response in responses]
+        data.append(Minibatch([tokens(6) for _ in responses], responses, numbers))
+    return data
+
+
+DATA = make_data()
+
+
+def rate(step: int) -> float:
+    """SETTINGS' schedule by hand: a warm-up of one step at the full rate, then a line to the end at NUM_STEPS."""
+    if step <= SETTINGS.warmup_steps:
+        return SETTINGS.lr
+    share = (step - SETTINGS.warmup_steps) / (NUM_STEPS - SETTINGS.warmup_steps)
+    return SETTINGS.lr + share * (SETTINGS.min_lr - SETTINGS.lr)
+
+
+def plain_outputs(model: Any, tokens: list[int]) -> Tensor:
+    """Logits [T, V] or a score of every prefix [T]."""
+    if hasattr(model, "score"):
+        return model.score(model.model(torch.tensor([tokens])).last_hidden_state)[0, :, 0]
+    return model(torch.tensor([tokens])).logits[0]
+
+
+def plain_loss(model: Any, batch: Minibatch) -> Tensor:
+    total = torch.zeros(())
+    for prompt, response, numbers in zip(batch.prompts, batch.responses, batch.numbers, strict=True):
+        out = plain_outputs(model, [*prompt, *response])[len(prompt) - 1 : -1]
+        weights = torch.tensor(numbers)
+        if out.dim() == 1:
+            total = total + ((out - weights) ** 2).sum()
+        else:
+            logq = torch.log_softmax(out / TEMPERATURE, -1)
+            chosen = logq[range(len(response)), response]
+            total = total - (weights * chosen).sum() + ENTROPY_WEIGHT * (logq.exp() * logq).sum()
+    return total / batch.num_tokens
+
+
+def plain_training(directory: str, settings: OptimizerConfig) -> dict[str, Any]:
+    kind = AutoModelForSequenceClassification if "scalar" in directory else AutoModelForCausalLM
+    model = kind.from_pretrained(directory, dtype=torch.float32).train()
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in params if p.dim() > 1], "weight_decay": settings.weight_decay},
+            {"params": [p for p in params if p.dim() == 1], "weight_decay": 0.0},
+        ],
+        lr=settings.lr, betas=(settings.beta1, settings.beta2), eps=settings.eps,
+    )  # fmt: skip
+    losses, norms = [], []
+    for step, batch in enumerate(DATA):
+        for group in optimizer.param_groups:
+            group["lr"] = rate(step)
+        optimizer.zero_grad()
+        loss = plain_loss(model, batch)
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(params, settings.clip_grad or math.inf).item())
+        losses.append(loss.item())
+        optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        outputs = torch.cat([plain_outputs(model, probe) for probe in PROBES])
+    return {"losses": losses, "norms": norms, "outputs": outputs, "weights": model.state_dict()}
+
+
+@cache
+def reference(directory: str, clip_grad: float) -> dict[str, Any]:
+    return plain_training(directory, SETTINGS.model_copy(update={"clip_grad": clip_grad}))
+
+
+def check(answers: list[dict[str, Any]], name: str, expected: dict[str, Any], written: Path, tp: int) -> None:
+    for answer in (a[name] for a in answers):
+        assert answer["grad_norm"] == pytest.approx(expected["norms"], rel=1e-5)
+        assert answer["lr"] == pytest.approx([rate(step) for step in range(NUM_STEPS)])
+    speakers = [a[name] for a in answers if "outputs" in a[name]]
+    assert len(speakers) == tp
+    for answer in speakers:
+        assert [stats["loss"] for stats in answer["stats"]] == pytest.approx(expected["losses"], abs=2e-5)
+        assert all(0 < stats["max_tokens"] <= 24 for stats in answer["stats"])
+        assert (answer["outputs"] - expected["outputs"]).abs().max() < 2e-4
+    assert all(stats == {} for a in answers if "outputs" not in a[name] for stats in a[name]["stats"])
+    kind = AutoModelForSequenceClassification if "scalar" in name else AutoModelForCausalLM
+    found = kind.from_pretrained(written / name, dtype=torch.float32).state_dict()
+    assert found.keys() == expected["weights"].keys()
+    for key, weight in expected["weights"].items():
+        assert (found[key] - weight).abs().max() < 5e-5, key
+
+
+def test_steps_equal_plain_torch(models: dict[str, str], layout: tuple[int, int], tmp_path: Path) -> None:
+    tp, pp = layout
+    chosen = {name: models[name] for name in NAMES}
+    answers = run_ranks(
+        tp * pp,
+        "tests.gloo.jobs_training:train",
+        directories=chosen,
+        target=str(tmp_path),
+        tp=tp,
+        pp=pp,
+        config=SETTINGS,
+        data=DATA,
+        probes=PROBES,
+    )
+    for name in NAMES:
+        expected = reference(models[name], SETTINGS.clip_grad)
+        assert max(expected["norms"]) > SETTINGS.clip_grad, "clipping is put to the test"
+        check(answers, name, expected, tmp_path, tp)
+
+
+def test_without_clipping_the_norm_is_still_reported(models: dict[str, str], tmp_path: Path) -> None:
+    answers = run_ranks(
+        2,
+        "tests.gloo.jobs_training:train",
+        directories={"qwen2": models["qwen2"]},
+        target=str(tmp_path),
+        tp=1,
+        pp=2,
+        config=SETTINGS.model_copy(update={"clip_grad": 0.0}),
+        data=DATA,
+        probes=PROBES,
+    )
+    check(answers, "qwen2", reference(models["qwen2"], 0.0), tmp_path, 1)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(models: dict[str, str]) -> None:
+    for message in run_ranks(
+        4, "tests.gloo.jobs_training:refused_step", directory=models["qwen3"], tp=2, pp=2, data=DATA
+    ):
+        assert "gradient norm is nan" in message and "learning rate" in message
+
+
+@pytest.mark.parametrize("tp,pp", [(1, 1), (2, 2)])
+def test_bfloat16_trains_on_float32_masters(models: dict[str, str], tp: int, pp: int) -> None:
+    answers = run_ranks(
+        tp * pp,
+        "tests.gloo.jobs_training:bfloat16_steps",
+        directory=models["qwen3"],
+        tp=tp,
+        pp=pp,
+        data=DATA,
+        num_steps=6,
+    )
+    losses = answers[-1]
+    assert len(losses) == 6 and losses[-1] < losses[0] - 0.05
+    assert all(math.isfinite(loss) for loss in losses)
+
+
+@pytest.mark.parametrize("decay", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_learning_rate_schedule(decay: Any, warmup: int) -> None:
+    config = OptimizerConfig(lr=0.4, min_lr=0.1, warmup_steps=warmup, decay=decay)
+    group: dict[str, Any] = {"wd_mult": 1.0, "default_config": True}
+    scheduler = _scheduler(SimpleNamespace(param_groups=[group]), config, total_steps=10)
+    found = []
+    for _ in range(14):
+        found.append(group["lr"])
+        scheduler.step(increment=1)
+    expected = []
+    for step in range(14):
+        share = min(1.0, (step - warmup) / (10 - warmup))
+        if step < warmup:
+            expected.append(0.4 / warmup + (0.4 - 0.4 / warmup) * step / warmup)
+        elif decay == "constant":
+            expected.append(0.4)
+        else:
+            shape = 1 - share if decay == "linear" else (1 + math.cos(math.pi * share)) / 2
+            expected.append(0.1 + 0.3 * shape)
+    assert found == pytest.approx(expected)
+    assert found[0] > 0, "the first step is one of the ramp"
