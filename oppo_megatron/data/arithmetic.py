@@ -118,10 +118,8 @@ def wrong_solution(problem: Problem, rng: random.Random) -> str:
 
 
 def unfinished_solution(problem: Problem, rng: random.Random) -> str:
-    """The last operation is left out, always in the same way; a problem that has no other gets a slip instead."""
-    if problem.num_operations < 2:
-        return slipped_solution(problem, rng)
-    return Problem(problem.terms[:-1]).solution
+    """All but the last operation, always in the same way; a problem of one operation is worked as it should be."""
+    return Problem(problem.terms[: max(2, len(problem.terms) - 1)]).solution
 
 
 def slipped_solution(problem: Problem, rng: random.Random) -> str:

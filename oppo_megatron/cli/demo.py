@@ -1,0 +1,176 @@
+"""`oppo demo`: the whole chain on generated arithmetic, from no file at all to sequential PPO against OPPO."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from oppo_megatron.cli.stages import Stage
+
+OUT = Path("runs/demo")
+CONFIGS = Path("examples/arithmetic")
+RUNS = {"sequential": False, "oppo": True}
+"""The two PPO runs, and whether the overlaps are on."""
+
+DATA: dict[str, Any] = {
+    "sizes": {"sft": 20000, "pairs": 4000, "prompts": 8000, "heldout": 200},
+    "imperfect": 0.6,
+    "shape": {"max_operations": 16, "scale": 1.5, "tail": 1.5, "max_operand": 9, "largest": 30},
+}
+VOCAB_SIZE = 284
+TOKENIZER_ROWS = 2000
+
+QUICK_DATA: dict[str, Any] = {**DATA, "sizes": {"sft": 400, "pairs": 200, "prompts": 200, "heldout": 20}}
+QUICK = {
+    "sft": ["max_steps=12"],
+    "rm": ["max_steps=4"],
+    "ppo": ["steps=5", "rollout.batch_size=8", "overlap.delta.initial=3", "overlap.delta.max=3"],
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help=f"default: {OUT}")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the data and of all training; default: 1")
+    parser.add_argument("--quick", action="store_true", help="a tiny version: everything runs, little is learned")
+    parser.add_argument("--fresh", action="store_true", help="make every stage anew")
+    parser.add_argument(
+        "--configs", type=Path, metavar="DIR", help=f"folder of sft.yaml, rm.yaml and ppo.yaml; default: {CONFIGS}"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from oppo_megatron.cli.main import EXIT_INTERRUPTED
+
+    stages = plan(args.out, find_configs(args.configs), args.seed, args.quick)
+    started = time.monotonic()
+    try:
+        for number, stage in enumerate(stages, start=1):
+            code = _run_stage(stage, f"[{number}/{len(stages)}] {stage.title}", args.fresh)
+            if code:
+                return code
+        from oppo_megatron.cli.demo_report import write_report
+
+        write_report(args.out, list(RUNS), time.monotonic() - started)
+    except KeyboardInterrupt:
+        print(f"\ninterrupted: what is finished in {args.out} is kept; the same command goes on from there", flush=True)
+        return EXIT_INTERRUPTED
+    return 0
+
+
+def find_configs(given: Path | None) -> Path:
+    """The folder of the three configurations: `given`, or that of the working directory or of the repository.
+
+    Raises ConfigError where there is none.
+    """
+    from oppo_megatron.errors import ConfigError
+
+    places = [given] if given is not None else [CONFIGS, Path(__file__).parents[2] / CONFIGS]
+    for place in places:
+        if all((place / f"{name}.yaml").is_file() for name in ("sft", "rm", "ppo")):
+            return place
+    raise ConfigError(
+        f"no sft.yaml, rm.yaml and ppo.yaml in {' or '.join(map(str, places))}; run the demo from the repository's "
+        "root, or name their folder with --configs"
+    )
+
+
+def plan(out: Path, configs: Path, seed: int, quick: bool) -> list[Stage]:
+    """The stages in the order in which they are made; each lies in `out` under its name."""
+    from oppo_megatron.cli.stages import Stage
+
+    recipe = {**(QUICK_DATA if quick else DATA), "seed": seed}
+    make_data = functools.partial(_make_data, out / "data", recipe)
+    data = Stage("data", "data: arithmetic problems with worked solutions", out / "data", recipe, make_data)
+    make_tokenizer = functools.partial(_make_tokenizer, out / "tokenizer", out / "data")
+    settings = {"vocab_size": VOCAB_SIZE, "rows": TOKENIZER_ROWS}
+    tokenizer = Stage(
+        "tokenizer", "tokenizer: sentencepiece", out / "tokenizer", settings, make_tokenizer, after=[data]
+    )
+
+    def training(kind: str, name: str, title: str, places: Mapping[str, Path], after: Sequence[Stage]) -> Stage:
+        paths = {"run_dir": out / name, "tokenizer.path": out / "tokenizer" / "tokenizer.model", **places}
+        file = configs / f"{'ppo' if kind == 'train' else kind}.yaml"
+        overrides = [f"seed={seed}", *(f"{key}={path}" for key, path in paths.items())]
+        overrides += QUICK[file.stem] if quick else []
+        if kind == "train":
+            overrides += [f"overlap.{which}={str(RUNS[name]).lower()}" for which in ("intra", "inter")]
+        settings = {"config": file.read_text(encoding="utf-8"), "overrides": overrides}
+        make = functools.partial(_train, kind, file, overrides)
+        return Stage(name, title, out / name, settings, make, after=[data, tokenizer, *after])
+
+    sft_weights, rm_weights = out / "sft" / "weights", out / "rm" / "weights"
+    sft = training("sft", "sft", "sft: warm start of the actor", {"data.path": out / "data" / "sft.jsonl"}, [])
+    pairs = {"data.path": out / "data" / "pairs.jsonl", "model.checkpoint": sft_weights}
+    rm = training("rm", "rm", "rm: reward model on right and wrong solutions", pairs, [sft])
+    places = {
+        "data.path": out / "data" / "prompts.jsonl",
+        "evaluation.data.path": out / "data" / "heldout.jsonl",
+        "actor.checkpoint": sft_weights,
+        "critic.checkpoint": rm_weights,
+        "reward.checkpoint": rm_weights,
+    }
+    sequential = training("train", "sequential", "ppo: sequential, no overlap", places, [sft, rm])
+    oppo = training("train", "oppo", "ppo: OPPO, both overlaps", places, [sft, rm])
+    return [data, tokenizer, sft, rm, sequential, oppo]
+
+
+def _run_stage(stage: Stage, title: str, fresh: bool) -> int:
+    """Make the stage, or say that it is there.  Returns the exit code."""
+    if stage.finished and not fresh:
+        print(f"{title}: finished before, reused", flush=True)
+        return 0
+    print(title, flush=True)
+    started = time.monotonic()
+    code = stage.run()
+    print(f"    {'failed' if code else 'done'} after {time.monotonic() - started:.1f} s", flush=True)
+    return code
+
+
+def _make_data(directory: Path, recipe: Mapping[str, Any]) -> int:
+    from oppo_megatron.data.arithmetic import DatasetSizes, Shape, unfinished_solution, write_dataset
+
+    write_dataset(
+        directory,
+        recipe["seed"],
+        DatasetSizes(**recipe["sizes"]),
+        imperfect=recipe["imperfect"],
+        flaw=unfinished_solution,
+        shape=Shape(**recipe["shape"]),
+    )
+    print("    " + ", ".join(f"{count} {name}" for name, count in recipe["sizes"].items()), flush=True)
+    return 0
+
+
+def _make_tokenizer(directory: Path, data: Path) -> int:
+    """Train it, and measure with it how long right solutions are."""
+    from oppo_megatron.config.data import TokenizerConfig
+    from oppo_megatron.data.tokenizer import load_tokenizer, train_sentencepiece
+    from oppo_megatron.train.metrics_log import iter_json_lines
+    from oppo_megatron.train.run_dir import write_json
+
+    path = directory / "tokenizer.model"
+    pairs = list(iter_json_lines(data / "pairs.jsonl"))
+    train_sentencepiece([row["prompt"] + row["chosen"] for row in pairs[:TOKENIZER_ROWS]], path, VOCAB_SIZE)
+    tokenizer = load_tokenizer(TokenizerConfig(path=path))
+    lengths = sorted(len(tokenizer.encode(row["chosen"])) + 1 for row in pairs)
+    median, high = lengths[len(lengths) // 2], lengths[len(lengths) * 99 // 100]
+    write_json(directory / "lengths.json", {"median": median, "p99": high, "longest": lengths[-1]})
+    print(
+        f"    {VOCAB_SIZE} pieces; right solutions have {median} tokens in the median, {high} at the 99th percentile "
+        f"({high / median:.1f} times as many)",
+        flush=True,
+    )
+    return 0
+
+
+def _train(kind: str, file: Path, overrides: Sequence[str]) -> int:
+    from oppo_megatron.cli.launch import launch
+    from oppo_megatron.cli.run import load_checked, world_size
+
+    config = load_checked(kind, file, overrides)
+    return launch(kind, config, world_size(config))

@@ -1,0 +1,69 @@
+"""What the demo says at its end: a table, two pictures, and `demo.json`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from oppo_megatron.train.metrics_log import read_metrics
+from oppo_megatron.train.plots import plot_reward, plot_timeline
+from oppo_megatron.train.run_dir import RunDirectory, write_json
+
+FIGURES = (
+    "step_s", "scoring_hidden", "reward_first", "reward_last", "accuracy_before", "accuracy_after", "deferred",
+)  # fmt: skip
+
+
+def write_report(out: Path, names: Sequence[str], seconds: float) -> None:
+    """Compare the finished runs `out/<name>`, the first of which is the one without overlap.
+
+    Writes demo.json, reward.png and timeline.png into `out` and prints the table.  `seconds` is what the whole took.
+    """
+    runs = {name: RunDirectory(out / name) for name in names}
+    figures = {name: _figures(run) for name, run in runs.items()}
+    base, other = (figures[name]["step_s"] for name in names)
+    lengths = json.loads((out / "tokenizer" / "lengths.json").read_text(encoding="utf-8"))
+    write_json(out / "demo.json", {"speedup": base / other, **figures, "solution_tokens": lengths})
+    plot_reward({name: read_metrics(run.metrics) for name, run in runs.items()}, out / "reward.png")
+    plot_timeline({name: run.trace for name, run in runs.items()}, out / "timeline.png")
+    console = Console()
+    console.print(comparison(figures, base / other))
+    files = ", ".join(str(out / file) for file in ("reward.png", "timeline.png", "demo.json"))
+    console.print(f"{files}; {seconds:.0f} s in all", soft_wrap=True, highlight=False)
+
+
+def comparison(figures: Mapping[str, Mapping[str, Any]], speedup: float) -> Table:
+    """One column a run."""
+    table = Table(title="PPO on arithmetic: the same start, the same steps", title_justify="left")
+    table.add_column("")
+    for name in figures:
+        table.add_column(name, justify="right")
+
+    def row(label: str, *values: str) -> None:
+        table.add_row(label, *values)
+
+    runs = list(figures.values())
+    row("seconds per step", *(f"{run['step_s']:.2f}" for run in runs))
+    row("speed-up", "1.00x", f"{speedup:.2f}x")
+    row("scoring time hidden", *(f"{run['scoring_hidden']:.0%}" for run in runs))
+    row("rollouts by times deferred", *(histogram(run["deferred"]) for run in runs))
+    row("reward, first to last steps", *(f"{run['reward_first']:.2f} to {run['reward_last']:.2f}" for run in runs))
+    row("held-out accuracy before", *(f"{run['accuracy_before']:.1%}" for run in runs))
+    row("held-out accuracy after", *(f"{run['accuracy_after']:.1%}" for run in runs))
+    return table
+
+
+def histogram(deferred: Mapping[str, int]) -> str:
+    """`0: 90%, 1: 8%, 2: 2%`."""
+    total = sum(deferred.values())
+    return ", ".join(f"{times}: {count / total:.0%}" for times, count in deferred.items())
+
+
+def _figures(run: RunDirectory) -> dict[str, Any]:
+    summary = json.loads(run.summary.read_text(encoding="utf-8"))
+    return {name: summary[name] for name in FIGURES}
