@@ -151,6 +151,7 @@ def _launch_local(entry: str, kind: str, config: Any, world_size: int) -> int:
     # The agent tells of a failed rank at length and of each one that it then ends; ours come from the rank, below.
     for noisy in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
         logging.getLogger(noisy).setLevel(logging.CRITICAL)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what it would print, the exceptions say too
     with tempfile.TemporaryDirectory(prefix="oppo-") as failures:
         agent = LaunchConfig(
             min_nodes=1,
@@ -203,7 +204,8 @@ def _report(failures: Path, error: ChildFailedError) -> int:
         first = error.get_first_failure()[1]
         print(f"rank {first.local_rank} ended with exit code {first.exitcode} and no message", file=sys.stderr)
         return EXIT_DEFECT
-    first_failure = min(written, key=lambda failure: failure.time_s)
+    # A rank that met wrong input knows the cause; its peers only saw it go, perhaps before it could write.
+    first_failure = min(written, key=lambda failure: (not failure.expected, failure.time_s))
     if first_failure.expected:
         raise RankError(f"rank {first_failure.rank}: {first_failure.message}")
     print(f"rank {first_failure.rank} failed:\n{first_failure.message}", file=sys.stderr)

@@ -11,7 +11,7 @@ from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.runtime.world import World, open_world
 from oppo_megatron.train.run_dir import RunDirectory
-from oppo_megatron.train.setup import build_trainer, read_inputs, write_quarantine
+from oppo_megatron.train.setup import Inputs, build_trainer, read_inputs, write_quarantine
 from oppo_megatron.train.supervised import run_reward_model, run_sft
 from oppo_megatron.train.trace import merge_traces
 from oppo_megatron.train.weights import save_role
@@ -24,13 +24,13 @@ def run_rank(kind: str, config: Any) -> None:
     elif kind == "rm":
         run_reward_model(config)
     else:
+        inputs = read_inputs(config)
         with open_world(config.runtime) as world:
-            run_ppo(config, world)
+            run_ppo(config, world, inputs)
 
 
-def run_ppo(config: TrainConfig, world: World) -> None:
-    """PPO on this rank, from reading the data to the final weights and the summary."""
-    inputs = read_inputs(config)
+def run_ppo(config: TrainConfig, world: World, inputs: Inputs) -> None:
+    """PPO on this rank, up to the final weights and the summary."""
     _prepare(config, world)
     trainer = build_trainer(config, world, inputs)
     with ExitStack() as stack:

@@ -10,8 +10,11 @@ import torch.distributed as dist
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.runtime.world import World
 from oppo_megatron.train.entry import run_ppo
+from oppo_megatron.train.setup import read_inputs
 
 
 def train(config: dict[str, Any]) -> None:
     """One rank of a whole PPO run, as `oppo train` starts it."""
-    run_ppo(TrainConfig(**config), World(dist.get_rank(), dist.get_world_size(), torch.device("cpu")))
+    checked = TrainConfig(**config)
+    world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    run_ppo(checked, world, read_inputs(checked))
