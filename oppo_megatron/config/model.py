@@ -93,7 +93,7 @@ class RuntimeConfig(Section):
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one, else cpu")
     threads_per_rank: int = Field(0, ge=0, description="CPU threads of each rank; 0: cores divided by local ranks")
-    timeout_s: float = Field(600.0, gt=0, description="a message or collective later than this is an error")
+    timeout_s: float = Field(1800.0, gt=0, description="a message or collective later than this is an error")
     micro_batch_tokens: int = Field(
         4096, ge=1, description="token budget of one packed micro-batch (training, prefill)"
     )

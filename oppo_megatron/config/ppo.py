@@ -43,7 +43,7 @@ class StalenessConfig(Section):
     correction: Literal["behaviour", "decoupled"] = Field(
         "behaviour", description="ratio against the log-probs of sampling, or of the step's start with a weight"
     )
-    weight_cap: float = Field(2.0, gt=0, description="cap of the truncated importance weight (decoupled)")
+    weight_cap: float = Field(2.0, ge=1, description="cap of the truncated importance weight (decoupled)")
 
 
 class PPOConfig(Section):

@@ -1,0 +1,18 @@
+"""Reward functions of the kind a user writes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+
+def brevity(prompt: str, response: str, fields: dict[str, Any], limit: int) -> float:
+    return max(0.0, 1.0 - len(response) / limit)
+
+
+def not_a_number(prompt: str, response: str, fields: dict[str, Any]) -> float:
+    return math.nan
+
+
+def failing(prompt: str, response: str, fields: dict[str, Any]) -> float:
+    raise ValueError("no opinion")

@@ -1,0 +1,76 @@
+"""Settings of the rollout, the reward and the update, each in a short real run."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oppo_megatron.errors import RewardError
+from tests.support.ppo import Workspace, run_ppo_ranks
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "verifier only": {"reward": None, "rewards": [{"kind": "verifier", "name": "arithmetic"}]},
+    "python reward": {
+        "reward": None,
+        "rewards": [{"kind": "python", "entry_point": "tests.e2e.rewards:brevity", "options": {"limit": 40}}],
+    },
+    "own reference": {"reference": {"checkpoint": "ACTOR"}},
+    "greedy": {"rollout.temperature": 0.0},
+    "top-k and top-p": {"rollout.temperature": 0.8, "rollout.top_k": 20, "rollout.top_p": 0.9},
+    "KL loss, k3": {"ppo.kl": {"mode": "loss", "estimator": "k3", "coefficient": 0.1}},
+    "KL k2, adaptive": {"ppo.kl": {"estimator": "k2", "adaptive": {"target": 1.0, "horizon": 50.0}}},
+    "no clipping, no whitening": {"ppo.value_clip": 0.0, "ppo.whiten_advantages": False, "ppo.minibatches": 1},
+    "truncated score": {"ppo.truncated_score": -1.0, "ppo.reward_clip": 0.5},
+    "scheduled learning rate": {"actor.optimizer": {"lr": 1e-3, "warmup_steps": 2, "decay": "cosine", "min_lr": 1e-4}},
+    "small micro-batches": {"runtime.micro_batch_tokens": 136},
+    "bfloat16": {
+        "actor.dtype": "bfloat16",
+        "critic.dtype": "bfloat16",
+        "reward.dtype": "bfloat16",
+        "ppo.logprob_gap_limit": 0.5,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    return Workspace.create(tmp_path_factory.mktemp("options"))
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_runs(workspace: Workspace, option: str) -> None:
+    changes = dict(OPTIONS[option])
+    if option == "own reference":
+        plain = workspace.config("for-reference", steps=1)
+        run_ppo_ranks(plain)
+        changes = {"reference": {"checkpoint": str(Path(plain["run_dir"]) / "weights" / "actor")}}
+    outcome = run_ppo_ranks(workspace.config(option.replace(" ", "-"), steps=2, **changes))
+    assert len(outcome.rollouts) == 12 and len(outcome.metrics) == 2
+    for line in outcome.metrics:
+        assert all(math.isfinite(line[name]) for name in ("actor_loss", "critic_loss", "grad_norm", "kl_mean", "entropy"))
+
+
+def test_the_reference_is_the_actors_start_unless_named(workspace: Workspace) -> None:
+    outcome = run_ppo_ranks(workspace.config("kl", steps=2))
+    assert outcome.metrics[0]["kl_mean"] == pytest.approx(0.0, abs=1e-3)
+    assert abs(outcome.metrics[1]["kl_mean"]) > 1e-3
+
+
+def test_greedy_draws_are_certain(workspace: Workspace) -> None:
+    """The log-prob that PPO uses is of the policy at temperature 1, not of the draw, which had no choice."""
+    outcome = run_ppo_ranks(workspace.config("greedy-draws", steps=1, **{"rollout.temperature": 0.0}))
+    assert all(x < 0 for row in outcome.rollouts for x in row["logprobs"])
+
+
+@pytest.mark.parametrize("entry", ["not_a_number", "failing"])
+def test_a_reward_that_fails_stops_the_run_and_keeps_what_is_written(workspace: Workspace, entry: str) -> None:
+    rewards = [{"kind": "python", "entry_point": f"tests.e2e.rewards:{entry}"}]
+    config = workspace.config(entry, reward=None, rewards=rewards)
+    with pytest.raises(AssertionError, match=RewardError.__name__) as failure:
+        run_ppo_ranks(config)
+    assert "sequence" in str(failure.value) and entry in str(failure.value)
+    assert (Path(config["run_dir"]) / "config.yaml").exists()
+    assert not (Path(config["run_dir"]) / "summary.json").exists()
