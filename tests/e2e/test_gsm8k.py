@@ -1,0 +1,204 @@
+"""examples/gsm8k: the short chain on the real files, a checkpoint of one's own by two changed lines, and bad calls."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Qwen2Tokenizer
+
+from oppo_megatron.config.load import load_config
+from oppo_megatron.config.run import RewardModelConfig, SFTConfig, TrainConfig
+from oppo_megatron.train.trace import read_trace
+from tests.support.hf import save_tiny
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "gsm8k"
+FILES = ("gsm8k_train.jsonl", "gsm8k_test.jsonl", "gsm8k_preference_pairs.jsonl")
+STAGES = {"sft": SFTConfig, "rm": RewardModelConfig, "ppo": TrainConfig}
+STEPS = {"sft": 16, "rm": 24, "ppo": 30}
+
+
+def call(*arguments: str | Path, timeout_s: float = 60, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command as a user's shell would: the interpreter's folder is on PATH, threads are the program's choice."""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environment |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", **variables}
+    return subprocess.run(
+        [str(a) for a in arguments], env=environment, capture_output=True, text=True, timeout=timeout_s
+    )
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def summary(out: Path, stage: str) -> dict[str, Any]:
+    return json.loads((out / stage / "summary.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def short(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """OUT_DIR of one short run, in a folder whose name has a space."""
+    out = tmp_path_factory.mktemp("gsm8k") / "out of run"
+    done = call(EXAMPLE / "run.sh", "--short", shared_data, out, timeout_s=1200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out
+
+
+@pytest.mark.slow
+def test_run_directories_are_whole(short: Path) -> None:
+    for stage, kind in STAGES.items():
+        run = short / stage
+        load_config(kind, run / "config.yaml")
+        lines = rows(run / "metrics.jsonl")
+        assert [line["step"] for line in lines] == list(range(1, STEPS[stage] + 1))
+        assert summary(short, stage)["steps"] == STEPS[stage]
+        assert not any("incomplete" in line or "non_finite" in line for line in lines)
+        spans = read_trace(run / "trace.json")
+        assert {span.rank for span in spans} == ({0, 1} if stage == "ppo" else {0})
+        assert {"update"} <= {span.name for span in spans}
+
+
+@pytest.mark.slow
+def test_weights_load_in_transformers_with_their_tokenizer(short: Path) -> None:
+    places = {
+        "sft/weights": AutoModelForCausalLM,
+        "rm/weights": AutoModelForSequenceClassification,
+        "ppo/weights/actor": AutoModelForCausalLM,
+        "ppo/weights/critic": AutoModelForSequenceClassification,
+    }
+    for place, loader in places.items():
+        model, report = loader.from_pretrained(short / place, output_loading_info=True)
+        assert not report["missing_keys"] and not report["unexpected_keys"], place
+        assert 5e6 <= sum(p.numel() for p in model.parameters()) <= 20e6
+        assert (short / place / "tokenizer.model").read_bytes() == (short / "tokenizer.model").read_bytes()
+
+
+@pytest.mark.slow
+def test_both_overlaps_are_at_work_and_the_reward_model_reward_rises(short: Path) -> None:
+    config = load_config(TrainConfig, short / "ppo" / "config.yaml")
+    assert config.overlap.intra and config.overlap.inter and config.placement.world_size == 2
+    found, lines = summary(short, "ppo"), rows(short / "ppo" / "metrics.jsonl")
+    assert sum(count for times, count in found["deferred"].items() if int(times) > 0) > 0
+    assert 0 < found["scoring_hidden"] <= 1
+    model_reward = [line["reward_parts"]["model"] for line in lines]
+    assert sum(model_reward[-6:]) / 6 > sum(model_reward[:3]) / 3
+    assert summary(short, "sft")["loss_last"] < summary(short, "sft")["loss_first"] - 0.5
+
+
+@pytest.mark.slow
+def test_nothing_of_the_test_set_is_trained_or_evaluated_on(short: Path, shared_data: Path) -> None:
+    test = {row["question"] for row in rows(shared_data / FILES[1])}
+    train, heldout = rows(short / "data" / "train.jsonl"), rows(short / "data" / "heldout.jsonl")
+    assert train + heldout == rows(shared_data / FILES[0])
+    assert not test & {row["question"] for row in train + heldout}
+    for stage, kind in STAGES.items():
+        text = (short / stage / "config.yaml").read_text(encoding="utf-8")
+        assert "gsm8k_test" not in text, kind
+    assert load_config(TrainConfig, short / "ppo" / "config.yaml").evaluation.data.path == short / "data/heldout.jsonl"  # type: ignore[union-attr]
+
+
+@pytest.mark.slow
+def test_finished_stages_are_reused_and_another_variant_is_refused(short: Path, shared_data: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in short.rglob("*.jsonl")}
+    again = call(EXAMPLE / "run.sh", "--short", shared_data, short)
+    assert again.returncode == 0 and again.stdout.count("reused") == 3, again.stdout + again.stderr
+    assert {path: path.stat().st_mtime_ns for path in short.rglob("*.jsonl")} == before
+    full = call(EXAMPLE / "run.sh", shared_data, short)
+    assert full.returncode == 2 and "holds a short run" in full.stderr
+
+
+def change_two_lines(config: Path, checkpoint: Path) -> None:
+    """What README.md tells the user to do with sft.yaml."""
+    before = config.read_text(encoding="utf-8")
+    after = re.sub(r"(?m)^  path: .*# \(1\)$", f"  path: {checkpoint}", before)
+    after = re.sub(r"(?m)^  init: .*# \(2\)$", f"  checkpoint: {checkpoint}", after)
+    changed = [line for line in difflib.ndiff(before.splitlines(), after.splitlines()) if line.startswith("+")]
+    assert len(changed) == 2, changed
+    config.write_text(after, encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_two_changed_lines_make_the_chain_start_from_a_checkpoint(shared_data: Path, tmp_path: Path) -> None:
+    """A tiny random Qwen2 with a tokenizer of its own, as transformers saves them, runs through all three stages."""
+    checkpoint, example, out = tmp_path / "Qwen2.5-tiny", tmp_path / "gsm8k", tmp_path / "out"
+    pieces = [*sorted(ByteLevel.alphabet()), "<|endoftext|>"]
+    Qwen2Tokenizer(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], eos_token=pieces[-1]).save_pretrained(
+        checkpoint
+    )
+    given = save_tiny(checkpoint, "qwen2", vocab_size=320, max_position_embeddings=1024, tie_word_embeddings=True)
+    shutil.copytree(EXAMPLE, example)
+    change_two_lines(example / "sft.yaml", checkpoint)
+    for name in FILES:
+        (tmp_path / name).write_text("".join((shared_data / name).read_text().splitlines(keepends=True)[:40]))
+    prepared = call("python3", example / "prepare.py", tmp_path, out / "data", "10")
+    assert prepared.returncode == 0, prepared.stderr
+    few = {
+        "sft": ["max_steps=2", "batch_size=4"],
+        "rm": ["max_steps=2", "batch_size=2", "max_tokens=1000"],
+        "ppo": [
+            "steps=2", "rollout.batch_size=4", "rollout.max_response_tokens=12", "overlap.delta.max=4",
+            "data.max_prompt_tokens=400", "evaluation.data.max_prompt_tokens=400", "evaluation.max_prompts=2",
+        ],
+    }  # fmt: skip
+    for stage, overrides in few.items():
+        command = "train" if stage == "ppo" else stage
+        done = call("oppo", command, example / f"{stage}.yaml", *overrides, timeout_s=300, GSM8K_OUT=str(out))
+        assert done.returncode == 0, done.stdout + done.stderr
+    trained = AutoModelForCausalLM.from_pretrained(out / "ppo/weights/actor", dtype=torch.float32)
+    assert trained.config.to_dict() | {"dtype": None} == given.config.to_dict() | {
+        "dtype": None, "_name_or_path": trained.config._name_or_path
+    }  # fmt: skip
+    assert AutoTokenizer.from_pretrained(out / "ppo/weights/actor").encode("a\n1") == AutoTokenizer.from_pretrained(
+        checkpoint
+    ).encode("a\n1")
+
+
+@pytest.mark.parametrize("missing", FILES)
+def test_missing_file_is_named_with_the_place_looked_at(missing: str, tmp_path: Path) -> None:
+    for name in set(FILES) - {missing}:
+        (tmp_path / name).write_text("{}\n")
+    done = call(EXAMPLE / "run.sh", tmp_path, tmp_path / "out")
+    assert done.returncode == 2
+    assert f"{missing} is missing (looked for {tmp_path}/{missing})" in done.stderr
+    assert not (tmp_path / "out").exists(), "nothing is written before the input is known to be there"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "DATA_DIR is needed"),
+        (["a", "b", "c"], "3 arguments were given"),
+        (["no/such/folder"], "'no/such/folder' is not a folder"),
+        (["--shrot", "data"], "--shrot is not an option"),
+    ],
+)
+def test_bad_calls_end_with_one_clear_line(arguments: list[str], complaint: str) -> None:
+    done = call(EXAMPLE / "run.sh", *arguments)
+    assert done.returncode == 2 and complaint in done.stderr.splitlines()[-1]
+
+
+def test_help() -> None:
+    done = call(EXAMPLE / "run.sh", "--help")
+    assert done.returncode == 0 and "DATA_DIR" in done.stdout and not done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [("not JSON", "gsm8k_train.jsonl:2: not JSON"), ('{"question": "q"}', "gsm8k_train.jsonl:2: no text in answer")],
+)
+def test_bad_row_is_named_by_file_and_line(line: str, complaint: str, tmp_path: Path) -> None:
+    good = json.dumps({"question": "q", "answer": "#### 1", "chosen": "a", "rejected": "b"}) + "\n"
+    for name in FILES:
+        (tmp_path / name).write_text(good + (line + "\n" if name == FILES[0] else ""))
+    done = call(EXAMPLE / "run.sh", "--short", tmp_path, tmp_path / "out")
+    assert done.returncode != 0 and complaint in done.stderr and not (tmp_path / "out/data/train.jsonl").exists()
