@@ -96,7 +96,7 @@ def _greedy(logits_RV: Tensor) -> Draw:
 def _invert(probs_RK: Tensor, u_R1: Tensor) -> Tensor:
     """Index [R, 1] at which the cumulative sum first exceeds u times its total; never one of probability 0."""
     cumulative_RK = probs_RK.cumsum(-1)
-    total_R1 = cumulative_RK[:, -1:].contiguous().contiguous()
+    total_R1 = cumulative_RK[:, -1:].contiguous()
     index_R1 = torch.searchsorted(cumulative_RK, u_R1 * total_R1, right=True)
     # u * total may round up to the total, which no element exceeds: then it is the first to reach it.
     return torch.minimum(index_R1, torch.searchsorted(cumulative_RK, total_R1))

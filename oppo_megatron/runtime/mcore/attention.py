@@ -23,8 +23,8 @@ class AttentionPlan(Protocol):
     """Positions of a call's tokens, and how they attend.  Travels through megatron's layers as `packed_seq_params`."""
 
     qkv_format: str
-    cos_TD: Tensor
-    sin_TD: Tensor
+    cos_T1D: Tensor
+    sin_T1D: Tensor
 
     def attend(self, layer: int, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float) -> Tensor:
         """Rotated, causal attention of one layer -> [T, N * D].  `layer` counts from 0 on this pipeline stage."""
@@ -42,11 +42,11 @@ class PackedPlan:
         cos_LD, sin_LD = rope
         self.lengths = list(lengths)
         positions_T = torch.cat([torch.arange(n, device=cos_LD.device) for n in self.lengths])
-        self.cos_TD, self.sin_TD = cos_LD[positions_T], sin_LD[positions_T]
+        self.cos_T1D, self.sin_T1D = cos_LD[positions_T].unsqueeze(1), sin_LD[positions_T].unsqueeze(1)
 
     def attend(self, layer: int, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float) -> Tensor:
-        q_TND = apply_rope(q_TND, self.cos_TD, self.sin_TD).to(v_TGD.dtype)
-        k_TGD = apply_rope(k_TGD, self.cos_TD, self.sin_TD).to(v_TGD.dtype)
+        q_TND = apply_rope(q_TND, self.cos_T1D, self.sin_T1D).to(v_TGD.dtype)
+        k_TGD = apply_rope(k_TGD, self.cos_T1D, self.sin_T1D).to(v_TGD.dtype)
         grouped = q_TND.shape[1] != k_TGD.shape[1]
         outputs = []
         for q, k, v in zip(*(x.split(self.lengths) for x in (q_TND, k_TGD, v_TGD)), strict=True):

@@ -137,7 +137,7 @@ class CachedPlan:
         else:
             self._plan_prefill(slots_S, past_S, lens_S)
         cos_LD, sin_LD = cache.rope
-        self.cos_TD, self.sin_TD = cos_LD[self.pos_T], sin_LD[self.pos_T]
+        self.cos_T1D, self.sin_T1D = cos_LD[self.pos_T].unsqueeze(1), sin_LD[self.pos_T].unsqueeze(1)
 
     def _plan_prefill(self, slots_S: Tensor, past_S: Tensor, lens_S: Tensor) -> None:
         device = self.cache.device
@@ -150,8 +150,8 @@ class CachedPlan:
         self.mask_SCL = visible_SCL
 
     def attend(self, layer: int, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float) -> Tensor:
-        q_TND = apply_rope(q_TND, self.cos_TD, self.sin_TD)
-        k_TGD = apply_rope(k_TGD, self.cos_TD, self.sin_TD)
+        q_TND = apply_rope(q_TND, self.cos_T1D, self.sin_T1D)
+        k_TGD = apply_rope(k_TGD, self.cos_T1D, self.sin_T1D)
         return self.attend_rotated(layer, q_TND, k_TGD, v_TGD, scale)
 
     def attend_rotated(self, layer: int, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float) -> Tensor:

@@ -74,14 +74,13 @@ class LeanLayer(TransformerLayer):
         dim = attention.hidden_size_per_attention_head
         qkv = F.linear(x_TH, attention.linear_qkv.weight, attention.linear_qkv.bias)
         qkv_TGXD = qkv.view(x_TH.shape[0], groups, -1, dim)  # X = R query heads, then the key, then the value
-        if attention.q_layernorm is None:
-            qk = apply_rope(qkv_TGXD[:, :, :-1].flatten(1, 2), plan.cos_TD, plan.sin_TD)
-            qk_TGXD = qk.view(x_TH.shape[0], groups, -1, dim)
-            q, k = qk_TGXD[:, :, :-1], qk_TGXD[:, :, -1]
+        cos, sin = plan.cos_T1D, plan.sin_T1D
+        if self.config.qk_layernorm:
+            q = apply_rope(attention.q_layernorm(qkv_TGXD[:, :, :-2]), cos.unsqueeze(1), sin.unsqueeze(1))
+            k = apply_rope(attention.k_layernorm(qkv_TGXD[:, :, -2]), cos, sin)
         else:
-            q = attention.q_layernorm(qkv_TGXD[:, :, :-2])
-            k = apply_rope(attention.k_layernorm(qkv_TGXD[:, :, -2]), plan.cos_TD, plan.sin_TD)
-            q = apply_rope(q.flatten(1, 2), plan.cos_TD, plan.sin_TD)
+            qk_TGXD = apply_rope(qkv_TGXD[:, :, :-1], cos.unsqueeze(1), sin.unsqueeze(1))
+            q, k = qk_TGXD[:, :, :-1], qk_TGXD[:, :, -1]
         q_TND = q.reshape(x_TH.shape[0], -1, dim)
         out = plan.attend_rotated(attention.stage_layer, q_TND, k, qkv_TGXD[:, :, -1], dim**-0.5)
         return F.linear(out, attention.linear_proj.weight)

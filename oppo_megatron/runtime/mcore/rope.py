@@ -14,11 +14,14 @@ from oppo_megatron.runtime.shape import ModelShape
 
 
 def rope_tables(shape: ModelShape, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos_LD and sin_LD in float32.  Scaled kinds (linear, llama3, yarn) take their frequencies from transformers."""
+    """cos_LD and sin_LD in float32, the sine negated in the first half of D, as `apply_rope` takes it.
+
+    Scaled kinds (linear, llama3, yarn) take their frequencies from transformers.
+    """
     frequencies, factor = _frequencies(shape)
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies.float())
-    angles_LD = torch.cat([angles, angles], dim=-1)
-    return (angles_LD.cos() * factor).to(device), (angles_LD.sin() * factor).to(device)
+    cos, sin = angles.cos() * factor, angles.sin() * factor
+    return torch.cat([cos, cos], dim=-1).to(device), torch.cat([-sin, sin], dim=-1).to(device)
 
 
 def _frequencies(shape: ModelShape) -> tuple[Tensor, float]:
@@ -30,8 +33,6 @@ def _frequencies(shape: ModelShape) -> tuple[Tensor, float]:
     return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
 
 
-def apply_rope(x_TND: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    """Rotate heads x_TND by the angles of their tokens' positions."""
-    half = x_TND.shape[-1] // 2
-    rotated = torch.cat((-x_TND[..., half:], x_TND[..., :half]), dim=-1)
-    return x_TND * cos_TD.unsqueeze(-2) + rotated * sin_TD.unsqueeze(-2)
+def apply_rope(x_TND: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
+    """Rotate heads by the angles of their tokens' positions: (a, b) -> (a cos - b sin, b cos + a sin)."""
+    return x_TND * cos_T1D + x_TND.roll(x_TND.shape[-1] // 2, -1) * sin_T1D
