@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from oppo_megatron.config.run import TrainConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
     _decode_arguments(kinds.add_parser("decode", help="decode tokens/s beside transformers and megatron-core"))
+    _overlap_arguments(kinds.add_parser("overlap", help="one PPO run: sequential, intra, inter and full"))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -66,6 +70,82 @@ def _shape(args: argparse.Namespace) -> dict[str, Any]:
         "max_position_embeddings": args.prompt + args.new + 1,
         "tie_word_embeddings": False,
     }
+
+
+def _overlap_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, metavar="CONFIG.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings that replace those of the file")
+    parser.add_argument("--modes", type=_names, metavar="A,B", help="default: sequential,intra,inter,full")
+    parser.add_argument("--steps", type=int, metavar="N", help="PPO steps a run; default: the configuration's")
+    parser.add_argument("--repeats", type=int, default=1, metavar="N", help="runs of each mode, in turn; default 1")
+    parser.add_argument(
+        "--prompt-tokens",
+        type=int,
+        metavar="N",
+        help="prompts of N random tokens, in place of the configuration's data",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/bench/overlap"), metavar="DIR", help="default %(default)s"
+    )
+    parser.set_defaults(measure=_overlap)
+
+
+def _overlap(args: argparse.Namespace) -> int:
+    from oppo_megatron.cli.launch import launch
+    from oppo_megatron.cli.run import world_size
+    from oppo_megatron.train.bench_overlap import compare, mode_config
+    from oppo_megatron.train.run_dir import RunDirectory, write_json
+
+    config = _overlap_config(args)
+    modes = _overlap_modes(args)
+    runs = {mode: [args.out / f"{mode}-{turn}" for turn in range(1, args.repeats + 1)] for mode in modes}
+    for run_dir in (path for paths in runs.values() for path in paths):
+        RunDirectory(run_dir).require_unfinished()
+    for turn in range(args.repeats):
+        for mode in modes:
+            print(f"--- {mode}, run {turn + 1} of {args.repeats}", flush=True)
+            code = launch("train", mode_config(config, mode, runs[mode][turn]), world_size(config))
+            if code:
+                return code
+    result = compare(config, runs)
+    write_json(args.out / "overlap.json", result)
+    columns = {
+        "mode": "mode", "s/step": "step_s", "decode s": "decode_s", "exposed s": "score_exposed_s",
+        "scoring s": "score_busy_s", "hidden %": "hidden_percent", "train s": "train_s", "idle actor": "idle_actor_s",
+        "idle scorer": "idle_scorer_s", "tokens/s": "tokens_per_s", "speed-up": "speedup_step_s",
+        "total s": "total_s", "total speed-up": "speedup_total_s",
+    }  # fmt: skip
+    print(format_table(columns, result["results"]))
+    print(f"figures: {args.out / 'overlap.json'}")
+    return 0
+
+
+def _overlap_config(args: argparse.Namespace) -> TrainConfig:
+    """The checked configuration, its steps and prompts replaced as the options ask."""
+    from oppo_megatron.cli.run import load_checked
+    from oppo_megatron.config.run import TrainConfig
+    from oppo_megatron.data.random_prompts import write_random_prompts
+
+    overrides = [*args.overrides, f"run_dir={args.out}"]
+    if args.steps is not None:
+        overrides.append(f"steps={args.steps}")
+    if args.prompt_tokens is not None:
+        tokenizer, prompts = write_random_prompts(args.out / "inputs", args.prompt_tokens)
+        overrides += [f"tokenizer.path={tokenizer}", f"data.path={prompts}"]
+        overrides.append(f"data.max_prompt_tokens={args.prompt_tokens}")
+    config = load_checked("train", args.config, overrides)
+    assert isinstance(config, TrainConfig)
+    return config
+
+
+def _overlap_modes(args: argparse.Namespace) -> list[str]:
+    from oppo_megatron.errors import ConfigError
+    from oppo_megatron.train.bench_overlap import MODES
+
+    modes: list[str] = args.modes or list(MODES)
+    if unknown := [mode for mode in modes if mode not in MODES]:
+        raise ConfigError(f"--modes names {unknown}; the modes are {list(MODES)}")
+    return modes
 
 
 def format_table(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> str:

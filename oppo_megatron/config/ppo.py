@@ -9,6 +9,16 @@ from pydantic import Field
 from oppo_megatron.config.base import Section
 
 
+class ForcedLengthsConfig(Section):
+    """For benchmarks: response lengths that do not depend on what the policy says, so that runs do the same work.
+
+    Log-normal, drawn by (seed, sequence id), at least 1 and at most `rollout.max_response_tokens`; EOS is ignored.
+    """
+
+    median: float = Field(..., gt=0, description="median length in tokens")
+    sigma: float = Field(1.0, ge=0, description="standard deviation of the length's logarithm; 0: all equal")
+
+
 class RolloutConfig(Section):
     """What is decoded in a step and how tokens are drawn."""
 
@@ -17,6 +27,9 @@ class RolloutConfig(Section):
     temperature: float = Field(1.0, ge=0, description="0 means greedy")
     top_k: int = Field(0, ge=0, description="0 turns it off")
     top_p: float = Field(1.0, gt=0, le=1, description="smallest set of tokens with this mass; 1 turns it off")
+    forced_lengths: ForcedLengthsConfig | None = Field(
+        None, description="for benchmarks: where responses end, in place of EOS"
+    )
 
 
 class AdaptiveKLConfig(Section):

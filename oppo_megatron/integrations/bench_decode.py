@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -29,10 +29,9 @@ from oppo_megatron.runtime.mcore.stage import step
 from oppo_megatron.runtime.mcore.static_peer import StaticContextDecoder
 from oppo_megatron.runtime.roles import load_role
 from oppo_megatron.runtime.sampler import Sampling
+from oppo_megatron.runtime.stopping import Stopping
 from oppo_megatron.runtime.world import World, open_world
 from oppo_megatron.train.machine import describe_machine
-
-NEVER = -1  # a token id that is never drawn
 
 
 @dataclass(frozen=True)
@@ -90,8 +89,7 @@ class Engine:
             self.model,
             self.model.new_cache(batch),
             sampling=Sampling(seed=1),
-            eos_id=NEVER,
-            max_response_tokens=num_new + 1,
+            stopping=Stopping(None, num_new + 1),
             prefill_tokens=prompts_BP.numel(),
         )
         rollouts = [Rollout(Prompt(i, i, "", tuple(tokens)), i) for i, tokens in enumerate(prompts_BP.tolist())]
@@ -175,7 +173,7 @@ def _build_peers(work: DecodeWork, names: Sequence[str], world: World, scratch: 
     groups = _groups()
     lean, module = (_load(work, groups, world, lean=lean) for lean in (True, False))
     export_weights(lean, lean.shape, scratch / "hf", head="lm")
-    makers = {
+    makers: dict[str, Callable[[], Peer]] = {
         "ours-lean": lambda: StepLoop(lean),
         "ours-module": lambda: StepLoop(module),
         "ours-engine": lambda: Engine(lean),

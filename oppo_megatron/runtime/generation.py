@@ -22,6 +22,7 @@ from oppo_megatron.runtime.mcore.model import RoleModel
 from oppo_megatron.runtime.mcore.vocab_parallel import gather_logits
 from oppo_megatron.runtime.pipeline import StageCall, StageRunner
 from oppo_megatron.runtime.sampler import Draw, Sampling, draw
+from oppo_megatron.runtime.stopping import Stopping
 from oppo_megatron.schedule.packing import pack_by_tokens
 
 
@@ -37,8 +38,8 @@ class StopSignal(Protocol):
 class _Growing:
     """A running sequence within a round."""
 
-    def __init__(self, rollout: Rollout, version: int):
-        self.seq_id = rollout.seq_id
+    def __init__(self, rollout: Rollout, limit: int, version: int):
+        self.seq_id, self.limit = rollout.seq_id, limit
         self.tokens = [*rollout.prompt.tokens, *rollout.tokens]
         self.row = ChunkRow(rollout.seq_id, len(rollout.tokens), [], [], [], version)
 
@@ -67,13 +68,11 @@ class Generator:
         cache: KVCache,
         *,
         sampling: Sampling,
-        eos_id: int,
-        max_response_tokens: int,
+        stopping: Stopping,
         prefill_tokens: int,
     ):
         self.model, self.cache = model, cache
-        self.sampling, self.eos_id = sampling, eos_id
-        self.max_response_tokens, self.prefill_tokens = max_response_tokens, prefill_tokens
+        self.sampling, self.stopping, self.prefill_tokens = sampling, stopping, prefill_tokens
         self.runner = StageRunner(model, cache)
 
     def invalidate(self, seq_ids: Sequence[int]) -> None:
@@ -86,7 +85,7 @@ class Generator:
         self, rollouts: Sequence[Rollout], stop: StopSignal, *, index: int, max_steps: int, clock: int, version: int
     ) -> Chunk:
         """Up to `max_steps` decode steps over the unfinished `rollouts`, ending at the step at which `stop` is ready."""
-        waiting = [_Growing(r, version) for r in rollouts]
+        waiting = [_Growing(r, self.stopping.limit(r.seq_id), version) for r in rollouts]
         running = [g for g in waiting if g.seq_id in self.cache]
         waiting = [g for g in waiting if g.seq_id not in self.cache]
         rows = []
@@ -110,9 +109,9 @@ class Generator:
         ended = []
         for growing, token, logprob, sampling_logprob in zip(order, *drawn, strict=True):
             growing.append(int(token), logprob, sampling_logprob)
-            if token == self.eos_id:
+            if token == self.stopping.eos_id:
                 growing.row.finish_reason = "eos"
-            elif growing.position == self.max_response_tokens:
+            elif growing.position == growing.limit:
                 growing.row.finish_reason = "length"
             if growing.row.finish_reason:
                 growing.row.finish_clock = clock

@@ -13,6 +13,7 @@ from oppo_megatron.records import Prompt
 from oppo_megatron.rewards.verifiers import verify
 from oppo_megatron.runtime.generation import Generator
 from oppo_megatron.runtime.sampler import Sampling
+from oppo_megatron.runtime.stopping import Stopping
 
 
 class Evaluator:
@@ -29,8 +30,7 @@ class Evaluator:
             generator.model,
             generator.model.new_cache(min(len(self.prompts), self.max_slots)),
             sampling=Sampling(temperature=0.0),
-            eos_id=generator.eos_id,
-            max_response_tokens=generator.max_response_tokens,
+            stopping=Stopping(self.tokenizer.eos_id, generator.stopping.max_response_tokens),
             prefill_tokens=generator.prefill_tokens,
         )
         buffer = RolloutBuffer(len(self.prompts), delta=0, max_deferrals=1)

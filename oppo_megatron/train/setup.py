@@ -27,6 +27,7 @@ from oppo_megatron.runtime.mcore.training import TrainedModel
 from oppo_megatron.runtime.roles import load_role
 from oppo_megatron.runtime.sampler import Sampling
 from oppo_megatron.runtime.scoring import Scorer, ScorerRole
+from oppo_megatron.runtime.stopping import Stopping
 from oppo_megatron.runtime.stream import TokenStream
 from oppo_megatron.runtime.world import World
 from oppo_megatron.schedule.plan import delta_rule
@@ -135,8 +136,7 @@ class _Builder:
             model,
             self._cache(model),
             sampling=Sampling.of(config.rollout, config.seed),
-            eos_id=tokenizer.eos_id,
-            max_response_tokens=config.rollout.max_response_tokens,
+            stopping=Stopping.of(config.rollout, tokenizer.eos_id, config.seed),
             prefill_tokens=config.runtime.micro_batch_tokens,
         )
         keep_kv = config.overlap.actor_kv == "keep"

@@ -14,6 +14,7 @@ from oppo_megatron.runtime.mcore.model import RoleModel
 from oppo_megatron.runtime.mcore.training import forward_rows
 from oppo_megatron.runtime.mcore.vocab_parallel import gather_logits, token_logprobs
 from oppo_megatron.runtime.sampler import Sampling
+from oppo_megatron.runtime.stopping import Stopping
 from tests.gloo.models import CPU, load, world_groups
 
 EOS = 20  # comes up early in some of the sequences that the tests draw, and never in others
@@ -81,8 +82,7 @@ def generator(model: RoleModel, sampling: Sampling, slots: int = len(PROMPTS), p
         model,
         cache,
         sampling=sampling,
-        eos_id=EOS,
-        max_response_tokens=MAX_RESPONSE,
+        stopping=Stopping(EOS, MAX_RESPONSE),
         prefill_tokens=prefill_tokens,
     )
 

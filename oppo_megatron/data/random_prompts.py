@@ -1,0 +1,22 @@
+"""Prompts without meaning, for benchmarks that need no file from outside."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+from oppo_megatron.data.tokenizer import train_sentencepiece
+
+NUM_PROMPTS = 1024
+VOCAB_SIZE = 262  # what a tokenizer of single characters over digits comes to, bytes included
+
+
+def write_random_prompts(directory: Path, prompt_tokens: int, seed: int = 1) -> tuple[Path, Path]:
+    """A tokenizer in which a digit is a token, and `NUM_PROMPTS` prompts of so many digits -> (tokenizer, JSONL)."""
+    rng = random.Random(seed)
+    prompts = ["".join(rng.choices("0123456789", k=prompt_tokens)) for _ in range(NUM_PROMPTS)]
+    tokenizer, rows = directory / "tokenizer.model", directory / "prompts.jsonl"
+    train_sentencepiece([*prompts, "0123456789"], tokenizer, VOCAB_SIZE, model_type="char")
+    rows.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts), encoding="utf-8")
+    return tokenizer, rows
