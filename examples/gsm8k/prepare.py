@@ -38,15 +38,18 @@ def read_rows(path: Path) -> list[Row]:
     """The objects of a JSONL file, each with a question.  Ends the program where a line is something else."""
     needed = PAIR_COLUMNS if path.name == PAIRS else ("question", "answer")
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            sys.exit(f"{path}:{number}: not JSON ({error}); correct the line or fetch the file again")
-        lacking = [name for name in needed if not isinstance(row, dict) or not isinstance(row.get(name), str)]
-        if lacking:
-            sys.exit(f"{path}:{number}: no text in {', '.join(lacking)}; each row needs {', '.join(needed)}")
-        rows.append(row)
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                sys.exit(f"{path}:{number}: not JSON ({error}); correct the line or fetch the file again")
+            lacking = [name for name in needed if not isinstance(row, dict) or not isinstance(row.get(name), str)]
+            if lacking:
+                sys.exit(f"{path}:{number}: no text in {', '.join(lacking)}; each row needs {', '.join(needed)}")
+            rows.append(row)
     return rows
 
 
@@ -54,7 +57,7 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
     """Write a JSONL file that appears whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    partial.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     partial.replace(path)
 
 

@@ -24,6 +24,7 @@ from tests.support.hf import save_tiny
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "gsm8k"
 FILES = ("gsm8k_train.jsonl", "gsm8k_test.jsonl", "gsm8k_preference_pairs.jsonl")
+METRICS_PAGE = (EXAMPLE.parents[1] / "docs" / "metrics.md").read_text(encoding="utf-8")
 STAGES = {"sft": SFTConfig, "rm": RewardModelConfig, "ppo": TrainConfig}
 STEPS = {"sft": 16, "rm": 24, "ppo": 30}
 
@@ -38,7 +39,8 @@ def call(*arguments: str | Path, timeout_s: float = 60, **variables: str) -> sub
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    with path.open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
 
 
 def summary(out: Path, stage: str) -> dict[str, Any]:
@@ -66,6 +68,9 @@ def test_run_directories_are_whole(short: Path) -> None:
         spans = read_trace(run / "trace.json")
         assert {span.rank for span in spans} == ({0, 1} if stage == "ppo" else {0})
         assert {"update"} <= {span.name for span in spans}
+        named = {*lines[0], *lines[-1], *summary(short, stage), *(span.name for span in spans)}
+        absent = [name for name in named if f"`{name}`" not in METRICS_PAGE and not name.endswith(("_first", "_last"))]
+        assert not absent, f"describe in docs/metrics.md: {absent}"
 
 
 @pytest.mark.slow
@@ -139,7 +144,7 @@ def test_two_changed_lines_make_the_chain_start_from_a_checkpoint(shared_data: P
     shutil.copytree(EXAMPLE, example)
     change_two_lines(example / "sft.yaml", checkpoint)
     for name in FILES:
-        (tmp_path / name).write_text("".join((shared_data / name).read_text().splitlines(keepends=True)[:40]))
+        (tmp_path / name).write_text("".join(f"{json.dumps(row)}\n" for row in rows(shared_data / name)[:40]))
     prepared = call("python3", example / "prepare.py", tmp_path, out / "data", "10")
     assert prepared.returncode == 0, prepared.stderr
     few = {
@@ -194,11 +199,16 @@ def test_help() -> None:
 
 @pytest.mark.parametrize(
     ("line", "complaint"),
-    [("not JSON", "gsm8k_train.jsonl:2: not JSON"), ('{"question": "q"}', "gsm8k_train.jsonl:2: no text in answer")],
+    [
+        (b"not JSON", "gsm8k_train.jsonl:2: not JSON"),
+        (b'{"question": "q\xff", "answer": "a"}', "gsm8k_train.jsonl:2: not JSON"),
+        (b'{"question": "q"}', "gsm8k_train.jsonl:2: no text in answer"),
+        (b"[]", "gsm8k_train.jsonl:2: no text in question, answer"),
+    ],
 )
-def test_bad_row_is_named_by_file_and_line(line: str, complaint: str, tmp_path: Path) -> None:
-    good = json.dumps({"question": "q", "answer": "#### 1", "chosen": "a", "rejected": "b"}) + "\n"
+def test_bad_row_is_named_by_file_and_line(line: bytes, complaint: str, tmp_path: Path) -> None:
+    good = json.dumps({"question": "q", "answer": "#### 1", "chosen": "a", "rejected": "b"}).encode() + b"\n"
     for name in FILES:
-        (tmp_path / name).write_text(good + (line + "\n" if name == FILES[0] else ""))
+        (tmp_path / name).write_bytes(good + (line + b"\n" if name == FILES[0] else b""))
     done = call(EXAMPLE / "run.sh", "--short", tmp_path, tmp_path / "out")
     assert done.returncode != 0 and complaint in done.stderr and not (tmp_path / "out/data/train.jsonl").exists()
