@@ -19,18 +19,20 @@ RUNS = {"sequential": False, "oppo": True}
 
 DATA: dict[str, Any] = {
     "sizes": {"sft": 20000, "pairs": 4000, "prompts": 8000, "heldout": 200},
-    "imperfect": 0.6,
-    "shape": {"max_operations": 16, "scale": 1.5, "tail": 1.5, "max_operand": 9, "largest": 30},
+    "imperfect": 0.55,
+    "shape": {"max_operations": 16, "scale": 1.5, "tail": 1.5, "max_operand": 5, "largest": 20},
 }
 VOCAB_SIZE = 284
 TOKENIZER_ROWS = 2000
 
 QUICK_DATA: dict[str, Any] = {**DATA, "sizes": {"sft": 400, "pairs": 200, "prompts": 200, "heldout": 20}}
+QUICK_SHAPE = ["hidden_size=32", "num_hidden_layers=2", "num_attention_heads=2", "intermediate_size=64"]
 QUICK = {
-    "sft": ["max_steps=12"],
-    "rm": ["max_steps=4"],
-    "ppo": ["steps=5", "rollout.batch_size=8", "overlap.delta.initial=3", "overlap.delta.max=3"],
+    "sft": ["max_steps=20", "batch_size=16", *(f"model.init.{size}" for size in QUICK_SHAPE)],
+    "rm": ["max_steps=5", "batch_size=8"],
+    "ppo": ["steps=5", "rollout.batch_size=8", "rollout.max_response_tokens=64", "overlap.delta={initial: 3, max: 3}"],
 }
+"""What `--quick` changes in each configuration file."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -132,14 +134,14 @@ def _run_stage(stage: Stage, title: str, fresh: bool) -> int:
 
 
 def _make_data(directory: Path, recipe: Mapping[str, Any]) -> int:
-    from oppo_megatron.data.arithmetic import DatasetSizes, Shape, unfinished_solution, write_dataset
+    from oppo_megatron.data.arithmetic import DatasetSizes, Shape, misreported_solution, write_dataset
 
     write_dataset(
         directory,
         recipe["seed"],
         DatasetSizes(**recipe["sizes"]),
         imperfect=recipe["imperfect"],
-        flaw=unfinished_solution,
+        flaw=misreported_solution,
         shape=Shape(**recipe["shape"]),
     )
     print("    " + ", ".join(f"{count} {name}" for name, count in recipe["sizes"].items()), flush=True)

@@ -117,9 +117,9 @@ def wrong_solution(problem: Problem, rng: random.Random) -> str:
     return wrong or slipped_solution(problem, rng)
 
 
-def unfinished_solution(problem: Problem, rng: random.Random) -> str:
-    """All but the last operation, always in the same way; a problem of one operation is worked as it should be."""
-    return Problem(problem.terms[: max(2, len(problem.terms) - 1)]).solution
+def misreported_solution(problem: Problem, rng: random.Random) -> str:
+    """Right work, and as the answer the result before the last: one fault, always the same, whatever the length."""
+    return _worked(problem.totals, problem.terms, problem.totals[-2])
 
 
 def slipped_solution(problem: Problem, rng: random.Random) -> str:

@@ -16,6 +16,7 @@ from oppo_megatron.data.arithmetic import (
     Problem,
     Shape,
     is_heldout,
+    misreported_solution,
     problems,
     slipped_solution,
     write_dataset,
@@ -101,6 +102,23 @@ def test_a_slip_is_one_wrong_line_followed_through(five_thousand: list[Problem])
         assert lines[-1] == f"#### {results[-1][-1]}" and 0 <= int(results[-1][-1]) <= 99
 
 
+def test_a_misreport_is_right_work_and_the_result_before_the_last(five_thousand: list[Problem]) -> None:
+    assert misreported_solution(Problem((7, 5, -3)), random.Random(0)) == "7+5=12\n12-3=9\n#### 12"
+    for problem in five_thousand[:1000]:
+        text = misreported_solution(problem, random.Random(0))
+        assert text.split("\n")[:-1] == problem.solution.split("\n")[:-1]
+        assert verify("arithmetic", text, problem.answer) == 0.0
+
+
+def test_the_flaw_of_the_demonstrations_can_be_chosen(tmp_path: Path) -> None:
+    sizes = DatasetSizes(sft=300, pairs=1, prompts=1, heldout=1)
+    path = write_dataset(tmp_path, 7, sizes, imperfect=0.5, flaw=misreported_solution)["sft"]
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert all(all(check_work(row["completion"])) for row in rows), "no slips, only wrong reports"
+    reports = [re.split(r"=(\d+)\n#### ", row["completion"])[-2:] for row in rows]
+    assert 110 < sum(result == report for result, report in reports) < 190
+
+
 def test_splits_never_meet_and_repeat_by_seed() -> None:
     train = {problem.prompt for seed in (1, 2) for problem in islice(problems(seed, "train"), 3000)}
     heldout = {problem.prompt for seed in (1, 2) for problem in islice(problems(seed, "heldout"), 300)}
@@ -111,10 +129,11 @@ def test_splits_never_meet_and_repeat_by_seed() -> None:
 
 
 def test_shape_is_obeyed() -> None:
-    shape = Shape(max_operations=2, scale=1.0, tail=1.0, max_operand=3)
+    shape = Shape(max_operations=2, scale=1.0, tail=1.0, max_operand=3, largest=7)
     sample = list(islice(problems(1, "train", shape), 500))
     assert {problem.num_operations for problem in sample} == {1, 2}
     assert max(abs(term) for problem in sample for term in problem.terms[1:]) == 3
+    assert max(total for problem in sample for total in problem.totals) == 7
 
 
 def test_written_files(tmp_path: Path) -> None:
