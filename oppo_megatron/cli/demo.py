@@ -95,14 +95,14 @@ def plan(out: Path, configs: Path, seed: int, quick: bool) -> list[Stage]:
     )
 
     def training(kind: str, name: str, title: str, places: Mapping[str, Path], after: Sequence[Stage]) -> Stage:
-        paths = {"run_dir": out / name, "tokenizer.path": out / "tokenizer" / "tokenizer.model", **places}
         file = configs / f"{'ppo' if kind == 'train' else kind}.yaml"
-        overrides = [f"seed={seed}", *(f"{key}={path}" for key, path in paths.items())]
-        overrides += QUICK[file.stem] if quick else []
+        changes = [f"seed={seed}", *(QUICK[file.stem] if quick else [])]
         if kind == "train":
-            overrides += [f"overlap.{which}={str(RUNS[name]).lower()}" for which in ("intra", "inter")]
-        settings = {"config": file.read_text(encoding="utf-8"), "overrides": overrides}
-        make = functools.partial(_train, kind, file, overrides)
+            changes += [f"overlap.{switch}={str(RUNS[name]).lower()}" for switch in ("intra", "inter")]
+        paths = {"run_dir": out / name, "tokenizer.path": out / "tokenizer" / "tokenizer.model", **places}
+        make = functools.partial(_train, kind, file, [*changes, *(f"{key}={path}" for key, path in paths.items())])
+        # Without the paths: a demo that was moved as a whole is still finished.
+        settings = {"config": file.read_text(encoding="utf-8"), "changes": changes}
         return Stage(name, title, out / name, settings, make, after=[data, tokenizer, *after])
 
     sft_weights, rm_weights = out / "sft" / "weights", out / "rm" / "weights"

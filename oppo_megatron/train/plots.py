@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 DPI = 150
 # Okabe and Ito's palette, made to be told apart with any kind of colour vision.
 RUN_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-WAITING = ("wait_scores", "wait_tokens")
+WAITING = ("wait_scores", "wait_tokens", "wait_update")
 SPAN_COLOURS = {
     "prefill": "#56B4E9",
     "decode": "#0072B2",
@@ -33,6 +33,7 @@ SPAN_COLOURS = {
     "evaluate": "#D55E00",
     "wait_scores": "#DDDDDD",
     "wait_tokens": "#DDDDDD",
+    "wait_update": "#DDDDDD",
 }
 OTHER_COLOUR = "#666666"
 OTHER_STEP_ALPHA = 0.4
