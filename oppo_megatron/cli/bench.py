@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,18 +24,20 @@ def run(args: argparse.Namespace) -> int:
 def _decode_arguments(parser: argparse.ArgumentParser) -> None:
     sizes = {"hidden": 384, "layers": 8, "heads": 6, "kv-heads": 2, "ffn": 1024, "vocab": 8192}
     for name, size in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=size, metavar="N", help=f"of the model; default {size}")
-    parser.add_argument("--batch", type=_integers, default=[1, 8, 32], metavar="N,N", help="default 1,8,32")
-    parser.add_argument("--prompt", type=int, default=64, metavar="N", help="prompt tokens; default 64")
-    parser.add_argument("--new", type=int, default=32, metavar="N", help="timed decode steps; default 32")
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="turns of each peer; default 5")
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads; default 1")
+        parser.add_argument(f"--{name}", type=_count, default=size, metavar="N", help=f"of the model; default {size}")
+    parser.add_argument("--batch", type=_counts, default=[1, 8, 32], metavar="N,N", help="default 1,8,32")
+    parser.add_argument("--prompt", type=_count, default=64, metavar="N", help="prompt tokens; default 64")
+    parser.add_argument("--new", type=_count, default=32, metavar="N", help="timed decode steps; default 32")
+    parser.add_argument("--repeats", type=_count, default=5, metavar="N", help="turns of each peer; default 5")
+    parser.add_argument("--threads", type=_count, default=1, metavar="N", help="CPU threads; default 1")
     parser.add_argument("--peers", type=_names, metavar="A,B", help="default: all; see docs/performance.md")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the figures there, too")
     parser.set_defaults(measure=_decode)
 
 
 def _decode(args: argparse.Namespace) -> int:
+    from oppo_megatron.config.model import ParallelConfig
+    from oppo_megatron.config.shape import check_shape
     from oppo_megatron.errors import ConfigError
     from oppo_megatron.integrations.bench_decode import PEERS, DecodeWork, bench_decode
     from oppo_megatron.train.run_dir import write_json
@@ -43,7 +45,10 @@ def _decode(args: argparse.Namespace) -> int:
     names = args.peers or list(PEERS)
     if unknown := [name for name in names if name not in PEERS]:
         raise ConfigError(f"--peers names {unknown}; the peers are {list(PEERS)}")
-    work = DecodeWork(_shape(args), args.batch, args.prompt, args.new, args.repeats, args.threads)
+    shape = _shape(args)
+    if problems := check_shape("bench decode", shape, ParallelConfig(), shape["max_position_embeddings"], None):
+        raise ConfigError(problems)
+    work = DecodeWork(shape, args.batch, args.prompt, args.new, args.repeats, args.threads)
     figures = bench_decode(work, names)
     columns = {
         "peer": "peer", "batch": "batch", "tokens/s": "tokens_per_s", "min": "min", "max": "max",
@@ -76,11 +81,11 @@ def _overlap_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, metavar="CONFIG.yaml")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings that replace those of the file")
     parser.add_argument("--modes", type=_names, metavar="A,B", help="default: sequential,intra,inter,full")
-    parser.add_argument("--steps", type=int, metavar="N", help="PPO steps a run; default: the configuration's")
-    parser.add_argument("--repeats", type=int, default=1, metavar="N", help="runs of each mode, in turn; default 1")
+    parser.add_argument("--steps", type=_count, metavar="N", help="PPO steps a run; default: the configuration's")
+    parser.add_argument("--repeats", type=_count, default=1, metavar="N", help="runs of each mode, in turn; default 1")
     parser.add_argument(
         "--prompt-tokens",
-        type=int,
+        type=_count,
         metavar="N",
         help="prompts of N random tokens, in place of the configuration's data",
     )
@@ -96,8 +101,8 @@ def _overlap(args: argparse.Namespace) -> int:
     from oppo_megatron.train.bench_overlap import compare, mode_config
     from oppo_megatron.train.run_dir import RunDirectory, write_json
 
-    config = _overlap_config(args)
     modes = _overlap_modes(args)
+    config = _overlap_config(args)
     runs = {mode: [args.out / f"{mode}-{turn}" for turn in range(1, args.repeats + 1)] for mode in modes}
     for run_dir in (path for paths in runs.values() for path in paths):
         RunDirectory(run_dir).require_unfinished()
@@ -148,6 +153,20 @@ def _overlap_modes(args: argparse.Namespace) -> list[str]:
     return modes
 
 
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 1")
+    return int(text)
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(part) for part in text.split(",")]
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
+
+
 def format_table(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> str:
     """Aligned text: `columns` maps each heading to the key of its values."""
     cells = [list(columns), *([_cell(row[key]) for key in columns.values()] for row in rows)]
@@ -161,10 +180,3 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.0f}" if value >= 100 else f"{value:.2f}"
     return str(value)
-
-
-def _list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    return lambda text: [kind(part) for part in text.split(",")]
-
-
-_integers, _names = _list_of(int), _list_of(str)
