@@ -9,6 +9,7 @@ import pytest
 
 from oppo_megatron.cli import main as cli
 from oppo_megatron.cli.main import COMMANDS, main
+from oppo_megatron.config.run import TrainConfig
 
 CONFIG = """
 run_dir: run
@@ -86,8 +87,16 @@ def test_run_is_launched_with_the_resolved_configuration(config: Path, monkeypat
     calls: list[tuple[object, ...]] = []
     monkeypatch.setattr("oppo_megatron.cli.launch.launch", lambda *arguments: calls.append(arguments) or 0)
     assert main(["train", str(config), "seed=5"]) == 0
-    assert calls == [("train", "run/config.yaml", 4)]
-    assert "seed: 5" in Path("run/config.yaml").read_text()
+    [(kind, launched, world_size)] = calls
+    assert (kind, world_size) == ("train", 4)
+    assert isinstance(launched, TrainConfig) and launched.seed == 5
+
+
+def test_a_finished_run_is_refused_before_anything_starts(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run").mkdir()
+    Path("run/summary.json").write_text("{}")
+    assert main(["train", str(config)]) == 2
+    assert "holds a finished run" in capsys.readouterr().err
 
 
 def test_wrong_number_of_ranks(
