@@ -25,13 +25,11 @@ PACKAGES = (
     Package("megatron-core", "megatron.core", None),
     Package("transformers", "transformers", None),
     Package(
-        "transformer-engine", "transformer_engine", "fused GPU layers and FP8: megatron-core's local layers are used"
+        "transformer-engine", "transformer_engine", "fused Adam and gradient norms on GPU: apex's or torch's are used"
     ),
-    Package("apex", "apex", "fused GPU optimizer and norms: torch's own are used"),
-    Package("flash-attn", "flash_attn", "flash-attn kernels: torch's scaled_dot_product_attention is used"),
+    Package("apex", "apex", "fused Adam and gradient norms on GPU: transformer-engine's or torch's are used"),
     Package("wandb", "wandb", "logging.wandb_project: install the extra `wandb`"),
     Package("datasets", "datasets", "Hugging Face data set folders as input: install the extra `datasets`"),
-    Package("nemo-toolkit", "nemo", "the NeMo-Aligner plug-in: install the extra `aligner`"),
 )
 
 
