@@ -20,7 +20,7 @@ RUNS = {"sequential": False, "oppo": True}
 DATA: dict[str, Any] = {
     "sizes": {"sft": 20000, "pairs": 4000, "prompts": 8000, "heldout": 200},
     "imperfect": 0.6,
-    "shape": {"max_operations": 16, "scale": 1.5, "tail": 1.5, "max_operand": 5, "largest": 20},
+    "shape": {"max_operations": 16, "scale": 1.5, "tail": 1.5, "max_operand": 5, "largest": 15},
 }
 VOCAB_SIZE = 284
 TOKENIZER_ROWS = 2000
