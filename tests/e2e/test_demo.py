@@ -59,7 +59,7 @@ def test_figures(demo: Path) -> None:
         assert figures["step_s"] == pytest.approx(sum(line["step_s"] for line in steady) / len(steady))
         assert 0 <= figures["scoring_hidden"] <= 1
     assert set(sequential["deferred"]) == {"0"}, "plain PPO carries nothing"
-    assert sequential["scoring_hidden"] < oppo["scoring_hidden"]
+    assert sequential["scoring_hidden"] < 0.1, "plain PPO stands still while it is scored"
 
 
 def test_both_runs_train_as_much_from_the_same_start(demo: Path) -> None:
