@@ -24,6 +24,15 @@ class World:
     device: torch.device
 
 
+def choose_device(config: RuntimeConfig) -> None:
+    """Called first in a rank's process: with `runtime.device: cpu` its GPUs are hidden, from megatron-core too.
+
+    megatron-core takes the current CUDA device wherever there is one, whatever the models' tensors are on.
+    """
+    if config.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def _device(config: RuntimeConfig, local_rank: int) -> torch.device:
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")

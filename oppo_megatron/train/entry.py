@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.runtime.world import World, open_world
+from oppo_megatron.runtime.world import World, choose_device, open_world
 from oppo_megatron.train.run_dir import RunDirectory
 from oppo_megatron.train.setup import Inputs, build_trainer, read_inputs, write_quarantine
 from oppo_megatron.train.supervised import run_reward_model, run_sft
@@ -19,6 +19,7 @@ from oppo_megatron.train.weights import save_role
 
 def run_rank(kind: str, config: Any) -> None:
     """Run one rank of a `train`, `sft` or `rm` job.  RANK, WORLD_SIZE and the rest come from the environment."""
+    choose_device(config.runtime)
     if kind == "sft":
         run_sft(config)
     elif kind == "rm":
