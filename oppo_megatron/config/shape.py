@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,15 @@ from oppo_megatron.config.model import ParallelConfig
 
 FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 REQUIRED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+POSITIVE = ("rms_norm_eps", "initializer_range")
+ROPE_KINDS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor",),
+}
+"""The numbers that each kind of RoPE must have beside `rope_theta`."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 DEFAULT_POSITIONS = {"llama": 2048, "qwen2": 32768, "qwen3": 32768}
 
@@ -21,16 +31,7 @@ def check_shape(
     tokenizer_vocab_size: int | None,
 ) -> list[str]:
     """Problems of role `name`; `max_context` in tokens; `tokenizer_vocab_size` None where it is not known."""
-    family = hf_config.get("model_type")
-    if family not in FAMILIES:
-        return [f"{name}: model_type {family!r} is not supported; use one of {', '.join(FAMILIES)} (Qwen2.5 is qwen2)"]
-    problems = _check_architecture(name, hf_config)
-    for key in REQUIRED:
-        size = hf_config.get(key)
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            problems.append(
-                f"{name}: `{key}` of its config.json is {size!r}, but must be a positive integer; add or correct it"
-            )
+    problems = check_model(name, hf_config)
     if problems:
         return problems
     return [
@@ -39,6 +40,14 @@ def check_shape(
         *_check_context(name, hf_config, max_context),
         *_check_vocabulary(name, hf_config, tokenizer_vocab_size),
     ]
+
+
+def check_model(name: str, hf_config: Mapping[str, Any]) -> list[str]:
+    """What of a `config.json` itself is wrong, or is not computed here; nothing of layouts."""
+    family = hf_config.get("model_type")
+    if family not in FAMILIES:
+        return [f"{name}: model_type {family!r} is not supported; use one of {', '.join(FAMILIES)} (Qwen2.5 is qwen2)"]
+    return [*_check_architecture(name, hf_config), *_check_numbers(name, hf_config), *_check_rope(name, hf_config)]
 
 
 def check_head(name: str, hf_config: Mapping[str, Any], *, scalar: bool, fresh_head: bool) -> list[str]:
@@ -91,16 +100,65 @@ def kv_bytes_per_token(hf_config: Mapping[str, Any], parallel: ParallelConfig, d
 
 def _check_architecture(name: str, hf_config: Mapping[str, Any]) -> list[str]:
     problems = []
-    architecture = (hf_config.get("architectures") or [None])[0]
     family = FAMILIES[hf_config["model_type"]]
-    supported = (f"{family}ForCausalLM", f"{family}ForSequenceClassification")
-    if architecture is not None and architecture not in supported:
-        problems.append(f"{name}: architecture {architecture} is not supported; use one of {', '.join(supported)}")
+    supported = [f"{family}ForCausalLM", f"{family}ForSequenceClassification"]
+    architectures = hf_config.get("architectures")
+    if architectures and (not isinstance(architectures, list) or architectures[0] not in supported):
+        shown = architectures[0] if isinstance(architectures, list) else repr(architectures)
+        problems.append(f"{name}: architecture {shown} is not supported; use a list of one of {', '.join(supported)}")
     if hf_config.get("use_sliding_window"):
         problems.append(
             f"{name}: use_sliding_window is true, but only full attention is computed; use a model without it"
         )
+    if hf_config.get("hidden_act", "silu") != "silu":
+        problems.append(
+            f"{name}: hidden_act is {hf_config['hidden_act']!r}, but only silu is computed; use a model with it"
+        )
+    for key in ("attention_bias", "mlp_bias"):
+        if hf_config.get(key):
+            problems.append(
+                f"{name}: {key} is true, but no bias is computed apart from Qwen2's own; use a model without it"
+            )
     return problems
+
+
+def _check_numbers(name: str, hf_config: Mapping[str, Any]) -> list[str]:
+    problems = []
+    for key in (*REQUIRED, *OPTIONAL_SIZES):
+        size = hf_config.get(key)
+        if size is None and key in OPTIONAL_SIZES:
+            continue
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            problems.append(
+                f"{name}: `{key}` of its config.json is {size!r}, but must be a positive integer; add or correct it"
+            )
+    for key in POSITIVE:
+        value = hf_config.get(key, 1.0)
+        if not _is_positive(value):
+            problems.append(
+                f"{name}: `{key}` of its config.json is {value!r}, but must be a positive number; correct it"
+            )
+    return problems
+
+
+def _check_rope(name: str, hf_config: Mapping[str, Any]) -> list[str]:
+    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        return [f"{name}: its RoPE parameters are {rope!r}, but must be a mapping; correct its config.json"]
+    kind = rope.get("type") or rope.get("rope_type") or "default"
+    if kind not in ROPE_KINDS:
+        return [f"{name}: rope type {kind!r} is not supported; use a model with one of {', '.join(ROPE_KINDS)}"]
+    theta = rope.get("rope_theta", hf_config.get("rope_theta", 10000.0))
+    needed = {"rope_theta": theta} | {key: rope.get(key) for key in ROPE_KINDS[kind]}
+    return [
+        f"{name}: `{key}` of its RoPE parameters is {value!r}, but must be a positive number; correct its config.json"
+        for key, value in needed.items()
+        if not _is_positive(value)
+    ]
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _check_heads(name: str, hf_config: Mapping[str, Any], parallel: ParallelConfig) -> list[str]:
@@ -113,6 +171,10 @@ def _check_heads(name: str, hf_config: Mapping[str, Any], parallel: ParallelConf
     if heads % kv_heads:
         problems.append(
             f"{name}: {heads} attention heads do not divide by {kv_heads} key/value heads; correct its config.json"
+        )
+    if head_dim(hf_config) % 2:
+        problems.append(
+            f"{name}: head_dim is {head_dim(hf_config)}, but rotary embeddings turn pairs of numbers; use an even one"
         )
     for what, count in (("attention heads", heads), ("key/value heads", kv_heads)):
         if count % parallel.tp:

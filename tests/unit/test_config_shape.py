@@ -15,6 +15,7 @@ from oppo_megatron.config.run import RewardModelConfig, SFTConfig, TrainConfig
 from oppo_megatron.config.shape import check_head, check_shape, kv_bytes_per_token, max_positions
 from oppo_megatron.config.validate import check_shared_vocabulary, validate_supervised, validate_train
 from oppo_megatron.errors import CheckpointError, ConfigError
+from oppo_megatron.runtime.shape import ModelShape
 
 QWEN: dict[str, Any] = {
     "model_type": "qwen2",
@@ -54,6 +55,17 @@ def test_fitting_shape_has_no_problem() -> None:
         ({"use_sliding_window": True}, ParallelConfig(), "use_sliding_window is true"),
         ({"hidden_size": None}, ParallelConfig(), "`hidden_size` of its config.json is None"),
         ({"num_hidden_layers": 0}, ParallelConfig(), "`num_hidden_layers` of its config.json is 0"),
+        ({"num_key_value_heads": "x"}, ParallelConfig(), "`num_key_value_heads` of its config.json is 'x'"),
+        ({"max_position_embeddings": -5}, ParallelConfig(), "`max_position_embeddings` of its config.json is -5"),
+        ({"head_dim": 7}, ParallelConfig(), "head_dim is 7"),
+        ({"rms_norm_eps": "tiny"}, ParallelConfig(), "`rms_norm_eps` of its config.json is 'tiny'"),
+        ({"architectures": "Qwen2ForCausalLM"}, ParallelConfig(), "architecture 'Qwen2ForCausalLM' is not supported"),
+        ({"hidden_act": "gelu"}, ParallelConfig(), "hidden_act is 'gelu', but only silu is computed"),
+        ({"attention_bias": True}, ParallelConfig(), "attention_bias is true"),
+        ({"rope_scaling": "yarn"}, ParallelConfig(), "RoPE parameters are 'yarn', but must be a mapping"),
+        ({"rope_scaling": {"type": "dynamic"}}, ParallelConfig(), "rope type 'dynamic' is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": "x"}}, ParallelConfig(), "`factor` of its RoPE parameters"),
+        ({"rope_theta": None}, ParallelConfig(), "`rope_theta` of its RoPE parameters is None"),
     ],
 )
 def test_each_misfit(change: dict[str, Any], parallel: ParallelConfig, expected: str) -> None:
@@ -70,6 +82,14 @@ def test_rope_scaling_lengthens_the_context() -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
     assert max_positions({**QWEN, "rope_scaling": yarn}) == 1024
     assert max_positions({**QWEN, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}) == 256
+
+
+@pytest.mark.parametrize("extra", [{}, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}])
+def test_the_runtime_reads_the_shape_that_was_checked(extra: dict[str, Any]) -> None:
+    config = {**QWEN, **extra}
+    assert ModelShape.from_hf(config).max_positions == max_positions(config) == (1024 if extra else 256)
+    with pytest.raises(CheckpointError, match="hidden_act is 'gelu'"):
+        ModelShape.from_hf({**config, "hidden_act": "gelu"})
 
 
 def test_kv_bytes_by_hand() -> None:
