@@ -59,7 +59,12 @@ def open_world(config: RuntimeConfig, environment: Mapping[str, str] = os.enviro
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         dist.init_process_group(backend, init_method="env://", rank=rank, world_size=size, timeout=timeout)
-    yield World(rank, size, device)
-    # Only after success: a rank that failed must say so before its peers notice that it has gone, and leaving the group
-    # could wait for messages that no one will take.
-    dist.destroy_process_group()
+    failed = True
+    try:
+        yield World(rank, size, device)
+        failed = False
+    finally:
+        # A rank that failed must say so before its peers notice that it has gone, and leaving the group could wait for
+        # messages that no one will take: where there are peers, the end of the process leaves it.
+        if size == 1 or not failed:
+            dist.destroy_process_group()
