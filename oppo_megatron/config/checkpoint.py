@@ -91,10 +91,16 @@ def tokenizer_vocab_size(path: Path) -> int | None:
         return _sentencepiece_size(path)
     if (path / "tokenizer.json").is_file():
         tokenizer = _read_json(path / "tokenizer.json", "the tokenizer")
-        vocab = (tokenizer.get("model") or {}).get("vocab") or {}
-        ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
-        ids += [token["id"] for token in tokenizer.get("added_tokens") or []]
-        return max(ids) + 1 if ids else None
+        try:
+            vocab = (tokenizer.get("model") or {}).get("vocab") or {}
+            ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
+            ids += [token["id"] for token in tokenizer.get("added_tokens") or []]
+            return max(ids) + 1 if ids else None
+        except (AttributeError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"`{path / 'tokenizer.json'}` is not a tokenizer ({type(error).__name__}: {error}); "
+                "fetch or save it again"
+            ) from error
     if (path / "tokenizer.model").is_file():
         return _sentencepiece_size(path / "tokenizer.model")
     return None

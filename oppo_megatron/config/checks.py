@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 
@@ -44,8 +45,9 @@ def check_supervised(config: SupervisedConfig) -> list[str]:
 
 
 def max_context(config: TrainConfig) -> int:
-    """Tokens of the longest sequence that a role may see."""
-    return config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    """Tokens of the longest sequence that a role may see, held-out prompts included."""
+    data = [config.data] + ([config.evaluation.data] if config.evaluation else [])
+    return max(each.max_prompt_tokens for each in data) + config.rollout.max_response_tokens
 
 
 def scorers(config: TrainConfig) -> Iterator[tuple[str, RoleConfig]]:
@@ -140,6 +142,11 @@ def check_data(name: str, data: DataConfig, templates: Sequence[str]) -> list[st
 def _check_run_dir(config: TrainConfig | SupervisedConfig) -> list[str]:
     if config.run_dir.exists() and not config.run_dir.is_dir():
         return [f"run_dir `{config.run_dir}` is a file, but must be a folder; name another"]
+    existing = next(path for path in (config.run_dir, *config.run_dir.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        return [
+            f"run_dir `{config.run_dir}`: nothing can be written in `{existing}`; choose a folder that you may write"
+        ]
     return []
 
 
@@ -151,8 +158,9 @@ def _check_batch(config: TrainConfig) -> list[str]:
         problems.append(
             f"ppo.minibatches {minibatches} does not divide rollout.batch_size {batch}; choose from {fitting}"
         )
-    context = "data.max_prompt_tokens + rollout.max_response_tokens"
-    return problems + _check_micro_batch(config.runtime.micro_batch_tokens, max_context(config), context)
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    what = "data.max_prompt_tokens + rollout.max_response_tokens"
+    return problems + _check_micro_batch(config.runtime.micro_batch_tokens, longest, what)
 
 
 def _check_micro_batch(micro_batch_tokens: int, longest: int, what: str) -> list[str]:

@@ -40,6 +40,8 @@ def _sentence(kind: type[Section], path: Path, details: list[ErrorDetails]) -> s
 
 
 def _rule(detail: ErrorDetails) -> str:
+    if detail["type"] == "too_short":
+        return f"a list of at least {detail['ctx']['min_length']}"
     message = detail["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     message = message.removeprefix("Input should be ").removeprefix("Input is not ")
     message = message.replace("a valid dictionary or instance of", "a section of keys:").replace(

@@ -54,7 +54,7 @@ class TrainConfig(Section):
     """`oppo train`: PPO."""
 
     run_dir: Path = Field(..., description="folder for all that the run writes; it must hold no finished run")
-    seed: int = Field(1, ge=0, description="seed of the data's order and of all draws")
+    seed: int = Field(1, ge=0, lt=2**63, description="seed of the data's order and of all draws")
     steps: int | None = Field(
         None, ge=1, description="PPO steps; null: until `data_epochs` passes over the prompts end"
     )
@@ -81,7 +81,7 @@ class SupervisedConfig(Section):
     """What `oppo sft` and `oppo rm` share."""
 
     run_dir: Path = Field(..., description="folder for all that the run writes; it must hold no finished run")
-    seed: int = Field(1, ge=0, description="seed of the data's order and of all draws")
+    seed: int = Field(1, ge=0, lt=2**63, description="seed of the data's order and of all draws")
     epochs: float = Field(1.0, gt=0, description="passes over the data; may be a fraction")
     max_steps: int | None = Field(None, ge=1, description="end after so many steps; null: when `epochs` are over")
     batch_size: int = Field(32, ge=1, description="rows (pairs for `rm`) per optimizer step")

@@ -208,7 +208,8 @@ def _check_context(name: str, hf_config: Mapping[str, Any], max_context: int) ->
         return []
     return [
         f"{name}: contexts of up to {max_context} tokens are asked for, but the model's longest is {limit} "
-        "(max_position_embeddings); lower the prompt or response limit, or use a model of longer context"
+        "(max_position_embeddings); lower the limits of prompts (held-out ones too) or responses, or use a model of "
+        "longer context"
     ]
 
 

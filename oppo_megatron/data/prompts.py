@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from oppo_megatron.data.examples import Example, read_prompts
 from oppo_megatron.data.order import epoch_order
 from oppo_megatron.data.rows import Quarantine, RowProblems, require_some
 from oppo_megatron.data.tokenizer import Tokenizer
-from oppo_megatron.errors import DataError
+from oppo_megatron.errors import DataError, OppoError
 from oppo_megatron.records import Prompt
 
 
@@ -39,8 +39,14 @@ class PromptSet:
         return len(self.rows)
 
 
-def load_prompts(config: DataConfig, tokenizer: Tokenizer, *, quarantine: Quarantine) -> PromptSet:
-    """Read, render and tokenize every prompt.
+Check = Callable[[Mapping[str, Any]], None]
+"""Raises an OppoError where a row's other columns are of no use."""
+
+
+def load_prompts(
+    config: DataConfig, tokenizer: Tokenizer, *, quarantine: Quarantine, check: Check | None = None
+) -> PromptSet:
+    """Read, render and tokenize every prompt.  A row that `check` refuses falls under `bad_rows`.
 
     A prompt of more than `max_prompt_tokens` is an error, keeps its END (`truncate`), or is set aside, as
     `long_prompts` says. Raises `DataError` with every refused row at once, or if no row is left.
@@ -51,7 +57,7 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, *, quarantine: Quaran
     for example in read_prompts(config, tokenizer, problems):
         tokens = tokenizer.encode(example.prompt)
         text = example.prompt
-        if _refused(example, len(tokens), config, problems):
+        if _refused(example, len(tokens), config, problems, check):
             continue
         if len(tokens) > config.max_prompt_tokens:
             tokens = tokens[-config.max_prompt_tokens :]
@@ -64,8 +70,14 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, *, quarantine: Quaran
     return PromptSet(rows, num_duplicates, num_truncated, problems.num_quarantined)
 
 
-def _refused(example: Example, num_tokens: int, config: DataConfig, problems: RowProblems) -> bool:
+def _refused(example: Example, num_tokens: int, config: DataConfig, problems: RowProblems, check: Check | None) -> bool:
     file, line = example.row.file, example.row.line
+    try:
+        if check is not None:
+            check(example.fields)
+    except OppoError as error:
+        problems.report(file, line, str(error), config.bad_rows)
+        return True
     if num_tokens == 0:
         problems.report(file, line, "the prompt has no token", config.bad_rows)
         return True

@@ -40,8 +40,8 @@ class VerifierReward:
         if self.answer not in fields:
             there = ", ".join(fields) or "none"
             raise RewardError(
-                f"the row has no column {self.answer!r} with the expected answer (it has: {there}); set "
-                "the part's `answer`"
+                f"the row has no column {self.answer!r} with the expected answer (it has: {there}); name the column "
+                "as `answer` beside the verifier"
             )
         return fields[self.answer]
 
@@ -127,14 +127,14 @@ class RewardSum:
         """Whether a reward model's score is one of the parts."""
         return any(summand.function is None for summand in self.summands)
 
-    def check(self, fields: Mapping[str, Any], place: str) -> None:
-        """Raise `RewardError` naming `place` (file:line) if a row lacks what a verifier needs."""
+    def check(self, fields: Mapping[str, Any]) -> None:
+        """Raise `RewardError` if a row lacks what a verifier needs."""
         for summand in self.summands:
             if isinstance(summand.function, VerifierReward):
                 try:
                     summand.function.check(fields)
                 except RewardError as error:
-                    raise RewardError(f"{place}: reward part {summand.label!r}: {error}") from error
+                    raise RewardError(f"reward part {summand.label!r}: {error}") from error
 
     def score(
         self, prompt: str, response: str, fields: Mapping[str, Any], model_score: float | None, seq_id: int

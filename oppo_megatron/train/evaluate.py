@@ -17,10 +17,21 @@ from oppo_megatron.runtime.stopping import Stopping
 
 
 class Evaluator:
-    """Decodes the held-out prompts with the actor as it is, on a cache of its own that lives only as long."""
+    """Decodes the held-out prompts with the actor as it is, on a cache of its own that lives only as long.
 
-    def __init__(self, config: EvaluationConfig, prompts: PromptSet, tokenizer: Tokenizer, max_slots: int):
-        self.config, self.tokenizer, self.max_slots = config, tokenizer, max_slots
+    The cache has at most `max_slots` slots and `kv_budget_bytes` (None: no limit).
+    """
+
+    def __init__(
+        self,
+        config: EvaluationConfig,
+        prompts: PromptSet,
+        tokenizer: Tokenizer,
+        max_slots: int,
+        kv_budget_bytes: int | None,
+    ):
+        self.config, self.tokenizer = config, tokenizer
+        self.max_slots, self.kv_budget_bytes = max_slots, kv_budget_bytes
         count = min(len(prompts), config.max_prompts)
         self.prompts: Sequence[Prompt] = list(PromptStream(prompts, 0, epochs=1, limit=count, shuffle=False))
 
@@ -28,7 +39,7 @@ class Evaluator:
         """Share of the prompts answered right.  Every rank of the actor makes the call and gets the same answer."""
         greedy = Generator(
             generator.model,
-            generator.model.new_cache(min(len(self.prompts), self.max_slots)),
+            generator.model.new_cache(min(len(self.prompts), self.max_slots), self.kv_budget_bytes),
             sampling=Sampling(temperature=0.0),
             stopping=Stopping(self.tokenizer.eos_id, generator.stopping.max_response_tokens),
             prefill_tokens=generator.prefill_tokens,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from oppo_megatron.config.data import DataConfig
+from oppo_megatron.config.checks import max_context
 from oppo_megatron.config.model import ModelConfig, TrainedRoleConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.chunk import ChunkTuner
@@ -14,11 +14,9 @@ from oppo_megatron.control.kl import KLController
 from oppo_megatron.data.prompts import PromptSet, PromptStream, load_prompts
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
-from oppo_megatron.errors import ConfigError
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
-from oppo_megatron.rewards.functions import RewardSum, build_reward_functions
-from oppo_megatron.rewards.verifiers import expected_answer
+from oppo_megatron.rewards.functions import RewardSum, VerifierReward, build_reward_functions
 from oppo_megatron.runtime.generation import Generator
 from oppo_megatron.runtime.mcore.groups import RoleGroups
 from oppo_megatron.runtime.mcore.kv_cache import KVCache
@@ -57,26 +55,12 @@ def read_inputs(config: TrainConfig) -> Inputs:
     """Tokenizer, prompts and rewards.  Raises ConfigError, DataError or RewardError for what cannot be trained on."""
     tokenizer = load_tokenizer(config.tokenizer)
     rewards, quarantine = build_reward_functions(config.rewards), Quarantine()
-    prompts = load_prompts(config.data, tokenizer, quarantine=quarantine)
-    for row in prompts.rows:
-        rewards.check(row.fields, row.place)
+    prompts = load_prompts(config.data, tokenizer, quarantine=quarantine, check=rewards.check)
     heldout = None
     if config.evaluation is not None:
-        heldout = load_prompts(config.evaluation.data, tokenizer, quarantine=quarantine)
-        for row in heldout.rows:
-            if config.evaluation.answer not in row.fields:
-                raise ConfigError(
-                    f"evaluation.answer is {config.evaluation.answer!r}, but {row.place} has only {sorted(row.fields)}; "
-                    "name the column that holds the expected answer."
-                )
-            expected_answer(row.fields[config.evaluation.answer])
+        judge = VerifierReward(config.evaluation.verifier, config.evaluation.answer)
+        heldout = load_prompts(config.evaluation.data, tokenizer, quarantine=quarantine, check=judge.check)
     return Inputs(tokenizer, rewards, prompts, heldout, quarantine)
-
-
-def max_length(config: TrainConfig) -> int:
-    """Longest sequence that any role may see."""
-    data: list[DataConfig] = [config.data] + ([config.evaluation.data] if config.evaluation else [])
-    return max(d.max_prompt_tokens for d in data) + config.rollout.max_response_tokens
 
 
 def build_trainer(config: TrainConfig, world: World, inputs: Inputs) -> PPOTrainer:
@@ -88,7 +72,9 @@ def build_trainer(config: TrainConfig, world: World, inputs: Inputs) -> PPOTrain
     actor = None if actor_groups is None else builder.actor(actor_groups, inputs.tokenizer)
     evaluator = None
     if inputs.heldout is not None and config.evaluation is not None:
-        evaluator = Evaluator(config.evaluation, inputs.heldout, inputs.tokenizer, builder.num_slots)
+        evaluator = Evaluator(
+            config.evaluation, inputs.heldout, inputs.tokenizer, builder.num_slots, builder.kv_budget_bytes
+        )
     remote = stream.source != stream.sink
     scheduler = OvercommitScheduler(
         builder.prompts,
@@ -128,6 +114,8 @@ class _Builder:
         self.total_steps = math.ceil(prompts.end / config.rollout.batch_size)
         delta = delta_rule(config.overlap)
         self.num_slots = config.rollout.batch_size + max(delta.max, delta.initial)
+        megabytes = config.runtime.kv_cache_mb
+        self.kv_budget_bytes = None if megabytes is None else int(megabytes * 2**20)
 
     def actor(self, groups: RoleGroups, tokenizer: Tokenizer) -> Actor:
         config = self.config
@@ -162,12 +150,11 @@ class _Builder:
 
     def _model(self, config: ModelConfig, groups: RoleGroups, head: Head) -> RoleModel:
         lean = self.config.runtime.decode_path == "lean"
-        length = max_length(self.config)
+        length = max_context(self.config)
         return load_role(config, groups, head=head, max_length=length, device=self.world.device, lean=lean)
 
     def _cache(self, model: RoleModel) -> KVCache:
-        megabytes = self.config.runtime.kv_cache_mb
-        return model.new_cache(self.num_slots, None if megabytes is None else int(megabytes * 2**20))
+        return model.new_cache(self.num_slots, self.kv_budget_bytes)
 
     def _trained(self, model: RoleModel, config: TrainedRoleConfig) -> TrainedModel:
         steps = self.total_steps * self.config.ppo.epochs * self.config.ppo.minibatches

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from oppo_megatron.config.checks import check_supervised, check_train
+from oppo_megatron.config.checks import check_supervised, check_train, max_context
 from oppo_megatron.config.run import SFTConfig, TrainConfig
 
 
@@ -37,6 +38,13 @@ def put(settings: dict[str, Any], key: str, value: Any) -> None:
 
 def test_good_configuration_has_no_problem(settings: dict[str, Any]) -> None:
     assert check_train(TrainConfig.model_validate(settings)) == []
+
+
+def test_held_out_prompts_count_for_the_longest_context(settings: dict[str, Any]) -> None:
+    assert max_context(TrainConfig.model_validate(settings)) == 200
+    data = {"path": settings["data"]["path"], "max_prompt_tokens": 300}
+    put(settings, "evaluation", {"data": data, "verifier": "gsm8k"})
+    assert max_context(TrainConfig.model_validate(settings)) == 400
 
 
 BROKEN: list[tuple[dict[str, Any], str]] = [
@@ -147,6 +155,7 @@ def supervised(settings: dict[str, Any]) -> dict[str, Any]:
         (lambda s: s["data"].update(completion_template="x"), "data.completion_template is 'x'"),
         (lambda s: s.update(optimizer={"lr": 1.0, "min_lr": 2.0}), "optimizer.min_lr is 2.0"),
         (lambda s: s.update(run_dir=s["tokenizer"]["path"]), "is a file, but must be a folder"),
+        (lambda s: s.update(run_dir=s["tokenizer"]["path"] / "run"), "nothing can be written in"),
     ],
 )
 def test_supervised_rules(settings: dict[str, Any], change: Callable[[dict[str, Any]], None], expected: str) -> None:
@@ -155,3 +164,9 @@ def test_supervised_rules(settings: dict[str, Any], change: Callable[[dict[str, 
     change(good)
     problems = check_supervised(SFTConfig.model_validate(good))
     assert len(problems) == 1 and expected in problems[0]
+
+
+def test_a_run_directory_that_cannot_be_written(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    (problem,) = check_train(TrainConfig.model_validate(settings))
+    assert f"nothing can be written in `{settings['run_dir'].parent}`" in problem

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,7 +16,7 @@ from oppo_megatron.config.data import DataConfig
 from oppo_megatron.data.order import epoch_order
 from oppo_megatron.data.prompts import PromptRow, PromptSet, PromptStream, load_prompts
 from oppo_megatron.data.rows import Quarantine
-from oppo_megatron.errors import DataError
+from oppo_megatron.errors import DataError, RewardError
 from tests.support.tokenizers import CharacterTokenizer
 
 TOKENIZER = CharacterTokenizer()
@@ -36,6 +38,22 @@ def test_rows_become_prompts_with_their_other_columns(tmp_path: Path) -> None:
     assert (first.text, first.tokens, first.fields) == ("QabA", tuple(map(ord, "QabA")), {"answer": "1"})
     assert second.fields == {"answer": "2", "id": 7} and second.place == f"{path}:2"
     assert prompts.num_duplicates == 1
+
+
+def test_rows_that_a_check_refuses_fall_under_bad_rows(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", {"prompt": "a", "answer": 1}, {"prompt": "b"}, {"prompt": "c"})
+
+    def check(fields: Mapping[str, Any]) -> None:
+        if "answer" not in fields:
+            raise RewardError("no answer here")
+
+    with pytest.raises(DataError, match="(?s)2 rows.*p.jsonl:2: no answer here.*p.jsonl:3.*data.bad_rows=quarantine"):
+        load_prompts(DataConfig(path=path), TOKENIZER, quarantine=Quarantine(), check=check)
+    quarantine = Quarantine()
+    config = DataConfig(path=path, bad_rows="quarantine")
+    kept = load_prompts(config, TOKENIZER, quarantine=quarantine, check=check)
+    assert [row.text for row in kept.rows] == ["a"]
+    assert [entry["line"] for entry in quarantine.entries] == [2, 3]
 
 
 def test_long_prompts_under_each_policy(tmp_path: Path) -> None:
