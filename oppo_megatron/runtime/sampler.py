@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from oppo_megatron.config.ppo import RolloutConfig
+from oppo_megatron.errors import NumericsError
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,12 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def draw(logits_RV: Tensor, sampling: Sampling, seq_ids: Sequence[int], positions: Sequence[int]) -> Draw:
-    """Draw one token a row from float32 logits."""
+    """Draw one token a row from float32 logits.  Raises NumericsError for a row that gives no distribution."""
     if sampling.temperature == 0:
-        return _greedy(logits_RV)
+        return _greedy(logits_RV, sampling, seq_ids, positions)
     scaled_RV = logits_RV if sampling.temperature == 1 else logits_RV / sampling.temperature
     mass_R = torch.logsumexp(scaled_RV, -1, keepdim=True)
+    _require_finite(mass_R, sampling, seq_ids, positions)
     u_R1 = torch.from_numpy(uniforms(sampling.seed, seq_ids, positions)).to(scaled_RV.device, torch.float32)[:, None]
     if sampling.top_k == 0 and sampling.top_p == 1:
         token_R1 = _invert((scaled_RV - mass_R).exp_(), u_R1)
@@ -88,9 +90,23 @@ def draw(logits_RV: Tensor, sampling: Sampling, seq_ids: Sequence[int], position
     return Draw(token_R1[:, 0], (scaled_RV.gather(-1, token_R1) - mass_R)[:, 0], sampled_R)
 
 
-def _greedy(logits_RV: Tensor) -> Draw:
+def _greedy(logits_RV: Tensor, sampling: Sampling, seq_ids: Sequence[int], positions: Sequence[int]) -> Draw:
     best_R, token_R = logits_RV.max(-1)
-    return Draw(token_R, best_R - torch.logsumexp(logits_RV, -1), torch.zeros_like(best_R))
+    mass_R = torch.logsumexp(logits_RV, -1)
+    _require_finite(mass_R, sampling, seq_ids, positions)
+    return Draw(token_R, best_R - mass_R, torch.zeros_like(best_R))
+
+
+def _require_finite(mass_R: Tensor, sampling: Sampling, seq_ids: Sequence[int], positions: Sequence[int]) -> None:
+    """`mass_R` are the log-sum-exps of the rows: finite exactly where a row is a distribution."""
+    if bool(mass_R.isfinite().all()):
+        return
+    row = int((~mass_R.flatten().isfinite()).nonzero()[0])
+    raise NumericsError(
+        f"sequence {seq_ids[row]}, response token {positions[row]}: the logits at temperature {sampling.temperature:g} "
+        "are not finite, but must give a distribution; check the actor's weights, lower the learning rate if training "
+        "has diverged, or raise the temperature (0 is greedy)"
+    )
 
 
 def _invert(probs_RK: Tensor, u_R1: Tensor) -> Tensor:

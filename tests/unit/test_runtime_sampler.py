@@ -11,10 +11,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oppo_megatron.config.ppo import RolloutConfig
+from oppo_megatron.errors import NumericsError
 from oppo_megatron.runtime import sampler
 from oppo_megatron.runtime.sampler import Sampling, draw, uniforms
 
 MASK = 2**64 - 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 1e-45])
+def test_logits_that_are_no_distribution_are_an_error(temperature: float) -> None:
+    logits_RV = torch.tensor([[1.0, 2.0], [3.0, 1.0]])
+    if temperature != 1e-45:
+        logits_RV[1, 0] = math.nan
+    row = 0 if temperature == 1e-45 else 1
+    with pytest.raises(NumericsError, match=f"sequence {[5, 9][row]}, response token {[2, 7][row]}.*not finite"):
+        draw(logits_RV, Sampling(temperature=temperature), [5, 9], [2, 7])
+
+
 UINT32 = st.integers(0, 2**32 - 1)
 
 
