@@ -32,10 +32,24 @@ def test_without_ranks_in_the_environment_the_world_is_one_process() -> None:
     assert not dist.is_initialized()
 
 
-def test_a_failed_run_is_heard_and_does_not_wait_for_its_peers() -> None:
+def test_a_world_of_one_is_left_also_by_a_run_that_failed() -> None:
     with pytest.raises(KeyError, match="the run failed"), open_world(RuntimeConfig(device="cpu"), {}):
         raise KeyError("the run failed")
-    assert dist.is_initialized(), "leaving the group could wait for messages that no one will take"
+    assert not dist.is_initialized()
+
+
+def test_a_failed_rank_does_not_wait_for_its_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaving the group could wait for messages that no one will take, and be noticed before the reason is told."""
+    calls: list[str] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: calls.append("join"))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("leave"))
+    ranks = {"RANK": "1", "WORLD_SIZE": "2"}
+    with pytest.raises(KeyError), open_world(RuntimeConfig(device="cpu"), ranks):
+        raise KeyError("the run failed")
+    assert calls == ["join"]
+    with open_world(RuntimeConfig(device="cpu"), ranks) as world:
+        assert (world.rank, world.size) == (1, 2)
+    assert calls == ["join", "join", "leave"]
 
 
 def test_a_device_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
