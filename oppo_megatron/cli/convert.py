@@ -21,7 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what DST is: *ForCausalLM, or *ForSequenceClassification with one label (default: %(default)s)",
     )
     parser.add_argument(
-        "--fresh-head-seed", type=int, metavar="N", help="--as reward: give a causal LM a new scalar head drawn from N"
+        "--fresh-head-seed",
+        type=_seed,
+        metavar="N",
+        help="--as reward: give a causal LM a new scalar head drawn from N",
     )
     parser.add_argument(
         "--max-shard-mb",
@@ -44,6 +47,12 @@ def run(args: argparse.Namespace) -> int:
         what, difference = compare_outputs(args.src, args.dst, head, args.fresh_head_seed is not None)
         print(f"largest difference of {what} between {args.src} and {args.dst} in transformers: {difference:.3g}")
     return 0
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of at least 0")
+    return int(text)
 
 
 def _positive_int(text: str) -> int:

@@ -5,7 +5,7 @@ A command's module has two functions, and imports nothing heavy outside them:
     add_arguments(parser: argparse.ArgumentParser) -> None     declares its arguments
     run(args: argparse.Namespace) -> int                       does the work, returns the exit code
 
-Exit codes: 0 done, 1 a defect, 2 wrong input (any `OppoError`, or a wrong argument), 130 interrupted.
+Exit codes: 0 done, 1 a defect, 2 wrong input (any `OppoError`, an unusable path, a wrong argument), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -56,6 +56,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.debug:
             traceback.print_exc()
         print(f"oppo {args.command}{_rank_label()}: {error}", file=sys.stderr)
+        return EXIT_WRONG_INPUT
+    except OSError as error:
+        if error.filename is None or args.debug:
+            raise
+        print(
+            f"oppo {args.command}{_rank_label()}: {error.filename}: {error.strerror}; "
+            "it must be readable, or writable; correct its rights, or name another path (--debug shows where)",
+            file=sys.stderr,
+        )
         return EXIT_WRONG_INPUT
     except KeyboardInterrupt:
         print(f"oppo {args.command}: interrupted", file=sys.stderr)

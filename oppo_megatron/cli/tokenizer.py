@@ -39,7 +39,7 @@ def texts_of(paths: Sequence[Path], columns: Sequence[str] | None) -> list[str]:
     from oppo_megatron.data.rows import Quarantine, RowProblems, read_rows
     from oppo_megatron.errors import DataError
 
-    problems = RowProblems(Quarantine())
+    problems = RowProblems(Quarantine(), configured=False)
     texts: list[str] = []
     for row in read_rows(DataConfig(path=list(paths)), problems):
         for column in columns or [name for name, value in row.values.items() if is_text(value)]:

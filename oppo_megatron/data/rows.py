@@ -53,10 +53,14 @@ class Quarantine:
 
 
 class RowProblems:
-    """What is wrong with the rows of one data set, each handled by the policy of the setting it falls under."""
+    """What is wrong with the rows of one data set, each handled by the policy of the setting it falls under.
 
-    def __init__(self, quarantine: Quarantine):
+    `configured` is false where the user has no configuration, hence no setting that would set rows aside.
+    """
+
+    def __init__(self, quarantine: Quarantine, configured: bool = True):
         self.quarantine = quarantine
+        self._configured = configured
         self.num_errors = 0
         self.num_quarantined = 0
         self._shown: list[str] = []
@@ -84,7 +88,11 @@ class RowProblems:
         raise DataError(
             f"{rows} cannot be used{shown}:\n"
             + "\n".join(self._shown)
-            + f"\nCorrect them, or set {remedy} to go on without such rows."
+            + (
+                f"\nCorrect them, or set {remedy} to go on without such rows."
+                if self._configured
+                else "\nCorrect them."
+            )
         )
 
 

@@ -61,6 +61,21 @@ def test_user_error_is_a_message_without_traceback(config: Path, capsys: pytest.
     assert not Path("run").exists()
 
 
+def test_a_path_that_cannot_be_used_is_a_message(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["tokenizer", "rows.jsonl", "--out", str(config / "x.model"), "--vocab-size", "300"]
+    assert main(arguments) == 2
+    err = capsys.readouterr().err
+    assert f"{config}: File exists" in err and "name another path" in err and "Traceback" not in err
+    with pytest.raises(FileExistsError):
+        main([*arguments, "--debug"])
+
+
+def test_a_seed_of_a_head_is_not_negative(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["convert", "a", "b", "--as", "reward", "--fresh-head-seed", "-1"])
+    assert end.value.code == 2 and "'-1' must be a number of at least 0" in capsys.readouterr().err
+
+
 def test_interrupt_ends_with_130(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
@@ -142,7 +157,8 @@ def test_tokenizer_reads_columns_and_names_bad_rows(tmp_path: Path, capsys: pyte
     assert f"{rows}:1: column 'answer' is missing" in capsys.readouterr().err
     rows.write_text('{"prompt": "a"}\nnot json\n')
     assert main(arguments) == 2
-    assert f"{rows}:2: not JSON" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert f"{rows}:2: not JSON" in err and "bad_rows" not in err, "this command has no such setting"
     assert main(["tokenizer", str(rows), "--out", "x.spm", "--vocab-size", "285"]) == 2
     assert main(["tokenizer", str(rows), "--out", "x.model", "--vocab-size", "0"]) == 2
 

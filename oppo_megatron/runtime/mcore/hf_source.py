@@ -224,7 +224,7 @@ def _missing(name: str, names: Collection[str]) -> str:
     if name == SCALAR_HEAD:
         return (
             f"{SCALAR_HEAD} is missing: this is not a *ForSequenceClassification. Give one, or set fresh_head: true "
-            "to start a new scalar head on this causal LM."
+            "(`oppo convert`: --fresh-head-seed N) to start a new scalar head on this causal LM."
         )
     return f"{name} is missing.{_nearest(name, names)}"
 
