@@ -154,7 +154,8 @@ class RewardSum:
                     value = summand.function(prompt, response, fields)
                 except Exception as error:
                     raise RewardError(
-                        f"sequence {seq_id}: reward part {summand.label!r} failed with {type(error).__name__}: {error}"
+                        f"sequence {seq_id}: reward part {summand.label!r} failed with {type(error).__name__}: {error}; "
+                        "it must give a number for every response: correct the function, or the row's columns"
                     ) from error
             parts[summand.label] = _finite(value, f"sequence {seq_id}: reward part {summand.label!r}")
         total = sum(summand.weight * parts[summand.label] for summand in self.summands)
@@ -169,5 +170,8 @@ def _finite(value: Any, what: str) -> float:
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise RewardError(f"{what} gave {number}; a reward must be finite")
+        raise RewardError(
+            f"{what} gave {number}; a reward must be finite: correct the function, the reward model's weights or the "
+            "part's weight, whichever gave it"
+        )
     return number
