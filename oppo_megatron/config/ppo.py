@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveFloat
 
 from oppo_megatron.config.base import Section
 
@@ -76,6 +76,16 @@ class PPOConfig(Section):
     )
     kl: KLConfig = KLConfig()
     staleness: StalenessConfig = StalenessConfig()
-    logprob_gap_limit: float | None = Field(
-        1e-3, gt=0, description="largest |logprob at decode - at training|; beyond it the run stops"
+    logprob_gap_limit: PositiveFloat | Literal["auto"] | None = Field(
+        "auto",
+        description="largest |logprob at decode - at training|; beyond it the run stops. auto: 1e-4 for a float32 actor "
+        "(divided by a temperature below 1, which scales rounding up), 0.25 for bfloat16; null: no limit",
     )
+
+    def gap_limit(self, dtype: str, temperature: float) -> float | None:
+        """`logprob_gap_limit` in numbers, for an actor of `dtype` that samples at `temperature`."""
+        if self.logprob_gap_limit != "auto":
+            return self.logprob_gap_limit
+        if dtype == "bfloat16":
+            return 0.25
+        return 1e-4 / (min(temperature, 1.0) or 1.0)

@@ -33,6 +33,11 @@ def choose_device(config: RuntimeConfig) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
+def usable_cores() -> int:
+    """Cores that this process may run on, which a container or a job may have fewer of than the machine."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _device(config: RuntimeConfig, local_rank: int) -> torch.device:
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -52,7 +57,7 @@ def open_world(config: RuntimeConfig, environment: Mapping[str, str] = os.enviro
     device = _device(config, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    torch.set_num_threads(config.threads_per_rank or max(1, (os.cpu_count() or 1) // local_size))
+    torch.set_num_threads(config.threads_per_rank or max(1, usable_cores() // local_size))
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     timeout = timedelta(seconds=config.timeout_s)
     if size == 1:

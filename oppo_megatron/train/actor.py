@@ -34,6 +34,7 @@ class Actor:
     ppo: PPOConfig
     temperature: float
     keep_kv: bool
+    gap_limit: float | None
     version: int = 0
 
     def update(
@@ -108,11 +109,11 @@ class Actor:
         if not reports or "num_tokens" not in reports[0]:
             return {}
         first = reports[0]
-        gap, limit = first["max_logprob_gap"], self.ppo.logprob_gap_limit
+        gap, limit = first["max_logprob_gap"], self.gap_limit
         if limit is not None and gap > limit:
             raise NumericsError(
                 f"the log-prob of a token differs by {gap:.2e} between decoding and training, more than "
-                f"ppo.logprob_gap_limit = {limit:g}: the two forwards do not compute the same policy. Raise the limit only "
+                f"the limit of {limit:g}: the two forwards do not compute the same policy. Raise ppo.logprob_gap_limit only "
                 "for low-precision weights."
             )
         tokens = sum(r["num_tokens"] for r in reports)

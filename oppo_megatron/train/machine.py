@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 
+from oppo_megatron.runtime.world import usable_cores
+
 PACKAGES = ("torch", "megatron-core", "transformers")
 
 
 def describe_machine() -> dict[str, Any]:
     """Processor, cores, devices, versions, and how busy the machine is with other work at the moment."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = usable_cores()
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "processor": _processor(),

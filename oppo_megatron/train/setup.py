@@ -128,7 +128,9 @@ class _Builder:
             prefill_tokens=config.runtime.micro_batch_tokens,
         )
         keep_kv = config.overlap.actor_kv == "keep"
-        return Actor(self._trained(model, config.actor), generator, config.ppo, config.rollout.temperature, keep_kv)
+        temperature = config.rollout.temperature
+        gap_limit = config.ppo.gap_limit(config.actor.dtype, temperature)
+        return Actor(self._trained(model, config.actor), generator, config.ppo, temperature, keep_kv, gap_limit)
 
     def scorers(self) -> ScorerSide | None:
         config, roles = self.config, dict(self.topology.held())

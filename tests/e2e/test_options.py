@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from oppo_megatron.config.ppo import PPOConfig
 from oppo_megatron.errors import RewardError
 from tests.support.ppo import Workspace, run_ppo_ranks
 
@@ -30,7 +31,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "actor.dtype": "bfloat16",
         "critic.dtype": "bfloat16",
         "reward.dtype": "bfloat16",
-        "ppo.logprob_gap_limit": 0.5,
     },
 }
 
@@ -57,6 +57,27 @@ def test_the_reference_is_the_actors_start_unless_named(workspace: Workspace) ->
     outcome = run_ppo_ranks(workspace.config("kl", steps=2))
     assert outcome.metrics[0]["kl_mean"] == pytest.approx(0.0, abs=1e-3)
     assert abs(outcome.metrics[1]["kl_mean"]) > 1e-3
+
+
+def test_a_gap_between_decoding_and_training_stops_the_run(workspace: Workspace) -> None:
+    with pytest.raises(AssertionError, match="NumericsError.*differs by .* between decoding and training"):
+        run_ppo_ranks(workspace.config("gap", steps=1, **{"ppo.logprob_gap_limit": 1e-9}))
+
+
+@pytest.mark.parametrize(
+    ("limit", "dtype", "temperature", "expected"),
+    [
+        ("auto", "float32", 1.0, 1e-4),
+        ("auto", "float32", 2.0, 1e-4),
+        ("auto", "float32", 0.0, 1e-4),
+        ("auto", "float32", 0.1, 1e-3),
+        ("auto", "bfloat16", 1.0, 0.25),
+        (0.5, "float32", 1.0, 0.5),
+        (None, "float32", 1.0, None),
+    ],
+)
+def test_the_limit_of_the_gap(limit: Any, dtype: str, temperature: float, expected: float | None) -> None:
+    assert PPOConfig(logprob_gap_limit=limit).gap_limit(dtype, temperature) == pytest.approx(expected)
 
 
 def test_greedy_draws_are_certain(workspace: Workspace) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,9 +65,9 @@ def check_draws(device: str) -> None:
 
 
 def check_ppo(root: Path, device: str, dtype: str) -> None:
-    changes = {f"{role}.dtype": dtype for role in ("actor", "critic", "reward")}
-    if dtype == "bfloat16":
-        changes["ppo.logprob_gap_limit"] = 0.5
+    changes: dict[str, Any] = {f"{role}.dtype": dtype for role in ("actor", "critic", "reward")}
+    if dtype == "float32":
+        changes["ppo.logprob_gap_limit"] = 1e-3
     config = TrainConfig(
         **Workspace.create(root).config("cuda", **{"runtime.device": device, "overlap.intra": True}, **changes)
     )

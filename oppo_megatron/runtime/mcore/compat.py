@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -115,6 +116,8 @@ def install() -> bool:
     if not getattr(torch.cuda.current_device, "__module__", "").startswith(__name__):
         for patch in PATCHES:
             patch.apply()
+        # megatron advises this setting in every tensor-parallel process; without CUDA it means nothing.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     return True
 
 
