@@ -181,7 +181,8 @@ def _local_rank(entry: str, kind: str, config: Any, failures: str) -> None:
     try:
         _run_entry(entry, kind, config)
     except Exception as error:
-        expected = isinstance(error, OppoError)
+        # An OSError that names a file (disk full, no permission) is the user's to mend; a lost connection names none.
+        expected = isinstance(error, OppoError) or (isinstance(error, OSError) and error.filename is not None)
         message = str(error) if expected else traceback.format_exc()
         failure = Failure(int(os.environ["RANK"]), time.time(), expected, message)
         (Path(failures) / f"{failure.rank}.json").write_text(json.dumps(asdict(failure)), encoding="utf-8")

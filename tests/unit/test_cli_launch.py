@@ -73,6 +73,8 @@ def run(kind, path):
     dist.init_process_group("gloo")
     if kind == "wrong input" and rank == 1:
         raise DataError("line 3 is not JSON; correct it")
+    if kind == "full disk" and rank == 1:
+        raise OSError(28, "No space left on device", "runs/x/metrics.jsonl")
     if kind == "defect" and rank == 0:
         raise TypeError("a bug of ours")
     if kind == "killed" and rank == 1:
@@ -141,6 +143,7 @@ def test_given_rank_runs_here(
         ("wrong input", 2, "rank 1: line 3 is not JSON; correct it\n"),
         ("killed", 2, "rank 1 was ended by SIGKILL"),
         ("defect", 1, "TypeError: a bug of ours"),
+        ("full disk", 2, "rank 1: [Errno 28] No space left on device: 'runs/x/metrics.jsonl'"),
     ],
 )
 def test_two_local_ranks(two_ranks: Path, kind: str, code: int, message: str) -> None:
