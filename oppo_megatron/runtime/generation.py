@@ -123,16 +123,17 @@ class Generator:
 
     def _calls(self, running: list[_Growing]) -> tuple[list[_Growing], list[StageCall]]:
         """The unit steps that bring every cache up to its sequence's last token, and the sequences in their order."""
+        running = sorted(running, key=lambda g: self.cache.slot(g.seq_id))  # closing a sequence moves another one
         missing = [len(g.tokens) - self.cache.length(g.seq_id) for g in running]
         decode = max(missing) == 1
         bins = [list(range(len(running)))] if decode else pack_by_tokens(missing, self.prefill_tokens)
         calls = []
-        for members in bins:
+        for members in map(sorted, bins):
             lens = [missing[i] for i in members]
             tokens = [t for i in members for t in running[i].tokens[-missing[i] :]]
             ends = [sum(lens[: k + 1]) - 1 for k in range(len(lens))]
             calls.append(StageCall([running[i].seq_id for i in members], lens, tokens, None if decode else ends))
-        return [running[i] for members in bins for i in members], calls
+        return [running[i] for members in bins for i in sorted(members)], calls
 
     def _draw(self, outputs: list[Tensor], order: list[_Growing]) -> list[list[float]]:
         """Tokens, log-probs and sampling log-probs of the rows, on every rank of the actor."""

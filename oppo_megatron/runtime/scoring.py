@@ -103,8 +103,9 @@ class Scorer:
             self.cache.close(max(unfinished))
 
     def _prefill(self, rollouts: list[Rollout]) -> None:
+        rollouts = sorted(rollouts, key=lambda r: self.cache.slot(r.seq_id))
         new = [self._target(r) - self.cache.length(r.seq_id) for r in rollouts]
-        bins = [[rollouts[i] for i in members] for members in pack_by_tokens(new, self.prefill_tokens)]
+        bins = [[rollouts[i] for i in sorted(members)] for members in pack_by_tokens(new, self.prefill_tokens)]
         plans = [self._call(members) for members in bins]
         outputs = self.runner.run([call for call, _, _ in plans])
         for members, (_, wanted, targets), out in zip(bins, plans, outputs, strict=False):  # none before the last stage

@@ -32,7 +32,6 @@ from oppo_megatron.schedule.plan import StepPlan, plan_step
 from oppo_megatron.train.actor import Actor
 from oppo_megatron.train.evaluate import Evaluator
 from oppo_megatron.train.journal import Journal, StepFacts
-from oppo_megatron.train.places import Topology
 from oppo_megatron.train.score_exchange import ScoreExchange
 from oppo_megatron.train.scorers import ScorerSide
 from oppo_megatron.train.trace import SpanRecorder
@@ -45,7 +44,6 @@ class PPOTrainer:
 
     config: TrainConfig
     world: World
-    topology: Topology
     scheduler: OvercommitScheduler
     stream: TokenStream
     exchange: ScoreExchange

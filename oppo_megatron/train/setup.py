@@ -84,7 +84,6 @@ def build_trainer(config: TrainConfig, world: World, inputs: Inputs) -> PPOTrain
     return PPOTrainer(
         config=config,
         world=world,
-        topology=topology,
         scheduler=scheduler,
         stream=TokenStream(stream, remote and rank == stream.source, world.device),
         exchange=ScoreExchange(rank, world.device, topology.places, inputs.rewards, inputs.tokenizer),

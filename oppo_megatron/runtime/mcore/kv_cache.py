@@ -68,6 +68,10 @@ class KVCache:
         """The open sequences."""
         return list(self._ids)
 
+    def slot(self, seq_id: int) -> int:
+        """Where the sequence lies now.  A call whose sequences come in the order of neighbouring slots gathers nothing."""
+        return self._slots[seq_id]
+
     def length(self, seq_id: int) -> int:
         """Tokens cached for the sequence."""
         return self._lengths[self._slots[seq_id]]
