@@ -38,6 +38,14 @@ class StreamError(OppoError, RuntimeError):
     """A chunk message was lost, repeated, reordered or corrupted on its way to the scorers."""
 
 
+class ScheduleError(OppoError, ValueError):
+    """A schedule cannot be read, or could not be carried out: it would hang, break causality or overrun a budget."""
+
+
+class StallError(OppoError, TimeoutError):
+    """A rank waited in vain: the message names the rank, the action that it waited for, and for how long."""
+
+
 class RewardError(OppoError, RuntimeError):
     """A reward could not be computed or is not a finite number.  A failure is never turned into a score."""
 

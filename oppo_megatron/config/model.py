@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from oppo_megatron.config.base import Section
 
@@ -13,14 +13,37 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 class ParallelConfig(Section):
-    """Tensor- and pipeline-parallel size of one role."""
+    """Tensor-, pipeline- and data-parallel size of one role."""
 
-    tp: int = Field(1, ge=1, description="tensor-parallel size")
-    pp: int = Field(1, ge=1, description="pipeline-parallel size")
+    tp: int = Field(1, ge=1, description="tensor-parallel size: ranks that share each layer")
+    pp: int = Field(1, ge=1, description="pipeline-parallel size: stages that the layers are split into")
+    dp: int = Field(1, ge=1, description="data-parallel size: replicas, each with sequences of its own")
 
     @property
     def num_ranks(self) -> int:
-        return self.tp * self.pp
+        return self.tp * self.pp * self.dp
+
+
+class TrainingLayoutConfig(Section):
+    """How a trained role is laid out while it is updated, and the schedule of its update.
+
+    Sizes left null are those of the role's `parallel` layout.  Where the layouts differ, the weights are moved to the
+    layout that decodes (or scores) after each update; where they are the same, both share them.
+    """
+
+    tp: PositiveInt | None = Field(None, description="tensor-parallel size; null: as in the role's layout")
+    pp: PositiveInt | None = Field(None, description="pipeline-parallel size; null: as in the role's layout")
+    dp: PositiveInt | None = Field(None, description="data-parallel size; null: as in the role's layout")
+    cp: int = Field(1, ge=1, description="context-parallel size; megatron-core has it with transformer-engine only")
+    vpp: int = Field(1, ge=1, description="virtual stages a rank: above 1 the update runs interleaved 1F1B")
+    sequence_parallel: bool = Field(False, description="shard activations between layers over the tensor ranks")
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none", description="activations computed again in the backward pass: none, attention only, or whole layers"
+    )
+    distributed_optimizer: bool = Field(True, description="shard the optimizer's state over the replicas (dp > 1)")
+    overlap_grad_reduce: bool = Field(
+        True, description="reduce gradients over replicas while the backward runs (dp > 1)"
+    )
 
 
 class ModelConfig(Section):
@@ -58,34 +81,36 @@ class RoleConfig(ModelConfig):
     """A frozen role (reference, reward)."""
 
     parallel: ParallelConfig | None = Field(None, description="layout over this role's ranks; default: placement's")
+    ranks: str | None = Field(
+        None, pattern=r"^\d+(-\d+)?(,\d+(-\d+)?)*$", description="ranks of the role, as in 0-3,6; default: placement's"
+    )
 
 
 class TrainedRoleConfig(RoleConfig):
-    """A trained role (actor, critic)."""
+    """A trained role (critic)."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
+    train: TrainingLayoutConfig = TrainingLayoutConfig()
+
+
+class ActorConfig(TrainedRoleConfig):
+    """The policy."""
+
+    generate: ParallelConfig | None = Field(None, description="layout of decoding; default: `parallel`")
 
 
 class PlacementConfig(Section):
-    """Which ranks hold what.  Ranks are numbered actor first, then scorers."""
+    """Which ranks hold what, for roles that name no ranks of their own."""
 
-    mode: Literal["disaggregated", "single"] = Field(
-        "disaggregated", description="actor and scorers on ranks of their own, or all roles in one process"
+    mode: Literal["disaggregated", "colocated", "single"] = Field(
+        "disaggregated",
+        description="disaggregated: actor on the first ranks, scorers on the next; colocated: all roles on the same "
+        "ranks; single: one process",
     )
     actor: ParallelConfig = ParallelConfig()
-    scorer: ParallelConfig = ParallelConfig()
-
-    @property
-    def world_size(self) -> int:
-        return 1 if self.mode == "single" else self.actor.num_ranks + self.scorer.num_ranks
-
-    @property
-    def actor_ranks(self) -> list[int]:
-        return list(range(self.actor.num_ranks)) if self.mode == "disaggregated" else [0]
-
-    @property
-    def scorer_ranks(self) -> list[int]:
-        return list(range(self.actor.num_ranks, self.world_size)) if self.mode == "disaggregated" else [0]
+    scorer: ParallelConfig | None = Field(
+        None, description="default: one rank where disaggregated, the actor's layout where colocated"
+    )
 
 
 class RuntimeConfig(Section):
@@ -94,6 +119,7 @@ class RuntimeConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one, else cpu")
     threads_per_rank: int = Field(0, ge=0, description="CPU threads of each rank; 0: cores divided by local ranks")
     timeout_s: float = Field(1800.0, gt=0, description="a message or collective later than this is an error")
+    rendezvous_timeout_s: float = Field(300.0, gt=0, description="ranks that have not all met after this are an error")
     micro_batch_tokens: int = Field(
         4096, ge=1, description="token budget of one packed micro-batch (training, prefill)"
     )

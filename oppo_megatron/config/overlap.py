@@ -35,6 +35,19 @@ class DeltaConfig(Section):
     decrease: int = Field(1, ge=1, description="delta_dec of eq. 4")
 
 
+class WeaveConfig(Section):
+    """How a round's work is cut where decoding and scoring share pipeline stages.
+
+    `auto` chooses by the measured times of the stages.  What is chosen decides which sequences are computed together,
+    hence rounding: a run that must repeat to the bit fixes both.
+    """
+
+    micro_batches: PositiveInt | Literal["auto"] = Field("auto", description="decode micro-batches of each replica")
+    prefill_tokens: PositiveInt | Literal["auto"] = Field(
+        "auto", description="most tokens of a prefill micro-batch of a scorer"
+    )
+
+
 class OverlapConfig(Section):
     """The two switches of the one loop, and their settings."""
 
@@ -42,6 +55,7 @@ class OverlapConfig(Section):
     inter: bool = Field(True, description="overcommit delta prompts and carry what is unfinished")
     chunk: ChunkConfig = ChunkConfig()
     delta: DeltaConfig = DeltaConfig()
+    weave: WeaveConfig = WeaveConfig()
     max_deferrals: int = Field(4, ge=1, description="a rollout carried this often is waited for")
     actor_kv: Literal["recompute", "keep"] = Field(
         "recompute", description="the actor's KV cache of a carried rollout after an update"

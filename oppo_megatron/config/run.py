@@ -10,6 +10,7 @@ from pydantic import Field, field_validator
 from oppo_megatron.config.base import Section
 from oppo_megatron.config.data import DataConfig, RewardPart, TokenizerConfig
 from oppo_megatron.config.model import (
+    ActorConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -31,6 +32,9 @@ class LoggingConfig(Section):
     tensorboard: bool = Field(False, description="write the metrics to `tensorboard/` in the run directory too")
     wandb_project: str | None = Field(None, description="Weights & Biases project to log to; null: none")
     trace: bool = Field(True, description="write trace.json: what each rank did, and when")
+    actions: bool = Field(
+        False, description="trace every action of every round, and write the rounds' schedules to schedules.txt"
+    )
     rollouts: bool = Field(False, description="write every trained rollout to rollouts.jsonl")
 
     @field_validator("console", mode="before")
@@ -64,7 +68,7 @@ class TrainConfig(Section):
     placement: PlacementConfig = PlacementConfig()
     tokenizer: TokenizerConfig
     data: DataConfig
-    actor: TrainedRoleConfig
+    actor: ActorConfig
     critic: TrainedRoleConfig
     reference: RoleConfig | None = Field(None, description="null: the actor's starting weights")
     reward: RoleConfig | None = Field(None, description="the reward model, where `rewards` names one")

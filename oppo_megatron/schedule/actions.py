@@ -1,0 +1,160 @@
+"""What a rank can be told to do, and a schedule of it for all ranks.
+
+A schedule covers one round: the actor decodes chunk c (at most C tokens of each running sequence) while the scorers
+prefill chunk c - 1.  Its text form has a line an action, under a line for each rank::
+
+    rank 0
+      decode actor m0 c1 s0
+      send hidden actor m0 c1 s0 -> 1
+      prefill reward m0 c0
+    rank 1
+      recv hidden actor m0 c1 s0 <- 0
+      ...
+
+m is the micro-batch of the rank's own replica, c the chunk, s the decode step within the chunk.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from oppo_megatron.errors import ScheduleError
+
+
+class Op(Enum):
+    """Operations.  Those of one pipeline stage (decode, sample, prefill, score) involve all its tensor ranks together."""
+
+    DECODE = "decode"  # one token for every sequence of a decode micro-batch, through this rank's stage
+    SAMPLE = "sample"  # last stage: draw the tokens of a decode micro-step
+    PREFILL = "prefill"  # new tokens of a role's micro-batch through this rank's stage; for the actor: prompts
+    SCORE = "score"  # last stage: log-probs, values or scores of a prefilled micro-batch
+    SEND = "send"
+    RECV = "recv"
+    GATHER = "gather"  # the replicas of the actor tell each other their chunks; all its ranks take part
+
+
+class Payload(Enum):
+    """What a message carries."""
+
+    HIDDEN = "hidden"  # activations, to the next pipeline stage of the same replica and tensor shard
+    TOKENS = "tokens"  # drawn tokens, from the last stage to the others of the same replica and tensor shard
+    CHUNK = "chunk"  # a decoded chunk, to ranks that do not hold the actor
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing that one rank does.
+
+    `step` is set for the actor's decode micro-steps and their messages; `payload` and `peer` for send and recv.  Gather
+    and chunk messages have micro-batch 0.
+    """
+
+    rank: int
+    op: Op
+    role: str
+    micro_batch: int
+    chunk: int
+    step: int | None = None
+    payload: Payload | None = None
+    peer: int | None = None
+
+    def __str__(self) -> str:
+        words = [self.op.value]
+        if self.payload is not None:
+            words.append(self.payload.value)
+        words += [self.role, f"m{self.micro_batch}", f"c{self.chunk}"]
+        if self.step is not None:
+            words.append(f"s{self.step}")
+        if self.peer is not None:
+            words += ["->" if self.op is Op.SEND else "<-", str(self.peer)]
+        return " ".join(words)
+
+
+_ACTION = re.compile(
+    r"(?P<op>[a-z]+)(?: (?P<payload>hidden|tokens|chunk))? (?P<role>[a-z]+) m(?P<m>\d+) c(?P<c>\d+)(?: s(?P<s>\d+))?"
+    r"(?: (?P<arrow>->|<-) (?P<peer>\d+))?"
+)
+
+
+def parse_action(rank: int, text: str) -> Action:
+    """The action that `str` wrote.  Raises ScheduleError."""
+    found = _ACTION.fullmatch(text.strip())
+    if found is None or found["op"] not in {op.value for op in Op}:
+        raise ScheduleError(
+            f"{text.strip()!r} is no action; write it as `decode actor m0 c1 s0` or `send hidden actor m0 c1 s0 -> 1`"
+        )
+    op, message = Op(found["op"]), found["op"] in ("send", "recv")
+    arrow = {Op.SEND: "->", Op.RECV: "<-"}.get(op)
+    if message != (found["payload"] is not None) or arrow != found["arrow"]:
+        raise ScheduleError(
+            f"{text.strip()!r}: only send (->) and recv (<-) have a payload and a peer, and they need both; correct it"
+        )
+    return Action(
+        rank,
+        op,
+        found["role"],
+        int(found["m"]),
+        int(found["c"]),
+        None if found["s"] is None else int(found["s"]),
+        Payload(found["payload"]) if found["payload"] else None,
+        None if found["peer"] is None else int(found["peer"]),
+    )
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The actions of every rank, in the order in which each is to carry them out."""
+
+    actions: Mapping[int, tuple[Action, ...]]
+
+    def __iter__(self) -> Iterator[Action]:
+        return (action for rank in sorted(self.actions) for action in self.actions[rank])
+
+    def of(self, rank: int) -> tuple[Action, ...]:
+        """What `rank` does; nothing where it is not named."""
+        return self.actions.get(rank, ())
+
+    def shifted(self, chunks: int) -> Schedule:
+        """The same round `chunks` later."""
+        return Schedule({r: tuple(replace(a, chunk=a.chunk + chunks) for a in own) for r, own in self.actions.items()})
+
+    def text(self) -> str:
+        """The text form, read back by `parse_schedule`."""
+        return "".join(
+            f"rank {rank}\n" + "".join(f"  {action}\n" for action in self.actions[rank])
+            for rank in sorted(self.actions)
+        )
+
+
+def parse_schedule(text: str) -> Schedule:
+    """Read the text form; blank lines and lines that begin with `#` are skipped.  Raises ScheduleError with the line."""
+    actions: dict[int, list[Action]] = {}
+    rank: int | None = None
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        heading = re.fullmatch(r"rank (\d+)", line.strip())
+        if heading:
+            rank = int(heading[1])
+            if rank in actions:
+                raise ScheduleError(f"line {number}: rank {rank} has a second list; write each rank once")
+            actions[rank] = []
+        elif rank is None:
+            raise ScheduleError(f"line {number}: {line.strip()!r} stands before any `rank N` line; add one")
+        else:
+            try:
+                actions[rank].append(parse_action(rank, line))
+            except ScheduleError as error:
+                raise ScheduleError(f"line {number}: {error}") from error
+    return Schedule({rank: tuple(own) for rank, own in actions.items()})
+
+
+def in_lists(actions: Iterable[Action]) -> Schedule:
+    """A schedule of the actions, each rank's in the order in which they come."""
+    lists: dict[int, list[Action]] = {}
+    for action in actions:
+        lists.setdefault(action.rank, []).append(action)
+    return Schedule({rank: tuple(own) for rank, own in lists.items()})

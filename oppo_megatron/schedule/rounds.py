@@ -1,0 +1,80 @@
+"""What is to be done in one round, before it is decided when: the input of every schedule generator.
+
+A round is planned anew from the sequences that are active, because decoded lengths are known only afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from oppo_megatron.config.places import Place
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """How much one sequence grows in a micro-batch: `new` tokens behind the `past` that its KV cache holds.
+
+    `rows` is how many of the last new tokens give an output (a log-prob, a value, a score).  In a decode micro-batch
+    `new` is the most that the sequence may get in the round.
+    """
+
+    seq_id: int
+    past: int
+    new: int
+    rows: int = 0
+
+
+Batch = tuple[Growth, ...]
+"""The sequences that one micro-batch advances together."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """The work of a round.
+
+    `steps`: decode steps (C); 0 where nothing is decoded.  `decode[replica][m]` are the actor's decode micro-batches,
+    `prefill[role][replica][j]` the prefill micro-batches of each role, in the order in which they must be done; those of
+    "actor" (prompts, and sequences whose cache is stale) come before its decoding.
+    """
+
+    index: int
+    steps: int
+    decode: tuple[tuple[Batch, ...], ...] = ()
+    prefill: Mapping[str, tuple[tuple[Batch, ...], ...]] = field(default_factory=dict)
+
+    @property
+    def decodes(self) -> bool:
+        return self.steps > 0 and any(self.decode)
+
+    @property
+    def empty(self) -> bool:
+        return not self.decodes and not any(any(replicas) for replicas in self.prefill.values())
+
+
+@dataclass(frozen=True, slots=True)
+class KVBudget:
+    """What the KV cache of one replica of a role can hold, and holds apart from the sequences of the round."""
+
+    slots: int
+    max_length: int
+    others: int = 0
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where the round takes place: every role's ranks, and the ranks that only listen to the actor's chunks.
+
+    `listeners` hold a scorer but not the actor; they receive each chunk from `source`, the actor's first output rank.
+    """
+
+    places: Mapping[str, Place]
+
+    @property
+    def listeners(self) -> tuple[int, ...]:
+        actor = set(self.places["actor"].ranks)
+        return tuple(sorted({rank for place in self.places.values() for rank in place.ranks} - actor))
+
+    @property
+    def source(self) -> int:
+        return self.places["actor"].output_rank()
