@@ -53,6 +53,11 @@ class OverlapConfig(Section):
 
     intra: bool = Field(True, description="stream chunks to the scorers while the actor decodes")
     inter: bool = Field(True, description="overcommit delta prompts and carry what is unfinished")
+    schedule: Literal["auto", "intra", "woven"] = Field(
+        "auto",
+        description="a round's schedule where intra is on: scoring before decoding on ranks that do both, or woven into "
+        "the bubbles of the decode pipeline; auto: woven where ranks do both",
+    )
     chunk: ChunkConfig = ChunkConfig()
     delta: DeltaConfig = DeltaConfig()
     weave: WeaveConfig = WeaveConfig()
