@@ -1,0 +1,228 @@
+"""What each role has cached and computed of every rollout, kept alike on all ranks that plan a round with it.  Pure.
+
+A book says which replica a sequence belongs to, which sequences get a cache slot, and what each micro-batch of the coming
+round adds; the caches themselves follow it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from oppo_megatron.records import Rollout
+from oppo_megatron.schedule.packing import pack_by_tokens
+from oppo_megatron.schedule.rounds import Batch, Growth
+
+
+@dataclass
+class ReplicaWork:
+    """What a round asks of one replica's cache: close, then open, then prefill; `done` is closed at the end."""
+
+    evict: list[int] = field(default_factory=list)
+    open: list[int] = field(default_factory=list)
+    prefill: list[Batch] = field(default_factory=list)
+    decode: list[Batch] = field(default_factory=list)
+    done: list[int] = field(default_factory=list)
+
+
+class Replicas:
+    """Which replica each sequence belongs to: on arrival, the one with the fewest (ties: the first)."""
+
+    def __init__(self, num_replicas: int):
+        self._members: list[set[int]] = [set() for _ in range(num_replicas)]
+        self._of: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def of(self, seq_id: int) -> int:
+        """The sequence's replica; given to it now if it has none."""
+        if seq_id not in self._of:
+            replica = min(range(len(self._members)), key=lambda d: len(self._members[d]))
+            self._of[seq_id] = replica
+            self._members[replica].add(seq_id)
+        return self._of[seq_id]
+
+    def remove(self, seq_id: int) -> None:
+        """The sequence has left."""
+        replica = self._of.pop(seq_id, None)
+        if replica is not None:
+            self._members[replica].discard(seq_id)
+
+
+class ScoringBook:
+    """The book of a scoring role.
+
+    The reward model reads every token and gives one score at the last; reference and critic give an output for each
+    response token t from position P + t - 1 (P prompt tokens), so they never read the last one.  A sequence's slot is
+    freed when its outputs are complete.  With too few slots a finished sequence takes the place of the youngest
+    unfinished one, which is prefilled again later; its outputs stay valid.
+    """
+
+    def __init__(self, role: str, replicas: int, slots: int):
+        self.role, self.slots = role, slots
+        self._replicas = Replicas(replicas)
+        self._cached: list[dict[int, int]] = [{} for _ in range(replicas)]  # open sequences -> tokens cached
+        self._outputs: dict[int, int] = {}
+
+    def replica(self, seq_id: int) -> int:
+        """The replica that scores the sequence."""
+        return self._replicas.of(seq_id)
+
+    def owes(self, rollouts: Iterable[Rollout]) -> bool:
+        """Whether one of the rollouts has tokens that this role has not read."""
+        return any(self._missing(r) for r in rollouts)
+
+    def num_open(self, replica: int) -> int:
+        """Sequences that have a slot."""
+        return len(self._cached[replica])
+
+    def plan(self, rollouts: Sequence[Rollout], budget: int) -> list[ReplicaWork]:
+        """The next micro-batches (at most `budget` tokens each) of every replica; the book counts them as done."""
+        works = [ReplicaWork() for _ in self._cached]
+        for replica, work in enumerate(works):
+            wanted = [r for r in rollouts if self.replica(r.seq_id) == replica and self._missing(r)]
+            seated = self._seat(wanted, replica, work)
+            growths = [self._grow(r, self._cached[replica]) for r in seated]
+            bins = pack_by_tokens([g.new for g in growths], budget)
+            work.prefill = [tuple(growths[i] for i in sorted(members)) for members in bins]
+            work.done = [r.seq_id for r in seated if r.finished]
+            for seq_id in work.done:
+                del self._cached[replica][seq_id]
+        return works
+
+    def forget(self, seq_id: int) -> None:
+        """The sequence has been trained."""
+        assert seq_id not in self._cached[self.replica(seq_id)], f"{self.role}: sequence {seq_id} was trained unscored"
+        self._outputs.pop(seq_id, None)
+        self._replicas.remove(seq_id)
+
+    def reset(self) -> None:
+        """The weights changed: nothing that is cached or computed is valid any more."""
+        self._outputs.clear()
+        for cached in self._cached:
+            cached.clear()
+
+    def _target(self, rollout: Rollout) -> int:
+        """Tokens of the sequence that this role has use for now."""
+        return rollout.num_tokens - (self.role != "reward")
+
+    def _missing(self, rollout: Rollout) -> bool:
+        if rollout.finished:
+            return self._outputs.get(rollout.seq_id, 0) < (1 if self.role == "reward" else len(rollout.tokens))
+        return self._cached[self.replica(rollout.seq_id)].get(rollout.seq_id, 0) < self._target(rollout)
+
+    def _seat(self, rollouts: list[Rollout], replica: int, work: ReplicaWork) -> list[Rollout]:
+        """Those of the rollouts that have a slot or get one now.  A finished one may take that of an unfinished one."""
+        cached, finished = self._cached[replica], {r.seq_id for r in rollouts if r.finished}
+        for rollout in sorted(rollouts, key=lambda r: not r.finished):
+            if rollout.seq_id in cached:
+                continue
+            unfinished = [seq_id for seq_id in cached if seq_id not in finished and seq_id not in work.open]
+            if len(cached) == self.slots and rollout.finished and unfinished:
+                work.evict.append(max(unfinished))
+                del cached[work.evict[-1]]
+            if len(cached) < self.slots:
+                cached[rollout.seq_id] = 0
+                work.open.append(rollout.seq_id)
+        return [r for r in rollouts if r.seq_id in cached]
+
+    def _grow(self, rollout: Rollout, cached: dict[int, int]) -> Growth:
+        seq_id, past, target = rollout.seq_id, cached[rollout.seq_id], self._target(rollout)
+        if self.role == "reward":
+            rows = int(rollout.finished)
+        else:
+            first = len(rollout.prompt.tokens) - 1 + self._outputs.get(seq_id, 0)
+            rows = max(0, target - max(first, past))
+        self._outputs[seq_id] = self._outputs.get(seq_id, 0) + rows
+        cached[seq_id] = target
+        return Growth(seq_id, past, target - past, rows)
+
+
+class ActorBook:
+    """The book of the decoding actor, kept on the actor's ranks.
+
+    Between rounds an open sequence has all but its last token cached, unless its cache is stale: then the next round
+    begins with its prefill.  With too few slots those admitted first run, and the others wait for the next round.
+    """
+
+    def __init__(self, replicas: int, slots: int, limit: Callable[[int], int]):
+        """`limit(seq_id)`: the most response tokens that the sequence may have."""
+        self.slots, self._limit = slots, limit
+        self._replicas = Replicas(replicas)
+        self._cached: list[dict[int, int]] = [{} for _ in range(replicas)]
+
+    def replica(self, seq_id: int) -> int:
+        """The replica that decodes the sequence."""
+        return self._replicas.of(seq_id)
+
+    def num_open(self, replica: int) -> int:
+        """Sequences that have a slot."""
+        return len(self._cached[replica])
+
+    def running(self, active: Sequence[Rollout]) -> list[int]:
+        """How many sequences each replica will decode in the next round."""
+        held = [0] * len(self._cached)
+        for rollout in active:
+            held[self.replica(rollout.seq_id)] += 1
+        return [min(count, self.slots) for count in held]
+
+    def steps(self, active: Sequence[Rollout], chunk: int) -> int:
+        """Decode steps of the next round: a chunk, or less where no sequence may grow by as much."""
+        return min(chunk, max((self._room(r) for r in active), default=0))
+
+    def plan(
+        self,
+        active: Sequence[Rollout],
+        steps: int,
+        micro_batches: int,
+        budget: int,
+        order: Callable[[Sequence[int]], list[int]],
+    ) -> list[ReplicaWork]:
+        """What each replica prefills and decodes.
+
+        `order(seq_ids)` puts open sequences in the order of their cache slots where this rank holds them.
+        """
+        works = []
+        for replica, cached in enumerate(self._cached):
+            mine = {r.seq_id: r for r in active if self.replica(r.seq_id) == replica}
+            work = ReplicaWork(open=[i for i in mine if i not in cached][: self.slots - len(cached)])
+            running = [mine[i] for i in [*order([i for i in cached if i in mine]), *work.open]]
+            cached.update(dict.fromkeys(work.open, 0))
+            stale = [Growth(r.seq_id, cached[r.seq_id], r.num_tokens - 1 - cached[r.seq_id]) for r in running]
+            stale = [g for g in stale if g.new]
+            bins = pack_by_tokens([g.new for g in stale], budget)
+            work.prefill = [tuple(stale[i] for i in sorted(members)) for members in bins]
+            growths = [Growth(r.seq_id, r.num_tokens - 1, min(steps, self._room(r))) for r in running]
+            work.decode = portions(growths, micro_batches)
+            works.append(work)
+        return works
+
+    def record(self, rollouts: Iterable[Rollout], revoked: Iterable[int]) -> None:
+        """A round has been recorded in the rollouts; `revoked` are not finished, but have lost their slot."""
+        gone = set(revoked)
+        for rollout in rollouts:
+            cached = self._cached[self.replica(rollout.seq_id)]
+            if rollout.seq_id not in cached:
+                continue
+            if rollout.finished or rollout.seq_id in gone:
+                del cached[rollout.seq_id]
+            else:
+                cached[rollout.seq_id] = rollout.num_tokens - 1
+            if rollout.finished:
+                self._replicas.remove(rollout.seq_id)
+
+    def invalidate(self) -> None:
+        """The weights changed: what is cached is to be computed again."""
+        for cached in self._cached:
+            cached.update(dict.fromkeys(cached, 0))
+
+    def _room(self, rollout: Rollout) -> int:
+        return self._limit(rollout.seq_id) - len(rollout.tokens)
+
+
+def portions(growths: Sequence[Growth], count: int) -> list[Batch]:
+    """At most `count` neighbouring portions, as even as can be, none empty."""
+    count = min(count, len(growths))
+    bounds = [k * len(growths) // count for k in range(count + 1)] if count else []
+    return [tuple(growths[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]

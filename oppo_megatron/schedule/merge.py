@@ -1,0 +1,60 @@
+"""From what each replica of the actor decoded in a round to the one chunk that every rank records.
+
+Every running sequence gets one token a decode step, so token k of a row has the logical clock `start + 1 + k`.  Replicas (and
+decode micro-batches) do not wait for each other within a round: what they decoded beyond the step at which the batch was
+complete is cut off here, and so the chunk is the one that a single process would have decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+from oppo_megatron.records import Chunk, ChunkRow
+
+
+class StopSignal(Protocol):
+    """What ends a round early: told of every finished sequence, `ready` once the batch is complete."""
+
+    @property
+    def ready(self) -> bool: ...
+
+    def finish(self, seq_id: int) -> None: ...
+
+
+class Merged(NamedTuple):
+    """The round's chunk, and the sequences whose end was cut off: they have finished nowhere, though a cache let them go."""
+
+    chunk: Chunk
+    revoked: frozenset[int]
+
+
+def merge_rows(index: int, start: int, rows: Iterable[ChunkRow], stop: StopSignal) -> Merged:
+    """The chunk of a round that began at clock `start`, ending at the first clock at which `stop` is ready.
+
+    The rows of sequences that got tokens beyond that clock are shortened in place.
+    """
+    rows = sorted((row for row in rows if row.tokens), key=lambda row: row.seq_id)
+    end = _stop_clock(start, rows, stop)
+    revoked = set()
+    for row in rows:
+        keep = end - start
+        if len(row.tokens) > keep:
+            del row.tokens[keep:], row.logprobs[keep:], row.sampling_logprobs[keep:]
+            if row.finish_clock is not None:
+                row.finish_clock = row.finish_reason = None
+                revoked.add(row.seq_id)
+    return Merged(Chunk(index, end, rows), frozenset(revoked))
+
+
+def _stop_clock(start: int, rows: list[ChunkRow], stop: StopSignal) -> int:
+    ends: dict[int, list[int]] = {}
+    for row in rows:
+        if row.finish_clock is not None:
+            ends.setdefault(row.finish_clock, []).append(row.seq_id)
+    for clock in sorted(ends):
+        for seq_id in ends[clock]:
+            stop.finish(seq_id)
+        if stop.ready:
+            return clock
+    return start + max((len(row.tokens) for row in rows), default=0)
