@@ -1,0 +1,233 @@
+"""A schedule carried out in virtual time: when each rank does what, and where nothing can go on.
+
+Every rank walks its own list.  Decode, sample, prefill and score wait for all tensor ranks of their stage, gather for
+all ranks of the actor.  A send takes no time; its message arrives `Costs.message_s` later and the messages of one
+(sender, receiver, role, payload) arrive in the order sent.  A receive waits for its message.  What happens does not
+depend on which rank is looked at first.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from oppo_megatron.config.places import Seat
+from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
+from oppo_megatron.schedule.costs import Costs
+from oppo_megatron.schedule.rounds import Batch, Round, Site
+
+COMPUTE = (Op.DECODE, Op.SAMPLE, Op.PREFILL, Op.SCORE)
+
+Link = tuple[int, int, str, Payload | None]
+"""(sender, receiver, role, payload)"""
+
+
+class Span(NamedTuple):
+    """One action as it went: `position` is its index in the rank's list.  A receive's span is the time it waited."""
+
+    action: Action
+    position: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """A rank that cannot go on: `action` waits for `ranks`.  `mistaken`: a message other than the one asked for came."""
+
+    action: Action
+    position: int
+    ranks: tuple[int, ...]
+    reason: str
+    mistaken: bool = False
+
+    @property
+    def rank(self) -> int:
+        return self.action.rank
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What each rank did and when, and the ranks that did not come to the end of their lists."""
+
+    spans: Mapping[int, tuple[Span, ...]]
+    stuck: Mapping[int, Stuck]
+
+    @property
+    def makespan_s(self) -> float:
+        """When the last action of all ranks has ended."""
+        return max((own[-1].end_s for own in self.spans.values() if own), default=0.0)
+
+    @property
+    def working(self) -> tuple[int, ...]:
+        """The ranks that compute anything; bubbles are counted over these."""
+        return tuple(r for r in sorted(self.spans) if any(span.action.op in COMPUTE for span in self.spans[r]))
+
+    def busy_s(self, rank: int) -> float:
+        """Seconds that `rank` computes."""
+        return sum(span.end_s - span.start_s for span in self.spans[rank] if span.action.op in COMPUTE)
+
+    def idle_s(self, rank: int) -> float:
+        return self.makespan_s - self.busy_s(rank)
+
+    def bubble(self, rank: int | None = None) -> float:
+        """Idle share of `rank`'s time, or of all working ranks' time, in 0..1."""
+        ranks = self.working if rank is None else (rank,)
+        total = self.makespan_s * len(ranks)
+        return sum(map(self.idle_s, ranks)) / total if total else 0.0
+
+
+def simulate(schedule: Schedule, round_: Round, site: Site, costs: Costs | None = None) -> Timeline:
+    """Carry the schedule out in virtual time, as far as it goes."""
+    run = _Run(schedule, round_, site, costs or Costs())
+    ready = deque(run.lists)
+    while ready:
+        rank = ready.popleft()
+        while (woken := run.advance(rank)) is not None:
+            ready.extend(woken)
+    stuck = {rank: run.explain(rank) for rank, own in run.lists.items() if run.position[rank] < len(own)}
+    return Timeline({rank: tuple(own) for rank, own in run.spans.items()}, stuck)
+
+
+def seats_of(site: Site) -> dict[tuple[str, int], Seat]:
+    """What each rank holds of each role."""
+    seats = {}
+    for role, place in site.places.items():
+        for rank in place.ranks:
+            if (seat := place.seat(rank)) is not None:
+                seats[role, rank] = seat
+    return seats
+
+
+def batch_of(round_: Round, action: Action, replica: int) -> Batch:
+    """The sequences that a compute action of `replica` advances; none where the round knows no such micro-batch."""
+    decodes = action.op in (Op.DECODE, Op.SAMPLE)
+    replicas = round_.decode if decodes else round_.prefill.get(action.role, ())
+    batches = replicas[replica] if replica < len(replicas) else ()
+    return batches[action.micro_batch] if action.micro_batch < len(batches) else ()
+
+
+def link_of(action: Action) -> Link:
+    """The directed link of a send or a receive."""
+    peer = -1 if action.peer is None else action.peer
+    ends = (action.rank, peer) if action.op is Op.SEND else (peer, action.rank)
+    return (*ends, action.role, action.payload)
+
+
+def content_of(action: Action) -> tuple[int, int, int]:
+    """Micro-batch, chunk and step (-1: none): what tells the messages of one link apart."""
+    return action.micro_batch, action.chunk, -1 if action.step is None else action.step
+
+
+def alike(a: Action | None, b: Action) -> bool:
+    """The same action, on whatever ranks."""
+    return (
+        a is not None
+        and a.op is b.op
+        and a.micro_batch == b.micro_batch
+        and a.step == b.step
+        and a.role == b.role
+        and a.chunk == b.chunk
+    )
+
+
+class _Run:
+    """State of the dry run: of every rank its place in its list and its clock; of every link the messages under way."""
+
+    def __init__(self, schedule: Schedule, round_: Round, site: Site, costs: Costs):
+        ranks = sorted({*schedule.actions, *(rank for place in site.places.values() for rank in place.ranks)})
+        self.lists = {rank: schedule.of(rank) for rank in ranks}
+        self.position = dict.fromkeys(ranks, 0)
+        self.clock = dict.fromkeys(ranks, 0.0)
+        self.spans: dict[int, list[Span]] = {rank: [] for rank in ranks}
+        self.links: dict[Link, deque[tuple[Action, float]]] = defaultdict(deque)
+        self.round, self.costs, self.actor_ranks = round_, costs, site.places["actor"].ranks
+        self.seats = seats_of(site)
+        self.groups = {
+            (role, rank): site.places[role].stage_ranks(seat.replica, seat.stage)
+            for (role, rank), seat in self.seats.items()
+        }
+
+    def current(self, rank: int) -> Action | None:
+        """What `rank` is to do next; None at its list's end and for ranks that do not exist."""
+        own = self.lists.get(rank, ())
+        position = self.position.get(rank, 0)
+        return own[position] if position < len(own) else None
+
+    def advance(self, rank: int) -> tuple[int, ...] | None:
+        """Carry out the rank's next action.  Returns the other ranks that may go on now, None where it has to wait."""
+        action = self.current(rank)
+        if action is None:
+            return None
+        if action.op is Op.SEND:
+            self.links[link_of(action)].append((action, self.clock[rank] + self.costs.message_s))
+            self._record(action, self.clock[rank], self.clock[rank])
+            return (action.peer,) if action.peer in self.lists else ()
+        if action.op is Op.RECV:
+            return self._receive(action)
+        group = self._group(action)
+        if not group or not all(alike(self.current(member), action) for member in group):
+            return None
+        start = max(self.clock[member] for member in group)
+        end = start + self._seconds(action)
+        for member in group:
+            own = self.current(member)
+            assert own is not None
+            self._record(own, start, end)
+        return tuple(member for member in group if member != rank)
+
+    def explain(self, rank: int) -> Stuck:
+        """Why `rank` cannot go on."""
+        action = self.current(rank)
+        assert action is not None
+        position = self.position[rank]
+        if action.op is Op.RECV:
+            link = self.links.get(link_of(action))
+            if link:
+                return Stuck(action, position, (), f"the next message on this link is `{link[0][0]}`", mistaken=True)
+            awaited: tuple[int, ...] = () if action.peer is None else (action.peer,)
+            return Stuck(action, position, awaited, f"no such message has been sent; {self._whereabouts(awaited)}")
+        group = self._group(action)
+        if not group:
+            return Stuck(action, position, (), f"rank {rank} holds nothing of the {action.role} role")
+        absent = tuple(member for member in group if not alike(self.current(member), action))
+        return Stuck(action, position, absent, f"all of ranks {list(group)} take part; {self._whereabouts(absent)}")
+
+    def _whereabouts(self, ranks: tuple[int, ...]) -> str:
+        return ", ".join(
+            f"rank {rank} has ended" if (at := self.current(rank)) is None else f"rank {rank} is at `{at}`"
+            for rank in ranks
+        )
+
+    def _receive(self, action: Action) -> tuple[int, ...] | None:
+        link = self.links[link_of(action)]
+        if not link or content_of(link[0][0]) != content_of(action):
+            return None
+        _, arrival = link.popleft()
+        self._record(action, self.clock[action.rank], max(self.clock[action.rank], arrival))
+        return ()
+
+    def _group(self, action: Action) -> tuple[int, ...]:
+        if action.op is Op.GATHER:
+            return self.actor_ranks if action.rank in self.actor_ranks else ()
+        return self.groups.get((action.role, action.rank), ())
+
+    def _seconds(self, action: Action) -> float:
+        if action.op is Op.GATHER:
+            return self.costs.message_s
+        batch = batch_of(self.round, action, self.seats[action.role, action.rank].replica)
+        if action.op is Op.DECODE:
+            return self.costs.decode(len(batch))
+        if action.op is Op.SAMPLE:
+            return self.costs.sample(len(batch))
+        if action.op is Op.PREFILL:
+            return self.costs.prefill_of(action.role)(sum(growth.new for growth in batch))
+        return self.costs.score(sum(growth.rows for growth in batch))
+
+    def _record(self, action: Action, start_s: float, end_s: float) -> None:
+        rank = action.rank
+        self.spans[rank].append(Span(action, self.position[rank], start_s, end_s))
+        self.clock[rank] = end_s
+        self.position[rank] += 1
