@@ -1,4 +1,4 @@
-"""Packed micro-batches: whole sequences side by side, no padding.
+"""Packed micro-batches: whole sequences side by side, padded only where a schedule asks for it.
 
 Legend: T packed tokens, R rows of interest (positions whose output counts).
 """
@@ -28,6 +28,24 @@ class MicroBatch:
     rows_R: Tensor
     targets_R: Tensor
     extra: dict[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def dummy(cls, device: torch.device) -> MicroBatch:
+        """One token that belongs to no sequence, for a rank that has to run a step without work of its own."""
+        zero = torch.zeros(1, dtype=torch.int64, device=device)
+        return cls([], [1], zero, zero, zero)
+
+    @property
+    def is_dummy(self) -> bool:
+        return not self.index
+
+    def padded(self, num_tokens: int, longest: int) -> tuple[list[int], Tensor]:
+        """Lengths and tokens [num_tokens], with sequences of at most `longest` tokens added that no row looks at."""
+        missing = num_tokens - len(self.tokens_T)
+        assert missing >= 0, f"{len(self.tokens_T)} tokens do not fit into {num_tokens}"
+        full, rest = divmod(missing, longest)
+        lengths = [*self.lengths, *[longest] * full, *([rest] if rest else [])]
+        return lengths, torch.nn.functional.pad(self.tokens_T, (0, missing))
 
 
 def pack_responses(

@@ -1,14 +1,14 @@
-"""A role's model with its weights, ready to decode, score or train."""
+"""A role's model with its weights, ready to decode and score, or to be trained."""
 
 from __future__ import annotations
 
 import torch
 
-from oppo_megatron.config.model import ModelConfig
+from oppo_megatron.config.model import ModelConfig, TrainingLayoutConfig
 from oppo_megatron.runtime.mcore.groups import RoleGroups
-from oppo_megatron.runtime.mcore.hf_source import open_weights
+from oppo_megatron.runtime.mcore.hf_source import TensorSource, open_weights
 from oppo_megatron.runtime.mcore.hf_weights import load_weights
-from oppo_megatron.runtime.mcore.model import Head, RoleModel, build_model
+from oppo_megatron.runtime.mcore.model import Head, RoleModel, build_chunks, build_model
 
 
 def load_role(
@@ -20,8 +20,30 @@ def load_role(
     """
     shape, source = open_weights(config, head)
     model = build_model(shape, groups, head=head, max_length=max_length, dtype=config.dtype, device=device, lean=lean)
-    load_weights(
-        model, shape, source, head=head,
-        tp_rank=groups.tp_rank, tp_size=groups.tp, pp_rank=groups.pp_rank, pp_size=groups.pp,
-    )  # fmt: skip
+    _fill(model, source)
     return model.eval()
+
+
+def load_training(
+    config: ModelConfig,
+    layout: TrainingLayoutConfig,
+    groups: RoleGroups,
+    *,
+    head: Head,
+    max_length: int,
+    device: torch.device,
+) -> list[RoleModel]:
+    """This rank's chunks of the model, to be trained on `groups` with the options of `layout`; otherwise as `load_role`."""
+    shape, source = open_weights(config, head)
+    chunks = build_chunks(shape, groups, layout, head=head, max_length=max_length, dtype=config.dtype, device=device)
+    for chunk in chunks:
+        _fill(chunk, source)
+        chunk.eval()
+    return chunks
+
+
+def _fill(model: RoleModel, source: TensorSource) -> None:
+    load_weights(
+        model, model.shape, source, head=model.head,
+        tp_rank=model.groups.tp_rank, tp_size=model.groups.tp, pp_rank=model.stage, pp_size=model.num_stages,
+    )  # fmt: skip

@@ -1,7 +1,8 @@
-"""Packing of sequences into micro-batches of bounded token count."""
+"""Packing of sequences into micro-batches of bounded token count, and their division among replicas."""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 
@@ -25,3 +26,20 @@ def pack_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
             bins[fitting].append(index)
             loads[fitting] += length
     return bins
+
+
+def balance(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
+    """`num_parts` parts of indices into `lengths`, of about equal token sums, by longest processing time first.
+
+    The longest item left goes to the part with the fewest tokens; ties by index, and by the number of items, so that no
+    part is empty where there are items enough.  Indices ascend within a part.  The largest sum is at most 4/3 of the best
+    possible (Graham 1969).
+    """
+    assert num_parts >= 1, f"a batch is divided into at least 1 part, not {num_parts}"
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    loads = [(0, 0, part) for part in range(num_parts)]  # tokens, items, part: a heap
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        tokens, items, part = loads[0]
+        parts[part].append(index)
+        heapq.heapreplace(loads, (tokens + lengths[index], items + 1, part))
+    return [sorted(part) for part in parts]

@@ -34,13 +34,16 @@ class RewardModelling:
             config.data, tokenizer, max_tokens=config.max_tokens, long_rows=config.long_rows, quarantine=quarantine
         )
 
+    def num_tokens(self, row: Pair) -> int:
+        """The prompt is read twice, once with each answer."""
+        return 2 * len(row.prompt) + len(row.chosen) + len(row.rejected)
+
     def micro_batches(self, rows: Sequence[Pair], budget: int, device: torch.device) -> list[MicroBatch]:
         """Packed pairs, at most `budget` tokens together; a pair that alone has more is a micro-batch of its own."""
         sequences = [([*row.prompt, *row.chosen], [*row.prompt, *row.rejected]) for row in rows]
-        pair_tokens = [len(chosen) + len(rejected) for chosen, rejected in sequences]
         return [
             _micro_batch(index, [sequence for i in index for sequence in sequences[i]], device)
-            for index in pack_by_tokens(pair_tokens, budget)
+            for index in pack_by_tokens([self.num_tokens(row) for row in rows], budget)
         ]
 
     def loss(self, rows: Sequence[Pair], groups: RoleGroups) -> Loss:

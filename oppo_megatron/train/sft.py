@@ -34,6 +34,10 @@ class FineTuning:
             config.data, tokenizer, max_tokens=config.max_tokens, long_rows=config.long_rows, quarantine=quarantine
         )
 
+    def num_tokens(self, row: Completion) -> int:
+        """The last token predicts nothing and is not read."""
+        return len(row.prompt) + len(row.completion) - 1
+
     def micro_batches(self, rows: Sequence[Completion], budget: int, device: torch.device) -> list[MicroBatch]:
         """Packed rows, at most `budget` tokens together."""
         return pack_responses([row.prompt for row in rows], [row.completion for row in rows], budget, device)

@@ -1,7 +1,7 @@
 """`oppo sft` and `oppo rm`: one training loop; a task says how rows become micro-batches and what their loss is.
 
-Every rank reads all rows and makes the same micro-batches.  The model's output rank (first of the last pipeline stage)
-has the loss, so it alone owns the run directory; the weights in it are written by the model's first rank.
+Every rank reads all rows, and a replica trains its share of each batch.  The model's output rank (first of the last
+pipeline stage) has the loss, so it alone owns the run directory; the weights in it are written by the model's first rank.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from oppo_megatron.runtime.mcore.model import Head
 from oppo_megatron.runtime.mcore.training import Loss, TrainedModel
 from oppo_megatron.runtime.roles import load_role
 from oppo_megatron.runtime.world import World, open_world
+from oppo_megatron.schedule.packing import balance
 from oppo_megatron.train.console import Progress
 from oppo_megatron.train.metrics_log import MetricsLog, read_metrics
 from oppo_megatron.train.reward_model import RewardModelling
@@ -48,6 +49,10 @@ class Task(Protocol[RowT]):
     head: Head
 
     def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[RowT]: ...
+
+    def num_tokens(self, row: RowT) -> int:
+        """Tokens that the model reads of a row."""
+        ...
 
     def micro_batches(self, rows: Sequence[RowT], budget: int, device: torch.device) -> list[MicroBatch]: ...
 
@@ -112,8 +117,8 @@ def _build_groups(config: SupervisedConfig, world: World) -> RoleGroups:
     layout = config.parallel
     if world.size != layout.num_ranks:
         raise ConfigError(
-            f"{world.size} ranks were started, but parallel.tp {layout.tp} x parallel.pp {layout.pp} needs exactly "
-            f"{layout.num_ranks}; start {layout.num_ranks}, or change the layout"
+            f"{world.size} ranks were started, but parallel.tp {layout.tp} x parallel.pp {layout.pp} x parallel.dp "
+            f"{layout.dp} needs exactly {layout.num_ranks}; start {layout.num_ranks}, or change the layout"
         )
     groups = build_groups(range(world.size), layout.tp, layout.pp, "model")
     assert groups is not None, "every rank of the world is one of the model's"
@@ -138,11 +143,13 @@ def _steps(
     for step, index in enumerate(order, start=1):
         start = time.monotonic()
         chosen = [rows[i] for i in index]
-        micros = task.micro_batches(chosen, config.runtime.micro_batch_tokens, device)
+        lengths = [task.num_tokens(row) for row in chosen]
+        share = [chosen[i] for i in balance(lengths, groups.dp)[groups.dp_rank]]
+        micros = task.micro_batches(share, config.runtime.micro_batch_tokens, device)
         with spans.span("update", role="model", step=step):
             report = trained.step(micros, task.loss(chosen, groups))
         spans.flush()
-        step_s, num_tokens = time.monotonic() - start, sum(len(micro.tokens_T) for micro in micros)
+        step_s, num_tokens = time.monotonic() - start, sum(lengths)
         yield {
             "step_s": step_s,
             **means(report.stats),

@@ -1,4 +1,4 @@
-"""The update loop that actor and critic share: epochs, minibatches, packed micro-batches.
+"""The update loop that actor and critic share: epochs, minibatches, replicas' shares, packed micro-batches.
 
 Legend: T response tokens of the whole batch (packed), R rows of a micro-batch.
 """
@@ -17,6 +17,7 @@ from oppo_megatron.algorithms.stats import TokenStats
 from oppo_megatron.records import Rollout
 from oppo_megatron.runtime.batch import MicroBatch, pack_responses, split_rows
 from oppo_megatron.runtime.mcore.training import TrainedModel
+from oppo_megatron.schedule.packing import balance
 
 UpdateLoss = Callable[[MicroBatch, Tensor, int, bool], tuple[Tensor, dict[str, Tensor]]]
 """(micro-batch, output of its rows, tokens of the minibatch, whether it is the first minibatch) -> (loss, sums)."""
@@ -41,10 +42,18 @@ def run_update(
     loss: UpdateLoss,
     settings: UpdateSettings,
 ) -> list[dict[str, float]]:
-    """One optimizer step for each minibatch of each epoch; a report of each.  `extra_T` are tensors the loss needs."""
+    """One optimizer step for each minibatch of each epoch; a report of each.  `extra_T` are tensors the loss needs.
+
+    Every rank of every replica gives the whole batch.  A minibatch is divided among the replicas by tokens; its loss and its
+    report are the whole minibatch's, whatever their number.
+    """
     reports = []
     lengths = torch.tensor([len(r.tokens) for r in batch])
-    for number, rows in enumerate(_minibatches(len(batch), settings)):
+    groups = trained.model.groups
+    for number, minibatch in enumerate(_minibatches(len(batch), settings)):
+        num_tokens = int(lengths[minibatch].sum())
+        shares = balance([len(batch[i].prompt.tokens) + len(batch[i].tokens) for i in minibatch], groups.dp)
+        rows = [minibatch[i] for i in shares[groups.dp_rank]]
         micros = pack_responses(
             [batch[i].prompt.tokens for i in rows],
             [batch[i].tokens for i in rows],
@@ -57,7 +66,7 @@ def run_update(
                 micro.extra[name] = piece
 
         def minibatch_loss(
-            micro: MicroBatch, output: Tensor, num_tokens: int = sum(row_lengths), first: bool = number == 0
+            micro: MicroBatch, output: Tensor, num_tokens: int = num_tokens, first: bool = number == 0
         ) -> tuple[Tensor, dict[str, Tensor]]:
             return loss(micro, output, num_tokens, first)
 

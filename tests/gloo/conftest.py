@@ -20,7 +20,7 @@ LLAMA3 = {
 }
 
 
-def _save(directory: Path, family: str, head: str = "lm", **changes: Any) -> None:
+def save_small(directory: Path, family: str, head: str = "lm", **changes: Any) -> None:
     """Weights of a size that keeps logits near 1, so that a tolerance of 1e-5 is about arithmetic and not about scale."""
     model = tiny_model(family, head, **changes)
     with torch.no_grad():
@@ -34,11 +34,11 @@ def _save(directory: Path, family: str, head: str = "lm", **changes: Any) -> Non
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Folder of each model: biases (Qwen2), q/k norms (Qwen3), scaled rotations (Llama), and scalar heads."""
     root: Path = tmp_path_factory.mktemp("models")
-    _save(root / "qwen2", "qwen2", tie_word_embeddings=True)
-    _save(root / "qwen3", "qwen3")
-    _save(root / "llama", "llama", rope_parameters=LLAMA3)
-    _save(root / "qwen2-scalar", "qwen2", "scalar")
-    _save(root / "qwen3-scalar", "qwen3", "scalar", seed=1)
+    save_small(root / "qwen2", "qwen2", tie_word_embeddings=True)
+    save_small(root / "qwen3", "qwen3")
+    save_small(root / "llama", "llama", rope_parameters=LLAMA3)
+    save_small(root / "qwen2-scalar", "qwen2", "scalar")
+    save_small(root / "qwen3-scalar", "qwen3", "scalar", seed=1)
     return {path.name: str(path) for path in root.iterdir()}
 
 

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from oppo_megatron.config.model import OptimizerConfig
+from oppo_megatron.config.model import ModelConfig, OptimizerConfig, TrainingLayoutConfig
 from oppo_megatron.errors import NumericsError
 from oppo_megatron.runtime.batch import MicroBatch, pack_responses, split_rows
 from oppo_megatron.runtime.mcore.groups import RoleGroups
 from oppo_megatron.runtime.mcore.hf_weights import export_weights
-from oppo_megatron.runtime.mcore.model import RoleModel
-from oppo_megatron.runtime.mcore.training import Loss, TrainedModel
+from oppo_megatron.runtime.mcore.model import Head, RoleModel
+from oppo_megatron.runtime.mcore.stage import step
+from oppo_megatron.runtime.mcore.training import Loss, TrainedModel, forward_rows
 from oppo_megatron.runtime.mcore.vocab_parallel import gather_logits, token_logprobs
-from oppo_megatron.runtime.pipeline import StageCall, StageRunner
-from tests.gloo.models import CPU, load, world_groups
+from oppo_megatron.runtime.roles import load_training
+from oppo_megatron.schedule.packing import balance
+from tests.gloo.models import CPU, MAX_LENGTH, Whole, load, micro_batches, world_groups
 
 ENTROPY_WEIGHT = 0.05
 TEMPERATURE = 0.8
@@ -36,6 +39,12 @@ class Minibatch:
     @property
     def num_tokens(self) -> int:
         return sum(map(len, self.responses))
+
+    def share(self, groups: RoleGroups) -> Minibatch:
+        """The part of this rank's replica; it may be empty."""
+        part = balance([len(p) + len(r) for p, r in zip(self.prompts, self.responses, strict=True)], groups.dp)
+        mine = part[groups.dp_rank]
+        return Minibatch(*([column[i] for i in mine] for column in (self.prompts, self.responses, self.numbers)))
 
     def pack(self, budget: int = 24) -> list[MicroBatch]:
         batches = pack_responses(self.prompts, self.responses, budget, CPU)
@@ -69,11 +78,12 @@ def train(
     config: OptimizerConfig,
     data: list[Minibatch],
     probes: list[list[int]],
+    layout: TrainingLayoutConfig,
 ) -> dict[str, Any]:
-    """Train each model, write it below `target`, and say what every step and the cached decode afterwards gave."""
+    """Train each model, write it below `target`, and say what every step and a forward afterwards gave."""
     groups = world_groups(tp, pp)
     return {
-        name: _train_one(directory, Path(target) / name, groups, config, data, probes)
+        name: _train_one(directory, Path(target) / name, groups, config, data, probes, layout)
         for name, directory in directories.items()
     }
 
@@ -85,31 +95,59 @@ def _train_one(
     config: OptimizerConfig,
     data: list[Minibatch],
     probes: list[list[int]],
+    layout: TrainingLayoutConfig,
 ) -> dict[str, Any]:
-    head = "scalar" if "scalar" in directory else "lm"
-    model = load(directory, groups, head)  # type: ignore[arg-type]
-    cache = model.new_cache(len(probes))
-    addresses = {name: param.data_ptr() for name, param in model.named_parameters()}
-    trained = TrainedModel(model, config, total_steps=len(data))
+    head: Head = "scalar" if "scalar" in directory else "lm"
+    chunks = load_chunks(directory, groups, head, layout)
+    params = [param for chunk in chunks for param in chunk.parameters()]
+    trained = TrainedModel(chunks, config, len(data), layout)
+    sharded = groups.dp > 1 and layout.distributed_optimizer
     optimized = {id(p) for group in trained.optimizer.param_groups for p in group["params"]}
-    assert trained.ddp.module is model and optimized == {id(p) for p in model.parameters()}
-    reports = [trained.step(batch.pack(), loss_of(model, batch.num_tokens)) for batch in data]
-    # The optimizer's tensors are the ones that decode.
-    assert not model.training and len(addresses) == len(optimized)
-    for seq_id in range(len(probes)):
-        cache.open(seq_id)
-    call = StageCall(list(range(len(probes))), list(map(len, probes)), list(itertools.chain(*probes)))
-    outputs = StageRunner(model, cache).run([call])
-    export_weights(model, model.shape, target, head=head, tp_group=groups.collection.tp, pp_group=groups.collection.pp)  # type: ignore[arg-type]
+    assert sharded or optimized == set(map(id, params)), "the optimizer's tensors are the model's"
+    reports = [trained.step(batch.share(groups).pack(), loss_of(chunks[0], batch.num_tokens)) for batch in data]
+    assert not any(chunk.training for chunk in chunks)
+    assert params == [param for chunk in chunks for param in chunk.parameters()]
+    plain = len(chunks) == 1 and not layout.sequence_parallel
+    out = cached_outputs(chunks[0], probes) if plain else full_outputs(chunks, probes)
+    group = groups.collection
+    export_weights(chunks, chunks[0].shape, target, head=head, tp_group=group.tp, pp_group=group.pp, dp_group=group.dp)
     answer: dict[str, Any] = {
         "grad_norm": [r.grad_norm for r in reports],
         "lr": [r.lr for r in reports],
         "stats": [r.stats for r in reports],
     }
-    if outputs:
-        out = outputs[0] if head == "scalar" else gather_logits(outputs[0], groups.collection.tp)
-        answer["outputs"] = out.clone()
+    if out is not None:
+        answer["outputs"] = (out if head == "scalar" else gather_logits(out, group.tp)).clone()
     return answer
+
+
+def load_chunks(directory: str, groups: RoleGroups, head: Head, layout: TrainingLayoutConfig) -> list[RoleModel]:
+    config = ModelConfig(checkpoint=Path(directory), fresh_head=True)
+    return load_training(config, layout, groups, head=head, max_length=MAX_LENGTH, device=CPU)
+
+
+def cached_outputs(model: RoleModel, probes: Sequence[list[int]]) -> Tensor | None:
+    """Outputs of every token on the last stage, by the call that decodes."""
+    cache = model.new_cache(len(probes))
+    for seq_id in range(len(probes)):
+        cache.open(seq_id)
+    inputs = torch.tensor([token for probe in probes for token in probe])
+    groups = model.groups
+    if not groups.is_first_stage:
+        inputs = torch.empty(len(inputs), 1, model.shape.hidden_size)
+        dist.recv(inputs, groups.stage_rank(groups.pp_rank - 1))
+    out = step(model, cache, list(range(len(probes))), list(map(len, probes)), inputs)
+    if groups.is_last_stage:
+        return out
+    dist.send(out, groups.stage_rank(groups.pp_rank + 1))
+    return None
+
+
+def full_outputs(chunks: Sequence[RoleModel], probes: Sequence[list[int]]) -> Tensor | None:
+    """The same by the forward without a cache, every probe a micro-batch of its own."""
+    batches = micro_batches([Whole(probe, list(range(len(probe)))) for probe in probes], size=1)
+    outputs = forward_rows(chunks, batches, lambda _, out: out)
+    return torch.cat(outputs) if outputs else None
 
 
 def refused_step(directory: str, tp: int, pp: int, data: list[Minibatch]) -> str:

@@ -7,19 +7,21 @@ import random
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from oppo_megatron.config.model import OptimizerConfig
+from oppo_megatron.config.model import OptimizerConfig, TrainingLayoutConfig
 from oppo_megatron.runtime.mcore.training import _scheduler
+from tests.gloo.conftest import save_small
 from tests.gloo.jobs_training import ENTROPY_WEIGHT, TEMPERATURE, Minibatch
 from tests.support.ranks import run_ranks
 
-NUM_STEPS = 4
+NUM_ROWS = (6, 7, 1, 9)  # of each minibatch: replicas without rows are among them
+NUM_STEPS = len(NUM_ROWS)
 SETTINGS = OptimizerConfig(
     lr=0.01,
     min_lr=0.002,
@@ -43,14 +45,66 @@ def make_data() -> list[Minibatch]:
         return [dice.randrange(1, 64) for _ in range(dice.randint(1, most))]
 
     data = []
-    for _ in range(NUM_STEPS):
-        responses = [tokens(9) for _ in range(6)]
+    for count in NUM_ROWS:
+        responses = [tokens(9) for _ in range(count)]
         numbers = [[dice.uniform(-0.5, 1.5) for _ in response] for response in responses]
         data.append(Minibatch([tokens(6) for _ in responses], responses, numbers))
     return data
 
 
 DATA = make_data()
+
+
+class Case(NamedTuple):
+    """A layout, and what it changes of the plainest options."""
+
+    tp: int
+    pp: int
+    dp: int
+    options: dict[str, Any] = {}
+
+
+PLAIN = {"distributed_optimizer": False, "overlap_grad_reduce": False}
+SHARDED = {"distributed_optimizer": True}
+OVERLAP = {"overlap_grad_reduce": True}
+SEQUENCE = {"sequence_parallel": True}
+SELECTIVE, FULL = {"recompute": "selective"}, {"recompute": "full"}
+CASES = [
+    Case(1, 1, 1),
+    Case(2, 1, 1),
+    Case(1, 2, 1),
+    Case(1, 1, 2),
+    Case(2, 2, 1),
+    Case(1, 2, 2),
+    Case(2, 1, 2),
+    Case(1, 4, 1),
+    Case(1, 1, 4, SHARDED),
+    Case(2, 1, 1, SEQUENCE),
+    Case(2, 2, 1, SEQUENCE | FULL),
+    Case(2, 1, 2, SEQUENCE | SELECTIVE | SHARDED | OVERLAP),
+    Case(1, 2, 2, FULL | SHARDED | OVERLAP),
+    Case(1, 1, 1, SELECTIVE),
+]
+DEEP_CASES = [
+    Case(1, 2, 1, {"vpp": 2}),
+    Case(1, 4, 1, {"vpp": 2}),
+    Case(1, 2, 2, {"vpp": 2} | SHARDED | OVERLAP),
+    Case(2, 2, 1, {"vpp": 2} | SEQUENCE | SELECTIVE),
+]
+
+
+def case_id(case: Case) -> str:
+    values = [key if value is True else f"{key}-{value}" for key, value in case.options.items()]
+    return "-".join([f"tp{case.tp}-pp{case.pp}-dp{case.dp}", *values])
+
+
+@pytest.fixture(scope="module")
+def deep_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Eight layers, for virtual stages: tied embeddings, and a scalar head."""
+    root = tmp_path_factory.mktemp("deep")
+    save_small(root / "deep", "qwen2", num_hidden_layers=8, tie_word_embeddings=True)
+    save_small(root / "deep-scalar", "qwen3", "scalar", num_hidden_layers=8)
+    return {path.name: str(path) for path in root.iterdir()}
 
 
 def rate(step: int) -> float:
@@ -114,12 +168,13 @@ def reference(directory: str, clip_grad: float) -> dict[str, Any]:
     return plain_training(directory, SETTINGS.model_copy(update={"clip_grad": clip_grad}))
 
 
-def check(answers: list[dict[str, Any]], name: str, expected: dict[str, Any], written: Path, tp: int) -> None:
+def check(answers: list[dict[str, Any]], name: str, expected: dict[str, Any], written: Path, speaking: int) -> None:
+    """`speaking` is the number of last-stage ranks."""
     for answer in (a[name] for a in answers):
         assert answer["grad_norm"] == pytest.approx(expected["norms"], rel=1e-5)
         assert answer["lr"] == pytest.approx([rate(step) for step in range(NUM_STEPS)])
     speakers = [a[name] for a in answers if "outputs" in a[name]]
-    assert len(speakers) == tp
+    assert len(speakers) == speaking
     for answer in speakers:
         assert [stats["loss"] for stats in answer["stats"]] == pytest.approx(expected["losses"], abs=2e-5)
         assert all(0 < stats["max_tokens"] <= 24 for stats in answer["stats"])
@@ -132,39 +187,39 @@ def check(answers: list[dict[str, Any]], name: str, expected: dict[str, Any], wr
         assert (found[key] - weight).abs().max() < 5e-5, key
 
 
-def test_steps_equal_plain_torch(models: dict[str, str], layout: tuple[int, int], tmp_path: Path) -> None:
-    tp, pp = layout
-    chosen = {name: models[name] for name in NAMES}
-    answers = run_ranks(
-        tp * pp,
+def run_case(
+    chosen: dict[str, str], case: Case, target: Path, config: OptimizerConfig = SETTINGS, **changes: Any
+) -> list[dict[str, Any]]:
+    tp, pp, dp, options = case
+    return run_ranks(
+        tp * pp * dp,
         "tests.gloo.jobs_training:train",
         directories=chosen,
-        target=str(tmp_path),
+        target=str(target),
         tp=tp,
         pp=pp,
-        config=SETTINGS,
+        config=config,
         data=DATA,
         probes=PROBES,
+        layout=TrainingLayoutConfig(**{**PLAIN, **options, **changes}),
     )
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_steps_equal_plain_torch(models: dict[str, str], case: Case, tmp_path: Path) -> None:
+    chosen = {name: models[name] for name in NAMES}
+    answers = run_case(chosen, case, tmp_path)
     for name in NAMES:
         expected = reference(models[name], SETTINGS.clip_grad)
         assert max(expected["norms"]) > SETTINGS.clip_grad, "clipping is put to the test"
-        check(answers, name, expected, tmp_path, tp)
+        check(answers, name, expected, tmp_path, case.tp * case.dp)
 
 
-def test_without_clipping_the_norm_is_still_reported(models: dict[str, str], tmp_path: Path) -> None:
-    answers = run_ranks(
-        2,
-        "tests.gloo.jobs_training:train",
-        directories={"qwen2": models["qwen2"]},
-        target=str(tmp_path),
-        tp=1,
-        pp=2,
-        config=SETTINGS.model_copy(update={"clip_grad": 0.0}),
-        data=DATA,
-        probes=PROBES,
-    )
-    check(answers, "qwen2", reference(models["qwen2"], 0.0), tmp_path, 1)
+@pytest.mark.parametrize("case", DEEP_CASES, ids=case_id)
+def test_interleaved_steps_equal_plain_torch(deep_models: dict[str, str], case: Case, tmp_path: Path) -> None:
+    answers = run_case(deep_models, case, tmp_path)
+    for name, directory in deep_models.items():
+        check(answers, name, reference(directory, SETTINGS.clip_grad), tmp_path, case.tp * case.dp)
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(models: dict[str, str]) -> None:

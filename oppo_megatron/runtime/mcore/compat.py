@@ -96,6 +96,19 @@ def _parameter_type() -> None:
     torch.nn.Parameter.type = type_name  # type: ignore[method-assign,assignment]
 
 
+def _rng_state_of_no_device() -> None:
+    """Recomputed activations keep the state of the CPU's generator beside the CUDA one's, of which there is none."""
+    importlib.import_module("megatron.core.tensor_parallel.random")._get_cuda_rng_state = (  # type: ignore[attr-defined]
+        lambda *args, **kwargs: torch.empty(0, dtype=torch.uint8)
+    )
+
+
+def _set_rng_state_of_no_device() -> None:
+    importlib.import_module("megatron.core.tensor_parallel.random")._set_cuda_rng_state = (  # type: ignore[attr-defined]
+        lambda *args, **kwargs: None
+    )
+
+
 PATCHES = (
     Patch("tensor_parallel/mappings.py:91", "torch.cuda.current_device()", _current_device),
     Patch("pipeline_parallel/p2p_communication.py:242", "torch.cuda.synchronize()", _synchronize),
@@ -106,6 +119,8 @@ PATCHES = (
     Patch("utils.py:1207", 'device="cuda"', _torch_proxy("utils")),
     Patch("optimizer/clip_grads.py:167", "param.grad.type() == 'torch.cuda.FloatTensor'", _clip_by_norm),
     Patch("optimizer/optimizer.py:671", "'torch.cuda.BFloat16Tensor'", _parameter_type),
+    Patch("tensor_parallel/random.py:55", "torch.cuda.random.get_rng_state(device=device)", _rng_state_of_no_device),
+    Patch("tensor_parallel/random.py:111", "_lazy_call(cb)", _set_rng_state_of_no_device),
 )
 
 

@@ -22,6 +22,7 @@ class RoleGroups:
     ranks: tuple[int, ...]
     tp: int
     pp: int
+    dp: int
 
     @property
     def tp_rank(self) -> int:
@@ -30,6 +31,11 @@ class RoleGroups:
     @property
     def pp_rank(self) -> int:
         return int(self.collection.pp.rank())
+
+    @property
+    def dp_rank(self) -> int:
+        """Which replica of the model this rank holds a part of."""
+        return int(self.collection.dp.rank())
 
     @property
     def is_first_stage(self) -> bool:
@@ -41,7 +47,7 @@ class RoleGroups:
 
     @property
     def output_rank(self) -> int:
-        """The global rank that speaks for the role's output: last stage, tensor rank 0."""
+        """The global rank that speaks for the role's output: last stage, replica 0, tensor rank 0."""
         return self.ranks[(self.pp - 1) * (len(self.ranks) // self.pp)]
 
     def stage_rank(self, pp_rank: int) -> int:
@@ -88,4 +94,4 @@ def build_groups(ranks: Sequence[int], tp: int, pp: int, name: str) -> RoleGroup
         expt_tp=tp_group, tp_ep=tp_group, tp_ep_pp=mp_group, expt_dp=dp_group, intra_expt_dp=dp_group,
         tp_dp_cp=tp_dp, inter_dist_opt=None, intra_dist_opt=everyone,
     )  # fmt: skip
-    return RoleGroups(collection, everyone, tuple(ranks), tp, pp)
+    return RoleGroups(collection, everyone, tuple(ranks), tp, pp, dp)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -30,7 +30,9 @@ def load_weights(
     pp_rank: int = 0,
     pp_size: int = 1,
 ) -> None:
-    """Fill every parameter of this rank's stage in place, cast to the parameter's dtype and device.
+    """Fill every parameter of one stage in place, cast to the parameter's dtype and device.
+
+    A model chunk of an interleaved pipeline is a stage like any other, number chunk * pp + pp_rank of vpp * pp.
 
     `model` is the bare model, before DDP wraps it and before an optimizer copies its parameters.  Reads only this
     rank's share of each tensor, one at a time.  Raises CheckpointError if the source or the model does not fit `shape`.
@@ -44,13 +46,14 @@ def load_weights(
 
 @torch.no_grad()
 def export_weights(
-    model: torch.nn.Module,
+    model: torch.nn.Module | Sequence[torch.nn.Module],
     shape: ModelShape,
     directory: Path,
     *,
     head: Head,
     tp_group: dist.ProcessGroup | None = None,
     pp_group: dist.ProcessGroup | None = None,
+    dp_group: dist.ProcessGroup | None = None,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     extra_files: Iterable[Path] = (),
@@ -58,13 +61,36 @@ def export_weights(
     """Write the model as a Hugging Face directory (atomically, see HfWriter).  Every rank of the model makes the call.
 
     Each tensor is gathered over the tensor-parallel group and sent down the pipeline group to the rank that is first in
-    both, which writes it.  The call returns when the directory is whole.  Groups may be None where their size is one;
-    `dtype` defaults to the parameters'.
+    both, which writes it; replicas after the first only wait.  The call returns when the directory is whole.  `model` is
+    this rank's stage, or its chunks.  Groups may be None where their size is one; `dtype` defaults to the parameters'.
     """
+    chunks = [model] if isinstance(model, torch.nn.Module) else model
+    if _place(dp_group)[0] == 0:
+        _export(chunks, shape, directory, head, tp_group, pp_group, dtype, max_shard_bytes, extra_files)
+    for group in (pp_group, tp_group, dp_group):
+        if group is not None:
+            dist.barrier(group)
+
+
+def _export(
+    chunks: Sequence[torch.nn.Module],
+    shape: ModelShape,
+    directory: Path,
+    head: Head,
+    tp_group: dist.ProcessGroup | None,
+    pp_group: dist.ProcessGroup | None,
+    dtype: torch.dtype | None,
+    max_shard_bytes: int,
+    extra_files: Iterable[Path],
+) -> None:
+    """One replica's part in `export_weights`."""
     (tp_rank, tp_size), (pp_rank, pp_size) = _place(tp_group), _place(pp_group)
-    stage = stage_parts(shape, head, tp_size=tp_size, pp_rank=pp_rank, pp_size=pp_size)
-    params = _matching_params(model, stage, tp_size)
-    stored = next(iter(params.values()))
+    num_stages = pp_size * len(chunks)
+    params = {}  # of each virtual stage on this rank
+    for stage, chunk in zip(range(pp_rank, num_stages, pp_size), chunks, strict=True):
+        parts = stage_parts(shape, head, tp_size=tp_size, pp_rank=stage, pp_size=num_stages)
+        params[stage] = _matching_params(chunk, parts, tp_size)
+    stored = next(iter(params[pp_rank].values()))
     writer: HfWriter | None = None
     with contextlib.ExitStack() as stack:
         if tp_rank == pp_rank == 0:
@@ -75,18 +101,15 @@ def export_weights(
                     directory, tensors, config, out_dtype, max_shard_bytes=max_shard_bytes, extra_files=extra_files
                 )
             )
-        for owner, part in _owned_parts(shape, head, tp_size, pp_size):
-            tensor = None
+        for stage, part in _owned_parts(shape, head, tp_size, num_stages):
+            tensor, owner = None, stage % pp_size
             if owner == pp_rank:
-                tensor = _gather(take_part(params[part.param], part), part, tp_group)
+                tensor = _gather(take_part(params[stage][part.param], part), part, tp_group)
             if tp_rank == 0 and owner > 0:
                 tensor = _to_first_stage(tensor, owner, part, pp_group, stored)
             if writer is not None:
                 assert tensor is not None
                 writer.write(part.hf_name, tensor)
-    for group in (pp_group, tp_group):
-        if group is not None:
-            dist.barrier(group)
 
 
 @torch.no_grad()

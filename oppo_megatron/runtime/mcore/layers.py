@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import checkpoint
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -47,7 +48,14 @@ class PlannedSelfAttention(SelfAttention):
     ) -> tuple[Tensor, Tensor | None]:
         q, k, v = self.get_query_key_value_tensors(hidden_states)
         scale = self.hidden_size_per_attention_head**-0.5
-        out = packed_seq_params.attend(self.stage_layer, q[:, 0], k[:, 0], v[:, 0], scale)
+
+        def attend(q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
+            return packed_seq_params.attend(self.stage_layer, q_TND, k_TGD, v_TGD, scale)
+
+        if self.checkpoint_core_attention and self.training:
+            out = checkpoint(attend, False, q[:, 0], k[:, 0], v[:, 0])
+        else:
+            out = attend(q[:, 0], k[:, 0], v[:, 0])
         return self.linear_proj(out.unsqueeze(1))
 
 

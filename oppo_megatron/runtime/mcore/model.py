@@ -1,23 +1,29 @@
 """A role's model: one pipeline stage of a megatron-core `GPTModel`, driven by an attention plan.
 
+A model that serves (decodes, scores) is one stage a rank.  A model that is trained may be several chunks a rank (virtual
+stages), shard its activations over the tensor ranks and compute them again in the backward pass.
+
 Legend: T packed tokens, H hidden, V vocabulary, R rows of interest.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from oppo_megatron.config.model import TrainingLayoutConfig
 from oppo_megatron.errors import CapacityError
 from oppo_megatron.runtime.mcore import compat
 from oppo_megatron.runtime.mcore.attention import AttentionPlan
@@ -32,28 +38,50 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class RoleModel(GPTModel):
-    """The stage that this rank holds.  `head` is "lm" (vocabulary-parallel logits) or "scalar" (a number a token)."""
+    """Stage `stage` of `num_stages`, on this rank.  `head` is "lm" (vocabulary-parallel logits) or "scalar" (a number a token).
 
-    def __init__(self, shape: ModelShape, groups: RoleGroups, config: TransformerConfig, head: Head, max_length: int):
-        last = groups.is_last_stage
+    Stages are virtual: chunk c of pipeline rank p is stage c * pp + p.  Without interleaving there is only chunk 0.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        groups: RoleGroups,
+        config: TransformerConfig,
+        head: Head,
+        max_length: int,
+        chunk: int = 0,
+    ):
+        num_chunks = config.virtual_pipeline_model_parallel_size
+        num_stages, stage = groups.pp * (num_chunks or 1), chunk * groups.pp + groups.pp_rank
+        first, last = stage == 0, stage == num_stages - 1
         super().__init__(
             config=config,
-            transformer_layer_spec=block_spec(config, shape.num_layers // groups.pp),
+            transformer_layer_spec=block_spec(config, shape.num_layers // num_stages),
             vocab_size=shape.vocab_size,
             max_sequence_length=max_length,
-            pre_process=groups.is_first_stage,
+            pre_process=first,
             post_process=last,
             parallel_output=True,
             share_embeddings_and_output_weights=shape.tied_embeddings and head == "lm",
             position_embedding_type="none",  # the attention plan rotates queries and keys
             pg_collection=groups.collection,
+            vp_stage=None if num_chunks is None else chunk,
         )
         if head == "scalar" and last:
             self.output_layer = ScalarHead(config)
+        elif config.sequence_parallel and last:
+            _take_gathered_input(self.output_layer)
         for index, layer in enumerate(self.decoder.layers):
             layer.self_attention.stage_layer = index
         self.shape, self.groups, self.head = shape, groups, head
+        self.stage, self.num_stages = stage, num_stages
         self.max_length = max_length
+
+    @property
+    def token_multiple(self) -> int:
+        """The tokens of a packed call come in multiples of this number."""
+        return self.groups.tp if self.config.sequence_parallel else 1
 
     def set_rope(self, device: torch.device) -> None:
         """Make the rotary tables on the device that the parameters are on."""
@@ -68,6 +96,12 @@ class RoleModel(GPTModel):
         hidden = self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=plan)
         if not self.post_process:
             return hidden
+        if (
+            self.config.sequence_parallel
+        ):  # a shard of the vocabulary gives a part of the gradient, the scalar head all of it
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=self.head == "lm", group=self.groups.collection.tp
+            )
         if rows_R is not None:
             hidden = hidden[rows_R]
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
@@ -90,8 +124,19 @@ class RoleModel(GPTModel):
         )
 
 
-def transformer_config(shape: ModelShape, groups: RoleGroups, dtype: torch.dtype) -> TransformerConfig:
-    """megatron-core's configuration of the shape.  Fusions that need apex or CUDA-only kernels are off."""
+def _take_gathered_input(output_layer: ColumnParallelLinear) -> None:
+    """Let the vocabulary's projection see rows that the model has gathered, and leave the sum of its gradients to it."""
+    output_layer.sequence_parallel = output_layer.allreduce_dgrad = False
+    output_layer.disable_grad_reduce = True
+
+
+def transformer_config(
+    shape: ModelShape, groups: RoleGroups, dtype: torch.dtype, layout: TrainingLayoutConfig | None = None
+) -> TransformerConfig:
+    """megatron-core's configuration of the shape, to serve or to be trained in `layout`.
+
+    Fusions that need apex or CUDA-only kernels are off.
+    """
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -121,9 +166,28 @@ def transformer_config(shape: ModelShape, groups: RoleGroups, dtype: torch.dtype
         bias_activation_fusion=False,
         persist_layer_norm=False,
         apply_rope_fusion=False,
-        variable_seq_lengths=True,  # packed micro-batches differ in length
+        variable_seq_lengths=layout is None or layout.vpp == 1,  # packed micro-batches differ in length
         moe_token_dispatcher_type="alltoall",  # megatron asks for it beside variable lengths
+        calculate_per_token_loss=True,  # losses are shares of a minibatch's: they add up, over replicas too
+        **({} if layout is None else _training_options(layout, groups)),
     )
+
+
+def _training_options(layout: TrainingLayoutConfig, groups: RoleGroups) -> dict[str, Any]:
+    assert layout.vpp == 1 or groups.pp > 1, "one pipeline stage cannot be interleaved"
+    options: dict[str, Any] = {"sequence_parallel": layout.sequence_parallel and groups.tp > 1}
+    if layout.vpp > 1:
+        options |= {
+            "virtual_pipeline_model_parallel_size": layout.vpp,
+            # Batched messages between two stages, each the other's neighbour on both sides, would be taken for each other.
+            "batch_p2p_comm": False,
+            "overlap_p2p_comm": True,
+        }
+    if layout.recompute != "none":
+        options |= {"recompute_granularity": layout.recompute}
+    if layout.recompute == "full":
+        options |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    return options
 
 
 def build_model(
@@ -137,17 +201,50 @@ def build_model(
     lean: bool = True,
 ) -> RoleModel:
     """This rank's stage, weights not yet set.  Raises CapacityError if the model has fewer positions than `max_length`."""
+    _prepare(shape, max_length)
+    model = _chunk(shape, groups, transformer_config(shape, groups, DTYPES[dtype]), head, max_length, 0, device)
+    for layer in model.decoder.layers:
+        assert isinstance(layer, LeanLayer)
+        layer.lean = lean
+    return model
+
+
+def build_chunks(
+    shape: ModelShape,
+    groups: RoleGroups,
+    layout: TrainingLayoutConfig,
+    *,
+    head: Head,
+    max_length: int,
+    dtype: str,
+    device: torch.device,
+) -> list[RoleModel]:
+    """This rank's chunks of a model that is trained, weights not yet set; otherwise as `build_model`."""
+    _prepare(shape, max_length)
+    config = transformer_config(shape, groups, DTYPES[dtype], layout)  # megatron wants one object for all chunks
+    return [_chunk(shape, groups, config, head, max_length, chunk, device) for chunk in range(layout.vpp)]
+
+
+def _prepare(shape: ModelShape, max_length: int) -> None:
     if max_length > shape.max_positions:
         raise CapacityError(
             f"sequences of {max_length} tokens exceed the model's {shape.max_positions} positions; lower "
             "data.max_prompt_tokens or rollout.max_response_tokens."
         )
     compat.install()
-    config = transformer_config(shape, groups, DTYPES[dtype])
-    model = RoleModel(shape, groups, config, head, max_length).to(device)
-    for layer in model.decoder.layers:
-        assert isinstance(layer, LeanLayer)
-        layer.lean = lean
+    initialize_rng_tracker(inference_rng_tracker=True)  # nothing is drawn inside the model: there is no dropout
+
+
+def _chunk(
+    shape: ModelShape,
+    groups: RoleGroups,
+    config: TransformerConfig,
+    head: Head,
+    max_length: int,
+    chunk: int,
+    device: torch.device,
+) -> RoleModel:
+    model = RoleModel(shape, groups, config, head, max_length, chunk).to(device)
     _mark_shards(model)
     model.set_rope(device)
     return model

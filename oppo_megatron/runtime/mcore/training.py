@@ -1,17 +1,19 @@
 """Training and cache-free forward of a role through megatron-core's own DDP, optimizer, scheduler and pipeline schedules.
 
+A rank holds one model chunk, or several where the pipeline is interleaved: chunk c of stage p is virtual stage c * pp + p.
+
 Legend: R rows of interest of a micro-batch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig as McoreOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
@@ -20,22 +22,29 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
-from oppo_megatron.config.model import OptimizerConfig
+from oppo_megatron.config.model import OptimizerConfig, TrainingLayoutConfig
 from oppo_megatron.errors import NumericsError
 from oppo_megatron.runtime.batch import MicroBatch
 from oppo_megatron.runtime.mcore import compat
 from oppo_megatron.runtime.mcore.attention import PackedPlan
+from oppo_megatron.runtime.mcore.groups import RoleGroups
 from oppo_megatron.runtime.mcore.model import RoleModel
 
 Loss = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
-"""(micro-batch, output of its rows) -> (its share of the minibatch's loss, summed statistics)."""
+"""(micro-batch, output of its rows) -> (its share of the minibatch's loss, summed statistics).
+
+The minibatch is that of all replicas: shares add up over micro-batches and over replicas.
+"""
+
+Chunks = RoleModel | Sequence[RoleModel]
+"""The model chunks of this rank, in the order of their layers; a chunk alone may stand for itself."""
 
 
 @dataclass
 class StepReport:
     """One optimizer step.  `stats` are sums over the micro-batches (maxima where the name begins with `max_`).
 
-    They are known on last-stage ranks only; on the others the mapping is empty.
+    They are those of all replicas, and known on last-stage ranks only; on the others the mapping is empty.
     """
 
     grad_norm: float
@@ -44,88 +53,137 @@ class StepReport:
 
 
 def _run(
-    model: torch.nn.Module, role: RoleModel, batches: Sequence[MicroBatch], finish: Loss, forward_only: bool
+    modules: Sequence[torch.nn.Module],
+    chunks: Sequence[RoleModel],
+    batches: Sequence[MicroBatch],
+    finish: Loss,
+    forward_only: bool,
 ) -> list[dict[str, Tensor]]:
-    """Drive the pipeline over the micro-batches.  Returns what `finish` reported for each, on the last stage."""
+    """Drive the pipeline over the micro-batches.  Returns what `finish` reported for each, on the last stage.
 
-    def forward_step(batches_left: Iterator[MicroBatch], module: torch.nn.Module) -> tuple[Tensor, Any]:
-        batch = next(batches_left)
-        out = module(batch.tokens_T, PackedPlan(batch.lengths, role.rope), batch.rows_R)
+    `modules` are the chunks or what wraps them.  Dummies run like the others, but weigh nothing and report nothing.
+    """
+    first = chunks[0]
+    groups, interleaved = first.groups, len(chunks) > 1
+    batches = _filled(batches, groups.pp if interleaved else 1, first.rope[0].device)
+    sizes = [_multiple(len(b.tokens_T), first.token_multiple) for b in batches]
+    if interleaved:  # its messages do not say how long they are
+        sizes = [max(sizes)] * len(sizes)
 
-        def loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            share, stats = finish(batch, output)
-            return share * len(batches), stats  # megatron divides by the number of micro-batches
+    def forward_step(
+        batches_left: Iterator[tuple[MicroBatch, int]], module: torch.nn.Module
+    ) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        batch, size = next(batches_left)
+        lengths, tokens_T = batch.padded(size, first.max_length)
+        out = module(tokens_T, PackedPlan(lengths, first.rope), batch.rows_R)
+
+        def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            share, stats = (output.sum() * 0.0, {}) if batch.is_dummy else finish(batch, output)
+            return share, torch.zeros((), dtype=torch.int, device=share.device), stats  # losses are sums: no count
 
         return out, loss
 
-    groups = role.groups
-    longest = max(len(b.tokens_T) for b in batches)
-    return get_forward_backward_func(groups.pp, None)(
+    work = list(zip(batches, sizes, strict=True))
+    reports = get_forward_backward_func(groups.pp, len(chunks) if interleaved else None)(
         forward_step_func=forward_step,
-        data_iterator=iter(batches),
-        model=model,
+        data_iterator=[iter(work) for _ in modules] if interleaved else iter(work),
+        model=list(modules) if interleaved else modules[0],
         num_microbatches=len(batches),
-        seq_length=longest,
+        seq_length=max(sizes),
         micro_batch_size=1,
         forward_only=forward_only,
-        p2p_communicator=P2PCommunicator(groups.collection.pp, role.config),
+        p2p_communicator=P2PCommunicator(groups.collection.pp, first.config),
         pg_collection=groups.collection,
     )
+    if not groups.is_last_stage:
+        return []
+    return [report for report, batch in zip(reports, batches, strict=True) if not batch.is_dummy]
+
+
+def _filled(batches: Sequence[MicroBatch], multiple: int, device: torch.device) -> list[MicroBatch]:
+    """With dummies behind them, so that there is at least one and the number is a multiple of `multiple`."""
+    missing = _multiple(max(len(batches), 1), multiple) - len(batches)
+    return [*batches, *[MicroBatch.dummy(device)] * missing]
+
+
+def _multiple(number: int, of: int) -> int:
+    return -(-number // of) * of
+
+
+def as_chunks(model: Chunks) -> list[RoleModel]:
+    """The chunks as a list."""
+    return [model] if isinstance(model, RoleModel) else list(model)
 
 
 @torch.no_grad()
 def forward_rows(
-    role: RoleModel, batches: Sequence[MicroBatch], finish: Callable[[MicroBatch, Tensor], Tensor]
+    model: Chunks, batches: Sequence[MicroBatch], finish: Callable[[MicroBatch, Tensor], Tensor]
 ) -> list[Tensor]:
-    """Full forward of every micro-batch without a cache.  On the last stage: finish(batch, rows' output) of each; else []."""
+    """Full forward of every micro-batch without a cache.  On the last stage: finish(batch, rows' output) of each; else [].
+
+    The micro-batches are this replica's; replicas do not wait for each other.
+    """
+    if not batches:
+        return []
 
     def as_loss(batch: MicroBatch, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return output.new_zeros(()), {"out": finish(batch, output)}
 
-    return [report["out"] for report in _run(role, role, batches, as_loss, forward_only=True)]
+    chunks = as_chunks(model)
+    return [report["out"] for report in _run(chunks, chunks, batches, as_loss, forward_only=True)]
 
 
 class TrainedModel:
-    """A role with its optimizer.  `model` is the module that decodes and scores: the optimizer updates it in place."""
+    """A role's chunks on this rank with their optimizer, which updates them in place; `model` is the first of them."""
 
-    def __init__(self, model: RoleModel, config: OptimizerConfig, total_steps: int):
-        self.model = model
-        settings = model.config
-        groups = model.groups.collection
-        bf16 = settings.bf16
-        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
-        self.ddp = DistributedDataParallel(settings, ddp_config, model, pg_collection=groups)
-        optimizer_config = McoreOptimizerConfig(
-            optimizer="adam", lr=config.lr, min_lr=config.min_lr, weight_decay=config.weight_decay,
-            adam_beta1=config.beta1, adam_beta2=config.beta2, adam_eps=config.eps, clip_grad=config.clip_grad,
-            bf16=bf16, params_dtype=settings.params_dtype,
-        )  # fmt: skip
-        with compat.optimizer_world(model.groups.all):
-            self.optimizer = get_megatron_optimizer(
-                optimizer_config,
-                [self.ddp],
-                config_overrides=get_standard_config_overrides(optimizer_config),
-                use_gloo_process_groups=False,
-                pg_collection=groups,
+    def __init__(
+        self, model: Chunks, config: OptimizerConfig, total_steps: int, layout: TrainingLayoutConfig | None = None
+    ):
+        layout = layout or TrainingLayoutConfig()
+        self.chunks = as_chunks(model)
+        self.model = self.chunks[0]
+        settings, groups = self.model.config, self.model.groups
+        assert all(chunk.config is settings for chunk in self.chunks), "megatron reads one configuration for all chunks"
+        assert len(self.chunks) == layout.vpp, (len(self.chunks), layout.vpp)
+        replicas = groups.dp > 1
+        sharded = replicas and layout.distributed_optimizer
+        self.ddp = [
+            DistributedDataParallel(
+                settings,
+                DistributedDataParallelConfig(
+                    grad_reduce_in_fp32=True,
+                    use_distributed_optimizer=sharded,
+                    overlap_grad_reduce=replicas and layout.overlap_grad_reduce,
+                ),
+                chunk,
+                disable_bucketing=number > 0,
+                pg_collection=groups.collection,
             )
+            for number, chunk in enumerate(self.chunks)
+        ]
+        self.optimizer = _optimizer(self.ddp, config, groups, sharded)
         self.scheduler = _scheduler(self.optimizer, config, total_steps)
-        settings.finalize_model_grads_func = partial(finalize_model_grads, pg_collection=groups)
-        settings.no_sync_func = self.ddp.no_sync
-        settings.grad_scale_func = self.optimizer.scale_loss if bf16 else None
+        settings.finalize_model_grads_func = _finalize
+        settings.no_sync_func = [ddp.no_sync for ddp in self.ddp] if len(self.ddp) > 1 else self.ddp[0].no_sync
+        settings.grad_scale_func = self.optimizer.scale_loss if settings.bf16 else None
 
     def step(self, batches: Sequence[MicroBatch], loss: Loss) -> StepReport:
-        """Forward, backward and one optimizer step.  The micro-batches' losses add up to the minibatch's.
+        """Forward, backward and one optimizer step on this replica's share of a minibatch, which may be empty.
 
-        Raises NumericsError, before the weights change, if the gradient norm is not finite.
+        All ranks of all replicas make the call.  The micro-batches' losses add up, over the replicas too, to the
+        minibatch's; the gradient and its norm are those of the sum.  Raises NumericsError, before the weights change, if
+        the norm is not finite.
         """
-        self.ddp.train()
-        self.ddp.zero_grad_buffer()
+        for ddp in self.ddp:
+            ddp.train()
+            ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         lr = self.optimizer.param_groups[0]["lr"]
-        reports = _run(self.ddp, self.model, batches, loss, forward_only=False)
+        reports = _run(self.ddp, self.chunks, batches, loss, forward_only=False)
         norm = self._checked_step()
-        self.ddp.eval()
-        return StepReport(norm, lr, _reduce(reports))
+        for ddp in self.ddp:
+            ddp.eval()
+        return StepReport(norm, lr, _total(reports, self.model.groups))
 
     def _checked_step(self) -> float:
         self.optimizer.prepare_grads()
@@ -140,11 +198,48 @@ class TrainedModel:
         return norm
 
 
-def _reduce(reports: Sequence[dict[str, Tensor]]) -> dict[str, float]:
-    names = reports[0] if reports else ()
-    return {
-        name: (max if name.startswith("max_") else sum)([float(report[name]) for report in reports]) for name in names
-    }
+def _finalize(
+    model: list[torch.nn.Module], num_tokens: Tensor | None, *, pg_collection: Any, force_all_reduce: bool
+) -> None:
+    """Sum the gradients over replicas and over the copies of shared weights; never divided by a token count."""
+    finalize_model_grads(model, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
+
+
+def _total(reports: Iterable[Mapping[str, Tensor]], groups: RoleGroups) -> dict[str, float]:
+    """Statistics of all micro-batches of all replicas, on last-stage ranks."""
+    own = _added([{name: float(value) for name, value in report.items()} for report in reports])
+    if groups.dp == 1 or not groups.is_last_stage:
+        return own
+    found: list[Any] = [None] * groups.dp
+    dist.all_gather_object(found, own, group=groups.collection.dp)  # a replica without rows knows no names
+    return _added(found)
+
+
+def _added(reports: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for report in reports:
+        for name, value in report.items():
+            both = (total.get(name, value), value)
+            total[name] = max(both) if name.startswith("max_") else total.get(name, 0.0) + value
+    return total
+
+
+def _optimizer(ddp: list[DistributedDataParallel], config: OptimizerConfig, groups: RoleGroups, sharded: bool) -> Any:
+    """Adam over all chunks; `sharded`: each replica keeps the state of a share of the weights."""
+    settings = ddp[0].config
+    optimizer_config = McoreOptimizerConfig(
+        optimizer="adam", lr=config.lr, min_lr=config.min_lr, weight_decay=config.weight_decay,
+        adam_beta1=config.beta1, adam_beta2=config.beta2, adam_eps=config.eps, clip_grad=config.clip_grad,
+        bf16=settings.bf16, params_dtype=settings.params_dtype, use_distributed_optimizer=sharded,
+    )  # fmt: skip
+    with compat.optimizer_world(groups.all):
+        return get_megatron_optimizer(
+            optimizer_config,
+            ddp,
+            config_overrides=get_standard_config_overrides(optimizer_config),
+            use_gloo_process_groups=False,
+            pg_collection=groups.collection,
+        )
 
 
 def _scheduler(optimizer: Any, config: OptimizerConfig, total_steps: int) -> OptimizerParamScheduler:
