@@ -1,45 +1,44 @@
-"""The actor's decode engine.
+"""The actor on one rank, decoding.
 
-Legend: R rows (running sequences), V vocabulary.
+Legend: R rows (running sequences of a micro-batch), V vocabulary, T packed tokens.
 
-Every rank of the actor keeps the same books: the last pipeline stage draws the tokens, identically on its tensor ranks, and
-the other stages receive them.  A sequence whose cache lacks some of its tokens (a new prompt, or a rollout carried over an
-update) is simply given all of them at its next decode step: prefill and decode are one call.
+Every rank of a replica keeps the same books: the last pipeline stage draws the tokens, identically on its tensor ranks, and the
+other stages receive them.  A decode micro-step is exactly one token of each running sequence of a micro-batch.
+
+A micro-step is *void*, and skipped by every rank of the replica alike, once its micro-batch has no running sequence or the
+batch was complete by the micro-batch's own step before (in the order of steps, then micro-batches: what a rank may have heard
+of later micro-steps must not count, for others have not).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oppo_megatron.records import Chunk, ChunkRow, Rollout
+from oppo_megatron.records import ChunkRow, Rollout
 from oppo_megatron.runtime.mcore.kv_cache import KVCache
 from oppo_megatron.runtime.mcore.model import RoleModel
+from oppo_megatron.runtime.mcore.stage import step
 from oppo_megatron.runtime.mcore.vocab_parallel import gather_logits
-from oppo_megatron.runtime.pipeline import StageCall, StageRunner
 from oppo_megatron.runtime.sampler import Draw, Sampling, draw
 from oppo_megatron.runtime.stopping import Stopping
-from oppo_megatron.schedule.packing import pack_by_tokens
+from oppo_megatron.runtime.stream import ChunkOutlet
+from oppo_megatron.schedule.actions import Action, Op, Payload
+from oppo_megatron.schedule.books import ReplicaWork
+from oppo_megatron.schedule.merge import Merged, StopSignal, merge_rows
+from oppo_megatron.schedule.rounds import Batch
 
-
-class StopSignal(Protocol):
-    """What ends a round early: told of every finished sequence, `ready` once the batch is complete."""
-
-    @property
-    def ready(self) -> bool: ...
-
-    def finish(self, seq_id: int) -> None: ...
+DRAWN = 3  # token, log-prob and sampling log-prob of each row
 
 
 class _Growing:
     """A running sequence within a round."""
 
     def __init__(self, rollout: Rollout, limit: int, version: int):
-        self.seq_id, self.limit = rollout.seq_id, limit
+        self.seq_id, self.limit, self.num_prompt_tokens = rollout.seq_id, limit, len(rollout.prompt.tokens)
         self.tokens = [*rollout.prompt.tokens, *rollout.tokens]
         self.row = ChunkRow(rollout.seq_id, len(rollout.tokens), [], [], [], version)
 
@@ -48,19 +47,23 @@ class _Growing:
         """Response position of the next token."""
         return self.row.offset + len(self.row.tokens)
 
-    def append(self, token: int, logprob: float, sampling_logprob: float) -> None:
+    def append(self, token: int, logprob: float, sampling_logprob: float, eos_id: int, start: int) -> bool:
+        """Take a drawn token; whether it is the last."""
         self.tokens.append(token)
         self.row.tokens.append(token)
         self.row.logprobs.append(logprob)
         self.row.sampling_logprobs.append(sampling_logprob)
+        if token == eos_id:
+            self.row.finish_reason = "eos"
+        elif self.position == self.limit:
+            self.row.finish_reason = "length"
+        if self.row.finish_reason is not None:
+            self.row.finish_clock = start + len(self.row.tokens)
+        return self.row.finish_reason is not None
 
 
-class Generator:
-    """Decodes rollouts in rounds.
-
-    Consumes rollouts (prompt + tokens so far); produces a `Chunk` a round.  Waits for nothing but its own pipeline.
-    With fewer cache slots than rollouts, those admitted first run and the others join as slots become free.
-    """
+class DecodeStation:
+    """The actor's station: prefills prompts, decodes micro-steps, and says what a round has produced."""
 
     def __init__(
         self,
@@ -69,80 +72,160 @@ class Generator:
         *,
         sampling: Sampling,
         stopping: Stopping,
-        prefill_tokens: int,
+        outlet: ChunkOutlet | None = None,
     ):
-        self.model, self.cache = model, cache
-        self.sampling, self.stopping, self.prefill_tokens = sampling, stopping, prefill_tokens
-        self.runner = StageRunner(model, cache)
+        """`outlet` makes the messages for ranks without the actor, on the rank that sends them."""
+        self.model, self.cache, self.outlet = model, cache, outlet
+        self.sampling, self.stopping = sampling, stopping
+        self._weight = next(model.parameters())
 
-    def invalidate(self, seq_ids: Sequence[int]) -> None:
-        """The weights changed: what is cached of these sequences is to be computed again."""
-        for seq_id in seq_ids:
-            if seq_id in self.cache:
-                self.cache.truncate(seq_id, 0)
+    def order(self, seq_ids: Sequence[int]) -> list[int]:
+        """The open sequences among `seq_ids` in the order of their slots, gaps closed; the others as they come."""
+        self.cache.pack()
+        return sorted(seq_ids, key=lambda i: self.cache.slot(i) if i in self.cache else self.cache.num_slots)
 
-    def decode_round(
-        self, rollouts: Sequence[Rollout], stop: StopSignal, *, index: int, max_steps: int, clock: int, version: int
-    ) -> Chunk:
-        """Up to `max_steps` decode steps over the unfinished `rollouts`, ending at the step at which `stop` is ready."""
-        waiting = [_Growing(r, self.stopping.limit(r.seq_id), version) for r in rollouts]
-        running = [g for g in waiting if g.seq_id in self.cache]
-        waiting = [g for g in waiting if g.seq_id not in self.cache]
-        rows = []
-        for _ in range(max_steps):
-            while waiting and self.cache.num_free:
-                self.cache.open(waiting[0].seq_id)
-                running.append(waiting.pop(0))
-            if not running:
-                break
-            clock += 1
-            running, ended = self._step(running, clock, stop)
-            rows += [g.row for g in ended]
-            if stop.ready:
-                break
-        return Chunk(index, clock, rows + [g.row for g in running if g.row.tokens])
+    def invalidate(self) -> None:
+        """The weights changed: what is cached is to be computed again."""
+        for seq_id in self.cache.seq_ids:
+            self.cache.truncate(seq_id, 0)
 
-    def _step(self, running: list[_Growing], clock: int, stop: StopSignal) -> tuple[list[_Growing], list[_Growing]]:
-        """One token for every running sequence -> (those that go on, those that ended)."""
-        order, calls = self._calls(running)
-        drawn = self._draw(self.runner.run(calls), order)
-        ended = []
-        for growing, token, logprob, sampling_logprob in zip(order, *drawn, strict=True):
-            growing.append(int(token), logprob, sampling_logprob)
-            if token == self.stopping.eos_id:
-                growing.row.finish_reason = "eos"
-            elif growing.position == growing.limit:
-                growing.row.finish_reason = "length"
-            if growing.row.finish_reason:
-                growing.row.finish_clock = clock
-                ended.append(growing)
-        for growing in ended:
-            self.cache.close(growing.seq_id)
-            stop.finish(growing.seq_id)
-        return [g for g in running if g.row.finish_reason is None], ended
+    def begin(
+        self,
+        work: ReplicaWork,
+        rollouts: Sequence[Rollout],
+        readiness: Callable[[], StopSignal],
+        *,
+        index: int,
+        clock: int,
+        version: int,
+    ) -> None:
+        """A round of this replica's `work` begins.  `readiness()` is a fresh signal of what the batch still waits for."""
+        self.cache.pack()
+        for seq_id in work.open:
+            self.cache.open(seq_id)
+        running = {g.seq_id for batch in work.decode for g in batch}
+        held = {r.seq_id: r for r in rollouts if r.seq_id in running}
+        growing = {i: _Growing(r, self.stopping.limit(i), version) for i, r in held.items()}
+        self._index, self._start, self._local, self._stop = index, clock, readiness(), readiness()
+        self._prefill: list[Batch] = work.prefill
+        self._lanes = [[growing[g.seq_id] for g in batch] for batch in work.decode]
+        self._rows: list[ChunkRow] = [g.row for g in growing.values()]
+        self._growing = growing
+        self._merged: Merged | None = None
+        self._ended: dict[int, int] = {}  # micro-batch -> first void step
+        self._ready: tuple[int, int] | None = None  # (step, micro-batch) whose tokens completed the batch
+        self._hidden: dict[int, Tensor] = {}
+        self._drawn: dict[int, Tensor] = {}
 
-    def _calls(self, running: list[_Growing]) -> tuple[list[_Growing], list[StageCall]]:
-        """The unit steps that bring every cache up to its sequence's last token, and the sequences in their order."""
-        running = sorted(running, key=lambda g: self.cache.slot(g.seq_id))  # closing a sequence moves another one
-        missing = [len(g.tokens) - self.cache.length(g.seq_id) for g in running]
-        decode = max(missing) == 1
-        bins = [list(range(len(running)))] if decode else pack_by_tokens(missing, self.prefill_tokens)
-        calls = []
-        for members in map(sorted, bins):
-            lens = [missing[i] for i in members]
-            tokens = [t for i in members for t in running[i].tokens[-missing[i] :]]
-            ends = [sum(lens[: k + 1]) - 1 for k in range(len(lens))]
-            calls.append(StageCall([running[i].seq_id for i in members], lens, tokens, None if decode else ends))
-        return [running[i] for members in bins for i in sorted(members)], calls
+    def live(self, action: Action) -> bool:
+        return action.step is None or action.step < self._ended.get(action.micro_batch, action.step + 1)
 
-    def _draw(self, outputs: list[Tensor], order: list[_Growing]) -> list[list[float]]:
-        """Tokens, log-probs and sampling log-probs of the rows, on every rank of the actor."""
+    def compute(self, action: Action) -> int:
+        if action.op is Op.GATHER:
+            self._gather()
+            return 0
+        if action.op is Op.PREFILL:
+            return self._prefill_step(action.micro_batch)
+        if action.op is Op.DECODE:
+            return self._decode_step(action.micro_batch)
+        return self._sample(action)
+
+    def outbox(self, action: Action) -> Sequence[Tensor]:
+        if action.payload is Payload.CHUNK:
+            assert self.outlet is not None
+            return self.outlet.message(self._merge().chunk)
+        source = self._drawn if action.payload is Payload.TOKENS else self._hidden
+        return [source[action.micro_batch].contiguous()]
+
+    def inbox(self, action: Action) -> Iterator[Tensor]:
+        if action.payload is Payload.TOKENS:
+            shape = DRAWN, len(self._lanes[action.micro_batch])
+            table_3R = torch.empty(shape, dtype=torch.float64, device=self.cache.device)
+            yield table_3R
+            self._absorb(action, table_3R)
+        else:
+            hidden = self._weight.new_empty(self._num_tokens(action), 1, self.model.shape.hidden_size)
+            yield hidden
+            self._hidden[action.micro_batch] = hidden
+
+    def end(self) -> Merged:
+        """The round's chunk, of all replicas; what this replica decoded beyond it leaves the cache."""
+        merged = self._merge()
+        for row in merged.chunk.rows:
+            growing = self._growing.get(row.seq_id)
+            if growing is not None and row.seq_id in self.cache:
+                length = growing.num_prompt_tokens + row.offset + len(row.tokens) - 1
+                self.cache.truncate(row.seq_id, min(length, self.cache.length(row.seq_id)))
+        return merged
+
+    def _merge(self) -> Merged:
+        if self._merged is None:
+            self._merged = merge_rows(self._index, self._start, self._rows, self._stop)
+        return self._merged
+
+    def _num_tokens(self, action: Action) -> int:
+        if action.step is not None:
+            return len(self._lanes[action.micro_batch])
+        return sum(g.new for g in self._prefill[action.micro_batch])
+
+    def _prefill_step(self, micro_batch: int) -> int:
+        batch = sorted(self._prefill[micro_batch], key=lambda g: self.cache.slot(g.seq_id))
+        tokens = [t for g in batch for t in self._growing[g.seq_id].tokens[g.past : g.past + g.new]]
+        self._stage(micro_batch, [g.seq_id for g in batch], [g.new for g in batch], tokens, no_rows=True)
+        return len(tokens)
+
+    def _decode_step(self, micro_batch: int) -> int:
+        lane = self._lanes[micro_batch]
+        self._stage(micro_batch, [g.seq_id for g in lane], [1] * len(lane), [g.tokens[-1] for g in lane])
+        return len(lane)
+
+    def _stage(
+        self, micro_batch: int, seq_ids: list[int], lens: list[int], tokens: list[int], no_rows: bool = False
+    ) -> None:
+        if self.model.pre_process:
+            inputs = torch.tensor(tokens, dtype=torch.int64, device=self.cache.device)
+        else:
+            inputs = self._hidden[micro_batch]
+        rows_R = torch.empty(0, dtype=torch.int64, device=self.cache.device) if no_rows else None
+        self._hidden[micro_batch] = step(self.model, self.cache, seq_ids, lens, inputs, rows_R)
+
+    def _sample(self, action: Action) -> int:
+        lane = self._lanes[action.micro_batch]
+        logits_RV = gather_logits(self._hidden[action.micro_batch], self.model.groups.collection.tp)
+        result: Draw = draw(logits_RV, self.sampling, [g.seq_id for g in lane], [g.position for g in lane])
+        table_3R = torch.stack([x.double() for x in (result.tokens, result.logprobs, result.sampling_logprobs)])
+        self._drawn[action.micro_batch] = table_3R
+        return self._absorb(action, table_3R)
+
+    def _absorb(self, action: Action, table_3R: Tensor) -> int:
+        """The drawn tokens join their sequences; those that end leave micro-batch and cache."""
+        assert action.step is not None
+        lane, eos_id = self._lanes[action.micro_batch], self.stopping.eos_id
+        drawn, rows = table_3R.tolist(), list(lane)
+        for growing, token, logprob, sampling_logprob in zip(rows, *drawn, strict=True):
+            if not growing.append(int(token), logprob, sampling_logprob, eos_id, self._start):
+                continue
+            last = lane[-1]
+            lane[lane.index(growing)] = last  # cache and micro-batch let the same sequence move into the gap
+            lane.pop()
+            self.cache.close(growing.seq_id, filler=last.seq_id)
+            self._hear(growing.seq_id, action)
+        here = (action.step, action.micro_batch)
+        if not lane or (self._ready is not None and self._ready <= here):
+            self._ended[action.micro_batch] = action.step + 1
+        return len(rows)
+
+    def _hear(self, seq_id: int, action: Action) -> None:
+        """Count a finished sequence, where no other replica has a say in when the batch is complete."""
+        if self.model.groups.dp > 1:
+            return
+        self._local.finish(seq_id)
+        if self._local.ready and self._ready is None:
+            assert action.step is not None
+            self._ready = (action.step, action.micro_batch)
+
+    def _gather(self) -> None:
         groups = self.model.groups
-        table_3R = torch.empty(3, len(order), dtype=torch.float64, device=self.cache.device)
-        if groups.is_last_stage:
-            logits_RV = gather_logits(torch.cat(outputs), groups.collection.tp)
-            result: Draw = draw(logits_RV, self.sampling, [g.seq_id for g in order], [g.position for g in order])
-            table_3R = torch.stack([x.double() for x in (result.tokens, result.logprobs, result.sampling_logprobs)])
-        if groups.pp > 1:
-            dist.broadcast(table_3R, groups.output_rank, group=groups.all)
-        return table_3R.tolist()
+        rows: list[list[ChunkRow]] = [[] for _ in range(groups.dp)]
+        dist.all_gather_object(rows, self._rows, group=groups.collection.dp)
+        self._rows = [row for replica in rows for row in replica]

@@ -1,6 +1,6 @@
-"""The scorers: reward, reference and critic, each prefilling the sequences chunk by chunk while the actor decodes them.
+"""The scorers on one rank: reward, reference and critic, each prefilling the sequences chunk by chunk while the actor decodes.
 
-Legend: T tokens of a response, P tokens of its prompt, R rows of a call.
+Legend: T tokens of a response, P tokens of its prompt, R output rows of a call.
 
 Response token t (0-based) stands at position P + t.  Its reference log-prob and its value V(s_t) come from position
 P + t - 1, so reference and critic never need the last token; the reward model reads all and scores at the last one.
@@ -8,7 +8,7 @@ P + t - 1, so reference and critic never need the last token; the reward model r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -17,125 +17,104 @@ from torch import Tensor
 from oppo_megatron.records import Rollout
 from oppo_megatron.runtime.mcore.kv_cache import KVCache
 from oppo_megatron.runtime.mcore.model import RoleModel
+from oppo_megatron.runtime.mcore.stage import step
 from oppo_megatron.runtime.mcore.vocab_parallel import token_logprobs
-from oppo_megatron.runtime.pipeline import StageCall, StageRunner
-from oppo_megatron.schedule.packing import pack_by_tokens
+from oppo_megatron.schedule.actions import Action, Op
+from oppo_megatron.schedule.books import ReplicaWork
+from oppo_megatron.schedule.rounds import Batch
 
 ScorerRole = Literal["reward", "reference", "critic"]
 
 
-class Scorer:
+class ScoringStation:
     """One scoring role on this rank, with its KV cache and the outputs that it has so far.
 
-    Consumes rollouts as they grow; produces, on the last stage, one output a response token (reference, critic) or one a
-    response (reward).  A sequence's slot is freed as soon as its outputs are complete.  With too few slots a finished
-    sequence takes the place of the youngest unfinished one, which is prefilled again later; its outputs stay valid.
+    Does what the role's `ScoringBook` plans; keeps, on the last stage, one output a response token (reference, critic) or
+    one a response (reward).
     """
 
-    def __init__(self, role: ScorerRole, model: RoleModel, cache: KVCache, *, prefill_tokens: int, temperature: float):
-        self.role, self.model, self.cache = role, model, cache
-        self.prefill_tokens, self.temperature = prefill_tokens, temperature
-        self.runner = StageRunner(model, cache)
+    def __init__(self, role: ScorerRole, model: RoleModel, cache: KVCache, *, temperature: float):
+        self.role, self.model, self.cache, self.temperature = role, model, cache, temperature
         self._outputs: dict[int, list[Tensor]] = {}
-        self._counts: dict[int, int] = {}
+        self._weight = next(model.parameters())
 
     def reset(self) -> None:
         """The weights changed: forget all outputs and all that is cached."""
-        for seq_id in list(self._counts):
-            self.forget(seq_id)
-
-    def forget(self, seq_id: int) -> None:
-        """The sequence has been trained, or is to be scored anew."""
-        self._counts.pop(seq_id, None)
-        self._outputs.pop(seq_id, None)
-        if seq_id in self.cache:
+        self._outputs.clear()
+        for seq_id in self.cache.seq_ids:
             self.cache.close(seq_id)
 
-    def advance(self, rollouts: Sequence[Rollout]) -> None:
-        """Prefill what is new of each rollout; a finished one is then complete."""
-        left = [r for r in rollouts if self._missing(r)]
-        while left:
-            wave = self._seat(left)
-            self._prefill(wave)
-            for rollout in wave:
-                if rollout.finished:
-                    self.cache.close(rollout.seq_id)
-            seated = {r.seq_id for r in wave}
-            left = [r for r in left if r.seq_id not in seated and r.finished]
+    def forget(self, seq_id: int) -> None:
+        """The sequence has been trained."""
+        self._outputs.pop(seq_id, None)
 
     def collect(self, rollouts: Sequence[Rollout]) -> Tensor:
-        """Outputs of finished rollouts, concatenated in their order; last stage only."""
-        return torch.cat([piece for r in rollouts for piece in self._outputs[r.seq_id]])
+        """Outputs of finished rollouts of this replica, concatenated in their order; last stage only."""
+        pieces = [piece for r in rollouts for piece in self._outputs[r.seq_id]]
+        return torch.cat(pieces) if pieces else torch.empty(0, device=self.cache.device)
 
-    def num_outputs(self, rollouts: Sequence[Rollout]) -> int:
-        """Length of what `collect` returns, known on every rank."""
-        return len(rollouts) if self.role == "reward" else sum(len(r.tokens) for r in rollouts)
+    def begin(self, work: ReplicaWork, rollouts: Sequence[Rollout]) -> None:
+        """A round of this replica's `work` begins."""
+        for seq_id in work.evict:
+            self.cache.close(seq_id)
+        for seq_id in work.open:
+            self.cache.open(seq_id)
+        wanted = {g.seq_id for batch in work.prefill for g in batch}
+        self._sequences = {r.seq_id: [*r.prompt.tokens, *r.tokens] for r in rollouts if r.seq_id in wanted}
+        self._batches = [self._by_slot(batch) for batch in work.prefill]
+        self._done = work.done
+        self._hidden: Tensor | None = None
 
-    def _target(self, rollout: Rollout) -> int:
-        """Tokens of the sequence that this role has use for now."""
-        return rollout.num_tokens - (self.role != "reward")
+    def end(self) -> None:
+        """Finished sequences, whose outputs are complete, give up their slots."""
+        for seq_id in self._done:
+            self.cache.close(seq_id)
 
-    def _missing(self, rollout: Rollout) -> bool:
-        """Whether the rollout has tokens that this role has not read."""
-        if rollout.finished:
-            return self._counts.get(rollout.seq_id, 0) < (1 if self.role == "reward" else len(rollout.tokens))
-        known = self.cache.length(rollout.seq_id) if rollout.seq_id in self.cache else 0
-        return known < self._target(rollout)
+    def live(self, action: Action) -> bool:
+        return True
 
-    def _seat(self, rollouts: list[Rollout]) -> list[Rollout]:
-        """Those of the rollouts that have a slot or get one now.  A finished one may take that of an unfinished one."""
-        finished = {r.seq_id for r in rollouts if r.finished}
-        for rollout in sorted(rollouts, key=lambda r: not r.finished):
-            if rollout.seq_id in self.cache:
-                continue
-            if not self.cache.num_free and rollout.finished:
-                self._evict(finished)
-            if self.cache.num_free:
-                self.cache.open(rollout.seq_id)
-                self._counts.setdefault(rollout.seq_id, 0)
-                self._outputs.setdefault(rollout.seq_id, [])
-        return [r for r in rollouts if r.seq_id in self.cache]
+    def compute(self, action: Action) -> int:
+        batch = self._batches[action.micro_batch]
+        return self._score(batch) if action.op is Op.SCORE else self._prefill(batch)
 
-    def _evict(self, finished: set[int]) -> None:
-        """Close the youngest open sequence that is unfinished, if there is one."""
-        unfinished = [seq_id for seq_id in self.cache.seq_ids if seq_id not in finished]
-        if unfinished:
-            self.cache.close(max(unfinished))
+    def outbox(self, action: Action) -> Sequence[Tensor]:
+        assert self._hidden is not None
+        return [self._hidden.contiguous()]
 
-    def _prefill(self, rollouts: list[Rollout]) -> None:
-        rollouts = sorted(rollouts, key=lambda r: self.cache.slot(r.seq_id))
-        new = [self._target(r) - self.cache.length(r.seq_id) for r in rollouts]
-        bins = [[rollouts[i] for i in sorted(members)] for members in pack_by_tokens(new, self.prefill_tokens)]
-        plans = [self._call(members) for members in bins]
-        outputs = self.runner.run([call for call, _, _ in plans])
-        for members, (_, wanted, targets), out in zip(bins, plans, outputs, strict=False):  # none before the last stage
-            if self.role == "reference":
-                targets_R = torch.tensor(targets, dtype=torch.int64, device=out.device)
-                with torch.inference_mode():
-                    out, _ = token_logprobs(out, targets_R, self.model.groups.collection.tp, self.temperature)
-            for rollout, piece in zip(members, out.split(wanted), strict=True):
-                self._outputs[rollout.seq_id].append(piece)
+    def inbox(self, action: Action) -> Iterator[Tensor]:
+        num_tokens = sum(g.new for g in self._batches[action.micro_batch])
+        hidden = self._weight.new_empty(num_tokens, 1, self.model.shape.hidden_size)
+        yield hidden
+        self._hidden = hidden
 
-    def _call(self, rollouts: list[Rollout]) -> tuple[StageCall, list[int], list[int]]:
-        """The unit step for these rollouts, how many rows each is to give, and the token that each row predicts."""
-        call = StageCall([r.seq_id for r in rollouts], [], [], [])
-        assert call.rows is not None
-        wanted, targets = [], []
-        for rollout in rollouts:
-            known, target = self.cache.length(rollout.seq_id), self._target(rollout)
-            sequence = [*rollout.prompt.tokens, *rollout.tokens]
-            first = self._first_row(rollout)
-            rows = range(max(first, known), target)
-            call.rows += [len(call.tokens) + position - known for position in rows]
-            call.tokens += sequence[known:target]
-            call.lens.append(target - known)
-            wanted.append(len(rows))
-            targets += [sequence[position + 1] for position in rows] if self.role == "reference" else []
-            self._counts[rollout.seq_id] += len(rows)
-        return call, wanted, targets
+    def _by_slot(self, batch: Batch) -> Batch:
+        """Neighbouring slots next to each other: the cache then reads a slice."""
+        return tuple(sorted(batch, key=lambda g: self.cache.slot(g.seq_id)))
 
-    def _first_row(self, rollout: Rollout) -> int:
-        """Position of the first output still owed for the sequence."""
-        if self.role == "reward":
-            return rollout.num_tokens - 1 if rollout.finished else rollout.num_tokens
-        return len(rollout.prompt.tokens) - 1 + self._counts[rollout.seq_id]
+    def _prefill(self, batch: Batch) -> int:
+        tokens = [t for g in batch for t in self._sequences[g.seq_id][g.past : g.past + g.new]]
+        rows, end = [], 0
+        for growth in batch:
+            end += growth.new
+            rows += range(end - growth.rows, end)
+        device = self.cache.device
+        inputs = torch.tensor(tokens, dtype=torch.int64, device=device) if self.model.pre_process else self._hidden
+        assert inputs is not None
+        rows_R = torch.tensor(rows, dtype=torch.int64, device=device)
+        seq_ids, lens = [g.seq_id for g in batch], [g.new for g in batch]
+        self._hidden = step(self.model, self.cache, seq_ids, lens, inputs, rows_R)
+        return len(tokens)
+
+    def _score(self, batch: Batch) -> int:
+        """The last stage's output rows become log-probs, values or scores of their sequences."""
+        out_R = self._hidden
+        assert out_R is not None
+        if self.role == "reference":
+            ends = [g.past + g.new for g in batch]
+            targets = [self._sequences[g.seq_id][e - g.rows + 1 : e + 1] for g, e in zip(batch, ends, strict=True)]
+            targets_R = torch.tensor([t for part in targets for t in part], dtype=torch.int64, device=out_R.device)
+            with torch.inference_mode():
+                out_R, _ = token_logprobs(out_R, targets_R, self.model.groups.collection.tp, self.temperature)
+        for growth, piece in zip(batch, out_R.split([g.rows for g in batch]), strict=True):
+            self._outputs.setdefault(growth.seq_id, []).append(piece)
+        return sum(g.rows for g in batch)

@@ -1,95 +1,90 @@
-"""The token stream between the actor's ranks and the scorers' ranks, and the way back for what the scorers found.
+"""The token stream from the actor to the ranks that do not hold it, and the way back for what the scorers found.
 
-    actor ranks                                   scorer ranks
-    output rank  --- chunk (isend) -------------> first rank --- broadcast ---> all scorer ranks
-    all          <-- outputs, stats (broadcast from the rank that has them) --- each role's output rank
+    actor's first output rank  --- chunk (isend to each) --->  every listening rank
+    every rank                 <-- outputs, stats (broadcast from the rank that has them)
 
-In a single process both ends are the same rank and nothing is sent.
+Where every rank holds the actor nothing is sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from oppo_megatron.records import Chunk, Rollout
 from oppo_megatron.runtime.chunk_codec import HEADER_SIZE, ChunkDecoder, ChunkEncoder
+from oppo_megatron.schedule.actions import Action
 
 
-@dataclass(frozen=True)
-class StreamGroups:
-    """Groups of the stream.  `link` joins the actor's output rank and the scorers' first rank."""
+class ChunkOutlet:
+    """The sending end, on the actor's first output rank."""
 
-    link: dist.ProcessGroup | None
-    scorers: dist.ProcessGroup | None
-    source: int
-    sink: int
-
-
-def build_stream_groups(source: int, scorer_ranks: list[int]) -> StreamGroups:
-    """Every rank of the world makes the call, in the same place.  `source` is the actor's output rank."""
-    sink = scorer_ranks[0]
-    link = None if source == sink else dist.new_group([source, sink], group_desc="stream.link")
-    return StreamGroups(link, dist.new_group(scorer_ranks, group_desc="stream.scorers"), source, sink)
-
-
-@dataclass
-class TokenStream:
-    """This rank's end of the stream.
-
-    `sends` is true on the actor's output rank (where the scorers are other ranks); the other actor ranks have the same chunks
-    and keep them.  Scorer ranks call `receive`.  Sends are asynchronous; `drain` waits for those under way.
-    """
-
-    groups: StreamGroups
-    sends: bool
-    device: torch.device
-    encoder: ChunkEncoder = field(default_factory=ChunkEncoder)
-    decoder: ChunkDecoder = field(default_factory=ChunkDecoder)
-    _pending: list[tuple[Any, Tensor]] = field(default_factory=list)
+    def __init__(self, device: torch.device):
+        self.device, self._encoder = device, ChunkEncoder()
+        self._encoded: tuple[Chunk, list[Tensor]] | None = None
 
     def admit(self, rollouts: Sequence[Rollout]) -> None:
         """New sequences, known at both ends."""
         for rollout in rollouts:
-            for books in (self.encoder, self.decoder):
-                books.open(rollout.seq_id, rollout.prompt.tokens)
+            self._encoder.open(rollout.seq_id, rollout.prompt.tokens)
 
     def retire(self, rollouts: Sequence[Rollout]) -> None:
         """Sequences that have been trained."""
         for rollout in rollouts:
-            for books in (self.encoder, self.decoder):
-                books.close(rollout.seq_id)
+            self._encoder.close(rollout.seq_id)
 
-    def send(self, chunk: Chunk) -> None:
-        """Start sending a chunk to the scorers."""
-        for words in self.encoder.encode(chunk):
-            tensor = torch.from_numpy(words).to(self.device)
-            self._pending.append((dist.isend(tensor, self.groups.sink, group=self.groups.link), tensor))
+    def message(self, chunk: Chunk) -> list[Tensor]:
+        """Header and payload; encoded once for all listeners."""
+        if self._encoded is None or self._encoded[0] is not chunk:
+            words = self._encoder.encode(chunk)
+            self._encoded = chunk, [torch.from_numpy(part).to(self.device) for part in words if len(part)]
+        return self._encoded[1]
 
-    def receive(self) -> Chunk:
-        """Wait for the next chunk.  Raises StreamError if it is not the next one, whole."""
-        header = self._words(HEADER_SIZE)
-        return self.decoder.decode(header, self._words(self.decoder.payload_size(header)))
 
-    def drain(self) -> None:
-        """Wait until every chunk has left, so that its buffer may go."""
-        for work, _ in self._pending:
-            work.wait()
-        self._pending.clear()
+class ListenStation:
+    """The receiving end, in the actor's place on a rank that does not hold it."""
 
-    def _words(self, size: int) -> np.ndarray:
-        words = torch.empty(size, dtype=torch.int64, device=self.device)
-        if dist.get_rank() == self.groups.sink:
-            dist.recv(words, self.groups.source, group=self.groups.link)
-        if self.groups.scorers is not None and self.groups.scorers.size() > 1:
-            dist.broadcast(words, self.groups.sink, group=self.groups.scorers)
-        return words.cpu().numpy()
+    def __init__(self, device: torch.device):
+        self.device, self._decoder = device, ChunkDecoder()
+        self._chunk: Chunk | None = None
+
+    def admit(self, rollouts: Sequence[Rollout]) -> None:
+        """New sequences, known at both ends."""
+        for rollout in rollouts:
+            self._decoder.open(rollout.seq_id, rollout.prompt.tokens)
+
+    def retire(self, rollouts: Sequence[Rollout]) -> None:
+        """Sequences that have been trained."""
+        for rollout in rollouts:
+            self._decoder.close(rollout.seq_id)
+
+    def live(self, action: Action) -> bool:
+        return True
+
+    def compute(self, action: Action) -> int:
+        raise AssertionError(f"{action}: this rank does not hold the actor")
+
+    def outbox(self, action: Action) -> Sequence[Tensor]:
+        raise AssertionError(f"{action}: this rank does not hold the actor")
+
+    def inbox(self, action: Action) -> Iterator[Tensor]:
+        """Header, then payload.  Raises StreamError if the chunk is not the next one, whole."""
+        header = torch.empty(HEADER_SIZE, dtype=torch.int64, device=self.device)
+        yield header
+        words = header.cpu().numpy()
+        payload = torch.empty(self._decoder.payload_size(words), dtype=torch.int64, device=self.device)
+        if payload.numel():
+            yield payload
+        self._chunk = self._decoder.decode(words, payload.cpu().numpy())
+
+    def end(self) -> Chunk:
+        """The round's chunk."""
+        assert self._chunk is not None
+        chunk, self._chunk = self._chunk, None
+        return chunk
 
 
 def share(values: Tensor | None, size: int, source: int, device: torch.device) -> Tensor:

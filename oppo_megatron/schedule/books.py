@@ -65,6 +65,10 @@ class ScoringBook:
         self._cached: list[dict[int, int]] = [{} for _ in range(replicas)]  # open sequences -> tokens cached
         self._outputs: dict[int, int] = {}
 
+    def __len__(self) -> int:
+        """Replicas."""
+        return len(self._cached)
+
     def replica(self, seq_id: int) -> int:
         """The replica that scores the sequence."""
         return self._replicas.of(seq_id)
@@ -73,9 +77,14 @@ class ScoringBook:
         """Whether one of the rollouts has tokens that this role has not read."""
         return any(self._missing(r) for r in rollouts)
 
-    def num_open(self, replica: int) -> int:
-        """Sequences that have a slot."""
-        return len(self._cached[replica])
+    def pending(self, rollouts: Iterable[Rollout]) -> list[list[int]]:
+        """New tokens of each sequence that this role has not read, by replica."""
+        news: list[list[int]] = [[] for _ in self._cached]
+        for rollout in rollouts:
+            if self._missing(rollout):
+                replica = self.replica(rollout.seq_id)
+                news[replica].append(self._target(rollout) - self._cached[replica].get(rollout.seq_id, 0))
+        return news
 
     def plan(self, rollouts: Sequence[Rollout], budget: int) -> list[ReplicaWork]:
         """The next micro-batches (at most `budget` tokens each) of every replica; the book counts them as done."""
@@ -152,13 +161,13 @@ class ActorBook:
         self._replicas = Replicas(replicas)
         self._cached: list[dict[int, int]] = [{} for _ in range(replicas)]
 
+    def __len__(self) -> int:
+        """Replicas."""
+        return len(self._cached)
+
     def replica(self, seq_id: int) -> int:
         """The replica that decodes the sequence."""
         return self._replicas.of(seq_id)
-
-    def num_open(self, replica: int) -> int:
-        """Sequences that have a slot."""
-        return len(self._cached[replica])
 
     def running(self, active: Sequence[Rollout]) -> list[int]:
         """How many sequences each replica will decode in the next round."""

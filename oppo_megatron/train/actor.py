@@ -19,18 +19,23 @@ from oppo_megatron.config.ppo import PPOConfig
 from oppo_megatron.errors import NumericsError
 from oppo_megatron.records import Rollout
 from oppo_megatron.runtime.batch import MicroBatch, join_rows, pack_responses
-from oppo_megatron.runtime.generation import Generator
-from oppo_megatron.runtime.mcore.training import TrainedModel, forward_rows
+from oppo_megatron.runtime.mcore.groups import RoleGroups
+from oppo_megatron.runtime.mcore.training import forward_rows
 from oppo_megatron.runtime.mcore.vocab_parallel import token_logprobs
+from oppo_megatron.train.trained_role import TrainedRole
 from oppo_megatron.train.update import UpdateSettings, run_update, stats_dict
+
+STATS = (
+    "actor_loss", "clip_fraction", "approx_kl", "ratio_mean", "ratio_max", "importance_weight_mean", "entropy", "ess",
+    "logprob_gap", "grad_norm", "lr",
+)  # fmt: skip
 
 
 @dataclass
 class Actor:
-    """The policy that decodes and its optimizer.  `version` counts its updates; every token carries that of its sampling."""
+    """The policy and its optimizer.  `version` counts its updates; every token carries that of its sampling."""
 
-    trained: TrainedModel
-    generator: Generator
+    role: TrainedRole
     ppo: PPOConfig
     temperature: float
     keep_kv: bool
@@ -40,7 +45,7 @@ class Actor:
     def update(
         self, batch: Sequence[Rollout], experience: Experience, kl_coefficient: float, settings: UpdateSettings
     ) -> dict[str, float]:
-        """PPO epochs over the batch; statistics on the last stage's ranks, {} on the others.
+        """PPO epochs over the batch, then the new weights to where they decode.  Returns statistics, on every rank.
 
         Raises NumericsError if a log-prob recorded at decoding is further from the training forward's than
         `ppo.logprob_gap_limit`.
@@ -58,15 +63,19 @@ class Actor:
             value, stats = actor_loss(logp, entropy, targets, self.ppo, kl_coefficient, num_tokens)
             return value, stats_dict(stats) | (_decode_check(micro, logp.detach()) if first else {})
 
-        reports = run_update(self.trained, batch, extra, loss, settings)
+        reports = run_update(self.role.trained, batch, extra, loss, settings)
+        summary = self.role.share(self._summary(reports), STATS)
         self.version += 1
-        if not self.keep_kv:
-            self.generator.invalidate(self.generator.cache.seq_ids)
-        return self._summary(reports)
+        moved = self.role.publish()
+        return summary | {"reallocated_bytes": moved.bytes_moved, "reallocate_s": moved.seconds}
+
+    @property
+    def _groups(self) -> RoleGroups:
+        return self.role.trained.model.groups
 
     @property
     def _tp_group(self) -> Any:
-        return self.trained.model.groups.collection.tp
+        return self._groups.collection.tp
 
     def _loss_inputs(
         self, batch: Sequence[Rollout], experience: Experience, settings: UpdateSettings
@@ -74,7 +83,7 @@ class Actor:
         """What the loss needs of each response token, each [T]; the loss runs on the last stage only."""
         decoupled = self.ppo.staleness.correction == "decoupled"
         proximal_T = self._proximal(batch, settings) if decoupled else None
-        if not self.trained.model.groups.is_last_stage:
+        if not self._groups.is_last_stage:
             return {}
         base_T, weight_T = ratio_base(experience.old_logp_T, proximal_T, self.ppo.staleness)
         inputs = {
@@ -82,19 +91,22 @@ class Actor:
             "behaviour_logp": experience.old_logp_T,
             "advantages": experience.advantages_T,
             "reference_logp": experience.reference_logp_T,
-            "fresh": self._fresh(batch),
+            "fresh": self._fresh(batch).to(settings.device),
         }
         return inputs if weight_T is None else inputs | {"weight": weight_T}
 
     def _proximal(self, batch: Sequence[Rollout], settings: UpdateSettings) -> Tensor | None:
-        """Log-probs under the weights that the step begins with, [T]; None before the last stage."""
+        """Log-probs under the weights that the step begins with, [T]; None before the last stage.
+
+        Every replica makes all of them: which rows it will train depends on the minibatch.
+        """
         prompts, responses = [r.prompt.tokens for r in batch], [r.tokens for r in batch]
         micros = pack_responses(prompts, responses, settings.micro_batch_tokens, settings.device)
 
         def logprobs(micro: MicroBatch, output: Tensor) -> Tensor:
             return token_logprobs(output, micro.targets_R, self._tp_group, self.temperature)[0]
 
-        outputs = forward_rows(self.trained.model, micros, logprobs)
+        outputs = forward_rows(self.role.trained.chunks, micros, logprobs)
         return join_rows(outputs, [len(r.tokens) for r in batch], micros) if outputs else None
 
     def _fresh(self, batch: Sequence[Rollout]) -> Tensor:
@@ -103,7 +115,7 @@ class Actor:
         for rollout in batch:
             current = [version == self.version for version in rollout.versions]
             flags += current if not self.keep_kv or all(current) else [False] * len(current)
-        return torch.tensor(flags, dtype=torch.float32, device=self.generator.cache.device)
+        return torch.tensor(flags, dtype=torch.float32)
 
     def _summary(self, reports: list[dict[str, float]]) -> dict[str, float]:
         if not reports or "num_tokens" not in reports[0]:

@@ -41,9 +41,9 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs) -> None:
         trainer.run()
     weights = RunDirectory(config.run_dir).weights
     if trainer.actor is not None:
-        save_role(trainer.actor.trained.model, weights / "actor", inputs.tokenizer)
-    if trainer.scorers is not None:
-        save_role(trainer.scorers.critic.model, weights / "critic", inputs.tokenizer)
+        save_role(trainer.actor.role.trained.chunks, weights / "actor", inputs.tokenizer)
+    if trainer.critic is not None:
+        save_role(trainer.critic.role.trained.chunks, weights / "critic", inputs.tokenizer)
     dist.barrier()
     if trainer.journal is not None:
         merge_traces(config.run_dir)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
+from oppo_megatron.config.model import RuntimeConfig
 from oppo_megatron.config.run import EvaluationConfig
 from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.records import Prompt
 from oppo_megatron.rewards.verifiers import verify
-from oppo_megatron.runtime.generation import Generator
+from oppo_megatron.runtime.links import Links
+from oppo_megatron.runtime.mcore.model import RoleModel
+from oppo_megatron.runtime.rounds import Decoding, decoder
 from oppo_megatron.runtime.sampler import Sampling
 from oppo_megatron.runtime.stopping import Stopping
+
+ROUND_STEPS = 64
 
 
 class Evaluator:
@@ -27,28 +31,33 @@ class Evaluator:
         config: EvaluationConfig,
         prompts: PromptSet,
         tokenizer: Tokenizer,
+        runtime: RuntimeConfig,
         max_slots: int,
         kv_budget_bytes: int | None,
     ):
-        self.config, self.tokenizer = config, tokenizer
+        self.config, self.tokenizer, self.runtime = config, tokenizer, runtime
         self.max_slots, self.kv_budget_bytes = max_slots, kv_budget_bytes
         count = min(len(prompts), config.max_prompts)
         self.prompts: Sequence[Prompt] = list(PromptStream(prompts, 0, epochs=1, limit=count, shuffle=False))
 
-    def accuracy(self, generator: Generator) -> float:
+    def accuracy(self, model: RoleModel, links: Links, max_response_tokens: int) -> float:
         """Share of the prompts answered right.  Every rank of the actor makes the call and gets the same answer."""
-        greedy = Generator(
-            generator.model,
-            generator.model.new_cache(min(len(self.prompts), self.max_slots), self.kv_budget_bytes),
+        rounds = decoder(
+            model,
+            model.new_cache(min(len(self.prompts), self.max_slots), self.kv_budget_bytes),
             sampling=Sampling(temperature=0.0),
-            stopping=Stopping(self.tokenizer.eos_id, generator.stopping.max_response_tokens),
-            prefill_tokens=generator.prefill_tokens,
+            stopping=Stopping(self.tokenizer.eos_id, max_response_tokens),
+            links=links,
+            micro_batch_tokens=self.runtime.micro_batch_tokens,
+            timeout_s=self.runtime.timeout_s,
         )
         buffer = RolloutBuffer(len(self.prompts), delta=0, max_deferrals=1)
         buffer.admit(self.prompts)
-        buffer.record(
-            greedy.decode_round(buffer.active, buffer.readiness(), index=0, max_steps=sys.maxsize, clock=0, version=0)
-        )
+        while active := buffer.active:
+            chunk = rounds.run(active, [], ROUND_STEPS, Decoding(buffer.clock, 0, buffer.readiness))
+            assert chunk is not None
+            buffer.record(chunk)
+            rounds.recorded(active)
         right = 0.0
         for rollout in buffer.take_batch():
             response = self.tokenizer.decode(rollout.tokens)

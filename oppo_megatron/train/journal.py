@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from oppo_megatron.algorithms.experience import Experience
+from oppo_megatron.config.places import role_places
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.records import Rollout
@@ -31,6 +32,9 @@ class StepFacts:
     chunk_tokens: int | None
     tokens_decoded: int = 0
     step_s: float = 0.0
+    decode_s: float = 0.0  # rounds that decoded
+    drain_s: float = 0.0  # rounds after the last decoded chunk
+    local_score_s: float = 0.0  # scoring on the rank that keeps the journal
     kl_coefficient: float = 0.0
     delta_reason: str = ""
     chunk_reason: str = ""
@@ -46,7 +50,8 @@ class Journal:
     def __init__(self, config: TrainConfig, total_steps: int | None, tokenizer: Tokenizer):
         self.run_dir = RunDirectory(config.run_dir)
         self.tokenizer, self.keep_rollouts = tokenizer, config.logging.rollouts
-        self.colocated = config.placement.mode == "single"
+        actor = role_places(config)["actor"]
+        self.single_stage = actor.pp == 1
         self.log = MetricsLog(self.run_dir.metrics)
         self.trackers = open_trackers(config.logging, self.run_dir)
         self.progress = Progress(config.logging.console, total_steps, "ppo")
@@ -125,20 +130,22 @@ class Journal:
     def _timing(self, facts: StepFacts, spans: SpanRecorder) -> dict[str, Any]:
         actor = spans.totals(facts.step, "actor")
         assert facts.scores is not None
-        waits = actor.get("wait_scores", 0.0)
-        # With all roles in one process nothing hides the scoring: the actor stands still meanwhile.
-        exposed = facts.scores.score_busy_s if self.colocated else waits
+        # What the actor's rank scores itself stands still for it: after decoding, and while decoding too where there is
+        # no pipeline whose bubbles could hide it.
+        exposed = actor.get("wait_scores", 0.0) + (facts.local_score_s if self.single_stage else facts.drain_s)
+        waits = actor.get("wait", 0.0)
         return {
             "time_s": time.time() - self.started,
             "step_s": facts.step_s,
-            "decode_s": actor.get("decode", 0.0),
+            "decode_s": facts.decode_s,
             "score_exposed_s": exposed,
             "score_busy_s": facts.scores.score_busy_s,
             "train_s": actor.get("update", 0.0),
             "idle_s": {
-                "actor": 0.0 if self.colocated else waits + actor.get("wait_update", 0.0),
+                "actor": waits + actor.get("wait_scores", 0.0) + actor.get("wait_update", 0.0),
                 "scorer": facts.scores.scorer_idle_s,
             },
+            "bubble_share": waits / facts.decode_s if facts.decode_s else 0.0,
             "tokens": facts.tokens_decoded,
         }
 

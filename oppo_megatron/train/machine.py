@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from oppo_megatron.runtime.world import usable_cores
+from oppo_megatron.cores import usable_cores
 
 PACKAGES = ("torch", "megatron-core", "transformers")
 

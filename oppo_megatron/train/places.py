@@ -1,62 +1,39 @@
-"""Where each role lives, known to every rank, and the process groups that follow from it."""
+"""The process groups of a run: of every role where it works and where it is trained, and the links of the schedule."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from oppo_megatron.config.model import ParallelConfig
+from oppo_megatron.config.places import Place, role_places, training_places
 from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.runtime.links import Links, build_links
 from oppo_megatron.runtime.mcore.groups import RoleGroups, build_groups
-from oppo_megatron.runtime.stream import StreamGroups, build_stream_groups
-
-
-@dataclass(frozen=True)
-class Place:
-    """The ranks of a role and its layout over them."""
-
-    ranks: tuple[int, ...]
-    parallel: ParallelConfig
-
-    @property
-    def output_rank(self) -> int:
-        """The rank that has the role's outputs: first of the last pipeline stage."""
-        return self.ranks[(self.parallel.pp - 1) * self.parallel.tp]
-
-
-def role_places(config: TrainConfig) -> dict[str, Place]:
-    """Actor first, then the scorers; a reward model only where one is configured."""
-    placement = config.placement
-    actor, scorers = tuple(placement.actor_ranks), tuple(placement.scorer_ranks)
-    reference = config.reference.parallel if config.reference else None
-    places = {
-        "actor": Place(actor, config.actor.parallel or placement.actor),
-        "reference": Place(scorers, reference or placement.scorer),
-        "critic": Place(scorers, config.critic.parallel or placement.scorer),
-    }
-    if config.reward is not None:
-        places["reward"] = Place(scorers, config.reward.parallel or placement.scorer)
-    return places
+from oppo_megatron.schedule.rounds import Site
 
 
 @dataclass(frozen=True)
 class Topology:
-    """This rank's groups of every role (None where it has no part in the role) and of the token stream."""
+    """Where everything is, and this rank's groups (None where it has no part in a role).
 
-    places: dict[str, Place]
+    `training` holds the groups in which actor and critic are updated: the very same object where the layouts agree.
+    """
+
+    site: Site
+    training_places: dict[str, Place]
     groups: dict[str, RoleGroups | None]
-    stream: StreamGroups
-
-    def held(self) -> Iterator[tuple[str, RoleGroups]]:
-        """The roles that this rank has a part in."""
-        return ((name, groups) for name, groups in self.groups.items() if groups is not None)
+    training: dict[str, RoleGroups | None]
+    links: Links
 
 
 def build_topology(config: TrainConfig) -> Topology:
     """Create all process groups.  Every rank makes the call."""
-    places = role_places(config)
-    groups = {
-        name: build_groups(place.ranks, place.parallel.tp, place.parallel.pp, name) for name, place in places.items()
+    site, trained = Site(role_places(config)), training_places(config)
+    timeout_s = config.runtime.timeout_s
+    groups = {name: build_groups(place.ranks, place.tp, place.pp, name) for name, place in site.places.items()}
+    training = {
+        name: groups[name]
+        if place == site.places[name]
+        else build_groups(place.ranks, place.tp, place.pp, f"{name}.train")
+        for name, place in trained.items()
     }
-    stream = build_stream_groups(places["actor"].output_rank, list(places["critic"].ranks))
-    return Topology(places, groups, stream)
+    return Topology(site, trained, groups, training, build_links(site, timeout_s))

@@ -1,18 +1,17 @@
-"""The PPO loop.  Plain PPO and every overlap are this loop under different plans (`schedule.plan`).
+"""The PPO loop.  Plain PPO and every overlap are this loop under different plans and schedules (`schedule/`).
 
-Every rank runs it.  Prompts, buffer and controllers are the same on all ranks and advance by what the chunks say, so no rank
-asks another what to do next:
+Every rank runs it.  Prompts, buffer, books and controllers are the same on all ranks and advance by what the chunks say, so
+no rank asks another what to do next.  A step is a number of rounds, then the update:
 
-    actor ranks     decode a chunk, send it, go on; at the step's end wait for the scores, update the actor
-    scorer ranks    wait for a chunk, prefill it on reward, reference and critic; at the step's end send the scores,
-                    update the critic, while the actor already decodes the next step
+    ranks of the actor      decode a chunk, send it, go on; at the step's end wait for the scores, update the actor
+    ranks of the scorers    prefill the chunk before on reward, reference and critic; at the step's end send the scores,
+                            update the critic, while the actor may already decode the next step
 
-In a single process the two halves take turns.
+A rank that has both does both, as the round's schedule says.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,34 +25,40 @@ from oppo_megatron.control.chunk import ChunkTuner
 from oppo_megatron.control.kl import KLController
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
 from oppo_megatron.records import Rollout
-from oppo_megatron.runtime.stream import TokenStream
+from oppo_megatron.runtime.rounds import Decoding, RoundRunner
 from oppo_megatron.runtime.world import World
+from oppo_megatron.schedule.costs import CostMeter, Costs
 from oppo_megatron.schedule.plan import StepPlan, plan_step
 from oppo_megatron.train.actor import Actor
+from oppo_megatron.train.critic import Critic
 from oppo_megatron.train.evaluate import Evaluator
 from oppo_megatron.train.journal import Journal, StepFacts
-from oppo_megatron.train.score_exchange import ScoreExchange
-from oppo_megatron.train.scorers import ScorerSide
+from oppo_megatron.train.round_trace import RoundTracer
+from oppo_megatron.train.score_exchange import ScoreExchange, sum_over_ranks
 from oppo_megatron.train.trace import SpanRecorder
 from oppo_megatron.train.update import UpdateSettings
+
+COSTS_KEPT = 0.5
+"""How much what was measured before a step counts against what the step measured."""
 
 
 @dataclass
 class PPOTrainer:
-    """One rank's view of the run.  `actor` and `scorers` are None where the rank has no part in them."""
+    """One rank's view of the run.  `actor` and `critic` are None where the rank has no part in them."""
 
     config: TrainConfig
     world: World
     scheduler: OvercommitScheduler
-    stream: TokenStream
+    rounds: RoundRunner
     exchange: ScoreExchange
     chunk_tuner: ChunkTuner
     kl: KLController
     spans: SpanRecorder
+    tracer: RoundTracer
     actor: Actor | None
-    scorers: ScorerSide | None
+    critic: Critic | None
     evaluator: Evaluator | None
-    journal: Journal | None  # on the actor's output rank
+    journal: Journal | None  # on the actor's first output rank
 
     def run(self) -> None:
         """Train until the prompts end and every rollout has been trained."""
@@ -63,21 +68,22 @@ class PPOTrainer:
             step += 1
             self._step(step)
             self._evaluate(step, last=self.scheduler.done)
-        critic_stats = self.exchange.critic_stats(self.scorers)
+        critic_stats = self.exchange.critic_stats(self.critic)
         if self.journal is not None:
             self.journal.complete(step, critic_stats)
         self.spans.flush()
 
     def _step(self, step: int) -> None:
         started = time.time()
-        plan = plan_step(self.config.overlap, self.chunk_tuner.value)
-        facts = StepFacts(step, delta=self.scheduler.buffer.delta, chunk_tokens=plan.round_steps)
+        self.tracer.begin(step)
+        plan = plan_step(self.config.overlap)
+        facts = StepFacts(step, delta=self.scheduler.buffer.delta, chunk_tokens=self.chunk_tuner.value)
         if self.actor is not None:
             facts.version = self.actor.version
-        self.stream.admit(self.scheduler.begin_step())
-        facts.tokens_decoded = self._rollout(step, plan)
-        batch = self.scheduler.take_batch()
+        self.rounds.admit(self.scheduler.begin_step())
+        self._rollout(plan, facts)
         rollout_s = time.time() - started
+        batch = self.scheduler.take_batch()
         experience = self._score(step, batch, facts)
         self._update(step, batch, experience, plan, facts)
         self._observe(step, batch, experience, facts, rollout_s)
@@ -86,52 +92,47 @@ class PPOTrainer:
             self.journal.step(facts, batch, self.scheduler.buffer.rollouts, experience, self.spans)
         self.spans.flush()
 
-    def _rollout(self, step: int, plan: StepPlan) -> int:
-        """Decode until the batch is complete, the scorers beside it if the plan says so.  Returns the tokens decoded."""
-        buffer, tokens, index = self.scheduler.buffer, 0, 0
-        if plan.stream:
-            self._prefill(step, buffer.rollouts)
-        while not (stop := buffer.readiness()).ready:
-            if self.actor is not None:
-                with self.spans.span("decode", role="actor", step=step):
-                    chunk = self.actor.generator.decode_round(
-                        buffer.active,
-                        stop,
-                        index=index,
-                        max_steps=plan.round_steps or sys.maxsize,
-                        clock=buffer.clock,
-                        version=self.actor.version,
-                    )
-                if self.stream.sends:
-                    self.stream.send(chunk)
-            else:
-                with self.spans.span("wait_tokens", role="scorer", step=step):
-                    chunk = self.stream.receive()
+    def _rollout(self, plan: StepPlan, facts: StepFacts) -> None:
+        """Decode until the batch is complete, the scorers beside it if the plan says so."""
+        buffer = self.scheduler.buffer
+        while not buffer.readiness().ready:
+            started, active = time.time(), buffer.active
+            score = buffer.rollouts if plan.stream else []
+            decoding = Decoding(buffer.clock, facts.version, buffer.readiness)
+            chunk = self.rounds.run(active, score, self.chunk_tuner.value, decoding)
+            assert chunk is not None
             buffer.record(chunk)
-            tokens += sum(len(row.tokens) for row in chunk.rows)
-            index += 1
-            if plan.stream:
-                self._prefill(step, buffer.rollouts)
-        return tokens
-
-    def _prefill(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        if self.scorers is not None:
-            with self.spans.span("score", role="scorer", step=step):
-                self.scorers.advance(rollouts)
+            self.rounds.recorded(active)
+            facts.tokens_decoded += sum(len(row.tokens) for row in chunk.rows)
+            facts.decode_s += time.time() - started
 
     def _score(self, step: int, batch: Sequence[Rollout], facts: StepFacts) -> Experience:
         """Complete the batch's scoring, and give every rank its experience."""
-        self._prefill(step, batch)
+        started = time.time()
+        while self.rounds.owes(batch):
+            buffer = self.scheduler.buffer
+            self.rounds.run([], batch, self.chunk_tuner.value, Decoding(buffer.clock, facts.version, buffer.readiness))
+        self.tracer.flush()
+        facts.drain_s = time.time() - started
         waiting = "wait_scores" if self.actor is not None else "send"
-        with self.spans.span(waiting, role="actor" if self.actor else "scorer", step=step):
-            scored, report = self.exchange.gather(batch, self.scorers, self.spans.totals(step, "scorer"))
+        role = "actor" if self.actor is not None else "scorer"
+        seconds = self._scoring_seconds(step)
+        with self.spans.span(waiting, role=role, step=step):
+            scored, report = self.exchange.gather(batch, self.rounds, self.critic, seconds)
         facts.scores, facts.kl_coefficient, facts.rewards = report, self.kl.value, scored.scores_B.tolist()
+        facts.local_score_s = seconds.get("score", 0.0)
         if self.journal is not None and step > 1:
             self.journal.complete(step - 1, report.critic)
-        if self.scorers is not None:
-            self.scorers.forget(batch)
-        self.stream.retire(batch)
+        self.rounds.retire(batch)
         return build_experience(scored, self.config.ppo, self.kl.value)
+
+    def _scoring_seconds(self, step: int) -> dict[str, float]:
+        """Seconds by label that this rank spent on the scoring roles in the step so far."""
+        totals: dict[str, float] = {}
+        for role in ("scorer", *self.rounds.scoring):
+            for name, seconds in self.spans.totals(step, role).items():
+                totals[name] = totals.get(name, 0.0) + seconds
+        return totals
 
     def _update(
         self, step: int, batch: Sequence[Rollout], experience: Experience, plan: StepPlan, facts: StepFacts
@@ -142,11 +143,14 @@ class PPOTrainer:
         if self.actor is not None:
             with self.spans.span("update", role="actor", step=step):
                 facts.actor = self.actor.update(batch, experience, self.kl.value, settings)
-        if self.scorers is not None:
+        if self.config.overlap.actor_kv == "recompute":
+            self.rounds.actor_changed()
+        if self.critic is not None:
             with self.spans.span("update", role="critic", step=step):
-                self.scorers.update_critic(batch, experience, settings)
-            self.scorers.critic_stats["critic_update_s"] = self.spans.totals(step, "critic")["update"]
-        self.stream.drain()
+                self.critic.update(batch, experience, settings)
+            self.critic.stats["critic_update_s"] = self.spans.totals(step, "critic")["update"]
+        self.rounds.critic_changed()
+        self.rounds.executor.drain()
         if plan.wait_for_critic and self.world.size > 1:
             role = "actor" if self.actor is not None else "scorer"
             with self.spans.span("wait_update", role=role, step=step):
@@ -158,13 +162,25 @@ class PPOTrainer:
         """Controllers: same inputs on every rank, but for the chunk size, whose time only the actor's output rank takes."""
         facts.delta_reason = self.scheduler.end_step(step, experience.stats.score_mean).reason
         self.kl.observe(experience.stats.kl_mean, len(batch))
-        if self.actor is None or not self.config.overlap.intra:
+        if not self.config.overlap.intra:
             return
-        groups = self.actor.trained.model.groups
+        self._measure_costs()
+        if self.actor is None:
+            return
+        groups = self.actor.role.serving.groups
         seconds = torch.tensor([rollout_s], dtype=torch.float64, device=self.world.device)
         if groups.all.size() > 1:
             dist.broadcast(seconds, groups.output_rank, group=groups.all)
         facts.chunk_reason = self.chunk_tuner.observe(step, float(seconds), facts.tokens_decoded).reason
+
+    def _measure_costs(self) -> None:
+        """What all ranks measured becomes the cost model of the next step's rounds, where they are woven by it."""
+        planner, meter = self.rounds.planner, self.tracer.meter
+        if planner.generator != "woven":
+            return
+        roles = list(planner.site.places)
+        planner.costs = CostMeter(roles, sum_over_ranks(meter.to_vector(), self.world.device)).costs(Costs())
+        meter.forget(COSTS_KEPT)
 
     def _evaluate(self, step: int, last: bool) -> None:
         """Held-out accuracy before the first step, after the last, and every so often."""
@@ -173,6 +189,8 @@ class PPOTrainer:
         every = self.evaluator.config.every_steps
         if step == 0 or last or (every and step % every == 0):
             with self.spans.span("evaluate", role="actor", step=step):
-                accuracy = self.evaluator.accuracy(self.actor.generator)
+                accuracy = self.evaluator.accuracy(
+                    self.actor.role.serving, self.rounds.executor.links, self.config.rollout.max_response_tokens
+                )
             if self.journal is not None:
                 self.journal.evaluation(step, accuracy)

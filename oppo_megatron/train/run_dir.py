@@ -3,6 +3,7 @@
 config.yaml       resolved configuration          summary.json      figures of the whole run; marks it finished
 metrics.jsonl     a line a step                   quarantine.jsonl  rows refused and why
 trace.json        what each rank did, and when    weights/          final weights
+schedules.txt     each round's schedule, where `logging.actions` asks for it
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from oppo_megatron.errors import ConfigError
 
 PRODUCTS = (
     "config.yaml", "metrics.jsonl", "rollouts.jsonl", "trace.json", "summary.json", "quarantine.jsonl", "weights",
-    "tensorboard",
+    "tensorboard", "schedules.txt",
 )  # fmt: skip
 
 
@@ -37,6 +38,7 @@ class RunDirectory:
         self.metrics = self.path / "metrics.jsonl"
         self.rollouts = self.path / "rollouts.jsonl"
         self.trace = self.path / "trace.json"
+        self.schedules = self.path / "schedules.txt"
         self.summary = self.path / "summary.json"
         self.quarantine = self.path / "quarantine.jsonl"
         self.weights = self.path / "weights"

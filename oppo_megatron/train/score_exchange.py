@@ -5,19 +5,21 @@ Legend: B rollouts of the batch, T their response tokens (packed), P parts of th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from oppo_megatron.algorithms.experience import ScoredBatch
+from oppo_megatron.config.places import Place
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.records import Rollout
 from oppo_megatron.rewards.functions import RewardSum
+from oppo_megatron.runtime.rounds import RoundRunner
 from oppo_megatron.runtime.stream import share
-from oppo_megatron.train.places import Place
-from oppo_megatron.train.scorers import CRITIC_STATS, ScorerSide
+from oppo_megatron.train.critic import CRITIC_STATS, Critic
 
 TIMES = ("score", "wait_tokens")
 
@@ -38,54 +40,65 @@ class ScoreExchange:
 
     rank: int
     device: torch.device
-    places: dict[str, Place]
+    places: Mapping[str, Place]
     rewards: RewardSum
     tokenizer: Tokenizer
 
     def gather(
-        self, batch: Sequence[Rollout], scorers: ScorerSide | None, seconds: dict[str, float]
+        self, batch: Sequence[Rollout], rounds: RoundRunner, critic: Critic | None, seconds: Mapping[str, float]
     ) -> tuple[ScoredBatch, ScoreReport]:
-        """Scores, values and reference log-probs of the batch on every rank.  Raises RewardError on the scorers' first."""
-        num_tokens = sum(len(r.tokens) for r in batch)
-        reference_T = self._share("reference", batch, scorers, num_tokens)
-        values_T = self._share("critic", batch, scorers, num_tokens)
-        model_B = self._share("reward", batch, scorers, len(batch)) if "reward" in self.places else None
+        """Scores, values and reference log-probs of the batch on every rank.  Raises RewardError on the scorers' first.
+
+        `seconds` are this rank's totals of the step over the scoring roles.
+        """
+        lengths = [len(r.tokens) for r in batch]
+        reference_T = self._share("reference", batch, lengths, rounds)
+        values_T = self._share("critic", batch, lengths, rounds)
+        model_B = self._share("reward", batch, [1] * len(batch), rounds) if "reward" in self.places else None
         totals_B, parts = self._rewards(batch, model_B)
-        leader = self.places["critic"].ranks[0]
-        times = torch.tensor([seconds.get(name, 0.0) for name in TIMES]) if self.rank == leader else None
-        busy_s, idle_s = share(times, len(TIMES), leader, self.device).tolist()
+        times = torch.tensor([seconds.get(name, 0.0) for name in TIMES]) if self.rank == self._leader else None
+        busy_s, idle_s = share(times, len(TIMES), self._leader, self.device).tolist()
         logp_T = torch.tensor([x for r in batch for x in r.logprobs], dtype=torch.float32, device=self.device)
         scored = ScoredBatch(
             behaviour_logp_T=logp_T,
             reference_logp_T=reference_T.float(),
             values_T=values_T.float(),
             scores_B=totals_B.float(),
-            lengths_B=[len(r.tokens) for r in batch],
+            lengths_B=lengths,
             truncated_B=torch.tensor([r.finish_reason == "length" for r in batch], device=self.device),
         )
-        return scored, ScoreReport(parts, busy_s, idle_s, self.critic_stats(scorers))
+        return scored, ScoreReport(parts, busy_s, idle_s, self.critic_stats(critic))
 
-    def critic_stats(self, scorers: ScorerSide | None) -> dict[str, float]:
+    def critic_stats(self, critic: Critic | None) -> dict[str, float]:
         """Statistics of the critic's last update, on every rank."""
-        source = self.places["critic"].output_rank
         mine = None
-        if self.rank == source:
-            assert scorers is not None
-            mine = torch.tensor([scorers.critic_stats[name] for name in CRITIC_STATS], dtype=torch.float64)
-        return dict(zip(CRITIC_STATS, share(mine, len(CRITIC_STATS), source, self.device).tolist(), strict=True))
+        if self.rank == self._leader:
+            assert critic is not None
+            mine = torch.tensor([critic.stats[name] for name in CRITIC_STATS], dtype=torch.float64)
+        return dict(zip(CRITIC_STATS, share(mine, len(CRITIC_STATS), self._leader, self.device).tolist(), strict=True))
 
-    def _share(self, role: str, batch: Sequence[Rollout], scorers: ScorerSide | None, size: int) -> Tensor:
-        source, mine = self.places[role].output_rank, None
-        if self.rank == source:
-            assert scorers is not None
-            mine = scorers.scorers[role].collect(batch)
-        return share(mine, size, source, self.device)
+    @property
+    def _leader(self) -> int:
+        """The rank that speaks for the scorers."""
+        return self.places["critic"].ranks[0]
+
+    def _share(self, role: str, batch: Sequence[Rollout], sizes: Sequence[int], rounds: RoundRunner) -> Tensor:
+        """A role's outputs of the batch, `sizes` of each rollout, from whichever replica scored it, in the batch's order."""
+        place, book = self.places[role], rounds.planner.scorers[role]
+        pieces: dict[int, Tensor] = {}
+        for replica in range(place.dp):
+            rows = [i for i, rollout in enumerate(batch) if book.replica(rollout.seq_id) == replica]
+            source, mine = place.output_rank(replica), None
+            if self.rank == source:
+                mine = rounds.scoring[role].collect([batch[i] for i in rows])
+            shared = share(mine, sum(sizes[i] for i in rows), source, self.device)
+            pieces |= dict(zip(rows, shared.split([sizes[i] for i in rows]), strict=True))
+        return torch.cat([pieces[i] for i in range(len(batch))])
 
     def _rewards(self, batch: Sequence[Rollout], model_B: Tensor | None) -> tuple[Tensor, dict[str, float]]:
         """Total reward of each rollout [B], and the mean of each part.  User code runs on one rank only."""
-        leader, labels = self.places["critic"].ranks[0], [s.label for s in self.rewards.summands]
-        table = None
-        if self.rank == leader:
+        labels, table = [s.label for s in self.rewards.summands], None
+        if self.rank == self._leader:
             rows = []
             for i, rollout in enumerate(batch):
                 response = self.tokenizer.decode(rollout.tokens)
@@ -95,5 +108,15 @@ class ScoreExchange:
                 )
                 rows.append([reward.total, *reward.parts.values()])
             table = torch.tensor(rows, dtype=torch.float64).flatten()
-        shared = share(table, len(batch) * (1 + len(labels)), leader, self.device).view(len(batch), -1)
+        shared = share(table, len(batch) * (1 + len(labels)), self._leader, self.device).view(len(batch), -1)
         return shared[:, 0], dict(zip(labels, shared[:, 1:].mean(0).tolist(), strict=True))
+
+
+def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:
+    """Element-wise sums over all ranks, alike to the bit on each: they are added in the order of the ranks."""
+    mine = torch.tensor(values, dtype=torch.float64, device=device)
+    if dist.get_world_size() == 1:
+        return mine.tolist()
+    all_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_ranks, mine)
+    return torch.stack(all_ranks).sum(0).tolist()

@@ -55,7 +55,9 @@ class SpanRecorder:
         try:
             yield
         finally:
-            self._record(Span(self.rank, role, name, step, start, self._clock()))
+            span = Span(self.rank, role, name, step, start, self._clock())
+            self.count(span)
+            self.write(span)
 
     def totals(self, step: int, role: str | None = None) -> dict[str, float]:
         """Seconds by span name in one of the last `KEPT_STEPS` steps, of a role or of all; nested spans each count."""
@@ -72,12 +74,16 @@ class SpanRecorder:
                 file.writelines(json.dumps(asdict(span)) + "\n" for span in self._buffer)
             self._buffer.clear()
 
-    def _record(self, span: Span) -> None:
+    def count(self, span: Span) -> None:
+        """Add the span to the totals of its step."""
         totals = self._totals.setdefault(span.step, {})
         key = (span.role, span.name)
         totals[key] = totals.get(key, 0.0) + span.end - span.start
         if len(self._totals) > KEPT_STEPS:
             del self._totals[min(self._totals)]
+
+    def write(self, span: Span) -> None:
+        """Put the span into the trace."""
         if self._path is not None:
             self._buffer.append(span)
             if len(self._buffer) >= MAX_BUFFERED_SPANS:

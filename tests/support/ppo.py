@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from oppo_megatron.config.places import world_size
+from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.arithmetic import DatasetSizes, write_dataset
 from oppo_megatron.data.tokenizer import train_sentencepiece
 from tests.support.ranks import run_ranks
@@ -90,9 +92,7 @@ class Outcome:
 
 def run_ppo_ranks(config: dict[str, Any]) -> Outcome:
     """Run to the end on as many ranks as the placement asks for."""
-    placement = config["placement"]
-    sizes = [placement.get(side, {}) for side in ("actor", "scorer")]
-    world = 1 if placement["mode"] == "single" else sum(s.get("tp", 1) * s.get("pp", 1) for s in sizes)
+    world = world_size(TrainConfig(**config))
     run_ranks(world, "tests.e2e.jobs:train", config=config)
     return read_outcome(Path(config["run_dir"]))
 

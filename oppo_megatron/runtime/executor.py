@@ -1,0 +1,139 @@
+"""Carries out one rank's part of a schedule.  It knows no policy: what to do, and in which order, is in the actions.
+
+Consumes a list of actions; each is done by the `Station` of its role on this rank.  Sends are asynchronous and are
+waited for at the end of the round (`drain`); a recv waits until its message is here.  Nothing else waits, but for the
+tensor-parallel collectives inside a stage and the gather of the replicas' chunks.  What a rank waits for in vain ends
+with a StallError that names the action.
+
+On a GPU each station has a CUDA stream of its own, so that decoding and prefill run side by side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from oppo_megatron.errors import StallError
+from oppo_megatron.runtime.links import Links
+from oppo_megatron.schedule.actions import Action, Op
+
+
+class Station(Protocol):
+    """One role on this rank: it has the model, the cache and the round's sequences."""
+
+    def live(self, action: Action) -> bool:
+        """False where the action is void: its sequences have ended.  All ranks that it concerns say the same."""
+
+    def compute(self, action: Action) -> int:
+        """Do a decode, sample, prefill, score or gather.  Returns the number of tokens (rows) that it was about."""
+
+    def outbox(self, action: Action) -> Sequence[Tensor]:
+        """What a send carries."""
+
+    def inbox(self, action: Action) -> Iterator[Tensor]:
+        """Buffers for a recv, each filled before the next is asked for."""
+
+
+Observer = Callable[[Action, float, float, int], None]
+"""Told of every action that was done: start, end (seconds since the epoch), number of tokens (0 for messages)."""
+
+
+@dataclass
+class Executor:
+    """One rank's executor.  `timeout_s` is the longest that a message may be late."""
+
+    rank: int
+    stations: Mapping[str, Station]
+    links: Links
+    timeout_s: float
+    device: torch.device
+    observe: Observer
+    _pending: list[tuple[Action, Any, Tensor]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        cuda = self.device.type == "cuda"
+        self._streams = {role: torch.cuda.Stream(self.device) for role in self.stations} if cuda else {}
+
+    def run(self, actions: Sequence[Action]) -> None:
+        """Do the actions in order.  Raises StallError, naming the action, where a peer does not come."""
+        for stream in self._streams.values():
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+        for action in actions:
+            station = self.stations[action.role]
+            if not station.live(action):
+                continue
+            start, size = time.time(), 0
+            with self._stream(action.role):
+                if action.op is Op.SEND:
+                    self._send(action, station)
+                elif action.op is Op.RECV:
+                    self._receive(action, station)
+                else:
+                    size = self._compute(action, station)
+            self.observe(action, start, time.time(), size)
+        for stream in self._streams.values():
+            torch.cuda.current_stream(self.device).wait_stream(stream)
+
+    def drain(self) -> None:
+        """Wait until everything has been sent, so that the buffers may go."""
+        while self._pending:
+            action, work, _ = self._pending.pop(0)
+            self._wait(action, work)
+
+    def _send(self, action: Action, station: Station) -> None:
+        for tensor in station.outbox(action):
+            with self._naming(action):
+                work = dist.isend(tensor, action.peer, group=self.links.of(action))
+            self._pending.append((action, work, tensor))
+        self._pending = [entry for entry in self._pending if not entry[1].is_completed()]
+
+    def _receive(self, action: Action, station: Station) -> None:
+        for buffer in station.inbox(action):
+            with self._naming(action):
+                work = dist.irecv(buffer, action.peer, group=self.links.of(action))
+            self._wait(action, work)
+
+    def _compute(self, action: Action, station: Station) -> int:
+        try:
+            return station.compute(action)
+        except RuntimeError as error:
+            if _is_communication(error):
+                raise self._stalled(action, error) from error
+            raise
+
+    def _wait(self, action: Action, work: Any) -> None:
+        with self._naming(action):
+            work.wait(timedelta(seconds=self.timeout_s))
+
+    @contextlib.contextmanager
+    def _naming(self, action: Action) -> Iterator[None]:
+        start = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._stalled(action, error, time.monotonic() - start) from error
+
+    def _stalled(self, action: Action, error: RuntimeError, seconds: float | None = None) -> StallError:
+        waited = "" if seconds is None else f" for {seconds:.1f} s"
+        cause = str(error).strip().splitlines()[0]
+        return StallError(
+            f"rank {self.rank} waited{waited} in vain for `{action}` ({cause}). The peer has died or hangs: see its own "
+            f"message; runtime.timeout_s is {self.timeout_s:g}."
+        )
+
+    def _stream(self, role: str) -> contextlib.AbstractContextManager[Any]:
+        return torch.cuda.stream(self._streams[role]) if self._streams else contextlib.nullcontext()
+
+
+def _is_communication(error: RuntimeError) -> bool:
+    """Whether a collective inside a stage has failed; gloo says so in words only."""
+    words = ("gloo", "NCCL", "Timed out", "Connection closed", "Connection reset")
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in words)

@@ -1,0 +1,169 @@
+"""Builds the roles that a rank has a part in: models, caches, stations, and the rounds that they work in."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from oppo_megatron.config.checkpoint import read_hf_config
+from oppo_megatron.config.checks import max_context
+from oppo_megatron.config.model import ParallelConfig
+from oppo_megatron.config.places import named_roles
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.config.shape import kv_bytes_per_token
+from oppo_megatron.data.prompts import PromptStream
+from oppo_megatron.data.tokenizer import Tokenizer
+from oppo_megatron.runtime.executor import Executor, Station
+from oppo_megatron.runtime.generation import DecodeStation
+from oppo_megatron.runtime.mcore.kv_cache import KVCache
+from oppo_megatron.runtime.mcore.model import Head, RoleModel
+from oppo_megatron.runtime.roles import load_role
+from oppo_megatron.runtime.rounds import RoundRunner
+from oppo_megatron.runtime.sampler import Sampling
+from oppo_megatron.runtime.scoring import ScorerRole, ScoringStation
+from oppo_megatron.runtime.stopping import Stopping
+from oppo_megatron.runtime.stream import ChunkOutlet, ListenStation
+from oppo_megatron.runtime.world import World
+from oppo_megatron.schedule.books import ActorBook, ScoringBook
+from oppo_megatron.schedule.plan import delta_rule, round_generator
+from oppo_megatron.schedule.planner import RoundPlanner
+from oppo_megatron.train.actor import Actor
+from oppo_megatron.train.critic import Critic
+from oppo_megatron.train.places import Topology
+from oppo_megatron.train.round_trace import RoundTracer
+from oppo_megatron.train.trained_role import TrainedRole, build_trained_role
+
+SCORERS: dict[ScorerRole, Head] = {"reference": "lm", "critic": "scalar", "reward": "scalar"}
+
+
+@dataclass
+class RoleBuilder:
+    """Reads the configuration; everything that it builds is this rank's."""
+
+    config: TrainConfig
+    world: World
+    topology: Topology
+    tokenizer: Tokenizer
+    prompts: PromptStream
+
+    @property
+    def total_steps(self) -> int:
+        """PPO steps of the run."""
+        assert self.prompts.end is not None
+        return math.ceil(self.prompts.end / self.config.rollout.batch_size)
+
+    @property
+    def kv_budget_bytes(self) -> int | None:
+        """Bytes that each role's KV cache may take on this rank."""
+        megabytes = self.config.runtime.kv_cache_mb
+        return None if megabytes is None else int(megabytes * 2**20)
+
+    def num_slots(self, role: str) -> int:
+        """Cache slots of one replica where the budget allows: its share of all rollouts held at once."""
+        delta = delta_rule(self.config.overlap)
+        held = self.config.rollout.batch_size + max(delta.max, delta.initial)
+        return -(-held // self.topology.site.places[role].dp)
+
+    def slots(self, role: str) -> int:
+        """Cache slots of one replica within the budget; known on ranks without the role, too, for its book."""
+        if self.kv_budget_bytes is None:
+            return self.num_slots(role)
+        model, place = named_roles(self.config)[role], self.topology.site.places[role]
+        layout = ParallelConfig(tp=place.tp, pp=place.pp, dp=place.dp)
+        slot_bytes = max_context(self.config) * kv_bytes_per_token(read_hf_config(model), layout, model.dtype)
+        return min(self.num_slots(role), self.kv_budget_bytes // slot_bytes)
+
+    def actor(self) -> Actor | None:
+        config = self.config
+        role = self._trained("actor", "lm")
+        if role is None:
+            return None
+        temperature = config.rollout.temperature
+        gap_limit = config.ppo.gap_limit(config.actor.dtype, temperature)
+        return Actor(role, config.ppo, temperature, config.overlap.actor_kv == "keep", gap_limit)
+
+    def critic(self) -> Critic | None:
+        role = self._trained("critic", "scalar")
+        return None if role is None else Critic(role, self.config.ppo)
+
+    def rounds(self, actor: Actor | None, critic: Critic | None, tracer: RoundTracer) -> RoundRunner:
+        """The stations of this rank and the planner of its rounds."""
+        config, site = self.config, self.topology.site
+        rank, device = self.world.rank, self.world.device
+        decode, listen = self._decode_station(actor), None if actor is not None else ListenStation(device)
+        scoring = self._scoring_stations(critic)
+        planner = RoundPlanner(
+            site,
+            round_generator(config.overlap, site),
+            config.overlap.weave,
+            config.runtime.micro_batch_tokens,
+            max_context(config),
+            None if actor is None else ActorBook(site.places["actor"].dp, self.slots("actor"), self._stopping.limit),
+            {name: ScoringBook(name, site.places[name].dp, self.slots(name)) for name in site.places if name != "actor"},
+        )
+        first: Station | None = decode if decode is not None else listen
+        assert first is not None
+        stations = {"actor": first, **scoring}
+        executor = Executor(rank, stations, self.topology.links, config.runtime.timeout_s, device, tracer)
+        seats = {name: seat.replica for name, place in site.places.items() if (seat := place.seat(rank)) is not None}
+        return RoundRunner(planner, executor, seats, decode, listen, scoring, tracer.planned)
+
+    @property
+    def _stopping(self) -> Stopping:
+        return Stopping.of(self.config.rollout, self.tokenizer.eos_id, self.config.seed)
+
+    def _decode_station(self, actor: Actor | None) -> DecodeStation | None:
+        if actor is None:
+            return None
+        site, device = self.topology.site, self.world.device
+        sends = self.world.rank == site.source and site.listeners
+        return DecodeStation(
+            actor.role.serving,
+            self._cache("actor", actor.role.serving),
+            sampling=Sampling.of(self.config.rollout, self.config.seed),
+            stopping=self._stopping,
+            outlet=ChunkOutlet(device) if sends else None,
+        )
+
+    def _scoring_stations(self, critic: Critic | None) -> dict[str, ScoringStation]:
+        stations: dict[str, ScoringStation] = {}
+        for name, head in SCORERS.items():
+            if self.topology.groups.get(name) is None:
+                continue
+            if name == "critic":
+                assert critic is not None
+                model = critic.role.serving
+            else:
+                model = self._model(name, head).requires_grad_(False)
+            cache = self._cache(name, model)
+            stations[name] = ScoringStation(name, model, cache, temperature=self.config.rollout.temperature)
+        return stations
+
+    def _model(self, name: str, head: Head) -> RoleModel:
+        groups = self.topology.groups[name]
+        assert groups is not None
+        lean = self.config.runtime.decode_path == "lean"
+        length, device = max_context(self.config), self.world.device
+        role = named_roles(self.config)[name]
+        return load_role(role, groups, head=head, max_length=length, device=device, lean=lean)
+
+    def _trained(self, name: str, head: Head) -> TrainedRole | None:
+        groups, training = self.topology.groups[name], self.topology.training[name]
+        if groups is None or training is None:
+            return None
+        ppo = self.config.ppo
+        return build_trained_role(
+            self.config.actor if name == "actor" else self.config.critic,
+            groups,
+            training,
+            head=head,
+            max_length=max_context(self.config),
+            device=self.world.device,
+            lean=self.config.runtime.decode_path == "lean",
+            num_updates=self.total_steps * ppo.epochs * ppo.minibatches,
+        )
+
+    def _cache(self, name: str, model: RoleModel) -> KVCache:
+        cache = model.new_cache(self.num_slots(name), self.kv_budget_bytes)
+        assert cache.num_slots == self.slots(name), (name, cache.num_slots, self.slots(name))
+        return cache

@@ -1,0 +1,60 @@
+"""A trained role: the model that is updated, the model that decodes or scores, and the way of the weights between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from oppo_megatron.config.model import TrainedRoleConfig
+from oppo_megatron.runtime.mcore.groups import RoleGroups
+from oppo_megatron.runtime.mcore.model import Head, RoleModel
+from oppo_megatron.runtime.mcore.reallocate import MoveReport, Reallocation
+from oppo_megatron.runtime.mcore.training import TrainedModel
+from oppo_megatron.runtime.roles import load_role, load_training
+
+
+@dataclass
+class TrainedRole:
+    """`serving` is the very module that is trained where layout and options allow; then `publish` has nothing to do."""
+
+    trained: TrainedModel
+    serving: RoleModel
+    reallocation: Reallocation | None
+
+    def publish(self) -> MoveReport:
+        """The updated weights reach the serving model.  Every rank of the role makes the call."""
+        return MoveReport(0, 0.0) if self.reallocation is None else self.reallocation.move()
+
+    def share(self, stats: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
+        """Statistics of an update, known on the last training stage, on every rank of the role."""
+        groups = self.trained.model.groups
+        device = next(self.serving.parameters()).device
+        values = torch.tensor([stats.get(name, 0.0) for name in names], dtype=torch.float64, device=device)
+        if groups.all.size() > 1:
+            dist.broadcast(values, groups.output_rank, group=groups.all)
+        return dict(zip(names, values.tolist(), strict=True))
+
+
+def build_trained_role(
+    config: TrainedRoleConfig,
+    groups: RoleGroups,
+    training: RoleGroups,
+    *,
+    head: Head,
+    max_length: int,
+    device: torch.device,
+    lean: bool,
+    num_updates: int,
+) -> TrainedRole:
+    """Both models of a role on this rank.  `groups` is where it serves, `training` where it is updated."""
+    layout = config.train
+    plain = layout.vpp == 1 and not layout.sequence_parallel and layout.recompute == "none"
+    serving = load_role(config, groups, head=head, max_length=max_length, device=device, lean=lean)
+    if plain and training is groups:
+        return TrainedRole(TrainedModel(serving, config.optimizer, num_updates, layout), serving, None)
+    chunks = load_training(config, layout, training, head=head, max_length=max_length, device=device)
+    trained = TrainedModel(chunks, config.optimizer, num_updates, layout)
+    return TrainedRole(trained, serving.requires_grad_(False), Reallocation(chunks, serving))
