@@ -1,0 +1,40 @@
+"""What can be wrong with a schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from oppo_megatron.schedule.actions import Action
+
+
+class FaultKind(str, Enum):
+    """Kinds of faults; each equals its word (`fault.kind == "deadlock"`)."""
+
+    MISSING = "missing"  # the round asks for an action that no list has
+    DOUBLED = "doubled"  # a rank is told to do the same twice
+    FOREIGN = "foreign"  # the round asks for no such action, or not of this rank
+    LOST_PEER = "lost peer"  # a send that nobody receives, a receive of what nobody sends, a wrong peer
+    ORDER = "order"  # messages asked for in another order than sent; micro-batches out of their order
+    TENSOR_RANKS = "tensor ranks"  # the tensor ranks of a stage are told different things
+    CAUSALITY = "causality"  # something is used before it is there
+    KV = "kv"  # a cache overruns its budget, or does not hold what a micro-batch builds upon
+    DEADLOCK = "deadlock"  # ranks that wait for each other, or for what never comes
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that is wrong, at `position` of the list of `rank`.
+
+    `action` is None where the list has no such action; `position` is then where the list ends.  `message` says in a
+    sentence what is wrong, the rule that it breaks, and what to do.
+    """
+
+    kind: FaultKind
+    rank: int
+    position: int
+    action: Action | None
+    message: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}, action {self.position}, {self.kind.value}: {self.message}"

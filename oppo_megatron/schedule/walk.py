@@ -1,0 +1,203 @@
+"""One pass over each rank's list: nothing is used before it is there, and no cache overruns its budget.
+
+Messages are actions of their own, so what a rank has at an action follows from its own list alone.  Of each role a rank
+holds one hidden state: the one received last, or the result (hidden state, logits) of the last decode or prefill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from oppo_megatron.config.places import Seat
+from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
+from oppo_megatron.schedule.faults import Fault, FaultKind
+from oppo_megatron.schedule.rounds import Batch, KVBudget, Round, Site
+from oppo_megatron.schedule.timeline import batch_of, seats_of
+
+Step = tuple[int, int | None]
+"""Micro-batch and decode step; None for prefill."""
+
+RECEIVED, RESULT = "received hidden state", "result"
+
+
+def walk_ranks(
+    schedule: Schedule,
+    round_: Round,
+    site: Site,
+    budgets: Mapping[str, Sequence[KVBudget]],
+    skip: Collection[tuple[int, int]] = (),
+) -> list[Fault]:
+    """The faults of every rank.  Actions at `skip` (rank, position) are passed over: they do not belong there."""
+    seats = seats_of(site)
+    faults: list[Fault] = []
+    told: set[tuple[str, int, str]] = set()
+    for rank in sorted(schedule.actions):
+        walk = _Walk(rank, round_, site, {role: seat for (role, r), seat in seats.items() if r == rank}, budgets, told)
+        for position, action in enumerate(schedule.of(rank)):
+            if (rank, position) not in skip:
+                faults += [
+                    Fault(kind, rank, position, action, f"`{action}` {text}") for kind, text in walk.visit(action)
+                ]
+    return faults
+
+
+Trouble = tuple[FaultKind, str]
+
+
+@dataclass
+class _Walk:
+    """What one rank has, as its list goes on.  `told`: caches whose overrun has been reported, by any rank."""
+
+    rank: int
+    round: Round
+    site: Site
+    seats: Mapping[str, Seat]
+    budgets: Mapping[str, Sequence[KVBudget]]
+    told: set[tuple[str, int, str]]
+    held: dict[str, tuple[str, Step]] = field(default_factory=dict)
+    tokens: set[Step] = field(default_factory=set)
+    cached: dict[str, dict[int, int]] = field(default_factory=dict)
+    prefilled: dict[str, int] = field(default_factory=dict)
+    decoded: tuple[int, int] = (-1, -1)
+    gathered: bool = False
+
+    def visit(self, action: Action) -> Iterator[Trouble]:
+        """What is wrong with doing `action` now; then it counts as done."""
+        if action.op is Op.GATHER:
+            yield from self._whole_chunk(gathered=True)
+            self.gathered = True
+        elif action.op is Op.SEND:
+            yield from self._send(action)
+        elif action.op is Op.RECV:
+            yield from self._receive(action)
+        elif action.op is Op.DECODE:
+            yield from self._decode(action)
+        elif action.op is Op.PREFILL:
+            yield from self._prefill(action)
+        else:
+            yield from self._finish(action)
+
+    def _send(self, action: Action) -> Iterator[Trouble]:
+        if action.payload is Payload.HIDDEN:
+            yield from self._use(RESULT, action, "sends a hidden state that is not the last one computed")
+        elif action.payload is Payload.TOKENS and (action.micro_batch, action.step) not in self.tokens:
+            yield FaultKind.CAUSALITY, "sends tokens that are not drawn yet; sending follows sampling; put it behind"
+        elif action.payload is Payload.CHUNK:
+            yield from self._whole_chunk(gathered=self.gathered or self.site.places["actor"].dp == 1)
+
+    def _receive(self, action: Action) -> Iterator[Trouble]:
+        if action.payload is Payload.TOKENS:
+            self.tokens.add((action.micro_batch, action.step))
+        elif action.payload is Payload.HIDDEN:
+            yield from self._hold(RECEIVED, action)
+
+    def _decode(self, action: Action) -> Iterator[Trouble]:
+        seat, step = self.seats["actor"], action.step or 0
+        prefills = self.round.prefill.get("actor", ())
+        waiting = len(prefills[seat.replica]) if seat.replica < len(prefills) else 0
+        if self.prefilled.get("actor", 0) < waiting:
+            yield FaultKind.CAUSALITY, "comes before the actor's prefill; decoding builds upon it; put it behind"
+        if (step, action.micro_batch) < self.decoded:
+            yield (
+                FaultKind.ORDER,
+                f"comes after step {self.decoded[0]} of m{self.decoded[1]}; a stage decodes by step, then micro-batch; "
+                "put it before",
+            )
+        if step > 0 and (action.micro_batch, step - 1) not in self.tokens:
+            yield FaultKind.CAUSALITY, "comes before the tokens of the step before it; it continues them; put it behind"
+        yield from self._input(action, seat)
+        yield from self._grow(action, seat, step)
+        self.decoded = max(self.decoded, (step, action.micro_batch))
+        yield from self._hold(RESULT, action)
+
+    def _prefill(self, action: Action) -> Iterator[Trouble]:
+        seat, done = self.seats[action.role], self.prefilled.get(action.role, 0)
+        if action.micro_batch != done:
+            yield FaultKind.ORDER, f"comes where m{done} is due; a role prefills its micro-batches in order; sort them"
+        yield from self._input(action, seat)
+        yield from self._grow(action, seat, None)
+        self.prefilled[action.role] = done + 1
+        yield from self._hold(RESULT, action)
+
+    def _finish(self, action: Action) -> Iterator[Trouble]:
+        """Sample, score."""
+        source = "decode" if action.op is Op.SAMPLE else "prefill"
+        yield from self._use(RESULT, action, f"does not follow its own {source}, the last one computed")
+        if action.op is Op.SAMPLE:
+            self.tokens.add((action.micro_batch, action.step))
+
+    def _input(self, action: Action, seat: Seat) -> Iterator[Trouble]:
+        if seat.stage > 0:
+            yield from self._use(RECEIVED, action, "uses a hidden state that is not the last one received")
+
+    def _use(self, what: str, action: Action, trouble: str) -> Iterator[Trouble]:
+        if self.held.pop(action.role, None) != (what, (action.micro_batch, action.step)):
+            yield FaultKind.CAUSALITY, f"{trouble}; a rank holds one of each role; put it directly behind what makes it"
+
+    def _hold(self, what: str, action: Action) -> Iterator[Trouble]:
+        """What is held waits for a decode, prefill, send, sample or score; the actor's last stage prefills for none."""
+        if action.role in self.held:
+            held, (m, step) = self.held[action.role]
+            yield (
+                FaultKind.CAUSALITY,
+                f"overwrites the {held} of m{m}{'' if step is None else f' s{step}'} before it is used; a rank holds one "
+                "hidden state of each role; put it behind the action that uses that one",
+            )
+        seat = self.seats[action.role]
+        if action.op is Op.PREFILL and action.role == "actor" and seat.stage == self.site.places["actor"].pp - 1:
+            return
+        self.held[action.role] = what, (action.micro_batch, action.step)
+
+    def _whole_chunk(self, gathered: bool) -> Iterator[Trouble]:
+        replica = self.seats["actor"].replica
+        batches = self.round.decode[replica] if replica < len(self.round.decode) else ()
+        if not gathered or len(self.tokens) < self.round.steps * len(batches):
+            yield FaultKind.CAUSALITY, "comes before this rank knows the whole chunk; put it behind its last tokens"
+
+    def _grow(self, action: Action, seat: Seat, step: int | None) -> Iterator[Trouble]:
+        """Let the cache of the role grow by the micro-batch, or by one step of it."""
+        batch = batch_of(self.round, action, seat.replica)
+        cached = self.cached.setdefault(action.role, {})
+        if step:  # the slots are taken and the past has been compared at step 0
+            lengths = [min(step + 1, g.new) + g.past for g in batch]
+        else:
+            for growth in batch:
+                if cached.get(growth.seq_id, growth.past) != growth.past:
+                    yield (
+                        FaultKind.KV,
+                        f"continues sequence {growth.seq_id} at {growth.past} tokens where its cache holds "
+                        f"{cached[growth.seq_id]}; a micro-batch continues what is cached; put it in its order",
+                    )
+            lengths = [g.past + (g.new if step is None else min(1, g.new)) for g in batch]
+        for growth, length in zip(batch, lengths, strict=True):
+            cached[growth.seq_id] = length
+        budgets = self.budgets.get(action.role)
+        if budgets is not None:
+            yield from self._within(budgets[seat.replica], action.role, seat.replica, batch, cached, lengths)
+
+    def _within(
+        self,
+        budget: KVBudget,
+        role: str,
+        replica: int,
+        batch: Batch,
+        cached: Mapping[int, int],
+        lengths: Sequence[int],
+    ) -> Iterator[Trouble]:
+        cache = f"the cache of {role} replica {replica}"
+        if len(batch) > budget.slots:
+            text = f"is of {len(batch)} sequences; {cache} has {budget.slots} slots, too few for one micro-batch; "
+            yield from self._tell(role, replica, "slots", f"{text}give it more memory or make micro-batches smaller")
+        elif budget.others + len(cached) > budget.slots:
+            text = f"makes {len(cached)} sequences beside {budget.others} others; {cache} has {budget.slots} slots; "
+            yield from self._tell(role, replica, "slots", f"{text}give it more memory or the round fewer sequences")
+        if max(lengths, default=0) > budget.max_length:
+            text = f"makes a sequence of {max(lengths)} tokens; {cache} has room for {budget.max_length} of each; "
+            yield from self._tell(role, replica, "length", f"{text}give it longer sequences or end this one sooner")
+
+    def _tell(self, role: str, replica: int, what: str, text: str) -> Iterator[Trouble]:
+        """An overrun, once for each cache: all stages and tensor ranks of a replica have the same."""
+        if (role, replica, what) not in self.told:
+            self.told.add((role, replica, what))
+            yield FaultKind.KV, text
