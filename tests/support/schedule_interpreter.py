@@ -1,0 +1,265 @@
+"""Really runs a schedule's lists, on values that tell where they come from: the judge of what the checker says.
+
+It knows no rule about schedules.  A message is whatever comes next on its link; an action computes on whatever its
+rank holds, as the stations of the runtime do; every value is a hash of all that went into it.  A schedule is harmful
+where a rank hangs or finds nothing to work on, where tensor ranks meet at different actions, where a message is left
+over, or where any value differs from the reference, which `reference` computes without ranks and messages.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from oppo_megatron.config.places import Seat
+from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
+from oppo_megatron.schedule.rounds import Batch, Round, Site
+
+
+class Harm(Exception):
+    """The schedule cannot be carried out, or not as it should be."""
+
+
+@dataclass
+class State:
+    """What a rank has at the end; all of it must be as in the reference.
+
+    `caches[role][sequence]`, `scores[role, micro-batch]`, `books[sequence]` drawn tokens, `chunk` what the rank knows
+    of all replicas' tokens (None where nobody tells it).
+    """
+
+    caches: dict[str, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
+    scores: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+    books: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    chunk: Any = None
+
+
+def _first_input(role: str, seq_id: int, past: int, new: int) -> int:
+    return hash(("tokens", role, seq_id, past, new))
+
+
+def _next_input(seq_id: int, book: list[int]) -> int:
+    return book[-1] if book else hash(("last prompt token", seq_id))
+
+
+def _layer(state: State, role: str, stage: int, seq_id: int, value: int) -> int:
+    """A stage's work on one sequence: the output depends on the cache, and the cache grows by the input."""
+    past = state.caches[role].get(seq_id, hash(("cached before", role, stage, seq_id)))
+    state.caches[role][seq_id] = hash(("cache", past, value))
+    return hash(("out", stage, past, value))
+
+
+def _snapshot(books: dict[int, list[int]]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    return tuple(sorted((seq_id, tuple(tokens)) for seq_id, tokens in books.items() if tokens))
+
+
+def reference(round_: Round, site: Site) -> dict[int, State]:
+    """What every rank should have at the end."""
+    states = {rank: State() for place in site.places.values() for rank in place.ranks}
+    stages: dict[tuple[str, int, int], State] = defaultdict(State)  # one for all tensor ranks
+    for role, replicas in round_.prefill.items():
+        for replica, batches in enumerate(replicas):
+            for m, batch in enumerate(batches):
+                values = [_first_input(role, g.seq_id, g.past, g.new) for g in batch]
+                for stage in range(site.places[role].pp):
+                    at = stages[role, replica, stage]
+                    values = [_layer(at, role, stage, g.seq_id, v) for g, v in zip(batch, values, strict=True)]
+                if role != "actor":
+                    stages[role, replica, site.places[role].pp - 1].scores[role, m] = values
+    actor, chunk = site.places["actor"], dict[int, list[int]]()
+    for replica, batches in enumerate(round_.decode):
+        books: dict[int, list[int]] = defaultdict(list)
+        for _ in range(round_.steps):
+            for batch in batches:
+                values = [_next_input(g.seq_id, books[g.seq_id]) for g in batch]
+                for stage in range(actor.pp):
+                    at = stages["actor", replica, stage]
+                    drawn = [_next_input(g.seq_id, books[g.seq_id]) for g in batch]
+                    inputs = [hash(pair) for pair in zip(values, drawn, strict=True)]
+                    values = [_layer(at, "actor", stage, g.seq_id, v) for g, v in zip(batch, inputs, strict=True)]
+                for growth, value in zip(batch, values, strict=True):
+                    books[growth.seq_id].append(hash(("drawn", value)))
+        for stage in range(actor.pp):
+            stages["actor", replica, stage].books = books
+        chunk |= books
+    for rank, state in states.items():
+        for role, place in site.places.items():
+            seat = place.seat(rank)
+            if seat is not None:
+                at = stages[role, seat.replica, seat.stage]
+                state.caches |= at.caches
+                state.scores |= at.scores
+                state.books.update(at.books)
+        if round_.steps and (rank in site.listeners or (rank in actor.ranks and actor.dp > 1)):
+            state.chunk = _snapshot(chunk)
+    return states
+
+
+def harm(schedule: Schedule, round_: Round, site: Site) -> str | None:
+    """What goes wrong when the schedule is really run; None where nothing does."""
+    try:
+        states = _Machine(schedule, round_, site).run()
+    except Harm as error:
+        return str(error)
+    for rank, expected in reference(round_, site).items():
+        got = states[rank]
+        for what in ("caches", "scores", "chunk"):
+            if getattr(got, what) != getattr(expected, what):
+                return f"rank {rank}: {what} differ"
+        if _snapshot(got.books) != _snapshot(expected.books):
+            return f"rank {rank}: drawn tokens differ"
+    return None
+
+
+class _Machine:
+    """The ranks as coroutines: each yields while it waits."""
+
+    def __init__(self, schedule: Schedule, round_: Round, site: Site):
+        self.schedule, self.round, self.site = schedule, round_, site
+        self.states = {rank: State() for place in site.places.values() for rank in place.ranks}
+        self.links: dict[object, deque[Any]] = defaultdict(deque)
+        self.hidden: dict[object, list[int]] = {}
+        self.meetings: dict[object, list[dict[int, Any]]] = defaultdict(list)
+        self.met: dict[tuple[object, int], int] = defaultdict(int)
+
+    def run(self) -> dict[int, State]:
+        ranks = {rank: self._rank(rank) for rank in self.states}
+        while ranks:
+            moved = False
+            for rank, steps in list(ranks.items()):
+                for went_on in steps:
+                    moved = moved or went_on
+                    if not went_on:
+                        break
+                else:
+                    del ranks[rank]
+                    moved = True
+            if not moved:
+                raise Harm(f"ranks {sorted(ranks)} hang")
+        if any(self.links.values()):
+            raise Harm("a message is left over")
+        return self.states
+
+    def _rank(self, rank: int) -> Iterator[bool]:
+        for action in self.schedule.of(rank):
+            place = self.site.places[action.role]
+            seat = place.seat(rank)
+            if action.op is Op.SEND:
+                self._send(action)
+                yield True
+            elif action.op is Op.RECV:
+                link = self.links[action.peer, rank, action.role, action.payload]
+                while not link:
+                    yield False
+                self._take(action, seat, link.popleft())
+                yield True
+            elif action.op is Op.GATHER:
+                yield from self._gather(action)
+            else:
+                assert seat is not None
+                yield from self._compute(action, seat)
+
+    def _meet(self, group: tuple[int, ...], name: object, rank: int, brought: Any) -> Iterator[bool]:
+        """Every rank of the group comes; the n-th call of each belongs together."""
+        number = self.met[name, rank]
+        self.met[name, rank] += 1
+        meetings = self.meetings[name]
+        while len(meetings) <= number:
+            meetings.append({})
+        meetings[number][rank] = brought
+        while len(meetings[number]) < len(group):
+            yield False
+        yield True
+
+    def _place_of_hidden(self, action: Action) -> object:
+        """A scorer holds one hidden state, the actor one of each micro-batch."""
+        return (action.rank, action.role, action.micro_batch if action.role == "actor" else None)
+
+    def _send(self, action: Action) -> None:
+        state = self.states[action.rank]
+        if action.payload is Payload.HIDDEN:
+            content: Any = self.hidden.get(self._place_of_hidden(action))
+            if content is None:
+                raise Harm(f"{action}: there is nothing to send")
+        elif action.payload is Payload.TOKENS:
+            books = [state.books[g.seq_id] for g in self._batch(action)]
+            if not all(books):
+                raise Harm(f"{action}: there is nothing to send")
+            content = [book[-1] for book in books]
+        else:
+            content = state.chunk if state.chunk is not None else _snapshot(state.books)
+        self.links[action.rank, action.peer, action.role, action.payload].append(content)
+
+    def _take(self, action: Action, seat: Seat | None, content: Any) -> None:
+        state = self.states[action.rank]
+        if action.payload is Payload.HIDDEN:
+            self.hidden[self._place_of_hidden(action)] = content
+        elif action.payload is Payload.TOKENS:
+            self._append(state, self._batch(action), content)
+        else:
+            state.chunk = content
+
+    def _append(self, state: State, batch: Batch, tokens: list[int]) -> None:
+        for growth, token in zip(batch, tokens, strict=True):
+            state.books[growth.seq_id].append(token)
+
+    def _gather(self, action: Action) -> Iterator[bool]:
+        state, place = self.states[action.rank], self.site.places["actor"]
+        number = self.met["gather", action.rank]
+        yield from self._meet(place.ranks, "gather", action.rank, _snapshot(state.books))
+        seat = place.seat(action.rank)
+        assert seat is not None
+        column = [place.rank(replica, seat.stage, seat.shard) for replica in range(place.dp)]
+        brought = self.meetings["gather"][number]
+        state.chunk = tuple(sorted(row for rank in column for row in brought[rank]))
+
+    def _batch(self, action: Action) -> Batch:
+        seat = self.site.places[action.role].seat(action.rank)
+        assert seat is not None
+        if action.step is None:
+            return self.round.prefill[action.role][seat.replica][action.micro_batch]
+        return self.round.decode[seat.replica][action.micro_batch]
+
+    def _compute(self, action: Action, seat: Seat) -> Iterator[bool]:
+        place, rank = self.site.places[action.role], action.rank
+        group = place.stage_ranks(seat.replica, seat.stage)
+        own = self._input(action, seat)
+        call = (action.op, action.micro_batch, action.step)
+        number = self.met[(action.role, group), rank]
+        yield from self._meet(group, (action.role, group), rank, (call, own))
+        brought = [self.meetings[(action.role, group)][number][member] for member in group]
+        if any(other != (call, own) for other in brought):
+            raise Harm(f"{action}: its tensor ranks meet at different actions or with different values")
+        self._work(action, seat, own)
+        yield True
+
+    def _input(self, action: Action, seat: Seat) -> list[int]:
+        batch, state = self._batch(action), self.states[action.rank]
+        held = self.hidden.get(self._place_of_hidden(action))
+        if action.op in (Op.SAMPLE, Op.SCORE) or seat.stage > 0:
+            if held is None:
+                raise Harm(f"{action}: there is nothing to work on")
+            values = held
+        elif action.op is Op.DECODE:
+            values = [_next_input(g.seq_id, state.books[g.seq_id]) for g in batch]
+        else:
+            values = [_first_input(action.role, g.seq_id, g.past, g.new) for g in batch]
+        if action.op is Op.DECODE:
+            drawn = [_next_input(g.seq_id, state.books[g.seq_id]) for g in batch]
+            values = [hash(pair) for pair in zip(values, drawn, strict=True)]
+        return values
+
+    def _work(self, action: Action, seat: Seat, values: list[int]) -> None:
+        batch, state = self._batch(action), self.states[action.rank]
+        if action.op is Op.SAMPLE:
+            self._append(state, batch, [hash(("drawn", value)) for value in values])
+        elif action.op is Op.SCORE:
+            if (action.role, action.micro_batch) in state.scores:
+                raise Harm(f"{action}: the outputs are there already")
+            state.scores[action.role, action.micro_batch] = values
+        else:
+            pairs = zip(batch, values, strict=True)
+            out = [_layer(state, action.role, seat.stage, g.seq_id, value) for g, value in pairs]
+            self.hidden[self._place_of_hidden(action)] = out
