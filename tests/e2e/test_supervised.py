@@ -150,17 +150,17 @@ def test_layouts_train_alike(inputs: Path, tmp_path: Path, kind: str) -> None:
     alone = run(kind, settings(inputs, kind, tmp_path / "alone", **changes))
     assert len(alone) == 8, "3 epochs of 24 rows are 7 batches of 10 and one of 2"
     weights = tensors_of(tmp_path / "alone" / "weights")
-    for tp, pp in [(2, 1), (1, 2)]:
-        run_dir = tmp_path / f"tp{tp}pp{pp}"
-        chosen = settings(inputs, kind, run_dir, parallel={"tp": tp, "pp": pp}, **changes)
-        run_ranks(2, "tests.e2e.supervised_jobs:train", kind=kind, settings=chosen)
+    for tp, pp, dp in [(2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2)]:
+        run_dir = tmp_path / f"tp{tp}pp{pp}dp{dp}"
+        chosen = settings(inputs, kind, run_dir, parallel={"tp": tp, "pp": pp, "dp": dp}, **changes)
+        run_ranks(tp * pp * dp, "tests.e2e.supervised_jobs:train", kind=kind, settings=chosen)
         for ours, theirs in zip(metrics(run_dir), alone, strict=True):
-            assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-4), (tp, pp, ours["step"])
-            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=2e-3), (tp, pp, ours["step"])
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-4), (tp, pp, dp, ours["step"])
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=2e-3), (tp, pp, dp, ours["step"])
             assert ours["tokens"] == theirs["tokens"] and ours["lr"] == theirs["lr"]
         for name, tensor in tensors_of(run_dir / "weights").items():
-            assert (tensor - weights[name]).abs().max() < 1e-3, (tp, pp, name)
-        assert {span.rank for span in read_trace(run_dir / "trace.json")} == {0, 1}
+            assert (tensor - weights[name]).abs().max() < 1e-3, (tp, pp, dp, name)
+        assert {span.rank for span in read_trace(run_dir / "trace.json")} == set(range(tp * pp * dp))
         assert not list(run_dir.glob("trace.rank*")), "per-rank traces are merged"
 
 

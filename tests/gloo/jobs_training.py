@@ -13,6 +13,7 @@ from torch import Tensor
 
 from oppo_megatron.config.model import ModelConfig, OptimizerConfig, TrainingLayoutConfig
 from oppo_megatron.errors import NumericsError
+from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.runtime.batch import MicroBatch, pack_responses, split_rows
 from oppo_megatron.runtime.mcore.groups import RoleGroups
 from oppo_megatron.runtime.mcore.hf_weights import export_weights
@@ -22,6 +23,7 @@ from oppo_megatron.runtime.mcore.training import Loss, TrainedModel, forward_row
 from oppo_megatron.runtime.mcore.vocab_parallel import gather_logits, token_logprobs
 from oppo_megatron.runtime.roles import load_training
 from oppo_megatron.schedule.packing import balance
+from oppo_megatron.train.update import UpdateSettings, run_update
 from tests.gloo.models import CPU, MAX_LENGTH, Whole, load, micro_batches, world_groups
 
 ENTROPY_WEIGHT = 0.05
@@ -150,6 +152,36 @@ def full_outputs(chunks: Sequence[RoleModel], probes: Sequence[list[int]]) -> Te
     return torch.cat(outputs) if outputs else None
 
 
+def updates(directory: str, target: str, tp: int, pp: int, lengths: list[tuple[int, int]]) -> list[dict[str, float]]:
+    """Reports of `run_update` on rollouts of (prompt, response) tokens; the weights are written to `target`."""
+    groups = world_groups(tp, pp)
+    layout = TrainingLayoutConfig()
+    (model,) = chunks = load_chunks(directory, groups, "lm", layout)
+    dice = torch.Generator().manual_seed(4)
+
+    def tokens(num: int) -> list[int]:
+        return torch.randint(1, 64, (num,), generator=dice).tolist()
+
+    batch = [
+        Rollout(Prompt(i, i, "", tuple(tokens(prompt))), i, tokens(response))
+        for i, (prompt, response) in enumerate(lengths)
+    ]
+    weights_T = torch.rand(sum(len(rollout.tokens) for rollout in batch), generator=dice)
+
+    def loss(micro: MicroBatch, output: Tensor, num_tokens: int, first: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        logp_R, _ = token_logprobs(output, micro.targets_R, groups.collection.tp)
+        share = -(logp_R * micro.extra["weights"]).sum() / num_tokens
+        stats = {"loss": share.detach(), "max_logp": logp_R.detach().max(), "first": torch.tensor(float(first))}
+        return share, stats | {"tokens": torch.tensor(float(len(logp_R)))}
+
+    trained = TrainedModel(chunks, OptimizerConfig(lr=0.01), total_steps=8, layout=layout)
+    settings = UpdateSettings(epochs=2, minibatches=3, micro_batch_tokens=20, seed=3, step=1, device=CPU)
+    reports = run_update(trained, batch, {"weights": weights_T}, loss, settings)
+    group = groups.collection
+    export_weights(model, model.shape, Path(target), head="lm", tp_group=group.tp, pp_group=group.pp, dp_group=group.dp)
+    return reports
+
+
 def refused_step(directory: str, tp: int, pp: int, data: list[Minibatch]) -> str:
     """A gradient that is not finite: the error, after checking that the weights stayed as they were."""
     model = load(directory, world_groups(tp, pp))
@@ -172,15 +204,20 @@ def refused_step(directory: str, tp: int, pp: int, data: list[Minibatch]) -> str
     return "no error"
 
 
-def bfloat16_steps(directory: str, tp: int, pp: int, data: list[Minibatch], num_steps: int) -> list[float]:
-    """Losses of repeated steps on one minibatch in bfloat16 with float32 master weights."""
+def bfloat16_steps(
+    directory: str, tp: int, pp: int, data: list[Minibatch], num_steps: int
+) -> tuple[list[float], int, int]:
+    """Repeated steps on one minibatch in bfloat16: losses, numbers in the weights and in this rank's float32 masters."""
     model = load(directory, world_groups(tp, pp), dtype="bfloat16")
     assert all(p.dtype == torch.bfloat16 for p in model.parameters())
     trained = TrainedModel(model, OptimizerConfig(lr=1e-3), total_steps=num_steps)
     masters = [p for group in trained.optimizer.param_groups for p in group["params"]]
-    assert all(p.dtype == torch.float32 for p in masters) and len(masters) == len(list(model.parameters()))
-    batch = data[0]
-    reports = [trained.step(batch.pack(), loss_of(model, batch.num_tokens)) for _ in range(num_steps)]
-    sums = sorted(float(p.to(torch.bfloat16).double().sum()) for p in masters)
-    assert sums == sorted(float(p.double().sum()) for p in model.parameters()), "what decodes is the rounded master"
-    return [r.stats["loss"] for r in reports if r.stats]
+    assert all(p.dtype == torch.float32 for p in masters)
+    batch, groups = data[0], model.groups
+    reports = [trained.step(batch.share(groups).pack(), loss_of(model, batch.num_tokens)) for _ in range(num_steps)]
+    sums = torch.stack([sum(p.to(torch.bfloat16).double().sum() for p in masters)])  # type: ignore[arg-type]
+    dist.all_reduce(sums, group=groups.collection.dp)
+    expected = sum(float(p.double().sum()) for p in model.parameters())
+    assert abs(float(sums) - expected) < 1e-6, "what decodes is the rounded master"
+    sizes = sum(p.numel() for p in model.parameters()), sum(p.numel() for p in masters)
+    return [r.stats["loss"] for r in reports if r.stats], *sizes

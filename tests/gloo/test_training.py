@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -168,10 +169,12 @@ def reference(directory: str, clip_grad: float) -> dict[str, Any]:
     return plain_training(directory, SETTINGS.model_copy(update={"clip_grad": clip_grad}))
 
 
-def check(answers: list[dict[str, Any]], name: str, expected: dict[str, Any], written: Path, speaking: int) -> None:
-    """`speaking` is the number of last-stage ranks."""
+def check(
+    answers: list[dict[str, Any]], name: str, expected: dict[str, Any], written: Path, speaking: int, rel: float = 1e-5
+) -> None:
+    """`speaking` is the number of last-stage ranks, `rel` the tolerance of gradient norms."""
     for answer in (a[name] for a in answers):
-        assert answer["grad_norm"] == pytest.approx(expected["norms"], rel=1e-5)
+        assert answer["grad_norm"] == pytest.approx(expected["norms"], rel=rel)
         assert answer["lr"] == pytest.approx([rate(step) for step in range(NUM_STEPS)])
     speakers = [a[name] for a in answers if "outputs" in a[name]]
     assert len(speakers) == speaking
@@ -188,7 +191,7 @@ def check(answers: list[dict[str, Any]], name: str, expected: dict[str, Any], wr
 
 
 def run_case(
-    chosen: dict[str, str], case: Case, target: Path, config: OptimizerConfig = SETTINGS, **changes: Any
+    chosen: dict[str, str], case: Case, target: Path, config: OptimizerConfig = SETTINGS
 ) -> list[dict[str, Any]]:
     tp, pp, dp, options = case
     return run_ranks(
@@ -201,7 +204,7 @@ def run_case(
         config=config,
         data=DATA,
         probes=PROBES,
-        layout=TrainingLayoutConfig(**{**PLAIN, **options, **changes}),
+        layout=TrainingLayoutConfig(**{**PLAIN, **options}),
     )
 
 
@@ -219,7 +222,13 @@ def test_steps_equal_plain_torch(models: dict[str, str], case: Case, tmp_path: P
 def test_interleaved_steps_equal_plain_torch(deep_models: dict[str, str], case: Case, tmp_path: Path) -> None:
     answers = run_case(deep_models, case, tmp_path)
     for name, directory in deep_models.items():
-        check(answers, name, reference(directory, SETTINGS.clip_grad), tmp_path, case.tp * case.dp)
+        check(answers, name, reference(directory, SETTINGS.clip_grad), tmp_path, case.tp * case.dp, rel=3e-5)
+
+
+def test_without_clipping_the_norm_is_still_reported(models: dict[str, str], tmp_path: Path) -> None:
+    config = SETTINGS.model_copy(update={"clip_grad": 0.0})
+    answers = run_case({"qwen2": models["qwen2"]}, Case(1, 2, 1), tmp_path, config)
+    check(answers, "qwen2", reference(models["qwen2"], 0.0), tmp_path, 1)
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(models: dict[str, str]) -> None:
@@ -229,10 +238,10 @@ def test_a_gradient_that_is_not_finite_changes_nothing(models: dict[str, str]) -
         assert "gradient norm is nan" in message and "learning rate" in message
 
 
-@pytest.mark.parametrize("tp,pp", [(1, 1), (2, 2)])
-def test_bfloat16_trains_on_float32_masters(models: dict[str, str], tp: int, pp: int) -> None:
+@pytest.mark.parametrize("tp,pp,dp", [(1, 1, 1), (2, 2, 1), (1, 2, 2)])
+def test_bfloat16_trains_on_float32_masters(models: dict[str, str], tp: int, pp: int, dp: int) -> None:
     answers = run_ranks(
-        tp * pp,
+        tp * pp * dp,
         "tests.gloo.jobs_training:bfloat16_steps",
         directory=models["qwen3"],
         tp=tp,
@@ -240,9 +249,56 @@ def test_bfloat16_trains_on_float32_masters(models: dict[str, str], tp: int, pp:
         data=DATA,
         num_steps=6,
     )
-    losses = answers[-1]
+    losses, _, _ = answers[-1]
     assert len(losses) == 6 and losses[-1] < losses[0] - 0.05
     assert all(math.isfinite(loss) for loss in losses)
+    for _, weights, masters in answers:
+        assert masters == pytest.approx(weights / dp, rel=0.2), "replicas share the masters"
+
+
+def weights_of(directory: Path) -> dict[str, Tensor]:
+    return {name: t for file in directory.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+def test_the_distributed_optimizer_with_overlapped_reduce_changes_nothing(
+    models: dict[str, str], tmp_path: Path
+) -> None:
+    found = {}
+    for kind, options in (("plain", PLAIN), ("sharded", SHARDED | OVERLAP)):
+        (tmp_path / kind).mkdir()
+        case = Case(1, 1, 2, options)
+        found[kind] = run_case({"qwen2": models["qwen2"]}, case, tmp_path / kind)[0]["qwen2"]
+    assert found["sharded"]["grad_norm"] == pytest.approx(found["plain"]["grad_norm"], rel=1e-6)
+    plain, sharded = (weights_of(tmp_path / kind / "qwen2") for kind in found)
+    assert plain.keys() == sharded.keys()
+    assert max(float((plain[name] - sharded[name]).abs().max()) for name in plain) < 1e-6
+
+
+def test_an_update_is_the_same_on_any_number_of_replicas(models: dict[str, str], tmp_path: Path) -> None:
+    """Six minibatches of two or three rollouts: with four replicas some have none."""
+    lengths = [(3, 9), (5, 2), (1, 7), (4, 4), (2, 8), (6, 1), (3, 3)]
+    found = []
+    for number, (world, tp, pp) in enumerate([(1, 1, 1), (2, 1, 1), (4, 1, 1), (4, 1, 2)]):
+        answers = run_ranks(
+            world,
+            "tests.gloo.jobs_training:updates",
+            directory=models["qwen2"],
+            target=str(tmp_path / str(number)),
+            tp=tp,
+            pp=pp,
+            lengths=lengths,
+        )
+        assert answers[-1] == answers[-2 if world > 1 else -1], "the last stage of every replica knows the same"
+        found.append((answers[-1], weights_of(tmp_path / str(number))))
+    (alone, weights), *others = found
+    assert len(alone) == 6 and sum(report["tokens"] for report in alone) == 2 * sum(n for _, n in lengths)
+    assert [report["first"] > 0 for report in alone] == [True] + [False] * 5
+    for reports, found_weights in others:
+        for ours, theirs in zip(reports, alone, strict=True):
+            assert ours["tokens"] == theirs["tokens"] and ours["lr"] == theirs["lr"]
+            for name in ("loss", "max_logp", "grad_norm"):
+                assert ours[name] == pytest.approx(theirs[name], rel=2e-5), name
+        assert max(float((found_weights[name] - weights[name]).abs().max()) for name in weights) < 2e-5
 
 
 @pytest.mark.parametrize("decay", ["constant", "linear", "cosine"])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oppo_megatron.runtime.batch import join_rows, pack_responses, split_rows
+from oppo_megatron.runtime.batch import MicroBatch, join_rows, pack_responses, split_rows
 
 CPU = torch.device("cpu")
 TOKENS = st.lists(st.integers(0, 500), min_size=1, max_size=6)
@@ -45,3 +46,26 @@ def test_join_inverts_split(lengths: list[int], budget: int) -> None:
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     assert pieces[0].tolist() == [float(starts[i] + t) for i in batches[0].index for t in range(lengths[i])]
     assert torch.equal(join_rows(pieces, lengths, batches), values_T)
+
+
+@given(lengths=st.lists(st.integers(1, 6), min_size=1, max_size=5), more=st.integers(0, 30), longest=st.integers(1, 9))
+def test_padding_is_sequences_behind_the_batch(lengths: list[int], more: int, longest: int) -> None:
+    (batch,) = pack_responses([[7]] * len(lengths), [[5] * n for n in lengths], 1000, CPU)
+    num_tokens = sum(lengths)
+    padded_lengths, tokens_T = batch.padded(num_tokens + more, longest)
+    assert padded_lengths[: len(lengths)] == batch.lengths and sum(padded_lengths) == len(tokens_T) == num_tokens + more
+    assert all(1 <= n <= longest for n in padded_lengths[len(lengths) :])
+    assert torch.equal(tokens_T[:num_tokens], batch.tokens_T) and not tokens_T[num_tokens:].any()
+    assert int(batch.rows_R.max()) < num_tokens, "no row looks at the padding"
+
+
+def test_tokens_that_do_not_fit_are_our_own_bug() -> None:
+    (batch,) = pack_responses([[1, 2]], [[3, 4]], 10, CPU)
+    with pytest.raises(AssertionError, match="3 tokens do not fit into 2"):
+        batch.padded(2, 8)
+
+
+def test_a_dummy_belongs_to_no_sequence() -> None:
+    dummy = MicroBatch.dummy(CPU)
+    assert dummy.is_dummy and len(dummy.tokens_T) == sum(dummy.lengths) == 1 and dummy.rows_R.tolist() == [0]
+    assert not pack_responses([[1]], [[2]], 10, CPU)[0].is_dummy

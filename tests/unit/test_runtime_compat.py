@@ -26,6 +26,8 @@ def named():
     found["type"] = torch.nn.Parameter.type
     for name in ("pipeline_parallel.schedules", "optimizer.optimizer", "optimizer.clip_grads", "utils"):
         found[name] = importlib.import_module(f"megatron.core.{name}").torch
+    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    found["get_rng"], found["set_rng"] = random._get_cuda_rng_state, random._set_cuda_rng_state
     found["clip"] = importlib.import_module("megatron.core.optimizer.optimizer").clip_grad_by_total_norm_fp32
     return found
 
@@ -61,6 +63,21 @@ for norm, scale in ((10.0, 0.2), (1.0, 1.0)):
     a.grad = torch.full((3,), 5.0)
     optimizer.clip_grad_by_total_norm_fp32([a, b], 2.0, norm)
     assert torch.allclose(a.grad, torch.full((3,), 5.0 * scale)) and b.grad is None
+
+from megatron.core.tensor_parallel import checkpoint, random
+random.initialize_rng_tracker(inference_rng_tracker=True)
+x = torch.randn(4, requires_grad=True)
+runs = []
+def noisy(x):
+    runs.append(torch.rand(4))
+    return x * runs[-1]
+checkpoint(noisy, False, x).sum().backward()
+assert len(runs) == 2 and torch.equal(*runs) and torch.equal(x.grad, runs[0]), "computed again with the same draws"
+from megatron.core import parallel_state
+compat.make_scratch_memory()
+scratch = parallel_state.get_global_memory_buffer()
+compat.make_scratch_memory()
+assert parallel_state.get_global_memory_buffer() is scratch and scratch.get_tensor([3], torch.float32, "x").shape == (3,)
 print("all well")
 """
 
@@ -76,6 +93,12 @@ def test_the_optimizer_still_gathers_over_the_world() -> None:
     """The reason of `optimizer_world`."""
     lines = (MEGATRON / "optimizer/__init__.py").read_text().splitlines()
     assert "torch.distributed.get_world_size()" in lines[179] and "all_gather_object" in "".join(lines[179:183])
+
+
+def test_sequence_parallel_still_needs_the_scratch_memory() -> None:
+    """The reason of `make_scratch_memory`."""
+    lines = (MEGATRON / "tensor_parallel/layers.py").read_text().splitlines()
+    assert "get_global_memory_buffer().get_tensor(" in lines[481]
 
 
 def test_patches_take_effect_without_cuda_and_only_then() -> None:

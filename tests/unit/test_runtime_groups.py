@@ -69,7 +69,9 @@ def test_each_rank_knows_its_place(monkeypatch: pytest.MonkeyPatch, tp: int, pp:
     ranks, found, _ = views(monkeypatch, tp, pp, dp)
     for rank in ranks:
         groups, place = found[rank], rank - OFFSET
+        assert (groups.tp, groups.pp, groups.dp) == (tp, pp, dp)
         assert groups.tp_rank == place % tp and groups.pp_rank == place // (tp * dp)
+        assert groups.dp_rank == place // tp % dp
         assert groups.is_first_stage == (groups.pp_rank == 0) and groups.is_last_stage == (groups.pp_rank == pp - 1)
         assert groups.all.ranks == ranks == list(groups.ranks)
         assert groups.output_rank == OFFSET + (pp - 1) * tp * dp

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oppo_megatron.schedule.packing import pack_by_tokens
+from oppo_megatron.schedule.packing import balance, pack_by_tokens
 
 
 def test_first_fit_decreasing_by_hand() -> None:
@@ -39,3 +39,38 @@ def test_properties(lengths: list[int], budget: int) -> None:
     # First fit leaves no two bins that would go into one.
     assert all(a + b > budget for a, b in combinations(loads, 2))
     assert bins == pack_by_tokens(tuple(lengths), budget)
+
+
+def test_longest_processing_time_first_by_hand() -> None:
+    assert balance([3, 7, 2, 5, 5, 1], 2) == [[0, 1, 2], [3, 4, 5]]
+    assert balance([4, 4, 4], 3) == [[0], [1], [2]]
+    assert balance([0, 0, 9], 2) == [[2], [0, 1]]
+    assert balance([], 2) == [[], []]
+
+
+def test_division_into_no_parts_is_our_own_bug() -> None:
+    with pytest.raises(AssertionError, match="not 0"):
+        balance([1], 0)
+
+
+@given(lengths=st.lists(st.integers(0, 60), max_size=40), num_parts=st.integers(1, 9))
+def test_balance_properties(lengths: list[int], num_parts: int) -> None:
+    parts = balance(lengths, num_parts)
+    assert len(parts) == num_parts and all(part == sorted(part) for part in parts)
+    assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
+    assert len(lengths) < num_parts or all(parts)
+    loads = [sum(lengths[i] for i in part) for part in parts]
+    # No part is ahead of another by more than the last item it took, which is its shortest.
+    for part, load in zip(parts, loads, strict=True):
+        assert not part or load - min(lengths[i] for i in part) <= min(loads)
+    assert parts == balance(tuple(lengths), num_parts)
+
+
+@given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=7), num_parts=st.integers(1, 3))
+def test_balance_is_near_the_best_division(lengths: list[int], num_parts: int) -> None:
+    best = min(
+        max(sum(n for n, part in zip(lengths, choice, strict=True) if part == p) for p in range(num_parts))
+        for choice in product(range(num_parts), repeat=len(lengths))
+    )
+    found = max(sum(lengths[i] for i in part) for part in balance(lengths, num_parts))
+    assert 3 * num_parts * found <= (4 * num_parts - 1) * best, "Graham's bound: 4/3 - 1/(3m)"

@@ -3,6 +3,7 @@
 import warnings
 
 # megatron-core says in every process, as it is imported, which optional packages are absent; `oppo doctor` says it once.
-for _message in (".*Apex", ".*Transformer Engine", "full scope is deprecated"):
+_remarks = (".*Apex", ".*Transformer Engine", "full scope is deprecated", "If you are using transformer_engine")
+for _message in _remarks:
     warnings.filterwarnings("ignore", message=_message, category=UserWarning)
-del _message
+del _message, _remarks

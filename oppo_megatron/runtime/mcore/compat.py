@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,15 @@ def install() -> bool:
         # megatron advises this setting in every tensor-parallel process; without CUDA it means nothing.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     return True
+
+
+def make_scratch_memory() -> None:
+    """Make what `parallel_state` would hold for sequence parallelism, were it initialised (needed on GPU as well).
+
+    tensor_parallel/layers.py:482 gathers activations into this process-wide buffer.
+    """
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        parallel_state._set_global_memory_buffer()
 
 
 @contextlib.contextmanager

@@ -232,6 +232,7 @@ def _prepare(shape: ModelShape, max_length: int) -> None:
             "data.max_prompt_tokens or rollout.max_response_tokens."
         )
     compat.install()
+    compat.make_scratch_memory()
     initialize_rng_tracker(inference_rng_tracker=True)  # nothing is drawn inside the model: there is no dropout
 
 
