@@ -25,13 +25,14 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 def run_kind(kind: str, args: argparse.Namespace) -> int:
     """Serve one of `KINDS`: returns the exit code, raises ConfigError before anything expensive starts."""
     from oppo_megatron.cli.launch import check_world_size, launch
+    from oppo_megatron.cli.rank_table import rank_table
     from oppo_megatron.config.load import config_yaml
     from oppo_megatron.train.run_dir import RunDirectory
 
     config = load_checked(kind, args.config, args.overrides)
     check_world_size(world_size(config))
     if args.dry_run:
-        print(config_yaml(config) + "\n" + "\n".join(rank_table(config)))
+        print(config_yaml(config), *rank_table(config), sep="\n")
         return 0
     RunDirectory(config.run_dir).require_unfinished()
     return launch(kind, config, world_size(config))
@@ -51,30 +52,7 @@ def load_checked(kind: str, path: Path, overrides: Sequence[str]) -> TrainConfig
 
 def world_size(config: TrainConfig | SupervisedConfig) -> int:
     """Ranks that the configuration asks for."""
+    from oppo_megatron.config import places
     from oppo_megatron.config.run import TrainConfig
 
-    return config.placement.world_size if isinstance(config, TrainConfig) else config.parallel.num_ranks
-
-
-def rank_table(config: TrainConfig | SupervisedConfig) -> list[str]:
-    """One line a rank: which roles it holds, and which tensor slice and pipeline stage of each."""
-    from oppo_megatron.config.run import TrainConfig
-    from oppo_megatron.config.validate import train_roles
-
-    if isinstance(config, TrainConfig):
-        placement = config.placement
-        held = [
-            (role.name, role.parallel, placement.actor_ranks if role.name == "actor" else placement.scorer_ranks)
-            for role in train_roles(config)
-        ]
-    else:
-        held = [("model", config.parallel, list(range(config.parallel.num_ranks)))]
-    lines = []
-    for rank in range(world_size(config)):
-        parts = []
-        for name, parallel, ranks in held:
-            if rank in ranks:
-                stage, slice_ = divmod(ranks.index(rank), parallel.tp)
-                parts.append(f"{name} (tp {slice_ + 1}/{parallel.tp}, pp {stage + 1}/{parallel.pp})")
-        lines.append(f"rank {rank}: {', '.join(parts)}")
-    return lines
+    return places.world_size(config) if isinstance(config, TrainConfig) else config.parallel.num_ranks

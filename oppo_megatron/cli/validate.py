@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from oppo_megatron.cli.run import KINDS, load_checked, rank_table
+from oppo_megatron.cli.rank_table import rank_table
+from oppo_megatron.cli.run import KINDS, load_checked
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

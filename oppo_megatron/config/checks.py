@@ -1,4 +1,7 @@
-"""Cross-checks: rules that tie several settings together.  Nothing is loaded; of paths only existence is asked."""
+"""Cross-checks: rules that tie several settings together.  Nothing is loaded; of paths only existence is asked.
+
+Ranks and layouts have a file of their own, `layout_checks.py`, because what fits depends on the models' shapes.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,10 @@ import re
 from collections.abc import Iterator, Sequence
 
 from oppo_megatron.config.data import DataConfig, RewardPart
-from oppo_megatron.config.model import ModelConfig, OptimizerConfig, ParallelConfig, PlacementConfig, RoleConfig
+from oppo_megatron.config.model import ModelConfig, OptimizerConfig, RoleConfig
 from oppo_megatron.config.overlap import OverlapConfig
 from oppo_megatron.config.paths import check_exists
 from oppo_megatron.config.run import SupervisedConfig, TrainConfig
-
-SINGLE = ParallelConfig()
 
 
 def check_train(config: TrainConfig) -> list[str]:
@@ -21,7 +22,6 @@ def check_train(config: TrainConfig) -> list[str]:
         *_check_run_dir(config),
         *_check_batch(config),
         *check_overlap(config.overlap, config.rollout.batch_size),
-        *check_layouts(config),
         *_check_sources(config),
         *check_rewards(config.rewards, has_reward_model=config.reward is not None),
         *check_exists("tokenizer.path", config.tokenizer.path),
@@ -48,6 +48,17 @@ def max_context(config: TrainConfig) -> int:
     """Tokens of the longest sequence that a role may see, held-out prompts included."""
     data = [config.data] + ([config.evaluation.data] if config.evaluation else [])
     return max(each.max_prompt_tokens for each in data) + config.rollout.max_response_tokens
+
+
+def most_sequences(config: TrainConfig) -> int:
+    """Sequences that are decoded, and scored, at once: the batch and, where steps overlap, the largest delta."""
+    delta = config.overlap.delta
+    return config.rollout.batch_size + (max(delta.max, delta.initial) if config.overlap.inter else 0)
+
+
+def minibatch_rows(config: TrainConfig) -> int:
+    """Rollouts of one optimizer step."""
+    return max(1, config.rollout.batch_size // config.ppo.minibatches)
 
 
 def scorers(config: TrainConfig) -> Iterator[tuple[str, RoleConfig]]:
@@ -78,21 +89,6 @@ def check_overlap(overlap: OverlapConfig, batch_size: int) -> list[str]:
             f"overlap.chunk.candidates is {candidates}, but each size may appear once; remove the repeated ones"
         )
     return problems
-
-
-def check_layouts(config: TrainConfig) -> list[str]:
-    """Each role's tp x pp must fill its ranks; one process leaves no choice but 1 x 1."""
-    placement = config.placement
-    if placement.mode == "single":
-        pools = [("placement.actor", placement.actor), ("placement.scorer", placement.scorer)]
-        problems = [
-            f"{name} is tp {pool.tp} x pp {pool.pp}, but placement.mode single has one process; "
-            "set both to 1 or choose disaggregated"
-            for name, pool in pools
-            if pool != SINGLE
-        ]
-        return problems + _check_role_ranks(config, PlacementConfig(mode="single"))
-    return _check_role_ranks(config, placement)
 
 
 def check_source(name: str, model: ModelConfig) -> list[str]:
@@ -170,22 +166,6 @@ def _check_micro_batch(micro_batch_tokens: int, longest: int, what: str) -> list
         f"runtime.micro_batch_tokens is {micro_batch_tokens}, but one sequence may have {longest} tokens ({what}) "
         "and must fit; raise it or lower the limits"
     ]
-
-
-def _check_role_ranks(config: TrainConfig, placement: PlacementConfig) -> list[str]:
-    problems = []
-    roles = [
-        ("actor", config.actor, placement.actor),
-        *((name, role, placement.scorer) for name, role in scorers(config)),
-    ]
-    for name, role, pool in roles:
-        if role.parallel is not None and role.parallel.num_ranks != pool.num_ranks:
-            where = "actor" if name == "actor" else "scorer"
-            problems.append(
-                f"{name}.parallel is tp {role.parallel.tp} x pp {role.parallel.pp} = {role.parallel.num_ranks} ranks, "
-                f"but the {where} ranks of the placement are {pool.num_ranks}; make tp x pp equal to that"
-            )
-    return problems
 
 
 def _check_sources(config: TrainConfig) -> list[str]:

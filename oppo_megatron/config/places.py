@@ -74,11 +74,10 @@ def role_places(config: TrainConfig) -> dict[str, Place]:
 
 def training_places(config: TrainConfig) -> dict[str, Place]:
     """Where actor and critic are updated: the same ranks, possibly in another layout."""
-    places = role_places(config) | {
-        "actor": _place(config.actor, pools(config)["actor"]),
-    }
+    pool = pools(config)
     return {
-        name: training_place(places[name], role) for name, role in (("actor", config.actor), ("critic", config.critic))
+        "actor": training_place(_place(config.actor, pool["actor"]), config.actor),
+        "critic": training_place(_place(config.critic, pool["scorer"]), config.critic),
     }
 
 
@@ -86,6 +85,11 @@ def training_place(place: Place, role: TrainedRoleConfig) -> Place:
     """`place` in the role's training layout."""
     train = role.train
     return Place(place.ranks, train.tp or place.tp, train.pp or place.pp, train.dp or place.dp)
+
+
+def has_own_training_weights(serving: Place, training: Place, vpp: int) -> bool:
+    """Whether a trained role holds its weights twice: virtual stages give a rank other layers than serving does."""
+    return serving != training or vpp > 1
 
 
 def pools(config: TrainConfig) -> dict[str, Place]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from oppo_megatron.config.model import ParallelConfig
+from oppo_megatron.config.layouts import HasSizes, Limits, Sizes, divisors, suggestion
 
 FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 REQUIRED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
@@ -26,20 +26,64 @@ DEFAULT_POSITIONS = {"llama": 2048, "qwen2": 32768, "qwen3": 32768}
 def check_shape(
     name: str,
     hf_config: Mapping[str, Any],
-    parallel: ParallelConfig,
+    layout: HasSizes,
     max_context: int,
     tokenizer_vocab_size: int | None,
 ) -> list[str]:
-    """Problems of role `name`; `max_context` in tokens; `tokenizer_vocab_size` None where it is not known."""
+    """Problems of model `name` in `layout`: its own, and those of its contexts and vocabulary.
+
+    `max_context` in tokens; `tokenizer_vocab_size` None where it is not known.
+    """
+    sizes = Sizes.of(layout)
+    own = check_use(name, hf_config, max_context, tokenizer_vocab_size)
+    if check_model(name, hf_config):
+        return own
+    return own + check_divisions(name, hf_config, sizes, sizes.num_ranks, model_limits(hf_config))
+
+
+def check_use(name: str, hf_config: Mapping[str, Any], max_context: int, tokenizer_vocab_size: int | None) -> list[str]:
+    """`check_shape` without a layout."""
     problems = check_model(name, hf_config)
     if problems:
         return problems
     return [
-        *_check_heads(name, hf_config, parallel),
-        *_check_divisions(name, hf_config, parallel),
+        *_check_heads(name, hf_config),
         *_check_context(name, hf_config, max_context),
         *_check_vocabulary(name, hf_config, tokenizer_vocab_size),
     ]
+
+
+def check_divisions(name: str, hf_config: Mapping[str, Any], sizes: Sizes, num_ranks: int, limits: Limits) -> list[str]:
+    """Which parts of the model `sizes` does not divide; each sentence ends in what would fit `num_ranks` ranks."""
+    problems = []
+    (tp, pp, _, vpp), near = sizes, suggestion(sizes, num_ranks, limits)
+    heads, kv_heads, layers = hf_config["num_attention_heads"], num_kv_heads(hf_config), hf_config["num_hidden_layers"]
+    ffn, vocab = hf_config["intermediate_size"], hf_config["vocab_size"]
+    widths = ", ".join(map(str, divisors(limits.width)))
+    for count, what, other in (
+        (heads, f"{heads} attention heads do", ""),
+        (kv_heads, f"{kv_heads} key/value heads do", ""),
+        (ffn, f"intermediate_size {ffn} does", ""),
+        (vocab, f"vocab_size {vocab} does", f", or pad the embedding to {-(-vocab // tp) * tp} rows"),
+    ):
+        if count % tp:
+            problems.append(f"{name}: {what} not divide by tp {tp}; choose tp from {widths}{other}{near}")
+    fitting = ", ".join(map(str, divisors(layers)))
+    if layers % pp:
+        problems.append(f"{name}: {layers} layers do not divide by pp {pp}; choose pp from {fitting}{near}")
+    elif layers % (pp * vpp):
+        problems.append(
+            f"{name}: {layers} layers do not divide by pp {pp} x vpp {vpp} = {pp * vpp}; "
+            f"choose a pp x vpp from {fitting}{near}"
+        )
+    return problems
+
+
+def model_limits(hf_config: Mapping[str, Any], sequences: int | None = None, min_tp: int = 1) -> Limits:
+    """The limits of a model that `check_model` finds right."""
+    parts = hf_config["num_attention_heads"], num_kv_heads(hf_config), hf_config["intermediate_size"]
+    width = math.gcd(*parts, hf_config["vocab_size"])
+    return Limits(width, hf_config["num_hidden_layers"], sequences, min_tp)
 
 
 def check_model(name: str, hf_config: Mapping[str, Any]) -> list[str]:
@@ -92,10 +136,10 @@ def num_kv_heads(hf_config: Mapping[str, Any]) -> int:
     return int(hf_config.get("num_key_value_heads") or hf_config["num_attention_heads"])
 
 
-def kv_bytes_per_token(hf_config: Mapping[str, Any], parallel: ParallelConfig, dtype: str) -> int:
+def kv_bytes_per_token(hf_config: Mapping[str, Any], layout: HasSizes, dtype: str) -> int:
     """Bytes of keys and values that one token takes on one rank."""
-    layers = hf_config["num_hidden_layers"] // parallel.pp
-    return int(2 * layers * (num_kv_heads(hf_config) // parallel.tp) * head_dim(hf_config) * DTYPE_BYTES[dtype])
+    layers = hf_config["num_hidden_layers"] // layout.pp
+    return int(2 * layers * (num_kv_heads(hf_config) // layout.tp) * head_dim(hf_config) * DTYPE_BYTES[dtype])
 
 
 def _check_architecture(name: str, hf_config: Mapping[str, Any]) -> list[str]:
@@ -161,7 +205,7 @@ def _is_positive(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-def _check_heads(name: str, hf_config: Mapping[str, Any], parallel: ParallelConfig) -> list[str]:
+def _check_heads(name: str, hf_config: Mapping[str, Any]) -> list[str]:
     problems = []
     heads, kv_heads, hidden = hf_config["num_attention_heads"], num_kv_heads(hf_config), hf_config["hidden_size"]
     if not hf_config.get("head_dim") and hf_config["model_type"] != "qwen3" and hidden % heads:
@@ -175,29 +219,6 @@ def _check_heads(name: str, hf_config: Mapping[str, Any], parallel: ParallelConf
     if head_dim(hf_config) % 2:
         problems.append(
             f"{name}: head_dim is {head_dim(hf_config)}, but rotary embeddings turn pairs of numbers; use an even one"
-        )
-    for what, count in (("attention heads", heads), ("key/value heads", kv_heads)):
-        if count % parallel.tp:
-            fitting = [size for size in range(1, count + 1) if heads % size == 0 and kv_heads % size == 0]
-            choices = ", ".join(map(str, fitting))
-            problems.append(f"{name}: {count} {what} do not divide by tp {parallel.tp}; choose tp from {choices}")
-    return problems
-
-
-def _check_divisions(name: str, hf_config: Mapping[str, Any], parallel: ParallelConfig) -> list[str]:
-    problems = []
-    layers, tp = hf_config["num_hidden_layers"], parallel.tp
-    if layers % parallel.pp:
-        fitting = ", ".join(str(size) for size in range(1, layers + 1) if layers % size == 0)
-        problems.append(f"{name}: {layers} layers do not divide by pp {parallel.pp}; choose pp from {fitting}")
-    ffn, vocab = hf_config["intermediate_size"], hf_config["vocab_size"]
-    if ffn % tp:
-        problems.append(f"{name}: intermediate_size {ffn} does not divide by tp {tp}; choose a tp that divides it")
-    if vocab % tp:
-        padded = -(-vocab // tp) * tp
-        problems.append(
-            f"{name}: vocab_size {vocab} does not divide by tp {tp}; choose a tp that divides it, "
-            f"or pad the embedding to {padded} rows"
         )
     return problems
 

@@ -9,21 +9,20 @@ from typing import Any
 from oppo_megatron.config.checkpoint import check_weights, read_hf_config, tokenizer_vocab_size
 from oppo_megatron.config.checks import check_source, check_supervised, check_train, max_context
 from oppo_megatron.config.data import TokenizerConfig
-from oppo_megatron.config.model import ModelConfig, ParallelConfig
+from oppo_megatron.config.layout_checks import check_layouts, check_supervised_layout
+from oppo_megatron.config.model import ModelConfig
+from oppo_megatron.config.places import named_roles
 from oppo_megatron.config.run import RewardModelConfig, SupervisedConfig, TrainConfig
-from oppo_megatron.config.shape import check_head, check_shape, kv_bytes_per_token
+from oppo_megatron.config.shape import check_head, check_model, check_use
 from oppo_megatron.errors import CheckpointError, ConfigError
-
-MEBIBYTE = 2**20
 
 
 @dataclass(frozen=True)
 class Role:
-    """A model as one role uses it: its source, its layout, and whether it ends in a scalar head."""
+    """A model as one role uses it: its source, and whether it ends in a scalar head."""
 
     name: str
     model: ModelConfig
-    parallel: ParallelConfig
     scalar: bool
 
 
@@ -46,29 +45,23 @@ def train_problems(config: TrainConfig) -> list[str]:
         shape = _check_role(role, max_context(config), vocab_size, problems)
         if shape is not None:
             shapes[role.name] = shape
-            problems += _check_kv_budget(role, shape, config)
-    return list(dict.fromkeys([*problems, *check_shared_vocabulary(shapes)]))
+    problems += [*check_layouts(config, shapes), *check_shared_vocabulary(shapes)]
+    return list(dict.fromkeys(problems))
 
 
 def supervised_problems(config: SupervisedConfig) -> list[str]:
     """Every problem of an SFT or reward-model configuration."""
     problems = check_supervised(config)
     vocab_size = _vocab_size(config.tokenizer, problems)
-    role = Role("model", config.model, config.parallel, scalar=isinstance(config, RewardModelConfig))
-    _check_role(role, config.max_tokens, vocab_size, problems)
-    return problems
+    role = Role("model", config.model, scalar=isinstance(config, RewardModelConfig))
+    shape = _check_role(role, config.max_tokens, vocab_size, problems)
+    return problems if shape is None else problems + check_supervised_layout(config, shape)
 
 
 def train_roles(config: TrainConfig) -> Iterator[Role]:
-    """The roles of a PPO run; a null reference is the actor's start in the scorers' layout."""
-    actor, scorer = config.placement.actor, config.placement.scorer
-    reference: ModelConfig = config.reference or config.actor
-    reference_layout = (config.reference.parallel if config.reference else None) or scorer
-    yield Role("actor", config.actor, config.actor.parallel or actor, scalar=False)
-    yield Role("reference", reference, reference_layout, scalar=False)
-    if config.reward is not None:
-        yield Role("reward", config.reward, config.reward.parallel or scorer, scalar=True)
-    yield Role("critic", config.critic, config.critic.parallel or scorer, scalar=True)
+    """The roles of a PPO run; a null reference is the actor's start in the scorers' place."""
+    for name, model in named_roles(config).items():
+        yield Role(name, model, scalar=name in ("critic", "reward"))
 
 
 def check_shared_vocabulary(shapes: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -100,25 +93,11 @@ def _check_role(role: Role, context: int, vocab_size: int | None, problems: list
     except CheckpointError as error:
         problems.append(f"{role.name}: {error}")
         return None
-    found = check_shape(role.name, hf_config, role.parallel, context, vocab_size)
+    problems += check_use(role.name, hf_config, context, vocab_size)
     if role.model.checkpoint is not None:
-        found += check_head(role.name, hf_config, scalar=role.scalar, fresh_head=role.model.fresh_head)
-        found += check_weights(role.name, role.model.checkpoint)
-    problems += found
-    return None if found else hf_config
-
-
-def _check_kv_budget(role: Role, hf_config: Mapping[str, Any], config: TrainConfig) -> list[str]:
-    budget_mb = config.runtime.kv_cache_mb
-    if budget_mb is None:
-        return []
-    needed_mb = max_context(config) * kv_bytes_per_token(hf_config, role.parallel, role.model.dtype) / MEBIBYTE
-    if needed_mb <= budget_mb:
-        return []
-    return [
-        f"{role.name}: runtime.kv_cache_mb is {budget_mb:g}, but one sequence of {max_context(config)} tokens needs "
-        f"{needed_mb:.3g} MiB on each rank; raise the budget or lower the prompt or response limit"
-    ]
+        problems += check_head(role.name, hf_config, scalar=role.scalar, fresh_head=role.model.fresh_head)
+        problems += check_weights(role.name, role.model.checkpoint)
+    return None if check_model(role.name, hf_config) else hf_config
 
 
 def _vocab_size(tokenizer: TokenizerConfig, problems: list[str]) -> int | None:

@@ -88,14 +88,41 @@ def test_dry_run_shows_configuration_and_ranks(config: Path, capsys: pytest.Capt
     assert main(["train", str(config), "seed=5", "--dry-run", "overlap.delta.max=6"]) == 0
     out = capsys.readouterr().out
     assert "seed: 5" in out and "max: 6" in out
-    ranks = [line for line in out.splitlines() if line.startswith("rank ")]
-    assert ranks == [
-        "rank 0: actor (tp 1/2, pp 1/1)",
-        "rank 1: actor (tp 2/2, pp 1/1)",
-        "rank 2: reference (tp 1/1, pp 1/2), critic (tp 1/1, pp 1/2)",
-        "rank 3: reference (tp 1/1, pp 2/2), critic (tp 1/1, pp 2/2)",
+    table = out[out.index("What each rank holds") :].splitlines()
+    assert max(map(len, table)) <= 120
+    rows = [line.split() for line in table]
+    # 2 layers of 20,480 shared and 128 whole weights, 2 x 16,384 of embedding and head, a norm: 4 bytes each
+    assert ["0", "actor", "1/2", "1/1", "1/1", "1-2", "0.28"] == next(row for row in rows if row[:2] == ["0", "actor"])[
+        :7
     ]
+    assert [row[1:6] for row in rows if row[0] in ("0", "1")][:2] == [
+        ["actor", "1/2", "1/1", "1/1", "1-2"],
+        ["actor", "2/2", "1/1", "1/1", "1-2"],
+    ]
+    assert ["2", "all"] in [row[:2] for row in rows]
+    assert ["reference", "1/1", "2/2", "1/1", "2"] in [row[:5] for row in rows]
+    assert ["critic", "1/1", "1/2", "1/1", "1"] in [row[:5] for row in rows]
+    assert ["0-1", "actor", "8", "8-14", "14", "auto", "8", "8", "4096", "16-64", "-"] in rows
+    assert ["2-3", "reference", "8", "8-14", "14", "-", "-", "-", "4096", "16-64", "auto"] in rows
     assert not Path("run").exists()
+
+
+def test_eight_colocated_ranks_fit_a_screen(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    layout = "placement={mode: colocated, actor: {tp: 2, pp: 2, dp: 2}, scorer: {tp: 4, pp: 1, dp: 2}}"
+    assert main(["validate", str(config), layout, "actor.train={tp: 1, dp: 4}"]) == 0
+    table = capsys.readouterr().out.splitlines()[:-1]
+    assert max(map(len, table)) <= 120 and len(table) < 60
+    cells = [line.split() for line in table]
+    ranks = [row for row in cells if row[1:2] == ["all"]]
+    assert [row[0] for row in ranks] == [str(rank) for rank in range(8)]
+    roles = cells[cells.index(ranks[0]) + 1 : cells.index(ranks[1])]
+    assert [row[0] for row in roles] == ["actor", "actor.train", "reference", "critic"]
+    for column in range(
+        -7, -2
+    ):  # weights, copy, gradients, optimizer, KV cache add up; of activations the largest counts
+        parts = [float(row[column].replace("-", "0")) for row in roles]
+        assert float(ranks[0][column]) == pytest.approx(sum(parts), abs=0.03)
+    assert float(ranks[0][-2]) == max(float(row[-2].replace("-", "0")) for row in roles)
 
 
 def test_run_is_launched_with_the_resolved_configuration(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from oppo_megatron.config.checks import check_supervised, check_train, max_context
+from oppo_megatron.config.checks import check_supervised, check_train, max_context, minibatch_rows, most_sequences
 from oppo_megatron.config.run import SFTConfig, TrainConfig
 
 
@@ -47,6 +47,15 @@ def test_held_out_prompts_count_for_the_longest_context(settings: dict[str, Any]
     assert max_context(TrainConfig.model_validate(settings)) == 400
 
 
+def test_sequences_and_rows_at_once(settings: dict[str, Any]) -> None:
+    put(settings, "overlap.delta", {"initial": 3, "max": 5})
+    put(settings, "ppo.minibatches", 4)
+    config = TrainConfig.model_validate(settings)
+    assert (most_sequences(config), minibatch_rows(config)) == (13, 2)
+    put(settings, "overlap.inter", False)
+    assert most_sequences(TrainConfig.model_validate(settings)) == 8
+
+
 BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"ppo.minibatches": 3}, "ppo.minibatches 3 does not divide rollout.batch_size 8; choose from 1, 2, 4, 8"),
     ({"overlap.delta": {"min": 3, "initial": 2, "max": 4}}, "min <= initial <= max must hold"),
@@ -54,13 +63,6 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"overlap.delta.max": 9}, "overlap.delta.max is 9, but must not exceed rollout.batch_size 8"),
     ({"overlap.chunk.candidates": [16, 16, 32]}, "each size may appear once"),
     ({"runtime.micro_batch_tokens": 199}, "runtime.micro_batch_tokens is 199, but one sequence may have 200 tokens"),
-    ({"placement": {"mode": "single", "actor": {"tp": 2}}}, "placement.mode single has one process"),
-    ({"placement": {"mode": "single"}, "critic.parallel": {"pp": 2}}, "critic.parallel is tp 1 x pp 2 = 2 ranks"),
-    (
-        {"actor.parallel": {"tp": 2}},
-        "actor.parallel is tp 2 x pp 1 = 2 ranks, but the actor ranks of the placement are 1",
-    ),
-    ({"placement.scorer": {"tp": 2}, "critic.parallel": {"pp": 3}}, "but the scorer ranks of the placement are 2"),
     ({"actor.init": {"model_type": "llama"}}, "actor has both of checkpoint and init"),
     ({"actor.checkpoint": None}, "actor has neither of checkpoint and init"),
     ({"reference": {}}, "reference has neither of checkpoint and init"),
@@ -90,8 +92,6 @@ def test_broken_rule_is_the_one_problem(settings: dict[str, Any], changes: dict[
 
 GOOD: list[dict[str, Any]] = [
     {"overlap": {"inter": False, "delta": {"min": 5, "initial": 9, "max": 2}}},
-    {"placement": {"actor": {"tp": 2}, "scorer": {"pp": 2}}, "critic.parallel": {"tp": 2}},
-    {"placement": {"mode": "single"}},
     {"rewards": [{"kind": "python", "entry_point": "pkg.mod:f", "options": {"a": 1}}]},
 ]
 
@@ -137,7 +137,7 @@ def test_missing_path_without_a_sibling_says_where_the_trail_ends(
 
 
 def test_all_broken_rules_come_at_once(settings: dict[str, Any]) -> None:
-    for key, value in {"ppo.minibatches": 3, "overlap.delta.max": 9, "actor.parallel": {"tp": 4}}.items():
+    for key, value in {"ppo.minibatches": 3, "overlap.delta.max": 9, "data.path": []}.items():
         put(settings, key, value)
     assert len(check_train(TrainConfig.model_validate(settings))) == 3
 

@@ -84,7 +84,7 @@ def test_interpolation_sees_overrides(good: Path) -> None:
         ("overlap.delta.rule=eq5", "did you mean `eq4`?"),
         (
             "placement.mode=wat",
-            "`placement.mode` is 'wat', but must be 'disaggregated' or 'single'; choose one of these",
+            "`placement.mode` is 'wat', but must be 'disaggregated', 'colocated' or 'single'; choose one of these",
         ),
         ("actor.init=5", "`actor.init` is 5, but must be a dictionary or a path"),
         ("data.path=5", "`data.path` is 5, but must be a path"),

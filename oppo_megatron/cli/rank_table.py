@@ -1,0 +1,105 @@
+"""The table of ranks that `--dry-run` and `oppo validate` print: what each holds, its memory, its batch sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from oppo_megatron.config.layouts import format_ranks
+
+if TYPE_CHECKING:
+    from oppo_megatron.config.holdings import Holding
+    from oppo_megatron.config.memory import Memory
+    from oppo_megatron.config.run import SupervisedConfig, TrainConfig
+
+Row = tuple[str, ...]
+MEMORY_HEADINGS: Row = (
+    "rank", "role", "tp", "pp", "dp", "layers",
+    "weights", "copy", "gradients", "optimizer", "KV cache", "activations", "total",
+)  # fmt: skip
+BATCH_HEADINGS: Row = (
+    "rollout batch B", "B + delta", "sequences a replica", "decode m-batches", "minibatch rows", "rows a batch",
+    "rows a replica", "micro-batch tokens", "chunk C", "prefill tokens",
+)  # fmt: skip
+"""Every batch size that a role may have, in the order of the columns; those that no role has are left out."""
+MEBIBYTE = 2**20
+
+
+def rank_table(config: TrainConfig | SupervisedConfig) -> list[str]:
+    """The lines of the table: memory, then batch sizes, a row for each rank and below it one for each of its roles."""
+    from oppo_megatron.config.holdings import supervised_holdings, train_holdings
+    from oppo_megatron.config.run import TrainConfig
+
+    holdings = train_holdings(config) if isinstance(config, TrainConfig) else supervised_holdings(config)
+    return [
+        "What each rank holds, in MiB (copy: weights of a training layout of its own; activations: an estimate, for the",
+        "update; a rank's roles are updated in turn, so of these its total has the largest only):",
+        *_aligned([MEMORY_HEADINGS, *_memory_rows(holdings)]),
+        "Batch sizes (rows are those of an optimizer step, m-batches micro-batches):",
+        *_aligned(_batch_rows(holdings)),
+    ]
+
+
+def _memory_rows(holdings: Sequence[Holding]) -> list[Row]:
+    rows = []
+    for rank, group in groupby(holdings, key=lambda holding: holding.rank):
+        held = list(group)
+        if len(held) > 1:
+            rows.append((str(rank), "all", "", "", "", "", *_mebibytes(_sum([each.memory for each in held]))))
+        rows += [("" if len(held) > 1 else str(rank), *_share(each), *_mebibytes(each.memory)) for each in held]
+    return rows
+
+
+def _share(held: Holding) -> Row:
+    """Role, and which part of how many of each kind, from 1."""
+    seat, sizes = held.seat, held.sizes
+    parts = ((seat.shard, sizes.tp), (seat.stage, sizes.pp), (seat.replica, sizes.dp))
+    return held.role, *(f"{part + 1}/{count}" for part, count in parts), _layers(held.layers)
+
+
+def _layers(chunks: Sequence[range]) -> str:
+    return ",".join(f"{c.start + 1}-{c.stop}" if len(c) > 1 else str(c.stop) for c in chunks)
+
+
+def _sum(memories: Sequence[Memory]) -> Memory:
+    from oppo_megatron.config.memory import Memory
+
+    kinds = [vars(memory) for memory in memories]
+    sums = {kind: sum(memory[kind] for memory in kinds) for kind in kinds[0]}
+    return Memory(**sums | {"activations": max(memory["activations"] for memory in kinds)})
+
+
+def _mebibytes(memory: Memory) -> Row:
+    return tuple(_number(size / MEBIBYTE) for size in (*vars(memory).values(), memory.total))
+
+
+def _number(mebibytes: float) -> str:
+    """Two digits after the point where they count."""
+    if mebibytes == 0:
+        return "-"
+    return f"{mebibytes:.2f}" if mebibytes < 100 else f"{mebibytes:.0f}"
+
+
+def _batch_rows(holdings: Sequence[Holding]) -> list[Row]:
+    """Two lines of headings, cut at their last space, then a row for each role; ranks whose rows are equal share them."""
+    used = [heading for heading in BATCH_HEADINGS if any(heading in held.batches for held in holdings)]
+    words = [heading.rpartition(" ") for heading in used]
+    rows: list[Row] = [("", "", *(first for first, _, _ in words)), ("rank", "role", *(last for _, _, last in words))]
+    ranks_of: dict[tuple[Row, ...], list[int]] = {}
+    for rank, group in groupby(holdings, key=lambda holding: holding.rank):
+        own = tuple((held.role, *(held.batches.get(heading, "-") for heading in used)) for held in group)
+        ranks_of.setdefault(own, []).append(rank)
+    for own, ranks in ranks_of.items():
+        rows += [("" if index else format_ranks(ranks), *row) for index, row in enumerate(own)]
+    return rows
+
+
+def _aligned(rows: Sequence[Row]) -> list[str]:
+    """Columns two spaces apart, names to the left and numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(_cell(*cell) for cell in zip(range(len(row)), row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _cell(column: int, text: str, width: int) -> str:
+    return text.ljust(width) if column == 1 else text.rjust(width)

@@ -1,0 +1,189 @@
+"""Which rank holds what: roles, their shares, the memory they take and the batches they see.  Pure, from the settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import ceil
+
+from oppo_megatron.config.checkpoint import read_hf_config
+from oppo_megatron.config.checks import max_context, minibatch_rows, most_sequences
+from oppo_megatron.config.layouts import Sizes
+from oppo_megatron.config.memory import (
+    Memory,
+    Shape,
+    TrainingBatch,
+    kv_cache_bytes,
+    stage_layers,
+    stage_parameters,
+    training_activations,
+    training_state,
+)
+from oppo_megatron.config.model import ModelConfig, TrainedRoleConfig, TrainingLayoutConfig
+from oppo_megatron.config.places import (
+    Place,
+    Seat,
+    has_own_training_weights,
+    named_roles,
+    role_places,
+    training_places,
+)
+from oppo_megatron.config.run import RewardModelConfig, SupervisedConfig, TrainConfig
+from oppo_megatron.config.shape import DTYPE_BYTES
+
+SCALAR_ROLES = ("critic", "reward")
+
+
+@dataclass(frozen=True)
+class Holding:
+    """One role's share on one rank.  `role` is `actor.train` where training has weights of its own.
+
+    `layers` (from 0) are a range for each virtual stage; `batches` are sizes in words, by their heading.
+    """
+
+    rank: int
+    role: str
+    seat: Seat
+    sizes: Sizes
+    layers: list[range]
+    memory: Memory
+    batches: dict[str, str]
+
+
+@dataclass(frozen=True)
+class _Model:
+    """What the arithmetic needs to know of a role's model."""
+
+    shape: Shape
+    dtype: str
+    scalar: bool
+
+    @classmethod
+    def of(cls, model: ModelConfig, *, scalar: bool) -> _Model:
+        return cls(read_hf_config(model), model.dtype, scalar)
+
+    def weights(self, place: Place, stage: int) -> int:
+        return self.parameters(place, stage) * DTYPE_BYTES[self.dtype]
+
+    def parameters(self, place: Place, stage: int) -> int:
+        return stage_parameters(self.shape, place.tp, place.pp, stage, scalar=self.scalar)
+
+    def trained(self, place: Place, stage: int, train: TrainingLayoutConfig, batch: TrainingBatch) -> Memory:
+        state = training_state(self.parameters(place, stage), self.dtype, place.dp, train)
+        sizes = Sizes.of(place, train.vpp)
+        kept = training_activations(self.shape, sizes, stage, self.dtype, train, batch, self.scalar)
+        return replace(state, activations=kept)
+
+
+def train_holdings(config: TrainConfig) -> list[Holding]:
+    """Every share of every rank of a PPO run, by rank.  The configuration has passed its checks."""
+    training = training_places(config)
+    holdings: list[Holding] = []
+    for name, place in role_places(config).items():
+        role = named_roles(config)[name]
+        model = _Model.of(role, scalar=name in SCALAR_ROLES)
+        served = _serving(config, name, place, model)
+        if not isinstance(role, TrainedRoleConfig):
+            holdings += served
+            continue
+        trained = list(_training(config, name, training[name], model, role.train))
+        if has_own_training_weights(place, training[name], role.train.vpp):
+            holdings += [*served, *trained]
+        else:
+            holdings += [_both(*pair) for pair in zip(served, trained, strict=True)]
+    return sorted(holdings, key=lambda holding: holding.rank)
+
+
+def supervised_holdings(config: SupervisedConfig) -> list[Holding]:
+    """The model's share on every rank of `oppo sft` or `oppo rm`."""
+    layout = config.parallel
+    place = Place(tuple(range(layout.num_ranks)), layout.tp, layout.pp, layout.dp)
+    model = _Model.of(config.model, scalar=isinstance(config, RewardModelConfig))
+    sequences = 2 if model.scalar else 1  # a chosen and a rejected completion
+    rows, tokens = ceil(config.batch_size / place.dp), config.runtime.micro_batch_tokens
+    batch = TrainingBatch(tokens, rows * sequences * config.max_tokens)
+    shown = {"rows a batch": config.batch_size, "rows a replica": rows, "micro-batch tokens": tokens}
+    batches = {heading: str(size) for heading, size in shown.items()}
+    held = []
+    for seat, rank in _seats(place):
+        memory = model.trained(place, seat.stage, TrainingLayoutConfig(), batch)
+        memory = replace(memory, weights=model.weights(place, seat.stage))
+        held.append(Holding(rank, "model", seat, Sizes.of(place), _layers(model, place, seat), memory, batches))
+    return sorted(held, key=lambda holding: holding.rank)
+
+
+def _serving(config: TrainConfig, name: str, place: Place, model: _Model) -> Iterator[Holding]:
+    """Decoding or scoring: weights and cache."""
+    slots = ceil(most_sequences(config) / place.dp)
+    for seat, rank in _seats(place):
+        cache = kv_cache_bytes(
+            model.shape,
+            place,
+            model.dtype,
+            slots=slots,
+            context=max_context(config),
+            budget_mb=config.runtime.kv_cache_mb,
+        )
+        memory = Memory(weights=model.weights(place, seat.stage), kv_cache=cache)
+        batches = _serving_batches(config, name, slots)
+        yield Holding(rank, name, seat, Sizes.of(place), _layers(model, place, seat), memory, batches)
+
+
+def _training(
+    config: TrainConfig, name: str, place: Place, model: _Model, train: TrainingLayoutConfig
+) -> Iterator[Holding]:
+    """The update, with weights of its own."""
+    rows = ceil(minibatch_rows(config) / place.dp)
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    batch = TrainingBatch(config.runtime.micro_batch_tokens, rows * longest)
+    for seat, rank in _seats(place):
+        memory = replace(model.trained(place, seat.stage, train, batch), copy=model.weights(place, seat.stage))
+        layers = stage_layers(model.shape, place.pp, seat.stage, train.vpp)
+        batches = _training_batches(config, rows)
+        yield Holding(rank, f"{name}.train", seat, Sizes.of(place, train.vpp), layers, memory, batches)
+
+
+def _both(served: Holding, trained: Holding) -> Holding:
+    """Serving and training over the same weights."""
+    state = trained.memory
+    memory = replace(served.memory, gradients=state.gradients, optimizer=state.optimizer, activations=state.activations)
+    return replace(served, memory=memory, batches=served.batches | trained.batches)
+
+
+def _serving_batches(config: TrainConfig, name: str, slots: int) -> dict[str, str]:
+    overlap, batch = config.overlap, config.rollout.batch_size
+    least, most = batch + (overlap.delta.min if overlap.inter else 0), most_sequences(config)
+    chunk = str(overlap.chunk.tokens) if overlap.intra else "whole"
+    if overlap.intra and overlap.chunk.adaptive:
+        sizes = [overlap.chunk.tokens, *overlap.chunk.candidates]
+        chunk = f"{min(sizes)}-{max(sizes)}"
+    decode, prefill = str(overlap.weave.micro_batches), str(overlap.weave.prefill_tokens)
+    return {
+        "rollout batch B": str(batch),
+        "B + delta": str(most) if least == most else f"{least}-{most}",
+        "sequences a replica": str(slots),
+        "decode m-batches": decode if name == "actor" else "-",
+        "micro-batch tokens": str(config.runtime.micro_batch_tokens),
+        "chunk C": chunk,
+        "prefill tokens": "-" if name == "actor" else prefill,
+    }
+
+
+def _training_batches(config: TrainConfig, rows: int) -> dict[str, str]:
+    return {
+        "rollout batch B": str(config.rollout.batch_size),
+        "minibatch rows": str(minibatch_rows(config)),
+        "rows a replica": str(rows),
+        "micro-batch tokens": str(config.runtime.micro_batch_tokens),
+    }
+
+
+def _seats(place: Place) -> Iterator[tuple[Seat, int]]:
+    for rank in place.ranks:
+        seat = place.seat(rank)
+        assert seat is not None, "a place has a seat for each of its ranks"
+        yield seat, rank
+
+
+def _layers(model: _Model, place: Place, seat: Seat) -> list[range]:
+    return stage_layers(model.shape, place.pp, seat.stage)

@@ -1,0 +1,137 @@
+"""Which layouts a model admits on a number of ranks, and which of them come nearest to the one asked for.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import groupby
+from math import isqrt
+from typing import NamedTuple, Protocol
+
+SHOWN = 3
+"""How many alternatives an error message names."""
+
+
+class HasSizes(Protocol):
+    """Anything laid out over tensor, pipeline and data-parallel ranks: a setting, a role's place."""
+
+    @property
+    def tp(self) -> int: ...
+    @property
+    def pp(self) -> int: ...
+    @property
+    def dp(self) -> int: ...
+
+
+class Sizes(NamedTuple):
+    """Tensor-, pipeline- and data-parallel size; virtual stages a rank where the update is interleaved."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    vpp: int = 1
+
+    @classmethod
+    def of(cls, layout: HasSizes, vpp: int = 1) -> Sizes:
+        return cls(layout.tp, layout.pp, layout.dp, vpp)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    def __str__(self) -> str:
+        text = f"tp {self.tp} x pp {self.pp} x dp {self.dp}"
+        return text if self.vpp == 1 else f"{text} with vpp {self.vpp}"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What bounds the layouts of one model.
+
+    `width`: what tp must divide (the greatest common divisor of attention heads, key/value heads, feed-forward size and
+    vocabulary); `layers`: what pp * vpp must divide; `sequences`: how many there are for the replicas to share, at least
+    one each; `min_tp`: 2 where sequence parallelism is on.
+    """
+
+    width: int
+    layers: int
+    sequences: int | None = None
+    min_tp: int = 1
+
+    def admits(self, sizes: Sizes) -> bool:
+        return (
+            self.width % sizes.tp == 0
+            and sizes.tp >= self.min_tp
+            and self.layers % (sizes.pp * sizes.vpp) == 0
+            and (sizes.vpp == 1 or sizes.pp > 1)
+            and (self.sequences is None or sizes.dp <= self.sequences)
+        )
+
+
+def layouts_of(num_ranks: int, limits: Limits, *, interleaved: bool = False) -> Iterator[Sizes]:
+    """Every layout over exactly `num_ranks` ranks within the limits; those of several virtual stages if `interleaved`."""
+    for tp in divisors(num_ranks):
+        for pp in divisors(num_ranks // tp):
+            one = Sizes(tp, pp, num_ranks // tp // pp)
+            counts = divisors(limits.layers // pp) if interleaved and limits.layers % pp == 0 else (1,)
+            yield from (sizes for vpp in counts if limits.admits(sizes := one._replace(vpp=vpp)))
+
+
+def nearest_layouts(asked: Sizes, num_ranks: int, limits: Limits, also: Callable[[Sizes], bool]) -> list[Sizes]:
+    """The layouts over `num_ranks` ranks for which `also` holds too, those nearest to `asked` first.
+
+    Distance is the product of the factors by which the sizes differ; of equal distance, the one of smaller tp, then pp.
+    """
+    return sorted(
+        filter(also, layouts_of(num_ranks, limits, interleaved=asked.vpp > 1)), key=lambda s: (_distance(s, asked), s)
+    )
+
+
+def nearest_counts(num_ranks: int, limits: Limits) -> list[int]:
+    """Numbers of ranks that some layout fits, those nearest to `num_ranks` first, the smaller of two equally near."""
+    most = num_ranks + SHOWN if limits.sequences is None else limits.sequences
+    widths = [tp for tp in divisors(limits.width) if tp >= limits.min_tp]
+    models = {tp * pp for tp in widths for pp in divisors(limits.layers)}
+    counts: set[int] = set()
+    for model in models:
+        nearest = min(num_ranks // model, most)  # more replicas, or fewer, lie further away
+        counts.update(model * dp for dp in range(max(1, nearest - SHOWN), min(most, nearest + SHOWN) + 1))
+    return sorted(counts, key=lambda count: (abs(count - num_ranks), count))
+
+
+def suggestion(
+    asked: Sizes, num_ranks: int, limits: Limits | None, also: Callable[[Sizes], bool] = lambda sizes: True
+) -> str:
+    """The end of an error message: what fits in place of `asked`.  Empty where the model is not known."""
+    if limits is None:
+        return ""
+    fitting = nearest_layouts(asked, num_ranks, limits, also)[:SHOWN]
+    ranks = f"{num_ranks} rank{'s' * (num_ranks > 1)}"
+    if fitting:
+        return f"; nearest that fit {ranks}: {', '.join(map(str, fitting))}"
+    counts = [count for count in nearest_counts(num_ranks, limits) if count != num_ranks][:SHOWN]
+    if any(layouts_of(num_ranks, limits)) or not counts:
+        return f"; no layout over {ranks} would do"
+    return f"; no layout fits {ranks}, the nearest numbers that one fits are {', '.join(map(str, counts))}"
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Ascending ranks as `<role>.ranks` takes them: `0-3,6`."""
+    # A run of neighbours keeps one distance to its position.
+    runs = groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0])
+    spans = [[rank for _, rank in run] for _, run in runs]
+    return ",".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """Ascending."""
+    small = [part for part in range(1, isqrt(number) + 1) if number % part == 0]
+    return tuple(small + [number // part for part in reversed(small) if part * part != number])
+
+
+def _distance(one: Sizes, other: Sizes) -> Fraction:
+    product = Fraction(1)
+    for a, b in zip(one, other, strict=True):
+        product *= Fraction(max(a, b), min(a, b))
+    return product

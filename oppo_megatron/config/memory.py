@@ -1,0 +1,127 @@
+"""What a model takes of a rank's memory, counted from its `config.json` and layout.  Pure; nothing is loaded.
+
+Parameters, gradients, optimizer state and KV cache are exact; activations are an estimate (see `training_activations`).
+Not counted: what a decode or prefill call holds while it runs, communication buffers, the allocator's own loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from oppo_megatron.config.layouts import HasSizes, Sizes
+from oppo_megatron.config.model import TrainingLayoutConfig
+from oppo_megatron.config.shape import DTYPE_BYTES, head_dim, kv_bytes_per_token, num_kv_heads
+
+Shape = Mapping[str, Any]
+"""A `config.json` that the checks let through."""
+FP32 = 4
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank by kind.  `copy`: weights held a second time, because training has a layout of its own."""
+
+    weights: float = 0
+    copy: float = 0
+    gradients: float = 0
+    optimizer: float = 0
+    kv_cache: float = 0
+    activations: float = 0
+
+    @property
+    def total(self) -> float:
+        return float(sum(vars(self).values()))
+
+
+def stage_layers(shape: Shape, pp: int, stage: int, vpp: int = 1) -> list[range]:
+    """The layers (from 0) of one pipeline stage, a range for each of its virtual stages."""
+    size = shape["num_hidden_layers"] // (pp * vpp)
+    return [range(first, first + size) for first in ((chunk * pp + stage) * size for chunk in range(vpp))]
+
+
+def stage_parameters(shape: Shape, tp: int, pp: int, stage: int, *, scalar: bool) -> int:
+    """Parameters that one tensor rank of a stage holds.  Virtual stages change which layers these are, not how many."""
+    hidden, embedding = shape["hidden_size"], shape["vocab_size"] // tp * shape["hidden_size"]
+    count = shape["num_hidden_layers"] // pp * _layer_parameters(shape, tp)
+    if stage == 0:
+        count += embedding
+    if stage == pp - 1:
+        shared = shape.get("tie_word_embeddings", False) and pp == 1  # two stages keep a copy each
+        head = hidden if scalar else 0 if shared else embedding
+        count += hidden + head  # the last norm
+    return int(count)
+
+
+def _layer_parameters(shape: Shape, tp: int) -> int:
+    hidden, ffn, dim = shape["hidden_size"], shape["intermediate_size"], head_dim(shape)
+    query, keys_values = shape["num_attention_heads"] * dim // tp, 2 * num_kv_heads(shape) * dim // tp
+    count = hidden * (query + keys_values) + query * hidden + 3 * hidden * ffn // tp + 2 * hidden
+    if shape["model_type"] == "qwen2":
+        count += query + keys_values  # biases
+    if shape["model_type"] == "qwen3":
+        count += 2 * dim  # norms of queries and keys
+    return int(count)
+
+
+def training_state(num_parameters: int, dtype: str, dp: int, train: TrainingLayoutConfig) -> Memory:
+    """Main gradients in float32; Adam's two moments and, beside bfloat16 weights, float32 ones (over dp where sharded)."""
+    held = 2 * FP32 + (FP32 if dtype == "bfloat16" else 0)
+    shards = dp if train.distributed_optimizer else 1
+    return Memory(gradients=num_parameters * FP32, optimizer=num_parameters * held / shards)
+
+
+def kv_cache_bytes(
+    shape: Shape, layout: HasSizes, dtype: str, *, slots: int, context: int, budget_mb: float | None
+) -> int:
+    """A slot of `context` tokens for each of `slots` sequences, as many of them as the budget holds."""
+    slot = context * kv_bytes_per_token(shape, layout, dtype)
+    return slot * (slots if budget_mb is None else min(slots, int(budget_mb * 2**20) // slot))
+
+
+@dataclass(frozen=True)
+class TrainingBatch:
+    """Tokens of one packed micro-batch, and of all rows that a replica has in an optimizer step: both upper bounds."""
+
+    micro_batch_tokens: int
+    replica_tokens: int
+
+
+def training_activations(
+    shape: Shape, sizes: Sizes, stage: int, dtype: str, train: TrainingLayoutConfig, batch: TrainingBatch, scalar: bool
+) -> float:
+    """Bytes that the forward pass keeps for the backward on a rank: an estimate of the largest amount at once.
+
+    A layer keeps, of each token, the inputs and outputs of both norms (over tp with sequence parallelism), queries,
+    keys and values, queries and keys rotated, the attention's output, and four tensors of the feed-forward size (gate
+    and up projection, activated gate, product), these over tp.  Recomputation keeps less: `selective` no rotated
+    queries and keys, `full` a layer's input only, beside one layer being computed again.  1F1B has at most pp - stage
+    micro-batches in flight (interleaved: 2 (pp - stage - 1) + (vpp - 1) pp + 1 of one virtual stage each), and no more
+    tokens than the minibatch.  The last stage of a language model adds the logits of one micro-batch and their
+    gradient, in float32.
+    """
+    width = DTYPE_BYTES[dtype]
+    tokens = min(batch.micro_batch_tokens, batch.replica_tokens)
+    whole, kept = _layer_activations(shape, sizes.tp, train)
+    if sizes.vpp == 1:
+        in_flight, layers = sizes.pp - stage, shape["num_hidden_layers"] // sizes.pp
+    else:
+        in_flight = 2 * (sizes.pp - stage - 1) + (sizes.vpp - 1) * sizes.pp + 1
+        layers = shape["num_hidden_layers"] // (sizes.pp * sizes.vpp)
+    held = min(in_flight * tokens, sizes.vpp * batch.replica_tokens)
+    total = held * layers * kept * width
+    if train.recompute == "full":
+        total += tokens * whole * width
+    if stage == sizes.pp - 1 and not scalar:
+        total += tokens * shape["vocab_size"] / sizes.tp * 2 * FP32
+    return float(total)
+
+
+def _layer_activations(shape: Shape, tp: int, train: TrainingLayoutConfig) -> tuple[float, float]:
+    """Numbers of one token in one layer: all that a backward pass needs, and what is kept until then."""
+    hidden = shape["hidden_size"] / (tp if train.sequence_parallel else 1)
+    query, key = (heads * head_dim(shape) / tp for heads in (shape["num_attention_heads"], num_kv_heads(shape)))
+    rotated = query + key
+    whole = 4 * hidden + 2 * query + 2 * key + rotated + 4 * shape["intermediate_size"] / tp
+    return whole, {"none": whole, "selective": whole - rotated, "full": hidden}[train.recompute]
