@@ -31,6 +31,7 @@ from oppo_megatron.runtime.roles import load_role
 from oppo_megatron.runtime.world import World, open_world
 from oppo_megatron.schedule.packing import balance
 from oppo_megatron.train.console import Progress
+from oppo_megatron.train.hosts import share_run_directory
 from oppo_megatron.train.metrics_log import MetricsLog, read_metrics
 from oppo_megatron.train.reward_model import RewardModelling
 from oppo_megatron.train.run_dir import RunDirectory, write_json
@@ -91,7 +92,7 @@ def train_supervised(config: SupervisedConfig, task: Task[RowT], world: World) -
     rows = task.load(config, tokenizer, quarantine)
     if is_owner and quarantine:
         quarantine.write(run.quarantine)
-    dist.barrier()  # from here on every rank may write its trace
+    share_run_directory(run, world, owner=is_owner, show=config.logging.console != "off")
     spans = SpanRecorder(world.rank, run if config.logging.trace else None)
     with spans.span("load", role="model", step=0):
         model = load_role(config.model, groups, head=task.head, max_length=config.max_tokens, device=world.device)

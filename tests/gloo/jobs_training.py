@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from oppo_megatron.config.model import ModelConfig, OptimizerConfig, TrainingLay
 from oppo_megatron.errors import NumericsError
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.runtime.batch import MicroBatch, pack_responses, split_rows
+from oppo_megatron.runtime.mcore import training
 from oppo_megatron.runtime.mcore.groups import RoleGroups
 from oppo_megatron.runtime.mcore.hf_weights import export_weights
 from oppo_megatron.runtime.mcore.model import Head, RoleModel
@@ -81,13 +84,16 @@ def train(
     data: list[Minibatch],
     probes: list[list[int]],
     layout: TrainingLayoutConfig,
+    bucket_size: int | None = None,
 ) -> dict[str, Any]:
     """Train each model, write it below `target`, and say what every step and a forward afterwards gave."""
     groups = world_groups(tp, pp)
-    return {
-        name: _train_one(directory, Path(target) / name, groups, config, data, probes, layout)
-        for name, directory in directories.items()
-    }
+    buckets = partial(training.DistributedDataParallelConfig, bucket_size=bucket_size)
+    with mock.patch.object(training, "DistributedDataParallelConfig", buckets):
+        return {
+            name: _train_one(directory, Path(target) / name, groups, config, data, probes, layout)
+            for name, directory in directories.items()
+        }
 
 
 def _train_one(
@@ -104,6 +110,8 @@ def _train_one(
     params = [param for chunk in chunks for param in chunk.parameters()]
     trained = TrainedModel(chunks, config, len(data), layout)
     sharded = groups.dp > 1 and layout.distributed_optimizer
+    small = (trained.ddp[0].ddp_config.bucket_size or 10**9) < 10**4
+    assert not small or len(trained.ddp[0].bucket_groups) > 3, "gradients are reduced in several buckets"
     optimized = {id(p) for group in trained.optimizer.param_groups for p in group["params"]}
     assert sharded or optimized == set(map(id, params)), "the optimizer's tensors are the model's"
     reports = [trained.step(batch.share(groups).pack(), loss_of(chunks[0], batch.num_tokens)) for batch in data]
@@ -183,7 +191,7 @@ def updates(directory: str, target: str, tp: int, pp: int, lengths: list[tuple[i
 
 
 def refused_step(directory: str, tp: int, pp: int, data: list[Minibatch]) -> str:
-    """A gradient that is not finite: the error, after checking that the weights stayed as they were."""
+    """A gradient that is not finite, on one replica: the error, after checking that the weights stayed as they were."""
     model = load(directory, world_groups(tp, pp))
     trained = TrainedModel(model, OptimizerConfig(lr=0.1), total_steps=4)
     before = [p.detach().clone() for p in model.parameters()]
@@ -191,7 +199,7 @@ def refused_step(directory: str, tp: int, pp: int, data: list[Minibatch]) -> str
 
     def broken(batch: MicroBatch, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         share, stats = plain(batch, output)
-        return share * float("nan"), stats
+        return share * (float("nan") if model.groups.dp_rank == 0 else 1.0), stats
 
     try:
         trained.step(data[0].pack(), broken)

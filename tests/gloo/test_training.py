@@ -191,7 +191,11 @@ def check(
 
 
 def run_case(
-    chosen: dict[str, str], case: Case, target: Path, config: OptimizerConfig = SETTINGS
+    chosen: dict[str, str],
+    case: Case,
+    target: Path,
+    config: OptimizerConfig = SETTINGS,
+    bucket_size: int | None = None,
 ) -> list[dict[str, Any]]:
     tp, pp, dp, options = case
     return run_ranks(
@@ -205,6 +209,7 @@ def run_case(
         data=DATA,
         probes=PROBES,
         layout=TrainingLayoutConfig(**{**PLAIN, **options}),
+        bucket_size=bucket_size,
     )
 
 
@@ -220,6 +225,9 @@ def test_steps_equal_plain_torch(models: dict[str, str], case: Case, tmp_path: P
 
 @pytest.mark.parametrize("case", DEEP_CASES, ids=case_id)
 def test_interleaved_steps_equal_plain_torch(deep_models: dict[str, str], case: Case, tmp_path: Path) -> None:
+    """Micro-batches of different lengths, and of a number that is no multiple of the stages."""
+    assert all(len({len(micro.tokens_T) for micro in batch.pack()}) > 1 for batch in DATA if len(batch.prompts) > 1)
+    assert any(len(batch.pack()) % case.pp for batch in DATA)
     answers = run_case(deep_models, case, tmp_path)
     for name, directory in deep_models.items():
         check(answers, name, reference(directory, SETTINGS.clip_grad), tmp_path, case.tp * case.dp, rel=3e-5)
@@ -231,9 +239,10 @@ def test_without_clipping_the_norm_is_still_reported(models: dict[str, str], tmp
     check(answers, "qwen2", reference(models["qwen2"], 0.0), tmp_path, 1)
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing(models: dict[str, str]) -> None:
+@pytest.mark.parametrize("tp,pp", [(2, 2), (1, 2)])
+def test_a_gradient_that_is_not_finite_changes_nothing(models: dict[str, str], tp: int, pp: int) -> None:
     for message in run_ranks(
-        4, "tests.gloo.jobs_training:refused_step", directory=models["qwen3"], tp=2, pp=2, data=DATA
+        4, "tests.gloo.jobs_training:refused_step", directory=models["qwen3"], tp=tp, pp=pp, data=DATA
     ):
         assert "gradient norm is nan" in message and "learning rate" in message
 
@@ -264,14 +273,20 @@ def test_the_distributed_optimizer_with_overlapped_reduce_changes_nothing(
     models: dict[str, str], tmp_path: Path
 ) -> None:
     found = {}
-    for kind, options in (("plain", PLAIN), ("sharded", SHARDED | OVERLAP)):
+    for kind, options, bucket_size in (
+        ("plain", PLAIN, None),
+        ("sharded", SHARDED | OVERLAP, None),
+        ("buckets", SHARDED | OVERLAP, 3000),
+    ):
         (tmp_path / kind).mkdir()
         case = Case(1, 1, 2, options)
-        found[kind] = run_case({"qwen2": models["qwen2"]}, case, tmp_path / kind)[0]["qwen2"]
-    assert found["sharded"]["grad_norm"] == pytest.approx(found["plain"]["grad_norm"], rel=1e-6)
-    plain, sharded = (weights_of(tmp_path / kind / "qwen2") for kind in found)
-    assert plain.keys() == sharded.keys()
-    assert max(float((plain[name] - sharded[name]).abs().max()) for name in plain) < 1e-6
+        answers = run_case({"qwen2": models["qwen2"]}, case, tmp_path / kind, bucket_size=bucket_size)
+        found[kind] = answers[0]["qwen2"]["grad_norm"], weights_of(tmp_path / kind / "qwen2")
+    norms, weights = found.pop("plain")
+    for found_norms, found_weights in found.values():
+        assert found_norms == pytest.approx(norms, rel=1e-6)
+        assert weights.keys() == found_weights.keys()
+        assert max(float((weights[name] - found_weights[name]).abs().max()) for name in weights) < 1e-6
 
 
 def test_an_update_is_the_same_on_any_number_of_replicas(models: dict[str, str], tmp_path: Path) -> None:

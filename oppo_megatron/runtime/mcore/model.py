@@ -133,10 +133,7 @@ def _take_gathered_input(output_layer: ColumnParallelLinear) -> None:
 def transformer_config(
     shape: ModelShape, groups: RoleGroups, dtype: torch.dtype, layout: TrainingLayoutConfig | None = None
 ) -> TransformerConfig:
-    """megatron-core's configuration of the shape, to serve or to be trained in `layout`.
-
-    Fusions that need apex or CUDA-only kernels are off.
-    """
+    """megatron-core's configuration, to serve or to be trained in `layout`.  Fusions for apex or CUDA only are off."""
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,

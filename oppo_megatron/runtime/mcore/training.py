@@ -70,22 +70,9 @@ def _run(
     if interleaved:  # its messages do not say how long they are
         sizes = [max(sizes)] * len(sizes)
 
-    def forward_step(
-        batches_left: Iterator[tuple[MicroBatch, int]], module: torch.nn.Module
-    ) -> tuple[Tensor, Callable[[Tensor], Any]]:
-        batch, size = next(batches_left)
-        lengths, tokens_T = batch.padded(size, first.max_length)
-        out = module(tokens_T, PackedPlan(lengths, first.rope), batch.rows_R)
-
-        def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            share, stats = (output.sum() * 0.0, {}) if batch.is_dummy else finish(batch, output)
-            return share, torch.zeros((), dtype=torch.int, device=share.device), stats  # losses are sums: no count
-
-        return out, loss
-
     work = list(zip(batches, sizes, strict=True))
     reports = get_forward_backward_func(groups.pp, len(chunks) if interleaved else None)(
-        forward_step_func=forward_step,
+        forward_step_func=_forward_step(first, finish),
         data_iterator=[iter(work) for _ in modules] if interleaved else iter(work),
         model=list(modules) if interleaved else modules[0],
         num_microbatches=len(batches),
@@ -98,6 +85,25 @@ def _run(
     if not groups.is_last_stage:
         return []
     return [report for report, batch in zip(reports, batches, strict=True) if not batch.is_dummy]
+
+
+def _forward_step(model: RoleModel, finish: Loss) -> Callable[..., Any]:
+    """The function by which megatron's schedules run a micro-batch through a chunk, and get its loss on the last stage."""
+
+    def forward_step(
+        work_left: Iterator[tuple[MicroBatch, int]], module: torch.nn.Module
+    ) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        batch, size = next(work_left)
+        lengths, tokens_T = batch.padded(size, model.max_length)
+        out = module(tokens_T, PackedPlan(lengths, model.rope), batch.rows_R)
+
+        def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            share, stats = (output.sum() * 0.0, {}) if batch.is_dummy else finish(batch, output)
+            return share, torch.zeros((), dtype=torch.int, device=share.device), stats  # losses are sums: no count
+
+        return out, loss
+
+    return forward_step
 
 
 def _filled(batches: Sequence[MicroBatch], multiple: int, device: torch.device) -> list[MicroBatch]:
