@@ -46,6 +46,10 @@ class StallError(OppoError, TimeoutError):
     """A rank waited in vain: the message names the rank, the action that it waited for, and for how long."""
 
 
+class WorldError(OppoError, ConnectionError):
+    """The ranks of a run did not find each other, or have lost each other."""
+
+
 class RewardError(OppoError, RuntimeError):
     """A reward could not be computed or is not a finite number.  A failure is never turned into a score."""
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import platform
 import sys
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
+
+from oppo_megatron.cores import usable_cores
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the report; 1 where something that every run needs is missing."""
     print(f"python {platform.python_version()}  {sys.executable}")
-    print(f"machine: {platform.machine()}, {_usable_cores()} usable cores, {_memory()}")
+    print(f"machine: {platform.machine()}, {usable_cores()} usable cores, {_memory()}")
     versions = {package.distribution: version_of(package) for package in PACKAGES}
     for distribution, version in versions.items():
         print(f"{distribution}: {version or 'absent'}")
@@ -92,10 +93,6 @@ def _torch_report() -> list[str]:
     lines.append(f"back ends: gloo {'yes' if gloo else 'no'}, nccl {'yes' if nccl else 'no (needed for GPUs only)'}")
     lines.append(f"torch threads: {torch.get_num_threads()}")
     return lines
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _memory() -> str:

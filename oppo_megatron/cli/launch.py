@@ -11,7 +11,6 @@ import importlib
 import json
 import logging
 import os
-import re
 import signal
 import socket
 import sys
@@ -21,9 +20,9 @@ import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from oppo_megatron.errors import ConfigError, OppoError
+from oppo_megatron.errors import ConfigError, OppoError, StallError, WorldError
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -38,11 +37,14 @@ class RankError(OppoError, RuntimeError):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank ended: `message` for the user where the error is an OppoError, else the traceback of a defect."""
+    """Why a rank ended.
+
+    input: what the user can correct.  defect: an error of ours, `message` is its traceback.  symptom: a peer did not come.
+    """
 
     rank: int
     time_s: float
-    expected: bool
+    kind: Literal["input", "defect", "symptom"]
     message: str
 
 
@@ -51,6 +53,8 @@ def launch(kind: str, config: Any, world_size: int, entry: str = ENTRY) -> int:
 
     Raises RankError where a rank met wrong input.
     """
+    # Before torch is loaded.  What its C++ half would print, the exceptions say too.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     ranks = external_ranks(os.environ)
     if ranks is not None:
         with _environment(ranks):
@@ -77,20 +81,15 @@ def external_ranks(environment: Mapping[str, str]) -> dict[str, str] | None:
         ranks = {"RANK": environment.get("RANK", ""), "WORLD_SIZE": environment.get("WORLD_SIZE", "")}
         wrong = [name for name, value in ranks.items() if not value.isdigit()]
         if wrong:
-            raise ConfigError(
-                f"{' and '.join(wrong)} is no number here; set RANK and WORLD_SIZE, or neither"
-            )
+            raise ConfigError(f"{' and '.join(wrong)} is no number here; set RANK and WORLD_SIZE, or neither")
         ranks["LOCAL_RANK"] = environment.get("LOCAL_RANK", ranks["RANK"])
         ranks["LOCAL_WORLD_SIZE"] = environment.get("LOCAL_WORLD_SIZE", ranks["WORLD_SIZE"])
     elif "SLURM_PROCID" in environment and int(environment.get("SLURM_NTASKS", "1")) > 1:
-        # "8(x2),4": the tasks of each node in turn; every node holds the same number here.
-        local_world_size = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", environment["SLURM_NTASKS"]))
-        assert local_world_size is not None, "Slurm gives a number"
         ranks = {
             "RANK": environment["SLURM_PROCID"],
             "WORLD_SIZE": environment["SLURM_NTASKS"],
             "LOCAL_RANK": environment.get("SLURM_LOCALID", environment["SLURM_PROCID"]),
-            "LOCAL_WORLD_SIZE": local_world_size.group(),
+            "LOCAL_WORLD_SIZE": _slurm_local_size(environment),
         }
     else:
         return None
@@ -99,6 +98,16 @@ def external_ranks(environment: Mapping[str, str]) -> dict[str, str] | None:
             f"rank {ranks['RANK']} of {ranks['WORLD_SIZE']}: ranks count from 0; correct the launcher's environment"
         )
     return ranks | _master(environment)
+
+
+def _slurm_local_size(environment: Mapping[str, str]) -> str:
+    """Tasks on this node.  Slurm lists those of each node in turn: `8(x2),4`."""
+    tasks: list[str] = []
+    for part in environment.get("SLURM_STEP_TASKS_PER_NODE", environment["SLURM_NTASKS"]).split(","):
+        count, _, times = part.partition("(x")
+        tasks += [count] * int(times.rstrip(")") or 1)
+    node = int(environment.get("SLURM_NODEID", "0"))
+    return tasks[node] if node < len(tasks) else tasks[0]
 
 
 def _master(environment: Mapping[str, str]) -> dict[str, str]:
@@ -151,7 +160,6 @@ def _launch_local(entry: str, kind: str, config: Any, world_size: int) -> int:
     # The agent tells of a failed rank at length and of each one that it then ends; ours come from the rank, below.
     for noisy in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
         logging.getLogger(noisy).setLevel(logging.CRITICAL)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what it would print, the exceptions say too
     with tempfile.TemporaryDirectory(prefix="oppo-") as failures:
         agent = LaunchConfig(
             min_nodes=1,
@@ -181,12 +189,19 @@ def _local_rank(entry: str, kind: str, config: Any, failures: str) -> None:
     try:
         _run_entry(entry, kind, config)
     except Exception as error:
-        # An OSError that names a file (disk full, no permission) is the user's to mend; a lost connection names none.
-        expected = isinstance(error, OppoError) or (isinstance(error, OSError) and error.filename is not None)
-        message = str(error) if expected else traceback.format_exc()
-        failure = Failure(int(os.environ["RANK"]), time.time(), expected, message)
+        kind_of_failure = _kind_of(error)
+        message = traceback.format_exc() if kind_of_failure == "defect" else str(error)
+        failure = Failure(int(os.environ["RANK"]), time.time(), kind_of_failure, message)
         (Path(failures) / f"{failure.rank}.json").write_text(json.dumps(asdict(failure)), encoding="utf-8")
         sys.exit(EXIT_DEFECT)
+
+
+def _kind_of(error: Exception) -> Literal["input", "defect", "symptom"]:
+    if isinstance(error, (StallError, WorldError)):
+        return "symptom"
+    # An OSError that names a file (disk full, no permission) is the user's to mend; a lost connection names none.
+    expected = isinstance(error, OppoError) or (isinstance(error, OSError) and error.filename is not None)
+    return "input" if expected else "defect"
 
 
 def _report(failures: Path, error: ChildFailedError) -> int:
@@ -197,17 +212,19 @@ def _report(failures: Path, error: ChildFailedError) -> int:
     written = [Failure(**json.loads(file.read_text(encoding="utf-8"))) for file in failures.glob("*.json")]
     if killed:
         name = signal.Signals(-killed[0].exitcode).name
+        waiting = "".join(f"\nrank {other.rank}: {other.message}" for other in written if other.kind == "symptom")
         raise RankError(
             f"rank {killed[0].local_rank} was ended by {name}; SIGKILL mostly means that memory ran out "
-            "(lower runtime.micro_batch_tokens or rollout.batch_size)"
+            f"(lower runtime.micro_batch_tokens or rollout.batch_size){waiting}"
         )
     if not written:
         first = error.get_first_failure()[1]
         print(f"rank {first.local_rank} ended with exit code {first.exitcode} and no message", file=sys.stderr)
         return EXIT_DEFECT
-    # A rank that met wrong input knows the cause; its peers only saw it go, perhaps before it could write.
-    first_failure = min(written, key=lambda failure: (not failure.expected, failure.time_s))
-    if first_failure.expected:
-        raise RankError(f"rank {first_failure.rank}: {first_failure.message}")
-    print(f"rank {first_failure.rank} failed:\n{first_failure.message}", file=sys.stderr)
-    return EXIT_DEFECT
+    # A rank that met wrong input or a defect knows the cause; its peers only saw it go, perhaps before it could write.
+    causes = ("input", "defect", "symptom")
+    first_failure = min(written, key=lambda failure: (causes.index(failure.kind), failure.time_s))
+    if first_failure.kind == "defect":
+        print(f"rank {first_failure.rank} failed:\n{first_failure.message}", file=sys.stderr)
+        return EXIT_DEFECT
+    raise RankError(f"rank {first_failure.rank}: {first_failure.message}")

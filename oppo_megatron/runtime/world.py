@@ -1,27 +1,39 @@
-"""This process's place among the ranks: device, threads, and the default process group."""
+"""This process's place among the ranks: device, threads, hosts, and the default process group."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
+import socket
+import time
+import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 
 from oppo_megatron.config.model import RuntimeConfig
-from oppo_megatron.errors import ConfigError
+from oppo_megatron.cores import usable_cores
+from oppo_megatron.errors import ConfigError, WorldError
+from oppo_megatron.runtime.hosts import RankHost
+from oppo_megatron.runtime.rendezvous import MeetingPoint, meet, within
+
+CONNECT_S = 10.0  # at least so long for connecting, however late the last rank came
 
 
 @dataclass(frozen=True)
 class World:
-    """Rank, number of ranks, and the device that this rank computes on."""
+    """Rank, number of ranks, the device that this rank computes on, and where each rank runs, in order of ranks."""
 
     rank: int
     size: int
     device: torch.device
+    hosts: tuple[RankHost, ...] = ()
 
 
 def choose_device(config: RuntimeConfig) -> None:
@@ -33,9 +45,43 @@ def choose_device(config: RuntimeConfig) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-def usable_cores() -> int:
-    """Cores that this process may run on, which a container or a job may have fewer of than the machine."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+@contextlib.contextmanager
+def open_world(config: RuntimeConfig, environment: Mapping[str, str] = os.environ) -> Iterator[World]:
+    """Join the ranks named by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without them be a world of one.
+
+    gloo on CPU, NCCL on GPU (with gloo for CPU tensors).  Raises WorldError where not all ranks come within
+    `runtime.rendezvous_timeout_s`, and where a message or collective fails or is later than `runtime.timeout_s`.
+    """
+    rank, size = int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
+    local_rank, local_size = int(environment.get("LOCAL_RANK", rank)), int(environment.get("LOCAL_WORLD_SIZE", size))
+    device = _device(config, local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.set_num_threads(config.threads_per_rank or max(1, usable_cores() // local_size))
+    me = _this_host(rank, device, environment)
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    if size == 1:
+        timeout = timedelta(seconds=config.timeout_s)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        hosts: tuple[RankHost, ...] = (me,)
+    else:
+        hosts = _join(me, MeetingPoint.from_environment(environment, rank, size), backend, config)
+    failed = True
+    try:
+        yield World(rank, size, device, hosts)
+        failed = False
+    except RuntimeError as error:
+        if not _is_lost_peer(error):
+            raise
+        raise WorldError(
+            f"{me} lost its peers{_waiting_in(error)} ({_first_clause(error)}): another rank has ended, as its own "
+            f"error tells, or a message was later than runtime.timeout_s, which is {config.timeout_s:g}"
+        ) from error
+    finally:
+        # A rank that failed must say so before its peers notice that it has gone, and leaving the group could wait for
+        # messages that no one will take: where there are peers, the end of the process leaves it.
+        if size == 1 or not failed:
+            dist.destroy_process_group()
 
 
 def _device(config: RuntimeConfig, local_rank: int) -> torch.device:
@@ -46,30 +92,61 @@ def _device(config: RuntimeConfig, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
-@contextlib.contextmanager
-def open_world(config: RuntimeConfig, environment: Mapping[str, str] = os.environ) -> Iterator[World]:
-    """Join the ranks named by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without them be a world of one.
+def _this_host(rank: int, device: torch.device, environment: Mapping[str, str]) -> RankHost:
+    """`node` as torchrun (GROUP_RANK) or srun (SLURM_NODEID) numbers it."""
+    node = environment.get("GROUP_RANK") or environment.get("SLURM_NODEID")
+    return RankHost(rank, socket.gethostname(), node, str(device), torch.get_num_threads(), os.getpid())
 
-    gloo on CPU, NCCL on GPU (with gloo for CPU tensors).  A message or collective later than `runtime.timeout_s` is an error.
-    """
-    rank, size = int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
-    local_rank, local_size = int(environment.get("LOCAL_RANK", rank)), int(environment.get("LOCAL_WORLD_SIZE", size))
-    device = _device(config, local_rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    torch.set_num_threads(config.threads_per_rank or max(1, usable_cores() // local_size))
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+
+def _join(me: RankHost, point: MeetingPoint, backend: str, config: RuntimeConfig) -> tuple[RankHost, ...]:
+    """Meet all ranks and connect to them, within one deadline (the last to come may have some seconds more)."""
+    deadline = time.monotonic() + config.rendezvous_timeout_s
+    meeting = meet(me, point, config.rendezvous_timeout_s)
+    interface = None if meeting.local_address is None else _interface_of(meeting.local_address)
+    if interface is not None:
+        # The network that leads to the meeting point: a host's name often resolves to its loopback, for itself alone.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     timeout = timedelta(seconds=config.timeout_s)
-    if size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    else:
-        dist.init_process_group(backend, init_method="env://", rank=rank, world_size=size, timeout=timeout)
-    failed = True
+    meeting.store.set_timeout(timeout)
+    store = dist.PrefixStore("groups", meeting.store)
     try:
-        yield World(rank, size, device)
-        failed = False
-    finally:
-        # A rank that failed must say so before its peers notice that it has gone, and leaving the group could wait for
-        # messages that no one will take: where there are peers, the end of the process leaves it.
-        if size == 1 or not failed:
-            dist.destroy_process_group()
+        within(
+            max(deadline - time.monotonic(), min(CONNECT_S, config.rendezvous_timeout_s)),
+            lambda: dist.init_process_group(backend, store=store, rank=me.rank, world_size=point.size, timeout=timeout),
+        )
+    except (RuntimeError, TimeoutError) as error:
+        network = os.environ.get("GLOO_SOCKET_IFNAME", "chosen by gloo")
+        raise WorldError(
+            f"all {point.size} ranks met at {point}, but {me} could not connect to the others within "
+            f"{config.rendezvous_timeout_s:g} s ({_first_clause(error)}); its network interface is {network}. See that "
+            "the hosts reach each other on it at any port, or name another in GLOO_SOCKET_IFNAME"
+        ) from error
+    return meeting.hosts
+
+
+def _interface_of(address: str) -> str | None:
+    """The network interface that has an address."""
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address for entry in entries):
+            return name
+    return None
+
+
+def _is_lost_peer(error: RuntimeError) -> bool:
+    """Whether a communication back end raised it; gloo's errors have no class of their own."""
+    return isinstance(error, dist.DistError) or "/gloo/" in str(error)
+
+
+def _first_clause(error: Exception) -> str:
+    """The first clause of a back end's message, without the source file that raised it."""
+    clause = re.split(r"\. |\n", str(error))[0]
+    return re.sub(r"^\[\S+\]\s*", "", clause).rstrip(".") or "no answer"
+
+
+def _waiting_in(error: Exception) -> str:
+    """Which of this package's functions was waiting."""
+    package = str(Path(__file__).parents[1])
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(package)]
+    if len(frames) < 2:  # this module's own frame alone
+        return ""
+    return f" in {frames[-1].name}, {Path(frames[-1].filename).relative_to(package)}:{frames[-1].lineno}"

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.runtime.world import World, choose_device, open_world
+from oppo_megatron.train.hosts import share_run_directory
 from oppo_megatron.train.run_dir import RunDirectory
 from oppo_megatron.train.setup import Inputs, build_trainer, read_inputs, write_quarantine
 from oppo_megatron.train.supervised import run_reward_model, run_sft
@@ -52,7 +53,8 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs) -> None:
 
 def _prepare(config: TrainConfig, world: World) -> None:
     """The run directory, made by one rank before any other writes into it."""
+    run = RunDirectory(config.run_dir)
     if world.rank == 0:
-        RunDirectory(config.run_dir).prepare()
-        dump_config(config, RunDirectory(config.run_dir).config)
-    dist.barrier()
+        run.prepare()
+        dump_config(config, run.config)
+    share_run_directory(run, world, owner=world.rank == 0, show=config.logging.console != "off")

@@ -3,7 +3,7 @@
 config.yaml       resolved configuration          summary.json      figures of the whole run; marks it finished
 metrics.jsonl     a line a step                   quarantine.jsonl  rows refused and why
 trace.json        what each rank did, and when    weights/          final weights
-schedules.txt     each round's schedule, where `logging.actions` asks for it
+hosts.json        where each rank ran             schedules.txt     each round's schedule (`logging.actions`)
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any, TextIO
 from oppo_megatron.errors import ConfigError
 
 PRODUCTS = (
-    "config.yaml", "metrics.jsonl", "rollouts.jsonl", "trace.json", "summary.json", "quarantine.jsonl", "weights",
-    "tensorboard", "schedules.txt",
+    "config.yaml", "hosts.json", "metrics.jsonl", "rollouts.jsonl", "trace.json", "summary.json", "quarantine.jsonl",
+    "weights", "tensorboard", "schedules.txt",
 )  # fmt: skip
 
 
@@ -35,6 +35,7 @@ class RunDirectory:
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
         self.config = self.path / "config.yaml"
+        self.hosts = self.path / "hosts.json"
         self.metrics = self.path / "metrics.jsonl"
         self.rollouts = self.path / "rollouts.jsonl"
         self.trace = self.path / "trace.json"

@@ -1,0 +1,58 @@
+"""Which rank runs on which host, and with what."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+
+
+@dataclass(frozen=True)
+class RankHost:
+    """Where one rank runs.  `node` is the launcher's number of the machine, where it gives one."""
+
+    rank: int
+    host: str
+    node: str | None
+    device: str
+    threads: int
+    pid: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on host {self.host}"
+
+    def encode(self) -> str:
+        """One line of JSON, for `decode`."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, text: str | bytes) -> RankHost:
+        return cls(**json.loads(text))
+
+
+def describe_hosts(hosts: Sequence[RankHost]) -> list[str]:
+    """A line a host: `rank 0-3: host a (node 0, cpu, 4 threads each)`.  Ranks that differ have lines of their own."""
+
+    def kind(rank: RankHost) -> tuple[str, str, str, int]:
+        device = rank.device.partition(":")[0]
+        return rank.node or "", rank.host, device, rank.threads
+
+    lines = []
+    for (node, host, device, threads), members in groupby(sorted(hosts, key=lambda rank: rank.rank), key=kind):
+        ranks = [rank.rank for rank in members]
+        facts = [*([f"node {node}"] if node else []), device, f"{threads} thread{'s' if threads > 1 else ''}"]
+        each = " each" if len(ranks) > 1 else ""
+        lines.append(f"rank {format_ranks(ranks)}: host {host} ({', '.join(facts)}{each})")
+    return lines
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """`0-3,6`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

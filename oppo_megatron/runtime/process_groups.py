@@ -1,0 +1,26 @@
+"""Process groups that keep the run's deadline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+def new_group(ranks: Sequence[int], desc: str) -> dist.ProcessGroup:
+    """`dist.new_group` with the timeout of the default group (`runtime.timeout_s`).
+
+    torch itself gives a new group 30 minutes (10 on NCCL), whatever the default group has.  A call of all ranks of the
+    world, like torch's.
+    """
+    return dist.new_group(list(ranks), timeout=_default_timeout(), group_desc=desc)
+
+
+def _default_timeout() -> timedelta:
+    """How long the world's default group waits."""
+    world = dist.group.WORLD
+    assert world is not None, "the world is open before its groups are made"
+    timeout: timedelta = world._get_backend(torch.device("cpu")).options._timeout
+    return timeout

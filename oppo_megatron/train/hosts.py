@@ -1,0 +1,37 @@
+"""Tells which rank of a run is on which host, and sees that all hosts have the run directory."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import asdict
+
+import torch.distributed as dist
+
+from oppo_megatron.errors import ConfigError
+from oppo_megatron.runtime.hosts import describe_hosts
+from oppo_megatron.runtime.world import World
+from oppo_megatron.train.run_dir import RunDirectory, write_json
+
+VISIBLE_WITHIN_S = 60.0  # network file systems show a new file late
+
+
+def share_run_directory(run: RunDirectory, world: World, *, owner: bool, show: bool) -> None:
+    """Every rank calls this; `owner` has made the run directory.  From here on every rank may write into it.
+
+    Writes `hosts.json`; rank 0 prints the map to stderr if `show` and there are several ranks.  Raises ConfigError on a
+    host that does not see the run directory.
+    """
+    if show and world.rank == 0 and len(world.hosts) > 1:
+        print("\n".join(describe_hosts(world.hosts)), file=sys.stderr, flush=True)
+    if owner:
+        write_json(run.hosts, {"ranks": [asdict(rank) for rank in world.hosts]})
+    dist.barrier()
+    until = time.monotonic() + VISIBLE_WITHIN_S
+    while not run.hosts.exists():
+        if time.monotonic() > until:
+            raise ConfigError(
+                f"run_dir: {run.path} does not show on {world.hosts[world.rank]} what another rank wrote into it; "
+                "ranks on several hosts need a run_dir on a file system that all of them share"
+            )
+        time.sleep(0.5)
