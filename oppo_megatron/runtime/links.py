@@ -28,7 +28,7 @@ class Links:
         """The group that a send or recv goes over."""
         assert action.peer is not None and action.payload is not None
         ends = (action.rank, action.peer) if action.op is Op.SEND else (action.peer, action.rank)
-        return self.groups[(*ends, action.role, action.payload)]
+        return self.groups[ends[0], ends[1], action.role, action.payload]
 
 
 def build_links(site: Site, timeout_s: float) -> Links:

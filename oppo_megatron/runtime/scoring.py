@@ -93,7 +93,8 @@ class ScoringStation:
 
     def _prefill(self, batch: Batch) -> int:
         tokens = [t for g in batch for t in self._sequences[g.seq_id][g.past : g.past + g.new]]
-        rows, end = [], 0
+        rows: list[int] = []
+        end = 0
         for growth in batch:
             end += growth.new
             rows += range(end - growth.rows, end)

@@ -95,7 +95,7 @@ class RoundPlanner:
             work,
             self.costs,
             self.micro_batch_tokens,
-            smallest=max((new for replicas in pending.values() for news in replicas for new in news), default=1),
+            grain=max((new for replicas in pending.values() for news in replicas for new in news), default=1),
             micro_batches=None if micro_batches == "auto" else micro_batches,
             prefill_tokens=None if tokens == "auto" else tokens,
         )
