@@ -93,13 +93,13 @@ def training_activations(
 ) -> float:
     """Bytes that the forward pass keeps for the backward on a rank: an estimate of the largest amount at once.
 
-    A layer keeps, of each token, the inputs and outputs of both norms (over tp with sequence parallelism), queries,
-    keys and values, queries and keys rotated, the attention's output, and four tensors of the feed-forward size (gate
-    and up projection, activated gate, product), these over tp.  Recomputation keeps less: `selective` no rotated
-    queries and keys, `full` a layer's input only, beside one layer being computed again.  1F1B has at most pp - stage
-    micro-batches in flight (interleaved: 2 (pp - stage - 1) + (vpp - 1) pp + 1 of one virtual stage each), and no more
-    tokens than the minibatch.  The last stage of a language model adds the logits of one micro-batch and their
-    gradient, in float32.
+    A layer keeps, of each token, what both norms take, normalise and give (over tp with sequence parallelism); queries,
+    keys and values, the rotated queries and keys, the attention's output as computed and as joined, and five tensors of
+    the feed-forward size (gate and up projection, activated gate, up once more, product), these over tp.  Recomputation
+    keeps less: `selective` nothing from inside attention, `full` a layer's input only, beside one layer that is being
+    computed again.  1F1B has at most pp - stage micro-batches in flight (interleaved: 2 (pp - stage - 1) +
+    (vpp - 1) pp + 1 of one virtual stage each), and no more tokens than the minibatch.  The last stage of a language
+    model adds the logits of one micro-batch and their gradient, in float32.
     """
     width = DTYPE_BYTES[dtype]
     tokens = min(batch.micro_batch_tokens, batch.replica_tokens)
@@ -122,6 +122,6 @@ def _layer_activations(shape: Shape, tp: int, train: TrainingLayoutConfig) -> tu
     """Numbers of one token in one layer: all that a backward pass needs, and what is kept until then."""
     hidden = shape["hidden_size"] / (tp if train.sequence_parallel else 1)
     query, key = (heads * head_dim(shape) / tp for heads in (shape["num_attention_heads"], num_kv_heads(shape)))
-    rotated = query + key
-    whole = 4 * hidden + 2 * query + 2 * key + rotated + 4 * shape["intermediate_size"] / tp
-    return whole, {"none": whole, "selective": whole - rotated, "full": hidden}[train.recompute]
+    inside_attention = query + key + query  # rotated queries and keys, output as computed
+    whole = 6 * hidden + 2 * query + 2 * key + inside_attention + 5 * shape["intermediate_size"] / tp
+    return whole, {"none": whole, "selective": whole - inside_attention, "full": hidden}[train.recompute]
