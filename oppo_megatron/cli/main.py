@@ -40,6 +40,7 @@ COMMANDS = (
     Command("tokenizer", "oppo_megatron.cli.tokenizer", "train a sentencepiece tokenizer on JSONL rows"),
     Command("convert", "oppo_megatron.cli.convert", "rewrite a Hugging Face directory: dtype, head, shards"),
     Command("validate", "oppo_megatron.cli.validate", "check a configuration and the files it names"),
+    Command("schedule", "oppo_megatron.cli.schedule", "draw and check what every rank does in a round"),
     Command("doctor", "oppo_megatron.cli.doctor", "say what this machine has and lacks"),
     Command("bench", "oppo_megatron.cli.bench", "measure decoding, and what the overlaps save"),
     Command("demo", "oppo_megatron.cli.demo", "run the whole chain on generated arithmetic, and compare"),

@@ -1,0 +1,106 @@
+"""`oppo schedule`: what every rank would do in a round, drawn, with its predicted time and what the checker says."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from oppo_megatron.config.run import TrainConfig
+    from oppo_megatron.schedule.actions import Schedule
+    from oppo_megatron.schedule.checker import Fault
+    from oppo_megatron.schedule.costs import Costs
+    from oppo_megatron.schedule.preview import Preview
+    from oppo_megatron.schedule.timeline import Timeline
+
+EXIT_FAULT = 2
+WITHOUT_TERMINAL = (100, 24)
+GENERATORS = ("sequential", "intra", "woven")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, metavar="CONFIG.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings that replace those of the file")
+    parser.add_argument("--round", type=int, default=2, metavar="N", help="round of the first step, from 1 (default 2)")
+    parser.add_argument("--out", type=Path, metavar="GRID.png", help="draw the grid into this file, too")
+    parser.add_argument("--text", action="store_true", help="print the schedule's text form")
+    parser.add_argument("--generator", choices=GENERATORS, help="default: the one that the configuration asks for")
+    parser.add_argument(
+        "--prompt-tokens", type=int, metavar="N", help="length of all prompts (default: half of the longest)"
+    )
+    parser.add_argument("--costs", type=Path, metavar="COSTS.json", help="seconds of the actions (default: built in)")
+    parser.add_argument(
+        "--from", type=Path, dest="source", metavar="SCHEDULE.txt", help="check and draw this text of the round instead"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from typing import cast
+
+    from oppo_megatron.cli.run import load_checked
+    from oppo_megatron.schedule.checker import check_timeline
+    from oppo_megatron.schedule.costs import Costs
+    from oppo_megatron.schedule.costs_file import read_costs
+    from oppo_megatron.schedule.preview import preview
+    from oppo_megatron.schedule.timeline import simulate
+
+    config = cast("TrainConfig", load_checked("train", args.config, args.overrides))
+    costs: Costs = read_costs(args.costs) if args.costs else Costs()
+    shown = preview(config, args.round, prompt_tokens=args.prompt_tokens, generator=args.generator, costs=costs)
+    schedule = _read(args.source) if args.source else shown.schedule
+    timeline = simulate(schedule, shown.round, shown.site, costs)
+    faults = check_timeline(schedule, shown.round, shown.site, shown.budgets, timeline)
+    if args.text:
+        print(schedule.text())
+    title = _title(shown, args)
+    print("\n".join([title, *_facts(shown, timeline, args)]))
+    _draw(timeline, faults, title, args.out)
+    return _verdict(faults)
+
+
+def _read(path: Path) -> Schedule:
+    from oppo_megatron.errors import ScheduleError
+    from oppo_megatron.schedule.actions import parse_schedule
+
+    try:
+        return parse_schedule(path.read_text(encoding="utf-8"))
+    except (ScheduleError, UnicodeDecodeError) as error:
+        raise ScheduleError(f"{path}: {error}") from error
+
+
+def _title(shown: Preview, args: argparse.Namespace) -> str:
+    origin = str(args.source) if args.source else shown.generator
+    return f"round {args.round} of {shown.num_rounds} of the first step, {origin}"
+
+
+def _facts(shown: Preview, timeline: Timeline, args: argparse.Namespace) -> list[str]:
+    work = [f"{shown.round.steps} decode steps" if shown.round.steps else "no decoding"]
+    counts = {role: sum(map(len, replicas)) for role, replicas in shown.round.prefill.items()}
+    work += [f"{role} {count}" for role, count in counts.items() if count]
+    return [
+        "assumed:",
+        *(f"  {what}" for what in (*shown.assumed, f"costs of {args.costs}" if args.costs else "built-in costs")),
+        f"work: {work[0]}{'; prefill micro-batches: ' if work[1:] else ''}{', '.join(work[1:])}",
+        f"predicted: {timeline.makespan_s:.4f} s, bubble share {timeline.bubble():.1%} (of each rank: beside the grid)",
+    ]
+
+
+def _draw(timeline: Timeline, faults: list[Fault], title: str, out: Path | None) -> None:
+    from oppo_megatron.schedule.draw import draw
+    from oppo_megatron.schedule.render import render
+
+    print("\n" + render(timeline, shutil.get_terminal_size(WITHOUT_TERMINAL).columns, faults))
+    if out is not None:
+        draw(timeline, out, faults, title)
+        print(f"wrote {out}")
+
+
+def _verdict(faults: list[Fault]) -> int:
+    if not faults:
+        print("OK: the checker finds no fault")
+        return 0
+    print(f"the checker finds {'1 fault' if len(faults) == 1 else f'{len(faults)} faults'}:")
+    print("\n".join(f"  - {fault}" for fault in faults))
+    return EXIT_FAULT

@@ -1,0 +1,134 @@
+"""The rounds that a run's first step would have, from its configuration alone.
+
+The planner and the books are those of a run; only the sequences are made up: prompts of one length, and no response that
+ends before `rollout.max_response_tokens`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from oppo_megatron.config.checkpoint import read_hf_config
+from oppo_megatron.config.checks import max_context, most_sequences
+from oppo_megatron.config.places import Place, named_roles, role_places
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.config.shape import kv_bytes_per_token
+from oppo_megatron.errors import ConfigError
+from oppo_megatron.records import Prompt, Rollout
+from oppo_megatron.schedule.actions import Schedule
+from oppo_megatron.schedule.books import ActorBook, ScoringBook
+from oppo_megatron.schedule.costs import Costs
+from oppo_megatron.schedule.plan import delta_rule, plan_step, round_generator
+from oppo_megatron.schedule.planner import PlannedRound, RoundPlanner
+from oppo_megatron.schedule.rounds import KVBudget, Round, Site
+
+
+@dataclass(frozen=True)
+class Preview:
+    """One round of the first step, as a run would plan it.  `assumed` says in words what was made up."""
+
+    round: Round
+    num_rounds: int
+    site: Site
+    schedule: Schedule
+    budgets: Mapping[str, Sequence[KVBudget]]
+    generator: str
+    assumed: tuple[str, ...]
+
+
+def preview(
+    config: TrainConfig,
+    number: int,
+    *,
+    prompt_tokens: int | None = None,
+    generator: str | None = None,
+    costs: Costs | None = None,
+) -> Preview:
+    """Round `number` (from 1) of the first step.
+
+    `prompt_tokens` defaults to half of `data.max_prompt_tokens`, `generator` to the one that the configuration asks for.
+    Raises ConfigError where the step has no such round, ScheduleError where a run would refuse it.
+    """
+    length = prompt_tokens if prompt_tokens is not None else max(1, config.data.max_prompt_tokens // 2)
+    if not 1 <= length <= config.data.max_prompt_tokens:
+        raise ConfigError(
+            f"prompts of {length} tokens: they have 1 to data.max_prompt_tokens = {config.data.max_prompt_tokens}; "
+            "give a number of these"
+        )
+    site = Site(role_places(config))
+    slots = {role: cache_slots(config, role, place) for role, place in site.places.items()}
+    planner = _planner(config, site, slots, generator or round_generator(config.overlap, site), costs or Costs())
+    rounds = [*_first_step(config, planner, length)]
+    if not 1 <= number <= len(rounds):
+        raise ConfigError(f"round {number}: the first step has rounds 1 to {len(rounds)}; ask for one of these")
+    planned = rounds[number - 1]
+    budgets = {role: [KVBudget(slots[role], max_context(config))] * place.dp for role, place in site.places.items()}
+    schedule = planned.schedule.shifted(planned.round.index - 1)
+    assumed = _assumed(config, site, length)
+    return Preview(planned.round, len(rounds), site, schedule, budgets, planner.generator, assumed)
+
+
+def cache_slots(config: TrainConfig, role: str, place: Place) -> int:
+    """Sequences that the cache of one replica holds: its share of all, or what runtime.kv_cache_mb allows."""
+    share, megabytes = ceil(most_sequences(config) / place.dp), config.runtime.kv_cache_mb
+    if megabytes is None:
+        return share
+    model = named_roles(config)[role]
+    slot_bytes = max_context(config) * kv_bytes_per_token(read_hf_config(model), place, model.dtype)
+    return min(share, int(megabytes * 2**20) // slot_bytes)
+
+
+def _planner(config: TrainConfig, site: Site, slots: Mapping[str, int], generator: str, costs: Costs) -> RoundPlanner:
+    scorers = {role: place for role, place in site.places.items() if role != "actor"}
+    return RoundPlanner(
+        site,
+        generator,
+        config.overlap.weave,
+        config.runtime.micro_batch_tokens,
+        max_context(config),
+        ActorBook(site.places["actor"].dp, slots["actor"], lambda _: config.rollout.max_response_tokens),
+        {role: ScoringBook(role, place.dp, slots[role]) for role, place in scorers.items()},
+        costs,
+    )
+
+
+def _first_step(config: TrainConfig, planner: RoundPlanner, prompt_tokens: int) -> Iterator[PlannedRound]:
+    """Rounds until the batch has been decoded, then until it has been scored."""
+    prompt, chunk = (0,) * prompt_tokens, config.overlap.chunk.tokens
+    count = config.rollout.batch_size + delta_rule(config.overlap).initial
+    rollouts = [Rollout(Prompt(number, number, "", prompt), number) for number in range(count)]
+    stream, number = plan_step(config.overlap).stream, 1
+    while sum(rollout.finished for rollout in rollouts) < config.rollout.batch_size:
+        active = [rollout for rollout in rollouts if not rollout.finished]
+        planned = planner.plan(number, active, rollouts if stream else [], chunk, list)
+        yield planned
+        _grow(rollouts, planned.round, number, config.rollout.max_response_tokens)
+        assert planner.actor is not None
+        planner.actor.record(active, ())
+        number += 1
+    batch = [rollout for rollout in rollouts if rollout.finished][: config.rollout.batch_size]
+    while any(book.owes(batch) for book in planner.scorers.values()):
+        yield planner.plan(number, [], batch, chunk, list)
+        number += 1
+
+
+def _grow(rollouts: Sequence[Rollout], round_: Round, clock: int, most: int) -> None:
+    """The round has been decoded, every sequence by as much as it may."""
+    for growth in (growth for replica in round_.decode for batch in replica for growth in batch):
+        rollout = rollouts[growth.seq_id]
+        rollout.tokens += [0] * growth.new
+        if len(rollout.tokens) == most:
+            rollout.finish_clock, rollout.finish_reason = clock, "length"
+
+
+def _assumed(config: TrainConfig, site: Site, prompt_tokens: int) -> tuple[str, ...]:
+    batch, delta, dp = config.rollout.batch_size, delta_rule(config.overlap).initial, site.places["actor"].dp
+    return (
+        f"{batch + delta} sequences (rollout.batch_size {batch} + delta {delta}) over {dp} "
+        f"{'replica' if dp == 1 else 'replicas'} of the actor",
+        f"prompts of {prompt_tokens} tokens",
+        f"responses of {config.rollout.max_response_tokens} tokens (none ends sooner)",
+        f"chunks of {config.overlap.chunk.tokens}",
+    )

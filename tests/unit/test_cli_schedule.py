@@ -1,0 +1,196 @@
+"""`oppo schedule`: what it assumes and predicts, the picture, the text form, costs, wrong input and faults."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from oppo_megatron.cli.main import main
+from oppo_megatron.cli.schedule import GENERATORS
+from oppo_megatron.config.load import load_config
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.errors import ConfigError
+from oppo_megatron.schedule import generators
+from oppo_megatron.schedule.actions import Op, parse_schedule
+from oppo_megatron.schedule.costs import Costs, Linear
+from oppo_megatron.schedule.costs_file import read_costs
+from oppo_megatron.schedule.preview import preview
+
+CONFIG = """
+run_dir: run
+steps: 3
+tokenizer: {path: tok}
+data: {path: rows.jsonl, max_prompt_tokens: 64}
+actor: {init: {model_type: llama, vocab_size: 512, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 4,
+               num_attention_heads: 4}}
+critic: {init: "${actor.init}"}
+reward: {init: "${actor.init}", fresh_head: true}
+rewards: [{kind: model}]
+rollout: {batch_size: 8, max_response_tokens: 20}
+overlap: {chunk: {tokens: 6}, delta: {initial: 4}, weave: {micro_batches: 2}}
+placement: {mode: colocated, actor: {pp: 2, dp: 2}}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tok").mkdir()
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
+    path = tmp_path / "c.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+    assert main(["schedule", *arguments]) == code
+    captured = capsys.readouterr()
+    return captured.out if code == 0 or captured.out else captured.err
+
+
+def test_it_says_what_it_assumed_predicts_and_found(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = shown(capsys, str(config))
+    assert out.startswith("round 2 of 5 of the first step, woven\n")
+    for line in (
+        "12 sequences (rollout.batch_size 8 + delta 4) over 2 replicas of the actor",
+        "prompts of 32 tokens",
+        "responses of 20 tokens (none ends sooner)",
+        "chunks of 6",
+        "built-in costs",
+    ):
+        assert f"\n  {line}\n" in out
+    assert re.search(r"predicted: 0\.\d+ s, bubble share \d+\.\d%", out)
+    assert [line.split("|")[0].strip() for line in out.splitlines() if line.startswith("rank")] == [
+        f"rank {rank}" for rank in range(4)
+    ]
+    assert out.endswith("OK: the checker finds no fault\n")
+
+
+def test_grid_is_as_wide_as_the_terminal(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for columns in (60, 140):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        rows = [line for line in shown(capsys, str(config)).splitlines() if line.startswith("rank ")]
+        assert {len(row) for row in rows} == {columns}
+
+
+def test_picture(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "wrote grid.png" in shown(capsys, str(config), "--out", "grid.png")
+    assert Path("grid.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_rounds_of_the_first_step(config: Path) -> None:
+    """20 tokens in chunks of 6: three whole chunks, one of two, then what is left to score."""
+    loaded = load_config(TrainConfig, config)
+    rounds = [preview(loaded, number).round for number in range(1, 6)]
+    assert [each.steps for each in rounds] == [6, 6, 6, 2, 0]
+    assert [each.index for each in rounds] == [1, 2, 3, 4, 5]
+    prompts = [g for replica in rounds[0].prefill["actor"] for batch in replica for g in batch]
+    assert sorted(g.seq_id for g in prompts) == list(range(12)) and {(g.past, g.new) for g in prompts} == {(0, 31)}
+    assert not any(rounds[1].prefill.get("actor", ()))
+    decoded = [g for replica in rounds[2].decode for batch in replica for g in batch]
+    assert {(g.past, g.new) for g in decoded} == {(31 + 12, 6)}
+    # every sequence of the batch gets its outputs: one a token from critic and reference, one from the reward model
+    for role, rows in (("critic", 8 * 20), ("reference", 8 * 20), ("reward", 8)):
+        growths = [g for each in rounds for replica in each.prefill[role] for batch in replica for g in batch]
+        assert sum(g.rows for g in growths if g.seq_id < 8) == rows, role
+    chunks = {action.chunk for action in preview(loaded, 3).schedule if action.op is Op.PREFILL}
+    assert chunks == {2}
+
+
+def test_scoring_waits_for_the_batch_where_intra_is_off(config: Path) -> None:
+    loaded = load_config(TrainConfig, config, ["overlap.intra=false"])
+    shows = [preview(loaded, number) for number in range(1, 6)]
+    assert {each.generator for each in shows} == {"sequential"}
+    scored = [any(map(any, (each.round.prefill.get("critic", ())))) for each in shows]
+    assert scored == [False, False, False, False, True]
+
+
+def test_text_form_is_read_back(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, str(config), "--text", "--round", "3").split("\nround 3 of 5")[0]
+    assert parse_schedule(text) == preview(load_config(TrainConfig, config), 3).schedule
+
+
+@pytest.mark.parametrize("generator", GENERATORS)
+def test_every_generator_can_be_asked_for(config: Path, capsys: pytest.CaptureFixture[str], generator: str) -> None:
+    assert f"first step, {generator}\n" in shown(capsys, str(config), "--generator", generator)
+    assert set(GENERATORS) == set(generators.GENERATORS)
+
+
+def test_a_given_text_is_checked_and_its_fault_shown(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = preview(load_config(TrainConfig, config), 2).schedule.text()
+    Path("same.txt").write_text(text)
+    assert "OK" in shown(capsys, str(config), "--from", "same.txt")
+    dropped = text.replace("  send hidden critic m0 c1 -> 2\n", "", 1)
+    assert dropped != text
+    Path("dropped.txt").write_text(dropped)
+    out = shown(capsys, str(config), "--from", "dropped.txt", "--out", "g.png", code=2)
+    assert "lost peer: `recv hidden critic m0 c1 <- 0`: rank 0 does not send it" in out
+    assert any("!" in line for line in out.splitlines() if line.startswith("rank 2"))
+    assert Path("g.png").is_file()
+    Path("torn.txt").write_text(text[:-9])
+    assert "torn.txt" in shown(capsys, str(config), "--from", "torn.txt", code=2)
+
+
+def test_costs_from_a_file(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    costs = {"decode": [1, 0.5], "prefill": {"critic": [2, 0]}, "message_s": 0}
+    path = Path("costs.json")
+    path.write_text(json.dumps(costs))
+    assert read_costs(path) == Costs(decode=Linear(1, 0.5), prefill={"critic": Linear(2, 0)}, message_s=0)
+    out = shown(capsys, str(config), "--costs", "costs.json")
+    assert "\n  costs of costs.json\n" in out
+    seconds = re.search(r"predicted: (\d+\.\d+) s", out)
+    assert seconds is not None and float(seconds[1]) > 6 * 2 * 2.5  # a stage's steps: 2 micro-batches of 3
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "costs are JSON"),
+        ("[]", "a JSON object"),
+        ('{"decod": [1, 2]}', "`decod` is no cost"),
+        ('{"decode": 3}', "decode is 3; give two numbers"),
+        ('{"decode": [1, -2]}', "give two numbers"),
+        ('{"decode": [1, true]}', "give two numbers"),
+        ('{"prefill": [1, 2]}', "a pair for each role"),
+        ('{"prefill": {"critic": [1]}}', "prefill of critic is [1]"),
+        ('{"message_s": NaN}', "message_s is nan"),
+    ],
+)
+def test_wrong_costs_are_refused(config: Path, text: str, says: str) -> None:
+    Path("costs.json").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        read_costs(Path("costs.json"))
+    assert says in str(error.value) and "costs.json" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--round", "6"], "the first step has rounds 1 to 5"),
+        (["--round", "0"], "the first step has rounds 1 to 5"),
+        (["--prompt-tokens", "65"], "1 to data.max_prompt_tokens = 64"),
+        (["--prompt-tokens", "0"], "prompts of 0 tokens"),
+        (["--from", "nowhere.txt"], "nowhere.txt"),
+        (["rollout.batch_sise=3"], "batch_size"),
+    ],
+)
+def test_wrong_input_ends_with_2(
+    config: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    assert main(["schedule", str(config), *arguments]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_small_cache_bounds_what_runs_at_once(config: Path) -> None:
+    """64 + 20 tokens a slot, 2 layers, keys and values of 64 in float32: 86,016 bytes; 0.3 MB holds three."""
+    loaded = load_config(TrainConfig, config, ["runtime.kv_cache_mb=0.3", "overlap.chunk.tokens=20"])
+    first = preview(loaded, 1)
+    assert first.budgets["actor"][0].slots == 3
+    assert [sum(map(len, replica)) for replica in first.round.decode] == [3, 3]

@@ -1,0 +1,407 @@
+"""The checker: sound schedules of random sites pass, each kind of fault is found and named, and it is fast."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oppo_megatron.config.places import Place
+from oppo_megatron.errors import ScheduleError
+from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule, parse_action, parse_schedule
+from oppo_megatron.schedule.checker import Fault, FaultKind, check, require_sound
+from oppo_megatron.schedule.communication import add_communication
+from oppo_megatron.schedule.costs import Costs, Linear
+from oppo_megatron.schedule.generators import GENERATORS
+from oppo_megatron.schedule.rounds import Growth, KVBudget, Round, Site
+from oppo_megatron.schedule.timeline import simulate
+from tests.support.schedules import LAYOUTS, ample_budgets, build, colocated, disaggregated, make_round, make_site
+
+SPLIT = Site({"actor": Place((0, 1), 1, 2, 1), "reward": Place((2,))})
+PAIR = Round(
+    2,
+    steps=2,
+    decode=(((Growth(0, 5, 2), Growth(1, 5, 2)), (Growth(2, 5, 2),)),),
+    prefill={"reward": (((Growth(0, 0, 6), Growth(1, 0, 6)), (Growth(2, 0, 6),)),)},
+)
+
+
+def sound() -> Schedule:
+    """Two decode micro-batches over two stages, and a reward model that listens."""
+    schedule = build(PAIR, SPLIT)
+    assert faults_of(schedule) == []
+    return schedule
+
+
+def faults_of(schedule: Schedule, **changes: object) -> list[Fault]:
+    budgets = changes.get("budgets", ample_budgets(SPLIT))
+    return check(schedule, PAIR, SPLIT, budgets)  # type: ignore[arg-type]
+
+
+def edited(rank: int, edit: Callable[[list[Action]], None]) -> Schedule:
+    """The sound schedule with one rank's list edited in place."""
+    schedule = sound()
+    own = list(schedule.of(rank))
+    edit(own)
+    return Schedule(dict(schedule.actions) | {rank: tuple(own)})
+
+
+def without(rank: int, text: str) -> Schedule:
+    return edited(rank, lambda own: own.remove(parse_action(rank, text)))
+
+
+def swapped(rank: int, one: str, other: str) -> Schedule:
+    def edit(own: list[Action]) -> None:
+        i, j = (own.index(parse_action(rank, text)) for text in (one, other))
+        own[i], own[j] = own[j], own[i]
+
+    return edited(rank, edit)
+
+
+def only(faults: Sequence[Fault], kind: str) -> Fault:
+    """The first fault of a kind; there is one."""
+    found = [fault for fault in faults if fault.kind == kind]
+    assert found, [str(fault) for fault in faults]
+    return found[0]
+
+
+@st.composite
+def rounds(draw: st.DrawFn) -> tuple[Round, Site, int]:
+    """A random site, and a round with ragged micro-batches on it."""
+    actor, scorer = draw(st.sampled_from(LAYOUTS)), draw(st.sampled_from(LAYOUTS))
+    site = draw(st.sampled_from((colocated(actor), disaggregated(actor, scorer))))
+    steps, ids = draw(st.integers(0, 4)), iter(range(1000))
+
+    def batches(role: str) -> tuple[tuple[tuple[Growth, ...], ...], ...]:
+        return tuple(
+            tuple(
+                tuple(Growth(next(ids), past, new, rows) for past, new, rows in batch)
+                for batch in draw(
+                    st.lists(
+                        st.lists(
+                            st.tuples(st.integers(0, 9), st.integers(1, 4), st.integers(0, 4)), min_size=1, max_size=3
+                        ),
+                        max_size=3,
+                    )
+                )
+            )
+            for _ in range(site.places[role].dp)
+        )
+
+    decode = batches("actor") if steps else ()
+    prefill = {role: batches(role) for role in site.places if role != "actor"}
+    return Round(draw(st.integers(1, 9)), steps, decode, prefill), site, draw(st.integers(0, 99))
+
+
+@settings(max_examples=60, deadline=None)
+@given(rounds())
+def test_sound_schedules_pass(case: tuple[Round, Site, int]) -> None:
+    round_, site, seed = case
+    for rng in (None, random.Random(seed)):
+        assert check(build(round_, site, rng), round_, site, ample_budgets(site)) == []
+    for name, generator in GENERATORS.items():
+        schedule = add_communication(generator(round_, site, Costs()), round_, site)
+        assert check(schedule, round_, site, ample_budgets(site)) == [], name
+
+
+@settings(max_examples=40, deadline=None)
+@given(rounds(), st.integers(0, 10**6))
+def test_a_dropped_action_is_always_missed(case: tuple[Round, Site, int], pick: int) -> None:
+    round_, site, _ = case
+    schedule = build(round_, site)
+    actions = list(schedule)
+    if not actions:
+        return
+    gone = actions[pick % len(actions)]
+    lists = {rank: tuple(a for a in own if a != gone) for rank, own in schedule.actions.items()}
+    faults = check(Schedule(lists), round_, site, ample_budgets(site))
+    kinds = {fault.kind for fault in faults}
+    assert kinds & ({FaultKind.MISSING} if gone.peer is None else {FaultKind.LOST_PEER}), (str(gone), kinds)
+
+
+def test_deadlock_names_the_cycle() -> None:
+    site = make_site((1, 2, 1), {"reward": (0, 1, 2, 1)})
+    round_ = Round(1, 1, (((Growth(0, 3, 1),),),), {"reward": (((Growth(0, 0, 3),),),)})
+    turned = parse_schedule("""
+        rank 0
+          recv tokens actor m0 c1 s0 <- 1
+          decode actor m0 c1 s0
+          send hidden actor m0 c1 s0 -> 1
+          prefill reward m0 c0
+          send hidden reward m0 c0 -> 1
+        rank 1
+          recv hidden reward m0 c0 <- 0
+          prefill reward m0 c0
+          score reward m0 c0
+          recv hidden actor m0 c1 s0 <- 0
+          decode actor m0 c1 s0
+          sample actor m0 c1 s0
+          send tokens actor m0 c1 s0 -> 0
+    """)
+    fault = only(check(turned, round_, site, {}), "deadlock")
+    assert "rank 0 waits at `recv tokens actor m0 c1 s0 <- 1`" in fault.message
+    assert "rank 1 waits at `recv hidden reward m0 c0 <- 0`" in fault.message
+    assert (fault.rank, fault.position, fault.action) == (0, 0, turned.of(0)[0])
+
+
+def test_deadlock_between_tensor_ranks_of_two_roles() -> None:
+    """Each role's own order agrees on both ranks; only together they hang."""
+    site = make_site((2, 1, 1), {"reward": (0, 2, 1, 1)})
+    round_ = Round(2, 1, (((Growth(0, 3, 1),),),), {"reward": (((Growth(0, 0, 3),),),)})
+    schedule = build(round_, site)
+    own = schedule.of(1)
+    turned = Schedule({0: schedule.of(0), 1: (*own[2:], *own[:2])})
+    faults = check(turned, round_, site, {})
+    assert [fault.kind for fault in faults] == ["deadlock"]
+    assert "rank 0 waits at `decode actor m0 c2 s0`, for rank 1 waits at `prefill reward m0 c1`" in faults[0].message
+
+
+def test_waiting_for_a_rank_that_has_ended() -> None:
+    faults = faults_of(Schedule({2: sound().of(2)}))
+    fault = only(faults, "deadlock")
+    assert (fault.rank, str(fault.action)) == (2, "recv chunk actor m0 c2 <- 1")
+    assert "where no such message has been sent; rank 1 has ended" in fault.message
+
+
+def test_a_chain_of_waiting_ranks_is_told_once() -> None:
+    """Rank 0 gets no tokens, so rank 1 gets no hidden state, so rank 2 no chunk."""
+    faults = faults_of(without(1, "send tokens actor m1 c2 s0 -> 0"))
+    assert [fault.kind for fault in faults] == ["lost peer"]  # rank 0 meets another message: told by the lost peer
+    faults = faults_of(without(0, "send hidden actor m1 c2 s1 -> 1"))
+    assert [fault.kind for fault in faults] == ["lost peer", "deadlock"]
+    for link in (
+        "rank 1 waits at `recv hidden actor m1 c2 s1 <- 0`",
+        "rank 0 waits at `recv tokens actor m1 c2 s1 <- 1`",
+    ):
+        assert link in faults[1].message
+
+
+def test_lost_peers() -> None:
+    unsent = only(faults_of(without(0, "send hidden actor m0 c2 s0 -> 1")), "lost peer")
+    assert str(unsent.action) == "recv hidden actor m0 c2 s0 <- 0" and unsent.rank == 1
+    assert "rank 0 does not send it" in unsent.message
+    unread = only(faults_of(without(0, "recv tokens actor m0 c2 s1 <- 1")), "lost peer")
+    assert str(unread.action) == "send tokens actor m0 c2 s1 -> 0" and "rank 0 does not receive it" in unread.message
+
+
+def test_wrong_peer() -> None:
+    def edit(own: list[Action]) -> None:
+        at = own.index(parse_action(0, "send hidden actor m0 c2 s0 -> 1"))
+        own[at] = replace(own[at], peer=2)
+
+    fault = only(faults_of(edited(0, edit)), "lost peer")
+    assert str(fault.action) == "send hidden actor m0 c2 s0 -> 2" and "[1]" in fault.message
+
+
+def test_a_message_missing_at_both_ends_is_missing() -> None:
+    schedule = sound()
+    lists = {r: tuple(a for a in own if a.payload is not Payload.CHUNK) for r, own in schedule.actions.items()}
+    faults = faults_of(Schedule(lists))
+    assert [fault.kind for fault in faults] == ["missing", "missing"]
+    assert {fault.rank for fault in faults} == {1, 2} and all(fault.action is None for fault in faults)
+
+
+def test_messages_asked_for_in_another_order() -> None:
+    faults = faults_of(swapped(0, "recv tokens actor m0 c2 s1 <- 1", "recv tokens actor m1 c2 s1 <- 1"))
+    fault = only(faults, "order")
+    assert "`recv tokens actor m1 c2 s1 <- 1` would get `send tokens actor m0 c2 s1 -> 0`" in fault.message
+    assert [fault.kind for fault in faults] == ["order"]  # not a second time as a deadlock
+
+
+@pytest.mark.parametrize(
+    ("rank", "one", "other", "kind", "says"),
+    [
+        (0, "recv tokens actor m0 c2 s0 <- 1", "decode actor m0 c2 s1", "causality", "before the tokens"),
+        (1, "decode actor m0 c2 s0", "sample actor m0 c2 s0", "causality", "does not follow its own decode"),
+        (1, "recv hidden actor m0 c2 s0 <- 0", "decode actor m0 c2 s0", "causality", "not the last one received"),
+        (1, "sample actor m0 c2 s0", "send tokens actor m0 c2 s0 -> 0", "causality", "not drawn yet"),
+        (0, "decode actor m0 c2 s0", "send hidden actor m0 c2 s0 -> 1", "causality", "not the last one computed"),
+        (0, "decode actor m0 c2 s0", "decode actor m1 c2 s0", "order", "by step, then micro-batch"),
+        (2, "prefill reward m0 c1", "score reward m0 c1", "causality", "does not follow its own prefill"),
+        (2, "prefill reward m0 c1", "prefill reward m1 c1", "order", "where m0 is due"),
+        (1, "send tokens actor m1 c2 s1 -> 0", "send chunk actor m0 c2 -> 2", "", ""),
+        (1, "sample actor m1 c2 s1", "send chunk actor m0 c2 -> 2", "causality", "knows the whole chunk"),
+    ],
+)
+def test_what_is_used_before_it_is_there(rank: int, one: str, other: str, kind: str, says: str) -> None:
+    faults = faults_of(swapped(rank, one, other))
+    if not kind:
+        assert faults == []
+        return
+    assert any(fault.kind == kind and says in fault.message and fault.rank == rank for fault in faults), faults
+
+
+def test_a_chunk_prefilled_before_it_was_decoded() -> None:
+    def ahead(own: list[Action]) -> None:
+        own[:2] = [replace(action, chunk=2) for action in own[:2]]
+
+    faults = faults_of(edited(2, ahead))
+    fault = only(faults, "causality")
+    assert str(fault.action) == "prefill reward m0 c2" and fault.position == 0
+    assert "uses a chunk before it has been decoded" in fault.message
+
+    def behind(own: list[Action]) -> None:
+        own.append(replace(own[0], chunk=2))
+
+    after = faults_of(edited(2, behind))  # known by then, but of no use to this round
+    assert [fault.kind for fault in after] == ["foreign"]
+
+
+def test_decoding_before_the_prompts_are_there() -> None:
+    site = make_site((1, 1, 1), {})
+    round_ = Round(1, 1, (((Growth(0, 3, 1),),),), {"actor": (((Growth(0, 0, 3),),),)})
+    schedule = build(round_, site)
+    assert check(schedule, round_, site, {}) == []
+    own = schedule.of(0)
+    faults = check(Schedule({0: (*own[1:], own[0])}), round_, site, {})
+    assert "comes before the actor's prefill" in only(faults, "causality").message
+    assert "holds 4" in only(faults, "kv").message
+
+
+def test_gather_before_the_last_tokens() -> None:
+    site = make_site((1, 2, 2), {})
+    round_ = make_round(site, prompts=0)
+    schedule = build(round_, site)
+    own = schedule.of(0)
+    turned = Schedule(dict(schedule.actions) | {0: (*own[:-2], own[-1], own[-2])})
+    faults = check(turned, round_, site, {})
+    assert [(fault.kind, fault.rank, fault.action) for fault in faults] == [("causality", 0, own[-1])]
+
+
+def test_missing_doubled_foreign() -> None:
+    missing = only(faults_of(without(2, "score reward m1 c1")), "missing")
+    assert (missing.rank, missing.position, missing.action) == (
+        2,
+        4,
+        None,
+    ) and "`score reward m1 c1`" in missing.message
+    doubled = only(faults_of(edited(2, lambda own: own.append(own[0]))), "doubled")
+    assert (doubled.rank, doubled.position) == (2, 5)
+    for text, says in (
+        ("decode actor m7 c2 s0", "nothing that round 2 asks"),
+        ("decode actor m0 c2 s9", "nothing that round 2 asks"),
+        ("decode actor m0 c1 s0", "nothing that round 2 asks"),
+        ("prefill reward m0 c1", "is on ranks [2]"),
+        ("prefill judge m0 c1", "no role of the site"),
+    ):
+        fault = only(faults_of(edited(0, lambda own, text=text: own.append(parse_action(0, text)))), "foreign")
+        assert says in fault.message, fault
+
+
+def test_an_action_in_another_ranks_list() -> None:
+    fault = only(faults_of(edited(0, lambda own: own.append(replace(own[0], rank=1)))), "foreign")
+    assert "names rank 1" in fault.message
+
+
+def test_tensor_ranks_disagree() -> None:
+    site = make_site((1, 1, 1), {"reward": (1, 2, 1, 1)})
+    round_ = make_round(site, prompts=0)
+    schedule = build(round_, site)
+    own = list(schedule.of(2))
+    own[:4] = [*own[2:4], *own[:2]]
+    faults = check(Schedule(dict(schedule.actions) | {2: tuple(own)}), round_, site, {})
+    fault = only(faults, "tensor ranks")
+    assert fault.rank == 2 and fault.position == 0 and "`prefill reward m0 c1`" in fault.message
+    only(faults, "deadlock")
+
+
+def test_kv_budgets() -> None:
+    def budgets(role: str, budget: KVBudget) -> dict[str, list[KVBudget]]:
+        return ample_budgets(SPLIT) | {role: [budget]}
+
+    schedule = sound()
+    assert faults_of(schedule, budgets=budgets("actor", KVBudget(3, 7))) == []
+    assert faults_of(schedule, budgets=budgets("reward", KVBudget(4, 6, others=1))) == []
+    small = only(faults_of(schedule, budgets=budgets("actor", KVBudget(1, 99))), "kv")
+    assert "too few for one micro-batch" in small.message and str(small.action) == "decode actor m0 c2 s0"
+    full = faults_of(schedule, budgets=budgets("reward", KVBudget(3, 99, others=1)))
+    assert [fault.kind for fault in full] == ["kv"] and str(full[0].action) == "prefill reward m1 c1"
+    assert "3 sequences beside 1 others" in full[0].message
+    long = faults_of(schedule, budgets=budgets("actor", KVBudget(3, 6)))
+    assert [str(fault.action) for fault in long] == ["decode actor m0 c2 s1"] and "7 tokens" in long[0].message
+
+
+def test_only_the_replica_that_overruns_is_named() -> None:
+    site = make_site((1, 1, 2), {})
+    round_ = make_round(site, prompts=0)
+    budgets = {"actor": [KVBudget(99, 99), KVBudget(3, 99)]}
+    faults = check(build(round_, site), round_, site, budgets)
+    assert [(fault.kind, fault.rank) for fault in faults] == [("kv", 1)]
+
+
+def test_a_cache_is_continued_where_it_ends() -> None:
+    site = make_site((1, 1, 1), {"reward": (0, 1, 1, 1)})
+    parts = (((Growth(0, 0, 4),), (Growth(0, 4, 3),)),)
+    assert check(build(r := Round(1, 0, (), {"reward": parts}), site), r, site, {}) == []
+    broken = Round(1, 0, (), {"reward": (((Growth(0, 0, 4),), (Growth(0, 5, 3),)),)})
+    fault = only(check(build(broken, site), broken, site, {}), "kv")
+    assert "at 5 tokens where its cache holds 4" in fault.message
+
+
+def test_round_and_site_must_belong_together() -> None:
+    site = make_site((1, 1, 1), {})
+    with pytest.raises(ScheduleError, match="2 replicas of the actor role, which has 1"):
+        check(Schedule({}), Round(1, 1, ((), ())), site, {})
+    with pytest.raises(ScheduleError, match="1 replicas of the reward role, which has 0"):
+        check(Schedule({}), Round(1, 0, (), {"reward": ((),)}), site, {})
+
+
+def test_require_sound_shows_every_fault() -> None:
+    require_sound(sound(), PAIR, SPLIT, ample_budgets(SPLIT))
+    with pytest.raises(ScheduleError, match="round 2") as error:
+        require_sound(Schedule({}), PAIR, SPLIT, ample_budgets(SPLIT))
+    assert str(error.value).count("missing: ") == sum(1 for _ in sound())
+
+
+def test_a_rank_that_only_listens_may_plan_without_the_actors_part() -> None:
+    listening = replace(PAIR, decode=())
+    schedule = build(listening, SPLIT)
+    assert [str(action) for action in schedule.of(2)][-1] == "recv chunk actor m0 c2 <- 1"
+    assert check(schedule, listening, SPLIT, ample_budgets(SPLIT)) == []
+
+
+def test_times_of_the_dry_run() -> None:
+    """One sequence, two stages, closed form: d + h, then d + s and h back, twice."""
+    site = make_site((1, 2, 1), {})
+    round_ = Round(1, 2, (((Growth(0, 3, 2),),),))
+    costs = Costs(decode=Linear(3.0, 1.0), sample=Linear(1.0, 0.0), message_s=0.5)
+    timeline = simulate(build(round_, site), round_, site, costs)
+    assert timeline.makespan_s == pytest.approx(2 * (4 + 0.5 + 5 + 0.5))
+    assert timeline.busy_s(0) == pytest.approx(8) and timeline.busy_s(1) == pytest.approx(10)
+    assert timeline.bubble(0) == pytest.approx(12 / 20) and timeline.bubble() == pytest.approx(22 / 40)
+    assert timeline.stuck == {}
+
+
+def test_only_ranks_that_compute_count_as_idle() -> None:
+    listening = replace(PAIR, prefill={})
+    timeline = simulate(build(listening, SPLIT), listening, SPLIT)
+    assert timeline.working == (0, 1)
+    assert timeline.bubble() == pytest.approx((timeline.bubble(0) + timeline.bubble(1)) / 2)
+
+
+def test_stuck_ranks_say_what_they_wait_for() -> None:
+    timeline = simulate(without(1, "sample actor m0 c2 s0"), PAIR, SPLIT)
+    assert timeline.stuck == {}  # the dry run knows no causality: messages go through
+    timeline = simulate(without(1, "send tokens actor m0 c2 s0 -> 0"), PAIR, SPLIT)
+    assert timeline.stuck[0].mistaken and "`send tokens actor m0 c2 s1 -> 0`" not in timeline.stuck[0].reason
+    assert "`send tokens actor m1 c2 s0 -> 0`" in timeline.stuck[0].reason
+    foreign = simulate(Schedule({2: (Action(2, Op.DECODE, "actor", 0, 2, 0),)}), PAIR, SPLIT)
+    assert foreign.stuck[2].reason == "rank 2 holds nothing of the actor role"
+
+
+def test_ten_thousand_actions_are_checked_in_half_a_second() -> None:
+    site = colocated((2, 4, 2))
+    round_ = make_round(site, steps=36, micro_batches=4, prefills=4)
+    schedule, budgets = build(round_, site), ample_budgets(site)
+    assert sum(1 for _ in schedule) > 10_000
+    seconds = []
+    for _ in range(5):  # a busy machine may delay some
+        started = time.process_time()
+        assert check(schedule, round_, site, budgets) == []
+        seconds.append(time.process_time() - started)
+    assert min(seconds) < 0.5, seconds
