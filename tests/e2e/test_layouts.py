@@ -1,27 +1,19 @@
 """Every layout trains alike: colocated and disaggregated, tensor-, pipeline- and data-parallel, up to eight ranks.
 
 Three PPO steps (12 optimizer steps) on each of `LAYOUTS`, against the plain loop in one process: the same tokens, the same
-batches, and weights within TOLERANCE (absolute; they move by about 1e-2, and sums over other groupings round differently).
-
-A draw that falls within rounding of the border between two tokens may go either way; SEED is one whose draws stay clear of
-the borders (by 2e-3 of probability at the least, in the one process).
+batches, and weights within a tolerance (`tests/support/layouts.py`).
 """
 
 from __future__ import annotations
 
 from itertools import combinations, product
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.ppo import SHAPE, Outcome, Workspace, run_ppo_ranks, weight_distance
+from tests.support.layouts import Layout, assert_same, deep, parallel
+from tests.support.ppo import Outcome, Workspace, run_ppo_ranks
 
-TOLERANCE = 2e-4
-SEED = 23
-DEEP = SHAPE | {"num_hidden_layers": 4}
-STEADY_ADAM = {"lr": 2e-3, "eps": 1e-4}
-Layout = tuple[int, int, int]
 LAYOUTS: list[tuple[str, Layout, Layout]] = [
     # mode, actor and scorers as (tp, pp, dp)
     ("colocated", (1, 2, 1), (2, 1, 1)),
@@ -50,33 +42,9 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     return Workspace.create(tmp_path_factory.mktemp("layouts"))
 
 
-def deep(workspace: Workspace, name: str, **changes: Any) -> dict[str, Any]:
-    roles: dict[str, Any] = {
-        "actor": {"init": DEEP, "optimizer": STEADY_ADAM},
-        "critic": {"init": DEEP, "init_seed": 5, "optimizer": STEADY_ADAM},
-        "reward": {"init": DEEP, "init_seed": 6},
-    }
-    return workspace.config(name, **roles, seed=SEED, **{"rollout.top_k": 6}, **changes)
-
-
 @pytest.fixture(scope="module")
 def plain(workspace: Workspace) -> Outcome:
     return run_ppo_ranks(deep(workspace, "plain"))
-
-
-def parallel(layout: Layout) -> dict[str, int]:
-    return dict(zip(("tp", "pp", "dp"), layout, strict=True))
-
-
-def assert_same(outcome: Outcome, plain: Outcome) -> None:
-    assert outcome.tokens() == plain.tokens()
-    assert outcome.batches() == plain.batches()
-    assert weight_distance(outcome.actor, plain.actor) < TOLERANCE
-    assert weight_distance(outcome.critic, plain.critic) < TOLERANCE
-    assert max(line["logprob_gap"] for line in outcome.metrics) < 1e-4
-    for ours, theirs in zip(outcome.metrics, plain.metrics, strict=True):
-        assert ours["actor_loss"] == pytest.approx(theirs["actor_loss"], abs=1e-4)
-        assert ours["critic_loss"] == pytest.approx(theirs["critic_loss"], rel=1e-3)
 
 
 def test_layouts_cover_every_pair_of_choices() -> None:

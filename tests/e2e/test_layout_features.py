@@ -1,0 +1,104 @@
+"""What may be combined with a layout: overcommitment, decode micro-batches, other layouts and options of the update.
+
+As in `test_layouts`, every run is compared with one process.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.layouts import assert_same, deep
+from tests.support.ppo import Outcome, Workspace, run_ppo_ranks
+
+OVERCOMMITTED = {
+    "overlap.intra": True,
+    "overlap.inter": True,
+    "overlap.delta": {"rule": "fixed", "initial": 4, "min": 4, "max": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    return Workspace.create(tmp_path_factory.mktemp("features"))
+
+
+@pytest.fixture(scope="module")
+def plain(workspace: Workspace) -> Outcome:
+    return run_ppo_ranks(deep(workspace, "plain"))
+
+
+@pytest.fixture(scope="module")
+def overcommitted(workspace: Workspace) -> Outcome:
+    outcome = run_ppo_ranks(deep(workspace, "overcommitted", **OVERCOMMITTED))
+    assert any(row["deferrals"] for row in outcome.rollouts), "nothing was deferred: the comparison would say nothing"
+    return outcome
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("pp2-m3", {"placement": {"mode": "colocated", "actor": {"pp": 2}}, "overlap.weave": {"micro_batches": 3}}),
+        ("dp2", {"placement": {"mode": "colocated", "actor": {"dp": 2}}}),
+        ("dp2-streamed", {"placement": {"mode": "disaggregated", "actor": {"dp": 2}}, "overlap.chunk.tokens": 16}),
+        (
+            "pp2-dp2-m2",
+            {
+                "placement": {"mode": "colocated", "actor": {"pp": 2, "dp": 2}},
+                "overlap.weave": {"micro_batches": 2, "prefill_tokens": 64},
+            },
+        ),
+    ],
+)
+def test_overcommitment_cuts_every_layout_at_the_same_decode_step(
+    workspace: Workspace, overcommitted: Outcome, name: str, changes: dict[str, Any]
+) -> None:
+    assert_same(run_ppo_ranks(deep(workspace, name, **OVERCOMMITTED, **changes)), overcommitted)
+
+
+@pytest.mark.parametrize("schedule", ["intra", "woven"])
+def test_woven_and_unwoven_train_alike(workspace: Workspace, plain: Outcome, schedule: str) -> None:
+    placement = {"mode": "colocated", "actor": {"pp": 2}}
+    changes = {"overlap.intra": True, "overlap.schedule": schedule, "placement": placement}
+    assert_same(run_ppo_ranks(deep(workspace, f"schedule-{schedule}", **changes)), plain)
+
+
+def test_scorers_on_ranks_of_their_own(workspace: Workspace, plain: Outcome) -> None:
+    """Reward on one rank, critic on another, reference on the actor's."""
+    config = deep(
+        workspace, "split", placement={"mode": "disaggregated", "actor": {"pp": 2}}, **{"overlap.intra": True}
+    )
+    config["reward"]["ranks"] = "2"
+    config["critic"]["ranks"] = "3"
+    config["reference"] = {"init": config["actor"]["init"], "ranks": "0-1", "parallel": {"tp": 2}}
+    assert_same(run_ppo_ranks(config), plain)
+
+
+@pytest.mark.parametrize(
+    ("name", "generate", "train", "moves"),
+    [
+        ("pp2-tp2", {"pp": 2}, {"tp": 2, "pp": 1}, True),
+        ("tp2-dp2", {"tp": 2}, {"tp": 1, "dp": 2}, False),
+        ("dp2-pp2", {"dp": 2}, {"dp": 1, "pp": 2}, True),
+        ("dp4-tp2-pp2", {"dp": 4}, {"tp": 2, "pp": 2, "dp": 1}, True),
+        ("tp2-vpp2", {"tp": 2}, {"tp": 1, "pp": 2, "vpp": 2}, True),
+        ("pp2-vpp2", {"pp": 2}, {"vpp": 2}, True),
+        ("tp2-sp", {"tp": 2}, {"sequence_parallel": True}, False),
+        ("pp2-full", {"pp": 2}, {"recompute": "full"}, False),
+        ("dp2-plain", {"dp": 2}, {"distributed_optimizer": False, "overlap_grad_reduce": False}, False),
+    ],
+)
+def test_updates_may_have_another_layout_than_decoding(
+    workspace: Workspace, plain: Outcome, name: str, generate: dict[str, int], train: dict[str, Any], moves: bool
+) -> None:
+    """`moves`: whether weights have to cross between ranks; to decode a shard of what it trains, a rank needs no other."""
+    placement = {"mode": "colocated", "actor": generate}
+    config = deep(workspace, name, placement=placement, **{"overlap.intra": True})
+    config["actor"]["train"] = train
+    config["critic"]["train"] = train
+    outcome = run_ppo_ranks(config)
+    assert_same(outcome, plain)
+    moved = {line["reallocated_bytes"] for line in outcome.metrics}
+    assert (max(moved) > 0) == moves and len(moved) == 1
+    assert all(line["reallocate_s"] < line["train_s"] for line in outcome.metrics)
