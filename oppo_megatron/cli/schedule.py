@@ -83,7 +83,7 @@ def _facts(shown: Preview, timeline: Timeline, args: argparse.Namespace) -> list
         "assumed:",
         *(f"  {what}" for what in (*shown.assumed, f"costs of {args.costs}" if args.costs else "built-in costs")),
         f"work: {work[0]}{'; prefill micro-batches: ' if work[1:] else ''}{', '.join(work[1:])}",
-        f"predicted: {timeline.makespan_s:.4f} s, bubble share {timeline.bubble():.1%} (of each rank: beside the grid)",
+        f"{'stuck after' if timeline.stuck else 'predicted:'} {timeline.makespan_s:.4f} s, bubble share {timeline.bubble():.1%} (of each rank: beside the grid)",
     ]
 
 
