@@ -79,11 +79,13 @@ def _facts(shown: Preview, timeline: Timeline, args: argparse.Namespace) -> list
     work = [f"{shown.round.steps} decode steps" if shown.round.steps else "no decoding"]
     counts = {role: sum(map(len, replicas)) for role, replicas in shown.round.prefill.items()}
     work += [f"{role} {count}" for role, count in counts.items() if count]
+    seconds = f"{'stuck after' if timeline.stuck else 'predicted:'} {timeline.makespan_s:.4f} s"
+    costs = f"costs of {args.costs}" if args.costs else "built-in costs"
     return [
         "assumed:",
-        *(f"  {what}" for what in (*shown.assumed, f"costs of {args.costs}" if args.costs else "built-in costs")),
+        *(f"  {what}" for what in (*shown.assumed, costs)),
         f"work: {work[0]}{'; prefill micro-batches: ' if work[1:] else ''}{', '.join(work[1:])}",
-        f"{'stuck after' if timeline.stuck else 'predicted:'} {timeline.makespan_s:.4f} s, bubble share {timeline.bubble():.1%} (of each rank: beside the grid)",
+        f"{seconds}, bubble share {timeline.bubble():.1%} (of each rank: beside the grid)",
     ]
 
 
