@@ -32,6 +32,14 @@ def test_srun() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("tasks", "node", "expected"), [("4(x2)", "1", "4"), ("5,3", "1", "3"), ("2(x2),1", "2", "1"), ("8", "0", "8")]
+)
+def test_srun_with_nodes_of_different_size(tasks: str, node: str, expected: str) -> None:
+    ranks = external_ranks({**SRUN, "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": node})
+    assert ranks is not None and ranks["LOCAL_WORLD_SIZE"] == expected
+
+
 @pytest.mark.parametrize("environment", [{}, {"SLURM_PROCID": "0"}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}])
 def test_nobody_started_ranks(environment: dict[str, str]) -> None:
     assert external_ranks(environment) is None
@@ -61,7 +69,7 @@ def test_world_size_must_match(monkeypatch: pytest.MonkeyPatch) -> None:
 
 ENTRY = """
 import os, sys, time
-from oppo_megatron.errors import DataError
+from oppo_megatron.errors import DataError, StallError
 
 def run(kind, path):
     rank = int(os.environ["RANK"])
@@ -77,6 +85,10 @@ def run(kind, path):
         raise OSError(28, "No space left on device", "runs/x/metrics.jsonl")
     if kind == "defect" and rank == 0:
         raise TypeError("a bug of ours")
+    if kind == "stalled" and rank == 0:
+        raise StallError("rank 0 waited for a message")
+    if kind == "stalled":
+        raise KeyError("the cause")
     if kind == "killed" and rank == 1:
         os.kill(os.getpid(), 9)
     if kind != "fine":
@@ -143,6 +155,7 @@ def test_given_rank_runs_here(
         ("wrong input", 2, "rank 1: line 3 is not JSON; correct it\n"),
         ("killed", 2, "rank 1 was ended by SIGKILL"),
         ("defect", 1, "TypeError: a bug of ours"),
+        ("stalled", 1, "KeyError: 'the cause'"),
         ("full disk", 2, "rank 1: [Errno 28] No space left on device: 'runs/x/metrics.jsonl'"),
     ],
 )
@@ -152,4 +165,4 @@ def test_two_local_ranks(two_ranks: Path, kind: str, code: int, message: str) ->
     if kind == "wrong input":
         assert done.stderr == message
     assert message in done.stderr
-    assert done.stderr.count("Traceback") == (1 if kind == "defect" else 0)
+    assert done.stderr.count("Traceback") == (1 if kind in ("defect", "stalled") else 0)

@@ -1,0 +1,252 @@
+"""One job over two hosts: two torchrun agents on loopback, srun's environment, and two network namespaces.
+
+The launchers start ranks with `oppo_megatron`'s own command; a job must not show by whom it was started, and a host that
+does not come, or goes, must end the ranks of the other with an error that says so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.ppo import Workspace, read_outcome, weight_distance
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCHERS = re.compile(r"RANK|WORLD_SIZE|MASTER_|LOCAL_|GROUP_|SLURM_|TORCHELASTIC|GLOO_SOCKET")
+OPPO = [sys.executable, "-m", "oppo_megatron"]
+DEADLINE_S = 5.0
+START_S = 60.0  # for the imports of all processes on a busy machine
+
+
+def start(command: Sequence[str | Path], inside: Sequence[str] = (), **variables: str) -> subprocess.Popen[str]:
+    environment = {name: value for name, value in os.environ.items() if not LAUNCHERS.search(name)}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | variables
+    return subprocess.Popen(
+        [*inside, *map(str, command)],
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def ends(processes: Sequence[subprocess.Popen[str]], timeout_s: float = 120) -> list[tuple[int, str]]:
+    """Exit code and output of each; none outlives the call."""
+    until = time.monotonic() + timeout_s
+    try:
+        outputs = [process.communicate(timeout=max(0.1, until - time.monotonic()))[0] for process in processes]
+        return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+
+
+@pytest.fixture
+def port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return str(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    return Workspace.create(tmp_path_factory.mktemp("hosts"))
+
+
+def write_config(workspace: Workspace, name: str, **changes: Any) -> Path:
+    """Two ranks: the actor on one, the scorers on the other, streaming; console on, so that the map is shown."""
+    settings: dict[str, Any] = {
+        "placement": {"mode": "disaggregated"},
+        "steps": 2,
+        "overlap.intra": True,
+        "logging.console": "plain",
+        "runtime.device": "cpu",
+        "runtime.threads_per_rank": 1,
+        "runtime.timeout_s": 60.0,
+    }
+    path = workspace.root / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(workspace.config(name, **(settings | changes))))
+    return path
+
+
+def agent(node: int, port: str, *command: str | Path, **variables: str) -> subprocess.Popen[str]:
+    """torchrun's agent of one of two nodes."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node)]
+    meeting = ["--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", port]
+    return start([*torchrun, *meeting, "-m", *command], **variables)
+
+
+def slurm(node: int, port: str) -> dict[str, str]:
+    """What srun sets for the one task on each of two nodes."""
+    return {
+        "SLURM_PROCID": str(node), "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_NODEID": str(node),
+        "SLURM_NNODES": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+    }  # fmt: skip
+
+
+def torchrun_ranks(node: int, address: str, port: str) -> dict[str, str]:
+    """What torchrun sets for the one rank on each of two nodes."""
+    return {
+        "RANK": str(node), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": address, "MASTER_PORT": port,
+    }  # fmt: skip
+
+
+def run_dir(config: Path) -> Path:
+    return Path(yaml.safe_load(config.read_text())["run_dir"])
+
+
+@pytest.fixture(scope="module")
+def one_launch(workspace: Workspace) -> Path:
+    """The same job, both ranks started by `oppo train` itself."""
+    config = write_config(workspace, "one")
+    ((code, output),) = ends([start([*OPPO, "train", config])])
+    assert code == 0, output
+    return run_dir(config)
+
+
+def assert_same_run(config: Path, one_launch: Path, nodes: Sequence[str | None]) -> None:
+    ours, theirs = read_outcome(run_dir(config)), read_outcome(one_launch)
+    assert ours.tokens() == theirs.tokens() and ours.batches() == theirs.batches()
+    assert weight_distance(ours.actor, theirs.actor) == 0.0
+    assert weight_distance(ours.critic, theirs.critic) == 0.0
+    ranks = json.loads((run_dir(config) / "hosts.json").read_text())["ranks"]
+    assert [(rank["rank"], rank["node"]) for rank in ranks] == list(enumerate(nodes))
+
+
+@pytest.mark.slow
+def test_two_torchrun_agents_run_the_same_job(workspace: Workspace, one_launch: Path, port: str) -> None:
+    config = write_config(workspace, "agents")
+    results = ends([agent(node, port, "oppo_megatron", "train", config) for node in (0, 1)])
+    assert [code for code, _ in results] == [0, 0], results
+    name = re.escape(socket.gethostname())
+    for node in (0, 1):
+        assert re.search(rf"rank {node}: host {name} \(node {node}, cpu, 1 thread\)", results[0][1]), results[0][1]
+    assert_same_run(config, one_launch, ["0", "1"])
+
+
+@pytest.mark.slow
+def test_two_srun_tasks_run_the_same_job(workspace: Workspace, one_launch: Path, port: str) -> None:
+    config = write_config(workspace, "srun", **{"logging.console": "off"})
+    results = ends([start([*OPPO, "train", config], **slurm(node, port)) for node in (0, 1)])
+    assert results[0][0] == results[1][0] == 0, results
+    assert "host" not in results[0][1], "with the console off the map is only in hosts.json"
+    assert_same_run(config, one_launch, ["0", "1"])
+
+
+@pytest.fixture
+def namespaces() -> Iterator[tuple[list[str], list[str], str]]:
+    """Two network namespaces joined by a cable: the commands that enter each, and the address of the first."""
+    names = [f"oppo{os.getpid()}{side}" for side in "ab"]
+    cables = [f"o{os.getpid()}{side}" for side in "ab"]
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and iproute2")
+    steps = [["netns", "add", name] for name in names]
+    steps.append(["link", "add", cables[0], "type", "veth", "peer", "name", cables[1]])
+    for side, (name, cable) in enumerate(zip(names, cables, strict=True)):
+        steps.append(["link", "set", cable, "netns", name])
+        steps.append(["-n", name, "address", "add", f"10.213.7.{side + 1}/24", "dev", cable])
+        steps += [["-n", name, "link", "set", device, "up"] for device in (cable, "lo")]
+    try:
+        for step in steps:
+            done = subprocess.run(["ip", *step], capture_output=True, text=True)
+            if done.returncode != 0:
+                pytest.skip(f"no network namespaces here: {done.stderr.strip()}")
+        yield ["ip", "netns", "exec", names[0]], ["ip", "netns", "exec", names[1]], "10.213.7.1"
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+@pytest.mark.slow
+def test_two_network_namespaces_run_the_same_job(
+    workspace: Workspace, one_launch: Path, namespaces: tuple[list[str], list[str], str]
+) -> None:
+    """Neither host's name resolves to an address that the other reaches: the network that leads to MASTER_ADDR is used."""
+    *inside, address = namespaces
+    config = write_config(workspace, "namespaces")
+    ranks = [start([*OPPO, "train", config], inside[n], **torchrun_ranks(n, address, "29500")) for n in (0, 1)]
+    results = ends(ranks)
+    assert [code for code, _ in results] == [0, 0], results
+    assert_same_run(config, one_launch, [None, None])
+
+
+@pytest.mark.slow
+def test_a_host_that_does_not_come(workspace: Workspace, port: str) -> None:
+    config = write_config(workspace, "missing", **{"runtime.rendezvous_timeout_s": DEADLINE_S})
+    started = time.monotonic()
+    ((code, output),) = ends([start([*OPPO, "train", config], **slurm(0, port))], START_S)
+    assert time.monotonic() - started < DEADLINE_S + START_S
+    assert code == 2 and "Traceback" not in output, output
+    assert f"oppo train [rank 0]: rank 0 on host {socket.gethostname()} waited 5 s at 127.0.0.1:{port}" in output
+    assert "1 of 2 ranks came: rank 1 missing" in output
+
+
+JOB = """
+import sys, os
+from oppo_megatron.config.model import RuntimeConfig
+from oppo_megatron.cli.launch import launch
+from oppo_megatron.errors import OppoError
+
+def run(kind, config):
+    import torch
+    import torch.distributed as dist
+    from oppo_megatron.runtime.process_groups import new_group
+    from oppo_megatron.runtime.world import open_world
+    with open_world(config) as world:
+        pair = new_group([0, 1], desc="pair")
+        if world.rank == 1 and kind == "killed":
+            os.kill(os.getpid(), 9)
+        if world.rank == 1 and kind == "withheld":
+            import time; time.sleep(2 * config.timeout_s); return
+        dist.all_reduce(torch.ones(1), group=pair)
+
+if __name__ == "__main__":
+    try:
+        launch(sys.argv[1], RuntimeConfig(device="cpu", timeout_s=float(sys.argv[2])), 2, entry="job_of_hosts:run")
+    except OppoError as error:
+        print(f"oppo: {error}", file=sys.stderr)
+        sys.exit(2)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "agents", "reason"),
+    [
+        ("killed", True, "Connection|wait timeout"),
+        ("killed", False, "Connection|wait timeout"),
+        ("withheld", False, "3000ms"),
+    ],
+)
+def test_the_other_host_is_told_when_one_fails(tmp_path: Path, port: str, kind: str, agents: bool, reason: str) -> None:
+    """Also over a group of its own, to which torch would have given half an hour."""
+    (tmp_path / "job_of_hosts.py").write_text(JOB)
+    path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    if agents:
+        hosts = [agent(node, port, "job_of_hosts", kind, "3", **path) for node in (0, 1)]
+    else:
+        job = [sys.executable, tmp_path / "job_of_hosts.py", kind, "3"]
+        hosts = [start(job, **path, **torchrun_ranks(node, "127.0.0.1", port)) for node in (0, 1)]
+    (code, output), _ = ends(hosts, START_S)
+    assert code != 0, output
+    assert agents or "Traceback" not in output, output  # torchrun shows one of its own
+    assert re.search(rf"oppo: rank 0 on host \S+ lost its peers \([^)]*({reason})", output), output
+    assert "runtime.timeout_s, which is 3" in output
