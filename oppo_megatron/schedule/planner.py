@@ -65,7 +65,8 @@ class RoundPlanner:
             steps = self.actor.steps(decode, chunk)
             works["actor"] = self.actor.plan(decode, steps, cut.micro_batches, self.micro_batch_tokens, order)
         if score:
-            works |= {name: book.plan(score, cut.prefill_tokens) for name, book in self.scorers.items()}
+            sizes = {name: cut.prefill_tokens if self._is_cut(name) else self._whole for name in self.scorers}
+            works |= {name: book.plan(score, sizes[name]) for name, book in self.scorers.items()}
         actor = works.get("actor", [])
         round_ = Round(
             index,
@@ -76,15 +77,12 @@ class RoundPlanner:
         return PlannedRound(round_, works, self._schedule(round_))
 
     def _cut(self, decode: Sequence[Rollout], score: Sequence[Rollout], chunk: int) -> Cut:
-        """Decode micro-batches of each replica, and the token budget of a scorer's prefill micro-batch."""
+        """Decode micro-batches of each replica, and the token budget of a prefill micro-batch beside them."""
         micro_batches, tokens = self.weave.micro_batches, self.weave.prefill_tokens
         place = self.site.places["actor"]
         if self.generator != "woven" or place.pp == 1 or self.actor is None:
-            return Cut(
-                1 if micro_batches == "auto" else micro_batches,
-                self.micro_batch_tokens if tokens == "auto" else min(tokens, self.micro_batch_tokens),
-            )
-        pending = {name: book.pending(score) for name, book in self.scorers.items()}
+            return Cut(1 if micro_batches == "auto" else micro_batches, self._whole)
+        pending = {name: book.pending(score) for name, book in self.scorers.items() if self._is_cut(name)}
         work = Work(
             num_sequences=max(self.actor.running(decode)),
             steps=self.actor.steps(decode, chunk),
@@ -97,8 +95,18 @@ class RoundPlanner:
             self.micro_batch_tokens,
             grain=max((new for replicas in pending.values() for news in replicas for new in news), default=1),
             micro_batches=None if micro_batches == "auto" else micro_batches,
-            prefill_tokens=None if tokens == "auto" else tokens,
+            prefill_tokens=None if tokens == "auto" else self._whole,
         )
+
+    @property
+    def _whole(self) -> int:
+        """Token budget of a prefill micro-batch that decoding does not cut."""
+        tokens = self.weave.prefill_tokens
+        return self.micro_batch_tokens if tokens == "auto" else min(tokens, self.micro_batch_tokens)
+
+    def _is_cut(self, role: str) -> bool:
+        """Whether a scorer's micro-batches are cut to fit between decode steps: on ranks that all know of the decoding."""
+        return set(self.site.places[role].ranks) <= set(self.site.places["actor"].ranks)
 
     def _schedule(self, round_: Round) -> Schedule:
         """The schedule of the round's shape: sizes of micro-batches do not change what has to be done in which order."""

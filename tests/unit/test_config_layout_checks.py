@@ -102,6 +102,11 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
     ({"overlap.schedule": "woven"}, "overlap.schedule is woven, but no rank holds both the actor and a scorer"),
     (
+        {"placement.actor": {"pp": 2}, "critic.ranks": "1-2", "reward.ranks": "0-1", "reference.ranks": "1",
+         "overlap.schedule": "woven"},
+        "overlap.schedule is woven, but critic is on ranks 1-2, some with the actor and some without",
+    ),
+    (
         # 128 tokens x 2 x 8 layers x 4 heads x 8 x 4 bytes = 256 KiB; the other roles have half the layers
         {
             "placement": {"actor": {"dp": 2}, "scorer": {"pp": 2}},

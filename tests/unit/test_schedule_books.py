@@ -1,0 +1,345 @@
+"""The books of what each role has cached: against a plain dictionary of caches that does what they plan."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oppo_megatron.records import Prompt, Rollout
+from oppo_megatron.schedule.books import ActorBook, Replicas, ReplicaWork, ScoringBook, portions
+from oppo_megatron.schedule.rounds import Growth
+
+ROLES = ("reward", "reference", "critic")
+BUDGET = 12
+
+
+def rollout(seq_id: int, num_prompt: int, num_response: int = 0, finished: bool = False) -> Rollout:
+    made = Rollout(Prompt(seq_id, seq_id, "", tuple(range(num_prompt))), seq_id, tokens=list(range(num_response)))
+    made.finish_clock = 1 if finished else None
+    return made
+
+
+# --- replicas -----------------------------------------------------------------------------------------------------
+
+
+@given(num_replicas=st.integers(1, 4), steps=st.lists(st.integers(0, 9), max_size=40))
+def test_a_new_sequence_goes_where_the_fewest_are(num_replicas: int, steps: list[int]) -> None:
+    """A step either lets sequence k arrive or, where it is there already, leave."""
+    replicas, members = Replicas(num_replicas), [set[int]() for _ in range(num_replicas)]
+    for seq_id in steps:
+        held = next((own for own in members if seq_id in own), None)
+        if held is not None:
+            assert replicas.of(seq_id) == members.index(held)
+            replicas.remove(seq_id)
+            held.remove(seq_id)
+            continue
+        found = replicas.of(seq_id)
+        assert len(members[found]) == min(map(len, members)) and found == [len(m) for m in members].index(
+            len(members[found])
+        )
+        members[found].add(seq_id)
+    assert len(replicas) == num_replicas
+
+
+def test_arrivals_are_divided_evenly() -> None:
+    replicas = Replicas(3)
+    assert Counter(replicas.of(i) for i in range(11)) == {0: 4, 1: 4, 2: 3}
+
+
+# --- scorers ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Caches:
+    """The caches and outputs of a scoring role, doing as the book says and checking that it can be done."""
+
+    role: str
+    replicas: int
+    slots: int
+    lengths: list[dict[int, int]] = field(default_factory=list)
+    outputs: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))  # positions, in order
+    read: Counter[tuple[int, int]] = field(default_factory=Counter)  # (sequence, position) -> times prefilled
+    evicted: list[int] = field(default_factory=list)
+    home: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.lengths = [{} for _ in range(self.replicas)]
+
+    def carry_out(self, works: list[ReplicaWork], rollouts: dict[int, Rollout]) -> None:
+        assert len(works) == self.replicas
+        for replica, work in enumerate(works):
+            self._carry_out(replica, work, rollouts)
+
+    def _carry_out(self, replica: int, work: ReplicaWork, rollouts: dict[int, Rollout]) -> None:
+        cache = self.lengths[replica]
+        for seq_id in work.evict:
+            assert seq_id == max(i for i in cache if not rollouts[i].finished), "the youngest makes room"
+            del cache[seq_id]
+            self.evicted.append(seq_id)
+        for seq_id in work.open:
+            assert cache.setdefault(seq_id, 0) == 0 and seq_id not in work.evict
+        if work.evict:
+            assert len(cache) == self.slots and len(work.evict) <= sum(rollouts[i].finished for i in work.open)
+        assert len(cache) <= self.slots
+        assert work.decode == []
+        for batch in work.prefill:
+            assert sum(g.new for g in batch) <= BUDGET or len(batch) == 1
+            for growth in batch:
+                self._grow(replica, growth, rollouts[growth.seq_id])
+        ids = [g.seq_id for batch in work.prefill for g in batch]
+        assert len(ids) == len(set(ids))
+        assert work.done == [i for i in work.done if rollouts[i].finished]
+        for seq_id in work.done:
+            del cache[seq_id]
+        assert not any(rollouts[i].finished for i in cache), "a finished sequence gives up its slot"
+
+    def _grow(self, replica: int, growth: Growth, rollout: Rollout) -> None:
+        cache, seq_id = self.lengths[replica], growth.seq_id
+        assert self.home.setdefault(seq_id, replica) == replica
+        assert growth.past == cache[seq_id] and growth.new > 0 and 0 <= growth.rows <= growth.new
+        end = growth.past + growth.new
+        assert end == rollout.num_tokens - (self.role != "reward")
+        cache[seq_id] = end
+        self.read.update((seq_id, position) for position in range(growth.past, end))
+        self.outputs[seq_id] += range(end - growth.rows, end)
+
+    def owed(self, rollout: Rollout) -> list[int]:
+        """Positions whose outputs a rollout must have given by now."""
+        num_prompt = len(rollout.prompt.tokens)
+        if self.role == "reward":
+            return [rollout.num_tokens - 1] if rollout.finished else []
+        return list(range(num_prompt - 1, rollout.num_tokens - 1))
+
+
+class Life:
+    """Rollouts that arrive, grow by random chunks, finish, are trained when all is scored."""
+
+    def __init__(self, seed: int):
+        self.random, self.rollouts, self.ends = random.Random(seed), dict[int, Rollout](), dict[int, int]()
+        self.known: dict[int, Rollout] = {}
+        self.next_id = 0
+
+    def arrive(self) -> None:
+        for _ in range(self.random.choice([0, 1, 1, 2, 4])):
+            new = rollout(self.next_id, self.random.randint(1, 6))
+            self.rollouts[self.next_id] = self.known[self.next_id] = new
+            self.ends[self.next_id] = self.random.randint(1, 9)
+            self.next_id += 1
+
+    def grow(self) -> None:
+        for seq_id, own in self.rollouts.items():
+            if not own.finished:
+                own.tokens = list(range(min(self.ends[seq_id], len(own.tokens) + self.random.choice([0, 1, 2, 5]))))
+                own.finish_clock = 1 if len(own.tokens) == self.ends[seq_id] else None
+
+    def listed(self) -> list[Rollout]:
+        return self.random.sample(list(self.rollouts.values()), len(self.rollouts))
+
+
+@settings(deadline=None, max_examples=150)
+@given(role=st.sampled_from(ROLES), replicas=st.integers(1, 3), slots=st.integers(1, 5), seed=st.integers(0, 10**6))
+def test_scorers_read_and_give_exactly_what_is_there(role: str, replicas: int, slots: int, seed: int) -> None:
+    book, caches, life = ScoringBook(role, replicas, slots), Caches(role, replicas, slots), Life(seed)
+    reset_at = life.random.randint(0, 12) if role == "critic" else None
+    for index in range(12):
+        life.arrive()
+        life.grow()
+        rollouts = life.listed()
+        pending = book.pending(rollouts)
+        wanted = [
+            {r.seq_id for r in rollouts if book.replica(r.seq_id) == d and book.owes([r])} for d in range(replicas)
+        ]
+        roomy = all(len(want | set(cache)) <= slots for want, cache in zip(wanted, caches.lengths, strict=True))
+        works = book.plan(rollouts, BUDGET)
+        caches.carry_out(works, life.known)
+        if roomy:
+            planned = [sorted(g.new for batch in work.prefill for g in batch) for work in works]
+            assert planned == [sorted(news) for news in pending]
+            assert not book.owes(rollouts) and not any(work.evict for work in works)
+        for own in rollouts:
+            got, owed = caches.outputs[own.seq_id], caches.owed(own)
+            assert got == owed[: len(got)]
+            cached = caches.lengths[book.replica(own.seq_id)].get(own.seq_id, 0)
+            assert book.owes([own]) == (got != owed if own.finished else cached < own.num_tokens - (role != "reward"))
+        if index == reset_at:
+            book.reset()
+            caches = Caches(role, replicas, slots, home=caches.home)
+        train(life, book, caches)
+    drain(life, book, caches)
+
+
+def drain(life: Life, book: ScoringBook, caches: Caches) -> None:
+    """Let everything end: each round scores at least one sequence of every replica that has any."""
+    while life.rollouts:
+        for own in life.rollouts.values():
+            own.tokens, own.finish_clock = list(range(life.ends[own.seq_id])), 1
+        before = len(life.rollouts)
+        caches.carry_out(book.plan(life.listed(), BUDGET), life.known)
+        train(life, book, caches)
+        assert len(life.rollouts) < before
+    assert all(not cache for cache in caches.lengths)
+    if not caches.evicted:
+        assert set(caches.read.values()) <= {1}, "every token is prefilled once"
+
+
+def train(life: Life, book: ScoringBook, caches: Caches) -> None:
+    """Finished rollouts that are scored leave."""
+    for seq_id, own in list(life.rollouts.items()):
+        if own.finished and not book.owes([own]):
+            assert caches.outputs[seq_id] == caches.owed(own)
+            last = own.num_tokens - (caches.role != "reward")
+            assert {p for i, p in caches.read if i == seq_id} == set(range(last))
+            book.forget(seq_id)
+            del life.rollouts[seq_id]
+
+
+def test_a_finished_sequence_takes_the_slot_of_the_youngest_unfinished_one() -> None:
+    book = ScoringBook("reference", 1, 2)
+    old, young = rollout(3, 4, 2), rollout(7, 2, 1)
+    (work,) = book.plan([old, young], BUDGET)
+    assert work.open == [3, 7] and work.evict == []
+    ended = rollout(5, 3, 4, finished=True)
+    (work,) = book.plan([old, young, ended], BUDGET)
+    assert work.evict == [7] and work.open == [5] and work.done == [5]
+    assert work.prefill == [(Growth(5, 0, 6, 4),)]
+    young.tokens = [0, 1, 2]
+    (work,) = book.plan([old, young], BUDGET)
+    assert work.open == [7] and work.evict == []
+    assert work.prefill == [(Growth(7, 0, 4, 2),)], "prefilled again, but its first output is known"
+
+
+def test_unfinished_sequences_wait_for_a_slot() -> None:
+    book = ScoringBook("reward", 1, 1)
+    first, second = rollout(0, 2, 1), rollout(1, 2, 1)
+    (work,) = book.plan([first, second], BUDGET)
+    assert work.open == [0]
+    assert book.owes([second]) and not book.owes([first])
+    (work,) = book.plan([first, second], BUDGET)
+    assert work == ReplicaWork()
+
+
+def test_new_weights_make_everything_owed_again() -> None:
+    book = ScoringBook("critic", 1, 4)
+    surplus, running = rollout(0, 3, 4, finished=True), rollout(1, 2, 3)
+    book.plan([surplus, running], 100)
+    assert not book.owes([surplus, running])
+    book.reset()
+    (work,) = book.plan([surplus, running], 100)
+    assert work.open == [0, 1] and work.evict == []
+    assert work.prefill == [(Growth(0, 0, 6, 4), Growth(1, 0, 4, 3))]
+
+
+def test_training_an_unscored_sequence_is_our_own_bug() -> None:
+    book = ScoringBook("reward", 1, 1)
+    book.plan([rollout(0, 2, 1)], BUDGET)
+    with pytest.raises(AssertionError, match="reward: sequence 0 was trained unscored"):
+        book.forget(0)
+
+
+# --- the actor ----------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    replicas=st.integers(1, 3),
+    slots=st.integers(1, 5),
+    micro_batches=st.integers(1, 4),
+    chunk=st.integers(1, 6),
+    seed=st.integers(0, 10**6),
+)
+def test_the_actor_decodes_what_it_holds(replicas: int, slots: int, micro_batches: int, chunk: int, seed: int) -> None:
+    rng, life = random.Random(seed), Life(seed)
+    limits: dict[int, int] = defaultdict(lambda: rng.randint(1, 12))
+    book, caches = ActorBook(replicas, slots, limits.__getitem__), [dict[int, int]() for _ in range(replicas)]
+    for _ in range(10):
+        life.arrive()
+        active = [r for r in life.rollouts.values() if not r.finished]
+        steps, running = book.steps(active, chunk), book.running(active)
+        assert steps == min([chunk, max([limits[r.seq_id] - len(r.tokens) for r in active], default=0)])
+        order = sorted(life.rollouts, key=lambda i: rng.random())
+        works = book.plan(active, steps, micro_batches, BUDGET, lambda ids, o=order: sorted(ids, key=o.index))
+        for replica, work in enumerate(works):
+            held = list(caches[replica])
+            check_actor_work(book, work, replica, caches[replica], life.rollouts, slots)
+            planned = [g for batch in work.decode for g in batch]
+            assert len(planned) == running[replica] and len(work.decode) == min(micro_batches, len(planned))
+            sizes = [len(batch) for batch in work.decode]
+            assert not sizes or max(sizes) - min(sizes) <= 1
+            assert [g.seq_id for g in planned] == sorted(held, key=order.index) + work.open
+            for growth in planned:
+                own = life.rollouts[growth.seq_id]
+                assert growth.new == min(steps, limits[growth.seq_id] - len(own.tokens))
+        end_round(book, works, caches, life, limits, rng)
+        if rng.random() < 0.3:
+            book.invalidate()
+            caches = [dict.fromkeys(cache, 0) for cache in caches]
+
+
+def check_actor_work(
+    book: ActorBook, work: ReplicaWork, replica: int, cache: dict[int, int], rollouts: dict[int, Rollout], slots: int
+) -> None:
+    """Carry out a replica's prefill in `cache`; then every running sequence has all but its last token."""
+    waiting = [i for i, r in rollouts.items() if not r.finished and book.replica(i) == replica and i not in cache]
+    assert work.open == waiting[: slots - len(cache)], "those admitted first run"
+    assert work.evict == work.done == []
+    for seq_id in work.open:
+        cache[seq_id] = 0
+    assert len(cache) <= slots
+    for batch in work.prefill:
+        assert sum(g.new for g in batch) <= BUDGET or len(batch) == 1
+        for growth in batch:
+            assert growth.past == cache[growth.seq_id] and growth.new > 0 and growth.rows == 0
+            cache[growth.seq_id] += growth.new
+    for growth in (g for batch in work.decode for g in batch):
+        assert growth.past == cache[growth.seq_id] == rollouts[growth.seq_id].num_tokens - 1
+
+
+def end_round(
+    book: ActorBook,
+    works: list[ReplicaWork],
+    caches: list[dict[int, int]],
+    life: Life,
+    limits: dict[int, int],
+    rng: random.Random,
+) -> None:
+    """Some tokens for each; some finish; of some a finish is revoked, so that they lose their slot but go on."""
+    active = [r for r in life.rollouts.values() if not r.finished]
+    revoked = set()
+    for cache, work in zip(caches, works, strict=True):
+        for growth in (g for batch in work.decode for g in batch):
+            own = life.rollouts[growth.seq_id]
+            own.tokens += [0] * rng.randint(1, growth.new)
+            own.finish_clock = 1 if len(own.tokens) == limits[growth.seq_id] or rng.random() < 0.2 else None
+            cache[growth.seq_id] = own.num_tokens - 1
+            if not own.finished and rng.random() < 0.2:
+                revoked.add(growth.seq_id)
+            if own.finished or growth.seq_id in revoked:
+                del cache[growth.seq_id]
+    book.record(active, revoked)
+
+
+def test_replicas_that_lost_sequences_get_the_next_ones() -> None:
+    book = ActorBook(2, 8, lambda _: 9)
+    first = [rollout(i, 2) for i in range(4)]
+    book.plan(first, 3, 1, BUDGET, list)
+    assert [book.replica(i) for i in range(4)] == [0, 1, 0, 1]
+    for done in (first[1], first[3]):
+        done.tokens, done.finish_clock = [1], 1
+    for going_on in (first[0], first[2]):
+        going_on.tokens = [1, 2, 3]
+    book.record(first, ())
+    assert [book.replica(i) for i in (4, 5)] == [1, 1]
+
+
+@given(st.integers(0, 20), st.integers(1, 9))
+def test_portions_are_even_and_in_order(length: int, count: int) -> None:
+    growths = [Growth(i, 0, 1) for i in range(length)]
+    parts = portions(growths, count)
+    assert [g for part in parts for g in part] == growths
+    assert len(parts) == min(count, length) and all(parts)
+    assert not parts or max(map(len, parts)) - min(map(len, parts)) <= 1
