@@ -1,0 +1,84 @@
+"""The pass that adds messages to a schedule of compute actions.
+
+A send stands directly behind what makes its content and never blocks; a receive stands directly before what needs it.
+So the messages of a link are asked for in the order in which they are sent, and the lists stay free of deadlock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from oppo_megatron.config.places import Place
+from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
+from oppo_megatron.schedule.rounds import Round, Site
+
+
+def add_communication(schedule: Schedule, round: Round, site: Site) -> Schedule:
+    """The schedule with its messages.
+
+    Activations go from each stage to the next.  Drawn tokens go from the last stage to all others of the replica: each
+    takes them before the sequences' next decode micro-step, those of the last step at its end.  When a rank has done
+    its part, the actor's replicas gather their chunks, and the ranks without the actor are sent the whole chunk.
+    `schedule` may be that of a `component` of `round`: its ranks get the same messages as in the whole.
+    """
+    ranks = sorted({rank for place in site.places.values() for rank in place.ranks})
+    lists = {
+        rank: (
+            *(message for action in schedule.of(rank) for message in _with_messages(action, site.places[action.role])),
+            *_last_tokens(schedule.of(rank), site.places["actor"]),
+            *_chunk(rank, round, site),
+        )
+        for rank in ranks
+    }
+    return Schedule({rank: own for rank, own in lists.items() if own})
+
+
+def _with_messages(action: Action, place: Place) -> Iterator[Action]:
+    """An action between the receives before it and the sends behind it."""
+    seat = place.seat(action.rank)
+    assert seat is not None, f"rank {action.rank} has no part of {action.role}"
+    replica, stage, shard = seat
+    last = place.pp - 1
+    if action.op in (Op.DECODE, Op.PREFILL):
+        if action.op is Op.DECODE and action.step and stage < last:
+            yield _message(action, Op.RECV, Payload.TOKENS, place.rank(replica, last, shard), action.step - 1)
+        if stage > 0:
+            yield _message(action, Op.RECV, Payload.HIDDEN, place.rank(replica, stage - 1, shard), action.step)
+    yield action
+    if action.op in (Op.DECODE, Op.PREFILL) and stage < last:
+        yield _message(action, Op.SEND, Payload.HIDDEN, place.rank(replica, stage + 1, shard), action.step)
+    if action.op is Op.SAMPLE:
+        for other in range(last):
+            yield _message(action, Op.SEND, Payload.TOKENS, place.rank(replica, other, shard), action.step)
+
+
+def _last_tokens(actions: tuple[Action, ...], actor: Place) -> Iterator[Action]:
+    """Receives of the tokens that no decode micro-step of this rank comes after."""
+    final: dict[int, Action] = {}
+    for action in actions:
+        if action.op is Op.DECODE:
+            final[action.micro_batch] = action
+    for action in final.values():
+        seat = actor.seat(action.rank)
+        assert seat is not None
+        if seat.stage < actor.pp - 1:
+            source = actor.rank(seat.replica, actor.pp - 1, seat.shard)
+            yield _message(action, Op.RECV, Payload.TOKENS, source, action.step)
+
+
+def _chunk(rank: int, round: Round, site: Site) -> Iterator[Action]:
+    """How the round's chunk becomes known outside the replica that decoded it."""
+    if not round.decodes:
+        return
+    actor = site.places["actor"]
+    if actor.dp > 1 and rank in actor.ranks:
+        yield Action(rank, Op.GATHER, "actor", 0, round.index)
+    if rank == site.source:
+        for listener in site.listeners:
+            yield Action(rank, Op.SEND, "actor", 0, round.index, payload=Payload.CHUNK, peer=listener)
+    elif rank in site.listeners:
+        yield Action(rank, Op.RECV, "actor", 0, round.index, payload=Payload.CHUNK, peer=site.source)
+
+
+def _message(action: Action, op: Op, payload: Payload, peer: int, step: int | None) -> Action:
+    return Action(action.rank, op, action.role, action.micro_batch, action.chunk, step, payload, peer)

@@ -1,0 +1,234 @@
+"""Generators: from what is to be done in a round to what every rank does, in order.  Compute actions only.
+
+All of them lay the actions out on one virtual timeline, by the cost model; a rank's list is its part of that timeline,
+in order of start.  A list order that comes from one timeline cannot deadlock, however the roles' ranks overlap: the
+actions of all ranks, sorted by start, are an order in which everything an action waits for stands before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from heapq import heapify, heappop, heapreplace
+
+from oppo_megatron.config.places import Place
+from oppo_megatron.schedule.actions import Action, Op, Schedule
+from oppo_megatron.schedule.costs import Costs
+from oppo_megatron.schedule.gaps import Gaps, nanoseconds
+from oppo_megatron.schedule.rounds import Batch, Round, Site
+
+Generator = Callable[[Round, Site, Costs], Schedule]
+
+Stage = tuple[str, int, int]
+"""(role, replica, pipeline stage)"""
+
+What = tuple[int, int, int | None]
+"""(micro-batch, chunk, decode step)"""
+
+
+def sequential(round: Round, site: Site, costs: Costs) -> Schedule:
+    """On each rank first the actor's part, then the scorers'."""
+    layout = _Layout(round, site, costs)
+    layout.place_actor()
+    layout.free.close()
+    layout.place_scorers()
+    return layout.schedule()
+
+
+def intra(round: Round, site: Site, costs: Costs) -> Schedule:
+    """On each rank first the scorers' part, then the actor's: on ranks of their own, scorers work beside the actor."""
+    layout = _Layout(round, site, costs)
+    layout.place_scorers()
+    layout.free.close()
+    layout.place_actor()
+    return layout.schedule()
+
+
+def woven(round: Round, site: Site, costs: Costs) -> Schedule:
+    """The actor's part as early as it can be, and the scorers' in the gaps that it leaves; what finds no gap comes after.
+
+    An actor of one stage leaves no gaps: then the same as `intra`.
+    """
+    if site.places["actor"].pp == 1:
+        return intra(round, site, costs)
+    layout = _Layout(round, site, costs)
+    layout.place_actor()
+    layout.place_scorers()
+    return layout.schedule()
+
+
+GENERATORS: Mapping[str, Generator] = {"sequential": sequential, "intra": intra, "woven": woven}
+
+
+def component(round: Round, site: Site, rank: int) -> Round:
+    """The part of the round that `rank` and the ranks it is tied to have to do with; other replicas' work is left out.
+
+    Ranks are tied where one replica of a role works on both.  A generator gives a rank the same list from this part as
+    from the whole round, in less time.
+    """
+    teams = {
+        (role, replica): set(place.replica_ranks(replica))
+        for role, place in site.places.items()
+        for replica in range(place.dp)
+        if _has_work(round, role, replica)
+    }
+    tied, before = {rank}, set[int]()
+    while tied != before:
+        before = tied
+        tied = tied.union(*(ranks for ranks in teams.values() if ranks & tied))
+
+    def keep(role: str, replicas: tuple[tuple[Batch, ...], ...]) -> tuple[tuple[Batch, ...], ...]:
+        place = site.places[role]
+        return tuple(batches if tied.intersection(place.replica_ranks(d)) else () for d, batches in enumerate(replicas))
+
+    prefill = {role: keep(role, replicas) for role, replicas in round.prefill.items()}
+    return replace(round, decode=keep("actor", round.decode), prefill=prefill)
+
+
+def _has_work(round: Round, role: str, replica: int) -> bool:
+    return bool(_of_replica(round.prefill.get(role, ()), replica)) or (
+        role == "actor" and round.steps > 0 and bool(_of_replica(round.decode, replica))
+    )
+
+
+def _of_replica(replicas: tuple[tuple[Batch, ...], ...], replica: int) -> tuple[Batch, ...]:
+    return replicas[replica] if replica < len(replicas) else ()
+
+
+def _tokens(batch: Batch) -> int:
+    return sum(growth.new for growth in batch)
+
+
+def _lap_starts(durations: list[list[int]], ready: list[int], free: list[int], message: int) -> list[list[int]]:
+    """Starts, by micro-batch and stage, of one decode step of all micro-batches.
+
+    `ready` is when each may enter the first stage, `free` when each stage is done with the step before.  First each
+    starts as early as it can; then those that would only wait for the next one start later, close to it, so that what
+    a step leaves free of a stage is one gap.  Without it micro-batches of unequal size drift apart.
+    """
+    free, starts = list(free), []
+    for own, arrival in zip(durations, ready, strict=True):
+        row = []
+        for stage, duration in enumerate(own):
+            start = max(arrival, free[stage])
+            row.append(start)
+            free[stage] = start + duration
+            arrival = start + duration + message
+        starts.append(row)
+    for m in range(len(starts) - 2, -1, -1):
+        arrival = starts[m + 1][-1] + message
+        for stage in range(len(free) - 1, -1, -1):
+            arrival = min(starts[m + 1][stage], arrival - message) - durations[m][stage]
+            starts[m][stage] = arrival
+    return starts
+
+
+class _Layout:
+    """One virtual timeline of a round, being filled.
+
+    Each stage of a replica keeps its actions in the order in which they are placed; `free` says what time is left.
+    """
+
+    def __init__(self, round: Round, site: Site, costs: Costs):
+        self.round, self.site, self.costs = round, site, costs
+        self.message = nanoseconds(costs.message_s)
+        ranks = sorted({rank for place in site.places.values() for rank in place.ranks})
+        self.free = Gaps(ranks, self._shortest_prefill())
+        self._stage_end: dict[Stage, int] = {}
+        self._lists: dict[int, list[tuple[int, int, list[Action]]]] = {rank: [] for rank in ranks}
+        self._placed = 0
+
+    def place_actor(self) -> None:
+        """Its prefill, then its decoding, each as early as it can be."""
+        place = self.site.places["actor"]
+        for replica in range(place.dp):
+            for j, batch in enumerate(_of_replica(self.round.prefill.get("actor", ()), replica)):
+                self._place_prefill("actor", replica, j, batch)
+            self._place_decode(place, replica, _of_replica(self.round.decode, replica))
+
+    def place_scorers(self) -> None:
+        """Their micro-batches, by turns: next is always the replica whose first stage is done with its last one first."""
+        roles = [role for role in self.site.places if role != "actor" and role in self.round.prefill]
+        work = {
+            (order, replica): batches
+            for order, role in enumerate(roles)
+            for replica, batches in enumerate(self.round.prefill[role])
+            if batches
+        }
+        turns = [(0, order, replica, 0) for order, replica in work]
+        heapify(turns)
+        while turns:
+            _, order, replica, j = turns[0]
+            batches = work[order, replica]
+            done = self._place_prefill(roles[order], replica, j, batches[j])
+            if j + 1 < len(batches):
+                heapreplace(turns, (done, order, replica, j + 1))
+            else:
+                heappop(turns)
+
+    def schedule(self) -> Schedule:
+        """What was placed; a rank's actions by start, those of equal start as they were placed."""
+        return Schedule(
+            {
+                rank: tuple(action for _, _, actions in sorted(own, key=lambda p: p[:2]) for action in actions)
+                for rank, own in self._lists.items()
+                if own
+            }
+        )
+
+    def _place_decode(self, place: Place, replica: int, batches: tuple[Batch, ...]) -> None:
+        last, chunk = place.pp - 1, self.round.index
+        seconds = [(self.costs.decode(len(batch)), self.costs.sample(len(batch))) for batch in batches]
+        durations = [[nanoseconds(decode)] * last + [nanoseconds(decode + sample)] for decode, sample in seconds]
+        free = [self.free.end(place.stage_ranks(replica, stage)) for stage in range(place.pp)]
+        ready = [0] * len(batches)
+        for step in range(self.round.steps if batches else 0):
+            starts = _lap_starts(durations, ready, free, self.message)
+            for m, own in enumerate(durations):
+                for stage, duration in enumerate(own):
+                    ops = (Op.DECODE, Op.SAMPLE) if stage == last else (Op.DECODE,)
+                    self._put(("actor", replica, stage), ops, (m, chunk, step), starts[m][stage], duration)
+                ready[m] = starts[m][last] + own[last] + (self.message if last else 0)
+            free = [start + duration for start, duration in zip(starts[-1], durations[-1], strict=True)]
+
+    def _place_prefill(self, role: str, replica: int, j: int, batch: Batch) -> int:
+        """Returns when the first stage is done with it."""
+        last = self.site.places[role].pp - 1
+        chunk = self.round.index if role == "actor" else self.round.index - 1
+        ready = done = 0
+        for stage in range(last + 1):
+            scored = stage == last and role != "actor"
+            ops = (Op.PREFILL, Op.SCORE) if scored else (Op.PREFILL,)
+            duration = self._prefill_time(role, batch, scored)
+            end = self._put((role, replica, stage), ops, (j, chunk, None), ready, duration)
+            done = end if stage == 0 else done
+            ready = end + self.message
+        return done
+
+    def _put(self, where: Stage, ops: Iterable[Op], what: What, ready: int, duration: int) -> int:
+        """Place `ops`, one directly after the other, on all tensor ranks of a stage.  Returns when they end."""
+        role, replica, stage = where
+        ranks = self.site.places[role].stage_ranks(replica, stage)
+        start = self.free.fit(ranks, max(ready, self._stage_end.get(where, 0)), duration)
+        self.free.take(ranks, start, duration)
+        self._stage_end[where] = start + duration
+        self._placed += 1
+        for rank in ranks:
+            actions = [Action(rank, op, role, *what) for op in ops]
+            self._lists[rank].append((start, self._placed, actions))
+        return start + duration
+
+    def _prefill_time(self, role: str, batch: Batch, scored: bool) -> int:
+        seconds = self.costs.prefill_of(role)(_tokens(batch))
+        return nanoseconds(seconds + (self.costs.score(sum(g.rows for g in batch)) if scored else 0.0))
+
+    def _shortest_prefill(self) -> int:
+        return min(
+            (
+                self._prefill_time(role, batch, scored=False)
+                for role, replicas in self.round.prefill.items()
+                for batches in replicas
+                for batch in batches
+            ),
+            default=1,
+        )

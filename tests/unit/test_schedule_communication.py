@@ -1,0 +1,104 @@
+"""The communication pass: how many messages there are, between whom, and where they stand."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from oppo_megatron.config.places import Place
+from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
+from oppo_megatron.schedule.communication import add_communication
+from oppo_megatron.schedule.costs import Costs
+from oppo_megatron.schedule.generators import GENERATORS
+from oppo_megatron.schedule.rounds import Round, Site
+from tests.support.schedules import LAYOUTS, colocated, disaggregated, make_round
+
+STEPS, MICRO_BATCHES, PREFILLS, PROMPTS = 3, 2, 2, 1
+
+
+def with_messages(site: Site, name: str, steps: int = STEPS) -> tuple[Round, Schedule, Schedule]:
+    round_ = make_round(site, steps, MICRO_BATCHES, PREFILLS, PROMPTS)
+    compute = GENERATORS[name](round_, site, Costs())
+    return round_, compute, add_communication(compute, round_, site)
+
+
+@pytest.mark.parametrize("name", sorted(GENERATORS))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_number_of_messages(layout: tuple[int, int, int], name: str) -> None:
+    """Of each shard of a replica: one hidden message a stage boundary and call, one token message a draw and other stage."""
+    tp, pp, dp = layout
+    site = disaggregated(layout, (1, 2, 1))
+    _, _, schedule = with_messages(site, name)
+    found = Counter((a.op, a.payload, a.role) for a in schedule if a.payload is not None or a.op is Op.GATHER)
+    listeners = 2
+    expected = Counter(
+        {
+            (Op.GATHER, None, "actor"): tp * pp * dp if dp > 1 else 0,
+            **{(op, Payload.CHUNK, "actor"): listeners for op in (Op.SEND, Op.RECV)},
+        }
+    )
+    for op in (Op.SEND, Op.RECV):
+        boundaries = tp * dp * (pp - 1)
+        expected[op, Payload.HIDDEN, "actor"] = boundaries * (STEPS * MICRO_BATCHES + PROMPTS)
+        expected[op, Payload.TOKENS, "actor"] = boundaries * STEPS * MICRO_BATCHES
+        for role in ("reference", "critic", "reward"):
+            expected[op, Payload.HIDDEN, role] = PREFILLS
+    assert found == +expected
+
+
+@pytest.mark.parametrize("name", sorted(GENERATORS))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_places_of_messages(layout: tuple[int, int, int], name: str) -> None:
+    """Hidden state: received directly before its use, sent directly after it.  Tokens: before the next step, or last."""
+    site = colocated(layout)
+    _, compute, schedule = with_messages(site, name)
+    for rank, own in schedule.actions.items():
+        assert tuple(a for a in own if a.payload is None and a.op is not Op.GATHER) == compute.of(rank)
+        for at, action in enumerate(own):
+            same = (action.role, action.micro_batch, action.step)
+            if action.payload is Payload.HIDDEN:
+                other = own[at + 1] if action.op is Op.RECV else own[at - 1]
+                assert other.op in (Op.DECODE, Op.PREFILL)
+                assert (other.role, other.micro_batch, other.step) == same
+            if action.payload is Payload.TOKENS and action.op is Op.RECV:
+                assert _after_tokens(own[at + 1 :], action)
+
+
+def _after_tokens(rest: tuple[Action, ...], tokens: Action) -> bool:
+    """Whether what follows is the next step of these sequences, or nothing but messages and the gather."""
+    following = [a for a in rest if a.op not in (Op.RECV, Op.GATHER)]
+    if tokens.step == STEPS - 1:
+        return not following
+    first = following[0]
+    return (first.op, first.micro_batch, first.step) == (Op.DECODE, tokens.micro_batch, (tokens.step or 0) + 1)
+
+
+def test_gather_and_chunk_end_the_lists() -> None:
+    site = disaggregated((1, 2, 2), (1, 1, 1))
+    round_, _, schedule = with_messages(site, "intra")
+    actor, chunk = site.places["actor"], round_.index
+    for rank in actor.ranks:
+        gather, *chunks = [a for a in schedule.of(rank) if a.op is Op.GATHER or a.payload is Payload.CHUNK]
+        assert gather == Action(rank, Op.GATHER, "actor", 0, chunk)
+        assert schedule.of(rank)[-1 - len(chunks) :] == (gather, *chunks)
+        assert bool(chunks) == (rank == site.source)
+    (listener,) = site.listeners
+    assert str(schedule.of(listener)[-1]) == f"recv chunk actor m0 c{chunk} <- {site.source}"
+
+
+def test_a_round_that_decodes_nothing_tells_nobody() -> None:
+    site = disaggregated((1, 2, 2), (1, 2, 1))
+    _, _, schedule = with_messages(site, "woven", steps=0)
+    assert {a.payload for a in schedule if a.payload is not None} == {Payload.HIDDEN}
+    assert not [a for a in schedule if a.op is Op.GATHER]
+
+
+def test_shards_send_to_the_same_shard_of_the_same_replica() -> None:
+    place = Place(tuple(range(8)), tp=2, pp=2, dp=2)
+    _, _, schedule = with_messages(Site({"actor": place}), "woven")
+    for action in schedule:
+        if action.peer is not None:
+            here, there = place.seat(action.rank), place.seat(action.peer)
+            assert here is not None and there is not None
+            assert (here.replica, here.shard) == (there.replica, there.shard)
