@@ -1,9 +1,9 @@
 """Carries out one rank's part of a schedule.  It knows no policy: what to do, and in which order, is in the actions.
 
-Consumes a list of actions; each is done by the `Station` of its role on this rank.  Sends are asynchronous and are
-waited for at the end of the round (`drain`); a recv waits until its message is here.  Nothing else waits, but for the
-tensor-parallel collectives inside a stage and the gather of the replicas' chunks.  What a rank waits for in vain ends
-with a StallError that names the action.
+Consumes a list of actions; each is done by the `Station` of its role on this rank.  Sends are asynchronous: a rank waits
+for one only when it is many rounds old, or at the end of a step (`drain`); a recv waits until its message is here.
+Nothing else waits, but for the tensor-parallel collectives inside a stage and the gather of the replicas' chunks.  What a
+rank waits for in vain ends with a StallError that names the action.
 
 On a GPU each station has a CUDA stream of its own, so that decoding and prefill run side by side.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -42,6 +43,10 @@ class Station(Protocol):
         """Buffers for a recv, each filled before the next is asked for."""
 
 
+ROUNDS_IN_FLIGHT = 64
+"""How many rounds what is sent may be on its way.  A listener is behind for as long as the critic's update takes; beyond
+that, a rank does not heap up buffers for a peer that does not take them."""
+
 Observer = Callable[[Action, float, float, int], None]
 """Told of every action that was done: start, end (seconds since the epoch), number of tokens (0 for messages)."""
 
@@ -56,14 +61,17 @@ class Executor:
     timeout_s: float
     device: torch.device
     observe: Observer
-    _pending: list[tuple[Action, Any, Tensor]] = field(default_factory=list)
+    _sent: deque[list[tuple[Action, Any, Tensor]]] = field(default_factory=deque)  # by round
+    _num_rounds: int = 0
 
     def __post_init__(self) -> None:
         cuda = self.device.type == "cuda"
         self._streams = {role: torch.cuda.Stream(self.device) for role in self.stations} if cuda else {}
 
     def run(self, actions: Sequence[Action]) -> None:
-        """Do the actions in order.  Raises StallError, naming the action, where a peer does not come."""
+        """Do the actions of a round in order.  Raises StallError, naming the action, where a peer does not come."""
+        self._num_rounds += 1
+        self._sent.append([])
         for stream in self._streams.values():
             stream.wait_stream(torch.cuda.current_stream(self.device))
         for action in actions:
@@ -81,25 +89,34 @@ class Executor:
             self.observe(action, start, time.time(), size)
         for stream in self._streams.values():
             torch.cuda.current_stream(self.device).wait_stream(stream)
+        self._release(ROUNDS_IN_FLIGHT)
 
     def drain(self) -> None:
         """Wait until everything has been sent, so that the buffers may go."""
-        while self._pending:
-            action, work, _ = self._pending.pop(0)
-            self._wait(action, work)
+        self._release(0)
+
+    def _release(self, rounds: int) -> None:
+        """Wait for all that was sent before the last `rounds` rounds.  (gloo cannot tell what has left without waiting.)"""
+        while len(self._sent) > rounds:
+            for action, work, _ in self._sent.popleft():
+                self._wait(action, work)
 
     def _send(self, action: Action, station: Station) -> None:
         for tensor in station.outbox(action):
             with self._naming(action):
-                work = dist.isend(tensor, action.peer, group=self.links.of(action))
-            self._pending.append((action, work, tensor))
-        self._pending = [entry for entry in self._pending if not entry[1].is_completed()]
+                work = dist.isend(tensor, action.peer, group=self.links.of(action), tag=self._tag(action))
+            self._sent[-1].append((action, work, tensor))
 
     def _receive(self, action: Action, station: Station) -> None:
         for buffer in station.inbox(action):
             with self._naming(action):
-                work = dist.irecv(buffer, action.peer, group=self.links.of(action))
+                work = dist.irecv(buffer, action.peer, group=self.links.of(action), tag=self._tag(action))
             self._wait(action, work)
+
+    def _tag(self, action: Action) -> int:
+        """Both ends give it, so that (on gloo; NCCL has no tags) no message is taken for one that was lost."""
+        step = 0 if action.step is None else action.step + 1
+        return ((self._num_rounds << 18) + (step << 6) + action.micro_batch) % 2**31
 
     def _compute(self, action: Action, station: Station) -> int:
         try:

@@ -28,12 +28,13 @@ class Topology:
 def build_topology(config: TrainConfig) -> Topology:
     """Create all process groups.  Every rank makes the call."""
     site, trained = Site(role_places(config)), training_places(config)
-    timeout_s = config.runtime.timeout_s
-    groups = {name: build_groups(place.ranks, place.tp, place.pp, name) for name, place in site.places.items()}
+    groups = {
+        name: build_groups(place.ranks, place.tp, place.pp, name, timeout_s) for name, place in site.places.items()
+    }
     training = {
         name: groups[name]
         if place == site.places[name]
-        else build_groups(place.ranks, place.tp, place.pp, f"{name}.train")
+        else build_groups(place.ranks, place.tp, place.pp, f"{name}.train", timeout_s)
         for name, place in trained.items()
     }
-    return Topology(site, trained, groups, training, build_links(site, timeout_s))
+    return Topology(site, trained, groups, training, build_links(site))

@@ -59,30 +59,33 @@ class RankPool:
             theirs.close()
             self.workers.append((process, ours))
 
-    def run(self, world: int, entry: str, timeout_s: float, kwargs: dict[str, Any]) -> list[Any]:
+    def run(self, world: int, entry: str, timeout_s: float, kwargs: dict[str, Any], deaths: bool = False) -> list[Any]:
+        """One result a rank; with `deaths` None for those that died, and then the processes are replaced."""
         self._grow(world)
         with tempfile.TemporaryDirectory() as folder:
             store = str(Path(folder) / "store")
             for rank, (_, pipe) in enumerate(self.workers[:world]):
                 pipe.send((rank, world, store, entry, kwargs, timeout_s))
-            answers = self._collect(world, time.monotonic() + timeout_s)
-        errors = [text for kind, text in answers if kind == "error"]
-        if errors:
+            answers = self._collect(world, time.monotonic() + timeout_s, "error" if deaths else "died")
+        errors = [text for kind, text in answers if kind == "error" or (kind == "died" and not deaths)]
+        if errors or deaths:
             self.close()
+        if errors:
             raise AssertionError("\n".join(errors))
-        return [value for _, value in answers]
+        return [value if kind == "ok" else None for kind, value in answers]
 
-    def _collect(self, world: int, deadline: float) -> list[tuple[str, Any]]:
+    def _collect(self, world: int, deadline: float, worst: str) -> list[tuple[str, Any]]:
         """Answers in rank order; once one rank failed the others get a few seconds, as they may wait for it."""
         answers: list[tuple[str, Any]] = []
         for rank, (process, pipe) in enumerate(self.workers[:world]):
-            if any(kind == "error" for kind, _ in answers):
+            if any(kind in ("error", worst) for kind, _ in answers):
                 deadline = min(deadline, time.monotonic() + 5)
             if pipe.poll(max(0.0, deadline - time.monotonic())):
                 try:
                     answers.append(pipe.recv())
                 except EOFError:
-                    answers.append(("error", f"rank {rank}: died with exit code {process.exitcode}"))
+                    process.join()
+                    answers.append(("died", f"rank {rank}: died with exit code {process.exitcode}"))
             else:
                 answers.append(("error", f"rank {rank}: no answer in time"))
         return answers
@@ -101,3 +104,8 @@ POOL = RankPool()
 def run_ranks(world: int, entry: str, timeout_s: float = 240.0, **kwargs: Any) -> list[Any]:
     """Run `module:function(**kwargs)` on `world` gloo ranks.  Results must be picklable."""
     return POOL.run(world, entry, timeout_s, kwargs)
+
+
+def run_mortal_ranks(world: int, entry: str, timeout_s: float = 120.0, **kwargs: Any) -> list[Any | None]:
+    """As `run_ranks`, where ranks may die on purpose: their result is None."""
+    return POOL.run(world, entry, timeout_s, kwargs, deaths=True)
