@@ -28,13 +28,11 @@ class Topology:
 def build_topology(config: TrainConfig) -> Topology:
     """Create all process groups.  Every rank makes the call."""
     site, trained = Site(role_places(config)), training_places(config)
-    groups = {
-        name: build_groups(place.ranks, place.tp, place.pp, name, timeout_s) for name, place in site.places.items()
-    }
+    groups = {name: build_groups(place.ranks, place.tp, place.pp, name) for name, place in site.places.items()}
     training = {
         name: groups[name]
         if place == site.places[name]
-        else build_groups(place.ranks, place.tp, place.pp, f"{name}.train", timeout_s)
+        else build_groups(place.ranks, place.tp, place.pp, f"{name}.train")
         for name, place in trained.items()
     }
     return Topology(site, trained, groups, training, build_links(site))

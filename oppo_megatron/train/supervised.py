@@ -121,7 +121,7 @@ def _build_groups(config: SupervisedConfig, world: World) -> RoleGroups:
             f"{world.size} ranks were started, but parallel.tp {layout.tp} x parallel.pp {layout.pp} x parallel.dp "
             f"{layout.dp} needs exactly {layout.num_ranks}; start {layout.num_ranks}, or change the layout"
         )
-    groups = build_groups(range(world.size), layout.tp, layout.pp, "model", config.runtime.timeout_s)
+    groups = build_groups(range(world.size), layout.tp, layout.pp, "model")
     assert groups is not None, "every rank of the world is one of the model's"
     return groups
 

@@ -96,7 +96,7 @@ def _carry_out(
     site: Site, schedule: Schedule, late_s: float, last_words: tuple[int, str] | None, rounds: int
 ) -> Outcome:
     rank, outcome = dist.get_rank(), Outcome()
-    links = build_links(site, late_s)
+    links = build_links(site)
     stations = {role: _station(place, rank, late_s) for role, place in site.places.items()}
     if last_words is not None and last_words[0] == rank:
         for station in stations.values():

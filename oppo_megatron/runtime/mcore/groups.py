@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -58,19 +57,15 @@ class RoleGroups:
         return int(dist.get_global_rank(self.collection.pp, pp_rank))
 
 
-def build_groups(
-    ranks: Sequence[int], tp: int, pp: int, name: str, timeout_s: float | None = None
-) -> RoleGroups | None:
+def build_groups(ranks: Sequence[int], tp: int, pp: int, name: str) -> RoleGroups | None:
     """Groups of a model on `ranks` (order: tensor fastest, then data, then pipeline; megatron's own).
 
-    A collective that a rank does not come to fails after `timeout_s` (None: torch's default, half an hour).
     Returns None on a rank that is not among `ranks`, which nevertheless has to make the call.
     """
     per_stage = len(ranks) // pp
     assert per_stage % tp == 0 and per_stage * pp == len(ranks), (ranks, tp, pp)
     dp = per_stage // tp
     stages, replicas, shards = range(pp), range(dp), range(tp)
-    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
 
     def rank(p: int, d: int, t: int) -> int:
         return ranks[(p * dp + d) * tp + t]
@@ -78,7 +73,7 @@ def build_groups(
     def mine(groups: Iterable[list[int]], what: str) -> dist.ProcessGroup | None:
         found = None
         for members in groups:
-            group = dist.new_group(members, timeout=timeout, group_desc=f"{name}.{what}")
+            group = new_group(members, f"{name}.{what}")
             if dist.get_rank() in members:
                 found = group
         return found
