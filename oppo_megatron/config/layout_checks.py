@@ -303,16 +303,9 @@ def _check_woven(config: TrainConfig) -> list[str]:
         return []
     places = role_places(config)
     actor = set(places.pop("actor").ranks)
-    beside = {name: place for name, place in places.items() if actor & set(place.ranks)}
-    if not beside:
-        return [
-            "overlap.schedule is woven, but no rank holds both the actor and a scorer, so there is nothing to weave; "
-            "choose auto or intra, or placement.mode colocated"
-        ]
+    if any(actor & set(place.ranks) for place in places.values()):
+        return []
     return [
-        f"overlap.schedule is woven, but {name} is on ranks {format_ranks(sorted(place.ranks))}, some with the actor "
-        "and some without, and a rank that does not decode cannot plan around decoding; choose auto or intra, or keep "
-        "the role's ranks among the actor's"
-        for name, place in beside.items()
-        if not set(place.ranks) <= actor
+        "overlap.schedule is woven, but no rank holds both the actor and a scorer, so there is nothing to weave; "
+        "choose auto or intra, or placement.mode colocated"
     ]

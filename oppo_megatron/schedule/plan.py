@@ -32,15 +32,11 @@ def delta_rule(overlap: OverlapConfig) -> DeltaConfig:
 
 
 def round_generator(overlap: OverlapConfig, site: Site) -> str:
-    """Name of the generator of the rounds: woven only where there are ranks that decode and score.
-
-    A scorer with ranks among the actor's and others is not woven: the others do not know what is decoded, and when.
-    """
+    """Name of the generator of the rounds: woven only where there are ranks that decode and score."""
     if not overlap.intra:
         return "sequential"
     if overlap.schedule != "auto":
         return overlap.schedule
     actor = set(site.places["actor"].ranks)
-    scorers = [set(place.ranks) for name, place in site.places.items() if name != "actor"]
-    beside = [ranks for ranks in scorers if ranks & actor]
-    return "woven" if beside and all(ranks <= actor for ranks in beside) else "intra"
+    shared = any(actor & set(place.ranks) for name, place in site.places.items() if name != "actor")
+    return "woven" if shared else "intra"

@@ -102,11 +102,6 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
     ({"overlap.schedule": "woven"}, "overlap.schedule is woven, but no rank holds both the actor and a scorer"),
     (
-        {"placement.actor": {"pp": 2}, "critic.ranks": "1-2", "reward.ranks": "0-1", "reference.ranks": "1",
-         "overlap.schedule": "woven"},
-        "overlap.schedule is woven, but critic is on ranks 1-2, some with the actor and some without",
-    ),
-    (
         # 128 tokens x 2 x 8 layers x 4 heads x 8 x 4 bytes = 256 KiB; the other roles have half the layers
         {
             "placement": {"actor": {"dp": 2}, "scorer": {"pp": 2}},
@@ -139,6 +134,7 @@ GOOD: list[dict[str, Any]] = [
     {"placement": {"actor": {"tp": 2}, "scorer": {"pp": 2}}, "critic.parallel": {"tp": 2}},
     {"placement.actor": {"tp": 2}, "critic.ranks": "3,2", "reward.ranks": "4", "reference.ranks": "4"},
     {"placement.actor": {"pp": 2}, "critic.ranks": "1-2", "reward.ranks": "0-1", "reference.ranks": "1"},
+    {"placement.actor": {"pp": 2}, "critic.ranks": "1-2", "reward.ranks": "0-1", "overlap.schedule": "woven"},
     {**EIGHT, "placement.scorer": {"pp": 4, "dp": 2}, "overlap.schedule": "woven"},
     {**EIGHT, "actor.generate": {"tp": 4, "dp": 2}, "actor.train": {"dp": 1, "pp": 4, "vpp": 2}},
     {**EIGHT, "critic.train": {"vpp": 4, "sequence_parallel": True, "recompute": "full"}},

@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 from megatron.core.parallel_state import RankGenerator
 
+from oppo_megatron.runtime.mcore import groups as groups_module
 from oppo_megatron.runtime.mcore.groups import RoleGroups, build_groups
 
 LAYOUTS = [(tp, pp, dp) for tp, pp, dp in product((1, 2, 4, 8), repeat=3) if tp * pp * dp <= 8]
@@ -38,11 +39,11 @@ def views(monkeypatch: pytest.MonkeyPatch, tp: int, pp: int, dp: int) -> tuple[l
     for viewer in range(OFFSET + len(ranks) + 1):
         calls[viewer] = []
 
-        def new_group(members: list[int], viewer: int = viewer, **_: Any) -> FakeGroup:
+        def new_group(members: list[int], desc: str, viewer: int = viewer) -> FakeGroup:
             calls[viewer].append(tuple(members))
             return FakeGroup(list(members), viewer)
 
-        monkeypatch.setattr(dist, "new_group", new_group)
+        monkeypatch.setattr(groups_module, "new_group", new_group)
         monkeypatch.setattr(dist, "get_rank", lambda viewer=viewer: viewer)
         monkeypatch.setattr(dist, "get_global_rank", lambda group, rank: group.ranks[rank])
         found[viewer] = build_groups(ranks, tp, pp, "role")

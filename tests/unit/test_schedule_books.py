@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oppo_megatron.records import Prompt, Rollout
-from oppo_megatron.schedule.books import ActorBook, Replicas, ReplicaWork, ScoringBook, portions
+from oppo_megatron.schedule.books import ActorBook, Replicas, ReplicaWork, ScoringBook
 from oppo_megatron.schedule.rounds import Growth
 
 ROLES = ("reward", "reference", "critic")
@@ -334,12 +334,3 @@ def test_replicas_that_lost_sequences_get_the_next_ones() -> None:
         going_on.tokens = [1, 2, 3]
     book.record(first, ())
     assert [book.replica(i) for i in (4, 5)] == [1, 1]
-
-
-@given(st.integers(0, 20), st.integers(1, 9))
-def test_portions_are_even_and_in_order(length: int, count: int) -> None:
-    growths = [Growth(i, 0, 1) for i in range(length)]
-    parts = portions(growths, count)
-    assert [g for part in parts for g in part] == growths
-    assert len(parts) == min(count, length) and all(parts)
-    assert not parts or max(map(len, parts)) - min(map(len, parts)) <= 1

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from oppo_megatron.config.overlap import OverlapConfig, WeaveConfig
 from oppo_megatron.config.places import Place
 from oppo_megatron.overcommit.buffer import RolloutBuffer
-from oppo_megatron.records import ChunkRow, Prompt
+from oppo_megatron.records import ChunkRow, Prompt, Rollout
 from oppo_megatron.schedule import planner as planner_module
 from oppo_megatron.schedule.actions import Op, Schedule
 from oppo_megatron.schedule.books import ActorBook, ScoringBook
@@ -55,7 +55,7 @@ SPREAD: dict[str, Site] = {
 """Scorers on ranks of the actor and others."""
 
 
-def new_planner(site: Site, generator: str, holds_actor: bool, slots: int = 4, **weave: Any) -> RoundPlanner:
+def new_planner(site: Site, generator: str, slots: int = 9, rank: int | None = None, **weave: Any) -> RoundPlanner:
     places = site.places
     return RoundPlanner(
         site,
@@ -63,37 +63,51 @@ def new_planner(site: Site, generator: str, holds_actor: bool, slots: int = 4, *
         WeaveConfig(**weave),
         BUDGET,
         BUDGET,
-        ActorBook(places["actor"].dp, slots, lambda _: MAX_RESPONSE) if holds_actor else None,
+        ActorBook(places["actor"].dp, slots, lambda _: MAX_RESPONSE),
         {name: ScoringBook(name, place.dp, slots) for name, place in places.items() if name != "actor"},
+        rank=rank,
     )
+
+
+Visit = Callable[[list[PlannedRound]], None]
 
 
 @dataclass
 class Run:
-    """A run's buffer and the planners of two ranks, one with the actor and one without."""
+    """A run without models: a buffer, and planners that all learn what happens."""
 
-    actor: RoundPlanner
-    listener: RoundPlanner
+    planners: Sequence[RoundPlanner]
     rng: random.Random
     buffer: RolloutBuffer = field(default_factory=lambda: RolloutBuffer(BATCH, 2, 2))
     lengths: dict[int, int] = field(default_factory=dict)
     index: int = 0
 
-    def round(self, decode: bool = True) -> tuple[PlannedRound, PlannedRound]:
-        """Plan a round on both, then let what was planned happen."""
-        buffer, self.index = self.buffer, self.index + 1
-        active = buffer.active if decode else []
-        score = buffer.rollouts
-        order = sorted(self.lengths, key=lambda _: self.rng.random())
-        plans = (
-            self.actor.plan(self.index, active, score, CHUNK, lambda ids: sorted(ids, key=order.index)),
-            self.listener.plan(self.index, active, score, CHUNK, list),
-        )
-        if active:
-            self._decode(plans[0])
-        return plans
+    def steps(self, count: int, visit: Visit) -> None:
+        """PPO steps with streamed scoring; `visit` sees what each planner plans for every round."""
+        for _ in range(count):
+            self._admit()
+            while not self.buffer.readiness().ready:
+                self._round(visit, self.buffer.active)
+            while any(book.owes(self.buffer.rollouts) for book in self.planners[0].scorers.values()):
+                self._round(visit, [])
+            self._end_step()
 
-    def admit(self) -> None:
+    def _round(self, visit: Visit, active: Sequence[Rollout]) -> None:
+        """Each planner orders open sequences in its own way, as a rank without the caches has none to go by."""
+        self.index += 1
+        plans = []
+        for planner in self.planners:
+            order = self.rng.sample(range(len(self.lengths)), len(self.lengths))
+            plans.append(
+                planner.plan(
+                    self.index, active, self.buffer.rollouts, CHUNK, lambda ids, o=order: sorted(ids, key=o.index)
+                )
+            )
+        visit(plans)
+        if active:
+            self._decode(plans[0], active)
+
+    def _admit(self) -> None:
         prompts = []
         for _ in range(self.buffer.room):
             seq_id = len(self.lengths)
@@ -101,48 +115,33 @@ class Run:
             prompts.append(Prompt(seq_id, seq_id, "", (1,) * self.rng.randint(1, MAX_PROMPT)))
         self.buffer.admit(prompts)
 
-    def _decode(self, planned: PlannedRound) -> None:
-        active, rows = {r.seq_id: r for r in self.buffer.active}, []
+    def _decode(self, planned: PlannedRound, active: Sequence[Rollout]) -> None:
+        held, rows = {r.seq_id: r for r in active}, []
         for growth in (g for work in planned.works["actor"] for batch in work.decode for g in batch):
-            own = active[growth.seq_id]
-            left = self.lengths[growth.seq_id] - len(own.tokens)
+            known = len(held[growth.seq_id].tokens)
+            left = self.lengths[growth.seq_id] - known
             new = min(left, growth.new)
-            row = ChunkRow(growth.seq_id, len(own.tokens), [0] * new, [0.0] * new, [0.0] * new, 0)
+            row = ChunkRow(growth.seq_id, known, [0] * new, [0.0] * new, [0.0] * new, 0)
             if new == left:
                 row.finish_clock, row.finish_reason = self.buffer.clock + new, "eos"
             rows.append(row)
-        merged = merge_rows(self.index, self.buffer.clock, rows, self.buffer.readiness())
-        self.buffer.record(merged.chunk)
-        assert self.actor.actor is not None
-        self.actor.actor.record(active.values(), merged.revoked)
+        chunk = merge_rows(self.index, self.buffer.clock, rows, self.buffer.readiness())
+        self.buffer.record(chunk)
+        for planner in self.planners:
+            planner.actor.record(active, chunk.revoked)
 
-    def end_step(self) -> None:
+    def _end_step(self) -> None:
         batch = self.buffer.take_batch()
-        for planner in (self.actor, self.listener):
+        for planner in self.planners:
             for book in planner.scorers.values():
                 for own in batch:
                     book.forget(own.seq_id)
             planner.scorers["critic"].reset()
-        assert self.actor.actor is not None
-        self.actor.actor.invalidate()
+            planner.actor.invalidate()
 
 
-def steps_of(run: Run, count: int, visit: Callable[[PlannedRound, PlannedRound], None]) -> None:
-    """PPO steps with streamed scoring; `visit` sees the plans of every round."""
-    for _ in range(count):
-        run.admit()
-        while not run.buffer.readiness().ready:
-            visit(*run.round())
-        while any(book.owes(run.buffer.rollouts) for book in run.actor.scorers.values()):
-            visit(*run.round(decode=False))
-        run.end_step()
-
-
-def together(site: Site, with_actor: PlannedRound, without: PlannedRound) -> Schedule:
-    """The lists that the ranks would carry out, each by its own plan."""
-    actor_ranks = site.places["actor"].ranks
-    ranks = sorted({rank for place in site.places.values() for rank in place.ranks})
-    return Schedule({r: (with_actor if r in actor_ranks else without).schedule.of(r) for r in ranks})
+def ranks_of(site: Site) -> list[int]:
+    return sorted({rank for place in site.places.values() for rank in place.ranks})
 
 
 def budgets_of(site: Site, slots: int) -> dict[str, list[KVBudget]]:
@@ -151,57 +150,54 @@ def budgets_of(site: Site, slots: int) -> dict[str, list[KVBudget]]:
 
 @settings(deadline=None, max_examples=25)
 @given(
-    placed=st.one_of(
-        st.tuples(st.sampled_from(list(SITES.items())), st.sampled_from(list(GENERATORS))),
-        st.tuples(st.sampled_from(list(SPREAD.items())), st.just("intra")),
-    ),
-    slots=st.integers(7, 9),
+    name=st.sampled_from([*SITES, *SPREAD]),
+    generator=st.sampled_from(list(GENERATORS)),
+    slots=st.integers(4, 9),
     micro_batches=st.sampled_from(["auto", 1, 2, 3]),
     seed=st.integers(0, 10**6),
 )
 def test_what_all_ranks_plan_for_themselves_is_sound_together(
-    placed: tuple[tuple[str, Site], str], slots: int, micro_batches: Any, seed: int
+    name: str, generator: str, slots: int, micro_batches: Any, seed: int
 ) -> None:
-    """The memo of schedules has its part in it: rounds of the same shape and other sizes get what was made once."""
-    (_, site), generator = placed
-    run = Run(
-        new_planner(site, generator, True, slots, micro_batches=micro_batches),
-        new_planner(site, generator, False, slots, micro_batches=micro_batches),
-        random.Random(seed),
-    )
+    """Each plans only its own part.  The memo of schedules has its share in it: rounds of one shape get one schedule."""
+    site = (SITES | SPREAD)[name]
+    ranks = ranks_of(site)
+    planners = [new_planner(site, generator, slots, rank, micro_batches=micro_batches) for rank in ranks]
 
-    def visit(with_actor: PlannedRound, without: PlannedRound) -> None:
-        round_ = replace(with_actor.round, index=1)
-        assert check(together(site, with_actor, without), round_, site, budgets_of(site, slots)) == []
+    def visit(plans: list[PlannedRound]) -> None:
+        own_lists = {rank: plan.schedule.of(rank) for rank, plan in zip(ranks, plans, strict=True)}
+        for plan in plans:
+            assert shape(plan) == shape(plans[0])
+        assert check(Schedule(own_lists), replace(plans[0].round, index=1), site, budgets_of(site, slots)) == []
 
-    steps_of(run, 3, visit)
+    Run(planners, random.Random(seed)).steps(3, visit)
 
 
 @pytest.mark.parametrize("name", [*SITES, *SPREAD])
-def test_woven_is_chosen_where_every_rank_that_it_ties_knows_of_the_decoding(name: str) -> None:
+@pytest.mark.parametrize("generator", GENERATORS)
+def test_a_part_is_the_same_as_in_the_whole(name: str, generator: str) -> None:
+    """A rank's list does not depend on whether it plans the whole round or its part; nor on holding the actor."""
     site = (SITES | SPREAD)[name]
-    shares = name not in SPREAD and "|" not in name
-    assert round_generator(OverlapConfig(), site) == ("woven" if shares else "intra")
+    ranks = ranks_of(site)
+    whole = new_planner(site, generator, micro_batches=2)
+    run = Run([whole, *(new_planner(site, generator, rank=r, micro_batches=2) for r in ranks)], random.Random(4))
+    decoded = []
+
+    def visit(plans: list[PlannedRound]) -> None:
+        decoded.append(plans[0].round.decodes)
+        for rank, plan in zip(ranks, plans[1:], strict=True):
+            assert plan.schedule.of(rank) == plans[0].schedule.of(rank)
+
+    run.steps(2, visit)
+    assert True in decoded and False in decoded
+
+
+@pytest.mark.parametrize("name", [*SITES, *SPREAD])
+def test_woven_is_chosen_where_a_rank_decodes_and_scores(name: str) -> None:
+    site = (SITES | SPREAD)[name]
+    assert round_generator(OverlapConfig(), site) == ("intra" if "|" in name else "woven")
     assert round_generator(OverlapConfig(intra=False), site) == "sequential"
     assert round_generator(OverlapConfig(schedule="intra"), site) == "intra"
-
-
-@pytest.mark.parametrize("name", ["PP2 | 1", "DP2 | PP2xDP2", "PP2, critic beside it, others apart"])
-@pytest.mark.parametrize("generator", GENERATORS)
-def test_a_listener_plans_its_own_actions_alike(name: str, generator: str) -> None:
-    """It plans the very list that the actor's ranks plan for it, though it does not know what is decoded."""
-    site = SITES[name]
-    run = Run(*(new_planner(site, generator, holds, 8) for holds in (True, False)), random.Random(4))
-    seen = []
-
-    def visit(with_actor: PlannedRound, without: PlannedRound) -> None:
-        seen.append(with_actor)
-        assert "actor" not in without.works
-        for rank in site.listeners:
-            assert without.schedule.of(rank) == with_actor.schedule.of(rank)
-
-    steps_of(run, 3, visit)
-    assert len(seen) > 6
 
 
 def test_a_schedule_is_made_once_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,19 +210,16 @@ def test_a_schedule_is_made_once_for_each_shape(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(planner_module, "GENERATORS", {"woven": counted})
     site = SITES["colocated PP2"]
-    settled: dict[str, Any] = {"micro_batches": 2, "prefill_tokens": BUDGET}
-    run = Run(*(new_planner(site, "woven", True, 9, **settled) for _ in range(2)), random.Random(8))
-    plans: list[PlannedRound] = []
+    run = Run([new_planner(site, "woven", micro_batches=2, prefill_tokens=BUDGET)], random.Random(8))
+    seen: list[PlannedRound] = []
 
-    def visit(with_actor: PlannedRound, _: PlannedRound) -> None:
-        plans.append(with_actor)
-        assert check(with_actor.schedule, replace(with_actor.round, index=1), site, budgets_of(site, 9)) == []
+    def visit(plans: list[PlannedRound]) -> None:
+        seen.extend(plans)
+        assert check(plans[0].schedule, replace(plans[0].round, index=1), site, budgets_of(site, 9)) == []
 
-    run.listener.plan = lambda *_: None  # type: ignore[method-assign,assignment,return-value]
-    steps_of(run, 8, visit)
-    shapes = {shape(plan) for plan in plans}
-    assert len(made) == len(shapes) < len(plans)
-    assert [plan.round.index for plan in plans] == list(range(1, len(plans) + 1))
+    run.steps(8, visit)
+    assert len(made) == len(set(map(shape, seen))) < len(seen)
+    assert [plan.round.index for plan in seen] == list(range(1, len(seen) + 1))
 
 
 def shape(plan: PlannedRound) -> Any:
@@ -241,7 +234,7 @@ def cut_of(planned: PlannedRound) -> tuple[int, int]:
 
 
 def first_round(site: Site, generator: str, costs: Costs, **weave: Any) -> PlannedRound:
-    planner = new_planner(site, generator, True, 16, **weave)
+    planner = new_planner(site, generator, 16, **weave)
     planner.costs, planner.micro_batch_tokens = costs, 200
     buffer = RolloutBuffer(12, 0, 1)
     buffer.admit(Prompt(i, i, "", (1,) * 6) for i in range(12))
@@ -274,10 +267,9 @@ def test_a_cut_that_is_given_is_kept_to(generator: str) -> None:
 
 
 def test_a_round_without_decoding_asks_nothing_of_the_actor() -> None:
-    for holds_actor in (True, False):
-        planner = new_planner(SITES["colocated PP2"], "woven", holds_actor, 8)
-        buffer = RolloutBuffer(4, 0, 1)
-        score: Sequence[Any] = buffer.admit(Prompt(i, i, "", (1, 2)) for i in range(4))
-        planned = planner.plan(1, [], score, CHUNK, list)
-        assert "actor" not in planned.works and not planned.round.decodes
-        assert {action.op for action in planned.schedule} <= {Op.PREFILL, Op.SCORE, Op.SEND, Op.RECV}
+    planner = new_planner(SITES["colocated PP2"], "woven")
+    buffer = RolloutBuffer(4, 0, 1)
+    score = buffer.admit(Prompt(i, i, "", (1, 2)) for i in range(4))
+    planned = planner.plan(1, [], score, CHUNK, list)
+    assert "actor" not in planned.works and not planned.round.decodes
+    assert {action.op for action in planned.schedule} <= {Op.PREFILL, Op.SCORE, Op.SEND, Op.RECV}
