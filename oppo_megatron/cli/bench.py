@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
     _decode_arguments(kinds.add_parser("decode", help="decode tokens/s beside transformers and megatron-core"))
-    _overlap_arguments(kinds.add_parser("overlap", help="one PPO run: sequential, intra, inter and full"))
+    _overlap_arguments(kinds.add_parser("overlap", help="one PPO run: sequential, intra, inter and full"), "overlap")
+    _overlap_arguments(kinds.add_parser("weave", help="colocated roles: sequential, unwoven and woven"), "weave")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -77,10 +78,10 @@ def _shape(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _overlap_arguments(parser: argparse.ArgumentParser) -> None:
+def _overlap_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
     parser.add_argument("config", type=Path, metavar="CONFIG.yaml")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings that replace those of the file")
-    parser.add_argument("--modes", type=_names, metavar="A,B", help="default: sequential,intra,inter,full")
+    parser.add_argument("--modes", type=_names, metavar="A,B", help="default: all that are compared")
     parser.add_argument("--steps", type=_count, metavar="N", help="PPO steps a run; default: the configuration's")
     parser.add_argument("--repeats", type=_count, default=1, metavar="N", help="runs of each mode, in turn; default 1")
     parser.add_argument(
@@ -90,28 +91,17 @@ def _overlap_arguments(parser: argparse.ArgumentParser) -> None:
         help="prompts of N random tokens, in place of the configuration's data",
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/bench/overlap"), metavar="DIR", help="default %(default)s"
+        "--out", type=Path, default=Path("runs/bench") / kind, metavar="DIR", help="default %(default)s"
     )
-    parser.set_defaults(measure=_overlap)
+    parser.set_defaults(measure=_overlap if kind == "overlap" else _weave)
 
 
 def _overlap(args: argparse.Namespace) -> int:
-    from oppo_megatron.cli.launch import launch
-    from oppo_megatron.cli.run import world_size
-    from oppo_megatron.train.bench_overlap import compare, mode_config
-    from oppo_megatron.train.run_dir import RunDirectory, write_json
+    from oppo_megatron.train.bench_overlap import MODES, compare
+    from oppo_megatron.train.run_dir import write_json
 
-    modes = _overlap_modes(args)
     config = _overlap_config(args)
-    runs = {mode: [args.out / f"{mode}-{turn}" for turn in range(1, args.repeats + 1)] for mode in modes}
-    for run_dir in (path for paths in runs.values() for path in paths):
-        RunDirectory(run_dir).require_unfinished()
-    for turn in range(args.repeats):
-        for mode in modes:
-            print(f"--- {mode}, run {turn + 1} of {args.repeats}", flush=True)
-            code = launch("train", mode_config(config, mode, runs[mode][turn]), world_size(config))
-            if code:
-                return code
+    runs = _run_modes(args, config, MODES, actions=False)
     result = compare(config, runs)
     write_json(args.out / "overlap.json", result)
     columns = {
@@ -123,6 +113,51 @@ def _overlap(args: argparse.Namespace) -> int:
     print(format_table(columns, result["results"]))
     print(f"figures: {args.out / 'overlap.json'}")
     return 0
+
+
+def _weave(args: argparse.Namespace) -> int:
+    from oppo_megatron.train.bench_overlap import WEAVES, compare
+    from oppo_megatron.train.bench_weave import weave_figures
+    from oppo_megatron.train.run_dir import write_json
+
+    config = _overlap_config(args)
+    runs = _run_modes(args, config, WEAVES, actions=True)
+    result = compare(config, runs)
+    for row in result["results"]:
+        row |= weave_figures(runs[row["mode"]])
+    write_json(args.out / "weave.json", result)
+    columns = {
+        "mode": "mode", "rounds s": "rounds_s", "bubble %": "bubble_percent", "s/step": "step_s",
+        "tokens/s": "tokens_per_s", "speed-up": "speedup_step_s", "total s": "total_s", "bubble % by rank": "bubble_by_rank",
+    }  # fmt: skip
+    print(format_table(columns, result["results"]))
+    print(f"figures: {args.out / 'weave.json'}")
+    return 0
+
+
+def _run_modes(
+    args: argparse.Namespace, config: TrainConfig, known: Mapping[str, Mapping[str, Any]], *, actions: bool
+) -> dict[str, list[Path]]:
+    """Run each mode `--repeats` times, in turn.  The run directories by mode; raises RankError where a run fails."""
+    from oppo_megatron.cli.launch import RankError, launch
+    from oppo_megatron.cli.run import world_size
+    from oppo_megatron.errors import ConfigError
+    from oppo_megatron.train.bench_overlap import mode_config
+    from oppo_megatron.train.run_dir import RunDirectory
+
+    modes: list[str] = args.modes or list(known)
+    if unknown := [mode for mode in modes if mode not in known]:
+        raise ConfigError(f"--modes names {unknown}; the modes are {list(known)}")
+    runs = {mode: [args.out / f"{mode}-{turn}" for turn in range(1, args.repeats + 1)] for mode in modes}
+    for run_dir in (path for paths in runs.values() for path in paths):
+        RunDirectory(run_dir).require_unfinished()
+    for turn in range(args.repeats):
+        for mode in modes:
+            print(f"--- {mode}, run {turn + 1} of {args.repeats}", flush=True)
+            chosen = mode_config(config, known[mode], runs[mode][turn], actions=actions)
+            if code := launch("train", chosen, world_size(config)):
+                raise RankError(f"{mode}, run {turn + 1}, ended with exit code {code}; see above")
+    return runs
 
 
 def _overlap_config(args: argparse.Namespace) -> TrainConfig:
@@ -141,16 +176,6 @@ def _overlap_config(args: argparse.Namespace) -> TrainConfig:
     config = load_checked("train", args.config, overrides)
     assert isinstance(config, TrainConfig)
     return config
-
-
-def _overlap_modes(args: argparse.Namespace) -> list[str]:
-    from oppo_megatron.errors import ConfigError
-    from oppo_megatron.train.bench_overlap import MODES
-
-    modes: list[str] = args.modes or list(MODES)
-    if unknown := [mode for mode in modes if mode not in MODES]:
-        raise ConfigError(f"--modes names {unknown}; the modes are {list(MODES)}")
-    return modes
 
 
 def _count(text: str) -> int:
@@ -177,6 +202,8 @@ def format_table(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) 
 def _cell(value: Any) -> str:
     if value is None:
         return "-"
+    if isinstance(value, list):
+        return " ".join(_cell(item) for item in value)
     if isinstance(value, float):
         return f"{value:.0f}" if value >= 100 else f"{value:.2f}"
     return str(value)

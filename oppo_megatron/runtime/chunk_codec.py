@@ -2,9 +2,9 @@
 
 A message is a header of HEADER_SIZE int64 words, then a payload:
 
-    header   magic, message index, logical clock, rows, tokens, checksum of these five
+    header   magic, message index, logical clock, rows, tokens, revoked sequences, checksum of these six
     payload  per row: sequence id, offset, tokens, policy version, finish clock or -1, finish reason, checksum
-             then all tokens, then all log-probs, then all sampling log-probs (float64 bits)
+             then all tokens, then all log-probs, then all sampling log-probs (float64 bits), then the revoked ids
 
 A row's checksum is the CRC-32 of everything sent for its sequence so far, the prompt first.  A lost or repeated chunk
 shows in the offset, a corrupted one (or a peer that has another prompt) in the checksum; either is a StreamError and
@@ -25,7 +25,7 @@ from oppo_megatron.records import Chunk, ChunkRow
 
 Words = npt.NDArray[np.int64]
 
-HEADER_SIZE = 6
+HEADER_SIZE = 7
 ROW_SIZE = 7
 MAGIC = 0x4F50504F
 REASONS = (None, "eos", "length")
@@ -62,13 +62,15 @@ class ChunkEncoder(ChunkBooks):
         """(header, payload) of the next message."""
         rows = np.array([self._row(row) for row in chunk.rows], dtype=np.int64).reshape(-1)
         num_tokens = sum(len(row.tokens) for row in chunk.rows)
-        words = np.array([MAGIC, self._next_index, chunk.clock, len(chunk.rows), num_tokens], dtype=np.int64)
+        counts = [len(chunk.rows), num_tokens, len(chunk.revoked)]
+        words = np.array([MAGIC, self._next_index, chunk.clock, *counts], dtype=np.int64)
         header = np.append(words, zlib.crc32(words.tobytes()))
         self._next_index += 1
         tokens = np.array([t for row in chunk.rows for t in row.tokens], dtype=np.int64)
         logprobs = [np.array([x for row in chunk.rows for x in row.logprobs], dtype=np.float64)]
         logprobs += [np.array([x for row in chunk.rows for x in row.sampling_logprobs], dtype=np.float64)]
-        return header, np.concatenate([rows, tokens, *(x.view(np.int64) for x in logprobs)])
+        revoked = np.array(chunk.revoked, dtype=np.int64)
+        return header, np.concatenate([rows, tokens, *(x.view(np.int64) for x in logprobs), revoked])
 
     def _row(self, row: ChunkRow) -> list[int]:
         ledger = self._ledgers[row.seq_id]
@@ -85,14 +87,14 @@ class ChunkDecoder(ChunkBooks):
 
     def payload_size(self, header: Words) -> int:
         """Words of the payload that follows.  Raises StreamError for a header out of its place."""
-        magic, index, _, num_rows, num_tokens, checksum = (int(x) for x in header)
+        magic, index, _, num_rows, num_tokens, num_revoked, checksum = (int(x) for x in header)
         if magic != MAGIC or checksum != zlib.crc32(header[:-1].tobytes()):
             raise StreamError(
                 f"message {self._next_index}: the header {header.tolist()} is not one of a chunk; the stream is out of "
                 "step or corrupted. Restart from the last checkpoint."
             )
         self._check_index(index)
-        return num_rows * ROW_SIZE + 3 * num_tokens
+        return num_rows * ROW_SIZE + 3 * num_tokens + num_revoked
 
     def decode(self, header: Words, payload: Words) -> Chunk:
         """The chunk.  Raises StreamError naming sequence and offset for a lost, repeated or corrupted one."""
@@ -101,10 +103,10 @@ class ChunkDecoder(ChunkBooks):
             raise StreamError(
                 f"message {self._due()}; its payload has {len(payload)} words where the header says {size}."
             )
-        _, index, clock, num_rows, num_tokens, _ = (int(x) for x in header)
-        table = payload[: num_rows * ROW_SIZE].reshape(num_rows, ROW_SIZE)
-        body = payload[num_rows * ROW_SIZE :].reshape(3, num_tokens)
-        chunk, start = Chunk(index, clock), 0
+        _, index, clock, num_rows, num_tokens, _, _ = (int(x) for x in header)
+        table, body, revoked = np.split(payload, np.cumsum([num_rows * ROW_SIZE, 3 * num_tokens]))
+        table, body = table.reshape(num_rows, ROW_SIZE), body.reshape(3, num_tokens)
+        chunk, start = Chunk(index, clock, revoked=revoked.tolist()), 0
         for seq_id, offset, count, version, finish, reason, checksum in table.tolist():
             if count < 0 or start + count > num_tokens or finish < -1 or not 0 <= reason < len(REASONS):
                 raise StreamError(f"sequence {seq_id}, offset {offset}: the row of message {index} is corrupted.")
@@ -116,6 +118,8 @@ class ChunkDecoder(ChunkBooks):
             self._accept(row, checksum, index)
             chunk.rows.append(row)
             start += count
+        if not set(chunk.revoked) <= {row.seq_id for row in chunk.rows}:
+            raise StreamError(f"message {index} revokes sequences {chunk.revoked} that it has no row of; it is corrupted.")
         self._next_index += 1
         return chunk
 

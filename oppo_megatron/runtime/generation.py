@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oppo_megatron.records import ChunkRow, Rollout
+from oppo_megatron.records import Chunk, ChunkRow, Rollout
 from oppo_megatron.runtime.mcore.kv_cache import KVCache
 from oppo_megatron.runtime.mcore.model import RoleModel
 from oppo_megatron.runtime.mcore.stage import step
@@ -28,7 +28,7 @@ from oppo_megatron.runtime.stopping import Stopping
 from oppo_megatron.runtime.stream import ChunkOutlet
 from oppo_megatron.schedule.actions import Action, Op, Payload
 from oppo_megatron.schedule.books import ReplicaWork
-from oppo_megatron.schedule.merge import Merged, StopSignal, merge_rows
+from oppo_megatron.schedule.merge import StopSignal, merge_rows
 from oppo_megatron.schedule.rounds import Batch
 
 DRAWN = 3  # token, log-prob and sampling log-prob of each row
@@ -111,7 +111,7 @@ class DecodeStation:
         self._lanes = [[growing[g.seq_id] for g in batch] for batch in work.decode]
         self._rows: list[ChunkRow] = [g.row for g in growing.values()]
         self._growing = growing
-        self._merged: Merged | None = None
+        self._merged: Chunk | None = None
         self._ended: dict[int, int] = {}  # micro-batch -> first void step
         self._ready: tuple[int, int] | None = None  # (step, micro-batch) whose tokens completed the batch
         self._hidden: dict[int, Tensor] = {}
@@ -133,7 +133,7 @@ class DecodeStation:
     def outbox(self, action: Action) -> Sequence[Tensor]:
         if action.payload is Payload.CHUNK:
             assert self.outlet is not None
-            return self.outlet.message(self._merge().chunk)
+            return self.outlet.message(self._merge())
         source = self._drawn if action.payload is Payload.TOKENS else self._hidden
         return [source[action.micro_batch].contiguous()]
 
@@ -148,17 +148,17 @@ class DecodeStation:
             yield hidden
             self._hidden[action.micro_batch] = hidden
 
-    def end(self) -> Merged:
+    def end(self) -> Chunk:
         """The round's chunk, of all replicas; what this replica decoded beyond it leaves the cache."""
-        merged = self._merge()
-        for row in merged.chunk.rows:
+        chunk = self._merge()
+        for row in chunk.rows:
             growing = self._growing.get(row.seq_id)
             if growing is not None and row.seq_id in self.cache:
                 length = growing.num_prompt_tokens + row.offset + len(row.tokens) - 1
                 self.cache.truncate(row.seq_id, min(length, self.cache.length(row.seq_id)))
-        return merged
+        return chunk
 
-    def _merge(self) -> Merged:
+    def _merge(self) -> Chunk:
         if self._merged is None:
             self._merged = merge_rows(self._index, self._start, self._rows, self._stop)
         return self._merged

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch.distributed as dist
 
+from oppo_megatron.runtime.process_groups import new_group
 from oppo_megatron.schedule.actions import Action, Op, Payload
 from oppo_megatron.schedule.rounds import Site
 
@@ -31,16 +31,12 @@ class Links:
         return self.groups[ends[0], ends[1], action.role, action.payload]
 
 
-def build_links(site: Site, timeout_s: float) -> Links:
+def build_links(site: Site) -> Links:
     """Create the groups of all links.  Every rank of the world makes the call."""
     rank, groups = dist.get_rank(), {}
     for link in _links(site):
         source, destination, role, payload = link
-        group = dist.new_group(
-            [source, destination],
-            timeout=timedelta(seconds=timeout_s),
-            group_desc=f"{role}.{payload.value}.{source}-{destination}",
-        )
+        group = new_group([source, destination], f"{role}.{payload.value}.{source}-{destination}")
         if rank in (source, destination):
             groups[link] = group
     return Links(groups)

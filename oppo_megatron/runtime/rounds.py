@@ -2,7 +2,7 @@
 
     rounds = RoundRunner(...)
     chunk = rounds.run(decode=active, score=held, ...)    # decode a chunk, score what came before
-    buffer.record(chunk); rounds.recorded(active)
+    buffer.record(chunk); rounds.recorded(active, chunk)
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ class RoundRunner:
     scoring: Mapping[str, ScoringStation] = field(default_factory=dict)
     on_plan: Callable[[PlannedRound], None] | None = None
     num_rounds: int = 0
-    _revoked: frozenset[int] = frozenset()
 
     def run(
         self, active: Sequence[Rollout], score: Sequence[Rollout], chunk_tokens: int, decoding: Decoding
@@ -77,10 +76,9 @@ class RoundRunner:
                 station.end()
         return self._end() if active else None
 
-    def recorded(self, rollouts: Sequence[Rollout]) -> None:
+    def recorded(self, rollouts: Sequence[Rollout], chunk: Chunk) -> None:
         """The chunk has been recorded in the rollouts that were active."""
-        if self.planner.actor is not None:
-            self.planner.actor.record(rollouts, self._revoked)
+        self.planner.actor.record(rollouts, chunk.revoked)
 
     def owes(self, rollouts: Sequence[Rollout]) -> bool:
         """Whether a scorer, here or elsewhere, has not read all of the rollouts."""
@@ -103,8 +101,7 @@ class RoundRunner:
 
     def actor_changed(self) -> None:
         """The actor's weights changed: its cache is stale."""
-        if self.planner.actor is not None:
-            self.planner.actor.invalidate()
+        self.planner.actor.invalidate()
         if self.decode is not None:
             self.decode.invalidate()
 
@@ -129,11 +126,9 @@ class RoundRunner:
             )
 
     def _end(self) -> Chunk:
-        if self.decode is None:
-            assert self.listen is not None
-            return self.listen.end()
-        chunk, self._revoked = self.decode.end()
-        return chunk
+        end = self.decode or self.listen
+        assert end is not None
+        return end.end()
 
     def _stream_ends(self) -> list[ListenStation]:
         ends = [self.listen, self.decode.outlet if self.decode is not None else None]

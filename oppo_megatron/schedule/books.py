@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from oppo_megatron.records import Rollout
+from oppo_megatron.schedule.cut import even_portions
 from oppo_megatron.schedule.packing import pack_by_tokens
 from oppo_megatron.schedule.rounds import Batch, Growth
 
@@ -149,7 +150,7 @@ class ScoringBook:
 
 
 class ActorBook:
-    """The book of the decoding actor, kept on the actor's ranks.
+    """The book of the decoding actor.
 
     Between rounds an open sequence has all but its last token cached, unless its cache is stale: then the next round
     begins with its prefill.  With too few slots those admitted first run, and the others wait for the next round.
@@ -203,12 +204,12 @@ class ActorBook:
             bins = pack_by_tokens([g.new for g in stale], budget)
             work.prefill = [tuple(stale[i] for i in sorted(members)) for members in bins]
             growths = [Growth(r.seq_id, r.num_tokens - 1, min(steps, self._room(r))) for r in running]
-            work.decode = portions(growths, micro_batches)
+            work.decode = [tuple(portion) for portion in even_portions(growths, micro_batches)]
             works.append(work)
         return works
 
     def record(self, rollouts: Iterable[Rollout], revoked: Iterable[int]) -> None:
-        """A round has been recorded in the rollouts; `revoked` are not finished, but have lost their slot."""
+        """A round has been recorded in the rollouts; the chunk's `revoked` are not finished, but have lost their slot."""
         gone = set(revoked)
         for rollout in rollouts:
             cached = self._cached[self.replica(rollout.seq_id)]
@@ -228,10 +229,3 @@ class ActorBook:
 
     def _room(self, rollout: Rollout) -> int:
         return self._limit(rollout.seq_id) - len(rollout.tokens)
-
-
-def portions(growths: Sequence[Growth], count: int) -> list[Batch]:
-    """At most `count` neighbouring portions, as even as can be, none empty."""
-    count = min(count, len(growths))
-    bounds = [k * len(growths) // count for k in range(count + 1)] if count else []
-    return [tuple(growths[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]

@@ -8,7 +8,7 @@ complete is cut off here, and so the chunk is the one that a single process woul
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from oppo_megatron.records import Chunk, ChunkRow
 
@@ -22,29 +22,22 @@ class StopSignal(Protocol):
     def finish(self, seq_id: int) -> None: ...
 
 
-class Merged(NamedTuple):
-    """The round's chunk, and the sequences whose end was cut off: they have finished nowhere, though a cache let them go."""
-
-    chunk: Chunk
-    revoked: frozenset[int]
-
-
-def merge_rows(index: int, start: int, rows: Iterable[ChunkRow], stop: StopSignal) -> Merged:
+def merge_rows(index: int, start: int, rows: Iterable[ChunkRow], stop: StopSignal) -> Chunk:
     """The chunk of a round that began at clock `start`, ending at the first clock at which `stop` is ready.
 
     The rows of sequences that got tokens beyond that clock are shortened in place.
     """
     rows = sorted((row for row in rows if row.tokens), key=lambda row: row.seq_id)
     end = _stop_clock(start, rows, stop)
-    revoked = set()
+    revoked = []
     for row in rows:
         keep = end - start
         if len(row.tokens) > keep:
             del row.tokens[keep:], row.logprobs[keep:], row.sampling_logprobs[keep:]
             if row.finish_clock is not None:
                 row.finish_clock = row.finish_reason = None
-                revoked.add(row.seq_id)
-    return Merged(Chunk(index, end, rows), frozenset(revoked))
+                revoked.append(row.seq_id)
+    return Chunk(index, end, rows, revoked)
 
 
 def _stop_clock(start: int, rows: list[ChunkRow], stop: StopSignal) -> int:

@@ -1,13 +1,13 @@
 """Plans the rounds of a run: the books say what is to be done, a generator says when, the checker says that it will work.
 
-Every rank plans for itself and comes to the same schedule, because the books advance by what every rank knows.  A rank
-that does not hold the actor plans no decoding; nothing that it does itself depends on it.
+Every rank plans for itself and comes to the same schedule, because the books advance by what every rank knows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 from oppo_megatron.config.overlap import WeaveConfig
 from oppo_megatron.records import Rollout
@@ -17,7 +17,7 @@ from oppo_megatron.schedule.checker import require_sound
 from oppo_megatron.schedule.communication import add_communication
 from oppo_megatron.schedule.costs import Costs
 from oppo_megatron.schedule.cut import Cut, Work, choose_cut
-from oppo_megatron.schedule.generators import GENERATORS
+from oppo_megatron.schedule.generators import GENERATORS, component
 from oppo_megatron.schedule.rounds import KVBudget, Round, Site
 
 KEPT_SCHEDULES = 256
@@ -39,9 +39,10 @@ class PlannedRound:
 
 @dataclass
 class RoundPlanner:
-    """One rank's planner.  `actor` is None on ranks that do not hold it.
+    """One rank's planner.
 
-    `micro_batch_tokens` bounds every prefill micro-batch; `max_lengths` are the positions of each role's cache.
+    `micro_batch_tokens` bounds every prefill micro-batch, `max_length` every cached sequence.  With `rank` the schedule has
+    only what that rank and the ranks tied to it do: for that rank the same, and sooner made.
     """
 
     site: Site
@@ -49,9 +50,10 @@ class RoundPlanner:
     weave: WeaveConfig
     micro_batch_tokens: int
     max_length: int
-    actor: ActorBook | None
+    actor: ActorBook
     scorers: Mapping[str, ScoringBook]
     costs: Costs = Costs()
+    rank: int | None = None
     _known: dict[tuple[object, ...], Schedule] = field(default_factory=dict)
 
     def plan(
@@ -60,13 +62,11 @@ class RoundPlanner:
         """The round that decodes up to `chunk` tokens of each of `decode` and scores what is new of `score`."""
         cut = self._cut(decode, score, chunk)
         works: dict[str, list[ReplicaWork]] = {}
-        steps = chunk if decode else 0
-        if self.actor is not None and decode:
-            steps = self.actor.steps(decode, chunk)
+        steps = self.actor.steps(decode, chunk)
+        if decode:
             works["actor"] = self.actor.plan(decode, steps, cut.micro_batches, self.micro_batch_tokens, order)
         if score:
-            sizes = {name: cut.prefill_tokens if self._is_cut(name) else self._whole for name in self.scorers}
-            works |= {name: book.plan(score, sizes[name]) for name, book in self.scorers.items()}
+            works |= {name: book.plan(score, cut.prefill_tokens) for name, book in self.scorers.items()}
         actor = works.get("actor", [])
         round_ = Round(
             index,
@@ -77,12 +77,18 @@ class RoundPlanner:
         return PlannedRound(round_, works, self._schedule(round_))
 
     def _cut(self, decode: Sequence[Rollout], score: Sequence[Rollout], chunk: int) -> Cut:
-        """Decode micro-batches of each replica, and the token budget of a prefill micro-batch beside them."""
+        """Decode micro-batches of each replica, and the token budget of a scorer's prefill micro-batch."""
         micro_batches, tokens = self.weave.micro_batches, self.weave.prefill_tokens
         place = self.site.places["actor"]
-        if self.generator != "woven" or place.pp == 1 or self.actor is None:
-            return Cut(1 if micro_batches == "auto" else micro_batches, self._whole)
-        pending = {name: book.pending(score) for name, book in self.scorers.items() if self._is_cut(name)}
+        if self.generator != "woven" or place.pp == 1:
+            return Cut(
+                1 if micro_batches == "auto" else micro_batches,
+                self.micro_batch_tokens if tokens == "auto" else min(tokens, self.micro_batch_tokens),
+            )
+        decoding = set(place.ranks)
+        beside = [name for name in self.scorers if decoding & set(self.site.places[name].ranks)]
+        pending = {name: self.scorers[name].pending(score) for name in beside}
+        growths = [new for replicas in pending.values() for news in replicas for new in news]
         work = Work(
             num_sequences=max(self.actor.running(decode)),
             steps=self.actor.steps(decode, chunk),
@@ -93,20 +99,10 @@ class RoundPlanner:
             work,
             self.costs,
             self.micro_batch_tokens,
-            grain=max((new for replicas in pending.values() for news in replicas for new in news), default=1),
+            grain=int(median(growths)) if growths else 1,
             micro_batches=None if micro_batches == "auto" else micro_batches,
-            prefill_tokens=None if tokens == "auto" else self._whole,
+            prefill_tokens=None if tokens == "auto" else tokens,
         )
-
-    @property
-    def _whole(self) -> int:
-        """Token budget of a prefill micro-batch that decoding does not cut."""
-        tokens = self.weave.prefill_tokens
-        return self.micro_batch_tokens if tokens == "auto" else min(tokens, self.micro_batch_tokens)
-
-    def _is_cut(self, role: str) -> bool:
-        """Whether a scorer's micro-batches are cut to fit between decode steps: on ranks that all know of the decoding."""
-        return set(self.site.places[role].ranks) <= set(self.site.places["actor"].ranks)
 
     def _schedule(self, round_: Round) -> Schedule:
         """The schedule of the round's shape: sizes of micro-batches do not change what has to be done in which order."""
@@ -116,6 +112,8 @@ class RoundPlanner:
             if len(self._known) >= KEPT_SCHEDULES:
                 self._known.clear()
             shape = Round(1, round_.steps, round_.decode, round_.prefill)
+            if self.rank is not None:
+                shape = component(shape, self.site, self.rank)
             schedule = GENERATORS[self.generator](shape, self.site, self.costs)
             schedule = add_communication(schedule, shape, self.site)
             require_sound(schedule, shape, self.site, self._budgets(), self.costs)
@@ -124,7 +122,5 @@ class RoundPlanner:
 
     def _budgets(self) -> dict[str, list[KVBudget]]:
         """What each cache can hold.  The books never plan for more sequences than there are slots."""
-        slots = {name: (book.slots, len(book)) for name, book in self.scorers.items()}
-        if self.actor is not None:
-            slots["actor"] = (self.actor.slots, len(self.actor))
-        return {name: [KVBudget(num, self.max_length)] * replicas for name, (num, replicas) in slots.items()}
+        books: dict[str, ActorBook | ScoringBook] = {"actor": self.actor, **self.scorers}
+        return {name: [KVBudget(book.slots, self.max_length)] * len(book) for name, book in books.items()}

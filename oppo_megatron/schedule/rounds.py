@@ -33,7 +33,7 @@ Batch = tuple[Growth, ...]
 class Round:
     """The work of a round.
 
-    `steps`: decode steps (C); 0 where nothing is decoded.  A rank that only listens knows `steps` but not `decode`.  `decode[replica][m]` are the actor's decode micro-batches,
+    `steps`: decode steps (C); 0 where nothing is decoded.  `decode[replica][m]` are the actor's decode micro-batches,
     `prefill[role][replica][j]` the prefill micro-batches of each role, in the order in which they must be done; those of
     "actor" (prompts, and sequences whose cache is stale) come before its decoding.
     """

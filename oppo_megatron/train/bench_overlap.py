@@ -18,16 +18,27 @@ from oppo_megatron.train.machine import describe_machine
 from oppo_megatron.train.metrics_log import read_metrics
 from oppo_megatron.train.run_dir import RunDirectory
 
-MODES = {"sequential": (False, False), "intra": (True, False), "inter": (False, True), "full": (True, True)}
+MODES: dict[str, dict[str, Any]] = {
+    "sequential": {"intra": False, "inter": False},
+    "intra": {"intra": True, "inter": False},
+    "inter": {"intra": False, "inter": True},
+    "full": {"intra": True, "inter": True},
+}
+WEAVES: dict[str, dict[str, Any]] = {
+    "sequential": {"intra": False},
+    "unwoven": {"intra": True, "schedule": "intra"},
+    "woven": {"intra": True, "schedule": "woven"},
+}
+"""Switches of `overlap` by name: what `oppo bench overlap` and `oppo bench weave` compare."""
 
 Lines = Sequence[Mapping[str, Any]]
 
 
-def mode_config(config: TrainConfig, mode: str, run_dir: Path) -> TrainConfig:
-    """The configuration with the two switches of the mode, in a run directory of its own."""
-    intra, inter = MODES[mode]
-    overlap = config.overlap.model_copy(update={"intra": intra, "inter": inter})
-    return config.model_copy(update={"run_dir": run_dir, "overlap": overlap})
+def mode_config(config: TrainConfig, switches: Mapping[str, Any], run_dir: Path, *, actions: bool) -> TrainConfig:
+    """The configuration with the switches of a mode, in a run directory of its own; `actions`: with a span for each."""
+    overlap = config.overlap.model_copy(update=switches)
+    logging = config.logging.model_copy(update={"trace": True, "actions": True}) if actions else config.logging
+    return config.model_copy(update={"run_dir": run_dir, "overlap": overlap, "logging": logging})
 
 
 def compare(config: TrainConfig, runs: Mapping[str, Sequence[Path]]) -> dict[str, Any]:

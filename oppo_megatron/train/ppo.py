@@ -102,7 +102,7 @@ class PPOTrainer:
             chunk = self.rounds.run(active, score, self.chunk_tuner.value, decoding)
             assert chunk is not None
             buffer.record(chunk)
-            self.rounds.recorded(active)
+            self.rounds.recorded(active, chunk)
             facts.tokens_decoded += sum(len(row.tokens) for row in chunk.rows)
             facts.decode_s += time.time() - started
 

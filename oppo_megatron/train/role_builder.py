@@ -98,8 +98,13 @@ class RoleBuilder:
             config.overlap.weave,
             config.runtime.micro_batch_tokens,
             max_context(config),
-            None if actor is None else ActorBook(site.places["actor"].dp, self.slots("actor"), self._stopping.limit),
-            {name: ScoringBook(name, site.places[name].dp, self.slots(name)) for name in site.places if name != "actor"},
+            ActorBook(site.places["actor"].dp, self.slots("actor"), self._stopping.limit),
+            {
+                name: ScoringBook(name, site.places[name].dp, self.slots(name))
+                for name in site.places
+                if name != "actor"
+            },
+            rank=None if config.logging.actions else rank,  # schedules.txt shows all ranks
         )
         first: Station | None = decode if decode is not None else listen
         assert first is not None

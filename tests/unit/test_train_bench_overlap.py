@@ -47,8 +47,8 @@ def test_figures_leave_out_the_first_step_but_in_the_total() -> None:
 def test_modes_are_the_two_switches_and_nothing_else() -> None:
     base = config()
     for mode, switches in MODES.items():
-        changed = mode_config(base, mode, Path("runs") / mode)
-        assert (changed.overlap.intra, changed.overlap.inter) == switches
+        changed = mode_config(base, switches, Path("runs") / mode, actions=False)
+        assert {name: getattr(changed.overlap, name) for name in ("intra", "inter")} == switches
         assert changed.run_dir == Path("runs") / mode
         same = changed.model_copy(update={"run_dir": base.run_dir, "overlap": base.overlap})
         assert same == base

@@ -1,0 +1,60 @@
+"""How much of a rollout each rank stands idle, measured from the traces of runs with `logging.actions`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from oppo_megatron.errors import ScheduleError
+from oppo_megatron.schedule.actions import Op, parse_action
+from oppo_megatron.train.run_dir import RunDirectory
+from oppo_megatron.train.trace import Span, read_trace
+
+WORKING = {Op.DECODE, Op.SAMPLE, Op.PREFILL, Op.SCORE}
+
+
+def weave_figures(runs: Sequence[Path]) -> dict[str, Any]:
+    """Medians over the steps after the first of all runs: seconds of the rounds (decoding, and the scoring that comes after
+    it), and the share of them that the ranks did not work."""
+    steps = [step for run in runs for step in _steps(read_trace(RunDirectory(run).trace))]
+    return {
+        "rounds_s": median(step["rounds_s"] for step in steps),
+        "bubble_percent": 100 * median(step["bubble"] for step in steps),
+        "bubble_by_rank": [
+            100 * median(step["by_rank"][rank] for step in steps) for rank in sorted(steps[0]["by_rank"])
+        ],
+    }
+
+
+def _steps(spans: Iterable[Span]) -> list[dict[str, Any]]:
+    """Of each step but the first: seconds from the first to the last action of all ranks, and idle shares."""
+    by_step: dict[int, dict[int, list[Span]]] = {}
+    for span in spans:
+        if _is_action(span):
+            by_step.setdefault(span.step, {}).setdefault(span.rank, []).append(span)
+    return [_idle(ranks) for step, ranks in sorted(by_step.items()) if step > 1]
+
+
+def _idle(ranks: Mapping[int, Sequence[Span]]) -> dict[str, Any]:
+    start = min(span.start for spans in ranks.values() for span in spans)
+    window = max(span.end for spans in ranks.values() for span in spans) - start
+    busy = {rank: sum(s.end - s.start for s in spans if _works(s)) for rank, spans in ranks.items()}
+    return {
+        "rounds_s": window,
+        "bubble": 1 - sum(busy.values()) / (window * len(busy)),
+        "by_rank": {rank: 1 - seconds / window for rank, seconds in busy.items()},
+    }
+
+
+def _works(span: Span) -> bool:
+    return parse_action(span.rank, span.name).op in WORKING
+
+
+def _is_action(span: Span) -> bool:
+    try:
+        parse_action(span.rank, span.name)
+    except ScheduleError:
+        return False  # a span of the loop: an update, a wait for scores
+    return True
