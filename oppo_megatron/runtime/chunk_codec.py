@@ -2,9 +2,9 @@
 
 A message is a header of HEADER_SIZE int64 words, then a payload:
 
-    header   magic, message index, logical clock, rows, tokens, revoked sequences, checksum of these six
-    payload  per row: sequence id, offset, tokens, policy version, finish clock or -1, finish reason, checksum
-             then all tokens, then all log-probs, then all sampling log-probs (float64 bits), then the revoked ids
+    header   magic, message index, logical clock, rows, tokens, checksum of these five
+    payload  per row: sequence id, offset, tokens, policy version, finish clock or -1, ending, checksum
+             then all tokens, then all log-probs, then all sampling log-probs (float64 bits)
 
 A row's checksum is the CRC-32 of everything sent for its sequence so far, the prompt first.  A lost or repeated chunk
 shows in the offset, a corrupted one (or a peer that has another prompt) in the checksum; either is a StreamError and
@@ -25,10 +25,12 @@ from oppo_megatron.records import Chunk, ChunkRow
 
 Words = npt.NDArray[np.int64]
 
-HEADER_SIZE = 7
+HEADER_SIZE = 6
 ROW_SIZE = 7
 MAGIC = 0x4F50504F
 REASONS = (None, "eos", "length")
+REVOKED = len(REASONS)
+"""Stands where the finish reason does in the row of a revoked sequence."""
 
 
 @dataclass
@@ -60,26 +62,24 @@ class ChunkEncoder(ChunkBooks):
 
     def encode(self, chunk: Chunk) -> tuple[Words, Words]:
         """(header, payload) of the next message."""
-        rows = np.array([self._row(row) for row in chunk.rows], dtype=np.int64).reshape(-1)
+        rows = np.array([self._row(row, row.seq_id in chunk.revoked) for row in chunk.rows], dtype=np.int64).reshape(-1)
         num_tokens = sum(len(row.tokens) for row in chunk.rows)
-        counts = [len(chunk.rows), num_tokens, len(chunk.revoked)]
-        words = np.array([MAGIC, self._next_index, chunk.clock, *counts], dtype=np.int64)
+        words = np.array([MAGIC, self._next_index, chunk.clock, len(chunk.rows), num_tokens], dtype=np.int64)
         header = np.append(words, zlib.crc32(words.tobytes()))
         self._next_index += 1
         tokens = np.array([t for row in chunk.rows for t in row.tokens], dtype=np.int64)
         logprobs = [np.array([x for row in chunk.rows for x in row.logprobs], dtype=np.float64)]
         logprobs += [np.array([x for row in chunk.rows for x in row.sampling_logprobs], dtype=np.float64)]
-        revoked = np.array(chunk.revoked, dtype=np.int64)
-        return header, np.concatenate([rows, tokens, *(x.view(np.int64) for x in logprobs), revoked])
+        return header, np.concatenate([rows, tokens, *(x.view(np.int64) for x in logprobs)])
 
-    def _row(self, row: ChunkRow) -> list[int]:
+    def _row(self, row: ChunkRow, revoked: bool) -> list[int]:
         ledger = self._ledgers[row.seq_id]
         assert ledger.offset == row.offset, f"sequence {row.seq_id}: chunk at {row.offset} after {ledger.offset} tokens"
+        ending = REVOKED if revoked else REASONS.index(row.finish_reason)
         ledger.offset += len(row.tokens)
-        ledger.checksum = _checksum(row, ledger.checksum)
+        ledger.checksum = _checksum(row, ending, ledger.checksum)
         finish = -1 if row.finish_clock is None else row.finish_clock
-        reason = REASONS.index(row.finish_reason)
-        return [row.seq_id, row.offset, len(row.tokens), row.version, finish, reason, ledger.checksum]
+        return [row.seq_id, row.offset, len(row.tokens), row.version, finish, ending, ledger.checksum]
 
 
 class ChunkDecoder(ChunkBooks):
@@ -87,14 +87,14 @@ class ChunkDecoder(ChunkBooks):
 
     def payload_size(self, header: Words) -> int:
         """Words of the payload that follows.  Raises StreamError for a header out of its place."""
-        magic, index, _, num_rows, num_tokens, num_revoked, checksum = (int(x) for x in header)
+        magic, index, _, num_rows, num_tokens, checksum = (int(x) for x in header)
         if magic != MAGIC or checksum != zlib.crc32(header[:-1].tobytes()):
             raise StreamError(
                 f"message {self._next_index}: the header {header.tolist()} is not one of a chunk; the stream is out of "
                 "step or corrupted. Restart from the last checkpoint."
             )
         self._check_index(index)
-        return num_rows * ROW_SIZE + 3 * num_tokens + num_revoked
+        return num_rows * ROW_SIZE + 3 * num_tokens
 
     def decode(self, header: Words, payload: Words) -> Chunk:
         """The chunk.  Raises StreamError naming sequence and offset for a lost, repeated or corrupted one."""
@@ -103,23 +103,22 @@ class ChunkDecoder(ChunkBooks):
             raise StreamError(
                 f"message {self._due()}; its payload has {len(payload)} words where the header says {size}."
             )
-        _, index, clock, num_rows, num_tokens, _, _ = (int(x) for x in header)
-        table, body, revoked = np.split(payload, np.cumsum([num_rows * ROW_SIZE, 3 * num_tokens]))
-        table, body = table.reshape(num_rows, ROW_SIZE), body.reshape(3, num_tokens)
-        chunk, start = Chunk(index, clock, revoked=revoked.tolist()), 0
-        for seq_id, offset, count, version, finish, reason, checksum in table.tolist():
-            if count < 0 or start + count > num_tokens or finish < -1 or not 0 <= reason < len(REASONS):
+        _, index, clock, num_rows, num_tokens, _ = (int(x) for x in header)
+        table = payload[: num_rows * ROW_SIZE].reshape(num_rows, ROW_SIZE)
+        body = payload[num_rows * ROW_SIZE :].reshape(3, num_tokens)
+        chunk, start = Chunk(index, clock), 0
+        for seq_id, offset, count, version, finish, ending, checksum in table.tolist():
+            if count < 0 or start + count > num_tokens or finish < -1 or not 0 <= ending <= REVOKED:
                 raise StreamError(f"sequence {seq_id}, offset {offset}: the row of message {index} is corrupted.")
             tokens, logprobs, sampling = (body[k, start : start + count] for k in range(3))
             row = ChunkRow(
                 seq_id, offset, tokens.tolist(), logprobs.view(np.float64).tolist(), sampling.view(np.float64).tolist(),
-                version, None if finish < 0 else finish, REASONS[reason],
+                version, None if finish < 0 else finish, None if ending == REVOKED else REASONS[ending],
             )  # fmt: skip
-            self._accept(row, checksum, index)
+            self._accept(row, ending, checksum, index)
             chunk.rows.append(row)
+            chunk.revoked += [seq_id] if ending == REVOKED else []
             start += count
-        if not set(chunk.revoked) <= {row.seq_id for row in chunk.rows}:
-            raise StreamError(f"message {index} revokes sequences {chunk.revoked} that it has no row of; it is corrupted.")
         self._next_index += 1
         return chunk
 
@@ -136,7 +135,7 @@ class ChunkDecoder(ChunkBooks):
             return f"{due}; the first sequence waiting is sequence {seq_id} at offset {ledger.offset}"
         return due
 
-    def _accept(self, row: ChunkRow, checksum: int, index: int) -> None:
+    def _accept(self, row: ChunkRow, ending: int, checksum: int, index: int) -> None:
         ledger = self._ledgers.get(row.seq_id)
         where = f"sequence {row.seq_id}, offset {row.offset} (message {index})"
         if ledger is None:
@@ -146,7 +145,7 @@ class ChunkDecoder(ChunkBooks):
         if row.offset != ledger.offset:
             kind = "lost" if row.offset > ledger.offset else "repeated"
             raise StreamError(f"{where}: a chunk was {kind}; the next token due has offset {ledger.offset}.")
-        found = _checksum(row, ledger.checksum)
+        found = _checksum(row, ending, ledger.checksum)
         if found != checksum:
             raise StreamError(
                 f"{where}: checksum {found:#010x} where {checksum:#010x} was sent; the chunk was corrupted on its way, "
@@ -156,9 +155,9 @@ class ChunkDecoder(ChunkBooks):
         ledger.checksum = found
 
 
-def _checksum(row: ChunkRow, before: int) -> int:
+def _checksum(row: ChunkRow, ending: int, before: int) -> int:
     finish = -1 if row.finish_clock is None else row.finish_clock
-    head = [row.seq_id, row.offset, row.version, finish, REASONS.index(row.finish_reason)]
+    head = [row.seq_id, row.offset, row.version, finish, ending]
     words = np.asarray([*head, *row.tokens], dtype=np.int64)
     for sent in (words, np.asarray(row.logprobs), np.asarray(row.sampling_logprobs)):
         before = zlib.crc32(sent.tobytes(), before)

@@ -7,14 +7,25 @@ from dataclasses import dataclass, field
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from oppo_megatron.runtime.mcore.kv_cache import KVCache
 from oppo_megatron.runtime.mcore.layers import LeanLayer
 from oppo_megatron.runtime.mcore.model import RoleModel
+from oppo_megatron.runtime.mcore.stage import step
 from oppo_megatron.runtime.mcore.vocab_parallel import gather_logits
-from oppo_megatron.runtime.pipeline import StageCall, StageRunner
 from tests.gloo.models import MAX_LENGTH, Whole, full_outputs, load, world_groups
+
+
+@dataclass
+class Call:
+    """A unit step: sequence `seq_ids[s]` grows by `lens[s]` of `tokens`; `rows` are the packed rows wanted (None: all)."""
+
+    seq_ids: list[int]
+    lens: list[int]
+    tokens: list[int] = field(default_factory=list)
+    rows: list[int] | None = None
 
 
 @dataclass
@@ -30,36 +41,61 @@ class Walk:
     num_opened: int = 0
     num_rolled_back: int = 0
 
-    def __post_init__(self) -> None:
-        self.runner = StageRunner(self.model, self.cache)
-
     def join_leave_roll_back(self) -> None:
-        while self.cache.num_free and (not self.tokens or self.random.random() < 0.4):
-            self.cache.open(self.num_opened)
-            self.tokens[self.num_opened] = []
-            self.num_opened += 1
+        while self.cache.num_free and self.random.random() < 0.4:
+            self._join()
         for seq_id in list(self.tokens):
             if len(self.tokens[seq_id]) > MAX_LENGTH - 8 or (len(self.tokens) > 1 and self.random.random() < 0.1):
-                self.cache.close(seq_id)
-                del self.tokens[seq_id]
+                self._leave(seq_id)
             elif self.tokens[seq_id] and self.random.random() < 0.15:
                 length = self.random.randint(0, len(self.tokens[seq_id]) - 1)
                 self.cache.truncate(seq_id, length)
                 del self.tokens[seq_id][length:]
                 self.num_rolled_back += 1
+        if not self.tokens:
+            self._join()
+
+    def _join(self) -> None:
+        self.cache.open(self.num_opened)
+        self.tokens[self.num_opened] = []
+        self.num_opened += 1
+
+    def _leave(self, seq_id: int) -> None:
+        """Another sequence moves into the gap, the last one or one that is named; or none does."""
+        filler = None if self.random.random() < 0.5 else self.random.choice(list(self.tokens))
+        self.cache.close(seq_id, filler)
+        del self.tokens[seq_id]
+        if self.random.random() < 0.3:
+            self.cache.pack()
 
     def grow(self) -> None:
-        """One or two pipelined unit steps over all open sequences or some of them, in any order."""
+        """One or two unit steps over all open sequences or some of them, in any order."""
         ids = self.cache.seq_ids
         if self.random.random() < 0.6:
             ids = self.random.sample(ids, self.random.randint(1, len(ids)))
         cut = self.random.randint(0, len(ids) - 1)
         decode = self.random.random() < 0.5
         calls = [self._call(part, decode) for part in (ids[:cut], ids[cut:]) if part]
-        self.outputs += self.runner.run(calls)
+        for call in calls:
+            out = self._pass(call)
+            if self.model.groups.is_last_stage:
+                self.outputs.append(out)
 
-    def _call(self, ids: list[int], decode: bool) -> StageCall:
-        call = StageCall(ids, [1 if decode else self.random.randint(1, 7) for _ in ids], [])
+    def _pass(self, call: Call) -> Tensor:
+        """The call through this stage, between the one before and the one behind it."""
+        groups = self.model.groups
+        inputs = torch.tensor(call.tokens)
+        if not groups.is_first_stage:
+            inputs = torch.empty(len(call.tokens), 1, self.model.shape.hidden_size)
+            dist.recv(inputs, groups.stage_rank(groups.pp_rank - 1))
+        rows_R = None if call.rows is None else torch.tensor(call.rows)
+        out = step(self.model, self.cache, call.seq_ids, call.lens, inputs, rows_R)
+        if not groups.is_last_stage:
+            dist.send(out.contiguous(), groups.stage_rank(groups.pp_rank + 1))
+        return out
+
+    def _call(self, ids: list[int], decode: bool) -> Call:
+        call = Call(ids, [1 if decode else self.random.randint(1, 7) for _ in ids])
         chosen: list[int] = []
         for seq_id, new in zip(ids, call.lens, strict=True):
             known = len(self.tokens[seq_id])

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from oppo_megatron.config.overlap import WeaveConfig
+from oppo_megatron.config.places import Place
 from oppo_megatron.records import Chunk, Prompt, Rollout
 from oppo_megatron.runtime.batch import join_rows, pack_responses
-from oppo_megatron.runtime.generation import Generator
+from oppo_megatron.runtime.links import build_links
 from oppo_megatron.runtime.mcore.model import RoleModel
 from oppo_megatron.runtime.mcore.training import forward_rows
 from oppo_megatron.runtime.mcore.vocab_parallel import gather_logits, token_logprobs
+from oppo_megatron.runtime.rounds import Decoding, RoundRunner, decoder
 from oppo_megatron.runtime.sampler import Sampling
 from oppo_megatron.runtime.stopping import Stopping
+from oppo_megatron.schedule.actions import Action
+from oppo_megatron.schedule.rounds import Site
 from tests.gloo.models import CPU, load, world_groups
 
 EOS = 20  # comes up early in some of the sequences that the tests draw, and never in others
@@ -48,6 +54,7 @@ class Variant:
     forget: bool = False
     reverse: bool = False
     prefill_tokens: int = 16
+    micro_batches: int = 1
 
 
 VARIANTS = {
@@ -60,6 +67,8 @@ VARIANTS = {
     "two slots": Variant(slots=2, max_steps=7),
     "other order, small prefills": Variant(reverse=True, prefill_tokens=3, max_steps=7),
     "cache forgotten each round": Variant(max_steps=4, forget=True),
+    "two micro-batches": Variant(max_steps=7, micro_batches=2),
+    "three micro-batches, cache forgotten": Variant(max_steps=5, micro_batches=3, forget=True),
 }
 
 
@@ -76,42 +85,57 @@ def apply(chunk: Chunk, rollouts: dict[int, Rollout]) -> None:
         rollout.finish_clock, rollout.finish_reason = row.finish_clock, row.finish_reason
 
 
-def generator(model: RoleModel, sampling: Sampling, slots: int = len(PROMPTS), prefill_tokens: int = 16) -> Generator:
-    cache = model.new_cache(slots)
-    return Generator(
+def runner(model: RoleModel, sampling: Sampling, variant: Variant) -> RoundRunner:
+    """Rounds that only decode, on the model's ranks."""
+    groups = model.groups
+    rounds = decoder(
         model,
-        cache,
+        model.new_cache(variant.slots),
         sampling=sampling,
         stopping=Stopping(EOS, MAX_RESPONSE),
-        prefill_tokens=prefill_tokens,
+        links=build_links(Site({"actor": Place(groups.ranks, groups.tp, groups.pp, groups.dp)})),
+        micro_batch_tokens=variant.prefill_tokens,
+        timeout_s=60.0,
     )
+    rounds.planner.weave = WeaveConfig(micro_batches=variant.micro_batches)
+    return rounds
+
+
+def decode_round(
+    rounds: RoundRunner, rollouts: Sequence[Rollout], max_steps: int, clock: int, version: int, needed: int = NEVER
+) -> Chunk:
+    """A round of `rollouts`, recorded in them; it ends at the step at which `needed` have finished."""
+    chunk = rounds.run(rollouts, [], max_steps, Decoding(clock, version, lambda: Finishers(needed)))
+    assert chunk is not None
+    apply(chunk, {r.seq_id: r for r in rollouts})
+    rounds.recorded(rollouts, chunk)
+    return chunk
 
 
 def new_rollouts() -> dict[int, Rollout]:
     return {50 + i: Rollout(Prompt(50 + i, i, "", tokens), i) for i, tokens in enumerate(PROMPTS)}
 
 
-def finish(engine: Generator, rollouts: dict[int, Rollout], variant: Variant) -> None:
+def finish(rounds: RoundRunner, rollouts: dict[int, Rollout], variant: Variant) -> None:
     """Decode rollouts to their ends."""
-    index = clock = 0
+    version = clock = 0
     while running := [r for r in rollouts.values() if not r.finished]:
         order = running[::-1] if variant.reverse else running
-        chunk = engine.decode_round(
-            order, Finishers(), index=index, max_steps=variant.max_steps, clock=clock, version=index
-        )
-        assert chunk.index == index and clock < chunk.clock <= clock + variant.max_steps
-        apply(chunk, rollouts)
-        index, clock = index + 1, chunk.clock
+        chunk = decode_round(rounds, order, variant.max_steps, clock, version)
+        assert chunk.index == rounds.num_rounds and clock < chunk.clock <= clock + variant.max_steps
+        assert not chunk.revoked
+        version, clock = version + 1, chunk.clock
         if variant.forget:
-            engine.invalidate(list(rollouts))
-    assert not engine.cache.seq_ids
+            rounds.actor_changed()
+    assert rounds.decode is not None and not rounds.decode.cache.seq_ids
 
 
 def decode(model: RoleModel, sampling: Sampling, variant: Variant) -> dict[int, Rollout]:
-    engine = generator(model, sampling, variant.slots, variant.prefill_tokens)
+    rounds = runner(model, sampling, variant)
     rollouts = new_rollouts()
     for part in [{k: r} for k, r in rollouts.items()] if variant.alone else [rollouts]:
-        finish(engine, part, variant)
+        finish(rounds, part, variant)
+    rounds.executor.drain()
     return rollouts
 
 
@@ -158,32 +182,48 @@ def _against_training(model: RoleModel, sampling: Sampling) -> dict[str, Any]:
     return answer
 
 
-def early_end(directory: str) -> dict[str, Any]:
-    """A round that ends as the batch is complete, and the one that goes on from there."""
-    model = load(directory, world_groups(1, 1))
-    engine, rollouts = generator(model, Sampling(seed=7)), new_rollouts()
-    stop = Finishers(needed=2)
-    first = engine.decode_round(list(rollouts.values()), stop, index=0, max_steps=NEVER, clock=100, version=0)
-    apply(first, rollouts)
-    cached = {seq_id: engine.cache.length(seq_id) for seq_id in engine.cache.seq_ids}
+def early_end(directory: str, tp: int, pp: int, micro_batches: int) -> dict[str, Any]:
+    """A round that ends as the batch is complete, and the one that goes on from there under other weights."""
+    model = load(directory, world_groups(tp, pp))
+    rounds, rollouts = runner(model, Sampling(seed=7), Variant(micro_batches=micro_batches)), new_rollouts()
+    assert rounds.decode is not None
+    first = decode_round(rounds, list(rollouts.values()), NEVER, clock=100, version=0, needed=2)
+    cache = rounds.decode.cache
+    cached = {seq_id: cache.length(seq_id) for seq_id in cache.seq_ids}
     summary = {k: (len(r.tokens), r.finish_clock) for k, r in rollouts.items()}
     with torch.no_grad():
         for param in model.parameters():
             param.mul_(0.9)
-    engine.invalidate(list(rollouts))
-    assert all(engine.cache.length(seq_id) == 0 for seq_id in engine.cache.seq_ids)
+    rounds.actor_changed()
+    assert all(cache.length(seq_id) == 0 for seq_id in cache.seq_ids)
     left = [r for r in rollouts.values() if not r.finished]
-    second = engine.decode_round(left, Finishers(), index=1, max_steps=NEVER, clock=first.clock, version=1)
-    apply(second, rollouts)
+    decode_round(rounds, left, NEVER, clock=first.clock, version=1)
+    rounds.executor.drain()
     done = list(rollouts.values())
+    answer = {
+        "clock": first.clock,
+        "cached": cached,
+        "revoked": first.revoked,
+        "summary": summary,
+        "tokens": [r.tokens for r in done],
+        "versions": [v for r in done for v in r.versions],
+    }
     batches = pack_responses([r.prompt.tokens for r in done], [r.tokens for r in done], 60, CPU)
     group = model.groups.collection.tp
     fresh = forward_rows(model, batches, lambda b, out: token_logprobs(out, b.targets_R, group)[0])
-    return {
-        "clock": first.clock,
-        "cached": cached,
-        "summary": summary,
-        "versions": [v for r in done for v in r.versions],
-        "gaps": (join_rows(fresh, [len(r.tokens) for r in done], batches)
-                 - torch.tensor([x for r in done for x in r.logprobs])).tolist(),
-    }  # fmt: skip
+    if model.groups.is_last_stage:
+        recorded = torch.tensor([x for r in done for x in r.logprobs])
+        answer["gaps"] = (join_rows(fresh, [len(r.tokens) for r in done], batches) - recorded).tolist()
+    return answer
+
+
+def observed(directory: str, tp: int, pp: int) -> list[tuple[list[Action], list[Action]]]:
+    """Of every round what the schedule told this rank to do, and what it did."""
+    model = load(directory, world_groups(tp, pp))
+    variant = Variant(max_steps=6, micro_batches=len(PROMPTS))
+    rounds = runner(model, Sampling(seed=7), variant)
+    record: list[tuple[list[Action], list[Action]]] = []
+    rounds.on_plan = lambda plan: record.append((list(plan.schedule.of(rounds.executor.rank)), []))
+    rounds.executor.observe = lambda action, start, end, size: record[-1][1].append(action)
+    finish(rounds, new_rollouts(), variant)
+    return record

@@ -4,25 +4,36 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from oppo_megatron.config.overlap import WeaveConfig
+from oppo_megatron.config.places import Place
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.runtime.batch import join_rows, pack_responses
+from oppo_megatron.runtime.executor import Executor
+from oppo_megatron.runtime.links import Links, build_links
 from oppo_megatron.runtime.mcore.groups import RoleGroups
 from oppo_megatron.runtime.mcore.kv_cache import KVCache
 from oppo_megatron.runtime.mcore.model import RoleModel
 from oppo_megatron.runtime.mcore.training import forward_rows
 from oppo_megatron.runtime.mcore.vocab_parallel import token_logprobs
-from oppo_megatron.runtime.scoring import Scorer
+from oppo_megatron.runtime.rounds import Decoding, RoundRunner
+from oppo_megatron.runtime.scoring import ScoringStation
+from oppo_megatron.schedule.books import ActorBook, ScoringBook
+from oppo_megatron.schedule.planner import RoundPlanner
+from oppo_megatron.schedule.rounds import Site
 from tests.gloo.models import CPU, MAX_LENGTH, Whole, full_outputs, load, world_groups
 
 TEMPERATURE = 0.7
 SIZES = [(1, 1), (1, 9), (5, 1), (3, 4), (7, 12), (2, 6), (4, 3), (1, 14), (6, 2)]
 """(prompt tokens, response tokens)"""
 ROLES = ("reward", "reference", "critic")
+PREFILL_TOKENS = 16
 
 
 class Growth:
@@ -63,43 +74,97 @@ def _expected(role: str, model: RoleModel, rollouts: Sequence[Rollout]) -> Tenso
     return join_rows(outputs, [len(r.tokens) for r in rollouts], batches) if outputs else None
 
 
-def _score(role: str, model: RoleModel, cache: KVCache, seed: int) -> dict[str, float]:
+class Scorers:
+    """Some scoring roles on the same ranks, in rounds that decode nothing."""
+
+    def __init__(self, models: dict[str, RoleModel], slots: dict[str, int], links: Links, site: Site):
+        rank = dist.get_rank()
+        self.stations = {
+            role: ScoringStation(role, model, _cache(model, slots[role]), temperature=TEMPERATURE)  # type: ignore[arg-type]
+            for role, model in models.items()
+        }
+        planner = RoundPlanner(
+            site,
+            "woven",
+            WeaveConfig(prefill_tokens=PREFILL_TOKENS),
+            MAX_LENGTH,
+            MAX_LENGTH,
+            ActorBook(site.places["actor"].dp, 1, lambda _: 1),
+            {role: ScoringBook(role, site.places[role].dp, slots[role]) for role in models},
+        )
+        executor = Executor(rank, dict(self.stations), links, 60.0, CPU, lambda *_: None)
+        seats = {role: seat.replica for role, place in site.places.items() if (seat := place.seat(rank)) is not None}
+        self.rounds = RoundRunner(planner, executor, seats, None, None, self.stations)
+
+    def advance(self, rollouts: Sequence[Rollout]) -> None:
+        """Prefill what is new of each rollout; finished ones are then complete, in as many rounds as that takes."""
+        self._round(rollouts)
+        while self.rounds.owes(done := [r for r in rollouts if r.finished]):
+            self._round(done)
+
+    def error(self, role: str, rollouts: Sequence[Rollout]) -> float:
+        """Largest difference from the full forward, over this replica's finished rollouts; 0 before the last stage."""
+        station, book = self.stations[role], self.rounds.planner.scorers[role]
+        mine = [r for r in rollouts if book.replica(r.seq_id) == self.rounds.seats[role]]
+        expected = _expected(role, station.model, mine) if mine else None
+        if expected is None:
+            return 0.0
+        found = station.collect(mine)
+        assert found.shape == expected.shape == (len(mine) if role == "reward" else sum(len(r.tokens) for r in mine),)
+        assert len(expected) == 1 or expected.std() > 0.05
+        return float((found - expected).abs().max())
+
+    def _round(self, rollouts: Sequence[Rollout]) -> None:
+        self.rounds.run([], rollouts, 1, Decoding(0, 0, _nothing_decoded))
+
+
+def _nothing_decoded() -> Any:
+    raise AssertionError("no round decodes")
+
+
+def _score(role: str, model: RoleModel, slots: int, links: Links, site: Site) -> dict[str, float]:
     """Stream to a scorer; halfway the critic's weights change, and the first to finish are taken out and scored anew."""
-    scorer = Scorer(role, model, cache, prefill_tokens=16, temperature=TEMPERATURE)  # type: ignore[arg-type]
-    growth, errors, taken = Growth(seed), [0.0], []
+    scorers = Scorers({role: model}, {role: slots}, links, site)
+    cache, growth, errors, taken = scorers.stations[role].cache, Growth(slots), [0.0], list[Rollout]()
+    assert cache.num_slots == slots
     with mock.patch.object(cache, "open", wraps=cache.open) as opened:
         for index, rollouts in enumerate(growth.rounds()):
-            scorer.advance(rollouts)
+            scorers.advance(rollouts)
             done = [r for r in rollouts if r.finished]
             if index == 2:
                 if role == "critic":
                     with torch.no_grad():
                         next(model.parameters()).mul_(1.1)
-                    scorer.reset()
+                    scorers.rounds.critic_changed()
                     assert not cache.seq_ids
-                    scorer.advance(rollouts)
-                errors.append(_error(scorer, done))
+                    scorers.advance(rollouts)
+                errors.append(scorers.error(role, done))
                 taken = done[:1]
-                for rollout in taken:
-                    scorer.forget(rollout.seq_id)
-                    scorer.advance([rollout])
+                scorers.rounds.retire(taken)
+                scorers.advance(taken)
         num_opened = opened.call_count
+    scorers.rounds.executor.drain()
     assert not cache.seq_ids, "all have finished, so no slot is taken"
-    errors.append(_error(scorer, growth.random.sample(growth.rollouts, len(SIZES))))
-    return {"error": max(errors), "opened": num_opened, "slots": cache.num_slots, "taken": len(taken)}
+    errors.append(scorers.error(role, growth.random.sample(growth.rollouts, len(SIZES))))
+    return {"error": max(errors), "opened": num_opened, "taken": len(taken)}
 
 
-def _error(scorer: Scorer, rollouts: list[Rollout]) -> float:
-    if not rollouts:
-        return 0.0
-    expected = _expected(scorer.role, scorer.model, rollouts)
-    num_outputs = scorer.num_outputs(rollouts)
-    if expected is None:
-        return 0.0
-    found = scorer.collect(rollouts)
-    assert found.shape == expected.shape == (num_outputs,)
-    assert num_outputs == 1 or expected.std() > 0.05
-    return float((found - expected).abs().max())
+def together(models: dict[str, str], tp: int, pp: int) -> dict[str, float]:
+    """Three roles of different sizes at once, each with its own slots and evictions, woven into each other's gaps."""
+    groups = world_groups(tp, pp)
+    place = Place(groups.ranks, groups.tp, groups.pp, groups.dp)
+    site = Site({"actor": place, **dict.fromkeys(ROLES, place)})
+    loaded = {role: load(models[role], groups, "lm" if role == "reference" else "scalar") for role in ROLES}
+    scorers = Scorers(loaded, {"reward": 2, "reference": 9, "critic": 3}, build_links(site), site)
+    growth = Growth(5)
+    for rollouts in growth.rounds():
+        scorers.advance(rollouts)
+    scorers.rounds.executor.drain()
+    return {role: scorers.error(role, growth.rollouts) for role in ROLES}
+
+
+def _cache(model: RoleModel, slots: int) -> KVCache:
+    return model.new_cache(len(SIZES), budget_bytes=slots * _slot_bytes(model) + 5)
 
 
 def _slot_bytes(model: RoleModel) -> int:
@@ -109,13 +174,14 @@ def _slot_bytes(model: RoleModel) -> int:
 
 
 def streamed_against_full(models: dict[str, str], tp: int, pp: int) -> dict[str, dict[str, float]]:
-    """role/slots -> largest difference, slots, how many times a sequence was seated."""
+    """role/slots -> largest difference, and how many times a sequence was seated."""
     groups: RoleGroups = world_groups(tp, pp)
+    place = Place(groups.ranks, groups.tp, groups.pp, groups.dp)
     reports = {}
     for role in ROLES:
-        model = load(models[role], groups, "lm" if role == "reference" else "scalar")
+        site = Site({"actor": place, role: place})
+        links = build_links(site)
         for slots in (len(SIZES), 3, 1):
-            cache = model.new_cache(len(SIZES), budget_bytes=slots * _slot_bytes(model) + 5)
-            assert cache.num_slots == slots
-            reports[f"{role}/{slots}"] = _score(role, model, cache, seed=slots)
+            model = load(models[role], groups, "lm" if role == "reference" else "scalar")
+            reports[f"{role}/{slots}"] = _score(role, model, slots, links, site)
     return reports

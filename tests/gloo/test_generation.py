@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from oppo_megatron.config.places import Place
 from oppo_megatron.runtime.sampler import Sampling
+from oppo_megatron.schedule.actions import Action
 from tests.gloo.jobs_generation import EOS, MAX_RESPONSE, PROMPTS, VARIANTS
 from tests.support.ranks import run_ranks
 from tests.unit.test_runtime_sampler import plain_truncation
@@ -22,20 +24,25 @@ SAMPLINGS = {
 LOGPROB_TOLERANCE = 1e-4
 
 
+LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2), (1, 2, 2)]
+layouts = pytest.mark.parametrize(("tp", "pp", "dp"), LAYOUTS, ids=[f"tp{tp}-pp{pp}-dp{dp}" for tp, pp, dp in LAYOUTS])
+
+
 @pytest.fixture(scope="module")
 def drawn() -> dict[str, Any]:
     """Tokens of the first layout that ran; all others must draw the same."""
     return {}
 
 
+@layouts
 def test_draws_depend_on_seed_sequence_and_position_alone(
-    models: dict[str, str], layout: tuple[int, int], drawn: dict[str, Any]
+    models: dict[str, str], tp: int, pp: int, dp: int, drawn: dict[str, Any]
 ) -> None:
-    tp, pp = layout
     chosen = {name: SAMPLINGS[name] for name in ("whole", "truncated")}
-    labels = list(VARIANTS) if (tp, pp) == (1, 1) else ["plain", "two slots", "cache forgotten each round"]
+    few = ["plain", "two slots", "cache forgotten each round", "two micro-batches"]
+    labels = list(VARIANTS) if (tp, pp, dp) == (1, 1, 1) else few
     answers = run_ranks(
-        tp * pp,
+        tp * pp * dp,
         "tests.gloo.jobs_generation:every_variant",
         directory=models["qwen2"],
         tp=tp,
@@ -57,11 +64,13 @@ def test_draws_depend_on_seed_sequence_and_position_alone(
             assert (tokens[-1] == EOS and reason == "eos") or (len(tokens) == MAX_RESPONSE and reason == "length")
 
 
-def test_recorded_log_probs_are_those_of_the_training_forward(models: dict[str, str], layout: tuple[int, int]) -> None:
-    tp, pp = layout
-    for model in ("qwen3", "llama") if (tp, pp) == (1, 1) else ("qwen3",):
+@layouts
+def test_recorded_log_probs_are_those_of_the_training_forward(
+    models: dict[str, str], tp: int, pp: int, dp: int
+) -> None:
+    for model in ("qwen3", "llama") if (tp, pp, dp) == (1, 1, 1) else ("qwen3",):
         answers = run_ranks(
-            tp * pp,
+            tp * pp * dp,
             "tests.gloo.jobs_generation:logprob_gaps",
             directory=models[model],
             tp=tp,
@@ -69,7 +78,7 @@ def test_recorded_log_probs_are_those_of_the_training_forward(models: dict[str, 
             samplings=SAMPLINGS,
         )
         speakers = [answer for answer in answers if "training" in answer["whole"]]
-        assert len(speakers) == tp
+        assert len(speakers) == tp * dp
         for answer in speakers:
             for name, sampling in SAMPLINGS.items():
                 check_log_probs(answer[name], sampling)
@@ -89,8 +98,35 @@ def check_log_probs(answer: dict[str, Any], sampling: Sampling) -> None:
         assert answer["sampling_logprobs"] == answer["logprobs"]
 
 
-def test_a_round_ends_with_the_batch_and_goes_on_under_new_weights(models: dict[str, str]) -> None:
-    (answer,) = run_ranks(1, "tests.gloo.jobs_generation:early_end", directory=models["qwen2"])
+ENDS = [(1, 1, 1, 1), (1, 1, 1, 3), (1, 2, 1, 2), (2, 1, 2, 1), (1, 2, 2, 2)]
+
+
+@pytest.fixture(scope="module")
+def ended() -> dict[str, Any]:
+    """The first answer: all layouts and cuts must end and go on alike."""
+    return {}
+
+
+@pytest.mark.parametrize(("tp", "pp", "dp", "micro_batches"), ENDS)
+def test_a_round_ends_with_the_batch_and_goes_on_under_new_weights(
+    models: dict[str, str], tp: int, pp: int, dp: int, micro_batches: int, ended: dict[str, Any]
+) -> None:
+    answers = run_ranks(
+        tp * pp * dp,
+        "tests.gloo.jobs_generation:early_end",
+        directory=models["qwen2"],
+        tp=tp,
+        pp=pp,
+        micro_batches=micro_batches,
+    )
+    cached: dict[int, int] = {}
+    for answer in answers:
+        cached |= answer.pop("cached")
+        gaps = answer.pop("gaps", None)
+        if gaps is not None:
+            check_versions(gaps, answer["versions"])
+    answer = answers[0]
+    assert all(other == answer for other in answers)
     finished = {k: (n, clock) for k, (n, clock) in answer["summary"].items() if clock is not None}
     num_steps = answer["clock"] - 100
     assert len(finished) >= 2 and max(clock for _, clock in finished.values()) == answer["clock"]
@@ -99,8 +135,36 @@ def test_a_round_ends_with_the_batch_and_goes_on_under_new_weights(models: dict[
     prompts = {50 + i: len(tokens) for i, tokens in enumerate(PROMPTS)}
     running = set(answer["summary"]) - set(finished)
     assert running and all(answer["summary"][k][0] == num_steps for k in running)
-    assert answer["cached"] == {k: prompts[k] + num_steps - 1 for k in running}
-    # Tokens drawn after the weights changed have the log-probs of the new weights, those before do not.
-    gaps = [abs(gap) for gap, version in zip(answer["gaps"], answer["versions"], strict=True) if version == 1]
-    stale = [abs(gap) for gap, version in zip(answer["gaps"], answer["versions"], strict=True) if version == 0]
-    assert max(gaps) < LOGPROB_TOLERANCE < max(stale)
+    assert cached == {k: prompts[k] + num_steps - 1 for k in running - set(answer.pop("revoked"))}
+    assert ended.setdefault("answer", answer) == answer
+
+
+def check_versions(gaps: list[float], versions: list[int]) -> None:
+    """Tokens drawn after the weights changed have the log-probs of the new weights, those before do not."""
+    fresh = [abs(gap) for gap, version in zip(gaps, versions, strict=True) if version == 1]
+    stale = [abs(gap) for gap, version in zip(gaps, versions, strict=True) if version == 0]
+    assert max(fresh) < LOGPROB_TOLERANCE < max(stale)
+
+
+@pytest.mark.parametrize(("tp", "pp", "dp"), [(1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2)])
+def test_what_is_done_is_the_schedule_but_for_ended_sequences(
+    models: dict[str, str], tp: int, pp: int, dp: int
+) -> None:
+    """Void are the last micro-steps of a micro-batch, with their messages, and the same on all ranks of a replica."""
+    answers = run_ranks(tp * pp * dp, "tests.gloo.jobs_generation:observed", directory=models["qwen2"], tp=tp, pp=pp)
+    place, num_void = Place(tuple(range(tp * pp * dp)), tp, pp, dp), 0
+    for replica in range(dp):
+        ends = [[void_from(*of_round) for of_round in answers[rank]] for rank in place.replica_ranks(replica)]
+        assert all(other == ends[0] for other in ends)
+        num_void += sum(map(len, ends[0]))
+    assert num_void > 0
+
+
+def void_from(scheduled: list[Action], done: list[Action]) -> dict[int, int]:
+    """The first step of each decode micro-batch that was left out; everything else was done, in its order."""
+    ends: dict[int, int] = {}
+    for action in set(scheduled) - set(done):
+        assert action.step is not None, f"`{action}` was left out"
+        ends[action.micro_batch] = min(action.step, ends.get(action.micro_batch, action.step))
+    assert done == [a for a in scheduled if a.step is None or a.step < ends.get(a.micro_batch, a.step + 1)]
+    return ends

@@ -5,18 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+import torch
 
 from oppo_megatron.config.model import ModelConfig, RuntimeConfig
+from oppo_megatron.config.overlap import WeaveConfig
+from oppo_megatron.config.places import Place
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.records import Prompt
-from oppo_megatron.runtime.generation import Generator
+from oppo_megatron.runtime.executor import Executor
+from oppo_megatron.runtime.generation import DecodeStation
+from oppo_megatron.runtime.links import build_links
 from oppo_megatron.runtime.mcore.groups import build_groups
 from oppo_megatron.runtime.mcore.kv_cache import CachedPlan, KVCache
+from oppo_megatron.runtime.mcore.model import RoleModel
 from oppo_megatron.runtime.roles import load_role
+from oppo_megatron.runtime.rounds import Decoding, RoundRunner
 from oppo_megatron.runtime.sampler import Sampling
-from oppo_megatron.runtime.scoring import Scorer
+from oppo_megatron.runtime.scoring import ScoringStation
 from oppo_megatron.runtime.stopping import Stopping
 from oppo_megatron.runtime.world import open_world
+from oppo_megatron.schedule.books import ActorBook, ScoringBook
+from oppo_megatron.schedule.planner import RoundPlanner
+from oppo_megatron.schedule.rounds import Site
 from tests.support.ppo import SHAPE
 
 LENGTHS = [9, 3, 12, 5, 3, 10]
@@ -29,7 +39,29 @@ class ByLength(Stopping):
         return LENGTHS[seq_id]
 
 
-def test_calls_stay_dense_as_sequences_finish(monkeypatch: pytest.MonkeyPatch) -> None:
+def new_rounds(model: RoleModel, device: torch.device, micro_batches: int) -> RoundRunner:
+    """An actor and a reference in one process."""
+    place = Place((0,))
+    site = Site({"actor": place, "reference": place})
+    stopping = ByLength(eos_id=-1, max_response_tokens=16)
+    decode = DecodeStation(model, model.new_cache(6), sampling=Sampling(), stopping=stopping)
+    score = ScoringStation("reference", model, model.new_cache(6), temperature=1.0)
+    planner = RoundPlanner(
+        site,
+        "woven",
+        WeaveConfig(micro_batches=micro_batches),
+        200,
+        32,
+        ActorBook(1, 6, stopping.limit),
+        {"reference": ScoringBook("reference", 1, 6)},
+    )
+    stations = {"actor": decode, "reference": score}
+    executor = Executor(0, stations, build_links(site), 60.0, device, lambda *_: None)
+    return RoundRunner(planner, executor, {"actor": 0, "reference": 0}, decode, None, {"reference": score})
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3])
+def test_calls_stay_dense_as_sequences_finish(monkeypatch: pytest.MonkeyPatch, micro_batches: int) -> None:
     spans: list[tuple[int, int] | None] = []
     begin = KVCache.begin
 
@@ -43,15 +75,14 @@ def test_calls_stay_dense_as_sequences_finish(monkeypatch: pytest.MonkeyPatch) -
         groups = build_groups([0], 1, 1, "actor")
         assert groups is not None
         model = load_role(ModelConfig(init=SHAPE), groups, head="lm", max_length=32, device=world.device)
-        stopping = ByLength(eos_id=-1, max_response_tokens=16)
-        generator = Generator(model, model.new_cache(6), sampling=Sampling(), stopping=stopping, prefill_tokens=200)
-        scorer = Scorer("reference", model, model.new_cache(6), prefill_tokens=200, temperature=1.0)
+        rounds = new_rounds(model, world.device, micro_batches)
         buffer = RolloutBuffer(len(LENGTHS), delta=0, max_deferrals=1)
-        buffer.admit(Prompt(i, i, "", (5, 6 + i)) for i in range(len(LENGTHS)))
-        while not (stop := buffer.readiness()).ready:
-            buffer.record(
-                generator.decode_round(buffer.active, stop, index=0, max_steps=2, clock=buffer.clock, version=0)
-            )
-            scorer.advance(buffer.rollouts)
+        rounds.admit(buffer.admit(Prompt(i, i, "", (5, 6 + i)) for i in range(len(LENGTHS))))
+        while not buffer.readiness().ready:
+            active = buffer.active
+            chunk = rounds.run(active, buffer.rollouts, 2, Decoding(buffer.clock, 0, buffer.readiness))
+            assert chunk is not None
+            buffer.record(chunk)
+            rounds.recorded(active, chunk)
         assert [len(r.tokens) for r in buffer.rollouts] == LENGTHS
     assert len(spans) >= max(LENGTHS) and None not in spans
