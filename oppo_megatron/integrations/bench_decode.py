@@ -20,17 +20,20 @@ import torch
 from torch import Tensor
 
 from oppo_megatron.config.model import ModelConfig, RuntimeConfig
+from oppo_megatron.config.places import Place
 from oppo_megatron.records import Prompt, Rollout
-from oppo_megatron.runtime.generation import Generator
+from oppo_megatron.runtime.links import Links, build_links
 from oppo_megatron.runtime.mcore.groups import RoleGroups, build_groups
 from oppo_megatron.runtime.mcore.hf_weights import export_weights
 from oppo_megatron.runtime.mcore.model import RoleModel
 from oppo_megatron.runtime.mcore.stage import step
 from oppo_megatron.runtime.mcore.static_peer import StaticContextDecoder
 from oppo_megatron.runtime.roles import load_role
+from oppo_megatron.runtime.rounds import Decoding, decoder
 from oppo_megatron.runtime.sampler import Sampling
 from oppo_megatron.runtime.stopping import Stopping
 from oppo_megatron.runtime.world import World, open_world
+from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.train.machine import describe_machine
 
 
@@ -78,28 +81,32 @@ class StepLoop:
 
 
 class Engine:
-    """The product's path: `Generator.decode_round`, sampling at temperature 1 over the whole vocabulary."""
+    """The product's path: rounds of decode micro-steps, sampling at temperature 1 over the whole vocabulary."""
 
-    def __init__(self, model: RoleModel):
-        self.model = model
+    def __init__(self, model: RoleModel, links: Links):
+        self.model, self.links = model, links
 
     def decode(self, prompts_BP: Tensor, num_new: int) -> tuple[float, Tensor]:
-        batch = len(prompts_BP)
-        engine = Generator(
+        rounds = decoder(
             self.model,
-            self.model.new_cache(batch),
+            self.model.new_cache(len(prompts_BP)),
             sampling=Sampling(seed=1),
             stopping=Stopping(None, num_new + 1),
-            prefill_tokens=prompts_BP.numel(),
+            links=self.links,
+            micro_batch_tokens=prompts_BP.numel(),
+            timeout_s=RuntimeConfig().timeout_s,
         )
         rollouts = [Rollout(Prompt(i, i, "", tuple(tokens)), i) for i, tokens in enumerate(prompts_BP.tolist())]
-        first = engine.decode_round(rollouts, _Unending(), index=0, max_steps=1, clock=0, version=0)
+        first = rounds.run(rollouts, [], 1, Decoding(0, 0, _Unending))
+        assert first is not None
         for row in first.rows:
             rollouts[row.seq_id].tokens += row.tokens
+        rounds.recorded(rollouts, first)
         started = time.perf_counter()
-        chunk = engine.decode_round(rollouts, _Unending(), index=1, max_steps=num_new, clock=1, version=0)
+        chunk = rounds.run(rollouts, [], num_new, Decoding(1, 0, _Unending))
         seconds = time.perf_counter() - started
-        return seconds, torch.tensor([row.tokens for row in sorted(chunk.rows, key=lambda row: row.seq_id)])
+        assert chunk is not None
+        return seconds, torch.tensor([row.tokens for row in chunk.rows])
 
 
 class _Unending:
@@ -151,7 +158,7 @@ def bench_decode(work: DecodeWork, names: Sequence[str]) -> dict[str, Any]:
 PEERS = {
     "ours-lean": "the unit step, lean layers, argmax",
     "ours-module": "the unit step, megatron-core's modules, argmax",
-    "ours-engine": "decode_round: lean layers, sampling, log-probs and all bookkeeping",
+    "ours-engine": "rounds as in training: lean layers, sampling, log-probs and all bookkeeping",
     "mcore-static": "megatron-core's stock model and StaticInferenceContext, argmax",
     "hf": "transformers generate, greedy",
 }
@@ -172,11 +179,12 @@ def _load(work: DecodeWork, groups: RoleGroups, world: World, lean: bool = True)
 def _build_peers(work: DecodeWork, names: Sequence[str], world: World, scratch: Path) -> dict[str, Peer]:
     groups = _groups()
     lean, module = (_load(work, groups, world, lean=lean) for lean in (True, False))
+    links = build_links(Site({"actor": Place((0,))}))
     export_weights(lean, lean.shape, scratch / "hf", head="lm")
     makers: dict[str, Callable[[], Peer]] = {
         "ours-lean": lambda: StepLoop(lean),
         "ours-module": lambda: StepLoop(module),
-        "ours-engine": lambda: Engine(lean),
+        "ours-engine": lambda: Engine(lean, links),
         "mcore-static": lambda: StaticContextDecoder(lean),
         "hf": lambda: HuggingFace(scratch / "hf"),
     }

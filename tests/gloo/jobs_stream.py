@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from oppo_megatron.config.places import Place
 from oppo_megatron.errors import StreamError
 from oppo_megatron.records import Chunk, ChunkRow, Prompt, Rollout
-from oppo_megatron.runtime.stream import TokenStream, build_stream_groups, share
+from oppo_megatron.runtime.chunk_codec import ChunkEncoder
+from oppo_megatron.runtime.executor import Executor, Station
+from oppo_megatron.runtime.links import build_links
+from oppo_megatron.runtime.stream import ChunkOutlet, ListenStation, share
+from oppo_megatron.schedule.actions import Action, Schedule
+from oppo_megatron.schedule.communication import add_communication
+from oppo_megatron.schedule.rounds import Round, Site
 
 CPU = torch.device("cpu")
 SEQ_ID = 31
@@ -24,58 +33,113 @@ def chunks(number: int) -> list[Chunk]:
     """Chunks of 3 tokens, each second one empty."""
     made, offset = [], 0
     for index in range(number):
-        rows = []
+        rows, revoked = [], []
         if index % 2 == 0:
             tokens = [10 * index + t for t in range(3)]
             rows = [ChunkRow(SEQ_ID, offset, tokens, [-0.1 * (t + 1) for t in tokens], [-0.2] * 3, index)]
+            revoked = [SEQ_ID] if index % 4 == 0 else []
             offset += 3
-        made.append(Chunk(index, 5 * index, rows))
+        made.append(Chunk(index, 5 * index, rows, revoked))
     return made
 
 
-def open_stream(prompt: tuple[int, ...] = (1, 2)) -> TokenStream:
-    groups = build_stream_groups(0, list(range(1, dist.get_world_size())))
-    stream = TokenStream(groups, sends=dist.get_rank() == 0, device=CPU)
-    stream.admit([rollout(prompt)])
-    return stream
+@dataclass
+class Sender:
+    """In the actor's place on rank 0: has one message for each round."""
+
+    messages: Iterator[Sequence[Tensor]]
+
+    def __post_init__(self) -> None:
+        self.now: Sequence[Tensor] = ()
+
+    def turn(self) -> None:
+        self.now = next(self.messages)
+
+    def live(self, action: Action) -> bool:
+        return True
+
+    def compute(self, action: Action) -> int:
+        raise AssertionError(f"{action}: nothing is computed here")
+
+    def outbox(self, action: Action) -> Sequence[Tensor]:
+        return self.now
+
+    def inbox(self, action: Action) -> Iterator[Tensor]:
+        raise AssertionError(f"{action}: nothing comes here")
+
+
+class Stream:
+    """Rounds in which nothing but the chunk's messages happens."""
+
+    def __init__(self, station: Station):
+        world = dist.get_world_size()
+        site = Site({"actor": Place((0,)), "reward": Place(tuple(range(1, world)), dp=world - 1)})
+        self.schedule = add_communication(Schedule({}), Round(1, steps=1), site)
+        self.executor = Executor(dist.get_rank(), {"actor": station}, build_links(site), 60.0, CPU, lambda *_: None)
+
+    def round(self) -> None:
+        self.executor.run(self.schedule.of(self.executor.rank))
 
 
 def whole(number: int) -> dict[str, Any]:
     """What arrives, and a vector shared from the last rank."""
-    stream, got = open_stream(), []
-    if stream.sends:
-        for chunk in chunks(number):
-            stream.send(chunk)
-        stream.drain()
-        assert not stream._pending
-    else:
-        got = [stream.receive() for _ in range(number)]
-    stream.retire([rollout()])
+    got = _send(number) if dist.get_rank() == 0 else _listen(number)
     last = dist.get_world_size() - 1
     values = torch.tensor([0.5, -3.0]) if dist.get_rank() == last else None
     return {"got": got, "shared": share(values, 2, last, CPU).tolist()}
 
 
+def _send(number: int) -> list[Chunk]:
+    outlet = ChunkOutlet(CPU)
+    outlet.admit([rollout()])
+    sender = Sender(outlet.message(chunk) for chunk in chunks(number))
+    stream = Stream(sender)
+    for _ in range(number):
+        sender.turn()
+        stream.round()
+    stream.executor.drain()
+    outlet.retire([rollout()])
+    return []
+
+
+def _listen(number: int) -> list[Chunk]:
+    station = ListenStation(CPU)
+    station.admit([rollout()])
+    stream, got = Stream(station), []
+    for _ in range(number):
+        stream.round()
+        got.append(station.end())
+    station.retire([rollout()])
+    return got
+
+
 def damaged(kind: str) -> str:
-    """The error at the receiving end, on every scorer rank."""
-    stream = open_stream((1, 3) if kind == "prompt" and dist.get_rank() == 0 else (1, 2))
-    if stream.sends:
-        _send_damaged(stream, kind)
-        return ""
+    """The error at the receiving end, on every listening rank."""
+    if dist.get_rank() == 0:
+        stream, error = _send_damaged(kind), ""
+    else:
+        stream, error = _listen_to_damaged()
+    dist.barrier()  # the sender's buffers live until here; what comes behind a refused header is never taken
+    del stream
+    return error
+
+
+def _listen_to_damaged() -> tuple[Stream, str]:
+    station = ListenStation(CPU)
+    station.admit([rollout()])
+    stream = Stream(station)
     try:
         for _ in range(3):
-            stream.receive()
+            stream.round()
     except StreamError as error:
-        if kind in ("lost", "repeated") and dist.get_rank() == stream.groups.sink:
-            leftover = torch.empty(7 + 3 * 3, dtype=torch.int64)  # one row of three tokens
-            dist.recv(leftover, 0, group=stream.groups.link)  # the payload whose header was refused
-        return str(error)
-    return "no error"
+        return stream, str(error)
+    return stream, "no error"
 
 
-def _send_damaged(stream: TokenStream, kind: str) -> None:
-    first, empty, third = chunks(3)
-    messages = [stream.encoder.encode(chunk) for chunk in (first, empty, third)]
+def _send_damaged(kind: str) -> Stream:
+    encoder = ChunkEncoder()
+    encoder.open(SEQ_ID, (1, 3) if kind == "prompt" else (1, 2))
+    messages = [list(map(torch.from_numpy, encoder.encode(chunk))) for chunk in chunks(3)]
     if kind == "lost":
         messages = [messages[0], messages[2]]
     elif kind == "repeated":
@@ -84,6 +148,9 @@ def _send_damaged(stream: TokenStream, kind: str) -> None:
         messages[2][1][8] ^= 4  # a token of the third message
     elif kind == "prompt":
         messages = messages[:1]
-    for message in messages:
-        for words in message:
-            dist.send(torch.from_numpy(np.ascontiguousarray(words)), stream.groups.sink, group=stream.groups.link)
+    sender = Sender([part for part in message if len(part)] for message in messages)
+    stream = Stream(sender)
+    for _ in messages:
+        sender.turn()
+        stream.round()
+    return stream
