@@ -188,8 +188,9 @@ def _check_serving(config: TrainConfig, name: str, place: Place, shape: Shape | 
     problems = _divisions(asked, shape)
     if place.dp > sequences:
         delta = f" + overlap.delta.max {sequences - config.rollout.batch_size}" if config.overlap.inter else ""
+        work = "1 sequence is" if sequences == 1 else f"{sequences} sequences are"
         problems.append(
-            f"{name} has dp {place.dp}, but at most {sequences} sequences are in work at once (rollout.batch_size "
+            f"{name} has dp {place.dp}, but at most {work} in work at once (rollout.batch_size "
             f"{config.rollout.batch_size}{delta}) and each replica needs one; lower dp or raise the batch size{asked.near}"
         )
     return problems
@@ -206,7 +207,7 @@ def _check_training(config: TrainConfig, name: str, place: Place, shape: Shape |
         problems += _divisions(asked, shape)
     if place.dp > rows:
         problems.append(
-            f"{name} is trained with dp {place.dp}, but a minibatch has {rows} rows (rollout.batch_size "
+            f"{name} is trained with dp {place.dp}, but a minibatch has {rows} row{'s' * (rows > 1)} (rollout.batch_size "
             f"{config.rollout.batch_size} / ppo.minibatches {config.ppo.minibatches}) and each replica needs one; lower "
             f"{name}.train.dp or ppo.minibatches{asked.near}"
         )
@@ -233,23 +234,26 @@ def _check_kv_budget(config: TrainConfig, name: str, place: Place, shape: Shape 
     budget_mb, weave = config.runtime.kv_cache_mb, config.overlap.weave
     if budget_mb is None or shape is None:
         return []
-    context, sizes = max_context(config), Sizes.of(place)
-    count, what, lower = 1, f"one sequence of {context} tokens needs", "the prompt or response limit"
+    context, sizes, most = max_context(config), Sizes.of(place), 1
     if name != "actor" and config.overlap.intra and isinstance(weave.prefill_tokens, int):
-        count = min(ceil(weave.prefill_tokens / context), ceil(most_sequences(config) / place.dp))
-    if count > 1:
-        lower = "overlap.weave.prefill_tokens"
-        what = (
-            f"a micro-batch of {lower} {weave.prefill_tokens} has at least {count} sequences of {context} tokens, "
-            "which need"
-        )
+        most = ceil(min(weave.prefill_tokens, config.runtime.micro_batch_tokens) / context)
+
+    def count(layout: Sizes) -> int:
+        return min(most, ceil(most_sequences(config) / layout.dp))
 
     def needed_mb(layout: Sizes) -> float:
         dtype = named_roles(config)[name].dtype
-        return count * context * kv_bytes_per_token(shape, layout, dtype) / MEBIBYTE
+        return count(layout) * context * kv_bytes_per_token(shape, layout, dtype) / MEBIBYTE
 
     if needed_mb(sizes) <= budget_mb:
         return []
+    what, lower = f"one sequence of {context} tokens needs", "the prompt or response limit"
+    if count(sizes) > 1:
+        lower = "overlap.weave.prefill_tokens"
+        what = (
+            f"a micro-batch of {lower} {weave.prefill_tokens} has at least {count(sizes)} sequences of {context} tokens, "
+            "which need"
+        )
     limits = _limits(config, name, shape)
     near = suggestion(sizes, len(place.ranks), limits, lambda other: needed_mb(other) <= budget_mb)
     return [

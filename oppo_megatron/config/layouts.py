@@ -88,15 +88,18 @@ def nearest_layouts(asked: Sizes, num_ranks: int, limits: Limits, also: Callable
     )
 
 
-def nearest_counts(num_ranks: int, limits: Limits) -> list[int]:
-    """Numbers of ranks that some layout fits, those nearest to `num_ranks` first, the smaller of two equally near."""
+def nearest_counts(num_ranks: int, limits: Limits, also: Callable[[Sizes], bool] = lambda sizes: True) -> list[int]:
+    """Numbers of ranks that some layout fits for which `also` holds too.
+
+    Those nearest to `num_ranks` first, the smaller of two equally near.
+    """
     most = num_ranks + SHOWN if limits.sequences is None else limits.sequences
-    widths = [tp for tp in divisors(limits.width) if tp >= limits.min_tp]
-    models = {tp * pp for tp in widths for pp in divisors(limits.layers)}
     counts: set[int] = set()
-    for model in models:
-        nearest = min(num_ranks // model, most)  # more replicas, or fewer, lie further away
-        counts.update(model * dp for dp in range(max(1, nearest - SHOWN), min(most, nearest + SHOWN) + 1))
+    for tp in (tp for tp in divisors(limits.width) if tp >= limits.min_tp):
+        for pp in divisors(limits.layers):
+            nearest = min(num_ranks // (tp * pp), most)  # more replicas, or fewer, lie further away
+            replicas = range(max(1, nearest - SHOWN), min(most, nearest + SHOWN) + 1)
+            counts.update(tp * pp * dp for dp in replicas if also(Sizes(tp, pp, dp)))
     return sorted(counts, key=lambda count: (abs(count - num_ranks), count))
 
 
@@ -110,8 +113,8 @@ def suggestion(
     ranks = f"{num_ranks} rank{'s' * (num_ranks > 1)}"
     if fitting:
         return f"; nearest that fit {ranks}: {', '.join(map(str, fitting))}"
-    counts = [count for count in nearest_counts(num_ranks, limits) if count != num_ranks][:SHOWN]
-    if any(layouts_of(num_ranks, limits)) or not counts:
+    counts = [count for count in nearest_counts(num_ranks, limits, also) if count != num_ranks][:SHOWN]
+    if not counts:
         return f"; no layout over {ranks} would do"
     return f"; no layout fits {ranks}, the nearest numbers that one fits are {', '.join(map(str, counts))}"
 

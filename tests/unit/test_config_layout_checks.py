@@ -116,7 +116,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
          "overlap.weave.prefill_tokens": 129},
         "reference: runtime.kv_cache_mb is 0.25, but a micro-batch of overlap.weave.prefill_tokens 129 has at least 2 "
         "sequences of 128 tokens, which need 0.5 MiB on each rank; raise the budget or lower overlap.weave.prefill_tokens; "
-        "no layout over 1 rank would do",
+        "no layout fits 1 rank, the nearest numbers that one fits are 2, 4, 6",
     ),
 ]  # fmt: skip
 
@@ -147,6 +147,35 @@ GOOD: list[dict[str, Any]] = [
 @pytest.mark.parametrize("changes", GOOD, ids=lambda value: str(value)[:60])
 def test_unusual_but_right(changes: dict[str, Any]) -> None:
     assert problems_of(changes) == []
+
+
+@pytest.mark.parametrize("dp", [4, 2])
+def test_a_layout_suggested_for_the_cache_holds_the_larger_micro_batch_of_fewer_replicas(dp: int) -> None:
+    """With 4 replicas a micro-batch has 2 of 8 sequences, with 2 it has 4."""
+
+    def problems(layout: dict[str, int]) -> list[str]:
+        cache = {"overlap.inter": False, "runtime.kv_cache_mb": 0.4, "overlap.weave.prefill_tokens": 512}
+        return problems_of({"placement": {"mode": "colocated", "actor": layout}, **cache})
+
+    found = problems({"pp": 4 // dp, "dp": dp})
+    assert len(found) == 3, "the scorers"
+    suggested = re.findall(r"tp (\d+) x pp (\d+) x dp (\d+)", found[0].partition("nearest that fit")[2])
+    assert suggested
+    for tp, pp, replicas in suggested:
+        assert problems({"tp": int(tp), "pp": int(pp), "dp": int(replicas)}) == []
+
+
+def test_prefill_micro_batches_are_no_larger_than_every_other() -> None:
+    """micro_batch_tokens bounds them: 128 of them are one sequence, however many more prefill_tokens allows."""
+    small = {"runtime.kv_cache_mb": 0.25, "overlap.weave.prefill_tokens": 10**6}
+    assert problems_of({**small, "runtime.micro_batch_tokens": 128}) == []
+    assert len(problems_of(small)) == 3
+
+
+def test_one_is_one() -> None:
+    changes = {"placement.actor": {"dp": 2}, "rollout.batch_size": 1, "overlap.inter": False}
+    text = "\n".join(problems_of(changes))
+    assert "at most 1 sequence is in work" in text and "a minibatch has 1 row (" in text
 
 
 def test_without_overlap_no_delta_counts() -> None:

@@ -85,6 +85,9 @@ def test_what_a_message_says() -> None:
     )
     assert suggestion(Sizes(), 1, None) == ""
     assert suggestion(Sizes(1, 1, 8), 8, limits, lambda sizes: False) == "; no layout over 8 ranks would do"
+    assert suggestion(Sizes(), 1, limits, lambda sizes: sizes.tp == 4).endswith(
+        "; no layout fits 1 rank, the nearest numbers that one fits are 4, 8, 12"
+    )
 
 
 @given(st.integers(1, 3000))
