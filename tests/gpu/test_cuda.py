@@ -19,7 +19,7 @@ from oppo_megatron.runtime.sampler import Sampling, draw
 from oppo_megatron.runtime.world import open_world
 from oppo_megatron.train.entry import run_ppo
 from oppo_megatron.train.setup import read_inputs
-from tests.support.ppo import SHAPE, Workspace, read_outcome
+from tests.support.ppo import SHAPE, Outcome, Workspace, read_outcome
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,6 +38,10 @@ def test_draws_never_leave_the_support() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_ppo_in_one_process(tmp_path: Path, dtype: str) -> None:
     check_ppo(tmp_path, "cuda", dtype)
+
+
+def test_streams_side_by_side_change_nothing(tmp_path: Path) -> None:
+    check_streams(tmp_path, "cuda")
 
 
 def check_cached_steps(device: str) -> None:
@@ -71,9 +75,25 @@ def check_ppo(root: Path, device: str, dtype: str) -> None:
     config = TrainConfig(
         **Workspace.create(root).config("cuda", **{"runtime.device": device, "overlap.intra": True}, **changes)
     )
+    outcome = _run(config, device)
+    assert len(outcome.rollouts) == 18
+    assert max(line["logprob_gap"] for line in outcome.metrics) < (1e-3 if dtype == "float32" else 0.5)
+
+
+def check_streams(root: Path, device: str) -> None:
+    """Scoring on streams of its own, beside the decoding, against scoring after it: the same tokens and scores."""
+    workspace, outcomes = Workspace.create(root), []
+    for intra in (False, True):
+        changes = {"runtime.device": device, "overlap.intra": intra, "steps": 1, "ppo.logprob_gap_limit": 1e-3}
+        outcomes.append(_run(TrainConfig(**workspace.config(f"intra-{intra}", **changes)), device))
+    after, beside = outcomes
+    assert beside.tokens() == after.tokens()
+    for name in ("reward_mean", "kl_mean", "value_mean"):
+        assert beside.metrics[0][name] == pytest.approx(after.metrics[0][name], abs=1e-3)
+
+
+def _run(config: TrainConfig, device: str) -> Outcome:
     with open_world(config.runtime) as world:
         assert world.device.type == device and not dist.get_rank()
         run_ppo(config, world, read_inputs(config))
-    outcome = read_outcome(config.run_dir)
-    assert len(outcome.rollouts) == 18
-    assert max(line["logprob_gap"] for line in outcome.metrics) < (1e-3 if dtype == "float32" else 0.5)
+    return read_outcome(config.run_dir)
