@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import time
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.errors import OppoError
+from oppo_megatron.runtime.executor import Executor, Station
 from oppo_megatron.runtime.world import World
+from oppo_megatron.schedule.actions import Action
 from oppo_megatron.train.entry import run_ppo
 from oppo_megatron.train.setup import read_inputs
 
@@ -18,3 +24,24 @@ def train(config: dict[str, Any]) -> None:
     checked = TrainConfig(**config)
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     run_ppo(checked, world, read_inputs(checked))
+
+
+def train_with_a_death(config: dict[str, Any], rank: int, at: str) -> tuple[str, str, float]:
+    """`train`, but `rank` dies when it is about to do the action `at` for the second time: its error, and the seconds to it."""
+    seen = []
+    compute = Executor._compute
+
+    def mortal(executor: Executor, action: Action, station: Station) -> int:
+        if executor.rank == rank and str(action) == at:
+            seen.append(action)
+            if len(seen) == 2:
+                os._exit(9)
+        return compute(executor, action, station)
+
+    started = time.monotonic()
+    with mock.patch.object(Executor, "_compute", mortal):
+        try:
+            train(config)
+        except OppoError as error:
+            return type(error).__name__, str(error), time.monotonic() - started
+    return "", "", 0.0

@@ -1,0 +1,49 @@
+"""A rank dies in the middle of a round of a real run: every other rank ends, and says what it waited for."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from oppo_megatron.config.places import world_size
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.schedule.actions import parse_action
+from tests.support.ppo import Workspace
+from tests.support.ranks import run_mortal_ranks
+
+TIMEOUT_S = 10.0
+
+CASES: dict[str, tuple[dict[str, Any], int, str]] = {
+    "a stage of TP2xPP2 while decoding": (
+        {"placement": {"mode": "colocated", "actor": {"tp": 2, "pp": 2}}},
+        3,
+        "decode actor m0 c1 s2",
+    ),
+    "a replica while another decodes": (
+        {"placement": {"mode": "disaggregated", "actor": {"dp": 2}}},
+        1,
+        "sample actor m0 c1 s1",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_other_rank_names_the_action_it_waited_for(tmp_path_factory: pytest.TempPathFactory, case: str) -> None:
+    changes, victim, action = CASES[case]
+    workspace = Workspace.create(tmp_path_factory.mktemp("dead"))
+    config = workspace.config("dead", **{"overlap.intra": True, "runtime.timeout_s": TIMEOUT_S}, **changes)
+    world = world_size(TrainConfig(**config))
+    answers = run_mortal_ranks(world, "tests.e2e.jobs:train_with_a_death", config=config, rank=victim, at=action)
+    assert answers[victim] is None
+    for rank, answer in enumerate(answers):
+        if rank == victim:
+            continue
+        assert answer is not None
+        kind, message, seconds = answer
+        assert kind == "StallError", (rank, answer)
+        named = re.search(r"rank (\d+) waited .*in vain for `([^`]+)`", message)
+        assert named and int(named[1]) == rank, message
+        parse_action(rank, named[2])
+        assert seconds < world * TIMEOUT_S + 20
