@@ -19,7 +19,7 @@ MEMORY_HEADINGS: Row = (
     "weights", "copy", "gradients", "optimizer", "KV cache", "activations", "total",
 )  # fmt: skip
 BATCH_HEADINGS: Row = (
-    "rollout batch B", "B + delta", "sequences a replica", "decode m-batches", "minibatch rows", "rows a batch",
+    "rollout batch B", "B + delta", "sequences a replica", "KV slots", "decode m-batches", "minibatch rows", "rows a batch",
     "rows a replica", "micro-batch tokens", "chunk C", "prefill tokens",
 )  # fmt: skip
 """Every batch size that a role may have, in the order of the columns; those that no role has are left out."""
@@ -36,7 +36,7 @@ def rank_table(config: TrainConfig | SupervisedConfig) -> list[str]:
         "What each rank holds, in MiB (copy: weights of a training layout of its own; activations: an estimate, for the",
         "update; a rank's roles are updated in turn, so of these its total has the largest only):",
         *_aligned([MEMORY_HEADINGS, *_memory_rows(holdings)]),
-        "Batch sizes (rows are those of an optimizer step, m-batches micro-batches):",
+        "Batch sizes (rows are those of an optimizer step, m-batches micro-batches; auto: as the measured times decide):",
         *_aligned(_batch_rows(holdings)),
     ]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -14,6 +14,7 @@ from oppo_megatron.config.memory import (
     Shape,
     TrainingBatch,
     kv_cache_bytes,
+    kv_slots,
     stage_layers,
     stage_parameters,
     training_activations,
@@ -23,6 +24,7 @@ from oppo_megatron.config.model import ModelConfig, TrainedRoleConfig, TrainingL
 from oppo_megatron.config.places import (
     Place,
     Seat,
+    decodes_and_scores,
     has_own_training_weights,
     named_roles,
     role_places,
@@ -114,18 +116,13 @@ def supervised_holdings(config: SupervisedConfig) -> list[Holding]:
 
 def _serving(config: TrainConfig, name: str, place: Place, model: _Model) -> Iterator[Holding]:
     """Decoding or scoring: weights and cache."""
-    slots = ceil(most_sequences(config) / place.dp)
+    sequences, context = ceil(most_sequences(config) / place.dp), max_context(config)
+    budget_mb = config.runtime.kv_cache_mb
+    slots = kv_slots(model.shape, place, model.dtype, slots=sequences, context=context, budget_mb=budget_mb)
+    cache = kv_cache_bytes(model.shape, place, model.dtype, slots=slots, context=context, budget_mb=None)
+    batches = _serving_batches(config, name, sequences, slots)
     for seat, rank in _seats(place):
-        cache = kv_cache_bytes(
-            model.shape,
-            place,
-            model.dtype,
-            slots=slots,
-            context=max_context(config),
-            budget_mb=config.runtime.kv_cache_mb,
-        )
         memory = Memory(weights=model.weights(place, seat.stage), kv_cache=cache)
-        batches = _serving_batches(config, name, slots)
         yield Holding(rank, name, seat, Sizes.of(place), _layers(model, place, seat), memory, batches)
 
 
@@ -150,23 +147,53 @@ def _both(served: Holding, trained: Holding) -> Holding:
     return replace(served, memory=memory, batches=served.batches | trained.batches)
 
 
-def _serving_batches(config: TrainConfig, name: str, slots: int) -> dict[str, str]:
-    overlap, batch = config.overlap, config.rollout.batch_size
-    least, most = batch + (overlap.delta.min if overlap.inter else 0), most_sequences(config)
-    chunk = str(overlap.chunk.tokens) if overlap.intra else "whole"
-    if overlap.intra and overlap.chunk.adaptive:
-        sizes = [overlap.chunk.tokens, *overlap.chunk.candidates]
-        chunk = f"{min(sizes)}-{max(sizes)}"
-    decode, prefill = str(overlap.weave.micro_batches), str(overlap.weave.prefill_tokens)
+def _serving_batches(config: TrainConfig, name: str, sequences: int, slots: int) -> dict[str, str]:
+    """`sequences` are the most that a replica has, `slots` those of them that its cache holds at once."""
+    batch, tokens = config.rollout.batch_size, config.runtime.micro_batch_tokens
+    decode, prefill = _cut(config, slots)
     return {
         "rollout batch B": str(batch),
-        "B + delta": str(most) if least == most else f"{least}-{most}",
-        "sequences a replica": str(slots),
+        "B + delta": _span([batch + delta for delta in _deltas(config)]),
+        "sequences a replica": str(sequences),
+        "KV slots": str(slots),
         "decode m-batches": decode if name == "actor" else "-",
-        "micro-batch tokens": str(config.runtime.micro_batch_tokens),
-        "chunk C": chunk,
+        "micro-batch tokens": str(tokens),
+        "chunk C": _span(_chunks(config)),
         "prefill tokens": "-" if name == "actor" else prefill,
     }
+
+
+def _deltas(config: TrainConfig) -> list[int]:
+    """The sizes between which delta moves."""
+    delta = config.overlap.delta
+    if not config.overlap.inter:
+        return [0]
+    return [delta.initial] if delta.rule == "fixed" else [delta.min, delta.max]
+
+
+def _chunks(config: TrainConfig) -> list[int]:
+    """The chunk sizes that a run may use: none is longer than a response."""
+    chunk, longest = config.overlap.chunk, config.rollout.max_response_tokens
+    return [min(size, longest) for size in (chunk.tokens, *(chunk.candidates if chunk.adaptive else []))]
+
+
+def _cut(config: TrainConfig, slots: int) -> tuple[str, str]:
+    """Decode micro-batches of a replica, and tokens of a scorer's prefill micro-batch; `auto` where measured times decide."""
+    weave, places, most = config.overlap.weave, role_places(config), config.runtime.micro_batch_tokens
+    woven = config.overlap.intra and config.overlap.schedule != "intra" and decodes_and_scores(places)
+    measured = woven and places["actor"].pp > 1
+    decode = "auto" if measured else "1"
+    prefill = "auto" if measured else str(most)
+    if weave.micro_batches != "auto":
+        decode = str(min(weave.micro_batches, slots))
+    if weave.prefill_tokens != "auto":
+        prefill = str(min(weave.prefill_tokens, most))
+    return decode, prefill
+
+
+def _span(sizes: Sequence[int]) -> str:
+    least, most = min(sizes), max(sizes)
+    return str(least) if least == most else f"{least}-{most}"
 
 
 def _training_batches(config: TrainConfig, rows: int) -> dict[str, str]:

@@ -11,7 +11,15 @@ from typing import Any
 from oppo_megatron.config.checks import max_context, minibatch_rows, most_sequences
 from oppo_megatron.config.layouts import Limits, Sizes, format_ranks, suggestion
 from oppo_megatron.config.model import ParallelConfig, RoleConfig, TrainedRoleConfig, TrainingLayoutConfig
-from oppo_megatron.config.places import Place, named_roles, parse_ranks, role_places, training_places, world_size
+from oppo_megatron.config.places import (
+    Place,
+    decodes_and_scores,
+    named_roles,
+    parse_ranks,
+    role_places,
+    training_places,
+    world_size,
+)
 from oppo_megatron.config.run import SupervisedConfig, TrainConfig
 from oppo_megatron.config.shape import check_divisions, kv_bytes_per_token, model_limits
 
@@ -303,11 +311,7 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _check_woven(config: TrainConfig) -> list[str]:
-    if not config.overlap.intra or config.overlap.schedule != "woven":
-        return []
-    places = role_places(config)
-    actor = set(places.pop("actor").ranks)
-    if any(actor & set(place.ranks) for place in places.values()):
+    if not config.overlap.intra or config.overlap.schedule != "woven" or decodes_and_scores(role_places(config)):
         return []
     return [
         "overlap.schedule is woven, but no rank holds both the actor and a scorer, so there is nothing to weave; "

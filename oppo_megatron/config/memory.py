@@ -72,12 +72,19 @@ def training_state(num_parameters: int, dtype: str, dp: int, train: TrainingLayo
     return Memory(gradients=num_parameters * FP32, optimizer=num_parameters * held / shards)
 
 
+def kv_slots(shape: Shape, layout: HasSizes, dtype: str, *, slots: int, context: int, budget_mb: float | None) -> int:
+    """How many of `slots` sequences of `context` tokens the budget holds."""
+    if budget_mb is None:
+        return slots
+    return min(slots, int(budget_mb * 2**20) // (context * kv_bytes_per_token(shape, layout, dtype)))
+
+
 def kv_cache_bytes(
     shape: Shape, layout: HasSizes, dtype: str, *, slots: int, context: int, budget_mb: float | None
 ) -> int:
     """A slot of `context` tokens for each of `slots` sequences, as many of them as the budget holds."""
-    slot = context * kv_bytes_per_token(shape, layout, dtype)
-    return slot * (slots if budget_mb is None else min(slots, int(budget_mb * 2**20) // slot))
+    held = kv_slots(shape, layout, dtype, slots=slots, context=context, budget_mb=budget_mb)
+    return held * context * kv_bytes_per_token(shape, layout, dtype)
 
 
 @dataclass(frozen=True)

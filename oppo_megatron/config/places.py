@@ -109,6 +109,12 @@ def world_size(config: TrainConfig) -> int:
     return 1 + max(rank for place in role_places(config).values() for rank in place.ranks)
 
 
+def decodes_and_scores(places: Mapping[str, Place]) -> bool:
+    """Whether any rank holds both the actor and a scorer."""
+    actor = set(places["actor"].ranks)
+    return any(actor & set(place.ranks) for name, place in places.items() if name != "actor")
+
+
 def named_roles(config: TrainConfig) -> Mapping[str, RoleConfig]:
     """The roles' sections by name; a null reference is the actor's model in the scorers' place."""
     roles: dict[str, RoleConfig] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from oppo_megatron.config.overlap import DeltaConfig, OverlapConfig
+from oppo_megatron.config.places import decodes_and_scores
 from oppo_megatron.schedule.rounds import Site
 
 
@@ -37,6 +38,4 @@ def round_generator(overlap: OverlapConfig, site: Site) -> str:
         return "sequential"
     if overlap.schedule != "auto":
         return overlap.schedule
-    actor = set(site.places["actor"].ranks)
-    shared = any(actor & set(place.ranks) for name, place in site.places.items() if name != "actor")
-    return "woven" if shared else "intra"
+    return "woven" if decodes_and_scores(site.places) else "intra"

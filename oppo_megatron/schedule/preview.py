@@ -12,9 +12,9 @@ from math import ceil
 
 from oppo_megatron.config.checkpoint import read_hf_config
 from oppo_megatron.config.checks import max_context, most_sequences
+from oppo_megatron.config.memory import kv_slots
 from oppo_megatron.config.places import Place, named_roles, role_places
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.config.shape import kv_bytes_per_token
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.schedule.actions import Schedule
@@ -72,12 +72,9 @@ def preview(
 
 def cache_slots(config: TrainConfig, role: str, place: Place) -> int:
     """Sequences that the cache of one replica holds: its share of all, or what runtime.kv_cache_mb allows."""
-    share, megabytes = ceil(most_sequences(config) / place.dp), config.runtime.kv_cache_mb
-    if megabytes is None:
-        return share
-    model = named_roles(config)[role]
-    slot_bytes = max_context(config) * kv_bytes_per_token(read_hf_config(model), place, model.dtype)
-    return min(share, int(megabytes * 2**20) // slot_bytes)
+    model, share = named_roles(config)[role], ceil(most_sequences(config) / place.dp)
+    context, budget_mb = max_context(config), config.runtime.kv_cache_mb
+    return kv_slots(read_hf_config(model), place, model.dtype, slots=share, context=context, budget_mb=budget_mb)
 
 
 def _planner(config: TrainConfig, site: Site, slots: Mapping[str, int], generator: str, costs: Costs) -> RoundPlanner:

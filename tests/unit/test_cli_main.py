@@ -102,8 +102,8 @@ def test_dry_run_shows_configuration_and_ranks(config: Path, capsys: pytest.Capt
     assert ["2", "all"] in [row[:2] for row in rows]
     assert ["reference", "1/1", "2/2", "1/1", "2"] in [row[:5] for row in rows]
     assert ["critic", "1/1", "1/2", "1/1", "1"] in [row[:5] for row in rows]
-    assert ["0-1", "actor", "8", "8-14", "14", "auto", "8", "8", "4096", "16-64", "-"] in rows
-    assert ["2-3", "reference", "8", "8-14", "14", "-", "-", "-", "4096", "16-64", "auto"] in rows
+    assert ["0-1", "actor", "8", "8-14", "14", "14", "1", "8", "8", "4096", "16-20", "-"] in rows
+    assert ["2-3", "reference", "8", "8-14", "14", "14", "-", "-", "-", "4096", "16-20", "4096"] in rows
     assert not Path("run").exists()
 
 

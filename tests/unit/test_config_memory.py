@@ -141,6 +141,60 @@ def test_what_each_rank_holds() -> None:
     assert actor.batches["rows a replica"] == "4" and "rows a replica" not in reference.batches
 
 
+WOVEN = {"mode": "colocated", "actor": {"pp": 2}}
+APART = {"mode": "disaggregated", "actor": {"pp": 2}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "actor", "reference"),
+    [
+        # what a batch is cut into is measured only where decoding leaves bubbles that scoring may fill
+        ({"placement": WOVEN}, {"decode m-batches": "auto", "chunk C": "16-64"}, {"prefill tokens": "auto"}),
+        ({"placement": APART}, {"decode m-batches": "1"}, {"prefill tokens": "4096", "decode m-batches": "-"}),
+        ({"placement": {"mode": "single"}}, {"decode m-batches": "1"}, {"prefill tokens": "4096"}),
+        (
+            {"placement": WOVEN, "overlap": {"schedule": "intra", "inter": False}},
+            {"decode m-batches": "1", "B + delta": "8"},
+            {"prefill tokens": "4096"},
+        ),
+        # without streaming a chunk has the same size: the scorers only wait for the last one
+        (
+            {"placement": WOVEN, "overlap": {"intra": False, "chunk": {"tokens": 24, "adaptive": False}}},
+            {"decode m-batches": "1", "chunk C": "24"},
+            {"prefill tokens": "4096"},
+        ),
+        # no more micro-batches than sequences, no chunk beyond the response limit, no micro-batch beyond its budget
+        (
+            {
+                "placement": WOVEN,
+                "overlap": {"weave": {"micro_batches": 40, "prefill_tokens": 9000}, "delta": {"rule": "fixed"}},
+                "rollout": {"batch_size": 8, "max_response_tokens": 20},
+            },
+            {"decode m-batches": "16", "chunk C": "16-20", "B + delta": "12", "sequences a replica": "16"},
+            {"prefill tokens": "4096"},
+        ),
+        # a slot on a rank: 128 tokens x 2 x 4 layers x 2 heads x 8 x 4 bytes = 64 KiB
+        (
+            {"placement": WOVEN, "runtime": {"kv_cache_mb": 0.2}, "overlap": {"weave": {"micro_batches": 8}}},
+            {"KV slots": "3", "sequences a replica": "16", "decode m-batches": "3"},
+            {"KV slots": "3"},
+        ),
+    ],
+)
+def test_batch_sizes_are_those_of_a_run(
+    changes: dict[str, Any], actor: dict[str, str], reference: dict[str, str]
+) -> None:
+    held = {h.role: h for h in holdings(**{"overlap": {}, **changes}) if h.rank == 0 or h.role == "reference"}
+    assert actor.items() <= held["actor"].batches.items()
+    assert reference.items() <= held["reference"].batches.items()
+
+
+def test_the_cache_has_the_slots_that_are_shown() -> None:
+    actor = holdings(runtime={"kv_cache_mb": 0.1})[0]
+    slot = 128 * 2 * 4 * 1 * 8 * 4
+    assert actor.batches["KV slots"] == "3" and actor.memory.kv_cache == 3 * slot
+
+
 def test_another_training_layout_is_a_second_copy() -> None:
     same = {h.role: h for h in holdings() if h.rank == 0}
     moved = {h.role: h for h in holdings(actor={"init": SHAPE, "train": {"tp": 1, "pp": 4}}) if h.rank == 0}
