@@ -73,24 +73,27 @@ class Action:
         return " ".join(words)
 
 
+_NUMBER = "[0-9]{1,9}"  # bounded, because int() refuses thousands of digits
+_RANK = re.compile(f"rank ({_NUMBER})")
 _ACTION = re.compile(
-    r"(?P<op>[a-z]+)(?: (?P<payload>hidden|tokens|chunk))? (?P<role>[a-z]+) m(?P<m>\d+) c(?P<c>\d+)(?: s(?P<s>\d+))?"
-    r"(?: (?P<arrow>->|<-) (?P<peer>\d+))?"
+    r"(?P<op>[a-z]+)(?: (?P<payload>hidden|tokens|chunk))? (?P<role>[a-z]+) "
+    rf"m(?P<m>{_NUMBER}) c(?P<c>{_NUMBER})(?: s(?P<s>{_NUMBER}))?(?: (?P<arrow>->|<-) (?P<peer>{_NUMBER}))?"
 )
 
 
 def parse_action(rank: int, text: str) -> Action:
     """The action that `str` wrote.  Raises ScheduleError."""
-    found = _ACTION.fullmatch(text.strip())
+    text = text.strip()
+    found = _ACTION.fullmatch(text)
     if found is None or found["op"] not in {op.value for op in Op}:
         raise ScheduleError(
-            f"{text.strip()!r} is no action; write it as `decode actor m0 c1 s0` or `send hidden actor m0 c1 s0 -> 1`"
+            f"{text!r} is no action; write it as `decode actor m0 c1 s0` or `send hidden actor m0 c1 s0 -> 1`"
         )
     op, message = Op(found["op"]), found["op"] in ("send", "recv")
     arrow = {Op.SEND: "->", Op.RECV: "<-"}.get(op)
     if message != (found["payload"] is not None) or arrow != found["arrow"]:
         raise ScheduleError(
-            f"{text.strip()!r}: only send (->) and recv (<-) have a payload and a peer, and they need both; correct it"
+            f"{text!r}: only send (->) and recv (<-) have a payload and a peer, and they need both; correct it"
         )
     return Action(
         rank,
@@ -136,7 +139,7 @@ def parse_schedule(text: str) -> Schedule:
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
-        heading = re.fullmatch(r"rank (\d+)", line.strip())
+        heading = _RANK.fullmatch(line.strip())
         if heading:
             rank = int(heading[1])
             if rank in actions:
