@@ -1,4 +1,4 @@
-"""Session set-up: one CPU thread a process, and the rank pool closed at the end."""
+"""Session set-up: one CPU thread a process, no time limit on an example, and the rank pool closed at the end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
+settings.register_profile("any machine", deadline=None)  # a busy machine is no fault of the code
+settings.load_profile("any machine")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, field_validator
 
 from oppo_megatron.config.base import Section
 
+_RANKS = re.compile("{0}(-{0})?(,{0}(-{0})?)*".format("[0-9]{1,18}"))
 Dtype = Literal["float32", "bfloat16"]
 
 
@@ -81,9 +83,16 @@ class RoleConfig(ModelConfig):
     """A frozen role (reference, reward)."""
 
     parallel: ParallelConfig | None = Field(None, description="layout over this role's ranks; default: placement's")
-    ranks: str | None = Field(
-        None, pattern=r"^\d+(-\d+)?(,\d+(-\d+)?)*$", description="ranks of the role, as in 0-3,6; default: placement's"
-    )
+    ranks: str | None = Field(None, description="ranks of the role, as in 0-3,6; default: placement's")
+
+    @field_validator("ranks", mode="before")
+    @classmethod
+    def _as_ranks(cls, value: object) -> object:
+        """YAML reads a single rank as a number."""
+        text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+        if text is not None and not (isinstance(text, str) and _RANKS.fullmatch(text)):
+            raise ValueError("ranks and spans of ranks with commas between them, as in 0-3,6")
+        return text
 
 
 class TrainedRoleConfig(RoleConfig):

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from oppo_megatron.config.model import RoleConfig
 from oppo_megatron.config.places import (
     Place,
     has_own_training_weights,
@@ -91,6 +93,20 @@ def test_a_null_reference_is_the_actors_model() -> None:
     roles = named_roles(configure(reward={"checkpoint": "rm"}))
     assert list(roles) == ["actor", "reference", "critic", "reward"]
     assert (roles["reference"].checkpoint, roles["reference"].dtype) == (roles["actor"].checkpoint, "bfloat16")
+
+
+@pytest.mark.parametrize("ranks", [3, "3", "0-2,5", "00"])
+def test_ranks_as_yaml_reads_them(ranks: object) -> None:
+    assert RoleConfig.model_validate({"ranks": ranks}).ranks == str(ranks)
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [" 1", "", "-1", -1, "1-", "0,,1", "a", "1 ,2", "\N{ARABIC-INDIC DIGIT ONE}", "9" * 5000, [0, 1], True, 1.5],
+)
+def test_ranks_that_are_none(ranks: object) -> None:
+    with pytest.raises(ValidationError, match="ranks and spans of ranks with commas between them, as in 0-3,6"):
+        RoleConfig.model_validate({"ranks": ranks})
 
 
 @pytest.mark.parametrize(("text", "ranks"), [("3", (3,)), ("0-2,5", (0, 1, 2, 5)), ("4,1-2", (4, 1, 2))])
