@@ -46,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
     from oppo_megatron.schedule.preview import preview
     from oppo_megatron.schedule.timeline import simulate
 
+    _check_out(args.out)
     config = cast("TrainConfig", load_checked("train", args.config, args.overrides))
     costs: Costs = read_costs(args.costs) if args.costs else Costs()
     shown = preview(config, args.round, prompt_tokens=args.prompt_tokens, generator=args.generator, costs=costs)
@@ -60,13 +61,23 @@ def run(args: argparse.Namespace) -> int:
     return _verdict(faults)
 
 
+def _check_out(path: Path | None) -> None:
+    """Before anything is planned: matplotlib would write another file, or another format."""
+    from oppo_megatron.errors import ConfigError
+
+    if path is not None and path.suffix != ".png":
+        raise ConfigError(f"--out {path}: the grid is drawn as PNG; name a file that ends in .png")
+
+
 def _read(path: Path) -> Schedule:
     from oppo_megatron.errors import ScheduleError
     from oppo_megatron.schedule.actions import parse_schedule
 
     try:
-        return parse_schedule(path.read_text(encoding="utf-8"))
-    except (ScheduleError, UnicodeDecodeError) as error:
+        return parse_schedule(path.read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ScheduleError(f"{path}: {error}; write it as UTF-8") from error
+    except ScheduleError as error:
         raise ScheduleError(f"{path}: {error}") from error
 
 

@@ -78,13 +78,11 @@ class RoundPlanner:
 
     def _cut(self, decode: Sequence[Rollout], score: Sequence[Rollout], chunk: int) -> Cut:
         """Decode micro-batches of each replica, and the token budget of a scorer's prefill micro-batch."""
-        micro_batches, tokens = self.weave.micro_batches, self.weave.prefill_tokens
-        place = self.site.places["actor"]
+        micro_batches, place = self.weave.micro_batches, self.site.places["actor"]
+        asked = self.weave.prefill_tokens
+        tokens = None if asked == "auto" else min(asked, self.micro_batch_tokens)
         if self.generator != "woven" or place.pp == 1:
-            return Cut(
-                1 if micro_batches == "auto" else micro_batches,
-                self.micro_batch_tokens if tokens == "auto" else min(tokens, self.micro_batch_tokens),
-            )
+            return Cut(1 if micro_batches == "auto" else micro_batches, tokens or self.micro_batch_tokens)
         decoding = set(place.ranks)
         beside = [name for name in self.scorers if decoding & set(self.site.places[name].ranks)]
         pending = {name: self.scorers[name].pending(score) for name in beside}
@@ -101,7 +99,7 @@ class RoundPlanner:
             self.micro_batch_tokens,
             grain=int(median(growths)) if growths else 1,
             micro_batches=None if micro_batches == "auto" else micro_batches,
-            prefill_tokens=None if tokens == "auto" else tokens,
+            prefill_tokens=tokens,
         )
 
     def _schedule(self, round_: Round) -> Schedule:

@@ -85,6 +85,26 @@ def test_picture(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert Path("grid.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("out", ["grid", "grid.txt", "grid.pdf", "."])
+def test_a_picture_of_another_name_is_refused(config: Path, capsys: pytest.CaptureFixture[str], out: str) -> None:
+    assert main(["schedule", str(config), "--out", out]) == 2
+    captured = capsys.readouterr()
+    assert f"--out {out}: the grid is drawn as PNG; name a file that ends in .png" in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize("mark", ["\ufeff", "# an editor's lines end otherwise\r\n"])
+def test_texts_of_other_editors_are_read(config: Path, capsys: pytest.CaptureFixture[str], mark: str) -> None:
+    text = shown(capsys, str(config), "--text").partition("round 2 of")[0]
+    Path("s.txt").write_bytes((mark + text.replace("\n", "\r\n")).encode())
+    assert "no fault" in shown(capsys, str(config), "--from", "s.txt")
+
+
+def test_a_text_that_is_none(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("s.txt").write_bytes(b"\xff\xfe")
+    assert "write it as UTF-8" in shown(capsys, str(config), "--from", "s.txt", code=2)
+
+
 def test_rounds_of_the_first_step(config: Path) -> None:
     """20 tokens in chunks of 6: three whole chunks, one of two, then what is left to score."""
     loaded = load_config(TrainConfig, config)

@@ -266,6 +266,16 @@ def test_a_cut_that_is_given_is_kept_to(generator: str) -> None:
     assert all(sum(g.new for g in batch) <= 24 for batch in settled.works["reward"][0].prefill)
 
 
+@pytest.mark.parametrize("generator", GENERATORS)
+def test_a_cut_that_is_given_keeps_to_the_budget_of_micro_batches(generator: str) -> None:
+    """200 tokens, whatever is asked for: twelve prompts of 100 tokens come two at a time."""
+    planner = new_planner(SITES["colocated PP2"], generator, 16, prefill_tokens=10**6)
+    planner.micro_batch_tokens, planner.max_length = 200, 120
+    buffer = RolloutBuffer(12, 0, 1)
+    buffer.admit(Prompt(i, i, "", (1,) * 100) for i in range(12))
+    assert cut_of(planner.plan(1, buffer.active, buffer.rollouts, CHUNK, list))[1] == 6
+
+
 def test_a_round_without_decoding_asks_nothing_of_the_actor() -> None:
     planner = new_planner(SITES["colocated PP2"], "woven")
     buffer = RolloutBuffer(4, 0, 1)
