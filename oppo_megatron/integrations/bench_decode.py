@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from oppo_megatron.config.model import ModelConfig, RuntimeConfig
-from oppo_megatron.config.places import Place
 from oppo_megatron.records import Prompt, Rollout
-from oppo_megatron.runtime.links import Links, build_links
+from oppo_megatron.runtime.links import Links
 from oppo_megatron.runtime.mcore.groups import RoleGroups, build_groups
 from oppo_megatron.runtime.mcore.hf_weights import export_weights
 from oppo_megatron.runtime.mcore.model import RoleModel
@@ -33,7 +32,6 @@ from oppo_megatron.runtime.rounds import Decoding, decoder
 from oppo_megatron.runtime.sampler import Sampling
 from oppo_megatron.runtime.stopping import Stopping
 from oppo_megatron.runtime.world import World, open_world
-from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.train.machine import describe_machine
 
 
@@ -83,8 +81,8 @@ class StepLoop:
 class Engine:
     """The product's path: rounds of decode micro-steps, sampling at temperature 1 over the whole vocabulary."""
 
-    def __init__(self, model: RoleModel, links: Links):
-        self.model, self.links = model, links
+    def __init__(self, model: RoleModel):
+        self.model = model
 
     def decode(self, prompts_BP: Tensor, num_new: int) -> tuple[float, Tensor]:
         rounds = decoder(
@@ -92,7 +90,7 @@ class Engine:
             self.model.new_cache(len(prompts_BP)),
             sampling=Sampling(seed=1),
             stopping=Stopping(None, num_new + 1),
-            links=self.links,
+            links=Links({}),  # one rank has nobody to send to
             micro_batch_tokens=prompts_BP.numel(),
             timeout_s=RuntimeConfig().timeout_s,
         )
@@ -179,12 +177,11 @@ def _load(work: DecodeWork, groups: RoleGroups, world: World, lean: bool = True)
 def _build_peers(work: DecodeWork, names: Sequence[str], world: World, scratch: Path) -> dict[str, Peer]:
     groups = _groups()
     lean, module = (_load(work, groups, world, lean=lean) for lean in (True, False))
-    links = build_links(Site({"actor": Place((0,))}))
     export_weights(lean, lean.shape, scratch / "hf", head="lm")
     makers: dict[str, Callable[[], Peer]] = {
         "ours-lean": lambda: StepLoop(lean),
         "ours-module": lambda: StepLoop(module),
-        "ours-engine": lambda: Engine(lean, links),
+        "ours-engine": lambda: Engine(lean),
         "mcore-static": lambda: StaticContextDecoder(lean),
         "hf": lambda: HuggingFace(scratch / "hf"),
     }
