@@ -40,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
     from typing import cast
 
     from oppo_megatron.cli.run import load_checked
+    from oppo_megatron.config.places import role_places
     from oppo_megatron.schedule.checker import check_timeline
     from oppo_megatron.schedule.costs import Costs
     from oppo_megatron.schedule.costs_file import read_costs
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
     _check_out(args.out)
     config = cast("TrainConfig", load_checked("train", args.config, args.overrides))
-    costs: Costs = read_costs(args.costs) if args.costs else Costs()
+    costs: Costs = read_costs(args.costs, role_places(config)) if args.costs else Costs()
     shown = preview(config, args.round, prompt_tokens=args.prompt_tokens, generator=args.generator, costs=costs)
     schedule = _read(args.source) if args.source else shown.schedule
     timeline = simulate(schedule, shown.round, shown.site, costs)

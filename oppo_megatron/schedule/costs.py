@@ -22,48 +22,65 @@ class Linear:
         return self.fixed_s + num_tokens * self.per_token_s
 
 
+Lines = Linear | tuple[Linear, ...]
+"""One line for all pipeline stages of a role, or one for each."""
+
+
+def at_stage(lines: Lines, stage: int) -> Linear:
+    return lines if isinstance(lines, Linear) else lines[stage]
+
+
 @dataclass(frozen=True)
 class Costs:
     """Seconds of one pipeline stage's actions.  `prefill` is by role; a role that is missing costs `default_prefill`.
 
     `decode` and `sample` are of a micro-step (n sequences), `score` of n output rows, `message_s` of any message.
+    Stages differ: the first embeds, the last has the output layer.  `sample` and `score` are the last stage's alone.
     """
 
-    decode: Linear = Linear(2e-3, 5e-5)
+    decode: Lines = Linear(2e-3, 5e-5)
     sample: Linear = Linear(2e-4, 1e-5)
-    prefill: Mapping[str, Linear] = field(default_factory=dict)
+    prefill: Mapping[str, Lines] = field(default_factory=dict)
     default_prefill: Linear = Linear(2e-3, 2e-5)
     score: Linear = Linear(1e-4, 1e-6)
     message_s: float = 5e-5
 
-    def prefill_of(self, role: str) -> Linear:
+    def decode_at(self, stage: int) -> Linear:
+        return at_stage(self.decode, stage)
+
+    def prefill_at(self, role: str, stage: int) -> Linear:
+        return at_stage(self.prefill_of(role), stage)
+
+    def prefill_of(self, role: str) -> Lines:
         return self.prefill.get(role, self.default_prefill)
 
 
 class CostMeter:
     """Fits `Costs` to measured times, by least squares over (tokens, seconds) of each kind of action.
 
-    It keeps sums only, so ranks can join what they saw: add the vectors of all, then `CostMeter(roles, sums).costs(...)`.
-    `score` is one kind whatever the role.
+    Decode and prefill are a kind for each role and stage; `sample` is one kind, and so is `score`, whatever the role.
+    It keeps sums only, so ranks can join what they saw: add the vectors of all, then `CostMeter(stages, sums).costs(...)`.
     """
 
     MIN_SAMPLES = 4
 
-    def __init__(self, roles: Sequence[str], vector: Sequence[float] | None = None):
-        """`roles` are those that prefill, in an order that is the same on every rank."""
-        self._kinds = ["decode", "sample", "score", *(f"prefill {role}" for role in roles)]
-        self._roles = tuple(roles)
-        values = [0.0] * (_MOMENTS * len(self._kinds)) if vector is None else list(vector)
-        if len(values) != _MOMENTS * len(self._kinds):
+    def __init__(self, stages: Mapping[str, int], vector: Sequence[float] | None = None):
+        """`stages`: how many every role has, the actor among them; in an order that is the same on every rank."""
+        self.stages = dict(stages)
+        kinds = [_kind(Op.SAMPLE), _kind(Op.SCORE)]
+        kinds += [_kind(Op.DECODE, "actor", stage) for stage in range(self.stages["actor"])]
+        kinds += [_kind(Op.PREFILL, role, stage) for role, pp in self.stages.items() for stage in range(pp)]
+        values = [0.0] * (_MOMENTS * len(kinds)) if vector is None else list(vector)
+        if len(values) != _MOMENTS * len(kinds):
             raise ValueError(
-                f"{len(values)} sums for {len(roles)} roles; give {_MOMENTS * len(self._kinds)}, "
+                f"{len(values)} sums for roles of {self.stages} stages; give {_MOMENTS * len(kinds)}, "
                 "from a meter of the same roles"
             )
-        self._sums = {kind: values[_MOMENTS * i : _MOMENTS * (i + 1)] for i, kind in enumerate(self._kinds)}
+        self._sums = {kind: values[_MOMENTS * i : _MOMENTS * (i + 1)] for i, kind in enumerate(kinds)}
 
-    def add(self, op: Op, role: str, num_tokens: int, seconds: float) -> None:
+    def add(self, op: Op, role: str, stage: int, num_tokens: int, seconds: float) -> None:
         """One executed action; `num_tokens` is the n of `Costs`: sequences, new tokens or output rows."""
-        sums = self._sums[f"prefill {role}" if op is Op.PREFILL else op.value]
+        sums = self._sums[_kind(op, role, stage)]
         n, t = float(num_tokens), seconds
         for i, moment in enumerate((1.0, n, t, n * n, n * t)):
             sums[i] += moment
@@ -74,36 +91,48 @@ class CostMeter:
             sums[:] = [keep * value for value in sums]
 
     def to_vector(self) -> list[float]:
-        """The sums, in a fixed order and number for given roles."""
-        return [value for kind in self._kinds for value in self._sums[kind]]
+        """The sums, in a fixed order and number for given roles and stages."""
+        return [value for sums in self._sums.values() for value in sums]
 
     def costs(self, fallback: Costs) -> Costs:
-        """The fitted costs; `fallback` for messages, and where a kind has fewer than `MIN_SAMPLES` samples.
+        """The fitted costs.
 
-        Where all samples have the same n, the fallback's line is scaled to pass through their mean.
+        A stage with fewer than `MIN_SAMPLES` samples has the line of all stages of its role together, and where these
+        are too few as well, that of `fallback`, as `sample` and `score` have; messages always have it.  Where all
+        samples have the same n, the line that the kind would otherwise have is scaled to pass through their mean.
         """
-        prefill = {role: self._fit(f"prefill {role}", fallback.prefill_of(role)) for role in self._roles}
+        prefill = {role: self._by_stage(Op.PREFILL, role, fallback.prefill_of(role)) for role in self.stages}
         return Costs(
-            decode=self._fit("decode", fallback.decode),
-            sample=self._fit("sample", fallback.sample),
+            decode=self._by_stage(Op.DECODE, "actor", fallback.decode),
+            sample=_fit(self._sums[_kind(Op.SAMPLE)], fallback.sample),
             prefill={**fallback.prefill, **prefill},
             default_prefill=fallback.default_prefill,
-            score=self._fit("score", fallback.score),
+            score=_fit(self._sums[_kind(Op.SCORE)], fallback.score),
             message_s=fallback.message_s,
         )
 
-    def _fit(self, kind: str, fallback: Linear) -> Linear:
-        count, n, t, nn, nt = self._sums[kind]
-        if count < self.MIN_SAMPLES:
-            return fallback
-        mean_n, mean_t = n / count, t / count
-        variance = nn / count - mean_n**2
-        if variance <= 1e-6 * mean_n**2:
-            expected = fallback(round(mean_n))
-            scale = mean_t / expected if expected > 0 else 0.0
-            return Linear(scale * fallback.fixed_s, scale * fallback.per_token_s)
-        slope = (nt / count - mean_n * mean_t) / variance
-        if slope <= 0:
-            return Linear(mean_t, 0.0)
-        fixed = mean_t - slope * mean_n
-        return Linear(fixed, slope) if fixed >= 0 else Linear(0.0, nt / nn)
+    def _by_stage(self, op: Op, role: str, fallback: Lines) -> tuple[Linear, ...]:
+        own = [self._sums[_kind(op, role, stage)] for stage in range(self.stages[role])]
+        joined = [sum(column) for column in zip(*own, strict=True)]
+        return tuple(_fit(sums, _fit(joined, at_stage(fallback, stage))) for stage, sums in enumerate(own))
+
+
+def _kind(op: Op, role: str = "", stage: int = 0) -> tuple[Op, str, int]:
+    return (op, role, stage) if op in (Op.DECODE, Op.PREFILL) else (op, "", 0)
+
+
+def _fit(sums: Sequence[float], fallback: Linear) -> Linear:
+    count, n, t, nn, nt = sums
+    if count < CostMeter.MIN_SAMPLES:
+        return fallback
+    mean_n, mean_t = n / count, t / count
+    variance = nn / count - mean_n**2
+    if variance <= 1e-6 * mean_n**2:
+        expected = fallback(round(mean_n))
+        scale = mean_t / expected if expected > 0 else 0.0
+        return Linear(scale * fallback.fixed_s, scale * fallback.per_token_s)
+    slope = (nt / count - mean_n * mean_t) / variance
+    if slope <= 0:
+        return Linear(mean_t, 0.0)
+    fixed = mean_t - slope * mean_n
+    return Linear(fixed, slope) if fixed >= 0 else Linear(0.0, nt / nn)

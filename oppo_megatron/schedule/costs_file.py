@@ -7,17 +7,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from oppo_megatron.config.places import Place
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.schedule.costs import Costs, Linear
+from oppo_megatron.schedule.costs import Costs, Linear, Lines
 
 EXAMPLE = '{"decode": [0.002, 5e-5], "prefill": {"critic": [0.002, 2e-5]}, "message_s": 5e-5}'
-LINES = ("decode", "sample", "default_prefill", "score")
+LINES = ("sample", "default_prefill", "score")
 
 
-def read_costs(path: Path) -> Costs:
+def read_costs(path: Path, places: Mapping[str, Place]) -> Costs:
     """The costs in `path`: pairs of seconds, fixed and per token; what is missing has its default.
 
-    Keys are `decode`, `sample`, `score`, `default_prefill`, `prefill` (a pair for each role) and `message_s`.
+    Keys are `decode`, `sample`, `score`, `default_prefill`, `prefill` (by role) and `message_s`.  `decode` and a role's
+    `prefill` are a pair for all pipeline stages, or a list of pairs, one for each stage that it has in `places`.
     Raises ConfigError with every problem.
     """
     try:
@@ -27,20 +29,37 @@ def read_costs(path: Path) -> Costs:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds {type(tree).__name__}; costs are a JSON object, as in {EXAMPLE}")
     problems: list[str] = []
-    known = {*LINES, "prefill", "message_s"}
+    known = {*LINES, "decode", "prefill", "message_s"}
     problems += [f"{path}: `{key}` is no cost; the keys are {sorted(known)}" for key in tree if key not in known]
     lines = {key: _line(f"{path}: {key}", tree[key], problems) for key in LINES if key in tree}
+    stages = {role: place.pp for role, place in places.items()}
+    decode: Lines = Costs().decode
+    if "decode" in tree:
+        decode = _lines(f"{path}: decode", tree["decode"], stages["actor"], problems)
     prefill = tree.get("prefill", {})
     if not isinstance(prefill, Mapping):
         problems.append(f"{path}: prefill is {prefill!r}; give a pair for each role, as in {EXAMPLE}")
         prefill = {}
-    by_role = {role: _line(f"{path}: prefill of {role}", pair, problems) for role, pair in prefill.items()}
+    by_role = {
+        role: _lines(f"{path}: prefill of {role}", value, stages.get(role), problems) for role, value in prefill.items()
+    }
     message_s = tree.get("message_s", Costs().message_s)
     if not _is_seconds(message_s):
         problems.append(f"{path}: message_s is {message_s!r}; give seconds, 0 or more")
     if problems:
         raise ConfigError(problems)
-    return Costs(**lines, prefill=by_role, message_s=float(message_s))
+    return Costs(decode, prefill=by_role, message_s=float(message_s), **lines)
+
+
+def _lines(name: str, value: Any, stages: int | None, problems: list[str]) -> Lines:
+    """A pair for all stages, or one for each; `stages` is None for a role that the run does not have."""
+    if isinstance(value, list) and value and all(isinstance(pair, list) for pair in value):
+        if len(value) != (stages or len(value)):
+            problems.append(
+                f"{name} is of {len(value)} stages, but the role has pp {stages}; give one pair, or {stages}"
+            )
+        return tuple(_line(f"{name} at stage {stage}", pair, problems) for stage, pair in enumerate(value))
+    return _line(name, value, problems)
 
 
 def _line(name: str, pair: Any, problems: list[str]) -> Linear:

@@ -1,29 +1,32 @@
 """How a round's work is cut: into how many decode micro-batches, and into prefill micro-batches of how many tokens.
 
 Few, large micro-batches pay fixed costs seldom; small ones leave or fill the gaps of the decode pipeline better.  The
-choice is the cut of fewest predicted seconds.  With P stages, n sequences in M micro-batches, d and s the seconds of a
-stage's decode and sample of ceil(n / M) sequences, and h those of a message:
+choice is the cut of fewest predicted seconds.  With P stages, n sequences in M micro-batches, w_p the seconds of stage p
+with ceil(n / M) sequences (its decode, on the last stage its sample too), and h those of a message:
 
-    lap   L = max(M (d + s), P d + s + P h)           a step of all micro-batches, once the pipeline is full
-    decode  = (steps - 1) L + P d + s + (P - 1) h + (M - 1) (d + s)
-    gap   g = L - M (d + s)                           what a lap leaves free of a stage, in one piece
+    lap   L   = max(M max w_p, w_0 + ... + w_(P-1) + P h)   a step of all micro-batches, once the pipeline is full
+    end   e_p = w_0 + ... + w_p + p h + (M - 1) max(w_0 .. w_p)   when stage p is done with the first step
+    gap   g_p = L - M w_p                                   what each lap but the last one leaves free of a stage
 
-A role with t seconds for a micro-batch puts floor(g / t) of them into each gap.  The last stage misses the gaps that go
-by until the first micro-batch reaches it: each stage has its gap d + h later than the one before, and a micro-batch that
-comes too late for a gap waits for the next.  What the gaps do not hold comes after decoding.  If that is so on the first
-stage already, (P - 1) t pass until the last one has it all.  One stage (P = 1, h = 0) has no gaps: decoding and prefill
+so stage p decodes until (steps - 1) L + e_p.  A role with t_p seconds for a micro-batch puts floor(g_p / t_p) of them
+into each gap, but no more than came out of the gaps of the stage before.  Stage p misses the gaps that go by until the
+first micro-batch reaches it, and one that comes too late for a gap waits for the next.  What the gaps of a stage do not
+hold comes after its decoding, and no sooner than it comes from the stage before; the later stages' time for the last of
+it comes on top.  The stage that ends last ends the round.  One stage (P = 1, h = 0) has no gaps: decoding and prefill
 follow each other.
+
+A scorer of another layout is taken to have the actor's stages, each at the cost of its own stage of the same depth.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import ceil
 from typing import NamedTuple, TypeVar
 
-from oppo_megatron.schedule.costs import Costs
+from oppo_megatron.schedule.costs import Costs, Linear
 
 T = TypeVar("T")
 
@@ -82,24 +85,31 @@ def choose_cut(
 
 def predict_s(work: Work, cut: Cut, costs: Costs) -> float:
     """Seconds of the woven round by the formula above."""
-    lap = _lap(work, cut.micro_batches, costs)
-    early = late = float(work.steps if work.num_sequences else 0)
-    rest_first = rest_last = drain = 0.0
+    lap, message_s = _lap(work, cut.micro_batches, costs), _message_s(work, costs)
+    decoded = max(0, work.steps - 1) * lap.seconds
+    gaps = [float(max(0, work.steps - 1))] * work.pp  # left of each stage
+    ends = [decoded + end for end in lap.end_s]
+    drain = [0.0] * work.pp
     for role, tokens in work.prefill_tokens.items():
         if not tokens:
             continue
         count = ceil(tokens / cut.prefill_tokens)
-        seconds, longest = (_prefill_s(role, n, costs) for n in (tokens / count, min(tokens, cut.prefill_tokens)))
-        in_a_gap = int(lap.gap_s / longest + ROUNDING) if longest > 0 else count
-        late = min(late, early - _ramp(work.pp, lap, longest))
-
-        first, last = min(count, int(early * in_a_gap)), min(count, max(0, int(late * in_a_gap)))
-        early -= first / in_a_gap if first else 0.0
-        late -= last / in_a_gap if last else 0.0
-        rest_first += (count - first) * seconds
-        rest_last += (count - last) * seconds
-        drain = max(drain, (work.pp - 1) * seconds) if first < count else drain
-    return lap.decoding_s + max(rest_first + drain, rest_last)
+        seconds = _prefill_s(work, role, tokens / count, costs)
+        longest = _prefill_s(work, role, min(tokens, cut.prefill_tokens), costs)
+        begun, before, ready = gaps[0], count, 0.0
+        for stage, missed in enumerate(_missed(lap, longest, message_s)):
+            in_a_gap = int(lap.gap_s[stage] / longest[stage] + ROUNDING) if longest[stage] > 0 else count
+            gaps[stage] = max(0.0, min(gaps[stage], begun - missed))
+            woven = min(before, int(gaps[stage] * in_a_gap + ROUNDING))
+            gaps[stage] -= woven / in_a_gap if woven else 0.0
+            if woven < count:
+                start = max(ends[stage], ready if woven == before else 0.0)
+                ready = start + seconds[stage] + message_s
+                ends[stage] = start + (count - woven) * seconds[stage]
+                later = sum(seconds[stage + 1 :]) + (work.pp - 1 - stage) * message_s
+                drain[stage] = max(drain[stage], later)
+            before = woven
+    return max(map(sum, zip(ends, drain, strict=True)))
 
 
 def even_portions(items: Sequence[T], portions: int) -> list[list[T]]:
@@ -111,37 +121,52 @@ def even_portions(items: Sequence[T], portions: int) -> list[list[T]]:
 
 
 class _Lap(NamedTuple):
-    """One decode step of all micro-batches: the gap it leaves of a stage, how much later the next stage has it; all steps."""
+    """One decode step of all micro-batches; by stage, the gap that it leaves, and when the stage is done with the first."""
 
-    gap_s: float
-    shift_s: float
-    decoding_s: float
+    seconds: float
+    gap_s: Sequence[float]
+    end_s: Sequence[float]
 
 
 def _lap(work: Work, micro_batches: int, costs: Costs) -> _Lap:
     if not work.num_sequences or not work.steps:
-        return _Lap(0.0, 0.0, 0.0)
-    sequences = ceil(work.num_sequences / micro_batches)
-    decode, sample = costs.decode(sequences), costs.sample(sequences)
-    shift = decode + (costs.message_s if work.pp > 1 else 0.0)
-    busy = micro_batches * (decode + sample)
-    lap = max(busy, work.pp * shift + sample)
-    return _Lap(lap - busy if work.pp > 1 else 0.0, shift, (work.steps - 1) * lap + (work.pp - 1) * shift + busy)
+        return _Lap(0.0, [0.0] * work.pp, [0.0] * work.pp)
+    sequences, message_s = ceil(work.num_sequences / micro_batches), _message_s(work, costs)
+    busy = [costs.decode_at(stage)(sequences) for stage in range(work.pp)]
+    busy[-1] += costs.sample(sequences)
+    lap = max(micro_batches * max(busy), sum(busy) + work.pp * message_s)
+    reached, slowest = accumulate(busy), accumulate(busy, max)
+    ends = [a + p * message_s + (micro_batches - 1) * b for p, (a, b) in enumerate(zip(reached, slowest, strict=True))]
+    return _Lap(lap, [lap - micro_batches * seconds for seconds in busy], ends)
 
 
-def _ramp(pp: int, lap: _Lap, seconds: float) -> int:
-    """Gaps of the last stage that go by before it has its first micro-batch of `seconds`."""
-    missed, offset = 0, 0.0
-    for _ in range(pp - 1):
-        offset = max(0.0, offset + seconds - lap.shift_s)
-        if offset + seconds > lap.gap_s * (1 + ROUNDING):
-            missed, offset = missed + 1, 0.0
+def _missed(lap: _Lap, seconds: Sequence[float], message_s: float) -> list[int]:
+    """By stage, its gaps that go by before it has a role's first micro-batch, which takes it `seconds`."""
+    missed, ready = [], lap.end_s[0]
+    for end, gap, own in zip(lap.end_s, lap.gap_s, seconds, strict=True):
+        late = ready + own - end - gap
+        missed.append(max(0, ceil(late / lap.seconds - ROUNDING)) if lap.seconds > 0 else 0)
+        ready = max(ready, end + missed[-1] * lap.seconds) + own + message_s
     return missed
 
 
-def _prefill_s(role: str, tokens: float, costs: Costs) -> float:
-    """Seconds of a micro-batch on the last stage, each new token with its output row."""
-    return costs.prefill_of(role)(round(tokens)) + costs.score(round(tokens))
+def _message_s(work: Work, costs: Costs) -> float:
+    return costs.message_s if work.pp > 1 else 0.0
+
+
+def _prefill_lines(work: Work, role: str, costs: Costs) -> list[Linear]:
+    """The role's lines by stage of the actor, each of the role's own stage that is as deep."""
+    lines = costs.prefill_of(role)
+    if isinstance(lines, Linear):
+        return [lines] * work.pp
+    return [lines[round(stage * (len(lines) - 1) / max(1, work.pp - 1))] for stage in range(work.pp)]
+
+
+def _prefill_s(work: Work, role: str, tokens: float, costs: Costs) -> list[float]:
+    """Seconds of a micro-batch by stage; on the last, each new token with its output row."""
+    seconds = [line(round(tokens)) for line in _prefill_lines(work, role, costs)]
+    seconds[-1] += costs.score(round(tokens))
+    return seconds
 
 
 def _sizes(work: Work, micro_batches: int, costs: Costs, budget: int, grain: int) -> Iterator[int]:
@@ -151,11 +176,12 @@ def _sizes(work: Work, micro_batches: int, costs: Costs, budget: int, grain: int
     while size // 2 >= grain:
         size //= 2
         yield size
-    gap_s = _lap(work, micro_batches, costs).gap_s
-    slopes = [costs.prefill_of(role).per_token_s + costs.score.per_token_s for role in work.prefill_tokens]
-    fixed = [costs.prefill_of(role).fixed_s + costs.score.fixed_s for role in work.prefill_tokens]
-    for parts in range(1, MOST_IN_A_GAP + 1):
-        fits = [(gap_s / parts - at_least) / slope for at_least, slope in zip(fixed, slopes, strict=True) if slope > 0]
-        size = int(min(fits, default=0) + ROUNDING) // grain * grain
-        if 0 < size < budget:
-            yield size
+    roles = [_prefill_lines(work, role, costs) for role in work.prefill_tokens]
+    gap_s, found = _lap(work, micro_batches, costs).gap_s, set[int]()
+    for stage, gap in enumerate(gap_s):
+        score = costs.score if stage == work.pp - 1 else Linear(0.0, 0.0)
+        own = [Linear(a.fixed_s + score.fixed_s, a.per_token_s + score.per_token_s) for a in (r[stage] for r in roles)]
+        for parts in range(1, MOST_IN_A_GAP + 1):
+            fits = [(gap / parts - line.fixed_s) / line.per_token_s for line in own if line.per_token_s > 0]
+            found.add(int(min(fits, default=0) + ROUNDING) // grain * grain)
+    yield from sorted(size for size in found if 0 < size < budget)

@@ -104,8 +104,17 @@ def _lap_starts(durations: list[list[int]], ready: list[int], free: list[int], m
 
     `ready` is when each may enter the first stage, `free` when each stage is done with the step before.  First each
     starts as early as it can; then those that would only wait for the next one start later, close to it, so that what
-    a step leaves free of a stage is one gap.  Without it micro-batches of unequal size drift apart.
+    a step leaves free of a stage is one gap, but none so late that it would delay the last one in the step after.
+    Without it micro-batches of unequal size drift apart.
     """
+    starts = _earliest(durations, ready, free, message)
+    ready = [row[-1] + own[-1] + message for row, own in zip(starts, durations, strict=True)]
+    free = [start + duration for start, duration in zip(starts[-1], durations[-1], strict=True)]
+    following = _close(_earliest(durations, ready, free, message), durations, message)
+    return _close(starts, durations, message, [row[0] for row in following])
+
+
+def _earliest(durations: list[list[int]], ready: list[int], free: list[int], message: int) -> list[list[int]]:
     free, starts = list(free), []
     for own, arrival in zip(durations, ready, strict=True):
         row = []
@@ -115,9 +124,19 @@ def _lap_starts(durations: list[list[int]], ready: list[int], free: list[int], m
             free[stage] = start + duration
             arrival = start + duration + message
         starts.append(row)
+    return starts
+
+
+def _close(
+    starts: list[list[int]], durations: list[list[int]], message: int, needed: list[int] | None = None
+) -> list[list[int]]:
+    """All but the last as late as the next one lets them, and as they are `needed` for the following step."""
+    starts = [list(row) for row in starts]
     for m in range(len(starts) - 2, -1, -1):
         arrival = starts[m + 1][-1] + message
-        for stage in range(len(free) - 1, -1, -1):
+        if needed is not None:
+            arrival = min(arrival, needed[m])
+        for stage in range(len(durations[m]) - 1, -1, -1):
             arrival = min(starts[m + 1][stage], arrival - message) - durations[m][stage]
             starts[m][stage] = arrival
     return starts
@@ -178,8 +197,7 @@ class _Layout:
 
     def _place_decode(self, place: Place, replica: int, batches: tuple[Batch, ...]) -> None:
         last, chunk = place.pp - 1, self.round.index
-        seconds = [(self.costs.decode(len(batch)), self.costs.sample(len(batch))) for batch in batches]
-        durations = [[nanoseconds(decode)] * last + [nanoseconds(decode + sample)] for decode, sample in seconds]
+        durations = [[self._decode_time(stage, batch, stage == last) for stage in range(place.pp)] for batch in batches]
         free = [self.free.end(place.stage_ranks(replica, stage)) for stage in range(place.pp)]
         ready = [0] * len(batches)
         for step in range(self.round.steps if batches else 0):
@@ -199,7 +217,7 @@ class _Layout:
         for stage in range(last + 1):
             scored = stage == last and role != "actor"
             ops = (Op.PREFILL, Op.SCORE) if scored else (Op.PREFILL,)
-            duration = self._prefill_time(role, batch, scored)
+            duration = self._prefill_time(role, stage, batch, scored)
             end = self._put((role, replica, stage), ops, (j, chunk, None), ready, duration)
             done = end if stage == 0 else done
             ready = end + self.message
@@ -218,17 +236,22 @@ class _Layout:
             self._lists[rank].append((start, self._placed, actions))
         return start + duration
 
-    def _prefill_time(self, role: str, batch: Batch, scored: bool) -> int:
-        seconds = self.costs.prefill_of(role)(_tokens(batch))
+    def _decode_time(self, stage: int, batch: Batch, sampled: bool) -> int:
+        seconds = self.costs.decode_at(stage)(len(batch))
+        return nanoseconds(seconds + (self.costs.sample(len(batch)) if sampled else 0.0))
+
+    def _prefill_time(self, role: str, stage: int, batch: Batch, scored: bool) -> int:
+        seconds = self.costs.prefill_at(role, stage)(_tokens(batch))
         return nanoseconds(seconds + (self.costs.score(sum(g.rows for g in batch)) if scored else 0.0))
 
     def _shortest_prefill(self) -> int:
         return min(
             (
-                self._prefill_time(role, batch, scored=False)
+                self._prefill_time(role, stage, batch, scored=False)
                 for role, replicas in self.round.prefill.items()
                 for batches in replicas
                 for batch in batches
+                for stage in range(self.site.places[role].pp)
             ),
             default=1,
         )

@@ -76,6 +76,11 @@ class RoundPlanner:
         )
         return PlannedRound(round_, works, self._schedule(round_))
 
+    def learn(self, costs: Costs) -> None:
+        """Plan by `costs` from now on.  All ranks do so between the same two rounds."""
+        self.costs = costs
+        self._known.clear()
+
     def _cut(self, decode: Sequence[Rollout], score: Sequence[Rollout], chunk: int) -> Cut:
         """Decode micro-batches of each replica, and the token budget of a scorer's prefill micro-batch."""
         micro_batches, place = self.weave.micro_batches, self.site.places["actor"]

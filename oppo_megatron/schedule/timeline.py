@@ -217,13 +217,14 @@ class _Run:
     def _seconds(self, action: Action) -> float:
         if action.op is Op.GATHER:
             return self.costs.message_s
-        batch = batch_of(self.round, action, self.seats[action.role, action.rank].replica)
+        seat = self.seats[action.role, action.rank]
+        batch = batch_of(self.round, action, seat.replica)
         if action.op is Op.DECODE:
-            return self.costs.decode(len(batch))
+            return self.costs.decode_at(seat.stage)(len(batch))
         if action.op is Op.SAMPLE:
             return self.costs.sample(len(batch))
         if action.op is Op.PREFILL:
-            return self.costs.prefill_of(action.role)(sum(growth.new for growth in batch))
+            return self.costs.prefill_at(action.role, seat.stage)(sum(growth.new for growth in batch))
         return self.costs.score(sum(growth.rows for growth in batch))
 
     def _record(self, action: Action, start_s: float, end_s: float) -> None:

@@ -178,8 +178,8 @@ class PPOTrainer:
         planner, meter = self.rounds.planner, self.tracer.meter
         if planner.generator != "woven":
             return
-        roles = list(planner.site.places)
-        planner.costs = CostMeter(roles, sum_over_ranks(meter.to_vector(), self.world.device)).costs(Costs())
+        sums = sum_over_ranks(meter.to_vector(), self.world.device)
+        planner.learn(CostMeter(meter.stages, sums).costs(Costs()))
         meter.forget(COSTS_KEPT)
 
     def _evaluate(self, step: int, last: bool) -> None:

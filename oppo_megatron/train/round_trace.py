@@ -8,6 +8,7 @@ from pathlib import Path
 from oppo_megatron.schedule.actions import Action, Op, Payload
 from oppo_megatron.schedule.costs import CostMeter
 from oppo_megatron.schedule.planner import PlannedRound
+from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.train.trace import Span, SpanRecorder
 
 WAIT, WAIT_TOKENS, DECODE, SCORE = "wait", "wait_tokens", "decode", "score"
@@ -22,8 +23,9 @@ class RoundTracer:
     for every action, named as in the schedule, and the schedules themselves go to `schedules`.
     """
 
-    def __init__(self, spans: SpanRecorder, meter: CostMeter, *, actions: bool, schedules: Path | None):
+    def __init__(self, spans: SpanRecorder, meter: CostMeter, site: Site, *, actions: bool, schedules: Path | None):
         self.spans, self.meter, self._actions, self._schedules = spans, meter, actions, schedules
+        self._seats = {role: seat for role, place in site.places.items() if (seat := place.seat(spans.rank))}
         self._step, self._round = 0, 0
         self._stretch: Span | None = None
 
@@ -47,7 +49,7 @@ class RoundTracer:
         span = Span(self.spans.rank, role, label, self._step, start, end)
         self.spans.count(span)
         if num_tokens:
-            self.meter.add(action.op, action.role, num_tokens, end - start)
+            self.meter.add(action.op, action.role, self._seats[action.role].stage, num_tokens, end - start)
         if self._actions:
             name = str(replace(action, chunk=action.chunk + self._round - 1))
             self.spans.write(Span(self.spans.rank, action.role, name, self._step, start, end))

@@ -60,7 +60,8 @@ def build_trainer(config: TrainConfig, world: World, inputs: Inputs) -> PPOTrain
     run_dir = RunDirectory(config.run_dir)
     tracer = RoundTracer(
         SpanRecorder(rank, config.run_dir if config.logging.trace else None),
-        CostMeter(list(topology.site.places)),
+        CostMeter({role: place.pp for role, place in topology.site.places.items()}),
+        topology.site,
         actions=config.logging.actions,
         schedules=run_dir.schedules if config.logging.actions and rank == source else None,
     )

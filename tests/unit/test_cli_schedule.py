@@ -11,6 +11,7 @@ import pytest
 from oppo_megatron.cli.main import main
 from oppo_megatron.cli.schedule import GENERATORS
 from oppo_megatron.config.load import load_config
+from oppo_megatron.config.places import Place
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.schedule import generators
@@ -33,6 +34,9 @@ rollout: {batch_size: 8, max_response_tokens: 20}
 overlap: {chunk: {tokens: 6}, delta: {initial: 4}, weave: {micro_batches: 2}}
 placement: {mode: colocated, actor: {pp: 2, dp: 2}}
 """
+
+
+PLACES = {role: Place(tuple(range(4)), pp=2, dp=2) for role in ("actor", "critic", "reward")}
 
 
 @pytest.fixture
@@ -160,10 +164,11 @@ def test_a_given_text_is_checked_and_its_fault_shown(config: Path, capsys: pytes
 
 
 def test_costs_from_a_file(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    costs = {"decode": [1, 0.5], "prefill": {"critic": [2, 0]}, "message_s": 0}
+    costs = {"decode": [1, 0.5], "prefill": {"critic": [2, 0], "reward": [[1, 0], [3, 0]]}, "message_s": 0}
     path = Path("costs.json")
     path.write_text(json.dumps(costs))
-    assert read_costs(path) == Costs(decode=Linear(1, 0.5), prefill={"critic": Linear(2, 0)}, message_s=0)
+    prefill = {"critic": Linear(2, 0), "reward": (Linear(1, 0), Linear(3, 0))}
+    assert read_costs(path, PLACES) == Costs(decode=Linear(1, 0.5), prefill=prefill, message_s=0)
     out = shown(capsys, str(config), "--costs", "costs.json")
     assert "\n  costs of costs.json\n" in out
     seconds = re.search(r"predicted: (\d+\.\d+) s", out)
@@ -179,6 +184,14 @@ def test_costs_from_a_file(config: Path, capsys: pytest.CaptureFixture[str]) -> 
         ('{"decode": 3}', "decode is 3; give two numbers"),
         ('{"decode": [1, -2]}', "give two numbers"),
         ('{"decode": [1, true]}', "give two numbers"),
+        ('{"decode": []}', "decode is []; give two numbers"),
+        ('{"decode": [[1, 2], [3]]}', "decode at stage 1 is [3]; give two numbers"),
+        ('{"decode": [[1, 2]]}', "decode is of 1 stages, but the role has pp 2"),
+        (
+            '{"prefill": {"critic": [[1, 2], [1, 2], [1, 2]]}}',
+            "prefill of critic is of 3 stages, but the role has pp 2",
+        ),
+        ('{"sample": [[1, 2], [1, 2]]}', "sample is [[1, 2], [1, 2]]; give two numbers"),
         ('{"prefill": [1, 2]}', "a pair for each role"),
         ('{"prefill": {"critic": [1]}}', "prefill of critic is [1]"),
         ('{"message_s": NaN}', "message_s is nan"),
@@ -187,7 +200,7 @@ def test_costs_from_a_file(config: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_wrong_costs_are_refused(config: Path, text: str, says: str) -> None:
     Path("costs.json").write_text(text)
     with pytest.raises(ConfigError) as error:
-        read_costs(Path("costs.json"))
+        read_costs(Path("costs.json"), PLACES)
     assert says in str(error.value) and "costs.json" in str(error.value)
 
 

@@ -3,36 +3,44 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from oppo_megatron.config.places import Place
 from oppo_megatron.schedule.actions import Op
+from oppo_megatron.schedule.communication import add_communication
 from oppo_megatron.schedule.costs import CostMeter, Costs, Linear
 from oppo_megatron.schedule.cut import Cut, Work, choose_cut, even_portions, predict_s
+from oppo_megatron.schedule.generators import woven
+from oppo_megatron.schedule.rounds import Growth, Round, Site
+from oppo_megatron.schedule.timeline import COMPUTE, simulate
 
-ROLES = ("actor", "critic")
+STAGES = {"actor": 2, "critic": 3}
 TRUE = Costs(
-    decode=Linear(3e-3, 1e-4),
+    decode=(Linear(3e-3, 1e-4), Linear(9e-3, 5e-4)),
     sample=Linear(0.0, 2e-5),
-    prefill={"actor": Linear(1e-3, 4e-5), "critic": Linear(2e-3, 8e-5)},
+    prefill={
+        "actor": (Linear(1e-3, 4e-5), Linear(1e-3, 9e-5)),
+        "critic": (Linear(2e-3, 8e-5), Linear(2e-3, 7e-5), Linear(4e-3, 1e-4)),
+    },
     score=Linear(5e-4, 0.0),
     message_s=1e-5,
 )
 KINDS = [
-    (Op.DECODE, "actor", TRUE.decode),
-    (Op.SAMPLE, "actor", TRUE.sample),
-    (Op.PREFILL, "actor", TRUE.prefill_of("actor")),
-    (Op.PREFILL, "critic", TRUE.prefill_of("critic")),
-    (Op.SCORE, "critic", TRUE.score),
+    *((Op.DECODE, "actor", stage, TRUE.decode_at(stage)) for stage in range(2)),
+    (Op.SAMPLE, "actor", 1, TRUE.sample),
+    *((Op.PREFILL, role, stage, TRUE.prefill_at(role, stage)) for role, pp in STAGES.items() for stage in range(pp)),
+    (Op.SCORE, "critic", 2, TRUE.score),
 ]
 
 
 def fed(meter: CostMeter, sizes: list[int]) -> CostMeter:
-    for op, role, line in KINDS:
+    for op, role, stage, line in KINDS:
         for n in sizes:
-            meter.add(op, role, n, line(n))
+            meter.add(op, role, stage, n, line(n))
     return meter
 
 
@@ -41,69 +49,89 @@ def assert_close(line: Linear, expected: Linear) -> None:
 
 
 @given(st.lists(st.integers(1, 4096), min_size=4, max_size=20, unique=True))
-def test_exact_samples_give_the_true_lines(sizes: list[int]) -> None:
-    found = fed(CostMeter(ROLES), sizes).costs(Costs())
+def test_exact_samples_give_the_true_line_of_every_stage(sizes: list[int]) -> None:
+    found = fed(CostMeter(STAGES), sizes).costs(Costs())
     for line, expected in [
-        (found.decode, TRUE.decode),
+        *((found.decode_at(stage), TRUE.decode_at(stage)) for stage in range(2)),
         (found.sample, TRUE.sample),
         (found.score, TRUE.score),
-        *((found.prefill_of(role), TRUE.prefill_of(role)) for role in ROLES),
+        *((found.prefill_at(r, stage), TRUE.prefill_at(r, stage)) for r, pp in STAGES.items() for stage in range(pp)),
     ]:
         for n in (min(sizes), max(sizes)):
             assert line(n) == pytest.approx(expected(n), rel=1e-3, abs=1e-9)
 
 
 def test_least_squares_equals_the_normal_equations_of_noisy_samples() -> None:
-    rng, meter = random.Random(0), CostMeter(ROLES)
+    rng, meter = random.Random(0), CostMeter(STAGES)
     pairs = [(n, 0.01 + 1e-4 * n + rng.gauss(0, 1e-3)) for n in (8, 16, 24, 32, 48, 64)]
     for n, seconds in pairs:
-        meter.add(Op.DECODE, "actor", n, seconds)
+        meter.add(Op.DECODE, "actor", 0, n, seconds)
     mean_n, mean_t = (sum(column) / len(pairs) for column in zip(*pairs, strict=True))
     slope = sum((n - mean_n) * (t - mean_t) for n, t in pairs) / sum((n - mean_n) ** 2 for n, _ in pairs)
-    assert_close(meter.costs(Costs()).decode, Linear(mean_t - slope * mean_n, slope))
+    assert_close(meter.costs(Costs()).decode_at(0), Linear(mean_t - slope * mean_n, slope))
 
 
 def test_ranks_add_their_vectors() -> None:
-    both = fed(fed(CostMeter(ROLES), [10, 20, 30]), [40, 50])
-    one, other = fed(CostMeter(ROLES), [10, 20, 30]), fed(CostMeter(ROLES), [40, 50])
+    both = fed(fed(CostMeter(STAGES), [10, 20, 30]), [40, 50])
+    one, other = fed(CostMeter(STAGES), [10, 20, 30]), fed(CostMeter(STAGES), [40, 50])
     summed = [a + b for a, b in zip(one.to_vector(), other.to_vector(), strict=True)]
     assert summed == pytest.approx(both.to_vector())
-    assert_close(CostMeter(ROLES, summed).costs(Costs()).decode, TRUE.decode)
+    assert_close(CostMeter(STAGES, summed).costs(Costs()).decode_at(1), TRUE.decode_at(1))
+    assert len(summed) == len(CostMeter(STAGES).to_vector()) == 5 * (2 + 2 + 2 + 3)  # sample, score; decode; prefill
     with pytest.raises(ValueError, match="same roles"):
-        CostMeter(("actor",), summed)
+        CostMeter({"actor": 2}, summed)
 
 
 def test_lines_are_never_negative() -> None:
-    falling, steep = CostMeter(ROLES), CostMeter(ROLES)
+    falling, steep = CostMeter(STAGES), CostMeter(STAGES)
     for n in (10, 20, 30, 40):
-        falling.add(Op.DECODE, "actor", n, 1.0 - 0.01 * n)
-        steep.add(Op.DECODE, "actor", n, 0.1 * n - 0.5)
-    assert_close(falling.costs(Costs()).decode, Linear(0.75, 0.0))
+        falling.add(Op.DECODE, "actor", 0, n, 1.0 - 0.01 * n)
+        steep.add(Op.DECODE, "actor", 0, n, 0.1 * n - 0.5)
+    assert_close(falling.costs(Costs()).decode_at(0), Linear(0.75, 0.0))
     through_origin = sum(n * (0.1 * n - 0.5) for n in (10, 20, 30, 40)) / sum(n * n for n in (10, 20, 30, 40))
-    assert_close(steep.costs(Costs()).decode, Linear(0.0, through_origin))
+    assert_close(steep.costs(Costs()).decode_at(0), Linear(0.0, through_origin))
 
 
 def test_too_few_samples_leave_the_fallback_and_one_size_scales_it() -> None:
     fallback = Costs(decode=Linear(1.0, 0.1), message_s=0.25)
-    meter = CostMeter(ROLES)
+    meter = CostMeter(STAGES)
     for _ in range(3):
-        meter.add(Op.DECODE, "actor", 10, 4.0)
+        meter.add(Op.DECODE, "actor", 0, 10, 4.0)
     assert meter.costs(fallback) == Costs(
-        decode=fallback.decode, prefill=dict.fromkeys(ROLES, fallback.default_prefill), message_s=0.25
+        decode=(fallback.decode_at(0),) * 2,
+        prefill={role: (fallback.default_prefill,) * pp for role, pp in STAGES.items()},
+        message_s=0.25,
     )
-    meter.add(Op.DECODE, "actor", 10, 4.0)
-    assert_close(meter.costs(fallback).decode, Linear(2.0, 0.2))
+    meter.add(Op.DECODE, "actor", 0, 10, 4.0)
+    assert_close(meter.costs(fallback).decode_at(0), Linear(2.0, 0.2))
+
+
+def test_a_stage_with_too_few_samples_has_the_line_of_all_stages() -> None:
+    meter = CostMeter(STAGES)
+    for n in (10, 20, 30, 40):
+        meter.add(Op.PREFILL, "critic", 0, n, 1.0 + n)
+        meter.add(Op.PREFILL, "critic", 2, n, 3.0 + 3 * n)
+    meter.add(Op.PREFILL, "critic", 1, 25, 52.0)  # on the line between the two
+    found = meter.costs(Costs())
+    for stage, expected in enumerate([Linear(1.0, 1.0), Linear(2.0, 2.0), Linear(3.0, 3.0)]):
+        assert_close(found.prefill_at("critic", stage), expected)
+    assert found.prefill_at("actor", 1) == Costs().default_prefill
+    for _ in range(4):
+        meter.add(Op.PREFILL, "critic", 1, 24, 100.0)
+    meter.forget(0.9)
+    one_size = meter.costs(Costs()).prefill_at("critic", 1)  # 4 samples of about one size: through their mean
+    assert one_size(24) == pytest.approx(90, rel=0.05)
 
 
 def test_what_is_forgotten_counts_less() -> None:
-    meter = CostMeter(ROLES)
+    meter = CostMeter(STAGES)
     for n in (10, 20, 30, 40):
-        meter.add(Op.DECODE, "actor", n, 1.0)
+        meter.add(Op.DECODE, "actor", 1, n, 1.0)
     meter.forget(0.0)
     assert meter.to_vector() == [0.0] * len(meter.to_vector())
     fed(meter, [10, 20, 30, 40, 50])
     meter.forget(0.9)
-    assert_close(meter.costs(Costs()).decode, TRUE.decode)
+    assert_close(meter.costs(Costs()).decode_at(1), TRUE.decode_at(1))
 
 
 @given(st.integers(0, 70), st.integers(1, 20))
@@ -117,14 +145,53 @@ def test_even_portions(count: int, portions: int) -> None:
 
 
 def test_prediction_by_hand() -> None:
-    """2 stages, 3 steps; a lap of one micro-batch is 2 (1 + 0.5) + 0.3 = 3.3 s, its gap 2 s."""
+    """2 stages, 3 steps; a lap of one micro-batch is 1 + 1.3 + 2 * 0.5 = 3.3 s; gaps of 2.3 s and 2 s."""
     costs = Costs(Linear(1.0, 0.0), Linear(0.3, 0.0), {}, Linear(0.9, 0.0), Linear(0.1, 0.0), message_s=0.5)
     decode_only = Work(4, 3, 2, {})
     assert predict_s(decode_only, Cut(1, 10), costs) == pytest.approx(2 * 3.3 + 2.8)
-    fits = Work(4, 3, 2, {"reward": 50})
+    fits = Work(4, 3, 2, {"reward": 40})
     assert predict_s(fits, Cut(1, 10), costs) == pytest.approx(2 * 3.3 + 2.8)
-    # two fit into each of three gaps; of 9 the last 3 come after decoding, and 1 s until the last stage has them
-    assert predict_s(replace_tokens(fits, 90), Cut(1, 10), costs) == pytest.approx(2 * 3.3 + 2.8 + 3 + 1)
+    # two fit into each of two gaps; of 9 the last 5, of 0.9 + 0.1 s on the last stage, come after decoding
+    assert predict_s(replace_tokens(fits, 90), Cut(1, 10), costs) == pytest.approx(2 * 3.3 + 2.8 + 5)
+
+
+def test_prediction_by_hand_where_the_last_stage_is_slow() -> None:
+    """Two micro-batches of 1 and 3 s, no messages: a lap is 6 s, all of it the last stage's; the first has 4 s free."""
+    critic = {"critic": (Linear(2.0, 0.0), Linear(4.0, 0.0))}
+    costs = Costs((Linear(1.0, 0.0), Linear(3.0, 0.0)), Linear(0.0, 0.0), critic, score=Linear(0.0, 0.0), message_s=0.0)
+    assert predict_s(Work(2, 5, 2, {}), Cut(2, 1), costs) == pytest.approx(4 * 6 + 7)
+    assert predict_s(Work(2, 5, 2, {"critic": 3}), Cut(2, 1), costs) == pytest.approx(4 * 6 + 7 + 3 * 4)
+    # one micro-batch at a time: laps of 4 s, gaps of 3 and 1 s; the first stage's hold one each, the last one's none
+    assert predict_s(Work(2, 5, 2, {"critic": 3}), Cut(1, 1), costs) == pytest.approx(4 * 4 + 4 + 3 * 4)
+    # of two, the second waits for the first stage, which decodes until 17: 17 + 2 ..., while the last one ends at 20
+    first_slow = replace(costs, prefill={"critic": (Linear(5.0, 0.0), Linear(1.0, 0.0))})
+    assert predict_s(Work(2, 5, 2, {"critic": 2}), Cut(1, 1), first_slow) == pytest.approx(17 + 2 * 5 + 1)
+
+
+@given(
+    st.lists(st.integers(0, 20), min_size=2, max_size=5), st.integers(0, 9), st.integers(0, 9), *[st.integers(1, 6)] * 2
+)
+def test_predicted_decoding_is_that_of_the_dry_run(
+    seconds: list[int], sample: int, message: int, micro_batches: int, steps: int
+) -> None:
+    """Exactly, whatever the stages cost."""
+    decode = tuple(Linear(float(s), 0.0) for s in seconds)
+    costs = Costs(decode, Linear(float(sample), 0.0), message_s=float(message))
+    pp = len(seconds)
+    site = Site({"actor": Place(tuple(range(pp)), pp=pp)})
+    round_ = Round(1, steps, (tuple((Growth(m, 1, steps),) for m in range(micro_batches)),))
+    timeline = simulate(add_communication(woven(round_, site, costs), round_, site), round_, site, costs)
+    computed = max(s.end_s for own in timeline.spans.values() for s in own if s.action.op in COMPUTE)
+    assert predict_s(Work(micro_batches, steps, pp, {}), Cut(micro_batches, 1), costs) == pytest.approx(computed)
+
+
+def test_a_scorer_of_another_layout_has_its_costs_by_depth() -> None:
+    """Two stages of a scorer beside four of the actor: the first two cost as its first, the others as its second."""
+    two, four = (Linear(1.0, 0.0), Linear(5.0, 0.0)), (Linear(1.0, 0.0),) * 2 + (Linear(5.0, 0.0),) * 2
+    work = Work(8, 4, 4, {"reward": 70})
+    assert predict_s(work, Cut(2, 10), Costs(prefill={"reward": two})) == predict_s(
+        work, Cut(2, 10), Costs(prefill={"reward": four})
+    )
 
 
 def replace_tokens(work: Work, tokens: int) -> Work:

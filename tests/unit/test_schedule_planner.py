@@ -222,6 +222,20 @@ def test_a_schedule_is_made_once_for_each_shape(monkeypatch: pytest.MonkeyPatch)
     assert [plan.round.index for plan in seen] == list(range(1, len(seen) + 1))
 
 
+def test_a_schedule_is_made_anew_when_costs_are_learned() -> None:
+    """Rounds of one shape: what fits into the gaps of slow decoding comes after fast decoding."""
+    planner = new_planner(SITES["colocated PP2"], "woven", 16, micro_batches=1, prefill_tokens=36)
+    fast, slow = Linear(1e-3, 1e-6), Linear(1.0, 1e-6)
+    found = []
+    for number, (decode, prefill) in enumerate([(slow, fast), (fast, slow), (slow, fast)]):
+        planner.learn(Costs(decode, default_prefill=prefill))
+        buffer = RolloutBuffer(4, 0, 1)
+        buffer.admit(Prompt(number * 4 + i, number * 4 + i, "", (1,) * 6) for i in range(4))
+        found.append(planner.plan(1, buffer.active, buffer.rollouts, CHUNK, list).schedule)
+    woven, after, again = found
+    assert sorted(map(str, woven)) == sorted(map(str, after)) and woven == again != after
+
+
 def shape(plan: PlannedRound) -> Any:
     round_ = plan.round
     prefill = {role: tuple(map(len, replicas)) for role, replicas in round_.prefill.items()}
