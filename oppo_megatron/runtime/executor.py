@@ -92,7 +92,7 @@ class Executor:
         self._release(ROUNDS_IN_FLIGHT)
 
     def drain(self) -> None:
-        """Wait until everything has been sent, so that the buffers may go."""
+        """Wait until everything has been sent, so that buffers and executor may go: with it would go what is on its way."""
         self._release(0)
 
     def _release(self, rounds: int) -> None:

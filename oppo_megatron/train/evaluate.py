@@ -58,6 +58,7 @@ class Evaluator:
             assert chunk is not None
             buffer.record(chunk)
             rounds.recorded(active, chunk)
+        rounds.executor.drain()
         right = 0.0
         for rollout in buffer.take_batch():
             response = self.tokenizer.decode(rollout.tokens)

@@ -45,3 +45,16 @@ def train_with_a_death(config: dict[str, Any], rank: int, at: str) -> tuple[str,
         except OppoError as error:
             return type(error).__name__, str(error), time.monotonic() - started
     return "", "", 0.0
+
+
+def train_beside_a_slow_rank(config: dict[str, Any], rank: int, seconds: float) -> None:
+    """`train`, where `rank` takes a while before it takes a message."""
+    receive = Executor._receive
+
+    def slow(executor: Executor, action: Action, station: Station) -> None:
+        if executor.rank == rank:
+            time.sleep(seconds)
+        receive(executor, action, station)
+
+    with mock.patch.object(Executor, "_receive", slow):
+        train(config)

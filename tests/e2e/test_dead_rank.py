@@ -1,4 +1,4 @@
-"""A rank dies in the middle of a round of a real run: every other rank ends, and says what it waited for."""
+"""Ranks that die or are slow in a real run: death is felt and named by all, slowness by nobody."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from oppo_megatron.config.places import world_size
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.schedule.actions import parse_action
 from tests.support.ppo import Workspace
-from tests.support.ranks import run_mortal_ranks
+from tests.support.ranks import run_mortal_ranks, run_ranks
 
 TIMEOUT_S = 10.0
 
@@ -47,3 +47,14 @@ def test_every_other_rank_names_the_action_it_waited_for(tmp_path_factory: pytes
         assert named and int(named[1]) == rank, message
         parse_action(rank, named[2])
         assert seconds < world * TIMEOUT_S + 20
+
+
+def test_what_was_sent_to_a_slow_rank_outlives_the_round(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A last stage has nothing to wait for at a round's end; also in an evaluation, whose executor goes with it."""
+    workspace = Workspace.create(tmp_path_factory.mktemp("slow"))
+    heldout = {"path": str(workspace.root / "data" / "heldout.jsonl"), "max_prompt_tokens": 96}
+    evaluation = {"data": heldout, "verifier": "arithmetic", "max_prompts": 3}
+    placement = {"mode": "colocated", "actor": {"pp": 2}}
+    changes = {"runtime.timeout_s": TIMEOUT_S, "steps": 1, "rollout.max_response_tokens": 6}
+    config = workspace.config("slow", placement=placement, evaluation=evaluation, **changes)
+    run_ranks(2, "tests.e2e.jobs:train_beside_a_slow_rank", config=config, rank=0, seconds=0.05)

@@ -226,4 +226,5 @@ def observed(directory: str, tp: int, pp: int) -> list[tuple[list[Action], list[
     rounds.on_plan = lambda plan: record.append((list(plan.schedule.of(rounds.executor.rank)), []))
     rounds.executor.observe = lambda action, start, end, size: record[-1][1].append(action)
     finish(rounds, new_rollouts(), variant)
+    rounds.executor.drain()
     return record
