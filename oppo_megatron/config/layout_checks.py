@@ -107,7 +107,7 @@ def _enormous(key: str, layout: ParallelConfig) -> str:
 
 
 def _check_ranks(config: TrainConfig, name: str, role: RoleConfig) -> list[str]:
-    """The text of `<role>.ranks`: only where there is a choice, counting up, no rank twice."""
+    """The text of `<role>.ranks`: only where there is a choice, counting up (as process groups do), no rank twice."""
     if role.ranks is None:
         return []
     key = f"{name}.ranks"
@@ -124,6 +124,10 @@ def _check_ranks(config: TrainConfig, name: str, role: RoleConfig) -> list[str]:
     if twice:
         return [
             f"{key} is {role.ranks}, but a rank holds one part of a role and {_ranks(twice)} named twice; name each once"
+        ]
+    if (ordered := sorted(parse_ranks(role.ranks))) != list(parse_ranks(role.ranks)):
+        return [
+            f"{key} is {role.ranks}, but a role's parts lie on its ranks in counting order; write {format_ranks(ordered)}"
         ]
     return []
 
