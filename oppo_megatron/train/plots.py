@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 DPI = 150
 # Okabe and Ito's palette, made to be told apart with any kind of colour vision.
 RUN_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-WAITING = ("wait_scores", "wait_tokens", "wait_update")
+WAITING = ("wait", "wait_scores", "wait_tokens", "wait_update")
 SPAN_COLOURS = {
     "prefill": "#56B4E9",
     "decode": "#0072B2",
@@ -31,6 +31,7 @@ SPAN_COLOURS = {
     "experience": "#F0E442",
     "update": "#009E73",
     "evaluate": "#D55E00",
+    "wait": "#DDDDDD",
     "wait_scores": "#DDDDDD",
     "wait_tokens": "#DDDDDD",
     "wait_update": "#DDDDDD",
