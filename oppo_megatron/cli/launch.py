@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from oppo_megatron.errors import ConfigError, OppoError, StallError, WorldError
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 ENTRY = "oppo_megatron.train.entry:run_rank"
 EXIT_DEFECT = 1
+MONITOR_S = 0.1  # how often the agent looks at the ranks; it tells of the first that it finds ended
+LINGER_S = 5 * MONITOR_S  # so that a rank that was killed is found before those that saw it go
 
 
 class RankError(OppoError, RuntimeError):
@@ -169,7 +171,7 @@ def _launch_local(entry: str, kind: str, config: Any, world_size: int) -> int:
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
             max_restarts=0,
-            monitor_interval=0.1,
+            monitor_interval=MONITOR_S,
             start_method="spawn",
             local_addr="127.0.0.1",
         )
@@ -193,7 +195,27 @@ def _local_rank(entry: str, kind: str, config: Any, failures: str) -> None:
         message = traceback.format_exc() if kind_of_failure == "defect" else str(error)
         failure = Failure(int(os.environ["RANK"]), time.time(), kind_of_failure, message)
         (Path(failures) / f"{failure.rank}.json").write_text(json.dumps(asdict(failure)), encoding="utf-8")
-        sys.exit(EXIT_DEFECT)
+        time.sleep(LINGER_S)
+        leave(EXIT_DEFECT)
+
+
+def is_among_peers() -> bool:
+    """Whether this process is a rank of several, and still in their process group."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def leave(code: int) -> NoReturn:
+    """End a process that failed.  A rank among its peers ends at once, without Python's clearing up.
+
+    Its process groups are open, with threads that hold messages.  One that lets go of a tensor while Python is clearing up
+    aborts the process ("terminate called"), and the exit code would tell of a signal, not of the failure.
+    """
+    if is_among_peers():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _kind_of(error: Exception) -> Literal["input", "defect", "symptom"]:

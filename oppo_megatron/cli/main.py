@@ -21,6 +21,7 @@ from typing import NamedTuple
 from oppo_megatron import __version__
 from oppo_megatron.errors import OppoError
 
+EXIT_DEFECT = 1
 EXIT_WRONG_INPUT = 2
 EXIT_INTERRUPTED = 130
 
@@ -48,9 +49,24 @@ COMMANDS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    args = _parse(arguments)
+    """Run one command and return its exit code.  A rank that failed among its peers does not return."""
+    from oppo_megatron.cli.launch import is_among_peers, leave
+
+    args = _parse(list(sys.argv[1:] if argv is None else argv))
+    try:
+        code = _serve(args)
+    except Exception:
+        if not is_among_peers():
+            raise
+        sys.excepthook(*sys.exc_info())
+        code = EXIT_DEFECT
+    if code and is_among_peers():
+        leave(code)
+    return code
+
+
+def _serve(args: argparse.Namespace) -> int:
+    """Do the work; what the user can correct becomes a message and an exit code."""
     try:
         return int(args.run(args))
     except OppoError as error:

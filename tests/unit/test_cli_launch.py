@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -68,7 +69,7 @@ def test_world_size_must_match(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 ENTRY = """
-import os, sys, time
+import atexit, os, sys, time
 from oppo_megatron.errors import DataError, StallError
 
 def run(kind, path):
@@ -79,6 +80,9 @@ def run(kind, path):
         return
     import torch.distributed as dist
     dist.init_process_group("gloo")
+    if kind == "abort":  # as threads of the process groups may do, once Python is clearing up
+        atexit.register(os.abort)
+        raise DataError("line 4 is not JSON; correct it") if rank == 0 else TypeError("a bug of ours")
     if kind == "wrong input" and rank == 1:
         raise DataError("line 3 is not JSON; correct it")
     if kind == "full disk" and rank == 1:
@@ -108,6 +112,15 @@ if __name__ == "__main__":
         sys.exit(2)
 """
 
+RANK = """
+import sys
+from oppo_megatron.cli import main, train
+from oppo_megatron.cli.launch import launch
+
+train.run = lambda args: launch("abort", "c.yaml", 2, entry="entry_of_test:run")
+sys.exit(main.main(["train", "c.yaml"]))
+"""
+
 
 @pytest.fixture
 def two_ranks(tmp_path: Path) -> Path:
@@ -116,14 +129,22 @@ def two_ranks(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def outcome(folder: Path, kind: str) -> subprocess.CompletedProcess[str]:
+def started(folder: Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
     root = Path(__file__).resolve().parents[2]
     environment = {
         name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     }
-    environment["PYTHONPATH"] = f"{folder}{os.pathsep}{root}"
-    command = [sys.executable, str(folder / "parent.py"), kind]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    environment |= {"PYTHONPATH": f"{folder}{os.pathsep}{root}", **variables}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, *arguments], cwd=folder, stdout=pipe, stderr=pipe, text=True, env=environment
+    )
+
+
+def outcome(folder: Path, kind: str) -> subprocess.CompletedProcess[str]:
+    parent = started(folder, "parent.py", kind)
+    out, errors = parent.communicate(timeout=120)
+    return subprocess.CompletedProcess(parent.args, parent.returncode, out, errors)
 
 
 def test_one_rank_runs_here_and_leaves_the_environment(
@@ -153,6 +174,7 @@ def test_given_rank_runs_here(
     [
         ("fine", 0, ""),
         ("wrong input", 2, "rank 1: line 3 is not JSON; correct it\n"),
+        ("abort", 2, "rank 0: line 4 is not JSON; correct it\n"),
         ("killed", 2, "rank 1 was ended by SIGKILL"),
         ("defect", 1, "TypeError: a bug of ours"),
         ("stalled", 1, "KeyError: 'the cause'"),
@@ -166,3 +188,17 @@ def test_two_local_ranks(two_ranks: Path, kind: str, code: int, message: str) ->
         assert done.stderr == message
     assert message in done.stderr
     assert done.stderr.count("Traceback") == (1 if kind in ("defect", "stalled") else 0)
+
+
+@pytest.mark.slow
+def test_ranks_of_another_launcher_fail_with_their_own_exit_code(two_ranks: Path) -> None:
+    """Wrong input ends with 2 and a defect with 1, each with its message, whatever would happen while Python clears up."""
+    (two_ranks / "rank.py").write_text(RANK)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    ranks = [started(two_ranks, "rank.py", RANK=str(rank), WORLD_SIZE="2", MASTER_PORT=port) for rank in range(2)]
+    errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 1], errors
+    assert errors[0].endswith("[rank 0]: line 4 is not JSON; correct it\n")
+    assert "TypeError: a bug of ours" in errors[1]
