@@ -80,7 +80,9 @@ def _shape(args: argparse.Namespace) -> dict[str, Any]:
 
 def _overlap_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
     parser.add_argument("config", type=Path, metavar="CONFIG.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings that replace those of the file")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace those of the file"
+    )
     parser.add_argument("--modes", type=_names, metavar="A,B", help="default: all that are compared")
     parser.add_argument("--steps", type=_count, metavar="N", help="PPO steps a run; default: the configuration's")
     parser.add_argument("--repeats", type=_count, default=1, metavar="N", help="runs of each mode, in turn; default 1")

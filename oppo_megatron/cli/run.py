@@ -16,7 +16,9 @@ KINDS = ("train", "sft", "rm")
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """CONFIG, overrides and --dry-run."""
     parser.add_argument("config", type=Path, metavar="CONFIG.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings that replace those of the file")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace those of the file"
+    )
     parser.add_argument(
         "--dry-run", action="store_true", help="print the resolved configuration and the ranks, then stop"
     )

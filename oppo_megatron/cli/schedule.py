@@ -22,7 +22,9 @@ GENERATORS = ("sequential", "intra", "woven")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, metavar="CONFIG.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings that replace those of the file")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace those of the file"
+    )
     parser.add_argument("--round", type=int, default=2, metavar="N", help="round of the first step, from 1 (default 2)")
     parser.add_argument("--out", type=Path, metavar="GRID.png", help="draw the grid into this file, too")
     parser.add_argument("--text", action="store_true", help="print the schedule's text form")

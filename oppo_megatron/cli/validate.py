@@ -11,7 +11,9 @@ from oppo_megatron.cli.run import KINDS, load_checked
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, metavar="CONFIG.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings that replace those of the file")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace those of the file"
+    )
     parser.add_argument("--kind", choices=KINDS, help="the command it is for; default: told from its keys")
 
 

@@ -1,4 +1,7 @@
-"""The small schedules that `golden/*.txt` hold.  After an intended change: `python -m tests.unit.golden_schedules`."""
+"""The small schedules that `golden/*.txt` hold: PP 1, 2 and 4 with one and two replicas, colocated and disaggregated.
+
+After an intended change: `python -m tests.unit.golden_schedules`.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,12 @@ SITES = {
     "pp2_disaggregated": Site({"actor": Place((0, 1), pp=2), "reward": Place((2, 3), pp=2)}),
     "pp2_dp2_colocated": Site({"actor": Place((0, 1, 2, 3), pp=2, dp=2), "reward": Place((0, 1, 2, 3), pp=2, dp=2)}),
     "pp4_colocated": Site({"actor": Place((0, 1, 2, 3), pp=4), "reward": Place((0, 1, 2, 3), pp=4)}),
+    "pp1_disaggregated": Site({"actor": Place((0,)), "reward": Place((1,))}),
+    "pp1_dp2_colocated": Site({"actor": Place((0, 1), dp=2), "reward": Place((0, 1), dp=2)}),
+    "pp2_dp2_disaggregated": Site({"actor": Place((0, 1, 2, 3), pp=2, dp=2), "reward": Place((4, 5), pp=2)}),
+    "pp4_disaggregated": Site({"actor": Place((0, 1, 2, 3), pp=4), "reward": Place((4,))}),
+    "pp4_dp2_colocated": Site({"actor": Place(tuple(range(8)), pp=4, dp=2), "reward": Place(tuple(range(8)), pp=4, dp=2)}),
+    "pp4_dp2_disaggregated": Site({"actor": Place(tuple(range(8)), pp=4, dp=2), "reward": Place((8,))}),
 }
 
 NAMES = (
@@ -43,6 +52,12 @@ NAMES = (
     "pp2_disaggregated.intra",
     "pp2_dp2_colocated.woven",
     "pp4_colocated.woven",
+    "pp1_disaggregated.intra",
+    "pp1_dp2_colocated.woven",
+    "pp2_dp2_disaggregated.intra",
+    "pp4_disaggregated.intra",
+    "pp4_dp2_colocated.woven",
+    "pp4_dp2_disaggregated.intra",
 )
 
 
