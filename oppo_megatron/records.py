@@ -73,15 +73,11 @@ class ChunkRow:
 
 @dataclass(slots=True)
 class Chunk:
-    """What one round of decoding produced.  `clock` is the logical clock after the round.
-
-    `revoked` are sequences whose end came after that clock and was cut off: unfinished, but out of the actor's cache.
-    """
+    """What one round of decoding produced.  `clock` is the logical clock after the round."""
 
     index: int
     clock: int
     rows: list[ChunkRow] = field(default_factory=list)
-    revoked: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,6 @@ HEADER_SIZE = 6
 ROW_SIZE = 7
 MAGIC = 0x4F50504F
 REASONS = (None, "eos", "length")
-REVOKED = len(REASONS)
-"""Stands where the finish reason does in the row of a revoked sequence."""
 
 
 @dataclass
@@ -62,7 +60,7 @@ class ChunkEncoder(ChunkBooks):
 
     def encode(self, chunk: Chunk) -> tuple[Words, Words]:
         """(header, payload) of the next message."""
-        rows = np.array([self._row(row, row.seq_id in chunk.revoked) for row in chunk.rows], dtype=np.int64).reshape(-1)
+        rows = np.array([self._row(row) for row in chunk.rows], dtype=np.int64).reshape(-1)
         num_tokens = sum(len(row.tokens) for row in chunk.rows)
         words = np.array([MAGIC, self._next_index, chunk.clock, len(chunk.rows), num_tokens], dtype=np.int64)
         header = np.append(words, zlib.crc32(words.tobytes()))
@@ -72,14 +70,14 @@ class ChunkEncoder(ChunkBooks):
         logprobs += [np.array([x for row in chunk.rows for x in row.sampling_logprobs], dtype=np.float64)]
         return header, np.concatenate([rows, tokens, *(x.view(np.int64) for x in logprobs)])
 
-    def _row(self, row: ChunkRow, revoked: bool) -> list[int]:
+    def _row(self, row: ChunkRow) -> list[int]:
         ledger = self._ledgers[row.seq_id]
         assert ledger.offset == row.offset, f"sequence {row.seq_id}: chunk at {row.offset} after {ledger.offset} tokens"
-        ending = REVOKED if revoked else REASONS.index(row.finish_reason)
         ledger.offset += len(row.tokens)
-        ledger.checksum = _checksum(row, ending, ledger.checksum)
+        ledger.checksum = _checksum(row, ledger.checksum)
         finish = -1 if row.finish_clock is None else row.finish_clock
-        return [row.seq_id, row.offset, len(row.tokens), row.version, finish, ending, ledger.checksum]
+        reason = REASONS.index(row.finish_reason)
+        return [row.seq_id, row.offset, len(row.tokens), row.version, finish, reason, ledger.checksum]
 
 
 class ChunkDecoder(ChunkBooks):
@@ -107,17 +105,16 @@ class ChunkDecoder(ChunkBooks):
         table = payload[: num_rows * ROW_SIZE].reshape(num_rows, ROW_SIZE)
         body = payload[num_rows * ROW_SIZE :].reshape(3, num_tokens)
         chunk, start = Chunk(index, clock), 0
-        for seq_id, offset, count, version, finish, ending, checksum in table.tolist():
-            if count < 0 or start + count > num_tokens or finish < -1 or not 0 <= ending <= REVOKED:
+        for seq_id, offset, count, version, finish, reason, checksum in table.tolist():
+            if count < 0 or start + count > num_tokens or finish < -1 or not 0 <= reason < len(REASONS):
                 raise StreamError(f"sequence {seq_id}, offset {offset}: the row of message {index} is corrupted.")
             tokens, logprobs, sampling = (body[k, start : start + count] for k in range(3))
             row = ChunkRow(
                 seq_id, offset, tokens.tolist(), logprobs.view(np.float64).tolist(), sampling.view(np.float64).tolist(),
-                version, None if finish < 0 else finish, None if ending == REVOKED else REASONS[ending],
+                version, None if finish < 0 else finish, REASONS[reason],
             )  # fmt: skip
-            self._accept(row, ending, checksum, index)
+            self._accept(row, checksum, index)
             chunk.rows.append(row)
-            chunk.revoked += [seq_id] if ending == REVOKED else []
             start += count
         self._next_index += 1
         return chunk
@@ -135,7 +132,7 @@ class ChunkDecoder(ChunkBooks):
             return f"{due}; the first sequence waiting is sequence {seq_id} at offset {ledger.offset}"
         return due
 
-    def _accept(self, row: ChunkRow, ending: int, checksum: int, index: int) -> None:
+    def _accept(self, row: ChunkRow, checksum: int, index: int) -> None:
         ledger = self._ledgers.get(row.seq_id)
         where = f"sequence {row.seq_id}, offset {row.offset} (message {index})"
         if ledger is None:
@@ -145,7 +142,7 @@ class ChunkDecoder(ChunkBooks):
         if row.offset != ledger.offset:
             kind = "lost" if row.offset > ledger.offset else "repeated"
             raise StreamError(f"{where}: a chunk was {kind}; the next token due has offset {ledger.offset}.")
-        found = _checksum(row, ending, ledger.checksum)
+        found = _checksum(row, ledger.checksum)
         if found != checksum:
             raise StreamError(
                 f"{where}: checksum {found:#010x} where {checksum:#010x} was sent; the chunk was corrupted on its way, "
@@ -155,9 +152,9 @@ class ChunkDecoder(ChunkBooks):
         ledger.checksum = found
 
 
-def _checksum(row: ChunkRow, ending: int, before: int) -> int:
+def _checksum(row: ChunkRow, before: int) -> int:
     finish = -1 if row.finish_clock is None else row.finish_clock
-    head = [row.seq_id, row.offset, row.version, finish, ending]
+    head = [row.seq_id, row.offset, row.version, finish, REASONS.index(row.finish_reason)]
     words = np.asarray([*head, *row.tokens], dtype=np.int64)
     for sent in (words, np.asarray(row.logprobs), np.asarray(row.sampling_logprobs)):
         before = zlib.crc32(sent.tobytes(), before)

@@ -80,8 +80,7 @@ class DecodeStation:
         self._weight = next(model.parameters())
 
     def order(self, seq_ids: Sequence[int]) -> list[int]:
-        """The open sequences among `seq_ids` in the order of their slots, gaps closed; the others as they come."""
-        self.cache.pack()
+        """The open sequences among `seq_ids` in the order of their slots; the others as they come."""
         return sorted(seq_ids, key=lambda i: self.cache.slot(i) if i in self.cache else self.cache.num_slots)
 
     def invalidate(self) -> None:
@@ -100,7 +99,6 @@ class DecodeStation:
         version: int,
     ) -> None:
         """A round of this replica's `work` begins.  `readiness()` is a fresh signal of what the batch still waits for."""
-        self.cache.pack()
         for seq_id in work.open:
             self.cache.open(seq_id)
         running = {g.seq_id for batch in work.decode for g in batch}
@@ -149,13 +147,20 @@ class DecodeStation:
             self._hidden[action.micro_batch] = hidden
 
     def end(self) -> Chunk:
-        """The round's chunk, of all replicas; what this replica decoded beyond it leaves the cache."""
+        """The round's chunk, of all replicas; what has finished, or was decoded beyond it, leaves this one's cache."""
         chunk = self._merge()
+        finished = []
         for row in chunk.rows:
             growing = self._growing.get(row.seq_id)
-            if growing is not None and row.seq_id in self.cache:
+            if growing is None:
+                continue
+            if row.finish_clock is not None:
+                finished.append(row.seq_id)
+            else:
                 length = growing.num_prompt_tokens + row.offset + len(row.tokens) - 1
                 self.cache.truncate(row.seq_id, min(length, self.cache.length(row.seq_id)))
+        for seq_id in sorted(finished, key=self.cache.slot, reverse=True):
+            self.cache.close(seq_id)
         return chunk
 
     def _merge(self) -> Chunk:
@@ -198,7 +203,10 @@ class DecodeStation:
         return self._absorb(action, table_3R)
 
     def _absorb(self, action: Action, table_3R: Tensor) -> int:
-        """The drawn tokens join their sequences; those that end leave micro-batch and cache."""
+        """The drawn tokens join their sequences; those that end leave the micro-batch.
+
+        They keep their slots to the end of the round: their end may lie beyond the chunk's, and then they go on.
+        """
         assert action.step is not None
         lane, eos_id = self._lanes[action.micro_batch], self.stopping.eos_id
         drawn, rows = table_3R.tolist(), list(lane)
@@ -206,9 +214,9 @@ class DecodeStation:
             if not growing.append(int(token), logprob, sampling_logprob, eos_id, self._start):
                 continue
             last = lane[-1]
-            lane[lane.index(growing)] = last  # cache and micro-batch let the same sequence move into the gap
+            lane[lane.index(growing)] = last
             lane.pop()
-            self.cache.close(growing.seq_id, filler=last.seq_id)
+            self.cache.exchange(growing.seq_id, last.seq_id)  # so that the micro-batch keeps neighbouring slots
             self._hear(growing.seq_id, action)
         here = (action.step, action.micro_batch)
         if not lane or (self._ready is not None and self._ready <= here):

@@ -1,8 +1,8 @@
 """One rank's part in the rounds of a run: planned from the books, carried out by the executor.
 
-    rounds = RoundRunner(...)
-    chunk = rounds.run(decode=active, score=held, ...)    # decode a chunk, score what came before
-    buffer.record(chunk); rounds.recorded(active, chunk)
+rounds = RoundRunner(...)
+chunk = rounds.run(decode=active, score=held, ...)    # decode a chunk, score what came before
+buffer.record(chunk); rounds.recorded(active, chunk)
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class RoundRunner:
 
     def recorded(self, rollouts: Sequence[Rollout], chunk: Chunk) -> None:
         """The chunk has been recorded in the rollouts that were active."""
-        self.planner.actor.record(rollouts, chunk.revoked)
+        self.planner.actor.record(rollouts)
 
     def owes(self, rollouts: Sequence[Rollout]) -> bool:
         """Whether a scorer, here or elsewhere, has not read all of the rollouts."""

@@ -208,19 +208,17 @@ class ActorBook:
             works.append(work)
         return works
 
-    def record(self, rollouts: Iterable[Rollout], revoked: Iterable[int]) -> None:
-        """A round has been recorded in the rollouts; the chunk's `revoked` are not finished, but have lost their slot."""
-        gone = set(revoked)
+    def record(self, rollouts: Iterable[Rollout]) -> None:
+        """A round has been recorded in the rollouts."""
         for rollout in rollouts:
             cached = self._cached[self.replica(rollout.seq_id)]
             if rollout.seq_id not in cached:
                 continue
-            if rollout.finished or rollout.seq_id in gone:
+            if rollout.finished:
                 del cached[rollout.seq_id]
+                self._replicas.remove(rollout.seq_id)
             else:
                 cached[rollout.seq_id] = rollout.num_tokens - 1
-            if rollout.finished:
-                self._replicas.remove(rollout.seq_id)
 
     def invalidate(self) -> None:
         """The weights changed: what is cached is to be computed again."""

@@ -29,15 +29,12 @@ def merge_rows(index: int, start: int, rows: Iterable[ChunkRow], stop: StopSigna
     """
     rows = sorted((row for row in rows if row.tokens), key=lambda row: row.seq_id)
     end = _stop_clock(start, rows, stop)
-    revoked = []
     for row in rows:
         keep = end - start
         if len(row.tokens) > keep:
             del row.tokens[keep:], row.logprobs[keep:], row.sampling_logprobs[keep:]
-            if row.finish_clock is not None:
-                row.finish_clock = row.finish_reason = None
-                revoked.append(row.seq_id)
-    return Chunk(index, end, rows, revoked)
+            row.finish_clock = row.finish_reason = None
+    return Chunk(index, end, rows)
 
 
 def _stop_clock(start: int, rows: list[ChunkRow], stop: StopSignal) -> int:

@@ -102,7 +102,7 @@ def _first_step(config: TrainConfig, planner: RoundPlanner, prompt_tokens: int) 
         planned = planner.plan(number, active, rollouts if stream else [], chunk, list)
         yield planned
         _grow(rollouts, planned.round, number, config.rollout.max_response_tokens)
-        planner.actor.record(active, ())
+        planner.actor.record(active)
         number += 1
     batch = [rollout for rollout in rollouts if rollout.finished][: config.rollout.batch_size]
     while any(book.owes(batch) for book in planner.scorers.values()):

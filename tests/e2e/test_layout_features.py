@@ -57,6 +57,23 @@ def test_overcommitment_cuts_every_layout_at_the_same_decode_step(
     assert_same(run_ppo_ranks(deep(workspace, name, **OVERCOMMITTED, **changes)), overcommitted)
 
 
+@pytest.mark.parametrize(
+    ("name", "placement", "micro_batches"),
+    [
+        ("kept-dp2", {"mode": "colocated", "actor": {"dp": 2}}, 1),
+        ("kept-pp2-dp2-m3", {"mode": "disaggregated", "actor": {"pp": 2, "dp": 2}}, 3),
+    ],
+)
+def test_a_kept_cache_outlives_an_end_that_was_cut_off(
+    workspace: Workspace, name: str, placement: dict[str, Any], micro_batches: int
+) -> None:
+    """A replica decodes on while another completes the batch: what ended too late goes on, from the cache it had."""
+    changes = OVERCOMMITTED | {"overlap.actor_kv": "keep"}
+    plain = run_ppo_ranks(deep(workspace, f"{name}-plain", **changes))
+    changes |= {"placement": placement, "overlap.weave": {"micro_batches": micro_batches}}
+    assert_same(run_ppo_ranks(deep(workspace, name, **changes)), plain)
+
+
 @pytest.mark.parametrize("schedule", ["intra", "woven"])
 def test_woven_and_unwoven_train_alike(workspace: Workspace, plain: Outcome, schedule: str) -> None:
     placement = {"mode": "colocated", "actor": {"pp": 2}}

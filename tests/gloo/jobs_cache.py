@@ -61,12 +61,11 @@ class Walk:
         self.num_opened += 1
 
     def _leave(self, seq_id: int) -> None:
-        """Another sequence moves into the gap, the last one or one that is named; or none does."""
-        filler = None if self.random.random() < 0.5 else self.random.choice(list(self.tokens))
-        self.cache.close(seq_id, filler)
+        """Before it goes it may change places with another."""
+        if self.random.random() < 0.5:
+            self.cache.exchange(seq_id, self.random.choice(list(self.tokens)))
+        self.cache.close(seq_id)
         del self.tokens[seq_id]
-        if self.random.random() < 0.3:
-            self.cache.pack()
 
     def grow(self) -> None:
         """One or two unit steps over all open sequences or some of them, in any order."""

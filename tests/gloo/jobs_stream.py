@@ -33,13 +33,12 @@ def chunks(number: int) -> list[Chunk]:
     """Chunks of 3 tokens, each second one empty."""
     made, offset = [], 0
     for index in range(number):
-        rows, revoked = [], []
+        rows = []
         if index % 2 == 0:
             tokens = [10 * index + t for t in range(3)]
             rows = [ChunkRow(SEQ_ID, offset, tokens, [-0.1 * (t + 1) for t in tokens], [-0.2] * 3, index)]
-            revoked = [SEQ_ID] if index % 4 == 0 else []
             offset += 3
-        made.append(Chunk(index, 5 * index, rows, revoked))
+        made.append(Chunk(index, 5 * index, rows))
     return made
 
 

@@ -34,7 +34,7 @@ def row(seq_id: int, offset: int, tokens: list[int], version: int = 3, **finish:
 def messages() -> list[Chunk]:
     return [
         Chunk(0, 2, [row(7, 0, [5, 6]), row(12, 0, [8, 1], finish_clock=2, finish_reason="eos")]),
-        Chunk(1, 4, [row(7, 2, [7, 9]), row(30, 0, [2])], [30]),
+        Chunk(1, 4, [row(7, 2, [7, 9]), row(30, 0, [2])]),
         Chunk(2, 6, [row(30, 1, [1, 3], finish_clock=6, finish_reason="length"), row(7, 4, [1])]),
     ]
 
@@ -63,8 +63,7 @@ def streams(draw: st.DrawFn) -> list[Chunk]:
             offsets[seq_id] += count
             if reason:
                 del offsets[seq_id]
-        unfinished = [row.seq_id for row in rows if row.finish_clock is None]
-        chunks.append(Chunk(index, clock, rows, [i for i in unfinished if draw(st.booleans())]))
+        chunks.append(Chunk(index, clock, rows))
     return chunks
 
 

@@ -307,20 +307,17 @@ def end_round(
     limits: dict[int, int],
     rng: random.Random,
 ) -> None:
-    """Some tokens for each; some finish; of some a finish is revoked, so that they lose their slot but go on."""
+    """Some tokens for each; some finish."""
     active = [r for r in life.rollouts.values() if not r.finished]
-    revoked = set()
     for cache, work in zip(caches, works, strict=True):
         for growth in (g for batch in work.decode for g in batch):
             own = life.rollouts[growth.seq_id]
             own.tokens += [0] * rng.randint(1, growth.new)
             own.finish_clock = 1 if len(own.tokens) == limits[growth.seq_id] or rng.random() < 0.2 else None
             cache[growth.seq_id] = own.num_tokens - 1
-            if not own.finished and rng.random() < 0.2:
-                revoked.add(growth.seq_id)
-            if own.finished or growth.seq_id in revoked:
+            if own.finished:
                 del cache[growth.seq_id]
-    book.record(active, revoked)
+    book.record(active)
 
 
 def test_replicas_that_lost_sequences_get_the_next_ones() -> None:
@@ -332,5 +329,5 @@ def test_replicas_that_lost_sequences_get_the_next_ones() -> None:
         done.tokens, done.finish_clock = [1], 1
     for going_on in (first[0], first[2]):
         going_on.tokens = [1, 2, 3]
-    book.record(first, ())
+    book.record(first)
     assert [book.replica(i) for i in (4, 5)] == [1, 1]

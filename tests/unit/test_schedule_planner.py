@@ -128,7 +128,7 @@ class Run:
         chunk = merge_rows(self.index, self.buffer.clock, rows, self.buffer.readiness())
         self.buffer.record(chunk)
         for planner in self.planners:
-            planner.actor.record(active, chunk.revoked)
+            planner.actor.record(active)
 
     def _end_step(self) -> None:
         batch = self.buffer.take_batch()

@@ -53,7 +53,7 @@ class KVCache:
         self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self._slots: dict[int, int] = {}
-        self._ids: list[int | None] = []
+        self._ids: list[int] = []
         self._lengths: list[int] = []
 
     def __contains__(self, seq_id: int) -> bool:
@@ -66,7 +66,7 @@ class KVCache:
     @property
     def seq_ids(self) -> list[int]:
         """The open sequences in the order of their slots."""
-        return [seq_id for seq_id in self._ids if seq_id is not None]
+        return list(self._ids)
 
     def slot(self, seq_id: int) -> int:
         """Where the sequence lies now.  A call whose sequences come in the order of neighbouring slots gathers nothing."""
@@ -83,48 +83,31 @@ class KVCache:
             raise CapacityError(
                 f"sequence {seq_id} finds no free slot among {self.num_slots}; admission must wait for one to close."
             )
-        if None in self._ids:
-            slot = self._ids.index(None)
-        else:
-            slot = len(self._ids)
-            self._ids.append(None)
-            self._lengths.append(0)
-        self._slots[seq_id], self._ids[slot], self._lengths[slot] = slot, seq_id, 0
+        self._slots[seq_id] = len(self._ids)
+        self._ids.append(seq_id)
+        self._lengths.append(0)
 
-    def close(self, seq_id: int, filler: int | None = None) -> None:
-        """Free the sequence's slot and let another sequence move into the gap.
-
-        By default the one in the last slot moves.  With several decode micro-batches it is the last of the same one
-        (`filler`; the sequence itself: none moves), so that each keeps neighbouring slots; `pack` closes the gaps later.
-        """
-        slot = self._slots.pop(seq_id)
-        self._ids[slot] = None
-        if filler is None:
-            filler = next((i for i in reversed(self._ids) if i is not None), None)
-        if filler is not None and filler != seq_id and self._slots[filler] > slot:
-            self._move(filler, slot)
-        self._trim()
-
-    def pack(self) -> None:
-        """Fill all gaps, so that the open sequences have the first slots."""
-        while None in self._ids:
-            last = self._ids[-1]
-            assert last is not None, "gaps at the end are trimmed"
-            self._move(last, self._ids.index(None))
-            self._trim()
-
-    def _move(self, seq_id: int, slot: int) -> None:
-        old = self._slots[seq_id]
-        length = self._lengths[old]
+    def close(self, seq_id: int) -> None:
+        """Free the sequence's slot; the sequence in the last one moves into the gap."""
+        slot, last = self._slots.pop(seq_id), len(self._ids) - 1
+        mover, length = self._ids.pop(), self._lengths.pop()
+        if slot == last:
+            return
         for store in (*self.k, *self.v):
-            store[slot, :, :length] = store[old, :, :length]
-        self._slots[seq_id], self._ids[slot], self._lengths[slot] = slot, seq_id, length
-        self._ids[old] = None
+            store[slot, :, :length] = store[last, :, :length]
+        self._slots[mover], self._ids[slot], self._lengths[slot] = slot, mover, length
 
-    def _trim(self) -> None:
-        while self._ids and self._ids[-1] is None:
-            self._ids.pop()
-            self._lengths.pop()
+    def exchange(self, one: int, other: int) -> None:
+        """Two sequences change slots: so those that go on can be kept side by side, and the other keeps what it has."""
+        a, b = self._slots[one], self._slots[other]
+        if a == b:
+            return
+        longest = max(self._lengths[a], self._lengths[b])
+        for store in (*self.k, *self.v):
+            store[[a, b], :, :longest] = store[[b, a], :, :longest]
+        self._slots[one], self._slots[other] = b, a
+        self._ids[a], self._ids[b] = other, one
+        self._lengths[a], self._lengths[b] = self._lengths[b], self._lengths[a]
 
     def truncate(self, seq_id: int, length: int) -> None:
         """Roll the sequence back to its first `length` tokens."""
