@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from oppo_megatron.config.run import TrainConfig
     from oppo_megatron.schedule.actions import Schedule
-    from oppo_megatron.schedule.checker import Fault
-    from oppo_megatron.schedule.costs import Costs
-    from oppo_megatron.schedule.preview import Preview
-    from oppo_megatron.schedule.timeline import Timeline
+    from oppo_megatron.schedule.checking.checker import Fault
+    from oppo_megatron.schedule.checking.timeline import Timeline
+    from oppo_megatron.schedule.planning.preview import Preview
+    from oppo_megatron.schedule.weaving.costs import Costs
 
 EXIT_FAULT = 2
 WITHOUT_TERMINAL = (100, 24)
@@ -43,11 +43,11 @@ def run(args: argparse.Namespace) -> int:
 
     from oppo_megatron.cli.run import load_checked
     from oppo_megatron.config.places import role_places
-    from oppo_megatron.schedule.checker import check_timeline
-    from oppo_megatron.schedule.costs import Costs
-    from oppo_megatron.schedule.costs_file import read_costs
-    from oppo_megatron.schedule.preview import preview
-    from oppo_megatron.schedule.timeline import simulate
+    from oppo_megatron.schedule.checking.checker import check_timeline
+    from oppo_megatron.schedule.checking.timeline import simulate
+    from oppo_megatron.schedule.planning.preview import preview
+    from oppo_megatron.schedule.weaving.costs import Costs
+    from oppo_megatron.schedule.weaving.costs_file import read_costs
 
     _check_out(args.out)
     config = cast("TrainConfig", load_checked("train", args.config, args.overrides))
@@ -104,8 +104,8 @@ def _facts(shown: Preview, timeline: Timeline, args: argparse.Namespace) -> list
 
 
 def _draw(timeline: Timeline, faults: list[Fault], title: str, out: Path | None) -> None:
-    from oppo_megatron.schedule.draw import draw
-    from oppo_megatron.schedule.render import render
+    from oppo_megatron.schedule.drawing.draw import draw
+    from oppo_megatron.schedule.drawing.render import render
 
     print("\n" + render(timeline, shutil.get_terminal_size(WITHOUT_TERMINAL).columns, faults))
     if out is not None:

@@ -99,7 +99,7 @@ class Engine:
         assert first is not None
         for row in first.rows:
             rollouts[row.seq_id].tokens += row.tokens
-        rounds.recorded(rollouts, first)
+        rounds.recorded(rollouts)
         started = time.perf_counter()
         chunk = rounds.run(rollouts, [], num_new, Decoding(1, 0, _Unending))
         seconds = time.perf_counter() - started

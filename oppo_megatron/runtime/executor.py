@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oppo_megatron.errors import StallError
 from oppo_megatron.runtime.links import Links
+from oppo_megatron.runtime.peers import is_lost_peer, stalled
 from oppo_megatron.schedule.actions import Action, Op
 
 
@@ -122,8 +122,8 @@ class Executor:
         try:
             return station.compute(action)
         except RuntimeError as error:
-            if _is_communication(error):
-                raise self._stalled(action, error) from error
+            if is_lost_peer(error):
+                raise stalled(self.rank, str(action), error, self.timeout_s) from error
             raise
 
     def _wait(self, action: Action, work: Any) -> None:
@@ -136,21 +136,7 @@ class Executor:
         try:
             yield
         except RuntimeError as error:
-            raise self._stalled(action, error, time.monotonic() - start) from error
-
-    def _stalled(self, action: Action, error: RuntimeError, seconds: float | None = None) -> StallError:
-        waited = "" if seconds is None else f" for {seconds:.1f} s"
-        cause = str(error).strip().splitlines()[0]
-        return StallError(
-            f"rank {self.rank} waited{waited} in vain for `{action}` ({cause}). The peer has died or hangs: see its own "
-            f"message; runtime.timeout_s is {self.timeout_s:g}."
-        )
+            raise stalled(self.rank, str(action), error, self.timeout_s, time.monotonic() - start) from error
 
     def _stream(self, role: str) -> contextlib.AbstractContextManager[Any]:
         return torch.cuda.stream(self._streams[role]) if self._streams else contextlib.nullcontext()
-
-
-def _is_communication(error: RuntimeError) -> bool:
-    """Whether a collective inside a stage has failed; gloo says so in words only."""
-    words = ("gloo", "NCCL", "Timed out", "Connection closed", "Connection reset")
-    return isinstance(error, dist.DistError) or any(word in str(error) for word in words)

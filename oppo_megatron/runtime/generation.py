@@ -27,8 +27,8 @@ from oppo_megatron.runtime.sampler import Draw, Sampling, draw
 from oppo_megatron.runtime.stopping import Stopping
 from oppo_megatron.runtime.stream import ChunkOutlet
 from oppo_megatron.schedule.actions import Action, Op, Payload
-from oppo_megatron.schedule.books import ReplicaWork
-from oppo_megatron.schedule.merge import StopSignal, merge_rows
+from oppo_megatron.schedule.planning.books import ReplicaWork
+from oppo_megatron.schedule.planning.merge import StopSignal, merge_rows
 from oppo_megatron.schedule.rounds import Batch
 
 DRAWN = 3  # token, log-prob and sampling log-prob of each row

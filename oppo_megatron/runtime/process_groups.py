@@ -15,11 +15,11 @@ def new_group(ranks: Sequence[int], desc: str) -> dist.ProcessGroup:
     torch itself gives a new group 30 minutes (10 on NCCL), whatever the default group has.  A call of all ranks of the
     world, like torch's.
     """
-    return dist.new_group(list(ranks), timeout=_default_timeout(), group_desc=desc)
+    return dist.new_group(list(ranks), timeout=world_timeout(), group_desc=desc)
 
 
-def _default_timeout() -> timedelta:
-    """How long the world's default group waits."""
+def world_timeout() -> timedelta:
+    """How long the world's default group waits (`runtime.timeout_s`)."""
     world = dist.group.WORLD
     assert world is not None, "the world is open before its groups are made"
     timeout: timedelta = world._get_backend(torch.device("cpu")).options._timeout

@@ -1,8 +1,7 @@
 """One rank's part in the rounds of a run: planned from the books, carried out by the executor.
 
-rounds = RoundRunner(...)
-chunk = rounds.run(decode=active, score=held, ...)    # decode a chunk, score what came before
-buffer.record(chunk); rounds.recorded(active, chunk)
+A round decodes a chunk of the active rollouts and scores what came before: `run`, then the buffer records the chunk, then
+`recorded`.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from oppo_megatron.runtime.sampler import Sampling
 from oppo_megatron.runtime.scoring import ScoringStation
 from oppo_megatron.runtime.stopping import Stopping
 from oppo_megatron.runtime.stream import ListenStation
-from oppo_megatron.schedule.books import ActorBook, ReplicaWork
-from oppo_megatron.schedule.merge import StopSignal
-from oppo_megatron.schedule.planner import PlannedRound, RoundPlanner
+from oppo_megatron.schedule.planning.books import ActorBook, ReplicaWork
+from oppo_megatron.schedule.planning.merge import StopSignal
+from oppo_megatron.schedule.planning.planner import PlannedRound, RoundPlanner
 from oppo_megatron.schedule.rounds import Site
 
 
@@ -76,7 +75,7 @@ class RoundRunner:
                 station.end()
         return self._end() if active else None
 
-    def recorded(self, rollouts: Sequence[Rollout], chunk: Chunk) -> None:
+    def recorded(self, rollouts: Sequence[Rollout]) -> None:
         """The chunk has been recorded in the rollouts that were active."""
         self.planner.actor.record(rollouts)
 

@@ -20,7 +20,7 @@ from oppo_megatron.runtime.mcore.model import RoleModel
 from oppo_megatron.runtime.mcore.stage import step
 from oppo_megatron.runtime.mcore.vocab_parallel import token_logprobs
 from oppo_megatron.schedule.actions import Action, Op
-from oppo_megatron.schedule.books import ReplicaWork
+from oppo_megatron.schedule.planning.books import ReplicaWork
 from oppo_megatron.schedule.rounds import Batch
 
 ScorerRole = Literal["reward", "reference", "critic"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import socket
 import time
 import traceback
@@ -21,6 +20,7 @@ from oppo_megatron.config.model import RuntimeConfig
 from oppo_megatron.cores import usable_cores
 from oppo_megatron.errors import ConfigError, WorldError
 from oppo_megatron.runtime.hosts import RankHost
+from oppo_megatron.runtime.peers import first_clause, is_lost_peer
 from oppo_megatron.runtime.rendezvous import MeetingPoint, meet, within
 
 CONNECT_S = 10.0  # at least so long for connecting, however late the last rank came
@@ -71,10 +71,10 @@ def open_world(config: RuntimeConfig, environment: Mapping[str, str] = os.enviro
         yield World(rank, size, device, hosts)
         failed = False
     except RuntimeError as error:
-        if not _is_lost_peer(error):
+        if not is_lost_peer(error):
             raise
         raise WorldError(
-            f"{me} lost its peers{_waiting_in(error)} ({_first_clause(error)}): another rank has ended, as its own "
+            f"{me} lost its peers{_waiting_in(error)} ({first_clause(error)}): another rank has ended, as its own "
             f"error tells, or a message was later than runtime.timeout_s, which is {config.timeout_s:g}"
         ) from error
     finally:
@@ -118,7 +118,7 @@ def _join(me: RankHost, point: MeetingPoint, backend: str, config: RuntimeConfig
         network = os.environ.get("GLOO_SOCKET_IFNAME", "chosen by gloo")
         raise WorldError(
             f"all {point.size} ranks met at {point}, but {me} could not connect to the others within "
-            f"{config.rendezvous_timeout_s:g} s ({_first_clause(error)}); its network interface is {network}. See that "
+            f"{config.rendezvous_timeout_s:g} s ({first_clause(error)}); its network interface is {network}. See that "
             "the hosts reach each other on it at any port, or name another in GLOO_SOCKET_IFNAME"
         ) from error
     return meeting.hosts
@@ -130,17 +130,6 @@ def _interface_of(address: str) -> str | None:
         if any(entry.address.partition("%")[0] == address for entry in entries):
             return name
     return None
-
-
-def _is_lost_peer(error: RuntimeError) -> bool:
-    """Whether a communication back end raised it; gloo's errors have no class of their own."""
-    return isinstance(error, dist.DistError) or "/gloo/" in str(error)
-
-
-def _first_clause(error: Exception) -> str:
-    """The first clause of a back end's message, without the source file that raised it."""
-    clause = re.split(r"\. |\n", str(error))[0]
-    return re.sub(r"^\[\S+\]\s*", "", clause).rstrip(".") or "no answer"
 
 
 def _waiting_in(error: Exception) -> str:

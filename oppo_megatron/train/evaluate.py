@@ -57,7 +57,7 @@ class Evaluator:
             chunk = rounds.run(active, [], ROUND_STEPS, Decoding(buffer.clock, 0, buffer.readiness))
             assert chunk is not None
             buffer.record(chunk)
-            rounds.recorded(active, chunk)
+            rounds.recorded(active)
         rounds.executor.drain()
         right = 0.0
         for rollout in buffer.take_batch():

@@ -12,8 +12,9 @@ A rank that has both does both, as the round's schedule says.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,10 +26,11 @@ from oppo_megatron.control.chunk import ChunkTuner
 from oppo_megatron.control.kl import KLController
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
 from oppo_megatron.records import Rollout
+from oppo_megatron.runtime.peers import waiting_for
 from oppo_megatron.runtime.rounds import Decoding, RoundRunner
 from oppo_megatron.runtime.world import World
-from oppo_megatron.schedule.costs import CostMeter, Costs
 from oppo_megatron.schedule.plan import StepPlan, plan_step
+from oppo_megatron.schedule.weaving.costs import CostMeter, Costs
 from oppo_megatron.train.actor import Actor
 from oppo_megatron.train.critic import Critic
 from oppo_megatron.train.evaluate import Evaluator
@@ -68,7 +70,8 @@ class PPOTrainer:
             step += 1
             self._step(step)
             self._evaluate(step, last=self.scheduler.done)
-        critic_stats = self.exchange.critic_stats(self.critic)
+        with waiting_for("update critic, its last statistics"):
+            critic_stats = self.exchange.critic_stats(self.critic)
         if self.journal is not None:
             self.journal.complete(step, critic_stats)
         self.spans.flush()
@@ -85,6 +88,7 @@ class PPOTrainer:
         rollout_s = time.time() - started
         batch = self.scheduler.take_batch()
         experience = self._score(step, batch, facts)
+        self._measure_costs(step)
         self._update(step, batch, experience, plan, facts)
         self._observe(step, batch, experience, facts, rollout_s)
         facts.step_s = time.time() - started
@@ -102,7 +106,7 @@ class PPOTrainer:
             chunk = self.rounds.run(active, score, self.chunk_tuner.value, decoding)
             assert chunk is not None
             buffer.record(chunk)
-            self.rounds.recorded(active, chunk)
+            self.rounds.recorded(active)
             facts.tokens_decoded += sum(len(row.tokens) for row in chunk.rows)
             facts.decode_s += time.time() - started
 
@@ -117,7 +121,7 @@ class PPOTrainer:
         waiting = "wait_scores" if self.actor is not None else "send"
         role = "actor" if self.actor is not None else "scorer"
         seconds = self._scoring_seconds(step)
-        with self.spans.span(waiting, role=role, step=step):
+        with self._part(waiting, role, step):
             scored, report = self.exchange.gather(batch, self.rounds, self.critic, seconds)
         facts.scores, facts.kl_coefficient, facts.rewards = report, self.kl.value, scored.scores_B.tolist()
         facts.local_score_s = seconds.get("score", 0.0)
@@ -141,20 +145,26 @@ class PPOTrainer:
         budget = self.config.runtime.micro_batch_tokens
         settings = UpdateSettings(ppo.epochs, ppo.minibatches, budget, seed, step, self.world.device)
         if self.actor is not None:
-            with self.spans.span("update", role="actor", step=step):
+            with self._part("update", "actor", step):
                 facts.actor = self.actor.update(batch, experience, self.kl.value, settings)
         if self.config.overlap.actor_kv == "recompute":
             self.rounds.actor_changed()
         if self.critic is not None:
-            with self.spans.span("update", role="critic", step=step):
+            with self._part("update", "critic", step):
                 self.critic.update(batch, experience, settings)
             self.critic.stats["critic_update_s"] = self.spans.totals(step, "critic")["update"]
         self.rounds.critic_changed()
         self.rounds.executor.drain()
         if plan.wait_for_critic and self.world.size > 1:
             role = "actor" if self.actor is not None else "scorer"
-            with self.spans.span("wait_update", role=role, step=step):
+            with self._part("wait_update", role, step):
                 dist.barrier()
+
+    @contextlib.contextmanager
+    def _part(self, name: str, role: str, step: int) -> Iterator[None]:
+        """What a step does beside its rounds: a span of the trace, and named where a peer does not come."""
+        with self.spans.span(name, role=role, step=step), waiting_for(f"{name} {role}, step {step}"):
+            yield
 
     def _observe(
         self, step: int, batch: Sequence[Rollout], experience: Experience, facts: StepFacts, rollout_s: float
@@ -162,23 +172,25 @@ class PPOTrainer:
         """Controllers: same inputs on every rank, but for the chunk size, whose time only the actor's output rank takes."""
         facts.delta_reason = self.scheduler.end_step(step, experience.stats.score_mean).reason
         self.kl.observe(experience.stats.kl_mean, len(batch))
-        if not self.config.overlap.intra:
-            return
-        self._measure_costs()
-        if self.actor is None:
+        if not self.config.overlap.intra or self.actor is None:
             return
         groups = self.actor.role.serving.groups
         seconds = torch.tensor([rollout_s], dtype=torch.float64, device=self.world.device)
         if groups.all.size() > 1:
-            dist.broadcast(seconds, groups.output_rank, group=groups.all)
+            with waiting_for(f"seconds of the rollout, step {step}"):
+                dist.broadcast(seconds, groups.output_rank, group=groups.all)
         facts.chunk_reason = self.chunk_tuner.observe(step, float(seconds), facts.tokens_decoded).reason
 
-    def _measure_costs(self) -> None:
-        """What all ranks measured becomes the cost model of the next step's rounds, where they are woven by it."""
+    def _measure_costs(self, step: int) -> None:
+        """What all ranks measured becomes the cost model of the next step's rounds, where they are woven by it.
+
+        Before the update: the ranks have just met for the scores, and the actor's may later be ahead of the critic's.
+        """
         planner, meter = self.rounds.planner, self.tracer.meter
         if planner.generator != "woven":
             return
-        sums = sum_over_ranks(meter.to_vector(), self.world.device)
+        with waiting_for(f"measured costs, step {step}"):
+            sums = sum_over_ranks(meter.to_vector(), self.world.device)
         planner.learn(CostMeter(meter.stages, sums).costs(Costs()))
         meter.forget(COSTS_KEPT)
 

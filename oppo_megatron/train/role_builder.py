@@ -24,9 +24,9 @@ from oppo_megatron.runtime.scoring import ScorerRole, ScoringStation
 from oppo_megatron.runtime.stopping import Stopping
 from oppo_megatron.runtime.stream import ChunkOutlet, ListenStation
 from oppo_megatron.runtime.world import World
-from oppo_megatron.schedule.books import ActorBook, ScoringBook
 from oppo_megatron.schedule.plan import delta_rule, round_generator
-from oppo_megatron.schedule.planner import RoundPlanner
+from oppo_megatron.schedule.planning.books import ActorBook, ScoringBook
+from oppo_megatron.schedule.planning.planner import RoundPlanner
 from oppo_megatron.train.actor import Actor
 from oppo_megatron.train.critic import Critic
 from oppo_megatron.train.places import Topology

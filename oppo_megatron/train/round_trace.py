@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from oppo_megatron.schedule.actions import Action, Op, Payload
-from oppo_megatron.schedule.costs import CostMeter
-from oppo_megatron.schedule.planner import PlannedRound
+from oppo_megatron.schedule.planning.planner import PlannedRound
 from oppo_megatron.schedule.rounds import Site
+from oppo_megatron.schedule.weaving.costs import CostMeter
 from oppo_megatron.train.trace import Span, SpanRecorder
 
 WAIT, WAIT_TOKENS, DECODE, SCORE = "wait", "wait_tokens", "decode", "score"

@@ -15,8 +15,8 @@ from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
 from oppo_megatron.rewards.functions import RewardSum, VerifierReward, build_reward_functions
 from oppo_megatron.runtime.world import World
-from oppo_megatron.schedule.costs import CostMeter
 from oppo_megatron.schedule.plan import delta_rule
+from oppo_megatron.schedule.weaving.costs import CostMeter
 from oppo_megatron.train.evaluate import Evaluator
 from oppo_megatron.train.journal import Journal
 from oppo_megatron.train.places import build_topology

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import OppoError
 from oppo_megatron.runtime.executor import Executor, Station
+from oppo_megatron.runtime.mcore.training import TrainedModel
 from oppo_megatron.runtime.world import World
 from oppo_megatron.schedule.actions import Action
 from oppo_megatron.train.entry import run_ppo
@@ -38,12 +39,32 @@ def train_with_a_death(config: dict[str, Any], rank: int, at: str) -> tuple[str,
                 os._exit(9)
         return compute(executor, action, station)
 
-    started = time.monotonic()
     with mock.patch.object(Executor, "_compute", mortal):
-        try:
-            train(config)
-        except OppoError as error:
-            return type(error).__name__, str(error), time.monotonic() - started
+        return _error_of(config)
+
+
+def train_with_a_death_in_an_update(config: dict[str, Any], rank: int, nth: int) -> tuple[str, str, float]:
+    """`train`, but `rank` dies within its `nth` optimizer step, before the gradients' norm: as `train_with_a_death`."""
+    seen = []
+    finish = TrainedModel._checked_step
+
+    def mortal(trained: TrainedModel) -> float:
+        seen.append(trained)
+        if dist.get_rank() == rank and len(seen) == nth:
+            os._exit(9)
+        return finish(trained)
+
+    with mock.patch.object(TrainedModel, "_checked_step", mortal):
+        return _error_of(config)
+
+
+def _error_of(config: dict[str, Any]) -> tuple[str, str, float]:
+    """How a run fails, and after how many seconds."""
+    started = time.monotonic()
+    try:
+        train(config)
+    except OppoError as error:
+        return type(error).__name__, str(error), time.monotonic() - started
     return "", "", 0.0
 
 

@@ -49,6 +49,21 @@ def test_every_other_rank_names_the_action_it_waited_for(tmp_path_factory: pytes
         assert seconds < world * TIMEOUT_S + 20
 
 
+@pytest.mark.parametrize(("nth", "part"), [(2, "update actor, step 1"), (6, "update critic, step 1")])
+def test_every_other_rank_names_the_update_it_was_in(
+    tmp_path_factory: pytest.TempPathFactory, nth: int, part: str
+) -> None:
+    """Two epochs of two minibatches of the actor, then as many of the critic."""
+    workspace = Workspace.create(tmp_path_factory.mktemp("dead"))
+    placement = {"mode": "colocated", "actor": {"pp": 2}}
+    config = workspace.config("dead", placement=placement, **{"runtime.timeout_s": TIMEOUT_S})
+    answers = run_mortal_ranks(2, "tests.e2e.jobs:train_with_a_death_in_an_update", config=config, rank=1, nth=nth)
+    assert answers[1] is None and answers[0] is not None
+    kind, message, seconds = answers[0]
+    assert kind == "StallError" and f"rank 0 waited in vain for `{part}` (" in message, answers[0]
+    assert ".cc" not in message and seconds < 2 * TIMEOUT_S + 20
+
+
 def test_what_was_sent_to_a_slow_rank_outlives_the_round(tmp_path_factory: pytest.TempPathFactory) -> None:
     """A last stage has nothing to wait for at a round's end; also in an evaluation, whose executor goes with it."""
     workspace = Workspace.create(tmp_path_factory.mktemp("slow"))

@@ -108,7 +108,7 @@ def decode_round(
     chunk = rounds.run(rollouts, [], max_steps, Decoding(clock, version, lambda: Finishers(needed)))
     assert chunk is not None
     apply(chunk, {r.seq_id: r for r in rollouts})
-    rounds.recorded(rollouts, chunk)
+    rounds.recorded(rollouts)
     return chunk
 
 

@@ -24,8 +24,8 @@ from oppo_megatron.runtime.mcore.training import forward_rows
 from oppo_megatron.runtime.mcore.vocab_parallel import token_logprobs
 from oppo_megatron.runtime.rounds import Decoding, RoundRunner
 from oppo_megatron.runtime.scoring import ScoringStation
-from oppo_megatron.schedule.books import ActorBook, ScoringBook
-from oppo_megatron.schedule.planner import RoundPlanner
+from oppo_megatron.schedule.planning.books import ActorBook, ScoringBook
+from oppo_megatron.schedule.planning.planner import RoundPlanner
 from oppo_megatron.schedule.rounds import Site
 from tests.gloo.models import CPU, MAX_LENGTH, Whole, full_outputs, load, world_groups
 

@@ -18,8 +18,8 @@ from oppo_megatron.runtime.executor import Executor, Station
 from oppo_megatron.runtime.links import build_links
 from oppo_megatron.runtime.stream import ChunkOutlet, ListenStation, share
 from oppo_megatron.schedule.actions import Action, Schedule
-from oppo_megatron.schedule.communication import add_communication
 from oppo_megatron.schedule.rounds import Round, Site
+from oppo_megatron.schedule.weaving.communication import add_communication
 
 CPU = torch.device("cpu")
 SEQ_ID = 31

@@ -12,11 +12,11 @@ from collections.abc import Callable
 import pytest
 
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
-from oppo_megatron.schedule.communication import add_communication
-from oppo_megatron.schedule.costs import Costs
-from oppo_megatron.schedule.generators import GENERATORS
+from oppo_megatron.schedule.checking.timeline import simulate
 from oppo_megatron.schedule.rounds import Round, Site
-from oppo_megatron.schedule.timeline import simulate
+from oppo_megatron.schedule.weaving.communication import add_communication
+from oppo_megatron.schedule.weaving.costs import Costs
+from oppo_megatron.schedule.weaving.generators import GENERATORS
 from tests.gloo.jobs_executor import Outcome
 from tests.support.ranks import run_mortal_ranks, run_ranks
 from tests.support.schedules import build, colocated, disaggregated, make_round, make_site, split_scorers

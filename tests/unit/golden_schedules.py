@@ -10,10 +10,10 @@ from pathlib import Path
 
 from oppo_megatron.config.places import Place
 from oppo_megatron.schedule.actions import Schedule
-from oppo_megatron.schedule.communication import add_communication
-from oppo_megatron.schedule.costs import Costs, Linear
-from oppo_megatron.schedule.generators import GENERATORS
 from oppo_megatron.schedule.rounds import Batch, Growth, Round, Site
+from oppo_megatron.schedule.weaving.communication import add_communication
+from oppo_megatron.schedule.weaving.costs import Costs, Linear
+from oppo_megatron.schedule.weaving.generators import GENERATORS
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -37,7 +37,9 @@ SITES = {
     "pp1_dp2_colocated": Site({"actor": Place((0, 1), dp=2), "reward": Place((0, 1), dp=2)}),
     "pp2_dp2_disaggregated": Site({"actor": Place((0, 1, 2, 3), pp=2, dp=2), "reward": Place((4, 5), pp=2)}),
     "pp4_disaggregated": Site({"actor": Place((0, 1, 2, 3), pp=4), "reward": Place((4,))}),
-    "pp4_dp2_colocated": Site({"actor": Place(tuple(range(8)), pp=4, dp=2), "reward": Place(tuple(range(8)), pp=4, dp=2)}),
+    "pp4_dp2_colocated": Site(
+        {"actor": Place(tuple(range(8)), pp=4, dp=2), "reward": Place(tuple(range(8)), pp=4, dp=2)}
+    ),
     "pp4_dp2_disaggregated": Site({"actor": Place(tuple(range(8)), pp=4, dp=2), "reward": Place((8,))}),
 }
 

@@ -14,11 +14,11 @@ from oppo_megatron.config.load import load_config
 from oppo_megatron.config.places import Place
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.schedule import generators
 from oppo_megatron.schedule.actions import Op, parse_schedule
-from oppo_megatron.schedule.costs import Costs, Linear
-from oppo_megatron.schedule.costs_file import read_costs
-from oppo_megatron.schedule.preview import preview
+from oppo_megatron.schedule.planning.preview import preview
+from oppo_megatron.schedule.weaving import generators
+from oppo_megatron.schedule.weaving.costs import Costs, Linear
+from oppo_megatron.schedule.weaving.costs_file import read_costs
 
 CONFIG = """
 run_dir: run

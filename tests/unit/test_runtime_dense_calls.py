@@ -24,8 +24,8 @@ from oppo_megatron.runtime.sampler import Sampling
 from oppo_megatron.runtime.scoring import ScoringStation
 from oppo_megatron.runtime.stopping import Stopping
 from oppo_megatron.runtime.world import open_world
-from oppo_megatron.schedule.books import ActorBook, ScoringBook
-from oppo_megatron.schedule.planner import RoundPlanner
+from oppo_megatron.schedule.planning.books import ActorBook, ScoringBook
+from oppo_megatron.schedule.planning.planner import RoundPlanner
 from oppo_megatron.schedule.rounds import Site
 from tests.support.ppo import SHAPE
 
@@ -83,6 +83,6 @@ def test_calls_stay_dense_as_sequences_finish(monkeypatch: pytest.MonkeyPatch, m
             chunk = rounds.run(active, buffer.rollouts, 2, Decoding(buffer.clock, 0, buffer.readiness))
             assert chunk is not None
             buffer.record(chunk)
-            rounds.recorded(active, chunk)
+            rounds.recorded(active)
         assert [len(r.tokens) for r in buffer.rollouts] == LENGTHS
     assert len(spans) >= max(LENGTHS) and None not in spans

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oppo_megatron.records import Prompt, Rollout
-from oppo_megatron.schedule.books import ActorBook, Replicas, ReplicaWork, ScoringBook
+from oppo_megatron.schedule.planning.books import ActorBook, Replicas, ReplicaWork, ScoringBook
 from oppo_megatron.schedule.rounds import Growth
 
 ROLES = ("reward", "reference", "critic")

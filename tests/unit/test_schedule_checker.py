@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from oppo_megatron.config.places import Place
 from oppo_megatron.errors import ScheduleError
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule, parse_action, parse_schedule
-from oppo_megatron.schedule.checker import Fault, FaultKind, check, require_sound
-from oppo_megatron.schedule.communication import add_communication
-from oppo_megatron.schedule.costs import Costs, Linear
-from oppo_megatron.schedule.generators import GENERATORS
+from oppo_megatron.schedule.checking.checker import Fault, FaultKind, check, require_sound
+from oppo_megatron.schedule.checking.timeline import simulate
 from oppo_megatron.schedule.rounds import Growth, KVBudget, Round, Site
-from oppo_megatron.schedule.timeline import simulate
+from oppo_megatron.schedule.weaving.communication import add_communication
+from oppo_megatron.schedule.weaving.costs import Costs, Linear
+from oppo_megatron.schedule.weaving.generators import GENERATORS
 from tests.support.schedules import LAYOUTS, ample_budgets, build, colocated, disaggregated, make_round, make_site
 
 SPLIT = Site({"actor": Place((0, 1), 1, 2, 1), "reward": Place((2,))})

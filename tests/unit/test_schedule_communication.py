@@ -8,10 +8,10 @@ import pytest
 
 from oppo_megatron.config.places import Place
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
-from oppo_megatron.schedule.communication import add_communication
-from oppo_megatron.schedule.costs import Costs
-from oppo_megatron.schedule.generators import GENERATORS
 from oppo_megatron.schedule.rounds import Round, Site
+from oppo_megatron.schedule.weaving.communication import add_communication
+from oppo_megatron.schedule.weaving.costs import Costs
+from oppo_megatron.schedule.weaving.generators import GENERATORS
 from tests.support.schedules import LAYOUTS, colocated, disaggregated, make_round
 
 STEPS, MICRO_BATCHES, PREFILLS, PROMPTS = 3, 2, 2, 1

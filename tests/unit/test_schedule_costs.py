@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from oppo_megatron.config.places import Place
 from oppo_megatron.schedule.actions import Op
-from oppo_megatron.schedule.communication import add_communication
-from oppo_megatron.schedule.costs import CostMeter, Costs, Linear
-from oppo_megatron.schedule.cut import Cut, Work, choose_cut, even_portions, predict_s
-from oppo_megatron.schedule.generators import woven
+from oppo_megatron.schedule.checking.timeline import COMPUTE, simulate
 from oppo_megatron.schedule.rounds import Growth, Round, Site
-from oppo_megatron.schedule.timeline import COMPUTE, simulate
+from oppo_megatron.schedule.weaving.communication import add_communication
+from oppo_megatron.schedule.weaving.costs import CostMeter, Costs, Linear
+from oppo_megatron.schedule.weaving.cut import Cut, Work, choose_cut, even_portions, predict_s
+from oppo_megatron.schedule.weaving.generators import woven
 
 STAGES = {"actor": 2, "critic": 3}
 TRUE = Costs(

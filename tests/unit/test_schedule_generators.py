@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from oppo_megatron.config.places import Place
 from oppo_megatron.schedule.actions import Action, Op, Schedule, parse_schedule
-from oppo_megatron.schedule.checker import check
-from oppo_megatron.schedule.communication import add_communication
-from oppo_megatron.schedule.costs import Costs, Linear, Lines
-from oppo_megatron.schedule.cut import Cut, Work, choose_cut, even_portions, predict_s
-from oppo_megatron.schedule.generators import GENERATORS, component, intra, woven
+from oppo_megatron.schedule.checking.checker import check
+from oppo_megatron.schedule.checking.timeline import Timeline, simulate
 from oppo_megatron.schedule.packing import pack_by_tokens
 from oppo_megatron.schedule.rounds import Growth, Round, Site
-from oppo_megatron.schedule.timeline import Timeline, simulate
+from oppo_megatron.schedule.weaving.communication import add_communication
+from oppo_megatron.schedule.weaving.costs import Costs, Linear, Lines
+from oppo_megatron.schedule.weaving.cut import Cut, Work, choose_cut, even_portions, predict_s
+from oppo_megatron.schedule.weaving.generators import GENERATORS, component, intra, woven
 from tests.support.schedule_interpreter import harm
 from tests.support.schedules import ample_budgets
 from tests.unit.golden_schedules import GOLDEN, NAMES, schedules

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from oppo_megatron.overcommit.buffer import Readiness
 from oppo_megatron.records import Chunk, ChunkRow
-from oppo_megatron.schedule.merge import merge_rows
+from oppo_megatron.schedule.planning.merge import merge_rows
 
 VERSION, INDEX = 3, 5
 

@@ -12,11 +12,11 @@ from collections.abc import Callable
 import pytest
 
 from oppo_megatron.schedule.actions import Action, Schedule
-from oppo_megatron.schedule.checker import check
-from oppo_megatron.schedule.communication import add_communication
-from oppo_megatron.schedule.costs import Costs
-from oppo_megatron.schedule.generators import GENERATORS
+from oppo_megatron.schedule.checking.checker import check
 from oppo_megatron.schedule.rounds import Round, Site
+from oppo_megatron.schedule.weaving.communication import add_communication
+from oppo_megatron.schedule.weaving.costs import Costs
+from oppo_megatron.schedule.weaving.generators import GENERATORS
 from tests.support.schedule_interpreter import harm
 from tests.support.schedules import ample_budgets, build, colocated, disaggregated, make_round, split_scorers
 

@@ -15,16 +15,16 @@ from oppo_megatron.config.overlap import OverlapConfig, WeaveConfig
 from oppo_megatron.config.places import Place
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.records import ChunkRow, Prompt, Rollout
-from oppo_megatron.schedule import planner as planner_module
 from oppo_megatron.schedule.actions import Op, Schedule
-from oppo_megatron.schedule.books import ActorBook, ScoringBook
-from oppo_megatron.schedule.checker import check
-from oppo_megatron.schedule.costs import Costs, Linear
-from oppo_megatron.schedule.generators import GENERATORS
-from oppo_megatron.schedule.merge import merge_rows
+from oppo_megatron.schedule.checking.checker import check
 from oppo_megatron.schedule.plan import round_generator
-from oppo_megatron.schedule.planner import PlannedRound, RoundPlanner
+from oppo_megatron.schedule.planning import planner as planner_module
+from oppo_megatron.schedule.planning.books import ActorBook, ScoringBook
+from oppo_megatron.schedule.planning.merge import merge_rows
+from oppo_megatron.schedule.planning.planner import PlannedRound, RoundPlanner
 from oppo_megatron.schedule.rounds import KVBudget, Site
+from oppo_megatron.schedule.weaving.costs import Costs, Linear
+from oppo_megatron.schedule.weaving.generators import GENERATORS
 from tests.support.schedules import colocated, disaggregated, make_site, split_scorers
 
 MAX_RESPONSE, MAX_PROMPT, CHUNK = 12, 6, 5

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from oppo_megatron.config.places import Place
 from oppo_megatron.schedule.actions import Action, Op, Payload
-from oppo_megatron.schedule.costs import CostMeter, Costs, Linear
 from oppo_megatron.schedule.rounds import Site
+from oppo_megatron.schedule.weaving.costs import CostMeter, Costs, Linear
 from oppo_megatron.train.round_trace import RoundTracer
 from oppo_megatron.train.trace import SpanRecorder
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from oppo_megatron.config.places import Seat
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
-from oppo_megatron.schedule.costs import Costs
 from oppo_megatron.schedule.rounds import Batch, Round, Site
+from oppo_megatron.schedule.weaving.costs import Costs
 
 COMPUTE = (Op.DECODE, Op.SAMPLE, Op.PREFILL, Op.SCORE)
 

@@ -26,7 +26,7 @@ from itertools import accumulate, pairwise
 from math import ceil
 from typing import NamedTuple, TypeVar
 
-from oppo_megatron.schedule.costs import Costs, Linear
+from oppo_megatron.schedule.weaving.costs import Costs, Linear
 
 T = TypeVar("T")
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from oppo_megatron.schedule.actions import Action, Op
-from oppo_megatron.schedule.faults import Fault
-from oppo_megatron.schedule.render import failing_times
-from oppo_megatron.schedule.timeline import COMPUTE, Timeline
+from oppo_megatron.schedule.checking.faults import Fault
+from oppo_megatron.schedule.checking.timeline import COMPUTE, Timeline
+from oppo_megatron.schedule.drawing.render import failing_times
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -18,11 +18,11 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.schedule.actions import Schedule
-from oppo_megatron.schedule.books import ActorBook, ScoringBook
-from oppo_megatron.schedule.costs import Costs
 from oppo_megatron.schedule.plan import delta_rule, plan_step, round_generator
-from oppo_megatron.schedule.planner import PlannedRound, RoundPlanner
+from oppo_megatron.schedule.planning.books import ActorBook, ScoringBook
+from oppo_megatron.schedule.planning.planner import PlannedRound, RoundPlanner
 from oppo_megatron.schedule.rounds import KVBudget, Round, Site
+from oppo_megatron.schedule.weaving.costs import Costs
 
 
 @dataclass(frozen=True)

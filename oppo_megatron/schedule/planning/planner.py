@@ -12,13 +12,13 @@ from statistics import median
 from oppo_megatron.config.overlap import WeaveConfig
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.actions import Schedule
-from oppo_megatron.schedule.books import ActorBook, ReplicaWork, ScoringBook
-from oppo_megatron.schedule.checker import require_sound
-from oppo_megatron.schedule.communication import add_communication
-from oppo_megatron.schedule.costs import Costs
-from oppo_megatron.schedule.cut import Cut, Work, choose_cut
-from oppo_megatron.schedule.generators import GENERATORS, component
+from oppo_megatron.schedule.checking.checker import require_sound
+from oppo_megatron.schedule.planning.books import ActorBook, ReplicaWork, ScoringBook
 from oppo_megatron.schedule.rounds import KVBudget, Round, Site
+from oppo_megatron.schedule.weaving.communication import add_communication
+from oppo_megatron.schedule.weaving.costs import Costs
+from oppo_megatron.schedule.weaving.cut import Cut, Work, choose_cut
+from oppo_megatron.schedule.weaving.generators import GENERATORS, component
 
 KEPT_SCHEDULES = 256
 
@@ -55,6 +55,7 @@ class RoundPlanner:
     costs: Costs = Costs()
     rank: int | None = None
     _known: dict[tuple[object, ...], Schedule] = field(default_factory=dict)
+    _cuts: dict[tuple[object, ...], Cut] = field(default_factory=dict)
 
     def plan(
         self, index: int, decode: Sequence[Rollout], score: Sequence[Rollout], chunk: int, order: Order
@@ -74,12 +75,13 @@ class RoundPlanner:
             tuple(tuple(work.decode) for work in actor),
             {name: tuple(tuple(w.prefill) for w in replicas) for name, replicas in works.items()},
         )
-        return PlannedRound(round_, works, self._schedule(round_))
+        return PlannedRound(round_, works, self._schedule(round_, works))
 
     def learn(self, costs: Costs) -> None:
         """Plan by `costs` from now on.  All ranks do so between the same two rounds."""
         self.costs = costs
         self._known.clear()
+        self._cuts.clear()
 
     def _cut(self, decode: Sequence[Rollout], score: Sequence[Rollout], chunk: int) -> Cut:
         """Decode micro-batches of each replica, and the token budget of a scorer's prefill micro-batch."""
@@ -93,21 +95,21 @@ class RoundPlanner:
         pending = {name: self.scorers[name].pending(score) for name in beside}
         growths = [new for replicas in pending.values() for news in replicas for new in news]
         work = Work(
-            num_sequences=max(self.actor.running(decode)),
-            steps=self.actor.steps(decode, chunk),
+            num_sequences=_coarse(max(self.actor.running(decode))),
+            steps=_coarse(self.actor.steps(decode, chunk)),
             pp=place.pp,
-            prefill_tokens={name: max(map(sum, replicas)) for name, replicas in pending.items()},
+            prefill_tokens={name: _coarse(max(map(sum, replicas))) for name, replicas in pending.items()},
         )
-        return choose_cut(
-            work,
-            self.costs,
-            self.micro_batch_tokens,
-            grain=int(median(growths)) if growths else 1,
-            micro_batches=None if micro_batches == "auto" else micro_batches,
-            prefill_tokens=tokens,
-        )
+        grain = _coarse(int(median(growths))) if growths else 1
+        key = (work.num_sequences, work.steps, *work.prefill_tokens.items(), grain)
+        if key not in self._cuts:
+            wanted = None if micro_batches == "auto" else micro_batches
+            self._cuts[key] = choose_cut(
+                work, self.costs, self.micro_batch_tokens, grain=grain, micro_batches=wanted, prefill_tokens=tokens
+            )
+        return self._cuts[key]
 
-    def _schedule(self, round_: Round) -> Schedule:
+    def _schedule(self, round_: Round, works: Mapping[str, Sequence[ReplicaWork]]) -> Schedule:
         """The schedule of the round's shape: sizes of micro-batches do not change what has to be done in which order."""
         counts = tuple((name, tuple(map(len, replicas))) for name, replicas in sorted(round_.prefill.items()))
         key = (round_.steps, tuple(map(len, round_.decode)), counts)
@@ -119,11 +121,28 @@ class RoundPlanner:
                 shape = component(shape, self.site, self.rank)
             schedule = GENERATORS[self.generator](shape, self.site, self.costs)
             schedule = add_communication(schedule, shape, self.site)
-            require_sound(schedule, shape, self.site, self._budgets(), self.costs)
+            require_sound(schedule, shape, self.site, self._budgets(works), self.costs)
             self._known[key] = schedule
         return self._known[key]
 
-    def _budgets(self) -> dict[str, list[KVBudget]]:
-        """What each cache can hold.  The books never plan for more sequences than there are slots."""
+    def _budgets(self, works: Mapping[str, Sequence[ReplicaWork]]) -> dict[str, list[KVBudget]]:
+        """What each cache can hold, and how much of it sequences have that the round leaves alone."""
         books: dict[str, ActorBook | ScoringBook] = {"actor": self.actor, **self.scorers}
-        return {name: [KVBudget(book.slots, self.max_length)] * len(book) for name, book in books.items()}
+        return {
+            name: [
+                KVBudget(books[name].slots, self.max_length, books[name].num_open(d) - len(_grown(work)))
+                for d, work in enumerate(replicas)
+            ]
+            for name, replicas in works.items()
+        }
+
+
+def _grown(work: ReplicaWork) -> set[int]:
+    """Sequences of a replica that grow in the round and keep their slots beyond it."""
+    return {growth.seq_id for batch in (*work.prefill, *work.decode) for growth in batch} - set(work.done)
+
+
+def _coarse(number: int) -> int:
+    """Rounded up to three binary digits: rounds of about the same size are cut alike, and the cut is sought once."""
+    unit = 1 << max(0, number.bit_length() - 3)
+    return -(-number // unit) * unit

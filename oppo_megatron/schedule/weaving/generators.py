@@ -13,9 +13,9 @@ from heapq import heapify, heappop, heapreplace
 
 from oppo_megatron.config.places import Place
 from oppo_megatron.schedule.actions import Action, Op, Schedule
-from oppo_megatron.schedule.costs import Costs
-from oppo_megatron.schedule.gaps import Gaps, nanoseconds
 from oppo_megatron.schedule.rounds import Batch, Round, Site
+from oppo_megatron.schedule.weaving.costs import Costs
+from oppo_megatron.schedule.weaving.gaps import Gaps, nanoseconds
 
 Generator = Callable[[Round, Site, Costs], Schedule]
 

@@ -14,12 +14,12 @@ from dataclasses import replace
 
 from oppo_megatron.errors import ScheduleError
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
-from oppo_megatron.schedule.costs import Costs
-from oppo_megatron.schedule.faults import Fault, FaultKind
-from oppo_megatron.schedule.inventory import required_actions
+from oppo_megatron.schedule.checking.faults import Fault, FaultKind
+from oppo_megatron.schedule.checking.inventory import required_actions
+from oppo_megatron.schedule.checking.timeline import COMPUTE, Link, Stuck, Timeline, content_of, link_of, simulate
+from oppo_megatron.schedule.checking.walk import walk_ranks
 from oppo_megatron.schedule.rounds import KVBudget, Round, Site
-from oppo_megatron.schedule.timeline import COMPUTE, Link, Stuck, Timeline, content_of, link_of, simulate
-from oppo_megatron.schedule.walk import walk_ranks
+from oppo_megatron.schedule.weaving.costs import Costs
 
 __all__ = ["Fault", "FaultKind", "check", "check_timeline", "require_sound"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from oppo_megatron.config.places import Place
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.schedule.costs import Costs, Linear, Lines
+from oppo_megatron.schedule.weaving.costs import Costs, Linear, Lines
 
 EXAMPLE = '{"decode": [0.002, 5e-5], "prefill": {"critic": [0.002, 2e-5]}, "message_s": 5e-5}'
 LINES = ("sample", "default_prefill", "score")

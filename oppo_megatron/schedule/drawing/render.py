@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from oppo_megatron.schedule.actions import Action, Op
-from oppo_megatron.schedule.faults import Fault
-from oppo_megatron.schedule.timeline import COMPUTE, Span, Timeline
+from oppo_megatron.schedule.checking.faults import Fault
+from oppo_megatron.schedule.checking.timeline import COMPUTE, Span, Timeline
 
 LETTERS = {"actor": "P", "reference": "F", "critic": "C", "reward": "R"}
 """Prefill of each role; its score is the small letter."""

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from oppo_megatron.config.places import Seat
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
-from oppo_megatron.schedule.faults import Fault, FaultKind
+from oppo_megatron.schedule.checking.faults import Fault, FaultKind
+from oppo_megatron.schedule.checking.timeline import batch_of, seats_of
 from oppo_megatron.schedule.rounds import Batch, KVBudget, Round, Site
-from oppo_megatron.schedule.timeline import batch_of, seats_of
 
 Step = tuple[int, int | None]
 """Micro-batch and decode step; None for prefill."""

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from oppo_megatron.records import Rollout
-from oppo_megatron.schedule.cut import even_portions
 from oppo_megatron.schedule.packing import pack_by_tokens
 from oppo_megatron.schedule.rounds import Batch, Growth
+from oppo_megatron.schedule.weaving.cut import even_portions
 
 
 @dataclass
@@ -73,6 +73,10 @@ class ScoringBook:
     def replica(self, seq_id: int) -> int:
         """The replica that scores the sequence."""
         return self._replicas.of(seq_id)
+
+    def num_open(self, replica: int) -> int:
+        """Sequences that have a slot beyond the round planned last."""
+        return len(self._cached[replica])
 
     def owes(self, rollouts: Iterable[Rollout]) -> bool:
         """Whether one of the rollouts has tokens that this role has not read."""
@@ -169,6 +173,10 @@ class ActorBook:
     def replica(self, seq_id: int) -> int:
         """The replica that decodes the sequence."""
         return self._replicas.of(seq_id)
+
+    def num_open(self, replica: int) -> int:
+        """Sequences that have a slot."""
+        return len(self._cached[replica])
 
     def running(self, active: Sequence[Rollout]) -> list[int]:
         """How many sequences each replica will decode in the next round."""

@@ -1,0 +1,1 @@
+"""Schedules to look at: text grids and pictures."""
