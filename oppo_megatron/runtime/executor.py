@@ -14,7 +14,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from oppo_megatron.errors import StallError
 from oppo_megatron.runtime.links import Links
 from oppo_megatron.runtime.peers import is_lost_peer, stalled
 from oppo_megatron.schedule.actions import Action, Op
@@ -61,17 +62,22 @@ class Executor:
     timeout_s: float
     device: torch.device
     observe: Observer
-    _sent: deque[list[tuple[Action, Any, Tensor]]] = field(default_factory=deque)  # by round
+    _sent: deque[tuple[int, list[tuple[Action, Any, Tensor]]]] = field(
+        default_factory=deque
+    )  # by round: its shift, sends
     _num_rounds: int = 0
 
     def __post_init__(self) -> None:
         cuda = self.device.type == "cuda"
         self._streams = {role: torch.cuda.Stream(self.device) for role in self.stations} if cuda else {}
 
-    def run(self, actions: Sequence[Action]) -> None:
-        """Do the actions of a round in order.  Raises StallError, naming the action, where a peer does not come."""
+    def run(self, actions: Sequence[Action], shift: int = 0) -> None:
+        """Do the actions of a round in order.  Raises StallError, naming the action, where a peer does not come.
+
+        `shift`: how many rounds later this is than their chunks say, for that name (`Schedule.shifted`).
+        """
         self._num_rounds += 1
-        self._sent.append([])
+        self._sent.append((shift, []))
         for stream in self._streams.values():
             stream.wait_stream(torch.cuda.current_stream(self.device))
         for action in actions:
@@ -98,14 +104,15 @@ class Executor:
     def _release(self, rounds: int) -> None:
         """Wait for all that was sent before the last `rounds` rounds.  (gloo cannot tell what has left without waiting.)"""
         while len(self._sent) > rounds:
-            for action, work, _ in self._sent.popleft():
-                self._wait(action, work)
+            shift, sends = self._sent.popleft()
+            for action, work, _ in sends:
+                self._wait(action, work, shift)
 
     def _send(self, action: Action, station: Station) -> None:
         for tensor in station.outbox(action):
             with self._naming(action):
                 work = dist.isend(tensor, action.peer, group=self.links.of(action), tag=self._tag(action))
-            self._sent[-1].append((action, work, tensor))
+            self._sent[-1][1].append((action, work, tensor))
 
     def _receive(self, action: Action, station: Station) -> None:
         for buffer in station.inbox(action):
@@ -123,20 +130,28 @@ class Executor:
             return station.compute(action)
         except RuntimeError as error:
             if is_lost_peer(error):
-                raise stalled(self.rank, str(action), error, self.timeout_s) from error
+                raise self._stalled(action, error) from error
             raise
 
-    def _wait(self, action: Action, work: Any) -> None:
-        with self._naming(action):
+    def _wait(self, action: Action, work: Any, shift: int | None = None) -> None:
+        with self._naming(action, shift):
             work.wait(timedelta(seconds=self.timeout_s))
 
     @contextlib.contextmanager
-    def _naming(self, action: Action) -> Iterator[None]:
+    def _naming(self, action: Action, shift: int | None = None) -> Iterator[None]:
         start = time.monotonic()
         try:
             yield
         except RuntimeError as error:
-            raise stalled(self.rank, str(action), error, self.timeout_s, time.monotonic() - start) from error
+            raise self._stalled(action, error, shift, time.monotonic() - start) from error
+
+    def _stalled(
+        self, action: Action, error: RuntimeError, shift: int | None = None, seconds: float | None = None
+    ) -> StallError:
+        """`shift`: that of the action's round, by default of the present one."""
+        shift = self._sent[-1][0] if shift is None else shift
+        name = str(replace(action, chunk=action.chunk + shift))
+        return stalled(self.rank, name, error, self.timeout_s, seconds)
 
     def _stream(self, role: str) -> contextlib.AbstractContextManager[Any]:
         return torch.cuda.stream(self._streams[role]) if self._streams else contextlib.nullcontext()

@@ -69,7 +69,7 @@ class RoundRunner:
         if self.on_plan is not None:
             self.on_plan(planned)
         self._begin(planned, active, score, decoding)
-        self.executor.run(planned.schedule.of(self.executor.rank))
+        self.executor.run(planned.schedule.of(self.executor.rank), shift=planned.round.index - 1)
         for name, station in self.scoring.items():
             if name in planned.works:
                 station.end()

@@ -45,7 +45,8 @@ def test_every_other_rank_names_the_action_it_waited_for(tmp_path_factory: pytes
         assert kind == "StallError", (rank, answer)
         named = re.search(r"rank (\d+) waited .*in vain for `([^`]+)`", message)
         assert named and int(named[1]) == rank, message
-        parse_action(rank, named[2])
+        waited = parse_action(rank, named[2])
+        assert waited.chunk == (2 if waited.role == "actor" else 1), "it died in the second round"
         assert seconds < world * TIMEOUT_S + 20
 
 
