@@ -18,6 +18,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Qwen2Tokenizer
 
 from oppo_megatron.config.load import load_config
+from oppo_megatron.config.places import world_size
 from oppo_megatron.config.run import RewardModelConfig, SFTConfig, TrainConfig
 from oppo_megatron.train.trace import read_trace
 from tests.support.hf import save_tiny
@@ -91,7 +92,7 @@ def test_weights_load_in_transformers_with_their_tokenizer(short: Path) -> None:
 @pytest.mark.slow
 def test_both_overlaps_are_at_work_and_the_reward_model_reward_rises(short: Path) -> None:
     config = load_config(TrainConfig, short / "ppo" / "config.yaml")
-    assert config.overlap.intra and config.overlap.inter and config.placement.world_size == 2
+    assert config.overlap.intra and config.overlap.inter and world_size(config) == 2
     found, lines = summary(short, "ppo"), rows(short / "ppo" / "metrics.jsonl")
     assert sum(count for times, count in found["deferred"].items() if int(times) > 0) > 0
     assert 0 < found["scoring_hidden"] <= 1
