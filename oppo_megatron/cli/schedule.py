@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     if args.text:
         print(schedule.text())
     title = _title(shown, args)
-    print("\n".join([title, *_facts(shown, timeline, args)]))
+    print("\n".join([title, *_facts(shown, timeline, costs, args)]))
     _draw(timeline, faults, title, args.out)
     return _verdict(faults)
 
@@ -89,18 +89,29 @@ def _title(shown: Preview, args: argparse.Namespace) -> str:
     return f"round {args.round} of {shown.num_rounds} of the first step, {origin}"
 
 
-def _facts(shown: Preview, timeline: Timeline, args: argparse.Namespace) -> list[str]:
+def _facts(shown: Preview, timeline: Timeline, costs: Costs, args: argparse.Namespace) -> list[str]:
     work = [f"{shown.round.steps} decode steps" if shown.round.steps else "no decoding"]
     counts = {role: sum(map(len, replicas)) for role, replicas in shown.round.prefill.items()}
     work += [f"{role} {count}" for role, count in counts.items() if count]
     seconds = f"{'stuck after' if timeline.stuck else 'predicted:'} {timeline.makespan_s:.4f} s"
-    costs = f"costs of {args.costs}" if args.costs else "built-in costs"
+    origin = f"costs of {args.costs}" if args.costs else "built-in costs"
     return [
         "assumed:",
-        *(f"  {what}" for what in (*shown.assumed, costs)),
+        *(f"  {what}" for what in (*shown.assumed, origin)),
         f"work: {work[0]}{'; prefill micro-batches: ' if work[1:] else ''}{', '.join(work[1:])}",
         f"{seconds}, bubble share {timeline.bubble():.1%} (of each rank: beside the grid)",
+        *([] if timeline.stuck else [_least(shown, timeline, costs)]),
     ]
+
+
+def _least(shown: Preview, timeline: Timeline, costs: Costs) -> str:
+    from oppo_megatron.schedule.planning.preview import least_s
+
+    path_s, busy_s = least_s(shown.round, shown.site, timeline, costs)
+    ratio = timeline.makespan_s / max(path_s, busy_s)
+    return (
+        f"{ratio:.2f} times the larger of decoding alone ({path_s:.4f} s) and the busiest rank's work ({busy_s:.4f} s)"
+    )
 
 
 def _draw(timeline: Timeline, faults: list[Fault], title: str, out: Path | None) -> None:

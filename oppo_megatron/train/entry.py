@@ -10,8 +10,9 @@ import torch.distributed as dist
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.runtime.world import World, choose_device, open_world
+from oppo_megatron.schedule.weaving.costs_file import costs_tree
 from oppo_megatron.train.hosts import share_run_directory
-from oppo_megatron.train.run_dir import RunDirectory
+from oppo_megatron.train.run_dir import RunDirectory, write_json
 from oppo_megatron.train.setup import Inputs, build_trainer, read_inputs, write_quarantine
 from oppo_megatron.train.supervised import run_reward_model, run_sft
 from oppo_megatron.train.trace import merge_traces
@@ -40,14 +41,17 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs) -> None:
             write_quarantine(config, inputs)
             stack.enter_context(trainer.journal)
         trainer.run()
-    weights = RunDirectory(config.run_dir).weights
+    run = RunDirectory(config.run_dir)
     if trainer.actor is not None:
-        save_role(trainer.actor.role.trained.chunks, weights / "actor", inputs.tokenizer)
+        save_role(trainer.actor.role.trained.chunks, run.weights / "actor", inputs.tokenizer)
     if trainer.critic is not None:
-        save_role(trainer.critic.role.trained.chunks, weights / "critic", inputs.tokenizer)
+        save_role(trainer.critic.role.trained.chunks, run.weights / "critic", inputs.tokenizer)
     dist.barrier()
     if trainer.journal is not None:
         merge_traces(config.run_dir)
+        planner = trainer.rounds.planner
+        if planner.generator == "woven":
+            write_json(run.costs, costs_tree(planner.costs))
         trainer.journal.summarise()
 
 

@@ -22,7 +22,7 @@ from oppo_megatron.errors import ConfigError
 
 PRODUCTS = (
     "config.yaml", "hosts.json", "metrics.jsonl", "rollouts.jsonl", "trace.json", "summary.json", "quarantine.jsonl",
-    "weights", "tensorboard", "schedules.txt",
+    "weights", "tensorboard", "schedules.txt", "costs.json",
 )  # fmt: skip
 
 
@@ -40,6 +40,7 @@ class RunDirectory:
         self.rollouts = self.path / "rollouts.jsonl"
         self.trace = self.path / "trace.json"
         self.schedules = self.path / "schedules.txt"
+        self.costs = self.path / "costs.json"
         self.summary = self.path / "summary.json"
         self.quarantine = self.path / "quarantine.jsonl"
         self.weights = self.path / "weights"

@@ -50,6 +50,7 @@ def test_ranks_do_what_the_schedule_says_in_its_order(workspace: Workspace, name
     run = Path(config["run_dir"])
     schedules, executed = read_schedules(run), executed_actions(run)
     assert len(schedules) > 4 and executed
+    assert (run / "costs.json").exists() == (name != "streamed"), "one process weaves, too: its ranks do both"
     skipped = 0
     for rank, done in executed.items():
         planned = [action for schedule in schedules for action in schedule.of(rank)]

@@ -50,7 +50,9 @@ def test_runs(workspace: Workspace, option: str) -> None:
     outcome = run_ppo_ranks(workspace.config(option.replace(" ", "-"), steps=2, **changes))
     assert len(outcome.rollouts) == 12 and len(outcome.metrics) == 2
     for line in outcome.metrics:
-        assert all(math.isfinite(line[name]) for name in ("actor_loss", "critic_loss", "grad_norm", "kl_mean", "entropy"))
+        assert all(
+            math.isfinite(line[name]) for name in ("actor_loss", "critic_loss", "grad_norm", "kl_mean", "entropy")
+        )
 
 
 def test_the_reference_is_the_actors_start_unless_named(workspace: Workspace) -> None:

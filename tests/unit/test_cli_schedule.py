@@ -18,7 +18,7 @@ from oppo_megatron.schedule.actions import Op, parse_schedule
 from oppo_megatron.schedule.planning.preview import preview
 from oppo_megatron.schedule.weaving import generators
 from oppo_megatron.schedule.weaving.costs import Costs, Linear
-from oppo_megatron.schedule.weaving.costs_file import read_costs
+from oppo_megatron.schedule.weaving.costs_file import costs_tree, read_costs
 
 CONFIG = """
 run_dir: run
@@ -68,7 +68,13 @@ def test_it_says_what_it_assumed_predicts_and_found(config: Path, capsys: pytest
         "built-in costs",
     ):
         assert f"\n  {line}\n" in out
-    assert re.search(r"predicted: 0\.\d+ s, bubble share \d+\.\d%", out)
+    found = re.search(r"predicted: (0\.\d+) s, bubble share \d+\.\d%", out)
+    least = re.search(
+        r"([\d.]+) times the larger of decoding alone \(([\d.]+) s\) and the busiest rank's work \(([\d.]+) s\)", out
+    )
+    assert found is not None and least is not None
+    ratio, path_s, busy_s = map(float, least.groups())
+    assert ratio == pytest.approx(float(found[1]) / max(path_s, busy_s), abs=0.01) and ratio >= 1
     assert [line.split("|")[0].strip() for line in out.splitlines() if line.startswith("rank")] == [
         f"rank {rank}" for rank in range(4)
     ]
@@ -169,6 +175,9 @@ def test_costs_from_a_file(config: Path, capsys: pytest.CaptureFixture[str]) -> 
     path.write_text(json.dumps(costs))
     prefill = {"critic": Linear(2, 0), "reward": (Linear(1, 0), Linear(3, 0))}
     assert read_costs(path, PLACES) == Costs(decode=Linear(1, 0.5), prefill=prefill, message_s=0)
+    by_stage = Costs((Linear(1, 2), Linear(3, 4)), prefill={"critic": Linear(5, 6)}, sample=Linear(0.5, 0))
+    path.write_text(json.dumps(costs_tree(by_stage)))
+    assert read_costs(path, PLACES) == by_stage
     out = shown(capsys, str(config), "--costs", "costs.json")
     assert "\n  costs of costs.json\n" in out
     seconds = re.search(r"predicted: (\d+\.\d+) s", out)

@@ -7,7 +7,7 @@ ends before `rollout.max_response_tokens`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from oppo_megatron.config.checkpoint import read_hf_config
@@ -18,11 +18,14 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.schedule.actions import Schedule
+from oppo_megatron.schedule.checking.timeline import Timeline, simulate
 from oppo_megatron.schedule.plan import delta_rule, plan_step, round_generator
 from oppo_megatron.schedule.planning.books import ActorBook, ScoringBook
 from oppo_megatron.schedule.planning.planner import PlannedRound, RoundPlanner
 from oppo_megatron.schedule.rounds import KVBudget, Round, Site
+from oppo_megatron.schedule.weaving.communication import add_communication
 from oppo_megatron.schedule.weaving.costs import Costs
+from oppo_megatron.schedule.weaving.generators import GENERATORS
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,13 @@ def preview(
     schedule = planned.schedule.shifted(planned.round.index - 1)
     assumed = _assumed(config, site, length)
     return Preview(planned.round, len(rounds), site, schedule, budgets, planner.generator, assumed)
+
+
+def least_s(round_: Round, site: Site, timeline: Timeline, costs: Costs) -> tuple[float, float]:
+    """What no schedule of the round can undercut: seconds of the actor's part alone, and those that the busiest rank works."""
+    alone = replace(round_, prefill={role: work for role, work in round_.prefill.items() if role == "actor"})
+    schedule = add_communication(GENERATORS["sequential"](alone, site, costs), alone, site)
+    return simulate(schedule, alone, site, costs).makespan_s, max(map(timeline.busy_s, timeline.spans), default=0.0)
 
 
 def cache_slots(config: TrainConfig, role: str, place: Place) -> int:

@@ -51,6 +51,22 @@ def read_costs(path: Path, places: Mapping[str, Place]) -> Costs:
     return Costs(decode, prefill=by_role, message_s=float(message_s), **lines)
 
 
+def costs_tree(costs: Costs) -> dict[str, Any]:
+    """What `read_costs` reads: to be written as JSON."""
+    return {
+        "decode": _pairs(costs.decode),
+        "prefill": {role: _pairs(lines) for role, lines in costs.prefill.items()},
+        **{key: _pairs(getattr(costs, key)) for key in LINES},
+        "message_s": costs.message_s,
+    }
+
+
+def _pairs(lines: Lines) -> list[Any]:
+    if isinstance(lines, Linear):
+        return [lines.fixed_s, lines.per_token_s]
+    return [_pairs(line) for line in lines]
+
+
 def _lines(name: str, value: Any, stages: int | None, problems: list[str]) -> Lines:
     """A pair for all stages, or one for each; `stages` is None for a role that the run does not have."""
     if isinstance(value, list) and value and all(isinstance(pair, list) for pair in value):
