@@ -253,9 +253,14 @@ def train_sentencepiece(
     trained_size = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()).get_piece_size()
     if trained_size != vocab_size:
         raise _misfit(vocab_size, f"<= {trained_size}")
+    _write_whole(path, model.getvalue())
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    """A crash leaves the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(model.getvalue())
+    partial.write_bytes(content)
     os.replace(partial, path)
 
 

@@ -16,6 +16,7 @@ from oppo_megatron.overcommit.scheduler import OvercommitScheduler
 from oppo_megatron.rewards.functions import RewardSum, VerifierReward, build_reward_functions
 from oppo_megatron.runtime.world import World
 from oppo_megatron.schedule.plan import delta_rule
+from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.schedule.weaving.costs import CostMeter
 from oppo_megatron.train.evaluate import Evaluator
 from oppo_megatron.train.journal import Journal
@@ -56,26 +57,9 @@ def build_trainer(config: TrainConfig, world: World, inputs: Inputs) -> PPOTrain
     prompts = _prompt_stream(config, inputs.prompts)
     topology = build_topology(config)
     builder = RoleBuilder(config, world, topology, inputs.tokenizer, prompts)
-    rank, source = world.rank, topology.site.source
-    run_dir = RunDirectory(config.run_dir)
-    tracer = RoundTracer(
-        SpanRecorder(rank, config.run_dir if config.logging.trace else None),
-        CostMeter({role: place.pp for role, place in topology.site.places.items()}),
-        topology.site,
-        actions=config.logging.actions,
-        schedules=run_dir.schedules if config.logging.actions and rank == source else None,
-    )
+    keeps_journal = world.rank == topology.site.source
+    tracer = _tracer(config, world.rank, topology.site)
     actor, critic = builder.actor(), builder.critic()
-    evaluator = None
-    if inputs.heldout is not None and config.evaluation is not None:
-        evaluator = Evaluator(
-            config.evaluation,
-            inputs.heldout,
-            inputs.tokenizer,
-            config.runtime,
-            builder.num_slots("actor"),
-            builder.kv_budget_bytes,
-        )
     scheduler = OvercommitScheduler(
         prompts,
         RolloutBuffer(config.rollout.batch_size, 0, config.overlap.max_deferrals),
@@ -86,16 +70,34 @@ def build_trainer(config: TrainConfig, world: World, inputs: Inputs) -> PPOTrain
         world=world,
         scheduler=scheduler,
         rounds=builder.rounds(actor, critic, tracer),
-        exchange=ScoreExchange(rank, world.device, topology.site.places, inputs.rewards, inputs.tokenizer),
+        exchange=ScoreExchange(world.rank, world.device, topology.site.places, inputs.rewards, inputs.tokenizer),
         chunk_tuner=ChunkTuner(config.overlap.chunk, config.rollout.max_response_tokens),
         kl=KLController(config.ppo.kl),
         spans=tracer.spans,
         tracer=tracer,
         actor=actor,
         critic=critic,
-        evaluator=evaluator,
-        journal=Journal(config, builder.total_steps, inputs.tokenizer) if rank == source else None,
+        evaluator=_evaluator(config, inputs, builder),
+        journal=Journal(config, builder.total_steps, inputs.tokenizer) if keeps_journal else None,
     )
+
+
+def _tracer(config: TrainConfig, rank: int, site: Site) -> RoundTracer:
+    schedules = RunDirectory(config.run_dir).schedules
+    return RoundTracer(
+        SpanRecorder(rank, config.run_dir if config.logging.trace else None),
+        CostMeter({role: place.pp for role, place in site.places.items()}),
+        site,
+        actions=config.logging.actions,
+        schedules=schedules if config.logging.actions and rank == site.source else None,
+    )
+
+
+def _evaluator(config: TrainConfig, inputs: Inputs, builder: RoleBuilder) -> Evaluator | None:
+    if inputs.heldout is None or config.evaluation is None:
+        return None
+    slots, budget = builder.num_slots("actor"), builder.kv_budget_bytes
+    return Evaluator(config.evaluation, inputs.heldout, inputs.tokenizer, config.runtime, slots, budget)
 
 
 def _prompt_stream(config: TrainConfig, prompts: PromptSet) -> PromptStream:

@@ -1,24 +1,21 @@
 """Overlap changes when things are computed, and nothing else.
 
 One start, one seed, three PPO steps (12 optimizer steps).  Tokens must be the same; weights may differ by the rounding of
-a chunked prefill against a whole one, as Adam amplifies it (its epsilon is set so that it does not amplify noise): TOLERANCE
-is absolute, against movements of about 1e-2.
+a chunked prefill against a whole one, as Adam amplifies it (its epsilon is set so that it does not amplify noise).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.ppo import SHAPE, Outcome, Workspace, run_ppo_ranks, weight_distance
+from tests.support.layouts import assert_same, deep
+from tests.support.ppo import Outcome, Workspace, run_ppo_ranks, weight_distance
 
-TOLERANCE = 1e-4
 DISAGGREGATED = {"mode": "disaggregated"}
 FIXED_ZERO = {"rule": "fixed", "initial": 0, "min": 0, "max": 0}
-STEADY_ADAM = {"lr": 2e-3, "eps": 1e-4}
 CHUNKS = (1, 7, 64, 1000)
 
 
@@ -27,26 +24,10 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     return Workspace.create(tmp_path_factory.mktemp("serial"))
 
 
-def steady(workspace: Workspace, name: str, **changes: Any) -> dict[str, Any]:
-    roles = {"actor": {"init": SHAPE, "optimizer": STEADY_ADAM}}
-    roles["critic"] = {"init": SHAPE, "init_seed": 5, "optimizer": STEADY_ADAM}
-    return workspace.config(name, **roles, **changes)
-
-
 @pytest.fixture(scope="module")
 def plain(workspace: Workspace) -> Iterator[Outcome]:
     """Plain PPO in one process: no streaming, no overcommitment."""
-    yield run_ppo_ranks(steady(workspace, "plain"))
-
-
-def assert_same(outcome: Outcome, plain: Outcome) -> None:
-    assert outcome.tokens() == plain.tokens()
-    assert outcome.batches() == plain.batches()
-    assert weight_distance(outcome.actor, plain.actor) < TOLERANCE
-    assert weight_distance(outcome.critic, plain.critic) < TOLERANCE
-    for ours, theirs in zip(outcome.metrics, plain.metrics, strict=True):
-        assert ours["reward_mean"] == pytest.approx(theirs["reward_mean"], abs=1e-5)
-        assert ours["logprob_gap"] < 1e-4
+    yield run_ppo_ranks(deep(workspace, "plain"))
 
 
 def test_the_plain_run_is_worth_comparing_with(plain: Outcome) -> None:
@@ -56,7 +37,7 @@ def test_the_plain_run_is_worth_comparing_with(plain: Outcome) -> None:
 
 
 def test_disaggregated_sequential_is_bit_equal_to_one_process(workspace: Workspace, plain: Outcome) -> None:
-    outcome = run_ppo_ranks(steady(workspace, "sequential", placement=DISAGGREGATED))
+    outcome = run_ppo_ranks(deep(workspace, "sequential", placement=DISAGGREGATED))
     assert_same(outcome, plain)
     assert weight_distance(outcome.actor, plain.actor) == 0.0
     assert weight_distance(outcome.critic, plain.critic) == 0.0
@@ -74,7 +55,7 @@ def test_overlap_equals_plain_ppo(
         "overlap.delta": FIXED_ZERO,
         "overlap.chunk.tokens": chunk,
     }
-    config = steady(workspace, f"{placement}-{chunk}-{inter}", placement={"mode": placement}, **changes)
+    config = deep(workspace, f"{placement}-{chunk}-{inter}", placement={"mode": placement}, **changes)
     assert_same(run_ppo_ranks(config), plain)
 
 
@@ -93,17 +74,17 @@ def test_overlap_equals_plain_ppo_on_parallel_groups(
 ) -> None:
     placement = DISAGGREGATED | {"actor": actor, "scorer": scorer}
     name = f"parallel-{actor}-{scorer}".translate(str.maketrans("", "", "{}':, "))
-    assert_same(run_ppo_ranks(steady(workspace, name, placement=placement, **{"overlap.intra": True})), plain)
+    assert_same(run_ppo_ranks(deep(workspace, name, placement=placement, **{"overlap.intra": True})), plain)
 
 
 def test_module_path_decodes_the_same(workspace: Workspace, plain: Outcome) -> None:
-    assert_same(run_ppo_ranks(steady(workspace, "module", **{"runtime.decode_path": "module"})), plain)
+    assert_same(run_ppo_ranks(deep(workspace, "module", **{"runtime.decode_path": "module"})), plain)
 
 
 def test_a_small_cache_changes_nothing_but_order(workspace: Workspace, plain: Outcome) -> None:
     """Slots for two or three sequences at a time: the others wait their turn, and scorers evict and prefill again."""
-    slot_mb = 2 * 2 * 2 * (96 + 40) * 8 * 4 / 2**20  # k and v, layers, kv heads, positions, head dimension, bytes
-    config = steady(
+    slot_mb = 2 * 4 * 2 * (96 + 40) * 8 * 4 / 2**20  # k and v, layers, kv heads, positions, head dimension, bytes
+    config = deep(
         workspace,
         "small-cache",
         placement=DISAGGREGATED,
@@ -119,7 +100,7 @@ def test_a_small_cache_changes_nothing_but_order(workspace: Workspace, plain: Ou
 def test_weights_load_in_transformers(workspace: Workspace, plain: Outcome) -> None:
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    weights = Path(steady(workspace, "plain")["run_dir"]) / "weights"
+    weights = Path(deep(workspace, "plain")["run_dir"]) / "weights"
     actor = AutoModelForCausalLM.from_pretrained(weights / "actor")
     assert float((actor.state_dict()["model.norm.weight"] - plain.actor["model.norm.weight"]).abs().max()) == 0.0
     assert AutoModelForSequenceClassification.from_pretrained(weights / "critic").config.num_labels == 1
