@@ -62,9 +62,8 @@ class Executor:
     timeout_s: float
     device: torch.device
     observe: Observer
-    _sent: deque[tuple[int, list[tuple[Action, Any, Tensor]]]] = field(
-        default_factory=deque
-    )  # by round: its shift, sends
+    # By round: its shift, and what it sent.
+    _sent: deque[tuple[int, list[tuple[Action, Any, Tensor]]]] = field(default_factory=deque)
     _num_rounds: int = 0
 
     def __post_init__(self) -> None:

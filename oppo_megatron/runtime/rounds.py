@@ -22,7 +22,7 @@ from oppo_megatron.runtime.mcore.model import RoleModel
 from oppo_megatron.runtime.sampler import Sampling
 from oppo_megatron.runtime.scoring import ScoringStation
 from oppo_megatron.runtime.stopping import Stopping
-from oppo_megatron.runtime.stream import ListenStation
+from oppo_megatron.runtime.stream import ChunkOutlet, ListenStation
 from oppo_megatron.schedule.planning.books import ActorBook, ReplicaWork
 from oppo_megatron.schedule.planning.merge import StopSignal
 from oppo_megatron.schedule.planning.planner import PlannedRound, RoundPlanner
@@ -129,9 +129,9 @@ class RoundRunner:
         assert end is not None
         return end.end()
 
-    def _stream_ends(self) -> list[ListenStation]:
-        ends = [self.listen, self.decode.outlet if self.decode is not None else None]
-        return [end for end in ends if end is not None]  # type: ignore[misc]
+    def _stream_ends(self) -> list[ListenStation | ChunkOutlet]:
+        outlet = None if self.decode is None else self.decode.outlet
+        return [end for end in (self.listen, outlet) if end is not None]
 
 
 def decoder(

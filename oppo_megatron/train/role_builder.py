@@ -5,12 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from oppo_megatron.config.checkpoint import read_hf_config
 from oppo_megatron.config.checks import max_context
-from oppo_megatron.config.model import ParallelConfig
 from oppo_megatron.config.places import named_roles
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.config.shape import kv_bytes_per_token
 from oppo_megatron.data.prompts import PromptStream
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.runtime.executor import Executor, Station
@@ -24,9 +21,8 @@ from oppo_megatron.runtime.scoring import ScorerRole, ScoringStation
 from oppo_megatron.runtime.stopping import Stopping
 from oppo_megatron.runtime.stream import ChunkOutlet, ListenStation
 from oppo_megatron.runtime.world import World
-from oppo_megatron.schedule.plan import delta_rule, round_generator
-from oppo_megatron.schedule.planning.books import ActorBook, ScoringBook
-from oppo_megatron.schedule.planning.planner import RoundPlanner
+from oppo_megatron.schedule.plan import round_generator
+from oppo_megatron.schedule.planning.setup import cache_slots, new_planner, share_of_sequences
 from oppo_megatron.train.actor import Actor
 from oppo_megatron.train.critic import Critic
 from oppo_megatron.train.places import Topology
@@ -59,19 +55,8 @@ class RoleBuilder:
         return None if megabytes is None else int(megabytes * 2**20)
 
     def num_slots(self, role: str) -> int:
-        """Cache slots of one replica where the budget allows: its share of all rollouts held at once."""
-        delta = delta_rule(self.config.overlap)
-        held = self.config.rollout.batch_size + max(delta.max, delta.initial)
-        return -(-held // self.topology.site.places[role].dp)
-
-    def slots(self, role: str) -> int:
-        """Cache slots of one replica within the budget; known on ranks without the role, too, for its book."""
-        if self.kv_budget_bytes is None:
-            return self.num_slots(role)
-        model, place = named_roles(self.config)[role], self.topology.site.places[role]
-        layout = ParallelConfig(tp=place.tp, pp=place.pp, dp=place.dp)
-        slot_bytes = max_context(self.config) * kv_bytes_per_token(read_hf_config(model), layout, model.dtype)
-        return min(self.num_slots(role), self.kv_budget_bytes // slot_bytes)
+        """Cache slots of one replica where the budget allows."""
+        return share_of_sequences(self.config, self.topology.site.places[role])
 
     def actor(self) -> Actor | None:
         config = self.config
@@ -92,18 +77,11 @@ class RoleBuilder:
         rank, device = self.world.rank, self.world.device
         decode, listen = self._decode_station(actor), None if actor is not None else ListenStation(device)
         scoring = self._scoring_stations(critic)
-        planner = RoundPlanner(
+        planner = new_planner(
+            config,
             site,
             round_generator(config.overlap, site),
-            config.overlap.weave,
-            config.runtime.micro_batch_tokens,
-            max_context(config),
-            ActorBook(site.places["actor"].dp, self.slots("actor"), self._stopping.limit),
-            {
-                name: ScoringBook(name, site.places[name].dp, self.slots(name))
-                for name in site.places
-                if name != "actor"
-            },
+            self._stopping.limit,
             rank=None if config.logging.actions else rank,  # schedules.txt shows all ranks
         )
         first: Station | None = decode if decode is not None else listen
@@ -170,5 +148,6 @@ class RoleBuilder:
 
     def _cache(self, name: str, model: RoleModel) -> KVCache:
         cache = model.new_cache(self.num_slots(name), self.kv_budget_bytes)
-        assert cache.num_slots == self.slots(name), (name, cache.num_slots, self.slots(name))
+        planned = cache_slots(self.config, name, self.topology.site.places[name])
+        assert cache.num_slots == planned, (name, cache.num_slots, planned)
         return cache

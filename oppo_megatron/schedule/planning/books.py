@@ -51,7 +51,28 @@ class Replicas:
             self._members[replica].discard(seq_id)
 
 
-class ScoringBook:
+class Book:
+    """What the books of all roles have: `slots` of each replica's cache, and who has one."""
+
+    def __init__(self, replicas: int, slots: int):
+        self.slots = slots
+        self._replicas = Replicas(replicas)
+        self._cached: list[dict[int, int]] = [{} for _ in range(replicas)]  # open sequences -> tokens cached
+
+    def __len__(self) -> int:
+        """Replicas."""
+        return len(self._cached)
+
+    def replica(self, seq_id: int) -> int:
+        """The replica that the sequence belongs to."""
+        return self._replicas.of(seq_id)
+
+    def num_open(self, replica: int) -> int:
+        """Sequences that have a slot beyond the round planned last."""
+        return len(self._cached[replica])
+
+
+class ScoringBook(Book):
     """The book of a scoring role.
 
     The reward model reads every token and gives one score at the last; reference and critic give an output for each
@@ -61,22 +82,9 @@ class ScoringBook:
     """
 
     def __init__(self, role: str, replicas: int, slots: int):
-        self.role, self.slots = role, slots
-        self._replicas = Replicas(replicas)
-        self._cached: list[dict[int, int]] = [{} for _ in range(replicas)]  # open sequences -> tokens cached
+        super().__init__(replicas, slots)
+        self.role = role
         self._outputs: dict[int, int] = {}
-
-    def __len__(self) -> int:
-        """Replicas."""
-        return len(self._cached)
-
-    def replica(self, seq_id: int) -> int:
-        """The replica that scores the sequence."""
-        return self._replicas.of(seq_id)
-
-    def num_open(self, replica: int) -> int:
-        """Sequences that have a slot beyond the round planned last."""
-        return len(self._cached[replica])
 
     def owes(self, rollouts: Iterable[Rollout]) -> bool:
         """Whether one of the rollouts has tokens that this role has not read."""
@@ -153,7 +161,7 @@ class ScoringBook:
         return Growth(seq_id, past, target - past, rows)
 
 
-class ActorBook:
+class ActorBook(Book):
     """The book of the decoding actor.
 
     Between rounds an open sequence has all but its last token cached, unless its cache is stale: then the next round
@@ -162,21 +170,8 @@ class ActorBook:
 
     def __init__(self, replicas: int, slots: int, limit: Callable[[int], int]):
         """`limit(seq_id)`: the most response tokens that the sequence may have."""
-        self.slots, self._limit = slots, limit
-        self._replicas = Replicas(replicas)
-        self._cached: list[dict[int, int]] = [{} for _ in range(replicas)]
-
-    def __len__(self) -> int:
-        """Replicas."""
-        return len(self._cached)
-
-    def replica(self, seq_id: int) -> int:
-        """The replica that decodes the sequence."""
-        return self._replicas.of(seq_id)
-
-    def num_open(self, replica: int) -> int:
-        """Sequences that have a slot."""
-        return len(self._cached[replica])
+        super().__init__(replicas, slots)
+        self._limit = limit
 
     def running(self, active: Sequence[Rollout]) -> list[int]:
         """How many sequences each replica will decode in the next round."""

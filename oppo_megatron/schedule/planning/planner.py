@@ -13,7 +13,7 @@ from oppo_megatron.config.overlap import WeaveConfig
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.actions import Schedule
 from oppo_megatron.schedule.checking.checker import require_sound
-from oppo_megatron.schedule.planning.books import ActorBook, ReplicaWork, ScoringBook
+from oppo_megatron.schedule.planning.books import ActorBook, Book, ReplicaWork, ScoringBook
 from oppo_megatron.schedule.rounds import KVBudget, Round, Site
 from oppo_megatron.schedule.weaving.communication import add_communication
 from oppo_megatron.schedule.weaving.costs import Costs
@@ -127,7 +127,7 @@ class RoundPlanner:
 
     def _budgets(self, works: Mapping[str, Sequence[ReplicaWork]]) -> dict[str, list[KVBudget]]:
         """What each cache can hold, and how much of it sequences have that the round leaves alone."""
-        books: dict[str, ActorBook | ScoringBook] = {"actor": self.actor, **self.scorers}
+        books: dict[str, Book] = {"actor": self.actor, **self.scorers}
         return {
             name: [
                 KVBudget(books[name].slots, self.max_length, books[name].num_open(d) - len(_grown(work)))

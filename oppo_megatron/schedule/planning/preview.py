@@ -8,20 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
 
-from oppo_megatron.config.checkpoint import read_hf_config
-from oppo_megatron.config.checks import max_context, most_sequences
-from oppo_megatron.config.memory import kv_slots
-from oppo_megatron.config.places import Place, named_roles, role_places
+from oppo_megatron.config.checks import max_context
+from oppo_megatron.config.places import role_places
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.schedule.actions import Schedule
 from oppo_megatron.schedule.checking.timeline import Timeline, simulate
 from oppo_megatron.schedule.plan import delta_rule, plan_step, round_generator
-from oppo_megatron.schedule.planning.books import ActorBook, ScoringBook
 from oppo_megatron.schedule.planning.planner import PlannedRound, RoundPlanner
+from oppo_megatron.schedule.planning.setup import cache_slots, new_planner
 from oppo_megatron.schedule.rounds import KVBudget, Round, Site
 from oppo_megatron.schedule.weaving.communication import add_communication
 from oppo_megatron.schedule.weaving.costs import Costs
@@ -61,13 +58,17 @@ def preview(
             "give a number of these"
         )
     site = Site(role_places(config))
-    slots = {role: cache_slots(config, role, place) for role, place in site.places.items()}
-    planner = _planner(config, site, slots, generator or round_generator(config.overlap, site), costs or Costs())
+    chosen = generator or round_generator(config.overlap, site)
+    most = config.rollout.max_response_tokens
+    planner = new_planner(config, site, chosen, lambda _: most, costs=costs or Costs())
     rounds = [*_first_step(config, planner, length)]
     if not 1 <= number <= len(rounds):
         raise ConfigError(f"round {number}: the first step has rounds 1 to {len(rounds)}; ask for one of these")
     planned = rounds[number - 1]
-    budgets = {role: [KVBudget(slots[role], max_context(config))] * place.dp for role, place in site.places.items()}
+    budgets = {
+        role: [KVBudget(cache_slots(config, role, place), max_context(config))] * place.dp
+        for role, place in site.places.items()
+    }
     schedule = planned.schedule.shifted(planned.round.index - 1)
     assumed = _assumed(config, site, length)
     return Preview(planned.round, len(rounds), site, schedule, budgets, planner.generator, assumed)
@@ -78,27 +79,6 @@ def least_s(round_: Round, site: Site, timeline: Timeline, costs: Costs) -> tupl
     alone = replace(round_, prefill={role: work for role, work in round_.prefill.items() if role == "actor"})
     schedule = add_communication(GENERATORS["sequential"](alone, site, costs), alone, site)
     return simulate(schedule, alone, site, costs).makespan_s, max(map(timeline.busy_s, timeline.spans), default=0.0)
-
-
-def cache_slots(config: TrainConfig, role: str, place: Place) -> int:
-    """Sequences that the cache of one replica holds: its share of all, or what runtime.kv_cache_mb allows."""
-    model, share = named_roles(config)[role], ceil(most_sequences(config) / place.dp)
-    context, budget_mb = max_context(config), config.runtime.kv_cache_mb
-    return kv_slots(read_hf_config(model), place, model.dtype, slots=share, context=context, budget_mb=budget_mb)
-
-
-def _planner(config: TrainConfig, site: Site, slots: Mapping[str, int], generator: str, costs: Costs) -> RoundPlanner:
-    scorers = {role: place for role, place in site.places.items() if role != "actor"}
-    return RoundPlanner(
-        site,
-        generator,
-        config.overlap.weave,
-        config.runtime.micro_batch_tokens,
-        max_context(config),
-        ActorBook(site.places["actor"].dp, slots["actor"], lambda _: config.rollout.max_response_tokens),
-        {role: ScoringBook(role, place.dp, slots[role]) for role, place in scorers.items()},
-        costs,
-    )
 
 
 def _first_step(config: TrainConfig, planner: RoundPlanner, prompt_tokens: int) -> Iterator[PlannedRound]:

@@ -1,0 +1,54 @@
+"""The planner of a configuration, the same for a run and for a preview of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import ceil
+
+from oppo_megatron.config.checkpoint import read_hf_config
+from oppo_megatron.config.checks import max_context, most_sequences
+from oppo_megatron.config.memory import kv_slots
+from oppo_megatron.config.places import Place, named_roles
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.schedule.planning.books import ActorBook, ScoringBook
+from oppo_megatron.schedule.planning.planner import RoundPlanner
+from oppo_megatron.schedule.rounds import Site
+from oppo_megatron.schedule.weaving.costs import Costs
+
+
+def new_planner(
+    config: TrainConfig,
+    site: Site,
+    generator: str,
+    limit: Callable[[int], int],
+    *,
+    costs: Costs | None = None,
+    rank: int | None = None,
+) -> RoundPlanner:
+    """A planner with empty books.  `limit(seq_id)` is the most tokens of a response; `rank` as in `RoundPlanner`."""
+    slots = {role: cache_slots(config, role, place) for role, place in site.places.items()}
+    return RoundPlanner(
+        site,
+        generator,
+        config.overlap.weave,
+        config.runtime.micro_batch_tokens,
+        max_context(config),
+        ActorBook(site.places["actor"].dp, slots["actor"], limit),
+        {role: ScoringBook(role, place.dp, slots[role]) for role, place in site.places.items() if role != "actor"},
+        costs or Costs(),
+        rank,
+    )
+
+
+def share_of_sequences(config: TrainConfig, place: Place) -> int:
+    """Rollouts that one replica holds at most: its share of the batch and the largest delta."""
+    return ceil(most_sequences(config) / place.dp)
+
+
+def cache_slots(config: TrainConfig, role: str, place: Place) -> int:
+    """Sequences that the cache of one replica holds: its share of all, or what runtime.kv_cache_mb allows."""
+    model, share = named_roles(config)[role], share_of_sequences(config, place)
+    context, budget_mb = max_context(config), config.runtime.kv_cache_mb
+    if budget_mb is None:
+        return share
+    return kv_slots(read_hf_config(model), place, model.dtype, slots=share, context=context, budget_mb=budget_mb)
