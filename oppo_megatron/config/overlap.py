@@ -61,6 +61,12 @@ class OverlapConfig(Section):
     chunk: ChunkConfig = ChunkConfig()
     delta: DeltaConfig = DeltaConfig()
     weave: WeaveConfig = WeaveConfig()
+    hide_critic: bool = Field(
+        True, description="with intra: update the critic while the actor decodes the next step (exact); false: wait for it"
+    )
+    backfill: bool = Field(
+        False, description="with inter: admit a new prompt whenever a rollout finishes, so that B + delta stay in decoding"
+    )
     max_deferrals: int = Field(4, ge=1, description="a rollout carried this often is waited for")
     actor_kv: Literal["recompute", "keep"] = Field(
         "recompute", description="the actor's KV cache of a carried rollout after an update"

@@ -24,7 +24,7 @@ class StepPlan:
 
 def plan_step(overlap: OverlapConfig) -> StepPlan:
     """The plan that the intra-step switch asks for."""
-    return StepPlan(stream=overlap.intra, wait_for_critic=not overlap.intra)
+    return StepPlan(stream=overlap.intra, wait_for_critic=not (overlap.intra and overlap.hide_critic))
 
 
 def delta_rule(overlap: OverlapConfig) -> DeltaConfig:
