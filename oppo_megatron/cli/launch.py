@@ -50,10 +50,11 @@ class Failure:
     message: str
 
 
-def launch(kind: str, config: Any, world_size: int, entry: str = ENTRY) -> int:
+def launch(kind: str, config: Any, world_size: int, entry: str = ENTRY, *, in_process: bool = True) -> int:
     """Run `entry` on all ranks of a checked configuration; returns the exit code.
 
-    Raises RankError where a rank met wrong input.
+    A rank that is alone runs in this process, unless `in_process` is false.  Raises RankError where a rank met wrong
+    input.
     """
     # Before torch is loaded.  What its C++ half would print, the exceptions say too.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
@@ -61,7 +62,7 @@ def launch(kind: str, config: Any, world_size: int, entry: str = ENTRY) -> int:
     if ranks is not None:
         with _environment(ranks):
             return _run_entry(entry, kind, config)
-    if world_size == 1:
+    if world_size == 1 and in_process:
         with _environment(_local_ranks()):
             return _run_entry(entry, kind, config)
     return _launch_local(entry, kind, config, world_size)

@@ -46,7 +46,7 @@ def plot_reward(runs: Mapping[str, Sequence[Mapping[str, Any]]], out_png: str | 
     `runs` maps a run's name to its metrics lines.  The faint line is what was measured, the strong one its moving mean
     over a tenth of the steps.  Raises DataError where a run has no reward.
     """
-    figure = _figure(width_in=10.0, height_in=4.2)
+    figure = new_figure(width_in=10.0, height_in=4.2)
     by_step, by_time = figure.subplots(1, 2, sharey=True)
     for number, (name, lines) in enumerate(runs.items()):
         known = [line for line in lines if line.get("reward_mean") is not None and line.get("time_s") is not None]
@@ -85,7 +85,7 @@ def plot_timeline(
     """
     windows = {name: step_window(name, read_trace(path), (step or {}).get(name)) for name, path in traces.items()}
     rows = [len(window.lanes) for window in windows.values()]
-    figure = _figure(width_in=11.0, height_in=1.3 + sum(0.75 + 0.42 * count for count in rows))
+    figure = new_figure(width_in=11.0, height_in=1.3 + sum(0.75 + 0.42 * count for count in rows))
     panels = figure.subplots(
         len(windows), 1, sharex=True, squeeze=False, height_ratios=[count + 0.6 for count in rows]
     )[:, 0]
@@ -150,7 +150,8 @@ def moving_mean(values: Sequence[float], window: int) -> list[float]:
     return [fmean(values[max(0, at - before) : at + after]) for at in range(len(values))]
 
 
-def _figure(width_in: float, height_in: float) -> Figure:
+def new_figure(width_in: float, height_in: float) -> Figure:
+    """An empty figure in the house's resolution and layout."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width_in, height_in), dpi=DPI, layout="constrained")

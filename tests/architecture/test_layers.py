@@ -32,8 +32,9 @@ ALLOWED: dict[str, set[str]] = {
     "runtime": SHARED | {"schedule"},
     "train": SHARED | {"runtime", "algorithms", "data", "rewards", "overcommit", "control", "schedule"},
     "integrations": SHARED | {"train", "runtime"},
+    "bench": SHARED | {"train", "runtime", "schedule", "overcommit", "control", "data", "integrations"},
     # `data` for the commands that prepare files and train nothing (tokenizer, demo).
-    "cli": SHARED | {"train", "sim", "schedule", "integrations", "data"},
+    "cli": SHARED | {"bench", "train", "sim", "schedule", "integrations", "data"},
 }
 TORCH_FREE = {"errors", "cores", "records", "config", "overcommit", "control", "schedule", "sim"}
 LONG_FILE, LONG_FUNCTION, LONG_CONFIG = 400, 40, 60

@@ -15,8 +15,8 @@ from oppo_megatron.train.plots import (
     SPAN_COLOURS,
     StepWindow,
     _draw_window,
-    _figure,
     moving_mean,
+    new_figure,
     plot_reward,
     plot_timeline,
     step_window,
@@ -80,7 +80,7 @@ def test_a_step_that_is_not_there_is_named() -> None:
 def test_bars_are_clipped_coloured_and_pale_for_other_steps() -> None:
     from matplotlib.colors import to_hex
 
-    axes = _figure(4.0, 2.0).subplots()
+    axes = new_figure(4.0, 2.0).subplots()
     window = StepWindow(
         2,
         10.0,

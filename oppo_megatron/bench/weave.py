@@ -1,4 +1,4 @@
-"""How much of a rollout each rank stands idle, measured from the traces of runs with `logging.actions`."""
+"""Colocated roles, their rounds woven or not: how much of a rollout each rank stands idle, from traces of every action."""
 
 from __future__ import annotations
 
@@ -7,12 +7,47 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from oppo_megatron.bench.figures import figures, speedups
+from oppo_megatron.bench.pictures import draw_weave
+from oppo_megatron.bench.suite import Suite, all_lines
+from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ScheduleError
 from oppo_megatron.schedule.actions import Op, parse_action
 from oppo_megatron.train.run_dir import RunDirectory
 from oppo_megatron.train.trace import Span, read_trace
 
+WEAVES: dict[str, dict[str, Any]] = {
+    "sequential": {"intra": False},
+    "unwoven": {"intra": True, "schedule": "intra"},
+    "woven": {"intra": True, "schedule": "woven"},
+}
+"""Switches of `overlap` by name."""
+COLUMNS = {
+    "mode": "mode", "rounds s": "rounds_s", "bubble %": "bubble_percent", "s/step": "step_s",
+    "tokens/s": "tokens_per_s", "x seq": "speedup_step_s", "total s": "total_s", "bubble % by rank": "bubble_by_rank",
+}  # fmt: skip
 WORKING = {Op.DECODE, Op.SAMPLE, Op.PREFILL, Op.SCORE}
+
+
+def bench_weave(suite: Suite, config: TrainConfig, modes: Sequence[str]) -> dict[str, Any]:
+    """Run the modes, every action traced.  Writes weave.json and weave.png."""
+    logging = config.logging.model_copy(update={"actions": True})
+    traced = config.model_copy(update={"logging": logging})
+    configs = {
+        mode: traced.model_copy(update={"overlap": config.overlap.model_copy(update=WEAVES[mode])}) for mode in modes
+    }
+    runs = suite.run(configs)
+    rows = [
+        {"mode": mode, **figures(all_lines(turns)), **weave_figures([run.path for run in turns])}
+        for mode, turns in runs.items()
+    ]
+    plain = next((row for row in rows if row["mode"] == "sequential"), None)
+    for row in rows:
+        row |= speedups(row, plain, "speedup")
+    result = {"results": rows}
+    suite.write("weave", config, result, runs)
+    draw_weave(rows, suite.out / "weave.png")
+    return result
 
 
 def weave_figures(runs: Sequence[Path]) -> dict[str, Any]:

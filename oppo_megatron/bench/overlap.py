@@ -1,0 +1,184 @@
+"""What the overlaps save: one configuration in every mode of the one loop, in one placement or several.
+
+Seed and prompts are the same in all runs.  Lengths are the same only if `rollout.forced_lengths` is set: otherwise a policy
+that trains on other batches says other things.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from oppo_megatron.bench.figures import figures, median_of, speedups, steady
+from oppo_megatron.bench.pictures import draw_steps, draw_utilization
+from oppo_megatron.bench.suite import Run, Runs, Suite, all_lines
+from oppo_megatron.bench.utilization import utilization
+from oppo_megatron.config.model import ParallelConfig
+from oppo_megatron.config.places import decodes_and_scores, role_places, world_size
+from oppo_megatron.config.run import TrainConfig
+
+MODES: dict[str, dict[str, bool]] = {
+    "sequential": {"intra": False, "inter": False, "hide_critic": False, "backfill": False},
+    "intra": {"intra": True, "inter": False, "hide_critic": False, "backfill": False},
+    "inter": {"intra": False, "inter": True, "hide_critic": False, "backfill": False},
+    "full": {"intra": True, "inter": True, "hide_critic": False, "backfill": False},
+    "full+backfill": {"intra": True, "inter": True, "hide_critic": False, "backfill": True},
+    "full+critic": {"intra": True, "inter": True, "hide_critic": True, "backfill": False},
+    "full+both": {"intra": True, "inter": True, "hide_critic": True, "backfill": True},
+}
+"""The switches of `overlap` by name.  `full` is the paper's method."""
+
+PLACEMENTS = ("pair", "single", "replicas")
+"""Where the roles are: as the configuration says, in one process with all cores, in one process a core."""
+
+COLUMNS = {
+    "placement": "placement", "mode": "mode", "s/step": "step_s", "decode": "decode_s",
+    "exp. scoring": "score_exposed_s", "%": "score_exposed_percent", "exp. critic": "critic_exposed_s",
+    "% ": "critic_exposed_percent", "train": "train_s", "idle actor": "idle_actor_s", "idle scorer": "idle_scorer_s",
+    "tokens/s": "tokens_per_s", "x seq": "speedup_step_s", "x best": "best_step_s", "total s": "total_s",
+    "x seq ": "speedup_total_s", "x best ": "best_total_s",
+}  # fmt: skip
+
+
+def bench_overlap(
+    suite: Suite, config: TrainConfig, modes: Sequence[str], placements: Sequence[str], cores: int
+) -> dict[str, Any]:
+    """Run every mode in every placement on `cores` cores.  Writes overlap.json, overlap.png and utilization.png."""
+    configs = {
+        f"{placement}/{mode}": switched(placed(config, placement, cores), mode)
+        for placement in placements
+        for mode in modes
+    }
+    runs = suite.run(configs)
+    result = compare(configs, runs)
+    suite.write("overlap", config, {"cores": cores, **result}, runs)
+    draw_steps(result["results"], suite.out / "overlap.png")
+    draw_utilization(result["utilization"], suite.out / "utilization.png")
+    return result
+
+
+def switched(config: TrainConfig, mode: str) -> TrainConfig:
+    """The configuration with the switches of a mode."""
+    return config.model_copy(update={"overlap": config.overlap.model_copy(update=MODES[mode])})
+
+
+def placed(config: TrainConfig, placement: str, cores: int) -> TrainConfig:
+    """The configuration in another placement; roles lose the ranks and layouts that they name."""
+    if placement == "pair":
+        return config
+    single = placement == "single"
+    here = {
+        "mode": "single" if single else "colocated",
+        "actor": ParallelConfig(dp=1 if single else cores),
+        "scorer": None,
+    }
+    own = {"ranks": None, "parallel": None}
+    changes: dict[str, Any] = {
+        "placement": config.placement.model_copy(update=here),
+        "runtime": config.runtime.model_copy(update={"threads_per_rank": cores if single else 1}),
+    }
+    for name in ("actor", "critic", "reward", "reference"):
+        role = getattr(config, name)
+        if role is None:
+            continue
+        update: dict[str, Any] = dict(own)
+        if name in ("actor", "critic"):
+            layout = {"tp": None, "pp": None, "dp": None, "cp": 1, "vpp": 1, "sequence_parallel": False}
+            update["train"] = role.train.model_copy(update=layout)
+        if name == "actor":
+            update["generate"] = None
+        changes[name] = role.model_copy(update=update)
+    return config.model_copy(update=changes)
+
+
+def compare(configs: Mapping[str, TrainConfig], runs: Runs) -> dict[str, Any]:
+    """The figures of all runs, by name PLACEMENT/MODE."""
+    rows = []
+    for name, turns in runs.items():
+        placement, mode = name.split("/")
+        rows.append(
+            {"placement": placement, "mode": mode, "ranks": world_size(configs[name]), **figures(all_lines(turns))}
+        )
+    plain = {row["placement"]: row for row in rows if row["mode"] == "sequential"}
+    best = {
+        seconds: min(plain.values(), key=lambda row: row[seconds], default=None) for seconds in ("step_s", "total_s")
+    }
+    for row in rows:
+        row |= speedups(row, plain.get(row["placement"]), "speedup")
+        for seconds, base in best.items():
+            row[f"best_{seconds}"] = None if base is None else base[seconds] / row[seconds]
+    return {
+        "results": rows,
+        "best_sequential": {s: None if base is None else base["placement"] for s, base in best.items()},
+        "nothing_waits": [nothing_waits(configs[f"{placement}/sequential"], placement, runs) for placement in plain],
+        "utilization": {name: utilization([run.path for run in turns]) for name, turns in runs.items()},
+    }
+
+
+def nothing_waits(config: TrainConfig, placement: str, runs: Runs) -> dict[str, Any]:
+    """How far each mode of a placement is from a step in which nothing waits.
+
+    Each side's own work is what it takes in the sequential run, where it is alone: the actor's is decoding and its
+    update, the scorers' their scoring and the critic's update.  A step cannot be shorter than the longer of the two
+    where they are on ranks of their own, than their sum where ranks do both.
+    """
+    turns = runs[f"{placement}/sequential"]
+    own = _own_work(steady(all_lines(turns)))
+    own_total = _own_totals(turns)
+    together = decodes_and_scores(role_places(config))
+    least = sum(own.values()) if together else max(own.values())
+    least_total = sum(own_total.values()) if together else max(own_total.values())
+    ratios = {}
+    for name, others in runs.items():
+        where, mode = name.split("/")
+        if where == placement:
+            found = figures(all_lines(others))
+            ratios[mode] = {"step_s": found["step_s"] / least, "total_s": found["total_s"] / least_total}
+    return {
+        "placement": placement,
+        "shared_ranks": together,
+        **own,
+        "least_step_s": least,
+        **{f"{name}_total": seconds for name, seconds in own_total.items()},
+        "least_total_s": least_total,
+        "over_least": ratios,
+    }
+
+
+def _own_work(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    def median(name: str) -> float:
+        return median_of(lines, name) or 0.0
+
+    return {
+        "actor_s": median("decode_s") + median("train_s"),
+        "scorers_s": median("score_busy_s") + median("critic_update_s"),
+    }
+
+
+def _own_totals(turns: Sequence[Run]) -> dict[str, float]:
+    """The same over all steps: the mean of the runs."""
+
+    def total(*names: str) -> float:
+        return sum(line.get(name) or 0.0 for run in turns for line in run.lines for name in names) / len(turns)
+
+    return {"actor_s": total("decode_s", "train_s"), "scorers_s": total("score_busy_s", "critic_update_s")}
+
+
+def remarks(result: Mapping[str, Any], out: Path) -> list[str]:
+    """What is said below the table."""
+    lines = []
+    best = result["best_sequential"]["step_s"]
+    if best is not None:
+        seconds = next(r["step_s"] for r in result["results"] if (r["placement"], r["mode"]) == (best, "sequential"))
+        lines.append(f"best sequential placement: {best}, {seconds:.2f} s/step")
+    for found in result["nothing_waits"]:
+        how = "their sum, for ranks do both" if found["shared_ranks"] else "the larger"
+        lines.append(
+            f"{found['placement']}: alone, the actor works {found['actor_s']:.2f} s a step and the scorers "
+            f"{found['scorers_s']:.2f} s; a step in which nothing waits takes {found['least_step_s']:.2f} s ({how})"
+        )
+        ratios = (f"{mode} {ratio['step_s']:.2f}" for mode, ratio in found["over_least"].items())
+        lines.append(f"  s/step over that: {', '.join(ratios)}")
+    files = ("overlap.json", "overlap.png", "utilization.png")
+    return [*lines, f"figures: {', '.join(str(out / file) for file in files)}"]

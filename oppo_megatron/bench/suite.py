@@ -1,0 +1,115 @@
+"""Runs that are compared: each an ordinary PPO run in a directory of its own, all in turn, and what is kept of them.
+
+What starts the ranks is given to it (`Launch`), so that a benchmark does not depend on the command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from oppo_megatron.config.places import world_size
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.config.validate import train_problems
+from oppo_megatron.errors import ConfigError, OppoError
+from oppo_megatron.train.machine import describe_machine
+from oppo_megatron.train.metrics_log import read_metrics
+from oppo_megatron.train.run_dir import RunDirectory, write_json
+
+Launch = Callable[[str, TrainConfig, int], int]
+"""(kind of run, checked configuration, ranks) -> exit code."""
+
+Lines = Sequence[Mapping[str, Any]]
+"""The metrics of a run, an entry a step."""
+
+
+class BenchError(OppoError, RuntimeError):
+    """A run of a benchmark did not come to its end; its own message says why."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run."""
+
+    path: Path
+    lines: Lines
+
+
+Runs = Mapping[str, Sequence[Run]]
+"""The runs by name of what is compared, one a repeat."""
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Makes the runs of a benchmark below `out`."""
+
+    out: Path
+    repeats: int
+    launch: Launch
+    say: Callable[[str], None] = lambda text: print(text, flush=True)
+
+    def run(self, configs: Mapping[str, TrainConfig]) -> dict[str, list[Run]]:
+        """Run each configuration `repeats` times, in turn: A B C A B C.  A run lies in `out/NAME-TURN`.
+
+        Raises ConfigError, before anything starts, where a configuration is wrong or a finished run is in the way;
+        BenchError where a run fails.
+        """
+        planned = {name: self._turns(name, config) for name, config in configs.items()}
+        _check(planned)
+        runs: dict[str, list[Run]] = {name: [] for name in configs}
+        total = len(configs) * self.repeats
+        for turn in range(self.repeats):
+            for name, turns in planned.items():
+                number = sum(map(len, runs.values())) + 1
+                self.say(f"--- {name}, run {turn + 1} of {self.repeats} ({number} of {total})")
+                runs[name].append(self._run(name, turns[turn]))
+        return runs
+
+    def write(self, kind: str, config: TrainConfig, figures: Mapping[str, Any], runs: Runs) -> Path:
+        """`out/KIND.json`: machine, configuration, figures, and every run's metrics step by step."""
+        path = self.out / f"{kind}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        raw = {name: [{"run_dir": run.path, "steps": run.lines} for run in turns] for name, turns in runs.items()}
+        settings = {"repeats": self.repeats, "config": config.model_dump(mode="json")}
+        write_json(path, {"bench": kind, "machine": describe_machine(), **settings, **figures, "runs": raw})
+        return path
+
+    def _turns(self, name: str, config: TrainConfig) -> list[TrainConfig]:
+        return [
+            config.model_copy(update={"run_dir": self.out / f"{name}-{turn}"}) for turn in range(1, self.repeats + 1)
+        ]
+
+    def _run(self, name: str, config: TrainConfig) -> Run:
+        if code := self.launch("train", config, world_size(config)):
+            raise BenchError(f"the run {name} in {config.run_dir} ended with exit code {code}; its message is above")
+        return Run(config.run_dir, read_metrics(RunDirectory(config.run_dir).metrics))
+
+
+def bare(config: TrainConfig) -> TrainConfig:
+    """The configuration without held-out evaluation, which is no part of a step; with the trace, which is read."""
+    logging = config.logging.model_copy(update={"trace": True})
+    return config.model_copy(update={"evaluation": None, "logging": logging})
+
+
+def all_lines(runs: Sequence[Run]) -> list[Lines]:
+    """The metrics of each run."""
+    return [run.lines for run in runs]
+
+
+def _check(planned: Mapping[str, Sequence[TrainConfig]]) -> None:
+    problems = [problem for name, turns in planned.items() for problem in _problems(name, turns)]
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+
+
+def _problems(name: str, turns: Sequence[TrainConfig]) -> Iterator[str]:
+    for problem in train_problems(turns[0]):
+        yield f"{name}: {problem}"
+    for config in turns:
+        if RunDirectory(config.run_dir).finished:
+            yield (
+                f"{config.run_dir} holds a finished run, which is not written over; name another folder with --out, "
+                "or remove this one"
+            )

@@ -1,0 +1,57 @@
+"""What share of its time each rank does useful work, from the traces of runs (the paper's Figure 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from oppo_megatron.errors import DataError
+from oppo_megatron.train.run_dir import RunDirectory
+from oppo_megatron.train.trace import Span, read_trace
+
+KINDS = ("decode", "score", "update")
+
+
+def utilization(runs: Sequence[Path]) -> list[dict[str, float]]:
+    """For each rank: its number, and the percent of the steps after the first that it decodes, scores, updates, is idle.
+
+    The time counts from the first work of step 2 on any rank (of step 1, where there is no other) to the last work of
+    the run.  A stretch of decoding or scoring holds what the loop does between its actions.  Waiting, messages and the
+    exchange of scores count as idle.  Over several runs: sums.
+    """
+    busy: dict[int, dict[str, float]] = {}
+    total_s = 0.0
+    for run in runs:
+        spans = read_trace(RunDirectory(run).trace)
+        start, end = _window(run, spans)
+        total_s += end - start
+        for span in spans:
+            seconds = busy.setdefault(span.rank, dict.fromkeys(KINDS, 0.0))
+            if (kind := kind_of(span)) is not None:
+                seconds[kind] += max(0.0, min(span.end, end) - max(span.start, start))
+    rows = []
+    for rank, seconds in sorted(busy.items()):
+        shares = {kind: 100 * value / total_s for kind, value in seconds.items()}
+        rows.append({"rank": rank, **shares, "idle": 100 - sum(shares.values())})
+    return rows
+
+
+def kind_of(span: Span) -> str | None:
+    """Which of `KINDS` the span's work is of; None where it is none, or waits.
+
+    Spans are named by label, or by action (`prefill reward m0 c3`) in a run with `logging.actions`.
+    """
+    word = span.name.split(" ")[0]
+    if word in ("decode", "sample") or (word == "prefill" and span.role == "actor"):
+        return "decode"
+    if word in ("score", "prefill"):
+        return "score"
+    return "update" if word == "update" else None
+
+
+def _window(run: Path, spans: Iterable[Span]) -> tuple[float, float]:
+    work = [span for span in spans if kind_of(span) is not None]
+    if not work:
+        raise DataError(f"{run}: its trace has no work of any step; run it again with logging.trace=true")
+    later = [span for span in work if span.step > 1] or work
+    return min(span.start for span in later), max(span.end for span in work)

@@ -1,0 +1,27 @@
+"""`oppo bench KIND`: one table of benchmarks, each in a module beside this one that declares arguments and calls `bench/`."""
+
+from __future__ import annotations
+
+import argparse
+
+from oppo_megatron.cli.bench import decode, overlap, weave
+
+KINDS = {"decode": decode, "overlap": overlap, "weave": weave}
+"""Each module has HELP (a line), ABOUT (what its help begins with) and `add_arguments`, which names the function to call."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "docs/benchmarks.md says what each one measures and how to read it."
+    kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
+    for name, module in KINDS.items():
+        kind = kinds.add_parser(
+            name,
+            help=module.HELP,
+            description=module.ABOUT,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(kind)
+
+
+def run(args: argparse.Namespace) -> int:
+    return int(args.measure(args))

@@ -1,0 +1,136 @@
+"""What the benchmarks of whole runs have in common: their arguments, the configuration these come to, how runs start."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from oppo_megatron.bench.suite import Suite
+    from oppo_megatron.config.run import TrainConfig
+
+
+def add_run_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
+    """CONFIG, overrides, and what all benchmarks of whole runs take."""
+    parser.add_argument("config", type=Path, metavar="CONFIG.yaml")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace those of the file"
+    )
+    parser.add_argument("--steps", type=count, metavar="N", help="PPO steps a run; default: the configuration's")
+    parser.add_argument(
+        "--repeats", type=count, default=1, metavar="N", help="runs of each, in turn (A B C A B C); default 1"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/bench") / kind, metavar="DIR", help="default %(default)s"
+    )
+    parser.add_argument(
+        "--prompt-tokens",
+        type=count,
+        metavar="N",
+        help="prompts of N random tokens, in place of the configuration's data",
+    )
+    lengths = parser.add_mutually_exclusive_group()
+    lengths.add_argument(
+        "--trace", type=Path, metavar="FILE.csv", help="force response lengths: those of a recorded trace, scaled"
+    )
+    lengths.add_argument(
+        "--lognormal",
+        type=_median_sigma,
+        metavar="MEDIAN,SIGMA",
+        help="force response lengths: log-normal ones",
+    )
+    parser.add_argument("--trace-column", metavar="NAME", help="the column of --trace that has the lengths")
+
+
+def load_base(args: argparse.Namespace) -> TrainConfig:
+    """The checked configuration with the changes that the common arguments ask for.  Raises ConfigError."""
+    from oppo_megatron.bench.suite import bare
+    from oppo_megatron.cli.run import load_checked
+    from oppo_megatron.config.run import TrainConfig
+    from oppo_megatron.data.random_prompts import write_random_prompts
+
+    overrides = [*args.overrides, f"run_dir={args.out}", *forced_lengths(args)]
+    if args.steps is not None:
+        overrides.append(f"steps={args.steps}")
+    if args.prompt_tokens is not None:
+        tokenizer, prompts = write_random_prompts(args.out / "inputs", args.prompt_tokens)
+        overrides += [f"tokenizer.path={tokenizer}", f"data.path={prompts}"]
+        overrides.append(f"data.max_prompt_tokens={args.prompt_tokens}")
+    config = load_checked("train", args.config, overrides)
+    assert isinstance(config, TrainConfig)
+    return bare(config)
+
+
+def forced_lengths(args: argparse.Namespace) -> list[str]:
+    """The overrides that --trace or --lognormal stands for.  Raises ConfigError."""
+    from oppo_megatron.errors import ConfigError
+
+    if args.trace_column is not None and args.trace is None:
+        raise ConfigError(f"--trace-column {args.trace_column} names a column of no file; give --trace, too")
+    if args.trace is not None:
+        column = "" if args.trace_column is None else f"column: {json.dumps(args.trace_column)}, "
+        lengths = f"trace: {json.dumps(str(args.trace))}, {column}scale: auto"
+    elif args.lognormal is not None:
+        lengths = "median: {}, sigma: {}".format(*args.lognormal)
+    else:
+        return []
+    # First away with those of the file: an override of a mapping is laid over what is there.
+    return ["rollout.forced_lengths=null", f"rollout.forced_lengths={{{lengths}}}"]
+
+
+def new_suite(args: argparse.Namespace) -> Suite:
+    """Runs started on this machine, each in processes of its own."""
+    import functools
+
+    from oppo_megatron.bench.suite import Suite
+    from oppo_megatron.cli.launch import launch
+
+    return Suite(args.out, args.repeats, functools.partial(launch, in_process=False))
+
+
+def chosen(option: str, names: Sequence[str] | None, known: Sequence[str]) -> list[str]:
+    """`names`, all of which are known; all that are known where None is given.  Raises ConfigError."""
+    from oppo_megatron.errors import ConfigError
+
+    if unknown := [name for name in names or () if name not in known]:
+        raise ConfigError(f"{option} names {', '.join(unknown)}; choose from {', '.join(known)}")
+    return list(dict.fromkeys(names or known))
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 1")
+    return int(text)
+
+
+def counts(text: str) -> list[int]:
+    """Such numbers with commas between them."""
+    return [count(part) for part in text.split(",")]
+
+
+def numbers(text: str) -> list[float]:
+    """Positive numbers with commas between them."""
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(0 < number < float("inf") for number in found):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of positive numbers, as in 0.5,1,2")
+    return found
+
+
+def names(text: str) -> list[str]:
+    """Names with commas between them."""
+    return text.split(",")
+
+
+def _median_sigma(text: str) -> tuple[float, float]:
+    try:
+        median, sigma = map(float, text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no MEDIAN,SIGMA, as in 64,1.0") from None
+    return median, sigma

@@ -1,0 +1,69 @@
+"""`oppo bench decode`: decode tokens/s beside other engines, on the same weights."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from oppo_megatron.cli.bench.common import count, counts, names
+
+HELP = "decode tokens/s beside transformers and megatron-core"
+ABOUT = """Several engines, which take turns, decode the same prompts with the same random weights: tokens/s of each."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    sizes = {"hidden": 384, "layers": 8, "heads": 6, "kv-heads": 2, "ffn": 1024, "vocab": 8192}
+    for name, size in sizes.items():
+        parser.add_argument(f"--{name}", type=count, default=size, metavar="N", help=f"of the model; default {size}")
+    parser.add_argument("--batch", type=counts, default=[1, 8, 32], metavar="N,N", help="default 1,8,32")
+    parser.add_argument("--prompt", type=count, default=64, metavar="N", help="prompt tokens; default 64")
+    parser.add_argument("--new", type=count, default=32, metavar="N", help="timed decode steps; default 32")
+    parser.add_argument("--repeats", type=count, default=5, metavar="N", help="turns of each peer; default 5")
+    parser.add_argument("--threads", type=count, default=1, metavar="N", help="CPU threads; default 1")
+    parser.add_argument("--peers", type=names, metavar="A,B", help="default: all; see docs/performance.md")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the figures there, too")
+    parser.set_defaults(measure=_decode)
+
+
+def _decode(args: argparse.Namespace) -> int:
+    from oppo_megatron.bench.table import format_table
+    from oppo_megatron.config.model import ParallelConfig
+    from oppo_megatron.config.shape import check_shape
+    from oppo_megatron.errors import ConfigError
+    from oppo_megatron.integrations.bench_decode import PEERS, DecodeWork, bench_decode
+    from oppo_megatron.train.run_dir import write_json
+
+    chosen = args.peers or list(PEERS)
+    if unknown := [name for name in chosen if name not in PEERS]:
+        raise ConfigError(f"--peers names {unknown}; the peers are {list(PEERS)}")
+    shape = _shape(args)
+    if problems := check_shape("bench decode", shape, ParallelConfig(), shape["max_position_embeddings"], None):
+        raise ConfigError(problems)
+    work = DecodeWork(shape, args.batch, args.prompt, args.new, args.repeats, args.threads)
+    figures = bench_decode(work, chosen)
+    columns = {
+        "peer": "peer", "batch": "batch", "tokens/s": "tokens_per_s", "min": "min", "max": "max",
+        "x hf": "over_hf", "x mcore-static": "over_mcore_static", "same tokens": "same_tokens",
+    }  # fmt: skip
+    print(
+        f"{figures['parameters'] / 1e6:.1f} M parameters, {args.threads} thread(s), {figures['machine']['processor']}"
+    )
+    print(format_table(columns, figures["results"]))
+    if args.out is not None:
+        write_json(args.out, figures)
+    return 0
+
+
+def _shape(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "model_type": "qwen2",
+        "hidden_size": args.hidden,
+        "num_hidden_layers": args.layers,
+        "num_attention_heads": args.heads,
+        "num_key_value_heads": args.kv_heads,
+        "intermediate_size": args.ffn,
+        "vocab_size": args.vocab,
+        "max_position_embeddings": args.prompt + args.new + 1,
+        "tie_word_embeddings": False,
+    }

@@ -1,0 +1,44 @@
+"""`oppo bench overlap`: what each overlap saves, against plain PPO in the same placement and in the best one."""
+
+from __future__ import annotations
+
+import argparse
+
+from oppo_megatron.cli.bench.common import add_run_arguments, chosen, count, load_base, names, new_suite
+
+HELP = "plain PPO and every overlap, in one placement or several"
+ABOUT = """Runs one configuration in every mode of the loop, with the same prompts and seed, and compares them.
+
+modes: sequential (plain PPO), intra (scoring streamed beside decoding), inter (B + delta rollouts decoded, the late
+ones carried over), full (both), full+backfill (freed slots refilled at once), full+critic (the critic updated beside
+the next step's decoding), full+both.
+
+placements: pair (as the configuration says), single (one process with all cores as threads), replicas (all roles on
+every core: data-parallel processes of one thread).  sequential in single and replicas is what pair has to beat."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run_arguments(parser, "overlap")
+    parser.add_argument("--modes", type=names, metavar="A,B", help="default: all")
+    parser.add_argument(
+        "--placements", type=names, default=["pair"], metavar="A,B", help="pair, single, replicas, or all; default pair"
+    )
+    parser.add_argument(
+        "--cores", type=count, metavar="N", help="cores of single and replicas; default: all that may be used"
+    )
+    parser.set_defaults(measure=_overlap)
+
+
+def _overlap(args: argparse.Namespace) -> int:
+    from oppo_megatron.bench.overlap import COLUMNS, MODES, PLACEMENTS, bench_overlap, remarks
+    from oppo_megatron.bench.table import format_table
+    from oppo_megatron.cores import usable_cores
+
+    modes = chosen("--modes", args.modes, list(MODES))
+    asked = None if args.placements == ["all"] else args.placements
+    placements = chosen("--placements", asked, PLACEMENTS)
+    config = load_base(args)
+    result = bench_overlap(new_suite(args), config, modes, placements, args.cores or usable_cores())
+    print(format_table(COLUMNS, result["results"]))
+    print(*remarks(result, args.out), sep="\n")
+    return 0

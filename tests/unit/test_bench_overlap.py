@@ -1,0 +1,195 @@
+"""The overlap benchmark's arithmetic, on made-up metrics and traces."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oppo_megatron.bench.figures import figures, steady
+from oppo_megatron.bench.overlap import MODES, compare, placed, remarks, switched
+from oppo_megatron.bench.suite import Run, bare
+from oppo_megatron.bench.table import format_table
+from oppo_megatron.bench.utilization import kind_of, utilization
+from oppo_megatron.config.model import ParallelConfig
+from oppo_megatron.config.places import world_size
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.data.random_prompts import write_random_prompts
+from oppo_megatron.data.tokenizer import SentencePieceTokenizer
+from oppo_megatron.errors import DataError
+from oppo_megatron.schedule.plan import plan_step
+from oppo_megatron.train.run_dir import RunDirectory
+from oppo_megatron.train.trace import Span, SpanRecorder, merge_traces
+
+
+def line(step_s: float, busy: float = 2.0, exposed: float = 1.0, tokens: int = 100, **more: float) -> dict[str, Any]:
+    return {
+        "step_s": step_s, "decode_s": 1.0, "score_exposed_s": exposed, "score_busy_s": busy, "train_s": 0.5,
+        "idle_s": {"actor": 0.1, "scorer": 0.2}, "tokens": tokens, "critic_update_s": 0.8, **more,
+    }  # fmt: skip
+
+
+def config(**changes: Any) -> TrainConfig:
+    return TrainConfig.model_validate(
+        {
+            "run_dir": "runs/x",
+            "tokenizer": {"path": "t.model"},
+            "data": {"path": "p.jsonl"},
+            "actor": {"init": {}},
+            "critic": {"init": {}},
+            "rewards": [{"kind": "model"}],
+            "rollout": {"batch_size": 4, "max_response_tokens": 8},
+            **changes,
+        }
+    )
+
+
+def test_figures_leave_out_the_first_step_but_in_the_total() -> None:
+    result = figures([[line(100.0, exposed=2.0), line(2.0), line(4.0, exposed=0.5)], [line(90.0), line(3.0)]])
+    assert result["step_s"] == 3.0
+    assert result["total_s"] == pytest.approx((106.0 + 93.0) / 2)
+    assert result["score_exposed_percent"] == pytest.approx(100 * 2.5 / 6)
+    assert result["tokens_per_s"] == pytest.approx(300 / 9)
+    assert result["idle_actor_s"] == 0.1 and result["idle_scorer_s"] == 0.2
+    assert result["critic_exposed_s"] is None and result["critic_exposed_percent"] is None, "no line has the field"
+    assert len(steady([[line(1.0)]])) == 1, "a single step is all there is"
+
+
+def test_the_exposed_critic_is_a_share_of_its_update() -> None:
+    result = figures([[line(1.0), line(1.0, critic_exposed_s=0.2), line(1.0, critic_exposed_s=0.6)]])
+    assert result["critic_exposed_s"] == pytest.approx(0.4)
+    assert result["critic_exposed_percent"] == pytest.approx(50.0)
+
+
+def test_modes_set_every_switch_and_nothing_else() -> None:
+    base = config()
+    plans = {}
+    for mode, switches in MODES.items():
+        changed = switched(base, mode)
+        assert {name: getattr(changed.overlap, name) for name in switches} == switches
+        assert changed.model_copy(update={"overlap": base.overlap}) == base
+        plans[mode] = plan_step(changed.overlap)
+    assert plans["sequential"].wait_for_critic and not plans["sequential"].stream
+    assert plans["full"].wait_for_critic and plans["full"].stream
+    assert not plans["full+critic"].wait_for_critic and not plans["full+both"].wait_for_critic
+
+
+def test_other_placements_use_all_cores_and_drop_layouts_of_the_roles() -> None:
+    base = config(
+        actor={"init": {}, "parallel": {"tp": 2}, "generate": {"dp": 2}, "train": {"pp": 2, "recompute": "full"}},
+        critic={"init": {}, "ranks": "2", "train": {"dp": 1}},
+        placement={"scorer": {"dp": 1}},
+    )
+    assert placed(base, "pair", 4) is base
+    single, replicas = placed(base, "single", 4), placed(base, "replicas", 4)
+    assert world_size(single) == 1 and single.runtime.threads_per_rank == 4
+    assert world_size(replicas) == 4 and replicas.runtime.threads_per_rank == 1
+    assert replicas.placement.actor == ParallelConfig(dp=4)
+    for changed in (single, replicas):
+        assert changed.critic.ranks is None and changed.actor.generate is None and changed.actor.parallel is None
+        assert changed.actor.train.pp is None and changed.actor.train.recompute == "full"
+
+
+def made(tmp_path: Path, name: str, lines: Sequence[dict[str, Any]], spans: Sequence[Span]) -> Run:
+    """A run directory with a trace."""
+    run = RunDirectory(tmp_path / name).prepare()
+    for rank in {span.rank for span in spans}:
+        recorder = SpanRecorder(rank, run)
+        for span in spans:
+            if span.rank == rank:
+                recorder.write(span)
+        recorder.flush()
+    merge_traces(run)
+    return Run(run.path, lines)
+
+
+def two_ranks(step_s: float) -> list[Span]:
+    """Two steps: the actor decodes half of each and updates for 1 s; the scorer scores for 1 s and waits."""
+    spans = []
+    for step in (1, 2):
+        start = step * step_s
+        spans += [
+            Span(0, "actor", "decode", step, start, start + step_s / 2),
+            Span(0, "actor", "wait_scores", step, start + step_s / 2, start + step_s - 1),
+            Span(0, "actor", "update", step, start + step_s - 1, start + step_s),
+            Span(1, "scorer", "wait_tokens", step, start, start + step_s / 2),
+            Span(1, "reward", "score", step, start + step_s / 2, start + step_s / 2 + 1),
+        ]
+    return spans
+
+
+def test_ratios_are_to_sequential_here_and_to_the_best_sequential(tmp_path: Path) -> None:
+    seconds = {"pair/sequential": 4.0, "pair/full": 2.0, "single/sequential": 3.0}
+    base = config()
+    configs = {name: switched(placed(base, name.split("/")[0], 2), name.split("/")[1]) for name in seconds}
+    runs = {name: [made(tmp_path, name, [line(s + 4), line(s), line(s)], two_ranks(s))] for name, s in seconds.items()}
+    result = compare(configs, runs)
+    rows = {f"{row['placement']}/{row['mode']}": row for row in result["results"]}
+    assert rows["pair/full"]["speedup_step_s"] == 2.0 and rows["pair/full"]["best_step_s"] == 1.5
+    assert rows["pair/full"]["speedup_total_s"] == pytest.approx(16 / 10)
+    assert rows["pair/full"]["best_total_s"] == pytest.approx(13 / 10)
+    assert rows["single/sequential"]["speedup_step_s"] == 1.0 and rows["pair/sequential"]["best_step_s"] == 0.75
+    assert result["best_sequential"] == {"step_s": "single", "total_s": "single"}
+    assert any("best sequential placement: single, 3.00 s/step" in text for text in remarks(result, tmp_path))
+
+    pair, single = result["nothing_waits"]
+    assert (pair["actor_s"], pair["scorers_s"]) == (1.5, 2.8), "decode + update, scoring + critic's update"
+    assert pair["least_step_s"] == 2.8 and not pair["shared_ranks"]
+    assert pair["over_least"]["full"]["step_s"] == pytest.approx(2.0 / 2.8)
+    assert pair["least_total_s"] == pytest.approx(3 * 2.8)
+    assert single["shared_ranks"] and single["least_step_s"] == pytest.approx(4.3), "one rank does both"
+
+    alone = compare({"pair/full": configs["pair/full"]}, {"pair/full": runs["pair/full"]})
+    row = alone["results"][0]
+    assert row["speedup_step_s"] is None and row["best_step_s"] is None and alone["nothing_waits"] == []
+
+
+def test_utilization_is_of_the_steps_after_the_first(tmp_path: Path) -> None:
+    run = made(tmp_path, "run", [], two_ranks(4.0))
+    # Step 2: from 8 to 12 s.
+    assert utilization([run.path]) == [
+        {"rank": 0, "decode": 50.0, "score": 0.0, "update": 25.0, "idle": 25.0},
+        {"rank": 1, "decode": 0.0, "score": 25.0, "update": 0.0, "idle": 75.0},
+    ]
+    slower = made(tmp_path, "slower", [], two_ranks(8.0))
+    shares = utilization([run.path, slower.path])[0]
+    assert shares["decode"] == pytest.approx(50.0) and shares["update"] == pytest.approx(100 * 2 / 12)
+    waiting = made(tmp_path, "waiting", [], [Span(0, "actor", "wait_scores", 1, 0.0, 1.0)])
+    with pytest.raises(DataError, match="no work of any step"):
+        utilization([waiting.path])
+
+
+def test_work_is_told_by_label_and_by_action() -> None:
+    kinds = {
+        ("actor", "decode"): "decode", ("actor", "decode actor m0 c3 s1"): "decode", ("actor", "sample actor m0 c3 s1"):
+        "decode", ("actor", "prefill actor m0 c3"): "decode", ("reward", "prefill reward m0 c3"): "score",
+        ("critic", "score critic m0 c3"): "score", ("critic", "update"): "update", ("actor", "wait"): None,
+        ("actor", "recv tokens actor m0 c1 s0 <- 1"): None, ("actor", "evaluate"): None, ("scorer", "send"): None,
+    }  # fmt: skip
+    for (role, name), kind in kinds.items():
+        assert kind_of(Span(0, role, name, 1, 0.0, 1.0)) == kind, name
+
+
+def test_held_out_prompts_are_no_part_of_a_benchmark() -> None:
+    held_out = config(
+        evaluation={"data": {"path": "h.jsonl"}, "verifier": "gsm8k"}, logging={"trace": False, "console": "off"}
+    )
+    changed = bare(held_out)
+    assert changed.evaluation is None and changed.logging.trace and changed.logging.console == "off"
+
+
+def test_a_figure_that_is_not_there_is_a_dash() -> None:
+    text = format_table({"a": "a", "b": "b", "c": "c"}, [{"a": "x", "b": 1.234, "c": [1, 250.4]}, {"a": None}])
+    assert text.splitlines() == ["a     b      c", "x  1.23  1 250", "-     -      -"]
+
+
+@pytest.mark.parametrize("length", [1, 64])
+def test_random_prompts_have_the_length_asked_for(tmp_path: Path, length: int) -> None:
+    path, rows = write_random_prompts(tmp_path, length)
+    tokenizer = SentencePieceTokenizer(path, None)
+    prompts = [json.loads(row)["prompt"] for row in rows.read_text().splitlines()]
+    assert len(set(map(len, prompts))) == 1 and len(prompts) > 500
+    assert all(len(tokenizer.encode(prompt)) == length for prompt in prompts[:50])
