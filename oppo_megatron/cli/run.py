@@ -45,9 +45,15 @@ def load_checked(kind: str, path: Path, overrides: Sequence[str]) -> TrainConfig
     from oppo_megatron.config.load import load_config
     from oppo_megatron.config.run import RewardModelConfig, SFTConfig, TrainConfig
     from oppo_megatron.config.validate import supervised_problems, train_problems
+    from oppo_megatron.data.length_trace import trace_problems
 
     if kind == "train":
-        return load_config(TrainConfig, path, overrides, check=train_problems)
+        return load_config(
+            TrainConfig,
+            path,
+            overrides,
+            check=lambda config: [*train_problems(config), *trace_problems(config.rollout)],
+        )
     supervised = SFTConfig if kind == "sft" else RewardModelConfig
     return load_config(supervised, path, overrides, check=supervised_problems)
 

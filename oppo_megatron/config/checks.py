@@ -13,6 +13,7 @@ from oppo_megatron.config.data import DataConfig, RewardPart
 from oppo_megatron.config.model import ModelConfig, OptimizerConfig, RoleConfig
 from oppo_megatron.config.overlap import OverlapConfig
 from oppo_megatron.config.paths import check_exists
+from oppo_megatron.config.ppo import ForcedLengthsConfig
 from oppo_megatron.config.run import SupervisedConfig, TrainConfig
 
 
@@ -22,6 +23,7 @@ def check_train(config: TrainConfig) -> list[str]:
         *_check_run_dir(config),
         *_check_batch(config),
         *check_overlap(config.overlap, config.rollout.batch_size),
+        *check_forced_lengths(config.rollout.forced_lengths),
         *_check_sources(config),
         *check_rewards(config.rewards, has_reward_model=config.reward is not None),
         *check_exists("tokenizer.path", config.tokenizer.path),
@@ -89,6 +91,27 @@ def check_overlap(overlap: OverlapConfig, batch_size: int) -> list[str]:
             f"overlap.chunk.candidates is {candidates}, but each size may appear once; remove the repeated ones"
         )
     return problems
+
+
+def check_forced_lengths(forced: ForcedLengthsConfig | None) -> list[str]:
+    """Exactly one kind of lengths, no setting of the other kind, and a trace that exists."""
+    if forced is None:
+        return []
+    name, problems = "rollout.forced_lengths", []
+    if (forced.median is None) == (forced.trace is None):
+        given = "neither" if forced.median is None else "both"
+        problems.append(
+            f"{name} has {given} of median and trace, but needs exactly one; give the median of log-normal lengths or a "
+            "CSV file, and set the other to null"
+        )
+    if forced.trace is None:
+        for setting, value, default in (("column", forced.column, None), ("scale", forced.scale, "auto")):
+            if value != default:
+                problems.append(f"{name}.{setting} is {value!r}, but only a trace has it; remove it or name a trace")
+        return problems
+    if forced.sigma is not None:
+        problems.append(f"{name}.sigma is {forced.sigma:g}, but lengths of a trace have their own spread; remove it")
+    return problems + check_exists(f"{name}.trace", forced.trace)
 
 
 def check_source(name: str, model: ModelConfig) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, PositiveFloat
@@ -12,11 +13,25 @@ from oppo_megatron.config.base import Section
 class ForcedLengthsConfig(Section):
     """For benchmarks: response lengths that do not depend on what the policy says, so that runs do the same work.
 
-    Log-normal, drawn by (seed, sequence id), at least 1 and at most `rollout.max_response_tokens`; EOS is ignored.
+    Log-normal (`median`), or as in a file of recorded requests (`trace`). Drawn by (seed, sequence id), at least 1 and at
+    most `rollout.max_response_tokens`; EOS is ignored. A trace is a CSV file with one row a request and a column of
+    tokens, or a histogram with the columns `kind`, `tokens`, `requests`.
     """
 
-    median: float = Field(..., gt=0, description="median length in tokens")
-    sigma: float = Field(1.0, ge=0, description="standard deviation of the length's logarithm; 0: all equal")
+    median: float | None = Field(None, gt=0, description="log-normal: median length in tokens")
+    sigma: float | None = Field(
+        None, ge=0, description="log-normal: standard deviation of the length's logarithm; 0: all equal; null: 1"
+    )
+    trace: Path | None = Field(None, description="CSV file of recorded lengths")
+    column: str | None = Field(
+        None,
+        description="trace: the column of tokens (null: `GeneratedTokens`); of a histogram, the kind (null: `output`)",
+    )
+    scale: PositiveFloat | Literal["auto"] = Field(
+        "auto",
+        description="trace: factor of every length; auto: what makes the trace's 99th percentile "
+        "`rollout.max_response_tokens`",
+    )
 
 
 class RolloutConfig(Section):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -10,6 +11,8 @@ from oppo_megatron.config.ppo import ForcedLengthsConfig, RolloutConfig
 from oppo_megatron.runtime.sampler import uniforms
 
 LENGTH_DRAW = 2**63  # stands where a token's position stands in its draw, so that no token shares the number
+Quantile = Callable[[float], float]
+"""Inverse of a distribution function: from a share in [0, 1) to a length in tokens."""
 
 
 @dataclass(frozen=True)
@@ -18,19 +21,28 @@ class Stopping:
 
     eos_id: int | None
     max_response_tokens: int
-    forced: ForcedLengthsConfig | None = None
+    forced: Quantile | None = None
     seed: int = 0
 
     @classmethod
-    def of(cls, rollout: RolloutConfig, eos_id: int, seed: int) -> Stopping:
+    def of(cls, rollout: RolloutConfig, eos_id: int, seed: int, trace: Quantile | None = None) -> Stopping:
+        """`trace` has the lengths of the file that `rollout.forced_lengths.trace` names, where it names one."""
         forced = rollout.forced_lengths
-        return cls(None if forced else eos_id, rollout.max_response_tokens, forced, seed)
+        if forced is None:
+            return cls(eos_id, rollout.max_response_tokens)
+        assert (trace is None) == (forced.trace is None), "the lengths of a trace are read before"
+        return cls(None, rollout.max_response_tokens, trace or log_normal(forced), seed)
 
     def limit(self, seq_id: int) -> int:
         """Largest response of the sequence, in tokens; a forced one is a function of (seed, sequence id) alone."""
         if self.forced is None:
             return self.max_response_tokens
-        u = float(uniforms(self.seed, [seq_id], [LENGTH_DRAW])[0])
-        deviate = NormalDist().inv_cdf(max(u, 2.0**-53))
-        length = round(self.forced.median * math.exp(self.forced.sigma * deviate))
-        return min(max(length, 1), self.max_response_tokens)
+        length = self.forced(float(uniforms(self.seed, [seq_id], [LENGTH_DRAW])[0]))
+        return min(max(round(length), 1), self.max_response_tokens)
+
+
+def log_normal(forced: ForcedLengthsConfig) -> Quantile:
+    """Lengths whose logarithm is normal, with a median in tokens."""
+    assert forced.median is not None, "checked with the configuration"
+    median, sigma = forced.median, 1.0 if forced.sigma is None else forced.sigma
+    return lambda u: median * math.exp(sigma * NormalDist().inv_cdf(max(u, 2.0**-53)))

@@ -18,7 +18,7 @@ from oppo_megatron.runtime.roles import load_role
 from oppo_megatron.runtime.rounds import RoundRunner
 from oppo_megatron.runtime.sampler import Sampling
 from oppo_megatron.runtime.scoring import ScorerRole, ScoringStation
-from oppo_megatron.runtime.stopping import Stopping
+from oppo_megatron.runtime.stopping import Quantile, Stopping
 from oppo_megatron.runtime.stream import ChunkOutlet, ListenStation
 from oppo_megatron.runtime.world import World
 from oppo_megatron.schedule.plan import round_generator
@@ -41,6 +41,7 @@ class RoleBuilder:
     topology: Topology
     tokenizer: Tokenizer
     prompts: PromptStream
+    lengths: Quantile | None  # of a length trace
 
     @property
     def total_steps(self) -> int:
@@ -93,7 +94,7 @@ class RoleBuilder:
 
     @property
     def _stopping(self) -> Stopping:
-        return Stopping.of(self.config.rollout, self.tokenizer.eos_id, self.config.seed)
+        return Stopping.of(self.config.rollout, self.tokenizer.eos_id, self.config.seed, self.lengths)
 
     def _decode_station(self, actor: Actor | None) -> DecodeStation | None:
         if actor is None:

@@ -8,12 +8,14 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.chunk import ChunkTuner
 from oppo_megatron.control.delta import make_delta_controller
 from oppo_megatron.control.kl import KLController
+from oppo_megatron.data.length_trace import forced_quantile
 from oppo_megatron.data.prompts import PromptSet, PromptStream, load_prompts
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
 from oppo_megatron.rewards.functions import RewardSum, VerifierReward, build_reward_functions
+from oppo_megatron.runtime.stopping import Quantile
 from oppo_megatron.runtime.world import World
 from oppo_megatron.schedule.plan import delta_rule
 from oppo_megatron.schedule.rounds import Site
@@ -38,25 +40,26 @@ class Inputs:
     prompts: PromptSet
     heldout: PromptSet | None
     quarantine: Quarantine
+    lengths: Quantile | None  # of a length trace
 
 
 def read_inputs(config: TrainConfig) -> Inputs:
-    """Tokenizer, prompts and rewards.  Raises ConfigError, DataError or RewardError for what cannot be trained on."""
-    tokenizer = load_tokenizer(config.tokenizer)
+    """Tokenizer, prompts, rewards, a length trace.  Raises ConfigError, DataError or RewardError for what cannot be used."""
+    tokenizer, lengths = load_tokenizer(config.tokenizer), forced_quantile(config.rollout)
     rewards, quarantine = build_reward_functions(config.rewards), Quarantine()
     prompts = load_prompts(config.data, tokenizer, quarantine=quarantine, check=rewards.check)
     heldout = None
     if config.evaluation is not None:
         judge = VerifierReward(config.evaluation.verifier, config.evaluation.answer)
         heldout = load_prompts(config.evaluation.data, tokenizer, quarantine=quarantine, check=judge.check)
-    return Inputs(tokenizer, rewards, prompts, heldout, quarantine)
+    return Inputs(tokenizer, rewards, prompts, heldout, quarantine, lengths)
 
 
 def build_trainer(config: TrainConfig, world: World, inputs: Inputs) -> PPOTrainer:
     """Groups, models, optimizers and books of this rank."""
     prompts = _prompt_stream(config, inputs.prompts)
     topology = build_topology(config)
-    builder = RoleBuilder(config, world, topology, inputs.tokenizer, prompts)
+    builder = RoleBuilder(config, world, topology, inputs.tokenizer, prompts, inputs.lengths)
     keeps_journal = world.rank == topology.site.source
     tracer = _tracer(config, world.rank, topology.site)
     actor, critic = builder.actor(), builder.critic()

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 from oppo_megatron.config.ppo import PPOConfig
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.data.length_trace import forced_quantile
 from oppo_megatron.errors import RewardError
+from oppo_megatron.runtime.stopping import Stopping
 from tests.support.ppo import Workspace, run_ppo_ranks
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -86,6 +89,18 @@ def test_greedy_draws_are_certain(workspace: Workspace) -> None:
     """The log-prob that PPO uses is of the policy at temperature 1, not of the draw, which had no choice."""
     outcome = run_ppo_ranks(workspace.config("greedy-draws", steps=1, **{"rollout.temperature": 0.0}))
     assert all(x < 0 for row in outcome.rollouts for x in row["logprobs"])
+
+
+@pytest.mark.parametrize("mode", ["single", "disaggregated"])
+def test_responses_are_as_long_as_the_trace_says(workspace: Workspace, shared_data: Path, mode: str) -> None:
+    forced = {"trace": str(shared_data / "trace_servegen_deepseek_r1_hist.csv")}
+    changes = {"placement": {"mode": mode}, "rollout.forced_lengths": forced, "overlap.intra": mode != "single"}
+    config = workspace.config(f"trace-{mode}", steps=2, **changes)
+    outcome = run_ppo_ranks(config)
+    checked = TrainConfig(**config)
+    stopping = Stopping.of(checked.rollout, 0, checked.seed, forced_quantile(checked.rollout))
+    assert [len(tokens) for _, tokens in sorted(outcome.tokens().items())] == [stopping.limit(i) for i in range(12)]
+    assert {row["finish_reason"] for row in outcome.rollouts} == {"length"}
 
 
 @pytest.mark.parametrize("entry", ["not_a_number", "failing"])

@@ -151,6 +151,27 @@ def test_wrong_number_of_ranks(
     assert "[rank 1]" in err and "started 3 ranks, but the configuration places its roles on 4" in err
 
 
+@pytest.mark.parametrize("command", [["validate"], ["train", "--dry-run"], ["train"], ["schedule"]])
+def test_a_length_trace_is_read_before_anything_starts(
+    config: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    Path("lengths.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\nx,1,5\nx,1,nan\n")
+    name, *options = command
+    overrides = ["rollout.forced_lengths={trace: lengths.csv}", "ppo.minibatches=3"]
+    assert main([name, str(config), *options, *overrides]) == 2
+    err = capsys.readouterr().err
+    assert "2 problems" in err and "ppo.minibatches 3 does not divide" in err
+    assert "rollout.forced_lengths.trace: 1 row cannot be used" in err
+    assert "lengths.csv:3: `GeneratedTokens` is 'nan', but must be a whole number" in err and "Traceback" not in err
+    assert not Path("run").exists()
+
+
+def test_a_good_length_trace_is_accepted(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("lengths.csv").write_text("kind,tokens,requests\noutput,5,2\n")
+    assert main(["validate", str(config), "rollout.forced_lengths={trace: lengths.csv, scale: 0.5}"]) == 0
+    assert "OK" in capsys.readouterr().out
+
+
 def test_validate_tells_the_kind(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["validate", str(config)]) == 0
     assert "OK" in capsys.readouterr().out

@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from oppo_megatron.config.checks import check_supervised, check_train, max_context, minibatch_rows, most_sequences
+from oppo_megatron.config.checks import (
+    check_supervised,
+    check_train,
+    longest_chunk,
+    max_context,
+    minibatch_rows,
+    most_sequences,
+)
 from oppo_megatron.config.run import SFTConfig, TrainConfig
 
 
@@ -56,12 +63,41 @@ def test_sequences_and_rows_at_once(settings: dict[str, Any]) -> None:
     assert most_sequences(TrainConfig.model_validate(settings)) == 8
 
 
+def test_a_chunk_ends_where_prompts_enter(settings: dict[str, Any]) -> None:
+    def longest(**overlap: Any) -> int:
+        return longest_chunk(TrainConfig.model_validate(settings | {"overlap": overlap}))
+
+    assert longest() == longest(backfill_every=64) == 100, "else no chunk is longer than a response"
+    assert longest(backfill=True, chunk={"tokens": 48}) == 48
+    assert longest(backfill=True, backfill_every=64) == 64
+    assert longest(backfill=True, backfill_every=640) == 100
+
+
+def test_backfill_asks_for_no_more_slots(settings: dict[str, Any]) -> None:
+    plain, backfilled = (
+        TrainConfig.model_validate(settings | {"overlap": {"backfill": on, "delta": {"max": 8}}})
+        for on in (False, True)
+    )
+    assert most_sequences(backfilled) == most_sequences(plain) == 16
+
+
 BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"ppo.minibatches": 3}, "ppo.minibatches 3 does not divide rollout.batch_size 8; choose from 1, 2, 4, 8"),
     ({"overlap.delta": {"min": 3, "initial": 2, "max": 4}}, "min <= initial <= max must hold"),
     ({"overlap.delta": {"min": 0, "initial": 5, "max": 4}}, "min <= initial <= max must hold"),
     ({"overlap.delta.max": 9}, "overlap.delta.max is 9, but must not exceed rollout.batch_size 8"),
     ({"overlap.chunk.candidates": [16, 16, 32]}, "each size may appear once"),
+    ({"overlap": {"inter": False, "backfill": True}}, "overlap.backfill is true, but overlap.inter is false"),
+    (
+        {"overlap": {"backfill": True, "backfill_every": 48}},
+        "overlap.backfill_every is 48, but must be a multiple of overlap.chunk.tokens 32 (rounds end where prompts enter); "
+        "set it to 64",
+    ),
+    ({"rollout.forced_lengths": {}}, "rollout.forced_lengths has neither of median and trace, but needs exactly one"),
+    ({"rollout.forced_lengths": {"sigma": 2}}, "has neither of median and trace"),
+    ({"rollout.forced_lengths": {"median": 9, "column": "x"}}, "column is 'x', but only a trace has it"),
+    ({"rollout.forced_lengths": {"median": 9, "scale": 2}}, "scale is 2.0, but only a trace has it"),
+    ({"rollout.forced_lengths": {"trace": "gone.csv"}}, "rollout.forced_lengths.trace `gone.csv` does not exist"),
     ({"runtime.micro_batch_tokens": 199}, "runtime.micro_batch_tokens is 199, but one sequence may have 200 tokens"),
     ({"actor.init": {"model_type": "llama"}}, "actor has both of checkpoint and init"),
     ({"actor.checkpoint": None}, "actor has neither of checkpoint and init"),
@@ -92,7 +128,11 @@ def test_broken_rule_is_the_one_problem(settings: dict[str, Any], changes: dict[
 
 GOOD: list[dict[str, Any]] = [
     {"overlap": {"inter": False, "delta": {"min": 5, "initial": 9, "max": 2}}},
+    {"overlap": {"backfill": True, "backfill_every": 96}},
+    {"overlap": {"backfill_every": 5}},
     {"rewards": [{"kind": "python", "entry_point": "pkg.mod:f", "options": {"a": 1}}]},
+    {"rollout.forced_lengths": {"median": 20}},
+    {"rollout.forced_lengths": {"trace": __file__, "column": "ContextTokens", "scale": 0.5}},
 ]
 
 
@@ -140,6 +180,14 @@ def test_all_broken_rules_come_at_once(settings: dict[str, Any]) -> None:
     for key, value in {"ppo.minibatches": 3, "overlap.delta.max": 9, "data.path": []}.items():
         put(settings, key, value)
     assert len(check_train(TrainConfig.model_validate(settings))) == 3
+
+
+def test_forced_lengths_of_two_kinds_and_their_settings_come_at_once(settings: dict[str, Any]) -> None:
+    put(settings, "rollout.forced_lengths", {"median": 9, "sigma": 1, "trace": "gone.csv"})
+    problems = check_train(TrainConfig.model_validate(settings))
+    assert len(problems) == 3
+    for problem, part in zip(problems, ("has both of median and trace", "sigma is 1", "does not exist"), strict=True):
+        assert part in problem
 
 
 def supervised(settings: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,189 @@
+"""Length traces: both formats against numpy on real files, scaling, and every way in which a file is refused."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from oppo_megatron.config.ppo import ForcedLengthsConfig, RolloutConfig
+from oppo_megatron.data.length_trace import LengthTrace, forced_quantile, read_length_trace, trace_problems
+from oppo_megatron.errors import DataError
+from oppo_megatron.runtime.sampler import uniforms
+from oppo_megatron.runtime.stopping import LENGTH_DRAW, Stopping
+
+AZURE, DEEPSEEK = "trace_azure_2023_conv.csv", "trace_servegen_deepseek_r1_hist.csv"
+REQUESTS = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+HISTOGRAM = "kind,tokens,requests\n"
+
+
+def azure(path: Path, column: str = "GeneratedTokens") -> np.ndarray:
+    with path.open(newline="") as file:
+        return np.array([int(row[column]) for row in csv.DictReader(file)])
+
+
+def deepseek(path: Path, kind: str = "output") -> np.ndarray:
+    with path.open(newline="") as file:
+        rows = [(int(r["tokens"]), int(r["requests"])) for r in csv.DictReader(file) if r["kind"] == kind]
+    return np.repeat(*np.array(rows).T)
+
+
+def rollout(trace: Path, limit: int = 10**6, **forced: Any) -> RolloutConfig:
+    lengths = ForcedLengthsConfig(trace=trace, **forced)
+    return RolloutConfig(batch_size=4, max_response_tokens=limit, forced_lengths=lengths)
+
+
+def drawn(config: RolloutConfig, count: int, seed: int = 3) -> list[int]:
+    stopping = Stopping.of(config, 7, seed, forced_quantile(config))
+    assert stopping.eos_id is None
+    return [stopping.limit(seq_id) for seq_id in range(count)]
+
+
+def write(tmp_path: Path, text: str | bytes) -> Path:
+    path = tmp_path / "trace.csv"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "lengths"),
+    [
+        (AZURE, None, azure),
+        (AZURE, "ContextTokens", lambda path: azure(path, "ContextTokens")),
+        (DEEPSEEK, None, deepseek),
+        (DEEPSEEK, "input", lambda path: deepseek(path, "input")),
+    ],
+)
+def test_real_traces_have_numpys_quantiles(
+    shared_data: Path, name: str, column: str | None, lengths: Callable[[Path], np.ndarray]
+) -> None:
+    expected, trace = lengths(shared_data / name), read_length_trace(shared_data / name, column)
+    assert trace.requests[-1] == len(expected)
+    shares = np.random.default_rng(1).random(2000)
+    assert [trace.quantile(float(u)) for u in shares] == np.quantile(expected, shares, method="inverted_cdf").tolist()
+    assert trace.percentile_99 == np.quantile(expected, 0.99, method="inverted_cdf")
+
+
+@pytest.mark.parametrize(("name", "lengths"), [(AZURE, azure), (DEEPSEEK, deepseek)])
+def test_drawn_lengths_follow_the_real_trace(
+    shared_data: Path, name: str, lengths: Callable[[Path], np.ndarray]
+) -> None:
+    expected, count = lengths(shared_data / name), 4000
+    lengths_drawn = np.array(drawn(rollout(shared_data / name, scale=1.0), count))
+    shares = uniforms(3, range(count), [LENGTH_DRAW] * count)
+    assert lengths_drawn.tolist() == np.quantile(expected, shares, method="inverted_cdf").tolist()
+    # Kolmogorov-Smirnov at the level 0.001, on the grid of the trace's lengths
+    grid = np.unique(expected)
+    distance = max(
+        abs((lengths_drawn <= x).mean() - p)
+        for x, p in zip(
+            grid[::20], np.searchsorted(np.sort(expected), grid[::20], "right") / len(expected), strict=True
+        )
+    )
+    assert distance < 1.95 / count**0.5
+
+
+@pytest.mark.parametrize("name", [AZURE, DEEPSEEK])
+def test_auto_makes_the_99th_percentile_the_limit(shared_data: Path, name: str) -> None:
+    lengths = np.array(drawn(rollout(shared_data / name, limit=256), 20000))
+    assert lengths.min() >= 1 and lengths.max() == 256
+    # One in a hundred lies at or beyond the percentile; beside it what rounds up to the limit, less than one more.
+    assert 0.007 < (lengths == 256).mean() < 0.02
+    unscaled = np.array(drawn(rollout(shared_data / name, scale=1.0), 20000))
+    factor = 256 / read_length_trace(shared_data / name).percentile_99
+    assert lengths.tolist() == np.clip(np.rint(unscaled * factor), 1, 256).tolist()
+
+
+def test_lengths_are_a_function_of_seed_and_sequence(shared_data: Path) -> None:
+    config = rollout(shared_data / AZURE, limit=512)
+    first, again = (Stopping.of(config, 7, 3, forced_quantile(config)) for _ in range(2))
+    assert [first.limit(i) for i in range(50)] == [again.limit(i) for i in reversed(range(50))][::-1]
+    assert drawn(config, 50, seed=3) != drawn(config, 50, seed=4)
+
+
+@given(counts=st.dictionaries(st.integers(0, 9000), st.integers(0, 40), min_size=1), sixty_fourths=st.integers(0, 63))
+def test_quantiles_against_numpy_on_any_distribution(counts: dict[int, int], sixty_fourths: int) -> None:
+    values = np.repeat(list(counts), list(counts.values()))
+    assume(len(values))
+    trace, u = LengthTrace.of(counts), sixty_fourths / 64  # u times the number of requests is exact
+    assert trace.quantile(u) == np.quantile(values, u, method="inverted_cdf")
+    assert trace.percentile_99 == sorted(values)[-(-99 * len(values) // 100) - 1]
+
+
+def test_both_formats_say_the_same(tmp_path: Path) -> None:
+    rows = write(tmp_path, "\ufeffn , Tokens\na,5\n\nb,2\r\nc, 5\n")
+    histogram = tmp_path / "histogram.csv"
+    histogram.write_text("requests,kind,tokens\n9,input,77\n1,output,2\n2,output,5\n0,output,9\n")
+    expected = LengthTrace((2, 5), (1, 3))
+    assert read_length_trace(rows, "Tokens") == read_length_trace(histogram) == expected
+    assert read_length_trace(histogram, "input") == LengthTrace((77,), (9,))
+
+
+def test_lengths_of_0_become_1_and_the_scale_is_a_factor(tmp_path: Path) -> None:
+    path = write(tmp_path, REQUESTS + "t,1,0\nt,1,10\n")
+    assert set(drawn(rollout(path, scale=2.5), 40)) == {1, 25}
+    assert set(drawn(rollout(path, limit=12, scale=2.5), 40)) == {1, 12}
+    assert set(drawn(rollout(path, limit=40), 40)) == {1, 40}
+
+
+REFUSED: list[tuple[str | bytes, str | None, str]] = [
+    ("", None, r"line 1: there must be a column `GeneratedTokens`, but the columns are: none; name the one"),
+    ("a,b\n1,2\n", None, r"line 1: there must be a column `GeneratedTokens`, but the columns are: a, b; name the one"),
+    (REQUESTS, "Length", r"line 1: there must be a column `Length`.*rollout\.forced_lengths\.column"),
+    ("a,a\n1,2\n", "a", r"line 1: the column `a` must stand once in the header \(a, a\); rename one"),
+    (REQUESTS, None, r"no row follows the header, but at least one request is needed; add rows"),
+    (REQUESTS + "t,1,-4\n", None, r"trace\.csv:2: `GeneratedTokens` is '-4', but must be a whole number of at least 0"),
+    (REQUESTS + "t,1,5\n\nt,1,nan\n", None, r"trace\.csv:4: `GeneratedTokens` is 'nan', but must be a whole number"),
+    (REQUESTS + "t,1,\n", None, r"trace\.csv:2: `GeneratedTokens` is '', but must be a whole number"),
+    (REQUESTS + "t,1\n", None, r"trace\.csv:2: `GeneratedTokens` is '', but must be a whole number"),
+    (REQUESTS + "t,1,1.5\nt,1,inf\n", None, r"(?s)2 rows cannot be used.*:2: .*'1\.5'.*:3: .*'inf'.*Correct them"),
+    (REQUESTS + "t,1,1" + "0" * 15 + "\n", None, r"of at most 15 digits"),
+    (
+        HISTOGRAM + "output,5,0\n",
+        None,
+        r"0 requests of kind `output`, but at least one is needed; its kinds are output",
+    ),
+    (
+        HISTOGRAM + "output,5,1\n",
+        "inptu",
+        r"0 requests of kind `inptu`.*its kinds are output: name another in .*column",
+    ),
+    (HISTOGRAM, None, r"0 requests of kind `output`.*its kinds are none"),
+    (HISTOGRAM + "output,5,-1\n", None, r"trace\.csv:2: `requests` is '-1', but must be a whole number"),
+    (HISTOGRAM + "output,x,1\n", None, r"trace\.csv:2: `tokens` is 'x', but must be a whole number"),
+    (HISTOGRAM + "output,5\n", None, r"trace\.csv:2: `requests` is '', but must be a whole number"),
+    (REQUESTS.encode() + b"t,1,5\nt\xff,1,5\n", None, r"trace\.csv, line 3: not UTF-8 \(byte 1 of the line\); save"),
+    (REQUESTS + "x" * 200000 + ",1,5\n", None, r"trace\.csv, line 2: not CSV \(field larger than .*correct the line"),
+    (
+        REQUESTS + "t,1,0\n",
+        None,
+        r"99th percentile of its lengths is 0 tokens.*give rollout\.forced_lengths\.scale a n",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "column", "message"), REFUSED)
+def test_a_wrong_file_is_refused_with_line_rule_and_remedy(
+    tmp_path: Path, text: str | bytes, column: str | None, message: str
+) -> None:
+    config = rollout(write(tmp_path, text), column=column)
+    with pytest.raises(DataError, match=message) as refusal:
+        forced_quantile(config)
+    assert "trace.csv" in str(refusal.value)
+    assert trace_problems(config) == [f"rollout.forced_lengths.trace: {refusal.value}"]
+
+
+def test_a_folder_is_no_trace(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"is no file; rollout\.forced_lengths\.trace must be a CSV file: correct"):
+        read_length_trace(tmp_path)
+
+
+def test_a_trace_that_was_not_read_is_our_own_bug(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="read before"):
+        Stopping.of(rollout(tmp_path / "x.csv"), 7, 3)
