@@ -12,6 +12,8 @@ from oppo_megatron.config.base import Section
 
 _RANKS = re.compile("{0}(-{0})?(,{0}(-{0})?)*".format("[0-9]{1,18}"))
 Dtype = Literal["float32", "bfloat16"]
+DecodePath = Literal["packed", "lean", "module"]
+PlacementMode = Literal["disaggregated", "colocated", "single"]
 
 
 class ParallelConfig(Section):
@@ -108,18 +110,41 @@ class ActorConfig(TrainedRoleConfig):
     generate: ParallelConfig | None = Field(None, description="layout of decoding; default: `parallel`")
 
 
-class PlacementConfig(Section):
+class AutoPlacementConfig(Section):
+    """What `mode: auto` measures.  A measuring run is a short run of this very configuration."""
+
+    steps: int = Field(3, ge=2, description="PPO steps of a measuring run; the first warms up and does not count")
+    repeats: int = Field(
+        1, ge=1, description="measuring runs of each placement, in turn; close ones have three at least"
+    )
+    ranks: PositiveInt | None = Field(
+        None, description="most ranks of a placement; null: the CUDA devices, or the cores divided by a rank's threads"
+    )
+    candidates: list[PlacementMode] = Field(
+        default=["single", "disaggregated", "colocated"], min_length=1, description="modes to choose from"
+    )
+
+
+class PlacementSettings(Section):
     """Which ranks hold what, for roles that name no ranks of their own."""
 
-    mode: Literal["disaggregated", "colocated", "single"] = Field(
+    mode: Literal["disaggregated", "colocated", "single", "auto"] = Field(
         "disaggregated",
         description="disaggregated: actor on the first ranks, scorers on the next; colocated: all roles on the same "
-        "ranks; single: one process",
+        "ranks; single: one process; auto: measure before the run which is fastest on this machine",
     )
     actor: ParallelConfig = ParallelConfig()
     scorer: ParallelConfig | None = Field(
         None, description="default: one rank where disaggregated, the actor's layout where colocated"
     )
+    auto: AutoPlacementConfig | None = Field(None, description="what `auto` measures; null: its defaults")
+
+
+class PlacementConfig(PlacementSettings):
+    """A settled placement, not `auto`: what runs are built on."""
+
+    mode: PlacementMode = Field("disaggregated", description="as written, or as measured")
+    auto: None = Field(None, exclude=True, description="nothing is left to measure")
 
 
 class RuntimeConfig(Section):
@@ -135,6 +160,8 @@ class RuntimeConfig(Section):
     kv_cache_mb: float | None = Field(
         None, gt=0, description="budget of each role's KV cache per rank; null: all of the buffer"
     )
-    decode_path: Literal["lean", "module"] = Field(
-        "lean", description="cached layers as few fused calls over megatron's parameters, or megatron's own modules"
+    decode_path: DecodePath = Field(
+        "packed",
+        description="how cached calls compute: megatron's own modules (module), few calls over megatron's parameters (lean), "
+        "or those over a copy of the weights laid out for the CPU's products (packed; lean where there are none)",
     )

@@ -19,7 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from oppo_megatron.config.model import ModelConfig, RuntimeConfig
+from oppo_megatron.config.model import DecodePath, ModelConfig, RuntimeConfig
+from oppo_megatron.integrations.bare_loop import BareLoop, plain, prepacked
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.runtime.links import Links
 from oppo_megatron.runtime.mcore.groups import RoleGroups, build_groups
@@ -154,9 +155,12 @@ def bench_decode(work: DecodeWork, names: Sequence[str]) -> dict[str, Any]:
 
 
 PEERS = {
+    "bare": "a bare loop over the weights: one length, static KV, argmax",
+    "bare-packed": "the bare loop with prepacked weights",
+    "ours-packed": "the unit step, lean layers over prepacked weights, argmax",
     "ours-lean": "the unit step, lean layers, argmax",
     "ours-module": "the unit step, megatron-core's modules, argmax",
-    "ours-engine": "rounds as in training: lean layers, sampling, log-probs and all bookkeeping",
+    "ours-engine": "rounds as in training: the packed path, sampling, log-probs and all bookkeeping",
     "mcore-static": "megatron-core's stock model and StaticInferenceContext, argmax",
     "hf": "transformers generate, greedy",
 }
@@ -168,21 +172,24 @@ def _groups() -> RoleGroups:
     return groups
 
 
-def _load(work: DecodeWork, groups: RoleGroups, world: World, lean: bool = True) -> RoleModel:
+def _load(work: DecodeWork, groups: RoleGroups, world: World, path: DecodePath = "packed") -> RoleModel:
     config = ModelConfig(init=dict(work.shape))
-    model = load_role(config, groups, head="lm", max_length=work.max_length, device=world.device, lean=lean)
+    model = load_role(config, groups, head="lm", max_length=work.max_length, device=world.device, path=path)
     return model.requires_grad_(False)
 
 
 def _build_peers(work: DecodeWork, names: Sequence[str], world: World, scratch: Path) -> dict[str, Peer]:
     groups = _groups()
-    lean, module = (_load(work, groups, world, lean=lean) for lean in (True, False))
-    export_weights(lean, lean.shape, scratch / "hf", head="lm")
+    model = _load(work, groups, world)
+    export_weights(model, model.shape, scratch / "hf", head="lm")
     makers: dict[str, Callable[[], Peer]] = {
-        "ours-lean": lambda: StepLoop(lean),
-        "ours-module": lambda: StepLoop(module),
-        "ours-engine": lambda: Engine(lean),
-        "mcore-static": lambda: StaticContextDecoder(lean),
+        "bare": lambda: BareLoop(scratch / "hf", work.shape, plain),
+        "bare-packed": lambda: BareLoop(scratch / "hf", work.shape, prepacked),
+        "ours-packed": lambda: StepLoop(model),
+        "ours-lean": lambda: StepLoop(_load(work, groups, world, "lean")),
+        "ours-module": lambda: StepLoop(_load(work, groups, world, "module")),
+        "ours-engine": lambda: Engine(model),
+        "mcore-static": lambda: StaticContextDecoder(model),
         "hf": lambda: HuggingFace(scratch / "hf"),
     }
     return {name: makers[name]() for name in names}
@@ -206,6 +213,8 @@ def _measure(peers: Mapping[str, Peer], work: DecodeWork, batch: int) -> list[di
             "tokens_per_s": median(rate),
             "min": rate[0],
             "max": rate[-1],
+            "over_bare": median(rate) / median(rates["bare"]) if "bare" in rates else None,
+            "over_bare_packed": median(rate) / median(rates["bare-packed"]) if "bare-packed" in rates else None,
             "over_hf": median(rate) / median(rates["hf"]) if "hf" in rates else None,
             "over_mcore_static": median(rate) / median(rates["mcore-static"]) if "mcore-static" in rates else None,
             "same_tokens": None

@@ -22,10 +22,10 @@ from oppo_megatron.records import Chunk, ChunkRow, Rollout
 from oppo_megatron.runtime.mcore.kv_cache import KVCache
 from oppo_megatron.runtime.mcore.model import RoleModel
 from oppo_megatron.runtime.mcore.stage import step
-from oppo_megatron.runtime.mcore.vocab_parallel import gather_logits
-from oppo_megatron.runtime.sampler import Draw, Sampling, draw
+from oppo_megatron.runtime.sampler import Sampling, draw
 from oppo_megatron.runtime.stopping import Stopping
 from oppo_megatron.runtime.stream import ChunkOutlet
+from oppo_megatron.runtime.vocab_shards import VocabShards
 from oppo_megatron.schedule.actions import Action, Op, Payload
 from oppo_megatron.schedule.planning.books import ReplicaWork
 from oppo_megatron.schedule.planning.merge import StopSignal, merge_rows
@@ -196,8 +196,9 @@ class DecodeStation:
 
     def _sample(self, action: Action) -> int:
         lane = self._lanes[action.micro_batch]
-        logits_RV = gather_logits(self._hidden[action.micro_batch], self.model.groups.collection.tp)
-        result: Draw = draw(logits_RV, self.sampling, [g.seq_id for g in lane], [g.position for g in lane])
+        logits_RV, tp = self._hidden[action.micro_batch], self.model.groups.collection.tp
+        shards = VocabShards(tp, logits_RV.shape[-1])
+        result = draw(logits_RV, self.sampling, [g.seq_id for g in lane], [g.position for g in lane], shards)
         table_3R = torch.stack([x.double() for x in (result.tokens, result.logprobs, result.sampling_logprobs)])
         self._drawn[action.micro_batch] = table_3R
         return self._absorb(action, table_3R)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from oppo_megatron.config.model import ModelConfig, TrainingLayoutConfig
+from oppo_megatron.config.model import DecodePath, ModelConfig, TrainingLayoutConfig
 from oppo_megatron.runtime.mcore.groups import RoleGroups
 from oppo_megatron.runtime.mcore.hf_source import TensorSource, open_weights
 from oppo_megatron.runtime.mcore.hf_weights import load_weights
@@ -12,15 +12,22 @@ from oppo_megatron.runtime.mcore.model import Head, RoleModel, build_chunks, bui
 
 
 def load_role(
-    config: ModelConfig, groups: RoleGroups, *, head: Head, max_length: int, device: torch.device, lean: bool = True
+    config: ModelConfig,
+    groups: RoleGroups,
+    *,
+    head: Head,
+    max_length: int,
+    device: torch.device,
+    path: DecodePath = "packed",
 ) -> RoleModel:
-    """This rank's stage of the model that `config` names, in evaluation mode.
+    """This rank's stage of the model that `config` names, in evaluation mode; cached calls go by `path`.
 
     Raises CheckpointError for weights that are missing or do not fit, CapacityError for too few positions.
     """
     shape, source = open_weights(config, head)
-    model = build_model(shape, groups, head=head, max_length=max_length, dtype=config.dtype, device=device, lean=lean)
+    model = build_model(shape, groups, head=head, max_length=max_length, dtype=config.dtype, device=device)
     _fill(model, source)
+    model.decode_by(path)
     return model.eval()
 
 

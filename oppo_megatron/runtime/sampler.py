@@ -1,10 +1,11 @@
 """Drawing tokens with counter-based randomness.
 
-Legend: R rows (one a sequence), V whole vocabulary, K candidates kept by top-k.
+Legend: R rows (one a sequence), V vocabulary (this tensor rank's shard), S tensor ranks, K candidates kept by top-k, or blocks
+of W tokens of the shard.
 
 The random number of a token is a hash of (seed, sequence id, response position), so a sequence's draws do not depend on
 the chunk size, on what else is in the batch, on the placement, or on a restart.  A token is found by inverting the
-cumulative distribution at that number: a single pass over the row.
+cumulative distribution at that number.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from torch import Tensor
 
 from oppo_megatron.config.ppo import RolloutConfig
 from oppo_megatron.errors import NumericsError
+from oppo_megatron.runtime.vocab_shards import VocabShards
+
+BLOCK = 64
+"""Tokens of a block.  The cumulative sum over a vocabulary is slow; over its blocks, and over one of them, it is not."""
 
 
 @dataclass(frozen=True)
@@ -65,54 +70,132 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def draw(logits_RV: Tensor, sampling: Sampling, seq_ids: Sequence[int], positions: Sequence[int]) -> Draw:
-    """Draw one token a row from float32 logits.  Raises NumericsError for a row that gives no distribution."""
+def draw(
+    logits_RV: Tensor,
+    sampling: Sampling,
+    seq_ids: Sequence[int],
+    positions: Sequence[int],
+    shards: VocabShards | None = None,
+) -> Draw:
+    """Draw one token a row from float32 logits, this rank's shard of them where there are `shards`.
+
+    Every rank of the shards makes the call and gets the same answer.  Raises NumericsError for a row that gives no distribution.
+    """
+    row = _Rows(sampling, seq_ids, positions)
+    shards = shards or VocabShards()
     if sampling.temperature == 0:
-        return _greedy(logits_RV, sampling, seq_ids, positions)
+        return _greedy(logits_RV, row, shards)
     scaled_RV = logits_RV if sampling.temperature == 1 else logits_RV / sampling.temperature
-    mass_R = torch.logsumexp(scaled_RV, -1, keepdim=True)
-    _require_finite(mass_R, sampling, seq_ids, positions)
     u_R1 = torch.from_numpy(uniforms(sampling.seed, seq_ids, positions)).to(scaled_RV.device, torch.float32)[:, None]
     if sampling.top_k == 0 and sampling.top_p == 1:
-        token_R1 = _invert((scaled_RV - mass_R).exp_(), u_R1)
-        logprob_R = (scaled_RV.gather(-1, token_R1) - mass_R)[:, 0]
-        return Draw(token_R1[:, 0], logprob_R, logprob_R)
-    num_kept = min(sampling.top_k or scaled_RV.shape[-1], scaled_RV.shape[-1])
-    kept_RK, ids_RK = scaled_RV.topk(num_kept, dim=-1)
+        return _whole(scaled_RV, u_R1, row, shards)
+    return _truncated(scaled_RV, u_R1, row, shards)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What the rows of a draw belong to, for the error that names one."""
+
+    sampling: Sampling
+    seq_ids: Sequence[int]
+    positions: Sequence[int]
+
+    def require_finite(self, mass_R1: Tensor) -> None:
+        """`mass_R1`, the masses of the rows or their logarithms, are finite exactly where a row is a distribution."""
+        if bool(mass_R1.isfinite().all()):
+            return
+        row = int((~mass_R1.flatten().isfinite()).nonzero()[0])
+        raise NumericsError(
+            f"sequence {self.seq_ids[row]}, response token {self.positions[row]}: the logits at temperature "
+            f"{self.sampling.temperature:g} are not finite, but must give a distribution; check the actor's weights, lower the "
+            "learning rate if training has diverged, or raise the temperature (0 is greedy)"
+        )
+
+
+def _greedy(logits_RV: Tensor, rows: _Rows, shards: VocabShards) -> Draw:
+    best_R, token_R = logits_RV.max(-1)
+    mass_R = torch.logsumexp(logits_RV, -1)
+    if shards.size > 1:
+        best_SR, token_SR, mass_SR = shards.gather(
+            torch.stack([best_R, shards.globally(token_R).to(best_R), mass_R])
+        ).unbind(1)
+        best_R, shard_R = best_SR.max(0)
+        token_R = token_SR.gather(0, shard_R[None])[0].long()
+        mass_R = torch.logsumexp(mass_SR, 0)
+    rows.require_finite(mass_R)
+    return Draw(token_R, best_R - mass_R, torch.zeros_like(best_R))
+
+
+def _whole(scaled_RV: Tensor, u_R1: Tensor, rows: _Rows, shards: VocabShards) -> Draw:
+    """From the whole vocabulary: first the block of tokens that the number falls into, then the token within.
+
+    Ranks exchange the masses of their blocks, never their logits.
+    """
+    probs_RV = torch.softmax(scaled_RV, -1)  # of this shard
+    blocks_RKW = _in_blocks(probs_RV)
+    num_blocks, mass_RS = blocks_RKW.shape[1], blocks_RKW.sum(-1)
+    log_share_R1: Tensor | None = None
+    if shards.size > 1:
+        local_R1 = torch.logsumexp(scaled_RV, -1, keepdim=True)
+        all_SRK = shards.gather(torch.cat([local_R1, mass_RS], -1))
+        log_share_SR1 = all_SRK[:, :, :1] - torch.logsumexp(all_SRK[:, :, :1], 0)
+        mass_RS = (all_SRK[:, :, 1:] * log_share_SR1.exp()).transpose(0, 1).flatten(1)
+        log_share_R1 = log_share_SR1[shards.rank]
+    cumulative_RS = mass_RS.cumsum(-1)
+    rows.require_finite(cumulative_RS[:, -1])
+    target_R1 = u_R1 * cumulative_RS[:, -1:]
+    block_R1 = _invert(cumulative_RS, target_R1)
+    rest_R1 = target_R1 - (cumulative_RS.gather(-1, block_R1) - mass_RS.gather(-1, block_R1))
+    local_R1 = block_R1 % num_blocks
+    inner_RW = blocks_RKW.gather(1, local_R1[:, :, None].expand(-1, -1, blocks_RKW.shape[2]))[:, 0]
+    if log_share_R1 is not None:
+        inner_RW = inner_RW * log_share_R1.exp()
+    place_R1 = _invert(inner_RW.cumsum(-1), rest_R1.clamp_min(0))
+    token_R1 = local_R1 * blocks_RKW.shape[2] + place_R1
+    logprob_R1 = probs_RV.gather(-1, token_R1).log()
+    if log_share_R1 is not None:
+        mine_R1 = block_R1 // num_blocks == shards.rank
+        found_2R1 = torch.stack([shards.globally(token_R1).double(), (logprob_R1 + log_share_R1).double()])
+        token_R1, logprob_R1 = shards.add(found_2R1.where(mine_R1, 0.0)).unbind(0)
+    logprob_R = logprob_R1[:, 0].float()
+    return Draw(token_R1[:, 0].long(), logprob_R, logprob_R)
+
+
+def _truncated(scaled_RV: Tensor, u_R1: Tensor, rows: _Rows, shards: VocabShards) -> Draw:
+    """From the candidates that top-k and top-p leave.  Ranks exchange their best k; without top-k, all logits."""
+    sampling, vocab = rows.sampling, scaled_RV.shape[-1] * shards.size
+    mass_R1 = torch.logsumexp(scaled_RV, -1, keepdim=True)
+    if shards.size > 1:
+        mass_R1 = torch.logsumexp(shards.gather(mass_R1), 0)
+    rows.require_finite(mass_R1)
+    num_kept = min(sampling.top_k or vocab, vocab)
+    kept_RK, ids_RK = scaled_RV.topk(min(num_kept, scaled_RV.shape[-1]), dim=-1)
+    if shards.size > 1:
+        kept_RK, ids_RK = shards.gather(kept_RK), shards.gather(shards.globally(ids_RK))
+        kept_RK, ids_RK = (x.transpose(0, 1).flatten(1) for x in (kept_RK, ids_RK))
+        kept_RK, places_RK = kept_RK.topk(num_kept, dim=-1)
+        ids_RK = ids_RK.gather(-1, places_RK)
     probs_RK = torch.softmax(kept_RK, -1)
     if sampling.top_p < 1:
         # The smallest set that reaches top_p: a candidate stays if those before it have not reached it yet.
         before_RK = probs_RK.cumsum(-1) - probs_RK
         probs_RK = probs_RK.masked_fill(before_RK >= sampling.top_p, 0.0)
-    place_R1 = _invert(probs_RK, u_R1)
-    token_R1 = ids_RK.gather(-1, place_R1)
-    sampled_R = (probs_RK.gather(-1, place_R1) / probs_RK.sum(-1, keepdim=True)).log()[:, 0]
-    return Draw(token_R1[:, 0], (scaled_RV.gather(-1, token_R1) - mass_R)[:, 0], sampled_R)
-
-
-def _greedy(logits_RV: Tensor, sampling: Sampling, seq_ids: Sequence[int], positions: Sequence[int]) -> Draw:
-    best_R, token_R = logits_RV.max(-1)
-    mass_R = torch.logsumexp(logits_RV, -1)
-    _require_finite(mass_R, sampling, seq_ids, positions)
-    return Draw(token_R, best_R - mass_R, torch.zeros_like(best_R))
-
-
-def _require_finite(mass_R: Tensor, sampling: Sampling, seq_ids: Sequence[int], positions: Sequence[int]) -> None:
-    """`mass_R` are the log-sum-exps of the rows: finite exactly where a row is a distribution."""
-    if bool(mass_R.isfinite().all()):
-        return
-    row = int((~mass_R.flatten().isfinite()).nonzero()[0])
-    raise NumericsError(
-        f"sequence {seq_ids[row]}, response token {positions[row]}: the logits at temperature {sampling.temperature:g} "
-        "are not finite, but must give a distribution; check the actor's weights, lower the learning rate if training "
-        "has diverged, or raise the temperature (0 is greedy)"
-    )
-
-
-def _invert(probs_RK: Tensor, u_R1: Tensor) -> Tensor:
-    """Index [R, 1] at which the cumulative sum first exceeds u times its total; never one of probability 0."""
     cumulative_RK = probs_RK.cumsum(-1)
-    total_R1 = cumulative_RK[:, -1:].contiguous()
-    index_R1 = torch.searchsorted(cumulative_RK, u_R1 * total_R1, right=True)
-    # u * total may round up to the total, which no element exceeds: then it is the first to reach it.
-    return torch.minimum(index_R1, torch.searchsorted(cumulative_RK, total_R1))
+    place_R1 = _invert(cumulative_RK, u_R1 * cumulative_RK[:, -1:])
+    sampled_R = (probs_RK.gather(-1, place_R1) / probs_RK.sum(-1, keepdim=True)).log()[:, 0]
+    logprob_R = (kept_RK.gather(-1, place_R1) - mass_R1)[:, 0]
+    return Draw(ids_RK.gather(-1, place_R1)[:, 0], logprob_R, sampled_R)
+
+
+def _in_blocks(probs_RV: Tensor) -> Tensor:
+    """[R, K, W]: the vocabulary in blocks of `BLOCK` tokens, the last one filled up with probability 0."""
+    missing = -probs_RV.shape[-1] % BLOCK
+    padded_RV = torch.nn.functional.pad(probs_RV, (0, missing)) if missing else probs_RV
+    return padded_RV.view(len(probs_RV), -1, BLOCK)
+
+
+def _invert(cumulative_RK: Tensor, target_R1: Tensor) -> Tensor:
+    """Index [R, 1] at which the cumulative sum first exceeds the target; never one of probability 0."""
+    index_R1 = torch.searchsorted(cumulative_RK, target_R1.contiguous(), right=True)
+    # The target may have been rounded up to the total, which no element exceeds: then it is the first to reach it.
+    return torch.minimum(index_R1, torch.searchsorted(cumulative_RK, cumulative_RK[:, -1:].contiguous()))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from oppo_megatron.config.model import TrainedRoleConfig
+from oppo_megatron.config.model import DecodePath, TrainedRoleConfig
 from oppo_megatron.runtime.mcore.groups import RoleGroups
 from oppo_megatron.runtime.mcore.model import Head, RoleModel
 from oppo_megatron.runtime.mcore.reallocate import MoveReport, Reallocation
@@ -18,7 +18,7 @@ from oppo_megatron.runtime.roles import load_role, load_training
 
 @dataclass
 class TrainedRole:
-    """`serving` is the very module that is trained where layout and options allow; then `publish` has nothing to do."""
+    """`serving` is the very module that is trained where layout and options allow; then nothing is moved."""
 
     trained: TrainedModel
     serving: RoleModel
@@ -26,7 +26,9 @@ class TrainedRole:
 
     def publish(self) -> MoveReport:
         """The updated weights reach the serving model.  Every rank of the role makes the call."""
-        return MoveReport(0, 0.0) if self.reallocation is None else self.reallocation.move()
+        moved = MoveReport(0, 0.0) if self.reallocation is None else self.reallocation.move()
+        self.serving.weights_changed()
+        return moved
 
     def share(self, stats: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
         """Statistics of an update, known on the last training stage, on every rank of the role."""
@@ -46,13 +48,13 @@ def build_trained_role(
     head: Head,
     max_length: int,
     device: torch.device,
-    lean: bool,
+    path: DecodePath,
     num_updates: int,
 ) -> TrainedRole:
     """Both models of a role on this rank.  `groups` is where it serves, `training` where it is updated."""
     layout = config.train
     plain = layout.vpp == 1 and not layout.sequence_parallel and layout.recompute == "none"
-    serving = load_role(config, groups, head=head, max_length=max_length, device=device, lean=lean)
+    serving = load_role(config, groups, head=head, max_length=max_length, device=device, path=path)
     if plain and training is groups:
         return TrainedRole(TrainedModel(serving, config.optimizer, num_updates, layout), serving, None)
     chunks = load_training(config, layout, training, head=head, max_length=max_length, device=device)

@@ -11,11 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oppo_megatron.runtime.mcore.kv_cache import KVCache
-from oppo_megatron.runtime.mcore.layers import LeanLayer
+from oppo_megatron.runtime.mcore.lean import LeanStage
 from oppo_megatron.runtime.mcore.model import RoleModel
 from oppo_megatron.runtime.mcore.stage import step
-from oppo_megatron.runtime.mcore.vocab_parallel import gather_logits
-from tests.gloo.models import MAX_LENGTH, Whole, full_outputs, load, world_groups
+from tests.gloo.models import MAX_LENGTH, PATHS, Whole, full_outputs, gather_logits, load, world_groups
 
 
 @dataclass
@@ -113,7 +112,7 @@ class Walk:
 
 def _compare(model: RoleModel, seed: int, num_steps: int) -> dict[str, float]:
     walk = Walk(model, model.new_cache(5), random.Random(seed))
-    with mock.patch.object(LeanLayer, "_mlp", autospec=True, side_effect=LeanLayer._mlp) as lean_calls:
+    with mock.patch.object(LeanStage, "__call__", autospec=True, side_effect=LeanStage.__call__) as lean_calls:
         for _ in range(num_steps):
             walk.join_leave_roll_back()
             walk.grow()
@@ -134,7 +133,7 @@ def cached_against_full(directories: dict[str, str], tp: int, pp: int, num_steps
     reports = {}
     for name, directory in directories.items():
         head = "scalar" if name.endswith("scalar") else "lm"
-        for lean in (True, False):
-            model = load(directory, groups, head, lean=lean)
-            reports[f"{name}/{'lean' if lean else 'module'}"] = _compare(model, len(reports), num_steps)
+        for path in PATHS:
+            model = load(directory, groups, head, path=path)
+            reports[f"{name}/{path}"] = _compare(model, len(reports), num_steps)
     return reports

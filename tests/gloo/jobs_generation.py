@@ -15,13 +15,13 @@ from oppo_megatron.runtime.batch import join_rows, pack_responses
 from oppo_megatron.runtime.links import build_links
 from oppo_megatron.runtime.mcore.model import RoleModel
 from oppo_megatron.runtime.mcore.training import forward_rows
-from oppo_megatron.runtime.mcore.vocab_parallel import gather_logits, token_logprobs
+from oppo_megatron.runtime.mcore.vocab_parallel import token_logprobs
 from oppo_megatron.runtime.rounds import Decoding, RoundRunner, decoder
 from oppo_megatron.runtime.sampler import Sampling
 from oppo_megatron.runtime.stopping import Stopping
 from oppo_megatron.schedule.actions import Action
 from oppo_megatron.schedule.rounds import Site
-from tests.gloo.models import CPU, load, world_groups
+from tests.gloo.models import CPU, PATHS, gather_logits, load, world_groups
 
 EOS = 20  # comes up early in some of the sequences that the tests draw, and never in others
 MAX_RESPONSE = 20
@@ -143,14 +143,12 @@ def every_variant(
 ) -> dict[str, dict[int, Any]]:
     """sampling/variant -> sequence id -> (tokens, reason)."""
     groups, answers = world_groups(tp, pp), {}
-    for lean in (True, False):
-        model = load(directory, groups, lean=lean)
+    for path in PATHS:
+        model = load(directory, groups, path=path)
         for name, sampling in samplings.items():
-            for label in variants if lean else ["plain"]:
+            for label in variants if path == "packed" else ["plain"]:
                 rollouts = decode(model, sampling, VARIANTS[label])
-                answers[f"{name}/{label}/{'lean' if lean else 'module'}"] = {
-                    k: (r.tokens, r.finish_reason) for k, r in rollouts.items()
-                }
+                answers[f"{name}/{label}/{path}"] = {k: (r.tokens, r.finish_reason) for k, r in rollouts.items()}
     return answers
 
 
@@ -193,6 +191,7 @@ def early_end(directory: str, tp: int, pp: int, micro_batches: int) -> dict[str,
     with torch.no_grad():
         for param in model.parameters():
             param.mul_(0.9)
+    model.weights_changed()
     rounds.actor_changed()
     assert all(cache.length(seq_id) == 0 for seq_id in cache.seq_ids)
     left = [r for r in rollouts.values() if not r.finished]

@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oppo_megatron.runtime.mcore.vocab_parallel import gather_logits, token_logprobs
+from oppo_megatron.runtime.mcore.vocab_parallel import token_logprobs
+from tests.gloo.models import gather_logits
 
 
 def shard_results(

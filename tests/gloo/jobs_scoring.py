@@ -135,6 +135,7 @@ def _score(role: str, model: RoleModel, slots: int, links: Links, site: Site) ->
                 if role == "critic":
                     with torch.no_grad():
                         next(model.parameters()).mul_(1.1)
+                    model.weights_changed()
                     scorers.rounds.critic_changed()
                     assert not cache.seq_ids
                     scorers.advance(rollouts)

@@ -23,11 +23,11 @@ from oppo_megatron.runtime.mcore.hf_weights import export_weights
 from oppo_megatron.runtime.mcore.model import Head, RoleModel
 from oppo_megatron.runtime.mcore.stage import step
 from oppo_megatron.runtime.mcore.training import Loss, TrainedModel, forward_rows
-from oppo_megatron.runtime.mcore.vocab_parallel import gather_logits, token_logprobs
+from oppo_megatron.runtime.mcore.vocab_parallel import token_logprobs
 from oppo_megatron.runtime.roles import load_training
 from oppo_megatron.schedule.packing import balance
 from oppo_megatron.train.update import UpdateSettings, run_update
-from tests.gloo.models import CPU, MAX_LENGTH, Whole, load, micro_batches, world_groups
+from tests.gloo.models import CPU, MAX_LENGTH, Whole, gather_logits, load, micro_batches, world_groups
 
 ENTROPY_WEIGHT = 0.05
 TEMPERATURE = 0.8

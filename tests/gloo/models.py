@@ -10,16 +10,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oppo_megatron.config.model import ModelConfig
+from oppo_megatron.config.model import DecodePath, ModelConfig
 from oppo_megatron.runtime.batch import MicroBatch
 from oppo_megatron.runtime.mcore.groups import RoleGroups, build_groups
 from oppo_megatron.runtime.mcore.model import Head, RoleModel
 from oppo_megatron.runtime.mcore.training import forward_rows
-from oppo_megatron.runtime.mcore.vocab_parallel import gather_logits
 from oppo_megatron.runtime.roles import load_role
 
 CPU = torch.device("cpu")
 MAX_LENGTH = 32
+
+
+PATHS: tuple[DecodePath, ...] = ("packed", "lean", "module")
+
+
+def gather_logits(logits_RV: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The full-vocabulary rows on every rank of the tensor-parallel group."""
+    if group.size() == 1:
+        return logits_RV
+    shards = [torch.empty_like(logits_RV) for _ in range(group.size())]
+    dist.all_gather(shards, logits_RV.contiguous(), group=group)
+    return torch.cat(shards, dim=-1)
 
 
 def world_groups(tp: int, pp: int) -> RoleGroups:
@@ -30,11 +41,11 @@ def world_groups(tp: int, pp: int) -> RoleGroups:
 
 
 def load(
-    directory: str, groups: RoleGroups, head: Head = "lm", *, lean: bool = True, dtype: str = "float32"
+    directory: str, groups: RoleGroups, head: Head = "lm", *, path: DecodePath = "packed", dtype: str = "float32"
 ) -> RoleModel:
     """The directory's model; a causal LM may serve with a fresh scalar head."""
     config = ModelConfig(checkpoint=Path(directory), fresh_head=True, dtype=dtype)  # type: ignore[arg-type]
-    return load_role(config, groups, head=head, max_length=MAX_LENGTH, device=CPU, lean=lean)
+    return load_role(config, groups, head=head, max_length=MAX_LENGTH, device=CPU, path=path)
 
 
 @dataclass

@@ -52,9 +52,9 @@ def test_draws_depend_on_seed_sequence_and_position_alone(
     )
     assert all(answer == answers[0] for answer in answers)  # every rank keeps the same books
     for name in chosen:
-        plain = drawn.setdefault(name, answers[0][f"{name}/plain/lean"])
+        plain = drawn.setdefault(name, answers[0][f"{name}/plain/packed"])
         variants = {key: value for key, value in answers[0].items() if key.startswith(f"{name}/")}
-        assert len(variants) == len(labels) + 1
+        assert len(variants) == len(labels) + 2
         for label, rollouts in variants.items():
             assert rollouts == plain, label
         lengths = [len(tokens) for tokens, _ in plain.values()]

@@ -146,12 +146,19 @@ class CachedPlan:
         self.slots_S = slots_S
         if self.decode:
             self.slot_T, self.pos_T = slots_S, past_S
-            visible_SL = torch.arange(self.longest, device=cache.device) <= past_S[:, None]
-            self.mask: Tensor | None = visible_SL[:, None, None]
+            self.mask = self._decode_mask(past_S)
         else:
             self._plan_prefill(slots_S, past_S, lens_S)
         cos_LD, sin_LD = cache.rope
         self.cos_T1D, self.sin_T1D = cos_LD[self.pos_T].unsqueeze(1), sin_LD[self.pos_T].unsqueeze(1)
+
+    def _decode_mask(self, past_S: Tensor) -> Tensor | None:
+        """[S, 1, 1, L], 0 where a sequence has a token and minus infinity behind its last; none if all are equally long."""
+        if min(self.past) == max(self.past):
+            return None
+        beyond_SL = torch.arange(self.longest, device=self.cache.device) > past_S[:, None]
+        mask_SL = torch.zeros(beyond_SL.shape, dtype=self.cache.k[0].dtype, device=self.cache.device)
+        return mask_SL.masked_fill_(beyond_SL, -torch.inf)[:, None, None]
 
     def _plan_prefill(self, slots_S: Tensor, past_S: Tensor, lens_S: Tensor) -> None:
         device = self.cache.device
@@ -164,42 +171,46 @@ class CachedPlan:
         self.mask_SCL = visible_SCL
 
     def attend(self, layer: int, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float) -> Tensor:
-        q_TND = apply_rope(q_TND, self.cos_T1D, self.sin_T1D)
-        k_TGD = apply_rope(k_TGD, self.cos_T1D, self.sin_T1D)
-        return self.attend_rotated(layer, q_TND, k_TGD, v_TGD, scale)
-
-    def attend_rotated(self, layer: int, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float) -> Tensor:
-        """Store k and v, then attend to everything cached -> [T, N * D]."""
-        store_k, store_v = self.cache.k[layer], self.cache.v[layer]
-        store_k[self.slot_T, :, self.pos_T] = k_TGD.to(store_k.dtype)
-        store_v[self.slot_T, :, self.pos_T] = v_TGD.to(store_v.dtype)
-        if self.span is not None:
-            k_SGLD = store_k[self.span[0] : self.span[1], :, : self.longest]
-            v_SGLD = store_v[self.span[0] : self.span[1], :, : self.longest]
-        else:
-            k_SGLD = store_k[:, :, : self.longest].index_select(0, self.slots_S)
-            v_SGLD = store_v[:, :, : self.longest].index_select(0, self.slots_S)
-        q_TND = q_TND.to(store_k.dtype)
+        q_TND = apply_rope(q_TND, self.cos_T1D, self.sin_T1D).to(v_TGD.dtype)
+        k_TGD = apply_rope(k_TGD, self.cos_T1D, self.sin_T1D).to(v_TGD.dtype)
+        q_TGRD = q_TND.view(len(q_TND), k_TGD.shape[1], -1, q_TND.shape[-1])
         attend = self._attend_decode if self.decode else self._attend_prefill
-        return attend(q_TND, k_SGLD, v_SGLD, scale)
+        return attend(q_TGRD, *self._extend(layer, k_TGD, v_TGD), scale)
 
-    def _attend_decode(self, q_SND: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float) -> Tensor:
+    def attend_grouped(self, layer: int, qkv_TGXD: Tensor) -> Tensor:
+        """As `attend`, of queries, keys and values that lie side by side: X = the group's query heads, the key, the value."""
+        cos, sin = self.cos_T1D.unsqueeze(1), self.sin_T1D.unsqueeze(1)
+        qk_TGXD = apply_rope(qkv_TGXD[:, :, :-1], cos, sin).to(qkv_TGXD.dtype)
+        kv = self._extend(layer, qk_TGXD[:, :, -1], qkv_TGXD[:, :, -1])
+        attend = self._attend_decode if self.decode else self._attend_prefill
+        return attend(qk_TGXD[:, :, :-1], *kv, qkv_TGXD.shape[-1] ** -0.5)
+
+    def _extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
+        """Store k and v; all that is cached of the call's sequences, each [S, G, L, D]."""
+        views = []
+        for store, new_TGD in ((self.cache.k[layer], k_TGD), (self.cache.v[layer], v_TGD)):
+            store[self.slot_T, :, self.pos_T] = new_TGD
+            if self.span is not None:
+                views.append(store[self.span[0] : self.span[1], :, : self.longest])
+            else:
+                views.append(store[:, :, : self.longest].index_select(0, self.slots_S))
+        return views[0], views[1]
+
+    def _attend_decode(self, q_SGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float) -> Tensor:
         # The query heads of a group take the place of query positions, so grouped heads need no copy of keys.
-        num_seqs, _, dim = q_SND.shape
-        q_SGRD = q_SND.view(num_seqs, k_SGLD.shape[1], -1, dim)
         out = F.scaled_dot_product_attention(q_SGRD, k_SGLD, v_SGLD, attn_mask=self.mask, scale=scale)
-        return out.reshape(num_seqs, -1)
+        return out.reshape(len(q_SGRD), -1)
 
-    def _attend_prefill(self, q_TND: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float) -> Tensor:
+    def _attend_prefill(self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float) -> Tensor:
         num_seqs, groups, _, dim = k_SGLD.shape
-        chunk, repeat = self.mask_SCL.shape[1], q_TND.shape[1] // groups
+        chunk, repeat = self.mask_SCL.shape[1], q_TGRD.shape[2]
         # Only queries are padded to the longest chunk of the call, and only inside attention.
-        q_SCND = q_TND.new_zeros(num_seqs, chunk, *q_TND.shape[1:])
-        q_SCND[self.row_T, self.col_T] = q_TND
-        q_SGRCD = q_SCND.view(num_seqs, chunk, groups, repeat, dim).permute(0, 2, 3, 1, 4)
+        q_SCGRD = q_TGRD.new_zeros(num_seqs, chunk, groups, repeat, dim)
+        q_SCGRD[self.row_T, self.col_T] = q_TGRD
+        q_SGRCD = q_SCGRD.permute(0, 2, 3, 1, 4)
         mask = self.mask_SCL[:, None].repeat(1, 1, repeat, 1)
         out = F.scaled_dot_product_attention(
             q_SGRCD.reshape(num_seqs, groups, repeat * chunk, dim), k_SGLD, v_SGLD, attn_mask=mask, scale=scale
         )
-        out_SCND = out.view(num_seqs, groups, repeat, chunk, dim).permute(0, 3, 1, 2, 4)
-        return out_SCND[self.row_T, self.col_T].reshape(len(self.row_T), -1)
+        out_SCGRD = out.view(num_seqs, groups, repeat, chunk, dim).permute(0, 3, 1, 2, 4)
+        return out_SCGRD[self.row_T, self.col_T].reshape(len(self.row_T), -1)

@@ -23,13 +23,15 @@ from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from oppo_megatron.config.model import TrainingLayoutConfig
+from oppo_megatron.config.model import DecodePath, TrainingLayoutConfig
 from oppo_megatron.errors import CapacityError
 from oppo_megatron.runtime.mcore import compat
 from oppo_megatron.runtime.mcore.attention import AttentionPlan
 from oppo_megatron.runtime.mcore.groups import RoleGroups
-from oppo_megatron.runtime.mcore.kv_cache import KVCache
-from oppo_megatron.runtime.mcore.layers import LeanLayer, ScalarHead, block_spec
+from oppo_megatron.runtime.mcore.kv_cache import CachedPlan, KVCache
+from oppo_megatron.runtime.mcore.layers import ScalarHead, block_spec
+from oppo_megatron.runtime.mcore.lean import LeanStage
+from oppo_megatron.runtime.mcore.prepacked import can_prepack, product
 from oppo_megatron.runtime.mcore.rope import rope_tables
 from oppo_megatron.runtime.shape import ModelShape
 
@@ -77,11 +79,32 @@ class RoleModel(GPTModel):
         self.shape, self.groups, self.head = shape, groups, head
         self.stage, self.num_stages = stage, num_stages
         self.max_length = max_length
+        self._path: DecodePath = "module"
+        self._lean: LeanStage | None = None
 
     @property
     def token_multiple(self) -> int:
         """The tokens of a packed call come in multiples of this number."""
         return self.groups.tp if self.config.sequence_parallel else 1
+
+    def decode_by(self, path: DecodePath) -> None:
+        """How cached calls compute from now on; the weights are set."""
+        self._path = path
+        self.weights_changed()
+
+    def weights_changed(self) -> None:
+        """The weights have other values now: what has been made of them is made again."""
+        if self._path == "module":
+            self._lean = None
+            return
+        packed = self._path == "packed" and all(can_prepack(p) for p in self.parameters())
+        self._lean = LeanStage(
+            self.decoder.layers, self.decoder.final_layernorm, self.groups.collection.tp, packed=packed
+        )
+        if self.post_process and self.head == "lm":
+            tied = self.share_embeddings_and_output_weights
+            weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+            self._lean_head = product(weight, packed=packed)
 
     def set_rope(self, device: torch.device) -> None:
         """Make the rotary tables on the device that the parameters are on."""
@@ -92,6 +115,8 @@ class RoleModel(GPTModel):
 
         Stages after the first take their input from `set_input_tensor`.
         """
+        if self._lean is not None and isinstance(plan, CachedPlan):
+            return self._cached_forward(self._lean, tokens_T, plan, rows_R)
         hidden = self.embedding(tokens_T.unsqueeze(0), None) if self.pre_process and tokens_T is not None else None
         hidden = self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=plan)
         if not self.post_process:
@@ -107,6 +132,22 @@ class RoleModel(GPTModel):
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         out, _ = self.output_layer(hidden, weight=tied)
         return out[:, 0, 0] if self.head == "scalar" else out[:, 0].float()
+
+    def _cached_forward(
+        self, stage: LeanStage, tokens_T: Tensor | None, plan: CachedPlan, rows_R: Tensor | None
+    ) -> Tensor:
+        if self.pre_process and tokens_T is not None:
+            hidden_TH = self.embedding.word_embeddings(tokens_T)
+        else:
+            hidden_TH = self.decoder.input_tensor[:, 0]
+        hidden_TH = stage(hidden_TH, plan)
+        if not self.post_process:
+            return hidden_TH.unsqueeze(1)
+        if rows_R is not None:
+            hidden_TH = hidden_TH[rows_R]
+        if self.head == "scalar":
+            return self.output_layer(hidden_TH)[0][:, 0]
+        return self._lean_head(hidden_TH).float()
 
     def new_cache(self, num_slots: int, budget_bytes: int | None = None) -> KVCache:
         """A KV cache for this stage's layers.  Raises CapacityError if the budget holds no sequence."""
@@ -195,15 +236,10 @@ def build_model(
     max_length: int,
     dtype: str,
     device: torch.device,
-    lean: bool = True,
 ) -> RoleModel:
     """This rank's stage, weights not yet set.  Raises CapacityError if the model has fewer positions than `max_length`."""
     _prepare(shape, max_length)
-    model = _chunk(shape, groups, transformer_config(shape, groups, DTYPES[dtype]), head, max_length, 0, device)
-    for layer in model.decoder.layers:
-        assert isinstance(layer, LeanLayer)
-        layer.lean = lean
-    return model
+    return _chunk(shape, groups, transformer_config(shape, groups, DTYPES[dtype]), head, max_length, 0, device)
 
 
 def build_chunks(

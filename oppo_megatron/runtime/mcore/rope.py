@@ -35,4 +35,4 @@ def _frequencies(shape: ModelShape) -> tuple[Tensor, float]:
 
 def apply_rope(x_TND: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
     """Rotate heads by the angles of their tokens' positions: (a, b) -> (a cos - b sin, b cos + a sin)."""
-    return x_TND * cos_T1D + x_TND.roll(x_TND.shape[-1] // 2, -1) * sin_T1D
+    return torch.addcmul(x_TND * cos_T1D, x_TND.roll(x_TND.shape[-1] // 2, -1), sin_T1D)

@@ -57,12 +57,3 @@ def token_logprobs(
     """
     scaled_RV = logits_RV.float() if temperature in (0.0, 1.0) else logits_RV.float() / temperature
     return _LogProbEntropy.apply(scaled_RV, targets_R, group)
-
-
-def gather_logits(logits_RV: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The full-vocabulary rows on every rank of the tensor-parallel group."""
-    if group.size() == 1:
-        return logits_RV
-    shards = [torch.empty_like(logits_RV) for _ in range(group.size())]
-    dist.all_gather(shards, logits_RV.contiguous(), group=group)
-    return torch.cat(shards, dim=-1)

@@ -1,0 +1,106 @@
+"""Cached calls of a stage in few operations, over the parameters of its megatron modules.
+
+megatron's modules make some fifteen nested calls a layer, which dominate a decode step of few tokens.  Training and full
+forwards take them; so does `decode_path: module`, the oracle of the parity tests.
+
+Legend: T packed tokens, H hidden, G key/value heads of this tensor rank, R query heads a key/value head, X = R + 2 (the query
+heads, the key, the value), D head dimension, V vocabulary shard.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from oppo_megatron.runtime.mcore.kv_cache import CachedPlan
+from oppo_megatron.runtime.mcore.prepacked import product
+
+Product = Callable[[Tensor], Tensor]
+Norm = Callable[[Tensor], Tensor]
+
+
+class LeanStage:
+    """The layers of a stage, and its final norm on the last one.  It is made again when the weights have changed."""
+
+    def __init__(self, layers: Sequence[Any], final_norm: Any | None, tp_group: dist.ProcessGroup, *, packed: bool):
+        """`packed`: over copies of the weights that are laid out for the CPU's products."""
+        self.layers = [_lean_layer(layer, packed) for layer in layers]
+        self.final_norm = None if final_norm is None else rms_norm(final_norm.weight, final_norm.eps)
+        self.tp_group = tp_group if tp_group.size() > 1 else None
+
+    def __call__(self, x_TH: Tensor, plan: CachedPlan) -> Tensor:
+        """The hidden states behind the stage, [T, H]."""
+        for number, layer in enumerate(self.layers):
+            x_TH = x_TH + self._reduced(layer.attend(x_TH, plan, number))
+            x_TH = x_TH + self._reduced(layer.transform(x_TH))
+        return x_TH if self.final_norm is None else self.final_norm(x_TH)
+
+    def _reduced(self, x_TH: Tensor) -> Tensor:
+        if self.tp_group is not None:
+            dist.all_reduce(x_TH, group=self.tp_group)
+        return x_TH
+
+
+@dataclass(frozen=True)
+class _LeanLayer:
+    """What a layer computes with, without the modules around it."""
+
+    norm: Norm
+    qkv: Product
+    head_norms: tuple[Norm, Norm] | None  # of queries and keys
+    proj: Product
+    mlp_norm: Norm
+    gate_up: Product
+    down: Product
+    shape_GXD: tuple[int, int, int]
+
+    def attend(self, x_TH: Tensor, plan: CachedPlan, number: int) -> Tensor:
+        qkv_TGXD = self.qkv(self.norm(x_TH)).view(-1, *self.shape_GXD)
+        if self.head_norms is not None:
+            queries, keys = self.head_norms
+            parts = queries(qkv_TGXD[:, :, :-2]), keys(qkv_TGXD[:, :, -2:-1]), qkv_TGXD[:, :, -1:]
+            qkv_TGXD = torch.cat(parts, dim=2)
+        return self.proj(plan.attend_grouped(number, qkv_TGXD))
+
+    def transform(self, x_TH: Tensor) -> Tensor:
+        gate, up = self.gate_up(self.mlp_norm(x_TH)).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+def _lean_layer(layer: Any, packed: bool) -> _LeanLayer:
+    attention, mlp = layer.self_attention, layer.mlp
+    norms = None
+    if layer.config.qk_layernorm:
+        query, key = attention.q_layernorm, attention.k_layernorm
+        norms = rms_norm(query.weight, query.eps), rms_norm(key.weight, key.eps)
+    groups, dim = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
+    return _LeanLayer(
+        norm=rms_norm(layer.input_layernorm.weight, layer.input_layernorm.eps),
+        qkv=product(attention.linear_qkv.weight, attention.linear_qkv.bias, packed=packed),
+        head_norms=norms,
+        proj=product(attention.linear_proj.weight, packed=packed),
+        mlp_norm=rms_norm(layer.pre_mlp_layernorm.weight, layer.pre_mlp_layernorm.eps),
+        gate_up=product(mlp.linear_fc1.weight, packed=packed),
+        down=product(mlp.linear_fc2.weight, packed=packed),
+        shape_GXD=(groups, attention.num_attention_heads_per_partition // groups + 2, dim),
+    )
+
+
+def rms_norm(weight_H: Tensor, eps: float) -> Norm:
+    """Root-mean-square norm: x / sqrt(mean(x^2) + eps) * w.
+
+    torch composes its own of nine operations in float32 on a CPU.  The same is x sqrt(H) / hypot(|x|, sqrt(H eps)).
+    """
+    size = weight_H.shape[-1]
+    if weight_H.device.type != "cpu" or weight_H.dtype != torch.float32:
+        return lambda x: F.rms_norm(x, (size,), weight_H, eps)
+    floor = torch.tensor(math.sqrt(size * eps))
+    scaled_H = weight_H.detach() * math.sqrt(size)
+    return lambda x: (x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), floor)).mul_(scaled_H)

@@ -1,0 +1,46 @@
+"""Matrix products with weights laid out once in the order in which the CPU's kernels read them.
+
+torch's float32 product lays the weights out anew in every call, which for the few rows of a decode step costs more than the
+product itself; its bfloat16 product looks up their order in every call.  oneDNN, which torch brings along, takes weights
+that were laid out before.  What is laid out is a copy: it has to be made again after the weights have changed.
+
+Legend: T rows, I inputs, O outputs of this tensor rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+MOST_ROWS = 128
+"""oneDNN prepares a kernel for every number of rows that it meets and keeps a thousand: prefill would flood it."""
+
+TYPICAL_ROWS = 16  # a hint for the layout; it serves 1 to `MOST_ROWS` rows alike
+
+
+def can_prepack(weight: Tensor) -> bool:
+    """Whether this build of torch, on this processor, multiplies by laid-out weights of the tensor's kind."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32
+
+
+def product(weight_OI: Tensor, bias_O: Tensor | None = None, *, packed: bool) -> Callable[[Tensor], Tensor]:
+    """x [T, I] -> x W^T + b [T, O].  `packed`: few rows go by a copy of the weight that is laid out now."""
+    if not packed:
+        return lambda x_TI: F.linear(x_TI, weight_OI, bias_O)
+    laid_out = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach().contiguous(), TYPICAL_ROWS)
+    bias = None if bias_O is None else bias_O.detach()
+    multiply = torch.ops.mkldnn._linear_pointwise.default
+
+    def by_rows(x_TI: Tensor) -> Tensor:
+        if x_TI.shape[0] > MOST_ROWS:
+            return F.linear(x_TI, weight_OI, bias_O)
+        return multiply(x_TI, laid_out, bias, "none", [], "")
+
+    return by_rows
