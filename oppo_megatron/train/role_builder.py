@@ -126,10 +126,11 @@ class RoleBuilder:
     def _model(self, name: str, head: Head) -> RoleModel:
         groups = self.topology.groups[name]
         assert groups is not None
-        lean = self.config.runtime.decode_path == "lean"
         length, device = max_context(self.config), self.world.device
         role = named_roles(self.config)[name]
-        return load_role(role, groups, head=head, max_length=length, device=device, lean=lean)
+        return load_role(
+            role, groups, head=head, max_length=length, device=device, path=self.config.runtime.decode_path
+        )
 
     def _trained(self, name: str, head: Head) -> TrainedRole | None:
         groups, training = self.topology.groups[name], self.topology.training[name]
@@ -143,7 +144,7 @@ class RoleBuilder:
             head=head,
             max_length=max_context(self.config),
             device=self.world.device,
-            lean=self.config.runtime.decode_path == "lean",
+            path=self.config.runtime.decode_path,
             num_updates=self.total_steps * ppo.epochs * ppo.minibatches,
         )
 
