@@ -53,9 +53,20 @@ def max_context(config: TrainConfig) -> int:
 
 
 def most_sequences(config: TrainConfig) -> int:
-    """Sequences that are decoded, and scored, at once: the batch and, where steps overlap, the largest delta."""
+    """Sequences that are decoded, and scored, at once: the batch and, where steps overlap, the largest delta.
+
+    With backfill the buffer holds up to 2B, but no more than these are unfinished and need a slot of the actor.  A scorer
+    reads the last tokens of a finished one in the next round, and then frees its slot: for that one round, what came in
+    its place waits.
+    """
     delta = config.overlap.delta
     return config.rollout.batch_size + (max(delta.max, delta.initial) if config.overlap.inter else 0)
+
+
+def longest_chunk(config: TrainConfig) -> int:
+    """Decode steps that a round has at most: no more than a response has tokens, and none beyond an admission."""
+    period, longest = config.overlap.admission_period, config.rollout.max_response_tokens
+    return longest if period is None else min(period, longest)
 
 
 def minibatch_rows(config: TrainConfig) -> int:
@@ -73,8 +84,8 @@ def scorers(config: TrainConfig) -> Iterator[tuple[str, RoleConfig]]:
 
 
 def check_overlap(overlap: OverlapConfig, batch_size: int) -> list[str]:
-    """delta's order and bound (only where it is used), and the chunk candidates."""
-    problems = []
+    """delta's order and bound (only where it is used), the chunk candidates, and when backfill admits."""
+    problems = _check_backfill(overlap)
     delta, candidates = overlap.delta, overlap.chunk.candidates
     if overlap.inter and not delta.min <= delta.initial <= delta.max:
         problems.append(
@@ -89,6 +100,21 @@ def check_overlap(overlap: OverlapConfig, batch_size: int) -> list[str]:
     if len(set(candidates)) < len(candidates):
         problems.append(
             f"overlap.chunk.candidates is {candidates}, but each size may appear once; remove the repeated ones"
+        )
+    return problems
+
+
+def _check_backfill(overlap: OverlapConfig) -> list[str]:
+    problems, every, tokens = [], overlap.backfill_every, overlap.chunk.tokens
+    if overlap.backfill and not overlap.inter:
+        problems.append(
+            "overlap.backfill is true, but overlap.inter is false, and without it a step ends with the rollouts that it began "
+            "with; set inter to true or backfill to false"
+        )
+    if overlap.backfill and every is not None and every % tokens:
+        problems.append(
+            f"overlap.backfill_every is {every}, but must be a multiple of overlap.chunk.tokens {tokens} (rounds end where "
+            f"prompts enter); set it to {-(-every // tokens) * tokens}, or the chunk to a divisor of it"
         )
     return problems
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from oppo_megatron.config.checkpoint import read_hf_config
-from oppo_megatron.config.checks import max_context, minibatch_rows, most_sequences
+from oppo_megatron.config.checks import longest_chunk, max_context, minibatch_rows, most_sequences
 from oppo_megatron.config.layouts import Sizes
 from oppo_megatron.config.memory import (
     Memory,
@@ -172,8 +172,8 @@ def _deltas(config: TrainConfig) -> list[int]:
 
 
 def _chunks(config: TrainConfig) -> list[int]:
-    """The chunk sizes that a run may use: none is longer than a response."""
-    chunk, longest = config.overlap.chunk, config.rollout.max_response_tokens
+    """The chunk sizes that a run may use."""
+    chunk, longest = config.overlap.chunk, longest_chunk(config)
     return [min(size, longest) for size in (chunk.tokens, *(chunk.candidates if chunk.adaptive else []))]
 
 

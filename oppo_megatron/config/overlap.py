@@ -62,12 +62,26 @@ class OverlapConfig(Section):
     delta: DeltaConfig = DeltaConfig()
     weave: WeaveConfig = WeaveConfig()
     hide_critic: bool = Field(
-        True, description="with intra: update the critic while the actor decodes the next step (exact); false: wait for it"
+        True,
+        description="with intra: update the critic while the actor decodes the next step (exact); false: wait for it",
     )
     backfill: bool = Field(
-        False, description="with inter: admit a new prompt whenever a rollout finishes, so that B + delta stay in decoding"
+        False,
+        description="with inter: refill the places of finished rollouts within a step, so that B + delta are decoded",
+    )
+    backfill_every: PositiveInt | None = Field(
+        None,
+        description="with backfill: decode steps from one admission of prompts to the next; a multiple of `chunk.tokens`, "
+        "and no chunk is longer; null: `chunk.tokens`",
     )
     max_deferrals: int = Field(4, ge=1, description="a rollout carried this often is waited for")
     actor_kv: Literal["recompute", "keep"] = Field(
         "recompute", description="the actor's KV cache of a carried rollout after an update"
     )
+
+    @property
+    def admission_period(self) -> int | None:
+        """Decode steps from one admission within a step to the next; None: prompts enter between steps only."""
+        if not (self.inter and self.backfill):
+            return None
+        return self.backfill_every or self.chunk.tokens

@@ -18,10 +18,13 @@ Invariants (held by the unit tests):
 
 1. Every admitted rollout leaves the buffer once, in exactly one batch, with every token that was recorded for it.
 2. Admission never makes the buffer hold more than B + delta.  A smaller delta drops nothing: the buffer drains.
+   With backfill, which admits within a step too, what is finished makes room for others: admission never makes the
+   buffer hold more than B + delta unfinished rollouts, nor more than 2B in all.
 3. A batch has B rollouts; only after the end of the prompts may the last one have fewer.
 4. Forced rollouts apart, no rollout of a batch finished after one that stayed behind finished (ties: by admission).
-5. While delta <= B, no rollout is trained with more than `max_deferrals` deferrals: a batch leaves behind at most as
-   many rollouts as the largest delta so far, hence no more than B are forced, and the next batch has room for them all.
+5. While delta <= B (with backfill: always), no rollout is trained with more than `max_deferrals` deferrals: a batch of
+   B out of at most B + delta (with backfill: 2B) rollouts leaves behind at most B, hence no more than B are forced, and
+   the next batch has room for them all.
 """
 
 from __future__ import annotations
@@ -62,10 +65,11 @@ class Readiness:
 class RolloutBuffer:
     """Rollouts from admission to training; see the state machine and the invariants at the top of this file."""
 
-    def __init__(self, batch_size: int, delta: int, max_deferrals: int):
+    def __init__(self, batch_size: int, delta: int, max_deferrals: int, *, backfill: bool = False):
         assert batch_size >= 1 and delta >= 0 and max_deferrals >= 1
         self.batch_size = batch_size
         self.max_deferrals = max_deferrals
+        self.backfill = backfill
         self._delta = delta
         self._rollouts: dict[int, Rollout] = {}  # by seq_id, in the order of admission
         self._num_admitted = 0
@@ -87,7 +91,14 @@ class RolloutBuffer:
     @property
     def room(self) -> int:
         """How many prompts may be admitted now; 0 while the buffer drains after delta has shrunk."""
+        if self.backfill:
+            return max(0, min(self.capacity - len(self.active), 2 * self.batch_size - len(self)))
         return max(0, self.capacity - len(self))
+
+    @property
+    def full(self) -> bool:
+        """With backfill: no more prompts may be admitted before the batch has left."""
+        return len(self) >= 2 * self.batch_size
 
     @property
     def clock(self) -> int:

@@ -4,12 +4,18 @@ One step, as its owner runs it::
 
     while not scheduler.done:
         admitted = scheduler.begin_step()
-        ...                                  # decode and record chunks until scheduler.buffer.readiness() is ready
+        while not scheduler.buffer.readiness().ready:
+            admitted = scheduler.backfill()
+            ...                              # decode at most scheduler.chunk(C) steps, record the chunk
         batch = scheduler.take_batch()
         ...                                  # score, train
         decision = scheduler.end_step(step, reward_mean)
 
 Plain PPO is the same loop with delta fixed at 0.
+
+With backfill, prompts also enter within a step, every `backfill_every` decode steps since it began, in the place of what
+has finished by then.  That is a matter of the logical clock: the chunk size decides where rounds end beside that, and no
+more about which rollouts make a batch than without backfill, which is nothing.
 """
 
 from __future__ import annotations
@@ -34,10 +40,21 @@ class OvercommitScheduler:
     """Admits prompts, closes the buffer at their end, and hands the controller's delta to the buffer.
 
     One prompt is read ahead, so that the end of the prompts is known as soon as the last one has been admitted.
+    `backfill_every`: decode steps from one admission of a step to the next; None: prompts enter between steps only.
     """
 
-    def __init__(self, prompts: Iterator[Prompt], buffer: RolloutBuffer, delta_controller: DeltaController):
+    def __init__(
+        self,
+        prompts: Iterator[Prompt],
+        buffer: RolloutBuffer,
+        delta_controller: DeltaController,
+        backfill_every: int | None = None,
+    ):
+        assert backfill_every is None or backfill_every >= 1
+        assert buffer.backfill == (backfill_every is not None), "buffer and scheduler disagree about backfill"
         self.buffer = buffer
+        self._every = backfill_every
+        self._due = 0  # clock of the next admission within the step
         self._prompts = prompts
         self._controller = delta_controller
         self._next_prompt = next(prompts, None)
@@ -56,15 +73,20 @@ class OvercommitScheduler:
 
     def begin_step(self) -> list[Rollout]:
         """Admit prompts until the buffer is full or they end; return the new rollouts in order."""
-        admitted: list[Prompt] = []
-        while self._next_prompt is not None and len(admitted) < self.buffer.room:
-            admitted.append(self._next_prompt)
-            self._next_prompt = next(self._prompts, None)
-        rollouts = self.buffer.admit(admitted)
-        self._num_consumed += len(rollouts)
-        if self._next_prompt is None:
-            self.buffer.close()
-        return rollouts
+        self._due = self.buffer.clock + (self._every or 0)
+        return self._admit()
+
+    def backfill(self) -> list[Rollout]:
+        """Between two rounds: where it is time, admit prompts in the place of what has finished, as `begin_step` does."""
+        if not self._backfills or self.buffer.clock < self._due:
+            return []
+        assert self._every is not None and self.buffer.clock == self._due, "a round went beyond an admission"
+        self._due += self._every
+        return self._admit()
+
+    def chunk(self, most: int) -> int:
+        """Decode steps of the next round: `most`, or as many as are left until prompts may enter."""
+        return min(most, self._due - self.buffer.clock) if self._backfills else most
 
     def take_batch(self) -> list[Rollout]:
         """The step's batch, out of the buffer; what stays is deferred."""
@@ -75,3 +97,20 @@ class OvercommitScheduler:
         decision = self._controller.observe(step, reward_mean)
         self.buffer.set_delta(decision.value)
         return decision
+
+    @property
+    def _backfills(self) -> bool:
+        """Whether prompts may still enter within this step."""
+        return self._every is not None and self._next_prompt is not None and not self.buffer.full
+
+    def _admit(self) -> list[Rollout]:
+        admitted: list[Prompt] = []
+        room = self.buffer.room
+        while self._next_prompt is not None and len(admitted) < room:
+            admitted.append(self._next_prompt)
+            self._next_prompt = next(self._prompts, None)
+        rollouts = self.buffer.admit(admitted)
+        self._num_consumed += len(rollouts)
+        if self._next_prompt is None:
+            self.buffer.close()
+        return rollouts

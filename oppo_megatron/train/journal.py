@@ -31,6 +31,8 @@ class StepFacts:
     delta: int
     chunk_tokens: int | None
     tokens_decoded: int = 0
+    decode_steps: int = 0
+    backfilled: int = 0  # rollouts admitted after the step had begun
     step_s: float = 0.0
     decode_s: float = 0.0  # rounds that decoded
     drain_s: float = 0.0  # rounds after the last decoded chunk
@@ -147,6 +149,7 @@ class Journal:
             },
             "bubble_share": waits / facts.decode_s if facts.decode_s else 0.0,
             "tokens": facts.tokens_decoded,
+            "running_mean": facts.tokens_decoded / facts.decode_steps if facts.decode_steps else 0.0,
         }
 
 
@@ -182,6 +185,7 @@ def _lengths(facts: StepFacts, batch: Sequence[Rollout], carried: Sequence[Rollo
     return {
         "deferred": {str(times): count for times, count in sorted(Counter(r.deferrals for r in batch).items())},
         "carried": len(carried),
+        "backfilled": facts.backfilled,
         "trained_len_mean": sum(trained) / len(trained),
         "trained_len_max": max(trained),
         "submitted_len_mean": sum(submitted) / len(submitted),

@@ -98,17 +98,20 @@ class PPOTrainer:
 
     def _rollout(self, plan: StepPlan, facts: StepFacts) -> None:
         """Decode until the batch is complete, the scorers beside it if the plan says so."""
-        buffer = self.scheduler.buffer
+        buffer, begun = self.scheduler.buffer, self.scheduler.buffer.clock
         while not buffer.readiness().ready:
-            started, active = time.time(), buffer.active
-            score = buffer.rollouts if plan.stream else []
+            started, backfilled = time.time(), self.scheduler.backfill()
+            self.rounds.admit(backfilled)
+            active, score = buffer.active, buffer.rollouts if plan.stream else []
             decoding = Decoding(buffer.clock, facts.version, buffer.readiness)
-            chunk = self.rounds.run(active, score, self.chunk_tuner.value, decoding)
+            chunk = self.rounds.run(active, score, self.scheduler.chunk(self.chunk_tuner.value), decoding)
             assert chunk is not None
             buffer.record(chunk)
             self.rounds.recorded(active)
+            facts.backfilled += len(backfilled)
             facts.tokens_decoded += sum(len(row.tokens) for row in chunk.rows)
             facts.decode_s += time.time() - started
+        facts.decode_steps = buffer.clock - begun
 
     def _score(self, step: int, batch: Sequence[Rollout], facts: StepFacts) -> Experience:
         """Complete the batch's scoring, and give every rank its experience."""

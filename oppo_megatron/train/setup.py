@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from oppo_megatron.config.checks import longest_chunk
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.chunk import ChunkTuner
 from oppo_megatron.control.delta import make_delta_controller
@@ -63,10 +64,12 @@ def build_trainer(config: TrainConfig, world: World, inputs: Inputs) -> PPOTrain
     keeps_journal = world.rank == topology.site.source
     tracer = _tracer(config, world.rank, topology.site)
     actor, critic = builder.actor(), builder.critic()
+    overlap, period = config.overlap, config.overlap.admission_period
     scheduler = OvercommitScheduler(
         prompts,
-        RolloutBuffer(config.rollout.batch_size, 0, config.overlap.max_deferrals),
-        make_delta_controller(delta_rule(config.overlap)),
+        RolloutBuffer(config.rollout.batch_size, 0, overlap.max_deferrals, backfill=period is not None),
+        make_delta_controller(delta_rule(overlap)),
+        period,
     )
     return PPOTrainer(
         config=config,
@@ -74,7 +77,7 @@ def build_trainer(config: TrainConfig, world: World, inputs: Inputs) -> PPOTrain
         scheduler=scheduler,
         rounds=builder.rounds(actor, critic, tracer),
         exchange=ScoreExchange(world.rank, world.device, topology.site.places, inputs.rewards, inputs.tokenizer),
-        chunk_tuner=ChunkTuner(config.overlap.chunk, config.rollout.max_response_tokens),
+        chunk_tuner=ChunkTuner(overlap.chunk, longest_chunk(config)),
         kl=KLController(config.ppo.kl),
         spans=tracer.spans,
         tracer=tracer,

@@ -7,7 +7,10 @@ unnoticed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from statistics import fmean
 
 import pytest
 from hypothesis import given, settings
@@ -40,12 +43,13 @@ class ScriptedDelta:
 
 @dataclass
 class Run:
-    """A run's plan: response length of each prompt, B, delta of each step, deferral cap."""
+    """A run's plan: response length of each prompt, B, delta of each step, deferral cap, decode steps to a backfill."""
 
     lengths: list[int]
     batch_size: int
     deltas: list[int]
     max_deferrals: int
+    backfill_every: int | None = None
 
 
 @dataclass
@@ -54,13 +58,17 @@ class Log:
     sizes: list[int] = field(default_factory=list)
     clocks: list[int] = field(default_factory=list)
     num_consumed: list[int] = field(default_factory=list)
+    entered: dict[int, int] = field(default_factory=dict)  # clock of each admission, by sequence
+    running: list[int] = field(default_factory=list)  # sequences that each decode step advances
 
 
 def token(seq_id: int, offset: int) -> int:
     return 1000 * seq_id + offset
 
 
-def decode_round(buffer: RolloutBuffer, lengths: list[int], version: int, index: int, chunk_tokens: int) -> None:
+def decode_round(
+    buffer: RolloutBuffer, lengths: list[int], version: int, index: int, chunk_tokens: int, log: Log
+) -> None:
     """One round: up to `chunk_tokens` decode steps, no step beyond the one that completes the batch."""
     readiness = buffer.readiness()
     rows = {r.seq_id: ChunkRow(r.seq_id, len(r.tokens), [], [], [], version) for r in buffer.active}
@@ -69,6 +77,7 @@ def decode_round(buffer: RolloutBuffer, lengths: list[int], version: int, index:
     end = clock + chunk_tokens
     while clock < end and not readiness.ready:
         clock += 1
+        log.running.append(len(running))
         for seq_id in list(running):
             row = rows[seq_id]
             new = token(seq_id, row.offset + len(row.tokens))
@@ -84,25 +93,42 @@ def decode_round(buffer: RolloutBuffer, lengths: list[int], version: int, index:
 
 def simulate(run: Run, chunk_tokens: int) -> Log:
     prompts = (Prompt(i, row=i, text="", tokens=(0,)) for i in range(len(run.lengths)))
-    buffer = RolloutBuffer(run.batch_size, run.deltas[0], run.max_deferrals)
-    scheduler = OvercommitScheduler(prompts, buffer, ScriptedDelta(run.deltas))
+    every = run.backfill_every
+    buffer = RolloutBuffer(run.batch_size, run.deltas[0], run.max_deferrals, backfill=every is not None)
+    scheduler = OvercommitScheduler(prompts, buffer, ScriptedDelta(run.deltas), every)
     log = Log()
     step = index = 0
     while not scheduler.done:
-        held, capacity = len(buffer), buffer.capacity
-        scheduler.begin_step()
-        assert len(buffer) <= max(held, capacity)
-        assert len(buffer) >= capacity or scheduler.num_consumed == len(run.lengths)
+        enter(scheduler, scheduler.begin_step, log, run)
         log.sizes.append(len(buffer))
-        log.num_consumed.append(scheduler.num_consumed)
         while not buffer.readiness().ready:
-            decode_round(buffer, run.lengths, version=step, index=index, chunk_tokens=chunk_tokens)
+            enter(scheduler, scheduler.backfill, log, run)
+            steps = scheduler.chunk(chunk_tokens)
+            decode_round(buffer, run.lengths, version=step, index=index, chunk_tokens=steps, log=log)
             index += 1
+        log.num_consumed.append(scheduler.num_consumed)
         log.batches.append(scheduler.take_batch())
         log.clocks.append(buffer.clock)
+        assert every is None or len(buffer) <= run.batch_size, "a batch leaves behind what the next one has room for"
         scheduler.end_step(step, 0.0)
         step += 1
     return log
+
+
+def enter(scheduler: OvercommitScheduler, admit: Callable[[], list[Rollout]], log: Log, run: Run) -> None:
+    """Admission of either kind, and what must hold after it."""
+    buffer = scheduler.buffer
+    unfinished, held, capacity = len(buffer.active), len(buffer), buffer.capacity
+    admitted = admit()
+    log.entered |= {r.seq_id: buffer.clock for r in admitted}
+    at_end = scheduler.num_consumed == len(run.lengths)
+    if run.backfill_every is None:
+        assert len(buffer) <= max(held, capacity)
+        assert len(buffer) >= capacity or at_end
+        return
+    assert len(buffer.active) <= max(unfinished, capacity)
+    assert len(buffer) <= 2 * run.batch_size
+    assert not admitted or at_end or len(buffer.active) == capacity or len(buffer) == 2 * run.batch_size
 
 
 def naive_batches(run: Run) -> list[list[tuple[int, int]]]:
@@ -113,12 +139,12 @@ def naive_batches(run: Run) -> list[list[tuple[int, int]]]:
     clock = 0
     while waiting or held:
         capacity = run.batch_size + run.deltas[len(batches) % len(run.deltas)]
-        while waiting and len(held) < capacity:
-            held[waiting.pop(0)] = {"left": 0, "end": 0, "age": 0}
-            newest = list(held)[-1]
-            held[newest]["left"] = run.lengths[newest]
-        size = run.batch_size if waiting else min(run.batch_size, len(held))
+        begun, enters = clock, True
         while True:
+            while enters and waiting and naive_room(held, capacity, run):
+                newest = waiting.pop(0)
+                held[newest] = {"left": run.lengths[newest], "end": 0, "age": 0}
+            size = run.batch_size if waiting else min(run.batch_size, len(held))
             must = [s for s in held if held[s]["age"] >= run.max_deferrals]
             ended = sorted((held[s]["end"], s) for s in held if held[s]["left"] == 0)
             if len(ended) >= size and all(held[s]["left"] == 0 for s in must):
@@ -128,6 +154,9 @@ def naive_batches(run: Run) -> list[list[tuple[int, int]]]:
                 if state["left"]:
                     state["left"] -= 1
                     state["end"] = clock
+            ended = [s for s in held if held[s]["left"] == 0]
+            complete = len(ended) >= size and set(must) <= set(ended)
+            enters = not complete and run.backfill_every is not None and (clock - begun) % run.backfill_every == 0
         chosen = must[:size]
         for _, s in ended:
             if s not in must and len(chosen) < size:
@@ -140,9 +169,15 @@ def naive_batches(run: Run) -> list[list[tuple[int, int]]]:
     return batches
 
 
+def naive_room(held: dict[int, dict[str, int]], capacity: int, run: Run) -> bool:
+    if run.backfill_every is None:
+        return len(held) < capacity
+    return sum(state["left"] > 0 for state in held.values()) < capacity and len(held) < 2 * run.batch_size
+
+
 @st.composite
-def runs(draw: st.DrawFn, capped: bool = True) -> Run:
-    """Long-tailed lengths; `capped` keeps delta <= B, as the configuration demands."""
+def runs(draw: st.DrawFn, capped: bool = True, backfill: bool | None = None) -> Run:
+    """Long-tailed lengths; `capped` keeps delta <= B, as the configuration demands; `backfill`: with, without or either."""
     batch_size = draw(st.integers(1, 5))
     longest = st.one_of(st.integers(1, 4), st.integers(1, 12), st.integers(20, 150))
     return Run(
@@ -150,6 +185,7 @@ def runs(draw: st.DrawFn, capped: bool = True) -> Run:
         batch_size=batch_size,
         deltas=draw(st.lists(st.integers(0, batch_size if capped else 12), min_size=1, max_size=6)),
         max_deferrals=draw(st.integers(1, 4)),
+        backfill_every=draw(st.integers(1, 9)) if (draw(st.booleans()) if backfill is None else backfill) else None,
     )
 
 
@@ -215,6 +251,48 @@ def test_batches_are_ordered_by_the_logical_clock(run: Run, chunk_tokens: int) -
     for batch in simulate(run, chunk_tokens).batches:
         keys = [(r.finish_clock, r.admission) for r in batch]
         assert keys == sorted(keys)
+
+
+@given(run=runs(backfill=True), chunk_tokens=st.sampled_from(CHUNKS))
+@settings(max_examples=150, deadline=None)
+def test_backfill_admits_at_its_own_clock_ticks(run: Run, chunk_tokens: int) -> None:
+    """Every `backfill_every` decode steps of a step, in the order of the prompts, whatever the chunk."""
+    log = simulate(run, chunk_tokens)
+    assert list(log.entered) == list(range(len(run.lengths)))
+    begun = [0, *log.clocks[:-1]]
+    for clock in log.entered.values():
+        step = max(i for i, start in enumerate(begun) if start <= clock)
+        assert (clock - begun[step]) % run.backfill_every == 0
+
+
+@given(run=runs(capped=False, backfill=True))
+@settings(max_examples=150, deadline=None)
+def test_backfill_needs_no_cap_on_delta_to_keep_that_of_deferrals(run: Run) -> None:
+    assert all(r.deferrals <= run.max_deferrals for batch in simulate(run, 7).batches for r in batch)
+
+
+def test_backfill_keeps_the_decode_batch_full() -> None:
+    """Lengths of 1 to 100: without backfill a step's places empty until half of them are left."""
+    rng = random.Random(3)
+    run = Run([rng.randint(1, 100) for _ in range(400)], batch_size=20, deltas=[4], max_deferrals=4)
+    means = {}
+    for every in (None, 1, 4, 16):
+        log = simulate(replace(run, backfill_every=every), 16)
+        means[every] = fmean(log.running[: len(log.running) * 3 // 4])  # the data end with fewer to decode
+    assert max(means.values()) <= 24
+    assert means[None] < 17 and means[1] > 23.5 and means[1] >= means[4] >= means[16] > means[None] + 2
+
+
+def test_a_surplus_finisher_takes_no_place_of_a_backfilled_step() -> None:
+    buffer = RolloutBuffer(batch_size=2, delta=1, max_deferrals=4, backfill=True)
+    prompts = (Prompt(i, row=i, text="", tokens=(0,)) for i in range(9))
+    scheduler = OvercommitScheduler(prompts, buffer, ScriptedDelta([1]), 4)
+    assert len(scheduler.begin_step()) == 3
+    decode_round(buffer, [3] * 9, version=0, index=0, chunk_tokens=scheduler.chunk(64), log=Log())
+    assert (buffer.clock, len(scheduler.take_batch()), [r.finished for r in buffer.rollouts]) == (3, 2, [True])
+    scheduler.end_step(0, 0.0)
+    assert len(scheduler.begin_step()) == 3, "B + delta are decoded beside it"
+    assert (len(buffer), buffer.full, scheduler.chunk(64)) == (4, True, 64), "2B are held: no admission is to come"
 
 
 def test_the_cap_is_needed_and_binds() -> None:

@@ -27,28 +27,102 @@ def rollout(seq_id: int, num_prompt: int, num_response: int = 0, finished: bool 
 # --- replicas -----------------------------------------------------------------------------------------------------
 
 
-@given(num_replicas=st.integers(1, 4), steps=st.lists(st.integers(0, 9), max_size=40))
-def test_a_new_sequence_goes_where_the_fewest_are(num_replicas: int, steps: list[int]) -> None:
-    """A step either lets sequence k arrive or, where it is there already, leave."""
-    replicas, members = Replicas(num_replicas), [set[int]() for _ in range(num_replicas)]
-    for seq_id in steps:
-        held = next((own for own in members if seq_id in own), None)
-        if held is not None:
-            assert replicas.of(seq_id) == members.index(held)
-            replicas.remove(seq_id)
-            held.remove(seq_id)
-            continue
-        found = replicas.of(seq_id)
-        assert len(members[found]) == min(map(len, members)) and found == [len(m) for m in members].index(
-            len(members[found])
-        )
-        members[found].add(seq_id)
-    assert len(replicas) == num_replicas
+@dataclass
+class Fleet:
+    """What replicas hold, by what was placed on them; plain lists and sums."""
+
+    num_replicas: int
+    slots: int
+    replicas: Replicas = field(init=False)
+    held: dict[int, Rollout] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.replicas = Replicas(self.num_replicas, self.slots)
+
+    def on(self, replica: int) -> list[Rollout]:
+        return [r for i, r in self.held.items() if i in self.replicas and self.replicas.of(i) == replica]
+
+    def tokens(self, replica: int) -> int:
+        return sum(r.num_tokens for r in self.on(replica))
+
+    def arrive(self, *new: Rollout) -> list[int]:
+        self.held |= {r.seq_id: r for r in new}
+        self.replicas.place(list(self.held.values()))
+        return [self.replicas.of(r.seq_id) for r in new]
+
+    def leave(self, seq_id: int) -> None:
+        del self.held[seq_id]
+        self.replicas.remove(seq_id)
 
 
-def test_arrivals_are_divided_evenly() -> None:
-    replicas = Replicas(3)
-    assert Counter(replicas.of(i) for i in range(11)) == {0: 4, 1: 4, 2: 3}
+@settings(deadline=None, max_examples=200)
+@given(num_replicas=st.integers(1, 4), slots=st.integers(1, 4), seed=st.integers(0, 10**6))
+def test_a_new_sequence_goes_where_the_fewest_tokens_are(num_replicas: int, slots: int, seed: int) -> None:
+    """One at a time, among others that grow, finish and leave."""
+    rng, fleet = random.Random(seed), Fleet(num_replicas, slots)
+    for seq_id in range(30):
+        for own in fleet.held.values():
+            own.tokens += [0] * rng.randint(0, 3) * (not own.finished)
+            own.finish_clock = 1 if own.finished or rng.random() < 0.1 else None
+        for i in [i for i in fleet.held if rng.random() < 0.2]:
+            fleet.leave(i)
+        homes = {i: fleet.replicas.of(i) for i in fleet.held}
+        free = [d for d in range(num_replicas) if len(fleet.on(d)) < slots]
+        lasting = [d for d in range(num_replicas) if sum(not r.finished for r in fleet.on(d)) < slots]
+        loads = [(fleet.tokens(d), len(fleet.on(d)), d) for d in range(num_replicas)]
+        (found,) = fleet.arrive(rollout(seq_id, rng.randint(1, 9)))
+        if both := [d for d in lasting if d in free]:
+            assert loads[found] == min(loads[d] for d in both)
+        assert found in (both or lasting or range(num_replicas))
+        assert homes == {i: fleet.replicas.of(i) for i in homes}, "a sequence stays where it is"
+
+
+@settings(deadline=None)
+@given(num_replicas=st.integers(1, 4), slots=st.integers(1, 5), seed=st.integers(0, 10**6))
+def test_no_replica_is_given_more_than_it_has_slots_for(num_replicas: int, slots: int, seed: int) -> None:
+    """As long as there are slots for all that are unfinished, in whatever numbers they come and go."""
+    rng, fleet, next_id = random.Random(seed), Fleet(num_replicas, slots), 0
+    for _ in range(12):
+        room = num_replicas * slots - sum(not r.finished for r in fleet.held.values())
+        count = rng.randint(0, room)
+        fleet.arrive(*(rollout(next_id + i, rng.choice([1, 1, 2, 50])) for i in range(count)))
+        next_id += count
+        for replica in range(num_replicas):
+            assert sum(not r.finished for r in fleet.on(replica)) <= slots
+        for own in list(fleet.held.values()):
+            if own.finished:
+                fleet.leave(own.seq_id)
+            elif rng.random() < 0.4:
+                own.finish_clock = 1
+
+
+def test_a_batch_that_has_ended_is_divided_within_the_slots() -> None:
+    fleet = Fleet(2, 3)
+    fleet.arrive(rollout(0, 60, finished=True), *(rollout(i, 5, finished=True) for i in range(1, 6)))
+    assert [len(fleet.on(d)) for d in (0, 1)] == [3, 3]
+
+
+@given(
+    num_replicas=st.integers(1, 4),
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=20),
+    seed=st.integers(0, 99),
+)
+def test_arrivals_are_balanced_by_tokens(num_replicas: int, lengths: list[int], seed: int) -> None:
+    """Longest first: no replica is ahead of another by more than its shortest; and every rank finds the same."""
+    fleet, same = Fleet(num_replicas, 100), Fleet(num_replicas, 100)
+    arrivals = [rollout(i, n) for i, n in enumerate(lengths)]
+    assert fleet.arrive(*arrivals) == same.arrive(*arrivals)
+    least = min(fleet.tokens(d) for d in range(num_replicas))
+    for replica in range(num_replicas):
+        shortest = min((r.num_tokens for r in fleet.on(replica)), default=0)
+        assert fleet.tokens(replica) - shortest <= least
+
+
+def test_by_tokens_is_not_by_number() -> None:
+    fleet = Fleet(2, 8)
+    assert fleet.arrive(rollout(0, 40), rollout(1, 10), rollout(2, 10), rollout(3, 10)) == [0, 1, 1, 1]
+    fleet.held[1].tokens = [0] * 20  # responses count
+    assert fleet.arrive(rollout(4, 5)) == [0]
 
 
 # --- scorers ------------------------------------------------------------------------------------------------------
@@ -330,4 +404,5 @@ def test_replicas_that_lost_sequences_get_the_next_ones() -> None:
     for going_on in (first[0], first[2]):
         going_on.tokens = [1, 2, 3]
     book.record(first)
+    assert book.running([first[0], first[2], rollout(4, 2), rollout(5, 2)]) == [2, 2]
     assert [book.replica(i) for i in (4, 5)] == [1, 1]

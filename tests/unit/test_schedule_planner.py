@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from math import ceil
 from typing import Any
 
 import pytest
@@ -87,22 +88,21 @@ class Run:
         for _ in range(count):
             self._admit()
             while not self.buffer.readiness().ready:
-                self._round(visit, self.buffer.active)
-            while any(book.owes(self.buffer.rollouts) for book in self.planners[0].scorers.values()):
-                self._round(visit, [])
-            self._end_step()
+                if self.buffer.backfill:
+                    self._admit()
+                self._round(visit, self.buffer.active, self.buffer.rollouts)
+            batch = self.buffer.take_batch()
+            while any(book.owes(batch) for book in self.planners[0].scorers.values()):
+                self._round(visit, [], batch)
+            self._end_step(batch)
 
-    def _round(self, visit: Visit, active: Sequence[Rollout]) -> None:
+    def _round(self, visit: Visit, active: Sequence[Rollout], score: Sequence[Rollout]) -> None:
         """Each planner orders open sequences in its own way, as a rank without the caches has none to go by."""
         self.index += 1
         plans = []
         for planner in self.planners:
             order = self.rng.sample(range(len(self.lengths)), len(self.lengths))
-            plans.append(
-                planner.plan(
-                    self.index, active, self.buffer.rollouts, CHUNK, lambda ids, o=order: sorted(ids, key=o.index)
-                )
-            )
+            plans.append(planner.plan(self.index, active, score, CHUNK, lambda ids, o=order: sorted(ids, key=o.index)))
         visit(plans)
         if active:
             self._decode(plans[0], active)
@@ -130,8 +130,7 @@ class Run:
         for planner in self.planners:
             planner.actor.record(active)
 
-    def _end_step(self) -> None:
-        batch = self.buffer.take_batch()
+    def _end_step(self, batch: Sequence[Rollout]) -> None:
         for planner in self.planners:
             for book in planner.scorers.values():
                 for own in batch:
@@ -171,6 +170,29 @@ def test_what_all_ranks_plan_for_themselves_is_sound_together(
         assert check(Schedule(own_lists), replace(plans[0].round, index=1), site, budgets_of(site, slots)) == []
 
     Run(planners, random.Random(seed)).steps(3, visit)
+
+
+@settings(deadline=None, max_examples=40)
+@given(name=st.sampled_from([*SITES, *SPREAD]), delta=st.integers(0, BATCH), seed=st.integers(0, 10**6))
+def test_backfill_needs_no_more_slots_than_are_decoded(name: str, delta: int, seed: int) -> None:
+    """A share of B + delta slots: all that may decode does, and no scorer reads a token twice but the critic's anew."""
+    site, decoded = (SITES | SPREAD)[name], BATCH + delta
+    planner = new_planner(site, "intra")
+    places = site.places
+    planner.actor = ActorBook(places["actor"].dp, ceil(decoded / places["actor"].dp), lambda _: MAX_RESPONSE)
+    planner.scorers = {
+        role: ScoringBook(role, place.dp, ceil(decoded / place.dp)) for role, place in places.items() if role != "actor"
+    }
+    run = Run([planner], random.Random(seed), RolloutBuffer(BATCH, delta, 2, backfill=True))
+
+    def visit(plans: list[PlannedRound]) -> None:
+        works = plans[0].works
+        assert not any(work.evict for replicas in works.values() for work in replicas)
+        if "actor" in works:
+            running = sum(len(batch) for work in works["actor"] for batch in work.decode)
+            assert running == len(run.buffer.active) <= decoded
+
+    run.steps(6, visit)
 
 
 @pytest.mark.parametrize("name", [*SITES, *SPREAD])

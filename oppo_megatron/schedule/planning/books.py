@@ -27,28 +27,64 @@ class ReplicaWork:
 
 
 class Replicas:
-    """Which replica each sequence belongs to: on arrival, the one with the fewest (ties: the first)."""
+    """Which replica each sequence belongs to; it stays there until it has left.  `slots` are those of one replica's cache."""
 
-    def __init__(self, num_replicas: int):
-        self._members: list[set[int]] = [set() for _ in range(num_replicas)]
+    def __init__(self, num_replicas: int, slots: int):
+        self._num_replicas, self._slots = num_replicas, slots
         self._of: dict[int, int] = {}
 
-    def __len__(self) -> int:
-        return len(self._members)
-
     def of(self, seq_id: int) -> int:
-        """The sequence's replica; given to it now if it has none."""
-        if seq_id not in self._of:
-            replica = min(range(len(self._members)), key=lambda d: len(self._members[d]))
-            self._of[seq_id] = replica
-            self._members[replica].add(seq_id)
+        """The sequence's replica, which it was given by `place`."""
         return self._of[seq_id]
+
+    def __contains__(self, seq_id: int) -> bool:
+        return seq_id in self._of
+
+    def place(self, held: Sequence[Rollout]) -> None:
+        """Give a replica to each of `held` that has none; `held` are all that the replicas have to do with now.
+
+        The longest first (ties: the first of `held`), each to the replica that holds the fewest tokens, prompts and
+        responses so far (ties: the fewest sequences, then the first), among those that have slots for it: beyond this
+        round, in which finished sequences still have theirs, and in this round.  Where none has, to one of the least
+        crowded.
+        """
+        new = [r for r in held if r.seq_id not in self._of]
+        if not new:
+            return
+        parts = [_Part(replica, self._slots) for replica in range(self._num_replicas)]
+        for rollout in held:
+            if rollout.seq_id in self._of:
+                parts[self._of[rollout.seq_id]].add(rollout)
+        for rollout in sorted(new, key=lambda r: -r.num_tokens):
+            part = min(parts, key=lambda p: p.rank_for(rollout))
+            part.add(rollout)
+            self._of[rollout.seq_id] = part.replica
 
     def remove(self, seq_id: int) -> None:
         """The sequence has left."""
-        replica = self._of.pop(seq_id, None)
-        if replica is not None:
-            self._members[replica].discard(seq_id)
+        self._of.pop(seq_id, None)
+
+
+@dataclass
+class _Part:
+    """What one replica holds."""
+
+    replica: int
+    slots: int
+    tokens: int = 0
+    sequences: int = 0
+    unfinished: int = 0
+
+    def add(self, rollout: Rollout) -> None:
+        self.tokens += rollout.num_tokens
+        self.sequences += 1
+        self.unfinished += not rollout.finished
+
+    def rank_for(self, rollout: Rollout) -> tuple[int, ...]:
+        """The replica with the smallest takes the rollout."""
+        staying = self.unfinished + (not rollout.finished)
+        crowded = max(0, staying - self.slots), max(0, self.sequences + 1 - self.slots)
+        return *crowded, self.tokens, self.sequences, self.replica
 
 
 class Book:
@@ -56,7 +92,7 @@ class Book:
 
     def __init__(self, replicas: int, slots: int):
         self.slots = slots
-        self._replicas = Replicas(replicas)
+        self._replicas = Replicas(replicas, slots)
         self._cached: list[dict[int, int]] = [{} for _ in range(replicas)]  # open sequences -> tokens cached
 
     def __len__(self) -> int:
@@ -64,7 +100,7 @@ class Book:
         return len(self._cached)
 
     def replica(self, seq_id: int) -> int:
-        """The replica that the sequence belongs to."""
+        """The replica that the sequence belongs to, once a round with it has been planned."""
         return self._replicas.of(seq_id)
 
     def num_open(self, replica: int) -> int:
@@ -92,6 +128,7 @@ class ScoringBook(Book):
 
     def pending(self, rollouts: Iterable[Rollout]) -> list[list[int]]:
         """New tokens of each sequence that this role has not read, by replica."""
+        self._replicas.place(self._unscored(rollouts))
         news: list[list[int]] = [[] for _ in self._cached]
         for rollout in rollouts:
             if self._missing(rollout):
@@ -101,6 +138,7 @@ class ScoringBook(Book):
 
     def plan(self, rollouts: Sequence[Rollout], budget: int) -> list[ReplicaWork]:
         """The next micro-batches (at most `budget` tokens each) of every replica; the book counts them as done."""
+        self._replicas.place(self._unscored(rollouts))
         works = [ReplicaWork() for _ in self._cached]
         for replica, work in enumerate(works):
             wanted = [r for r in rollouts if self.replica(r.seq_id) == replica and self._missing(r)]
@@ -132,7 +170,13 @@ class ScoringBook(Book):
     def _missing(self, rollout: Rollout) -> bool:
         if rollout.finished:
             return self._outputs.get(rollout.seq_id, 0) < (1 if self.role == "reward" else len(rollout.tokens))
-        return self._cached[self.replica(rollout.seq_id)].get(rollout.seq_id, 0) < self._target(rollout)
+        seq_id = rollout.seq_id
+        cached = self._cached[self.replica(seq_id)].get(seq_id, 0) if seq_id in self._replicas else 0
+        return cached < self._target(rollout)
+
+    def _unscored(self, rollouts: Iterable[Rollout]) -> list[Rollout]:
+        """Those that this role has, or will have, something to read of."""
+        return [r for r in rollouts if not r.finished or self._missing(r)]
 
     def _seat(self, rollouts: list[Rollout], replica: int, work: ReplicaWork) -> list[Rollout]:
         """Those of the rollouts that have a slot or get one now.  A finished one may take that of an unfinished one."""
@@ -175,6 +219,7 @@ class ActorBook(Book):
 
     def running(self, active: Sequence[Rollout]) -> list[int]:
         """How many sequences each replica will decode in the next round."""
+        self._replicas.place(active)
         held = [0] * len(self._cached)
         for rollout in active:
             held[self.replica(rollout.seq_id)] += 1
@@ -196,6 +241,7 @@ class ActorBook(Book):
 
         `order(seq_ids)` puts open sequences in the order of their cache slots where this rank holds them.
         """
+        self._replicas.place(active)
         works = []
         for replica, cached in enumerate(self._cached):
             mine = {r.seq_id: r for r in active if self.replica(r.seq_id) == replica}
