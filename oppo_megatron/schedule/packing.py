@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 
 def pack_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -43,3 +44,32 @@ def balance(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
         parts[part].append(index)
         heapq.heapreplace(loads, (tokens + lengths[index], items + 1, part))
     return [sorted(part) for part in parts]
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How full the micro-batches of an optimizer step are, over all replicas; all in tokens.
+
+    `tokens` is what their rows have, `room` what as many micro-batches could hold, `padded` what the rows would take with
+    each filled up to the longest.
+    """
+
+    tokens: int
+    room: int
+    padded: int
+
+    @classmethod
+    def of(cls, parts: Sequence[Sequence[int]], budget: int) -> Packing:
+        """`parts` are the lengths of each replica's rows, which `pack_by_tokens` packs."""
+        lengths = [length for part in parts for length in part]
+        num_bins = sum(len(pack_by_tokens(part, budget)) for part in parts)
+        return cls(sum(lengths), num_bins * budget, len(lengths) * max(lengths, default=0))
+
+
+def packing_figures(steps: Sequence[Packing]) -> dict[str, float]:
+    """Of one or more optimizer steps: the share of their micro-batches that tokens fill, and of padding that is avoided."""
+    tokens = sum(step.tokens for step in steps)
+    return {
+        "packing_efficiency": tokens / sum(step.room for step in steps),
+        "padding_saved": 1 - tokens / sum(step.padded for step in steps),
+    }

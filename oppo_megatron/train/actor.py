@@ -23,7 +23,7 @@ from oppo_megatron.runtime.mcore.groups import RoleGroups
 from oppo_megatron.runtime.mcore.training import forward_rows
 from oppo_megatron.runtime.mcore.vocab_parallel import token_logprobs
 from oppo_megatron.train.trained_role import TrainedRole
-from oppo_megatron.train.update import UpdateSettings, run_update, stats_dict
+from oppo_megatron.train.update import UpdateSettings, run_update, stats_dict, update_packing
 
 STATS = (
     "actor_loss", "clip_fraction", "approx_kl", "ratio_mean", "ratio_max", "importance_weight_mean", "entropy", "ess",
@@ -67,7 +67,8 @@ class Actor:
         summary = self.role.share(self._summary(reports), STATS)
         self.version += 1
         moved = self.role.publish()
-        return summary | {"reallocated_bytes": moved.bytes_moved, "reallocate_s": moved.seconds}
+        packing = update_packing(batch, self._groups.dp, settings)
+        return summary | packing | {"reallocated_bytes": moved.bytes_moved, "reallocate_s": moved.seconds}
 
     @property
     def _groups(self) -> RoleGroups:

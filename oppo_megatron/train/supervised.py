@@ -29,7 +29,7 @@ from oppo_megatron.runtime.mcore.model import Head
 from oppo_megatron.runtime.mcore.training import Loss, TrainedModel
 from oppo_megatron.runtime.roles import load_role
 from oppo_megatron.runtime.world import World, open_world
-from oppo_megatron.schedule.packing import balance
+from oppo_megatron.schedule.packing import Packing, balance, packing_figures
 from oppo_megatron.train.console import Progress
 from oppo_megatron.train.hosts import share_run_directory
 from oppo_megatron.train.metrics_log import MetricsLog, read_metrics
@@ -145,8 +145,9 @@ def _steps(
         start = time.monotonic()
         chosen = [rows[i] for i in index]
         lengths = [task.num_tokens(row) for row in chosen]
-        share = [chosen[i] for i in balance(lengths, groups.dp)[groups.dp_rank]]
-        micros = task.micro_batches(share, config.runtime.micro_batch_tokens, device)
+        shares, budget = balance(lengths, groups.dp), config.runtime.micro_batch_tokens
+        micros = task.micro_batches([chosen[i] for i in shares[groups.dp_rank]], budget, device)
+        packing = Packing.of([[lengths[i] for i in share] for share in shares], budget)
         with spans.span("update", role="model", step=step):
             report = trained.step(micros, task.loss(chosen, groups))
         spans.flush()
@@ -158,6 +159,7 @@ def _steps(
             "tokens_per_s": num_tokens / step_s,
             "lr": report.lr,
             "grad_norm": report.grad_norm,
+            **packing_figures([packing]),
         }
 
 

@@ -17,7 +17,7 @@ from oppo_megatron.algorithms.stats import TokenStats
 from oppo_megatron.records import Rollout
 from oppo_megatron.runtime.batch import MicroBatch, pack_responses, split_rows
 from oppo_megatron.runtime.mcore.training import TrainedModel
-from oppo_megatron.schedule.packing import balance
+from oppo_megatron.schedule.packing import Packing, balance, packing_figures
 
 UpdateLoss = Callable[[MicroBatch, Tensor, int, bool], tuple[Tensor, dict[str, Tensor]]]
 """(micro-batch, output of its rows, tokens of the minibatch, whether it is the first minibatch) -> (loss, sums)."""
@@ -50,10 +50,8 @@ def run_update(
     reports = []
     lengths = torch.tensor([len(r.tokens) for r in batch])
     groups = trained.model.groups
-    for number, minibatch in enumerate(_minibatches(len(batch), settings)):
-        num_tokens = int(lengths[minibatch].sum())
-        shares = balance([len(batch[i].prompt.tokens) + len(batch[i].tokens) for i in minibatch], groups.dp)
-        rows = [minibatch[i] for i in shares[groups.dp_rank]]
+    for number, shares in enumerate(_shares(batch, groups.dp, settings)):
+        num_tokens, rows = int(lengths[[i for share in shares for i in share]].sum()), shares[groups.dp_rank]
         micros = pack_responses(
             [batch[i].prompt.tokens for i in rows],
             [batch[i].tokens for i in rows],
@@ -75,9 +73,23 @@ def run_update(
     return reports
 
 
+def update_packing(batch: Sequence[Rollout], num_replicas: int, settings: UpdateSettings) -> dict[str, float]:
+    """How full the micro-batches of an update by so many replicas are: as `run_update` packs them, on all replicas."""
+    read = [rollout.num_tokens - 1 for rollout in batch]  # a last token predicts nothing and is not read
+    steps = [[[read[i] for i in share] for share in shares] for shares in _shares(batch, num_replicas, settings)]
+    return packing_figures([Packing.of(parts, settings.micro_batch_tokens) for parts in steps])
+
+
 def stats_dict(stats: TokenStats) -> dict[str, Tensor]:
     """The sums (and maxima) by name, as `TrainedModel.step` adds them up."""
     return {f.name: getattr(stats, f.name) for f in fields(stats)}
+
+
+def _shares(batch: Sequence[Rollout], num_replicas: int, settings: UpdateSettings) -> Iterator[list[list[int]]]:
+    """The rows of each replica, for every optimizer step: a minibatch divided by tokens."""
+    for minibatch in _minibatches(len(batch), settings):
+        parts = balance([batch[i].num_tokens for i in minibatch], num_replicas)
+        yield [[minibatch[i] for i in part] for part in parts]
 
 
 def _minibatches(num_rows: int, settings: UpdateSettings) -> Iterator[list[int]]:

@@ -40,6 +40,7 @@ def test_every_prompt_is_trained_exactly_once(backfilled: Outcome) -> None:
     assert max(line["carried"] for line in backfilled.metrics) <= BATCH
     assert max(row["deferrals"] for row in backfilled.rollouts) <= 4
     assert backfilled.metrics[-1]["carried"] == 0
+    assert all(0 < line["packing_efficiency"] <= 1 > line["padding_saved"] > 0 for line in backfilled.metrics)
 
 
 def test_decoding_stays_full(workspace: Workspace, backfilled: Outcome) -> None:

@@ -194,6 +194,7 @@ def test_what_a_run_leaves(inputs: Path, tmp_path: Path) -> None:
     assert len(lines) == 4, "1.5 epochs of 24 rows are 5 batches of 8, and max_steps is 4"
     fields = {"step", "time_s", "step_s", "loss", "tokens", "tokens_per_s", "lr", "grad_norm"}
     assert all(fields <= line.keys() for line in lines)
+    assert all(0 < line["packing_efficiency"] <= 1 > line["padding_saved"] >= 0 for line in lines)
     found = {path.name for path in (tmp_path / "run").iterdir()}
     assert found == {"config.yaml", "hosts.json", "metrics.jsonl", "trace.json", "summary.json", "weights"}
     resolved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oppo_megatron.schedule.packing import balance, pack_by_tokens
+from oppo_megatron.schedule.packing import Packing, balance, pack_by_tokens, packing_figures
 
 
 def test_first_fit_decreasing_by_hand() -> None:
@@ -74,3 +74,24 @@ def test_balance_is_near_the_best_division(lengths: list[int], num_parts: int) -
     )
     found = max(sum(lengths[i] for i in part) for part in balance(lengths, num_parts))
     assert 3 * num_parts * found <= (4 * num_parts - 1) * best, "Graham's bound: 4/3 - 1/(3m)"
+
+
+def test_figures_by_hand() -> None:
+    """Bins of 8: [7], [3, 2] on one replica, [5, 1], [5] on the other."""
+    packing = Packing.of([[3, 7, 2], [5, 5, 1]], budget=8)
+    assert packing == Packing(tokens=23, room=4 * 8, padded=6 * 7)
+    assert packing_figures([packing]) == {"packing_efficiency": 23 / 32, "padding_saved": pytest.approx(1 - 23 / 42)}
+    whole = Packing.of([[8], []], budget=8)
+    assert packing_figures([whole]) == {"packing_efficiency": 1.0, "padding_saved": 0.0}
+    assert packing_figures([packing, whole]) == {
+        "packing_efficiency": 31 / 40,
+        "padding_saved": pytest.approx(1 - 31 / 50),
+    }
+
+
+@given(parts=st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=12), min_size=1, max_size=4))
+def test_figures_are_shares(parts: list[list[int]]) -> None:
+    figures = packing_figures([Packing.of(parts, budget=50)])
+    assert 0 < figures["packing_efficiency"] <= 1
+    assert 0 <= figures["padding_saved"] < 1
+    assert (figures["padding_saved"] == 0) == (len({n for part in parts for n in part}) == 1)
