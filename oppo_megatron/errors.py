@@ -54,5 +54,9 @@ class RewardError(OppoError, RuntimeError):
     """A reward could not be computed or is not a finite number.  A failure is never turned into a score."""
 
 
+class PlacementError(OppoError, RuntimeError):
+    """A placement that was to be measured could not run, or none could."""
+
+
 class NumericsError(OppoError, ArithmeticError):
     """A quantity that must be finite or within a gate (loss, gradient norm, log-prob gap) is not."""

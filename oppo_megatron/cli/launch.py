@@ -56,8 +56,7 @@ def launch(kind: str, config: Any, world_size: int, entry: str = ENTRY, *, in_pr
     A rank that is alone runs in this process, unless `in_process` is false.  Raises RankError where a rank met wrong
     input.
     """
-    # Before torch is loaded.  What its C++ half would print, the exceptions say too.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    quiet_torch()
     ranks = external_ranks(os.environ)
     if ranks is not None:
         with _environment(ranks):
@@ -66,6 +65,11 @@ def launch(kind: str, config: Any, world_size: int, entry: str = ENTRY, *, in_pr
         with _environment(_local_ranks()):
             return _run_entry(entry, kind, config)
     return _launch_local(entry, kind, config, world_size)
+
+
+def quiet_torch() -> None:
+    """Called before torch is loaded.  What its C++ half would print, the exceptions say too."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 
 def check_world_size(expected: int) -> None:

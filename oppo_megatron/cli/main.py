@@ -40,6 +40,7 @@ COMMANDS = (
     Command("rm", "oppo_megatron.cli.rm", "train a reward model on chosen/rejected rows"),
     Command("tokenizer", "oppo_megatron.cli.tokenizer", "train a sentencepiece tokenizer on JSONL rows"),
     Command("convert", "oppo_megatron.cli.convert", "rewrite a Hugging Face directory: dtype, head, shards"),
+    Command("placement", "oppo_megatron.cli.placement", "measure which placement is fastest on this machine"),
     Command("validate", "oppo_megatron.cli.validate", "check a configuration and the files it names"),
     Command("schedule", "oppo_megatron.cli.schedule", "draw and check what every rank does in a round"),
     Command("doctor", "oppo_megatron.cli.doctor", "say what this machine has and lacks"),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from oppo_megatron.config.run import SupervisedConfig, TrainConfig
+    from oppo_megatron.config.run import SupervisedConfig, TrainConfig, TrainSettings
 
 KINDS = ("train", "sft", "rm")
 
@@ -31,7 +31,11 @@ def run_kind(kind: str, args: argparse.Namespace) -> int:
     from oppo_megatron.config.load import config_yaml
     from oppo_megatron.train.run_dir import RunDirectory
 
-    config = load_checked(kind, args.config, args.overrides)
+    settings = load_settings(kind, args.config, args.overrides)
+    config = placed(settings, measure=not args.dry_run)
+    if config is None:
+        print(config_yaml(settings), *unplaced(settings), sep="\n")
+        return 0
     check_world_size(world_size(config))
     if args.dry_run:
         print(config_yaml(config), *rank_table(config), sep="\n")
@@ -40,22 +44,57 @@ def run_kind(kind: str, args: argparse.Namespace) -> int:
     return launch(kind, config, world_size(config))
 
 
-def load_checked(kind: str, path: Path, overrides: Sequence[str]) -> TrainConfig | SupervisedConfig:
-    """The configuration of one of `KINDS`, every check made.  Raises ConfigError with all problems."""
+def load_settings(kind: str, path: Path, overrides: Sequence[str]) -> TrainSettings | SupervisedConfig:
+    """The configuration of one of `KINDS` as it is written, every check made: `placement.mode` may be auto.
+
+    Raises ConfigError with all problems.
+    """
     from oppo_megatron.config.load import load_config
-    from oppo_megatron.config.run import RewardModelConfig, SFTConfig, TrainConfig
+    from oppo_megatron.config.run import RewardModelConfig, SFTConfig, TrainSettings
     from oppo_megatron.config.validate import supervised_problems, train_problems
     from oppo_megatron.data.length_trace import trace_problems
 
     if kind == "train":
         return load_config(
-            TrainConfig,
+            TrainSettings,
             path,
             overrides,
             check=lambda config: [*train_problems(config), *trace_problems(config.rollout)],
         )
     supervised = SFTConfig if kind == "sft" else RewardModelConfig
     return load_config(supervised, path, overrides, check=supervised_problems)
+
+
+def load_checked(kind: str, path: Path, overrides: Sequence[str]) -> TrainConfig | SupervisedConfig:
+    """`load_settings` for commands that need to know where the roles are.  Raises ConfigError, too, for mode auto."""
+    from oppo_megatron.config.run import TrainSettings
+    from oppo_megatron.errors import ConfigError
+
+    settings = load_settings(kind, path, overrides)
+    config = settings.settled() if isinstance(settings, TrainSettings) else settings
+    if config is None:
+        raise ConfigError(
+            f"{path}: placement.mode is auto, which `oppo train` settles before a run, but this command does not; measure "
+            "with `oppo placement CONFIG` and write the placement that it prints, or add placement.mode=single"
+        )
+    return config
+
+
+def placed(settings: TrainSettings | SupervisedConfig, *, measure: bool) -> TrainConfig | SupervisedConfig | None:
+    """The configuration that ranks can be started with; None where `measure` is false and nothing else would tell."""
+    from oppo_megatron.cli.measure import settle
+    from oppo_megatron.config.run import TrainSettings
+
+    return settle(settings, measure=measure) if isinstance(settings, TrainSettings) else settings
+
+
+def unplaced(settings: TrainSettings | SupervisedConfig) -> list[str]:
+    """The lines to print where `placed` gave None: what would be measured."""
+    from oppo_megatron.cli.measure import describe_options
+    from oppo_megatron.config.run import TrainSettings
+
+    assert isinstance(settings, TrainSettings), "the placement of others is written down"
+    return describe_options(settings)
 
 
 def world_size(config: TrainConfig | SupervisedConfig) -> int:

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from typing import cast
 
-    from oppo_megatron.cli.run import load_checked
+    from oppo_megatron.cli.run import load_settings, placed, unplaced
     from oppo_megatron.config.places import role_places
     from oppo_megatron.schedule.checking.checker import check_timeline
     from oppo_megatron.schedule.checking.timeline import simulate
@@ -50,7 +50,11 @@ def run(args: argparse.Namespace) -> int:
     from oppo_megatron.schedule.weaving.costs_file import read_costs
 
     _check_out(args.out)
-    config = cast("TrainConfig", load_checked("train", args.config, args.overrides))
+    settings = load_settings("train", args.config, args.overrides)
+    config = cast("TrainConfig | None", placed(settings, measure=False))
+    if config is None:
+        print("\n".join([*unplaced(settings), "to draw one of them, add its placement, as in placement.mode=single"]))
+        return 0
     costs: Costs = read_costs(args.costs, role_places(config)) if args.costs else Costs()
     shown = preview(config, args.round, prompt_tokens=args.prompt_tokens, generator=args.generator, costs=costs)
     schedule = _read(args.source) if args.source else shown.schedule

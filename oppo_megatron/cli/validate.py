@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from oppo_megatron.cli.rank_table import rank_table
-from oppo_megatron.cli.run import KINDS, load_checked
+from oppo_megatron.cli.run import KINDS, load_settings, placed, unplaced
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,8 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     kind = args.kind or guess_kind(args.config)
-    config = load_checked(kind, args.config, args.overrides)
-    print("\n".join(rank_table(config)))
+    settings = load_settings(kind, args.config, args.overrides)
+    config = placed(settings, measure=False)
+    print("\n".join(unplaced(settings) if config is None else rank_table(config)))
     print(f"OK: {args.config} is a valid configuration for `oppo {kind}`")
     return 0
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from oppo_megatron.config.checks import max_context, minibatch_rows, most_sequences
 from oppo_megatron.config.layouts import Limits, Sizes, format_ranks, suggestion
-from oppo_megatron.config.model import ParallelConfig, RoleConfig, TrainedRoleConfig, TrainingLayoutConfig
+from oppo_megatron.config.model import ActorConfig, ParallelConfig, RoleConfig, TrainedRoleConfig, TrainingLayoutConfig
 from oppo_megatron.config.places import (
     Place,
     decodes_and_scores,
@@ -20,7 +20,7 @@ from oppo_megatron.config.places import (
     training_places,
     world_size,
 )
-from oppo_megatron.config.run import SupervisedConfig, TrainConfig
+from oppo_megatron.config.run import SupervisedConfig, TrainConfig, TrainSettings
 from oppo_megatron.config.shape import check_divisions, kv_bytes_per_token, model_limits
 
 Shape = Mapping[str, Any]
@@ -61,6 +61,40 @@ def check_layouts(config: TrainConfig, shapes: Mapping[str, Shape]) -> list[str]
     return problems + _check_woven(config)
 
 
+def check_auto_placement(settings: TrainSettings) -> list[str]:
+    """What leaves `placement.mode: auto` nothing to choose: ranks and layouts that are written down."""
+    placement, auto = settings.placement, settings.placement.auto
+    written = {} if placement.actor.num_ranks == 1 else {"placement.actor": str(Sizes.of(placement.actor))}
+    if placement.scorer is not None:
+        written["placement.scorer"] = str(Sizes.of(placement.scorer))
+    for name, role in _sections(settings):
+        written |= _own_layouts(name, role)
+    problems = [
+        f"{key} is {value}, but placement.mode auto chooses the ranks and layouts of all roles; remove it, or choose "
+        "disaggregated, colocated or single"
+        for key, value in written.items()
+    ]
+    if auto is not None and len(set(auto.candidates)) < len(auto.candidates):
+        problems.append(
+            f"placement.auto.candidates is {auto.candidates}, but each mode may appear once; remove the repeated ones"
+        )
+    return problems
+
+
+def _own_layouts(name: str, role: RoleConfig) -> dict[str, str]:
+    """What a role says of its own ranks and layouts, by key."""
+    said: dict[str, object] = {f"{name}.ranks": role.ranks}
+    layouts = {f"{name}.parallel": role.parallel}
+    if isinstance(role, ActorConfig):
+        layouts["actor.generate"] = role.generate
+    if isinstance(role, TrainedRoleConfig):
+        train = role.train
+        said |= {f"{name}.train.{size}": getattr(train, size) for size in ("tp", "pp", "dp")}
+        said[f"{name}.train.vpp"] = train.vpp if train.vpp > 1 else None
+    said |= {key: None if layout is None else Sizes.of(layout) for key, layout in layouts.items()}
+    return {key: str(value) for key, value in said.items() if value is not None}
+
+
 def check_supervised_layout(config: SupervisedConfig, shape: Shape) -> list[str]:
     """Every problem of the one layout of `oppo sft` and `oppo rm`."""
     sizes = Sizes.of(config.parallel)
@@ -76,7 +110,7 @@ def check_supervised_layout(config: SupervisedConfig, shape: Shape) -> list[str]
     return problems
 
 
-def _sections(config: TrainConfig) -> Iterator[tuple[str, RoleConfig]]:
+def _sections(config: TrainSettings) -> Iterator[tuple[str, RoleConfig]]:
     """The roles that the configuration spells out."""
     roles = (("actor", config.actor), ("reference", config.reference), ("critic", config.critic))
     yield from ((name, role) for name, role in (*roles, ("reward", config.reward)) if role is not None)

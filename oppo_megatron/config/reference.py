@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from oppo_megatron.config.base import Section
 from oppo_megatron.config.explain import section_in
-from oppo_megatron.config.run import SFTConfig, TrainConfig
+from oppo_megatron.config.run import SFTConfig, TrainSettings
 
 INTRODUCTION = """\
 # Configuration
@@ -32,7 +32,7 @@ error that names the nearest known one. Relative paths start at the current dire
 file, `--dry-run` prints it with every default filled in, and each run keeps that as `config.yaml`.
 """
 COMMANDS: tuple[tuple[str, type[Section]], ...] = (
-    ("`oppo train`", TrainConfig),
+    ("`oppo train`", TrainSettings),
     ("`oppo sft` and `oppo rm`", SFTConfig),
 )
 PLAIN_TYPES = {int: "integer", float: "number", bool: "`true` or `false`", str: "text", Path: "path"}
@@ -122,8 +122,8 @@ def _default(field: FieldInfo) -> str:
 
 
 def _title(section: type[Section]) -> str:
-    """`TrainedRoleConfig` -> `Trained role`."""
-    words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", section.__name__.removesuffix("Config"))
+    """`TrainedRoleConfig` -> `Trained role`, `PlacementSettings` -> `Placement`."""
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", section.__name__.removesuffix("Config").removesuffix("Settings"))
     return words if words.isupper() else words[0] + words[1:].lower()
 
 

@@ -15,6 +15,7 @@ from oppo_megatron.config.model import (
     OptimizerConfig,
     ParallelConfig,
     PlacementConfig,
+    PlacementSettings,
     RoleConfig,
     RuntimeConfig,
     TrainedRoleConfig,
@@ -54,8 +55,8 @@ class EvaluationConfig(Section):
     every_steps: int = Field(0, ge=0, description="0: only before the first and after the last step")
 
 
-class TrainConfig(Section):
-    """`oppo train`: PPO."""
+class TrainSettings(Section):
+    """`oppo train` as a configuration file may say it: the placement may be `auto`."""
 
     run_dir: Path = Field(..., description="folder for all that the run writes; it must hold no finished run")
     seed: int = Field(1, ge=0, lt=2**63, description="seed of the data's order and of all draws")
@@ -65,7 +66,7 @@ class TrainConfig(Section):
     data_epochs: int | None = Field(
         None, ge=1, description="passes over the prompts; null: as many as `steps` needs, or one"
     )
-    placement: PlacementConfig = PlacementConfig()
+    placement: PlacementSettings = PlacementSettings()
     tokenizer: TokenizerConfig
     data: DataConfig
     actor: ActorConfig
@@ -79,6 +80,22 @@ class TrainConfig(Section):
     runtime: RuntimeConfig = RuntimeConfig()
     logging: LoggingConfig = LoggingConfig()
     evaluation: EvaluationConfig | None = None
+    save_weights: bool = Field(True, description="write the final weights of actor and critic to `weights/`")
+
+    def settled(self) -> TrainConfig | None:
+        """The configuration that runs are built on; None where its placement is still to be measured."""
+        if self.placement.mode == "auto":
+            return None
+        return self.with_placement(PlacementConfig(**self.placement.model_dump(exclude={"auto"})))
+
+    def with_placement(self, placement: PlacementConfig) -> TrainConfig:
+        return TrainConfig.model_validate(self.model_dump() | {"placement": placement.model_dump()})
+
+
+class TrainConfig(TrainSettings):
+    """`oppo train`: PPO, its placement settled."""
+
+    placement: PlacementConfig = PlacementConfig()
 
 
 class SupervisedConfig(Section):

@@ -9,10 +9,10 @@ from typing import Any
 from oppo_megatron.config.checkpoint import check_weights, read_hf_config, tokenizer_vocab_size
 from oppo_megatron.config.checks import check_source, check_supervised, check_train, max_context
 from oppo_megatron.config.data import TokenizerConfig
-from oppo_megatron.config.layout_checks import check_layouts, check_supervised_layout
-from oppo_megatron.config.model import ModelConfig
+from oppo_megatron.config.layout_checks import check_auto_placement, check_layouts, check_supervised_layout
+from oppo_megatron.config.model import ModelConfig, PlacementConfig
 from oppo_megatron.config.places import named_roles
-from oppo_megatron.config.run import RewardModelConfig, SupervisedConfig, TrainConfig
+from oppo_megatron.config.run import RewardModelConfig, SupervisedConfig, TrainConfig, TrainSettings
 from oppo_megatron.config.shape import check_head, check_model, check_use
 from oppo_megatron.errors import CheckpointError, ConfigError
 
@@ -36,8 +36,11 @@ def validate_supervised(config: SupervisedConfig) -> None:
     _raise(supervised_problems(config))
 
 
-def train_problems(config: TrainConfig) -> list[str]:
-    """Every problem of a PPO configuration, a sentence each."""
+def train_problems(settings: TrainSettings) -> list[str]:
+    """Every problem of a PPO configuration, a sentence each.  What `auto` can be placed on is not asked here."""
+    settled = settings.settled()
+    # Until the layouts, no check looks at the placement.
+    config = settled or settings.with_placement(PlacementConfig(mode="single"))
     problems = check_train(config)
     vocab_size = _vocab_size(config.tokenizer, problems)
     shapes: dict[str, Mapping[str, Any]] = {}
@@ -45,7 +48,8 @@ def train_problems(config: TrainConfig) -> list[str]:
         shape = _check_role(role, max_context(config), vocab_size, problems)
         if shape is not None:
             shapes[role.name] = shape
-    problems += [*check_layouts(config, shapes), *check_shared_vocabulary(shapes)]
+    problems += check_auto_placement(settings) if settled is None else check_layouts(settled, shapes)
+    problems += check_shared_vocabulary(shapes)
     return list(dict.fromkeys(problems))
 
 

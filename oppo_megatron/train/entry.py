@@ -42,9 +42,9 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs) -> None:
             stack.enter_context(trainer.journal)
         trainer.run()
     run = RunDirectory(config.run_dir)
-    if trainer.actor is not None:
+    if config.save_weights and trainer.actor is not None:
         save_role(trainer.actor.role.trained.chunks, run.weights / "actor", inputs.tokenizer)
-    if trainer.critic is not None:
+    if config.save_weights and trainer.critic is not None:
         save_role(trainer.critic.role.trained.chunks, run.weights / "critic", inputs.tokenizer)
     dist.barrier()
     if trainer.journal is not None:

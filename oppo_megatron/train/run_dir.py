@@ -4,6 +4,7 @@ config.yaml       resolved configuration          summary.json      figures of t
 metrics.jsonl     a line a step                   quarantine.jsonl  rows refused and why
 trace.json        what each rank did, and when    weights/          final weights
 hosts.json        where each rank ran             schedules.txt     each round's schedule (`logging.actions`)
+placement.json    what `placement.mode: auto` measured, in the runs under placement/; later attempts use it again
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class RunDirectory:
         self.quarantine = self.path / "quarantine.jsonl"
         self.weights = self.path / "weights"
         self.tensorboard = self.path / "tensorboard"
+        self.placement = self.path / "placement.json"
+        self.placement_runs = self.path / "placement"
 
     def __fspath__(self) -> str:
         return str(self.path)

@@ -27,6 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "overcommit": SHARED,
     "control": SHARED,
     "schedule": SHARED,
+    "placing": SHARED,
     "algorithms": SHARED,
     "sim": SHARED | {"overcommit", "control", "schedule"},
     "runtime": SHARED | {"schedule"},
@@ -34,9 +35,9 @@ ALLOWED: dict[str, set[str]] = {
     "integrations": SHARED | {"train", "runtime"},
     "bench": SHARED | {"train", "runtime", "schedule", "overcommit", "control", "data", "integrations"},
     # `data` for the commands that prepare files and train nothing (tokenizer, demo).
-    "cli": SHARED | {"bench", "train", "sim", "schedule", "integrations", "data"},
+    "cli": SHARED | {"bench", "train", "sim", "schedule", "placing", "integrations", "data"},
 }
-TORCH_FREE = {"errors", "cores", "records", "config", "overcommit", "control", "schedule", "sim"}
+TORCH_FREE = {"errors", "cores", "records", "config", "overcommit", "control", "schedule", "placing", "sim"}
 LONG_FILE, LONG_FUNCTION, LONG_CONFIG = 400, 40, 60
 
 

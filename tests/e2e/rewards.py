@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 
@@ -16,3 +17,10 @@ def not_a_number(prompt: str, response: str, fields: dict[str, Any]) -> float:
 
 def failing(prompt: str, response: str, fields: dict[str, Any]) -> float:
     raise ValueError("no opinion")
+
+
+def only_alone(prompt: str, response: str, fields: dict[str, Any]) -> float:
+    """What a reward that reads shared files may do."""
+    if os.environ["WORLD_SIZE"] != "1":
+        raise ValueError("cannot be shared")
+    return float(len(response))

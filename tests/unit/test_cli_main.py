@@ -80,7 +80,7 @@ def test_interrupt_ends_with_130(config: Path, monkeypatch: pytest.MonkeyPatch) 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("oppo_megatron.cli.run.load_checked", interrupted)
+    monkeypatch.setattr("oppo_megatron.cli.run.load_settings", interrupted)
     assert main(["train", str(config)]) == 130
 
 

@@ -1,0 +1,246 @@
+"""Settles `placement.mode: auto`: finds what this machine admits, runs each placement for some steps, takes the fastest.
+
+A measuring run is `oppo train` in a process of its own, under `placement/` in the run directory.  What came of them is
+`placement.json` beside it; the same configuration on the same machine is not measured twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from oppo_megatron.cores import usable_cores
+from oppo_megatron.errors import ConfigError, PlacementError
+
+if TYPE_CHECKING:
+    from oppo_megatron.config.model import RuntimeConfig
+    from oppo_megatron.config.run import TrainConfig, TrainSettings
+    from oppo_megatron.placing.candidates import Candidate, Machine, Options
+    from oppo_megatron.placing.probe import Run
+
+Tell = Callable[[str], None]
+START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
+    "from oppo_megatron.cli.main import main; sys.exit(main())"
+)
+"""`oppo` with the import path of this process: a reward function that is found here is found there."""
+LAST_ERROR = re.compile(r"^[\w.]*(?:Error|Exception)\b.*$", re.MULTILINE)
+
+
+def settle(settings: TrainSettings, *, measure: bool) -> TrainConfig | None:
+    """The configuration with the placement that is written, or was measured before, or is measured now.
+
+    None if it would have to be measured and `measure` is false.  Raises ConfigError where ranks are there already or the
+    run directory holds a finished run, PlacementError where no placement could run.
+    """
+    from oppo_megatron.placing.candidates import Candidate, find_candidates
+    from oppo_megatron.placing.probe import fingerprint
+    from oppo_megatron.train.run_dir import RunDirectory
+
+    if (config := settings.settled()) is not None:
+        return config
+    refuse_given_ranks("placement.mode is auto")
+    run, tell = RunDirectory(settings.run_dir), _teller(settings)
+    options = find_candidates(settings, this_machine(settings.runtime))
+    chosen = read_choice(run.placement, fingerprint(settings, options.machine))
+    if chosen is not None:
+        tell(f"{chosen.name}, as measured before ({run.placement})")
+    elif not measure:
+        return None
+    else:
+        run.require_unfinished()
+        tell(describe_work(settings, options))
+        record = measure_placements(settings, options)
+        tell(f"{record['reason']} ({run.placement})")
+        chosen = Candidate.of_record(record)
+    return settings.with_placement(chosen.placement)
+
+
+def measure_placements(settings: TrainSettings, options: Options, tell: Tell = lambda line: None) -> dict[str, Any]:
+    """Measure what there is to choose from; writes `placement.json` and returns what it holds.  Raises PlacementError."""
+    from oppo_megatron.placing.candidates import auto_settings
+    from oppo_megatron.placing.choice import choose, to_record
+    from oppo_megatron.placing.probe import fingerprint
+    from oppo_megatron.placing.trials import measure_all
+    from oppo_megatron.train.run_dir import RunDirectory, write_json
+
+    run = RunDirectory(settings.run_dir)
+    if run.placement_runs.exists():
+        shutil.rmtree(run.placement_runs)
+    run.placement_runs.mkdir(parents=True)
+    several = len(options.candidates) > 1
+    prober = Prober(settings, run.placement_runs, tell)
+    trials = measure_all(options.candidates, prober, auto_settings(settings).repeats) if several else []
+    record = to_record(fingerprint(settings, options.machine), options, trials, choose(options, trials))
+    write_json(run.placement, record)
+    return record
+
+
+@dataclass(frozen=True)
+class Prober:
+    """Runs placements, each time in a folder of its own: `<name>-<turn>/`, its configuration and its log beside it."""
+
+    settings: TrainSettings
+    folder: Path
+    tell: Tell
+
+    def __call__(self, candidate: Candidate, turn: int) -> Run:
+        """Raises PlacementError where the run fails, with its reason."""
+        from oppo_megatron.config.load import dump_config
+        from oppo_megatron.placing.probe import probe_config, read_run
+        from oppo_megatron.train.metrics_log import read_metrics
+        from oppo_megatron.train.run_dir import RunDirectory
+
+        name = f"{re.sub('[^a-z0-9]+', '-', candidate.name)}-{turn}"
+        file, log = self.folder / f"{name}.yaml", self.folder / f"{name}.log"
+        dump_config(probe_config(self.settings, candidate.placement, self.folder / name), file)
+        code = run_logged([sys.executable, "-c", START, json.dumps(sys.path), "train", str(file)], log)
+        if code:
+            reason = f"{failure(code, log.read_text(encoding='utf-8', errors='replace'))} (log: {log})"
+            self.tell(f"{candidate.name}, run {turn}: {reason}")
+            raise PlacementError(reason)
+        run = read_run(read_metrics(RunDirectory(self.folder / name).metrics))
+        self.tell(f"{candidate.name}, run {turn}: {run.seconds / run.steps:.3g} s a step")
+        return run
+
+
+def run_logged(command: Sequence[str], log: Path) -> int:
+    """Run to the end with all output in `log`; returns the exit code.  Whatever ends this process ends the other first."""
+    # In a session of its own, so that an interrupt from the terminal reaches it once: from here.
+    with (
+        log.open("w", encoding="utf-8") as out,
+        subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True) as process,
+        _ending_by_signal(),
+    ):
+        try:
+            return process.wait()
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+
+
+@contextlib.contextmanager
+def _ending_by_signal() -> Iterator[None]:
+    """SIGTERM and SIGHUP become SystemExit, with the exit code that a shell would give."""
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def failure(code: int, output: str) -> str:
+    """Why `oppo train` ended with `code`, in one line: its message, a signal, or the last exception of its output."""
+    told = output.rpartition("oppo train: ")
+    if told[1]:
+        return " ".join(told[2].split())
+    if code < 0:
+        name = signal.Signals(-code).name
+        return f"ended by {name}" + (", which mostly means that memory ran out" if name == "SIGKILL" else "")
+    errors = LAST_ERROR.findall(output)
+    return str(errors[-1]) if errors else f"ended with exit code {code}"
+
+
+def this_machine(runtime: RuntimeConfig) -> Machine:
+    """The CUDA devices that the run may use, else the cores."""
+    from oppo_megatron.placing.candidates import Machine
+
+    if runtime.device != "cpu" and (devices := _cuda_devices()):
+        return Machine("cuda", devices)
+    if runtime.device == "cuda":
+        raise ConfigError("runtime.device is 'cuda', but torch finds no CUDA device; set runtime.device=cpu or auto")
+    return Machine("cpu", usable_cores())
+
+
+def _cuda_devices() -> int:
+    """Counted without a CUDA context, which would take memory of the first device as long as this process lives."""
+    from oppo_megatron.cli.launch import quiet_torch
+
+    quiet_torch()
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def refuse_given_ranks(what: str) -> None:
+    """Raises ConfigError where torchrun or srun has started ranks: their number is fixed."""
+    from oppo_megatron.cli.launch import external_ranks
+
+    ranks = external_ranks(os.environ)
+    if ranks is not None:
+        raise ConfigError(
+            f"{what}, but the launcher has started {ranks['WORLD_SIZE']} ranks, and placements of other numbers cannot be "
+            "measured with these; measure on one machine, without the launcher, with `oppo placement CONFIG`, then write "
+            "the placement that it prints into the configuration"
+        )
+
+
+def read_choice(path: Path, key: str) -> Candidate | None:
+    """What was chosen when the same was measured before; None where it was not.  Raises ConfigError for another file."""
+    from oppo_megatron.placing.candidates import Candidate
+
+    if not path.exists():
+        return None
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return Candidate.of_record(record) if record["key"] == key else None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is not what `oppo` wrote ({error}); remove it to measure anew") from error
+
+
+def describe_work(settings: TrainSettings, options: Options) -> str:
+    """One line: what is measured."""
+    from oppo_megatron.placing.candidates import auto_settings
+
+    names = ", ".join(candidate.name for candidate in options.candidates)
+    return f"measuring {names} on {options.machine}, {auto_settings(settings).steps} steps each"
+
+
+def describe_options(settings: TrainSettings) -> list[str]:
+    """The lines of `--dry-run`, `oppo validate` and `oppo schedule`: what would be measured, and what not."""
+    from oppo_megatron.placing.candidates import auto_settings, find_candidates
+
+    options, auto = find_candidates(settings, this_machine(settings.runtime)), auto_settings(settings)
+    head = (
+        f"placement.mode auto: before the run `oppo train` would measure these on {options.machine}, {auto.steps} steps each, "
+        "and take the fastest:"
+    )
+    if len(options.candidates) == 1:
+        head = (
+            f"placement.mode auto: on {options.machine} this is the only placement to choose from, nothing is measured:"
+        )
+    rows = [
+        (candidate.name, f"{candidate.num_ranks} rank{'s' * (candidate.num_ranks > 1)}")
+        for candidate in options.candidates
+    ]
+    width = max(len(name) for name, _ in rows)
+    left_out = [f"  {option.name}: {option.reason}" for option in options.left_out]
+    return [
+        head,
+        *(f"  {name:{width}}  {ranks}" for name, ranks in rows),
+        *(["left out:", *left_out] if left_out else []),
+    ]
+
+
+def _teller(settings: TrainSettings) -> Tell:
+    """Prints to stderr, unless the console is off."""
+    if settings.logging.console == "off":
+        return lambda line: None
+    return lambda line: print(f"placement: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,100 @@
+"""`placement.mode: auto` with real measuring runs: measured, chosen, trained; not measured twice; failures told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from oppo_megatron.cli.main import main
+from oppo_megatron.config.load import load_config
+from oppo_megatron.config.run import TrainConfig
+from tests.support.ppo import Workspace
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    return Workspace.create(tmp_path_factory.mktemp("auto"))
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def write(workspace: Workspace, name: str, **changes: Any) -> tuple[Path, Path]:
+    """A configuration file of two possible placements, and its run directory."""
+    auto = {"steps": 2, "ranks": 2, "candidates": ["single", "disaggregated"]}
+    common = {
+        "placement": {"mode": "auto", "auto": auto},
+        "runtime": {"device": "cpu"},
+        "logging": {"console": "plain"},
+    }
+    config = workspace.config(name, **common, **changes)
+    path = workspace.root / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path, Path(config["run_dir"])
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def test_measures_chooses_and_trains(workspace: Workspace, capfd: pytest.CaptureFixture[str]) -> None:
+    path, run = write(workspace, "train")
+    assert main(["train", str(path)]) == 0
+    record, told = read(run / "placement.json"), capfd.readouterr().err
+    assert "placement: measuring single, disaggregated 1 | 1 on" in told
+    assert f"placement: {record['reason']} ({run / 'placement.json'})" in told
+    rows = {row["name"]: row for row in record["candidates"]}
+    assert list(rows) == ["single", "disaggregated 1 | 1"] and all(row["failure"] is None for row in rows.values())
+    assert record["chosen"]["name"] == min(rows, key=lambda name: rows[name]["seconds_per_token"])
+    assert {run["tokens"] for row in rows.values() for run in row["runs"]} == {rows["single"]["runs"][0]["tokens"]}
+
+    # The run itself: the chosen placement is written down, and it trained to its end.
+    config = load_config(TrainConfig, run / "config.yaml")
+    assert config.placement.mode == record["chosen"]["placement"]["mode"]
+    assert len(read(run / "hosts.json")["ranks"]) == rows[record["chosen"]["name"]]["ranks"]
+    assert read(run / "summary.json")["steps"] == 3 and (run / "weights" / "actor" / "model.safetensors").exists()
+
+    # The measuring runs: short, and nothing big is left.
+    scratch = sorted(path for path in (run / "placement").iterdir() if path.is_dir())
+    assert {path.name for path in scratch} >= {"single-1", "disaggregated-1-1-1"}
+    for each in scratch:
+        assert len((each / "metrics.jsonl").read_text().splitlines()) == 2
+        assert not (each / "weights").exists() and not (each / "trace.json").exists()
+
+    # The same again is not measured again.
+    (run / "summary.json").unlink()
+    assert main(["train", str(path), "--dry-run", "steps=9"]) == 0
+    captured = capfd.readouterr()
+    assert "as measured before" in captured.err and f"mode: {config.placement.mode}" in captured.out
+
+
+def test_one_that_fails_is_left_out(workspace: Workspace, capfd: pytest.CaptureFixture[str]) -> None:
+    rewards = [{"kind": "python", "entry_point": "tests.e2e.rewards:only_alone"}]
+    path, run = write(workspace, "one-fails", reward=None, rewards=rewards)
+    assert main(["placement", str(path)]) == 0
+    out = capfd.readouterr().out
+    failed = next(line for line in out.splitlines() if line.startswith("failed: disaggregated 1 | 1: "))
+    assert "cannot be shared" in failed and str(run / "placement" / "disaggregated-1-1-1.log") in failed
+    assert "single trains" in out and "of 2 placements it is the only one that ran." in out
+    assert "placement: {mode: single}\n" in out
+    assert read(run / "placement.json")["chosen"]["name"] == "single" and not (run / "metrics.jsonl").exists()
+
+
+def test_if_all_fail_the_error_is_told(workspace: Workspace, capfd: pytest.CaptureFixture[str]) -> None:
+    bad = workspace.root / "bad.jsonl"
+    bad.write_text('{"prompt": "1+1=", "answer": "2"}\nno JSON\n')
+    path, run = write(workspace, "all-fail", **{"data.path": str(bad)})
+    assert main(["train", str(path)]) == 2
+    err = capfd.readouterr().err
+    assert "none of 2 placements could be measured; the first, single, ended with:" in err
+    assert f"{bad}:2: not JSON" in err and "Traceback" not in err
+    assert not (run / "placement.json").exists() and not (run / "metrics.jsonl").exists()

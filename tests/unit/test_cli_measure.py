@@ -1,0 +1,223 @@
+"""`placement.mode: auto` at the command line, up to the measuring runs: what is told, reused and refused; how a run ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oppo_megatron.cli.main import main
+from oppo_megatron.cli.measure import failure, run_logged, this_machine
+from oppo_megatron.cli.placement import report
+from oppo_megatron.cli.run import load_settings
+from oppo_megatron.config.model import RuntimeConfig
+from oppo_megatron.config.run import TrainSettings
+from oppo_megatron.cores import usable_cores
+from oppo_megatron.errors import ConfigError
+from oppo_megatron.placing.candidates import Machine, find_candidates
+from oppo_megatron.placing.choice import choose, to_record
+from oppo_megatron.placing.probe import Run, fingerprint
+from oppo_megatron.placing.trials import measure_all
+
+CONFIG = """
+run_dir: run
+steps: 3
+placement: {mode: auto, auto: {ranks: 2}}
+tokenizer: {path: tok}
+data: {path: rows.jsonl, max_prompt_tokens: 20}
+actor: {init: {model_type: llama, vocab_size: 512, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2,
+               num_attention_heads: 4}}
+critic: {init: "${actor.init}"}
+rewards: [{kind: verifier, name: gsm8k}]
+rollout: {batch_size: 8, max_response_tokens: 20}
+runtime: {device: cpu}
+"""
+LISTED = ["single               1 rank", "disaggregated 1 | 1  2 ranks", "colocated dp 2       2 ranks"]
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tok").mkdir()
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
+    path = tmp_path / "c.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+def write_record(config: Path) -> dict[str, Any]:
+    """The placement.json of a measurement in which the pair was the fastest."""
+    settings = load_settings("train", config, [])
+    assert isinstance(settings, TrainSettings)
+    machine = Machine("cpu", usable_cores())
+    options = find_candidates(settings, machine)
+    trials = measure_all(options.candidates, lambda c, turn: Run(2, 100, 3.0 + ("1 | 1" not in c.name), 1.0, 1.0), 1)
+    record = to_record(fingerprint(settings, machine), options, trials, choose(options, trials))
+    Path("run").mkdir()
+    Path("run/placement.json").write_text(json.dumps(record))
+    return record
+
+
+@pytest.mark.parametrize("command", [["validate"], ["train", "--dry-run"], ["schedule"]])
+def test_what_would_be_measured_is_told_and_nothing_is(
+    config: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    name, *options = command
+    assert main([name, str(config), *options]) == 0
+    out = capsys.readouterr().out
+    assert "before the run `oppo train` would measure these on" in out and "3 steps each" in out
+    assert all(f"  {line}\n" in out for line in LISTED) and not Path("run").exists()
+
+
+@pytest.mark.parametrize("command", [["validate"], ["train", "--dry-run"], ["schedule"]])
+def test_what_was_measured_is_used(config: Path, capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
+    write_record(config)
+    name, *options = command
+    assert main([name, str(config), *options]) == 0
+    captured = capsys.readouterr()
+    assert "placement: disaggregated 1 | 1, as measured before (run/placement.json)" in captured.err
+    assert "would measure" not in captured.out
+    if name == "train":
+        assert "mode: disaggregated" in captured.out and "mode: auto" not in captured.out
+
+
+def test_a_run_uses_what_was_measured(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_record(config)
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr("oppo_megatron.cli.launch.launch", lambda *arguments: calls.append(arguments) or 0)
+    assert main(["train", str(config), "steps=5"]) == 0
+    [(_, launched, world_size)] = calls
+    assert (launched.placement.mode, launched.steps, world_size) == ("disaggregated", 5, 2)
+
+
+def test_another_configuration_is_measured_anew(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_record(config)
+    assert main(["train", str(config), "--dry-run", "rollout.batch_size=16"]) == 0
+    assert "would measure these" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"key": 3}x', "{}"])
+def test_a_broken_record_is_named(config: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    Path("run").mkdir()
+    Path("run/placement.json").write_text(text)
+    assert main(["train", str(config), "--dry-run"]) == 2
+    assert "run/placement.json is not what `oppo` wrote" in (err := capsys.readouterr().err)
+    assert "remove it to measure anew" in err
+
+
+@pytest.mark.parametrize("command", ["train", "placement"])
+def test_ranks_of_a_launcher_cannot_be_placed(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main([command, str(config)]) == 2
+    err = capsys.readouterr().err
+    assert "the launcher has started 2 ranks" in err and "`oppo placement CONFIG`" in err
+
+
+def test_commands_that_do_not_measure_say_who_does(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "overlap", str(config)]) == 2
+    assert "placement.mode is auto, which `oppo train` settles" in capsys.readouterr().err
+
+
+def test_a_finished_run_is_not_measured(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run").mkdir()
+    Path("run/summary.json").write_text("{}")
+    for command in ("train", "placement"):
+        assert main([command, str(config)]) == 2
+        assert "holds a finished run" in capsys.readouterr().err
+    assert not Path("run/placement").exists()
+
+
+def test_written_layouts_are_refused_with_all_else(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", str(config), "critic.ranks=1", "ppo.minibatches=3"]) == 2
+    err = capsys.readouterr().err
+    assert "2 problems" in err and "critic.ranks is 1, but placement.mode auto chooses" in err
+
+
+def test_the_report_has_the_table_the_reason_and_the_lines_to_paste(config: Path) -> None:
+    record = write_record(config)
+    record["candidates"][0] = {"name": "single", "placement": {}, "ranks": 1, "failure": "ended by SIGKILL", "runs": []}
+    lines = "\n".join(report(record))
+    table = [line.split() for line in lines.splitlines()]
+    assert ["disaggregated", "1", "|", "1", "2", "1", "1.50", "0.50", "0.50", "0.50", "33.33", "1.00", "0.00"] in table
+    assert "failed: single: ended by SIGKILL" in lines and "needs 33.3% more time" in lines
+    assert lines.endswith(
+        "placement:\n  mode: disaggregated\n  actor: {tp: 1, pp: 1, dp: 1}\n  scorer: {tp: 1, pp: 1, dp: 1}\n"
+    )
+    config.write_text(CONFIG.replace("placement: {mode: auto, auto: {ranks: 2}}", lines[lines.index("placement:\n") :]))
+    assert main(["validate", str(config)]) == 0
+
+
+def test_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oppo_megatron.cli.measure._cuda_devices", lambda: 0)
+    for device in ("auto", "cpu"):
+        assert this_machine(RuntimeConfig(device=device)) == Machine("cpu", usable_cores())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="runtime.device is 'cuda', but torch finds no CUDA device"):
+        this_machine(RuntimeConfig(device="cuda"))
+    monkeypatch.setattr("oppo_megatron.cli.measure._cuda_devices", lambda: 4)
+    assert this_machine(RuntimeConfig()) == Machine("cuda", 4)
+    assert this_machine(RuntimeConfig(device="cpu")).device == "cpu"
+
+
+TRACEBACK = """Traceback (most recent call last):
+  File "x.py", line 1, in f
+ValueError: first
+
+During handling of the above exception, another exception occurred:
+torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB
+[W1] some warning at exit
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "expected"),
+    [
+        (2, "warning\noppo train: 1 problem in the configuration:\n  - no\n", "1 problem in the configuration: - no"),
+        (1, TRACEBACK, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"),
+        (-9, "", "ended by SIGKILL, which mostly means that memory ran out"),
+        (-6, "terminate called", "ended by SIGABRT"),
+        (1, "nothing of use", "ended with exit code 1"),
+    ],
+)
+def test_why_a_run_failed(code: int, output: str, expected: str) -> None:
+    assert failure(code, output) == expected
+
+
+def test_output_of_a_measuring_run_goes_to_its_log(tmp_path: Path) -> None:
+    script = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)"
+    assert run_logged([sys.executable, "-c", script], tmp_path / "log") == 3
+    assert sorted((tmp_path / "log").read_text().split()) == ["err", "out"]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+CHILD = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
+PARENT = """
+import sys
+from pathlib import Path
+from oppo_megatron.cli.measure import run_logged
+run_logged([sys.executable, "-c", sys.argv[1], sys.argv[2]], Path(sys.argv[2] + ".log"))
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, -2)])
+def test_a_signal_ends_the_measuring_run_too(tmp_path: Path, number: int, code: int) -> None:
+    started = tmp_path / "pid"
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, CHILD, str(started)], stderr=subprocess.DEVNULL)
+    while not (started.exists() and started.read_text()):
+        assert parent.poll() is None
+        time.sleep(0.02)
+    parent.send_signal(number)
+    assert parent.wait(timeout=30) == code
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(started.read_text()), 0)
