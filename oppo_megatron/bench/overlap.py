@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from oppo_megatron.bench.figures import figures, median_of, speedups, steady
+from oppo_megatron.bench.limit import limit_figures, observed
 from oppo_megatron.bench.pictures import draw_steps, draw_utilization
 from oppo_megatron.bench.suite import Run, Runs, Suite, all_lines
-from oppo_megatron.bench.utilization import utilization
+from oppo_megatron.bench.utilization import KINDS, utilization
 from oppo_megatron.config.model import ParallelConfig
 from oppo_megatron.config.places import decodes_and_scores, role_places, world_size
 from oppo_megatron.config.run import TrainConfig
@@ -40,18 +41,35 @@ COLUMNS = {
     "x seq ": "speedup_total_s", "x best ": "best_total_s",
 }  # fmt: skip
 
+RANK_COLUMNS = {"placement": "placement", "mode": "mode", "rank": "rank"} | {
+    f"{kind} %": kind for kind in (*KINDS, "idle")
+}
+
 
 def bench_overlap(
-    suite: Suite, config: TrainConfig, modes: Sequence[str], placements: Sequence[str], cores: int
+    suite: Suite,
+    config: TrainConfig,
+    modes: Sequence[str],
+    placements: Sequence[str],
+    cores: int,
+    *,
+    limit: bool = False,
 ) -> dict[str, Any]:
-    """Run every mode in every placement on `cores` cores.  Writes overlap.json, overlap.png and utilization.png."""
+    """Run every mode in every placement on `cores` cores.  Writes overlap.json, overlap.png and utilization.png.
+
+    `limit` adds the least time that the work can take on this machine.
+    """
     configs = {
         f"{placement}/{mode}": switched(placed(config, placement, cores), mode)
         for placement in placements
         for mode in modes
     }
+    if limit:
+        configs = {name: observed(each) for name, each in configs.items()}
     runs = suite.run(configs)
     result = compare(configs, runs)
+    if limit:
+        result |= limit_figures(configs, runs, cores)
     suite.write("overlap", config, {"cores": cores, **result}, runs)
     draw_steps(result["results"], suite.out / "overlap.png")
     draw_utilization(result["utilization"], suite.out / "utilization.png")
@@ -163,6 +181,15 @@ def _own_totals(turns: Sequence[Run]) -> dict[str, float]:
         return sum(line.get(name) or 0.0 for run in turns for line in run.lines for name in names) / len(turns)
 
     return {"actor_s": total("decode_s", "train_s"), "scorers_s": total("score_busy_s", "critic_update_s")}
+
+
+def rank_rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The utilization of each rank of each run, a row each."""
+    return [
+        {"placement": name.split("/")[0], "mode": name.split("/")[1], **rank}
+        for name, ranks in result["utilization"].items()
+        for rank in ranks
+    ]
 
 
 def remarks(result: Mapping[str, Any], out: Path) -> list[str]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from oppo_megatron.train.plots import SPAN_COLOURS, new_figure
+from oppo_megatron.bench.suite import Lines
+from oppo_megatron.train.plots import RUN_COLOURS, SPAN_COLOURS, moving_mean, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -81,6 +83,68 @@ def draw_weave(rows: Sequence[Mapping[str, Any]], out_png: str | os.PathLike[str
     axes.set_xlabel("seconds of the rounds of a step, mean of the ranks")
     _finish(axes, "x")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
+    figure.savefig(out_png)
+
+
+def draw_chunks(result: Mapping[str, Any], out_png: str | os.PathLike[str]) -> None:
+    """Seconds a step against the chunk size; the tuner's settled steps as a line, `result` as `chunk.compare` makes it."""
+    fixed = sorted((int(row["chunk"]), row["step_s"]) for row in result["results"] if row["chunk"].isdigit())
+    figure = new_figure(width_in=6.5, height_in=4.0)
+    axes = figure.subplots()
+    axes.plot(*zip(*fixed, strict=True), marker="o", color=RUN_COLOURS[0], label="fixed")
+    tuned = result["adaptive"] or {}
+    if "settled_step_s" in tuned:
+        label = f"adaptive, settled on {', '.join(map(str, tuned['settled_on']))}"
+        axes.axhline(tuned["settled_step_s"], color=RUN_COLOURS[1], linestyle="--", label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([size for size, _ in fixed], [str(size) for size, _ in fixed])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("chunk size, decode steps")
+    axes.set_ylabel("seconds a step")
+    axes.legend(frameon=False)
+    _finish(axes, "both")
+    figure.savefig(out_png)
+
+
+def draw_deltas(runs: Mapping[str, Lines], out_png: str | os.PathLike[str]) -> None:
+    """Mean reward against seconds of training, and delta against steps, a line a run."""
+    figure = new_figure(width_in=10.0, height_in=4.2)
+    reward, delta = figure.subplots(1, 2)
+    for number, (name, lines) in enumerate(runs.items()):
+        colour = RUN_COLOURS[number % len(RUN_COLOURS)]
+        seconds = list(accumulate(line["step_s"] for line in lines))
+        smooth = moving_mean([line["reward_mean"] for line in lines], window=max(1, len(lines) // 10))
+        reward.plot(seconds, smooth, color=colour, label=f"{name} ({seconds[-1]:.0f} s)", marker=".")
+        delta.step([line["step"] for line in lines], [line["delta"] for line in lines], where="mid", color=colour)
+    reward.set_xlabel("seconds of training")
+    reward.set_ylabel("mean reward")
+    delta.set_xlabel("PPO step")
+    delta.set_ylabel("delta")
+    for axes in (reward, delta):
+        _finish(axes, "both")
+    figure.legend(*reward.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    figure.savefig(out_png)
+
+
+def draw_scaling(labels: Mapping[str, str], rows: Sequence[Mapping[str, Any]], out_png: str | os.PathLike[str]) -> None:
+    """A panel an axis (`labels`), both scales logarithmic: seconds a step in both modes."""
+    figure = new_figure(width_in=1.0 + 3.6 * len(labels), height_in=3.8)
+    panels = figure.subplots(1, len(labels), squeeze=False)[0]
+    for axes, (name, label) in zip(panels, labels.items(), strict=True):
+        places = [row for row in rows if row["axis"] == name]
+        key, text = ("million_parameters", "million parameters a role") if name == "model" else ("value", label)
+        for number, mode in enumerate(("sequential", "full")):
+            seconds = [row[f"{mode}_step_s"] for row in places]
+            axes.plot([row[key] for row in places], seconds, marker="o", color=RUN_COLOURS[number], label=mode)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        at = [row[key] for row in places]
+        axes.set_xticks(at, [f"{value:.3g}" for value in at])
+        axes.minorticks_off()
+        axes.set_xlabel(text)
+        _finish(axes, "both")
+    panels[0].set_ylabel("seconds a step")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(out_png)
 
 

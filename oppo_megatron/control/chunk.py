@@ -43,6 +43,17 @@ class Search:
         self.num_measured += 1
 
 
+def candidates(config: ChunkConfig, settled: int, longest: int) -> list[int]:
+    """The sizes that a search compares: those configured and the one in force, none beyond the response limit."""
+    return sorted({min(size, longest) for size in [*config.candidates, settled]})
+
+
+def first_settled_step(config: ChunkConfig, longest: int) -> int:
+    """The step, from 1, that is the first to have the size which the first search has found."""
+    count = len(candidates(config, min(config.tokens, longest), longest))
+    return 2 + count * config.trials if config.adaptive and count > 1 else 1
+
+
 class ChunkTuner:
     """Sets the chunk size (decode steps a round) from measured steps; it reads no clock of its own.
 
@@ -99,11 +110,11 @@ class ChunkTuner:
 
     def _start(self) -> str:
         self._steps_to_search = self._config.period
-        candidates = sorted({min(c, self._longest) for c in [*self._config.candidates, self._settled]})
-        if len(candidates) == 1:
+        sizes = candidates(self._config, self._settled, self._longest)
+        if len(sizes) == 1:
             return f"chunk stays {self._settled}: no other candidate within the response limit of {self._longest}"
-        self._search = Search(candidates, num_steps=len(candidates) * self._config.trials)
-        return f"search over chunks {candidates} starts with {self._search.current}"
+        self._search = Search(sizes, num_steps=len(sizes) * self._config.trials)
+        return f"search over chunks {sizes} starts with {self._search.current}"
 
     def _measure(self, search: Search, seconds: float, tokens: int) -> str:
         if tokens == 0:

@@ -58,7 +58,7 @@ def read_inputs(config: TrainConfig) -> Inputs:
 
 def build_trainer(config: TrainConfig, world: World, inputs: Inputs) -> PPOTrainer:
     """Groups, models, optimizers and books of this rank."""
-    prompts = _prompt_stream(config, inputs.prompts)
+    prompts = prompt_stream(config, inputs.prompts)
     topology = build_topology(config)
     builder = RoleBuilder(config, world, topology, inputs.tokenizer, prompts, inputs.lengths)
     keeps_journal = world.rank == topology.site.source
@@ -106,7 +106,7 @@ def _evaluator(config: TrainConfig, inputs: Inputs, builder: RoleBuilder) -> Eva
     return Evaluator(config.evaluation, inputs.heldout, inputs.tokenizer, config.runtime, slots, budget)
 
 
-def _prompt_stream(config: TrainConfig, prompts: PromptSet) -> PromptStream:
+def prompt_stream(config: TrainConfig, prompts: PromptSet) -> PromptStream:
     """Exactly the prompts that will be trained: admission ends early enough that none is left over."""
     limit = None if config.steps is None else config.steps * config.rollout.batch_size
     epochs = config.data_epochs or (1 if config.steps is None else None)

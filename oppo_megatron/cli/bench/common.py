@@ -112,6 +112,14 @@ def counts(text: str) -> list[int]:
     return [count(part) for part in text.split(",")]
 
 
+def whole_numbers(text: str) -> list[int]:
+    """Numbers from 0 on with commas between them."""
+    parts = text.split(",")
+    if not all(part.isdigit() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers of at least 0, as in 0,4,8")
+    return [int(part) for part in parts]
+
+
 def numbers(text: str) -> list[float]:
     """Positive numbers with commas between them."""
     try:

@@ -26,11 +26,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cores", type=count, metavar="N", help="cores of single and replicas; default: all that may be used"
     )
+    parser.add_argument(
+        "--limit",
+        action="store_true",
+        help="measure the machine's peaks (seconds) and print the least time that each run's work can take",
+    )
     parser.set_defaults(measure=_overlap)
 
 
 def _overlap(args: argparse.Namespace) -> int:
-    from oppo_megatron.bench.overlap import COLUMNS, MODES, PLACEMENTS, bench_overlap, remarks
+    from oppo_megatron.bench import limit
+    from oppo_megatron.bench.overlap import COLUMNS, MODES, PLACEMENTS, RANK_COLUMNS, bench_overlap, rank_rows, remarks
     from oppo_megatron.bench.table import format_table
     from oppo_megatron.cores import usable_cores
 
@@ -38,7 +44,14 @@ def _overlap(args: argparse.Namespace) -> int:
     asked = None if args.placements == ["all"] else args.placements
     placements = chosen("--placements", asked, PLACEMENTS)
     config = load_base(args)
-    result = bench_overlap(new_suite(args), config, modes, placements, args.cores or usable_cores())
+    cores = args.cores or usable_cores()
+    result = bench_overlap(new_suite(args), config, modes, placements, cores, limit=args.limit)
     print(format_table(COLUMNS, result["results"]))
-    print(*remarks(result, args.out), sep="\n")
+    print("\nwhat each rank does, in percent of the time after the first step")
+    print(format_table(RANK_COLUMNS, rank_rows(result)))
+    if args.limit:
+        print("\nleast seconds a step by operations, bytes and measured peaks")
+        print(format_table(limit.COLUMNS, result["limits"]))
+        print(*limit.peak_lines(result["peaks"]), sep="\n")
+    print("", *remarks(result, args.out), sep="\n")
     return 0

@@ -1,0 +1,84 @@
+"""Fixed deltas and the rules that move it: seconds a step, and what carrying rollouts costs (the paper's Figure 7a)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from oppo_megatron.bench.figures import figures, mean_of, speedups, steady
+from oppo_megatron.bench.pictures import draw_deltas
+from oppo_megatron.bench.suite import Lines, Suite, all_lines
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.control.delta import RULES
+from oppo_megatron.errors import ConfigError
+
+FIXED = (0, 4, 8)
+COMPARED_RULES = tuple(rule for rule in RULES if rule not in ("fixed", "eq4_literal"))
+COLUMNS = {
+    "delta": "delta", "mean": "delta_mean", "last": "delta_last", "s/step": "step_s", "total s": "total_s",
+    "x delta 0": "speedup_total_s", "tokens/s": "tokens_per_s", "carried": "carried", "stale %": "stale_percent",
+    "length gap": "length_gap", "ess": "ess", "reward": "reward",
+}  # fmt: skip
+
+
+def bench_delta(suite: Suite, config: TrainConfig, fixed: Sequence[int], rules: Sequence[str]) -> dict[str, Any]:
+    """Run the configuration with each fixed delta and each rule.  Writes delta.json and delta.png."""
+    configs = delta_configs(config, fixed, rules)
+    runs = suite.run(configs)
+    rows = [row(name, all_lines(turns)) for name, turns in runs.items()]
+    plain = next((each for each in rows if each["delta"] == "fixed-0"), None)
+    for each in rows:
+        each |= speedups(each, plain, "speedup")
+    result = {"steps": len(next(iter(runs.values()))[0].lines), "results": rows}
+    suite.write("delta", config, result, runs)
+    draw_deltas({name: turns[0].lines for name, turns in runs.items()}, suite.out / "delta.png")
+    return result
+
+
+def delta_configs(config: TrainConfig, fixed: Sequence[int], rules: Sequence[str]) -> dict[str, TrainConfig]:
+    """The configurations by name; a rule begins and is bounded as configured."""
+    if not config.overlap.inter:
+        raise ConfigError("overlap.inter is false: then delta is 0 whatever its rule; set overlap.inter=true")
+    delta = config.overlap.delta
+    changes: dict[str, dict[str, Any]] = {
+        f"fixed-{size}": {"rule": "fixed", "initial": size, "min": 0, "max": max(size, delta.max)} for size in fixed
+    }
+    changes |= {rule: {"rule": rule} for rule in rules}
+    configs = {}
+    for name, change in changes.items():
+        overlap = config.overlap.model_copy(update={"delta": delta.model_copy(update=change)})
+        configs[name] = config.model_copy(update={"overlap": overlap})
+    return configs
+
+
+def row(name: str, runs: Sequence[Lines]) -> dict[str, Any]:
+    """The figures of a rule.  What is no time is a mean over the steps after the first.
+
+    `length_gap`: tokens by which the trained responses are shorter than all that were submitted, the carried ones counted
+    with what they have; `ess`: effective sample size of the batch as a share of its tokens, before the update.
+    """
+    lines = steady(runs)
+    gaps = [line["submitted_len_mean"] - line["trained_len_mean"] for line in lines]
+    stale = mean_of(lines, "stale_token_fraction")
+    return {
+        "delta": name,
+        **figures(runs),
+        "delta_mean": mean_of(lines, "delta"),
+        "delta_last": [run[-1]["delta"] for run in runs],
+        "carried": mean_of(lines, "carried"),
+        "stale_percent": None if stale is None else 100 * stale,
+        "length_gap": sum(gaps) / len(gaps),
+        "ess": mean_of(lines, "ess"),
+        "reward": mean_of(lines, "reward_mean"),
+    }
+
+
+def remarks(config: TrainConfig, result: Mapping[str, Any]) -> list[str]:
+    """What is said below the table."""
+    steps, needed = result["steps"], 2 * config.overlap.delta.window
+    if steps > needed:
+        return []
+    return [
+        f"{steps} steps are too few for a rule that compares rewards to move delta: it waits for 2 x "
+        f"overlap.delta.window = {needed} of them; give more --steps, or a smaller window"
+    ]

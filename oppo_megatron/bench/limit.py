@@ -1,0 +1,188 @@
+"""The least time that a run's work can take on this machine: its operations and bytes over the measured peaks.
+
+What is counted is what the run has trained: prompts, responses, and how many sequences were decoded at once.  Phases follow
+each other, each on all cores that the run has; within a decode step reading and computing overlap fully.  So a schedule that
+reads for one phase while it computes another could be below the sum, by at most the smaller of the two.
+
+Not counted: norms, activations, sampling, the optimizer, messages, loading inputs, and what a run computes more than once
+(stale caches of carried rollouts, recomputed activations).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from oppo_megatron.bench.flops import causal_pairs, forward_flops, training_flops, weight_bytes
+from oppo_megatron.bench.peaks import Peaks, measure_peaks
+from oppo_megatron.bench.suite import Run, Runs
+from oppo_megatron.config.checkpoint import read_hf_config
+from oppo_megatron.config.checks import most_sequences
+from oppo_megatron.config.model import ParallelConfig
+from oppo_megatron.config.places import named_roles, world_size
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.config.shape import kv_bytes_per_token
+from oppo_megatron.errors import ConfigError
+from oppo_megatron.train.run_dir import RunDirectory
+from oppo_megatron.train.setup import prompt_stream, read_inputs
+
+COLUMNS = {
+    "placement": "placement", "mode": "mode", "threads": "threads", "decode": "decode_s", "scoring": "score_s",
+    "training": "train_s", "least s/step": "least_s", "measured": "measured_s", "x least": "over_least",
+    "decode at GEMM rates": "decode_gemm_s",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Response:
+    """What was trained of one prompt; it was decoded from `finish_clock - tokens` on, a token a clock."""
+
+    prompt_tokens: int
+    tokens: int
+    finish_clock: int
+
+
+def observed(config: TrainConfig) -> TrainConfig:
+    """The configuration with what the limit is computed from written down.  Raises ConfigError on a GPU."""
+    if config.runtime.device != "cpu" and _has_gpu():
+        raise ConfigError(
+            "--limit measures the processor's peaks, but the ranks would compute on GPUs; set runtime.device=cpu, or leave "
+            "--limit out"
+        )
+    return config.model_copy(update={"logging": config.logging.model_copy(update={"rollouts": True})})
+
+
+def limit_figures(configs: Mapping[str, TrainConfig], runs: Runs, cores: int) -> dict[str, Any]:
+    """`peaks` and, for each run by name PLACEMENT/MODE, `limits`: least seconds a step, by phase, beside those measured."""
+    used = {name: threads_used(config, cores) for name, config in configs.items()}
+    first = next(iter(configs.values()))
+    batches = decode_batches(max(map(most_sequences, configs.values())))
+    shape, dtype = read_hf_config(first.actor), first.actor.dtype
+    peaks = measure_peaks(shape, dtype, batches, sorted({1, cores, *used.values()}))
+    rows = []
+    for name, turns in runs.items():
+        placement, mode = name.split("/")
+        responses = read_responses(configs[name], turns[0])
+        steps = len(turns[0].lines)
+        least = least_seconds(configs[name], responses, peaks, used[name])
+        measured = sum(line["step_s"] for run in turns for line in run.lines) / (len(turns) * steps)
+        row = {key: seconds / steps for key, seconds in least.items()}
+        rows.append(
+            {
+                "placement": placement,
+                "mode": mode,
+                "threads": used[name],
+                **row,
+                "measured_s": measured,
+                "over_least": measured / row["least_s"],
+            }
+        )
+    return {"peaks": peaks.tree(), "limits": rows}
+
+
+def threads_used(config: TrainConfig, cores: int) -> int:
+    """Cores that the run can keep busy."""
+    ranks = world_size(config)
+    return min(cores, ranks * (config.runtime.threads_per_rank or max(1, cores // ranks)))
+
+
+def decode_batches(most: int) -> list[int]:
+    """Powers of two up to `most`, and `most`."""
+    return sorted({2**power for power in range(most.bit_length())} | {most})
+
+
+def read_responses(config: TrainConfig, run: Run) -> list[Response]:
+    """What the run trained, from its rollouts.jsonl and its prompts."""
+    inputs = read_inputs(config)
+    lengths = {prompt.seq_id: len(prompt.tokens) for prompt in prompt_stream(config, inputs.prompts)}
+    with RunDirectory(run.path).rollouts.open(encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    return [Response(lengths[row["seq_id"]], len(row["tokens"]), row["finish_clock"]) for row in rows]
+
+
+def least_seconds(config: TrainConfig, responses: Sequence[Response], peaks: Peaks, threads: int) -> dict[str, float]:
+    """Least seconds of all the work, by phase.
+
+    Decode: prefill of the prompts by its operations, then for each decode step the larger of its operations over the peak
+    and its bytes (all weights once, the keys and values of all running sequences) over the peak of reading.  Scoring: a
+    forward of each scorer over every sequence.  Training: three forwards of actor and critic an epoch.
+    """
+    rate = peaks.flops_at(threads)
+    shapes = {name: read_hf_config(role) for name, role in named_roles(config).items()}
+    actor = shapes["actor"]
+    prefill = sum(
+        forward_flops(actor, r.prompt_tokens - 1, causal_pairs(0, r.prompt_tokens - 1), 0, scalar=False)
+        for r in responses
+    )
+    sequences, keys = decode_steps(responses)
+    flops = [forward_flops(actor, n, k, n, scalar=False) for n, k in zip(sequences, keys, strict=True)]
+    weights = weight_bytes(actor, config.actor.dtype, scalar=False)
+    kv = kv_bytes_per_token(actor, ParallelConfig(), config.actor.dtype)
+    bytes_s = [(weights + kv * k) / peaks.read_at(threads) for k in keys]
+    decode_s = prefill / rate + sum(max(f / rate, b) for f, b in zip(flops, bytes_s, strict=True))
+    gemm_s = prefill / rate + sum(f / peaks.decode_at(threads, n) for f, n in zip(flops, sequences, strict=True))
+    score_s = sum(_scoring_flops(shapes, r) for r in responses) / rate
+    train_s = sum(_training_flops(config, shapes, r) for r in responses) / rate
+    return {
+        "decode_s": decode_s,
+        "decode_gemm_s": gemm_s,
+        "score_s": score_s,
+        "train_s": train_s,
+        "least_s": decode_s + score_s + train_s,
+    }
+
+
+def decode_steps(responses: Sequence[Response]) -> tuple[list[int], list[int]]:
+    """Of each decode step at which anything runs: sequences, and the positions that their new tokens attend to."""
+    end = max(r.finish_clock for r in responses)
+    sequences, keys = np.zeros(end, dtype=np.int64), np.zeros(end, dtype=np.int64)
+    for r in responses:
+        start = r.finish_clock - r.tokens
+        sequences[start : r.finish_clock] += 1
+        # Token t (from 0) is drawn from the output of position P + t - 1, which attends to P + t positions.
+        keys[start : r.finish_clock] += r.prompt_tokens + np.arange(r.tokens)
+    running = sequences > 0
+    return sequences[running].tolist(), keys[running].tolist()
+
+
+def _scoring_flops(shapes: Mapping[str, Mapping[str, Any]], response: Response) -> int:
+    """Reference and critic read all but the last token and give an output for each response token; the reward model reads
+    all and gives one."""
+    whole = response.prompt_tokens + response.tokens
+    short = whole - 1
+    total = forward_flops(shapes["reference"], short, causal_pairs(0, short), response.tokens, scalar=False)
+    total += forward_flops(shapes["critic"], short, causal_pairs(0, short), response.tokens, scalar=True)
+    if "reward" in shapes:
+        total += forward_flops(shapes["reward"], whole, causal_pairs(0, whole), 1, scalar=True)
+    return total
+
+
+def _training_flops(config: TrainConfig, shapes: Mapping[str, Mapping[str, Any]], response: Response) -> int:
+    short = response.prompt_tokens + response.tokens - 1
+    counts = (short, causal_pairs(0, short), response.tokens)
+    total = config.ppo.epochs * sum(
+        training_flops(shapes[name], *counts, scalar=name == "critic") for name in ("actor", "critic")
+    )
+    if config.ppo.staleness.correction == "decoupled":  # the actor's log-probs are computed once more
+        total += forward_flops(shapes["actor"], *counts, scalar=False)
+    return total
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def peak_lines(peaks: Mapping[str, Any]) -> list[str]:
+    """What was measured, in words."""
+    read, gemm = peaks["read_gbytes"], peaks["gemm_gflops"]
+    return [
+        f"{threads} thread(s), {peaks['dtype']}: GEMM {gemm[threads]:.0f} GFLOP/s, read {read[threads]:.1f} GB/s, GEMM over "
+        + ", ".join(f"{size} tokens {rate:.0f}" for size, rate in peaks["decode_gemm_gflops"][threads].items())
+        for threads in gemm
+    ]

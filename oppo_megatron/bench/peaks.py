@@ -1,0 +1,138 @@
+"""What this machine can do at best, measured: matrix products and reading memory, on one thread and on several.
+
+Each figure is the best of several tries, for other work on the machine can only make one slower.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from oppo_megatron.bench.flops import Shape, head_linear, layer_linears
+from oppo_megatron.runtime.mcore.prepacked import MOST_ROWS, can_prepack, product
+
+SQUARES = (512, 1024, 2048)
+LARGE_BYTES = 256 * 2**20
+TRY_S, MIN_TRIES = 0.3, 3
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Operations and bytes a second by number of threads.
+
+    `flops` is the best rate of any product; `decode_flops[threads][sequences]` that of a model's products over so many
+    tokens, as decoding calls them, one matrix after the other.
+    """
+
+    dtype: str
+    flops: Mapping[int, float]
+    read_bytes: Mapping[int, float]
+    decode_flops: Mapping[int, Mapping[int, float]]
+
+    def flops_at(self, threads: int) -> float:
+        """The best rate with at most `threads` threads: more of them are no slower than fewer, on a quiet machine."""
+        return max(rate for count, rate in self.flops.items() if count <= threads)
+
+    def read_at(self, threads: int) -> float:
+        """The best rate of reading with at most `threads` threads."""
+        return max(rate for count, rate in self.read_bytes.items() if count <= threads)
+
+    def decode_at(self, threads: int, sequences: int) -> float:
+        """Operations a second over so many sequences, from those measured (straight lines over the logarithm)."""
+        sizes = sorted(next(iter(self.decode_flops.values())))
+        counts = [count for count in self.decode_flops if count <= threads]
+        rates = [max(self.decode_flops[count][size] for count in counts) for size in sizes]
+        return float(np.interp(np.log(sequences), np.log(sizes), rates))
+
+    def tree(self) -> dict[str, Any]:
+        """As JSON takes it, in 10^9 a second."""
+        giga = {
+            name: {str(threads): rate / 1e9 for threads, rate in getattr(self, name).items()}
+            for name in ("flops", "read_bytes")
+        }
+        decode = {
+            str(threads): {str(size): rate / 1e9 for size, rate in rates.items()}
+            for threads, rates in self.decode_flops.items()
+        }
+        return {
+            "dtype": self.dtype,
+            "gemm_gflops": giga["flops"],
+            "read_gbytes": giga["read_bytes"],
+            "decode_gemm_gflops": decode,
+        }
+
+
+def measure_peaks(shape: Shape, dtype: str, batches: Sequence[int], threads: Sequence[int]) -> Peaks:
+    """Measure on the CPU with each number of threads: square products, products of `shape` over each of `batches` tokens,
+    and reading a large buffer and one as large as the model (which caches may serve faster)."""
+    flops, read, decode = {}, {}, {}
+    for count in threads:
+        with _threads(count):
+            model = _Products(shape, DTYPES[dtype])
+            rates = {batch: model.rate(batch) for batch in {*batches, MOST_ROWS}}
+            decode[count] = {batch: rates[batch] for batch in batches}
+            flops[count] = max(*rates.values(), *(_square(size, DTYPES[dtype]) for size in SQUARES))
+            read[count] = max(_read(size) for size in (LARGE_BYTES, model.num_bytes))
+    return Peaks(dtype, flops, read, decode)
+
+
+class _Products:
+    """Every matrix product of a decode step, in its order, with random weights of its own."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype):
+        linears = layer_linears(shape) * shape["num_hidden_layers"] + [head_linear(shape, scalar=False)]
+        weights = [torch.randn(linear.out, linear.into, dtype=dtype) for linear in linears]
+        self.dtype, self.size = dtype, sum(linear.size for linear in linears)
+        self.num_bytes = self.size * dtype.itemsize
+        self._calls = [(weight.shape[1], product(weight, packed=can_prepack(weight))) for weight in weights]
+
+    def rate(self, batch: int) -> float:
+        """Operations a second over `batch` tokens."""
+        inputs = {width: torch.randn(batch, width, dtype=self.dtype) for width, _ in self._calls}
+
+        def step() -> None:
+            for width, call in self._calls:
+                call(inputs[width])
+
+        return 2 * batch * self.size / _best_s(step)
+
+
+def _square(size: int, dtype: torch.dtype) -> float:
+    a, b = torch.randn(size, size, dtype=dtype), torch.randn(size, size, dtype=dtype)
+    out = torch.empty(size, size, dtype=dtype)
+    return 2 * size**3 / _best_s(lambda: torch.mm(a, b, out=out))
+
+
+def _read(num_bytes: int) -> float:
+    """Bytes a second of the faster of two kernels that read a buffer once and write nothing."""
+    buffer = torch.ones(max(1, num_bytes // 4))
+    return 4 * buffer.numel() / min(_best_s(buffer.sum), _best_s(lambda: torch.dot(buffer, buffer)))
+
+
+def _best_s(call: Callable[[], object]) -> float:
+    """Seconds of the fastest call; the first, which warms up, does not count."""
+    call()
+    best, tries, until = float("inf"), 0, time.perf_counter() + TRY_S
+    while tries < MIN_TRIES or time.perf_counter() < until:
+        started = time.perf_counter()
+        call()
+        best, tries = min(best, time.perf_counter() - started), tries + 1
+    return best
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        torch.set_num_threads(before)

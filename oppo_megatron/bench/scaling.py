@@ -1,0 +1,193 @@
+"""How a step's cost grows: with ranks, with the models' size, with the response limit, and with the batch.
+
+One axis at a time is moved away from the configuration, in plain PPO and with both overlaps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from oppo_megatron.bench.figures import figures
+from oppo_megatron.bench.overlap import placed, switched
+from oppo_megatron.bench.pictures import draw_scaling
+from oppo_megatron.bench.suite import Runs, Suite, all_lines
+from oppo_megatron.config.checkpoint import read_hf_config
+from oppo_megatron.config.checks import max_context
+from oppo_megatron.config.memory import stage_parameters
+from oppo_megatron.config.model import ParallelConfig
+from oppo_megatron.config.places import world_size
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.config.shape import num_kv_heads
+from oppo_megatron.errors import ConfigError
+
+MODES = ("sequential", "full")
+COLUMNS = {
+    "axis": "axis", "value": "value", "M params": "million_parameters", "ranks": "ranks", "tokens/step": "tokens_per_step",
+    "sequential s/step": "sequential_step_s", "full s/step": "full_step_s", "x": "speedup", "growth seq": "sequential_growth",
+    "growth full": "full_growth",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Axis:
+    """`at(config, value)` is the configuration at a place of the axis, whose `values` these are."""
+
+    label: str
+    values: Sequence[float]
+    at: Callable[[TrainConfig, float], TrainConfig]
+
+
+def bench_scaling(suite: Suite, config: TrainConfig, axes: Mapping[str, Axis]) -> dict[str, Any]:
+    """Run both modes at every place of every axis.  Writes scaling.json and scaling.png."""
+    configs = {
+        f"{name}/{value:g}-{mode}": switched(axis.at(config, value), mode)
+        for name, axis in axes.items()
+        for value in axis.values
+        for mode in MODES
+    }
+    runs = suite.run(configs)
+    rows = [row(name, value, configs, runs) for name, axis in axes.items() for value in axis.values]
+    for name in axes:
+        add_growth([each for each in rows if each["axis"] == name])
+    result = {"results": rows}
+    suite.write("scaling", config, result, runs)
+    draw_scaling({name: axis.label for name, axis in axes.items()}, rows, suite.out / "scaling.png")
+    return result
+
+
+def make_axes(
+    config: TrainConfig, names: Sequence[str], ranks: Sequence[int], factors: Sequence[float]
+) -> dict[str, Axis]:
+    """The axes named: `ranks` over these numbers of ranks, the others over these factors of what is configured."""
+    limit, batch = config.rollout.max_response_tokens, config.rollout.batch_size
+    known = {
+        "ranks": Axis("ranks", list(ranks), with_ranks),
+        "model": Axis("factor of width and depth", list(factors), with_model),
+        "limit": Axis("response limit", _multiples(limit, factors), with_limit),
+        "batch": Axis("batch size", _multiples(batch, factors), with_batch),
+    }
+    return {name: known[name] for name in names}
+
+
+def _multiples(number: int, factors: Sequence[float]) -> list[float]:
+    return sorted({max(1, round(number * factor)) for factor in factors})
+
+
+def with_ranks(config: TrainConfig, value: float) -> TrainConfig:
+    """The same work on `value` ranks of one thread: disaggregated with one rank for the scorers and the others replicas of
+    the actor (one rank: a single process), else as replicas of all roles."""
+    ranks = round(value)
+    alone = placed(config, "replicas", ranks)
+    if config.placement.mode != "disaggregated" or ranks == 1:
+        return alone
+    placement = config.placement.model_copy(
+        update={"mode": "disaggregated", "actor": ParallelConfig(dp=ranks - 1), "scorer": ParallelConfig()}
+    )
+    return alone.model_copy(update={"placement": placement})
+
+
+def with_model(config: TrainConfig, value: float) -> TrainConfig:
+    """All roles `value` times as wide and as deep.  Raises ConfigError for weights, which cannot be scaled."""
+    changes: dict[str, Any] = {}
+    for name in ("actor", "critic", "reward", "reference"):
+        role = getattr(config, name)
+        if role is None:
+            continue
+        if role.init is None:
+            raise ConfigError(
+                f"{name}.checkpoint is given, but only a random initialisation can be scaled; give {name}.init instead, "
+                "or leave out the axis `model`"
+            )
+        changes[name] = role.model_copy(update={"init": scaled_shape(read_hf_config(role), value)})
+    return config.model_copy(update=changes)
+
+
+def scaled_shape(shape: Mapping[str, Any], factor: float) -> dict[str, Any]:
+    """A config.json `factor` times as wide (heads of the same size, so hidden and FFN follow) and as deep, rounded."""
+    heads = shape["num_attention_heads"]
+    scaled_heads = max(1, round(heads * factor))
+    most = max(1, round(num_kv_heads(shape) * factor))
+    ratio = scaled_heads / heads
+    return {
+        **shape,
+        "num_attention_heads": scaled_heads,
+        "num_key_value_heads": max(n for n in range(1, most + 1) if scaled_heads % n == 0),
+        "hidden_size": shape["hidden_size"] * scaled_heads // heads,
+        "intermediate_size": max(1, round(shape["intermediate_size"] * ratio)),
+        "num_hidden_layers": max(1, round(shape["num_hidden_layers"] * factor)),
+    }
+
+
+def with_limit(config: TrainConfig, value: float) -> TrainConfig:
+    """Responses of at most `value` tokens.  Log-normal forced lengths and the micro-batch grow alike; so do the positions
+    of models that are initialised at random."""
+    before, limit = config.rollout.max_response_tokens, round(value)
+    factor = limit / before
+    rollout: dict[str, Any] = {"max_response_tokens": limit}
+    forced = config.rollout.forced_lengths
+    if forced is not None and forced.median is not None:
+        rollout["forced_lengths"] = forced.model_copy(update={"median": forced.median * factor})
+    changed = config.model_copy(update={"rollout": config.rollout.model_copy(update=rollout)})
+    context = max_context(changed)
+    tokens = max(config.runtime.micro_batch_tokens, context)
+    return _with_positions(changed, context).model_copy(
+        update={"runtime": config.runtime.model_copy(update={"micro_batch_tokens": tokens})}
+    )
+
+
+def _with_positions(config: TrainConfig, context: int) -> TrainConfig:
+    changes: dict[str, Any] = {}
+    for name in ("actor", "critic", "reward", "reference"):
+        role = getattr(config, name)
+        if role is None or role.init is None:
+            continue
+        shape = dict(read_hf_config(role))
+        if (positions := shape.get("max_position_embeddings")) is not None:
+            shape["max_position_embeddings"] = max(positions, context)
+        changes[name] = role.model_copy(update={"init": shape})
+    return config.model_copy(update=changes)
+
+
+def with_batch(config: TrainConfig, value: float) -> TrainConfig:
+    """Batches of `value` rollouts; delta keeps its share of them."""
+    before, size = config.rollout.batch_size, round(value)
+    delta = config.overlap.delta
+    scaled = {name: min(size, round(getattr(delta, name) * size / before)) for name in ("initial", "min", "max")}
+    overlap = config.overlap.model_copy(update={"delta": delta.model_copy(update=scaled)})
+    rollout = config.rollout.model_copy(update={"batch_size": size})
+    return config.model_copy(update={"rollout": rollout, "overlap": overlap})
+
+
+def row(axis: str, value: float, configs: Mapping[str, TrainConfig], runs: Runs) -> dict[str, Any]:
+    """The figures of one place of an axis."""
+    found = {mode: figures(all_lines(runs[f"{axis}/{value:g}-{mode}"])) for mode in MODES}
+    config = configs[f"{axis}/{value:g}-{MODES[0]}"]
+    steps = sum(len(run.lines) for run in runs[f"{axis}/{value:g}-{MODES[0]}"])
+    shape = read_hf_config(config.actor)
+    return {
+        "axis": axis,
+        "value": value,
+        "million_parameters": stage_parameters(shape, 1, 1, 0, scalar=False) / 1e6,
+        "ranks": world_size(config),
+        "tokens_per_step": sum(found[MODES[0]]["tokens"]) / steps,
+        **{
+            f"{mode}_{name}": each[name]
+            for mode, each in found.items()
+            for name in ("step_s", "total_s", "tokens_per_s")
+        },
+        "speedup": found["sequential"]["total_s"] / found["full"]["total_s"],
+    }
+
+
+def add_growth(rows: Sequence[dict[str, Any]]) -> None:
+    """From each place to the next: the power of the value (of the parameters, for models) that the step's seconds follow."""
+    for before, after in zip(rows, rows[1:], strict=False):
+        key = "million_parameters" if after["axis"] == "model" else "value"
+        if after[key] == before[key]:
+            continue
+        for mode in MODES:
+            times = after[f"{mode}_step_s"] / before[f"{mode}_step_s"]
+            after[f"{mode}_growth"] = math.log(times) / math.log(after[key] / before[key])

@@ -1,0 +1,34 @@
+"""`oppo bench chunk`: chunk sizes against seconds a step, and what the tuner makes of them."""
+
+from __future__ import annotations
+
+import argparse
+
+from oppo_megatron.cli.bench.common import add_run_arguments, counts, load_base, new_suite
+
+HELP = "chunk sizes, fixed and adaptive, against seconds a step"
+ABOUT = """Runs one configuration with several fixed chunk sizes and with the adaptive tuner (overlap.chunk as configured), and
+says what the tuner settled on and how far its settled steps are from the best fixed size (the paper's Figure 7b)."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run_arguments(parser, "chunk")
+    parser.add_argument(
+        "--sizes",
+        type=counts,
+        default=[8, 16, 32, 64, 128],
+        metavar="N,N",
+        help="fixed sizes, in decode steps, those beyond the response limit left out; default 8,16,32,64,128",
+    )
+    parser.add_argument("--no-adaptive", action="store_true", help="the fixed sizes only")
+    parser.set_defaults(measure=_chunk)
+
+
+def _chunk(args: argparse.Namespace) -> int:
+    from oppo_megatron.bench.chunk import COLUMNS, bench_chunk, remarks
+    from oppo_megatron.bench.table import format_table
+
+    result = bench_chunk(new_suite(args), load_base(args), args.sizes, adaptive=not args.no_adaptive)
+    print(format_table(COLUMNS, result["results"]))
+    print(*remarks(result), f"figures: {args.out / 'chunk.json'}, {args.out / 'chunk.png'}", sep="\n")
+    return 0

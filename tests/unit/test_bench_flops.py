@@ -1,0 +1,134 @@
+"""Counted operations and bytes against torch's own counter on a real model, and against brute force."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from oppo_megatron.bench.flops import (
+    causal_pairs,
+    forward_flops,
+    head_linear,
+    layer_linears,
+    training_flops,
+    weight_bytes,
+)
+from oppo_megatron.bench.limit import Response, decode_batches, decode_steps
+from oppo_megatron.bench.peaks import Peaks, measure_peaks
+from oppo_megatron.config.memory import stage_parameters
+from oppo_megatron.config.model import ModelConfig, RuntimeConfig
+from oppo_megatron.runtime.mcore.attention import PackedPlan
+from oppo_megatron.runtime.mcore.groups import RoleGroups, build_groups
+from oppo_megatron.runtime.mcore.model import Head, RoleModel
+from oppo_megatron.runtime.mcore.stage import step
+from oppo_megatron.runtime.roles import load_role
+from oppo_megatron.runtime.world import open_world
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 48, "vocab_size": 80, "max_position_embeddings": 64, "tie_word_embeddings": False,
+}  # fmt: skip
+QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 16, "num_key_value_heads": 1, "tie_word_embeddings": True}
+SHAPES = {"llama": LLAMA, "qwen2": {**LLAMA, "model_type": "qwen2", "tie_word_embeddings": True}, "qwen3": QWEN3}
+LENGTHS = [9, 5]
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[RoleGroups]:
+    with open_world(RuntimeConfig(threads_per_rank=1, device="cpu"), environment={}):
+        built = build_groups([0], 1, 1, "flops")
+        assert built is not None
+        yield built
+
+
+def load(shape: dict[str, Any], groups: RoleGroups, head: Head) -> RoleModel:
+    """Through megatron's modules: torch's counter does not know the products of weights laid out for the CPU."""
+    role = ModelConfig(init=shape)
+    return load_role(role, groups, head=head, max_length=64, device=torch.device("cpu"), path="module")
+
+
+def counted(call: Any) -> int:
+    """What torch counts.  Its counter knows attention only as plain products, which compute masked pairs too."""
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        call()
+    return int(counter.get_total_flops())
+
+
+@pytest.mark.parametrize("family", SHAPES)
+@pytest.mark.parametrize("head", ["lm", "scalar"])
+def test_forward_and_training_are_what_torch_counts(family: str, head: Head, groups: RoleGroups) -> None:
+    shape, model = SHAPES[family], load(SHAPES[family], groups, head)
+    tokens_T, rows_R = torch.arange(sum(LENGTHS)), torch.tensor([3, 4, 13])
+    full_pairs = sum(length**2 for length in LENGTHS)
+    expected = (shape, sum(LENGTHS), full_pairs, len(rows_R))
+
+    def forward() -> torch.Tensor:
+        return model(tokens_T, PackedPlan(LENGTHS, model.rope), rows_R)
+
+    with torch.no_grad():
+        assert counted(forward) == forward_flops(*expected, scalar=head == "scalar")
+    model.requires_grad_(True)
+    assert counted(lambda: forward().sum().backward()) == training_flops(*expected, scalar=head == "scalar")
+
+
+def test_a_decode_step_is_what_torch_counts(groups: RoleGroups) -> None:
+    model = load(LLAMA, groups, "lm").requires_grad_(False)
+    cache = model.new_cache(3)
+    for seq_id in range(3):
+        cache.open(seq_id)
+    step(model, cache, [0, 1, 2], [7, 7, 7], torch.arange(21))
+    # All sequences are as long, so that nothing is masked: each token attends to 8 positions.
+    plan = cache.begin([0, 1, 2], [1, 1, 1])
+    with torch.no_grad():  # torch counts nothing in inference mode, in which `step` runs
+        found = counted(lambda: model(torch.arange(3), plan))
+    assert found == forward_flops(LLAMA, 3, 3 * causal_pairs(7, 1), 3, scalar=False)
+
+
+@pytest.mark.parametrize(("past", "new"), [(0, 1), (0, 6), (5, 1), (4, 3)])
+def test_pairs_are_those_of_the_causal_mask(past: int, new: int) -> None:
+    mask = torch.ones(new, past + new, dtype=torch.bool).tril(diagonal=past)
+    assert causal_pairs(past, new) == int(mask.sum())
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_matrices_are_the_models_parameters_but_for_the_small_ones(family: str, groups: RoleGroups) -> None:
+    shape, model = SHAPES[family], load(SHAPES[family], groups, "lm")
+    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and "word_embeddings" not in name]
+    head = head_linear(shape, scalar=False).size if shape["tie_word_embeddings"] else 0
+    assert weight_bytes(shape, "float32", scalar=False) == 4 * (sum(p.numel() for p in matrices) + head)
+    in_layers = 3 * sum(linear.size for linear in layer_linears(shape))
+    assert in_layers < stage_parameters(shape, 1, 1, 0, scalar=False)
+    assert weight_bytes(shape, "bfloat16", scalar=True) == 2 * (in_layers + 32)
+
+
+def test_decode_steps_are_those_of_a_clock() -> None:
+    # Clocks 1 to 6.  The first sequence: tokens at clocks 1..4; the second, carried or late: at clocks 3..4; the third at 6.
+    responses = [Response(10, 4, 4), Response(5, 2, 4), Response(7, 1, 6)]
+    sequences, keys = decode_steps(responses)
+    assert sequences == [1, 1, 2, 2, 1], "nothing runs at clock 5"
+    assert keys == [10, 11, 12 + 5, 13 + 6, 7]
+    assert sum(keys) == sum(causal_pairs(r.prompt_tokens - 1, r.tokens) for r in responses)
+    assert decode_batches(6) == [1, 2, 4, 6] and decode_batches(8) == [1, 2, 4, 8]
+
+
+def test_peaks_are_measured_on_this_machine() -> None:
+    before = torch.get_num_threads()
+    peaks = measure_peaks(LLAMA, "float32", [1, 4], [1])
+    assert torch.get_num_threads() == before
+    # Any processor that runs this does more than 0.1 GFLOP/s and reads more than 0.1 GB/s, and less than 10^6 of both.
+    assert 1e8 < peaks.flops[1] < 1e15 and 1e8 < peaks.read_bytes[1] < 1e15
+    assert set(peaks.decode_flops[1]) == {1, 4}
+    assert peaks.tree()["gemm_gflops"]["1"] == pytest.approx(peaks.flops[1] / 1e9)
+
+
+def test_peaks_between_and_beyond_what_was_measured() -> None:
+    peaks = Peaks("float32", {1: 5.0, 2: 4.0}, {1: 1.0, 2: 3.0}, {1: {1: 10.0, 4: 30.0}, 2: {1: 8.0, 4: 50.0}})
+    assert peaks.decode_at(1, 2) == pytest.approx(20.0)
+    assert peaks.decode_at(1, 1) == 10.0 and peaks.decode_at(1, 9) == 30.0
+    assert peaks.decode_at(2, 2) == pytest.approx(30.0), "between the better of both at each size"
+    assert peaks.flops_at(1) == peaks.flops_at(2) == 5.0 and peaks.read_at(2) == 3.0
