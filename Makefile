@@ -1,6 +1,7 @@
 # Everything from a fresh machine with Python 3.10+, git and make:
 #   make demo    creates .venv, installs, runs the demo
 #   make test    creates .venv, installs with the test extra, runs lint, types and tests on the CPU
+#   make bench-trl ARGS='--steps 8 --repeats 3'    creates .venv-trl with TRL, compares its PPO trainer with ours
 # A command that finds .venv up to date with pyproject.toml and constraints.txt installs nothing.
 
 SUPPORTED := import sys; sys.exit(sys.version_info < (3, 10))
@@ -12,8 +13,11 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
 INSTALLED := $(VENV)/.installed
 INSTALLED_TEST := $(VENV)/.installed-test
+PEER_VENV := .venv-trl
+PEER_INSTALLED := $(PEER_VENV)/.installed
+PEER_REQUIREMENTS := benchmarks/peers/requirements-trl.txt
 
-.PHONY: demo test lint gpu-test clean
+.PHONY: demo test lint gpu-test bench-trl clean
 
 demo: $(INSTALLED)
 	$(BIN)/oppo demo
@@ -28,8 +32,11 @@ lint: $(INSTALLED_TEST)
 gpu-test: $(INSTALLED_TEST)
 	$(BIN)/python -m pytest -m gpu
 
+bench-trl: $(INSTALLED) $(PEER_INSTALLED)
+	$(BIN)/python benchmarks/peers/compare.py examples/benchmark/overlap.yaml --prompt-tokens 64 $(ARGS)
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEER_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(INSTALLED): pyproject.toml setup.py constraints.txt | $(BIN)/python
 	$(PIP) -e .
@@ -38,6 +45,12 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt | $(BIN)/python
 $(INSTALLED_TEST): pyproject.toml setup.py constraints.txt | $(BIN)/python
 	$(PIP) -e '.[test]'
 	touch $(INSTALLED) $@
+
+$(PEER_INSTALLED): $(PEER_REQUIREMENTS) | $(BIN)/python
+	$(BIN)/python -m venv $(PEER_VENV)
+	$(PEER_VENV)/bin/python -m pip --disable-pip-version-check install -r $(PEER_REQUIREMENTS) || { \
+		echo "TRL could not be installed: that needs access to a package index once, and Python 3.11 or newer."; exit 1; }
+	touch $@
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" && $(PYTHON) -c '$(SUPPORTED)' || { \

@@ -1,0 +1,258 @@
+"""TRL's PPOTrainer and ours on the same work, run by run in turn, and one table of both.
+
+README.md beside this file says what is compared and how.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers import outcome
+from benchmarks.peers.hf_generate import measure_generate, require_cuda
+from benchmarks.peers.outcome import Ours
+from benchmarks.peers.work import build_work, export_models, require_same_work
+from oppo_megatron.bench.overlap import MODES, PLACEMENTS, placed, switched
+from oppo_megatron.bench.suite import BenchError, Lines, Suite
+from oppo_megatron.bench.table import format_table
+from oppo_megatron.cli.bench.common import add_run_arguments, chosen, count, load_base, names, new_suite
+from oppo_megatron.config.places import decodes_and_scores, role_places, world_size
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.config.validate import train_problems
+from oppo_megatron.cores import usable_cores
+from oppo_megatron.errors import ConfigError, OppoError
+from oppo_megatron.train.machine import describe_machine
+from oppo_megatron.train.run_dir import write_json
+
+SCRIPT = Path(__file__).with_name("trl_ppo.py")
+PEER_PYTHON = Path(".venv-trl/bin/python")
+DTYPES = ("float32", "bfloat16")
+LOG_TAIL_LINES = 15
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = _parser().parse_intermixed_args(arguments)
+    try:
+        return generate_only(args) if args.hf_generate else compare(args)
+    except OppoError as error:
+        print(f"compare: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("compare: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="compare.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    add_run_arguments(parser, "trl")
+    parser.add_argument("--threads", type=count, metavar="N", help="CPU threads of each side; default: all cores")
+    parser.add_argument(
+        "--modes", type=names, default=["sequential", "full"], metavar="A,B", help=f"of ours: {', '.join(MODES)}"
+    )
+    parser.add_argument(
+        "--placements", type=names, default=["pair", "single"], metavar="A,B", help=f"of ours: {', '.join(PLACEMENTS)}"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="of both sides; default: the configuration's")
+    parser.add_argument(
+        "--trl-micro-batch", type=count, metavar="N", help="rows of TRL's micro-batch; default: a minibatch"
+    )
+    parser.add_argument("--peer-python", type=Path, default=PEER_PYTHON, metavar="FILE", help="default %(default)s")
+    parser.add_argument(
+        "--hf-generate", action="store_true", help="only measure transformers' generate at this batch, on a CUDA device"
+    )
+    return parser
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Run TRL and every mode of ours `--repeats` times.  Writes trl.json, trl.png and each run below `--out`."""
+    modes, placements = chosen("--modes", args.modes, list(MODES)), chosen("--placements", args.placements, PLACEMENTS)
+    versions = require_peer(args.peer_python)
+    require_unused(args.out)
+    config = prepared(load_base(args), args.dtype)
+    require_same_work(config, args.trl_micro_batch)
+    threads = args.threads or usable_cores()
+    configs = our_configs(config, placements, modes, threads)
+    work = build_work(
+        config, args.out, device=config.runtime.device, dtype=config.actor.dtype, threads=threads,
+        micro_batch=args.trl_micro_batch,
+    )  # fmt: skip
+    write_json(args.out / "work.json", work)
+    trl, runs = run_in_turn(args, configs)
+    ours = {name: (how_it_runs(configs[name]), runs[name]) for name in configs}
+    if faults := outcome.unequal_work(work, trl, ours):
+        raise BenchError("\n  - ".join(["the work was not equal, so nothing is compared:", *faults]))
+    rows = outcome.table_rows(work, trl, ours)
+    print(format_table(outcome.COLUMNS, rows), *remarks(work, trl), sep="\n")
+    write(args.out, config, work, rows, {"versions": versions, "trl": trl, "ours": runs})
+    return 0
+
+
+def generate_only(args: argparse.Namespace) -> int:
+    """What `--hf-generate` asks for; needs no environment of TRL."""
+    require_cuda()
+    require_unused(args.out)
+    config = prepared(load_base(args), args.dtype)
+    paths, rollout = export_models(config, args.out / "models"), config.rollout
+    found = measure_generate(
+        Path(paths["actor"]), rollout.batch_size, config.data.max_prompt_tokens, rollout.max_response_tokens,
+        config.actor.dtype, args.repeats,
+    )  # fmt: skip
+    write_json(args.out / "hf_generate.json", {"machine": describe_machine(), **found})
+    print("transformers generate, {dtype}: {tokens_per_s:.0f} tokens/s ({min:.0f} to {max:.0f})".format(**found))
+    print(f"figures: {args.out / 'hf_generate.json'}")
+    return 0
+
+
+def require_peer(python: Path) -> dict[str, str]:
+    """The versions in the peer's environment.  Raises BenchError where it is missing, or another than is pinned."""
+    if not python.is_file():
+        raise BenchError(
+            f"{python} is missing: TRL runs in an environment of its own, which `make bench-trl` creates (once, with "
+            "access to a package index); or name its Python with --peer-python"
+        )
+    answer = subprocess.run([python, "-I", SCRIPT, "--check"], capture_output=True, text=True)
+    if answer.returncode:
+        raise BenchError(answer.stderr.strip())
+    return dict(json.loads(answer.stdout))
+
+
+def require_unused(out: Path) -> None:
+    """Raises ConfigError where an earlier comparison is in the way."""
+    if (out / "models").exists():
+        raise ConfigError(
+            f"{out} holds an earlier comparison, which is not written over; name another folder with --out"
+        )
+
+
+def prepared(config: TrainConfig, dtype: str | None) -> TrainConfig:
+    """With one dtype for all roles, and the device that `auto` stands for."""
+    import torch
+
+    roles = {name: role for name in ("actor", "critic", "reference", "reward") if (role := getattr(config, name))}
+    if dtype is None and len({role.dtype for role in roles.values()}) > 1:
+        raise ConfigError("the roles have different dtypes, which TRL cannot have; give --dtype")
+    cuda = config.runtime.device != "cpu" and torch.cuda.is_available()
+    changes = {name: role.model_copy(update={"dtype": dtype or role.dtype}) for name, role in roles.items()}
+    runtime = config.runtime.model_copy(update={"device": "cuda" if cuda else "cpu"})
+    return config.model_copy(update={**changes, "runtime": runtime})
+
+
+def our_configs(
+    config: TrainConfig, placements: Sequence[str], modes: Sequence[str], threads: int
+) -> dict[str, TrainConfig]:
+    """Every mode in every placement, by name.  Raises ConfigError with all that is wrong with any of them."""
+    configs = {
+        f"{placement} {mode}": switched(with_threads(config, placement, threads), mode)
+        for placement in placements
+        for mode in modes
+    }
+    if problems := [f"{name}: {problem}" for name, chosen in configs.items() for problem in train_problems(chosen)]:
+        raise ConfigError(problems)
+    return configs
+
+
+def with_threads(config: TrainConfig, placement: str, threads: int) -> TrainConfig:
+    """The configuration in a placement in which its ranks have as many threads together as TRL has."""
+    import torch
+
+    config = placed(config, placement, threads)
+    ranks = world_size(config)
+    if threads % ranks:
+        raise ConfigError(f"--threads {threads} cannot be shared by the {ranks} ranks of {placement}; give a multiple")
+    if config.runtime.device == "cuda" and ranks > torch.cuda.device_count():
+        raise ConfigError(
+            f"{placement} needs {ranks} CUDA devices, and there are {torch.cuda.device_count()}; give --placements single, "
+            "or runtime.device=cpu"
+        )
+    runtime = config.runtime.model_copy(update={"threads_per_rank": threads // ranks})
+    return config.model_copy(update={"runtime": runtime})
+
+
+def how_it_runs(config: TrainConfig) -> Ours:
+    places = role_places(config)
+    return Ours(
+        layout=f"{world_size(config)} x {config.runtime.threads_per_rank}",
+        carries=config.overlap.inter,
+        streams_here=config.overlap.intra and decodes_and_scores(places),
+        shares_ranks=bool(set(places["actor"].ranks) & set(places["critic"].ranks)),
+    )
+
+
+def run_in_turn(
+    args: argparse.Namespace, configs: Mapping[str, TrainConfig]
+) -> tuple[list[Lines], dict[str, list[Lines]]]:
+    """TRL, then every configuration of ours, and again: the steps of each run."""
+    trl: list[Lines] = []
+    ours: dict[str, list[Lines]] = {name: [] for name in configs}
+    for turn in range(1, args.repeats + 1):
+        folder = args.out / f"turn-{turn}"
+        folder.mkdir(parents=True)
+        print(f"--- TRL, run {turn} of {args.repeats}", flush=True)
+        trl.append(run_peer(args.peer_python, args.out / "work.json", folder))
+        suite = new_suite(args)
+        runs = Suite(folder, 1, suite.launch).run(configs)
+        for name, (run,) in runs.items():
+            ours[name].append(run.lines)
+    return trl, ours
+
+
+def run_peer(python: Path, work: Path, folder: Path) -> Lines:
+    """One run of TRL; its output is in trl.log.  Raises BenchError with the log's end where it fails."""
+    result, log = folder / "trl.json", folder / "trl.log"
+    environment = {**os.environ, "TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment |= dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
+    if json.loads(work.read_text(encoding="utf-8"))["device"] == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    with log.open("w", encoding="utf-8") as output:
+        code = subprocess.run(
+            [python, "-I", SCRIPT, work, result], stdout=output, stderr=subprocess.STDOUT, env=environment
+        ).returncode
+    if code:
+        tail = log.read_text(encoding="utf-8").splitlines()[-LOG_TAIL_LINES:]
+        raise BenchError("\n".join([f"TRL ended with exit code {code}; the end of {log}:", *tail]))
+    found = json.loads(result.read_text(encoding="utf-8"))
+    return list(found["steps"])
+
+
+def remarks(work: Mapping[str, Any], trl: Sequence[Lines]) -> list[str]:
+    """What is said below the table."""
+    prompt, response = sum(map(len, work["prompts"])), sum(work["lengths"])
+    seconds, share = outcome.forcing(trl)
+    return [
+        f"equal work: {work['steps']} steps, {prompt} prompt and {response} response tokens in every run, and every "
+        "response of TRL has its forced length",
+        f"forcing the lengths takes {seconds:.4f} s of a step of TRL, {share:.2%} of its generation",
+        f"TRL scores and trains {outcome.padding(trl):.2f} tokens for each real one (padding to the longest row)",
+        "tokens/s: prompt and response tokens, without padding, over all steps of a run; seconds: medians after the first",
+    ]
+
+
+def write(
+    out: Path, config: TrainConfig, work: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], raw: Mapping[str, Any]
+) -> None:
+    """`trl.json` and `trl.png`."""
+    seconds, share = outcome.forcing(raw["trl"])
+    facts = {
+        "machine": describe_machine(),
+        "config": config.model_dump(mode="json"),
+        "work": {name: value for name, value in work.items() if name not in ("prompts", "lengths")},
+        "real_tokens": outcome.real_tokens(work),
+        "forcing": {"step_s": seconds, "share_of_generate": share},
+        "computed_per_real_token": outcome.padding(raw["trl"]),
+    }
+    write_json(out / "trl.json", {"bench": "trl", **facts, "results": rows, **raw})
+    title = "{batch_size} prompts, at most {max_response_tokens} response tokens, {dtype}, {device}".format(**work)
+    outcome.draw(rows, title, out / "trl.png")
+    print(f"figures: {out / 'trl.json'}, {out / 'trl.png'}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,286 @@
+"""What a peer is given to do, and whether runs did it: held against a real run of ours."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.peers.comparison import (
+    how_it_runs,
+    main,
+    our_configs,
+    prepared,
+    require_peer,
+    require_unused,
+    with_threads,
+)
+from benchmarks.peers.hf_generate import measure_generate, require_cuda
+from benchmarks.peers.outcome import COLUMNS, Ours, draw, forcing, padding, real_tokens, table_rows, unequal_work
+from benchmarks.peers.work import build_work, export_models, free_token, require_same_work
+from oppo_megatron.bench.suite import BenchError
+from oppo_megatron.bench.table import format_table
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.errors import ConfigError
+from oppo_megatron.records import Prompt
+from tests.support.ppo import Workspace, run_ppo_ranks
+
+SAME: dict[str, Any] = {
+    "rewards": [{"kind": "model"}],
+    "rollout.forced_lengths": {"median": 10, "sigma": 0.8},
+    "ppo.entropy_coefficient": 0.0,
+}
+SEQUENTIAL = Ours("1 x 1", carries=False, streams_here=False, shares_ranks=True)
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    return Workspace.create(tmp_path_factory.mktemp("peers"))
+
+
+def settings(workspace: Workspace, name: str, **changes: Any) -> dict[str, Any]:
+    return workspace.config(name, **{**SAME, **changes})
+
+
+def work_of(config: TrainConfig, out: Path) -> dict[str, Any]:
+    return build_work(config, out, device="cpu", dtype="float32", threads=1, micro_batch=None)
+
+
+@pytest.fixture(scope="module")
+def work(workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return work_of(TrainConfig(**settings(workspace, "work")), tmp_path_factory.mktemp("work"))
+
+
+def trl_lines(work: dict[str, Any]) -> list[dict[str, Any]]:
+    """What TRL's script would report of the work, one second a step."""
+    lines = []
+    for step in range(work["steps"]):
+        rows = slice(step * work["batch_size"], (step + 1) * work["batch_size"])
+        prompts, lengths = [len(prompt) for prompt in work["prompts"][rows]], work["lengths"][rows]
+        lines.append(
+            {
+                "step_s": 10.0, "other_s": 1.0, "generate_s": 4.0, "score_s": 2.0, "train_s": 3.0, "forcing_s": 0.04,
+                "prompt_tokens": prompts, "response_tokens": list(lengths),
+                "computed_tokens": len(lengths) * (max(prompts) + max(lengths)),
+            }
+        )  # fmt: skip
+    return lines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sequential", "full"])
+def test_our_run_does_the_work_that_the_peer_is_given(workspace: Workspace, work: dict[str, Any], mode: str) -> None:
+    full = mode == "full"
+    switches = {
+        "overlap.intra": full,
+        "overlap.inter": full,
+        "overlap.delta": {"rule": "fixed", "initial": 2, "max": 2},
+    }
+    run = settings(workspace, mode, **switches)
+    outcome = run_ppo_ranks(run)
+    prompts, lengths = {}, {}
+    for row in outcome.rollouts:
+        prompts[row["seq_id"]], lengths[row["seq_id"]] = row["prompt"], len(row["tokens"])
+    assert [lengths[i] for i in range(len(lengths))] == work["lengths"]
+    how = how_it_runs(TrainConfig(**run))
+    assert how.carries == full and how.streams_here == full and how.shares_ranks
+    assert unequal_work(work, [trl_lines(work)], {mode: (how, [outcome.metrics])}) == []
+    row = table_rows(work, [trl_lines(work)], {mode: (how, [outcome.metrics])})[1]
+    assert row["step_s"] >= row["train_s"] > 0 and (row["score_s"] is None) == full
+
+
+def test_work_is_the_configurations(workspace: Workspace, work: dict[str, Any]) -> None:
+    config = TrainConfig(**settings(workspace, "work"))
+    assert len(work["prompts"]) == len(work["lengths"]) == 3 * config.rollout.batch_size
+    assert all(1 <= length <= config.rollout.max_response_tokens for length in work["lengths"])
+    assert len(set(work["lengths"])) > 3
+    assert not any(work["pad_id"] in prompt for prompt in work["prompts"]) and work["pad_id"] != work["eos_id"]
+    assert work["ppo"]["num_ppo_epochs"] == 2 and work["ppo"]["num_mini_batches"] == 2
+    assert work["optimizer"]["adam_beta2"] == config.actor.optimizer.beta2
+    assert json.loads(json.dumps(work)) == work
+
+
+def test_exported_models_are_what_trl_loads(work: dict[str, Any]) -> None:
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    models = {}
+    for role, path in work["models"].items():
+        loader = AutoModelForCausalLM if role in ("actor", "reference") else AutoModelForSequenceClassification
+        models[role], report = loader.from_pretrained(path, output_loading_info=True, local_files_only=True)
+        assert not report["missing_keys"] and not report["unexpected_keys"], role
+        assert models[role].dtype == torch.float32
+    tokens = torch.arange(12)[None]
+    assert torch.equal(models["actor"](tokens).logits, models["reference"](tokens).logits)
+    assert models["critic"].score.weight.shape == models["reward"].score.weight.shape == (1, 32)
+    assert not torch.equal(models["critic"].score.weight, models["reward"].score.weight)
+
+
+def test_padding_token_is_the_largest_that_is_free() -> None:
+    prompts = [Prompt(0, 0, "", (1, 9)), Prompt(1, 1, "", (7, 2))]
+    assert free_token(10, prompts, eos_id=8) == 6
+    with pytest.raises(ConfigError, match="all 3 tokens"):
+        free_token(3, [Prompt(0, 0, "", (0, 1))], eos_id=2)
+
+
+def test_what_trl_cannot_do_is_refused_all_at_once(workspace: Workspace) -> None:
+    wrong = {
+        "steps": 1,
+        "rewards": [{"kind": "verifier", "name": "arithmetic"}],
+        "rollout.forced_lengths": None,
+        "rollout.top_p": 0.9,
+        "ppo.kl": {"estimator": "k2"},
+        "ppo.entropy_coefficient": 0.01,
+        "ppo.value_clip": 0,
+        "critic.optimizer": {"lr": 1e-3},
+        "actor.optimizer": {"decay": "linear"},
+    }
+    with pytest.raises(ConfigError) as error:
+        require_same_work(TrainConfig(**settings(workspace, "wrong", **wrong)), micro_batch=4)
+    asked = (
+        "forced_lengths",
+        "top_p",
+        "kl",
+        "entropy",
+        "value_clip",
+        "one optimizer",
+        "constant",
+        "--steps",
+        "reward model",
+    )
+    problems = " ".join(error.value.problems)
+    assert len(error.value.problems) == len(asked) + 1 and "--trl-micro-batch 4" in problems
+    assert [word for word in asked if word not in problems] == []
+    require_same_work(TrainConfig(**settings(workspace, "right")), micro_batch=None)
+
+
+def test_prompts_that_end_early_are_refused(workspace: Workspace, tmp_path: Path) -> None:
+    config = TrainConfig(**settings(workspace, "early", steps=100, data_epochs=1))
+    with pytest.raises(ConfigError, match=r"need 600, but data_epochs=1 gives 64"):
+        work_of(config, tmp_path)
+
+
+def test_other_work_is_found(work: dict[str, Any]) -> None:
+    right, ours = trl_lines(work), our_lines(work)
+    assert unequal_work(work, [right], {"ours": (SEQUENTIAL, [ours])}) == []
+    shorter = deepcopy(right)
+    shorter[1]["response_tokens"][0] += 1
+    assert "step 2 has response_tokens" in unequal_work(work, [right, shorter], {})[0]
+    assert "TRL, run 2" in unequal_work(work, [right, shorter], {})[0]
+    assert "2 steps, not 3" in unequal_work(work, [right[:2]], {})[0]
+    moved = deepcopy(ours)
+    moved[0]["tokens"] += 5
+    moved[1]["tokens"] -= 5
+    assert "decoded by step" in unequal_work(work, [], {"ours": (SEQUENTIAL, [moved])})[0]
+    carrying = Ours("2 x 1", carries=True, streams_here=False, shares_ranks=False)
+    assert unequal_work(work, [], {"ours": (carrying, [moved])}) == [], "only the run compares"
+    moved[2]["trained_len_mean"] += 1
+    assert "trained, not" in unequal_work(work, [], {"ours": (carrying, [moved])})[0]
+
+
+def our_lines(work: dict[str, Any]) -> list[dict[str, Any]]:
+    lines = []
+    for step, line in enumerate(trl_lines(work)):
+        tokens = sum(line["response_tokens"])
+        lines.append(
+            {
+                "step_s": 20.0 if step == 0 else 5.0, "decode_s": 2.0, "score_exposed_s": 1.0, "train_s": 1.0,
+                "critic_update_s": 0.5, "critic_exposed_s": 0.25, "tokens": tokens,
+                "trained_len_mean": tokens / work["batch_size"],
+            }
+        )  # fmt: skip
+    return lines
+
+
+def test_table_has_medians_and_ratios_to_trl(work: dict[str, Any]) -> None:
+    pair = Ours("2 x 1", carries=True, streams_here=False, shares_ranks=False)
+    woven = Ours("1 x 2", carries=True, streams_here=True, shares_ranks=True)
+    lines = our_lines(work)
+    ours = {"sequential": (SEQUENTIAL, [lines]), "pair": (pair, [lines]), "woven": (woven, [lines])}
+    trl, sequential, apart, together = table_rows(work, [trl_lines(work)], ours)
+    assert trl["times_trl_step"] == trl["times_trl_run"] == 1 and trl["rest_s"] == 1.0
+    assert (sequential["step_s"], sequential["first_step_s"], sequential["total_s"]) == (5.0, 20.0, 30.0)
+    assert sequential["times_trl_step"] == 2.0 and sequential["times_trl_run"] == 1.0
+    assert (sequential["train_s"], sequential["rest_s"]) == (1.5, 0.5), "both updates, one after the other"
+    assert (apart["train_s"], apart["rest_s"]) == (1.25, 0.75), "what is waited for of the critic's"
+    assert (together["generate_s"], together["score_s"], together["train_s"]) == (3.5, None, 1.5)
+    assert sequential["tokens_per_s"] == pytest.approx(real_tokens(work) / 30)
+    text = format_table(COLUMNS, [trl, together])
+    assert len({len(line) for line in text.splitlines()}) == 1 and " - " in text
+
+
+def test_costs_of_forcing_and_padding(work: dict[str, Any]) -> None:
+    lines = trl_lines(work)
+    assert forcing([lines]) == (0.04, pytest.approx(0.01))
+    assert padding([lines]) == pytest.approx(sum(line["computed_tokens"] for line in lines) / real_tokens(work))
+    assert padding([lines]) > 1
+
+
+def test_picture_is_drawn(work: dict[str, Any], tmp_path: Path) -> None:
+    rows = table_rows(work, [trl_lines(work)], {"ours": (SEQUENTIAL, [our_lines(work)])})
+    draw(rows, "title", tmp_path / "trl.png")
+    assert (tmp_path / "trl.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_missing_environment_names_the_make_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(BenchError, match="make bench-trl"):
+        require_peer(tmp_path / "python")
+    config = str(Path(__file__).resolve().parents[2] / "examples" / "benchmark" / "overlap.yaml")
+    assert main([config, "--peer-python", str(tmp_path / "python"), "--out", str(tmp_path / "out")]) == 2
+    assert "make bench-trl" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists(), "nothing was begun"
+
+
+def test_an_environment_with_other_versions_is_refused() -> None:
+    import sys
+
+    with pytest.raises(BenchError, match="trl none"):
+        require_peer(Path(sys.executable))
+
+
+def test_threads_are_shared_by_the_ranks(workspace: Workspace) -> None:
+    pair = TrainConfig(**settings(workspace, "pair", placement={"mode": "disaggregated"}, runtime={"device": "cpu"}))
+    assert how_it_runs(with_threads(pair, "pair", 4)).layout == "2 x 2"
+    assert how_it_runs(with_threads(pair, "single", 4)).layout == "1 x 4"
+    with pytest.raises(ConfigError, match="--threads 3"):
+        with_threads(pair, "pair", 3)
+
+
+def test_what_is_wrong_in_one_mode_is_found_before_any_run(workspace: Workspace) -> None:
+    config = TrainConfig(**settings(workspace, "modes", **{"overlap.delta": {"initial": 2, "max": 9}}))
+    with pytest.raises(ConfigError, match=r"single full: overlap.delta.max is 9"):
+        our_configs(config, ["single"], ["sequential", "full"], threads=1)
+    assert list(our_configs(config, ["single"], ["sequential"], threads=1)) == ["single sequential"]
+
+
+def test_dtype_is_of_all_roles(workspace: Workspace) -> None:
+    config = TrainConfig(**settings(workspace, "dtype", runtime={"device": "cpu"}))
+    mixed = config.model_copy(update={"critic": config.critic.model_copy(update={"dtype": "bfloat16"})})
+    with pytest.raises(ConfigError, match="--dtype"):
+        prepared(mixed, None)
+    both = prepared(mixed, "bfloat16")
+    assert both.reward is not None
+    assert {both.actor.dtype, both.critic.dtype, both.reward.dtype} == {"bfloat16"}
+    assert both.runtime.device == "cpu"
+
+
+def test_an_earlier_comparison_is_not_written_over(tmp_path: Path) -> None:
+    require_unused(tmp_path)
+    (tmp_path / "models").mkdir()
+    with pytest.raises(ConfigError, match="--out"):
+        require_unused(tmp_path)
+
+
+def test_generate_is_measured(workspace: Workspace, tmp_path: Path) -> None:
+    paths = export_models(TrainConfig(**settings(workspace, "hf")), tmp_path)
+    found = measure_generate(Path(paths["actor"]), 2, 4, 6, "float32", repeats=1, device="cpu")
+    assert found["tokens_per_s"] > 0 and found["prefill_s"] > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_generate_asks_for_a_cuda_device() -> None:
+    with pytest.raises(ConfigError, match="CUDA device"):
+        require_cuda()
