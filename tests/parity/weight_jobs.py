@@ -16,12 +16,12 @@ from oppo_megatron.runtime.mcore.hf_weights import export_weights, load_weights
 from oppo_megatron.runtime.mcore.model import RoleModel, build_model
 
 
-def build(directory: Path, tp: int, pp: int, head: Head, max_length: int = 64) -> RoleModel:
+def build(directory: Path, tp: int, pp: int, head: Head, max_length: int = 64, dtype: str = "float32") -> RoleModel:
     """This rank's stage with the directory's weights."""
     shape, source = open_weights(ModelConfig(checkpoint=directory), head)
     groups = build_groups(range(dist.get_world_size()), tp, pp, "model")
     assert groups is not None
-    model = build_model(shape, groups, head=head, max_length=max_length, dtype="float32", device=torch.device("cpu"))
+    model = build_model(shape, groups, head=head, max_length=max_length, dtype=dtype, device=torch.device("cpu"))
     place = {"tp_rank": groups.tp_rank, "tp_size": tp, "pp_rank": groups.pp_rank, "pp_size": pp}
     load_weights(model, shape, source, head=head, **place)
     return model
@@ -42,15 +42,18 @@ def load_and_export(src: str, dst: str, tp: int, pp: int, head: Head) -> bool:
     return (Path(dst) / "config.json").is_file()
 
 
-def full_logits(src: str, tp: int, pp: int, head: Head, sequences: list[list[int]]) -> torch.Tensor | None:
+def full_logits(
+    src: str, tp: int, pp: int, head: Head, sequences: list[list[int]], dtype: str = "float32"
+) -> torch.Tensor | None:
     """Logits [T, V] or scalars [T] of packed whole sequences, on the role's output rank."""
-    model = build(Path(src), tp, pp, head, max_length=max(map(len, sequences)))
+    model = build(Path(src), tp, pp, head, max_length=max(map(len, sequences)), dtype=dtype)
     groups = model.groups
     plan = PackedPlan([len(tokens) for tokens in sequences], model.rope)
     tokens_T = torch.tensor([token for tokens in sequences for token in tokens])
     with torch.no_grad():
         if not groups.is_first_stage:
-            hidden = torch.empty(len(tokens_T), 1, model.shape.hidden_size)
+            dtype_of_hidden = next(model.parameters()).dtype
+            hidden = torch.empty(len(tokens_T), 1, model.shape.hidden_size, dtype=dtype_of_hidden)
             dist.recv(hidden, groups.stage_rank(groups.pp_rank - 1))
             model.set_input_tensor(hidden)
         out = model(tokens_T if groups.is_first_stage else None, plan)

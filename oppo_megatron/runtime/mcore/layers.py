@@ -18,6 +18,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from oppo_megatron.runtime.mcore.biased_linear import BiasedLinear
+
 
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm (Zhang and Sennrich 2019) with the constructor that megatron's specs call."""
@@ -75,6 +77,7 @@ def block_spec(config: TransformerConfig, num_layers: int) -> TransformerBlockSu
     parts.pre_mlp_layernorm = RMSNorm
     parts.self_attention.module = PlannedSelfAttention
     parts.self_attention.submodules.core_attention = IdentityOp
+    parts.self_attention.submodules.linear_qkv = BiasedLinear
     if config.qk_layernorm:
         parts.self_attention.submodules.q_layernorm = RMSNorm
         parts.self_attention.submodules.k_layernorm = RMSNorm

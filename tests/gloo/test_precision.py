@@ -1,0 +1,61 @@
+"""bfloat16 computes, float32 remembers: small updates add up, and decoding rounds as training does."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from tests.gloo.conftest import save_small
+from tests.gloo.test_training import DATA
+from tests.support.hf import tiny_model
+from tests.support.ranks import run_ranks
+
+NUM_STEPS = 50
+JOBS = "tests.gloo.jobs_precision:"
+MINIBATCH = DATA[1]
+LAYOUTS = [(1, 1, 1, False), (1, 1, 2, True), (1, 1, 2, False), (2, 1, 1, False), (1, 2, 1, False), (2, 1, 2, True)]
+
+
+def test_bfloat16_weights_alone_lose_updates_of_a_ten_thousandth(models: dict[str, str]) -> None:
+    """What the next test would see, were there no float32 weights: 50 steps of 1e-4 do not move a number near 1."""
+    job = {"directory": models["qwen3"], "data": MINIBATCH, "num_steps": NUM_STEPS}
+    ((moved, numbers),) = run_ranks(1, f"{JOBS}bfloat16_only", **job)
+    assert numbers > 400 and moved == 0
+
+
+@cache
+def distance_in_one_process(directory: str) -> float:
+    job = {"directory": directory, "data": MINIBATCH, "num_steps": NUM_STEPS}
+    ((moved, _),) = run_ranks(1, f"{JOBS}small_updates", tp=1, pp=1, sharded=False, **job)
+    return float(moved)
+
+
+@pytest.mark.parametrize(("tp", "pp", "dp", "sharded"), LAYOUTS)
+def test_updates_of_a_ten_thousandth_add_up(models: dict[str, str], tp: int, pp: int, dp: int, sharded: bool) -> None:
+    """As plain AdamW on float32 weights, number by number where a rank's shares are comparable; else as far in all."""
+    job = {"directory": models["qwen3"], "data": MINIBATCH, "num_steps": NUM_STEPS}
+    moved = distance_in_one_process(models["qwen3"])
+    for distance, apart in run_ranks(tp * pp * dp, f"{JOBS}small_updates", tp=tp, pp=pp, sharded=sharded, **job):
+        assert distance == pytest.approx(moved, rel=0.003)
+        assert (apart is None) == (tp * pp > 1)
+        assert apart is None or apart < 0.02
+
+
+def rms(x: Tensor) -> float:
+    return float(x.square().mean().sqrt())
+
+
+def test_decoding_rounds_as_training_does(tmp_path: Path) -> None:
+    """Biases are added before the product is rounded in both: else the gap would be as large as bfloat16's own error."""
+    save_small(tmp_path, "qwen2", hidden_size=32)
+    assert tiny_model("qwen2").model.layers[0].self_attn.q_proj.bias.abs().max() > 0.1
+    dice = random.Random(2)
+    probes = [[dice.randrange(1, 64) for _ in range(length)] for length in (32, 20, 7)]
+    (found,) = run_ranks(1, f"{JOBS}forwards", directory=str(tmp_path), probes=probes)
+    error = rms(found["training"] - found["exact"])
+    assert 0 < rms(found["decode"] - found["training"]) < 0.5 * error
+    assert rms(found["decode"] - found["exact"]) < 1.2 * error
