@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from oppo_megatron.config.run import TrainConfig, TrainSettings
     from oppo_megatron.placing.candidates import Candidate, Machine, Options
     from oppo_megatron.placing.probe import Run
+    from oppo_megatron.placing.trials import Trial
 
 Tell = Callable[[str], None]
 START = (
@@ -60,15 +61,19 @@ def settle(settings: TrainSettings, *, measure: bool) -> TrainConfig | None:
         return None
     else:
         run.require_unfinished()
-        tell(describe_work(settings, options))
-        record = measure_placements(settings, options)
+        record = measure_placements(settings, options, tell)
         tell(f"{record['reason']} ({run.placement})")
         chosen = Candidate.of_record(record)
     return settings.with_placement(chosen.placement)
 
 
-def measure_placements(settings: TrainSettings, options: Options, tell: Tell = lambda line: None) -> dict[str, Any]:
-    """Measure what there is to choose from; writes `placement.json` and returns what it holds.  Raises PlacementError."""
+def measure_placements(
+    settings: TrainSettings, options: Options, tell: Tell, tell_runs: Tell = lambda line: None
+) -> dict[str, Any]:
+    """Measure what there is to choose from; writes `placement.json` and returns what it holds.  Raises PlacementError.
+
+    `tell` hears what is measured, `tell_runs` what came of each run.
+    """
     from oppo_megatron.placing.candidates import auto_settings
     from oppo_megatron.placing.choice import choose, to_record
     from oppo_megatron.placing.probe import fingerprint
@@ -79,10 +84,18 @@ def measure_placements(settings: TrainSettings, options: Options, tell: Tell = l
     if run.placement_runs.exists():
         shutil.rmtree(run.placement_runs)
     run.placement_runs.mkdir(parents=True)
-    several = len(options.candidates) > 1
-    prober = Prober(settings, run.placement_runs, tell)
-    trials = measure_all(options.candidates, prober, auto_settings(settings).repeats) if several else []
+    trials: list[Trial] = []
+    load = os.getloadavg()[0]
+    if len(options.candidates) > 1:
+        tell(describe_work(settings, options))
+        if load > usable_cores():
+            tell(
+                f"this machine is busy (load average {load:.1f} on {usable_cores()} cores): measure again when it is idle"
+            )
+        prober = Prober(settings, run.placement_runs, tell_runs)
+        trials = measure_all(options.candidates, prober, auto_settings(settings).repeats)
     record = to_record(fingerprint(settings, options.machine), options, trials, choose(options, trials))
+    record["load_average_1min"] = round(load, 2)
     write_json(run.placement, record)
     return record
 

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from oppo_megatron.cli.measure import describe_work, measure_placements, refuse_given_ranks, this_machine
+    from oppo_megatron.cli.measure import measure_placements, refuse_given_ranks, this_machine
     from oppo_megatron.cli.run import load_settings
     from oppo_megatron.config.run import TrainSettings
     from oppo_megatron.placing.candidates import find_candidates
@@ -38,8 +38,7 @@ def run(args: argparse.Namespace) -> int:
     directory = RunDirectory(settings.run_dir)
     directory.require_unfinished()
     options = find_candidates(settings, this_machine(settings.runtime))
-    _tell(describe_work(settings, options))
-    record = measure_placements(settings, options, _tell)
+    record = measure_placements(settings, options, _tell, _tell)
     print("\n".join(report(record)))
     print(f"figures: {directory.placement}")
     return 0

@@ -12,6 +12,7 @@ import yaml
 from oppo_megatron.cli.main import main
 from oppo_megatron.config.load import load_config
 from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.cores import usable_cores
 from tests.support.ppo import Workspace
 
 pytestmark = pytest.mark.slow
@@ -52,6 +53,7 @@ def test_measures_chooses_and_trains(workspace: Workspace, capfd: pytest.Capture
     record, told = read(run / "placement.json"), capfd.readouterr().err
     assert "placement: measuring single, disaggregated 1 | 1 on" in told
     assert f"placement: {record['reason']} ({run / 'placement.json'})" in told
+    assert ("this machine is busy" in told) == (record["load_average_1min"] > usable_cores())
     rows = {row["name"]: row for row in record["candidates"]}
     assert list(rows) == ["single", "disaggregated 1 | 1"] and all(row["failure"] is None for row in rows.values())
     assert record["chosen"]["name"] == min(rows, key=lambda name: rows[name]["seconds_per_token"])
