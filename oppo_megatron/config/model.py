@@ -62,7 +62,10 @@ class ModelConfig(Section):
     )
     init_seed: int = Field(1234, ge=0, description="seed of a random initialisation, and of a fresh head")
     fresh_head: bool = Field(False, description="a causal LM may be loaded with a new scalar head (reward, critic)")
-    dtype: Dtype = Field("float32", description="type in which the weights are held and computed with")
+    dtype: Dtype = Field(
+        "float32",
+        description="type in which the weights are held and computed with; where it is not given, that of `runtime.dtype`",
+    )
 
 
 class OptimizerConfig(Section):
@@ -151,6 +154,10 @@ class RuntimeConfig(Section):
     """How the machine is used."""
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one, else cpu")
+    dtype: Dtype = Field(
+        "float32",
+        description="type of every role that gives none of its own; in bfloat16 the optimizer keeps float32 weights beside",
+    )
     threads_per_rank: int = Field(0, ge=0, description="CPU threads of each rank; 0: cores divided by local ranks")
     timeout_s: float = Field(1800.0, gt=0, description="a message or collective later than this is an error")
     rendezvous_timeout_s: float = Field(300.0, gt=0, description="ranks that have not all met after this are an error")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, get_args
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from oppo_megatron.config.base import Section
 from oppo_megatron.config.data import DataConfig, RewardPart, TokenizerConfig
 from oppo_megatron.config.model import (
     ActorConfig,
+    Dtype,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -22,6 +24,21 @@ from oppo_megatron.config.model import (
 )
 from oppo_megatron.config.overlap import OverlapConfig
 from oppo_megatron.config.ppo import PPOConfig, RolloutConfig
+
+
+def _with_common_dtype(data: Any, roles: Sequence[str]) -> Any:
+    """The settings, where roles that say nothing of their type have `runtime.dtype`; a wrong one is the section's to refuse."""
+    runtime = data.get("runtime") if isinstance(data, dict) else None
+    dtype = runtime.get("dtype") if isinstance(runtime, dict) else getattr(runtime, "dtype", None)
+    if dtype not in get_args(Dtype):
+        return data
+    return data | {name: _of_dtype(data[name], dtype) for name in roles if name in data}
+
+
+def _of_dtype(role: Any, dtype: Any) -> Any:
+    if isinstance(role, ModelConfig) and "dtype" not in role.model_fields_set:
+        return role.model_copy(update={"dtype": dtype})
+    return {"dtype": dtype} | role if isinstance(role, dict) else role
 
 
 class LoggingConfig(Section):
@@ -82,6 +99,11 @@ class TrainSettings(Section):
     evaluation: EvaluationConfig | None = None
     save_weights: bool = Field(True, description="write the final weights of actor and critic to `weights/`")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _common_dtype(cls, data: Any) -> Any:
+        return _with_common_dtype(data, ("actor", "critic", "reference", "reward"))
+
     def settled(self) -> TrainConfig | None:
         """The configuration that runs are built on; None where its placement is still to be measured."""
         if self.placement.mode == "auto":
@@ -117,6 +139,11 @@ class SupervisedConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     logging: LoggingConfig = LoggingConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _common_dtype(cls, data: Any) -> Any:
+        return _with_common_dtype(data, ("model",))
 
 
 class SFTConfig(SupervisedConfig):

@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oppo_megatron.config.load import dump_config, load_config
+from oppo_megatron.config.model import ActorConfig, RuntimeConfig, TrainedRoleConfig
+from oppo_megatron.config.places import named_roles
 from oppo_megatron.config.run import SFTConfig, TrainConfig
 from oppo_megatron.errors import ConfigError
 
@@ -187,3 +189,37 @@ def test_round_trip_keeps_any_text(template: str, tmp_path_factory: pytest.TempP
     path = tmp_path_factory.mktemp("round") / "c.yaml"
     dump_config(config, path)
     assert load_config(SFTConfig, path) == config
+
+
+def test_roles_take_the_runtimes_type_unless_they_give_their_own(good: Path, tmp_path: Path) -> None:
+    config = load_config(TrainConfig, good, ["runtime.dtype=bfloat16", "critic.dtype=float32"])
+    assert (config.actor.dtype, config.critic.dtype) == ("bfloat16", "float32")
+    assert named_roles(config)["reference"].dtype == "bfloat16"
+    dump_config(config, tmp_path / "dumped.yaml")
+    again = load_config(TrainConfig, tmp_path / "dumped.yaml", ["runtime.dtype=float32"])
+    assert again.actor.dtype == "bfloat16", "what is written down for a role stays"
+    assert load_config(TrainConfig, good).actor.dtype == "float32"
+
+
+def test_roles_given_as_sections_take_the_runtimes_type(good: Path) -> None:
+    plain = load_config(TrainConfig, good)
+    sections = {name: getattr(plain, name) for name in type(plain).model_fields}
+    sections["runtime"] = RuntimeConfig(dtype="bfloat16")
+    sections["actor"] = ActorConfig(checkpoint=plain.actor.checkpoint)
+    sections["critic"] = TrainedRoleConfig(checkpoint=plain.critic.checkpoint, dtype="float32")
+    config = TrainConfig(**sections)
+    assert (config.actor.dtype, config.critic.dtype) == ("bfloat16", "float32")
+
+
+def test_a_type_that_there_is_not_is_one_problem(good: Path) -> None:
+    (problem,) = problems_of(good, "runtime.dtype=float16")
+    assert problem.startswith("`runtime.dtype` is 'float16', but must be 'float32' or 'bfloat16'")
+
+
+def test_a_supervised_model_takes_the_runtimes_type(tmp_path: Path) -> None:
+    path = tmp_path / "sft.yaml"
+    path.write_text(
+        "{run_dir: a, tokenizer: {path: t}, data: {path: d}, model: {checkpoint: m}, runtime: {dtype: bfloat16}}"
+    )
+    assert load_config(SFTConfig, path).model.dtype == "bfloat16"
+    assert load_config(SFTConfig, path, ["model.dtype=float32"]).model.dtype == "float32"
