@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import NormalDist
 
 from oppo_megatron.config.ppo import ForcedLengthsConfig, RolloutConfig
 from oppo_megatron.runtime.sampler import uniforms
 
 LENGTH_DRAW = 2**63  # stands where a token's position stands in its draw, so that no token shares the number
+KEPT_LENGTHS = 65536  # a length is asked for in every round
 Quantile = Callable[[float], float]
 """Inverse of a distribution function: from a share in [0, 1) to a length in tokens."""
 
@@ -23,6 +24,7 @@ class Stopping:
     max_response_tokens: int
     forced: Quantile | None = None
     seed: int = 0
+    _drawn: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, rollout: RolloutConfig, eos_id: int, seed: int, trace: Quantile | None = None) -> Stopping:
@@ -37,8 +39,12 @@ class Stopping:
         """Largest response of the sequence, in tokens; a forced one is a function of (seed, sequence id) alone."""
         if self.forced is None:
             return self.max_response_tokens
-        length = self.forced(float(uniforms(self.seed, [seq_id], [LENGTH_DRAW])[0]))
-        return min(max(round(length), 1), self.max_response_tokens)
+        if seq_id not in self._drawn:
+            if len(self._drawn) >= KEPT_LENGTHS:
+                self._drawn.clear()
+            length = self.forced(float(uniforms(self.seed, [seq_id], [LENGTH_DRAW])[0]))
+            self._drawn[seq_id] = min(max(round(length), 1), self.max_response_tokens)
+        return self._drawn[seq_id]
 
 
 def log_normal(forced: ForcedLengthsConfig) -> Quantile:

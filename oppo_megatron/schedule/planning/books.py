@@ -181,12 +181,12 @@ class ScoringBook(Book):
     def _seat(self, rollouts: list[Rollout], replica: int, work: ReplicaWork) -> list[Rollout]:
         """Those of the rollouts that have a slot or get one now.  A finished one may take that of an unfinished one."""
         cached, finished = self._cached[replica], {r.seq_id for r in rollouts if r.finished}
+        youngest = sorted(seq_id for seq_id in cached if seq_id not in finished)
         for rollout in sorted(rollouts, key=lambda r: not r.finished):
             if rollout.seq_id in cached:
                 continue
-            unfinished = [seq_id for seq_id in cached if seq_id not in finished and seq_id not in work.open]
-            if len(cached) == self.slots and rollout.finished and unfinished:
-                work.evict.append(max(unfinished))
+            if len(cached) == self.slots and rollout.finished and youngest:
+                work.evict.append(youngest.pop())
                 del cached[work.evict[-1]]
             if len(cached) < self.slots:
                 cached[rollout.seq_id] = 0
