@@ -97,6 +97,11 @@ def check_overlap(overlap: OverlapConfig, batch_size: int) -> list[str]:
             f"overlap.delta.max is {delta.max}, but must not exceed rollout.batch_size {batch_size} "
             "(more carried rollouts than a batch holds could all fall due at once); lower it"
         )
+    if overlap.inter and delta.rule == "measured" and delta.target_waste + delta.dead_band >= 1:
+        problems.append(
+            f"overlap.delta has target_waste {delta.target_waste:g} and dead_band {delta.dead_band:g}, but their sum must be "
+            "below 1 (no decode batch is emptier, so delta would never grow); lower one"
+        )
     if len(set(candidates)) < len(candidates):
         problems.append(
             f"overlap.chunk.candidates is {candidates}, but each size may appear once; remove the repeated ones"

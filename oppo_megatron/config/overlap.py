@@ -24,15 +24,31 @@ class ChunkConfig(Section):
 class DeltaConfig(Section):
     """How many prompts more than the batch are decoded (the paper's delta)."""
 
-    rule: Literal["eq4", "algorithm1", "eq4_literal", "fixed"] = Field(
+    rule: Literal["eq4", "algorithm1", "eq4_literal", "measured", "fixed"] = Field(
         "eq4", description="what moves delta; see docs/algorithm.md"
     )
     initial: int = Field(4, ge=0, description="delta of the first step")
     min: int = Field(0, ge=0, description="smallest delta")
     max: int = Field(8, ge=0, description="largest delta; at most the batch size")
     window: int = Field(5, ge=1, description="steps averaged by the rule (W or w in the paper)")
-    increase: int = Field(1, ge=1, description="delta_inc of eq. 4")
-    decrease: int = Field(1, ge=1, description="delta_dec of eq. 4")
+    increase: int = Field(1, ge=1, description="delta_inc of eq. 4; `measured` grows by it too")
+    decrease: int = Field(1, ge=1, description="delta_dec of eq. 4; `measured` shrinks by it too")
+    target_waste: float = Field(
+        0.35, ge=0, lt=1, description="measured: share of the decode batch that may run empty; above it delta grows"
+    )
+    dead_band: float = Field(
+        0.05, ge=0, lt=1, description="measured: delta stays while the waste is no further than this from its target"
+    )
+    ess_floor: float = Field(
+        0.8, ge=0, le=1, description="measured: delta shrinks at once where the effective sample size (`ess`) is below"
+    )
+    length_gap_cap: float = Field(
+        0.4,
+        ge=0,
+        le=1,
+        description="measured: delta shrinks at once where, over `window` steps, the trained responses are shorter than the "
+        "submitted by a larger share",
+    )
 
 
 class WeaveConfig(Section):

@@ -2,15 +2,20 @@
 
 Legend: R_t is the mean reward of step t's batch, W (w in eq. 4) the window in steps.
 
+Two kinds of rules are built: from the reward's trend, as the paper has them, and from what overcommitting costs and saves.
+
 The OPPO paper gives two rules that disagree in sign: eq. 4 grows delta while the reward improves, line 24 of Algorithm
-1 shrinks it.  Its prose (delta decays to its minimum as training converges) agrees with eq. 4.  All are built:
+1 shrinks it.  Its prose (delta decays to its minimum as training converges) agrees with eq. 4.
 
 =============  ================================================================================
 `eq4`          eq. 4 with the windowed means of Algorithm 1 (line 22) as the slope; the default
 `algorithm1`   lines 21-27 of Algorithm 1 to the letter
 `eq4_literal`  eq. 4 as printed; its mean of differences telescopes to (R_t - R_{t-w}) / w
+`measured`     as large as empty decode steps ask for, as small as bias asks for (`MeasuredDelta`)
 `fixed`        delta stays as configured; plain PPO is `fixed` at 0
 =============  ================================================================================
+
+Every signal is the same number on all ranks, so all of them decide alike (`StepSignals`).
 """
 
 from __future__ import annotations
@@ -18,39 +23,37 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import mean
 from typing import Any
 
 from oppo_megatron.config.overlap import DeltaConfig
 from oppo_megatron.errors import CheckpointError
-from oppo_megatron.records import Decision
+from oppo_megatron.records import Decision, StepSignals
 
 
 class DeltaController(ABC):
-    """Watches the mean reward of each step and sets delta for the next one.
-
-    `value` is delta for the coming step.  Every rule keeps as many past rewards as it may still look at, and no more.
-    """
+    """Watches what each step has shown and sets delta for the next one.  `value` is delta for the coming step."""
 
     def __init__(self, config: DeltaConfig):
         self._config = config
         self._value = config.initial
-        self._rewards: list[float] = []
 
     @property
     def value(self) -> int:
         return self._value
 
-    def observe(self, step: int, reward_mean: float) -> Decision:
-        """Take the mean reward of `step`'s batch and decide delta for the step after it."""
-        assert math.isfinite(reward_mean), f"step {step}: mean reward {reward_mean} should have been refused earlier"
+    def observe(self, step: int, signals: StepSignals) -> Decision:
+        """Take what `step` has shown and decide delta for the step after it."""
+        reward = signals.reward_mean
+        assert math.isfinite(reward), f"step {step}: mean reward {reward} should have been refused earlier"
         before = self._value
-        self._rewards.append(reward_mean)
-        self._value, reason = self._decide()
+        self._value, reason = self._take(signals)
         return Decision(self._value, f"step {step}: {reason}", self._value != before)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, in plain JSON types."""
-        return {"rule": self._config.rule, "value": self._value, "rewards": list(self._rewards)}
+        return {"rule": self._config.rule, "value": self._value, **self._memory()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`.  CheckpointError where it was saved under another rule."""
@@ -60,14 +63,47 @@ class DeltaController(ABC):
                 f"'{self._config.rule}'; resume with overlap.delta.rule={state['rule']} or start a new run"
             )
         self._value = state["value"]
-        self._rewards = list(state["rewards"])
+        self._recall(state)
+
+    @abstractmethod
+    def _take(self, signals: StepSignals) -> tuple[int, str]:
+        """The new delta and why."""
+
+    @abstractmethod
+    def _memory(self) -> dict[str, Any]:
+        """What the rule remembers beside delta."""
+
+    @abstractmethod
+    def _recall(self, state: dict[str, Any]) -> None:
+        """Remember again what `_memory` gave."""
+
+    def _clip(self, delta: int) -> int:
+        return max(self._config.min, min(self._config.max, delta))
+
+    def _bounds(self) -> str:
+        return f" (within {self._config.min}..{self._config.max})"
+
+
+class RewardDelta(DeltaController):
+    """Delta from the rewards.  A rule keeps as many past ones as it may still look at, and no more."""
+
+    def __init__(self, config: DeltaConfig):
+        super().__init__(config)
+        self._rewards: list[float] = []
 
     @abstractmethod
     def _decide(self) -> tuple[int, str]:
         """The new delta and why; `_rewards` ends with the step just observed."""
 
-    def _clip(self, delta: int) -> int:
-        return max(self._config.min, min(self._config.max, delta))
+    def _take(self, signals: StepSignals) -> tuple[int, str]:
+        self._rewards.append(signals.reward_mean)
+        return self._decide()
+
+    def _memory(self) -> dict[str, Any]:
+        return {"rewards": list(self._rewards)}
+
+    def _recall(self, state: dict[str, Any]) -> None:
+        self._rewards = list(state["rewards"])
 
     def _follow(self, slope: float, figures: str) -> tuple[int, str]:
         """Eq. 4's two cases."""
@@ -77,14 +113,11 @@ class DeltaController(ABC):
         trend = "improves" if slope > 0 else "does not improve"
         return new, f"{figures}: the reward {trend}, delta {old} {change:+d} -> {new}{self._bounds()}"
 
-    def _bounds(self) -> str:
-        return f" (within {self._config.min}..{self._config.max})"
-
     def _wait(self, needed: int) -> tuple[int, str]:
         return self._value, f"delta stays {self._value}: {len(self._rewards)} of {needed} rewards that the rule needs"
 
 
-class Eq4Delta(DeltaController):
+class Eq4Delta(RewardDelta):
     """Eq. 4 each step, with slope = mean(last W rewards) - mean(the W before)."""
 
     def _decide(self) -> tuple[int, str]:
@@ -96,7 +129,7 @@ class Eq4Delta(DeltaController):
         return self._follow(difference, figures)
 
 
-class Algorithm1Delta(DeltaController):
+class Algorithm1Delta(RewardDelta):
     """Algorithm 1, lines 21-27: moves against the reward's trend by a quarter of delta, once in W steps."""
 
     def _decide(self) -> tuple[int, str]:
@@ -112,7 +145,7 @@ class Algorithm1Delta(DeltaController):
         return new, f"{figures}: delta {old} - ({sign}) * {change} -> {new}{self._bounds()}"
 
 
-class Eq4LiteralDelta(DeltaController):
+class Eq4LiteralDelta(RewardDelta):
     """Eq. 4 each step, with the slope as printed: s_t = (R_t - R_{t-w}) / w."""
 
     def _decide(self) -> tuple[int, str]:
@@ -126,11 +159,158 @@ class Eq4LiteralDelta(DeltaController):
 
 
 class FixedDelta(DeltaController):
-    """Delta as configured, whatever the reward does."""
+    """Delta as configured, whatever a step shows."""
 
-    def _decide(self) -> tuple[int, str]:
-        self._rewards.clear()
+    def _take(self, signals: StepSignals) -> tuple[int, str]:
         return self._value, f"delta is fixed at {self._value}"
+
+    def _memory(self) -> dict[str, Any]:
+        return {}
+
+    def _recall(self, state: dict[str, Any]) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """A growth beyond `delta` was taken back because of `signal`.
+
+    `level` is what the signal was over the first whole window at the delta in force; None: there was none yet.
+    """
+
+    delta: int
+    signal: str
+    level: float | None = None
+
+    def lifted(self, now: float, band: float) -> bool:
+        """Whether the signal, at the same delta, now speaks for growing by more than `band` beyond what it did."""
+        if self.level is None:
+            return False
+        return now < self.level - band if self.signal == "length_gap" else now > self.level + band
+
+
+class MeasuredDelta(DeltaController):
+    """Delta from what overcommitting saves and costs, as each step has measured it.
+
+    What it saves is *tail waste*, places of the decode batch that run empty while the longest responses end.  What it
+    costs is bias: tokens of older policies (`ess`, effective sample size) and batches of the shorter responses (*length
+    gap*).  Laws, held by the tests, with W = `window`, band = `dead_band`:
+
+    1. Bias first.  Where the step's ess is below `ess_floor`, or the mean length gap of the last W steps is above
+       `length_gap_cap`, delta shrinks by `decrease` in that very step.
+    2. Else delta moves once in W steps, by their mean waste: above `target_waste` + band it grows by `increase`, if no step
+       of the W broke a bound; below `target_waste` - band it shrinks by `decrease`; in the dead band between it stays.
+    3. A growth that is taken back by the end of its first W steps is not tried again until the signal which forbade it has
+       become better by more than the band, at the delta in force.
+    4. Delta never leaves `min`..`max`.
+    5. Convergence: where the signals are functions of delta, whatever functions, delta comes to rest.  There a growth that
+       stands its first W steps stands for good, and one that is taken back lowers the ceiling of law 3, which nothing lifts:
+       so finitely many are taken back, and between two of them delta goes down, then up.
+    6. Monotone: of two steps in the same state, the one with more waste never gets the smaller delta, and the one with less
+       ess or a larger length gap never the larger one.  That holds for whole histories too, while none has a ceiling.
+    """
+
+    def __init__(self, config: DeltaConfig):
+        super().__init__(config)
+        self._steps: list[StepSignals] = []  # the last W
+        self._age = 0  # steps in the present window
+        self._broken = False  # whether one of them broke a bound
+        self._grown = False  # whether delta has grown, and has not stood its first window yet
+        self._ceiling: Ceiling | None = None
+
+    def _take(self, signals: StepSignals) -> tuple[int, str]:
+        window = self._config.window
+        self._steps = [*self._steps, signals][-window:]
+        self._age += 1
+        broken = self._broken_bound(signals)
+        self._broken = self._broken or broken is not None
+        if broken is not None:
+            new, reason = self._shrink(*broken)
+        elif self._age < window:
+            new, reason = self._stay(f"{self._age} of {window} steps that the rule averages")
+        else:
+            new, reason = self._weigh_waste(signals)
+        if self._age >= window:
+            self._age, self._broken = 0, False
+        return new, reason
+
+    def _broken_bound(self, signals: StepSignals) -> tuple[str, str] | None:
+        """The bias signal that is out of bounds, and its figures."""
+        config, gap = self._config, self._mean("length_gap")
+        if not signals.ess >= config.ess_floor:
+            return "ess", f"ess {signals.ess:.3f} is below its floor of {config.ess_floor:g}"
+        if not gap <= config.length_gap_cap:
+            over = f"over {len(self._steps)} steps"
+            return "length_gap", f"length gap {gap:+.3f} {over} is above its cap of {config.length_gap_cap:g}"
+        return None
+
+    def _weigh_waste(self, signals: StepSignals) -> tuple[int, str]:
+        """Law 2, at the end of a window."""
+        config, waste = self._config, self._mean("tail_waste")
+        low, high = config.target_waste - config.dead_band, config.target_waste + config.dead_band
+        measured = f"tail waste {waste:.3f} over {config.window} steps is"
+        bias = f", ess {signals.ess:.3f} and length gap {self._mean('length_gap'):+.3f} are within bounds"
+        if waste < low:
+            return self._shrink("tail_waste", f"{measured} below {low:g}")
+        if waste <= high:
+            self._grown = False
+            return self._stay(f"{measured} within {low:g}..{high:g}{bias}")
+        if self._broken:
+            return self._stay(f"{measured} above {high:g}, but a step of them broke a bound")
+        return self._grow(f"{measured} above {high:g}{bias}")
+
+    def _stay(self, figures: str) -> tuple[int, str]:
+        return self._value, f"{figures}: delta stays {self._value}"
+
+    def _shrink(self, signal: str, figures: str) -> tuple[int, str]:
+        old, new = self._value, self._clip(self._value - self._config.decrease)
+        if new < old and self._grown:
+            self._ceiling = Ceiling(old - 1, signal)
+        self._moved(new, grown=False)
+        return new, f"{figures}: delta {old} {-self._config.decrease:+d} -> {new}{self._bounds()}"
+
+    def _grow(self, figures: str) -> tuple[int, str]:
+        old, ceiling = self._value, self._ceiling_now()
+        new = self._clip(old + self._config.increase)
+        if ceiling is not None and new > ceiling.delta:
+            new = max(old, ceiling.delta)
+            figures += f", {ceiling.delta + 1} was taken back for its {ceiling.signal.replace('_', ' ')}"
+        self._moved(new, grown=True)
+        return new, f"{figures}: delta {old} {self._config.increase:+d} -> {new}{self._bounds()}"
+
+    def _ceiling_now(self) -> Ceiling | None:
+        """The ceiling at the end of a window at one delta: measured for the first time, kept, or lifted (law 3)."""
+        if self._ceiling is not None:
+            now = self._mean(self._ceiling.signal)
+            if self._ceiling.level is None:
+                self._ceiling = replace(self._ceiling, level=now)
+            elif self._ceiling.lifted(now, self._config.dead_band):
+                self._ceiling = None
+        return self._ceiling
+
+    def _moved(self, new: int, *, grown: bool) -> None:
+        """Delta becomes `new`: what was measured at another delta does not count there."""
+        self._grown = grown and new != self._value
+        if new != self._value and self._ceiling is not None:
+            self._ceiling = replace(self._ceiling, level=None)
+
+    def _mean(self, signal: str) -> float:
+        """Exact, so that equal steps have their own value as the mean, and law 5 no rounding to fear."""
+        return float(mean(getattr(step, signal) for step in self._steps))
+
+    def _memory(self) -> dict[str, Any]:
+        return {
+            "steps": [asdict(step) for step in self._steps],
+            "age": self._age,
+            "broken": self._broken,
+            "grown": self._grown,
+            "ceiling": None if self._ceiling is None else asdict(self._ceiling),
+        }
+
+    def _recall(self, state: dict[str, Any]) -> None:
+        self._steps = [StepSignals(**step) for step in state["steps"]]
+        self._age, self._broken, self._grown = state["age"], state["broken"], state["grown"]
+        self._ceiling = None if state["ceiling"] is None else Ceiling(**state["ceiling"])
 
 
 def compare_windows(rewards: Sequence[float], window: int) -> tuple[float, str]:
@@ -146,6 +326,7 @@ RULES: dict[str, type[DeltaController]] = {
     "eq4": Eq4Delta,
     "algorithm1": Algorithm1Delta,
     "eq4_literal": Eq4LiteralDelta,
+    "measured": MeasuredDelta,
     "fixed": FixedDelta,
 }
 

@@ -9,7 +9,7 @@ One step, as its owner runs it::
             ...                              # decode at most scheduler.chunk(C) steps, record the chunk
         batch = scheduler.take_batch()
         ...                                  # score, train
-        decision = scheduler.end_step(step, reward_mean)
+        decision = scheduler.end_step(step, signals)
 
 Plain PPO is the same loop with delta fixed at 0.
 
@@ -24,16 +24,16 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from oppo_megatron.overcommit.buffer import RolloutBuffer
-from oppo_megatron.records import Decision, Prompt, Rollout
+from oppo_megatron.records import Decision, Prompt, Rollout, StepSignals
 
 
 class DeltaController(Protocol):
-    """What sets delta from the rewards; `oppo_megatron.control.delta` has the rules."""
+    """What sets delta from what a step has shown; `oppo_megatron.control.delta` has the rules."""
 
     @property
     def value(self) -> int: ...
 
-    def observe(self, step: int, reward_mean: float) -> Decision: ...
+    def observe(self, step: int, signals: StepSignals) -> Decision: ...
 
 
 class OvercommitScheduler:
@@ -92,9 +92,9 @@ class OvercommitScheduler:
         """The step's batch, out of the buffer; what stays is deferred."""
         return self.buffer.take_batch()
 
-    def end_step(self, step: int, reward_mean: float) -> Decision:
-        """Give the controller the batch's mean reward and the buffer the delta it decides."""
-        decision = self._controller.observe(step, reward_mean)
+    def end_step(self, step: int, signals: StepSignals) -> Decision:
+        """Give the controller what the step has shown, and the buffer the delta it decides."""
+        decision = self._controller.observe(step, signals)
         self.buffer.set_delta(decision.value)
         return decision
 

@@ -33,7 +33,10 @@ STATS = (
 
 @dataclass
 class Actor:
-    """The policy and its optimizer.  `version` counts its updates; every token carries that of its sampling."""
+    """The policy and its optimizer.  `version` counts its updates; every token carries that of its sampling.
+
+    `ess` is the effective sample size of the last update, on every rank of the actor; before the first nothing can be stale.
+    """
 
     role: TrainedRole
     ppo: PPOConfig
@@ -41,6 +44,7 @@ class Actor:
     keep_kv: bool
     gap_limit: float | None
     version: int = 0
+    ess: float = 1.0
 
     def update(
         self, batch: Sequence[Rollout], experience: Experience, kl_coefficient: float, settings: UpdateSettings
@@ -65,6 +69,7 @@ class Actor:
 
         reports = run_update(self.role.trained, batch, extra, loss, settings)
         summary = self.role.share(self._summary(reports), STATS)
+        self.ess = summary["ess"]
         self.version += 1
         moved = self.role.publish()
         packing = update_packing(batch, self._groups.dp, settings)

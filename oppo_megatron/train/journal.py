@@ -32,6 +32,8 @@ class StepFacts:
     chunk_tokens: int | None
     tokens_decoded: int = 0
     decode_steps: int = 0
+    tail_waste: float = 0.0
+    length_gap: float = 0.0
     backfilled: int = 0  # rollouts admitted after the step had begun
     step_s: float = 0.0
     decode_s: float = 0.0  # rounds that decoded
@@ -150,6 +152,7 @@ class Journal:
             "bubble_share": waits / facts.decode_s if facts.decode_s else 0.0,
             "tokens": facts.tokens_decoded,
             "running_mean": facts.tokens_decoded / facts.decode_steps if facts.decode_steps else 0.0,
+            "tail_waste": facts.tail_waste,
         }
 
 
@@ -189,6 +192,7 @@ def _lengths(facts: StepFacts, batch: Sequence[Rollout], carried: Sequence[Rollo
         "trained_len_mean": sum(trained) / len(trained),
         "trained_len_max": max(trained),
         "submitted_len_mean": sum(submitted) / len(submitted),
+        "length_gap": facts.length_gap,
         "truncated_fraction": sum(r.finish_reason == "length" for r in batch) / len(batch),
         "stale_token_fraction": stale / sum(trained),
     } | _by_length(trained, facts.rewards)

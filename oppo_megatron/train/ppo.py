@@ -24,8 +24,9 @@ from oppo_megatron.algorithms.experience import Experience, build_experience
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.chunk import ChunkTuner
 from oppo_megatron.control.kl import KLController
+from oppo_megatron.control.signals import Occupancy, length_gap
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
-from oppo_megatron.records import Rollout
+from oppo_megatron.records import Rollout, StepSignals
 from oppo_megatron.runtime.peers import waiting_for
 from oppo_megatron.runtime.rounds import Decoding, RoundRunner
 from oppo_megatron.runtime.world import World
@@ -99,6 +100,7 @@ class PPOTrainer:
     def _rollout(self, plan: StepPlan, facts: StepFacts) -> None:
         """Decode until the batch is complete, the scorers beside it if the plan says so."""
         buffer, begun = self.scheduler.buffer, self.scheduler.buffer.clock
+        occupancy = Occupancy(begun)
         while not buffer.readiness().ready:
             started, backfilled = time.time(), self.scheduler.backfill()
             self.rounds.admit(backfilled)
@@ -107,11 +109,12 @@ class PPOTrainer:
             chunk = self.rounds.run(active, score, self.scheduler.chunk(self.chunk_tuner.value), decoding)
             assert chunk is not None
             buffer.record(chunk)
+            occupancy.record(chunk)
             self.rounds.recorded(active)
             facts.backfilled += len(backfilled)
             facts.tokens_decoded += sum(len(row.tokens) for row in chunk.rows)
             facts.decode_s += time.time() - started
-        facts.decode_steps = buffer.clock - begun
+        facts.decode_steps, facts.tail_waste = buffer.clock - begun, occupancy.tail_waste
 
     def _score(self, step: int, batch: Sequence[Rollout], facts: StepFacts) -> Experience:
         """Complete the batch's scoring, and give every rank its experience."""
@@ -125,7 +128,7 @@ class PPOTrainer:
         role = "actor" if self.actor is not None else "scorer"
         seconds = self._scoring_seconds(step)
         with self._part(waiting, role, step):
-            scored, report = self.exchange.gather(batch, self.rounds, self.critic, seconds)
+            scored, report = self.exchange.gather(batch, self.rounds, self.actor, self.critic, seconds)
         facts.scores, facts.kl_coefficient, facts.rewards = report, self.kl.value, scored.scores_B.tolist()
         facts.local_score_s = seconds.get("score", 0.0)
         if self.journal is not None and step > 1:
@@ -173,7 +176,10 @@ class PPOTrainer:
         self, step: int, batch: Sequence[Rollout], experience: Experience, facts: StepFacts, rollout_s: float
     ) -> None:
         """Controllers: same inputs on every rank, but for the chunk size, whose time only the actor's output rank takes."""
-        facts.delta_reason = self.scheduler.end_step(step, experience.stats.score_mean).reason
+        assert facts.scores is not None
+        facts.length_gap = length_gap(batch, self.scheduler.buffer.rollouts)
+        signals = StepSignals(experience.stats.score_mean, facts.tail_waste, facts.scores.ess, facts.length_gap)
+        facts.delta_reason = self.scheduler.end_step(step, signals).reason
         self.kl.observe(experience.stats.kl_mean, len(batch))
         if not self.config.overlap.intra or self.actor is None:
             return

@@ -19,6 +19,7 @@ from oppo_megatron.records import Rollout
 from oppo_megatron.rewards.functions import RewardSum
 from oppo_megatron.runtime.rounds import RoundRunner
 from oppo_megatron.runtime.stream import share
+from oppo_megatron.train.actor import Actor
 from oppo_megatron.train.critic import CRITIC_STATS, Critic
 
 TIMES = ("score", "wait_tokens")
@@ -26,12 +27,16 @@ TIMES = ("score", "wait_tokens")
 
 @dataclass(frozen=True)
 class ScoreReport:
-    """What comes with the scores: mean of each reward part, seconds of the scorers' first rank, the last critic update."""
+    """What comes with the scores: mean of each reward part, seconds of the scorers' first rank, the last critic update.
+
+    `ess` is what the actor's last update measured, hence of the step before; 1 in the first step.
+    """
 
     parts: dict[str, float]
     score_busy_s: float
     scorer_idle_s: float
     critic: dict[str, float]
+    ess: float
 
 
 @dataclass
@@ -45,7 +50,12 @@ class ScoreExchange:
     tokenizer: Tokenizer
 
     def gather(
-        self, batch: Sequence[Rollout], rounds: RoundRunner, critic: Critic | None, seconds: Mapping[str, float]
+        self,
+        batch: Sequence[Rollout],
+        rounds: RoundRunner,
+        actor: Actor | None,
+        critic: Critic | None,
+        seconds: Mapping[str, float],
     ) -> tuple[ScoredBatch, ScoreReport]:
         """Scores, values and reference log-probs of the batch on every rank.  Raises RewardError on the scorers' first.
 
@@ -67,7 +77,7 @@ class ScoreExchange:
             lengths_B=lengths,
             truncated_B=torch.tensor([r.finish_reason == "length" for r in batch], device=self.device),
         )
-        return scored, ScoreReport(parts, busy_s, idle_s, self.critic_stats(critic))
+        return scored, ScoreReport(parts, busy_s, idle_s, self.critic_stats(critic), self._ess(actor))
 
     def critic_stats(self, critic: Critic | None) -> dict[str, float]:
         """Statistics of the critic's last update, on every rank."""
@@ -76,6 +86,14 @@ class ScoreExchange:
             assert critic is not None
             mine = torch.tensor([critic.stats[name] for name in CRITIC_STATS], dtype=torch.float64)
         return dict(zip(CRITIC_STATS, share(mine, len(CRITIC_STATS), self._leader, self.device).tolist(), strict=True))
+
+    def _ess(self, actor: Actor | None) -> float:
+        """The effective sample size of the actor's last update, on every rank."""
+        source, mine = self.places["actor"].ranks[0], None
+        if self.rank == source:
+            assert actor is not None
+            mine = torch.tensor([actor.ess], dtype=torch.float64)
+        return float(share(mine, 1, source, self.device))
 
     @property
     def _leader(self) -> int:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from statistics import fmean
 from typing import Any
 
 import pytest
 
+from oppo_megatron.config.overlap import DeltaConfig
+from oppo_megatron.control.delta import make_delta_controller
+from oppo_megatron.records import StepSignals
 from tests.support.ppo import Outcome, Workspace, run_ppo_ranks, weight_distance
 
 STEPS, BATCH, DELTA = 7, 6, 4
@@ -121,3 +125,35 @@ def test_adaptive_chunk_and_delta_run(workspace: Workspace) -> None:
     assert len({line["delta"] for line in run.metrics}) > 1
     assert all(line["delta_reason"] and line["chunk_reason"] for line in run.metrics)
     assert sorted(run.tokens()) == list(range(STEPS * BATCH))
+
+
+MEASURED = {"rule": "measured", "initial": 2, "min": 0, "max": DELTA, "window": 1, "target_waste": 0.3}
+
+
+@pytest.mark.parametrize("placement", [DISAGGREGATED, {"mode": "disaggregated", "actor": {"dp": 2}}], ids=["1", "dp2"])
+def test_delta_from_what_is_measured(workspace: Workspace, placement: dict[str, Any]) -> None:
+    """Every rank must decide alike, or the ranks would admit other prompts and fail each other."""
+    dp = placement.get("actor", {}).get("dp", 1)
+    changes = {"overlap.delta": MEASURED, "overlap.max_deferrals": 2, "rollout.forced_lengths": {"median": 12}}
+    config = overcommitted(workspace, f"measured-{dp}", **changes) | {"placement": placement}
+    run = run_ppo_ranks(config)
+    assert sorted(run.tokens()) == list(range(STEPS * BATCH))
+    assert len({line["delta"] for line in run.metrics}) > 1 and min(line["ess"] for line in run.metrics) < 1
+    ended = 0
+    for line in run.metrics:
+        begun, batch = ended, [row for row in run.rollouts if row["step"] == line["step"]]
+        ended = max(begun, *(row["finish_clock"] for row in batch))
+        # A sequence runs in every decode step from its first token on, so its end and its length tell in which.
+        counts = [sum(_ran_at(row, clock) for row in run.rollouts) for clock in range(begun + 1, ended + 1)]
+        assert line["tail_waste"] == pytest.approx(1 - fmean(counts) / max(counts) if counts else 0.0, abs=1e-12)
+        assert line["length_gap"] == pytest.approx(1 - line["trained_len_mean"] / line["submitted_len_mean"])
+    controller, ess = make_delta_controller(DeltaConfig(**MEASURED)), 1.0
+    for line in run.metrics:
+        assert line["delta"] == controller.value
+        signals = StepSignals(line["reward_mean"], line["tail_waste"], ess, line["length_gap"])
+        assert line["delta_reason"] == controller.observe(line["step"], signals).reason
+        ess = line["ess"]
+
+
+def _ran_at(row: dict[str, Any], clock: int) -> bool:
+    return row["finish_clock"] - len(row["tokens"]) < clock <= row["finish_clock"]

@@ -86,6 +86,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"overlap.delta": {"min": 3, "initial": 2, "max": 4}}, "min <= initial <= max must hold"),
     ({"overlap.delta": {"min": 0, "initial": 5, "max": 4}}, "min <= initial <= max must hold"),
     ({"overlap.delta.max": 9}, "overlap.delta.max is 9, but must not exceed rollout.batch_size 8"),
+    ({"overlap.delta": {"rule": "measured", "target_waste": 0.75, "dead_band": 0.25}}, "their sum must be below 1"),
     ({"overlap.chunk.candidates": [16, 16, 32]}, "each size may appear once"),
     ({"overlap": {"inter": False, "backfill": True}}, "overlap.backfill is true, but overlap.inter is false"),
     (
@@ -132,6 +133,7 @@ GOOD: list[dict[str, Any]] = [
     {"overlap": {"backfill_every": 5}},
     {"rewards": [{"kind": "python", "entry_point": "pkg.mod:f", "options": {"a": 1}}]},
     {"rollout.forced_lengths": {"median": 20}},
+    {"overlap.delta": {"rule": "eq4", "target_waste": 0.75, "dead_band": 0.25}},
     {"rollout.forced_lengths": {"trace": __file__, "column": "ContextTokens", "scale": 0.5}},
 ]
 

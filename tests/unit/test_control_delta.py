@@ -14,16 +14,21 @@ from oppo_megatron.config.overlap import DeltaConfig
 from oppo_megatron.control import Decision
 from oppo_megatron.control.delta import DeltaController, make_delta_controller
 from oppo_megatron.errors import CheckpointError
+from oppo_megatron.records import StepSignals
 
-Rule = Literal["eq4", "algorithm1", "eq4_literal", "fixed"]
-RULES: list[Rule] = ["eq4", "algorithm1", "eq4_literal", "fixed"]
+Rule = Literal["eq4", "algorithm1", "eq4_literal", "measured", "fixed"]
+RULES: list[Rule] = ["eq4", "algorithm1", "eq4_literal", "measured", "fixed"]
 
 # Rewards on a grid of exact binary fractions with many ties, so that the references need no tolerance.
 rewards_strategy = st.lists(st.integers(-8, 8).map(lambda n: n / 4), max_size=40)
 
 
+def rewarded(reward: float) -> StepSignals:
+    return StepSignals(reward, tail_waste=0.5, ess=1.0, length_gap=0.0)
+
+
 def values(controller: DeltaController, rewards: list[float]) -> list[int]:
-    return [controller.observe(step, reward).value for step, reward in enumerate(rewards)]
+    return [controller.observe(step, rewarded(reward)).value for step, reward in enumerate(rewards)]
 
 
 def mean(rewards: list[float]) -> Fraction:
@@ -105,28 +110,44 @@ def test_rounding_does_not_make_a_slope(block: list[float]) -> None:
     assert values(controller, block + block[::-1])[-1] == 3
 
 
-@given(rewards=st.lists(st.floats(-10, 10), max_size=40), rule=st.sampled_from(RULES), window=st.integers(1, 4))
-def test_delta_stays_within_bounds_and_changed_tells_the_truth(rewards: list[float], rule: Rule, window: int) -> None:
+@st.composite
+def steps_of_signals(draw: st.DrawFn, max_size: int = 40) -> list[StepSignals]:
+    """Signals on grids that lie on, above and below the bounds, so that ties and breaches are common."""
+    grid = st.builds(
+        StepSignals,
+        st.floats(-10, 10),
+        tail_waste=st.integers(0, 20).map(lambda n: n / 20),
+        ess=st.sampled_from([0.5, 0.79, 0.8, 0.9, 1.0]),
+        length_gap=st.sampled_from([-0.5, 0.0, 0.3, 0.4, 0.7]),
+    )
+    return draw(st.lists(grid, max_size=max_size))
+
+
+@given(steps=steps_of_signals(), rule=st.sampled_from(RULES), window=st.integers(1, 4))
+def test_delta_stays_within_bounds_and_changed_tells_the_truth(
+    steps: list[StepSignals], rule: Rule, window: int
+) -> None:
     controller = make_delta_controller(DeltaConfig(rule=rule, initial=3, min=2, max=5, window=window))
     before = controller.value
-    for step, reward in enumerate(rewards):
-        decision = controller.observe(step, reward)
+    for step, signals in enumerate(steps):
+        decision = controller.observe(step, signals)
         assert 2 <= decision.value <= 5
         assert decision.value == controller.value
         assert decision.changed == (decision.value != before)
         before = decision.value
 
 
-@given(rewards=rewards_strategy, split=st.integers(0, 40), rule=st.sampled_from(RULES), window=st.integers(1, 4))
-def test_resume_continues_exactly(rewards: list[float], split: int, rule: Rule, window: int) -> None:
+@given(steps=steps_of_signals(), split=st.integers(0, 40), rule=st.sampled_from(RULES), window=st.integers(1, 4))
+def test_resume_continues_exactly(steps: list[StepSignals], split: int, rule: Rule, window: int) -> None:
     config = DeltaConfig(rule=rule, initial=6, max=9, window=window)
     whole, first, second = (make_delta_controller(config) for _ in range(3))
-    done = values(first, rewards[:split])
+    done = [first.observe(*step) for step in enumerate(steps[:split])]
     state = json.loads(json.dumps(first.state_dict()))
-    assert len(state["rewards"]) <= 2 * window
+    assert all(len(state.get(name, [])) <= 2 * window for name in ("rewards", "steps"))
     second.load_state_dict(state)
     assert second.value == first.value
-    assert done + values(second, rewards[split:]) == values(whole, rewards)
+    rest = [second.observe(split + step, signals) for step, signals in enumerate(steps[split:])]
+    assert done + rest == [whole.observe(*step) for step in enumerate(steps)]
 
 
 def test_resume_under_another_rule_is_refused() -> None:
@@ -137,7 +158,7 @@ def test_resume_under_another_rule_is_refused() -> None:
 
 def test_reasons_name_the_figures() -> None:
     controller = make_delta_controller(DeltaConfig(rule="eq4", initial=4, max=8, window=1))
-    waiting, grown = controller.observe(0, 0.25), controller.observe(1, 0.75)
+    waiting, grown = controller.observe(0, rewarded(0.25)), controller.observe(1, rewarded(0.75))
     assert waiting == Decision(4, "step 0: delta stays 4: 1 of 2 rewards that the rule needs", False)
     assert grown.changed
     for figure in ("step 1", "0.75", "0.25", "+0.5", "4 +1 -> 5"):
@@ -146,4 +167,4 @@ def test_reasons_name_the_figures() -> None:
 
 def test_a_reward_that_is_not_finite_is_our_own_bug() -> None:
     with pytest.raises(AssertionError, match="step 3: mean reward nan"):
-        make_delta_controller(DeltaConfig()).observe(3, float("nan"))
+        make_delta_controller(DeltaConfig()).observe(3, rewarded(float("nan")))

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 
 from oppo_megatron.config.overlap import DeltaConfig
 from oppo_megatron.control.delta import make_delta_controller
+from oppo_megatron.control.signals import Occupancy
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
-from oppo_megatron.records import Chunk, ChunkRow, Decision, Prompt, Rollout
+from oppo_megatron.records import Chunk, ChunkRow, Decision, Prompt, Rollout, StepSignals
 
 CHUNKS = (1, 7, 64, 10**6)
 
@@ -36,7 +37,7 @@ class ScriptedDelta:
     def value(self) -> int:
         return self.deltas[self.num_steps % len(self.deltas)]
 
-    def observe(self, step: int, reward_mean: float) -> Decision:
+    def observe(self, step: int, signals: StepSignals) -> Decision:
         self.num_steps += 1
         return Decision(self.value, f"script, step {step}", True)
 
@@ -60,6 +61,7 @@ class Log:
     num_consumed: list[int] = field(default_factory=list)
     entered: dict[int, int] = field(default_factory=dict)  # clock of each admission, by sequence
     running: list[int] = field(default_factory=list)  # sequences that each decode step advances
+    waste: list[float] = field(default_factory=list)  # of each step
 
 
 def token(seq_id: int, offset: int) -> int:
@@ -68,7 +70,7 @@ def token(seq_id: int, offset: int) -> int:
 
 def decode_round(
     buffer: RolloutBuffer, lengths: list[int], version: int, index: int, chunk_tokens: int, log: Log
-) -> None:
+) -> Chunk:
     """One round: up to `chunk_tokens` decode steps, no step beyond the one that completes the batch."""
     readiness = buffer.readiness()
     rows = {r.seq_id: ChunkRow(r.seq_id, len(r.tokens), [], [], [], version) for r in buffer.active}
@@ -88,7 +90,9 @@ def decode_round(
                 row.finish_clock, row.finish_reason = clock, "eos"
                 running.remove(seq_id)
                 readiness.finish(seq_id)
-    buffer.record(Chunk(index, clock, list(rows.values())))
+    chunk = Chunk(index, clock, list(rows.values()))
+    buffer.record(chunk)
+    return chunk
 
 
 def simulate(run: Run, chunk_tokens: int) -> Log:
@@ -101,16 +105,18 @@ def simulate(run: Run, chunk_tokens: int) -> Log:
     while not scheduler.done:
         enter(scheduler, scheduler.begin_step, log, run)
         log.sizes.append(len(buffer))
+        occupancy = Occupancy(buffer.clock)
         while not buffer.readiness().ready:
             enter(scheduler, scheduler.backfill, log, run)
             steps = scheduler.chunk(chunk_tokens)
-            decode_round(buffer, run.lengths, version=step, index=index, chunk_tokens=steps, log=log)
+            occupancy.record(decode_round(buffer, run.lengths, version=step, index=index, chunk_tokens=steps, log=log))
             index += 1
+        log.waste.append(occupancy.tail_waste)
         log.num_consumed.append(scheduler.num_consumed)
         log.batches.append(scheduler.take_batch())
         log.clocks.append(buffer.clock)
         assert every is None or len(buffer) <= run.batch_size, "a batch leaves behind what the next one has room for"
-        scheduler.end_step(step, 0.0)
+        scheduler.end_step(step, StepSignals(0.0, 0.0, 1.0, 0.0))
         step += 1
     return log
 
@@ -219,6 +225,17 @@ def test_chunk_size_changes_nothing_and_runs_repeat(run: Run) -> None:
         assert simulate(run, chunk_tokens) == first
 
 
+@given(run=runs(capped=False), chunk_tokens=st.sampled_from(CHUNKS))
+@settings(max_examples=150, deadline=None)
+def test_tail_waste_is_the_share_of_places_that_ran_empty(run: Run, chunk_tokens: int) -> None:
+    """The chunks tell what the engine counted step by step: carried, late and cut-off sequences included."""
+    log = simulate(run, chunk_tokens)
+    for begun, ended, waste in zip([0, *log.clocks], log.clocks, log.waste, strict=False):
+        running = log.running[begun:ended]
+        width = max(running, default=0)
+        assert waste == pytest.approx(fmean(1 - count / width for count in running) if running else 0.0, abs=1e-12)
+
+
 @given(run=runs(), chunk_tokens=st.sampled_from(CHUNKS))
 @settings(max_examples=150, deadline=None)
 def test_no_rollout_is_deferred_beyond_the_cap(run: Run, chunk_tokens: int) -> None:
@@ -290,7 +307,7 @@ def test_a_surplus_finisher_takes_no_place_of_a_backfilled_step() -> None:
     assert len(scheduler.begin_step()) == 3
     decode_round(buffer, [3] * 9, version=0, index=0, chunk_tokens=scheduler.chunk(64), log=Log())
     assert (buffer.clock, len(scheduler.take_batch()), [r.finished for r in buffer.rollouts]) == (3, 2, [True])
-    scheduler.end_step(0, 0.0)
+    scheduler.end_step(0, StepSignals(0.0, 0.0, 1.0, 0.0))
     assert len(scheduler.begin_step()) == 3, "B + delta are decoded beside it"
     assert (len(buffer), buffer.full, scheduler.chunk(64)) == (4, True, 64), "2B are held: no admission is to come"
 
@@ -325,7 +342,7 @@ def test_the_controller_sets_the_buffer_from_the_start_and_after_each_step() -> 
     assert len(scheduler.begin_step()) == 6
     deltas = []
     for step, reward in enumerate([0.0, 1.0, 2.0, 1.0]):
-        decision = scheduler.end_step(step, reward)
+        decision = scheduler.end_step(step, StepSignals(reward, 0.0, 1.0, 0.0))
         assert decision.value == buffer.delta
         deltas.append(buffer.delta)
     assert deltas == [2, 3, 3, 2]

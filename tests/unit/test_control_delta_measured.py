@@ -1,0 +1,259 @@
+"""The laws of the `measured` rule, as the docstring of `MeasuredDelta` states them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oppo_megatron.config.overlap import DeltaConfig
+from oppo_megatron.control import Decision
+from oppo_megatron.control.delta import DeltaController, make_delta_controller
+from oppo_megatron.records import StepSignals
+
+CALM = StepSignals(reward_mean=0.0, tail_waste=0.35, ess=1.0, length_gap=0.0)
+EMPTY, FULL = replace(CALM, tail_waste=0.6), replace(CALM, tail_waste=0.1)
+STALE, SHORT = replace(EMPTY, ess=0.79), replace(EMPTY, length_gap=0.41)
+Plant = Callable[[int], StepSignals]
+
+
+def new(window: int = 2, initial: int = 4, max: int = 8, **settings: float) -> DeltaController:
+    return make_delta_controller(
+        DeltaConfig(rule="measured", window=window, initial=initial, max=max, **settings)  # type: ignore[arg-type]
+    )
+
+
+def run(controller: DeltaController, steps: list[StepSignals]) -> list[int]:
+    return [controller.observe(step, signals).value for step, signals in enumerate(steps)]
+
+
+def test_waste_above_the_target_grows_delta_once_a_window() -> None:
+    assert run(new(), [EMPTY] * 7) == [4, 5, 5, 6, 6, 7, 7]
+    assert run(new(increase=3), [EMPTY] * 6) == [4, 7, 7, 8, 8, 8]
+
+
+def test_waste_below_the_target_shrinks_delta_once_a_window() -> None:
+    assert run(new(min=2), [FULL] * 7) == [4, 3, 3, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("waste", [0.375, 0.5, 0.625])
+def test_delta_stays_in_the_dead_band_borders_included(waste: float) -> None:
+    assert run(new(target_waste=0.5, dead_band=0.125), [replace(CALM, tail_waste=waste)] * 6) == [4] * 6
+
+
+def test_the_mean_over_the_window_counts_and_windows_do_not_overlap() -> None:
+    low, high = replace(CALM, tail_waste=0.1), EMPTY
+    # Windows of low and high have the mean 0.35; two steps of high only meet across their border.
+    assert run(new(), [low, high, high, low] * 2) == [4] * 8
+
+
+@pytest.mark.parametrize("broken", [STALE, SHORT])
+def test_a_broken_bound_shrinks_delta_at_once(broken: StepSignals) -> None:
+    assert run(new(window=5), [broken] * 3) == [3, 2, 1]
+    assert run(new(window=5, decrease=3), [broken] * 3) == [1, 0, 0]
+
+
+def test_one_step_of_low_ess_shrinks_and_forbids_growth_in_its_window() -> None:
+    assert run(new(window=3), [EMPTY, STALE, EMPTY] + [EMPTY] * 3) == [4, 3, 3, 3, 3, 4]
+
+
+def test_the_length_gap_is_a_mean_over_the_last_steps() -> None:
+    far = replace(EMPTY, length_gap=1.0)
+    # Means over the last 4: 0, 0, 0, 0.25, 0.5 (broken), 0.5 (broken), 0.5 (broken), 0.25
+    assert run(new(window=4), [EMPTY] * 3 + [far] * 2 + [EMPTY] * 3) == [4, 4, 4, 5, 4, 3, 2, 2]
+
+
+def test_a_growth_taken_back_is_tried_again_only_when_its_signal_is_better() -> None:
+    controller = new(window=1)
+    assert run(controller, [EMPTY, STALE]) == [5, 4]
+    stale = replace(EMPTY, ess=0.85)  # what delta 4 gives, measured now
+    assert run(controller, [stale] * 4) == [4] * 4
+    # More waste is no reason: ess forbade it.  Ess 0.05 better is within the band, 0.06 is not.
+    assert run(controller, [replace(stale, tail_waste=0.9), replace(stale, ess=0.9)]) == [4, 4]
+    assert run(controller, [replace(stale, ess=0.91)]) == [5]
+
+
+def test_below_a_ceiling_delta_may_move() -> None:
+    controller = new(window=1)
+    assert run(controller, [EMPTY, STALE, STALE, STALE]) == [5, 4, 3, 2]
+    assert run(controller, [EMPTY] * 4) == [3, 4, 4, 4]
+
+
+def test_what_was_measured_at_another_delta_lifts_no_ceiling() -> None:
+    controller = new(window=1)
+    assert run(controller, [EMPTY, FULL, EMPTY]) == [5, 4, 4]  # 4 has a waste of 0.6, and 5 too little
+    assert run(controller, [STALE, replace(EMPTY, tail_waste=0.9), EMPTY]) == [3, 4, 4]
+    assert run(controller, [replace(EMPTY, tail_waste=0.66)]) == [5]
+
+
+def test_a_growth_that_stood_its_window_sets_no_ceiling() -> None:
+    controller = new(window=1)
+    assert run(controller, [EMPTY, CALM, STALE]) == [5, 5, 4]
+    assert run(controller, [EMPTY, EMPTY]) == [5, 6]
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ([EMPTY], "step 0: 1 of 2 steps that the rule averages: delta stays 4"),
+        (
+            [EMPTY, EMPTY],
+            "step 1: tail waste 0.600 over 2 steps is above 0.4, ess 1.000 and length gap +0.000 are within bounds: "
+            "delta 4 +1 -> 5 (within 0..8)",
+        ),
+        ([FULL, FULL], "step 1: tail waste 0.100 over 2 steps is below 0.3: delta 4 -1 -> 3 (within 0..8)"),
+        (
+            [CALM, CALM],
+            "step 1: tail waste 0.350 over 2 steps is within 0.3..0.4, ess 1.000 and length gap +0.000 are within "
+            "bounds: delta stays 4",
+        ),
+        ([STALE], "step 0: ess 0.790 is below its floor of 0.8: delta 4 -1 -> 3 (within 0..8)"),
+        (
+            [CALM, replace(CALM, length_gap=0.9)],
+            "step 1: length gap +0.450 over 2 steps is above its cap of 0.4: delta 4 -1 -> 3 (within 0..8)",
+        ),
+        (
+            [STALE, EMPTY],
+            "step 1: tail waste 0.600 over 2 steps is above 0.4, but a step of them broke a bound: delta stays 3",
+        ),
+        (
+            [EMPTY, EMPTY, STALE, EMPTY, EMPTY, EMPTY],
+            "step 5: tail waste 0.600 over 2 steps is above 0.4, ess 1.000 and length gap +0.000 are within bounds, 5 was "
+            "taken back for its ess: delta 4 +1 -> 4 (within 0..8)",
+        ),
+    ],
+)
+def test_reasons_name_the_figures(steps: list[StepSignals], expected: str) -> None:
+    controller = new()
+    assert [controller.observe(*step) for step in enumerate(steps)][-1].reason == expected
+
+
+@dataclass
+class Table:
+    """A plant: constant signals of each delta."""
+
+    rows: list[StepSignals]
+
+    def __call__(self, delta: int) -> StepSignals:
+        return self.rows[delta]
+
+
+MOST = 8
+share = st.integers(0, 40).map(lambda n: n / 40)
+any_row = st.builds(StepSignals, st.just(0.0), share, share, st.integers(-40, 40).map(lambda n: n / 40))
+any_plant = st.builds(Table, st.lists(any_row, min_size=MOST + 1, max_size=MOST + 1))
+
+
+@st.composite
+def monotone_plants(draw: st.DrawFn) -> Table:
+    """Less waste, less ess and a larger gap with every delta more."""
+    columns = [sorted(draw(st.lists(share, min_size=MOST + 1, max_size=MOST + 1))) for _ in range(3)]
+    waste, ess, gap = columns
+    return Table([StepSignals(0.0, *row) for row in zip(waste[::-1], ess[::-1], gap, strict=True)])
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> DeltaConfig:
+    low, initial, high = sorted(draw(st.lists(st.integers(0, MOST), min_size=3, max_size=3)))
+    return DeltaConfig(
+        rule="measured",
+        min=low,
+        initial=initial,
+        max=high,
+        window=draw(st.integers(1, 4)),
+        increase=draw(st.integers(1, 3)),
+        decrease=draw(st.integers(1, 3)),
+        target_waste=draw(st.sampled_from([0.1, 0.35, 0.6])),
+        dead_band=draw(st.sampled_from([0.0, 0.05, 0.2])),
+        ess_floor=draw(st.sampled_from([0.0, 0.4, 0.8])),
+        length_gap_cap=draw(st.sampled_from([0.1, 0.4, 1.0])),
+    )
+
+
+def settle(config: DeltaConfig, plant: Plant) -> int:
+    """Delta at rest: after the most moves that law 5 allows it stays for as long again."""
+    controller, span = make_delta_controller(config), config.max - config.min + 1
+    enough = (span + 1) * (span + span * config.window) + 2 * config.window
+    for step in range(enough):
+        controller.observe(step, plant(controller.value))
+    rest = controller.value
+    assert [controller.observe(step, plant(controller.value)).value for step in range(enough)] == [rest] * enough
+    return rest
+
+
+@given(config=configs(), plant=any_plant)
+def test_delta_comes_to_rest_on_any_plant(config: DeltaConfig, plant: Table) -> None:
+    assert config.min <= settle(config, plant) <= config.max
+
+
+def verdict(config: DeltaConfig, signals: StepSignals) -> int:
+    """Where delta should go that has these signals for ever."""
+    if signals.ess < config.ess_floor or signals.length_gap > config.length_gap_cap:
+        return -1
+    if signals.tail_waste < config.target_waste - config.dead_band:
+        return -1
+    return 1 if signals.tail_waste > config.target_waste + config.dead_band else 0
+
+
+@given(config=configs(), plant=monotone_plants())
+def test_on_a_monotone_plant_delta_rests_where_it_should(config: DeltaConfig, plant: Table) -> None:
+    """In the dead band, else at the last delta below which all grow, else at an end of the range."""
+    rest = settle(config, plant)
+    here = verdict(config, plant(rest))
+    if here == 1:
+        assert rest == config.max or verdict(config, plant(rest + 1)) == -1
+    elif here == -1:
+        assert rest == config.min
+
+
+steps = st.lists(st.builds(StepSignals, st.just(0.0), share, share, share), max_size=30)
+
+
+@pytest.mark.parametrize(
+    ("window", "ess", "expected"),
+    [(1, [1.0, 0.79, 0.85, 0.85, 0.91], [5, 4, 4, 4, 5]), (3, [1.0, 0.79, 1.0, 1.0, 1.0, 1.0], [4, 3, 3, 3, 3, 4])],
+)
+def test_resumed_after_every_step_all_is_remembered(window: int, ess: list[float], expected: list[int]) -> None:
+    config = DeltaConfig(rule="measured", initial=4, window=window)
+    controller, values = make_delta_controller(config), []
+    for step, value in enumerate(ess):
+        values.append(controller.observe(step, replace(EMPTY, ess=value)).value)
+        controller = clone(controller, config)
+    assert values == expected
+
+
+def clone(controller: DeltaController, config: DeltaConfig) -> DeltaController:
+    twin = make_delta_controller(config)
+    twin.load_state_dict(json.loads(json.dumps(controller.state_dict())))
+    return twin
+
+
+@given(config=configs(), history=steps, last=st.builds(StepSignals, st.just(0.0), share, share, share), other=share)
+def test_of_two_steps_in_one_state_more_waste_or_less_bias_never_gives_the_smaller_delta(
+    config: DeltaConfig, history: list[StepSignals], last: StepSignals, other: float
+) -> None:
+    controller = make_delta_controller(config)
+    run(controller, history)
+    for field, sign in (("tail_waste", 1), ("ess", 1), ("length_gap", -1)):
+        changed = replace(last, **{field: other})
+        decisions: list[Decision] = [clone(controller, config).observe(99, signals) for signals in (last, changed)]
+        first, second = (decision.value for decision in decisions)
+        ahead = sign * (other - getattr(last, field))
+        assert first <= second if ahead >= 0 else first >= second
+
+
+@given(config=configs(), history=steps, shifts=st.lists(st.tuples(share, share, share), min_size=30, max_size=30))
+def test_over_whole_histories_too_while_no_growth_was_taken_back(
+    config: DeltaConfig, history: list[StepSignals], shifts: list[tuple[float, float, float]]
+) -> None:
+    small, large = make_delta_controller(config), make_delta_controller(config)
+    for step, (signals, (waste, ess, gap)) in enumerate(zip(history, shifts, strict=False)):
+        more = StepSignals(0.0, signals.tail_waste + waste, signals.ess + ess, signals.length_gap - gap)
+        less, greater = small.observe(step, signals).value, large.observe(step, more).value
+        if small.state_dict()["ceiling"] or large.state_dict()["ceiling"]:
+            break
+        assert less <= greater

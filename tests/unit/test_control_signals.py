@@ -1,0 +1,47 @@
+"""What is measured of a step's rollouts, on hand-made chunks and responses."""
+
+from __future__ import annotations
+
+import pytest
+
+from oppo_megatron.control.signals import Occupancy, length_gap
+from oppo_megatron.records import Chunk, ChunkRow, Prompt, Rollout
+
+
+def row(seq_id: int, num_tokens: int, finish_clock: int | None = None, offset: int = 0) -> ChunkRow:
+    zeros = [0.0] * num_tokens
+    return ChunkRow(seq_id, offset, [0] * num_tokens, zeros, zeros, version=0, finish_clock=finish_clock)
+
+
+def rollout(num_tokens: int) -> Rollout:
+    return Rollout(Prompt(0, 0, "", (1,)), 0, tokens=[0] * num_tokens)
+
+
+def test_the_tail_is_what_the_longest_response_leaves_empty() -> None:
+    occupancy = Occupancy(10)
+    occupancy.record(Chunk(1, 14, [row(0, 1, 11), row(1, 2, 12), row(2, 4)]))
+    assert occupancy.tail_waste == 1 - 7 / (4 * 3)
+    occupancy.record(Chunk(2, 20, [row(2, 6, 20, offset=4)]))
+    assert occupancy.tail_waste == 1 - 13 / (10 * 3)
+
+
+def test_a_sequence_that_enters_within_a_chunk_takes_an_empty_place() -> None:
+    """Row 2 runs from clock 2 to 4, after row 0 has ended: two places, never empty."""
+    occupancy = Occupancy(0)
+    occupancy.record(Chunk(1, 4, [row(0, 2, 2), row(1, 4), row(2, 2, 4)]))
+    assert occupancy.tail_waste == 0
+
+
+def test_nothing_decoded_is_no_waste() -> None:
+    occupancy = Occupancy(7)
+    assert occupancy.tail_waste == 0
+    occupancy.record(Chunk(1, 7, []))
+    assert occupancy.tail_waste == 0
+
+
+def test_length_gap_is_a_share_of_the_submitted_length() -> None:
+    short, long = [rollout(10), rollout(20)], [rollout(60)]
+    assert length_gap(short, []) == 0
+    assert length_gap(short, long) == pytest.approx(1 - 15 / 30)
+    assert length_gap(long, short) == pytest.approx(1 - 60 / 30)
+    assert length_gap(long, [rollout(0)]) == -1.0
