@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MOST_ROWS = 128
-"""oneDNN prepares a kernel for every number of rows that it meets and keeps a thousand: prefill would flood it."""
+MOST_ROWS = 4096
+"""Beyond it, torch's own product has little left to lose."""
 
 TYPICAL_ROWS = 16  # a hint for the layout; it serves 1 to `MOST_ROWS` rows alike
 
@@ -41,6 +41,21 @@ def product(weight_OI: Tensor, bias_O: Tensor | None = None, *, packed: bool) ->
     def by_rows(x_TI: Tensor) -> Tensor:
         if x_TI.shape[0] > MOST_ROWS:
             return F.linear(x_TI, weight_OI, bias_O)
-        return multiply(x_TI, laid_out, bias, "none", [], "")
+        num_rows = x_TI.shape[0]
+        x_TI = _filled_up(x_TI)
+        return multiply(x_TI, laid_out, bias, "none", [], "")[:num_rows]
 
     return by_rows
+
+
+def _filled_up(x_TI: Tensor) -> Tensor:
+    """With rows of no meaning behind it, so that prefill comes in few sizes.
+
+    oneDNN prepares a kernel for each size that it meets, which takes as long as a small product, and keeps about a thousand.
+    """
+    num_rows = x_TI.shape[0]
+    if num_rows <= 128:  # decoding
+        return x_TI
+    filled_TI = x_TI.new_empty(-(-num_rows // 32) * 32, x_TI.shape[1])
+    filled_TI[:num_rows] = x_TI
+    return filled_TI
