@@ -54,7 +54,8 @@ class BareLoop:
     def decode(self, prompts_BP: Tensor, num_new: int) -> tuple[float, Tensor]:
         """Seconds of the `num_new` decode steps behind the prefill, and their tokens [B, N]."""
         batch, length = prompts_BP.shape
-        cache = [torch.empty(2, batch, self.groups, length + num_new + 1, self.dim) for _ in self.layers]
+        shape = 2, batch, self.groups, length + num_new + 1, self.dim
+        cache = [torch.empty(shape, dtype=self.embed_VH.dtype) for _ in self.layers]
         rope = self._rope(length + num_new + 1)
         token_B = self._step(prompts_BP, 0, cache, rope)
         tokens, started = [], time.perf_counter()
@@ -77,7 +78,7 @@ class BareLoop:
         for layer, store in zip(self.layers, cache, strict=True):
             qkv = layer.qkv(F.rms_norm(x, x.shape[-1:], layer.norm1_H, self.eps)).view(batch * count, -1, self.dim)
             qk, v = qkv[:, : self.heads + self.groups], qkv[:, self.heads + self.groups :]
-            qk = qk * cos + qk.roll(self.dim // 2, -1) * sin
+            qk = (qk * cos + qk.roll(self.dim // 2, -1) * sin).to(x.dtype)
             store[0, :, :, start : start + count] = qk[:, self.heads :].view(batch, count, -1, self.dim).transpose(1, 2)
             store[1, :, :, start : start + count] = v.view(batch, count, -1, self.dim).transpose(1, 2)
             x = x + layer.out(self._attend(qk[:, : self.heads], store[..., : start + count, :], batch, count))

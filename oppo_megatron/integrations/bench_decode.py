@@ -19,13 +19,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from oppo_megatron.config.model import DecodePath, ModelConfig, RuntimeConfig
+from oppo_megatron.config.model import DecodePath, Dtype, ModelConfig, RuntimeConfig
 from oppo_megatron.integrations.bare_loop import BareLoop, plain, prepacked
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.runtime.links import Links
 from oppo_megatron.runtime.mcore.groups import RoleGroups, build_groups
 from oppo_megatron.runtime.mcore.hf_weights import export_weights
 from oppo_megatron.runtime.mcore.model import RoleModel
+from oppo_megatron.runtime.mcore.prepacked import can_prepack
 from oppo_megatron.runtime.mcore.stage import step
 from oppo_megatron.runtime.mcore.static_peer import StaticContextDecoder
 from oppo_megatron.runtime.roles import load_role
@@ -46,6 +47,7 @@ class DecodeWork:
     new_tokens: int
     repeats: int
     threads: int
+    dtype: Dtype = "float32"
 
     @property
     def max_length(self) -> int:
@@ -120,12 +122,12 @@ class _Unending:
 class HuggingFace:
     """`transformers` generate, greedy.  Its prefill is taken off by a call that makes one token."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, dtype: Dtype):
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
-        self.model = AutoModelForCausalLM.from_pretrained(directory).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
         self.model.generation_config.eos_token_id = None
         self.model.generation_config.pad_token_id = 0
 
@@ -166,6 +168,11 @@ PEERS = {
 }
 
 
+def available_peers() -> list[str]:
+    """The peers that this build of torch has the products for."""
+    return [name for name in PEERS if name != "bare-packed" or can_prepack(torch.empty(0))]
+
+
 def _groups() -> RoleGroups:
     groups = build_groups([0], 1, 1, "bench")
     assert groups is not None
@@ -173,7 +180,7 @@ def _groups() -> RoleGroups:
 
 
 def _load(work: DecodeWork, groups: RoleGroups, world: World, path: DecodePath = "packed") -> RoleModel:
-    config = ModelConfig(init=dict(work.shape))
+    config = ModelConfig(init=dict(work.shape), dtype=work.dtype)
     model = load_role(config, groups, head="lm", max_length=work.max_length, device=world.device, path=path)
     return model.requires_grad_(False)
 
@@ -190,7 +197,7 @@ def _build_peers(work: DecodeWork, names: Sequence[str], world: World, scratch: 
         "ours-module": lambda: StepLoop(_load(work, groups, world, "module")),
         "ours-engine": lambda: Engine(model),
         "mcore-static": lambda: StaticContextDecoder(model),
-        "hf": lambda: HuggingFace(scratch / "hf"),
+        "hf": lambda: HuggingFace(scratch / "hf", work.dtype),
     }
     return {name: makers[name]() for name in names}
 

@@ -16,11 +16,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes = {"hidden": 384, "layers": 8, "heads": 6, "kv-heads": 2, "ffn": 1024, "vocab": 8192}
     for name, size in sizes.items():
         parser.add_argument(f"--{name}", type=count, default=size, metavar="N", help=f"of the model; default {size}")
-    parser.add_argument("--batch", type=counts, default=[1, 8, 32], metavar="N,N", help="default 1,8,32")
+    parser.add_argument("--batch", type=counts, default=[1, 8, 16, 32], metavar="N,N", help="default 1,8,16,32")
     parser.add_argument("--prompt", type=count, default=64, metavar="N", help="prompt tokens; default 64")
     parser.add_argument("--new", type=count, default=32, metavar="N", help="timed decode steps; default 32")
     parser.add_argument("--repeats", type=count, default=5, metavar="N", help="turns of each peer; default 5")
     parser.add_argument("--threads", type=count, default=1, metavar="N", help="CPU threads; default 1")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default float32")
     parser.add_argument("--peers", type=names, metavar="A,B", help="default: all; see docs/performance.md")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the figures there, too")
     parser.set_defaults(measure=_decode)
@@ -31,20 +32,24 @@ def _decode(args: argparse.Namespace) -> int:
     from oppo_megatron.config.model import ParallelConfig
     from oppo_megatron.config.shape import check_shape
     from oppo_megatron.errors import ConfigError
-    from oppo_megatron.integrations.bench_decode import PEERS, DecodeWork, bench_decode
+    from oppo_megatron.integrations.bench_decode import PEERS, DecodeWork, available_peers, bench_decode
     from oppo_megatron.train.run_dir import write_json
 
-    chosen = args.peers or list(PEERS)
+    possible = available_peers()
+    chosen = args.peers or possible
     if unknown := [name for name in chosen if name not in PEERS]:
         raise ConfigError(f"--peers names {unknown}; the peers are {list(PEERS)}")
+    if missing := [name for name in chosen if name not in possible]:
+        raise ConfigError(f"--peers names {missing}, but this build of torch has no prepacked products; leave them out")
     shape = _shape(args)
     if problems := check_shape("bench decode", shape, ParallelConfig(), shape["max_position_embeddings"], None):
         raise ConfigError(problems)
-    work = DecodeWork(shape, args.batch, args.prompt, args.new, args.repeats, args.threads)
+    work = DecodeWork(shape, args.batch, args.prompt, args.new, args.repeats, args.threads, args.dtype)
     figures = bench_decode(work, chosen)
     columns = {
         "peer": "peer", "batch": "batch", "tokens/s": "tokens_per_s", "min": "min", "max": "max",
-        "x hf": "over_hf", "x mcore-static": "over_mcore_static", "same tokens": "same_tokens",
+        "x bare": "over_bare", "x bare-packed": "over_bare_packed", "x hf": "over_hf",
+        "x mcore-static": "over_mcore_static", "same tokens": "same_tokens",
     }  # fmt: skip
     print(
         f"{figures['parameters'] / 1e6:.1f} M parameters, {args.threads} thread(s), {figures['machine']['processor']}"
