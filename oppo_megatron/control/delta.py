@@ -175,18 +175,23 @@ class FixedDelta(DeltaController):
 class Ceiling:
     """A growth beyond `delta` was taken back because of `signal`.
 
-    `level` is what the signal was over the first whole window at the delta in force; None: there was none yet.
+    `level` is the worst that the signal was over a whole window at the delta in force; None: there was none yet.
     """
 
     delta: int
     signal: str
     level: float | None = None
 
-    def lifted(self, now: float, band: float) -> bool:
-        """Whether the signal, at the same delta, now speaks for growing by more than `band` beyond what it did."""
+    def after(self, now: float, band: float) -> Ceiling | None:
+        """The ceiling after another window, in which the signal was `now`: None once it is better by more than `band`.
+
+        Against the worst and not, say, the first: a first window that is good by chance would forbid growth for good.
+        """
         if self.level is None:
-            return False
-        return now < self.level - band if self.signal == "length_gap" else now > self.level + band
+            return replace(self, level=now)
+        if self.signal == "length_gap":
+            return None if now < self.level - band else replace(self, level=max(self.level, now))
+        return None if now > self.level + band else replace(self, level=min(self.level, now))
 
 
 class MeasuredDelta(DeltaController):
@@ -201,7 +206,7 @@ class MeasuredDelta(DeltaController):
     2. Else delta moves once in W steps, by their mean waste: above `target_waste` + band it grows by `increase`, if no step
        of the W broke a bound; below `target_waste` - band it shrinks by `decrease`; in the dead band between it stays.
     3. A growth that is taken back by the end of its first W steps is not tried again until the signal which forbade it has
-       become better by more than the band, at the delta in force.
+       become better by more than the band than it has been, at its worst, at the delta in force.
     4. Delta never leaves `min`..`max`.
     5. Convergence: where the signals are functions of delta, whatever functions, delta comes to rest.  There a growth that
        stands its first W steps stands for good, and one that is taken back lowers the ceiling of law 3, which nothing lifts:
@@ -279,13 +284,9 @@ class MeasuredDelta(DeltaController):
         return new, f"{figures}: delta {old} {self._config.increase:+d} -> {new}{self._bounds()}"
 
     def _ceiling_now(self) -> Ceiling | None:
-        """The ceiling at the end of a window at one delta: measured for the first time, kept, or lifted (law 3)."""
+        """The ceiling at the end of a window at one delta (law 3)."""
         if self._ceiling is not None:
-            now = self._mean(self._ceiling.signal)
-            if self._ceiling.level is None:
-                self._ceiling = replace(self._ceiling, level=now)
-            elif self._ceiling.lifted(now, self._config.dead_band):
-                self._ceiling = None
+            self._ceiling = self._ceiling.after(self._mean(self._ceiling.signal), self._config.dead_band)
         return self._ceiling
 
     def _moved(self, new: int, *, grown: bool) -> None:

@@ -83,6 +83,13 @@ def test_below_a_ceiling_delta_may_move() -> None:
     assert run(controller, [EMPTY] * 4) == [3, 4, 4, 4]
 
 
+@pytest.mark.parametrize(("signal", "levels"), [("ess", [0.9, 0.85, 0.901]), ("length_gap", [0.25, 0.3, 0.249])])
+def test_better_is_against_the_worst_window(signal: str, levels: list[float]) -> None:
+    controller = new(window=1)
+    assert run(controller, [EMPTY, STALE if signal == "ess" else SHORT]) == [5, 4]
+    assert run(controller, [replace(EMPTY, **{signal: level}) for level in levels]) == [4, 4, 5]
+
+
 def test_what_was_measured_at_another_delta_lifts_no_ceiling() -> None:
     controller = new(window=1)
     assert run(controller, [EMPTY, FULL, EMPTY]) == [5, 4, 4]  # 4 has a waste of 0.6, and 5 too little
