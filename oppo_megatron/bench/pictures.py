@@ -148,6 +148,23 @@ def draw_scaling(labels: Mapping[str, str], rows: Sequence[Mapping[str, Any]], o
     figure.savefig(out_png)
 
 
+def draw_overhead(dry: Mapping[str, Any], out_png: str | os.PathLike[str]) -> None:
+    """Milliseconds of each step of a dry run, stacked by part; `dry` as `overhead.dry_figures` makes it."""
+    figure = new_figure(width_in=7.0, height_in=3.8)
+    axes = figure.subplots()
+    steps = dry["steps"]
+    bottom = [0.0] * len(steps)
+    for number, part in enumerate(dry["parts_ms"]):
+        heights = [1e3 * step[part] for step in steps]
+        axes.bar(range(1, len(steps) + 1), heights, bottom=bottom, color=RUN_COLOURS[number], label=part)
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    axes.set_xlabel("step")
+    axes.set_ylabel("milliseconds")
+    axes.legend(frameon=False)
+    _finish(axes, "y")
+    figure.savefig(out_png)
+
+
 def _finish(axes: Axes, grid: str) -> None:
     axes.grid(axis=grid, color=GRID, linewidth=0.8)  # type: ignore[arg-type]
     axes.set_axisbelow(True)

@@ -66,14 +66,15 @@ def make_axes(
     known = {
         "ranks": Axis("ranks", list(ranks), with_ranks),
         "model": Axis("factor of width and depth", list(factors), with_model),
-        "limit": Axis("response limit", _multiples(limit, factors), with_limit),
-        "batch": Axis("batch size", _multiples(batch, factors), with_batch),
+        "limit": Axis("response limit", _multiples(limit, factors, 1), with_limit),
+        "batch": Axis("batch size", _multiples(batch, factors, config.ppo.minibatches), with_batch),
     }
     return {name: known[name] for name in names}
 
 
-def _multiples(number: int, factors: Sequence[float]) -> list[float]:
-    return sorted({max(1, round(number * factor)) for factor in factors})
+def _multiples(number: int, factors: Sequence[float], unit: int) -> list[float]:
+    """Whole multiples of `unit`."""
+    return sorted({unit * max(1, round(number * factor / unit)) for factor in factors})
 
 
 def with_ranks(config: TrainConfig, value: float) -> TrainConfig:

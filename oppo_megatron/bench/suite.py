@@ -88,9 +88,10 @@ class Suite:
 
 
 def bare(config: TrainConfig) -> TrainConfig:
-    """The configuration without held-out evaluation, which is no part of a step; with the trace, which is read."""
+    """The configuration without held-out evaluation and final weights, which are no part of a step; with the trace, which
+    is read."""
     logging = config.logging.model_copy(update={"trace": True})
-    return config.model_copy(update={"evaluation": None, "logging": logging})
+    return config.model_copy(update={"evaluation": None, "save_weights": False, "logging": logging})
 
 
 def all_lines(runs: Sequence[Run]) -> list[Lines]:

@@ -36,6 +36,21 @@ def utilization(runs: Sequence[Path]) -> list[dict[str, float]]:
     return rows
 
 
+def untraced_percent(runs: Sequence[Path]) -> float:
+    """Percent of the same time in which the first rank is in no span of work and in none of waiting: the loop itself,
+    and what the exchange of scores and the writing of metrics take beside their waits.  Over several runs: sums."""
+    total_s = covered_s = 0.0
+    for run in runs:
+        spans = read_trace(RunDirectory(run).trace)
+        start, end = _window(run, spans)
+        reached = start
+        for span in sorted((s for s in spans if s.rank == 0), key=lambda s: s.start):
+            covered_s += max(0.0, min(span.end, end) - max(span.start, reached))
+            reached = max(reached, span.end)
+        total_s += end - start
+    return 100 * (1 - covered_s / total_s)
+
+
 def kind_of(span: Span) -> str | None:
     """Which of `KINDS` the span's work is of; None where it is none, or waits.
 

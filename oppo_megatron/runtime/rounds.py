@@ -6,6 +6,7 @@ A round decodes a chunk of the active rollouts and scores what came before: `run
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -44,6 +45,7 @@ class RoundRunner:
 
     `decode` is None on ranks without the actor, `listen` on ranks with it; `scoring` are the scorer roles held here.
     `seats` is the replica that this rank is part of, by role.
+    `planning_s` is what all rounds so far took to plan and check.
     """
 
     planner: RoundPlanner
@@ -54,6 +56,7 @@ class RoundRunner:
     scoring: Mapping[str, ScoringStation] = field(default_factory=dict)
     on_plan: Callable[[PlannedRound], None] | None = None
     num_rounds: int = 0
+    planning_s: float = 0.0
 
     def run(
         self, active: Sequence[Rollout], score: Sequence[Rollout], chunk_tokens: int, decoding: Decoding
@@ -65,7 +68,9 @@ class RoundRunner:
         """
         self.num_rounds += 1
         order = self.decode.order if self.decode is not None else list
+        started = time.time()
         planned = self.planner.plan(self.num_rounds, active, score, chunk_tokens, order)
+        self.planning_s += time.time() - started
         if self.on_plan is not None:
             self.on_plan(planned)
         self._begin(planned, active, score, decoding)

@@ -38,6 +38,7 @@ class StepFacts:
     step_s: float = 0.0
     decode_s: float = 0.0  # rounds that decoded
     drain_s: float = 0.0  # rounds after the last decoded chunk
+    planning_s: float = 0.0  # scheduler, buffer, planner, checker and controllers
     local_score_s: float = 0.0  # scoring on the rank that keeps the journal
     kl_coefficient: float = 0.0
     delta_reason: str = ""
@@ -145,6 +146,7 @@ class Journal:
             "score_exposed_s": exposed,
             "score_busy_s": facts.scores.score_busy_s,
             "train_s": actor.get("update", 0.0),
+            "planning_s": facts.planning_s,
             "idle_s": {
                 "actor": waits + actor.get("wait_scores", 0.0) + actor.get("wait_update", 0.0),
                 "scorer": facts.scores.scorer_idle_s,

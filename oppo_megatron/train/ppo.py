@@ -84,14 +84,18 @@ class PPOTrainer:
         facts = StepFacts(step, delta=self.scheduler.buffer.delta, chunk_tokens=self.chunk_tuner.value)
         if self.actor is not None:
             facts.version = self.actor.version
-        self.rounds.admit(self.scheduler.begin_step())
+        planned_s = self.rounds.planning_s
+        with _planning(facts):
+            self.rounds.admit(self.scheduler.begin_step())
         self._rollout(plan, facts)
         rollout_s = time.time() - started
-        batch = self.scheduler.take_batch()
+        with _planning(facts):
+            batch = self.scheduler.take_batch()
         experience = self._score(step, batch, facts)
         self._measure_costs(step)
         self._update(step, batch, experience, plan, facts)
         self._observe(step, batch, experience, facts, rollout_s)
+        facts.planning_s += self.rounds.planning_s - planned_s
         facts.step_s = time.time() - started
         if self.journal is not None:
             self.journal.step(facts, batch, self.scheduler.buffer.rollouts, experience, self.spans)
@@ -102,15 +106,18 @@ class PPOTrainer:
         buffer, begun = self.scheduler.buffer, self.scheduler.buffer.clock
         occupancy = Occupancy(begun)
         while not buffer.readiness().ready:
-            started, backfilled = time.time(), self.scheduler.backfill()
-            self.rounds.admit(backfilled)
-            active, score = buffer.active, buffer.rollouts if plan.stream else []
+            started = time.time()
+            with _planning(facts):
+                backfilled = self.scheduler.backfill()
+                self.rounds.admit(backfilled)
+                active, score = buffer.active, buffer.rollouts if plan.stream else []
             decoding = Decoding(buffer.clock, facts.version, buffer.readiness)
             chunk = self.rounds.run(active, score, self.scheduler.chunk(self.chunk_tuner.value), decoding)
             assert chunk is not None
-            buffer.record(chunk)
-            occupancy.record(chunk)
-            self.rounds.recorded(active)
+            with _planning(facts):
+                buffer.record(chunk)
+                occupancy.record(chunk)
+                self.rounds.recorded(active)
             facts.backfilled += len(backfilled)
             facts.tokens_decoded += sum(len(row.tokens) for row in chunk.rows)
             facts.decode_s += time.time() - started
@@ -133,7 +140,8 @@ class PPOTrainer:
         facts.local_score_s = seconds.get("score", 0.0)
         if self.journal is not None and step > 1:
             self.journal.complete(step - 1, report.critic)
-        self.rounds.retire(batch)
+        with _planning(facts):
+            self.rounds.retire(batch)
         return build_experience(scored, self.config.ppo, self.kl.value)
 
     def _scoring_seconds(self, step: int) -> dict[str, float]:
@@ -177,10 +185,11 @@ class PPOTrainer:
     ) -> None:
         """Controllers: same inputs on every rank, but for the chunk size, whose time only the actor's output rank takes."""
         assert facts.scores is not None
-        facts.length_gap = length_gap(batch, self.scheduler.buffer.rollouts)
-        signals = StepSignals(experience.stats.score_mean, facts.tail_waste, facts.scores.ess, facts.length_gap)
-        facts.delta_reason = self.scheduler.end_step(step, signals).reason
-        self.kl.observe(experience.stats.kl_mean, len(batch))
+        with _planning(facts):
+            facts.length_gap = length_gap(batch, self.scheduler.buffer.rollouts)
+            signals = StepSignals(experience.stats.score_mean, facts.tail_waste, facts.scores.ess, facts.length_gap)
+            facts.delta_reason = self.scheduler.end_step(step, signals).reason
+            self.kl.observe(experience.stats.kl_mean, len(batch))
         if not self.config.overlap.intra or self.actor is None:
             return
         groups = self.actor.role.serving.groups
@@ -215,3 +224,13 @@ class PPOTrainer:
                 )
             if self.journal is not None:
                 self.journal.evaluation(step, accuracy)
+
+
+@contextlib.contextmanager
+def _planning(facts: StepFacts) -> Iterator[None]:
+    """Count the block: what the loop decides and books, between what its stations do."""
+    started = time.time()
+    try:
+        yield
+    finally:
+        facts.planning_s += time.time() - started

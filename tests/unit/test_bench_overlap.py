@@ -173,12 +173,13 @@ def test_work_is_told_by_label_and_by_action() -> None:
         assert kind_of(Span(0, role, name, 1, 0.0, 1.0)) == kind, name
 
 
-def test_held_out_prompts_are_no_part_of_a_benchmark() -> None:
+def test_evaluation_and_weights_are_no_part_of_a_benchmark() -> None:
     held_out = config(
         evaluation={"data": {"path": "h.jsonl"}, "verifier": "gsm8k"}, logging={"trace": False, "console": "off"}
     )
     changed = bare(held_out)
-    assert changed.evaluation is None and changed.logging.trace and changed.logging.console == "off"
+    assert changed.evaluation is None and not changed.save_weights
+    assert changed.logging.trace and changed.logging.console == "off"
 
 
 def test_a_figure_that_is_not_there_is_a_dash() -> None:

@@ -1,0 +1,172 @@
+"""The pure half of the loop without models: scheduler, buffer, planner and its checker, stream, controllers, each timed.
+
+Chunks are made up: every sequence grows by what its round allows, up to a length that is a function of its id.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from oppo_megatron.config.checks import longest_chunk
+from oppo_megatron.config.places import role_places
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.control.chunk import ChunkTuner
+from oppo_megatron.control.delta import make_delta_controller
+from oppo_megatron.control.kl import KLController
+from oppo_megatron.control.signals import Occupancy, length_gap
+from oppo_megatron.data.length_trace import forced_quantile
+from oppo_megatron.overcommit.buffer import RolloutBuffer
+from oppo_megatron.overcommit.scheduler import OvercommitScheduler
+from oppo_megatron.records import Chunk, ChunkRow, Prompt, Rollout, StepSignals
+from oppo_megatron.runtime.chunk_codec import ChunkDecoder, ChunkEncoder
+from oppo_megatron.runtime.stopping import Stopping
+from oppo_megatron.schedule.plan import delta_rule, plan_step, round_generator
+from oppo_megatron.schedule.planning.merge import merge_rows
+from oppo_megatron.schedule.planning.planner import PlannedRound
+from oppo_megatron.schedule.planning.setup import new_planner
+from oppo_megatron.schedule.rounds import Site
+
+PARTS = ("scheduler and buffer", "planner and checker", "stream", "controllers")
+
+
+@dataclass
+class Stopwatch:
+    """Seconds by part."""
+
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Count the block."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - started
+
+
+class DryRun:
+    """What one rank of a run does beside its actions: that of the actor's output rank, and the codec of a listener."""
+
+    def __init__(self, config: TrainConfig, prompt_tokens: int):
+        self.config, self.watch = config, Stopwatch()
+        self.site = Site(role_places(config))
+        self.stream, period = plan_step(config.overlap).stream, config.overlap.admission_period
+        stopping = Stopping.of(config.rollout, 0, config.seed, forced_quantile(config.rollout))
+        self.limit: Callable[[int], int] = stopping.limit
+        generator = round_generator(config.overlap, self.site)
+        self.planner = new_planner(config, self.site, generator, self.limit, rank=self.site.source)
+        assert config.steps is not None
+        self.scheduler = OvercommitScheduler(
+            _prompts(config.steps * config.rollout.batch_size, prompt_tokens),
+            RolloutBuffer(config.rollout.batch_size, 0, config.overlap.max_deferrals, backfill=period is not None),
+            make_delta_controller(delta_rule(config.overlap)),
+            period,
+        )
+        self.chunk_tuner = ChunkTuner(config.overlap.chunk, longest_chunk(config))
+        self.kl = KLController(config.ppo.kl)
+        self.encoder, self.decoder = ChunkEncoder(), ChunkDecoder()
+        self.num_rounds = 0
+
+    def run(self) -> list[dict[str, float]]:
+        """Seconds by part of each step, to the end of the prompts."""
+        steps: list[dict[str, float]] = []
+        while not self.scheduler.done:
+            self.watch = Stopwatch()
+            self._step(len(steps) + 1)
+            steps.append(self.watch.seconds)
+        return steps
+
+    def _step(self, step: int) -> None:
+        with self.watch.part("scheduler and buffer"):
+            admitted = self.scheduler.begin_step()
+        self._open(admitted)
+        buffer, occupancy = self.scheduler.buffer, Occupancy(self.scheduler.buffer.clock)
+        started = time.perf_counter()
+        while True:
+            with self.watch.part("scheduler and buffer"):
+                if buffer.readiness().ready:
+                    break
+                admitted, active = self.scheduler.backfill(), buffer.active
+            self._open(admitted)
+            self._round(active, buffer.rollouts if self.stream else [], occupancy)
+        seconds = time.perf_counter() - started
+        with self.watch.part("scheduler and buffer"):
+            batch = self.scheduler.take_batch()
+        self._score(batch)
+        with self.watch.part("controllers"):
+            gap = length_gap(batch, buffer.rollouts)
+            self.scheduler.end_step(step, StepSignals(0.0, occupancy.tail_waste, 1.0, gap))
+            self.kl.observe(0.0, len(batch))
+            self.chunk_tuner.observe(step, seconds, sum(len(r.tokens) for r in batch))
+
+    def _round(self, active: Sequence[Rollout], score: Sequence[Rollout], occupancy: Occupancy) -> None:
+        buffer = self.scheduler.buffer
+        planned = self._plan(active, score, self.scheduler.chunk(self.chunk_tuner.value))
+        rows = self._decoded(planned, active)
+        with self.watch.part("scheduler and buffer"):
+            chunk = merge_rows(self.num_rounds, buffer.clock, rows, buffer.readiness())
+        self._send(chunk)
+        with self.watch.part("scheduler and buffer"):
+            buffer.record(chunk)
+            occupancy.record(chunk)
+        with self.watch.part("planner and checker"):
+            self.planner.actor.record(active)
+
+    def _plan(self, active: Sequence[Rollout], score: Sequence[Rollout], chunk: int) -> PlannedRound:
+        self.num_rounds += 1
+        with self.watch.part("planner and checker"):
+            return self.planner.plan(self.num_rounds, active, score, chunk, list)
+
+    def _decoded(self, planned: PlannedRound, active: Sequence[Rollout]) -> list[ChunkRow]:
+        """What the models would have decoded; not timed."""
+        rollouts, clock, rows = {r.seq_id: r for r in active}, self.scheduler.buffer.clock, []
+        for growth in (growth for replica in planned.round.decode for batch in replica for growth in batch):
+            offset = len(rollouts[growth.seq_id].tokens)
+            ended = offset + growth.new == self.limit(growth.seq_id)
+            numbers = [-1.0] * growth.new
+            finish = (clock + growth.new, "length") if ended else (None, None)
+            rows.append(ChunkRow(growth.seq_id, offset, [1] * growth.new, numbers, [*numbers], 0, *finish))
+        return rows
+
+    def _open(self, admitted: Sequence[Rollout]) -> None:
+        if self.site.listeners:
+            with self.watch.part("stream"):
+                for rollout in admitted:
+                    self.encoder.open(rollout.seq_id, rollout.prompt.tokens)
+                    self.decoder.open(rollout.seq_id, rollout.prompt.tokens)
+
+    def _send(self, chunk: Chunk) -> None:
+        """Both ends: the time is that of the actor's rank and a listener's together."""
+        if self.site.listeners:
+            with self.watch.part("stream"):
+                self.decoder.decode(*self.encoder.encode(chunk))
+
+    def _score(self, batch: Sequence[Rollout]) -> None:
+        """What is left to score, and what is forgotten then."""
+        books = self.planner.scorers.values()
+        while True:
+            with self.watch.part("planner and checker"):
+                if not any(book.owes(batch) for book in books):
+                    break
+            self._plan([], batch, self.chunk_tuner.value)
+        with self.watch.part("planner and checker"):
+            for rollout in batch:
+                for book in books:
+                    book.forget(rollout.seq_id)
+            if self.config.overlap.actor_kv == "recompute":
+                self.planner.actor.invalidate()
+            self.planner.scorers["critic"].reset()
+        if self.site.listeners:
+            with self.watch.part("stream"):
+                for rollout in batch:
+                    self.encoder.close(rollout.seq_id)
+                    self.decoder.close(rollout.seq_id)
+
+
+def _prompts(count: int, num_tokens: int) -> Iterator[Prompt]:
+    tokens = (1,) * num_tokens
+    return (Prompt(seq_id, seq_id, "", tokens) for seq_id in range(count))

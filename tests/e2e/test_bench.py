@@ -1,0 +1,130 @@
+"""Every benchmark of whole runs on real, tiny ones: what it measures, and what it leaves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from oppo_megatron.bench.chunk import bench_chunk
+from oppo_megatron.bench.delta import bench_delta
+from oppo_megatron.bench.overhead import bench_overhead
+from oppo_megatron.bench.overlap import bench_overlap
+from oppo_megatron.bench.scaling import bench_scaling, make_axes
+from oppo_megatron.bench.suite import Suite, bare
+from oppo_megatron.cli.launch import launch
+from oppo_megatron.cli.main import main
+from oppo_megatron.config.run import TrainConfig
+from tests.support.ppo import Workspace
+
+LENGTHS = {"rollout.forced_lengths": {"median": 12, "sigma": 0.7}, "rollout.max_response_tokens": 24}
+OVERLAPS = {"overlap.intra": True, "overlap.inter": True, "overlap.delta": {"rule": "fixed", "initial": 2, "max": 2}}
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    return Workspace.create(tmp_path_factory.mktemp("bench"))
+
+
+def config(workspace: Workspace, **changes: Any) -> TrainConfig:
+    """Tiny models in one process."""
+    return bare(TrainConfig(**workspace.config("bench", **{**LENGTHS, **OVERLAPS, "steps": 2, **changes})))
+
+
+def suite(out: Path, repeats: int = 1) -> Suite:
+    """Runs in this process: `single` placements only."""
+    return Suite(out, repeats, launch, say=lambda _: None)
+
+
+def left(out: Path, kind: str) -> dict[str, Any]:
+    """What the benchmark wrote, its pictures looked at."""
+    written = json.loads((out / f"{kind}.json").read_text())
+    assert written["bench"] == kind and written["machine"]["usable_cores"] >= 1
+    assert written["config"]["rollout"]["max_response_tokens"] == 24
+    pictures = list(out.glob("*.png"))
+    assert pictures and all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+    return written
+
+
+def test_overlap_by_the_command(workspace: Workspace, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path, out = tmp_path / "config.yaml", tmp_path / "out"
+    model_only = {"placement.mode": "disaggregated", "rewards": [{"kind": "model"}]}
+    plain = workspace.config("cli", **{**LENGTHS, **OVERLAPS, **model_only})
+    path.write_text(yaml.safe_dump(plain))
+    arguments = ["--modes", "sequential,full+critic", "--steps", "3", "--prompt-tokens", "16", "--limit"]
+    assert main(["bench", "overlap", str(path), *arguments, "--out", str(out), "runtime.threads_per_rank=1"]) == 0
+    said = capfd.readouterr().out
+    assert "x best" in said and "best sequential placement: pair" in said and "a step in which nothing waits" in said
+    assert "--- pair/full+critic, run 1 of 1 (2 of 2)" in said and "GFLOP/s" in said
+
+    written = left(out, "overlap")
+    rows = {row["mode"]: row for row in written["results"]}
+    assert rows["sequential"]["tokens"] == rows["full+critic"]["tokens"], "the same work"
+    assert rows["sequential"]["score_exposed_percent"] > rows["full+critic"]["score_exposed_percent"]
+    assert {len(run["steps"]) for runs in written["runs"].values() for run in runs} == {3}
+    for ranks in written["utilization"].values():
+        assert [rank["rank"] for rank in ranks] == [0, 1]
+        assert all(
+            sum(rank[kind] for kind in ("decode", "score", "update", "idle")) == pytest.approx(100) for rank in ranks
+        )
+        assert ranks[0]["decode"] > 0 and ranks[0]["score"] == 0 and ranks[1]["score"] > 0 and ranks[1]["update"] > 0
+    (out / "utilization.png").stat()
+    for limit in written["limits"]:
+        assert limit["threads"] == min(2, written["cores"]) and limit["over_least"] > 1, "no run beats its least time"
+        assert limit["least_s"] == pytest.approx(limit["decode_s"] + limit["score_s"] + limit["train_s"])
+
+
+def test_overlap_where_roles_share_a_process(workspace: Workspace, tmp_path: Path) -> None:
+    result = bench_overlap(
+        suite(tmp_path, repeats=2), config(workspace, steps=1), ["sequential", "full+backfill"], ["single"], cores=1
+    )
+    assert result["nothing_waits"][0]["shared_ranks"] and result["best_sequential"]["step_s"] == "single"
+    written = left(tmp_path, "overlap")
+    assert {name: len(runs) for name, runs in written["runs"].items()} == {
+        "single/sequential": 2,
+        "single/full+backfill": 2,
+    }
+
+
+def test_chunk(workspace: Workspace, tmp_path: Path) -> None:
+    base = config(workspace, steps=4, **{"overlap.chunk": {"tokens": 4, "adaptive": True, "candidates": [4, 8]}})
+    result = bench_chunk(suite(tmp_path), base, [4, 8, 64], adaptive=True)
+    assert [row["chunk"] for row in left(tmp_path, "chunk")["results"]] == ["4", "8", "adaptive"]
+    tuned = result["adaptive"]
+    assert tuned["first_settled_step"] == 4 and tuned["settled_on"][0] in (4, 8) and tuned["best_fixed"] in (4, 8)
+    lines = json.loads((tmp_path / "chunk.json").read_text())["runs"]["8"][0]["steps"]
+    assert {line["chunk_tokens"] for line in lines} == {8}
+
+
+def test_delta(workspace: Workspace, tmp_path: Path) -> None:
+    base = config(workspace, **{"overlap.delta": {"initial": 1, "max": 2, "window": 1}}, steps=3)
+    bench_delta(suite(tmp_path), base, [0, 2], ["eq4"])
+    rows = {row["delta"]: row for row in left(tmp_path, "delta")["results"]}
+    assert rows["fixed-0"]["carried"] == 0 and rows["fixed-0"]["stale_percent"] == 0
+    assert rows["fixed-0"]["ess"] == pytest.approx(1, abs=1e-6)
+    assert rows["fixed-2"]["carried"] > 0 and rows["fixed-2"]["delta_last"] == [2]
+    assert rows["eq4"]["delta_last"] != [1], "two rewards are enough for a window of 1"
+
+
+def test_scaling(workspace: Workspace, tmp_path: Path) -> None:
+    base = config(workspace, steps=1)
+    bench_scaling(suite(tmp_path), base, make_axes(base, ["batch"], [1], [0.5, 1.0]))
+    rows = left(tmp_path, "scaling")["results"]
+    assert [row["value"] for row in rows] == [4, 6], "whole minibatches"
+    assert rows[1]["tokens_per_step"] > rows[0]["tokens_per_step"] and "sequential_growth" in rows[1]
+
+
+def test_overhead(workspace: Workspace, tmp_path: Path) -> None:
+    bench_overhead(suite(tmp_path), config(workspace), batch=16)
+    written = left(tmp_path, "overhead")
+    tiny, own = written["results"]
+    assert (tiny["batch_size"], own["batch_size"]) == (16, 6)
+    for row in (tiny, own):
+        assert 0 < row["planning_percent"] < 100 and row["planning_ms"] <= 1e3 * row["step_s"]
+        assert 0 <= row["untraced_percent"] < 100
+    parts = written["dry"]["parts_ms"]
+    assert parts["planner and checker"] > 0 and parts["stream"] == 0, "one process streams to nobody"
+    assert written["scaled_step_s"] == pytest.approx(own["step_s"] * 16 / 6)
