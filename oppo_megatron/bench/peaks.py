@@ -19,7 +19,7 @@ from oppo_megatron.runtime.mcore.prepacked import MOST_ROWS, can_prepack, produc
 
 SQUARES = (512, 1024, 2048)
 LARGE_BYTES = 256 * 2**20
-TRY_S, MIN_TRIES = 0.3, 3
+TRY_S, MIN_TRIES = 0.2, 3
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
