@@ -93,14 +93,13 @@ class PPOConfig(Section):
     staleness: StalenessConfig = StalenessConfig()
     logprob_gap_limit: PositiveFloat | Literal["auto"] | None = Field(
         "auto",
-        description="largest |logprob at decode - at training|; beyond it the run stops. auto: 1e-4 for a float32 actor "
-        "(divided by a temperature below 1, which scales rounding up), 0.25 for bfloat16; null: no limit",
+        description="largest |logprob at decode - at training|; beyond it the run stops. auto: 1e-4 for a float32 actor; "
+        "0.25 for bfloat16, where 0.06 was measured on trained actors of 4 layers and one rounding of a logit between 16 "
+        "and 32 makes 0.125; both divided by a temperature below 1, which scales rounding up. null: no limit",
     )
 
     def gap_limit(self, dtype: str, temperature: float) -> float | None:
         """`logprob_gap_limit` in numbers, for an actor of `dtype` that samples at `temperature`."""
         if self.logprob_gap_limit != "auto":
             return self.logprob_gap_limit
-        if dtype == "bfloat16":
-            return 0.25
-        return 1e-4 / (min(temperature, 1.0) or 1.0)
+        return (0.25 if dtype == "bfloat16" else 1e-4) / (min(temperature, 1.0) or 1.0)

@@ -77,6 +77,7 @@ def test_a_gap_between_decoding_and_training_stops_the_run(workspace: Workspace)
         ("auto", "float32", 0.0, 1e-4),
         ("auto", "float32", 0.1, 1e-3),
         ("auto", "bfloat16", 1.0, 0.25),
+        ("auto", "bfloat16", 0.5, 0.5),
         (0.5, "float32", 1.0, 0.5),
         (None, "float32", 1.0, None),
     ],
