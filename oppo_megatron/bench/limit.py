@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -66,22 +67,17 @@ def limit_figures(configs: Mapping[str, TrainConfig], runs: Runs, cores: int) ->
     rows = []
     for name, turns in runs.items():
         placement, mode = name.split("/")
-        responses = read_responses(configs[name], turns[0])
-        steps = len(turns[0].lines)
-        least = least_seconds(configs[name], responses, peaks, used[name])
-        measured = sum(line["step_s"] for run in turns for line in run.lines) / (len(turns) * steps)
-        row = {key: seconds / steps for key, seconds in least.items()}
-        rows.append(
-            {
-                "placement": placement,
-                "mode": mode,
-                "threads": used[name],
-                **row,
-                "measured_s": measured,
-                "over_least": measured / row["least_s"],
-            }
-        )
+        least = [_per_step(configs[name], run, peaks, used[name]) for run in turns]
+        row = {key: fmean(each[key] for each in least) for key in least[0]}
+        measured = fmean(line["step_s"] for run in turns for line in run.lines)
+        what = {"placement": placement, "mode": mode, "threads": used[name]}
+        rows.append({**what, **row, "measured_s": measured, "over_least": measured / row["least_s"]})
     return {"peaks": peaks.tree(), "limits": rows}
+
+
+def _per_step(config: TrainConfig, run: Run, peaks: Peaks, threads: int) -> dict[str, float]:
+    least = least_seconds(config, read_responses(config, run), peaks, threads)
+    return {key: seconds / len(run.lines) for key, seconds in least.items()}
 
 
 def threads_used(config: TrainConfig, cores: int) -> int:

@@ -44,7 +44,7 @@ COMMANDS = (
     Command("validate", "oppo_megatron.cli.validate", "check a configuration and the files it names"),
     Command("schedule", "oppo_megatron.cli.schedule", "draw and check what every rank does in a round"),
     Command("doctor", "oppo_megatron.cli.doctor", "say what this machine has and lacks"),
-    Command("bench", "oppo_megatron.cli.bench", "measure decoding, and what the overlaps save"),
+    Command("bench", "oppo_megatron.cli.bench", "measure decoding, what the overlaps save, and what settings cost"),
     Command("demo", "oppo_megatron.cli.demo", "run the whole chain on generated arithmetic, and compare"),
 )
 

@@ -53,6 +53,7 @@ def left(out: Path, kind: str) -> dict[str, Any]:
     return written
 
 
+@pytest.mark.slow
 def test_overlap_by_the_command(workspace: Workspace, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path, out = tmp_path / "config.yaml", tmp_path / "out"
     pair = {"placement.mode": "disaggregated", "rewards": [{"kind": "model"}]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,6 +48,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
 
 def load_base(args: argparse.Namespace) -> TrainConfig:
     """The checked configuration with the changes that the common arguments ask for.  Raises ConfigError."""
+    _refuse_given_ranks()
     from oppo_megatron.bench.suite import bare
     from oppo_megatron.cli.run import load_checked
     from oppo_megatron.config.run import TrainConfig
@@ -62,6 +64,18 @@ def load_base(args: argparse.Namespace) -> TrainConfig:
     config = load_checked("train", args.config, overrides)
     assert isinstance(config, TrainConfig)
     return bare(config)
+
+
+def _refuse_given_ranks() -> None:
+    from oppo_megatron.cli.launch import external_ranks
+    from oppo_megatron.errors import ConfigError
+
+    ranks = external_ranks(os.environ)
+    if ranks is not None:
+        raise ConfigError(
+            f"the launcher has started {ranks['WORLD_SIZE']} ranks, but `oppo bench` starts those of each run itself; call it "
+            "without torchrun or srun"
+        )
 
 
 def forced_lengths(args: argparse.Namespace) -> list[str]:
