@@ -13,7 +13,8 @@ from oppo_megatron.control.delta import RULES
 from oppo_megatron.errors import ConfigError
 
 FIXED = (0, 4, 8)
-COMPARED_RULES = tuple(rule for rule in RULES if rule not in ("fixed", "eq4_literal"))
+MOVING_RULES = tuple(rule for rule in RULES if rule != "fixed")
+COMPARED_RULES = tuple(rule for rule in MOVING_RULES if rule != "eq4_literal")
 COLUMNS = {
     "delta": "delta", "mean": "delta_mean", "last": "delta_last", "s/step": "step_s", "total s": "total_s",
     "x delta 0": "speedup_total_s", "tokens/s": "tokens_per_s", "carried": "carried", "stale %": "stale_percent",

@@ -24,11 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _delta(args: argparse.Namespace) -> int:
-    from oppo_megatron.bench.delta import COLUMNS, COMPARED_RULES, bench_delta, remarks
+    from oppo_megatron.bench.delta import COLUMNS, COMPARED_RULES, MOVING_RULES, bench_delta, remarks
     from oppo_megatron.bench.table import format_table
-    from oppo_megatron.control.delta import RULES
 
-    rules = chosen("--rules", args.rules or COMPARED_RULES, [rule for rule in RULES if rule != "fixed"])
+    rules = chosen("--rules", args.rules or COMPARED_RULES, MOVING_RULES)
     config = load_base(args)
     result = bench_delta(new_suite(args), config, args.fixed, rules)
     print(format_table(COLUMNS, result["results"]))
