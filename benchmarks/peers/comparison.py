@@ -34,6 +34,7 @@ SCRIPT = Path(__file__).with_name("trl_ppo.py")
 PEER_PYTHON = Path(".venv-trl/bin/python")
 DTYPES = ("float32", "bfloat16")
 LOG_TAIL_LINES = 15
+BUSY_SHARE = 0.25  # of the cores
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
 def compare(args: argparse.Namespace) -> int:
     """Run TRL and every mode of ours `--repeats` times.  Writes trl.json, trl.png and each run below `--out`."""
     modes, placements = chosen("--modes", args.modes, list(MODES)), chosen("--placements", args.placements, PLACEMENTS)
-    versions = require_peer(args.peer_python)
+    load, versions = os.getloadavg()[0], require_peer(args.peer_python)
     require_unused(args.out)
     config = prepared(load_base(args), args.dtype)
     require_same_work(config, args.trl_micro_batch)
@@ -90,8 +91,9 @@ def compare(args: argparse.Namespace) -> int:
     if faults := outcome.unequal_work(work, trl, ours):
         raise BenchError("\n  - ".join(["the work was not equal, so nothing is compared:", *faults]))
     rows = outcome.table_rows(work, trl, ours)
-    print(format_table(outcome.COLUMNS, rows), *remarks(work, trl), sep="\n")
-    write(args.out, config, work, rows, {"versions": versions, "trl": trl, "ours": runs})
+    print(format_table(outcome.COLUMNS, rows), *remarks(work, trl), *busy(load), sep="\n")
+    raw = {"versions": versions, "load_average_before": load, "trl": trl, "ours": runs}
+    write(args.out, config, work, rows, raw)
     return 0
 
 
@@ -150,7 +152,7 @@ def our_configs(
 ) -> dict[str, TrainConfig]:
     """Every mode in every placement, by name.  Raises ConfigError with all that is wrong with any of them."""
     configs = {
-        f"{placement} {mode}": switched(with_threads(config, placement, threads), mode)
+        f"{placement}-{mode}": switched(with_threads(config, placement, threads), mode)
         for placement in placements
         for mode in modes
     }
@@ -232,6 +234,16 @@ def remarks(work: Mapping[str, Any], trl: Sequence[Lines]) -> list[str]:
         f"forcing the lengths takes {seconds:.4f} s of a step of TRL, {share:.2%} of its generation",
         f"TRL scores and trains {outcome.padding(trl):.2f} tokens for each real one (padding to the longest row)",
         "tokens/s: prompt and response tokens, without padding, over all steps of a run; seconds: medians after the first",
+    ]
+
+
+def busy(load: float) -> list[str]:
+    """Whether others used the machine: `load` is the load average before the first run."""
+    cores = usable_cores()
+    if load < BUSY_SHARE * cores:
+        return []
+    return [
+        f"this machine was busy before the first run (load average {load:.1f} on {cores} cores): measure again when idle"
     ]
 
 
