@@ -15,6 +15,7 @@ from oppo_megatron.config.memory import (
     TrainingBatch,
     kv_cache_bytes,
     kv_slots,
+    slot_tokens,
     stage_layers,
     stage_parameters,
     training_activations,
@@ -117,6 +118,7 @@ def supervised_holdings(config: SupervisedConfig) -> list[Holding]:
 def _serving(config: TrainConfig, name: str, place: Place, model: _Model) -> Iterator[Holding]:
     """Decoding or scoring: weights and cache."""
     sequences, context = ceil(most_sequences(config) / place.dp), max_context(config)
+    context = slot_tokens(context, config.runtime.kv_layout)
     budget_mb = config.runtime.kv_cache_mb
     slots = kv_slots(model.shape, place, model.dtype, slots=sequences, context=context, budget_mb=budget_mb)
     cache = kv_cache_bytes(model.shape, place, model.dtype, slots=slots, context=context, budget_mb=None)

@@ -10,6 +10,7 @@ from typing import Any
 
 from oppo_megatron.config.checks import max_context, minibatch_rows, most_sequences
 from oppo_megatron.config.layouts import Limits, Sizes, format_ranks, suggestion
+from oppo_megatron.config.memory import slot_tokens
 from oppo_megatron.config.model import ActorConfig, ParallelConfig, RoleConfig, TrainedRoleConfig, TrainingLayoutConfig
 from oppo_megatron.config.places import (
     Place,
@@ -288,8 +289,8 @@ def _check_kv_budget(config: TrainConfig, name: str, place: Place, shape: Shape 
         return min(most, ceil(most_sequences(config) / layout.dp))
 
     def needed_mb(layout: Sizes) -> float:
-        dtype = named_roles(config)[name].dtype
-        return count(layout) * context * kv_bytes_per_token(shape, layout, dtype) / MEBIBYTE
+        dtype, tokens = named_roles(config)[name].dtype, slot_tokens(context, config.runtime.kv_layout)
+        return count(layout) * tokens * kv_bytes_per_token(shape, layout, dtype) / MEBIBYTE
 
     if needed_mb(sizes) <= budget_mb:
         return []

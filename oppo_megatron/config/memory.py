@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from oppo_megatron.config.layouts import HasSizes, Sizes
-from oppo_megatron.config.model import TrainingLayoutConfig
+from oppo_megatron.config.model import KVLayout, TrainingLayoutConfig
 from oppo_megatron.config.shape import DTYPE_BYTES, head_dim, kv_bytes_per_token, num_kv_heads
 
 Shape = Mapping[str, Any]
 """A `config.json` that the checks let through."""
 FP32 = 4
+BLOCK_TOKENS = 256
+"""Positions of a block of a paged KV cache: the least that FlashAttention-2 takes."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,13 @@ def training_state(num_parameters: int, dtype: str, dp: int, train: TrainingLayo
     return Memory(gradients=num_parameters * FP32, optimizer=num_parameters * held / shards)
 
 
+def slot_tokens(context: int, kv_layout: KVLayout) -> int:
+    """Positions that a cache has for a sequence of at most `context` tokens: whole blocks where it is paged."""
+    return -(-context // BLOCK_TOKENS) * BLOCK_TOKENS if kv_layout == "paged" else context
+
+
 def kv_slots(shape: Shape, layout: HasSizes, dtype: str, *, slots: int, context: int, budget_mb: float | None) -> int:
-    """How many of `slots` sequences of `context` tokens the budget holds."""
+    """How many of `slots` sequences of `context` tokens (`slot_tokens`) the budget holds."""
     if budget_mb is None:
         return slots
     return min(slots, int(budget_mb * 2**20) // (context * kv_bytes_per_token(shape, layout, dtype)))

@@ -13,6 +13,7 @@ from oppo_megatron.config.base import Section
 _RANKS = re.compile("{0}(-{0})?(,{0}(-{0})?)*".format("[0-9]{1,18}"))
 Dtype = Literal["float32", "bfloat16"]
 DecodePath = Literal["packed", "lean", "module"]
+KVLayout = Literal["auto", "dense", "paged"]
 PlacementMode = Literal["disaggregated", "colocated", "single"]
 
 
@@ -172,3 +173,19 @@ class RuntimeConfig(Section):
         description="how cached calls compute: megatron's own modules (module), few calls over megatron's parameters (lean), "
         "or those over a copy of the weights laid out for the CPU's products (packed; lean where there are none)",
     )
+    kv_layout: KVLayout = Field(
+        "auto",
+        description="KV caches with a slot of full length for each sequence (dense), or with blocks of 256 tokens that change "
+        "hands without being copied (paged); auto: paged where a GPU has an attention kernel for it, else dense, as "
+        "which memory tables count it",
+    )
+    decode_sync_steps: PositiveInt | None = Field(
+        None,
+        description="decode steps between two looks at which responses have ended, where one rank holds all layers (pp 1); "
+        "above 1 the steps between them never wait for the device, and on a GPU they are replayed CUDA graphs; null: 16 on "
+        "a GPU, else 1",
+    )
+
+    def sync_steps(self, device: str) -> int:
+        """`decode_sync_steps` on a device of this type."""
+        return self.decode_sync_steps or (16 if device == "cuda" else 1)

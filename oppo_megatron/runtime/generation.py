@@ -5,6 +5,9 @@ Legend: R rows (running sequences of a micro-batch), V vocabulary, T packed toke
 Every rank of a replica keeps the same books: the last pipeline stage draws the tokens, identically on its tensor ranks, and the
 other stages receive them.  A decode micro-step is exactly one token of each running sequence of a micro-batch.
 
+Where one rank holds all layers (or tensor ranks of one stage), micro-steps may run on the device for a while before their
+tokens are read (`device_decode.py`); what comes of a round is the same.
+
 A micro-step is *void*, and skipped by every rank of the replica alike, once its micro-batch has no running sequence or the
 batch was complete by the micro-batch's own step before (in the order of steps, then micro-batches: what a rank may have heard
 of later micro-steps must not count, for others have not).
@@ -12,15 +15,17 @@ of later micro-steps must not count, for others have not).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from oppo_megatron.records import Chunk, ChunkRow, Rollout
-from oppo_megatron.runtime.mcore.kv_cache import KVCache
+from oppo_megatron.runtime.device_decode import DeviceLane, Row
+from oppo_megatron.runtime.mcore.cuda_graphs import CapturedSteps, run_eagerly
 from oppo_megatron.runtime.mcore.model import RoleModel
+from oppo_megatron.runtime.mcore.sequence_cache import SequenceCache
 from oppo_megatron.runtime.mcore.stage import step
 from oppo_megatron.runtime.sampler import Sampling, draw
 from oppo_megatron.runtime.stopping import Stopping
@@ -68,16 +73,24 @@ class DecodeStation:
     def __init__(
         self,
         model: RoleModel,
-        cache: KVCache,
+        cache: SequenceCache,
         *,
         sampling: Sampling,
         stopping: Stopping,
         outlet: ChunkOutlet | None = None,
+        sync_steps: int = 1,
     ):
-        """`outlet` makes the messages for ranks without the actor, on the rank that sends them."""
+        """`outlet` makes the messages for ranks without the actor, on the rank that sends them.
+
+        Drawn tokens are read once in `sync_steps` micro-steps, where the model has a single pipeline stage; else in each.
+        """
         self.model, self.cache, self.outlet = model, cache, outlet
         self.sampling, self.stopping = sampling, stopping
         self._weight = next(model.parameters())
+        self._sync_steps = sync_steps if model.groups.pp == 1 else 1
+        self._resident: dict[int, DeviceLane] = {}  # by micro-batch
+        captures = self._sync_steps > 1 and cache.device.type == "cuda"
+        self.captured = CapturedSteps(cache.device, model.parameters) if captures else None
 
     def order(self, seq_ids: Sequence[int]) -> list[int]:
         """The open sequences among `seq_ids` in the order of their slots; the others as they come."""
@@ -107,6 +120,7 @@ class DecodeStation:
         self._index, self._start, self._local, self._stop = index, clock, readiness(), readiness()
         self._prefill: list[Batch] = work.prefill
         self._lanes = [[growing[g.seq_id] for g in batch] for batch in work.decode]
+        self._steps = [max(g.new for g in batch) for batch in work.decode]
         self._rows: list[ChunkRow] = [g.row for g in growing.values()]
         self._growing = growing
         self._merged: Chunk | None = None
@@ -114,6 +128,8 @@ class DecodeStation:
         self._ready: tuple[int, int] | None = None  # (step, micro-batch) whose tokens completed the batch
         self._hidden: dict[int, Tensor] = {}
         self._drawn: dict[int, Tensor] = {}
+        if self.captured is not None:
+            self.captured.renew()
 
     def live(self, action: Action) -> bool:
         return action.step is None or action.step < self._ended.get(action.micro_batch, action.step + 1)
@@ -125,8 +141,8 @@ class DecodeStation:
         if action.op is Op.PREFILL:
             return self._prefill_step(action.micro_batch)
         if action.op is Op.DECODE:
-            return self._decode_step(action.micro_batch)
-        return self._sample(action)
+            return self._decode_step(action) if self._sync_steps == 1 else self._device_step(action)
+        return self._sample(action) if self._sync_steps == 1 else self._read(action)
 
     def outbox(self, action: Action) -> Sequence[Tensor]:
         if action.payload is Payload.CHUNK:
@@ -140,7 +156,7 @@ class DecodeStation:
             shape = DRAWN, len(self._lanes[action.micro_batch])
             table_3R = torch.empty(shape, dtype=torch.float64, device=self.cache.device)
             yield table_3R
-            self._absorb(action, table_3R)
+            self._absorb(action, [table_3R.tolist()])
         else:
             hidden = self._weight.new_empty(self._num_tokens(action), 1, self.model.shape.hidden_size)
             yield hidden
@@ -179,9 +195,9 @@ class DecodeStation:
         self._stage(micro_batch, [g.seq_id for g in batch], [g.new for g in batch], tokens, no_rows=True)
         return len(tokens)
 
-    def _decode_step(self, micro_batch: int) -> int:
-        lane = self._lanes[micro_batch]
-        self._stage(micro_batch, [g.seq_id for g in lane], [1] * len(lane), [g.tokens[-1] for g in lane])
+    def _decode_step(self, action: Action) -> int:
+        lane = self._lanes[action.micro_batch]
+        self._stage(action.micro_batch, [g.seq_id for g in lane], [1] * len(lane), [g.tokens[-1] for g in lane])
         return len(lane)
 
     def _stage(
@@ -201,37 +217,83 @@ class DecodeStation:
         result = draw(logits_RV, self.sampling, [g.seq_id for g in lane], [g.position for g in lane], shards)
         table_3R = torch.stack([x.double() for x in (result.tokens, result.logprobs, result.sampling_logprobs)])
         self._drawn[action.micro_batch] = table_3R
-        return self._absorb(action, table_3R)
+        return self._absorb(action, [table_3R.tolist()])
 
-    def _absorb(self, action: Action, table_3R: Tensor) -> int:
-        """The drawn tokens join their sequences; those that end leave the micro-batch.
+    def _device_step(self, action: Action) -> int:
+        """Decode and draw without looking at what was drawn."""
+        assert action.step is not None
+        lane, resident = self._lanes[action.micro_batch], self._resident_lane(action.micro_batch)
+        if not resident.loaded:
+            rows = [Row(g.seq_id, g.tokens[-1], g.position, g.limit) for g in lane]
+            resident.load(rows, self._steps[action.micro_batch] - action.step)
+        resident.step()
+        return len(lane)
+
+    def _read(self, action: Action) -> int:
+        """Look at what was drawn, where it is time to."""
+        lane, resident = self._lanes[action.micro_batch], self._resident[action.micro_batch]
+        return len(lane) if resident.loaded else self._absorb(action, resident.read(), resident=True)
+
+    def _resident_lane(self, micro_batch: int) -> DeviceLane:
+        if micro_batch not in self._resident:
+            self._resident[micro_batch] = DeviceLane(
+                self.model,
+                self.cache,
+                self.captured or run_eagerly,
+                sampling=self.sampling,
+                eos_id=self.stopping.eos_id,
+                sync_steps=self._sync_steps,
+                name=micro_batch,
+            )
+        return self._resident[micro_batch]
+
+    def _absorb(self, action: Action, drawn: Sequence[Sequence[Sequence[float]]], resident: bool = False) -> int:
+        """What the last micro-steps drew, each [DRAWN, R], joins the sequences; those that end leave the micro-batch.
 
         They keep their slots to the end of the round: their end may lie beyond the chunk's, and then they go on.
+        `resident`: the cache has not been told yet.
         """
         assert action.step is not None
-        lane, eos_id = self._lanes[action.micro_batch], self.stopping.eos_id
-        drawn, rows = table_3R.tolist(), list(lane)
-        for growing, token, logprob, sampling_logprob in zip(rows, *drawn, strict=True):
-            if not growing.append(int(token), logprob, sampling_logprob, eos_id, self._start):
-                continue
-            last = lane[-1]
-            lane[lane.index(growing)] = last
-            lane.pop()
-            self.cache.exchange(growing.seq_id, last.seq_id)  # so that the micro-batch keeps neighbouring slots
-            self._hear(growing.seq_id, action)
+        lane, first = self._lanes[action.micro_batch], action.step + 1 - len(drawn)
+        rows, ends = list(lane), dict[int, int]()
+        for step_, table in enumerate(drawn, start=first):
+            for growing, token, logprob, sampling_logprob in zip(rows, *table, strict=True):
+                if growing.seq_id not in ends and growing.append(
+                    int(token), logprob, sampling_logprob, self.stopping.eos_id, self._start
+                ):
+                    ends[growing.seq_id] = step_
+        if resident:
+            for growing in rows:
+                self.cache.advance(growing.seq_id, ends.get(growing.seq_id, action.step) + 1 - first)
+        self._leave(action.micro_batch, ends)
         here = (action.step, action.micro_batch)
         if not lane or (self._ready is not None and self._ready <= here):
             self._ended[action.micro_batch] = action.step + 1
         return len(rows)
 
-    def _hear(self, seq_id: int, action: Action) -> None:
+    def _leave(self, micro_batch: int, ends: Mapping[int, int]) -> None:
+        """Take ended sequences, by id the micro-step of their end, out of the micro-batch, in the order of their ends.
+
+        What was decoded after the batch was complete counts for nothing: no one leaves any more.
+        """
+        lane = self._lanes[micro_batch]
+        for step_ in sorted(set(ends.values())):
+            if self._ready is not None and self._ready <= (step_ - 1, micro_batch):
+                return
+            for growing in [g for g in lane if ends.get(g.seq_id) == step_]:
+                last = lane[-1]
+                lane[lane.index(growing)] = last
+                lane.pop()
+                self.cache.exchange(growing.seq_id, last.seq_id)  # so that the micro-batch keeps neighbouring slots
+                self._hear(growing.seq_id, (step_, micro_batch))
+
+    def _hear(self, seq_id: int, where: tuple[int, int]) -> None:
         """Count a finished sequence, where no other replica has a say in when the batch is complete."""
         if self.model.groups.dp > 1:
             return
         self._local.finish(seq_id)
         if self._local.ready and self._ready is None:
-            assert action.step is not None
-            self._ready = (action.step, action.micro_batch)
+            self._ready = where
 
     def _gather(self) -> None:
         groups = self.model.groups

@@ -18,8 +18,8 @@ from oppo_megatron.records import Chunk, Rollout
 from oppo_megatron.runtime.executor import Executor
 from oppo_megatron.runtime.generation import DecodeStation
 from oppo_megatron.runtime.links import Links
-from oppo_megatron.runtime.mcore.kv_cache import KVCache
 from oppo_megatron.runtime.mcore.model import RoleModel
+from oppo_megatron.runtime.mcore.sequence_cache import SequenceCache
 from oppo_megatron.runtime.sampler import Sampling
 from oppo_megatron.runtime.scoring import ScoringStation
 from oppo_megatron.runtime.stopping import Stopping
@@ -141,13 +141,14 @@ class RoundRunner:
 
 def decoder(
     model: RoleModel,
-    cache: KVCache,
+    cache: SequenceCache,
     *,
     sampling: Sampling,
     stopping: Stopping,
     links: Links,
     micro_batch_tokens: int,
     timeout_s: float,
+    sync_steps: int = 1,
 ) -> RoundRunner:
     """Rounds that only decode, on the ranks of one model (held-out evaluation, benchmarks)."""
     groups = model.groups
@@ -155,7 +156,7 @@ def decoder(
     rank = dist.get_rank()
     seat = place.seat(rank)
     assert seat is not None, "only ranks that hold the model decode with it"
-    station = DecodeStation(model, cache, sampling=sampling, stopping=stopping)
+    station = DecodeStation(model, cache, sampling=sampling, stopping=stopping, sync_steps=sync_steps)
     book = ActorBook(place.dp, cache.num_slots, stopping.limit)
     planner = RoundPlanner(
         Site({"actor": place}), "sequential", WeaveConfig(), micro_batch_tokens, cache.max_length, book, {}

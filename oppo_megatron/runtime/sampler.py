@@ -41,7 +41,7 @@ class Sampling:
 
 @dataclass
 class Draw:
-    """Tokens [R] and two log-probs [R] of each.
+    """Tokens [R], two log-probs [R] of each, and a number [R] that is finite exactly where the row was a distribution.
 
     `logprobs` is under the whole vocabulary at the configured temperature (1 when greedy): the quantity that the
     training forward recomputes, so PPO's ratio compares like with like and is 1 before the first update.
@@ -52,15 +52,36 @@ class Draw:
     tokens: Tensor
     logprobs: Tensor
     sampling_logprobs: Tensor
+    masses: Tensor
+
+    def require_finite(self, sampling: Sampling, seq_ids: Sequence[int], positions: Sequence[int]) -> None:
+        """Raises NumericsError for the first row that gave no distribution."""
+        finite_R = self.masses.isfinite()
+        if not bool(finite_R.all()):
+            row = int((~finite_R).nonzero()[0])
+            raise no_distribution(sampling, seq_ids[row], positions[row])
+
+
+def no_distribution(sampling: Sampling, seq_id: int, position: int) -> NumericsError:
+    """The error for logits that give no distribution."""
+    return NumericsError(
+        f"sequence {seq_id}, response token {position}: the logits at temperature {sampling.temperature:g} are not finite, "
+        "but must give a distribution; check the actor's weights, lower the learning rate if training has diverged, or "
+        "raise the temperature (0 is greedy)"
+    )
 
 
 def uniforms(seed: int, seq_ids: Sequence[int], positions: Sequence[int]) -> np.ndarray:
     """One number in [0, 1) per (seed, sequence id, position): 53 bits of a splitmix64 chain (Steele et al. 2014)."""
     with np.errstate(over="ignore"):
-        state = _mix(np.full(len(seq_ids), seed, dtype=np.uint64))
-        for counter in (seq_ids, positions):
-            state = _mix(state ^ np.asarray(counter, dtype=np.uint64))
+        state = _mix(row_states(seed, seq_ids) ^ np.asarray(positions, dtype=np.uint64))
     return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def row_states(seed: int, seq_ids: Sequence[int]) -> np.ndarray:
+    """Uint64 [R]: the chain up to the sequence id, which all draws of a sequence have in common."""
+    with np.errstate(over="ignore"):
+        return _mix(_mix(np.full(len(seq_ids), seed, dtype=np.uint64)) ^ np.asarray(seq_ids, dtype=np.uint64))
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
@@ -81,38 +102,25 @@ def draw(
 
     Every rank of the shards makes the call and gets the same answer.  Raises NumericsError for a row that gives no distribution.
     """
-    row = _Rows(sampling, seq_ids, positions)
+    u_R = torch.from_numpy(uniforms(sampling.seed, seq_ids, positions)).to(logits_RV.device)
+    drawn = draw_at(logits_RV, sampling, u_R, shards)
+    drawn.require_finite(sampling, seq_ids, positions)
+    return drawn
+
+
+def draw_at(logits_RV: Tensor, sampling: Sampling, u_R: Tensor, shards: VocabShards | None = None) -> Draw:
+    """`draw` at given numbers in [0, 1), by operations of the device alone: whether rows were distributions is not asked."""
     shards = shards or VocabShards()
     if sampling.temperature == 0:
-        return _greedy(logits_RV, row, shards)
+        return _greedy(logits_RV, shards)
     scaled_RV = logits_RV if sampling.temperature == 1 else logits_RV / sampling.temperature
-    u_R1 = torch.from_numpy(uniforms(sampling.seed, seq_ids, positions)).to(scaled_RV.device, torch.float32)[:, None]
+    u_R1 = u_R.float()[:, None]
     if sampling.top_k == 0 and sampling.top_p == 1:
-        return _whole(scaled_RV, u_R1, row, shards)
-    return _truncated(scaled_RV, u_R1, row, shards)
+        return _whole(scaled_RV, u_R1, shards)
+    return _truncated(scaled_RV, u_R1, sampling, shards)
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """What the rows of a draw belong to, for the error that names one."""
-
-    sampling: Sampling
-    seq_ids: Sequence[int]
-    positions: Sequence[int]
-
-    def require_finite(self, mass_R1: Tensor) -> None:
-        """`mass_R1`, the masses of the rows or their logarithms, are finite exactly where a row is a distribution."""
-        if bool(mass_R1.isfinite().all()):
-            return
-        row = int((~mass_R1.flatten().isfinite()).nonzero()[0])
-        raise NumericsError(
-            f"sequence {self.seq_ids[row]}, response token {self.positions[row]}: the logits at temperature "
-            f"{self.sampling.temperature:g} are not finite, but must give a distribution; check the actor's weights, lower the "
-            "learning rate if training has diverged, or raise the temperature (0 is greedy)"
-        )
-
-
-def _greedy(logits_RV: Tensor, rows: _Rows, shards: VocabShards) -> Draw:
+def _greedy(logits_RV: Tensor, shards: VocabShards) -> Draw:
     best_R, token_R = logits_RV.max(-1)
     mass_R = torch.logsumexp(logits_RV, -1)
     if shards.size > 1:
@@ -122,11 +130,10 @@ def _greedy(logits_RV: Tensor, rows: _Rows, shards: VocabShards) -> Draw:
         best_R, shard_R = best_SR.max(0)
         token_R = token_SR.gather(0, shard_R[None])[0].long()
         mass_R = torch.logsumexp(mass_SR, 0)
-    rows.require_finite(mass_R)
-    return Draw(token_R, best_R - mass_R, torch.zeros_like(best_R))
+    return Draw(token_R, best_R - mass_R, torch.zeros_like(best_R), mass_R)
 
 
-def _whole(scaled_RV: Tensor, u_R1: Tensor, rows: _Rows, shards: VocabShards) -> Draw:
+def _whole(scaled_RV: Tensor, u_R1: Tensor, shards: VocabShards) -> Draw:
     """From the whole vocabulary: first the block of tokens that the number falls into, then the token within.
 
     Ranks exchange the masses of their blocks, never their logits.
@@ -142,7 +149,6 @@ def _whole(scaled_RV: Tensor, u_R1: Tensor, rows: _Rows, shards: VocabShards) ->
         mass_RS = (all_SRK[:, :, 1:] * log_share_SR1.exp()).transpose(0, 1).flatten(1)
         log_share_R1 = log_share_SR1[shards.rank]
     cumulative_RS = mass_RS.cumsum(-1)
-    rows.require_finite(cumulative_RS[:, -1])
     target_R1 = u_R1 * cumulative_RS[:, -1:]
     block_R1 = _invert(cumulative_RS, target_R1)
     rest_R1 = target_R1 - (cumulative_RS.gather(-1, block_R1) - mass_RS.gather(-1, block_R1))
@@ -151,23 +157,22 @@ def _whole(scaled_RV: Tensor, u_R1: Tensor, rows: _Rows, shards: VocabShards) ->
     if log_share_R1 is not None:
         inner_RW = inner_RW * log_share_R1.exp()
     place_R1 = _invert(inner_RW.cumsum(-1), rest_R1.clamp_min(0))
-    token_R1 = local_R1 * blocks_RKW.shape[2] + place_R1
+    token_R1 = (local_R1 * blocks_RKW.shape[2] + place_R1).clamp_max(probs_RV.shape[-1] - 1)  # of no distribution: any
     logprob_R1 = probs_RV.gather(-1, token_R1).log()
     if log_share_R1 is not None:
         mine_R1 = block_R1 // num_blocks == shards.rank
         found_2R1 = torch.stack([shards.globally(token_R1).double(), (logprob_R1 + log_share_R1).double()])
         token_R1, logprob_R1 = shards.add(found_2R1.where(mine_R1, 0.0)).unbind(0)
     logprob_R = logprob_R1[:, 0].float()
-    return Draw(token_R1[:, 0].long(), logprob_R, logprob_R)
+    return Draw(token_R1[:, 0].long(), logprob_R, logprob_R, cumulative_RS[:, -1])
 
 
-def _truncated(scaled_RV: Tensor, u_R1: Tensor, rows: _Rows, shards: VocabShards) -> Draw:
+def _truncated(scaled_RV: Tensor, u_R1: Tensor, sampling: Sampling, shards: VocabShards) -> Draw:
     """From the candidates that top-k and top-p leave.  Ranks exchange their best k; without top-k, all logits."""
-    sampling, vocab = rows.sampling, scaled_RV.shape[-1] * shards.size
+    vocab = scaled_RV.shape[-1] * shards.size
     mass_R1 = torch.logsumexp(scaled_RV, -1, keepdim=True)
     if shards.size > 1:
         mass_R1 = torch.logsumexp(shards.gather(mass_R1), 0)
-    rows.require_finite(mass_R1)
     num_kept = min(sampling.top_k or vocab, vocab)
     kept_RK, ids_RK = scaled_RV.topk(min(num_kept, scaled_RV.shape[-1]), dim=-1)
     if shards.size > 1:
@@ -184,7 +189,7 @@ def _truncated(scaled_RV: Tensor, u_R1: Tensor, rows: _Rows, shards: VocabShards
     place_R1 = _invert(cumulative_RK, u_R1 * cumulative_RK[:, -1:])
     sampled_R = (probs_RK.gather(-1, place_R1) / probs_RK.sum(-1, keepdim=True)).log()[:, 0]
     logprob_R = (kept_RK.gather(-1, place_R1) - mass_R1)[:, 0]
-    return Draw(ids_RK.gather(-1, place_R1)[:, 0], logprob_R, sampled_R)
+    return Draw(ids_RK.gather(-1, place_R1)[:, 0], logprob_R, sampled_R, mass_R1[:, 0])
 
 
 def _in_blocks(probs_RV: Tensor) -> Tensor:
@@ -198,4 +203,6 @@ def _invert(cumulative_RK: Tensor, target_R1: Tensor) -> Tensor:
     """Index [R, 1] at which the cumulative sum first exceeds the target; never one of probability 0."""
     index_R1 = torch.searchsorted(cumulative_RK, target_R1.contiguous(), right=True)
     # The target may have been rounded up to the total, which no element exceeds: then it is the first to reach it.
-    return torch.minimum(index_R1, torch.searchsorted(cumulative_RK, cumulative_RK[:, -1:].contiguous()))
+    last_R1 = torch.searchsorted(cumulative_RK, cumulative_RK[:, -1:].contiguous())
+    # A row that is no distribution finds no element; its index has to be one all the same.
+    return torch.minimum(index_R1, last_R1).clamp_max_(cumulative_RK.shape[-1] - 1)

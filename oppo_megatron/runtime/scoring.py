@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from oppo_megatron.records import Rollout
-from oppo_megatron.runtime.mcore.kv_cache import KVCache
 from oppo_megatron.runtime.mcore.model import RoleModel
+from oppo_megatron.runtime.mcore.sequence_cache import SequenceCache
 from oppo_megatron.runtime.mcore.stage import step
 from oppo_megatron.runtime.mcore.vocab_parallel import token_logprobs
 from oppo_megatron.schedule.actions import Action, Op
@@ -33,7 +33,7 @@ class ScoringStation:
     one a response (reward).
     """
 
-    def __init__(self, role: ScorerRole, model: RoleModel, cache: KVCache, *, temperature: float):
+    def __init__(self, role: ScorerRole, model: RoleModel, cache: SequenceCache, *, temperature: float):
         self.role, self.model, self.cache, self.temperature = role, model, cache, temperature
         self._outputs: dict[int, list[Tensor]] = {}
         self._weight = next(model.parameters())

@@ -42,14 +42,17 @@ class Evaluator:
 
     def accuracy(self, model: RoleModel, links: Links, max_response_tokens: int) -> float:
         """Share of the prompts answered right.  Every rank of the actor makes the call and gets the same answer."""
+        slots = min(len(self.prompts), self.max_slots)
+        cache = model.new_cache(slots, self.kv_budget_bytes, self.runtime.kv_layout)
         rounds = decoder(
             model,
-            model.new_cache(min(len(self.prompts), self.max_slots), self.kv_budget_bytes),
+            cache,
             sampling=Sampling(temperature=0.0),
             stopping=Stopping(self.tokenizer.eos_id, max_response_tokens),
             links=links,
             micro_batch_tokens=self.runtime.micro_batch_tokens,
             timeout_s=self.runtime.timeout_s,
+            sync_steps=self.runtime.sync_steps(cache.device.type),
         )
         buffer = RolloutBuffer(len(self.prompts), delta=0, max_deferrals=1)
         buffer.admit(self.prompts)

@@ -12,8 +12,9 @@ from oppo_megatron.data.prompts import PromptStream
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.runtime.executor import Executor, Station
 from oppo_megatron.runtime.generation import DecodeStation
-from oppo_megatron.runtime.mcore.kv_cache import KVCache
-from oppo_megatron.runtime.mcore.model import Head, RoleModel
+from oppo_megatron.runtime.mcore.model import DTYPES, Head, RoleModel
+from oppo_megatron.runtime.mcore.paged_kernels import find_kernel
+from oppo_megatron.runtime.mcore.sequence_cache import SequenceCache
 from oppo_megatron.runtime.roles import load_role
 from oppo_megatron.runtime.rounds import RoundRunner
 from oppo_megatron.runtime.sampler import Sampling
@@ -42,6 +43,15 @@ class RoleBuilder:
     tokenizer: Tokenizer
     prompts: PromptStream
     lengths: Quantile | None  # of a length trace
+
+    def __post_init__(self) -> None:
+        """What `runtime.kv_layout: auto` comes to here: planner and caches must count slots alike."""
+        runtime, device = self.config.runtime, self.world.device
+        if runtime.kv_layout == "auto":
+            dtypes = {DTYPES[role.dtype] for role in named_roles(self.config).values()}
+            layout = "dense" if any(find_kernel(device, dtype) is None for dtype in dtypes) else "paged"
+            settled = runtime.model_copy(update={"kv_layout": layout})
+            self.config = self.config.model_copy(update={"runtime": settled})
 
     @property
     def total_steps(self) -> int:
@@ -107,6 +117,7 @@ class RoleBuilder:
             sampling=Sampling.of(self.config.rollout, self.config.seed),
             stopping=self._stopping,
             outlet=ChunkOutlet(device) if sends else None,
+            sync_steps=self.config.runtime.sync_steps(device.type),
         )
 
     def _scoring_stations(self, critic: Critic | None) -> dict[str, ScoringStation]:
@@ -148,8 +159,8 @@ class RoleBuilder:
             num_updates=self.total_steps * ppo.epochs * ppo.minibatches,
         )
 
-    def _cache(self, name: str, model: RoleModel) -> KVCache:
-        cache = model.new_cache(self.num_slots(name), self.kv_budget_bytes)
+    def _cache(self, name: str, model: RoleModel) -> SequenceCache:
+        cache = model.new_cache(self.num_slots(name), self.kv_budget_bytes, self.config.runtime.kv_layout)
         planned = cache_slots(self.config, name, self.topology.site.places[name])
         assert cache.num_slots == planned, (name, cache.num_slots, planned)
         return cache

@@ -193,6 +193,8 @@ def test_the_cache_has_the_slots_that_are_shown() -> None:
     actor = holdings(runtime={"kv_cache_mb": 0.1})[0]
     slot = 128 * 2 * 4 * 1 * 8 * 4
     assert actor.batches["KV slots"] == "3" and actor.memory.kv_cache == 3 * slot
+    paged = holdings(runtime={"kv_cache_mb": 0.1, "kv_layout": "paged"})[0]
+    assert paged.batches["KV slots"] == "1" and paged.memory.kv_cache == 2 * slot, "a block has 256 positions"
 
 
 def test_another_training_layout_is_a_second_copy() -> None:

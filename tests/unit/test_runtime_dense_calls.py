@@ -16,7 +16,7 @@ from oppo_megatron.runtime.executor import Executor
 from oppo_megatron.runtime.generation import DecodeStation
 from oppo_megatron.runtime.links import build_links
 from oppo_megatron.runtime.mcore.groups import build_groups
-from oppo_megatron.runtime.mcore.kv_cache import CachedPlan, KVCache
+from oppo_megatron.runtime.mcore.kv_cache import DensePlan, KVCache
 from oppo_megatron.runtime.mcore.model import RoleModel
 from oppo_megatron.runtime.roles import load_role
 from oppo_megatron.runtime.rounds import Decoding, RoundRunner
@@ -65,7 +65,7 @@ def test_calls_stay_dense_as_sequences_finish(monkeypatch: pytest.MonkeyPatch, m
     spans: list[tuple[int, int] | None] = []
     begin = KVCache.begin
 
-    def watched(cache: KVCache, seq_ids: Sequence[int], lens: Sequence[int]) -> CachedPlan:
+    def watched(cache: KVCache, seq_ids: Sequence[int], lens: Sequence[int]) -> DensePlan:
         plan = begin(cache, seq_ids, lens)
         spans.append(plan.span)
         return plan

@@ -1,30 +1,70 @@
-"""The KV cache's books and contents against plain dictionaries and plain attention."""
+"""The KV caches' books and contents, dense and paged, against plain dictionaries and plain attention."""
 
 from __future__ import annotations
 
 import random
 import re
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from oppo_megatron.config.memory import BLOCK_TOKENS, slot_tokens
 from oppo_megatron.errors import CapacityError
 from oppo_megatron.runtime.mcore.kv_cache import KVCache
+from oppo_megatron.runtime.mcore.paged_cache import PagedKVCache
+from oppo_megatron.runtime.mcore.paged_kernels import PagedCall
+from oppo_megatron.runtime.mcore.sequence_cache import SequenceCache
 
 HEADS, GROUPS, DIM, LENGTH, LAYERS = 4, 2, 4, 12, 2
 SLOT_BYTES = 2 * LAYERS * GROUPS * LENGTH * DIM * 4
 CPU = torch.device("cpu")
 
 
+# Without rotation, so that what attends is what was given.
+SIZES: dict[str, Any] = {
+    "num_layers": LAYERS,
+    "num_kv_heads": GROUPS,
+    "head_dim": DIM,
+    "max_length": LENGTH,
+    "rope": (torch.ones(LENGTH, DIM), torch.zeros(LENGTH, DIM)),
+    "device": CPU,
+}
+
+
 def new_cache(num_slots: int, budget_bytes: int | None = None, dtype: torch.dtype = torch.float32) -> KVCache:
-    """Without rotation, so that what attends is what was given."""
-    rope = (torch.ones(LENGTH, DIM), torch.zeros(LENGTH, DIM))
-    return KVCache(
-        num_layers=LAYERS, num_kv_heads=GROUPS, head_dim=DIM, num_slots=num_slots, max_length=LENGTH, rope=rope,
-        dtype=dtype, device=CPU, budget_bytes=budget_bytes,
-    )  # fmt: skip
+    return KVCache(num_slots=num_slots, dtype=dtype, budget_bytes=budget_bytes, **SIZES)
+
+
+def new_paged(num_slots: int, budget_bytes: int | None = None, **changes: Any) -> PagedKVCache:
+    """Blocks of 5 positions, so that 12 take 3 of them."""
+    sizes = {"dtype": torch.float32, "block_tokens": 5, **SIZES, **changes}
+    return PagedKVCache(num_slots=num_slots, budget_bytes=budget_bytes, **sizes)
+
+
+def by_tables(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: PagedCall, scale: float) -> torch.Tensor:
+    """What a kernel has to compute, token by token: causal, the last query sees all that is cached."""
+    outputs = []
+    for s, (start, end) in enumerate(pairwise(call.new_ends.tolist())):
+        length = int(call.length_S[s])
+        assert call.length_ends[s + 1] - call.length_ends[s] == length
+        assert end - start <= call.most_new and length <= call.longest
+        keys, values = (pool[call.table_SW[s].long()].flatten(0, 1) for pool in (k, v))
+        for t in range(start, end):
+            seen = length - (end - 1 - t)
+            outputs.append(plain_attention(q[t], keys[:seen], values[:seen], scale).view(HEADS, DIM))
+    return torch.stack(outputs)
+
+
+CACHES: dict[str, Callable[[int], SequenceCache]] = {
+    "dense": new_cache,
+    "paged": new_paged,
+    "paged, by a kernel": lambda num_slots: new_paged(num_slots, kernel=by_tables),
+}
 
 
 def plain_attention(q_ND: torch.Tensor, k_LGD: torch.Tensor, v_LGD: torch.Tensor, scale: float) -> torch.Tensor:
@@ -40,8 +80,8 @@ def plain_attention(q_ND: torch.Tensor, k_LGD: torch.Tensor, v_LGD: torch.Tensor
 class Naive:
     """What the cache should hold: a dictionary of lists of (key, value), one list a layer."""
 
-    def __init__(self, num_slots: int, seed: int):
-        self.cache, self.random = new_cache(num_slots), random.Random(seed)
+    def __init__(self, cache: SequenceCache, seed: int):
+        self.cache, self.random = cache, random.Random(seed)
         self.held: dict[int, list[list[tuple[torch.Tensor, torch.Tensor]]]] = {}
         self.opened = 0
 
@@ -108,19 +148,23 @@ class Naive:
             assert (seq_id in self.cache) == (seq_id in self.held)
         for seq_id, layers in self.held.items():
             assert self.cache.length(seq_id) == len(layers[0])
+        if isinstance(self.cache, PagedKVCache):
+            taken = sum(-(-len(layers[0]) // 5) for layers in self.held.values())
+            assert self.cache.num_free_blocks == self.cache.num_slots * 3 - taken
 
 
 ACTIONS = ("open", "open", "close", "exchange", "truncate", "decode", "decode", "prefill")
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=120)
 @given(
     actions=st.lists(st.sampled_from(ACTIONS), max_size=40),
     num_slots=st.integers(1, 4),
     seed=st.integers(0, 99),
+    kind=st.sampled_from(list(CACHES)),
 )
-def test_books_and_contents_equal_a_dictionary(actions: list[str], num_slots: int, seed: int) -> None:
-    naive = Naive(num_slots, seed)
+def test_books_and_contents_equal_a_dictionary(actions: list[str], num_slots: int, seed: int, kind: str) -> None:
+    naive = Naive(CACHES[kind](num_slots), seed)
     for action in actions:
         if action in ("decode", "prefill"):
             naive.step(action == "decode")
@@ -158,6 +202,40 @@ def test_a_gap_is_filled_by_the_last_sequence() -> None:
     assert cache.slot(9) == 3 and cache.length(9) == 0
     with pytest.raises(CapacityError, match="sequence 10 finds no free slot among 4"):
         cache.open(10)
+
+
+def test_sequences_of_a_paged_cache_change_their_slots_without_a_copy() -> None:
+    cache = new_paged(4)
+    for seq_id in range(4):
+        cache.open(seq_id)
+    lens = [12, 3, 6, 11]
+    plan = cache.begin(range(4), lens)
+    q, k, v = (torch.randn(sum(lens), heads, DIM) for heads in (HEADS, GROUPS, GROUPS))
+    for layer in range(LAYERS):
+        plan.attend(layer, q, k, v, 1.0)
+    cache.commit(plan)
+    writes = [store._version for store in (*cache.k, *cache.v)]
+    held = cache.tables([2], 2)
+    cache.exchange(1, 2)
+    cache.close(0)
+    cache.truncate(3, 2)
+    assert torch.equal(cache.tables([cache.slot(2)], 2), held)
+    assert [store._version for store in (*cache.k, *cache.v)] == writes
+    assert cache.num_free_blocks == 12 - 1 - 2 - 1
+
+
+def test_a_paged_slot_takes_whole_blocks_of_the_budget() -> None:
+    """As the pure half counts them (`slot_tokens`)."""
+    token_bytes = 2 * LAYERS * GROUPS * DIM * 4
+    for length, positions in ((12, 256), (256, 256), (257, 512)):
+        assert slot_tokens(length, "paged") == positions and slot_tokens(length, "dense") == length
+        rope = torch.ones(length, DIM), torch.zeros(length, DIM)
+        sizes = {"max_length": length, "rope": rope, "block_tokens": BLOCK_TOKENS}
+        cache = new_paged(5, 3 * positions * token_bytes + 7, **sizes)
+        assert cache.num_slots == 3 and cache.num_free_blocks == 3 * positions // BLOCK_TOKENS
+        assert sum(x.nbytes for x in (*cache.k, *cache.v)) == 3 * positions * token_bytes
+        with pytest.raises(CapacityError, match=f"takes {positions * token_bytes:,} bytes"):
+            new_paged(5, positions * token_bytes - 1, **sizes)
 
 
 def test_a_planned_step_that_is_not_committed_leaves_the_books_alone() -> None:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from oppo_megatron.config.ppo import RolloutConfig
 from oppo_megatron.errors import NumericsError
 from oppo_megatron.runtime import sampler
-from oppo_megatron.runtime.sampler import Sampling, draw, uniforms
+from oppo_megatron.runtime.device_uniforms import uniforms_at
+from oppo_megatron.runtime.sampler import Sampling, draw, draw_at, row_states, uniforms
 
 MASK = 2**64 - 1
 
@@ -181,3 +182,28 @@ def test_a_row_draws_the_same_alone_and_among_others() -> None:
 def test_sampling_takes_the_rollout_section() -> None:
     section = RolloutConfig(batch_size=1, max_response_tokens=4, temperature=0.6, top_k=9, top_p=0.8)
     assert Sampling.of(section, 42) == Sampling(0.6, 9, 0.8, 42)
+
+
+UINT64 = st.integers(0, MASK)
+
+
+@given(seed=UINT64, pairs=st.lists(st.tuples(UINT64, st.integers(0, 2**63 - 1)), min_size=1, max_size=8))
+def test_numbers_made_on_the_device_are_those_of_the_host(seed: int, pairs: list[tuple[int, int]]) -> None:
+    seq_ids, positions = [p[0] for p in pairs], [p[1] for p in pairs]
+    states_R = torch.from_numpy(row_states(seed, seq_ids).view(np.int64))
+    assert uniforms_at(states_R, torch.tensor(positions)).tolist() == uniforms(seed, seq_ids, positions).tolist()
+
+
+def test_a_row_that_is_no_distribution_leaves_the_others_alone() -> None:
+    """On the device nobody looks before the tokens are read: the draw itself has to go through."""
+    for sampling in (Sampling(), Sampling(top_k=4), Sampling(top_p=0.7), Sampling(0.0)):
+        logits_RV = torch.randn(5, 300, generator=torch.Generator().manual_seed(2))
+        u_R = torch.tensor([0.1, 0.3, 0.5, 0.7, 0.9])
+        expected = draw_at(logits_RV, sampling, u_R)
+        logits_RV[1], logits_RV[3, 7] = math.inf, math.nan
+        found = draw_at(logits_RV, sampling, u_R)
+        assert found.masses.isfinite().tolist() == [True, False, True, False, True]
+        sound = [0, 2, 4]
+        assert torch.equal(found.tokens[sound], expected.tokens[sound])
+        assert torch.equal(found.logprobs[sound], expected.logprobs[sound])
+        assert ((found.tokens >= 0) & (found.tokens < 300)).all()

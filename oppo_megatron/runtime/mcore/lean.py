@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from oppo_megatron.runtime.mcore.kv_cache import CachedPlan
+from oppo_megatron.runtime.mcore.cached_plan import CachedPlan
 from oppo_megatron.runtime.mcore.prepacked import product
 
 Product = Callable[[Tensor], Tensor]

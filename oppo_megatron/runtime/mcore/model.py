@@ -23,14 +23,17 @@ from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from oppo_megatron.config.model import DecodePath, TrainingLayoutConfig
+from oppo_megatron.config.model import DecodePath, KVLayout, TrainingLayoutConfig
 from oppo_megatron.errors import CapacityError
 from oppo_megatron.runtime.mcore import compat
 from oppo_megatron.runtime.mcore.attention import AttentionPlan
+from oppo_megatron.runtime.mcore.cached_plan import CachedPlan
 from oppo_megatron.runtime.mcore.groups import RoleGroups
-from oppo_megatron.runtime.mcore.kv_cache import CachedPlan, KVCache
+from oppo_megatron.runtime.mcore.kv_cache import KVCache
 from oppo_megatron.runtime.mcore.layers import ScalarHead, block_spec
 from oppo_megatron.runtime.mcore.lean import LeanStage
+from oppo_megatron.runtime.mcore.paged_cache import PagedKVCache
+from oppo_megatron.runtime.mcore.paged_kernels import find_kernel
 from oppo_megatron.runtime.mcore.prepacked import can_prepack, product
 from oppo_megatron.runtime.mcore.rope import rope_tables
 from oppo_megatron.runtime.shape import ModelShape
@@ -149,20 +152,26 @@ class RoleModel(GPTModel):
             return self.output_layer(hidden_TH)[0][:, 0]
         return self._lean_head(hidden_TH).float()
 
-    def new_cache(self, num_slots: int, budget_bytes: int | None = None) -> KVCache:
+    def new_cache(
+        self, num_slots: int, budget_bytes: int | None = None, layout: KVLayout = "dense"
+    ) -> KVCache | PagedKVCache:
         """A KV cache for this stage's layers.  Raises CapacityError if the budget holds no sequence."""
         weight = next(self.parameters())
-        return KVCache(
-            num_layers=len(self.decoder.layers),
-            num_kv_heads=self.shape.num_kv_heads // self.groups.tp,
-            head_dim=self.shape.head_dim,
-            num_slots=num_slots,
-            max_length=self.max_length,
-            rope=self.rope,
-            dtype=weight.dtype,
-            device=weight.device,
-            budget_bytes=budget_bytes,
-        )
+        sizes: dict[str, Any] = {
+            "num_layers": len(self.decoder.layers),
+            "num_kv_heads": self.shape.num_kv_heads // self.groups.tp,
+            "head_dim": self.shape.head_dim,
+            "num_slots": num_slots,
+            "max_length": self.max_length,
+            "rope": self.rope,
+            "dtype": weight.dtype,
+            "device": weight.device,
+            "budget_bytes": budget_bytes,
+        }
+        kernel = find_kernel(weight.device, weight.dtype)
+        if layout == "paged" or (layout == "auto" and kernel is not None):
+            return PagedKVCache(**sizes, kernel=kernel)
+        return KVCache(**sizes)
 
 
 def _take_gathered_input(output_layer: ColumnParallelLinear) -> None:

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from oppo_megatron.runtime.mcore.kv_cache import KVCache
 from oppo_megatron.runtime.mcore.model import RoleModel
+from oppo_megatron.runtime.mcore.sequence_cache import SequenceCache
 
 
 @torch.inference_mode()
 def step(
     model: RoleModel,
-    kv: KVCache,
+    kv: SequenceCache,
     seq_ids: Sequence[int],
     lens: Sequence[int],
     inputs: Tensor,

@@ -7,7 +7,7 @@ from math import ceil
 
 from oppo_megatron.config.checkpoint import read_hf_config
 from oppo_megatron.config.checks import max_context, most_sequences
-from oppo_megatron.config.memory import kv_slots
+from oppo_megatron.config.memory import kv_slots, slot_tokens
 from oppo_megatron.config.places import Place, named_roles
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.schedule.planning.books import ActorBook, ScoringBook
@@ -48,7 +48,7 @@ def share_of_sequences(config: TrainConfig, place: Place) -> int:
 def cache_slots(config: TrainConfig, role: str, place: Place) -> int:
     """Sequences that the cache of one replica holds: its share of all, or what runtime.kv_cache_mb allows."""
     model, share = named_roles(config)[role], share_of_sequences(config, place)
-    context, budget_mb = max_context(config), config.runtime.kv_cache_mb
+    context, budget_mb = slot_tokens(max_context(config), config.runtime.kv_layout), config.runtime.kv_cache_mb
     if budget_mb is None:
         return share
     return kv_slots(read_hf_config(model), place, model.dtype, slots=share, context=context, budget_mb=budget_mb)

@@ -1,0 +1,169 @@
+"""How the tokens of a call attend to what is cached: what dense and paged caches have in common.
+
+Legend: T packed tokens of a call, S sequences of the call, C longest chunk of the call, B rows of a decode step, G key/value
+heads of this rank, N query heads, R query heads a key/value head, L cached positions, D head dimension, X = R + 2 (query
+heads, key, value).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from oppo_megatron.runtime.mcore.rope import apply_rope
+
+if TYPE_CHECKING:
+    from oppo_megatron.runtime.mcore.sequence_cache import SequenceCache
+
+
+class CachedPlan(ABC):
+    """An `AttentionPlan` that continues sequences from their cache.  Computed once a call, used by every layer."""
+
+    qkv_format = "thd"
+
+    def __init__(self, cache: SequenceCache, pos_T: Tensor):
+        cos_LD, sin_LD = cache.rope
+        self.cos_T1D, self.sin_T1D = cos_LD[pos_T].unsqueeze(1), sin_LD[pos_T].unsqueeze(1)
+
+    def attend(self, layer: int, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float) -> Tensor:
+        q_TND = apply_rope(q_TND, self.cos_T1D, self.sin_T1D).to(v_TGD.dtype)
+        k_TGD = apply_rope(k_TGD, self.cos_T1D, self.sin_T1D).to(v_TGD.dtype)
+        q_TGRD = q_TND.view(len(q_TND), k_TGD.shape[1], -1, q_TND.shape[-1])
+        return self._attention(layer, q_TGRD, k_TGD, v_TGD, scale)
+
+    def attend_grouped(self, layer: int, qkv_TGXD: Tensor) -> Tensor:
+        """As `attend`, of queries, keys and values that lie side by side: X = the group's query heads, the key, the value."""
+        cos, sin = self.cos_T1D.unsqueeze(1), self.sin_T1D.unsqueeze(1)
+        qk_TGXD = apply_rope(qkv_TGXD[:, :, :-1], cos, sin).to(qkv_TGXD.dtype)
+        scale = qkv_TGXD.shape[-1] ** -0.5
+        return self._attention(layer, qk_TGXD[:, :, :-1], qk_TGXD[:, :, -1], qkv_TGXD[:, :, -1], scale)
+
+    @abstractmethod
+    def _attention(self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float) -> Tensor:
+        """Cache the new keys and values and attend to all that the sequences have -> [T, N * D]."""
+
+
+class CallPlan(CachedPlan):
+    """Any number of new tokens of each sequence, whose lengths the host knows."""
+
+    def __init__(self, cache: SequenceCache, slots: list[int], past: list[int], lens: list[int]):
+        self.slots, self.past, self.lens = slots, past, lens
+        self.decode = max(lens) == 1
+        self.longest = max(p + n for p, n in zip(past, lens, strict=True))
+        self._dtype, self._device = cache.dtype, cache.device
+        self.slots_S, self.past_S, self.lens_S = torch.tensor([slots, past, lens], device=cache.device).unbind(0)
+        if self.decode:
+            self.pos_T = self.past_S
+        else:
+            first_S = torch.cumsum(self.lens_S, 0) - self.lens_S
+            self.col_T = torch.arange(len(self.row_T), device=cache.device) - first_S[self.row_T]
+            self.pos_T = self.past_S[self.row_T] + self.col_T
+        super().__init__(cache, self.pos_T)
+
+    @cached_property
+    def row_T(self) -> Tensor:
+        """The sequence of each token, by its number in the call."""
+        number_S = torch.arange(len(self.lens), device=self._device)
+        return number_S if self.decode else torch.repeat_interleave(number_S, self.lens_S, output_size=sum(self.lens))
+
+    def _attention(self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float) -> Tensor:
+        k_SGLD, v_SGLD = self._extend(layer, k_TGD, v_TGD)
+        if self.decode:
+            return attend_one(q_TGRD, k_SGLD, v_SGLD, self._decode_mask, scale)
+        return self._attend_prefill(q_TGRD, k_SGLD, v_SGLD, scale)
+
+    @abstractmethod
+    def _extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
+        """Cache k and v; all that is cached of the call's sequences, each [S, G, longest, D]."""
+
+    @cached_property
+    def _decode_mask(self) -> Tensor | None:
+        """None if all sequences are equally long."""
+        if min(self.past) == max(self.past):
+            return None
+        return beyond_mask(self.past_S, self.longest, self._dtype)
+
+    @cached_property
+    def _visible_SCL(self) -> Tensor:
+        position_SC = self.past_S[:, None] + torch.arange(max(self.lens), device=self._device)
+        return torch.arange(self.longest, device=self._device) <= position_SC[:, :, None]
+
+    def _attend_prefill(self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float) -> Tensor:
+        num_seqs, groups, _, dim = k_SGLD.shape
+        chunk, repeat = self._visible_SCL.shape[1], q_TGRD.shape[2]
+        # Only queries are padded to the longest chunk of the call, and only inside attention.
+        q_SCGRD = q_TGRD.new_zeros(num_seqs, chunk, groups, repeat, dim)
+        q_SCGRD[self.row_T, self.col_T] = q_TGRD
+        q_SGRCD = q_SCGRD.permute(0, 2, 3, 1, 4)
+        mask = self._visible_SCL[:, None].repeat(1, 1, repeat, 1)
+        out = F.scaled_dot_product_attention(
+            q_SGRCD.reshape(num_seqs, groups, repeat * chunk, dim), k_SGLD, v_SGLD, attn_mask=mask, scale=scale
+        )
+        out_SCGRD = out.view(num_seqs, groups, repeat, chunk, dim).permute(0, 3, 1, 2, 4)
+        return out_SCGRD[self.row_T, self.col_T].reshape(len(self.row_T), -1)
+
+
+class StepPlan(CachedPlan):
+    """One new token of each row, at positions that only the device knows; every shape is known beforehand.
+
+    `reach` is a bound on the positions that are attended to.  Made of operations of the device alone, so that it may be
+    captured in a CUDA graph and replayed while the numbers behind `position_B` change.
+    """
+
+    def __init__(self, cache: SequenceCache, position_B: Tensor, reach: int):
+        super().__init__(cache, position_B)
+        self.position_B, self.reach, self._dtype = position_B, reach, cache.dtype
+
+    def _attention(self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float) -> Tensor:
+        return attend_one(q_TGRD, *self._extend(layer, k_TGD, v_TGD), self._mask, scale)
+
+    @abstractmethod
+    def _extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
+        """Cache k and v; what is cached of the rows, each [B, G, reach, D]."""
+
+    @cached_property
+    def _mask(self) -> Tensor:
+        return beyond_mask(self.position_B, self.reach, self._dtype)
+
+
+class StepRows(ABC):
+    """Where the rows of decode steps lie in a cache, in tensors that keep their place from step to step."""
+
+    @abstractmethod
+    def load(self, slots: Sequence[int]) -> None:
+        """The slots of the rows from now on; several rows may be given the same one."""
+
+    @property
+    @abstractmethod
+    def key(self) -> Hashable:
+        """What of the rows is not in tensors: a captured step holds for rows of the same key."""
+
+    @abstractmethod
+    def reach(self, longest: int) -> int:
+        """A bound on positions of at least `longest`, which takes few values."""
+
+    @abstractmethod
+    def plan(self, position_B: Tensor, reach: int) -> StepPlan:
+        """A step of the first B rows."""
+
+
+def beyond_mask(position_S: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+    """[S, 1, 1, L]: 0 up to a sequence's position and minus infinity behind it."""
+    beyond_SL = torch.arange(length, device=position_S.device) > position_S[:, None]
+    mask_SL = torch.zeros(beyond_SL.shape, dtype=dtype, device=position_S.device)
+    return mask_SL.masked_fill_(beyond_SL, -torch.inf)[:, None, None]
+
+
+def attend_one(q_SGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """One new token a sequence -> [S, N * D].
+
+    The query heads of a group take the place of query positions, so grouped heads need no copy of keys.
+    """
+    out = F.scaled_dot_product_attention(q_SGRD, k_SGLD, v_SGLD, attn_mask=mask, scale=scale)
+    return out.reshape(len(q_SGRD), -1)

@@ -1,0 +1,124 @@
+"""Attention over a paged cache in one kernel, where this machine has one.
+
+Legend: T packed tokens of a call, S sequences of the call, N query heads, G key/value heads, D head dimension, P blocks,
+K positions of a block, W blocks of a table.
+
+None of the kernels runs on a CPU.  What they have to compute is held by the tests against `PagedKVCache` without one.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+LEAST_CAPABILITY = (8, 0)
+"""Of the CUDA device: what FlashAttention-2 asks for."""
+
+
+@dataclass(frozen=True)
+class PagedCall:
+    """What a kernel is told of a call beside queries and pools: int32 tensors, and bounds that hold for all sequences.
+
+    Sequence s has `new_S[s]` queries, its last tokens, and `length_S[s]` cached tokens in the blocks `table_SW[s]`.
+    """
+
+    table_SW: Tensor
+    new_S: Tensor
+    length_S: Tensor
+    most_new: int
+    longest: int
+
+    @cached_property
+    def new_ends(self) -> Tensor:
+        """[S + 1]: where the queries of each sequence begin, and the last end."""
+        return _ends(self.new_S)
+
+    @cached_property
+    def length_ends(self) -> Tensor:
+        return _ends(self.length_S)
+
+
+PagedKernel = Callable[[Tensor, Tensor, Tensor, PagedCall, float], Tensor]
+"""(queries [T, N, D], key pool and value pool [P, K, G, D], call, scale) -> [T, N, D], causal."""
+
+
+def find_kernel(device: torch.device, dtype: torch.dtype) -> PagedKernel | None:
+    """The first that this machine has: flash-attn's, then torch's own with an implementation that knows tables."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+        return None
+    if find_spec("flash_attn") is not None:
+        return flash_attn
+    return torch_varlen if _varlen_knows_tables() else None
+
+
+def flash_attn(q_TND: Tensor, k_PKGD: Tensor, v_PKGD: Tensor, call: PagedCall, scale: float) -> Tensor:
+    """flash-attn (2.5 or newer): its decoding kernel for one query a sequence, else the one for packed queries."""
+    from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+
+    if call.most_new == 1:
+        out = flash_attn_with_kvcache(
+            q_TND[:, None],
+            k_PKGD,
+            v_PKGD,
+            cache_seqlens=call.length_S,
+            block_table=call.table_SW,
+            softmax_scale=scale,
+            causal=True,
+        )
+        return out[:, 0]
+    return flash_attn_varlen_func(
+        q_TND,
+        k_PKGD,
+        v_PKGD,
+        cu_seqlens_q=call.new_ends,
+        cu_seqlens_k=call.length_ends,
+        max_seqlen_q=call.most_new,
+        max_seqlen_k=call.longest,
+        softmax_scale=scale,
+        causal=True,
+        block_table=call.table_SW,
+    )
+
+
+def torch_varlen(q_TND: Tensor, k_PKGD: Tensor, v_PKGD: Tensor, call: PagedCall, scale: float) -> Tensor:
+    """torch's own.  The kernels built into torch know no tables: FA3 or FA4 must have been activated."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    out = varlen_attn(
+        q_TND,
+        k_PKGD,
+        v_PKGD,
+        call.new_ends,
+        None,
+        call.most_new,
+        call.longest,
+        scale=scale,
+        window_size=(-1, 0),
+        enable_gqa=True,
+        seqused_k=call.length_S,
+        block_table=call.table_SW,
+    )
+    assert isinstance(out, Tensor)  # it gives more only where it is asked for
+    return out
+
+
+def _varlen_knows_tables() -> bool:
+    if find_spec("torch.nn.attention.varlen") is None:
+        return False
+    from torch.nn import attention
+    from torch.nn.attention.varlen import varlen_attn
+
+    active = getattr(attention, "current_flash_attention_impl", lambda: None)()
+    return active is not None and "block_table" in inspect.signature(varlen_attn).parameters
+
+
+def _ends(counts_S: Tensor) -> Tensor:
+    return torch.nn.functional.pad(counts_S.cumsum(0, dtype=torch.int32), (1, 0))

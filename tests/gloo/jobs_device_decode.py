@@ -1,0 +1,159 @@
+"""Decoding whose tokens are read once in some steps, beside decoding that reads each, over the same random rounds."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from oppo_megatron.config.model import DecodePath, KVLayout
+from oppo_megatron.config.overlap import WeaveConfig
+from oppo_megatron.config.places import Place
+from oppo_megatron.errors import NumericsError
+from oppo_megatron.records import Chunk, Prompt, Rollout
+from oppo_megatron.runtime import device_decode
+from oppo_megatron.runtime.links import build_links
+from oppo_megatron.runtime.mcore import sequence_cache
+from oppo_megatron.runtime.mcore.model import RoleModel
+from oppo_megatron.runtime.mcore.paged_cache import PagedKVCache
+from oppo_megatron.runtime.rounds import RoundRunner, decoder
+from oppo_megatron.runtime.sampler import Sampling
+from oppo_megatron.runtime.stopping import Stopping
+from oppo_megatron.schedule.rounds import Site
+from tests.gloo.jobs_generation import NEVER, decode_round
+from tests.gloo.models import MAX_LENGTH, load, world_groups
+
+MAX_RESPONSE = 22
+Facts = dict[str, Any]
+
+
+class OwnLimits(Stopping):
+    """A limit of its own for each sequence; EOS where the model draws it."""
+
+    def limit(self, seq_id: int) -> int:
+        return 1 + seq_id * 7919 % self.max_response_tokens
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a runner decodes."""
+
+    sync_steps: int = 1
+    layout: KVLayout = "dense"
+    path: DecodePath = "packed"
+
+
+@dataclass(frozen=True)
+class Course:
+    """A run of several rounds, drawn from a seed."""
+
+    seed: int
+    micro_batches: int
+    slots: int
+    sampling: Sampling
+
+
+def _runner(model: RoleModel, course: Course, way: Way) -> RoundRunner:
+    groups = model.groups
+    rounds = decoder(
+        model,
+        model.new_cache(course.slots, layout=way.layout),
+        sampling=course.sampling,
+        stopping=OwnLimits(random.Random(course.seed).randrange(64), MAX_RESPONSE),
+        links=build_links(Site({"actor": Place(groups.ranks, groups.tp, groups.pp, groups.dp)})),
+        micro_batch_tokens=16,
+        timeout_s=60.0,
+        sync_steps=way.sync_steps,
+    )
+    rounds.planner.weave = WeaveConfig(micro_batches=course.micro_batches)
+    return rounds
+
+
+def _facts(chunk: Chunk) -> Facts:
+    """What every rank records, but for log-probs."""
+    rows = [(r.seq_id, r.offset, r.tokens, r.version, r.finish_clock, r.finish_reason) for r in chunk.rows]
+    return {"index": chunk.index, "clock": chunk.clock, "rows": rows}
+
+
+def _travel(model: RoleModel, course: Course, way: Way) -> tuple[list[Facts], list[float]]:
+    """Rounds of random length until all have ended: rollouts join, batches are complete in the middle, caches are forgotten.
+
+    Returns what came of each round, and all log-probs of both kinds in the order of rollouts.
+    """
+    draws, rounds = random.Random(course.seed), _runner(model, course, way)
+    assert rounds.decode is not None
+    cache, clock, version, found = rounds.decode.cache, 0, 0, []
+    waiting = [
+        Rollout(Prompt(i, i, "", tuple(draws.choices(range(64), k=draws.randint(1, MAX_LENGTH - MAX_RESPONSE)))), i)
+        for i in draws.sample(range(1000), 11)
+    ]
+    rollouts: list[Rollout] = []
+    while waiting or any(not r.finished for r in rollouts):
+        while waiting and draws.random() < 0.7:
+            rollouts.append(waiting.pop())
+        active = [r for r in rollouts if not r.finished]
+        if not active:
+            continue
+        needed = draws.randint(1, 3) if draws.random() < 0.5 else NEVER
+        chunk = decode_round(rounds, active, draws.randint(1, 9), clock, version, needed)
+        lengths = {i: cache.length(i) for i in cache.seq_ids}
+        found.append({**_facts(chunk), "lengths": lengths, "slots": cache.seq_ids if course.micro_batches == 1 else []})
+        clock = chunk.clock
+        if draws.random() < 0.2:
+            version += 1
+            rounds.actor_changed()
+    rounds.executor.drain()
+    if isinstance(cache, PagedKVCache):
+        assert cache.num_free_blocks == len(cache.k[0]), "ended sequences give all their blocks back"
+    rollouts.sort(key=lambda r: r.seq_id)
+    return found, [x for r in rollouts for x in (*r.logprobs, *r.sampling_logprobs)]
+
+
+def beside_each_other(directory: str, tp: int, courses: list[Course], ways: list[Way]) -> list[dict[Way, Any]]:
+    """Of each course, way -> rounds and log-probs."""
+    groups = world_groups(tp, 1)
+    models = {path: load(directory, groups, path=path) for path in {way.path for way in ways}}
+    with mock.patch.object(sequence_cache, "REACH", 4):  # so that these short sequences meet several bounds
+        return [{way: _travel(models[way.path], course, way) for way in ways} for course in courses]
+
+
+def looks(directory: str, sync_steps: int) -> list[int]:
+    """How many steps each look at the device was for, in a round of 20 steps of rollouts that do not end before."""
+    model = load(directory, world_groups(1, 1))
+    course = Course(1, 1, 4, Sampling(seed=1))
+    rounds = decoder(
+        model,
+        model.new_cache(course.slots),
+        sampling=course.sampling,
+        stopping=Stopping(None, MAX_RESPONSE),
+        links=build_links(Site({"actor": Place((0,))})),
+        micro_batch_tokens=16,
+        timeout_s=60.0,
+        sync_steps=sync_steps,
+    )
+    seen: list[int] = []
+    read = device_decode.DeviceLane.read
+
+    def watched(lane: device_decode.DeviceLane) -> list[list[list[float]]]:
+        tables = read(lane)
+        seen.append(len(tables))
+        return tables
+
+    with mock.patch.object(device_decode.DeviceLane, "read", watched):
+        decode_round(rounds, [Rollout(Prompt(i, i, "", (3, i)), i) for i in range(4)], 20, 0, 0)
+    return seen
+
+
+def no_distribution(directory: str) -> list[str]:
+    """The error of each way to decode with weights that have overflowed."""
+    model, errors = load(directory, world_groups(1, 1)), []
+    model.decoder.final_layernorm.weight.data.fill_(float("nan"))
+    model.weights_changed()
+    for way in (Way(), Way(4)):
+        rounds = _runner(model, Course(3, 1, 4, Sampling(seed=1)), way)
+        try:
+            decode_round(rounds, [Rollout(Prompt(5, 5, "", (3, 9)), 0)], 8, 0, 0)
+        except NumericsError as error:
+            errors.append(str(error))
+    return errors

@@ -1,0 +1,78 @@
+"""Tokens that stay on the device for a while: rounds come out as where each token is looked at, in dense and paged caches."""
+
+from __future__ import annotations
+
+import pytest
+
+from oppo_megatron.runtime.sampler import Sampling
+from tests.gloo.jobs_device_decode import Course, Way
+from tests.support.ranks import run_ranks
+
+TOLERANCE = 1e-4
+SAMPLINGS = [
+    Sampling(seed=7),
+    Sampling(0.7, seed=7),
+    Sampling(1.0, top_k=9, seed=8),
+    Sampling(0.8, top_p=0.8, seed=9),
+    Sampling(0.0),
+]
+COURSES = [
+    Course(seed, micro_batches, slots, SAMPLINGS[seed % len(SAMPLINGS)])
+    for seed, micro_batches, slots in [
+        (0, 1, 11),
+        (1, 2, 11),
+        (2, 1, 5),
+        (13, 3, 7),
+        (4, 1, 11),
+        (5, 2, 3),
+        (6, 1, 11),
+    ]  # fmt: skip
+]
+PLAIN = Way()
+WAYS = [
+    Way(2),
+    Way(4, "paged"),
+    Way(64),
+    Way(5, "dense", "module"),
+    Way(3, "paged", "lean"),
+    Way(1, "paged"),
+]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("model", ["qwen2", "qwen3"])
+def test_rounds_are_the_same_whenever_tokens_are_read(models: dict[str, str], tp: int, model: str) -> None:
+    ways, courses = (WAYS, COURSES) if tp == 1 else (WAYS[:2], COURSES[:4])
+    answers = run_ranks(
+        tp,
+        "tests.gloo.jobs_device_decode:beside_each_other",
+        directory=models[model],
+        tp=tp,
+        courses=courses,
+        ways=[PLAIN, *ways],
+    )
+    for answer in answers:
+        cut_off = ended_early = 0
+        for course, found in zip(courses, answer, strict=True):
+            rounds, logprobs = found[PLAIN]
+            ended_early += sum(row[5] == "eos" for facts in rounds for row in facts["rows"])
+            cut_off += sum(len({len(row[2]) for row in facts["rows"]}) > 1 for facts in rounds)
+            for way in ways:
+                assert found[way][0] == rounds, (course, way)
+                assert found[way][1] == pytest.approx(logprobs, abs=TOLERANCE), (course, way)
+        assert ended_early > 1 and cut_off > 5
+    assert [[found[PLAIN][0] for found in answer] for answer in answers[1:]] == [
+        [found[PLAIN][0] for found in answers[0]]
+    ] * (tp - 1)
+
+
+@pytest.mark.parametrize(("sync_steps", "expected"), [(2, [2] * 10), (8, [8, 8, 4]), (64, [20])])
+def test_the_host_looks_once_in_so_many_steps(models: dict[str, str], sync_steps: int, expected: list[int]) -> None:
+    (seen,) = run_ranks(1, "tests.gloo.jobs_device_decode:looks", directory=models["qwen2"], sync_steps=sync_steps)
+    assert seen == expected
+
+
+def test_logits_that_are_no_distribution_are_the_same_error(models: dict[str, str]) -> None:
+    (errors,) = run_ranks(1, "tests.gloo.jobs_device_decode:no_distribution", directory=models["qwen2"])
+    assert len(errors) == 2 and errors[0] == errors[1]
+    assert errors[0].startswith("sequence 5, response token 0: the logits at temperature 1 are not finite")
