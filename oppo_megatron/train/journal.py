@@ -40,6 +40,7 @@ class StepFacts:
     drain_s: float = 0.0  # rounds after the last decoded chunk
     planning_s: float = 0.0  # scheduler, buffer, planner, checker and controllers
     local_score_s: float = 0.0  # scoring on the rank that keeps the journal
+    critic_exposed_s: float = 0.0  # of the wait for scores: for the critic's update of the step before
     kl_coefficient: float = 0.0
     delta_reason: str = ""
     chunk_reason: str = ""
@@ -137,13 +138,15 @@ class Journal:
         assert facts.scores is not None
         # What the actor's rank scores itself stands still for it: after decoding, and while decoding too where there is
         # no pipeline whose bubbles could hide it.
-        exposed = actor.get("wait_scores", 0.0) + (facts.local_score_s if self.single_stage else facts.drain_s)
+        own = facts.local_score_s if self.single_stage else facts.drain_s
+        exposed = actor.get("wait_scores", 0.0) - facts.critic_exposed_s + own
         waits = actor.get("wait", 0.0)
         return {
             "time_s": time.time() - self.started,
             "step_s": facts.step_s,
             "decode_s": facts.decode_s,
             "score_exposed_s": exposed,
+            "score_hidden_s": max(0.0, facts.scores.score_busy_s - exposed),
             "score_busy_s": facts.scores.score_busy_s,
             "train_s": actor.get("update", 0.0),
             "planning_s": facts.planning_s,

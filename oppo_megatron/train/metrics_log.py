@@ -15,7 +15,7 @@ from oppo_megatron.errors import DataError
 from oppo_megatron.train.run_dir import encode_json
 
 MAX_PENDING = 8
-MEAN_FIELDS = ("step_s", "decode_s", "train_s", "score_exposed_s")
+MEAN_FIELDS = ("step_s", "decode_s", "train_s", "score_exposed_s", "critic_update_s", "critic_exposed_s")
 
 
 @final

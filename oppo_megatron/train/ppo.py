@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -34,10 +34,11 @@ from oppo_megatron.schedule.plan import StepPlan, plan_step
 from oppo_megatron.schedule.weaving.costs import CostMeter, Costs
 from oppo_megatron.train.actor import Actor
 from oppo_megatron.train.critic import Critic
+from oppo_megatron.train.critical_path import CriticPlace, StepClock, scoring_delay
 from oppo_megatron.train.evaluate import Evaluator
 from oppo_megatron.train.journal import Journal, StepFacts
 from oppo_megatron.train.round_trace import RoundTracer
-from oppo_megatron.train.score_exchange import ScoreExchange, sum_over_ranks
+from oppo_megatron.train.score_exchange import ScoreExchange, ScoreReport, sum_over_ranks
 from oppo_megatron.train.trace import SpanRecorder
 from oppo_megatron.train.update import UpdateSettings
 
@@ -62,6 +63,7 @@ class PPOTrainer:
     critic: Critic | None
     evaluator: Evaluator | None
     journal: Journal | None  # on the actor's first output rank
+    clock: StepClock = field(default_factory=StepClock)
 
     def run(self) -> None:
         """Train until the prompts end and every rollout has been trained."""
@@ -71,14 +73,15 @@ class PPOTrainer:
             step += 1
             self._step(step)
             self._evaluate(step, last=self.scheduler.done)
-        with waiting_for("update critic, its last statistics"):
+        with self._part("wait_update", "actor" if self.actor is not None else "scorer", step):
             critic_stats = self.exchange.critic_stats(self.critic)
         if self.journal is not None:
-            self.journal.complete(step, critic_stats)
+            self._complete(step, critic_stats)
         self.spans.flush()
 
     def _step(self, step: int) -> None:
         started = time.time()
+        self.clock.begin()
         self.tracer.begin(step)
         plan = plan_step(self.config.overlap)
         facts = StepFacts(step, delta=self.scheduler.buffer.delta, chunk_tokens=self.chunk_tuner.value)
@@ -118,6 +121,7 @@ class PPOTrainer:
                 buffer.record(chunk)
                 occupancy.record(chunk)
                 self.rounds.recorded(active)
+            self.clock.round(self._waited_for_chunks(facts.step), decoded=True)
             facts.backfilled += len(backfilled)
             facts.tokens_decoded += sum(len(row.tokens) for row in chunk.rows)
             facts.decode_s += time.time() - started
@@ -129,20 +133,46 @@ class PPOTrainer:
         while self.rounds.owes(batch):
             buffer = self.scheduler.buffer
             self.rounds.run([], batch, self.chunk_tuner.value, Decoding(buffer.clock, facts.version, buffer.readiness))
+            self.clock.round(self._waited_for_chunks(step), decoded=False)
         self.tracer.flush()
         facts.drain_s = time.time() - started
         waiting = "wait_scores" if self.actor is not None else "send"
         role = "actor" if self.actor is not None else "scorer"
         seconds = self._scoring_seconds(step)
         with self._part(waiting, role, step):
-            scored, report = self.exchange.gather(batch, self.rounds, self.actor, self.critic, seconds)
+            scored, report = self.exchange.gather(batch, self.rounds, self.actor, self.critic, seconds, self.clock.work)
+        self.clock.meet()
         facts.scores, facts.kl_coefficient, facts.rewards = report, self.kl.value, scored.scores_B.tolist()
         facts.local_score_s = seconds.get("score", 0.0)
         if self.journal is not None and step > 1:
-            self.journal.complete(step - 1, report.critic)
+            facts.critic_exposed_s = self._critic_delay(step, report)
+            self._complete(step - 1, report.critic, facts.critic_exposed_s)
         with _planning(facts):
             self.rounds.retire(batch)
         return build_experience(scored, self.config.ppo, self.kl.value)
+
+    def _critic_delay(self, step: int, report: ScoreReport) -> float:
+        """How much of this step's wait for scores is due to the critic's update of the step before."""
+        if not self._critic_place.delays_scores:
+            return 0.0
+        delay_s = scoring_delay(report.critic["critic_update_s"], report.work, self.clock.ends)
+        return min(delay_s, self.spans.totals(step, "actor")["wait_scores"])
+
+    def _complete(self, step: int, critic: dict[str, float], delay_s: float = 0.0) -> None:
+        """The critic's update of the step has ended; `delay_s` of it held up the next step's scores."""
+        assert self.journal is not None
+        update_s, waited_s = critic["critic_update_s"], self.spans.totals(step, "actor").get("wait_update", 0.0)
+        exposed_s = self._critic_place.exposed_s(update_s, waited_s + delay_s)
+        self.journal.complete(step, critic | {"critic_exposed_s": exposed_s, "critic_hidden_s": update_s - exposed_s})
+
+    @property
+    def _critic_place(self) -> CriticPlace:
+        places = self.exchange.places
+        shares_ranks = not set(places["critic"].ranks).isdisjoint(places["actor"].ranks)
+        return CriticPlace(shares_ranks, plan_step(self.config.overlap).wait_for_critic)
+
+    def _waited_for_chunks(self, step: int) -> float:
+        return self.spans.totals(step, "scorer").get("wait_tokens", 0.0)
 
     def _scoring_seconds(self, step: int) -> dict[str, float]:
         """Seconds by label that this rank spent on the scoring roles in the step so far."""

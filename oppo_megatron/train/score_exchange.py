@@ -29,12 +29,14 @@ TIMES = ("score", "wait_tokens")
 class ScoreReport:
     """What comes with the scores: mean of each reward part, seconds of the scorers' first rank, the last critic update.
 
+    `work` are seconds of the scorers' first rank, round by round (`StepClock.work`).
     `ess` is what the actor's last update measured, hence of the step before; 1 in the first step.
     """
 
     parts: dict[str, float]
     score_busy_s: float
     scorer_idle_s: float
+    work: list[float]
     critic: dict[str, float]
     ess: float
 
@@ -56,18 +58,20 @@ class ScoreExchange:
         actor: Actor | None,
         critic: Critic | None,
         seconds: Mapping[str, float],
+        work: Sequence[float],
     ) -> tuple[ScoredBatch, ScoreReport]:
         """Scores, values and reference log-probs of the batch on every rank.  Raises RewardError on the scorers' first.
 
-        `seconds` are this rank's totals of the step over the scoring roles.
+        `seconds` are this rank's totals of the step over the scoring roles, `work` those of its rounds.
         """
         lengths = [len(r.tokens) for r in batch]
         reference_T = self._share("reference", batch, lengths, rounds)
         values_T = self._share("critic", batch, lengths, rounds)
         model_B = self._share("reward", batch, [1] * len(batch), rounds) if "reward" in self.places else None
         totals_B, parts = self._rewards(batch, model_B)
-        times = torch.tensor([seconds.get(name, 0.0) for name in TIMES]) if self.rank == self._leader else None
-        busy_s, idle_s = share(times, len(TIMES), self._leader, self.device).tolist()
+        times = [seconds.get(name, 0.0) for name in TIMES] + list(work)
+        mine = torch.tensor(times, dtype=torch.float64) if self.rank == self._leader else None
+        busy_s, idle_s, *leaders_work = share(mine, len(times), self._leader, self.device).tolist()
         logp_T = torch.tensor([x for r in batch for x in r.logprobs], dtype=torch.float32, device=self.device)
         scored = ScoredBatch(
             behaviour_logp_T=logp_T,
@@ -77,7 +81,7 @@ class ScoreExchange:
             lengths_B=lengths,
             truncated_B=torch.tensor([r.finish_reason == "length" for r in batch], device=self.device),
         )
-        return scored, ScoreReport(parts, busy_s, idle_s, self.critic_stats(critic), self._ess(actor))
+        return scored, ScoreReport(parts, busy_s, idle_s, leaders_work, self.critic_stats(critic), self._ess(actor))
 
     def critic_stats(self, critic: Critic | None) -> dict[str, float]:
         """Statistics of the critic's last update, on every rank."""

@@ -16,6 +16,7 @@ from oppo_megatron.runtime.executor import Executor, Station
 from oppo_megatron.runtime.mcore.training import TrainedModel
 from oppo_megatron.runtime.world import World
 from oppo_megatron.schedule.actions import Action
+from oppo_megatron.train.critic import Critic
 from oppo_megatron.train.entry import run_ppo
 from oppo_megatron.train.setup import read_inputs
 
@@ -78,4 +79,16 @@ def train_beside_a_slow_rank(config: dict[str, Any], rank: int, seconds: float) 
         receive(executor, action, station)
 
     with mock.patch.object(Executor, "_receive", slow):
+        train(config)
+
+
+def train_with_a_slow_critic(config: dict[str, Any], seconds: float) -> None:
+    """`train`, where the critic's update takes so much longer."""
+    update = Critic.update
+
+    def slow(critic: Critic, *args: Any) -> None:
+        time.sleep(seconds)
+        update(critic, *args)
+
+    with mock.patch.object(Critic, "update", slow):
         train(config)

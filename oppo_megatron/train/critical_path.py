@@ -1,0 +1,86 @@
+"""What of the critic's update the actor has to wait for, and what its own work hides.
+
+Where the critic has ranks of its own and `overlap.hide_critic` is on, the update of step k holds up the scorers at the start of
+step k + 1, and chunks queue up meanwhile.  The scorers then are a queue with a single server.  It has absorbed the delay where
+it stood idle once more before the last chunk; how long it stood idle after the update does not say how long it would have
+without.  So the step is played back with the update and without it, over the times at which the chunks were there and the
+seconds of work on each.  The critic's first rank stands for the scorers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass
+class StepClock:
+    """One rank's rounds of a step, in seconds since it met all others for the scores of the step before.
+
+    `ends` are those of the rounds that decode: on the actor's output rank the times at which the chunks were there.
+    `work` is what was done before the first round (the critic's update is in it), then in each round, the drawn-out end
+    of the scoring included; waits for chunks are left out.
+    """
+
+    now: Callable[[], float] = time.time
+    met: float = 0.0
+    ends: list[float] = field(default_factory=list)
+    work: list[float] = field(default_factory=list)
+    _last: float = 0.0
+    _waited: float = 0.0
+
+    def meet(self) -> None:
+        """All ranks have the scores of a step: their updates begin."""
+        self.met = self.now()
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._last, self._waited, self.ends = self.now(), 0.0, []
+        self.work = [self._last - self.met]
+
+    def round(self, waited_s: float, *, decoded: bool) -> None:
+        """A round has ended.  `waited_s`: for chunks, in the step so far."""
+        now = self.now()
+        self.work.append(now - self._last - (waited_s - self._waited))
+        self._last, self._waited = now, waited_s
+        if decoded:
+            self.ends.append(now - self.met)
+
+
+def scoring_delay(update_s: float, work: Sequence[float], arrivals: Sequence[float]) -> float:
+    """By how many seconds an update at the start of the scorers' step makes its scoring end later.
+
+    `work` is the scorers' (`StepClock.work`), `arrivals` the actor's (`StepClock.ends`); after each of the first rounds the
+    scorers wait until its chunk is there.
+    """
+    return _end(work, arrivals, 0.0) - _end(work, arrivals, update_s)
+
+
+def _end(work: Sequence[float], arrivals: Sequence[float], spared_s: float) -> float:
+    now = work[0] - spared_s
+    for index, seconds in enumerate(work[1:]):
+        now += seconds
+        if index < len(arrivals):
+            now = max(now, arrivals[index])
+    return now
+
+
+@dataclass(frozen=True)
+class CriticPlace:
+    """Where the critic's update stands to the actor's time.
+
+    `shares_ranks`: some rank makes both updates, one after the other; `waited_for`: a step ends when both have ended.
+    """
+
+    shares_ranks: bool
+    waited_for: bool
+
+    @property
+    def delays_scores(self) -> bool:
+        """Whether the update runs into the next step, so that what the actor waits for it is part of its wait for scores."""
+        return not (self.shares_ranks or self.waited_for)
+
+    def exposed_s(self, update_s: float, waited_s: float) -> float:
+        """Seconds of an update that are on the actor's path; `waited_s`: what it waited for it beside its own update."""
+        return update_s if self.shares_ranks else min(update_s, waited_s)
