@@ -29,6 +29,11 @@ PACKAGES = (
         "transformer-engine", "transformer_engine", "fused Adam and gradient norms on GPU: apex's or torch's are used"
     ),
     Package("apex", "apex", "fused Adam and gradient norms on GPU: transformer-engine's or torch's are used"),
+    Package(
+        "flash-attn",
+        "flash_attn",
+        "attention over paged KV caches on GPU: torch's own with FA3 activated, else dense caches",
+    ),
     Package("wandb", "wandb", "logging.wandb_project: install the extra `wandb`"),
     Package("datasets", "datasets", "Hugging Face data set folders as input: install the extra `datasets`"),
 )

@@ -81,6 +81,14 @@ def test_module_path_decodes_the_same(workspace: Workspace, plain: Outcome) -> N
     assert_same(run_ppo_ranks(deep(workspace, "module", **{"runtime.decode_path": "module"})), plain)
 
 
+@pytest.mark.parametrize("mode", ["single", "disaggregated"])
+def test_tokens_that_stay_on_the_device_and_paged_caches_train_the_same(
+    workspace: Workspace, plain: Outcome, mode: str
+) -> None:
+    device = {"runtime.decode_sync_steps": 5, "runtime.kv_layout": "paged", "overlap.intra": True}
+    assert_same(run_ppo_ranks(deep(workspace, f"device-{mode}", placement={"mode": mode}, **device)), plain)
+
+
 def test_a_small_cache_changes_nothing_but_order(workspace: Workspace, plain: Outcome) -> None:
     """Slots for two or three sequences at a time: the others wait their turn, and scorers evict and prefill again."""
     slot_mb = 2 * 4 * 2 * (96 + 40) * 8 * 4 / 2**20  # k and v, layers, kv heads, positions, head dimension, bytes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,21 @@ import torch.distributed as dist
 
 from oppo_megatron.config.model import ModelConfig, RuntimeConfig
 from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.overcommit.buffer import RolloutBuffer
+from oppo_megatron.records import Prompt
+from oppo_megatron.runtime.device_decode import DeviceLane, Row
+from oppo_megatron.runtime.links import Links
 from oppo_megatron.runtime.mcore.attention import PackedPlan
+from oppo_megatron.runtime.mcore.cuda_graphs import WARM_UPS, run_eagerly
 from oppo_megatron.runtime.mcore.groups import build_groups
+from oppo_megatron.runtime.mcore.model import RoleModel
+from oppo_megatron.runtime.mcore.paged_cache import PagedKVCache
+from oppo_megatron.runtime.mcore.paged_kernels import find_kernel
 from oppo_megatron.runtime.mcore.stage import step
 from oppo_megatron.runtime.roles import load_role
+from oppo_megatron.runtime.rounds import Decoding, RoundRunner, decoder
 from oppo_megatron.runtime.sampler import Sampling, draw
+from oppo_megatron.runtime.stopping import Stopping
 from oppo_megatron.runtime.world import open_world
 from oppo_megatron.train.entry import run_ppo
 from oppo_megatron.train.setup import read_inputs
@@ -42,6 +54,20 @@ def test_ppo_in_one_process(tmp_path: Path, dtype: str) -> None:
 
 def test_streams_side_by_side_change_nothing(tmp_path: Path) -> None:
     check_streams(tmp_path, "cuda")
+
+
+@pytest.mark.parametrize("layout", ["dense", "paged"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_captured_steps_draw_what_computed_steps_draw(dtype: str, layout: str) -> None:
+    check_captured_steps("cuda", dtype, layout)
+
+
+def test_between_two_looks_nothing_waits_for_the_device() -> None:
+    check_no_waiting("cuda")
+
+
+def test_paged_attention_by_this_machines_kernel_equals_gathered_attention() -> None:
+    check_paged_kernel("cuda")
 
 
 def check_cached_steps(device: str) -> None:
@@ -90,6 +116,124 @@ def check_streams(root: Path, device: str) -> None:
     assert beside.tokens() == after.tokens()
     for name in ("reward_mean", "kl_mean", "value_mean"):
         assert beside.metrics[0][name] == pytest.approx(after.metrics[0][name], abs=1e-3)
+
+
+class OwnLimits(Stopping):
+    """So that the batch shrinks on the way."""
+
+    def limit(self, seq_id: int) -> int:
+        return 8 + 5 * seq_id
+
+
+@contextmanager
+def decoding(device: str, dtype: str, layout: str, sync_steps: int) -> Iterator[tuple[RoleModel, RoundRunner]]:
+    with open_world(RuntimeConfig(device=device)) as world:  # type: ignore[arg-type]
+        groups = build_groups([0], 1, 1, "actor")
+        assert groups is not None
+        config = ModelConfig(init=SHAPE, dtype=dtype)  # type: ignore[arg-type]
+        model = load_role(config, groups, head="lm", max_length=128, device=world.device).requires_grad_(False)
+        yield (
+            model,
+            decoder(
+                model,
+                model.new_cache(9, layout=layout),  # type: ignore[arg-type]
+                sampling=Sampling(seed=3),
+                stopping=OwnLimits(None, 50),
+                links=Links({}),
+                micro_batch_tokens=200,
+                timeout_s=60.0,
+                sync_steps=sync_steps,
+            ),
+        )
+
+
+def decode_twice(model: RoleModel, rounds: RoundRunner) -> list[list[int]]:
+    """The same prompts under two policies, the second of which is written where the first was."""
+    found = []
+    for version in range(2):
+        buffer = RolloutBuffer(9, delta=0, max_deferrals=1)
+        buffer.admit(Prompt(i, i, "", (5, 6 + i)) for i in range(9))
+        while active := buffer.active:
+            chunk = rounds.run(active, [], 12, Decoding(buffer.clock, version, buffer.readiness))
+            assert chunk is not None
+            buffer.record(chunk)
+            rounds.recorded(active)
+        found += [rollout.tokens for rollout in buffer.take_batch()]
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+        model.weights_changed()
+        rounds.actor_changed()
+    return found
+
+
+def check_captured_steps(device: str, dtype: str, layout: str) -> None:
+    """Captured and computed steps call the same kernels: their tokens are the same, whatever the rounding."""
+    with decoding(device, dtype, layout, 4) as (model, rounds):
+        assert rounds.decode is not None
+        rounds.decode.captured = None
+        expected = decode_twice(model, rounds)
+    with decoding(device, dtype, layout, 4) as (model, rounds):
+        assert rounds.decode is not None
+        found = decode_twice(model, rounds)
+        captured = rounds.decode.captured
+        assert found == expected
+        if device == "cuda":
+            assert captured is not None
+            num_graphs = captured.num_graphs
+            assert num_graphs > 1
+            decode_twice(model, rounds)
+            assert captured.num_graphs == num_graphs, "an update in place leaves every graph as good as it was"
+
+
+def check_no_waiting(device: str) -> None:
+    """torch raises where an operation makes the host wait; reading the tokens, once in a window, is the one that may."""
+    model_rows = [Row(i, 5, 0, 100) for i in range(7)]
+    with decoding(device, "bfloat16", "dense", 16) as (model, rounds):
+        assert rounds.decode is not None
+        cache, run = rounds.decode.cache, rounds.decode.captured or run_eagerly
+        lane = DeviceLane(model, cache, run, sampling=Sampling(seed=3), eos_id=2, sync_steps=16, name=0)
+        for row in model_rows:
+            cache.open(row.seq_id)
+        for _ in range(2):
+            lane.load(model_rows, 16)
+            for step_ in range(16):
+                if device == "cuda" and step_ > WARM_UPS:
+                    torch.cuda.set_sync_debug_mode("error")
+                try:
+                    lane.step()
+                finally:
+                    if device == "cuda":
+                        torch.cuda.set_sync_debug_mode("default")
+            assert len(lane.read()) == 16
+
+
+def check_paged_kernel(device: str) -> None:
+    """Prefill and decode, of sequences that differ in length, over heads that share keys."""
+    place, dtype = torch.device(device), torch.bfloat16
+    kernel = find_kernel(place, dtype)
+    if kernel is None:
+        pytest.skip("no kernel for paged attention: install flash-attn, or activate FA3 in torch")
+    generator = torch.Generator(place).manual_seed(1)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=place, dtype=dtype)
+
+    sizes: dict[str, Any] = {
+        "num_layers": 1, "num_kv_heads": 2, "head_dim": 64, "num_slots": 3, "max_length": 700, "dtype": dtype,
+        "rope": (torch.ones(700, 64, device=place), torch.zeros(700, 64, device=place)), "device": place,
+    }  # fmt: skip
+    caches = PagedKVCache(**sizes), PagedKVCache(**sizes, kernel=kernel)
+    for cache in caches:
+        for seq_id in range(3):
+            cache.open(seq_id)
+    for lens in ([600, 3, 257], [1, 1, 1], [5, 90, 1], [1, 1, 1]):
+        q, k, v = random(sum(lens), 8, 64), random(sum(lens), 2, 64), random(sum(lens), 2, 64)
+        outputs = []
+        for cache in caches:
+            plan = cache.begin(range(3), lens)
+            outputs.append(plan.attend(0, q, k, v, 64**-0.5).float())
+            cache.commit(plan)
+        assert float((outputs[0] - outputs[1]).abs().max()) < 0.02
 
 
 def _run(config: TrainConfig, device: str) -> Outcome:

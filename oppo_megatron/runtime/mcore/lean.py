@@ -27,7 +27,11 @@ Norm = Callable[[Tensor], Tensor]
 
 
 class LeanStage:
-    """The layers of a stage, and its final norm on the last one.  It is made again when the weights have changed."""
+    """The layers of a stage, and its final norm on the last one.  It is made again when the weights have changed.
+
+    What it holds beside the weights themselves are copies for the CPU: captured steps (`cuda_graphs.py`) rely on there being
+    none on a GPU.
+    """
 
     def __init__(self, layers: Sequence[Any], final_norm: Any | None, tp_group: dist.ProcessGroup, *, packed: bool):
         """`packed`: over copies of the weights that are laid out for the CPU's products."""
