@@ -30,6 +30,7 @@ TINY = {
     "num_key_value_heads": 1,
     "intermediate_size": 32,
 }
+DRY_STEPS = 8
 COLUMNS = {
     "run": "run", "B": "batch_size", "s/step": "step_s", "planning ms/step": "planning_ms", "% of the step": "planning_percent",
     "outside any span %": "untraced_percent",
@@ -43,15 +44,14 @@ def bench_overhead(suite: Suite, config: TrainConfig, batch: int, *, profile: bo
     overhead.png.
     """
     large = with_batch(config, batch)
-    prompt_tokens = config.data.max_prompt_tokens
-    dry = dry_figures(DryRun(large, prompt_tokens).run())
+    dry = dry_figures(_dry_run(large).run())
     suite.say(f"--- dry run at B = {batch}: {dry['total_ms']:.1f} ms/step")
     configs = {"tiny": tiny(large), "own": config}
     runs = suite.run(configs)
     result = {"batch": batch, "dry": dry, **compare(configs, runs, dry, batch)}
     suite.write("overhead", config, result, runs)
     draw_overhead(dry, suite.out / "overhead.png")
-    return result | ({"profile": _profiled(large, prompt_tokens)} if profile else {})
+    return result | ({"profile": _profiled(large)} if profile else {})
 
 
 def tiny(config: TrainConfig) -> TrainConfig:
@@ -121,10 +121,14 @@ def remarks(result: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _profiled(config: TrainConfig, prompt_tokens: int, lines: int = 20) -> str:
+def _dry_run(config: TrainConfig) -> DryRun:
+    return DryRun(config.model_copy(update={"steps": DRY_STEPS}), config.data.max_prompt_tokens)
+
+
+def _profiled(config: TrainConfig, lines: int = 20) -> str:
     """The functions of the dry run that take the most time themselves."""
     profiler = cProfile.Profile()
-    profiler.runcall(DryRun(config, prompt_tokens).run)
+    profiler.runcall(_dry_run(config).run)
     text = StringIO()
     pstats.Stats(profiler, stream=text).sort_stats("tottime").print_stats(lines)
     return text.getvalue()

@@ -28,13 +28,19 @@ UTILIZATION = {
 
 
 def draw_steps(rows: Sequence[Mapping[str, Any]], out_png: str | os.PathLike[str]) -> None:
-    """A bar a run: seconds of a step, stacked by what the actor does with them; `rows` as `overlap.compare` makes them."""
+    """A bar a run: seconds of a step, stacked by what the actor does with them; `rows` as `overlap.compare` makes them.
+
+    Where a rank scores within decoding rounds, that scoring is taken off decoding: it has a part of its own.
+    """
     figure = new_figure(width_in=9.0, height_in=1.5 + 0.34 * len(rows))
     axes = figure.subplots()
     names = [f"{row['placement']}{DOT}{row['mode']}" for row in rows]
+    parts = [{key: row.get(key) or 0.0 for key in STEP_PARTS} for row in rows]
+    for row, part in zip(rows, parts, strict=True):
+        part["decode_s"] = max(0.0, part["decode_s"] - max(0.0, sum(part.values()) - row["step_s"]))
     left = [0.0] * len(rows)
     for key, (label, colour) in STEP_PARTS.items():
-        widths = [row.get(key) or 0.0 for row in rows]
+        widths = [part[key] for part in parts]
         axes.barh(names, widths, left=left, color=colour, label=label)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     rest = [max(0.0, row["step_s"] - start) for row, start in zip(rows, left, strict=True)]

@@ -15,6 +15,7 @@ from oppo_megatron.bench.overhead import bench_overhead
 from oppo_megatron.bench.overlap import bench_overlap
 from oppo_megatron.bench.scaling import bench_scaling, make_axes
 from oppo_megatron.bench.suite import Suite, bare
+from oppo_megatron.bench.weave import bench_weave
 from oppo_megatron.cli.launch import launch
 from oppo_megatron.cli.main import main
 from oppo_megatron.config.run import TrainConfig
@@ -39,7 +40,7 @@ def config(workspace: Workspace, **changes: Any) -> TrainConfig:
 
 
 def suite(out: Path, repeats: int = 1) -> Suite:
-    """Runs in this process: `single` placements only."""
+    """Runs of one rank in this process, of several in processes of their own."""
     return Suite(out, repeats, launch, say=lambda _: None)
 
 
@@ -102,6 +103,17 @@ def test_overlap_where_roles_share_a_process(workspace: Workspace, tmp_path: Pat
         "single/sequential": 2,
         "single/full+backfill": 2,
     }
+
+
+@pytest.mark.slow
+def test_weave(workspace: Workspace, tmp_path: Path) -> None:
+    stages = {"placement": {"mode": "colocated", "actor": {"pp": 2}}}
+    bench_weave(suite(tmp_path), config(workspace, **stages), ["sequential", "woven"])
+    rows = left(tmp_path, "weave")["results"]
+    assert [row["mode"] for row in rows] == ["sequential", "woven"]
+    for row in rows:
+        assert 0 < row["rounds_s"] <= row["step_s"] and len(row["bubble_by_rank"]) == 2
+        assert 0 < row["bubble_percent"] < 100
 
 
 def test_chunk(workspace: Workspace, tmp_path: Path) -> None:

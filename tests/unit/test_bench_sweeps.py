@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 
 from oppo_megatron.bench import chunk, delta, scaling
+from oppo_megatron.bench.dry_run import PARTS, DryRun
+from oppo_megatron.bench.overhead import dry_figures, tiny
+from oppo_megatron.bench.overlap import switched
 from oppo_megatron.bench.pictures import draw_chunks, draw_deltas, draw_scaling
 from oppo_megatron.bench.suite import BenchError, Run, Suite
 from oppo_megatron.config.checkpoint import read_hf_config
@@ -183,6 +186,35 @@ def test_growth_is_the_power_of_what_grows() -> None:
 def test_axes_are_the_configurations_own_values_times_factors() -> None:
     axes = scaling.make_axes(config(), ["limit", "batch"], [1], [0.5, 1.0])
     assert axes["limit"].values == [32, 64] and axes["batch"].values == [8, 16]
+
+
+def test_a_dry_run_trains_every_prompt_and_forgets_it() -> None:
+    base = config(
+        steps=3, overlap={"delta": {"rule": "fixed", "initial": 4}, "chunk": {"tokens": 8, "adaptive": False}}
+    )
+    for mode in ("sequential", "full", "full+both"):
+        dry = DryRun(switched(base, mode), prompt_tokens=5)
+        steps = dry.run()
+        assert len(steps) == 3 and dry.scheduler.num_consumed == 48
+        for part in ("scheduler and buffer", "planner and checker", "stream", "controllers"):
+            assert all(step[part] > 0 for step in steps), part
+        assert not dry.encoder._ledgers and not dry.decoder._ledgers
+        assert all(book.num_open(0) == 0 for book in (dry.planner.actor, *dry.planner.scorers.values()))
+
+
+def test_overhead_in_percent_of_a_step() -> None:
+    steps = [dict.fromkeys(PARTS, seconds) for seconds in (9.0, 0.001, 0.003)]
+    dry = dry_figures(steps)
+    assert dry["total_ms"] == pytest.approx(8.0) and dry["parts_ms"]["stream"] == pytest.approx(2.0)
+
+
+def test_tiny_models_are_models() -> None:
+    changed = tiny(config())
+    for role in (changed.actor, changed.critic, changed.reward):
+        assert role is not None
+        assert check_shape("role", read_hf_config(role), changed.placement.actor, 128, 288) == []
+    with pytest.raises(ConfigError, match="actor.checkpoint is given"):
+        tiny(config(actor={"checkpoint": "c"}))
 
 
 def test_pictures_are_written(tmp_path: Path) -> None:

@@ -78,6 +78,9 @@ def run(kind, path):
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
         print(" ".join(os.environ[name] for name in names), path, flush=True)
         return
+    if kind == "elsewhere":
+        print(rank, os.getpid(), flush=True)
+        return
     import torch.distributed as dist
     dist.init_process_group("gloo")
     if kind == "abort":  # as threads of the process groups may do, once Python is clearing up
@@ -156,6 +159,18 @@ def test_one_rank_runs_here_and_leaves_the_environment(
     assert launch("seen", "c.yaml", 1, entry="entry_of_test:run") == 0
     assert capsys.readouterr().out.startswith("0 1 0 ")
     assert "RANK" not in os.environ
+
+
+@pytest.mark.slow
+def test_one_rank_may_have_a_process_of_its_own(
+    two_ranks: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(two_ranks))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert launch("elsewhere", "c.yaml", 1, entry="entry_of_test:run", in_process=False) == 0
+    rank, pid = capfd.readouterr().out.split()
+    assert rank == "0" and int(pid) != os.getpid()
 
 
 def test_given_rank_runs_here(
