@@ -70,7 +70,7 @@ def limit_figures(configs: Mapping[str, TrainConfig], runs: Runs, cores: int) ->
         least = [_per_step(configs[name], run, peaks, used[name]) for run in turns]
         row = {key: fmean(each[key] for each in least) for key in least[0]}
         measured = fmean(line["step_s"] for run in turns for line in run.lines)
-        what = {"placement": placement, "mode": mode, "threads": used[name]}
+        what: dict[str, Any] = {"placement": placement, "mode": mode, "threads": used[name]}
         rows.append({**what, **row, "measured_s": measured, "over_least": measured / row["least_s"]})
     return {"peaks": peaks.tree(), "limits": rows}
 

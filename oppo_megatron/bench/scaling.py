@@ -41,15 +41,19 @@ class Axis:
 
 
 def bench_scaling(suite: Suite, config: TrainConfig, axes: Mapping[str, Axis]) -> dict[str, Any]:
-    """Run both modes at every place of every axis.  Writes scaling.json and scaling.png."""
-    configs = {
-        f"{name}/{value:g}-{mode}": switched(axis.at(config, value), mode)
-        for name, axis in axes.items()
-        for value in axis.values
-        for mode in MODES
-    }
+    """Run both modes at every place of every axis; the configuration itself, which axes have in common, once.
+
+    Writes scaling.json and scaling.png.
+    """
+    places: dict[tuple[str, float], str] = {}
+    configs: dict[str, TrainConfig] = {}
+    for name, axis in axes.items():
+        for value in axis.values:
+            there = axis.at(config, value)
+            place = places[name, value] = "base" if there == config else f"{name}/{value:g}"
+            configs |= {f"{place}-{mode}": switched(there, mode) for mode in MODES}
     runs = suite.run(configs)
-    rows = [row(name, value, configs, runs) for name, axis in axes.items() for value in axis.values]
+    rows = [row(name, value, place, configs, runs) for (name, value), place in places.items()]
     for name in axes:
         add_growth([each for each in rows if each["axis"] == name])
     result = {"results": rows}
@@ -92,6 +96,8 @@ def with_ranks(config: TrainConfig, value: float) -> TrainConfig:
 
 def with_model(config: TrainConfig, value: float) -> TrainConfig:
     """All roles `value` times as wide and as deep.  Raises ConfigError for weights, which cannot be scaled."""
+    if value == 1:
+        return config
     changes: dict[str, Any] = {}
     for name in ("actor", "critic", "reward", "reference"):
         role = getattr(config, name)
@@ -126,6 +132,8 @@ def with_limit(config: TrainConfig, value: float) -> TrainConfig:
     """Responses of at most `value` tokens.  Log-normal forced lengths and the micro-batch grow alike; so do the positions
     of models that are initialised at random."""
     before, limit = config.rollout.max_response_tokens, round(value)
+    if limit == before:
+        return config
     factor = limit / before
     rollout: dict[str, Any] = {"max_response_tokens": limit}
     forced = config.rollout.forced_lengths
@@ -162,11 +170,11 @@ def with_batch(config: TrainConfig, value: float) -> TrainConfig:
     return config.model_copy(update={"rollout": rollout, "overlap": overlap})
 
 
-def row(axis: str, value: float, configs: Mapping[str, TrainConfig], runs: Runs) -> dict[str, Any]:
-    """The figures of one place of an axis."""
-    found = {mode: figures(all_lines(runs[f"{axis}/{value:g}-{mode}"])) for mode in MODES}
-    config = configs[f"{axis}/{value:g}-{MODES[0]}"]
-    steps = sum(len(run.lines) for run in runs[f"{axis}/{value:g}-{MODES[0]}"])
+def row(axis: str, value: float, place: str, configs: Mapping[str, TrainConfig], runs: Runs) -> dict[str, Any]:
+    """The figures of one place of an axis, whose runs are named by `place`."""
+    found = {mode: figures(all_lines(runs[f"{place}-{mode}"])) for mode in MODES}
+    config = configs[f"{place}-{MODES[0]}"]
+    steps = sum(len(run.lines) for run in runs[f"{place}-{MODES[0]}"])
     shape = read_hf_config(config.actor)
     return {
         "axis": axis,

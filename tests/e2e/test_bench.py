@@ -141,6 +141,9 @@ def test_scaling(workspace: Workspace, tmp_path: Path) -> None:
     bench_scaling(suite(tmp_path), base, make_axes(base, ["batch"], [1], [0.5, 1.0]))
     rows = left(tmp_path, "scaling")["results"]
     assert [row["value"] for row in rows] == [4, 6], "whole minibatches"
+    assert set(json.loads((tmp_path / "scaling.json").read_text())["runs"]) == {
+        "batch/4-sequential", "batch/4-full", "base-sequential", "base-full",
+    }  # fmt: skip
     assert rows[1]["tokens_per_step"] > rows[0]["tokens_per_step"] and "sequential_growth" in rows[1]
 
 
