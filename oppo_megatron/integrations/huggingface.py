@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -61,3 +63,15 @@ def compare_outputs(src: Path, dst: Path, head: str, fresh_head: bool, num_token
         return result.last_hidden_state if fresh_head else result.logits
 
     return what, float((outputs(src) - outputs(dst)).abs().max())
+
+
+def write_random_checkpoint(
+    hf_config: Mapping[str, Any], directory: Path, dtype: torch.dtype, device: torch.device
+) -> None:
+    """A causal LM of a `config.json` with random weights, which are drawn on the device: on a GPU in seconds."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**hf_config)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config)
+    model.to(dtype).save_pretrained(directory)

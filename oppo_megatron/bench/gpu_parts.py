@@ -1,0 +1,281 @@
+"""The parts of `oppo bench gpu` that load models: `python -m oppo_megatron.bench.gpu_parts ORDER.json`, a process each.
+
+Every figure is written as a line as soon as it is there.
+
+Legend: B sequences, P prompt tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from oppo_megatron.bench.flops import weight_bytes
+from oppo_megatron.bench.gpu import GpuWork
+from oppo_megatron.bench.limit import Response, decode_steps
+from oppo_megatron.config.model import KVLayout, ModelConfig, ParallelConfig, RuntimeConfig
+from oppo_megatron.config.overlap import WeaveConfig
+from oppo_megatron.config.places import Place
+from oppo_megatron.config.ppo import ForcedLengthsConfig
+from oppo_megatron.config.shape import kv_bytes_per_token
+from oppo_megatron.integrations.bench_decode import HuggingFace
+from oppo_megatron.integrations.huggingface import write_random_checkpoint
+from oppo_megatron.records import Prompt, Rollout
+from oppo_megatron.runtime.executor import Executor, Station
+from oppo_megatron.runtime.generation import DecodeStation
+from oppo_megatron.runtime.links import Links
+from oppo_megatron.runtime.mcore.groups import RoleGroups, build_groups
+from oppo_megatron.runtime.mcore.model import DTYPES, Head, RoleModel
+from oppo_megatron.runtime.mcore.paged_cache import PagedKVCache
+from oppo_megatron.runtime.roles import load_role
+from oppo_megatron.runtime.rounds import Decoding, RoundRunner, decoder
+from oppo_megatron.runtime.sampler import Sampling
+from oppo_megatron.runtime.scoring import ScorerRole, ScoringStation
+from oppo_megatron.runtime.stopping import Stopping, log_normal
+from oppo_megatron.runtime.world import choose_device, open_world
+from oppo_megatron.schedule.planning.books import ActorBook, ScoringBook
+from oppo_megatron.schedule.planning.planner import RoundPlanner
+from oppo_megatron.schedule.rounds import Site
+
+VARIANTS: dict[str, tuple[int | None, KVLayout]] = {
+    "as trained": (None, "auto"),
+    "dense cache": (None, "dense"),
+    "each token read": (1, "dense"),
+}
+"""`runtime.decode_sync_steps` and `runtime.kv_layout`."""
+
+SCORERS: dict[ScorerRole, Head] = {"reference": "lm", "critic": "scalar", "reward": "scalar"}
+REPEATS = 3
+WARM_STEPS = 48
+READ_BYTES = {"cuda": 2**31, "cpu": 2**26}
+
+
+class Unending:
+    """A stop signal that lets every sequence reach its limit."""
+
+    ready = False
+
+    def finish(self, seq_id: int) -> None:
+        """Counts nothing."""
+
+
+@dataclass
+class Bench:
+    """One part of one size, on this process's device."""
+
+    work: GpuWork
+    shape: Mapping[str, Any]
+    checkpoint: Path
+    rows: Path
+    groups: RoleGroups
+    device: torch.device
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        with self.rows.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    @property
+    def max_length(self) -> int:
+        return self.work.prompt_tokens + self.work.response_tokens
+
+    def model(self, head: Head = "lm") -> RoleModel:
+        """From the size's checkpoint; a scalar head over it is new."""
+        config = ModelConfig(checkpoint=self.checkpoint, fresh_head=head == "scalar", dtype=self.work.dtype)  # type: ignore[arg-type]
+        model = load_role(config, self.groups, head=head, max_length=self.max_length, device=self.device)
+        return model.requires_grad_(False)
+
+    def rollouts(self, start: int = 0) -> list[Rollout]:
+        """As many as the batch has, of random prompts."""
+        work, generator = self.work, torch.Generator().manual_seed(start)
+        prompts = torch.randint(self.shape["vocab_size"], (work.batch, work.prompt_tokens), generator=generator)
+        return [Rollout(Prompt(start + i, i, "", tuple(row)), i) for i, row in enumerate(prompts.tolist())]
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        self._wait()
+        started = time.perf_counter()
+        call()
+        self._wait()
+        return time.perf_counter() - started
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def bandwidth(self) -> float:
+        """Bytes a second of the best of several copies, each byte read and written."""
+        source = torch.zeros(READ_BYTES[self.device.type], dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        return 2 * source.numel() / min(self.seconds(lambda: target.copy_(source)) for _ in range(10))
+
+    def against_limit(self, row: dict[str, Any], responses: Sequence[Response], bandwidth: float) -> dict[str, Any]:
+        """The row with what reading weights and caches alone would allow: per decode step all weights once, and the keys and
+        values of the running sequences."""
+        tokens = sum(r.tokens for r in responses)
+        _, keys = decode_steps(responses)
+        kv = kv_bytes_per_token(self.shape, ParallelConfig(), self.work.dtype)
+        read = len(keys) * weight_bytes(self.shape, self.work.dtype, scalar=False) + kv * sum(keys)
+        row |= {"tokens": tokens, "steps": len(keys), "tokens_per_s": tokens / row["seconds"]}
+        row |= {"limit_tokens_per_s": tokens * bandwidth / read, "ms_per_step": 1e3 * row["seconds"] / len(keys)}
+        return row | {"share_percent": 100 * row["tokens_per_s"] / row["limit_tokens_per_s"]}
+
+
+def measure_decode(bench: Bench) -> None:
+    """A full batch for some steps by each variant and by `transformers`, and long-tailed lengths to their ends."""
+    bandwidth = bench.bandwidth()
+    bench.write({"variant": "bandwidth", "read_write_gbytes": bandwidth / 1e9})
+    model = bench.model()
+    bench.write({"variant": "as trained", "long_tail": True, **_long_tail(bench, model, bandwidth)})
+    for name, (sync_steps, layout) in VARIANTS.items():
+        bench.write({"variant": name, **_steady(bench, model, sync_steps, layout, bandwidth)})
+    del model
+    bench.write({"variant": "transformers generate", **_transformers(bench, bandwidth)})
+
+
+def _rounds(
+    bench: Bench, model: RoleModel, sync_steps: int | None, layout: KVLayout, stopping: Stopping
+) -> RoundRunner:
+    runtime = RuntimeConfig(decode_sync_steps=sync_steps)
+    return decoder(
+        model,
+        model.new_cache(bench.work.batch, layout=layout),
+        sampling=Sampling(seed=1),
+        stopping=stopping,
+        links=Links({}),
+        micro_batch_tokens=bench.work.micro_batch_tokens,
+        timeout_s=runtime.timeout_s,
+        sync_steps=runtime.sync_steps(bench.device.type),
+    )
+
+
+def _decode(rounds: RoundRunner, rollouts: Sequence[Rollout], steps: int, score: Sequence[Rollout] = ()) -> None:
+    """A round that is recorded in the rollouts, `score` scored as they were before it."""
+    chunk = rounds.run(rollouts, score, steps, Decoding(0, 0, Unending))
+    assert chunk is not None
+    held = {r.seq_id: r for r in rollouts}
+    for row in chunk.rows:
+        held[row.seq_id].tokens += row.tokens
+        held[row.seq_id].finish_reason = row.finish_reason
+        held[row.seq_id].finish_clock = row.finish_clock
+    rounds.recorded(rollouts)
+
+
+def _steady(
+    bench: Bench, model: RoleModel, sync_steps: int | None, layout: KVLayout, bandwidth: float
+) -> dict[str, Any]:
+    """No sequence ends.  The steps before warm up, in which steps are captured."""
+    rounds = _rounds(bench, model, sync_steps, layout, Stopping(None, bench.work.response_tokens))
+    assert rounds.decode is not None
+    rollouts, steps = bench.rollouts(), bench.work.steady_steps
+    warm = min(WARM_STEPS, bench.work.response_tokens - 1 - steps)
+    _decode(rounds, rollouts, warm)
+    seconds = bench.seconds(lambda: _decode(rounds, rollouts, steps))
+    responses = [Response(bench.work.prompt_tokens + warm, steps, steps)] * len(rollouts)
+    row = {"seconds": seconds, "paged": isinstance(rounds.decode.cache, PagedKVCache)}
+    return bench.against_limit(row, responses, bandwidth)
+
+
+def _long_tail(bench: Bench, model: RoleModel, bandwidth: float) -> dict[str, Any]:
+    """Rounds until the last has ended; the first time, in which steps are captured, counts apart."""
+    work = bench.work
+    lengths = log_normal(ForcedLengthsConfig(median=work.median, sigma=work.sigma))
+    rounds = _rounds(bench, model, None, "auto", Stopping(None, work.response_tokens, lengths, seed=1))
+    assert rounds.decode is not None
+
+    def to_the_ends(rollouts: Sequence[Rollout]) -> None:
+        while running := [r for r in rollouts if not r.finished]:
+            _decode(rounds, running, work.chunk_tokens)
+
+    first_s = bench.seconds(lambda: to_the_ends(bench.rollouts()))
+    rollouts = bench.rollouts(work.batch)
+    row: dict[str, Any] = {"seconds": bench.seconds(lambda: to_the_ends(rollouts)), "first_seconds": first_s}
+    captured = rounds.decode.captured
+    row["graphs"] = 0 if captured is None else captured.num_graphs
+    responses = [Response(len(r.prompt.tokens), len(r.tokens), len(r.tokens)) for r in rollouts]
+    return bench.against_limit(row, responses, bandwidth)
+
+
+def _transformers(bench: Bench, bandwidth: float) -> dict[str, Any]:
+    """`generate`, greedy, its prefill taken off."""
+    peer, steps = HuggingFace(bench.checkpoint, bench.work.dtype), bench.work.steady_steps
+    peer.model.to(bench.device)
+    prompts_BP = torch.tensor([r.prompt.tokens for r in bench.rollouts()], device=bench.device)
+    peer.decode(prompts_BP, 2)
+    seconds, _ = peer.decode(prompts_BP, steps)
+    responses = [Response(bench.work.prompt_tokens + 1, steps, steps)] * len(prompts_BP)
+    return bench.against_limit({"seconds": seconds}, responses, bandwidth)
+
+
+def measure_overlap(bench: Bench) -> None:
+    """A chunk decoded, the chunk before scored by all three scorers, and both at once on a stream each."""
+    work, place = bench.work, Place((0,))
+    site = Site({name: place for name in ("actor", *SCORERS)})
+    stopping = Stopping(None, work.response_tokens)
+    actor = bench.model()
+    cache = actor.new_cache(work.batch, layout="auto")
+    sync_steps = RuntimeConfig().sync_steps(bench.device.type)
+    decode = DecodeStation(actor, cache, sampling=Sampling(seed=1), stopping=stopping, sync_steps=sync_steps)
+    scoring: dict[str, ScoringStation] = {}
+    for name, head in SCORERS.items():
+        model = bench.model(head)
+        scoring[name] = ScoringStation(name, model, model.new_cache(work.batch, layout="auto"), temperature=1.0)
+    books = {name: ScoringBook(name, 1, work.batch) for name in scoring}
+    book = ActorBook(1, work.batch, stopping.limit)
+    planner = RoundPlanner(site, "intra", WeaveConfig(), work.micro_batch_tokens, bench.max_length, book, books)
+    stations: dict[str, Station] = {"actor": decode, **scoring}
+    executor = Executor(0, stations, Links({}), RuntimeConfig().timeout_s, bench.device, lambda *_: None)
+    rounds = RoundRunner(planner, executor, dict.fromkeys(stations, 0), decode, None, scoring)
+    bench.write({"variant": "second stream", **_hidden(bench, rounds)})
+
+
+def _hidden(bench: Bench, rounds: RoundRunner) -> dict[str, Any]:
+    """Medians of some turns, the first of which warms up.
+
+    `hidden_percent` is the share of the scoring's time that it does not cost where it runs beside decoding.
+    """
+    rollouts, chunk = bench.rollouts(), bench.work.chunk_tokens
+    times: dict[str, list[float]] = {"both_s": [], "decode_s": [], "score_s": []}
+
+    def decode() -> None:
+        _decode(rounds, rollouts, chunk)
+
+    def score() -> None:
+        rounds.run([], rollouts, chunk, Decoding(0, 0, Unending))
+
+    decode()
+    for _ in range(1 + REPEATS):
+        times["both_s"].append(bench.seconds(lambda: _decode(rounds, rollouts, chunk, rollouts)))
+        score()  # what was decoded beside
+        times["decode_s"].append(bench.seconds(decode))
+        times["score_s"].append(bench.seconds(score))
+        decode()
+    found = {name: median(seconds[1:]) for name, seconds in times.items()}
+    return found | {"hidden_percent": 100 * (1 - (found["both_s"] - found["decode_s"]) / found["score_s"])}
+
+
+PARTS: dict[str, Callable[[Bench], None]] = {"decode": measure_decode, "overlap": measure_overlap}
+
+
+def main(path: str) -> None:
+    """Do the part that the file orders."""
+    order = json.loads(Path(path).read_text(encoding="utf-8"))
+    work, checkpoint = GpuWork(**order["work"]), Path(order["checkpoint"])
+    runtime = RuntimeConfig(device=work.device)  # type: ignore[arg-type]
+    choose_device(runtime)
+    with open_world(runtime, {}) as world:
+        groups = build_groups([0], 1, 1, "bench")
+        assert groups is not None
+        if not (checkpoint / "config.json").exists():
+            write_random_checkpoint(order["shape"], checkpoint, DTYPES[work.dtype], world.device)
+        PARTS[order["part"]](Bench(work, order["shape"], checkpoint, Path(order["rows"]), groups, world.device))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
