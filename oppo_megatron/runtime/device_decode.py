@@ -127,8 +127,8 @@ class DeviceLane:
         seq_ids = [row.seq_id for row in self._rows]
         chain = row_states(self._sampling.seed, seq_ids).view(np.int64)
         size, num_rows = len(state), len(seq_ids)
-        self._state_4M[:, :size] = torch.tensor(state).T.to(self._cache.device)
-        self._chain_M[:num_rows] = torch.from_numpy(chain).to(self._cache.device)
+        self._state_4M[:, :size] = torch.tensor(state).T
+        self._chain_M[:num_rows] = torch.from_numpy(chain)
         self._ended_M[:num_rows] = False
         self._ended_M[num_rows:size] = True
         self._step_1.zero_()

@@ -93,7 +93,7 @@ class _DenseRows(StepRows):
 
     def load(self, slots: Sequence[int]) -> None:
         self._first = min(slots)
-        self._slot_M[: len(slots)] = torch.tensor(slots, device=self._cache.device)
+        self._slot_M[: len(slots)] = torch.tensor(slots)
 
     @property
     def key(self) -> Hashable:

@@ -137,7 +137,7 @@ class _PagedRows(StepRows):
         self._number_M = torch.arange(cache.num_slots, device=cache.device)
 
     def load(self, slots: Sequence[int]) -> None:
-        self._table_MW[: len(slots)] = self._cache.tables(slots, self._cache.width).to(self._cache.device)
+        self._table_MW[: len(slots)] = self._cache.tables(slots, self._cache.width)
 
     @property
     def key(self) -> Hashable:
