@@ -44,6 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OppoError as error:
         print(f"compare: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"compare: {error.filename}: {error.strerror}; correct its rights, or name another path", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("compare: interrupted", file=sys.stderr)
         return 130

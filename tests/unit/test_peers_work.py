@@ -234,6 +234,14 @@ def test_a_missing_environment_names_the_make_target(tmp_path: Path, capsys: pyt
     assert not (tmp_path / "out").exists(), "nothing was begun"
 
 
+def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "python").write_text("no program")
+    assert (
+        main([str(tmp_path / "no.yaml"), "--peer-python", str(tmp_path / "python"), "--out", str(tmp_path / "o")]) == 2
+    )
+    assert f"compare: {tmp_path / 'python'}: Permission denied" in capsys.readouterr().err
+
+
 def test_an_environment_with_other_versions_is_refused() -> None:
     import sys
 
