@@ -131,4 +131,4 @@ def forwards(directory: str, probes: list[list[int]]) -> dict[str, Tensor]:
         "training": full_outputs([half], probes),
         "exact": full_outputs([exact], probes),
     }
-    return {name: logits.clone().log_softmax(-1) for name, logits in found.items()}
+    return {name: logits.float().log_softmax(-1) for name, logits in found.items()}

@@ -10,7 +10,7 @@ prefill).  Both run through the same layers, so decode, scoring and training sha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +51,33 @@ class PackedPlan:
         outputs = []
         for q, k, v in zip(*(x.split(self.lengths) for x in (q_TND, k_TGD, v_TGD)), strict=True):
             q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+            if q.device.type == "cpu" and q.dtype == torch.bfloat16:
+                out = _HalfOnCpu.apply(q, k, v, scale)
+            else:
+                out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
             outputs.append(out[0].transpose(0, 1))
         return torch.cat(outputs).flatten(1)
+
+
+class _HalfOnCpu(torch.autograd.Function):
+    """torch's causal attention in bfloat16 on a CPU, with its backward pass in float32.
+
+    In bfloat16 that takes up to three times as long, and prepares kernels for every length that it meets, of which hundreds of
+    megabytes are kept.  The forward pass is the one that cached calls make.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        out, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
+        ctx.save_for_backward(q, k, v, out, log_sums)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
+        q, k, v, out, log_sums = ctx.saved_tensors
+        tensors = [x.float() for x in (grad, q, k, v, out)]
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *tensors, log_sums, 0.0, True, scale=ctx.scale
+        )
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None

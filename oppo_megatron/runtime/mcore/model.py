@@ -26,7 +26,7 @@ from torch import Tensor
 from oppo_megatron.config.model import DecodePath, KVLayout, TrainingLayoutConfig
 from oppo_megatron.errors import CapacityError
 from oppo_megatron.runtime.mcore import compat
-from oppo_megatron.runtime.mcore.attention import AttentionPlan
+from oppo_megatron.runtime.mcore.attention import AttentionPlan, PackedPlan
 from oppo_megatron.runtime.mcore.cached_plan import CachedPlan
 from oppo_megatron.runtime.mcore.groups import RoleGroups
 from oppo_megatron.runtime.mcore.kv_cache import KVCache
@@ -116,7 +116,8 @@ class RoleModel(GPTModel):
     def forward(self, tokens_T: Tensor | None, plan: AttentionPlan, rows_R: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """Hidden states [T, 1, H] before the last stage; on it logits [R, V / tp] or scalars [R] of the rows (null: all T).
 
-        Stages after the first take their input from `set_input_tensor`.
+        Stages after the first take their input from `set_input_tensor`.  Logits are float32 where a cached call may draw from
+        them; those of whole sequences are as computed, so that what is made of them need not hold them twice.
         """
         if self._lean is not None and isinstance(plan, CachedPlan):
             return self._cached_forward(self._lean, tokens_T, plan, rows_R)
@@ -134,7 +135,9 @@ class RoleModel(GPTModel):
             hidden = hidden[rows_R]
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         out, _ = self.output_layer(hidden, weight=tied)
-        return out[:, 0, 0] if self.head == "scalar" else out[:, 0].float()
+        if self.head == "scalar":
+            return out[:, 0, 0]
+        return out[:, 0] if isinstance(plan, PackedPlan) else out[:, 0].float()
 
     def _cached_forward(
         self, stage: LeanStage, tokens_T: Tensor | None, plan: CachedPlan, rows_R: Tensor | None
