@@ -81,6 +81,11 @@ class OverlapConfig(Section):
         True,
         description="with intra: update the critic while the actor decodes the next step (exact); false: wait for it",
     )
+    critic_reads: Literal["sure", "all"] = Field(
+        "sure",
+        description="what the critic scores before a batch is complete: rollouts that are sure to be in it, or all, whose "
+        "values are lost with the critic's update where they are carried on",
+    )
     backfill: bool = Field(
         False,
         description="with inter: refill the places of finished rollouts within a step, so that B + delta are decoded",

@@ -120,6 +120,17 @@ class RolloutBuffer:
         """What is to be decoded (not finished), in the order of admission."""
         return [r for r in self._rollouts.values() if not r.finished]
 
+    @property
+    def sure(self) -> set[int]:
+        """Sequences that the next batch will have, whatever is decoded from here on.
+
+        Unfinished ones are, where nothing but them can fill it.  Among the finished, those that come first: whatever
+        finishes later comes after them.
+        """
+        if len(self) <= self.target and (self._closed or not self.backfill):
+            return set(self._rollouts)
+        return {r.seq_id for r in self._foremost()}
+
     def admit(self, prompts: Iterable[Prompt]) -> list[Rollout]:
         """Hold a new rollout for each prompt.  Admission numbers count on over the run."""
         prompts = list(prompts)
@@ -178,21 +189,24 @@ class RolloutBuffer:
         self._clock = chunk.clock
 
     def take_batch(self) -> list[Rollout]:
-        """Remove the batch and return it, by (finish_clock, admission); defer everything else.
-
-        Forced rollouts are chosen first (the oldest, should delta > B have made more than B of them), then finished
-        ones by (finish_clock, admission).
-        """
+        """Remove the batch and return it, by (finish_clock, admission); defer everything else."""
         assert self.readiness().ready, "take_batch before the batch is ready"
-        finished = sorted((r for r in self._rollouts.values() if r.finished), key=finish_order)
-        forced = [r for r in self._rollouts.values() if self._forced(r)]
-        others = [r for r in finished if not self._forced(r)]
-        batch = sorted((forced + others)[: self.target], key=finish_order)
+        batch = sorted(self._foremost(), key=finish_order)
         for rollout in batch:
             del self._rollouts[rollout.seq_id]
         for rollout in self._rollouts.values():
             rollout.deferrals += 1
         return batch
+
+    def _foremost(self) -> list[Rollout]:
+        """What of the next batch is settled.
+
+        Forced rollouts are chosen first (the oldest, should delta > B have made more than B of them), then finished
+        ones by (finish_clock, admission).
+        """
+        forced = [r for r in self._rollouts.values() if self._forced(r)]
+        others = [r for r in self._rollouts.values() if r.finished and not self._forced(r)]
+        return [*forced, *sorted(others, key=finish_order)][: self.target]
 
     def _forced(self, rollout: Rollout) -> bool:
         return rollout.deferrals >= self.max_deferrals

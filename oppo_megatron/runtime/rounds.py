@@ -7,7 +7,7 @@ A round decodes a chunk of the active rollouts and scores what came before: `run
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -59,9 +59,14 @@ class RoundRunner:
     planning_s: float = 0.0
 
     def run(
-        self, active: Sequence[Rollout], score: Sequence[Rollout], chunk_tokens: int, decoding: Decoding
+        self,
+        active: Sequence[Rollout],
+        score: Sequence[Rollout],
+        chunk_tokens: int,
+        decoding: Decoding,
+        sure: Set[int] | None = None,
     ) -> Chunk | None:
-        """Decode up to `chunk_tokens` of each of `active`, and score what is new of `score`.
+        """Decode up to `chunk_tokens` of each of `active`, and score what is new of `score` (the critic: of `sure` in it).
 
         Returns the chunk, the same on every rank; None where `active` is empty.  Raises ScheduleError before anything
         has run, StallError where a peer does not come.
@@ -69,7 +74,7 @@ class RoundRunner:
         self.num_rounds += 1
         order = self.decode.order if self.decode is not None else list
         started = time.time()
-        planned = self.planner.plan(self.num_rounds, active, score, chunk_tokens, order)
+        planned = self.planner.plan(self.num_rounds, active, score, chunk_tokens, order, sure)
         self.planning_s += time.time() - started
         if self.on_plan is not None:
             self.on_plan(planned)

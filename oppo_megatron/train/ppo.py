@@ -114,8 +114,9 @@ class PPOTrainer:
                 backfilled = self.scheduler.backfill()
                 self.rounds.admit(backfilled)
                 active, score = buffer.active, buffer.rollouts if plan.stream else []
+                sure = buffer.sure if self.config.overlap.critic_reads == "sure" else None
             decoding = Decoding(buffer.clock, facts.version, buffer.readiness)
-            chunk = self.rounds.run(active, score, self.scheduler.chunk(self.chunk_tuner.value), decoding)
+            chunk = self.rounds.run(active, score, self.scheduler.chunk(self.chunk_tuner.value), decoding, sure)
             assert chunk is not None
             with _planning(facts):
                 buffer.record(chunk)

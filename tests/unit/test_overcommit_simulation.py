@@ -7,6 +7,7 @@ unnoticed.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -62,6 +63,7 @@ class Log:
     entered: dict[int, int] = field(default_factory=dict)  # clock of each admission, by sequence
     running: list[int] = field(default_factory=list)  # sequences that each decode step advances
     waste: list[float] = field(default_factory=list)  # of each step
+    sure: list[list[set[int]]] = field(default_factory=list, compare=False)  # said before each round of each step
 
 
 def token(seq_id: int, offset: int) -> int:
@@ -106,11 +108,14 @@ def simulate(run: Run, chunk_tokens: int) -> Log:
         enter(scheduler, scheduler.begin_step, log, run)
         log.sizes.append(len(buffer))
         occupancy = Occupancy(buffer.clock)
+        log.sure.append([])
         while not buffer.readiness().ready:
             enter(scheduler, scheduler.backfill, log, run)
+            log.sure[-1].append(buffer.sure)
             steps = scheduler.chunk(chunk_tokens)
             occupancy.record(decode_round(buffer, run.lengths, version=step, index=index, chunk_tokens=steps, log=log))
             index += 1
+        log.sure[-1].append(buffer.sure)
         log.waste.append(occupancy.tail_waste)
         log.num_consumed.append(scheduler.num_consumed)
         log.batches.append(scheduler.take_batch())
@@ -208,6 +213,21 @@ def test_every_prompt_is_trained_once_with_all_its_tokens(run: Run, chunk_tokens
         assert rollout.sampling_logprobs == [-0.5 * t for t in tokens]
     assert all(len(batch) == run.batch_size for batch in log.batches[:-1])
     assert all(log.batches)
+
+
+@given(run=runs(capped=False), chunk_tokens=st.sampled_from(CHUNKS))
+@settings(max_examples=150, deadline=None)
+def test_what_is_sure_to_be_in_the_batch_is_in_it(run: Run, chunk_tokens: int) -> None:
+    log = simulate(run, chunk_tokens)
+    for batch, rounds in zip(log.batches, log.sure, strict=True):
+        trained = {r.seq_id for r in batch}
+        assert all(sure <= trained for sure in rounds)
+        assert all(before <= after for before, after in itertools.pairwise(rounds)), "what was sure stays so"
+        assert rounds[-1] == trained
+        if run.deltas == [0] and run.backfill_every is None:
+            assert all(sure == trained for sure in rounds), (
+                "without overcommitment every rollout is sure from the start"
+            )
 
 
 @given(run=runs(capped=False), chunk_tokens=st.sampled_from(CHUNKS))

@@ -120,6 +120,7 @@ class ScoringBook(Book):
     def __init__(self, role: str, replicas: int, slots: int):
         super().__init__(replicas, slots)
         self.role = role
+        self.perishable = role == "critic"  # each update makes what it has computed stale
         self._outputs: dict[int, int] = {}
 
     def owes(self, rollouts: Iterable[Rollout]) -> bool:

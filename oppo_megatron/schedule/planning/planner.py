@@ -5,7 +5,7 @@ Every rank plans for itself and comes to the same schedule, because the books ad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -58,16 +58,26 @@ class RoundPlanner:
     _cuts: dict[tuple[object, ...], Cut] = field(default_factory=dict)
 
     def plan(
-        self, index: int, decode: Sequence[Rollout], score: Sequence[Rollout], chunk: int, order: Order
+        self,
+        index: int,
+        decode: Sequence[Rollout],
+        score: Sequence[Rollout],
+        chunk: int,
+        order: Order,
+        sure: Set[int] | None = None,
     ) -> PlannedRound:
-        """The round that decodes up to `chunk` tokens of each of `decode` and scores what is new of `score`."""
-        cut = self._cut(decode, score, chunk)
+        """The round that decodes up to `chunk` tokens of each of `decode` and scores what is new of `score`.
+
+        Roles whose outputs do not outlive the step read the sequences of `sure` alone; null: all.
+        """
+        read = {name: _readable(book, score, sure) for name, book in self.scorers.items()}
+        cut = self._cut(decode, read, chunk)
         works: dict[str, list[ReplicaWork]] = {}
         steps = self.actor.steps(decode, chunk)
         if decode:
             works["actor"] = self.actor.plan(decode, steps, cut.micro_batches, self.micro_batch_tokens, order)
         if score:
-            works |= {name: book.plan(score, cut.prefill_tokens) for name, book in self.scorers.items()}
+            works |= {name: book.plan(read[name], cut.prefill_tokens) for name, book in self.scorers.items()}
         actor = works.get("actor", [])
         round_ = Round(
             index,
@@ -83,7 +93,7 @@ class RoundPlanner:
         self._known.clear()
         self._cuts.clear()
 
-    def _cut(self, decode: Sequence[Rollout], score: Sequence[Rollout], chunk: int) -> Cut:
+    def _cut(self, decode: Sequence[Rollout], read: Mapping[str, Sequence[Rollout]], chunk: int) -> Cut:
         """Decode micro-batches of each replica, and the token budget of a scorer's prefill micro-batch."""
         micro_batches, place = self.weave.micro_batches, self.site.places["actor"]
         asked = self.weave.prefill_tokens
@@ -92,7 +102,7 @@ class RoundPlanner:
             return Cut(1 if micro_batches == "auto" else micro_batches, tokens or self.micro_batch_tokens)
         decoding = set(place.ranks)
         beside = [name for name in self.scorers if decoding & set(self.site.places[name].ranks)]
-        pending = {name: self.scorers[name].pending(score) for name in beside}
+        pending = {name: self.scorers[name].pending(read[name]) for name in beside}
         growths = [new for replicas in pending.values() for news in replicas for new in news]
         work = Work(
             num_sequences=_coarse(max(self.actor.running(decode))),
@@ -135,6 +145,10 @@ class RoundPlanner:
             ]
             for name, replicas in works.items()
         }
+
+
+def _readable(book: ScoringBook, score: Sequence[Rollout], sure: Set[int] | None) -> Sequence[Rollout]:
+    return [r for r in score if r.seq_id in sure] if sure is not None and book.perishable else score
 
 
 def _grown(work: ReplicaWork) -> set[int]:
