@@ -196,9 +196,10 @@ def test_why_a_run_failed(code: int, output: str, expected: str) -> None:
 
 def test_output_of_a_measuring_run_goes_to_its_log(tmp_path: Path) -> None:
     script = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)"
+    before = signal.getsignal(signal.SIGTERM)
     assert run_logged([sys.executable, "-c", script], tmp_path / "log") == 3
     assert sorted((tmp_path / "log").read_text().split()) == ["err", "out"]
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 CHILD = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
