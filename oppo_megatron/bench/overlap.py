@@ -24,6 +24,7 @@ MODES: dict[str, dict[str, bool]] = {
     "intra": {"intra": True, "inter": False, "hide_critic": False, "backfill": False},
     "inter": {"intra": False, "inter": True, "hide_critic": False, "backfill": False},
     "full": {"intra": True, "inter": True, "hide_critic": False, "backfill": False},
+    "intra+critic": {"intra": True, "inter": False, "hide_critic": True, "backfill": False},
     "full+backfill": {"intra": True, "inter": True, "hide_critic": False, "backfill": True},
     "full+critic": {"intra": True, "inter": True, "hide_critic": True, "backfill": False},
     "full+both": {"intra": True, "inter": True, "hide_critic": True, "backfill": True},

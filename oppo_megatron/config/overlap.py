@@ -81,10 +81,11 @@ class OverlapConfig(Section):
         True,
         description="with intra: update the critic while the actor decodes the next step (exact); false: wait for it",
     )
-    critic_reads: Literal["sure", "all"] = Field(
-        "sure",
-        description="what the critic scores before a batch is complete: rollouts that are sure to be in it, or all, whose "
-        "values are lost with the critic's update where they are carried on",
+    critic_reads: Literal["sure", "likely", "all"] = Field(
+        "likely",
+        description="what the critic scores before a batch is complete: rollouts that are sure to be in it, all while those "
+        "unfinished are more likely than not to be, or all; values of a rollout are lost with the critic's update where it "
+        "is carried on",
     )
     backfill: bool = Field(
         False,

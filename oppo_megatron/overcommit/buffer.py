@@ -30,9 +30,12 @@ Invariants (held by the unit tests):
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal
 
 from oppo_megatron.errors import StreamError
 from oppo_megatron.records import Chunk, ChunkRow, Prompt, Rollout
+
+CriticReads = Literal["sure", "likely", "all"]
 
 
 class Readiness:
@@ -130,6 +133,19 @@ class RolloutBuffer:
         if len(self) <= self.target and (self._closed or not self.backfill):
             return set(self._rollouts)
         return {r.seq_id for r in self._foremost()}
+
+    def worth_reading(self, reads: CriticReads) -> set[int]:
+        """Sequences that the critic reads now, though what it computes is lost where they are carried on.
+
+        sure: those that the next batch will have.  likely: all, while no more of the unfinished will be left behind than
+        will be in the batch; then `sure`.  all: all.
+        """
+        sure = self.sure
+        unsure = {r.seq_id for r in self.active} - sure
+        missing = self.target - len(sure)
+        if reads == "all" or (reads == "likely" and 2 * missing >= len(unsure)):
+            return set(self._rollouts)
+        return sure
 
     def admit(self, prompts: Iterable[Prompt]) -> list[Rollout]:
         """Hold a new rollout for each prompt.  Admission numbers count on over the run."""

@@ -64,9 +64,9 @@ class RoundRunner:
         score: Sequence[Rollout],
         chunk_tokens: int,
         decoding: Decoding,
-        sure: Set[int] | None = None,
+        readable: Set[int] | None = None,
     ) -> Chunk | None:
-        """Decode up to `chunk_tokens` of each of `active`, and score what is new of `score` (the critic: of `sure` in it).
+        """Decode up to `chunk_tokens` of each of `active`, and score what is new of `score` (the critic: of `readable` in it).
 
         Returns the chunk, the same on every rank; None where `active` is empty.  Raises ScheduleError before anything
         has run, StallError where a peer does not come.
@@ -74,7 +74,7 @@ class RoundRunner:
         self.num_rounds += 1
         order = self.decode.order if self.decode is not None else list
         started = time.time()
-        planned = self.planner.plan(self.num_rounds, active, score, chunk_tokens, order, sure)
+        planned = self.planner.plan(self.num_rounds, active, score, chunk_tokens, order, readable)
         self.planning_s += time.time() - started
         if self.on_plan is not None:
             self.on_plan(planned)

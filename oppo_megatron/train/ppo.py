@@ -114,9 +114,9 @@ class PPOTrainer:
                 backfilled = self.scheduler.backfill()
                 self.rounds.admit(backfilled)
                 active, score = buffer.active, buffer.rollouts if plan.stream else []
-                sure = buffer.sure if self.config.overlap.critic_reads == "sure" else None
+                readable = buffer.worth_reading(self.config.overlap.critic_reads)
             decoding = Decoding(buffer.clock, facts.version, buffer.readiness)
-            chunk = self.rounds.run(active, score, self.scheduler.chunk(self.chunk_tuner.value), decoding, sure)
+            chunk = self.rounds.run(active, score, self.scheduler.chunk(self.chunk_tuner.value), decoding, readable)
             assert chunk is not None
             with _planning(facts):
                 buffer.record(chunk)

@@ -185,3 +185,18 @@ def test_a_bad_chunk_is_an_error_and_records_nothing(case: str) -> None:
         buffer.record(chunk)
     assert buffer.rollouts == before
     assert buffer.clock == 6
+
+
+def test_the_critic_reads_what_is_worth_it() -> None:
+    buffer = filled(batch_size=4, delta=2)  # of six unfinished, four will be in the batch
+    everything = set(range(6))
+    assert buffer.worth_reading("sure") == set()
+    assert buffer.worth_reading("likely") == buffer.worth_reading("all") == everything
+    buffer.record(Chunk(0, 2, [row(0, 0, [1, 1], 2), row(3, 0, [1, 1], 1)]))
+    assert buffer.worth_reading("sure") == {0, 3}
+    assert buffer.worth_reading("likely") == everything, "two of four unfinished will be in it"
+    buffer.record(Chunk(1, 3, [row(1, 0, [1], 3)]))
+    assert buffer.worth_reading("sure") == buffer.worth_reading("likely") == {0, 1, 3}, "one of three will be"
+    assert buffer.worth_reading("all") == everything
+    buffer.record(Chunk(2, 4, [row(4, 0, [1], 4), row(5, 0, [1], 4)]))
+    assert buffer.worth_reading("likely") == {0, 1, 3, 4}, "the fifth finisher is left for the next batch"

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from oppo_megatron.runtime.mcore.sequence_cache import SequenceCache
 
 
+FEW_TOKENS = 12
+"""New tokens a sequence, below which a CPU attends for all sequences of a call at once."""
+
+
 class CachedPlan(ABC):
     """An `AttentionPlan` that continues sequences from their cache.  Computed once a call, used by every layer."""
 
@@ -95,6 +99,37 @@ class CallPlan(CachedPlan):
         return torch.arange(self.longest, device=self._device) <= position_SC[:, :, None]
 
     def _attend_prefill(self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float) -> Tensor:
+        if self._device.type == "cpu" and sum(self.lens) >= FEW_TOKENS * len(self.lens):
+            return self._attend_each(q_TGRD, k_SGLD, v_SGLD, scale)
+        return self._attend_padded(q_TGRD, k_SGLD, v_SGLD, scale)
+
+    @cached_property
+    def _masks(self) -> list[Tensor | None]:
+        """[C, L] of each sequence, 0 or minus infinity; None where all its tokens are new."""
+        return [
+            torch.full((new, past + new), -torch.inf, dtype=self._dtype).triu_(past + 1) if past else None
+            for past, new in zip(self.past, self.lens, strict=True)
+        ]
+
+    def _attend_each(self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float) -> Tensor:
+        """One sequence after the other, as long as each is: nothing is padded, and what is not visible is skipped."""
+        q_NTD, outputs, first = q_TGRD.flatten(1, 2).transpose(0, 1), [], 0
+        for s, (new, mask) in enumerate(zip(self.lens, self._masks, strict=True)):
+            reach = self.past[s] + new
+            out_1NCD = F.scaled_dot_product_attention(
+                q_NTD[None, :, first : first + new],
+                k_SGLD[s : s + 1, :, :reach],
+                v_SGLD[s : s + 1, :, :reach],
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scale,
+                enable_gqa=True,
+            )
+            outputs.append(out_1NCD[0].transpose(0, 1).flatten(1))
+            first += new
+        return torch.cat(outputs)
+
+    def _attend_padded(self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float) -> Tensor:
         num_seqs, groups, _, dim = k_SGLD.shape
         chunk, repeat = self._visible_SCL.shape[1], q_TGRD.shape[2]
         # Only queries are padded to the longest chunk of the call, and only inside attention.

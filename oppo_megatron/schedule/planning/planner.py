@@ -64,13 +64,13 @@ class RoundPlanner:
         score: Sequence[Rollout],
         chunk: int,
         order: Order,
-        sure: Set[int] | None = None,
+        readable: Set[int] | None = None,
     ) -> PlannedRound:
         """The round that decodes up to `chunk` tokens of each of `decode` and scores what is new of `score`.
 
-        Roles whose outputs do not outlive the step read the sequences of `sure` alone; null: all.
+        Roles whose outputs do not outlive the step read the sequences of `readable` alone; null: all.
         """
-        read = {name: _readable(book, score, sure) for name, book in self.scorers.items()}
+        read = {name: _readable(book, score, readable) for name, book in self.scorers.items()}
         cut = self._cut(decode, read, chunk)
         works: dict[str, list[ReplicaWork]] = {}
         steps = self.actor.steps(decode, chunk)
@@ -147,8 +147,8 @@ class RoundPlanner:
         }
 
 
-def _readable(book: ScoringBook, score: Sequence[Rollout], sure: Set[int] | None) -> Sequence[Rollout]:
-    return [r for r in score if r.seq_id in sure] if sure is not None and book.perishable else score
+def _readable(book: ScoringBook, score: Sequence[Rollout], readable: Set[int] | None) -> Sequence[Rollout]:
+    return [r for r in score if r.seq_id in readable] if readable is not None and book.perishable else score
 
 
 def _grown(work: ReplicaWork) -> set[int]:
