@@ -171,6 +171,23 @@ def draw_overhead(dry: Mapping[str, Any], out_png: str | os.PathLike[str]) -> No
     figure.savefig(out_png)
 
 
+def draw_seeds(rows: Sequence[Mapping[str, Any]], out_png: str | os.PathLike[str]) -> None:
+    """Reward and held-out accuracy of both kinds of run, a line a seed from sequential to OPPO; `rows` of `seeds.compare`."""
+    figure = new_figure(width_in=7.0, height_in=3.2)
+    panels = figure.subplots(1, 2)
+    for axes, key, label in zip(
+        panels, ("reward_last", "accuracy_after"), ("reward, last steps", "accuracy"), strict=True
+    ):
+        for row in rows:
+            values = [row[f"sequential.{key}"], row[f"oppo.{key}"]]
+            axes.plot(["sequential", "OPPO"], values, marker="o", label=f"seed {row['seed']}")
+        axes.set_ylabel(label)
+        axes.margins(x=0.2)
+        _finish(axes, "y")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
+    figure.savefig(out_png)
+
+
 def _finish(axes: Axes, grid: str) -> None:
     axes.grid(axis=grid, color=GRID, linewidth=0.8)  # type: ignore[arg-type]
     axes.set_axisbelow(True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from oppo_megatron.cli.bench import chunk, decode, delta, gpu, overhead, overlap, scaling, weave
+from oppo_megatron.cli.bench import chunk, decode, delta, gpu, overhead, overlap, scaling, seeds, weave
 
 KINDS = {
     "decode": decode, "overlap": overlap, "weave": weave, "chunk": chunk, "delta": delta, "scaling": scaling,
-    "overhead": overhead, "gpu": gpu,
+    "overhead": overhead, "seeds": seeds, "gpu": gpu,
 }  # fmt: skip
 """Each module has HELP (a line), ABOUT (what its help begins with) and `add_arguments`, which names the function to call."""
 

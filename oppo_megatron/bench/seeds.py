@@ -1,0 +1,74 @@
+"""Whether what is learned depends on the overlaps: the same chain by several seeds, sequential PPO against OPPO."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from statistics import mean, stdev
+from typing import Any
+
+Figures = Mapping[str, Any]
+"""Of one run: `step_s`, `reward_last`, `accuracy_before`, `accuracy_after`, as `demo.json` has them."""
+
+COLUMNS = {
+    "seed": "seed", "s/step seq.": "sequential.step_s", "s/step OPPO": "oppo.step_s", "ratio": "speedup",
+    "reward seq.": "sequential.reward_last", "reward OPPO": "oppo.reward_last",
+    "accuracy before": "sequential.accuracy_before", "after, seq.": "sequential.accuracy_after",
+    "after, OPPO": "oppo.accuracy_after", "reward/s ratio": "reward_per_second",
+}  # fmt: skip
+
+COMPARED = {"reward": "reward_last", "held-out accuracy": "accuracy_after"}
+
+
+def compare(demos: Mapping[int, Mapping[str, Figures]]) -> dict[str, Any]:
+    """Of `demo.json` by seed: a row a seed, and for each compared figure means, spread and a test of the difference."""
+    rows = [_row(seed, demo) for seed, demo in demos.items()]
+    tests = {
+        label: difference([row[f"sequential.{key}"] for row in rows], [row[f"oppo.{key}"] for row in rows])
+        for label, key in COMPARED.items()
+    }
+    return {"results": rows, "tests": tests}
+
+
+def difference(base: Sequence[float], other: Sequence[float]) -> dict[str, float]:
+    """Two samples that are paired by seed: mean and standard deviation of each and of `other` - `base`, and a p-value.
+
+    The p-value is that of the exact sign-flip test (Fisher 1935, section 21): of all ways to swap the two within pairs, the share
+    whose mean difference is at least as far from 0.  Of n pairs it is at least 2^(1-n).
+    """
+    assert len(base) == len(other) >= 2, (len(base), len(other))
+    differences = [b - a for a, b in zip(base, other, strict=True)]
+    found = abs(sum(differences))
+    flips = [abs(sum(s * d for s, d in zip(signs, differences, strict=True))) for signs in _signs(len(differences))]
+    return {
+        "base_mean": mean(base), "base_sd": stdev(base), "other_mean": mean(other), "other_sd": stdev(other),
+        "difference_mean": mean(differences), "difference_sd": stdev(differences),
+        "p": mean(flip >= found - 1e-12 for flip in flips),
+    }  # fmt: skip
+
+
+def remarks(result: Mapping[str, Any]) -> list[str]:
+    """What the table does not say by itself."""
+    lines = []
+    for label, test in result["tests"].items():
+        lines.append(
+            f"{label}: sequential {test['base_mean']:.3f} (sd {test['base_sd']:.3f}), OPPO {test['other_mean']:.3f} "
+            f"(sd {test['other_sd']:.3f}); difference {test['difference_mean']:+.3f} (sd {test['difference_sd']:.3f}), "
+            f"sign-flip test over {len(result['results'])} seeds p = {test['p']:.2f}"
+        )
+    speedup, reward_rate = (mean(row[key] for row in result["results"]) for key in ("speedup", "reward_per_second"))
+    lines.append(f"OPPO's steps are {speedup:.2f} times as fast; reward per second is {reward_rate:.2f} times as much")
+    return lines
+
+
+def _row(seed: int, demo: Mapping[str, Figures]) -> dict[str, Any]:
+    sequential, oppo = demo["sequential"], demo["oppo"]
+    keys = ("step_s", "reward_last", "accuracy_before", "accuracy_after")
+    speedup = sequential["step_s"] / oppo["step_s"]
+    gained = {name: run["reward_last"] / run["step_s"] for name, run in (("sequential", sequential), ("oppo", oppo))}
+    named = {f"{name}.{key}": run[key] for name, run in (("sequential", sequential), ("oppo", oppo)) for key in keys}
+    return {"seed": seed, "speedup": speedup, "reward_per_second": gained["oppo"] / gained["sequential"], **named}
+
+
+def _signs(count: int) -> itertools.product[tuple[int, ...]]:
+    return itertools.product((1, -1), repeat=count)

@@ -1,0 +1,48 @@
+"""The comparison over seeds: paired statistics by hand, and what the command refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oppo_megatron.bench.pictures import draw_seeds
+from oppo_megatron.bench.seeds import compare, difference, remarks
+from oppo_megatron.cli.main import main
+
+
+def figures(step_s: float, reward: float, accuracy: float) -> dict[str, Any]:
+    return {"step_s": step_s, "reward_last": reward, "accuracy_before": 0.2, "accuracy_after": accuracy}
+
+
+def test_difference_by_hand() -> None:
+    found = difference([1.0, 2.0, 3.0], [2.0, 2.5, 6.0])
+    assert found["difference_mean"] == pytest.approx(1.5)
+    assert found["difference_sd"] == pytest.approx((1.75) ** 0.5)
+    assert found["base_mean"] == 2.0
+    assert found["other_mean"] == 3.5
+    assert found["p"] == pytest.approx(2 / 8), "only all plus and all minus are as far from 0"
+    assert difference([1.0, 2.0], [2.0, 1.0])["p"] == 1.0
+    assert difference([1.0, 1.0], [1.0, 1.0])["p"] == 1.0
+
+
+def test_rows_and_remarks(tmp_path: Path) -> None:
+    demos = {
+        1: {"sequential": figures(1.0, 0.5, 0.6), "oppo": figures(0.5, 0.5, 0.7)},
+        2: {"sequential": figures(1.2, 0.8, 0.6), "oppo": figures(0.8, 0.4, 0.5)},
+    }
+    result = compare(demos)
+    assert [row["speedup"] for row in result["results"]] == pytest.approx([2.0, 1.5])
+    assert [row["reward_per_second"] for row in result["results"]] == pytest.approx([2.0, 0.75])
+    assert result["tests"]["held-out accuracy"]["difference_mean"] == pytest.approx(0.0)
+    text = "\n".join(remarks(result))
+    assert "difference -0.200" in text
+    assert "1.75 times as fast" in text
+    draw_seeds(result["results"], tmp_path / "seeds.png")
+    assert (tmp_path / "seeds.png").stat().st_size > 5000
+
+
+def test_one_seed_has_no_spread(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "seeds", "--seeds", "3,3"]) == 2
+    assert "at least two different" in capsys.readouterr().err
