@@ -14,7 +14,7 @@ TINY = "--hidden 64 --layers 2 --heads 4 --kv-heads 2 --ffn 128 --vocab 200 --pr
 
 
 def test_all_peers_decode_the_same_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "decode.json"
+    out = tmp_path / "folder" / "decode.json"
     assert main(["bench", "decode", *TINY, "--batch", "1,3", "--out", str(out)]) == 0
     rows = json.loads(out.read_text())["results"]
     assert [row["peer"] for row in rows] == available_peers() * 2
@@ -39,3 +39,13 @@ def test_unknown_peers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "decode", "--peers", "bare,none"]) == 2
     said = capsys.readouterr().err
     assert "['none']" in said and all(name in said for name in PEERS)
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "decode", *TINY, "--out", str(tmp_path)]) == 2
+    assert "which is a folder; name a file in it" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert main(["bench", "decode", *TINY, "--out", str(tmp_path / "file" / "x.json")]) == 2
+    assert "its folder cannot be made" in capsys.readouterr().err

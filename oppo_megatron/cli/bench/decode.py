@@ -44,6 +44,8 @@ def _decode(args: argparse.Namespace) -> int:
     shape = _shape(args)
     if problems := check_shape("bench decode", shape, ParallelConfig(), shape["max_position_embeddings"], None):
         raise ConfigError(problems)
+    if args.out is not None:
+        _make_room(args.out)
     work = DecodeWork(shape, args.batch, args.prompt, args.new, args.repeats, args.threads, args.dtype)
     figures = bench_decode(work, chosen)
     columns = {
@@ -58,6 +60,18 @@ def _decode(args: argparse.Namespace) -> int:
     if args.out is not None:
         write_json(args.out, figures)
     return 0
+
+
+def _make_room(out: Path) -> None:
+    """The folder of `out`, before anything is measured.  Raises ConfigError where a file could not be written there."""
+    from oppo_megatron.errors import ConfigError
+
+    if out.is_dir():
+        raise ConfigError(f"--out is {out}, which is a folder; name a file in it, such as {out / 'decode.json'}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out is {out}, but its folder cannot be made ({error}); name another file") from error
 
 
 def _shape(args: argparse.Namespace) -> dict[str, Any]:
