@@ -43,8 +43,9 @@ COMMANDS = (
     Command("placement", "oppo_megatron.cli.placement", "measure which placement is fastest on this machine"),
     Command("validate", "oppo_megatron.cli.validate", "check a configuration and the files it names"),
     Command("schedule", "oppo_megatron.cli.schedule", "draw and check what every rank does in a round"),
+    Command("serve-reward", "oppo_megatron.cli.serve_reward", "serve a verifier, function or reward model over HTTP"),
     Command("doctor", "oppo_megatron.cli.doctor", "say what this machine has and lacks"),
-    Command("bench", "oppo_megatron.cli.bench", "measure decoding, what the overlaps save, and what settings cost"),
+    Command("bench", "oppo_megatron.cli.bench", "measure decoding, what overlaps save, and what settings cost"),
     Command("demo", "oppo_megatron.cli.demo", "run the whole chain on generated arithmetic, and compare"),
 )
 

@@ -6,7 +6,6 @@ Ranks and layouts have a file of their own, `layout_checks.py`, because what fit
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Sequence
 
 from oppo_megatron.config.data import DataConfig, RewardPart
@@ -14,6 +13,7 @@ from oppo_megatron.config.model import ModelConfig, OptimizerConfig, RoleConfig
 from oppo_megatron.config.overlap import OverlapConfig
 from oppo_megatron.config.paths import check_exists
 from oppo_megatron.config.ppo import ForcedLengthsConfig
+from oppo_megatron.config.reward_checks import check_part, check_waits
 from oppo_megatron.config.run import SupervisedConfig, TrainConfig
 
 
@@ -26,6 +26,7 @@ def check_train(config: TrainConfig) -> list[str]:
         *check_forced_lengths(config.rollout.forced_lengths),
         *_check_sources(config),
         *check_rewards(config.rewards, has_reward_model=config.reward is not None),
+        *check_waits(config.rewards, config.runtime.timeout_s),
         *check_exists("tokenizer.path", config.tokenizer.path),
         *check_data("data", config.data, templates=("prompt",)),
         *(check_data("evaluation.data", config.evaluation.data, templates=("prompt",)) if config.evaluation else []),
@@ -159,7 +160,7 @@ def check_source(name: str, model: ModelConfig) -> list[str]:
 
 def check_rewards(parts: Sequence[RewardPart], *, has_reward_model: bool) -> list[str]:
     """Each part has what its kind needs and nothing else; the reward model is there if and only if it is used."""
-    problems = [problem for index, part in enumerate(parts) for problem in _check_part(f"rewards.{index}", part)]
+    problems = [problem for index, part in enumerate(parts) for problem in check_part(f"rewards.{index}", part)]
     num_models = sum(part.kind == "model" for part in parts)
     if num_models > 1:
         problems.append(f"rewards names the reward model {num_models} times, but once is allowed; add their weights up")
@@ -228,23 +229,6 @@ def _check_sources(config: TrainConfig) -> list[str]:
     for name, role in roles:
         if role.fresh_head and name in ("actor", "reference"):
             problems.append(f"{name}.fresh_head is true, but only reward and critic have a scalar head; remove it")
-    return problems
-
-
-def _check_part(name: str, part: RewardPart) -> list[str]:
-    problems = []
-    if part.kind == "verifier" and part.name is None:
-        problems.append(f"{name} is a verifier without a `name`; add `name: arithmetic` or `name: gsm8k`")
-    if part.kind != "verifier" and part.name is not None:
-        problems.append(f"{name}.name is {part.name!r}, but kind {part.kind} has no rule to name; remove it")
-    if part.kind == "python" and not re.fullmatch(r"[\w.]+:[\w.]+", part.entry_point or ""):
-        problems.append(
-            f"{name}.entry_point is {part.entry_point!r}, but must be `package.module:function`; name the callable"
-        )
-    if part.kind != "python" and (part.entry_point is not None or part.options):
-        problems.append(
-            f"{name} has entry_point or options, but only kind python takes them; remove them or change the kind"
-        )
     return problems
 
 

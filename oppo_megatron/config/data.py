@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from oppo_megatron.config.base import Section
+from oppo_megatron.config.remote import IsolationConfig, RemoteRewardConfig
 
 
 class TokenizerConfig(Section):
@@ -53,12 +54,19 @@ class RewardPart(Section):
 
     kind: `model` the reward model's scalar; `verifier` a rule by `name` (`arithmetic`, `gsm8k`) that compares the
     response with column `answer`; `python` a user's callable `entry_point` = `package.module:function`, called with
-    (prompt, response, fields).
+    (prompt, response, fields); `http` a reward service at `url` (docs/rewards.md).
     """
 
-    kind: Literal["model", "verifier", "python"] = Field(..., description="what gives the number; see above")
+    kind: Literal["model", "verifier", "python", "http"] = Field(..., description="what gives the number; see above")
     weight: float = Field(1.0, description="factor of this part in the sum")
     name: Literal["arithmetic", "gsm8k"] | None = Field(None, description="the rule (verifier)")
     answer: str = Field("answer", description="column that holds the expected answer (verifier)")
     entry_point: str | None = Field(None, description="`package.module:function` (python)")
     options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments for the entry point")
+    isolate: bool = Field(False, description="call it in a process of its own, under `limits` (python)")
+    limits: IsolationConfig = IsolationConfig()
+    url: str | None = Field(None, description="where responses are posted to: `http://HOST:PORT/score` (http)")
+    token_env: str | None = Field(
+        None, description="environment variable with the service's bearer token; null: none is sent (http)"
+    )
+    remote: RemoteRewardConfig = RemoteRewardConfig()

@@ -15,11 +15,12 @@ from pydantic.fields import FieldInfo
 from oppo_megatron.config.base import Section
 from oppo_megatron.config.explain import section_in
 from oppo_megatron.config.run import SFTConfig, TrainSettings
+from oppo_megatron.config.serve import ServeRewardConfig
 
 INTRODUCTION = """\
 # Configuration
 
-Every setting of `oppo train`, `oppo sft` and `oppo rm`, made from the schema in `oppo_megatron/config/` by
+Every setting of `oppo train`, `oppo sft`, `oppo rm` and `oppo serve-reward`, made from the schema in `oppo_megatron/config/` by
 `python -m oppo_megatron.config.reference > docs/configuration.md`.
 
 A configuration is a YAML file; settings given behind it on the command line replace those of the file:
@@ -34,6 +35,7 @@ file, `--dry-run` prints it with every default filled in, and each run keeps tha
 COMMANDS: tuple[tuple[str, type[Section]], ...] = (
     ("`oppo train`", TrainSettings),
     ("`oppo sft` and `oppo rm`", SFTConfig),
+    ("`oppo serve-reward`", ServeRewardConfig),
 )
 PLAIN_TYPES = {int: "integer", float: "number", bool: "`true` or `false`", str: "text", Path: "path"}
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}

@@ -1,10 +1,10 @@
-"""The reward of a finished response: a weighted sum of a reward model's score, verifiers and a user's functions."""
+"""The reward of a finished response: a weighted sum of a reward model's score, verifiers, a user's functions and services."""
 
 from __future__ import annotations
 
-import importlib
 import math
 import numbers
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +13,10 @@ from typing import Any, Protocol
 from oppo_megatron.config.checks import check_rewards
 from oppo_megatron.config.data import RewardPart
 from oppo_megatron.errors import ConfigError, RewardError
+from oppo_megatron.rewards.entry_point import load_entry_point
+from oppo_megatron.rewards.isolation import IsolatedFunction
+from oppo_megatron.rewards.protocol import ScoreItem, check_fields, read_token
+from oppo_megatron.rewards.remote import RemoteReward
 from oppo_megatron.rewards.verifiers import expected_answer, verify
 
 
@@ -46,35 +50,13 @@ class VerifierReward:
         return fields[self.answer]
 
 
-def load_entry_point(entry_point: str) -> Any:
-    """The callable at `package.module:function`.  Raises `ConfigError` if it cannot be had."""
-    module_name, colon, attribute = entry_point.partition(":")
-    if not (module_name and colon and attribute):
-        raise ConfigError(f"entry_point={entry_point!r} is not of the form package.module:function")
-    try:
-        found: Any = importlib.import_module(module_name)
-    except Exception as error:
-        raise ConfigError(
-            f"entry_point={entry_point!r}: module {module_name!r} cannot be imported ({type(error).__name__}: {error})"
-            "; install it, or put its folder on PYTHONPATH"
-        ) from error
-    for name in attribute.split("."):
-        if not hasattr(found, name):
-            raise ConfigError(f"entry_point={entry_point!r}: {module_name!r} has no {attribute!r}; correct the name")
-        found = getattr(found, name)
-    if not callable(found):
-        kind = type(found).__name__
-        raise ConfigError(f"entry_point={entry_point!r} is a {kind}, not a function of (prompt, response, fields)")
-    return found
-
-
 @dataclass(frozen=True, slots=True)
 class Summand:
     """One part of the sum; `function` is None for the reward model's score."""
 
     label: str
     weight: float
-    function: ResponseReward | None
+    function: ResponseReward | RemoteReward | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,19 +67,24 @@ class Reward:
     parts: dict[str, float]
 
 
-def build_reward_functions(parts: Sequence[RewardPart]) -> RewardSum:
-    """The sum that `parts` describe.  Raises `ConfigError` with every problem of every part."""
+def build_reward_functions(parts: Sequence[RewardPart], environment: Mapping[str, str] = os.environ) -> RewardSum:
+    """The sum that `parts` describe; tokens of services come from `environment`.
+
+    Raises `ConfigError` with every problem of every part.
+    """
     has_model = any(part.kind == "model" for part in parts)
     found = check_rewards(parts, has_reward_model=has_model)
     summands: list[Summand] = []
     labels: set[str] = set()
+    secrets = frozenset(part.token_env for part in parts if part.token_env is not None)
     for part in parts if not found else ():
-        name = {"model": "model", "verifier": part.name, "python": part.entry_point}[part.kind]
+        address = (part.url or "").partition("://")[2]
+        name = {"model": "model", "verifier": part.name, "python": part.entry_point, "http": address}[part.kind]
         assert name is not None, "check_rewards asks for it"
         label = name if name not in labels else f"{name}#{len(labels) + 1}"
         labels.add(label)
         try:
-            summands.append(Summand(label, part.weight, _function(part)))
+            summands.append(Summand(label, part.weight, _function(part, label, environment, secrets)))
         except ConfigError as error:
             found.extend(error.problems)
     if found:
@@ -105,13 +92,24 @@ def build_reward_functions(parts: Sequence[RewardPart]) -> RewardSum:
     return RewardSum(summands)
 
 
-def _function(part: RewardPart) -> ResponseReward | None:
+def _function(
+    part: RewardPart, label: str, environment: Mapping[str, str], secrets: frozenset[str]
+) -> ResponseReward | RemoteReward | None:
     if part.kind == "model":
         return None
     if part.kind == "verifier":
         assert part.name is not None, "check_rewards asks for it"
         return VerifierReward(part.name, part.answer)
+    if part.kind == "http":
+        assert part.url is not None, "check_rewards asks for it"
+        token = None if part.token_env is None else read_token(part.token_env, environment)
+        return RemoteReward(f"reward part {label!r}", part.url, token, part.remote)
     assert part.entry_point is not None, "check_rewards asks for it"
+    if part.isolate:
+        inherited = {name: value for name, value in environment.items() if name not in secrets}
+        isolated = IsolatedFunction(part.entry_point, part.options, part.limits, inherited)
+        isolated.check()
+        return isolated
     function = load_entry_point(part.entry_point)
     return partial(function, **part.options) if part.options else function  # type: ignore[no-any-return]
 
@@ -127,14 +125,40 @@ class RewardSum:
         """Whether a reward model's score is one of the parts."""
         return any(summand.function is None for summand in self.summands)
 
+    @property
+    def asks_services(self) -> bool:
+        """Whether scores take a while to come: `request` them as early as the responses are known."""
+        return any(isinstance(summand.function, RemoteReward) for summand in self.summands)
+
     def check(self, fields: Mapping[str, Any]) -> None:
-        """Raise `RewardError` if a row lacks what a verifier needs."""
+        """Raise `RewardError` if a row lacks what a verifier needs, or cannot be sent to a service or a process."""
         for summand in self.summands:
-            if isinstance(summand.function, VerifierReward):
-                try:
+            try:
+                if isinstance(summand.function, VerifierReward):
                     summand.function.check(fields)
-                except RewardError as error:
-                    raise RewardError(f"reward part {summand.label!r}: {error}") from error
+                elif isinstance(summand.function, (RemoteReward, IsolatedFunction)):
+                    check_fields(fields)
+            except RewardError as error:
+                raise RewardError(f"reward part {summand.label!r}: {error}") from error
+
+    def requested(self, seq_id: int) -> bool:
+        """Whether every service has been asked for the score of this sequence, and `evaluate` has not taken it."""
+        return all(s.function.requested(seq_id) for s in self.summands if isinstance(s.function, RemoteReward))
+
+    def request(self, items: Sequence[ScoreItem]) -> None:
+        """Ask the services for scores, which `evaluate` takes later; returns at once, asks for nothing twice.
+
+        Raises `RewardError` if a service has failed for good.
+        """
+        for summand in self.summands:
+            if isinstance(summand.function, RemoteReward):
+                summand.function.request(items)
+
+    def close(self) -> None:
+        """End threads and processes."""
+        for summand in self.summands:
+            if isinstance(summand.function, (RemoteReward, IsolatedFunction)):
+                summand.function.close()
 
     def score(
         self, prompt: str, response: str, fields: Mapping[str, Any], model_score: float | None, seq_id: int
@@ -145,11 +169,17 @@ class RewardSum:
     def evaluate(
         self, prompt: str, response: str, fields: Mapping[str, Any], model_score: float | None, seq_id: int
     ) -> Reward:
-        """The reward of one response and its parts.  Raises `RewardError` naming sequence, part and value."""
+        """The reward of one response and its parts; waits for what was requested, and requests what was not.
+
+        Raises `RewardError` naming sequence, part and value.
+        """
         parts: dict[str, float] = {}
+        self.request([ScoreItem(seq_id, prompt, response, fields)])
         for summand in self.summands:
             value: Any = model_score
-            if summand.function is not None:
+            if isinstance(summand.function, RemoteReward):
+                value = summand.function.result(seq_id)
+            elif summand.function is not None:
                 try:
                     value = summand.function(prompt, response, fields)
                 except Exception as error:

@@ -74,6 +74,20 @@ def pack_responses(
     return batches
 
 
+def pack_sequences(sequences: Sequence[Sequence[int]], budget: int, device: torch.device) -> list[MicroBatch]:
+    """Micro-batches of whole sequences, each wanted at its last token; as `pack_responses`, but nothing is predicted."""
+    lengths = [len(sequence) for sequence in sequences]
+    return [whole_sequences(index, [sequences[i] for i in index], device) for index in pack_by_tokens(lengths, budget)]
+
+
+def whole_sequences(index: list[int], sequences: Sequence[Sequence[int]], device: torch.device) -> MicroBatch:
+    """One micro-batch of sequences wanted at their last token; `index` says where they come from.  No targets."""
+    lengths = [len(sequence) for sequence in sequences]
+    tokens_T = torch.tensor([token for sequence in sequences for token in sequence], dtype=torch.int64, device=device)
+    last_S = torch.tensor(lengths, device=device).cumsum(0) - 1
+    return MicroBatch(index, lengths, tokens_T, last_S, targets_R=tokens_T.new_empty(0))
+
+
 def split_rows(values_T: Tensor, lengths: Sequence[int], batches: Sequence[MicroBatch]) -> list[Tensor]:
     """Per-response-token values of a whole batch, cut for each micro-batch in the order of its rows."""
     pieces = values_T.split(list(lengths))

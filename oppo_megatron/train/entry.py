@@ -37,6 +37,7 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs) -> None:
     _prepare(config, world)
     trainer = build_trainer(config, world, inputs)
     with ExitStack() as stack:
+        stack.callback(inputs.rewards.close)
         if trainer.journal is not None:
             write_quarantine(config, inputs)
             stack.enter_context(trainer.journal)

@@ -122,6 +122,7 @@ class PPOTrainer:
                 buffer.record(chunk)
                 occupancy.record(chunk)
                 self.rounds.recorded(active)
+            self.exchange.request(active)
             self.clock.round(self._waited_for_chunks(facts.step), decoded=True)
             facts.backfilled += len(backfilled)
             facts.tokens_decoded += sum(len(row.tokens) for row in chunk.rows)

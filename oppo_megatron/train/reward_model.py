@@ -15,7 +15,7 @@ from oppo_megatron.config.run import SupervisedConfig
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised import Pair, load_pairs
 from oppo_megatron.data.tokenizer import Tokenizer
-from oppo_megatron.runtime.batch import MicroBatch
+from oppo_megatron.runtime.batch import MicroBatch, whole_sequences
 from oppo_megatron.runtime.mcore.groups import RoleGroups
 from oppo_megatron.runtime.mcore.model import Head
 from oppo_megatron.runtime.mcore.training import Loss
@@ -42,7 +42,7 @@ class RewardModelling:
         """Packed pairs, at most `budget` tokens together; a pair that alone has more is a micro-batch of its own."""
         sequences = [([*row.prompt, *row.chosen], [*row.prompt, *row.rejected]) for row in rows]
         return [
-            _micro_batch(index, [sequence for i in index for sequence in sequences[i]], device)
+            whole_sequences(index, [sequence for i in index for sequence in sequences[i]], device)
             for index in pack_by_tokens([self.num_tokens(row) for row in rows], budget)
         ]
 
@@ -53,11 +53,3 @@ class RewardModelling:
             return preference_loss(scores_S.view(-1, 2), len(rows))
 
         return share
-
-
-def _micro_batch(index: list[int], sequences: list[list[int]], device: torch.device) -> MicroBatch:
-    """Whole sequences, each wanted at its last token; nothing is predicted, so there are no targets."""
-    lengths = [len(sequence) for sequence in sequences]
-    tokens_T = torch.tensor([token for sequence in sequences for token in sequence], dtype=torch.int64, device=device)
-    last_S = torch.tensor(lengths, device=device).cumsum(0) - 1
-    return MicroBatch(index, lengths, tokens_T, last_S, targets_R=tokens_T.new_empty(0))

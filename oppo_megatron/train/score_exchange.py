@@ -17,6 +17,7 @@ from oppo_megatron.config.places import Place
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.records import Rollout
 from oppo_megatron.rewards.functions import RewardSum
+from oppo_megatron.rewards.protocol import ScoreItem
 from oppo_megatron.runtime.rounds import RoundRunner
 from oppo_megatron.runtime.stream import share
 from oppo_megatron.train.actor import Actor
@@ -83,6 +84,20 @@ class ScoreExchange:
         )
         return scored, ScoreReport(parts, busy_s, idle_s, leaders_work, self.critic_stats(critic), self._ess(actor))
 
+    def request(self, rollouts: Sequence[Rollout]) -> None:
+        """Ask reward services for the scores of finished rollouts, while others are still decoded.  Returns at once.
+
+        Raises RewardError, on the scorers' first rank, if a service has failed for good.
+        """
+        if self.rank != self._leader or not self.rewards.asks_services:
+            return
+        new = [rollout for rollout in rollouts if rollout.finished and not self.rewards.requested(rollout.seq_id)]
+        self.rewards.request([self._item(rollout) for rollout in new])
+
+    def _item(self, rollout: Rollout) -> ScoreItem:
+        prompt, response = rollout.prompt, self.tokenizer.decode(rollout.tokens)
+        return ScoreItem(rollout.seq_id, prompt.text, response, prompt.fields, [*prompt.tokens, *rollout.tokens])
+
     def critic_stats(self, critic: Critic | None) -> dict[str, float]:
         """Statistics of the critic's last update, on every rank."""
         mine = None
@@ -122,12 +137,10 @@ class ScoreExchange:
         labels, table = [s.label for s in self.rewards.summands], None
         if self.rank == self._leader:
             rows = []
+            self.request(batch)
             for i, rollout in enumerate(batch):
-                response = self.tokenizer.decode(rollout.tokens)
-                score = None if model_B is None else float(model_B[i])
-                reward = self.rewards.evaluate(
-                    rollout.prompt.text, response, rollout.prompt.fields, score, rollout.seq_id
-                )
+                item, score = self._item(rollout), None if model_B is None else float(model_B[i])
+                reward = self.rewards.evaluate(item.prompt, item.response, item.fields, score, item.seq_id)
                 rows.append([reward.total, *reward.parts.values()])
             table = torch.tensor(rows, dtype=torch.float64).flatten()
         shared = share(table, len(batch) * (1 + len(labels)), self._leader, self.device).view(len(batch), -1)

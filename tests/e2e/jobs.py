@@ -28,6 +28,12 @@ def train(config: dict[str, Any]) -> None:
     run_ppo(checked, world, read_inputs(checked))
 
 
+def train_with_environment(config: dict[str, Any], environment: dict[str, str]) -> None:
+    """`train`, where the ranks have been started with these variables."""
+    with mock.patch.dict(os.environ, environment):
+        train(config)
+
+
 def train_with_a_death(config: dict[str, Any], rank: int, at: str) -> tuple[str, str, float]:
     """`train`, but `rank` dies when it is about to do the action `at` for the second time: its error, and the seconds to it."""
     seen = []

@@ -1,0 +1,92 @@
+"""Cross-checks of one part of the reward: what its kind needs is there, and nothing else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from urllib.parse import urlsplit
+
+from oppo_megatron.config.data import RewardPart
+
+OWNER = {
+    "name": "verifier",
+    "entry_point": "python",
+    "options": "python",
+    "isolate": "python",
+    "limits": "python",
+    "url": "http",
+    "token_env": "http",
+    "remote": "http",
+}
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def check_part(name: str, part: RewardPart) -> list[str]:
+    """Every broken rule of the part at `name`.  No message repeats what may be a secret in the wrong place."""
+    problems = list(_misplaced(name, part))
+    if part.kind == "verifier" and part.name is None:
+        problems.append(f"{name} is a verifier without a `name`; add `name: arithmetic` or `name: gsm8k`")
+    if part.kind == "python" and not re.fullmatch(r"[\w.]+:[\w.]+", part.entry_point or ""):
+        problems.append(
+            f"{name}.entry_point is {part.entry_point!r}, but must be `package.module:function`; name the callable"
+        )
+    if part.kind == "python" and not part.isolate and _is_given(part, "limits"):
+        problems.append(f"{name} has limits, but they hold only with `isolate: true`; add it or remove them")
+    if part.kind == "http":
+        problems += [*_check_url(f"{name}.url", part.url), *_check_remote(name, part)]
+    return problems
+
+
+def check_waits(parts: Sequence[RewardPart], timeout_s: float) -> Iterator[str]:
+    """A rank that waits for a reward service must give up before its peers take it for dead."""
+    for index, part in enumerate(parts):
+        remote = part.remote
+        longest_s = (remote.give_up_s if remote.on_failure == "wait" else 0.0) + remote.timeout_s
+        if part.kind == "http" and longest_s >= timeout_s:
+            yield (
+                f"rewards.{index} may wait {longest_s:g} s for its service (remote.give_up_s + remote.timeout_s), but the "
+                f"other ranks wait only runtime.timeout_s {timeout_s:g}; lower the former or raise the latter"
+            )
+
+
+def _misplaced(name: str, part: RewardPart) -> Iterator[str]:
+    wrong = [key for key, kind in OWNER.items() if kind != part.kind and _is_given(part, key)]
+    if "name" in wrong:
+        yield f"{name}.name is {part.name!r}, but kind {part.kind} has no rule to name; remove it"
+    for kind in ("python", "http"):
+        keys = [key for key in wrong if OWNER[key] == kind]
+        if keys:
+            yield (f"{name} has {' and '.join(keys)}, but only kind {kind} takes them; remove them or change the kind")
+
+
+def _is_given(part: RewardPart, key: str) -> bool:
+    """Whether it differs from the default, which a resolved configuration has written out for every kind."""
+    return bool(getattr(part, key) != RewardPart.model_fields[key].get_default(call_default_factory=True))
+
+
+def _check_url(name: str, url: str | None) -> Iterator[str]:
+    if url is None:
+        yield f"{name} is missing, but kind http needs it; write `url: http://HOST:PORT/score`"
+        return
+    remedy = "write `http://HOST:PORT/path` or https"
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        valid = False
+    if "@" in url:
+        yield f"{name} has a user name or password, and would be kept in the run directory; remove it, use token_env"
+    elif valid and (parts.query or parts.fragment):
+        yield f"{name} has a query or fragment, which may hold a secret and would be kept; {remedy}, and use token_env"
+    elif not valid or not url.isprintable() or " " in url:
+        yield f"{name} is {url!r}, which is no address of a service; {remedy}"
+
+
+def _check_remote(name: str, part: RewardPart) -> Iterator[str]:
+    remote = part.remote
+    if part.token_env is not None and not _VARIABLE.fullmatch(part.token_env):
+        yield f"{name}.token_env is not the name of an environment variable; give the name, and never the token itself"
+    if remote.retry_max_s < remote.retry_s:
+        yield f"{name}.remote.retry_max_s is {remote.retry_max_s:g}, below retry_s {remote.retry_s:g}; raise it"
+    if remote.min_score is not None and remote.max_score is not None and remote.min_score >= remote.max_score:
+        yield f"{name}.remote.min_score {remote.min_score:g} is not below max_score {remote.max_score:g}; swap them"

@@ -1,0 +1,76 @@
+"""When a service that fails is asked again: pauses that grow, and a breaker that many senders share.  No I/O here."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from datetime import datetime, timezone
+from email.utils import parsedate_to_datetime
+
+
+class CircuitBreaker:
+    """Keeps senders away from a service that is down.
+
+    closed --`failures` in a row--> open --`pause_s` later--> half open: one request, the probe
+       ^                              ^                          |
+       +----- the probe succeeded ----+---- the probe failed ----+
+    """
+
+    def __init__(self, failures: int, pause_s: float, clock: Callable[[], float]):
+        self._limit, self._pause_s, self._clock = failures, pause_s, clock
+        self._in_a_row = 0
+        self._opened_at: float | None = None
+        self._probing = False
+
+    @property
+    def state(self) -> str:
+        """`closed`, `open` or `half open`."""
+        if self._opened_at is None:
+            return "closed"
+        return "half open" if self._probing or self._left_s() <= 0 else "open"
+
+    def enter(self) -> float:
+        """0.0: send now, and tell `succeeded` or `failed`.  Else the seconds after which to ask again."""
+        if self._opened_at is None:
+            return 0.0
+        if self._probing:
+            return self._pause_s
+        if (left_s := self._left_s()) > 0:
+            return left_s
+        self._probing = True
+        return 0.0
+
+    def succeeded(self) -> None:
+        self._in_a_row, self._opened_at, self._probing = 0, None, False
+
+    def failed(self) -> None:
+        """A request that had been let in failed; those let in before the breaker opened do not prolong the pause."""
+        self._in_a_row += 1
+        if self._probing or (self._opened_at is None and self._in_a_row >= self._limit):
+            self._opened_at, self._probing = self._clock(), False
+
+    def _left_s(self) -> float:
+        assert self._opened_at is not None
+        return self._opened_at + self._pause_s - self._clock()
+
+
+def backoff_s(attempt: int, first_s: float, longest_s: float, chance: random.Random) -> float:
+    """Pause before attempt `attempt` + 1 (from 1): doubles each time, and is shortened by up to a half at random, so that
+    senders which failed together do not come back together.
+    """
+    full_s = min(longest_s, first_s * 2.0 ** min(attempt - 1, 60))
+    return full_s * chance.uniform(0.5, 1.0)
+
+
+def retry_after_s(value: str | None, now: datetime | None = None) -> float:
+    """Seconds that a `Retry-After` header asks for (RFC 9110: seconds or a date); 0.0 where it says nothing readable."""
+    if value is None:
+        return 0.0
+    text = value.strip()
+    if text.isascii() and text.isdigit():
+        return float(text[:9])
+    try:
+        date = parsedate_to_datetime(text)
+        return max(0.0, (date - (now or datetime.now(timezone.utc))).total_seconds())
+    except (TypeError, ValueError, OverflowError):
+        return 0.0

@@ -1,0 +1,70 @@
+"""The process of `isolation.IsolatedFunction`: python -m oppo_megatron.rewards.isolated_child READ_FD WRITE_FD"""
+
+from __future__ import annotations
+
+import io
+import json
+import numbers
+import os
+import resource
+import sys
+from typing import Any
+
+from oppo_megatron.errors import ConfigError
+from oppo_megatron.rewards.entry_point import load_entry_point
+
+MAX_ANSWER_BYTES = 1 << 16
+SHOWN_CHARACTERS = 1000
+
+
+def main(reads: int, writes: int) -> None:
+    """Load the function that the first line names, then answer a line with a line until there are no more."""
+    for descriptor in (reads, writes):
+        os.set_inheritable(descriptor, False)
+    with os.fdopen(reads, "rb") as calls, os.fdopen(writes, "wb") as answers:
+        task = json.loads(calls.readline())
+        _limit(resource.RLIMIT_CORE, 0)
+        _limit(resource.RLIMIT_AS, task["memory_bytes"])
+        try:
+            function = load_entry_point(task["entry_point"])
+        except ConfigError as error:
+            _answer(answers, {"error": error.problems[0]})
+            return
+        _answer(answers, {"ready": True})
+        for line in calls:
+            _allow_processor_time(task["cpu_s"])
+            _answer(answers, _call(function, json.loads(line), task["options"]))
+
+
+def _call(function: Any, call: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    try:
+        value = function(call["prompt"], call["response"], call["fields"], **options)
+        if not isinstance(value, numbers.Real):
+            return {"error": f"it gave {str(value)[:SHOWN_CHARACTERS]} ({type(value).__name__}), not a number"}
+        return {"value": float(value)}
+    except Exception as error:  # a user's function may raise anything; all of it is an answer
+        return {"error": f"{type(error).__name__}: {str(error)[:SHOWN_CHARACTERS]}"}
+
+
+def _answer(answers: io.BufferedWriter, answer: dict[str, Any]) -> None:
+    answers.write(json.dumps(answer).encode() + b"\n")
+    answers.flush()
+
+
+def _limit(what: int, most: int) -> None:
+    """Set the soft and the hard limit, but never above a hard limit that is there."""
+    _, hard = resource.getrlimit(what)
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(what, (most, most))
+
+
+def _allow_processor_time(seconds: int) -> None:
+    """So much more than has been used.  The soft limit only: it is moved on with each call, and its signal kills."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    soft = int(used.ru_utime + used.ru_stime) + 1 + seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

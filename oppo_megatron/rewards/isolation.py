@@ -1,0 +1,162 @@
+"""A user's reward function in a process of its own, under limits of time and memory.
+
+The limits hold accidents: an endless loop, a leak, a crash of native code.  They are no sandbox: the function has the
+user's rights, files and network.
+
+Parent and child speak JSON, a line each way a call, over two pipes that the function's own output cannot get into.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from oppo_megatron.config.remote import IsolationConfig
+from oppo_megatron.errors import ConfigError, RewardError
+from oppo_megatron.rewards.isolated_child import MAX_ANSWER_BYTES
+
+CHILD = "oppo_megatron.rewards.isolated_child"
+
+
+class IsolatedFunction:
+    """`entry_point` with the keyword arguments `options`, as a function of (prompt, response, fields).
+
+    The process starts with the first call and serves all of them; after a failure the next call starts another.
+    `environment` is what the process inherits.
+    """
+
+    def __init__(
+        self,
+        entry_point: str,
+        options: Mapping[str, Any],
+        limits: IsolationConfig,
+        environment: Mapping[str, str],
+    ):
+        self.entry_point, self.options, self.limits = entry_point, dict(options), limits
+        self._environment = dict(environment)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._to_child = self._from_child = -1
+
+    def check(self) -> None:
+        """Start a process and end it again.  Raises ConfigError if the function cannot be had in it."""
+        try:
+            self._start()
+        except RewardError as error:
+            raise ConfigError(f"{error}; correct entry_point, or raise limits") from error
+        self.close()
+
+    def __call__(self, prompt: str, response: str, fields: Mapping[str, Any]) -> float:
+        """Raises RewardError, naming the function, for an exception, a crash, a limit, or what is no number."""
+        if self._process is None:
+            self._start()
+        call = {"prompt": prompt, "response": response, "fields": dict(fields)}
+        answer = self._ask(call, self.limits.wall_s, f"{self.entry_point} gave no score within limits.wall_s")
+        if "error" in answer:
+            raise RewardError(f"{self.entry_point} failed in its process: {answer['error']}")
+        value = answer.get("value")
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            self._end(f"{self.entry_point}: its process gave {str(answer)[:100]!r}, which is no score")
+        return float(value)
+
+    def close(self) -> None:
+        """End the process and all that it has started."""
+        if self._process is None:
+            return
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self._process.wait()
+        os.close(self._to_child)
+        os.close(self._from_child)
+        self._process = None
+
+    def _start(self) -> None:
+        """Raises RewardError if the function cannot be loaded there in time."""
+        child_reads, self._to_child = os.pipe()
+        self._from_child, child_writes = os.pipe()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", CHILD, str(child_reads), str(child_writes)],
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # what the function prints is no answer
+            pass_fds=(child_reads, child_writes),
+            env=self._environment | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+            start_new_session=True,
+        )
+        os.close(child_reads)
+        os.close(child_writes)
+        os.set_blocking(self._to_child, False)
+        task = {
+            "entry_point": self.entry_point,
+            "options": self.options,
+            "cpu_s": self.limits.cpu_s,
+            "memory_bytes": self.limits.memory_mb << 20,
+        }
+        answer = self._ask(task, self.limits.start_s, f"{self.entry_point} was not loaded within limits.start_s")
+        if answer != {"ready": True}:
+            self._end(f"{self.entry_point} cannot be loaded in its process: {answer.get('error', answer)}")
+
+    def _ask(self, message: Mapping[str, Any], limit_s: float, late: str) -> dict[str, Any]:
+        """Send a line and read the next one.  Whatever goes wrong ends the process and is a RewardError."""
+        deadline, late = time.monotonic() + limit_s, f"{late} {limit_s:g} s"
+        self._write(json.dumps(message, allow_nan=False).encode() + b"\n", deadline, late)
+        line = self._read_line(deadline, late)
+        try:
+            answer = json.loads(line)
+        except (ValueError, RecursionError):
+            answer = None
+        if not isinstance(answer, dict):
+            self._end(f"{self.entry_point}: its process gave {line[:100]!r}, which is no answer")
+        return answer
+
+    def _write(self, data: bytes, deadline: float, late: str) -> None:
+        while data:
+            if not _ready(self._to_child, select.POLLOUT, deadline):
+                self._end(late)
+            try:
+                data = data[os.write(self._to_child, data) :]
+            except BrokenPipeError:
+                self._end(f"{self.entry_point}: {self._how_it_ended()}")
+
+    def _read_line(self, deadline: float, late: str) -> bytes:
+        line = bytearray()
+        while not line.endswith(b"\n"):
+            if not _ready(self._from_child, select.POLLIN, deadline):
+                self._end(late)
+            piece = os.read(self._from_child, 4096)
+            if not piece:
+                self._end(f"{self.entry_point}: {self._how_it_ended()}")
+            line += piece
+            if len(line) > MAX_ANSWER_BYTES:
+                self._end(f"{self.entry_point}: its process wrote more than an answer can have")
+        return bytes(line)
+
+    def _how_it_ended(self) -> str:
+        assert self._process is not None
+        try:
+            code = self._process.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            return "its process closed the pipe to the run"
+        if code == -signal.SIGXCPU:
+            return f"its process was ended after limits.cpu_s {self.limits.cpu_s} s of processor time"
+        if code < 0:
+            return f"its process was killed by {signal.Signals(-code).name}"
+        return f"its process ended with exit code {code}"
+
+    def _end(self, reason: str) -> NoReturn:
+        self.close()
+        raise RewardError(reason)
+
+
+def _ready(descriptor: int, event: int, deadline: float) -> bool:
+    """Wait until a pipe can be read or written, or has ended; False where that takes too long."""
+    poll = select.poll()
+    poll.register(descriptor, event)
+    return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))

@@ -1,0 +1,152 @@
+"""What goes over the wire between a run and a reward service, and the reading of answers that may be anything.
+
+POST url    Authorization: Bearer TOKEN
+{"items": [{"id": 7, "prompt": "...", "response": "...", "fields": {...}, "tokens": [...] or null}]}
+200 {"scores": [{"id": 7, "score": 0.5}]}        one score an item, in any order
+4xx, 5xx {"error": "..."}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, NoReturn
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, StrictFloat, StrictInt, StrictStr, ValidationError
+
+from oppo_megatron.errors import ConfigError, RewardError
+
+MIN_TOKEN_CHARACTERS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreItem:
+    """A finished response that is to be scored.  `tokens` are the ids of prompt and response, where they are known."""
+
+    seq_id: int
+    prompt: str
+    response: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    tokens: Sequence[int] | None = None
+
+
+class _Message(BaseModel):
+    """Keys beyond those declared are allowed in answers, so that a service may say more."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+
+
+class Score(_Message):
+    id: StrictInt
+    score: StrictFloat
+
+
+class Answer(_Message):
+    scores: list[Score]
+
+
+class Item(BaseModel):
+    """An item of a request; unlike answers, requests have no other keys."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    id: StrictInt
+    prompt: StrictStr
+    response: StrictStr
+    fields: dict[str, Any] = {}
+    tokens: list[Annotated[int, Field(ge=0)]] | None = None
+
+
+class Request(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    items: list[Item] = Field(..., min_length=1)
+
+
+def encode_request(items: Sequence[ScoreItem], send_tokens: bool) -> bytes:
+    """The body of a request.  Raises RewardError, as `check_fields`, for columns that JSON cannot say."""
+    rows = []
+    for item in items:
+        check_fields(item.fields)
+        row = {"id": item.seq_id, "prompt": item.prompt, "response": item.response, "fields": dict(item.fields)}
+        rows.append(row | ({"tokens": list(item.tokens)} if send_tokens and item.tokens is not None else {}))
+    return json.dumps({"items": rows}, allow_nan=False).encode()
+
+
+def check_fields(fields: Mapping[str, Any]) -> None:
+    """Raise `RewardError` if a row's other columns cannot be sent to a service."""
+    try:
+        json.dumps(dict(fields), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RewardError(
+            f"the row's columns cannot be sent to a reward service ({error}); leave only text, finite numbers, lists and "
+            "mappings of these"
+        ) from error
+
+
+def read_answer(
+    body: bytes, ids: Sequence[int], low: float | None = None, high: float | None = None
+) -> dict[int, float]:
+    """The score of each of `ids`, all of them finite and within `low`..`high`.  Raises RewardError for anything else."""
+    try:
+        answer = Answer.model_validate(parse_json(body))
+    except ValidationError as error:
+        raise RewardError(f"the answer is not of the form of a score list: {first_problem(error)}") from None
+    except (ValueError, RecursionError, OverflowError) as error:
+        raise RewardError(f"the answer is not JSON ({str(error)[:100]})") from None
+    scores = {row.id: row.score for row in answer.scores}
+    if len(scores) != len(answer.scores):
+        raise RewardError("the answer scores a response twice")
+    if scores.keys() != set(ids):
+        raise RewardError(f"the answer {_difference(scores.keys(), ids)}; {len(scores)} scores came for {len(ids)}")
+    for seq_id, score in scores.items():
+        if (low is not None and score < low) or (high is not None and score > high):
+            raise RewardError(
+                f"the answer gives sequence {seq_id} the score {score:g}, beyond min_score {low} .. max_score {high}"
+            )
+    return scores
+
+
+def parse_json(body: bytes) -> Any:
+    """As json.loads, but for what parsers read differently.  Raises ValueError or RecursionError."""
+    return json.loads(body.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_unique)
+
+
+def read_token(variable: str, environment: Mapping[str, str]) -> SecretStr:
+    """The bearer token in an environment variable.  Raises ConfigError, which never shows the token."""
+    token = environment.get(variable)
+    if not token:
+        raise ConfigError(
+            f"the environment variable {variable} is not set, but is to hold a token; export it on this host"
+        )
+    if len(token) < MIN_TOKEN_CHARACTERS or not all("!" <= character <= "~" for character in token):
+        raise ConfigError(
+            f"the environment variable {variable} holds no usable token: it must have at least {MIN_TOKEN_CHARACTERS} "
+            "characters, all of them visible ASCII; make one with `openssl rand -hex 32`"
+        )
+    return SecretStr(token)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key stands twice in one object")
+    return found
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def first_problem(error: ValidationError) -> str:
+    """Where and what, without the value met: an answer may repeat what must not be shown."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'the whole'}: {first['msg']}"[:200]
+
+
+def _difference(found: Collection[int], asked: Sequence[int]) -> str:
+    missing, strange = sorted(set(asked) - set(found)), sorted(set(found) - set(asked))
+    if missing:
+        return f"has no score for sequence {missing[0]}"
+    return f"has a score for {str(strange[0])[:20]}, which was not asked for"

@@ -1,0 +1,281 @@
+"""Scores from a service over HTTP.
+
+The run hands in responses as they finish and takes the scores when it needs them.  Between the two, one thread with an
+event loop sends them:
+
+    request() --> waiting --> at most `max_in_flight` requests of at most `max_batch` responses --> result()
+                     ^                        |
+                     +-- pause, breaker <-----+ failed: the same request again, until `give_up_s` are over
+
+What failed is never given a score.  A failure that time does not mend (refused token, wrong address) and one that lasted too
+long end the run: `request` and `result` raise it from then on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import ssl
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+from pydantic import SecretStr
+
+from oppo_megatron.config.remote import RemoteRewardConfig
+from oppo_megatron.errors import ConfigError, RewardError
+from oppo_megatron.rewards.breaker import CircuitBreaker, backoff_s, retry_after_s
+from oppo_megatron.rewards.protocol import ScoreItem, encode_request, read_answer
+
+if TYPE_CHECKING:
+    import httpx
+
+TRANSIENT_STATUS = {408, 425, 429}
+ANSWER_BYTES, ANSWER_BYTES_PER_ITEM = 1 << 16, 1 << 12
+SHOWN_CHARACTERS = 200
+LOOK_AGAIN_S = 0.25
+REMEDIES = {
+    401: "check the token in the variable that token_env names",
+    403: "check the token in the variable that token_env names",
+    404: "correct the url",
+    405: "correct the url",
+    413: "lower remote.max_batch, or raise the service's limits",
+}
+_log = logging.getLogger(__name__)
+
+
+class _Failure(Exception):
+    """One attempt failed.  `transient`: the same request may yet succeed."""
+
+    def __init__(self, reason: str, *, transient: bool = True, retry_after_s: float = 0.0):
+        super().__init__(reason)
+        self.transient, self.retry_after_s = transient, retry_after_s
+
+
+class RemoteReward:
+    """A reward service at `url`.  `label` names it in messages.  The thread starts with the first request.
+
+    `clock` gives seconds, `chance` the jitter of pauses.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        url: str,
+        token: SecretStr | None = None,
+        settings: RemoteRewardConfig | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        chance: random.Random | None = None,
+    ):
+        try:
+            import httpx  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(f"{label} is a reward of kind http, which needs the package httpx; install it") from error
+        self.label, self.url, self.settings = label, url, settings or RemoteRewardConfig()
+        self._token, self._clock, self._chance = token, clock, chance or random.Random()
+        self._breaker = CircuitBreaker(self.settings.breaker_failures, self.settings.breaker_pause_s, clock)
+        self._scores: dict[int, Future[float]] = {}
+        self._failure: Exception | None = None
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiting: asyncio.Queue[ScoreItem] = asyncio.Queue()
+        self._stop: asyncio.Event | None = None
+
+    def __repr__(self) -> str:
+        return f"RemoteReward({self.url})"
+
+    def requested(self, seq_id: int) -> bool:
+        """Whether the score of this sequence has been asked for and not yet taken."""
+        return seq_id in self._scores
+
+    def request(self, items: Sequence[ScoreItem]) -> None:
+        """Ask for scores; returns at once.  A sequence that is being scored is not asked for again.
+
+        Raises RewardError if the service has failed for good.
+        """
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            new = [item for item in items if item.seq_id not in self._scores]
+            for item in new:
+                self._scores[item.seq_id] = Future()
+        if new:
+            self._start().call_soon_threadsafe(self._enqueue, new)
+
+    def result(self, seq_id: int) -> float:
+        """The score of a sequence that was asked for; waits for it.  Raises RewardError if the service has failed."""
+        score = self._scores[seq_id].result()
+        del self._scores[seq_id]
+        return score
+
+    def close(self) -> None:
+        """End the thread.  What has not been scored stays so."""
+        if self._thread is None or self._loop is None:
+            return
+        if self._thread.is_alive() and self._stop is not None:
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(timeout=5.0)
+        self._thread = None
+        self._fail(RewardError(f"{self.label}: the client of {self.url} was closed"))
+
+    def _start(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._stop = asyncio.Event()
+            self._thread = threading.Thread(target=self._run, args=(self._loop,), name="reward service", daemon=True)
+            self._thread.start()
+        return self._loop
+
+    def _enqueue(self, items: Sequence[ScoreItem]) -> None:
+        for item in items:
+            self._waiting.put_nowait(item)
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        asyncio.set_event_loop(loop)
+        try:
+            loop.run_until_complete(self._serve())
+        except Exception as error:  # for the thread that waits for the scores
+            self._fail(error)
+        finally:
+            self._fail(RewardError(f"{self.label}: the client of {self.url} has ended"))
+            loop.run_until_complete(loop.shutdown_asyncgens())
+
+    def _fail(self, error: Exception) -> None:
+        """From now on `error` is what every waiting and every further request gets; the first one counts."""
+        with self._lock:
+            if self._failure is None:
+                self._failure = error
+            for score in self._scores.values():
+                if not score.done():
+                    score.set_exception(self._failure)
+
+    async def _serve(self) -> None:
+        """Send until told to stop, or until a request has failed for good, which is raised."""
+        import httpx
+
+        assert self._stop is not None
+        headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
+        if self._token is not None:
+            headers["Authorization"] = f"Bearer {self._token.get_secret_value()}"
+        # Neither proxies nor credentials from the environment, and no redirect: the token goes to `url` only.
+        async with httpx.AsyncClient(
+            headers=headers,
+            timeout=self.settings.timeout_s,
+            # Shorter than servers keep an idle connection (uvicorn: 5 s), so that none is reused while it is being closed.
+            limits=httpx.Limits(max_connections=self.settings.max_in_flight, keepalive_expiry=2.0),
+            verify=ssl.create_default_context(),
+            trust_env=False,
+            follow_redirects=False,
+        ) as client:
+            tasks = [asyncio.create_task(self._sender(client)) for _ in range(self.settings.max_in_flight)]
+            stop = asyncio.create_task(self._stop.wait())
+            done, pending = await asyncio.wait({*tasks, stop}, return_when=asyncio.FIRST_COMPLETED)
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
+            for task in done:
+                task.result()
+
+    async def _sender(self, client: httpx.AsyncClient) -> None:
+        """One of the requests in flight after the other: whatever has come meanwhile, up to a batch."""
+        while True:
+            batch = [await self._waiting.get()]
+            while len(batch) < self.settings.max_batch and not self._waiting.empty():
+                batch.append(self._waiting.get_nowait())
+            scores = await self._deliver(client, batch)
+            for item in batch:
+                self._scores[item.seq_id].set_result(scores[item.seq_id])
+
+    async def _deliver(self, client: httpx.AsyncClient, batch: Sequence[ScoreItem]) -> dict[int, float]:
+        """The scores of a batch, however many attempts they take.  Raises RewardError once it is given up."""
+        body, ids = encode_request(batch, self.settings.send_tokens), [item.seq_id for item in batch]
+        begun, attempt = self._clock(), 0
+        while True:
+            attempt += 1
+            await self._let_in()
+            try:
+                scores = await self._attempt(client, body, ids)
+            except _Failure as failure:
+                self._breaker.failed()
+                left_s = begun + self.settings.give_up_s - self._clock()
+                self._give_up_where_due(failure, ids, attempt, left_s)
+                pause_s = backoff_s(attempt, self.settings.retry_s, self.settings.retry_max_s, self._chance)
+                await asyncio.sleep(min(max(pause_s, failure.retry_after_s), left_s))
+            else:
+                self._breaker.succeeded()
+                return scores
+
+    def _give_up_where_due(self, failure: _Failure, ids: Sequence[int], attempt: int, left_s: float) -> None:
+        """Return if the request is to be sent again.  Raises RewardError."""
+        settings = self.settings
+        what = f"{self.label}: {self.url} {failure}"
+        where = f"sequence {ids[0]}" + (f" and {len(ids) - 1} more" if len(ids) > 1 else "")
+        if not failure.transient:
+            raise RewardError(f"{what}; {where} cannot be scored, and asking again would not help")
+        if settings.on_failure == "stop":
+            raise RewardError(
+                f"{what}; {where} cannot be scored, and remote.on_failure is stop: mend the service, or choose wait"
+            )
+        if left_s <= 0:
+            raise RewardError(
+                f"{what}; {where} had no score after {attempt} attempts in {settings.give_up_s:g} s (remote.give_up_s): "
+                "mend the service, or raise the limit; nothing was scored in its place"
+            )
+        if attempt == 1:
+            _log.warning("%s; %s: it is asked again for %.0f s more", what, where, left_s)
+
+    async def _let_in(self) -> None:
+        while (wait_s := self._breaker.enter()) > 0:
+            await asyncio.sleep(min(wait_s, LOOK_AGAIN_S))
+
+    async def _attempt(self, client: httpx.AsyncClient, body: bytes, ids: Sequence[int]) -> dict[int, float]:
+        """One request.  Raises _Failure, whatever goes wrong."""
+        import httpx
+
+        try:
+            status, headers, answer = await asyncio.wait_for(
+                self._post(client, body, len(ids)), self.settings.timeout_s
+            )
+        except (asyncio.TimeoutError, httpx.TimeoutException):
+            raise _Failure(f"did not answer within {self.settings.timeout_s:g} s (remote.timeout_s)") from None
+        # ValueError: what the HTTP library lets through of its own parsers (headers that are no text).
+        except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL, OSError, ValueError) as error:
+            raise _Failure(f"could not be asked ({type(error).__name__}: {self._shown(str(error))})") from None
+        if status != 200:
+            raise self._refusal(status, headers, answer)
+        try:
+            return read_answer(answer, ids, self.settings.min_score, self.settings.max_score)
+        except RewardError as error:
+            raise _Failure(f"gave no usable answer: {self._shown(str(error))}") from None
+
+    async def _post(self, client: httpx.AsyncClient, body: bytes, num_items: int) -> tuple[int, httpx.Headers, bytes]:
+        """Status, headers and body, read no further than an answer can be long."""
+        limit = ANSWER_BYTES + ANSWER_BYTES_PER_ITEM * num_items
+        async with client.stream("POST", self.url, content=body) as response:
+            answer = bytearray()
+            async for piece in response.aiter_raw():
+                answer += piece
+                if len(answer) > limit:
+                    raise _Failure(f"sent more than {limit} bytes, longer than any answer to {num_items} responses")
+            return response.status_code, response.headers, bytes(answer)
+
+    def _refusal(self, status: int, headers: httpx.Headers, answer: bytes) -> _Failure:
+        said = self._shown(answer.decode("utf-8", errors="replace"))
+        remedy = f"; {REMEDIES[status]}" if status in REMEDIES else ""
+        return _Failure(
+            f"answered {status}{f' ({said})' if said else ''}{remedy}",
+            transient=status in TRANSIENT_STATUS or status >= 500,
+            retry_after_s=retry_after_s(headers.get("retry-after")),
+        )
+
+    def _shown(self, text: str) -> str:
+        """Foreign text for a message: on one line, not long, and without the token, which a service may repeat."""
+        if self._token is not None:
+            text = text.replace(self._token.get_secret_value(), "***")
+        text = "".join(character if character.isprintable() else " " for character in text)
+        return " ".join(text.split())[:SHOWN_CHARACTERS]

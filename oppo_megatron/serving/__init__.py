@@ -1,0 +1,1 @@
+"""A reward as a service over HTTP: for runs of `kind: http`."""

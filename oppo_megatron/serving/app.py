@@ -1,0 +1,132 @@
+"""The HTTP side: who may ask, how much, and what is answered.  The wire format is in `rewards/protocol.py`.
+
+GET  /health    200 {"status": "ok"}
+POST /score     200 scores; 401 token; 408 too slow; 413 too large; 415 not JSON; 422 not of the form, or cannot be
+                scored (the message says why); 429 busy, with Retry-After
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from pydantic import SecretStr, ValidationError
+from starlette.requests import ClientDisconnect
+
+from oppo_megatron.config.remote import RequestLimitsConfig
+from oppo_megatron.errors import RewardError
+from oppo_megatron.rewards import protocol
+
+Scorer = Callable[[Sequence[protocol.Item]], list[float]]
+
+
+class Refusal(Exception):
+    """The request gets `status` and a reason instead of scores."""
+
+    def __init__(self, status: int, reason: str, **headers: str):
+        super().__init__(reason)
+        self.status, self.headers = status, headers
+
+
+class Gate:
+    """Takes one request after the other through all checks, cheapest first, then to the scorer.
+
+    Scoring runs on one thread of its own: user code need not be thread-safe, and requests are read meanwhile.
+    """
+
+    def __init__(self, score: Scorer, limits: RequestLimitsConfig, token: SecretStr | None):
+        self._score, self._limits = score, limits
+        self._expected = None if token is None else f"Bearer {token.get_secret_value()}".encode()
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="scorer")
+        self._waiting = 0
+
+    async def answer(self, request: Request) -> list[protocol.Score]:
+        """Scores of the request's items, in their order.  Raises Refusal."""
+        self._authorise(request)
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise Refusal(415, "the body must be application/json")
+        if self._waiting >= self._limits.max_waiting:
+            raise Refusal(429, f"{self._waiting} requests are waiting (limits.max_waiting)", **{"Retry-After": "1"})
+        self._waiting += 1
+        try:
+            items = self._read(await self._body(request))
+            scores = await asyncio.get_running_loop().run_in_executor(self._worker, self._score, items)
+        except RewardError as error:
+            raise Refusal(422, str(error)) from error
+        finally:
+            self._waiting -= 1
+        return [protocol.Score(id=item.id, score=score) for item, score in zip(items, scores, strict=True)]
+
+    def _authorise(self, request: Request) -> None:
+        given = request.headers.get("authorization", "").encode("latin-1", errors="replace")
+        if self._expected is not None and not hmac.compare_digest(given, self._expected):
+            raise Refusal(401, "the Authorization header does not carry this service's token")
+
+    async def _body(self, request: Request) -> bytes:
+        """Read no further than allowed, whatever the request says of its length."""
+        limit = self._limits.max_bytes
+        too_large = Refusal(413, f"the body has more than {limit} bytes (limits.max_bytes)")
+        announced = request.headers.get("content-length", "")
+        if announced.isdigit() and (len(announced) > 18 or int(announced) > limit):
+            raise too_large
+
+        async def read() -> bytes:
+            body = bytearray()
+            async for piece in request.stream():
+                body += piece
+                if len(body) > limit:
+                    raise too_large
+            return bytes(body)
+
+        try:
+            return await asyncio.wait_for(read(), self._limits.read_s)
+        except asyncio.TimeoutError:
+            raise Refusal(408, f"the body did not come within {self._limits.read_s:g} s (limits.read_s)") from None
+        except ClientDisconnect:
+            raise Refusal(400, "the body ended early") from None
+
+    def _read(self, body: bytes) -> list[protocol.Item]:
+        try:
+            items = protocol.Request.model_validate(protocol.parse_json(body)).items
+        except ValidationError as error:
+            raise Refusal(422, f"not a request for scores: {protocol.first_problem(error)}") from None
+        except (ValueError, RecursionError) as error:
+            raise Refusal(422, f"not JSON: {str(error)[:100]}") from None
+        limits = self._limits
+        if len(items) > limits.max_items:
+            raise Refusal(413, f"{len(items)} items are more than {limits.max_items} (limits.max_items)")
+        longest = max(max(len(item.prompt), len(item.response)) for item in items)
+        if longest > limits.max_characters:
+            raise Refusal(
+                413, f"a text has {longest} characters, more than {limits.max_characters} (limits.max_characters)"
+            )
+        if len({item.id for item in items}) < len(items):
+            raise Refusal(422, "an id stands twice")
+        return items
+
+
+def build_app(score: Scorer, limits: RequestLimitsConfig, token: SecretStr | None) -> FastAPI:
+    """The service.  `score` gives a number for each item, or raises RewardError; it is called from one thread only."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    gate = Gate(score, limits, token)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.post("/score")
+    async def scores(request: Request) -> JSONResponse:
+        return JSONResponse({"scores": [row.model_dump() for row in await gate.answer(request)]})
+
+    @app.exception_handler(Refusal)
+    async def refuse(request: Request, refusal: Exception) -> JSONResponse:
+        assert isinstance(refusal, Refusal)
+        # The rest of a body that is not read would be taken for the next request of the connection.
+        headers = {"Connection": "close", **refusal.headers}
+        return JSONResponse({"error": str(refusal)}, refusal.status, headers)
+
+    return app

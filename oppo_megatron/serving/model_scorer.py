@@ -1,0 +1,79 @@
+"""A reward model on this process, asked for whole sequences.
+
+Legend: S sequences of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from oppo_megatron.config.checkpoint import read_hf_config
+from oppo_megatron.config.model import ParallelConfig
+from oppo_megatron.config.serve import ServeRewardConfig
+from oppo_megatron.config.shape import check_shape
+from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from oppo_megatron.errors import ConfigError, RewardError
+from oppo_megatron.rewards.protocol import Item
+from oppo_megatron.runtime.batch import join_rows, pack_sequences
+from oppo_megatron.runtime.mcore.groups import build_groups
+from oppo_megatron.runtime.mcore.model import RoleModel
+from oppo_megatron.runtime.mcore.training import forward_rows
+from oppo_megatron.runtime.roles import load_role
+from oppo_megatron.runtime.world import choose_device, open_world
+
+
+@dataclass(frozen=True)
+class ModelScorer:
+    """The scalar at the last token, as `oppo train` computes it with the reward model on its own ranks."""
+
+    model: RoleModel
+    tokenizer: Tokenizer
+    max_tokens: int
+    micro_batch_tokens: int
+    device: torch.device
+
+    def scores(self, items: Sequence[Item]) -> list[float]:
+        """One score an item.  Raises RewardError for a sequence that is too long, or whose ids are not the model's."""
+        sequences = [self._tokens(item) for item in items]
+        batches = pack_sequences(sequences, self.micro_batch_tokens, self.device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # which device is current is a thread's own
+        outputs = forward_rows(self.model, batches, lambda batch, scores_S: scores_S.float())
+        return join_rows(outputs, [1] * len(items), batches).tolist()
+
+    def _tokens(self, item: Item) -> list[int]:
+        """The ids that were sent; else those of prompt and response, and the end of a whole response."""
+        encode, tokens = self.tokenizer.encode, item.tokens
+        if tokens is None:
+            tokens = [*encode(item.prompt), *encode(item.response), self.tokenizer.eos_id]
+        if not 1 <= len(tokens) <= self.max_tokens:
+            raise RewardError(
+                f"sequence {item.id} has {len(tokens)} tokens, but must have 1 to max_tokens {self.max_tokens}"
+            )
+        if max(tokens) >= self.model.shape.vocab_size:
+            raise RewardError(
+                f"sequence {item.id} has token id {max(tokens)}, but the reward model knows {self.model.shape.vocab_size}: the "
+                "run and the service must have the same tokenizer; or send no ids"
+            )
+        return list(tokens)
+
+
+@contextmanager
+def open_model(config: ServeRewardConfig) -> Iterator[ModelScorer]:
+    """Load the reward model.  Raises ConfigError or CheckpointError."""
+    assert config.reward is not None and config.tokenizer is not None, "check_serve asks for them"
+    choose_device(config.runtime)
+    tokenizer = load_tokenizer(config.tokenizer)
+    shape = read_hf_config(config.reward)
+    if problems := check_shape("reward", shape, ParallelConfig(), config.max_tokens, tokenizer.vocab_size):
+        raise ConfigError(problems)
+    with open_world(config.runtime, {}) as world:
+        groups = build_groups(range(1), 1, 1, "reward")
+        assert groups is not None
+        model = load_role(config.reward, groups, head="scalar", max_length=config.max_tokens, device=world.device)
+        model.requires_grad_(False)
+        yield ModelScorer(model, tokenizer, config.max_tokens, config.runtime.micro_batch_tokens, world.device)

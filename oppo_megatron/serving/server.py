@@ -1,0 +1,50 @@
+"""The process of a service: a socket, uvicorn on it, until it is told to stop."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping
+
+import uvicorn
+
+from oppo_megatron.config.serve import ServeRewardConfig
+from oppo_megatron.errors import ConfigError
+from oppo_megatron.rewards.protocol import read_token
+from oppo_megatron.serving.app import build_app
+from oppo_megatron.serving.scorers import open_scorer
+
+CONNECTIONS = 256
+GRACE_S = 5
+
+
+def serve(config: ServeRewardConfig, environment: Mapping[str, str], say: Callable[[str], None]) -> None:
+    """Serve until interrupted; `say` is told the address once requests are taken.
+
+    Raises ConfigError for a token that is missing or an address that cannot be had, before a model is loaded.
+    """
+    token = None if config.token_env is None else read_token(config.token_env, environment)
+    with _listen(config.host, config.port) as listening, open_scorer(config, environment) as score:
+        settings = uvicorn.Config(
+            build_app(score, config.limits, token),
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            limit_concurrency=CONNECTIONS,
+            timeout_graceful_shutdown=GRACE_S,
+        )
+        host, port = listening.getsockname()[:2]
+        listening.listen()
+        say(f"serving rewards at http://{f'[{host}]' if ':' in host else host}:{port}/score")
+        uvicorn.Server(settings).run(sockets=[listening])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A bound socket that takes no connection yet."""
+    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((host, port))
+    except (OSError, OverflowError) as error:
+        found.close()
+        raise ConfigError(f"host {host!r}, port {port} cannot be listened on ({error}); name others") from error
+    return found

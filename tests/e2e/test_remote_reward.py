@@ -1,0 +1,88 @@
+"""A run whose rewards come from `oppo serve-reward` is the run that computes them itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.ppo import SHAPE, Workspace, read_outcome, run_ppo_ranks
+from tests.support.ranks import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKEN_ENV, TOKEN = "OPPO_TEST_REWARD_TOKEN", os.urandom(16).hex()
+BREVITY = {"kind": "python", "entry_point": "tests.e2e.rewards:brevity", "options": {"limit": 40}, "weight": 0.25}
+OVERLAPPED = {"overlap.intra": True, "overlap.inter": True, "overlap.delta": {"rule": "fixed", "initial": 3, "max": 3}}
+
+
+@contextmanager
+def service(folder: Path, name: str, config: dict[str, Any]) -> Iterator[str]:
+    """The address that the command prints once it serves."""
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump({"port": 0, "token_env": TOKEN_ENV, **config}))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "oppo_megatron", "serve-reward", str(path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {TOKEN_ENV: TOKEN},
+    )
+    assert process.stdout is not None
+    try:
+        line = next((line for line in process.stdout if line.startswith("serving rewards at ")), None)
+        assert line is not None, "the service has ended"
+        yield line.split()[-1]
+    finally:
+        process.terminate()
+        process.wait(timeout=20)
+        process.stdout.close()
+
+
+def test_scores_of_services_are_those_of_the_run_itself(tmp_path: Path) -> None:
+    """A verifier and an isolated function behind one service: the same rewards to the last bit, hence the same training.
+
+    A reward model behind another, of weight 0: its scores agree but for rounding.
+    """
+    workspace = Workspace.create(tmp_path)
+    rules = [{"kind": "verifier", "name": "arithmetic"}, BREVITY]
+    reward = {"init": SHAPE, "init_seed": 6}
+    model = {
+        "rewards": [{"kind": "model"}],
+        "reward": reward,
+        "tokenizer": {"path": str(tmp_path / "tokenizer.model")},
+        "max_tokens": 200,
+        "runtime": {"device": "cpu", "threads_per_rank": 1},
+    }
+    with ExitStack() as stack:
+        isolated = {"rewards": [rules[0], BREVITY | {"isolate": True}]}
+        services = [
+            stack.enter_context(service(tmp_path, name, config))
+            for name, config in (("model", model), ("rules", isolated))
+        ]
+        asked = [{"kind": "http", "url": url, "token_env": TOKEN_ENV, "remote": {"max_batch": 4}} for url in services]
+        asked[0] |= {"weight": 0.0, "remote": {"send_tokens": True}}
+        far = workspace.config("far", steps=2, reward=None, rewards=asked[::-1], **OVERLAPPED)
+        run_ranks(1, "tests.e2e.jobs:train_with_environment", config=far, environment={TOKEN_ENV: TOKEN})
+    remote = read_outcome(Path(far["run_dir"]))
+    local = run_ppo_ranks(
+        workspace.config(
+            "near", steps=2, reward=reward, rewards=[*rules, {"kind": "model", "weight": 0.0}], **OVERLAPPED
+        )
+    )
+    assert remote.rollouts == local.rollouts and len({row["reward"] for row in local.rollouts}) > 2
+    labels = [url.partition("://")[2] for url in services]
+    for far_step, near_step in zip(remote.metrics, local.metrics, strict=True):
+        assert far_step["reward_mean"] == near_step["reward_mean"]
+        near_model = near_step["reward_parts"]["model"]
+        assert far_step["reward_parts"][labels[0]] == pytest.approx(near_model, abs=1e-5) and near_model != 0.0
+    written = "".join(
+        path.read_text(errors="replace") for path in Path(far["run_dir"]).rglob("*.*") if path.suffix != ".safetensors"
+    )
+    assert TOKEN not in written and TOKEN_ENV in written

@@ -1,0 +1,78 @@
+"""Rules of a part of the reward: each broken one is the one problem, and no message repeats a secret."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from oppo_megatron.config.checks import check_rewards
+from oppo_megatron.config.data import RewardPart
+from oppo_megatron.config.reward_checks import check_waits
+from oppo_megatron.config.serve import ServeRewardConfig, check_serve
+
+URL = "http://10.0.0.7:8900/score"
+FUNCTION = {"kind": "python", "entry_point": "a.b:c"}
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"kind": "http", "url": URL, "token_env": "REWARD_TOKEN", "remote": {"min_score": -1, "max_score": 1}},
+        {"kind": "http", "url": "https://[::1]:1/"},
+        {"kind": "http", "url": "http://host"},
+        FUNCTION | {"isolate": True, "limits": {"cpu_s": 3}, "options": {"a": 1}},
+        FUNCTION | {"isolate": False},
+    ],
+    ids=str,
+)
+def test_right(part: dict[str, Any]) -> None:
+    assert check_rewards([RewardPart(**part)], has_reward_model=False) == []
+    written_out = RewardPart(**RewardPart(**part).model_dump())
+    assert check_rewards([written_out], has_reward_model=False) == []
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [
+        ({"kind": "http"}, "rewards.0.url is missing"),
+        ({"kind": "http", "url": "10.0.0.7:8900"}, "no address of a service"),
+        ({"kind": "http", "url": "ftp://host/"}, "no address of a service"),
+        ({"kind": "http", "url": "http:///score"}, "no address of a service"),
+        ({"kind": "http", "url": "http://host:99999/"}, "no address of a service"),
+        ({"kind": "http", "url": "http://[::1/"}, "no address of a service"),
+        ({"kind": "http", "url": "http://ho st/"}, "no address of a service"),
+        ({"kind": "http", "url": "http://me:s3cret@host/"}, "a user name or password"),
+        ({"kind": "http", "url": "http://host/?key=s3cret"}, "a query or fragment"),
+        ({"kind": "http", "url": "http://host/#s3cret"}, "a query or fragment"),
+        ({"kind": "http", "url": URL, "token_env": "sk-s3cret"}, "not the name of an environment variable"),
+        ({"kind": "http", "url": URL, "remote": {"retry_s": 60}}, "retry_max_s is 30, below retry_s 60"),
+        ({"kind": "http", "url": URL, "remote": {"min_score": 1, "max_score": 1}}, "is not below max_score"),
+        (
+            {"kind": "http", "url": URL, "entry_point": "a:b", "isolate": True},
+            "entry_point and isolate, but only kind python",
+        ),
+        ({"kind": "http", "url": URL, "name": "gsm8k"}, "kind http has no rule to name"),
+        (FUNCTION | {"url": URL, "token_env": "A"}, "url and token_env, but only kind http takes them"),
+        (FUNCTION | {"remote": {"timeout_s": 3}}, "remote, but only kind http takes them"),
+        (FUNCTION | {"limits": {"cpu_s": 3}}, "they hold only with `isolate: true`"),
+        ({"kind": "verifier", "name": "gsm8k", "limits": {"cpu_s": 3}}, "limits, but only kind python takes them"),
+    ],
+    ids=str,
+)
+def test_broken(part: dict[str, Any], expected: str) -> None:
+    problems = check_rewards([RewardPart(**part)], has_reward_model=False)
+    assert len(problems) == 1 and expected in problems[0] and "s3cret" not in problems[0]
+
+
+def test_a_run_gives_up_before_its_ranks_do() -> None:
+    parts = [RewardPart(kind="http", url=URL, remote={"give_up_s": 600, "timeout_s": 30})]
+    assert list(check_waits(parts, 631.0)) == []
+    assert "rewards.0 may wait 630 s" in next(check_waits(parts, 630.0))
+    parts[0].remote.on_failure = "stop"
+    assert list(check_waits(parts, 31.0)) == []
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
+def test_loopback_needs_no_token(host: str) -> None:
+    assert check_serve(ServeRewardConfig(rewards=[RewardPart(kind="verifier", name="gsm8k")], host=host)) == []

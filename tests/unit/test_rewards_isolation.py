@@ -1,0 +1,161 @@
+"""A user's function in a process with limits: whatever it does, a score of its own or an error that names it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oppo_megatron.config.data import RewardPart
+from oppo_megatron.config.remote import IsolationConfig
+from oppo_megatron.errors import ConfigError, RewardError
+from oppo_megatron.rewards.functions import RewardSum, build_reward_functions
+from oppo_megatron.rewards.isolation import IsolatedFunction
+
+MODULE = '''
+import ctypes, json, math, os, resource, signal, subprocess, sys, time
+
+def behave(prompt, response, fields, factor=1.0):
+    """What `response` asks for."""
+    if response == "echo":
+        print("not an answer"); sys.stdout.flush()
+        return factor * fields["value"]
+    if response == "raise":
+        raise KeyError("nothing here")
+    if response == "text":
+        return "1.0"
+    if response == "nan":
+        return math.nan
+    if response == "huge":
+        return 10 ** 400
+    if response == "exit":
+        sys.exit(3)
+    if response == "segfault":
+        ctypes.string_at(0)
+    if response == "spin":
+        while True: pass
+    if response == "sleep":
+        time.sleep(60)
+    if response == "memory":
+        return float(len(bytearray(1 << 40)))
+    if response == "garbage":
+        for number in range(3, 20):
+            try: os.write(number, b"\\xff{]\\n")
+            except OSError: pass
+        time.sleep(60)
+    if response == "forge":
+        for number in range(3, 20):
+            try: os.write(number, b'{"value": true}\\n')
+            except OSError: pass
+        time.sleep(60)
+    if response == "flood":
+        for number in range(3, 20):
+            try:
+                while True: os.write(number, b"x" * 4096)
+            except OSError: pass
+    if response == "child":
+        open(fields["file"], "w").write(str(subprocess.Popen(["sleep", "60"]).pid))
+        time.sleep(60)
+    if response == "limits":
+        return float(resource.getrlimit(resource.RLIMIT_CORE) == (0, 0))
+    if response == "environment":
+        return float("THE_TOKEN" in os.environ) + 2.0 * ("OTHER" in os.environ)
+    return float(os.getpid())
+'''
+
+
+@pytest.fixture(scope="module")
+def module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("user")
+    (folder / "isolated_rewards.py").write_text(MODULE)
+    (folder / "isolated_broken.py").write_text("raise ValueError('cannot be loaded')")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield "isolated_rewards"
+
+
+@pytest.fixture(scope="module")
+def function(module: str) -> Iterator[IsolatedFunction]:
+    limits = IsolationConfig(wall_s=0.4, cpu_s=1, memory_mb=1024)
+    isolated = IsolatedFunction(f"{module}:behave", {"factor": 2.0}, limits, os.environ)
+    yield isolated
+    isolated.close()
+
+
+def test_one_process_serves_all_calls_and_gets_the_whole_call(function: IsolatedFunction) -> None:
+    process = function("", "who", {})
+    assert process == function("", "who", {}) != float(os.getpid())
+    assert function("", "echo", {"value": 1.25, "text": "é" * 100_000}) == 2.5
+    assert function("", "limits", {}) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "reason"),
+    [
+        ("raise", "KeyError: 'nothing here'"),
+        ("text", r"gave 1.0 \(str\), not a number"),
+        ("huge", "OverflowError"),
+        ("memory", "MemoryError"),
+        ("exit", "ended with exit code 3"),
+        ("segfault", "killed by SIGSEGV"),
+        ("sleep", "no score within limits.wall_s 0.4 s"),
+        ("garbage", "which is no answer"),
+        ("forge", "which is no score"),
+        ("flood", "more than an answer"),
+    ],
+)
+def test_a_misbehaving_function_is_an_error_and_the_next_call_is_served(
+    function: IsolatedFunction, response: str, reason: str
+) -> None:
+    with pytest.raises(RewardError, match=f"isolated_rewards:behave.*{reason}"):
+        function("", response, {})
+    assert function("", "echo", {"value": 3.0}) == 6.0
+
+
+def test_processor_time_is_counted_by_call(module: str) -> None:
+    limits = IsolationConfig(wall_s=20, cpu_s=1, memory_mb=1024)
+    isolated = IsolatedFunction(f"{module}:behave", {}, limits, os.environ)
+    started = time.monotonic()
+    with pytest.raises(RewardError, match="limits.cpu_s 1 s"):
+        isolated("", "spin", {})
+    assert time.monotonic() - started < 15
+    isolated.close()
+
+
+def test_what_it_has_started_ends_with_it(function: IsolatedFunction, tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match="wall_s"):
+        function("", "child", {"file": str(tmp_path / "pid")})
+    state = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat")
+    deadline = time.monotonic() + 5
+    while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline, "the function's own child is still there"
+        time.sleep(0.02)
+
+
+def part(entry_point: str, **settings: Any) -> RewardPart:
+    return RewardPart(kind="python", entry_point=entry_point, isolate=True, **settings)
+
+
+def test_as_a_part_of_the_reward(module: str) -> None:
+    environment = os.environ | {"THE_TOKEN": "x" * 20, "OTHER": "1"}
+    service = RewardPart(kind="http", url="http://127.0.0.1:1/", token_env="THE_TOKEN")
+    rewards = build_reward_functions([part(f"{module}:behave", weight=0.5), service], environment)
+    own = RewardSum(rewards.summands[:1])
+    assert own.score("", "echo", {"value": 4}, None, 0) == 2.0
+    assert own.score("", "environment", {}, None, 0) == 1.0, "the token of a service is not passed on"
+    with pytest.raises(RewardError, match=f"sequence 7: reward part '{module}:behave' gave nan"):
+        own.score("", "nan", {}, None, 7)
+    with pytest.raises(RewardError, match=f"{module}:behave.*cannot be sent"):
+        own.check({"value": {1, 2}})
+    rewards.close()
+
+
+def test_what_cannot_be_loaded_is_refused_before_the_run(module: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_reward_functions([part("isolated_broken:f"), part(f"{module}:absent")])
+    assert len(caught.value.problems) == 2
+    assert "cannot be loaded" in caught.value.problems[0] and "no 'absent'" in caught.value.problems[1]

@@ -1,0 +1,253 @@
+"""The reward service: who may ask, how much, and what comes back; and the command that starts it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import SecretStr
+
+from oppo_megatron.cli.main import main
+from oppo_megatron.config.data import RewardPart
+from oppo_megatron.config.remote import RemoteRewardConfig, RequestLimitsConfig
+from oppo_megatron.config.serve import ServeRewardConfig
+from oppo_megatron.errors import RewardError
+from oppo_megatron.rewards.protocol import Item, ScoreItem
+from oppo_megatron.rewards.remote import RemoteReward
+from oppo_megatron.serving.app import Scorer, build_app
+from oppo_megatron.serving.scorers import open_scorer
+
+TOKEN = "a-token-of-enough-characters"
+ITEM = {"id": 1, "prompt": "1+1=", "response": "#### 2", "fields": {"answer": 2}}
+
+
+def lengths(items: Sequence[Item]) -> list[float]:
+    return [float(len(item.response)) for item in items]
+
+
+@contextmanager
+def served(score: Scorer = lengths, token: str | None = None, **limits: Any) -> Iterator[str]:
+    """The address of a service on a free port."""
+    app = build_app(score, RequestLimitsConfig(**limits), None if token is None else SecretStr(token))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(timeout=10)
+
+
+def post(address: str, body: Any, **headers: str) -> httpx.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"content-type": "application/json"} | {name.replace("_", "-"): value for name, value in headers.items()}
+    return httpx.post(f"{address}/score", content=content, headers=headers, trust_env=False, timeout=10.0)
+
+
+def test_scores_of_the_parts_in_the_order_asked(tmp_path: Path) -> None:
+    parts = [RewardPart(kind="verifier", name="gsm8k", weight=2.0)]
+    with open_scorer(ServeRewardConfig(rewards=parts), {}) as score, served(score) as address:
+        items = [ITEM | {"id": 7 - i, "response": f"#### {i}"} for i in range(4)]
+        answer = post(address, {"items": items})
+        assert answer.status_code == 200
+        assert answer.json() == {"scores": [{"id": 7 - i, "score": 2.0 * (i == 2)} for i in range(4)]}
+        assert httpx.get(f"{address}/health", trust_env=False).json() == {"status": "ok"}
+        unscorable = post(address, {"items": [ITEM | {"fields": {}}]})
+        assert unscorable.status_code == 422 and "no column 'answer'" in unscorable.json()["error"]
+
+
+def test_our_client_and_our_server_agree() -> None:
+    with served(token=TOKEN) as address:
+        settings = RemoteRewardConfig(max_batch=2, on_failure="stop")
+        remote = RemoteReward("r", f"{address}/score", SecretStr(TOKEN), settings)
+        remote.request([ScoreItem(i, "p", "é" * i, {"answer": None}) for i in range(5)])
+        assert [remote.result(i) for i in range(5)] == [0.0, 1.0, 2.0, 3.0, 4.0]
+        remote.close()
+        stranger = RemoteReward("r", f"{address}/score", SecretStr("x" + TOKEN))
+        with pytest.raises(RewardError, match="answered 401.*token_env"):
+            stranger.request([ScoreItem(0, "p", "r")])
+            stranger.result(0)
+        stranger.close()
+
+
+@pytest.mark.parametrize("header", [None, "", TOKEN, f"Basic {TOKEN}", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", "é"])
+def test_without_the_token_nothing_is_read_or_scored(header: str | None) -> None:
+    with served(token=TOKEN) as address:
+        headers = {} if header is None else {"authorization": header.encode("latin-1")}
+        answer = httpx.post(f"{address}/score", content=b"not even JSON", headers=headers, trust_env=False)
+        assert answer.status_code == 401 and TOKEN not in answer.text
+
+
+def test_what_is_too_large_is_answered_with_413() -> None:
+    limits = {"max_bytes": 2000, "max_items": 3, "max_characters": 50}
+    with served(**limits) as address:
+        assert post(address, {"items": [ITEM | {"id": i} for i in range(3)]}).status_code == 200
+        for body, limit in [
+            ({"items": [ITEM | {"id": i} for i in range(4)]}, "limits.max_items"),
+            ({"items": [ITEM | {"response": "x" * 51}]}, "limits.max_characters"),
+            ({"items": [ITEM | {"prompt": "x" * 51}]}, "limits.max_characters"),
+            (b" " * 2001, "limits.max_bytes"),
+        ]:
+            answer = post(address, body)
+            assert answer.status_code == 413 and limit in answer.json()["error"]
+
+        def unannounced() -> Iterator[bytes]:
+            for _ in range(100):
+                yield b" " * 1000
+
+        chunked = httpx.post(
+            f"{address}/score",
+            content=unannounced(),
+            headers={"content-type": "application/json"},
+            trust_env=False,
+        )
+        assert chunked.status_code == 413
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 422),
+        (b"{", 422),
+        (b"\xff", 422),
+        (b"[" * 1900, 422),
+        ({}, 422),
+        ({"items": []}, 422),
+        ({"items": [ITEM], "more": 1}, 422),
+        ({"items": [ITEM | {"id": "1"}]}, 422),
+        ({"items": [ITEM | {"response": None}]}, 422),
+        ({"items": [ITEM | {"tokens": [-1]}]}, 422),
+        ({"items": [ITEM, ITEM]}, 422),
+        (b'{"items": [], "items": []}', 422),
+        (b'{"items": [{"id": 1, "prompt": "", "response": "", "fields": {"a": NaN}}]}', 422),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_is_no_request_is_answered_with_a_reason(body: Any, status: int, address: str) -> None:
+    answer = post(address, body)
+    assert answer.status_code == status and answer.json()["error"]
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with served() as found:
+        yield found
+
+
+def test_other_paths_methods_and_types(address: str) -> None:
+    assert httpx.get(f"{address}/score", trust_env=False).status_code == 405
+    assert httpx.get(f"{address}/docs", trust_env=False).status_code == 404
+    assert post(address, {"items": [ITEM]}, content_type="text/plain").status_code == 415
+
+
+WHOLE = json.dumps({"items": [ITEM, ITEM | {"id": 2}]}).encode()
+
+
+def test_no_damaged_request_is_a_defect_of_the_service(address: str) -> None:
+    @settings(max_examples=60)
+    @given(st.integers(0, len(WHOLE)), st.binary(max_size=3), st.integers(0, 6))
+    def check(at: int, put: bytes, cut: int) -> None:
+        headers = {"content-type": "application/json"}
+        body = WHOLE[:at] + put + WHOLE[at + cut :]
+        assert client.post(f"{address}/score", content=body, headers=headers).status_code in (200, 422)
+
+    with httpx.Client(trust_env=False) as client:
+        check()
+
+
+def test_a_defect_shows_nothing_and_a_failed_reward_says_why() -> None:
+    def defect(items: Sequence[Item]) -> list[float]:
+        raise KeyError("inner workings")
+
+    def failed(items: Sequence[Item]) -> list[float]:
+        raise RewardError("sequence 1: my_function gave nan")
+
+    for score, status, text in [(defect, 500, "Internal"), (failed, 422, "my_function gave nan")]:
+        with served(score) as address:
+            answer = post(address, {"items": [ITEM]})
+            assert answer.status_code == status and text in answer.text and "inner" not in answer.text
+
+
+def test_busy_and_slow() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def waiting(items: Sequence[Item]) -> list[float]:
+        entered.set()
+        leave.wait(10)
+        return lengths(items)
+
+    with served(waiting, max_waiting=1, read_s=0.2) as address:
+        first: list[int] = []
+        thread = threading.Thread(target=lambda: first.append(post(address, {"items": [ITEM]}).status_code))
+        thread.start()
+        assert entered.wait(10)
+        busy = post(address, {"items": [ITEM]})
+        assert busy.status_code == 429 and busy.headers["retry-after"] == "1"
+        leave.set()
+        thread.join(10)
+        assert first == [200]
+
+        def dripping() -> Iterator[bytes]:
+            yield b"{"
+            time.sleep(0.6)
+
+        slow = httpx.post(
+            f"{address}/score", content=dripping(), headers={"content-type": "application/json"}, trust_env=False
+        )
+        assert slow.status_code == 408
+
+
+# --- the command
+
+
+@pytest.fixture
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    path = tmp_path / "serve.yaml"
+    path.write_text("rewards: [{kind: verifier, name: arithmetic}]\n")
+
+    def run(*overrides: str) -> str:
+        assert main(["serve-reward", str(path), *overrides]) == 2
+        return capsys.readouterr().err
+
+    return run
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "'::'", "10.0.0.1", "somewhere.example", "''"])
+def test_it_does_not_listen_elsewhere_without_a_token(refused: Callable[..., str], host: str) -> None:
+    assert "which others can reach, but token_env is not set" in refused(f"host={host}")
+
+
+def test_a_token_must_be_there_and_long_enough(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SERVE_TOKEN", raising=False)
+    assert "SERVE_TOKEN is not set" in refused("host=0.0.0.0", "token_env=SERVE_TOKEN")
+    monkeypatch.setenv("SERVE_TOKEN", "short-one")
+    said = refused("host=0.0.0.0", "token_env=SERVE_TOKEN")
+    assert "at least 16" in said and "short-one" not in said
+
+
+def test_what_cannot_be_served_is_said_at_once(refused: Callable[..., str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert "cannot be listened on" in refused(f"port={taken.getsockname()[1]}")
+    assert "does not pass requests on" in refused("rewards=[{kind: http, url: 'http://h/'}]")
+    assert "no `tokenizer` section" in refused("rewards=[{kind: model}]", "reward={init: {model_type: llama}}")
+    assert "cannot be imported" in refused("rewards=[{kind: python, entry_point: 'no_such_module:f'}]")
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["serve-reward", "--help"])
+    out = capsys.readouterr().out
+    assert end.value.code == 0 and "127.0.0.1" in out and "token_env" in out and "/health" in out
