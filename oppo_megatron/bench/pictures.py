@@ -176,7 +176,7 @@ def draw_seeds(rows: Sequence[Mapping[str, Any]], out_png: str | os.PathLike[str
     figure = new_figure(width_in=7.0, height_in=3.2)
     panels = figure.subplots(1, 2)
     for axes, key, label in zip(
-        panels, ("reward_last", "accuracy_after"), ("reward, last steps", "accuracy"), strict=True
+        panels, ("reward_half", "accuracy_after"), ("reward, second half", "accuracy"), strict=True
     ):
         for row in rows:
             values = [row[f"sequential.{key}"], row[f"oppo.{key}"]]

@@ -8,12 +8,18 @@ from typing import Any
 import pytest
 
 from oppo_megatron.bench.pictures import draw_seeds
-from oppo_megatron.bench.seeds import compare, difference, remarks
+from oppo_megatron.bench.seeds import compare, difference, remarks, reward_half
 from oppo_megatron.cli.main import main
 
 
 def figures(step_s: float, reward: float, accuracy: float) -> dict[str, Any]:
-    return {"step_s": step_s, "reward_last": reward, "accuracy_before": 0.2, "accuracy_after": accuracy}
+    return {
+        "step_s": step_s,
+        "reward_half": reward,
+        "reward_last": reward,
+        "accuracy_before": 0.2,
+        "accuracy_after": accuracy,
+    }
 
 
 def test_difference_by_hand() -> None:
@@ -41,6 +47,10 @@ def test_rows_and_remarks(tmp_path: Path) -> None:
     assert "1.75 times as fast" in text
     draw_seeds(result["results"], tmp_path / "seeds.png")
     assert (tmp_path / "seeds.png").stat().st_size > 5000
+
+
+def test_the_second_half_of_a_run() -> None:
+    assert reward_half([{"reward_mean": r} for r in (9.0, 9.0, 1.0, 2.0, 3.0)]) == 2.0
 
 
 def test_one_seed_has_no_spread(capsys: pytest.CaptureFixture[str]) -> None:

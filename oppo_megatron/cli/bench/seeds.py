@@ -33,13 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _seeds(args: argparse.Namespace) -> int:
     from oppo_megatron.bench.pictures import draw_seeds
-    from oppo_megatron.bench.seeds import COLUMNS, compare, remarks
+    from oppo_megatron.bench.seeds import COLUMNS, compare, remarks, reward_half
     from oppo_megatron.bench.suite import BenchError
     from oppo_megatron.bench.table import format_table
     from oppo_megatron.cli import demo
     from oppo_megatron.errors import ConfigError
     from oppo_megatron.train.machine import describe_machine
-    from oppo_megatron.train.run_dir import write_json
+    from oppo_megatron.train.metrics_log import read_metrics
+    from oppo_megatron.train.run_dir import RunDirectory, write_json
 
     if len(set(args.seeds)) < 2:
         raise ConfigError(
@@ -53,7 +54,11 @@ def _seeds(args: argparse.Namespace) -> int:
         code = demo.run(settings)
         if code:
             raise BenchError(f"the demo of seed {seed} ended with exit code {code}; what it says is above")
-        demos[seed] = json.loads((out / "demo.json").read_text(encoding="utf-8"))
+        found = json.loads((out / "demo.json").read_text(encoding="utf-8"))
+        demos[seed] = {
+            name: {**found[name], "reward_half": reward_half(read_metrics(RunDirectory(out / name).metrics))}
+            for name in demo.RUNS
+        }
     result = compare(demos)
     write_json(args.out / "seeds.json", {"bench": "seeds", "machine": describe_machine(), **result})
     print(format_table(COLUMNS, result["results"]))
