@@ -27,7 +27,7 @@ from oppo_megatron.runtime.mcore.hf_layout import Head
 from oppo_megatron.runtime.mcore.hf_source import open_weights
 from oppo_megatron.runtime.mcore.hf_weights import rewrite_weights
 from oppo_megatron.runtime.stopping import Stopping
-from oppo_megatron.train.setup import read_inputs
+from oppo_megatron.train.inputs import read_inputs
 
 HEADS: dict[str, Head] = {"actor": "lm", "reference": "lm", "critic": "scalar", "reward": "scalar"}
 

@@ -62,24 +62,28 @@ class Experience:
     stats: ExperienceStats
 
 
-def build_experience(scored: ScoredBatch, ppo: PPOConfig, kl_coefficient: float) -> Experience:
+def build_experience(scored: ScoredBatch, ppo: PPOConfig, kl_coefficient: float, check: bool = True) -> Experience:
     """Rewards, advantages and returns of the whole global batch, without gradient.
 
     Scores are clipped first; `truncated_score` then stands as the user wrote it.  The KL enters the rewards only with
-    `kl.mode: penalty`.  Raises RewardError for a score, NumericsError for any other quantity that is not finite.
+    `kl.mode: penalty`.  Raises RewardError for a score, NumericsError for any other quantity that is not finite,
+    unless `check` is false: then what follows from such a quantity is not finite either.
     """
     lengths_B = lengths_like(scored.values_T, scored.lengths_B)
-    _check_inputs(scored, lengths_B)
+    if check:
+        _check_inputs(scored, lengths_B)
     with torch.no_grad():
         kl_T = kl_per_token(scored.behaviour_logp_T, scored.reference_logp_T, ppo.kl.estimator)
-        _check_tokens("KL to the reference", kl_T, lengths_B)
+        if check:
+            _check_tokens("KL to the reference", kl_T, lengths_B)
         scores_B = clip_scores(scored.scores_B, ppo.reward_clip)
         if ppo.truncated_score is not None:
             scores_B = scores_B.masked_fill(scored.truncated_B, ppo.truncated_score)
         penalty = kl_coefficient if ppo.kl.mode == "penalty" else 0.0
         rewards_T = token_rewards(scores_B, kl_T, lengths_B, penalty)
         advantages_T, returns_T = gae(rewards_T, scored.values_T, lengths_B, ppo.gamma, ppo.gae_lambda)
-        _check_tokens("advantage", advantages_T, lengths_B)
+        if check:
+            _check_tokens("advantage", advantages_T, lengths_B)
         return Experience(
             advantages_T=whiten(advantages_T) if ppo.whiten_advantages else advantages_T,
             returns_T=returns_T,

@@ -28,8 +28,9 @@ from oppo_megatron.config.places import named_roles, world_size
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.shape import kv_bytes_per_token
 from oppo_megatron.errors import ConfigError
+from oppo_megatron.train.inputs import read_inputs
 from oppo_megatron.train.run_dir import RunDirectory
-from oppo_megatron.train.setup import prompt_stream, read_inputs
+from oppo_megatron.train.setup import prompt_stream
 
 COLUMNS = {
     "placement": "placement", "mode": "mode", "threads": "threads", "decode": "decode_s", "scoring": "score_s",

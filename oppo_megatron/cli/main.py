@@ -42,6 +42,7 @@ COMMANDS = (
     Command("convert", "oppo_megatron.cli.convert", "rewrite a Hugging Face directory: dtype, head, shards"),
     Command("placement", "oppo_megatron.cli.placement", "measure which placement is fastest on this machine"),
     Command("validate", "oppo_megatron.cli.validate", "check a configuration and the files it names"),
+    Command("replay", "oppo_megatron.cli.replay", "make one update again, from a guilty batch"),
     Command("schedule", "oppo_megatron.cli.schedule", "draw and check what every rank does in a round"),
     Command("serve-reward", "oppo_megatron.cli.serve_reward", "serve a verifier, function or reward model over HTTP"),
     Command("doctor", "oppo_megatron.cli.doctor", "say what this machine has and lacks"),

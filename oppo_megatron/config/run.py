@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from oppo_megatron.config.base import Section
 from oppo_megatron.config.data import DataConfig, RewardPart, TokenizerConfig
+from oppo_megatron.config.guards import GuardsConfig
 from oppo_megatron.config.model import (
     ActorConfig,
     Dtype,
@@ -97,6 +98,7 @@ class TrainSettings(Section):
     runtime: RuntimeConfig = RuntimeConfig()
     logging: LoggingConfig = LoggingConfig()
     evaluation: EvaluationConfig | None = None
+    guards: GuardsConfig = GuardsConfig()
     save_weights: bool = Field(True, description="write the final weights of actor and critic to `weights/`")
 
     @model_validator(mode="before")

@@ -87,6 +87,8 @@ def read_value(row: Row, column: str) -> Value:
 def _checked_text(text: str, what: str) -> str:
     if not text.strip():
         raise DataError(f"{what} is empty")
+    if "\0" in text:
+        raise DataError(f"{what} has a NUL at character {text.index(chr(0))}")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -7,6 +7,7 @@ under `quarantine` they are set aside, with file, line and reason, and reading g
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from oppo_megatron.errors import ConfigError, DataError
 
 Policy = Literal["error", "quarantine"]
 NUM_SHOWN = 20
+BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +157,17 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | DataError]]:
             yield from ((number, DataError("the line is blank")) for number in blank)
             blank.clear()
             try:
-                yield line, _parse(raw.removeprefix(b"\xef\xbb\xbf") if line == 1 else raw)
+                yield line, _parse(raw.removeprefix(BOM) if line == 1 else raw)
             except DataError as refusal:
                 yield line, refusal
 
 
 def _parse(raw: bytes) -> dict[str, Any]:
+    _check_bytes(raw)
     try:
-        value = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
+        value = json.loads(
+            raw.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_distinct
+        )
     except UnicodeDecodeError as error:
         raise DataError(f"not UTF-8 (byte {error.start} of the line)") from error
     except json.JSONDecodeError as error:
@@ -171,14 +176,69 @@ def _parse(raw: bytes) -> dict[str, Any]:
         raise DataError(f"not JSON ({error})") from error
     if not isinstance(value, dict):
         raise DataError(f'a JSON {type(value).__name__}, not an object; each row is written {{"column": value, ...}}')
+    if b"\\u" in raw:  # what is no text can come in by an escape only
+        _check_texts(value)
     return value
+
+
+def _check_bytes(raw: bytes) -> None:
+    """Name what the JSON reader would call an unexpected character."""
+    if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise DataError("not UTF-8 but UTF-16, by its byte order mark; save the file as UTF-8")
+    if (place := raw.find(b"\0")) >= 0:
+        raise DataError(f"a NUL byte (byte {place} of the line); the file is binary, damaged, or UTF-16")
+    if raw.startswith(BOM):
+        raise DataError("a byte order mark, which only the first line of a file may begin with; remove it")
+
+
+def _check_texts(row: dict[str, Any]) -> None:
+    """Raise DataError for a column with NUL or half of a surrogate pair, which neither UTF-8 nor a tokenizer takes."""
+    for column, value in row.items():
+        for text in _texts([column, value]):
+            if (place := text.find("\0")) >= 0:
+                raise DataError(f"column {column!r:.60} has a NUL at character {place}")
+            try:
+                text.encode("utf-8")
+            except UnicodeEncodeError as error:
+                raise DataError(
+                    f"column {column!r:.60} is not text: half of a surrogate pair at character {error.start}"
+                ) from error
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a JSON value, names included, however deep it is."""
+    left = [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, dict):
+            left += [*item, *item.values()]
+        elif isinstance(item, (list, tuple)):
+            left += item
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose names are all different: of two values of one name, JSON does not say which is meant."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        twice = next(name for i, (name, _) in enumerate(pairs) if any(name == other for other, _ in pairs[:i]))
+        raise ValueError(f"the name {twice!r:.60} comes twice in one object")
+    return value
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is no finite number")
+    return number
 
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
 
 
-def _directory_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _directory_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | DataError]]:
     """Rows of a directory that `datasets.Dataset.save_to_disk` wrote, numbered from 1."""
     if not any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
         inside = ", ".join(sorted(file.name for file in path.glob("*.jsonl"))) or "none"
@@ -205,4 +265,9 @@ def _directory_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             )
         loaded = loaded["train"] if "train" in loaded else next(iter(loaded.values()))
     for line, values in enumerate(loaded, start=1):
-        yield line, dict(values)
+        row = dict(values)
+        try:
+            _check_texts(row)
+            yield line, row
+        except DataError as refusal:
+            yield line, refusal

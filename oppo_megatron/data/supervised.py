@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from oppo_megatron.config.data import DataConfig
 from oppo_megatron.data.examples import Example, read_completions, read_pairs
@@ -96,6 +96,11 @@ def _cut(prompt: list[int], answers: list[list[int]], max_tokens: int) -> list[l
     room = max(max_tokens - longest, max_tokens // 2)
     prompt = prompt[-room:]
     return [prompt, *(answer[: max_tokens - len(prompt)] for answer in answers)]
+
+
+def num_duplicates(rows: Sequence[Any]) -> int:
+    """Completions or pairs whose tokens an earlier one has too."""
+    return len(rows) - len({tuple(tuple(part) for part in row) for row in rows})
 
 
 def num_batches(num_rows: int, batch_size: int, epochs: float, max_steps: int | None) -> int:

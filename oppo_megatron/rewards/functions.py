@@ -20,6 +20,10 @@ from oppo_megatron.rewards.remote import RemoteReward
 from oppo_megatron.rewards.verifiers import expected_answer, verify
 
 
+class NonFiniteRewardError(RewardError):
+    """A reward is NaN or infinite: a number, but no score."""
+
+
 class ResponseReward(Protocol):
     """Scores one response.  `fields` are the other columns of the prompt's row."""
 
@@ -200,7 +204,7 @@ def _finite(value: Any, what: str) -> float:
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise RewardError(
+        raise NonFiniteRewardError(
             f"{what} gave {number}; a reward must be finite: correct the function, the reward model's weights or the "
             "part's weight, whichever gave it"
         )

@@ -5,7 +5,7 @@ Legend: T response tokens of a batch (packed).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,6 @@ from oppo_megatron.algorithms.experience import Experience
 from oppo_megatron.algorithms.losses import ActorTargets, actor_loss
 from oppo_megatron.algorithms.staleness import ratio_base
 from oppo_megatron.config.ppo import PPOConfig
-from oppo_megatron.errors import NumericsError
 from oppo_megatron.records import Rollout
 from oppo_megatron.runtime.batch import MicroBatch, join_rows, pack_responses
 from oppo_megatron.runtime.mcore.groups import RoleGroups
@@ -42,7 +41,6 @@ class Actor:
     ppo: PPOConfig
     temperature: float
     keep_kv: bool
-    gap_limit: float | None
     version: int = 0
     ess: float = 1.0
 
@@ -51,8 +49,7 @@ class Actor:
     ) -> dict[str, float]:
         """PPO epochs over the batch, then the new weights to where they decode.  Returns statistics, on every rank.
 
-        Raises NumericsError if a log-prob recorded at decoding is further from the training forward's than
-        `ppo.logprob_gap_limit`.
+        Raises NumericsError, on every rank, for a gradient that is not finite.
         """
         extra = self._loss_inputs(batch, experience, settings)
 
@@ -74,6 +71,16 @@ class Actor:
         moved = self.role.publish()
         packing = update_packing(batch, self._groups.dp, settings)
         return summary | packing | {"reallocated_bytes": moved.bytes_moved, "reallocate_s": moved.seconds}
+
+    def set_aside(self) -> Callable[[], None]:
+        """What takes back every update from now on, where it is called."""
+        undo, version, ess = self.role.undo(), self.version, self.ess
+
+        def back() -> None:
+            undo()
+            self.version, self.ess = version, ess
+
+        return back
 
     @property
     def _groups(self) -> RoleGroups:
@@ -127,13 +134,6 @@ class Actor:
         if not reports or "num_tokens" not in reports[0]:
             return {}
         first = reports[0]
-        gap, limit = first["max_logprob_gap"], self.gap_limit
-        if limit is not None and gap > limit:
-            raise NumericsError(
-                f"the log-prob of a token differs by {gap:.2e} between decoding and training, more than "
-                f"the limit of {limit:g}: the two forwards do not compute the same policy. Raise ppo.logprob_gap_limit only "
-                "for low-precision weights."
-            )
         tokens = sum(r["num_tokens"] for r in reports)
         mean = {
             k: sum(r[k] for r in reports) / tokens
@@ -148,7 +148,7 @@ class Actor:
             "importance_weight_mean": mean["weight"],
             "entropy": mean["entropy"],
             "ess": first["weight_sum"] ** 2 / (first["weight_squares"] * first["num_tokens"]),
-            "logprob_gap": gap,
+            "logprob_gap": first["max_logprob_gap"],
             "grad_norm": sum(r["grad_norm"] for r in reports) / len(reports),
             "lr": reports[-1]["lr"],
         }

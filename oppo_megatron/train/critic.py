@@ -5,7 +5,8 @@ Legend: T response tokens of a batch (packed).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -29,8 +30,12 @@ class Critic:
     ppo: PPOConfig
     stats: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CRITIC_STATS, 0.0))
 
-    def update(self, batch: Sequence[Rollout], experience: Experience, settings: UpdateSettings) -> None:
-        """Value epochs over the batch, then the new weights to where they score."""
+    def update(self, batch: Sequence[Rollout], experience: Experience, settings: UpdateSettings) -> dict[str, float]:
+        """Value epochs over the batch, then the new weights to where they score.  Returns statistics, on every rank.
+
+        Raises NumericsError, on every rank, for a gradient that is not finite; `stats` are then none.
+        """
+        self.stats = no_stats()
 
         def loss(micro: MicroBatch, output: Tensor, num_tokens: int, first: bool) -> tuple[Tensor, dict[str, Tensor]]:
             value, stats = value_loss(
@@ -51,3 +56,13 @@ class Critic:
             }
         self.stats = self.role.share(stats, CRITIC_STATS)
         self.role.publish()
+        return self.stats
+
+    def set_aside(self) -> Callable[[], None]:
+        """What takes back every update from now on, where it is called; `stats` stay."""
+        return self.role.undo()
+
+
+def no_stats() -> dict[str, float]:
+    """Of an update that was not made."""
+    return dict.fromkeys(CRITIC_STATS, math.nan) | {"critic_update_s": 0.0}

@@ -12,8 +12,9 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.runtime.world import World, choose_device, open_world
 from oppo_megatron.schedule.weaving.costs_file import costs_tree
 from oppo_megatron.train.hosts import share_run_directory
+from oppo_megatron.train.inputs import Inputs, describe_inputs, read_inputs
 from oppo_megatron.train.run_dir import RunDirectory, write_json
-from oppo_megatron.train.setup import Inputs, build_trainer, read_inputs, write_quarantine
+from oppo_megatron.train.setup import build_trainer
 from oppo_megatron.train.supervised import run_reward_model, run_sft
 from oppo_megatron.train.trace import merge_traces
 from oppo_megatron.train.weights import save_role
@@ -39,8 +40,10 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs) -> None:
     with ExitStack() as stack:
         stack.callback(inputs.rewards.close)
         if trainer.journal is not None:
-            write_quarantine(config, inputs)
+            if inputs.quarantine:
+                inputs.quarantine.write(RunDirectory(config.run_dir).quarantine)
             stack.enter_context(trainer.journal)
+            trainer.journal.progress.note("\n".join(describe_inputs(inputs)))
         trainer.run()
     run = RunDirectory(config.run_dir)
     if config.save_weights and trainer.actor is not None:
@@ -53,7 +56,7 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs) -> None:
         planner = trainer.rounds.planner
         if planner.generator == "woven":
             write_json(run.costs, costs_tree(planner.costs))
-        trainer.journal.summarise()
+        trainer.journal.summarise(inputs.counts())
 
 
 def _prepare(config: TrainConfig, world: World) -> None:

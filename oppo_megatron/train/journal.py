@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +45,7 @@ class StepFacts:
     delta_reason: str = ""
     chunk_reason: str = ""
     version: int = 0
+    skipped: str | None = None  # why nothing was trained
     rewards: list[float] = field(default_factory=list)
     scores: ScoreReport | None = None
     actor: dict[str, float] = field(default_factory=dict)
@@ -83,7 +84,9 @@ class Journal:
     ) -> None:
         """The step's line, but for the critic's update, which may still run."""
         fields = self._timing(facts, spans) | _experience(facts, experience) | _lengths(facts, batch, carried)
-        fields |= facts.actor
+        fields |= facts.actor | {"skipped": facts.skipped}
+        if facts.skipped is not None:
+            self.progress.note(f"step {facts.step} is skipped: {facts.skipped}")
         self._write_rollouts(facts, batch)
         self.log.stage(facts.step, fields)
         self.trackers.log(facts.step, fields)
@@ -120,8 +123,8 @@ class Journal:
         self.trackers.log(step, {"heldout_accuracy": accuracy})
         self.progress.note(f"held-out accuracy after {step} steps: {accuracy:.1%}")
 
-    def summarise(self) -> None:
-        """Write summary.json: the last file of a run, the sign that it finished."""
+    def summarise(self, rows: Mapping[str, Mapping[str, int]]) -> None:
+        """Write summary.json: the last file of a run, the sign that it finished.  `rows` counts what was read."""
         self.log.close()
         summary = summarise(read_metrics(self.run_dir.metrics))
         accuracy = [self.accuracy[step] for step in sorted(self.accuracy)]
@@ -130,6 +133,7 @@ class Journal:
             "accuracy_after": accuracy[-1] if accuracy else None,
             "heldout_accuracy": {str(step): value for step, value in self.accuracy.items()},
             "total_s": time.time() - self.started,
+            "rows": rows,
         }
         write_json(self.run_dir.summary, summary)
 

@@ -133,6 +133,7 @@ def summarise(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "tokens_per_s": _ratio(steady, "tokens", "step_s"),
         "reward_first": _mean(rewards[:tail]),
         "reward_last": _mean(rewards[-tail:]),
+        "skipped_steps": sum(line.get("skipped") is not None for line in lines),
         "deferred": {times: deferred[times] for times in sorted(deferred, key=int)},
     }
 

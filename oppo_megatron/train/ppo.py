@@ -15,14 +15,15 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 
-from oppo_megatron.algorithms.experience import Experience, build_experience
+from oppo_megatron.algorithms.experience import Experience, ScoredBatch
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.chunk import ChunkTuner
+from oppo_megatron.control.guards import Breach
 from oppo_megatron.control.kl import KLController
 from oppo_megatron.control.signals import Occupancy, length_gap
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
@@ -33,9 +34,10 @@ from oppo_megatron.runtime.world import World
 from oppo_megatron.schedule.plan import StepPlan, plan_step
 from oppo_megatron.schedule.weaving.costs import CostMeter, Costs
 from oppo_megatron.train.actor import Actor
-from oppo_megatron.train.critic import Critic
+from oppo_megatron.train.critic import Critic, no_stats
 from oppo_megatron.train.critical_path import CriticPlace, StepClock, scoring_delay
 from oppo_megatron.train.evaluate import Evaluator
+from oppo_megatron.train.guard import Evidence, Guard
 from oppo_megatron.train.journal import Journal, StepFacts
 from oppo_megatron.train.round_trace import RoundTracer
 from oppo_megatron.train.score_exchange import ScoreExchange, ScoreReport, sum_over_ranks
@@ -62,6 +64,7 @@ class PPOTrainer:
     actor: Actor | None
     critic: Critic | None
     evaluator: Evaluator | None
+    guard: Guard
     journal: Journal | None  # on the actor's first output rank
     clock: StepClock = field(default_factory=StepClock)
 
@@ -94,10 +97,9 @@ class PPOTrainer:
         rollout_s = time.time() - started
         with _planning(facts):
             batch = self.scheduler.take_batch()
-        experience = self._score(step, batch, facts)
-        self._measure_costs(step)
-        self._update(step, batch, experience, plan, facts)
-        self._observe(step, batch, experience, facts, rollout_s)
+        scored = self._score(step, batch, facts)
+        experience = self._train(batch, scored, plan, facts)
+        self._observe(step, facts, rollout_s)
         facts.planning_s += self.rounds.planning_s - planned_s
         facts.step_s = time.time() - started
         if self.journal is not None:
@@ -129,8 +131,8 @@ class PPOTrainer:
             facts.decode_s += time.time() - started
         facts.decode_steps, facts.tail_waste = buffer.clock - begun, occupancy.tail_waste
 
-    def _score(self, step: int, batch: Sequence[Rollout], facts: StepFacts) -> Experience:
-        """Complete the batch's scoring, and give every rank its experience."""
+    def _score(self, step: int, batch: Sequence[Rollout], facts: StepFacts) -> ScoredBatch:
+        """Complete the batch's scoring, and give every rank the scores."""
         started = time.time()
         while self.rounds.owes(batch):
             buffer = self.scheduler.buffer
@@ -151,7 +153,7 @@ class PPOTrainer:
             self._complete(step - 1, report.critic, facts.critic_exposed_s)
         with _planning(facts):
             self.rounds.retire(batch)
-        return build_experience(scored, self.config.ppo, self.kl.value)
+        return scored
 
     def _critic_delay(self, step: int, report: ScoreReport) -> float:
         """How much of this step's wait for scores is due to the critic's update of the step before."""
@@ -184,22 +186,65 @@ class PPOTrainer:
                 totals[name] = totals.get(name, 0.0) + seconds
         return totals
 
-    def _update(
-        self, step: int, batch: Sequence[Rollout], experience: Experience, plan: StepPlan, facts: StepFacts
-    ) -> None:
-        ppo, seed = self.config.ppo, self.config.seed
-        budget = self.config.runtime.micro_batch_tokens
-        settings = UpdateSettings(ppo.epochs, ppo.minibatches, budget, seed, step, self.world.device)
-        if self.actor is not None:
+    def _train(self, batch: Sequence[Rollout], scored: ScoredBatch, plan: StepPlan, facts: StepFacts) -> Experience:
+        """Update actor and critic with the batch, or skip it where a guard finds fault.  Raises where the run is to stop."""
+        experience, breach = self.guard.examine(scored, self.kl.value)
+        evidence = self._evidence(facts, batch, scored, experience)
+        if breach is not None:
+            self.guard.settle(breach, evidence)
+            if self.critic is not None:
+                self.critic.stats = no_stats()
+        self._measure_costs(facts.step)
+        if breach is None:
+            breach = self._update(facts.step, batch, experience, facts)
+            updates = facts.actor | ({} if self.critic is None else self.critic.stats)
+            self.guard.settle(breach, replace(evidence, figures={**evidence.figures, **updates}))
+        self._end_update(facts.step, plan, changed=breach is None)
+        if breach is None:
+            self._learn(facts.step, batch, experience, facts)
+        else:
+            facts.skipped = breach.reason
+        return experience
+
+    def _evidence(
+        self, facts: StepFacts, batch: Sequence[Rollout], scored: ScoredBatch, experience: Experience
+    ) -> Evidence:
+        newest = max(version for rollout in batch for version in rollout.versions)
+        version = newest if self.actor is None else facts.version
+        figures = asdict(experience.stats)
+        return Evidence(facts.step, version, self.kl.value, batch, scored, figures, self.exchange.refusal)
+
+    def _update(self, step: int, batch: Sequence[Rollout], experience: Experience, facts: StepFacts) -> Breach | None:
+        """Update actor and critic; where a guard finds fault, what it is, and the update taken back if it may be."""
+        settings = UpdateSettings.of(self.config, step, self.world.device)
+        actor, critic, guard = self.actor, self.critic, self.guard
+        takes_back = guard.rules.undo_updates
+        undo = [role.set_aside() for role in (actor, critic) if role is not None] if takes_back else []
+        found: list[Breach | None] = []
+        if actor is not None:
+            coefficient = self.kl.value
             with self._part("update", "actor", step):
-                facts.actor = self.actor.update(batch, experience, self.kl.value, settings)
-        if self.config.overlap.actor_kv == "recompute":
-            self.rounds.actor_changed()
-        if self.critic is not None:
+                facts.actor, breach = guard.watch(
+                    "actor", lambda: actor.update(batch, experience, coefficient, settings)
+                )
+            found.append(breach)
+        if critic is not None:
             with self._part("update", "critic", step):
-                self.critic.update(batch, experience, settings)
-            self.critic.stats["critic_update_s"] = self.spans.totals(step, "critic")["update"]
-        self.rounds.critic_changed()
+                _, breach = guard.watch("critic", lambda: critic.update(batch, experience, settings))
+            critic.stats["critic_update_s"] = self.spans.totals(step, "critic")["update"]
+            found.append(breach)
+        worst = guard.agree(found, step)
+        if worst is not None and worst.action == "skip":
+            for back in undo:
+                back()
+        return worst
+
+    def _end_update(self, step: int, plan: StepPlan, changed: bool) -> None:
+        """Caches of changed weights are void; the ranks meet where the next step waits for the critic."""
+        if changed:
+            if self.config.overlap.actor_kv == "recompute":
+                self.rounds.actor_changed()
+            self.rounds.critic_changed()
         self.rounds.executor.drain()
         if plan.wait_for_critic and self.world.size > 1:
             role = "actor" if self.actor is not None else "scorer"
@@ -212,16 +257,17 @@ class PPOTrainer:
         with self.spans.span(name, role=role, step=step), waiting_for(f"{name} {role}, step {step}"):
             yield
 
-    def _observe(
-        self, step: int, batch: Sequence[Rollout], experience: Experience, facts: StepFacts, rollout_s: float
-    ) -> None:
-        """Controllers: same inputs on every rank, but for the chunk size, whose time only the actor's output rank takes."""
+    def _learn(self, step: int, batch: Sequence[Rollout], experience: Experience, facts: StepFacts) -> None:
+        """The controllers of delta and KL, which have the same inputs on every rank."""
         assert facts.scores is not None
         with _planning(facts):
             facts.length_gap = length_gap(batch, self.scheduler.buffer.rollouts)
             signals = StepSignals(experience.stats.score_mean, facts.tail_waste, facts.scores.ess, facts.length_gap)
             facts.delta_reason = self.scheduler.end_step(step, signals).reason
             self.kl.observe(experience.stats.kl_mean, len(batch))
+
+    def _observe(self, step: int, facts: StepFacts, rollout_s: float) -> None:
+        """The controller of the chunk size, whose time only the actor's output rank takes."""
         if not self.config.overlap.intra or self.actor is None:
             return
         groups = self.actor.role.serving.groups

@@ -74,9 +74,7 @@ class RoleBuilder:
         role = self._trained("actor", "lm")
         if role is None:
             return None
-        temperature = config.rollout.temperature
-        gap_limit = config.ppo.gap_limit(config.actor.dtype, temperature)
-        return Actor(role, config.ppo, temperature, config.overlap.actor_kv == "keep", gap_limit)
+        return Actor(role, config.ppo, config.rollout.temperature, config.overlap.actor_kv == "keep")
 
     def critic(self) -> Critic | None:
         role = self._trained("critic", "scalar")

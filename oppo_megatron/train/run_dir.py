@@ -4,6 +4,7 @@ config.yaml       resolved configuration          summary.json      figures of t
 metrics.jsonl     a line a step                   quarantine.jsonl  rows refused and why
 trace.json        what each rank did, and when    weights/          final weights
 hosts.json        where each rank ran             schedules.txt     each round's schedule (`logging.actions`)
+guilty/           batches that a guard found fault with, for `oppo replay`
 placement.json    what `placement.mode: auto` measured, in the runs under placement/; later attempts use it again
 """
 
@@ -24,6 +25,7 @@ from oppo_megatron.errors import ConfigError
 PRODUCTS = (
     "config.yaml", "hosts.json", "metrics.jsonl", "rollouts.jsonl", "trace.json", "summary.json", "quarantine.jsonl",
     "weights", "tensorboard", "schedules.txt", "costs.json",
+    "guilty",
 )  # fmt: skip
 
 
@@ -46,6 +48,7 @@ class RunDirectory:
         self.quarantine = self.path / "quarantine.jsonl"
         self.weights = self.path / "weights"
         self.tensorboard = self.path / "tensorboard"
+        self.guilty = self.path / "guilty"
         self.placement = self.path / "placement.json"
         self.placement_runs = self.path / "placement"
 

@@ -5,6 +5,7 @@ Legend: B rollouts of the batch, T their response tokens (packed), P parts of th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from oppo_megatron.algorithms.experience import ScoredBatch
 from oppo_megatron.config.places import Place
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.records import Rollout
-from oppo_megatron.rewards.functions import RewardSum
+from oppo_megatron.rewards.functions import NonFiniteRewardError, RewardSum
 from oppo_megatron.rewards.protocol import ScoreItem
 from oppo_megatron.runtime.rounds import RoundRunner
 from oppo_megatron.runtime.stream import share
@@ -44,13 +45,17 @@ class ScoreReport:
 
 @dataclass
 class ScoreExchange:
-    """Collective of the world, once a step.  Sizes follow from the batch, which every rank knows."""
+    """Collective of the world, once a step.  Sizes follow from the batch, which every rank knows.
+
+    A reward that is no finite number is a NaN on every rank; `refusal` says why, on the scorers' first.
+    """
 
     rank: int
     device: torch.device
     places: Mapping[str, Place]
     rewards: RewardSum
     tokenizer: Tokenizer
+    refusal: str | None = None
 
     def gather(
         self,
@@ -135,12 +140,18 @@ class ScoreExchange:
     def _rewards(self, batch: Sequence[Rollout], model_B: Tensor | None) -> tuple[Tensor, dict[str, float]]:
         """Total reward of each rollout [B], and the mean of each part.  User code runs on one rank only."""
         labels, table = [s.label for s in self.rewards.summands], None
+        self.refusal = None
         if self.rank == self._leader:
             rows = []
             self.request(batch)
             for i, rollout in enumerate(batch):
                 item, score = self._item(rollout), None if model_B is None else float(model_B[i])
-                reward = self.rewards.evaluate(item.prompt, item.response, item.fields, score, item.seq_id)
+                try:
+                    reward = self.rewards.evaluate(item.prompt, item.response, item.fields, score, item.seq_id)
+                except NonFiniteRewardError as error:
+                    self.refusal = self.refusal or str(error)
+                    rows.append([math.nan] * (1 + len(labels)))
+                    continue
                 rows.append([reward.total, *reward.parts.values()])
             table = torch.tensor(rows, dtype=torch.float64).flatten()
         shared = share(table, len(batch) * (1 + len(labels)), self._leader, self.device).view(len(batch), -1)

@@ -1,27 +1,22 @@
-"""From a checked configuration to this rank's trainer: data first, so that bad input ends the run before models are built."""
+"""From a checked configuration and what it reads (`inputs`) to this rank's trainer."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from oppo_megatron.config.checks import longest_chunk
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.chunk import ChunkTuner
 from oppo_megatron.control.delta import make_delta_controller
 from oppo_megatron.control.kl import KLController
-from oppo_megatron.data.length_trace import forced_quantile
-from oppo_megatron.data.prompts import PromptSet, PromptStream, load_prompts
-from oppo_megatron.data.rows import Quarantine
-from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
-from oppo_megatron.rewards.functions import RewardSum, VerifierReward, build_reward_functions
-from oppo_megatron.runtime.stopping import Quantile
 from oppo_megatron.runtime.world import World
 from oppo_megatron.schedule.plan import delta_rule
 from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.schedule.weaving.costs import CostMeter
 from oppo_megatron.train.evaluate import Evaluator
+from oppo_megatron.train.guard import Guard
+from oppo_megatron.train.inputs import Inputs
 from oppo_megatron.train.journal import Journal
 from oppo_megatron.train.places import build_topology
 from oppo_megatron.train.ppo import PPOTrainer
@@ -30,30 +25,6 @@ from oppo_megatron.train.round_trace import RoundTracer
 from oppo_megatron.train.run_dir import RunDirectory
 from oppo_megatron.train.score_exchange import ScoreExchange
 from oppo_megatron.train.trace import SpanRecorder
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """All that is read before a model is built."""
-
-    tokenizer: Tokenizer
-    rewards: RewardSum
-    prompts: PromptSet
-    heldout: PromptSet | None
-    quarantine: Quarantine
-    lengths: Quantile | None  # of a length trace
-
-
-def read_inputs(config: TrainConfig) -> Inputs:
-    """Tokenizer, prompts, rewards, a length trace.  Raises ConfigError, DataError or RewardError for what cannot be used."""
-    tokenizer, lengths = load_tokenizer(config.tokenizer), forced_quantile(config.rollout)
-    rewards, quarantine = build_reward_functions(config.rewards), Quarantine()
-    prompts = load_prompts(config.data, tokenizer, quarantine=quarantine, check=rewards.check)
-    heldout = None
-    if config.evaluation is not None:
-        judge = VerifierReward(config.evaluation.verifier, config.evaluation.answer)
-        heldout = load_prompts(config.evaluation.data, tokenizer, quarantine=quarantine, check=judge.check)
-    return Inputs(tokenizer, rewards, prompts, heldout, quarantine, lengths)
 
 
 def build_trainer(config: TrainConfig, world: World, inputs: Inputs) -> PPOTrainer:
@@ -84,6 +55,7 @@ def build_trainer(config: TrainConfig, world: World, inputs: Inputs) -> PPOTrain
         actor=actor,
         critic=critic,
         evaluator=_evaluator(config, inputs, builder),
+        guard=Guard(config, world.rank, world.device, topology.site, builder.total_steps),
         journal=Journal(config, builder.total_steps, inputs.tokenizer) if keeps_journal else None,
     )
 
@@ -111,9 +83,3 @@ def prompt_stream(config: TrainConfig, prompts: PromptSet) -> PromptStream:
     limit = None if config.steps is None else config.steps * config.rollout.batch_size
     epochs = config.data_epochs or (1 if config.steps is None else None)
     return PromptStream(prompts, config.seed, epochs=epochs, limit=limit, shuffle=config.data.shuffle)
-
-
-def write_quarantine(config: TrainConfig, inputs: Inputs) -> None:
-    """`quarantine.jsonl`, where rows were refused."""
-    if len(inputs.quarantine):
-        inputs.quarantine.write(RunDirectory(config.run_dir).quarantine)

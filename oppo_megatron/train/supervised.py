@@ -20,7 +20,7 @@ from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.run import RewardModelConfig, SFTConfig, SupervisedConfig
 from oppo_megatron.config.shape import check_shape
 from oppo_megatron.data.rows import Quarantine
-from oppo_megatron.data.supervised import batches, num_batches
+from oppo_megatron.data.supervised import batches, num_batches, num_duplicates
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.runtime.batch import MicroBatch
@@ -101,6 +101,8 @@ def train_supervised(config: SupervisedConfig, task: Task[RowT], world: World) -
         report = _Report(config, task.title, steps, run, stack) if is_owner else None
         if report and quarantine:
             report.note(f"{len(quarantine)} rows set aside, {len(rows)} left; see {run.quarantine}")
+        if report and (duplicates := num_duplicates(rows)):
+            report.note(f"{duplicates} of {len(rows)} rows are duplicates of others")
         trained = TrainedModel(model, config.optimizer, steps)
         for step, figures in enumerate(_steps(config, task, rows, trained, spans), start=1):
             if report:
@@ -111,7 +113,7 @@ def train_supervised(config: SupervisedConfig, task: Task[RowT], world: World) -
     dist.barrier()  # the weights and every rank's trace are whole
     if is_owner:
         merge_traces(run)
-        write_json(run.summary, _summary(run, task.title, len(rows), len(quarantine)))
+        write_json(run.summary, _summary(run, task.title, rows, len(quarantine)))
 
 
 def _build_groups(config: SupervisedConfig, world: World) -> RoleGroups:
@@ -183,7 +185,7 @@ class _Report:
         self._progress.note(text)
 
 
-def _summary(run: RunDirectory, title: str, num_rows: int, num_quarantined: int) -> dict[str, Any]:
+def _summary(run: RunDirectory, title: str, rows: Sequence[Any], num_quarantined: int) -> dict[str, Any]:
     """Final figures.  Losses (and accuracies) are of the first and of the last tenth of the steps."""
     lines = read_metrics(run.metrics)
     tenth = max(1, len(lines) // 10)
@@ -193,7 +195,8 @@ def _summary(run: RunDirectory, title: str, num_rows: int, num_quarantined: int)
     return {
         "kind": title,
         "steps": len(lines),
-        "rows": num_rows,
+        "rows": len(rows),
+        "duplicates": num_duplicates(rows),
         "quarantined": num_quarantined,
         "time_s": lines[-1]["time_s"],
         "tokens": tokens,

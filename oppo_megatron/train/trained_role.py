@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from oppo_megatron.runtime.mcore.groups import RoleGroups
 from oppo_megatron.runtime.mcore.model import Head, RoleModel
 from oppo_megatron.runtime.mcore.reallocate import MoveReport, Reallocation
 from oppo_megatron.runtime.mcore.training import TrainedModel
+from oppo_megatron.runtime.mcore.undo import Undo
 from oppo_megatron.runtime.roles import load_role, load_training
 
 
@@ -29,6 +30,16 @@ class TrainedRole:
         moved = MoveReport(0, 0.0) if self.reallocation is None else self.reallocation.move()
         self.serving.weights_changed()
         return moved
+
+    def undo(self) -> Callable[[], None]:
+        """Set weights and optimizer aside; the call that puts them back, where they are updated and where they serve."""
+        saved = Undo(self.trained)
+
+        def back() -> None:
+            saved.restore()
+            self.publish()
+
+        return back
 
     def share(self, stats: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
         """Statistics of an update, known on the last training stage, on every rank of the role."""

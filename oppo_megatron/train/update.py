@@ -14,6 +14,7 @@ from torch import Tensor
 
 from oppo_megatron.algorithms.packing import tokens_of_rows
 from oppo_megatron.algorithms.stats import TokenStats
+from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.records import Rollout
 from oppo_megatron.runtime.batch import MicroBatch, pack_responses, split_rows
 from oppo_megatron.runtime.mcore.training import TrainedModel
@@ -33,6 +34,12 @@ class UpdateSettings:
     seed: int
     step: int
     device: torch.device
+
+    @classmethod
+    def of(cls, config: TrainConfig, step: int, device: torch.device) -> UpdateSettings:
+        """Those of PPO step `step`, for actor and critic."""
+        ppo, budget = config.ppo, config.runtime.micro_batch_tokens
+        return cls(ppo.epochs, ppo.minibatches, budget, config.seed, step, device)
 
 
 def run_update(

@@ -18,7 +18,7 @@ from oppo_megatron.runtime.world import World
 from oppo_megatron.schedule.actions import Action
 from oppo_megatron.train.critic import Critic
 from oppo_megatron.train.entry import run_ppo
-from oppo_megatron.train.setup import read_inputs
+from oppo_megatron.train.inputs import read_inputs
 
 
 def train(config: dict[str, Any]) -> None:

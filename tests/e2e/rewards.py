@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from typing import Any
 
 
@@ -24,3 +25,12 @@ def only_alone(prompt: str, response: str, fields: dict[str, Any]) -> float:
     if os.environ["WORLD_SIZE"] != "1":
         raise ValueError("cannot be shared")
     return float(len(response))
+
+
+CALLS: Counter[str] = Counter()
+
+
+def breaks(prompt: str, response: str, fields: dict[str, Any], name: str, good: int) -> float:
+    """NaN after `good` responses of the run `name`."""
+    CALLS[name] += 1
+    return float(len(response)) if CALLS[name] <= good else math.nan

@@ -30,7 +30,7 @@ from oppo_megatron.runtime.sampler import Sampling, draw
 from oppo_megatron.runtime.stopping import Stopping
 from oppo_megatron.runtime.world import open_world
 from oppo_megatron.train.entry import run_ppo
-from oppo_megatron.train.setup import read_inputs
+from oppo_megatron.train.inputs import read_inputs
 from tests.support.ppo import SHAPE, Outcome, Workspace, read_outcome
 
 pytestmark = [

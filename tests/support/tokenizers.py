@@ -1,4 +1,4 @@
-"""A tokenizer plain enough to check by eye: one token a character, its code point the id; EOS is 0."""
+"""A tokenizer plain enough to check by eye: one token a character, its code point the id; EOS is 3."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from oppo_megatron.errors import DataError
 
 
 class CharacterTokenizer:
-    eos_id = 0
+    eos_id = 3
     bos_id = None
     vocab_size = 0x110000
 
@@ -23,7 +23,7 @@ class CharacterTokenizer:
     def render_chat(self, messages: Sequence[dict[str, Any]], *, generation_prompt: bool = True) -> str:
         if any(message["role"] == "tool" for message in messages):
             raise DataError("no tools here")
-        turns = "".join(f"<{message['role']}>{message['content']}\0\n" for message in messages)
+        turns = "".join(f"<{message['role']}>{message['content']}\3\n" for message in messages)
         return turns + ("<assistant>" if generation_prompt else "")
 
     def save(self, directory: Path) -> None:

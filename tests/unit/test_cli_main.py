@@ -109,7 +109,7 @@ def test_dry_run_shows_configuration_and_ranks(config: Path, capsys: pytest.Capt
 
 def test_eight_colocated_ranks_fit_a_screen(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     layout = "placement={mode: colocated, actor: {tp: 2, pp: 2, dp: 2}, scorer: {tp: 4, pp: 1, dp: 2}}"
-    assert main(["validate", str(config), layout, "actor.train={tp: 1, dp: 4}"]) == 0
+    assert main(["validate", "--skip-data", str(config), layout, "actor.train={tp: 1, dp: 4}"]) == 0
     table = capsys.readouterr().out.splitlines()[:-1]
     assert max(map(len, table)) <= 120 and len(table) < 60
     cells = [line.split() for line in table]
@@ -168,12 +168,14 @@ def test_a_length_trace_is_read_before_anything_starts(
 
 def test_a_good_length_trace_is_accepted(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("lengths.csv").write_text("kind,tokens,requests\noutput,5,2\n")
-    assert main(["validate", str(config), "rollout.forced_lengths={trace: lengths.csv, scale: 0.5}"]) == 0
+    assert (
+        main(["validate", "--skip-data", str(config), "rollout.forced_lengths={trace: lengths.csv, scale: 0.5}"]) == 0
+    )
     assert "OK" in capsys.readouterr().out
 
 
 def test_validate_tells_the_kind(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["validate", str(config)]) == 0
+    assert main(["validate", "--skip-data", str(config)]) == 0
     assert "OK" in capsys.readouterr().out
     supervised = "run_dir: r\ntokenizer: {path: tok}\ndata: {path: rows.jsonl}\nmodel: {init: {}, fresh_head: %s}\n"
     for fresh, kind in (("false", "sft"), ("true", "rm")):
@@ -188,9 +190,9 @@ def test_validate_tells_the_kind(config: Path, capsys: pytest.CaptureFixture[str
                 "num_attention_heads": 2,
             }
         )
-        assert main(["validate", str(config), override]) == 0
+        assert main(["validate", "--skip-data", str(config), override]) == 0
         assert f"`oppo {kind}`" in capsys.readouterr().out
-    assert main(["validate", str(config), "--kind", "train"]) == 2
+    assert main(["validate", "--skip-data", str(config), "--kind", "train"]) == 2
 
 
 def test_tokenizer_reads_columns_and_names_bad_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,7 +67,7 @@ def write_record(config: Path) -> dict[str, Any]:
     return record
 
 
-@pytest.mark.parametrize("command", [["validate"], ["train", "--dry-run"], ["schedule"]])
+@pytest.mark.parametrize("command", [["validate", "--skip-data"], ["train", "--dry-run"], ["schedule"]])
 def test_what_would_be_measured_is_told_and_nothing_is(
     config: Path, capsys: pytest.CaptureFixture[str], command: list[str]
 ) -> None:
@@ -78,7 +78,7 @@ def test_what_would_be_measured_is_told_and_nothing_is(
     assert all(f"  {line}\n" in out for line in LISTED) and not Path("run").exists()
 
 
-@pytest.mark.parametrize("command", [["validate"], ["train", "--dry-run"], ["schedule"]])
+@pytest.mark.parametrize("command", [["validate", "--skip-data"], ["train", "--dry-run"], ["schedule"]])
 def test_what_was_measured_is_used(config: Path, capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
     write_record(config)
     name, *options = command
@@ -140,7 +140,7 @@ def test_a_finished_run_is_not_measured(config: Path, capsys: pytest.CaptureFixt
 
 
 def test_written_layouts_are_refused_with_all_else(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["validate", str(config), "critic.ranks=1", "ppo.minibatches=3"]) == 2
+    assert main(["validate", "--skip-data", str(config), "critic.ranks=1", "ppo.minibatches=3"]) == 2
     err = capsys.readouterr().err
     assert "2 problems" in err and "critic.ranks is 1, but placement.mode auto chooses" in err
 
@@ -156,7 +156,7 @@ def test_the_report_has_the_table_the_reason_and_the_lines_to_paste(config: Path
         "placement:\n  mode: disaggregated\n  actor: {tp: 1, pp: 1, dp: 1}\n  scorer: {tp: 1, pp: 1, dp: 1}\n"
     )
     config.write_text(CONFIG.replace("placement: {mode: auto, auto: {ranks: 2}}", lines[lines.index("placement:\n") :]))
-    assert main(["validate", str(config)]) == 0
+    assert main(["validate", "--skip-data", str(config)]) == 0
 
 
 def test_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:

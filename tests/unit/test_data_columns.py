@@ -18,7 +18,7 @@ from tests.support.tokenizers import CharacterTokenizer
 USER = {"role": "user", "content": "hi"}
 HELLO = {"role": "assistant", "content": "hello"}
 BYE = {"role": "assistant", "content": "bye"}
-CHAT_HEAD = "<user>hi\0\n<assistant>"
+CHAT_HEAD = "<user>hi\3\n<assistant>"
 
 
 def rows_of(*values: dict[str, Any]) -> list[Row]:
@@ -78,6 +78,7 @@ def test_each_bad_value_is_refused_with_its_reason(tmp_path: Path) -> None:
         problems.raise_errors()
     lines = [line for line in str(caught.value).splitlines() if "rows.jsonl:" in line]
     assert len(lines) == len(bad)
+    lines.sort(key=lambda line: int(line.split("rows.jsonl:")[1].partition(":")[0]))
     for number, (line, (_, reason)) in enumerate(zip(lines, bad, strict=True), start=2):
         assert f"rows.jsonl:{number}:" in line and reason in line
 
@@ -106,7 +107,7 @@ def test_forms_of_a_chat_prompt(tmp_path: Path, row: dict[str, Any]) -> None:
     ],
 )
 def test_forms_of_a_chat_completion(tmp_path: Path, row: dict[str, Any]) -> None:
-    assert read(read_completions, tmp_path, row)[0] == [(CHAT_HEAD, "hello\0\n")]
+    assert read(read_completions, tmp_path, row)[0] == [(CHAT_HEAD, "hello\3\n")]
 
 
 @pytest.mark.parametrize(
@@ -118,14 +119,14 @@ def test_forms_of_a_chat_completion(tmp_path: Path, row: dict[str, Any]) -> None
     ],
 )
 def test_forms_of_a_chat_pair(tmp_path: Path, row: dict[str, Any]) -> None:
-    assert read(read_pairs, tmp_path, row)[0] == [(CHAT_HEAD, "hello\0\n", "bye\0\n")]
+    assert read(read_pairs, tmp_path, row)[0] == [(CHAT_HEAD, "hello\3\n", "bye\3\n")]
 
 
 def test_a_dialogue_that_begins_the_other_still_has_an_answer(tmp_path: Path) -> None:
     row = {"chosen": [USER, HELLO], "rejected": [USER, HELLO, USER, BYE]}
     ((prompt, chosen, rejected),) = read(read_pairs, tmp_path, row)[0]
-    assert (prompt, chosen) == (CHAT_HEAD, "hello\0\n")
-    assert rejected.startswith(chosen) and rejected.endswith("bye\0\n")
+    assert (prompt, chosen) == (CHAT_HEAD, "hello\3\n")
+    assert rejected.startswith(chosen) and rejected.endswith("bye\3\n")
 
 
 def test_text_pairs_with_and_without_a_prompt(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import types
 from pathlib import Path
@@ -47,6 +48,38 @@ def test_good_rows_keep_file_line_and_every_column(tmp_path: Path) -> None:
         (2, str(two), 1, {"b": [1]}),
     ]
     assert len(quarantine) == 0
+
+
+FAULTS = {
+    "NUL byte": (b'{"prompt": "a\0b"}', r"a NUL byte \(byte 13 of the line\)"),
+    "NUL escape": (rb'{"prompt": "a\u0000b"}', r"column 'prompt' has a NUL at character 1"),
+    "NUL in another column": (rb'{"prompt": "a", "meta": [{"k\u0000": 1}]}', r"column 'meta' has a NUL"),
+    "half a pair": (
+        rb'{"prompt": "ab\ud83d"}',
+        r"column 'prompt' is not text: half of a surrogate pair at character 2",
+    ),
+    "half a pair as a name": (rb'{"prompt": "a", "\udc00": 1}', r"half of a surrogate pair at character 0"),
+    "mark in the middle": (b'\xef\xbb\xbf{"prompt": "a"}', "a byte order mark, which only the first line"),
+    "UTF-16": ('{"prompt": "a"}'.encode("utf-16"), "UTF-16, by its byte order mark"),
+    "UTF-16 without a mark": ('{"prompt": "a"}'.encode("utf-16-le"), "a NUL byte"),
+    "Latin-1": (b'{"prompt": "\xe9"}', r"not UTF-8 \(byte 12 of the line\)"),
+    "cut in a character": (b'{"prompt": "\xf0\x9f"}', "not UTF-8"),
+    "too large a number": (b'{"prompt": "a", "answer": 1e999}', "1e999 is no finite number"),
+    "a name twice": (b'{"prompt": "a", "prompt": "b"}', "the name 'prompt' comes twice in one object"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_characters_is_named_by_its_line(tmp_path: Path, fault: str) -> None:
+    line, reason = FAULTS[fault]
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"prompt": "fine"}\n' + line + b'\n{"prompt": "\\ud83d\\ude00 \\\\u0000"}\n')
+    rows, _, quarantine = read(path, bad_rows="quarantine")
+    assert [row.values["prompt"] for row in rows] == ["fine", "\U0001f600 \\u0000"]
+    (entry,) = (entry for entry in quarantine.entries if entry["line"] == 2)
+    assert re.search(reason, entry["reason"]), entry["reason"]
+    quarantine.write(tmp_path / "quarantine.jsonl")
+    assert json.loads((tmp_path / "quarantine.jsonl").read_text().splitlines()[0]) == entry
 
 
 def test_all_bad_rows_are_in_one_error(tmp_path: Path) -> None:

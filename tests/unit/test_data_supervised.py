@@ -41,20 +41,20 @@ def test_a_completion_ends_with_one_eos(tmp_path: Path) -> None:
     config = write(
         tmp_path / "c.jsonl",
         {"question": "q", "answer": "abc"},
-        {"question": "q", "answer": "abc\0"},
-        {"question": "q", "answer": "a\0c"},
+        {"question": "q", "answer": "abc\3"},
+        {"question": "q", "answer": "a\3c"},
     )
     assert completions(config) == [
         (ids("q"), ids("abc") + EOS),
         (ids("q"), ids("abc") + EOS),
-        (ids("q"), ids("a\0c") + EOS),
+        (ids("q"), ids("a\3c") + EOS),
     ]
 
 
 def test_what_a_chat_template_writes_after_its_eos_is_left_out(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
     assert completions(write(tmp_path / "c.jsonl", {"messages": turns})) == [
-        (ids("<user>hi\0\n<assistant>"), ids("yo") + EOS)
+        (ids("<user>hi\3\n<assistant>"), ids("yo") + EOS)
     ]
 
 

@@ -185,10 +185,12 @@ class TrainedModel:
             ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         lr = self.optimizer.param_groups[0]["lr"]
-        reports = _run(self.ddp, self.chunks, batches, loss, forward_only=False)
-        norm = self._checked_step()
-        for ddp in self.ddp:
-            ddp.eval()
+        try:
+            reports = _run(self.ddp, self.chunks, batches, loss, forward_only=False)
+            norm = self._checked_step()
+        finally:
+            for ddp in self.ddp:
+                ddp.eval()
         return StepReport(norm, lr, _total(reports, self.model.groups))
 
     def _checked_step(self) -> float:

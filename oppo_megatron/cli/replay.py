@@ -1,0 +1,36 @@
+"""`oppo replay`: one update again, from a batch that a guard found fault with."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("batch", type=Path, metavar="FILE", help="guilty/step-N.safetensors of a run directory")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace those of the run"
+    )
+    parser.add_argument("--config", type=Path, metavar="C.yaml", help="configuration in place of the run's own")
+
+
+def run(args: argparse.Namespace) -> int:
+    from oppo_megatron.cli.launch import quiet_torch
+    from oppo_megatron.config.load import load_config
+    from oppo_megatron.config.run import TrainSettings
+
+    quiet_torch()
+    from oppo_megatron.train.guilty import read_guilty
+    from oppo_megatron.train.replay import one_process, replay
+
+    guilty = read_guilty(args.batch)
+    with tempfile.TemporaryDirectory(prefix="oppo-") as folder:
+        own = Path(folder) / "config.yaml"
+        own.write_text(guilty.facts.config, encoding="utf-8")
+        config = one_process(load_config(TrainSettings, args.config or own, args.overrides))
+    found = replay(guilty, config)
+    print(f"step {guilty.facts.step}, {len(guilty.batch)} rollouts; the run: {guilty.facts.reason}")
+    print("\n".join(found.table()))
+    print(f"the replay: {'within all guards' if found.breach is None else found.breach.reason}")
+    return 0

@@ -1,0 +1,130 @@
+"""Guards of a step's numbers: the same figures on every rank, hence the same decision.  Pure.
+
+A figure that is not finite comes before all limits, and a breach that stops the run before one that skips the step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from oppo_megatron.config.guards import Action, GuardsConfig
+
+RULES = ("non_finite", "kl_mean", "ratio_max", "ess", "logprob_gap")
+FIGURES = (
+    "batch", "kl_mean", "actor_loss", "grad_norm", "ratio_max", "ess", "logprob_gap", "critic_loss", "critic_grad_norm",
+)  # fmt: skip
+"""What may break a rule.  `batch` stands for all that the update is given."""
+ACTIONS: tuple[Action, ...] = ("skip", "stop")
+CODE_SIZE = 5
+LOWER = "lower the learning rate or ppo.epochs, or raise guards.{rule}.limit if this is how the run should look"
+REMEDIES = {
+    "non_finite": "look at the rewards, at the log-prob gap and at the gradient norms of the steps before (metrics.jsonl), "
+    "lower the learning rate, or set guards.non_finite=skip to go on without such steps",
+    "kl_mean": "raise ppo.kl.coefficient, lower the learning rate, or raise guards.kl_mean.limit",
+    "ratio_max": LOWER.format(rule="ratio_max"),
+    "ess": "lower overlap.max_deferrals or delta, so that fewer tokens are stale, or lower guards.ess.limit",
+    "logprob_gap": "the two forwards do not compute the same policy. Raise ppo.logprob_gap_limit only for low-precision "
+    "weights",
+}
+
+
+@dataclass(frozen=True)
+class Breach:
+    """A rule that a figure breaks.
+
+    `limit` is None where the figure is not finite; `detail`, if any, is then the whole message.
+    """
+
+    rule: str
+    figure: str
+    value: float
+    limit: float | None
+    action: Action
+    detail: str = ""
+
+    @property
+    def of_critic(self) -> bool:
+        return self.figure.startswith("critic_")
+
+    @property
+    def reason(self) -> str:
+        """One clause: value and rule."""
+        if self.figure == "batch":
+            return self.detail.partition(";")[0]
+        if self.limit is None:
+            return f"{self.figure} is {self.value}, no finite number (guards.non_finite)"
+        if self.rule == "logprob_gap":
+            return (
+                f"the log-prob of a token differs by {self.value:.2e} between decoding and training, more than the limit "
+                f"of {self.limit:g} (ppo.logprob_gap_limit)"
+            )
+        side = "below" if self.rule == "ess" else "above"
+        return f"{self.figure} is {self.value:.4g}, {side} guards.{self.rule}.limit {self.limit:g}"
+
+    @property
+    def message(self) -> str:
+        """Value, rule and remedy."""
+        return self.detail or f"{self.reason}: {REMEDIES[self.rule]}"
+
+    def encode(self) -> list[float]:
+        """`CODE_SIZE` numbers that `decode` makes a breach of, `detail` left out."""
+        limit = math.nan if self.limit is None else self.limit
+        return [1 + ACTIONS.index(self.action), RULES.index(self.rule), FIGURES.index(self.figure), self.value, limit]
+
+
+NO_BREACH = [0.0] * CODE_SIZE
+
+
+def decode(code: Sequence[float]) -> Breach | None:
+    """What `Breach.encode` gave; None for `NO_BREACH`."""
+    action, rule, figure, value, limit = code
+    if not action:
+        return None
+    bound = None if math.isnan(limit) else limit
+    return Breach(RULES[int(rule)], FIGURES[int(figure)], value, bound, ACTIONS[int(action) - 1])
+
+
+def gravest(breaches: Sequence[Breach | None]) -> Breach | None:
+    """The first that stops the run, else the first."""
+    found = [breach for breach in breaches if breach is not None]
+    return next((breach for breach in found if breach.action == "stop"), found[0] if found else None)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The rules in force; `gap_limit` is `ppo.logprob_gap_limit` in numbers."""
+
+    config: GuardsConfig
+    gap_limit: float | None
+
+    @property
+    def undo_updates(self) -> bool:
+        """Whether an update that has been made may have to be taken back."""
+        config = self.config
+        limited = ((config.ratio_max.limit, config.ratio_max.action), (config.ess.limit, config.ess.action))
+        gap = (self.gap_limit, config.logprob_gap)
+        return config.non_finite == "skip" or any(x is not None and action == "skip" for x, action in (*limited, gap))
+
+    def check(self, figures: Mapping[str, float]) -> Breach | None:
+        """The gravest breach among the figures that are there."""
+        known = {name: figures[name] for name in FIGURES if name in figures}
+        config = self.config
+        found = [self.non_finite(name, value) for name, value in known.items() if not math.isfinite(value)]
+        for rule, limit, action in (
+            ("kl_mean", config.kl_mean.limit, config.kl_mean.action),
+            ("ratio_max", config.ratio_max.limit, config.ratio_max.action),
+            ("ess", config.ess.limit, config.ess.action),
+            ("logprob_gap", self.gap_limit, config.logprob_gap),
+        ):
+            value = known.get(rule)
+            if limit is None or value is None or not math.isfinite(value):
+                continue
+            if value < limit if rule == "ess" else value > limit:
+                found.append(Breach(rule, rule, value, limit, action))
+        return gravest(found)
+
+    def non_finite(self, figure: str, value: float, detail: str = "") -> Breach:
+        """The breach of a figure that is no finite number."""
+        return Breach("non_finite", figure, value, None, self.config.non_finite, detail)

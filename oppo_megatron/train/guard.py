@@ -1,0 +1,131 @@
+"""Holds the guards' rules (`control/guards.py`) against each step, on every rank alike, and keeps the guilty batches.
+
+What the scorers found of a batch is the same on all ranks, so each decides alone whether to train on it.  What an update
+shows is known to the ranks of its role only: where it may have to be taken back, all ranks meet after both updates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from oppo_megatron.algorithms.experience import Experience, ScoredBatch, build_experience
+from oppo_megatron.config.load import config_yaml
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.control.guards import CODE_SIZE, NO_BREACH, Breach, Rules, decode, gravest
+from oppo_megatron.errors import NumericsError, RewardError
+from oppo_megatron.records import Rollout
+from oppo_megatron.runtime.peers import waiting_for
+from oppo_megatron.schedule.rounds import Site
+from oppo_megatron.train.guilty import Facts, GuiltyBatch
+from oppo_megatron.train.run_dir import RunDirectory
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Of one step: what a guilty batch is made of.  `figures` are statistics that this rank knows of the step."""
+
+    step: int
+    policy_version: int
+    kl_coefficient: float
+    batch: Sequence[Rollout]
+    scored: ScoredBatch
+    figures: Mapping[str, float]
+    refusal: str | None  # what the scorers' first rank said of a reward that is no finite number
+
+
+@dataclass
+class Guard:
+    """One rank's.  `total_steps` are the run's PPO steps; `in_a_row` counts the last steps that were skipped."""
+
+    config: TrainConfig
+    rank: int
+    device: torch.device
+    site: Site
+    total_steps: int
+    in_a_row: int = 0
+    num_written: int = 0
+
+    @property
+    def rules(self) -> Rules:
+        config = self.config
+        return Rules(config.guards, config.ppo.gap_limit(config.actor.dtype, config.rollout.temperature))
+
+    def examine(self, scored: ScoredBatch, kl_coefficient: float) -> tuple[Experience, Breach | None]:
+        """The experience, and whether it may not be trained on; then its figures may be no finite numbers."""
+        try:
+            experience = build_experience(scored, self.config.ppo, kl_coefficient)
+        except (RewardError, NumericsError) as error:
+            unchecked = build_experience(scored, self.config.ppo, kl_coefficient, check=False)
+            return unchecked, self.rules.non_finite("batch", math.nan, str(error))
+        return experience, self.rules.check({"kl_mean": experience.stats.kl_mean})
+
+    def watch(self, role: str, update: Callable[[], dict[str, float]]) -> tuple[dict[str, float], Breach | None]:
+        """Make an update of `role`; its statistics (none where a gradient was no finite number), and what is wrong with it."""
+        try:
+            figures = update()
+        except NumericsError as error:
+            name = "critic_grad_norm" if role == "critic" else "grad_norm"
+            return {}, self.rules.non_finite(name, math.nan, str(error))
+        return figures, self.rules.check(figures)
+
+    def agree(self, breaches: Sequence[Breach | None], step: int) -> Breach | None:
+        """The gravest breach of all ranks, where updates may have to be taken back; else of this one."""
+        own = gravest(breaches)
+        if not self.rules.undo_updates or dist.get_world_size() == 1:
+            return own
+        mine = torch.tensor(NO_BREACH if own is None else own.encode(), dtype=torch.float64, device=self.device)
+        codes = [torch.empty(CODE_SIZE, dtype=torch.float64, device=self.device) for _ in range(dist.get_world_size())]
+        with waiting_for(f"guards, step {step}"):
+            dist.all_gather(codes, mine)
+        found = gravest([decode(code.tolist()) for code in codes])
+        return own if own is not None and found is not None and own.encode()[:3] == found.encode()[:3] else found
+
+    def settle(self, breach: Breach | None, evidence: Evidence) -> None:
+        """Keep the guilty batch, and raise NumericsError or RewardError where the run is to stop."""
+        if breach is None:
+            self.in_a_row = 0
+            return
+        self.in_a_row += 1
+        too_many = breach.action == "skip" and self.in_a_row > self.config.guards.max_skips
+        if self.rank == self._keeper(breach) and self.num_written < self.config.guards.kept_batches:
+            self.num_written += 1
+            self._guilty(breach, evidence).write(RunDirectory(self.config.run_dir).guilty)
+        if breach.action == "stop" or too_many:
+            raise self._error(breach, evidence, too_many)
+
+    def _keeper(self, breach: Breach) -> int:
+        """The rank that writes; the critic's own breach is known to the critic's ranks only, where no ranks meet."""
+        alone = breach.of_critic and not self.rules.undo_updates
+        return self.site.places["critic"].ranks[0] if alone else self.site.source
+
+    def _guilty(self, breach: Breach, evidence: Evidence) -> GuiltyBatch:
+        figures = {name: value if math.isfinite(value) else None for name, value in evidence.figures.items()}
+        facts = Facts(
+            step=evidence.step,
+            seed=self.config.seed,
+            total_steps=self.total_steps,
+            policy_version=evidence.policy_version,
+            kl_coefficient=evidence.kl_coefficient,
+            config=config_yaml(self.config),
+            reason=breach.reason,
+            figures=figures,
+        )
+        return GuiltyBatch(facts, evidence.batch, evidence.scored)
+
+    def _error(self, breach: Breach, evidence: Evidence, too_many: bool) -> Exception:
+        step, config = evidence.step, self.config
+        kept = RunDirectory(config.run_dir).guilty / f"step-{step}.safetensors"
+        where = f" (step {step}; `oppo replay {kept}` makes its update again)" if config.guards.kept_batches else ""
+        if too_many:
+            return NumericsError(
+                f"{self.in_a_row} steps in a row were skipped, more than guards.max_skips={config.guards.max_skips}; the "
+                f"last because {breach.message}{where}"
+            )
+        if evidence.refusal is not None:
+            return RewardError(f"{evidence.refusal}{where}")
+        return NumericsError(f"{breach.message}{where}")

@@ -1,0 +1,164 @@
+"""Guilty batches: all that one update needs, written where a guard found fault with it, and read by `oppo replay`.
+
+`step-N.safetensors` holds the tensors (`TENSORS`), `step-N.jsonl` beside it a first line about the step and then a line
+about each rollout.  No pickle, and nothing else than numbers and text.
+
+Legend: B rollouts, P their prompt tokens, T their response tokens (both packed).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from oppo_megatron.algorithms.experience import ScoredBatch
+from oppo_megatron.errors import DataError
+from oppo_megatron.records import Prompt, Rollout
+from oppo_megatron.train.metrics_log import iter_json_lines
+from oppo_megatron.train.run_dir import atomic_writer, encode_json
+
+FORMAT = "oppo guilty batch 1"
+TENSORS = {
+    "prompt_lengths_B": torch.int64, "prompt_tokens_P": torch.int64, "lengths_B": torch.int64, "tokens_T": torch.int64,
+    "versions_T": torch.int64, "behaviour_logp_T": torch.float64, "reference_logp_T": torch.float32,
+    "values_T": torch.float32, "scores_B": torch.float32, "truncated_B": torch.bool,
+}  # fmt: skip
+NUMBERS: dict[str, type | tuple[type, ...]] = {
+    "step": int, "seed": int, "total_steps": int, "policy_version": int, "kl_coefficient": (int, float), "config": str,
+    "reason": str, "figures": dict,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of the step: `policy_version` is the actor's before its update, `config` the run's as YAML, `figures` its statistics."""
+
+    step: int
+    seed: int
+    total_steps: int
+    policy_version: int
+    kl_coefficient: float
+    config: str
+    reason: str
+    figures: dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class GuiltyBatch:
+    """What one update of actor and critic was, or would have been, made from."""
+
+    facts: Facts
+    batch: Sequence[Rollout]
+    scored: ScoredBatch
+
+    def write(self, folder: Path) -> Path:
+        """Write both files, each whole or not at all; the path of the first."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"step-{self.facts.step}.safetensors"
+        with atomic_writer(path.with_suffix(".jsonl")) as lines:
+            lines.write(encode_json({"format": FORMAT, **vars(self.facts)}) + "\n")
+            for rollout, score in zip(self.batch, self.scored.scores_B.tolist(), strict=True):
+                lines.write(encode_json(_described(rollout, score)) + "\n")
+        aside = path.with_name(f".{path.name}.{os.getpid()}")
+        save_file(self._tensors(), aside, metadata={"format": FORMAT})
+        os.replace(aside, path)
+        return path
+
+    def _tensors(self) -> dict[str, Tensor]:
+        rollouts, scored = self.batch, self.scored
+        tensors = {
+            "prompt_lengths_B": torch.tensor([len(r.prompt.tokens) for r in rollouts]),
+            "prompt_tokens_P": torch.tensor([t for r in rollouts for t in r.prompt.tokens]),
+            "lengths_B": torch.tensor([len(r.tokens) for r in rollouts]),
+            "tokens_T": torch.tensor([t for r in rollouts for t in r.tokens]),
+            "versions_T": torch.tensor([v for r in rollouts for v in r.versions]),
+            "behaviour_logp_T": torch.tensor([x for r in rollouts for x in r.logprobs], dtype=torch.float64),
+            "reference_logp_T": scored.reference_logp_T,
+            "values_T": scored.values_T,
+            "scores_B": scored.scores_B,
+            "truncated_B": scored.truncated_B,
+        }
+        return {name: tensor.detach().to("cpu", TENSORS[name]).contiguous() for name, tensor in tensors.items()}
+
+
+def read_guilty(path: Path) -> GuiltyBatch:
+    """Read what `write` wrote; `path` is either file.  Raises DataError for what is damaged or something else."""
+    path = path.with_suffix(".safetensors")
+    lines = list(iter_json_lines(path.with_suffix(".jsonl")))
+    head = lines[0] if lines else {}
+    if head.get("format") != FORMAT:
+        raise _unusable(path, f"its .jsonl does not begin with format {FORMAT!r}")
+    for name, kind in NUMBERS.items():
+        if not isinstance(head.get(name), kind) or isinstance(head[name], bool):
+            raise _unusable(path, f"{name} is {head.get(name)!r:.60}")
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise _unusable(path, str(error)) from error
+    _check_tensors(path, tensors, len(lines) - 1)
+    rollouts = _rollouts(path, tensors, lines[1:])
+    scored = ScoredBatch(
+        behaviour_logp_T=tensors["behaviour_logp_T"].float(),
+        reference_logp_T=tensors["reference_logp_T"],
+        values_T=tensors["values_T"],
+        scores_B=tensors["scores_B"],
+        lengths_B=tensors["lengths_B"].tolist(),
+        truncated_B=tensors["truncated_B"],
+    )
+    return GuiltyBatch(Facts(**{name: head[name] for name in NUMBERS}), rollouts, scored)
+
+
+def _check_tensors(path: Path, tensors: Mapping[str, Tensor], num_rollouts: int) -> None:
+    for name, dtype in TENSORS.items():
+        tensor = tensors.get(name)
+        if tensor is None or tensor.dtype != dtype or tensor.dim() != 1:
+            raise _unusable(path, f"{name} is missing or of another kind")
+    counts = {"B": num_rollouts, "P": 0, "T": 0}
+    for name, axis in (("prompt_lengths_B", "P"), ("lengths_B", "T")):
+        if bool((tensors[name] < 1).any()) or bool((tensors[name] > 2**31).any()):
+            raise _unusable(path, f"{name} has a length below 1 or beyond reason")
+        counts[axis] = int(tensors[name].sum())
+    for name in TENSORS:
+        if len(tensors[name]) != counts[name[-1]] or not num_rollouts:
+            raise _unusable(path, f"{name} has {len(tensors[name])} entries, where {counts[name[-1]]} belong")
+
+
+def _rollouts(path: Path, tensors: Mapping[str, Tensor], lines: Sequence[Mapping[str, Any]]) -> list[Rollout]:
+    lengths = tensors["lengths_B"].tolist()
+    prompts = tensors["prompt_tokens_P"].split(tensors["prompt_lengths_B"].tolist())
+    parts = [tensors[name].split(lengths) for name in ("tokens_T", "versions_T", "behaviour_logp_T")]
+    rollouts = []
+    for i, (line, prompt, tokens, versions, logp) in enumerate(zip(lines, prompts, *parts, strict=True)):
+        seq_id, text = line.get("seq_id"), line.get("prompt")
+        if not isinstance(seq_id, int) or not isinstance(text, str):
+            raise _unusable(path, f"line {i + 2} of its .jsonl has no seq_id or no prompt")
+        record = Prompt(seq_id, -1, text, tuple(prompt.tolist()))
+        rollouts.append(Rollout(record, i, tokens.tolist(), logp.tolist(), logp.tolist(), versions.tolist()))
+    return rollouts
+
+
+def _described(rollout: Rollout, score: float) -> dict[str, Any]:
+    return {
+        "seq_id": rollout.seq_id,
+        "prompt": rollout.prompt.text,
+        "score": score,
+        "response_tokens": len(rollout.tokens),
+        "oldest_version": min(rollout.versions),
+        "deferrals": rollout.deferrals,
+        "finish_reason": rollout.finish_reason,
+    }
+
+
+def _unusable(path: Path, why: str) -> DataError:
+    return DataError(
+        f"{path} is no whole guilty batch ({why}); name a step-N.safetensors that a run wrote to `guilty/`, its .jsonl "
+        "beside it"
+    )

@@ -1,0 +1,72 @@
+"""All that a PPO run reads before a model is built, so that bad input ends it early.  No torch when imported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from oppo_megatron.config.run import TrainSettings
+from oppo_megatron.data.length_trace import forced_quantile
+from oppo_megatron.data.prompts import PromptSet, load_prompts
+from oppo_megatron.data.rows import Quarantine
+from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from oppo_megatron.rewards.functions import RewardSum, VerifierReward, build_reward_functions
+
+if TYPE_CHECKING:
+    from oppo_megatron.runtime.stopping import Quantile
+
+SHOWN_REASONS = 3
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What `read_inputs` found.  `quarantine` holds the refused rows of prompts and held-out prompts."""
+
+    tokenizer: Tokenizer
+    rewards: RewardSum
+    prompts: PromptSet
+    heldout: PromptSet | None
+    quarantine: Quarantine
+    lengths: Quantile | None  # of a length trace
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Rows of each set by what became of them."""
+        sets = {"data": self.prompts} | ({} if self.heldout is None else {"evaluation.data": self.heldout})
+        return {
+            name: {
+                "prompts": len(rows),
+                "quarantined": rows.num_quarantined,
+                "duplicates": rows.num_duplicates,
+                "truncated": rows.num_truncated,
+            }
+            for name, rows in sets.items()
+        }
+
+
+def read_inputs(config: TrainSettings) -> Inputs:
+    """Tokenizer, prompts, rewards, a length trace.  Raises ConfigError, DataError or RewardError for what cannot be used."""
+    tokenizer, lengths = load_tokenizer(config.tokenizer), forced_quantile(config.rollout)
+    rewards, quarantine = build_reward_functions(config.rewards), Quarantine()
+    prompts = load_prompts(config.data, tokenizer, quarantine=quarantine, check=rewards.check)
+    heldout = None
+    if config.evaluation is not None:
+        judge = VerifierReward(config.evaluation.verifier, config.evaluation.answer)
+        heldout = load_prompts(config.evaluation.data, tokenizer, quarantine=quarantine, check=judge.check)
+    return Inputs(tokenizer, rewards, prompts, heldout, quarantine, lengths)
+
+
+def describe_inputs(inputs: Inputs) -> list[str]:
+    """A line for each set, and the first rows that were set aside with their reasons."""
+    lines = [
+        f"{name}: {count['prompts']} prompts, {count['duplicates']} of them duplicates, {count['truncated']} cut at "
+        f"max_prompt_tokens; {count['quarantined']} rows set aside"
+        for name, count in inputs.counts().items()
+    ]
+    return lines + describe_quarantine(inputs.quarantine)
+
+
+def describe_quarantine(quarantine: Quarantine) -> list[str]:
+    """The first rows that were set aside, and why."""
+    first = [f"  {entry['file']}:{entry['line']}: {entry['reason']}" for entry in quarantine.entries[:SHOWN_REASONS]]
+    left = len(quarantine) - len(first)
+    return first + ([f"  and {left} more"] if left else [])

@@ -1,0 +1,120 @@
+"""One update of actor and critic again, alone, from a guilty batch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+
+from oppo_megatron.algorithms.experience import Experience, build_experience
+from oppo_megatron.config.checks import max_context
+from oppo_megatron.config.model import PlacementConfig, TrainingLayoutConfig
+from oppo_megatron.config.run import TrainConfig, TrainSettings
+from oppo_megatron.control.guards import Breach, Rules, gravest
+from oppo_megatron.errors import NumericsError
+from oppo_megatron.runtime.mcore.model import Head
+from oppo_megatron.runtime.world import World, choose_device, open_world
+from oppo_megatron.train.actor import Actor
+from oppo_megatron.train.critic import Critic
+from oppo_megatron.train.guilty import GuiltyBatch
+from oppo_megatron.train.places import Topology, build_topology
+from oppo_megatron.train.trained_role import TrainedRole, build_trained_role
+from oppo_megatron.train.update import UpdateSettings
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """Statistics of the update, those of the run beside them, and what the guards say of the new ones."""
+
+    figures: dict[str, float]
+    recorded: dict[str, float | None]
+    breach: Breach | None
+
+    def table(self) -> list[str]:
+        """A line for each figure: its name, the run's value, the replay's."""
+        names = list(dict.fromkeys([*self.figures, *self.recorded]))
+        rows = [(name, _shown(self.recorded.get(name)), _shown(self.figures.get(name))) for name in names]
+        return [f"{name:<24}{run:>16}{again:>16}" for name, run, again in [("figure", "run", "replay"), *rows]]
+
+
+def one_process(config: TrainSettings) -> TrainConfig:
+    """The same configuration with every role whole on one rank."""
+    tree = config.model_dump()
+    tree["placement"] = PlacementConfig(mode="single").model_dump()
+    for name in ("actor", "critic", "reference", "reward"):
+        if tree[name] is not None:
+            tree[name] |= {"parallel": None, "ranks": None}
+    tree["actor"]["generate"] = None
+    for name, role in (("actor", config.actor), ("critic", config.critic)):
+        tree[name]["train"] = TrainingLayoutConfig(recompute=role.train.recompute).model_dump()
+    return TrainConfig.model_validate(tree)
+
+
+def replay(guilty: GuiltyBatch, config: TrainConfig) -> Replayed:
+    """Build actor and critic of a configuration by `one_process` and update them once with the batch, in a world of one."""
+    choose_device(config.runtime)
+    with open_world(config.runtime, {}) as world:
+        return _replay(guilty, config, world)
+
+
+def _replay(guilty: GuiltyBatch, config: TrainConfig, world: World) -> Replayed:
+    facts, topology = guilty.facts, build_topology(config)
+    scored = type(guilty.scored)(
+        **{name: x.to(world.device) if isinstance(x, torch.Tensor) else x for name, x in vars(guilty.scored).items()}
+    )
+    experience = build_experience(scored, config.ppo, facts.kl_coefficient, check=False)
+    actor = Actor(
+        _role("actor", "lm", config, world, topology, facts.total_steps, facts.step),
+        config.ppo,
+        config.rollout.temperature,
+        config.overlap.actor_kv == "keep",
+        version=facts.policy_version,
+    )
+    critic = Critic(_role("critic", "scalar", config, world, topology, facts.total_steps, facts.step), config.ppo)
+    figures, breach = _update(guilty, experience, actor, critic, config, world)
+    return Replayed(figures, facts.figures, breach)
+
+
+def _role(
+    name: str, head: Head, config: TrainConfig, world: World, topology: Topology, total_steps: int, step: int
+) -> TrainedRole:
+    groups, training = topology.groups[name], topology.training[name]
+    assert groups is not None and training is not None, "a world of one has every role"
+    per_step = config.ppo.epochs * config.ppo.minibatches
+    role = build_trained_role(
+        config.actor if name == "actor" else config.critic,
+        groups,
+        training,
+        head=head,
+        max_length=max_context(config),
+        device=world.device,
+        path=config.runtime.decode_path,
+        num_updates=total_steps * per_step,
+    )
+    role.trained.scheduler.step(increment=(step - 1) * per_step)  # the learning rate that the step had
+    return role
+
+
+def _update(
+    guilty: GuiltyBatch, experience: Experience, actor: Actor, critic: Critic, config: TrainConfig, world: World
+) -> tuple[dict[str, float], Breach | None]:
+    rules = Rules(config.guards, config.ppo.gap_limit(config.actor.dtype, config.rollout.temperature))
+    settings = UpdateSettings.of(config, guilty.facts.step, world.device)
+    coefficient = guilty.facts.kl_coefficient
+    figures, found = asdict(experience.stats), [rules.check(asdict(experience.stats))]
+    for name, update in (
+        ("grad_norm", lambda: actor.update(guilty.batch, experience, coefficient, settings)),
+        ("critic_grad_norm", lambda: critic.update(guilty.batch, experience, settings)),
+    ):
+        try:
+            made = update()
+        except NumericsError as error:
+            made = {name: float("nan")}
+            found.append(rules.non_finite(name, float("nan"), str(error)))
+        figures |= made
+        found.append(rules.check(made))
+    return figures, gravest(found)
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.6g}"

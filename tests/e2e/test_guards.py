@@ -1,0 +1,135 @@
+"""Steps that guards find fault with: nothing is trained on any rank, and the batch can be looked at again alone."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from oppo_megatron.cli.main import main
+from oppo_megatron.errors import DataError
+from oppo_megatron.train.guilty import read_guilty
+from tests.support.ppo import Outcome, Workspace, run_ppo_ranks, weight_distance
+
+DISAGGREGATED = {"mode": "disaggregated", "actor": {"tp": 2}, "scorer": {"tp": 1}}
+REPLICAS = {"mode": "colocated", "actor": {"dp": 2}}
+RATIO = {"ratio_max": {"limit": 1.0001, "action": "skip"}}
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    return Workspace.create(tmp_path_factory.mktemp("guards"))
+
+
+def breaking(name: str, good: int, **guards: Any) -> dict[str, Any]:
+    options = {"name": name, "good": good}
+    part = {"kind": "python", "entry_point": "tests.e2e.rewards:breaks", "options": options}
+    return {"reward": None, "rewards": [part], "guards": {"non_finite": "skip", **guards}}
+
+
+@pytest.fixture(scope="module")
+def untrained(workspace: Workspace) -> Outcome:
+    """Two steps whose rewards are no numbers."""
+    return run_ppo_ranks(workspace.config("untrained", steps=2, **breaking("untrained", 0)))
+
+
+def is_as_it_was(outcome: Outcome, untrained: Outcome) -> bool:
+    return weight_distance(outcome.actor, untrained.actor) == weight_distance(outcome.critic, untrained.critic) == 0
+
+
+def test_a_reward_that_is_no_number_trains_nothing(workspace: Workspace, untrained: Outcome) -> None:
+    lines = untrained.metrics
+    assert [line["step"] for line in lines] == [1, 2] and len(untrained.rollouts) == 12
+    for line in lines:
+        assert re.match(r"the score of row 0 is nan \(6 of 6 rows are not finite\)$", line["skipped"])
+        assert line["reward_mean"] is None and "actor_loss" not in line and line["critic_loss"] is None
+    kept = read_guilty(workspace.root / "runs" / "untrained" / "guilty" / "step-2.safetensors")
+    assert kept.facts.step == 2 and kept.facts.policy_version == 0 and kept.scored.scores_B.isnan().all()
+    assert {r.seq_id: r.tokens for r in kept.batch} == {
+        row["seq_id"]: row["tokens"] for row in untrained.rollouts if row["step"] == 2
+    }
+
+
+def test_training_goes_on_from_where_it_was(workspace: Workspace) -> None:
+    """A step that is skipped last leaves the very weights of the run without it."""
+    one = run_ppo_ranks(workspace.config("one", steps=1, **breaking("one", 99)))
+    two = run_ppo_ranks(workspace.config("two", steps=2, **breaking("two", 6)))
+    assert [line["skipped"] is None for line in two.metrics] == [True, False]
+    assert is_as_it_was(two, one)
+
+
+def test_too_many_skips_end_the_run(workspace: Workspace) -> None:
+    with pytest.raises(
+        AssertionError, match="NumericsError.*2 steps in a row were skipped, more than guards.max_skips=1"
+    ):
+        run_ppo_ranks(workspace.config("many", steps=3, **breaking("many", 0, max_skips=1)))
+
+
+def test_an_update_that_went_too_far_is_taken_back_on_all_ranks(
+    workspace: Workspace, untrained: Outcome, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Actor and critic on ranks of their own: the ratio is the actor's to see, and the critic's update goes with it."""
+    outcome = run_ppo_ranks(workspace.config("ratio", steps=2, placement=DISAGGREGATED, guards=RATIO))
+    assert all(re.match(r"ratio_max is .*, above guards.ratio_max.limit", line["skipped"]) for line in outcome.metrics)
+    assert all(line["critic_loss"] > 0 for line in outcome.metrics), "what was found out is told"
+    assert is_as_it_was(outcome, untrained)
+    assert {version for row in outcome.rollouts for version in row["versions"]} == {0}
+    path = workspace.root / "runs" / "ratio" / "guilty" / "step-1.safetensors"
+    assert main(["replay", str(path)]) == 0
+    out = capsys.readouterr().out
+    figures = dict(re.findall(r"^(\w+) +(?:\S+) +(\S+)$", out, re.MULTILINE))
+    names = ("kl_mean", "advantage_std", "actor_loss", "ratio_max", "ess", "grad_norm", "critic_loss", "lr", "entropy")
+    for name in names:
+        recorded = read_guilty(path).facts.figures[name]
+        assert float(figures[name]) == pytest.approx(recorded, rel=2e-3, abs=2e-5), name
+    assert "the replay: ratio_max is" in out
+    assert main(["replay", str(path), "guards.ratio_max.limit=null", "actor.optimizer.lr=1e-6"]) == 0
+    assert "the replay: within all guards" in capsys.readouterr().out
+
+
+def test_a_gradient_that_is_no_number_takes_the_minibatches_before_it_back(
+    workspace: Workspace, untrained: Outcome
+) -> None:
+    """Replicas that share the optimizer's state; the first minibatch's step ruins the weights."""
+    ruin = {"actor.optimizer": {"lr": 1e30}, "placement": REPLICAS, "guards": {"non_finite": "skip"}}
+    outcome = run_ppo_ranks(workspace.config("ruin", steps=2, **ruin))
+    assert all("no finite number" in line["skipped"] for line in outcome.metrics)
+    assert is_as_it_was(outcome, untrained)
+
+
+def test_a_breach_that_stops_says_what_to_do(workspace: Workspace) -> None:
+    says = r"NumericsError.*ratio_max is .*, above guards.ratio_max.limit 1.0001: lower the learning rate.*oppo replay"
+    with pytest.raises(AssertionError, match=says):
+        run_ppo_ranks(workspace.config("stop", steps=1, guards={"ratio_max": {"limit": 1.0001}}))
+    assert read_guilty(workspace.root / "runs" / "stop" / "guilty" / "step-1.jsonl").facts.step == 1
+
+
+def test_a_damaged_batch_is_an_error(workspace: Workspace, untrained: Outcome, tmp_path: Path) -> None:
+    source = workspace.root / "runs" / "untrained" / "guilty"
+    path = tmp_path / "step-1.safetensors"
+    lines, tensors = (source / "step-1.jsonl").read_bytes(), load_file(source / "step-1.safetensors")
+
+    def refused(text: bytes, held: dict[str, torch.Tensor] | bytes) -> None:
+        path.with_suffix(".jsonl").write_bytes(text)
+        if isinstance(held, bytes):
+            path.write_bytes(held)
+        else:
+            save_file(held, path)
+        with pytest.raises(DataError, match="no whole guilty batch|not JSON"):
+            read_guilty(path)
+
+    whole = (source / "step-1.safetensors").read_bytes()
+    refused(lines, whole[:-5])
+    refused(lines, b"")
+    refused(lines[:-3], whole)
+    refused(b"{}\n", whole)
+    refused(lines.replace(b'"step":', b'"stop":', 1), whole)
+    for name, tensor in tensors.items():
+        refused(lines, {k: v for k, v in tensors.items() if k != name})
+        refused(lines, tensors | {name: tensor[:-1]})
+        refused(lines, tensors | {name: tensor.to(torch.float16)})
+    refused(lines, tensors | {"lengths_B": -tensors["lengths_B"]})
