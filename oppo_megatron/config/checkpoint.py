@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,10 @@ from oppo_megatron.config.paths import missing_path
 from oppo_megatron.errors import CheckpointError
 
 INDEX_NAME = "model.safetensors.index.json"
+DTYPE_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
+    "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+}  # fmt: skip
 
 
 def read_hf_config(model: ModelConfig) -> dict[str, Any]:
@@ -50,6 +55,11 @@ def weight_files(directory: Path) -> list[Path]:
         weight_map = _read_json(index, "the checkpoint's index").get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"`{index}` has no `weight_map`; fetch the checkpoint again")
+        strange = [file for file in weight_map.values() if not is_inside(file)]
+        if strange:
+            raise CheckpointError(
+                f"`{index}` maps a tensor to {strange[0]!r:.60}, which is no file of its folder; fetch the checkpoint again"
+            )
         return [directory / file for file in sorted(set(weight_map.values()))]
     files = sorted(directory.glob("*.safetensors"))
     if not files:
@@ -59,8 +69,18 @@ def weight_files(directory: Path) -> list[Path]:
     return files
 
 
+def is_inside(file: object) -> bool:
+    """Whether an index's entry is the name of a file below its own folder."""
+    return (
+        isinstance(file, str) and file.isprintable() and not Path(file).is_absolute() and ".." not in Path(file).parts
+    )
+
+
 def read_header(file: Path) -> dict[str, Any]:
-    """Tensor name -> {dtype, shape, data_offsets} of one safetensors file, checked against its length in bytes."""
+    """Tensor name -> {dtype, shape, data_offsets} of one safetensors file.
+
+    Raises CheckpointError for a header that is not whole, or that its tensors do not fill the file as it says.
+    """
     if not file.is_file():
         raise CheckpointError(missing_path("the weight file", file))
     size = file.stat().st_size
@@ -70,16 +90,48 @@ def read_header(file: Path) -> dict[str, Any]:
         if 8 + length > size:
             raise CheckpointError(f"`{file}` is truncated: {size} bytes do not hold its header; fetch or save it again")
         try:
-            header = json.loads(stream.read(length))
+            header = json.loads(stream.read(length).decode("utf-8"), object_pairs_hook=_distinct)
             tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-            end = 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            end = 8 + length + _data_size(tensors)
+            _check_metadata(header.get("__metadata__"))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"`{file}` is not a safetensors file ({error}); fetch or save it again") from error
     if size < end:
         raise CheckpointError(
             f"`{file}` is truncated: it has {size} bytes, its header names {end}; fetch or save it again"
         )
+    if size > end:
+        raise CheckpointError(f"`{file}` has {size} bytes, its header names {end}; fetch or save it again")
     return tensors
+
+
+def _data_size(tensors: dict[str, Any]) -> int:
+    """Bytes of all tensors, which must lie one behind the other.  Raises ValueError, TypeError or KeyError."""
+    spans = []
+    for name, entry in tensors.items():
+        (start, end), shape, bits = entry["data_offsets"], entry["shape"], DTYPE_BITS[entry["dtype"]]
+        if not all(type(number) is int and 0 <= number < 2**63 for number in (start, end, *shape)):
+            raise ValueError(f"{name!r:.60} has a size or place that is no whole number")
+        if (end - start) * 8 != math.prod(shape) * bits:
+            raise ValueError(f"{name!r:.60} has {end - start} bytes, but its shape {shape!r:.60} asks for others")
+        spans.append((start, end))
+    place = 0
+    for start, end in sorted(spans):
+        if start != place:
+            raise ValueError(f"bytes {min(start, place)} to {max(start, place)} belong to no tensor, or to two")
+        place = end
+    return place
+
+
+def _check_metadata(metadata: Any) -> None:
+    if metadata is not None and not all(isinstance(text, str) for text in metadata.values()):
+        raise ValueError("its metadata are not all text")
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("a name comes twice")
+    return dict(pairs)
 
 
 def tokenizer_vocab_size(path: Path) -> int | None:
@@ -122,7 +174,7 @@ def _read_json(path: Path, what: str) -> dict[str, Any]:
         raise CheckpointError(missing_path(what, path))
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"`{path}` is not valid JSON ({error}); fetch or save it again") from error
     if not isinstance(content, dict):
         raise CheckpointError(

@@ -20,7 +20,10 @@ from pydantic import ValidationError
 from oppo_megatron.config.base import Section
 from oppo_megatron.config.explain import explain, wrong_paths
 from oppo_megatron.config.paths import missing_path
+from oppo_megatron.config.secrets import shown_secrets
 from oppo_megatron.errors import ConfigError
+
+MOST_NODES = 100_000  # keys and values of one file, aliases written out
 
 SectionT = TypeVar("SectionT", bound=Section)
 
@@ -34,8 +37,8 @@ def load_config(
     """Read `path`, lay `overrides` (`a.b=c`, `c` in YAML) over it and build a `kind`.
 
     Raises `ConfigError` with every problem found: syntax (file, line, column), unknown keys with the nearest name,
-    missing keys, wrong types, values out of range, and what `check` (cross-checks) says of the result.  Where single
-    keys are wrong, `check` still sees the rest, with defaults in their place.
+    missing keys, wrong types, values out of range, secrets of the environment, and what `check` (cross-checks) says of the
+    result.  Where single keys are wrong, `check` still sees the rest, with defaults in their place.
     """
     tree = _read_yaml(Path(path))
     problems = _apply_overrides(tree, overrides)
@@ -46,6 +49,8 @@ def load_config(
         raise ConfigError(
             [*problems, f"`{error.full_key}` cannot be resolved: {reason}; correct the reference"]
         ) from error
+    if secrets := shown_secrets(data, os.environ):
+        raise ConfigError(secrets)  # before anything else could show them
     config: SectionT | None
     try:
         config = kind.model_validate(data)
@@ -87,14 +92,21 @@ def _read_yaml(path: Path) -> DictConfig:
     if not path.is_file():
         raise ConfigError(missing_path("the configuration file", path))
     try:
+        _check_size(path)
         tree = OmegaConf.load(path)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{path}, line {mark.line + 1}, column {mark.column + 1}" if mark else str(path)
         what = ", ".join(part for part in (error.context, error.problem) if part)
         raise ConfigError(f"{where}: not valid YAML ({what}); correct the syntax there") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = str(error).splitlines()[0]
+    except RecursionError as error:
+        raise ConfigError(
+            f"{path} is nested too deeply; a configuration has sections within sections, no more"
+        ) from error
+    except ConfigError:
+        raise
+    except (yaml.YAMLError, ValueError, AttributeError, TypeError) as error:  # the latter of tags such as `!!int x`
+        reason = str(error).partition("\n")[0]
         raise ConfigError(f"{path}: not a readable YAML text ({reason}); save it as UTF-8 YAML") from error
     except OSError as error:
         raise ConfigError(f"{path} is not a YAML mapping ({error}); write `key: value` lines") from error
@@ -103,6 +115,30 @@ def _read_yaml(path: Path) -> DictConfig:
     if not isinstance(tree, DictConfig):
         raise ConfigError(f"{path} holds a list; a configuration is a mapping of `key: value` lines")
     return tree
+
+
+def _check_size(path: Path) -> None:
+    """Raises ConfigError where aliases would make more of the file than it is, or make it hold itself."""
+    sizes: dict[int, int | None] = {}
+
+    def size_of(node: yaml.Node | None) -> int:
+        if not isinstance(node, yaml.CollectionNode):
+            return 1
+        if id(node) in sizes:
+            size = sizes[id(node)]
+            if size is None:
+                raise ConfigError(f"{path}: the alias of line {node.start_mark.line + 1} holds itself; write it out")
+            return size
+        sizes[id(node)] = None
+        parts = node.value if isinstance(node, yaml.SequenceNode) else [part for pair in node.value for part in pair]
+        sizes[id(node)] = total = 1 + sum(size_of(part) for part in parts)
+        return total
+
+    total = size_of(yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader))
+    if total > MOST_NODES:
+        raise ConfigError(
+            f"{path} stands for {total:.3g} settings by its aliases, more than {MOST_NODES}; write them out"
+        )
 
 
 def _apply_overrides(tree: DictConfig, overrides: Sequence[str]) -> list[str]:
@@ -118,8 +154,8 @@ def _apply_overrides(tree: DictConfig, overrides: Sequence[str]) -> list[str]:
         try:
             value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[index,call-overload]
             OmegaConf.update(tree, key, value)
-        except (yaml.YAMLError, OmegaConfBaseException, TypeError, ValueError) as error:
-            reason = str(error).splitlines()[0]
+        except (yaml.YAMLError, OmegaConfBaseException, TypeError, ValueError, AttributeError, RecursionError) as error:
+            reason = str(error).partition("\n")[0]
             problems.append(
                 f"override `{override}` cannot be applied ({reason}); give an existing key and a YAML value"
             )

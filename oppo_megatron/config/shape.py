@@ -19,7 +19,9 @@ ROPE_KINDS = {
     "yarn": ("factor",),
 }
 """The numbers that each kind of RoPE must have beside `rope_theta`."""
+OPTIONAL_ROPE = ("factor", "original_max_position_embeddings")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+MOST_POSITIONS = 2**62  # so that a factor beyond reason stays a number
 DEFAULT_POSITIONS = {"llama": 2048, "qwen2": 32768, "qwen3": 32768}
 
 
@@ -89,14 +91,15 @@ def model_limits(hf_config: Mapping[str, Any], sequences: int | None = None, min
 def check_model(name: str, hf_config: Mapping[str, Any]) -> list[str]:
     """What of a `config.json` itself is wrong, or is not computed here; nothing of layouts."""
     family = hf_config.get("model_type")
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         return [f"{name}: model_type {family!r} is not supported; use one of {', '.join(FAMILIES)} (Qwen2.5 is qwen2)"]
     return [*_check_architecture(name, hf_config), *_check_numbers(name, hf_config), *_check_rope(name, hf_config)]
 
 
 def check_head(name: str, hf_config: Mapping[str, Any], *, scalar: bool, fresh_head: bool) -> list[str]:
     """A language model where one is needed; a scalar head, or leave to make a fresh one, where `scalar`."""
-    architecture = str((hf_config.get("architectures") or [""])[0])
+    architectures = hf_config.get("architectures")
+    architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
     classifier = architecture.endswith("ForSequenceClassification")
     if not scalar and classifier:
         return [
@@ -107,7 +110,8 @@ def check_head(name: str, hf_config: Mapping[str, Any], *, scalar: bool, fresh_h
             f"{name}: its checkpoint is a {architecture or 'model of unknown class'}, but a scalar head is needed; "
             f"use a *ForSequenceClassification checkpoint, or set `{name}.fresh_head: true` to start from a new head"
         ]
-    labels = hf_config.get("num_labels", len(hf_config["id2label"]) if hf_config.get("id2label") else None)
+    names = hf_config.get("id2label")
+    labels = hf_config.get("num_labels", len(names) if isinstance(names, (dict, list)) and names else None)
     if scalar and classifier and not fresh_head and labels not in (None, 1):
         return [f"{name}: its classification head has {labels} labels, but must have one; train one with `oppo rm`"]
     return []
@@ -119,7 +123,7 @@ def max_positions(hf_config: Mapping[str, Any]) -> int:
     rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type")) in ("yarn", "linear") and "factor" in rope:
         original = rope.get("original_max_position_embeddings") or positions
-        return max(positions, int(original * rope["factor"]))
+        return max(positions, int(min(original * rope["factor"], MOST_POSITIONS)))
     return positions
 
 
@@ -190,10 +194,11 @@ def _check_rope(name: str, hf_config: Mapping[str, Any]) -> list[str]:
     if not isinstance(rope, Mapping):
         return [f"{name}: its RoPE parameters are {rope!r}, but must be a mapping; correct its config.json"]
     kind = rope.get("type") or rope.get("rope_type") or "default"
-    if kind not in ROPE_KINDS:
+    if not isinstance(kind, str) or kind not in ROPE_KINDS:
         return [f"{name}: rope type {kind!r} is not supported; use a model with one of {', '.join(ROPE_KINDS)}"]
     theta = rope.get("rope_theta", hf_config.get("rope_theta", 10000.0))
     needed = {"rope_theta": theta} | {key: rope.get(key) for key in ROPE_KINDS[kind]}
+    needed |= {key: rope[key] for key in OPTIONAL_ROPE if rope.get(key) is not None}
     return [
         f"{name}: `{key}` of its RoPE parameters is {value!r}, but must be a positive number; correct its config.json"
         for key, value in needed.items()

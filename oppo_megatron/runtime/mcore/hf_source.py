@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
+from oppo_megatron.config.checkpoint import is_inside
 from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.errors import CheckpointError, ConfigError
 from oppo_megatron.runtime.mcore.hf_layout import LM_HEAD, SCALAR_HEAD, Head, hf_tensors
@@ -254,8 +255,10 @@ def _files(directory: Path) -> Mapping[Path, Sequence[str] | None]:
     if not index.is_file():
         raise CheckpointError(_no_safetensors(directory))
     weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
-        raise CheckpointError(f"{index}: no weight_map. An index maps each tensor to its file; download it again.")
+    if not isinstance(weight_map, dict) or not weight_map or not all(map(is_inside, weight_map.values())):
+        raise CheckpointError(
+            f"{index}: no weight_map. An index maps each tensor to a file of its directory; download it again."
+        )
     files: dict[Path, list[str]] = {}
     for name, file in weight_map.items():
         files.setdefault(directory / file, []).append(name)
