@@ -240,7 +240,7 @@ def ppo_config(work: Mapping[str, Any]) -> Any:
         total_episodes=work["steps"] * batch,
         local_rollout_forward_batch_size=batch,
         response_length=work["max_response_tokens"],
-        stop_token="eos",
+        stop_token="eos",  # noqa: S106  (a token of the vocabulary)
         temperature=work["temperature"],
         num_sample_generations=0,
         report_to="none",

@@ -157,7 +157,8 @@ class GpuBench:
             return
         log = self.out / size / f"{part}.log"
         with log.open("w", encoding="utf-8") as file:
-            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+            # This package's own command, and no shell.
+            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)  # noqa: S603
             try:
                 end = time.monotonic() + seconds
                 while process.poll() is None and time.monotonic() < end:

@@ -164,6 +164,8 @@ def _launch_local(entry: str, kind: str, config: Any, world_size: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from oppo_megatron.train.local_ranks import use_loopback
+
     # The agent tells of a failed rank at length and of each one that it then ends; ours come from the rank, below.
     for noisy in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
         logging.getLogger(noisy).setLevel(logging.CRITICAL)
@@ -173,8 +175,7 @@ def _launch_local(entry: str, kind: str, config: Any, world_size: int) -> int:
             max_nodes=1,
             nproc_per_node=world_size,
             run_id=str(os.getpid()),
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
+            rdzv_backend=use_loopback(),
             max_restarts=0,
             monitor_interval=MONITOR_S,
             start_method="spawn",

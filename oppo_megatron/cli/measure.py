@@ -130,10 +130,11 @@ class Prober:
 
 def run_logged(command: Sequence[str], log: Path) -> int:
     """Run to the end with all output in `log`; returns the exit code.  Whatever ends this process ends the other first."""
-    # In a session of its own, so that an interrupt from the terminal reaches it once: from here.
+    # In a session of its own, so that an interrupt from the terminal reaches it once: from here.  The command is this
+    # package's own, without a shell.
     with (
         log.open("w", encoding="utf-8") as out,
-        subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True) as process,
+        subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True) as process,  # noqa: S603
         _ending_by_signal(),
     ):
         try:

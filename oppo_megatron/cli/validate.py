@@ -38,9 +38,11 @@ def data_lines(settings: TrainSettings | SupervisedConfig) -> list[str]:
     from oppo_megatron.config.run import TrainSettings
     from oppo_megatron.train.inputs import describe_inputs, read_inputs
 
-    return (
-        describe_inputs(read_inputs(settings)) if isinstance(settings, TrainSettings) else _supervised_lines(settings)
-    )
+    if not isinstance(settings, TrainSettings):
+        return _supervised_lines(settings)
+    inputs = read_inputs(settings)
+    inputs.rewards.close()
+    return describe_inputs(inputs)
 
 
 def _supervised_lines(settings: SupervisedConfig) -> list[str]:

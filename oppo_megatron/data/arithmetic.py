@@ -80,7 +80,7 @@ def is_heldout(prompt: str) -> bool:
 
 def problems(seed: int, split: Literal["train", "heldout"], shape: Shape = Shape()) -> Iterator[Problem]:
     """An endless stream of problems of one split, equal for equal arguments."""
-    rng = random.Random(f"arithmetic {split} {seed}")
+    rng = random.Random(f"arithmetic {split} {seed}")  # noqa: S311  (to be drawn again, not to be secret)
     while True:
         problem = _draw(rng, shape)
         if is_heldout(problem.prompt) == (split == "heldout"):
@@ -182,7 +182,7 @@ def write_dataset(
     `imperfect` is the fraction of SFT completions that `flaw` writes, so that the policy they teach is imperfect on
     purpose.  The first three files are of the train split; held-out prompts are distinct and in none of them.
     """
-    rng = random.Random(f"arithmetic answers {seed}")
+    rng = random.Random(f"arithmetic answers {seed}")  # noqa: S311  (to be drawn again, not to be secret)
     train = problems(seed, "train", shape)
 
     def completion(problem: Problem) -> str:

@@ -82,7 +82,7 @@ class IsolatedFunction:
         """Raises RewardError if the function cannot be loaded there in time."""
         child_reads, self._to_child = os.pipe()
         self._from_child, child_writes = os.pipe()
-        self._process = subprocess.Popen(
+        self._process = subprocess.Popen(  # noqa: S603  (this package's own module, and no shell)
             [sys.executable, "-m", CHILD, str(child_reads), str(child_writes)],
             stdin=subprocess.DEVNULL,
             stdout=2,  # what the function prints is no answer

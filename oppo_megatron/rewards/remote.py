@@ -76,7 +76,8 @@ class RemoteReward:
         except ImportError as error:
             raise ConfigError(f"{label} is a reward of kind http, which needs the package httpx; install it") from error
         self.label, self.url, self.settings = label, url, settings or RemoteRewardConfig()
-        self._token, self._clock, self._chance = token, clock, chance or random.Random()
+        self._token, self._clock = token, clock
+        self._chance = chance or random.Random()  # noqa: S311  (spreads retries; not to be secret)
         self._breaker = CircuitBreaker(self.settings.breaker_failures, self.settings.breaker_pause_s, clock)
         self._scores: dict[int, Future[float]] = {}
         self._failure: Exception | None = None

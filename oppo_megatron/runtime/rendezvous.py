@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from oppo_megatron.errors import WorldError
 from oppo_megatron.runtime.hosts import RankHost, format_ranks
+from oppo_megatron.runtime.loopback import is_loopback, loopback_store
 
 POLL_S = 0.1
 OWN_KNOCK_S = 2.0  # how long the owner of the store tries its own address, which only helps to choose a network
@@ -136,13 +137,15 @@ class _Arrival:
         return self.deadline - time.monotonic()
 
     def _open(self) -> dist.TCPStore:
-        """Open the store, on all of this host's addresses."""
+        """Open the store: on the loopback where the ranks meet there, else on all of this host's addresses."""
         point = self.point
         timeout = timedelta(seconds=self.timeout_s)
         try:
+            if is_loopback(point.address):
+                return loopback_store(point.port, timeout)
             # Without address: the store's own connection to it must not depend on MASTER_ADDR being right.
             return dist.TCPStore("localhost", point.port, None, True, timeout, wait_for_workers=False)
-        except dist.DistError as error:
+        except (dist.DistError, OSError) as error:
             raise WorldError(
                 f"{self.me} cannot open the meeting point at port {point.port}: {_reason(error)}; "
                 "give all ranks a MASTER_PORT that is free on this host"
@@ -240,5 +243,7 @@ class _Arrival:
 
 
 def _reason(error: Exception) -> str:
-    """The last, and only telling, clause of the store's message."""
+    """The last, and only telling, clause of the store's message, or the system's."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror.lower()
     return str(error).rpartition("message: ")[2].strip() or type(error).__name__

@@ -20,6 +20,7 @@ from oppo_megatron.config.model import RuntimeConfig
 from oppo_megatron.cores import usable_cores
 from oppo_megatron.errors import ConfigError, WorldError
 from oppo_megatron.runtime.hosts import RankHost
+from oppo_megatron.runtime.loopback import LOOPBACK
 from oppo_megatron.runtime.peers import first_clause, is_lost_peer
 from oppo_megatron.runtime.rendezvous import MeetingPoint, meet, within
 
@@ -57,11 +58,13 @@ def open_world(config: RuntimeConfig, environment: Mapping[str, str] = os.enviro
     device = _device(config, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    threads_before = torch.get_num_threads()
     torch.set_num_threads(config.threads_per_rank or max(1, usable_cores() // local_size))
-    me = _this_host(rank, device, environment)
+    me, preferred = _this_host(rank, device, environment), False
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     if size == 1:
         timeout = timedelta(seconds=config.timeout_s)
+        preferred = _prefer_interface_of(LOOPBACK)  # gloo listens even without peers
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         hosts: tuple[RankHost, ...] = (me,)
     else:
@@ -82,6 +85,9 @@ def open_world(config: RuntimeConfig, environment: Mapping[str, str] = os.enviro
         # messages that no one will take: where there are peers, the end of the process leaves it.
         if size == 1 or not failed:
             dist.destroy_process_group()
+        torch.set_num_threads(threads_before)  # a world of one may be a call within another program
+        if preferred:
+            del os.environ["GLOO_SOCKET_IFNAME"]  # a later world may be of several hosts
 
 
 def _device(config: RuntimeConfig, local_rank: int) -> torch.device:
@@ -102,10 +108,9 @@ def _join(me: RankHost, point: MeetingPoint, backend: str, config: RuntimeConfig
     """Meet all ranks and connect to them, within one deadline (the last to come may have some seconds more)."""
     deadline = time.monotonic() + config.rendezvous_timeout_s
     meeting = meet(me, point, config.rendezvous_timeout_s)
-    interface = None if meeting.local_address is None else _interface_of(meeting.local_address)
-    if interface is not None:
+    if meeting.local_address is not None:
         # The network that leads to the meeting point: a host's name often resolves to its loopback, for itself alone.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        _prefer_interface_of(meeting.local_address)
     timeout = timedelta(seconds=config.timeout_s)
     meeting.store.set_timeout(timeout)
     store = dist.PrefixStore("groups", meeting.store)
@@ -122,6 +127,15 @@ def _join(me: RankHost, point: MeetingPoint, backend: str, config: RuntimeConfig
             "the hosts reach each other on it at any port, or name another in GLOO_SOCKET_IFNAME"
         ) from error
     return meeting.hosts
+
+
+def _prefer_interface_of(address: str) -> bool:
+    """Let gloo use the network that has an address, unless the user names one; whether that was done."""
+    interface = _interface_of(address)
+    if interface is None or "GLOO_SOCKET_IFNAME" in os.environ:
+        return False
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    return True
 
 
 def _interface_of(address: str) -> str | None:

@@ -83,9 +83,9 @@ def test_an_update_that_went_too_far_is_taken_back_on_all_ranks(
     out = capsys.readouterr().out
     figures = dict(re.findall(r"^(\w+) +(?:\S+) +(\S+)$", out, re.MULTILINE))
     names = ("kl_mean", "advantage_std", "actor_loss", "ratio_max", "ess", "grad_norm", "critic_loss", "lr", "entropy")
+    recorded = outcome.metrics[0] | read_guilty(path).facts.figures
     for name in names:
-        recorded = read_guilty(path).facts.figures[name]
-        assert float(figures[name]) == pytest.approx(recorded, rel=2e-3, abs=2e-5), name
+        assert float(figures[name]) == pytest.approx(recorded[name], rel=2e-3, abs=2e-5), name
     assert "the replay: ratio_max is" in out
     assert main(["replay", str(path), "guards.ratio_max.limit=null", "actor.optimizer.lr=1e-6"]) == 0
     assert "the replay: within all guards" in capsys.readouterr().out

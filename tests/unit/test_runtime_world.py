@@ -28,12 +28,13 @@ def _as_before() -> Iterator[None]:
 
 
 def test_without_ranks_in_the_environment_the_world_is_one_process() -> None:
+    before = torch.get_num_threads()
     with open_world(RuntimeConfig(device="cpu", threads_per_rank=3), {}) as world:
         assert (world.rank, world.size, world.device) == (0, 1, torch.device("cpu"))
         assert dist.get_world_size() == 1 and torch.get_num_threads() == 3
         values = torch.tensor([1.5, -2.0])
         assert share(values, 2, 0, world.device).tolist() == [1.5, -2.0]
-    assert not dist.is_initialized()
+    assert not dist.is_initialized() and torch.get_num_threads() == before
 
 
 def test_a_world_of_one_is_left_also_by_a_run_that_failed() -> None:
