@@ -62,11 +62,9 @@ def open_world(config: RuntimeConfig, environment: Mapping[str, str] = os.enviro
     torch.set_num_threads(config.threads_per_rank or max(1, usable_cores() // local_size))
     me, preferred = _this_host(rank, device, environment), False
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    hosts: tuple[RankHost, ...] = (me,)
     if size == 1:
-        timeout = timedelta(seconds=config.timeout_s)
-        preferred = _prefer_interface_of(LOOPBACK)  # gloo listens even without peers
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-        hosts: tuple[RankHost, ...] = (me,)
+        preferred = _alone(backend, config)
     else:
         hosts = _join(me, MeetingPoint.from_environment(environment, rank, size), backend, config)
     failed = True
@@ -88,6 +86,14 @@ def open_world(config: RuntimeConfig, environment: Mapping[str, str] = os.enviro
         torch.set_num_threads(threads_before)  # a world of one may be a call within another program
         if preferred:
             del os.environ["GLOO_SOCKET_IFNAME"]  # a later world may be of several hosts
+
+
+def _alone(backend: str, config: RuntimeConfig) -> bool:
+    """A group of this process alone.  Whether an interface has been preferred for it: gloo listens even without peers."""
+    preferred = _prefer_interface_of(LOOPBACK)
+    timeout = timedelta(seconds=config.timeout_s)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    return preferred
 
 
 def _device(config: RuntimeConfig, local_rank: int) -> torch.device:
