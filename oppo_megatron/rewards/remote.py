@@ -169,7 +169,7 @@ class RemoteReward:
             timeout=self.settings.timeout_s,
             # Shorter than servers keep an idle connection (uvicorn: 5 s), so that none is reused while it is being closed.
             limits=httpx.Limits(max_connections=self.settings.max_in_flight, keepalive_expiry=2.0),
-            verify=ssl.create_default_context(),
+            verify=_authorities(self.url),
             trust_env=False,
             follow_redirects=False,
         ) as client:
@@ -280,3 +280,8 @@ class RemoteReward:
             text = text.replace(self._token.get_secret_value(), "***")
         text = "".join(character if character.isprintable() else " " for character in text)
         return " ".join(text.split())[:SHOWN_CHARACTERS]
+
+
+def _authorities(url: str) -> ssl.SSLContext:
+    """Who may vouch for the service; over plain http no one is asked, and reading the system's list takes a while."""
+    return ssl.create_default_context() if url.startswith("https:") else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
