@@ -213,7 +213,7 @@ class GpuBench:
         """Why the device's memory is too small for the run, where it is."""
         if self.memory_bytes is None or not (Path(str(config.actor.checkpoint)) / "config.json").exists():
             return None
-        needed = sum(holding.memory.total for holding in train_holdings(config))
+        needed = sum(holding.memory.total for holding in train_holdings(config, on_cpu=False))
         if needed <= self.memory_bytes:
             return None
         return f"needs about {needed / 2**30:.0f} GiB, the device has {self.memory_bytes / 2**30:.0f}"

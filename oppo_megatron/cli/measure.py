@@ -176,14 +176,14 @@ def this_machine(runtime: RuntimeConfig) -> Machine:
     """The CUDA devices that the run may use, else the cores."""
     from oppo_megatron.placing.candidates import Machine
 
-    if runtime.device != "cpu" and (devices := _cuda_devices()):
+    if runtime.device != "cpu" and (devices := cuda_devices()):
         return Machine("cuda", devices)
     if runtime.device == "cuda":
         raise ConfigError("runtime.device is 'cuda', but torch finds no CUDA device; set runtime.device=cpu or auto")
     return Machine("cpu", usable_cores())
 
 
-def _cuda_devices() -> int:
+def cuda_devices() -> int:
     """Counted without a CUDA context, which would take memory of the first device as long as this process lives."""
     from oppo_megatron.cli.launch import quiet_torch
 

@@ -11,12 +11,13 @@ from oppo_megatron.config.layouts import format_ranks
 if TYPE_CHECKING:
     from oppo_megatron.config.holdings import Holding
     from oppo_megatron.config.memory import Memory
+    from oppo_megatron.config.model import RuntimeConfig
     from oppo_megatron.config.run import SupervisedConfig, TrainConfig
 
 Row = tuple[str, ...]
 MEMORY_HEADINGS: Row = (
     "rank", "role", "tp", "pp", "dp", "layers",
-    "weights", "copy", "gradients", "optimizer", "KV cache", "activations", "total",
+    "weights", "copy", "packed", "kernels", "grads", "Adam", "KV cache", "activations", "total",
 )  # fmt: skip
 BATCH_HEADINGS: Row = (
     "rollout batch B", "B + delta", "sequences a replica", "KV slots", "decode m-batches", "minibatch rows", "rows a batch",
@@ -31,22 +32,35 @@ def rank_table(config: TrainConfig | SupervisedConfig) -> list[str]:
     from oppo_megatron.config.holdings import supervised_holdings, train_holdings
     from oppo_megatron.config.run import TrainConfig
 
-    holdings = train_holdings(config) if isinstance(config, TrainConfig) else supervised_holdings(config)
+    if isinstance(config, TrainConfig):
+        holdings = train_holdings(config, on_cpu=_on_cpu(config.runtime))
+    else:
+        holdings = supervised_holdings(config)
     return [
-        "What each rank holds, in MiB (copy: weights of a training layout of its own; activations: an estimate, for the",
-        "update; a rank's roles are updated in turn, so of these its total has the largest only):",
+        "What each rank holds, in MiB, beside interpreter and libraries (copy: weights of a training layout of its own;",
+        "packed: weights laid out for a CPU's products, kernels: what those keep; activations: an estimate, of the update",
+        "or of the largest cached call; roles compute in turn, so of the last two a rank's total has the largest only):",
         *_aligned([MEMORY_HEADINGS, *_memory_rows(holdings)]),
         "Batch sizes (rows are those of an optimizer step, m-batches micro-batches; auto: as the measured times decide):",
         *_aligned(_batch_rows(holdings)),
     ]
 
 
+def _on_cpu(runtime: RuntimeConfig) -> bool:
+    """Whether the run would compute on processors, were it started here."""
+    from oppo_megatron.cli.measure import cuda_devices
+
+    return runtime.device == "cpu" or (runtime.device == "auto" and not cuda_devices())
+
+
 def _memory_rows(holdings: Sequence[Holding]) -> list[Row]:
-    rows = []
+    from oppo_megatron.config.holdings import rank_memory
+
+    rows, totals = [], rank_memory(holdings)
     for rank, group in groupby(holdings, key=lambda holding: holding.rank):
         held = list(group)
         if len(held) > 1:
-            rows.append((str(rank), "all", "", "", "", "", *_mebibytes(_sum([each.memory for each in held]))))
+            rows.append((str(rank), "all", "", "", "", "", *_mebibytes(totals[rank])))
         rows += [("" if len(held) > 1 else str(rank), *_share(each), *_mebibytes(each.memory)) for each in held]
     return rows
 
@@ -60,14 +74,6 @@ def _share(held: Holding) -> Row:
 
 def _layers(chunks: Sequence[range]) -> str:
     return ",".join(f"{c.start + 1}-{c.stop}" if len(c) > 1 else str(c.stop) for c in chunks)
-
-
-def _sum(memories: Sequence[Memory]) -> Memory:
-    from oppo_megatron.config.memory import Memory
-
-    kinds = [vars(memory) for memory in memories]
-    sums = {kind: sum(memory[kind] for memory in kinds) for kind in kinds[0]}
-    return Memory(**sums | {"activations": max(memory["activations"] for memory in kinds)})
 
 
 def _mebibytes(memory: Memory) -> Row:

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from math import ceil
 
 from oppo_megatron.config.checkpoint import read_hf_config
 from oppo_megatron.config.checks import longest_chunk, max_context, minibatch_rows, most_sequences
 from oppo_megatron.config.layouts import Sizes
 from oppo_megatron.config.memory import (
+    FEW_ROWS,
     Memory,
     Shape,
     TrainingBatch,
+    cached_activations,
+    kernel_bytes,
     kv_cache_bytes,
     kv_slots,
+    packed_parameters,
+    prefill_sizes,
     slot_tokens,
     stage_layers,
     stage_parameters,
@@ -68,6 +74,12 @@ class _Model:
     def weights(self, place: Place, stage: int) -> int:
         return self.parameters(place, stage) * DTYPE_BYTES[self.dtype]
 
+    def packed(self, place: Place, stage: int) -> int:
+        return packed_parameters(self.shape, place.tp, place.pp, stage, scalar=self.scalar) * DTYPE_BYTES[self.dtype]
+
+    def makes_logits(self, place: Place, seat: Seat) -> bool:
+        return not self.scalar and seat.stage == place.pp - 1
+
     def parameters(self, place: Place, stage: int) -> int:
         return stage_parameters(self.shape, place.tp, place.pp, stage, scalar=self.scalar)
 
@@ -78,14 +90,28 @@ class _Model:
         return replace(state, activations=kept)
 
 
-def train_holdings(config: TrainConfig) -> list[Holding]:
-    """Every share of every rank of a PPO run, by rank.  The configuration has passed its checks."""
+def planned_memory(config: TrainConfig, *, on_cpu: bool) -> list[float]:
+    """Bytes that a PPO run is to take of each rank's memory beside interpreter and libraries, in the order of ranks."""
+    return [memory.total for memory in rank_memory(train_holdings(config, on_cpu=on_cpu)).values()]
+
+
+def rank_memory(holdings: Sequence[Holding]) -> dict[int, Memory]:
+    """What all roles of each rank take together, by rank."""
+    ranks = groupby(holdings, key=lambda holding: holding.rank)
+    return {rank: Memory.of_rank([each.memory for each in held]) for rank, held in ranks}
+
+
+def train_holdings(config: TrainConfig, *, on_cpu: bool) -> list[Holding]:
+    """Every share of every rank of a PPO run, by rank.  The configuration has passed its checks.
+
+    `on_cpu`: whether the ranks compute on processors, where decoding has weights of its own (`runtime.decode_path`).
+    """
     training = training_places(config)
     holdings: list[Holding] = []
     for name, place in role_places(config).items():
         role = named_roles(config)[name]
         model = _Model.of(role, scalar=name in SCALAR_ROLES)
-        served = _serving(config, name, place, model)
+        served = _serving(config, name, place, model, packed=on_cpu and config.runtime.decode_path == "packed")
         if not isinstance(role, TrainedRoleConfig):
             holdings += served
             continue
@@ -115,16 +141,26 @@ def supervised_holdings(config: SupervisedConfig) -> list[Holding]:
     return sorted(held, key=lambda holding: holding.rank)
 
 
-def _serving(config: TrainConfig, name: str, place: Place, model: _Model) -> Iterator[Holding]:
-    """Decoding or scoring: weights and cache."""
+def _serving(config: TrainConfig, name: str, place: Place, model: _Model, *, packed: bool) -> Iterator[Holding]:
+    """Decoding or scoring: weights, cache, and what a call holds."""
     sequences, context = ceil(most_sequences(config) / place.dp), max_context(config)
     context = slot_tokens(context, config.runtime.kv_layout)
     budget_mb = config.runtime.kv_cache_mb
     slots = kv_slots(model.shape, place, model.dtype, slots=sequences, context=context, budget_mb=budget_mb)
-    cache = kv_cache_bytes(model.shape, place, model.dtype, slots=slots, context=context, budget_mb=None)
+    cached = slots
+    if name == "actor" and config.evaluation is not None:  # held-out prompts are answered over a cache of their own
+        cached += min(slots, config.evaluation.max_prompts)
+    cache = kv_cache_bytes(model.shape, place, model.dtype, slots=cached, context=context, budget_mb=None)
+    tokens = min(config.runtime.micro_batch_tokens, slots * context)
     batches = _serving_batches(config, name, sequences, slots)
     for seat, rank in _seats(place):
-        memory = Memory(weights=model.weights(place, seat.stage), kv_cache=cache)
+        memory = Memory(
+            weights=model.weights(place, seat.stage),
+            packed=model.packed(place, seat.stage) if packed else 0,
+            kernels=_kernels(name, tokens, slots, makes_logits=model.makes_logits(place, seat)) if packed else 0,
+            kv_cache=cache,
+            activations=_of_a_call(name, model, place, seat, tokens, slots),
+        )
         yield Holding(rank, name, seat, Sizes.of(place), _layers(model, place, seat), memory, batches)
 
 
@@ -142,10 +178,25 @@ def _training(
         yield Holding(rank, f"{name}.train", seat, Sizes.of(place, train.vpp), layers, memory, batches)
 
 
+def _of_a_call(name: str, model: _Model, place: Place, seat: Seat, tokens: int, slots: int) -> float:
+    """Bytes that the largest cached call holds: the actor's has logits where it decodes, the reference's where it reads."""
+
+    def held(tokens: int, rows: int, *, draws: bool = False) -> float:
+        rows = rows if model.makes_logits(place, seat) else 0
+        return cached_activations(model.shape, place.tp, model.dtype, tokens=tokens, rows=rows, draws=draws)
+
+    return max(held(tokens, 0), held(slots, slots, draws=True)) if name == "actor" else held(tokens, tokens)
+
+
+def _kernels(name: str, tokens: int, slots: int, *, makes_logits: bool) -> int:
+    """Bytes of the kernels of a role's products: the actor decodes any number of sequences, all roles read up to `tokens`."""
+    read, decoded = prefill_sizes(tokens), min(slots, FEW_ROWS) if name == "actor" else 0
+    return kernel_bytes(read + decoded, (decoded if name == "actor" else read) if makes_logits else 0)
+
+
 def _both(served: Holding, trained: Holding) -> Holding:
     """Serving and training over the same weights."""
-    state = trained.memory
-    memory = replace(served.memory, gradients=state.gradients, optimizer=state.optimizer, activations=state.activations)
+    memory = Memory.of_rank([served.memory, replace(trained.memory, copy=0)])
     return replace(served, memory=memory, batches=served.batches | trained.batches)
 
 

@@ -1,12 +1,13 @@
 """What a model takes of a rank's memory, counted from its `config.json` and layout.  Pure; nothing is loaded.
 
-Parameters, gradients, optimizer state and KV cache are exact; activations are an estimate (see `training_activations`).
-Not counted: what a decode or prefill call holds while it runs, communication buffers, the allocator's own loss.
+Parameters, their packed copies, gradients, optimizer state and KV cache are exact; activations are an estimate (see
+`training_activations` and `cached_activations`), and so are a CPU's kernels (`kernel_bytes`).  Not counted: interpreter and
+libraries, communication buffers, the host's copy by which a guard takes an update back, the allocator's own loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +20,27 @@ Shape = Mapping[str, Any]
 FP32 = 4
 BLOCK_TOKENS = 256
 """Positions of a block of a paged KV cache: the least that FlashAttention-2 takes."""
+FEW_ROWS, ROW_MULTIPLE, MOST_ROWS = 128, 32, 4096
+"""Packed products take up to `FEW_ROWS` as they come, more in multiples; beyond `MOST_ROWS` there is no packed product."""
+KERNEL_BYTES, MOST_KERNELS = 2**19, 1024
+"""What oneDNN keeps of a product of given sizes (two buffers of code, measured), and of how many such products."""
+DRAWING_COPIES = 3
+"""Float32 tensors as large as a step's logits that drawing tokens holds beside them."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank by kind.  `copy`: weights held a second time, because training has a layout of its own."""
+    """Bytes on one rank by kind.
+
+    `copy`: weights held a second time, because training has a layout of its own.  `packed`: weights held once more in the
+    order in which a CPU's products read them (`runtime.decode_path: packed`), `kernels`: what its library prepares for
+    them.  `activations`: the most that one forward and backward pass, or one cached call, holds while it runs.
+    """
 
     weights: float = 0
     copy: float = 0
+    packed: float = 0
+    kernels: float = 0
     gradients: float = 0
     optimizer: float = 0
     kv_cache: float = 0
@@ -35,6 +49,16 @@ class Memory:
     @property
     def total(self) -> float:
         return float(sum(vars(self).values()))
+
+    @classmethod
+    def of_rank(cls, roles: Sequence[Memory]) -> Memory:
+        """What the roles of a rank take together.
+
+        They compute in turn, so of activations only the largest counts; and of kernels, which models of one shape share.
+        """
+        kinds = [vars(memory) for memory in roles]
+        sums = {kind: sum(memory[kind] for memory in kinds) for kind in kinds[0]}
+        return cls(**sums | {kind: max(memory[kind] for memory in kinds) for kind in ("kernels", "activations")})
 
 
 def stage_layers(shape: Shape, pp: int, stage: int, vpp: int = 1) -> list[range]:
@@ -56,10 +80,33 @@ def stage_parameters(shape: Shape, tp: int, pp: int, stage: int, *, scalar: bool
     return int(count)
 
 
-def _layer_parameters(shape: Shape, tp: int) -> int:
+def packed_parameters(shape: Shape, tp: int, pp: int, stage: int, *, scalar: bool) -> int:
+    """Of `stage_parameters` those of matrix products, the vocabulary's included, tied to the embeddings or not."""
+    head = shape["vocab_size"] // tp * shape["hidden_size"] if stage == pp - 1 and not scalar else 0
+    return int(shape["num_hidden_layers"] // pp * _product_parameters(shape, tp) + head)
+
+
+def prefill_sizes(tokens: int) -> int:
+    """How many numbers of rows packed products may meet in calls of up to `tokens` tokens, but for rare ones of few rows."""
+    return max(0, -(-min(tokens, MOST_ROWS) // ROW_MULTIPLE) - FEW_ROWS // ROW_MULTIPLE)
+
+
+def kernel_bytes(layer_sizes: int, head_sizes: int) -> int:
+    """Bytes of the kernels of a layer's four products for so many numbers of rows, and of the vocabulary's for others."""
+    return min(4 * layer_sizes + head_sizes, MOST_KERNELS) * KERNEL_BYTES
+
+
+def _product_parameters(shape: Shape, tp: int) -> int:
+    """Weights of a layer's four products: queries, keys and values; attention's output; gate and up; down."""
     hidden, ffn, dim = shape["hidden_size"], shape["intermediate_size"], head_dim(shape)
     query, keys_values = shape["num_attention_heads"] * dim // tp, 2 * num_kv_heads(shape) * dim // tp
-    count = hidden * (query + keys_values) + query * hidden + 3 * hidden * ffn // tp + 2 * hidden
+    return int(hidden * (query + keys_values) + query * hidden + 3 * hidden * ffn // tp)
+
+
+def _layer_parameters(shape: Shape, tp: int) -> int:
+    hidden, dim = shape["hidden_size"], head_dim(shape)
+    query, keys_values = shape["num_attention_heads"] * dim // tp, 2 * num_kv_heads(shape) * dim // tp
+    count = _product_parameters(shape, tp) + 2 * hidden
     if shape["model_type"] == "qwen2":
         count += query + keys_values  # biases
     if shape["model_type"] == "qwen3":
@@ -130,6 +177,19 @@ def training_activations(
     if stage == sizes.pp - 1 and not scalar:
         total += tokens * shape["vocab_size"] / sizes.tp * 2 * FP32
     return float(total)
+
+
+def cached_activations(shape: Shape, tp: int, dtype: str, *, tokens: int, rows: int, draws: bool) -> float:
+    """Bytes that a decode step or a prefill micro-batch of `tokens` tokens holds at most: an estimate.
+
+    Of each token the hidden state twice and a layer's four tensors of the feed-forward size; of the `rows` whose logits are
+    made (0 with a scalar head) those, in float32 and as computed, and where tokens are drawn from them what that takes.
+    """
+    width = DTYPE_BYTES[dtype]
+    computed = 0 if dtype == "float32" else width
+    kept = tokens * (2 * shape["hidden_size"] + 4 * shape["intermediate_size"] / tp) * width
+    logit = FP32 + computed + (DRAWING_COPIES * FP32 if draws else 0)
+    return float(kept + rows * shape["vocab_size"] / tp * logit)
 
 
 def _layer_activations(shape: Shape, tp: int, train: TrainingLayoutConfig) -> tuple[float, float]:

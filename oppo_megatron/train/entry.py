@@ -50,13 +50,15 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs) -> None:
         save_role(trainer.actor.role.trained.chunks, run.weights / "actor", inputs.tokenizer)
     if config.save_weights and trainer.critic is not None:
         save_role(trainer.critic.role.trained.chunks, run.weights / "critic", inputs.tokenizer)
+    trainer.memory.look()
+    memory = trainer.memory.of_all_ranks()
     dist.barrier()
     if trainer.journal is not None:
         merge_traces(config.run_dir)
         planner = trainer.rounds.planner
         if planner.generator == "woven":
             write_json(run.costs, costs_tree(planner.costs))
-        trainer.journal.summarise(inputs.counts())
+        trainer.journal.summarise(inputs.counts(), memory)
 
 
 def _prepare(config: TrainConfig, world: World) -> None:

@@ -8,12 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from oppo_megatron.algorithms.experience import Experience
+from oppo_megatron.config.holdings import planned_memory
 from oppo_megatron.config.places import role_places
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.records import Rollout
 from oppo_megatron.train.console import Progress
+from oppo_megatron.train.memory import MemoryByRank
 from oppo_megatron.train.metrics_log import MetricsLog, read_metrics, summarise
 from oppo_megatron.train.run_dir import RunDirectory, encode_json, write_json
 from oppo_megatron.train.score_exchange import ScoreReport
@@ -54,11 +58,12 @@ class StepFacts:
 class Journal:
     """Kept by one rank, the actor's output rank.  A step's line waits for the statistics of its critic update."""
 
-    def __init__(self, config: TrainConfig, total_steps: int | None, tokenizer: Tokenizer):
+    def __init__(self, config: TrainConfig, total_steps: int | None, tokenizer: Tokenizer, device: torch.device):
         self.run_dir = RunDirectory(config.run_dir)
         self.tokenizer, self.keep_rollouts = tokenizer, config.logging.rollouts
         actor = role_places(config)["actor"]
         self.single_stage = actor.pp == 1
+        self.planned_bytes = planned_memory(config, on_cpu=device.type == "cpu")
         self.log = MetricsLog(self.run_dir.metrics)
         self.trackers = open_trackers(config.logging, self.run_dir)
         self.progress = Progress(config.logging.console, total_steps, "ppo")
@@ -112,10 +117,10 @@ class Journal:
                 }
                 file.write(encode_json(line) + "\n")
 
-    def complete(self, step: int, critic: dict[str, float]) -> None:
-        """The critic's update of the step has ended."""
-        self.log.complete(step, critic)
-        self.trackers.log(step, critic)
+    def complete(self, step: int, late: dict[str, Any]) -> None:
+        """The critic's update of the step has ended: the fields that waited for it."""
+        self.log.complete(step, late)
+        self.trackers.log(step, late)
 
     def evaluation(self, step: int, accuracy: float) -> None:
         """Held-out accuracy after `step` steps."""
@@ -123,9 +128,10 @@ class Journal:
         self.trackers.log(step, {"heldout_accuracy": accuracy})
         self.progress.note(f"held-out accuracy after {step} steps: {accuracy:.1%}")
 
-    def summarise(self, rows: Mapping[str, Mapping[str, int]]) -> None:
+    def summarise(self, rows: Mapping[str, Mapping[str, int]], memory: MemoryByRank) -> None:
         """Write summary.json: the last file of a run, the sign that it finished.  `rows` counts what was read."""
         self.log.close()
+        self.progress.note(memory.describe(self.planned_bytes))
         summary = summarise(read_metrics(self.run_dir.metrics))
         accuracy = [self.accuracy[step] for step in sorted(self.accuracy)]
         summary |= {
@@ -134,7 +140,7 @@ class Journal:
             "heldout_accuracy": {str(step): value for step, value in self.accuracy.items()},
             "total_s": time.time() - self.started,
             "rows": rows,
-        }
+        } | memory.summary(self.planned_bytes)
         write_json(self.run_dir.summary, summary)
 
     def _timing(self, facts: StepFacts, spans: SpanRecorder) -> dict[str, Any]:

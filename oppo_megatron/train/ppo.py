@@ -16,6 +16,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,7 @@ from oppo_megatron.train.critical_path import CriticPlace, StepClock, scoring_de
 from oppo_megatron.train.evaluate import Evaluator
 from oppo_megatron.train.guard import Evidence, Guard
 from oppo_megatron.train.journal import Journal, StepFacts
+from oppo_megatron.train.memory import MemoryMeter
 from oppo_megatron.train.round_trace import RoundTracer
 from oppo_megatron.train.score_exchange import ScoreExchange, ScoreReport, sum_over_ranks
 from oppo_megatron.train.trace import SpanRecorder
@@ -61,6 +63,7 @@ class PPOTrainer:
     kl: KLController
     spans: SpanRecorder
     tracer: RoundTracer
+    memory: MemoryMeter
     actor: Actor | None
     critic: Critic | None
     evaluator: Evaluator | None
@@ -77,9 +80,9 @@ class PPOTrainer:
             self._step(step)
             self._evaluate(step, last=self.scheduler.done)
         with self._part("wait_update", "actor" if self.actor is not None else "scorer", step):
-            critic_stats = self.exchange.critic_stats(self.critic)
+            critic_stats, memory = self.exchange.critic_stats(self.critic), self.memory.of_all_ranks()
         if self.journal is not None:
-            self._complete(step, critic_stats)
+            self._complete(step, critic_stats | memory.peak_fields())
         self.spans.flush()
 
     def _step(self, step: int) -> None:
@@ -145,12 +148,13 @@ class PPOTrainer:
         seconds = self._scoring_seconds(step)
         with self._part(waiting, role, step):
             scored, report = self.exchange.gather(batch, self.rounds, self.actor, self.critic, seconds, self.clock.work)
+            memory = self.memory.of_all_ranks()
         self.clock.meet()
         facts.scores, facts.kl_coefficient, facts.rewards = report, self.kl.value, scored.scores_B.tolist()
         facts.local_score_s = seconds.get("score", 0.0)
         if self.journal is not None and step > 1:
             facts.critic_exposed_s = self._critic_delay(step, report)
-            self._complete(step - 1, report.critic, facts.critic_exposed_s)
+            self._complete(step - 1, report.critic | memory.peak_fields(), facts.critic_exposed_s)
         with _planning(facts):
             self.rounds.retire(batch)
         return scored
@@ -162,12 +166,15 @@ class PPOTrainer:
         delay_s = scoring_delay(report.critic["critic_update_s"], report.work, self.clock.ends)
         return min(delay_s, self.spans.totals(step, "actor")["wait_scores"])
 
-    def _complete(self, step: int, critic: dict[str, float], delay_s: float = 0.0) -> None:
-        """The critic's update of the step has ended; `delay_s` of it held up the next step's scores."""
+    def _complete(self, step: int, late: dict[str, Any], delay_s: float = 0.0) -> None:
+        """The critic's update of the step has ended; `delay_s` of it held up the next step's scores.
+
+        `late` are the fields that are known only now: of that update, and what memory the step has left at its highest.
+        """
         assert self.journal is not None
-        update_s, waited_s = critic["critic_update_s"], self.spans.totals(step, "actor").get("wait_update", 0.0)
+        update_s, waited_s = late["critic_update_s"], self.spans.totals(step, "actor").get("wait_update", 0.0)
         exposed_s = self._critic_place.exposed_s(update_s, waited_s + delay_s)
-        self.journal.complete(step, critic | {"critic_exposed_s": exposed_s, "critic_hidden_s": update_s - exposed_s})
+        self.journal.complete(step, late | {"critic_exposed_s": exposed_s, "critic_hidden_s": update_s - exposed_s})
 
     @property
     def _critic_place(self) -> CriticPlace:
@@ -246,6 +253,7 @@ class PPOTrainer:
                 self.rounds.actor_changed()
             self.rounds.critic_changed()
         self.rounds.executor.drain()
+        self.memory.look()
         if plan.wait_for_critic and self.world.size > 1:
             role = "actor" if self.actor is not None else "scorer"
             with self._part("wait_update", role, step):

@@ -160,9 +160,19 @@ class ScoreExchange:
 
 def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:
     """Element-wise sums over all ranks, alike to the bit on each: they are added in the order of the ranks."""
+    return _of_all_ranks(values, device).sum(0).tolist()
+
+
+def by_rank(values: Sequence[float], device: torch.device) -> list[list[float]]:
+    """For each of the values what it is on every rank, in the order of the ranks.  Collective of the world."""
+    return _of_all_ranks(values, device).T.tolist()
+
+
+def _of_all_ranks(values: Sequence[float], device: torch.device) -> Tensor:
+    """[ranks, values]"""
     mine = torch.tensor(values, dtype=torch.float64, device=device)
-    if dist.get_world_size() == 1:
-        return mine.tolist()
     all_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    if len(all_ranks) == 1:
+        return mine[None]
     dist.all_gather(all_ranks, mine)
-    return torch.stack(all_ranks).sum(0).tolist()
+    return torch.stack(all_ranks)

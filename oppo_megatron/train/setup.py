@@ -18,6 +18,7 @@ from oppo_megatron.train.evaluate import Evaluator
 from oppo_megatron.train.guard import Guard
 from oppo_megatron.train.inputs import Inputs
 from oppo_megatron.train.journal import Journal
+from oppo_megatron.train.memory import MemoryMeter
 from oppo_megatron.train.places import build_topology
 from oppo_megatron.train.ppo import PPOTrainer
 from oppo_megatron.train.role_builder import RoleBuilder
@@ -31,6 +32,7 @@ def build_trainer(config: TrainConfig, world: World, inputs: Inputs) -> PPOTrain
     """Groups, models, optimizers and books of this rank."""
     prompts = prompt_stream(config, inputs.prompts)
     topology = build_topology(config)
+    memory = MemoryMeter.begin(world.device)
     builder = RoleBuilder(config, world, topology, inputs.tokenizer, prompts, inputs.lengths)
     keeps_journal = world.rank == topology.site.source
     tracer = _tracer(config, world.rank, topology.site)
@@ -52,11 +54,12 @@ def build_trainer(config: TrainConfig, world: World, inputs: Inputs) -> PPOTrain
         kl=KLController(config.ppo.kl),
         spans=tracer.spans,
         tracer=tracer,
+        memory=memory,
         actor=actor,
         critic=critic,
         evaluator=_evaluator(config, inputs, builder),
         guard=Guard(config, world.rank, world.device, topology.site, builder.total_steps),
-        journal=Journal(config, builder.total_steps, inputs.tokenizer) if keeps_journal else None,
+        journal=Journal(builder.config, builder.total_steps, inputs.tokenizer, world.device) if keeps_journal else None,
     )
 
 

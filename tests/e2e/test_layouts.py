@@ -6,11 +6,15 @@ batches, and weights within a tolerance (`tests/support/layouts.py`).
 
 from __future__ import annotations
 
-from itertools import combinations, product
+import json
+from itertools import combinations, pairwise, product
 from pathlib import Path
 
 import pytest
 
+from oppo_megatron.config.places import world_size
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.train.metrics_log import read_metrics
 from tests.support.layouts import Layout, assert_same, deep, parallel
 from tests.support.ppo import Outcome, Workspace, run_ppo_ranks
 
@@ -62,4 +66,17 @@ def test_layout_trains_as_one_process(
     name = "-".join(map(str, (mode, *actor, *scorer)))
     config = deep(workspace, name, placement=placement, **{"overlap.intra": True})
     assert_same(run_ppo_ranks(config), plain)
-    assert (Path(config["run_dir"]) / "summary.json").exists()
+    assert_memory_of_every_rank(Path(config["run_dir"]), world_size(TrainConfig(**config)))
+
+
+def assert_memory_of_every_rank(run: Path, ranks: int) -> None:
+    """The plan and what was measured, for each rank; peaks only rise."""
+    summary = json.loads((run / "summary.json").read_text())
+    base, peak, planned, ratio = (summary[f"memory_{name}"] for name in ("base_mb", "peak_mb", "planned_mb", "ratio"))
+    assert len(base) == len(peak) == len(planned) == len(ratio) == ranks
+    for rank in range(ranks):
+        assert peak[rank] > base[rank] > 0 < planned[rank], rank
+        assert ratio[rank] == pytest.approx((peak[rank] - base[rank]) / planned[rank], rel=0.05, abs=1e-3)
+    peaks = [line["memory_peak_mb"] for line in read_metrics(run / "metrics.jsonl")]
+    for before, after in pairwise([*peaks, peak]):
+        assert all(one <= other for one, other in zip(before, after, strict=True))

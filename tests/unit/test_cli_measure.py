@@ -160,12 +160,12 @@ def test_the_report_has_the_table_the_reason_and_the_lines_to_paste(config: Path
 
 
 def test_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("oppo_megatron.cli.measure._cuda_devices", lambda: 0)
+    monkeypatch.setattr("oppo_megatron.cli.measure.cuda_devices", lambda: 0)
     for device in ("auto", "cpu"):
         assert this_machine(RuntimeConfig(device=device)) == Machine("cpu", usable_cores())  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="runtime.device is 'cuda', but torch finds no CUDA device"):
         this_machine(RuntimeConfig(device="cuda"))
-    monkeypatch.setattr("oppo_megatron.cli.measure._cuda_devices", lambda: 4)
+    monkeypatch.setattr("oppo_megatron.cli.measure.cuda_devices", lambda: 4)
     assert this_machine(RuntimeConfig()) == Machine("cuda", 4)
     assert this_machine(RuntimeConfig(device="cpu")).device == "cpu"
 

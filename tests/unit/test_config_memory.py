@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oppo_megatron.config.holdings import Holding, supervised_holdings, train_holdings
+from oppo_megatron.config.holdings import Holding, rank_memory, supervised_holdings, train_holdings
 from oppo_megatron.config.layouts import Sizes
 from oppo_megatron.config.memory import (
     Memory,
     TrainingBatch,
+    cached_activations,
     kv_cache_bytes,
     stage_layers,
     stage_parameters,
@@ -112,7 +113,7 @@ def test_the_last_stage_of_a_language_model_holds_logits() -> None:
     assert logits - scalar == 100 * 48 * 2 * 4
 
 
-def holdings(**changes: Any) -> list[Holding]:
+def holdings(on_cpu: bool = False, **changes: Any) -> list[Holding]:
     settings = {
         "run_dir": "run",
         "tokenizer": {"path": "tok"},
@@ -124,7 +125,7 @@ def holdings(**changes: Any) -> list[Holding]:
         "rollout": {"batch_size": 8, "max_response_tokens": 100},
         "overlap": {"delta": {"initial": 0, "max": 3}},
     }
-    return train_holdings(TrainConfig.model_validate({**settings, **changes}))
+    return train_holdings(TrainConfig.model_validate({**settings, **changes}), on_cpu=on_cpu)
 
 
 def test_what_each_rank_holds() -> None:
@@ -135,7 +136,8 @@ def test_what_each_rank_holds() -> None:
     parameters = stage_parameters(SHAPE, 2, 2, 0, scalar=False)
     assert actor.memory.weights == reference.memory.weights == parameters * 4
     assert (actor.memory.gradients, actor.memory.optimizer) == (parameters * 4, parameters * 8 / 2)
-    assert (reference.memory.gradients, reference.memory.optimizer, reference.memory.activations) == (0, 0, 0)
+    assert (reference.memory.gradients, reference.memory.optimizer, reference.memory.packed) == (0, 0, 0)
+    assert reference.memory.activations == 6 * 128 * (2 * 64 + 4 * 64) * 4, "all that its cache holds, in one call"
     assert actor.memory.kv_cache == 6 * 128 * 2 * 4 * 1 * 8 * 4, "6 of 11 sequences are a replica's"
     assert actor.batches["B + delta"] == "8-11" and actor.batches["sequences a replica"] == "6"
     assert actor.batches["rows a replica"] == "4" and "rows a replica" not in reference.batches
@@ -201,11 +203,56 @@ def test_another_training_layout_is_a_second_copy() -> None:
     same = {h.role: h for h in holdings() if h.rank == 0}
     moved = {h.role: h for h in holdings(actor={"init": SHAPE, "train": {"tp": 1, "pp": 4}}) if h.rank == 0}
     assert list(moved) == ["actor", "actor.train", "reference", "critic"]
-    assert moved["actor"].memory == Memory(weights=same["actor"].memory.weights, kv_cache=same["actor"].memory.kv_cache)
+    weights, cache = same["actor"].memory.weights, same["actor"].memory.kv_cache
+    call = same["reference"].memory.activations
+    assert moved["actor"].memory == Memory(weights=weights, kv_cache=cache, activations=call)
     copy = moved["actor.train"].memory
     assert copy.copy == copy.gradients == stage_parameters(SHAPE, 1, 4, 0, scalar=False) * 4
     assert copy.weights == 0 and moved["actor.train"].layers == [range(0, 2)]
     assert same["actor"].memory.copy == 0
+
+
+def test_a_processor_decodes_by_a_copy_of_the_products_weights() -> None:
+    """All weights but norms, biases and embeddings; the vocabulary's once more where it is tied to the embeddings."""
+    tied = {**SHAPE, "tie_word_embeddings": True}
+    one = {"placement": {"mode": "single"}, "actor": {"init": tied}, "critic": {"init": tied}}
+    held = {h.role: h.memory for h in holdings(on_cpu=True, **one)}
+    norms_and_biases = 8 * (2 * 64 + 64 + 2 * 16) + 64
+    assert held["actor"].packed == held["reference"].packed == held["actor"].weights - norms_and_biases * 4
+    assert held["critic"].packed == held["critic"].weights - (norms_and_biases + 96 * 64 + 64) * 4
+    for changes in ({}, {"on_cpu": True, "runtime": {"decode_path": "lean"}}):
+        assert {h.memory.packed for h in holdings(**one, **changes)} == {0}
+
+
+def test_kernels_are_counted_for_every_number_of_rows_that_a_role_meets() -> None:
+    """The actor decodes 1 to 16 sequences and reads 160, 192 ... 2048 tokens; its vocabulary's product only decodes."""
+    one = {"placement": {"mode": "single"}, "overlap": {}, "runtime": {"micro_batch_tokens": 2048}}
+    kernels = {h.role: h.memory.kernels / 2**19 for h in holdings(on_cpu=True, **one)}
+    assert kernels == {"actor": 4 * (16 + 60) + 16, "reference": 4 * 60 + 60, "critic": 4 * 60}
+    many = {**one, "rollout": {"batch_size": 200, "max_response_tokens": 100}, "runtime": {}}
+    kernels = {h.role: h.memory.kernels / 2**19 for h in holdings(on_cpu=True, **many)}
+    assert kernels == {"actor": 1024, "reference": 5 * 124, "critic": 4 * 124}, "at most 1024"
+
+
+def test_a_rank_takes_what_its_roles_hold_and_the_largest_of_what_they_compute() -> None:
+    parts = [Memory(weights=1, packed=2, kernels=3, activations=30), Memory(weights=10, kernels=4, activations=20)]
+    assert Memory.of_rank(parts) == Memory(weights=11, packed=2, kernels=4, activations=30)
+    both = holdings(placement={"mode": "single"})
+    assert rank_memory(both) == {0: Memory.of_rank([h.memory for h in both])}
+
+
+def test_calls_by_hand() -> None:
+    # of a token: 2 x 64 whole, 4 x 128 over tp 2; of a row 48 logits in float32, as computed, and thrice to draw
+    assert cached_activations(SHAPE, 2, "float32", tokens=10, rows=0, draws=False) == 10 * (128 + 256) * 4
+    assert cached_activations(SHAPE, 2, "bfloat16", tokens=10, rows=3, draws=False) == 10 * 384 * 2 + 3 * 48 * (4 + 2)
+    drawn, read = (cached_activations(SHAPE, 2, "float32", tokens=0, rows=3, draws=draws) for draws in (True, False))
+    assert drawn - read == 3 * 48 * 4 * 3
+
+
+def test_held_out_answers_have_a_cache_of_their_own() -> None:
+    judged = {"data": {"path": "rows.jsonl", "max_prompt_tokens": 28}, "verifier": "gsm8k", "max_prompts": 2}
+    without, beside = (holdings(evaluation=evaluation)[0].memory.kv_cache for evaluation in (None, judged))
+    assert beside == without * 8 / 6
 
 
 def test_a_supervised_model_is_one_role() -> None:

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MOST_ROWS = 4096
-"""Beyond it, torch's own product has little left to lose."""
+from oppo_megatron.config.memory import FEW_ROWS, MOST_ROWS, ROW_MULTIPLE
 
 TYPICAL_ROWS = 16  # a hint for the layout; it serves 1 to `MOST_ROWS` rows alike
 
@@ -39,7 +38,7 @@ def product(weight_OI: Tensor, bias_O: Tensor | None = None, *, packed: bool) ->
     multiply = torch.ops.mkldnn._linear_pointwise.default
 
     def by_rows(x_TI: Tensor) -> Tensor:
-        if x_TI.shape[0] > MOST_ROWS:
+        if x_TI.shape[0] > MOST_ROWS:  # torch's own product has little left to lose
             return F.linear(x_TI, weight_OI, bias_O)
         num_rows = x_TI.shape[0]
         x_TI = _filled_up(x_TI)
@@ -51,11 +50,12 @@ def product(weight_OI: Tensor, bias_O: Tensor | None = None, *, packed: bool) ->
 def _filled_up(x_TI: Tensor) -> Tensor:
     """With rows of no meaning behind it, so that prefill comes in few sizes.
 
-    oneDNN prepares a kernel for each size that it meets, which takes as long as a small product, and keeps about a thousand.
+    oneDNN prepares a kernel for each size that it meets, which takes as long as a small product, and keeps about a thousand
+    (`config/memory.py` counts them).
     """
     num_rows = x_TI.shape[0]
-    if num_rows <= 128:  # decoding
+    if num_rows <= FEW_ROWS:  # decoding
         return x_TI
-    filled_TI = x_TI.new_empty(-(-num_rows // 32) * 32, x_TI.shape[1])
+    filled_TI = x_TI.new_empty(-(-num_rows // ROW_MULTIPLE) * ROW_MULTIPLE, x_TI.shape[1])
     filled_TI[:num_rows] = x_TI
     return filled_TI

@@ -1,0 +1,41 @@
+"""How much memory this process holds: of its CUDA device where it computes on one, else of the host.
+
+On a CUDA device it is what torch's allocator has taken from the device, whether tensors fill it or not, without the CUDA
+context and the libraries' own buffers.  On the host it is the resident set, interpreter and libraries included.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+
+import psutil
+import torch
+
+STATUS = Path("/proc/self/status")
+
+
+def held_bytes(device: torch.device) -> int:
+    """Bytes held now."""
+    if device.type == "cuda":
+        return torch.cuda.memory_reserved(device)
+    return int(psutil.Process().memory_info().rss)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most bytes that were held at once since the process began."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else _peak_resident(STATUS)
+
+
+def _peak_resident(status: Path) -> int:
+    """The kernel's high-water mark of this process's memory, or where it gives none that of `getrusage`.
+
+    The latter counts from before `exec`, so a spawned rank would begin with the size of the process that started it.
+    """
+    if status.exists():
+        for line in status.read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("VmHWM:"):  # "VmHWM:     5412 kB", which are KiB
+                return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
