@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+EXIT_REQUEUE = 75
+"""Exit code of a run that was told to stop, and is to be started again (EX_TEMPFAIL of sysexits.h)."""
+
 
 class OppoError(Exception):
     """Root of every error that this package raises on purpose."""

@@ -73,11 +73,15 @@ class ChunkRow:
 
 @dataclass(slots=True)
 class Chunk:
-    """What one round of decoding produced.  `clock` is the logical clock after the round."""
+    """What one round of decoding produced.  `clock` is the logical clock after the round.
+
+    `halt`: the run was told to stop; every rank does after this chunk.
+    """
 
     index: int
     clock: int
     rows: list[ChunkRow] = field(default_factory=list)
+    halt: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from oppo_megatron.errors import ConfigError, OppoError, StallError, WorldError
+from oppo_megatron.cli.signals import SignalRelay
+from oppo_megatron.errors import EXIT_REQUEUE, ConfigError, OppoError, StallError, WorldError
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -35,6 +36,10 @@ LINGER_S = 5 * MONITOR_S  # so that a rank that was killed is found before those
 
 class RankError(OppoError, RuntimeError):
     """A rank of this run failed; the message is that rank's own."""
+
+
+class RankKilled(RankError):
+    """A rank of this run was ended by a signal."""
 
 
 @dataclass(frozen=True)
@@ -155,8 +160,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 def _run_entry(entry: str, kind: str, config: Any) -> int:
     module, _, function = entry.partition(":")
-    getattr(importlib.import_module(module), function)(kind, config)
-    return 0
+    return int(getattr(importlib.import_module(module), function)(kind, config) or 0)
 
 
 def _launch_local(entry: str, kind: str, config: Any, world_size: int) -> int:
@@ -181,10 +185,16 @@ def _launch_local(entry: str, kind: str, config: Any, world_size: int) -> int:
             start_method="spawn",
             local_addr="127.0.0.1",
         )
+        if hasattr(agent, "signals_to_handle"):  # an older agent ends its ranks by SIGTERM, and they have 30 s to save
+            agent.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"  # SIGTERM is the relay's
+        relay = SignalRelay()
         try:
-            elastic_launch(agent, _local_rank)(entry, kind, config, failures)
+            with relay.listening():
+                elastic_launch(agent, _local_rank)(entry, kind, config, failures)
         except ChildFailedError as error:
-            return _report(Path(failures), error)
+            if any(failed.exitcode == EXIT_REQUEUE for failed in error.failures.values()):
+                return EXIT_REQUEUE
+            return relay.code or _report(Path(failures), error)
         except SignalException as error:
             if error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from error
@@ -194,8 +204,9 @@ def _launch_local(entry: str, kind: str, config: Any, world_size: int) -> int:
 
 def _local_rank(entry: str, kind: str, config: Any, failures: str) -> None:
     """One spawned rank.  Leaves a Failure file instead of a traceback, for the parent to show."""
+    code = 0
     try:
-        _run_entry(entry, kind, config)
+        code = _run_entry(entry, kind, config)
     except Exception as error:
         kind_of_failure = _kind_of(error)
         message = traceback.format_exc() if kind_of_failure == "defect" else str(error)
@@ -203,6 +214,8 @@ def _local_rank(entry: str, kind: str, config: Any, failures: str) -> None:
         (Path(failures) / f"{failure.rank}.json").write_text(json.dumps(asdict(failure)), encoding="utf-8")
         time.sleep(LINGER_S)
         leave(EXIT_DEFECT)
+    if code:
+        leave(code)
 
 
 def is_among_peers() -> bool:
@@ -241,7 +254,7 @@ def _report(failures: Path, error: ChildFailedError) -> int:
     if killed:
         name = signal.Signals(-killed[0].exitcode).name
         waiting = "".join(f"\nrank {other.rank}: {other.message}" for other in written if other.kind == "symptom")
-        raise RankError(
+        raise RankKilled(
             f"rank {killed[0].local_rank} was ended by {name}; SIGKILL mostly means that memory ran out "
             f"(lower runtime.micro_batch_tokens or rollout.batch_size){waiting}"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +27,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_kind(kind: str, args: argparse.Namespace) -> int:
     """Serve one of `KINDS`: returns the exit code, raises ConfigError before anything expensive starts."""
-    from oppo_megatron.cli.launch import check_world_size, launch
+    from oppo_megatron.cli.launch import check_world_size
     from oppo_megatron.cli.rank_table import rank_table
     from oppo_megatron.config.load import config_yaml
     from oppo_megatron.train.run_dir import RunDirectory
@@ -40,8 +41,46 @@ def run_kind(kind: str, args: argparse.Namespace) -> int:
     if args.dry_run:
         print(config_yaml(config), *rank_table(config), sep="\n")
         return 0
-    RunDirectory(config.run_dir).require_unfinished()
-    return launch(kind, config, world_size(config))
+    run = RunDirectory(config.run_dir)
+    run.require_unfinished()
+    if not _resumes(config):
+        run.require_no_checkpoints()
+    return launch_again(kind, config, getattr(args, "max_restarts", 0))
+
+
+def launch_again(kind: str, config: TrainConfig | SupervisedConfig, restarts: int) -> int:
+    """Launch the ranks; where one is killed, do so again, up to `restarts` times, from the last checkpoint."""
+    from oppo_megatron.cli.launch import RankKilled, launch
+    from oppo_megatron.errors import ConfigError
+
+    if restarts < 0:
+        raise ConfigError(f"--max-restarts is {restarts}; it must be 0 or more")
+    for left in range(restarts, -1, -1):
+        try:
+            return launch(kind, config, world_size(config), in_process=not restarts)
+        except RankKilled as error:
+            if not left:
+                raise
+            print(
+                f"oppo {kind}: {error}; starting again, {left} of {restarts} restarts left", file=sys.stderr, flush=True
+            )
+            config = resuming(config)
+    raise AssertionError("the last launch returns or raises")
+
+
+def _resumes(config: TrainConfig | SupervisedConfig) -> bool:
+    from oppo_megatron.config.run import TrainConfig
+
+    return isinstance(config, TrainConfig) and config.checkpoint.resume
+
+
+def resuming(config: TrainConfig | SupervisedConfig) -> TrainConfig | SupervisedConfig:
+    """The same run, continued where it has a checkpoint."""
+    from oppo_megatron.config.run import TrainConfig
+
+    if not isinstance(config, TrainConfig):
+        return config
+    return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": True})})
 
 
 def load_settings(kind: str, path: Path, overrides: Sequence[str]) -> TrainSettings | SupervisedConfig:

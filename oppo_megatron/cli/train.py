@@ -9,7 +9,21 @@ from oppo_megatron.cli.run import add_run_arguments, run_kind
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser)
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue from the last whole checkpoint of run_dir, where it has one (checkpoint.resume=true)",
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="where a rank is killed, continue from the last whole checkpoint, up to N times",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.resume:
+        args.overrides = [*args.overrides, "checkpoint.resume=true"]
     return run_kind("train", args)

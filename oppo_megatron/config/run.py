@@ -25,6 +25,7 @@ from oppo_megatron.config.model import (
 )
 from oppo_megatron.config.overlap import OverlapConfig
 from oppo_megatron.config.ppo import PPOConfig, RolloutConfig
+from oppo_megatron.config.reliability import CheckpointConfig, PreemptConfig
 
 
 def _with_common_dtype(data: Any, roles: Sequence[str]) -> Any:
@@ -99,6 +100,8 @@ class TrainSettings(Section):
     logging: LoggingConfig = LoggingConfig()
     evaluation: EvaluationConfig | None = None
     guards: GuardsConfig = GuardsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    preempt: PreemptConfig = PreemptConfig()
     save_weights: bool = Field(True, description="write the final weights of actor and critic to `weights/`")
 
     @model_validator(mode="before")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 from oppo_megatron.records import Chunk, ChunkRow, Rollout
 
@@ -27,6 +28,18 @@ class Occupancy:
         self._num_tokens += sum(len(row.tokens) for row in chunk.rows)
         self._width = max(self._width, _most_running(chunk.rows, chunk.clock))
         self._clock = chunk.clock
+
+    def state_dict(self) -> dict[str, Any]:
+        """Within a phase, in plain JSON types."""
+        return {"clock": self._clock, "steps": self._num_steps, "tokens": self._num_tokens, "width": self._width}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Occupancy:
+        """The phase goes on."""
+        occupancy = cls(state["clock"])
+        occupancy._num_steps, occupancy._num_tokens = state["steps"], state["tokens"]
+        occupancy._width = state["width"]
+        return occupancy
 
     @property
     def tail_waste(self) -> float:

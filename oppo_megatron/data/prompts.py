@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +39,14 @@ class PromptSet:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def fingerprint(self) -> str:
+        """SHA-256 of all prompts and their rows' other columns, in their order: the same where, and only where, they are."""
+        digest = hashlib.sha256()
+        for row in self.rows:
+            fields = json.dumps(row.fields, sort_keys=True, default=str, ensure_ascii=False)
+            digest.update(f"{row.row}\0{row.tokens}\0{row.text}\0{fields}\n".encode())
+        return digest.hexdigest()
 
 
 Check = Callable[[Mapping[str, Any]], None]
@@ -124,11 +134,15 @@ class PromptStream(Iterator[Prompt]):
     def __next__(self) -> Prompt:
         if self.end is not None and self._position >= self.end:
             raise StopIteration
-        epoch, place = divmod(self._position, len(self._prompts))
+        prompt = self.at(self._position)
+        self._position += 1
+        return prompt
+
+    def at(self, position: int) -> Prompt:
+        """The prompt at a position of the stream, wherever the stream is now."""
+        epoch, place = divmod(position, len(self._prompts))
         if epoch != self._epoch:
             self._order = epoch_order(len(self._prompts), self._seed, epoch, self._shuffle)
             self._epoch = epoch
         row = self._prompts.rows[self._order[place]]
-        prompt = Prompt(self._position, row.row, row.text, row.tokens, row.fields)
-        self._position += 1
-        return prompt
+        return Prompt(position, row.row, row.text, row.tokens, row.fields)

@@ -30,7 +30,7 @@ Invariants (held by the unit tests):
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 from oppo_megatron.errors import StreamError
 from oppo_megatron.records import Chunk, ChunkRow, Prompt, Rollout
@@ -203,6 +203,16 @@ class RolloutBuffer:
         for row in chunk.rows:
             extend(self._rollouts[row.seq_id], row)
         self._clock = chunk.clock
+
+    def state_dict(self) -> dict[str, Any]:
+        """All but the rollouts, in plain JSON types."""
+        return {"clock": self._clock, "num_admitted": self._num_admitted, "delta": self._delta, "closed": self._closed}
+
+    def load_state_dict(self, state: dict[str, Any], rollouts: Iterable[Rollout]) -> None:
+        """Continue from `state` with the rollouts that were held, in the order of admission."""
+        self._clock, self._num_admitted = state["clock"], state["num_admitted"]
+        self._delta, self._closed = state["delta"], state["closed"]
+        self._rollouts = {rollout.seq_id: rollout for rollout in rollouts}
 
     def take_batch(self) -> list[Rollout]:
         """Remove the batch and return it, by (finish_clock, admission); defer everything else."""

@@ -20,8 +20,8 @@ more about which rollouts make a batch than without backfill, which is nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
 
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.records import Decision, Prompt, Rollout, StepSignals
@@ -34,6 +34,10 @@ class DeltaController(Protocol):
     def value(self) -> int: ...
 
     def observe(self, step: int, signals: StepSignals) -> Decision: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class OvercommitScheduler:
@@ -97,6 +101,21 @@ class OvercommitScheduler:
         decision = self._controller.observe(step, signals)
         self.buffer.set_delta(decision.value)
         return decision
+
+    def state_dict(self) -> dict[str, Any]:
+        """All but the rollouts, in plain JSON types."""
+        return {
+            "num_consumed": self._num_consumed,
+            "due": self._due,
+            "delta": self._controller.state_dict(),
+            "buffer": self.buffer.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any], rollouts: Iterable[Rollout]) -> None:
+        """Continue from `state`.  The prompts must be those of the run, from prompt `num_consumed` on."""
+        self._num_consumed, self._due = state["num_consumed"], state["due"]
+        self._controller.load_state_dict(state["delta"])
+        self.buffer.load_state_dict(state["buffer"] | {"closed": self._next_prompt is None}, rollouts)
 
     @property
     def _backfills(self) -> bool:

@@ -2,7 +2,7 @@
 
 A message is a header of HEADER_SIZE int64 words, then a payload:
 
-    header   magic, message index, logical clock, rows, tokens, checksum of these five
+    header   magic, message index, logical clock, rows, tokens, halt (0 or 1), checksum of these six
     payload  per row: sequence id, offset, tokens, policy version, finish clock or -1, ending, checksum
              then all tokens, then all log-probs, then all sampling log-probs (float64 bits)
 
@@ -25,7 +25,7 @@ from oppo_megatron.records import Chunk, ChunkRow
 
 Words = npt.NDArray[np.int64]
 
-HEADER_SIZE = 6
+HEADER_SIZE = 7
 ROW_SIZE = 7
 MAGIC = 0x4F50504F
 REASONS = (None, "eos", "length")
@@ -46,9 +46,10 @@ class ChunkBooks:
         self._ledgers: dict[int, _Ledger] = {}
         self._next_index = 0
 
-    def open(self, seq_id: int, prompt: Sequence[int]) -> None:
-        """The sequence is admitted; chunks of it may follow."""
-        self._ledgers[seq_id] = _Ledger(0, zlib.crc32(np.asarray(prompt, dtype=np.int64).tobytes()))
+    def open(self, seq_id: int, prompt: Sequence[int], response: Sequence[int] = ()) -> None:
+        """The sequence is admitted, in a resumed run with what it had of its response; chunks of it may follow."""
+        checksum = zlib.crc32(np.asarray([*prompt, *response], dtype=np.int64).tobytes())
+        self._ledgers[seq_id] = _Ledger(len(response), checksum)
 
     def close(self, seq_id: int) -> None:
         """The sequence has been trained."""
@@ -62,7 +63,9 @@ class ChunkEncoder(ChunkBooks):
         """(header, payload) of the next message."""
         rows = np.array([self._row(row) for row in chunk.rows], dtype=np.int64).reshape(-1)
         num_tokens = sum(len(row.tokens) for row in chunk.rows)
-        words = np.array([MAGIC, self._next_index, chunk.clock, len(chunk.rows), num_tokens], dtype=np.int64)
+        words = np.array(
+            [MAGIC, self._next_index, chunk.clock, len(chunk.rows), num_tokens, chunk.halt], dtype=np.int64
+        )
         header = np.append(words, zlib.crc32(words.tobytes()))
         self._next_index += 1
         tokens = np.array([t for row in chunk.rows for t in row.tokens], dtype=np.int64)
@@ -85,7 +88,7 @@ class ChunkDecoder(ChunkBooks):
 
     def payload_size(self, header: Words) -> int:
         """Words of the payload that follows.  Raises StreamError for a header out of its place."""
-        magic, index, _, num_rows, num_tokens, checksum = (int(x) for x in header)
+        magic, index, _, num_rows, num_tokens, _, checksum = (int(x) for x in header)
         if magic != MAGIC or checksum != zlib.crc32(header[:-1].tobytes()):
             raise StreamError(
                 f"message {self._next_index}: the header {header.tolist()} is not one of a chunk; the stream is out of "
@@ -101,10 +104,10 @@ class ChunkDecoder(ChunkBooks):
             raise StreamError(
                 f"message {self._due()}; its payload has {len(payload)} words where the header says {size}."
             )
-        _, index, clock, num_rows, num_tokens, _ = (int(x) for x in header)
+        _, index, clock, num_rows, num_tokens, halt, _ = (int(x) for x in header)
         table = payload[: num_rows * ROW_SIZE].reshape(num_rows, ROW_SIZE)
         body = payload[num_rows * ROW_SIZE :].reshape(3, num_tokens)
-        chunk, start = Chunk(index, clock), 0
+        chunk, start = Chunk(index, clock, halt=bool(halt)), 0
         for seq_id, offset, count, version, finish, reason, checksum in table.tolist():
             if count < 0 or start + count > num_tokens or finish < -1 or not 0 <= reason < len(REASONS):
                 raise StreamError(f"sequence {seq_id}, offset {offset}: the row of message {index} is corrupted.")

@@ -101,6 +101,11 @@ class DecodeStation:
         for seq_id in self.cache.seq_ids:
             self.cache.truncate(seq_id, 0)
 
+    def resume(self, stored: Mapping[int, Tensor]) -> None:
+        """Open sequences with what was cached of them, in the order of their slots."""
+        for seq_id, cached in stored.items():
+            self.cache.restore(seq_id, cached)
+
     def begin(
         self,
         work: ReplicaWork,
@@ -110,8 +115,13 @@ class DecodeStation:
         index: int,
         clock: int,
         version: int,
+        halt: bool = False,
     ) -> None:
-        """A round of this replica's `work` begins.  `readiness()` is a fresh signal of what the batch still waits for."""
+        """A round of this replica's `work` begins.  `readiness()` is a fresh signal of what the batch still waits for.
+
+        `halt` is passed on with the chunk.
+        """
+        self._halt = halt
         for seq_id in work.open:
             self.cache.open(seq_id)
         running = {g.seq_id for batch in work.decode for g in batch}
@@ -182,6 +192,7 @@ class DecodeStation:
     def _merge(self) -> Chunk:
         if self._merged is None:
             self._merged = merge_rows(self._index, self._start, self._rows, self._stop)
+            self._merged.halt = self._halt
         return self._merged
 
     def _num_tokens(self, action: Action) -> int:

@@ -32,11 +32,15 @@ from oppo_megatron.schedule.rounds import Site
 
 @dataclass(frozen=True)
 class Decoding:
-    """What a round needs to know of the decoding: where the logical clock stands, the policy's version, when to end."""
+    """What a round needs to know of the decoding: where the logical clock stands, the policy's version, when to end.
+
+    `halt`: the run is to stop after this round, which the chunk tells the ranks that only listen.
+    """
 
     clock: int
     version: int
     readiness: Callable[[], StopSignal]
+    halt: bool = False
 
 
 @dataclass
@@ -131,8 +135,9 @@ class RoundRunner:
             mine: ReplicaWork = works["actor"][self.seats["actor"]]
             index = planned.round.index
             self.decode.begin(
-                mine, active, decoding.readiness, index=index, clock=decoding.clock, version=decoding.version
-            )
+                mine, active, decoding.readiness,
+                index=index, clock=decoding.clock, version=decoding.version, halt=decoding.halt,
+            )  # fmt: skip
 
     def _end(self) -> Chunk:
         end = self.decode or self.listen

@@ -8,7 +8,7 @@ P + t - 1, so reference and critic never need the last token; the reward model r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -47,6 +47,16 @@ class ScoringStation:
     def forget(self, seq_id: int) -> None:
         """The sequence has been trained."""
         self._outputs.pop(seq_id, None)
+
+    def outputs(self) -> dict[int, Tensor]:
+        """What has been computed so far, by sequence, each [R]."""
+        return {seq_id: torch.cat(pieces) for seq_id, pieces in self._outputs.items()}
+
+    def resume(self, stored: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> None:
+        """Open sequences with what was cached, in the order of their slots, and take up what had been computed."""
+        for seq_id, cached in stored.items():
+            self.cache.restore(seq_id, cached)
+        self._outputs = {seq_id: [values.to(self.cache.device)] for seq_id, values in outputs.items()}
 
     def collect(self, rollouts: Sequence[Rollout]) -> Tensor:
         """Outputs of finished rollouts of this replica, concatenated in their order; last stage only."""

@@ -29,7 +29,7 @@ class ChunkOutlet:
     def admit(self, rollouts: Sequence[Rollout]) -> None:
         """New sequences, known at both ends."""
         for rollout in rollouts:
-            self._encoder.open(rollout.seq_id, rollout.prompt.tokens)
+            self._encoder.open(rollout.seq_id, rollout.prompt.tokens, rollout.tokens)
 
     def retire(self, rollouts: Sequence[Rollout]) -> None:
         """Sequences that have been trained."""
@@ -54,7 +54,7 @@ class ListenStation:
     def admit(self, rollouts: Sequence[Rollout]) -> None:
         """New sequences, known at both ends."""
         for rollout in rollouts:
-            self._decoder.open(rollout.seq_id, rollout.prompt.tokens)
+            self._decoder.open(rollout.seq_id, rollout.prompt.tokens, rollout.tokens)
 
     def retire(self, rollouts: Sequence[Rollout]) -> None:
         """Sequences that have been trained."""

@@ -9,34 +9,44 @@ import torch.distributed as dist
 
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.errors import EXIT_REQUEUE
 from oppo_megatron.runtime.world import World, choose_device, open_world
 from oppo_megatron.schedule.weaving.costs_file import costs_tree
 from oppo_megatron.train.hosts import share_run_directory
 from oppo_megatron.train.inputs import Inputs, describe_inputs, read_inputs
+from oppo_megatron.train.ppo import PPOTrainer
+from oppo_megatron.train.preemption import Preemption
 from oppo_megatron.train.run_dir import RunDirectory, write_json
+from oppo_megatron.train.saving import Found, Saver, find_checkpoint
 from oppo_megatron.train.setup import build_trainer
 from oppo_megatron.train.supervised import run_reward_model, run_sft
 from oppo_megatron.train.trace import merge_traces
 from oppo_megatron.train.weights import save_role
 
 
-def run_rank(kind: str, config: Any) -> None:
-    """Run one rank of a `train`, `sft` or `rm` job.  RANK, WORLD_SIZE and the rest come from the environment."""
+def run_rank(kind: str, config: Any) -> int:
+    """Run one rank of a `train`, `sft` or `rm` job; returns its exit code.
+
+    RANK, WORLD_SIZE and the rest come from the environment.
+    """
     choose_device(config.runtime)
     if kind == "sft":
         run_sft(config)
     elif kind == "rm":
         run_reward_model(config)
     else:
-        inputs = read_inputs(config)
-        with open_world(config.runtime) as world:
-            run_ppo(config, world, inputs)
+        inputs, preemption = read_inputs(config), Preemption(config.preempt)
+        with open_world(config.runtime) as world, preemption.listening():
+            return 0 if run_ppo(config, world, inputs, preemption) else EXIT_REQUEUE
+    return 0
 
 
-def run_ppo(config: TrainConfig, world: World, inputs: Inputs) -> None:
-    """PPO on this rank, up to the final weights and the summary."""
-    _prepare(config, world)
-    trainer = build_trainer(config, world, inputs)
+def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preemption) -> bool:
+    """PPO on this rank, up to the final weights and the summary; False where it was told to stop before, and saved."""
+    found = find_checkpoint(config, world)
+    _prepare(config, world, found)
+    saver = Saver(config, world, inputs.prompts, preemption)
+    trainer = build_trainer(config, world, inputs, saver, 0 if found is None else found.num_prompts)
     with ExitStack() as stack:
         stack.callback(inputs.rewards.close)
         if trainer.journal is not None:
@@ -44,7 +54,15 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs) -> None:
                 inputs.quarantine.write(RunDirectory(config.run_dir).quarantine)
             stack.enter_context(trainer.journal)
             trainer.journal.progress.note("\n".join(describe_inputs(inputs)))
-        trainer.run()
+        if found is not None:
+            saver.restore(trainer, found)
+        if not trainer.run():
+            return False
+    _finish(config, trainer, inputs)
+    return True
+
+
+def _finish(config: TrainConfig, trainer: PPOTrainer, inputs: Inputs) -> None:
     run = RunDirectory(config.run_dir)
     if config.save_weights and trainer.actor is not None:
         save_role(trainer.actor.role.trained.chunks, run.weights / "actor", inputs.tokenizer)
@@ -61,10 +79,13 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs) -> None:
         trainer.journal.summarise(inputs.counts(), memory)
 
 
-def _prepare(config: TrainConfig, world: World) -> None:
+def _prepare(config: TrainConfig, world: World, found: Found | None) -> None:
     """The run directory, made by one rank before any other writes into it."""
     run = RunDirectory(config.run_dir)
     if world.rank == 0:
-        run.prepare()
+        if found is None:
+            run.prepare()
+        else:
+            run.reopen(found.state["done"], found.state["saved_at"])
         dump_config(config, run.config)
     share_run_directory(run, world, owner=world.rank == 0, show=config.logging.console != "off")

@@ -51,6 +51,8 @@ class StepFacts:
     version: int = 0
     skipped: str | None = None  # why nothing was trained
     rewards: list[float] = field(default_factory=list)
+    checkpoint_s: float = 0.0  # of the checkpoint before this step
+    checkpoint_bytes: int = 0
     scores: ScoreReport | None = None
     actor: dict[str, float] = field(default_factory=dict)
 
@@ -122,6 +124,19 @@ class Journal:
         self.log.complete(step, late)
         self.trackers.log(step, late)
 
+    def saved(self, name: str, seconds: float, num_bytes: int) -> None:
+        """A checkpoint is whole."""
+        self.progress.note(f"checkpoint {name}: {num_bytes / 2**20:.1f} MB in {seconds:.1f} s")
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is not in metrics.jsonl, in plain JSON types."""
+        return {"elapsed_s": time.time() - self.started, "accuracy": list(self.accuracy.items())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state`: time that passed between the runs does not count."""
+        self.started = time.time() - state["elapsed_s"]
+        self.accuracy = dict(state["accuracy"])
+
     def evaluation(self, step: int, accuracy: float) -> None:
         """Held-out accuracy after `step` steps."""
         self.accuracy[step] = accuracy
@@ -165,6 +180,8 @@ class Journal:
                 "scorer": facts.scores.scorer_idle_s,
             },
             "bubble_share": waits / facts.decode_s if facts.decode_s else 0.0,
+            "checkpoint_s": facts.checkpoint_s,
+            "checkpoint_bytes": facts.checkpoint_bytes,
             "tokens": facts.tokens_decoded,
             "running_mean": facts.tokens_decoded / facts.decode_steps if facts.decode_steps else 0.0,
             "tail_waste": facts.tail_waste,

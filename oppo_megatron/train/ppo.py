@@ -42,7 +42,9 @@ from oppo_megatron.train.guard import Evidence, Guard
 from oppo_megatron.train.journal import Journal, StepFacts
 from oppo_megatron.train.memory import MemoryMeter
 from oppo_megatron.train.round_trace import RoundTracer
+from oppo_megatron.train.saving import Saver
 from oppo_megatron.train.score_exchange import ScoreExchange, ScoreReport, sum_over_ranks
+from oppo_megatron.train.state import RolloutPhase
 from oppo_megatron.train.trace import SpanRecorder
 from oppo_megatron.train.update import UpdateSettings
 
@@ -69,50 +71,80 @@ class PPOTrainer:
     evaluator: Evaluator | None
     guard: Guard
     journal: Journal | None  # on the actor's first output rank
+    saver: Saver
     clock: StepClock = field(default_factory=StepClock)
+    done: int = 0  # steps
+    settled: int = 0  # steps whose critic update has ended, as every rank knows
+    phase: RolloutPhase | None = None  # of the step under way
 
-    def run(self) -> None:
-        """Train until the prompts end and every rollout has been trained."""
-        self._evaluate(0, last=False)
-        step = 0
+    def run(self) -> bool:
+        """Train until the prompts end and every rollout has been trained; False: told to stop, and saved."""
+        if self.done == 0 and self.phase is None:
+            self._evaluate(0, last=False)
         while not self.scheduler.done:
-            step += 1
-            self._step(step)
-            self._evaluate(step, last=self.scheduler.done)
-        with self._part("wait_update", "actor" if self.actor is not None else "scorer", step):
+            if not self._step(self.done + 1):
+                self.saver.save(self)
+                return False
+            self._evaluate(self.done, last=self.scheduler.done)
+            if self.saver.due(self.done):
+                self.saver.save(self)
+                if self.saver.stopping and not self.scheduler.done:
+                    return False
+        self.settle()
+        self.spans.flush()
+        return True
+
+    def settle(self) -> None:
+        """Every rank meets: the critic's last update has ended, and the last step's line is whole."""
+        if self.settled == self.done:
+            return
+        with self._part("wait_update", "actor" if self.actor is not None else "scorer", self.done):
             critic_stats, memory = self.exchange.critic_stats(self.critic), self.memory.of_all_ranks()
         if self.journal is not None:
-            self._complete(step, critic_stats | memory.peak_fields())
-        self.spans.flush()
+            self._complete(self.done, critic_stats | memory.peak_fields())
+        self.settled = self.done
 
-    def _step(self, step: int) -> None:
+    def _step(self, step: int) -> bool:
+        """The step, or what is left of it; False where the run is to stop within it."""
         started = time.time()
         self.clock.begin()
         self.tracer.begin(step)
         plan = plan_step(self.config.overlap)
-        facts = StepFacts(step, delta=self.scheduler.buffer.delta, chunk_tokens=self.chunk_tuner.value)
-        if self.actor is not None:
-            facts.version = self.actor.version
         planned_s = self.rounds.planning_s
-        with _planning(facts):
-            self.rounds.admit(self.scheduler.begin_step())
-        self._rollout(plan, facts)
-        rollout_s = time.time() - started
+        phase = self.phase = self.phase or self._begin(step)
+        facts, before_s = phase.facts, phase.spent_s
+        complete = self._rollout(plan, phase)
+        rollout_s = phase.spent_s = before_s + time.time() - started
+        if not complete:
+            return False
+        self.phase = None
         with _planning(facts):
             batch = self.scheduler.take_batch()
         scored = self._score(step, batch, facts)
         experience = self._train(batch, scored, plan, facts)
         self._observe(step, facts, rollout_s)
         facts.planning_s += self.rounds.planning_s - planned_s
-        facts.step_s = time.time() - started
+        facts.step_s = time.time() - started + before_s
         if self.journal is not None:
             self.journal.step(facts, batch, self.scheduler.buffer.rollouts, experience, self.spans)
         self.spans.flush()
+        self.done = step
+        return True
 
-    def _rollout(self, plan: StepPlan, facts: StepFacts) -> None:
-        """Decode until the batch is complete, the scorers beside it if the plan says so."""
-        buffer, begun = self.scheduler.buffer, self.scheduler.buffer.clock
-        occupancy = Occupancy(begun)
+    def _begin(self, step: int) -> RolloutPhase:
+        """Admit the step's prompts."""
+        facts = StepFacts(step, delta=self.scheduler.buffer.delta, chunk_tokens=self.chunk_tuner.value)
+        facts.checkpoint_s, facts.checkpoint_bytes = self.saver.take_cost()
+        if self.actor is not None:
+            facts.version = self.actor.version
+        clock = self.scheduler.buffer.clock
+        with _planning(facts):
+            self.rounds.admit(self.scheduler.begin_step())
+        return RolloutPhase(facts, Occupancy(clock), clock)
+
+    def _rollout(self, plan: StepPlan, phase: RolloutPhase) -> bool:
+        """Decode until the batch is complete, the scorers beside it if the plan says so; False: told to stop before."""
+        buffer, facts = self.scheduler.buffer, phase.facts
         while not buffer.readiness().ready:
             started = time.time()
             with _planning(facts):
@@ -120,19 +152,23 @@ class PPOTrainer:
                 self.rounds.admit(backfilled)
                 active, score = buffer.active, buffer.rollouts if plan.stream else []
                 readable = buffer.worth_reading(self.config.overlap.critic_reads)
-            decoding = Decoding(buffer.clock, facts.version, buffer.readiness)
+            halt = self.actor is not None and self.saver.told_to_stop(self.actor.role.serving.groups.all)
+            decoding = Decoding(buffer.clock, facts.version, buffer.readiness, halt)
             chunk = self.rounds.run(active, score, self.scheduler.chunk(self.chunk_tuner.value), decoding, readable)
             assert chunk is not None
             with _planning(facts):
                 buffer.record(chunk)
-                occupancy.record(chunk)
+                phase.occupancy.record(chunk)
                 self.rounds.recorded(active)
             self.exchange.request(active)
             self.clock.round(self._waited_for_chunks(facts.step), decoded=True)
             facts.backfilled += len(backfilled)
             facts.tokens_decoded += sum(len(row.tokens) for row in chunk.rows)
             facts.decode_s += time.time() - started
-        facts.decode_steps, facts.tail_waste = buffer.clock - begun, occupancy.tail_waste
+            if chunk.halt:
+                return False
+        facts.decode_steps, facts.tail_waste = buffer.clock - phase.begun, phase.occupancy.tail_waste
+        return True
 
     def _score(self, step: int, batch: Sequence[Rollout], facts: StepFacts) -> ScoredBatch:
         """Complete the batch's scoring, and give every rank the scores."""
@@ -149,12 +185,14 @@ class PPOTrainer:
         with self._part(waiting, role, step):
             scored, report = self.exchange.gather(batch, self.rounds, self.actor, self.critic, seconds, self.clock.work)
             memory = self.memory.of_all_ranks()
+            self.saver.meet(float(scored.scores_B.double().mean()))
         self.clock.meet()
         facts.scores, facts.kl_coefficient, facts.rewards = report, self.kl.value, scored.scores_B.tolist()
         facts.local_score_s = seconds.get("score", 0.0)
-        if self.journal is not None and step > 1:
+        if self.journal is not None and self.settled < self.done:
             facts.critic_exposed_s = self._critic_delay(step, report)
-            self._complete(step - 1, report.critic | memory.peak_fields(), facts.critic_exposed_s)
+            self._complete(self.done, report.critic | memory.peak_fields(), facts.critic_exposed_s)
+        self.settled = self.done
         with _planning(facts):
             self.rounds.retire(batch)
         return scored

@@ -1,6 +1,7 @@
 """The run directory: where each product of a run lies, and how a file is written so that a crash leaves no half of it.
 
 config.yaml       resolved configuration          summary.json      figures of the whole run; marks it finished
+checkpoints/      what `--resume` continues from
 metrics.jsonl     a line a step                   quarantine.jsonl  rows refused and why
 trace.json        what each rank did, and when    weights/          final weights
 hosts.json        where each rank ran             schedules.txt     each round's schedule (`logging.actions`)
@@ -14,7 +15,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Integral, Real
 from pathlib import Path, PurePath
@@ -24,8 +25,7 @@ from oppo_megatron.errors import ConfigError
 
 PRODUCTS = (
     "config.yaml", "hosts.json", "metrics.jsonl", "rollouts.jsonl", "trace.json", "summary.json", "quarantine.jsonl",
-    "weights", "tensorboard", "schedules.txt", "costs.json",
-    "guilty",
+    "weights", "tensorboard", "schedules.txt", "costs.json", "guilty", "checkpoints",
 )  # fmt: skip
 
 
@@ -51,6 +51,7 @@ class RunDirectory:
         self.guilty = self.path / "guilty"
         self.placement = self.path / "placement.json"
         self.placement_runs = self.path / "placement"
+        self.checkpoints = self.path / "checkpoints"
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -76,6 +77,18 @@ class RunDirectory:
                 "written over; choose another run_dir, or remove this one"
             )
 
+    @property
+    def has_checkpoints(self) -> bool:
+        return any(self.checkpoints.glob("step-*"))
+
+    def require_no_checkpoints(self) -> None:
+        """Raises ConfigError where a run that begins anew would leave checkpoints behind."""
+        if self.has_checkpoints:
+            raise ConfigError(
+                f"run_dir: {self.path} holds the checkpoints of a run that did not finish; continue it with --resume "
+                "(checkpoint.resume=true), choose another run_dir, or remove this one"
+            )
+
     def prepare(self, overwrite: bool = False) -> RunDirectory:
         """Create the directory, empty of an earlier run's products, and return self.
 
@@ -84,6 +97,7 @@ class RunDirectory:
         """
         if not overwrite:
             self.require_unfinished()
+            self.require_no_checkpoints()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -101,12 +115,31 @@ class RunDirectory:
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         return self
 
+    def reopen(self, step: int, saved_at: float) -> None:
+        """Go on after `step` steps: cut off what an interrupted run wrote beyond its checkpoint of `saved_at` (epoch seconds)."""
+        if self.weights.exists():  # the run had come to its end, and was ended while it wrote them
+            shutil.rmtree(self.weights)
+        for path in (self.metrics, self.rollouts):
+            _keep_lines(path, lambda line: line["step"] <= step)
+        for path in self.rank_traces():
+            _keep_lines(path, lambda span: span["end"] <= saved_at)
+
     def _next_attempt(self) -> Path:
         number = 1
         while (attempt := self.path / f"attempt-{number}").exists():
             number += 1
         attempt.mkdir()
         return attempt
+
+
+def _keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
+    """Rewrite a JSONL file with the lines that are wanted; one that a crash cut short is none."""
+    if not path.exists():
+        return
+    with atomic_writer(path) as file, path.open(encoding="utf-8") as old:
+        for line in old:
+            if line.endswith("\n") and wanted(json.loads(line)):
+                file.write(line)
 
 
 @contextmanager

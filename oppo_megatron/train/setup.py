@@ -24,13 +24,14 @@ from oppo_megatron.train.ppo import PPOTrainer
 from oppo_megatron.train.role_builder import RoleBuilder
 from oppo_megatron.train.round_trace import RoundTracer
 from oppo_megatron.train.run_dir import RunDirectory
+from oppo_megatron.train.saving import Saver
 from oppo_megatron.train.score_exchange import ScoreExchange
 from oppo_megatron.train.trace import SpanRecorder
 
 
-def build_trainer(config: TrainConfig, world: World, inputs: Inputs) -> PPOTrainer:
-    """Groups, models, optimizers and books of this rank."""
-    prompts = prompt_stream(config, inputs.prompts)
+def build_trainer(config: TrainConfig, world: World, inputs: Inputs, saver: Saver, start: int = 0) -> PPOTrainer:
+    """Groups, models, optimizers and books of this rank; prompts come from position `start` on."""
+    prompts = prompt_stream(config, inputs.prompts, start)
     topology = build_topology(config)
     memory = MemoryMeter.begin(world.device)
     builder = RoleBuilder(config, world, topology, inputs.tokenizer, prompts, inputs.lengths)
@@ -60,6 +61,7 @@ def build_trainer(config: TrainConfig, world: World, inputs: Inputs) -> PPOTrain
         evaluator=_evaluator(config, inputs, builder),
         guard=Guard(config, world.rank, world.device, topology.site, builder.total_steps),
         journal=Journal(builder.config, builder.total_steps, inputs.tokenizer, world.device) if keeps_journal else None,
+        saver=saver,
     )
 
 
@@ -81,8 +83,8 @@ def _evaluator(config: TrainConfig, inputs: Inputs, builder: RoleBuilder) -> Eva
     return Evaluator(config.evaluation, inputs.heldout, inputs.tokenizer, config.runtime, slots, budget)
 
 
-def prompt_stream(config: TrainConfig, prompts: PromptSet) -> PromptStream:
+def prompt_stream(config: TrainConfig, prompts: PromptSet, start: int = 0) -> PromptStream:
     """Exactly the prompts that will be trained: admission ends early enough that none is left over."""
     limit = None if config.steps is None else config.steps * config.rollout.batch_size
     epochs = config.data_epochs or (1 if config.steps is None else None)
-    return PromptStream(prompts, config.seed, epochs=epochs, limit=limit, shuffle=config.data.shuffle)
+    return PromptStream(prompts, config.seed, epochs=epochs, limit=limit, shuffle=config.data.shuffle, start=start)

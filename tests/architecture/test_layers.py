@@ -28,17 +28,29 @@ ALLOWED: dict[str, set[str]] = {
     "control": SHARED,
     "schedule": SHARED,
     "placing": SHARED,
+    "checkpoint": SHARED,
     "algorithms": SHARED,
     "sim": SHARED | {"overcommit", "control", "schedule"},
     "runtime": SHARED | {"schedule"},
-    "train": SHARED | {"runtime", "algorithms", "data", "rewards", "overcommit", "control", "schedule"},
+    "train": SHARED | {"runtime", "algorithms", "data", "rewards", "overcommit", "control", "schedule", "checkpoint"},
     "serving": SHARED | {"rewards", "runtime", "data"},
     "integrations": SHARED | {"train", "runtime"},
     "bench": SHARED | {"train", "runtime", "schedule", "overcommit", "control", "data", "integrations"},
     # `data` for the commands that prepare files and train nothing (tokenizer, demo).
     "cli": SHARED | {"bench", "train", "sim", "schedule", "placing", "integrations", "data", "serving"},
 }
-TORCH_FREE = {"errors", "cores", "records", "config", "overcommit", "control", "schedule", "placing", "sim"}
+TORCH_FREE = {
+    "errors",
+    "cores",
+    "records",
+    "config",
+    "overcommit",
+    "control",
+    "schedule",
+    "placing",
+    "checkpoint",
+    "sim",
+}
 LONG_FILE, LONG_FUNCTION, LONG_CONFIG = 400, 40, 60
 
 

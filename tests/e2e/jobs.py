@@ -14,18 +14,20 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import OppoError
 from oppo_megatron.runtime.executor import Executor, Station
 from oppo_megatron.runtime.mcore.training import TrainedModel
+from oppo_megatron.runtime.rounds import RoundRunner
 from oppo_megatron.runtime.world import World
 from oppo_megatron.schedule.actions import Action
 from oppo_megatron.train.critic import Critic
 from oppo_megatron.train.entry import run_ppo
 from oppo_megatron.train.inputs import read_inputs
+from oppo_megatron.train.preemption import Preemption
 
 
 def train(config: dict[str, Any]) -> None:
     """One rank of a whole PPO run, as `oppo train` starts it."""
     checked = TrainConfig(**config)
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    run_ppo(checked, world, read_inputs(checked))
+    run_ppo(checked, world, read_inputs(checked), Preemption(checked.preempt))
 
 
 def train_with_environment(config: dict[str, Any], environment: dict[str, str]) -> None:
@@ -98,3 +100,26 @@ def train_with_a_slow_critic(config: dict[str, Any], seconds: float) -> None:
 
     with mock.patch.object(Critic, "update", slow):
         train(config)
+
+
+def train_until(config: dict[str, Any], rounds: int, rank: int = 0) -> bool:
+    """`train`, where `rank` alone is told to stop once it has begun so many rounds; whether the run ended by itself."""
+    checked = TrainConfig(**config)
+    preemption = Preemption(checked.preempt)
+    run, begun = RoundRunner.run, 0
+
+    def counting(runner: RoundRunner, *args: Any) -> Any:
+        nonlocal begun
+        begun += 1
+        if begun == rounds and dist.get_rank() == rank:
+            preemption.ask()
+        return run(runner, *args)
+
+    world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    with mock.patch.object(RoundRunner, "run", counting):
+        return run_ppo(checked, world, read_inputs(checked), preemption)
+
+
+def train_error(config: dict[str, Any]) -> str:
+    """Why `train` refuses."""
+    return _error_of(config)[1]

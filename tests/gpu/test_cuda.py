@@ -31,6 +31,7 @@ from oppo_megatron.runtime.stopping import Stopping
 from oppo_megatron.runtime.world import open_world
 from oppo_megatron.train.entry import run_ppo
 from oppo_megatron.train.inputs import read_inputs
+from oppo_megatron.train.preemption import Preemption
 from tests.support.ppo import SHAPE, Outcome, Workspace, read_outcome
 
 pytestmark = [
@@ -239,5 +240,5 @@ def check_paged_kernel(device: str) -> None:
 def _run(config: TrainConfig, device: str) -> Outcome:
     with open_world(config.runtime) as world:
         assert world.device.type == device and not dist.get_rank()
-        run_ppo(config, world, read_inputs(config))
+        run_ppo(config, world, read_inputs(config), Preemption(config.preempt))
     return read_outcome(config.run_dir)

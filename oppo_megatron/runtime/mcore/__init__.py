@@ -6,4 +6,7 @@ import warnings
 _remarks = (".*Apex", ".*Transformer Engine", "full scope is deprecated", "If you are using transformer_engine")
 for _message in _remarks:
     warnings.filterwarnings("ignore", message=_message, category=UserWarning)
+# What megatron-core calls of torch's checkpoints is to be replaced in a later torch.
+for _message in ("`load_state_dict` is deprecated", "Please use DTensor instead"):
+    warnings.filterwarnings("ignore", message=_message, category=FutureWarning)
 del _message, _remarks

@@ -61,6 +61,13 @@ class KVCache(SequenceCache):
     def _shorten(self, slot: int, length: int) -> None:
         """And stays."""
 
+    def _read(self, slot: int, length: int) -> Tensor:
+        return torch.stack([store[slot, :, :length].transpose(0, 1) for store in (*self.k, *self.v)])
+
+    def _write(self, slot: int, stored: Tensor) -> None:
+        for store, values_LGD in zip((*self.k, *self.v), stored, strict=True):
+            store[slot, :, : len(values_LGD)] = values_LGD.transpose(0, 1)
+
 
 class DensePlan(CallPlan):
     """A call over slots of a `KVCache`."""

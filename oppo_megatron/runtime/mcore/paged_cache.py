@@ -83,6 +83,16 @@ class PagedKVCache(SequenceCache):
         while len(table) > kept:
             self._free.append(table.pop())
 
+    def _read(self, slot: int, length: int) -> Tensor:
+        table = self._tables[slot]
+        return torch.stack([pool[table].flatten(0, 1)[:length] for pool in (*self.k, *self.v)])
+
+    def _write(self, slot: int, stored: Tensor) -> None:
+        position_L = torch.arange(stored.shape[1])
+        block_L = torch.tensor(self._tables[slot], dtype=torch.int64)[position_L // self.block_tokens]
+        for pool, values_LGD in zip((*self.k, *self.v), stored, strict=True):
+            pool[block_L, position_L % self.block_tokens] = values_LGD
+
 
 class _Places:
     """Where new tokens are written, and what the tables of their sequences name."""

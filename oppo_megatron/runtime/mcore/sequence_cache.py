@@ -117,6 +117,18 @@ class SequenceCache(ABC):
         """Decode steps of `step_rows` have cached `new` more tokens."""
         self._lengths[self._slots[seq_id]] += new
 
+    def stored(self, seq_id: int) -> Tensor:
+        """What is cached of the sequence: keys and values by layer, [2 * layers, length, G, D]."""
+        return self._read(self._slots[seq_id], self.length(seq_id))
+
+    def restore(self, seq_id: int, stored: Tensor) -> None:
+        """Open the sequence with what `stored` gave."""
+        self.open(seq_id)
+        self.reserve(seq_id, stored.shape[1])
+        slot = self._slots[seq_id]
+        self._write(slot, stored.to(self.device))
+        self._lengths[slot] = stored.shape[1]
+
     def bucket(self, longest: int) -> int:
         """`longest` rounded up, so that it takes few values."""
         return min(-(-longest // REACH) * REACH, self.max_length)
@@ -138,6 +150,14 @@ class SequenceCache(ABC):
     @abstractmethod
     def _extend(self, slot: int, length: int) -> None:
         """Have places for the first `length` tokens of the slot."""
+
+    @abstractmethod
+    def _read(self, slot: int, length: int) -> Tensor:
+        """The first `length` tokens of the slot, [2 * layers, length, G, D]."""
+
+    @abstractmethod
+    def _write(self, slot: int, stored: Tensor) -> None:
+        """What `_read` gave, into a slot that has places for it."""
 
     @abstractmethod
     def _shorten(self, slot: int, length: int) -> None:

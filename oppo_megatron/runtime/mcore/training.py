@@ -152,7 +152,7 @@ class TrainedModel:
         assert all(chunk.config is settings for chunk in self.chunks), "megatron reads one configuration for all chunks"
         assert len(self.chunks) == layout.vpp, (len(self.chunks), layout.vpp)
         replicas = groups.dp > 1
-        sharded = replicas and layout.distributed_optimizer
+        self.sharded = sharded = replicas and layout.distributed_optimizer
         self.ddp = [
             DistributedDataParallel(
                 settings,
@@ -192,6 +192,16 @@ class TrainedModel:
             for ddp in self.ddp:
                 ddp.eval()
         return StepReport(norm, lr, _total(reports, self.model.groups))
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps done."""
+        return int(self.scheduler.num_steps)
+
+    def resume_schedule(self, updates: int) -> None:
+        """So many optimizer steps are done: the learning rate goes on from there."""
+        self.scheduler.num_steps = updates
+        self.scheduler.step(increment=0)
 
     def _checked_step(self) -> float:
         self.optimizer.prepare_grads()

@@ -6,13 +6,21 @@ round adds; the caches themselves follow it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.packing import pack_by_tokens
 from oppo_megatron.schedule.rounds import Batch, Growth
 from oppo_megatron.schedule.weaving.cut import even_portions
+
+Pairs = list[tuple[int, int]]
+"""A mapping of numbers as JSON keeps it: keys stay numbers, and their order stays."""
+
+
+def pairs(mapping: Mapping[int, int]) -> Pairs:
+    return list(mapping.items())
 
 
 @dataclass
@@ -64,6 +72,13 @@ class Replicas:
         """The sequence has left."""
         self._of.pop(seq_id, None)
 
+    def state_dict(self) -> Pairs:
+        """[sequence, replica] of each, in plain JSON types."""
+        return pairs(self._of)
+
+    def load_state_dict(self, state: Pairs) -> None:
+        self._of = dict(state)
+
 
 @dataclass
 class _Part:
@@ -106,6 +121,15 @@ class Book:
     def num_open(self, replica: int) -> int:
         """Sequences that have a slot beyond the round planned last."""
         return len(self._cached[replica])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Between two rounds, in plain JSON types: who belongs where, and what is cached."""
+        return {"replicas": self._replicas.state_dict(), "cached": [pairs(cached) for cached in self._cached]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state`; the caches hold what it says."""
+        self._replicas.load_state_dict(state["replicas"])
+        self._cached = [dict(cached) for cached in state["cached"]]
 
 
 class ScoringBook(Book):
@@ -163,6 +187,13 @@ class ScoringBook(Book):
         self._outputs.clear()
         for cached in self._cached:
             cached.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"outputs": pairs(self._outputs)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._outputs = dict(state["outputs"])
 
     def _target(self, rollout: Rollout) -> int:
         """Tokens of the sequence that this role has use for now."""

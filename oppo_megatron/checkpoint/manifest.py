@@ -1,0 +1,109 @@
+"""The manifest of a folder: size and SHA-256 of each of its files, so that a damaged one is known before it is read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from oppo_megatron.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+BLOCK_BYTES = 2**22
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a file must be."""
+
+    size_bytes: int
+    sha256: str
+
+
+def list_files(folder: Path) -> list[str]:
+    """The files below a folder but for its manifest, by names relative to it, in a fixed order."""
+    found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(name for name in found if name != MANIFEST)
+
+
+def seal(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
+    """Bring files to the disk for good, and say what they are."""
+    entries = {}
+    for name in names:
+        with (folder / name).open("rb") as file:
+            os.fsync(file.fileno())
+        entries[name] = describe(folder / name)
+    return entries
+
+
+def describe(path: Path) -> Entry:
+    """Size and checksum of a file as it is now."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            digest.update(block)
+            size += len(block)
+    return Entry(size, digest.hexdigest())
+
+
+def write_manifest(folder: Path, entries: Mapping[str, Entry]) -> None:
+    """The last file that is written into a checkpoint."""
+    tree = {"format": FORMAT, "files": {name: asdict(entry) for name, entry in sorted(entries.items())}}
+    with (folder / MANIFEST).open("w", encoding="utf-8") as file:
+        json.dump(tree, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    for path in (folder, *(sub for sub in folder.rglob("*") if sub.is_dir())):
+        sync_folder(path)
+
+
+def read_manifest(folder: Path) -> dict[str, Entry]:
+    """What the folder's files must be.  Raises CheckpointError for a folder that has no readable manifest."""
+    path = folder / MANIFEST
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        if tree["format"] != FORMAT:
+            raise CheckpointError(
+                f"{path}: format {tree['format']}, this program reads format {FORMAT}; resume with the version that wrote it"
+            )
+        return {name: Entry(**entry) for name, entry in tree["files"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"{path}: no readable manifest ({type(error).__name__}: {error}); a whole checkpoint has one; resume from "
+            "another checkpoint, or remove this one"
+        ) from error
+
+
+def find_damage(folder: Path, entries: Mapping[str, Entry], part: int = 0, parts: int = 1) -> str | None:
+    """What is wrong with the first damaged file, or None.  `part` of `parts`: look at that share of the files only."""
+    for name in sorted(entries)[part::parts]:
+        path, due = folder / name, entries[name]
+        if not path.is_file():
+            return f"{name} is missing"
+        if (size := path.stat().st_size) != due.size_bytes:
+            return f"{name} has {size} bytes where {due.size_bytes} were written"
+        if describe(path).sha256 != due.sha256:
+            return f"{name} is not what was written: its SHA-256 differs"
+    return None
+
+
+def require_whole(folder: Path) -> None:
+    """Raises CheckpointError, naming the file, where the folder is not what was written."""
+    damage = find_damage(folder, read_manifest(folder))
+    if damage is not None:
+        raise CheckpointError(f"{folder}: {damage}; resume from another checkpoint, or restore the file from a copy")
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,98 @@
+"""The checkpoints of a run: `checkpoints/step-<steps done>`, or `step-<steps done>-clock-<decode steps>` within a step.
+
+A checkpoint is written into a folder whose name begins with a dot and is renamed when it is whole, so that what has a
+checkpoint's name is one, unless a disk has failed since: the manifest tells.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from oppo_megatron.checkpoint.manifest import sync_folder
+
+NAME = re.compile(r"step-(\d+)(?:-clock-(\d+))?")
+ASIDE = "."
+
+
+@dataclass(frozen=True, order=True)
+class Position:
+    """Where in a run: `step` steps are done; `clock` is the logical clock within the next one, -1 between steps."""
+
+    step: int
+    clock: int = -1
+
+    @property
+    def name(self) -> str:
+        """Of the checkpoint's folder."""
+        return f"step-{self.step:06d}" + ("" if self.clock < 0 else f"-clock-{self.clock:08d}")
+
+    @classmethod
+    def of(cls, name: str) -> Position | None:
+        """None for what is not a checkpoint's name."""
+        match = NAME.fullmatch(name)
+        return None if match is None else cls(int(match[1]), -1 if match[2] is None else int(match[2]))
+
+
+class CheckpointStore:
+    """Below `root`.  One rank writes the folders' names, all ranks files into them."""
+
+    def __init__(self, root: Path):
+        self.root = root
+
+    def positions(self) -> list[Position]:
+        """Those of the checkpoints that are here, the latest last."""
+        names = (path.name for path in self.root.iterdir() if path.is_dir()) if self.root.is_dir() else iter(())
+        return sorted(position for name in names if (position := Position.of(name)) is not None)
+
+    def folder(self, position: Position) -> Path:
+        """Of a checkpoint that is whole."""
+        return self.root / position.name
+
+    def aside(self, position: Position) -> Path:
+        """Where a checkpoint is written."""
+        return self.root / f"{ASIDE}{position.name}"
+
+    def begin(self, position: Position) -> Path:
+        """An empty folder to write the checkpoint into; what interrupted writers left is removed."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        for left in self._aside():
+            shutil.rmtree(left)
+        folder = self.aside(position)
+        folder.mkdir()
+        return folder
+
+    def commit(self, position: Position) -> Path:
+        """The checkpoint's files and its manifest are on the disk: give it its name."""
+        folder = self.folder(position)
+        if folder.exists():  # a resumed run has come here again
+            trash = self.root / f"{ASIDE}old-{position.name}"
+            folder.rename(trash)
+            self.aside(position).rename(folder)
+            shutil.rmtree(trash)
+        else:
+            self.aside(position).rename(folder)
+        sync_folder(self.root)
+        return folder
+
+    def prune(self, keep: int, best: Position | None = None) -> list[Position]:
+        """Remove all but the last `keep`, and but for `best`.  Returns what was removed."""
+        removed = [position for position in self.positions()[:-keep] if position != best]
+        for position in removed:
+            trash = self.root / f"{ASIDE}old-{position.name}"
+            self.folder(position).rename(trash)  # a checkpoint's name never stands for half of one
+            shutil.rmtree(trash)
+        return removed
+
+    def set_aside(self, position: Position) -> None:
+        """A damaged checkpoint is one no longer, but is kept for a look at it, as `damaged-...`."""
+        target = self.root / f"damaged-{position.name}"
+        if target.exists():
+            shutil.rmtree(target)
+        self.folder(position).rename(target)
+
+    def _aside(self) -> Iterator[Path]:
+        yield from (path for path in self.root.glob(f"{ASIDE}*step-*") if path.is_dir())

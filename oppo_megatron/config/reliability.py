@@ -1,0 +1,32 @@
+"""Settings of checkpoints, and of what happens where a run is told to stop."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from oppo_megatron.config.base import Section
+
+
+class CheckpointConfig(Section):
+    """The state of a run in `checkpoints/`, from which `oppo train --resume` continues exactly."""
+
+    every_steps: int = Field(0, ge=0, description="save after every so many steps; 0: only where the run is preempted")
+    keep: int = Field(2, ge=1, description="checkpoints kept: the last so many")
+    keep_best: bool = Field(False, description="keep the one with the highest mean reward of a step, too")
+    caches: bool = Field(
+        True,
+        description="save the KV caches of sequences in flight: on the same layout the run continues to the bit; false: "
+        "they are computed again, and the run continues to rounding",
+    )
+    resume: bool = Field(
+        False, description="continue from the last whole checkpoint of `run_dir`, where it has one (`--resume`)"
+    )
+
+
+class PreemptConfig(Section):
+    """SIGTERM or SIGUSR1: the run is saved after the chunk under way, and ends with exit code 75."""
+
+    enabled: bool = Field(True, description="false: SIGTERM ends the run at once")
+    deadline_s: float = Field(
+        120.0, gt=0, description="a run that could not be saved within so many seconds ends unsaved"
+    )

@@ -1,0 +1,86 @@
+"""Told to stop: signals are noted, and every rank learns of them at the same place of the run.
+
+SIGUSR1 and the first SIGTERM ask for a checkpoint.  A second SIGTERM, or a deadline that passes, ends the process at once: the
+last checkpoint is whole, for a checkpoint that is being written has no name yet.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from oppo_megatron.config.reliability import PreemptConfig
+from oppo_megatron.errors import EXIT_REQUEUE
+from oppo_megatron.runtime.peers import waiting_for
+
+
+class Preemption:
+    """One rank's ear.  `asked`: this process was told; what the ranks agreed on is theirs who ask."""
+
+    def __init__(self, config: PreemptConfig):
+        self.config = config
+        self.asked = False
+        self._terms = 0
+        self._deadline: threading.Timer | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Hear signals in the block; only a process's main thread can."""
+        if not self.config.enabled or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        numbers = (signal.SIGTERM, signal.SIGUSR1)
+        before = {number: signal.signal(number, self._hear) for number in numbers}
+        try:
+            yield
+        finally:
+            self.saved()
+            for number, handler in before.items():
+                signal.signal(number, signal.SIG_IGN if self.asked else handler)
+
+    def ask(self) -> None:
+        """As a signal would."""
+        if not self.asked:
+            self.asked = True
+            self._deadline = threading.Timer(self.config.deadline_s, self._too_late)
+            self._deadline.daemon = True
+            self._deadline.start()
+
+    def saved(self) -> None:
+        """The deadline is met."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+
+    def agreed(self, group: dist.ProcessGroup | None) -> bool:
+        """Whether any rank of the group (None: of the world) was told; all of them make the call."""
+        if not self.config.enabled or dist.get_world_size(group) == 1:
+            return self.asked
+        told = torch.tensor([int(self.asked)])
+        with waiting_for("ranks that may have been told to stop"):
+            dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
+        if told.item():
+            self.ask()
+        return self.asked
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self._terms += number == signal.SIGTERM
+        if self._terms > 1:
+            os._exit(128 + number)
+        self.ask()
+
+    def _too_late(self) -> None:
+        print(
+            f"told to stop, but nothing was saved within preempt.deadline_s={self.config.deadline_s:g}: this rank ends; "
+            "--resume continues from the last whole checkpoint",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(EXIT_REQUEUE)

@@ -1,0 +1,129 @@
+"""What of a run is not weights: as JSON and JSON lines, and back.
+
+`state.json` has the counters, controllers and books, `rollouts.jsonl` a line for each rollout in the buffer.  Prompts are named
+by their positions in the stream, which (seed, data) fix; the data's fingerprint is checked before.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.control.signals import Occupancy
+from oppo_megatron.data.prompts import PromptSet, PromptStream
+from oppo_megatron.errors import CheckpointError
+from oppo_megatron.records import Rollout
+from oppo_megatron.train.journal import StepFacts
+
+if TYPE_CHECKING:
+    from oppo_megatron.train.ppo import PPOTrainer
+
+ROLLOUT_FIELDS = tuple(field.name for field in fields(Rollout) if field.name != "prompt")
+LATER_FACTS = ("scores", "actor", "rewards")  # of a step, known after its rollout phase
+
+
+@dataclass
+class RolloutPhase:
+    """The rollout phase of a step under way: it began at logical clock `begun`, and took `spent_s` before an interruption."""
+
+    facts: StepFacts
+    occupancy: Occupancy
+    begun: int
+    spent_s: float = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        facts = {name: value for name, value in asdict(self.facts).items() if name not in LATER_FACTS}
+        return {"facts": facts, "occupancy": self.occupancy.state_dict(), "begun": self.begun, "spent_s": self.spent_s}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> RolloutPhase:
+        occupancy = Occupancy.from_state(state["occupancy"])
+        return cls(StepFacts(**state["facts"]), occupancy, state["begun"], state["spent_s"])
+
+
+def trainer_state(trainer: PPOTrainer) -> dict[str, Any]:
+    """Between two rounds, on the rank that keeps the journal, in plain JSON types."""
+    actor, planner, journal = trainer.actor, trainer.rounds.planner, trainer.journal
+    assert actor is not None and journal is not None
+    return {
+        "done": trainer.done,
+        "scheduler": trainer.scheduler.state_dict(),
+        "chunk": trainer.chunk_tuner.state_dict(),
+        "kl": trainer.kl.state_dict(),
+        "skipped_in_a_row": trainer.guard.in_a_row,
+        "actor": {"version": actor.version, "ess": actor.ess},
+        "updates": actor.role.trained.updates,  # the critic has made as many
+        "phase": None if trainer.phase is None else trainer.phase.state_dict(),
+        "journal": journal.state_dict(),
+        "layout": layout_of(trainer),
+        "books": {
+            "actor": planner.actor.state_dict(),
+            **{name: book.state_dict() for name, book in planner.scorers.items()},
+        },
+    }
+
+
+def restore_trainer(trainer: PPOTrainer, state: dict[str, Any], rollouts: Iterable[Rollout]) -> None:
+    """On every rank, before its first round; books and caches are `restore_caches`'s."""
+    trainer.done = trainer.settled = state["done"]
+    trainer.scheduler.load_state_dict(state["scheduler"], rollouts)
+    trainer.chunk_tuner.load_state_dict(state["chunk"])
+    trainer.kl.load_state_dict(state["kl"])
+    trainer.guard.in_a_row = state["skipped_in_a_row"]
+    if trainer.actor is not None:
+        trainer.actor.version, trainer.actor.ess = state["actor"]["version"], state["actor"]["ess"]
+    if state["phase"] is not None:
+        trainer.phase = RolloutPhase.from_state(state["phase"])
+    if trainer.journal is not None:
+        trainer.journal.load_state_dict(state["journal"])
+    trainer.rounds.admit(trainer.scheduler.buffer.rollouts)
+
+
+def layout_of(trainer: PPOTrainer) -> dict[str, Any]:
+    """Which rank holds what of every role; caches fit where it is the same."""
+    planner = trainer.rounds.planner
+    books = {"actor": planner.actor, **planner.scorers}
+    return {
+        name: {"ranks": list(place.ranks), "tp": place.tp, "pp": place.pp, "dp": place.dp, "slots": books[name].slots}
+        for name, place in planner.site.places.items()
+    }
+
+
+def data_state(config: TrainConfig, prompts: PromptSet) -> dict[str, Any]:
+    """What fixes the order of the prompts."""
+    fingerprint = prompts.fingerprint()
+    return {"seed": config.seed, "shuffle": config.data.shuffle, "rows": len(prompts), "fingerprint": fingerprint}
+
+
+def require_same_data(saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raises CheckpointError, naming what has changed."""
+    for name, words in (("seed", "seed"), ("shuffle", "data.shuffle"), ("rows", "the number of usable prompts")):
+        if saved[name] != now[name]:
+            raise CheckpointError(
+                f"{words} is {now[name]}, but the checkpoint's run has {saved[name]}: the prompts would come in another "
+                "order; resume with what the run began with, or start a new run in another run_dir"
+            )
+    if saved["fingerprint"] != now["fingerprint"]:
+        raise CheckpointError(
+            "the prompts (their tokens, texts or other columns) are not those that the checkpoint's run began with: "
+            f"fingerprint {now['fingerprint'][:12]}, not {saved['fingerprint'][:12]}; resume with the same data, tokenizer "
+            "and template, or start a new run in another run_dir"
+        )
+
+
+def rollout_lines(rollouts: Iterable[Rollout]) -> Iterator[str]:
+    """A line of JSON for each; numbers keep every bit."""
+    for rollout in rollouts:
+        line = {"seq_id": rollout.seq_id} | {name: getattr(rollout, name) for name in ROLLOUT_FIELDS}
+        yield json.dumps(line) + "\n"
+
+
+def read_rollouts(path: Path, prompts: PromptStream) -> list[Rollout]:
+    """The rollouts that `rollout_lines` wrote."""
+    with path.open(encoding="utf-8") as file:
+        lines = [json.loads(line) for line in file]
+    return [Rollout(prompts.at(line["seq_id"]), **{name: line[name] for name in ROLLOUT_FIELDS}) for line in lines]

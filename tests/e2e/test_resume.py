@@ -1,0 +1,155 @@
+"""A run that stops and is resumed is the run that never stopped: prompts, tokens, metrics, and weights to the bit.
+
+Each case compares with one undisturbed run.  A run is stopped after a step (by a crash right behind the checkpoint of that
+step) or within a rollout (by being told to stop on one rank).
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oppo_megatron.config.places import world_size
+from oppo_megatron.config.run import TrainConfig
+from tests.support.layouts import assert_same, deep
+from tests.support.ppo import Outcome, Workspace, run_ppo_ranks, weight_distance
+from tests.support.ranks import run_ranks
+
+TWO_RANKS = {"placement": {"mode": "disaggregated"}}
+TIMES = ("_s", "bytes", "bubble_share")
+CARRIED: dict[str, Any] = {
+    "steps": 4,
+    "overlap.intra": True,
+    "overlap.inter": True,
+    "overlap.delta": {"rule": "measured", "initial": 3, "max": 4},
+}
+CASES: dict[str, dict[str, Any]] = {
+    "one rank, plain": {"steps": 3},
+    "one rank": CARRIED,
+    "actor | scorers": CARRIED | TWO_RANKS,
+    "PP2 | 1, stale caches kept": CARRIED
+    | {"placement": {"mode": "disaggregated", "actor": {"pp": 2}}, "overlap.actor_kv": "keep"},
+    "replicas, backfill, paged": CARRIED
+    | {
+        "placement": {"mode": "colocated", "actor": {"dp": 2}, "scorer": {"dp": 2}},
+        "overlap.backfill": True,
+        "runtime.kv_layout": "paged",
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    return Workspace.create(tmp_path_factory.mktemp("resume"))
+
+
+def stop(config: dict[str, Any], rounds: int, rank: int = 0) -> None:
+    """Run until `rank` is told to stop in its round number `rounds`."""
+    world = world_size(TrainConfig(**config))
+    ended = run_ranks(world, "tests.e2e.jobs:train_until", config=config, rounds=rounds, rank=rank)
+    assert ended == [False] * world, "the run was over before it was to stop"
+
+
+def resumed(config: dict[str, Any]) -> Outcome:
+    return run_ppo_ranks(config | {"checkpoint": {**config.get("checkpoint", {}), "resume": True}})
+
+
+def checkpoints(config: dict[str, Any]) -> list[str]:
+    return sorted(path.name for path in (Path(config["run_dir"]) / "checkpoints").iterdir())
+
+
+def assert_bit_equal(outcome: Outcome, plain: Outcome) -> None:
+    assert outcome.tokens() == plain.tokens()
+    assert outcome.batches() == plain.batches()
+    assert outcome.rollouts == plain.rollouts
+    for ours, theirs in zip(outcome.metrics, plain.metrics, strict=True):
+        assert untimed(ours) == untimed(theirs)
+    assert weight_distance(outcome.actor, plain.actor) == 0.0
+    assert weight_distance(outcome.critic, plain.critic) == 0.0
+
+
+def untimed(line: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in line.items() if not name.endswith(TIMES)}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_stopped_within_rollouts_and_resumed_is_the_run_that_never_stopped(workspace: Workspace, case: str) -> None:
+    """Told to stop on one rank, twice."""
+    name = "".join(c for c in case if c.isalnum())
+    plain = run_ppo_ranks(deep(workspace, f"{name}-plain", **CASES[case]))
+    config = deep(workspace, name, **CASES[case])
+    stop(config, rounds=3, rank=world_size(TrainConfig(**config)) - 1 if "replicas" in case else 0)
+    assert "clock" in checkpoints(config)[-1]
+    config["checkpoint"] = {"resume": True}
+    stop(config, rounds=2)
+    assert_bit_equal(resumed(config), plain)
+
+
+@pytest.mark.parametrize("case", ["one rank, plain", "actor | scorers"])
+def test_resumed_after_a_step_is_the_run_that_never_stopped(workspace: Workspace, case: str) -> None:
+    """The run ends right behind the first step's checkpoint: what it wrote beyond is cut off and written again."""
+    config = deep(workspace, f"{len(case)}-after", **CASES[case], **{"checkpoint.every_steps": 1, "checkpoint.keep": 9})
+    plain = run_ppo_ranks(config)
+    run = Path(config["run_dir"])
+    names = [f"step-{step:06d}" for step in range(1, config["steps"] + 1)]
+    assert checkpoints(config) == names and all(line["checkpoint_bytes"] for line in plain.metrics[1:])
+    for later in names[1:]:
+        shutil.rmtree(run / "checkpoints" / later)
+    (run / "summary.json").unlink()
+    assert_bit_equal(resumed(config), plain)
+
+
+def test_resume_in_another_layout(workspace: Workspace) -> None:
+    """Within a rollout, from 1 | 1 to TP2 | 1 and then to replicas with a distributed optimizer: caches are filled anew."""
+    plain = run_ppo_ranks(deep(workspace, "layout-plain", **CARRIED))
+    config = deep(workspace, "layout", **CARRIED, **TWO_RANKS)
+    stop(config, rounds=3)
+    config["checkpoint"] = {"resume": True}
+    config["placement"] = {"mode": "disaggregated", "actor": {"tp": 2}}
+    stop(config, rounds=2)
+    config["placement"] = {"mode": "colocated", "actor": {"dp": 2}, "scorer": {"dp": 2}}
+    config["actor"]["train"] = {"distributed_optimizer": True}
+    stop(config, rounds=2)
+    config["placement"] = {"mode": "disaggregated", "actor": {"pp": 2}}
+    assert_same(run_ppo_ranks(config), plain)
+
+
+def test_a_damaged_checkpoint_is_told_of_and_the_one_before_is_used(workspace: Workspace) -> None:
+    config = deep(workspace, "damaged", **{"checkpoint.every_steps": 1, "checkpoint.keep": 3})
+    plain = run_ppo_ranks(config)
+    run = Path(config["run_dir"])
+    (run / "summary.json").unlink()
+    newest = run / "checkpoints" / "step-000003"
+    weights = next((newest / "models").glob("*.distcp"))
+    weights.write_bytes(weights.read_bytes()[:-8])
+    (run / "checkpoints" / "step-000002" / "state.json").unlink()
+    assert_bit_equal(resumed(config), plain)
+    assert checkpoints(config) == [
+        "damaged-step-000002", "damaged-step-000003", "step-000001", "step-000002", "step-000003",
+    ]  # fmt: skip
+
+
+def test_what_cannot_be_continued_is_refused(workspace: Workspace) -> None:
+    def refusal(config: dict[str, Any]) -> str:
+        return str(run_ranks(1, "tests.e2e.jobs:train_error", config=config)[0])
+
+    config = deep(workspace, "refused")
+    stop(config, rounds=2)
+    assert "holds the checkpoints of a run that did not finish; continue it with --resume" in refusal(config)
+    config["checkpoint"] = {"resume": True}
+    assert "seed is 5, but the checkpoint's run has 23" in refusal(config | {"seed": 5})
+    data = Path(config["data"]["path"])
+    other = data.with_name("other.jsonl")
+    lines = data.read_text().splitlines()
+    other.write_text("\n".join([lines[1], lines[0], *lines[2:]]) + "\n")
+    assert "are not those that the checkpoint's run" in refusal(
+        config | {"data": config["data"] | {"path": str(other)}}
+    )
+    wider = config["actor"] | {"init": config["actor"]["init"] | {"intermediate_size": 96}}
+    assert "does not hold the models of this configuration" in refusal(config | {"actor": wider})
+    for path in (Path(config["run_dir"]) / "checkpoints").glob("step-*/manifest.json"):
+        path.unlink()
+    assert "none of its checkpoints is whole" in refusal(config)

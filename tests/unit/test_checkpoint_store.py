@@ -1,0 +1,112 @@
+"""Checkpoints as files: damage of every kind is found and named, names stand for whole folders only, the oldest go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from oppo_megatron.checkpoint.manifest import (
+    MANIFEST,
+    find_damage,
+    list_files,
+    read_manifest,
+    require_whole,
+    seal,
+    write_manifest,
+)
+from oppo_megatron.checkpoint.store import CheckpointStore, Position
+from oppo_megatron.errors import CheckpointError
+
+
+def fill(folder: Path) -> Path:
+    (folder / "models").mkdir(parents=True)
+    (folder / "state.json").write_text('{"done": 3}')
+    (folder / "models" / "__0_0.distcp").write_bytes(bytes(range(256)) * 40)
+    write_manifest(folder, seal(folder, list_files(folder)))
+    return folder
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+DAMAGES: list[tuple[Callable[[Path], None], str]] = [
+    (flip, "SHA-256"),
+    (truncate, "bytes where"),
+    (remove, "is missing"),
+]
+
+
+@pytest.mark.parametrize(("damage", "words"), DAMAGES)
+@pytest.mark.parametrize("name", ["state.json", "models/__0_0.distcp"])
+def test_damage_is_found_and_named(tmp_path: Path, damage: Callable[[Path], None], words: str, name: str) -> None:
+    folder = fill(tmp_path / "c")
+    require_whole(folder)
+    damage(folder / name)
+    with pytest.raises(CheckpointError, match=words) as error:
+        require_whole(folder)
+    assert name in str(error.value) and "resume from another checkpoint" in str(error.value)
+    shares = [find_damage(folder, read_manifest(folder), part, 2) for part in range(2)]
+    assert sum(share is not None for share in shares) == 1, "each file is one rank's to look at"
+
+
+@pytest.mark.parametrize("damage", [remove, truncate, lambda path: path.write_text('{"format": 99, "files": {}}')])
+def test_a_folder_without_a_readable_manifest_is_no_checkpoint(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    folder = fill(tmp_path / "c")
+    damage(folder / MANIFEST)
+    with pytest.raises(CheckpointError, match=r"resume (from|with)"):
+        require_whole(folder)
+
+
+def test_what_is_half_written_has_no_checkpoints_name(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    assert store.positions() == []
+    aside = store.begin(Position(1))
+    (aside / "half").write_text("x")
+    assert store.positions() == []
+    aside = store.begin(Position(2))
+    assert not store.aside(Position(1)).exists() and list(aside.iterdir()) == []
+    store.commit(Position(2))
+    assert store.positions() == [Position(2)] and not aside.exists()
+
+
+def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    order = [Position(1), Position(2), Position(2, 90), Position(2, 100), Position(3), Position(11)]
+    for position in order:
+        store.begin(position)
+        store.commit(position)
+    (tmp_path / "notes").mkdir()
+    assert store.positions() == order == sorted(order, key=lambda p: p.name)
+    assert [Position.of(position.name) for position in order] == order and Position.of("notes") is None
+    assert store.prune(2, best=Position(2)) == [Position(1), Position(2, 90), Position(2, 100)]
+    assert store.positions() == [Position(2), Position(3), Position(11)]
+
+
+def test_a_resumed_run_replaces_what_it_writes_again(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    for text in ("first", "second"):
+        (store.begin(Position(1)) / "f").write_text(text)
+        store.commit(Position(1))
+    assert (store.folder(Position(1)) / "f").read_text() == "second"
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+def test_a_damaged_checkpoint_is_set_aside(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    store.begin(Position(1))
+    store.commit(Position(1))
+    store.set_aside(Position(1))
+    assert store.positions() == [] and (tmp_path / "damaged-step-000001").is_dir()
