@@ -27,7 +27,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_kind(kind: str, args: argparse.Namespace) -> int:
     """Serve one of `KINDS`: returns the exit code, raises ConfigError before anything expensive starts."""
-    from oppo_megatron.cli.launch import check_world_size
+    from oppo_megatron.cli.launch import check_world_size, launch
     from oppo_megatron.cli.rank_table import rank_table
     from oppo_megatron.config.load import config_yaml
     from oppo_megatron.train.run_dir import RunDirectory
@@ -45,10 +45,11 @@ def run_kind(kind: str, args: argparse.Namespace) -> int:
     run.require_unfinished()
     if not _resumes(config):
         run.require_no_checkpoints()
-    return launch_again(kind, config, getattr(args, "max_restarts", 0))
+    restarts: int = getattr(args, "max_restarts", 0)
+    return _launch_again(kind, config, restarts) if restarts else launch(kind, config, world_size(config))
 
 
-def launch_again(kind: str, config: TrainConfig | SupervisedConfig, restarts: int) -> int:
+def _launch_again(kind: str, config: TrainConfig | SupervisedConfig, restarts: int) -> int:
     """Launch the ranks; where one is killed, do so again, up to `restarts` times, from the last checkpoint."""
     from oppo_megatron.cli.launch import RankKilled, launch
     from oppo_megatron.errors import ConfigError
@@ -57,14 +58,14 @@ def launch_again(kind: str, config: TrainConfig | SupervisedConfig, restarts: in
         raise ConfigError(f"--max-restarts is {restarts}; it must be 0 or more")
     for left in range(restarts, -1, -1):
         try:
-            return launch(kind, config, world_size(config), in_process=not restarts)
+            return launch(kind, config, world_size(config), in_process=False)
         except RankKilled as error:
             if not left:
                 raise
             print(
                 f"oppo {kind}: {error}; starting again, {left} of {restarts} restarts left", file=sys.stderr, flush=True
             )
-            config = resuming(config)
+            config = _resuming(config)
     raise AssertionError("the last launch returns or raises")
 
 
@@ -74,7 +75,7 @@ def _resumes(config: TrainConfig | SupervisedConfig) -> bool:
     return isinstance(config, TrainConfig) and config.checkpoint.resume
 
 
-def resuming(config: TrainConfig | SupervisedConfig) -> TrainConfig | SupervisedConfig:
+def _resuming(config: TrainConfig | SupervisedConfig) -> TrainConfig | SupervisedConfig:
     """The same run, continued where it has a checkpoint."""
     from oppo_megatron.config.run import TrainConfig
 

@@ -91,7 +91,12 @@ def test_stopped_within_rollouts_and_resumed_is_the_run_that_never_stopped(works
 @pytest.mark.parametrize("case", ["one rank, plain", "actor | scorers"])
 def test_resumed_after_a_step_is_the_run_that_never_stopped(workspace: Workspace, case: str) -> None:
     """The run ends right behind the first step's checkpoint: what it wrote beyond is cut off and written again."""
-    config = deep(workspace, f"{len(case)}-after", **CASES[case], **{"checkpoint.every_steps": 1, "checkpoint.keep": 9})
+    config = deep(
+        workspace,
+        "after-" + "".join(c for c in case if c.isalnum()),
+        **CASES[case],
+        **{"checkpoint.every_steps": 1, "checkpoint.keep": 9},
+    )
     plain = run_ppo_ranks(config)
     run = Path(config["run_dir"])
     names = [f"step-{step:06d}" for step in range(1, config["steps"] + 1)]
