@@ -19,7 +19,7 @@ from tests.support.ppo import Outcome, Workspace, run_ppo_ranks, weight_distance
 from tests.support.ranks import run_ranks
 
 TWO_RANKS = {"placement": {"mode": "disaggregated"}}
-TIMES = ("_s", "bytes", "bubble_share")
+TIMES = ("_s", "bytes", "_mb", "bubble_share")
 CARRIED: dict[str, Any] = {
     "steps": 4,
     "overlap.intra": True,
