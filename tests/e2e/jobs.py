@@ -94,9 +94,9 @@ def train_with_a_slow_critic(config: dict[str, Any], seconds: float) -> None:
     """`train`, where the critic's update takes so much longer."""
     update = Critic.update
 
-    def slow(critic: Critic, *args: Any) -> None:
+    def slow(critic: Critic, *args: Any) -> Any:
         time.sleep(seconds)
-        update(critic, *args)
+        return update(critic, *args)
 
     with mock.patch.object(Critic, "update", slow):
         train(config)

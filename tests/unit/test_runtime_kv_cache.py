@@ -16,6 +16,7 @@ from torch._subclasses import FakeTensorMode
 
 from oppo_megatron.config.memory import BLOCK_TOKENS, slot_tokens
 from oppo_megatron.errors import CapacityError
+from oppo_megatron.runtime.mcore import cached_plan
 from oppo_megatron.runtime.mcore.kv_cache import KVCache
 from oppo_megatron.runtime.mcore.paged_cache import PagedKVCache
 from oppo_megatron.runtime.mcore.paged_kernels import PagedCall, torch_varlen
@@ -286,3 +287,23 @@ def test_a_sequence_beyond_its_positions_is_an_error_that_names_it() -> None:
     with pytest.raises(CapacityError, match=f"sequence 9: {LENGTH - 1} cached \\+ 2 new tokens exceed .* {LENGTH} "):
         cache.begin([9], [2])
     cache.begin([9], [1])
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 0, 3]], ids=["neighbours", "scattered slots"])
+def test_one_sequence_at_a_time_attends_as_all_at_once(order: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two calls, so that some sequences are new and some go on from what is cached."""
+    found = []
+    for fewest in (0, 10**9):
+        monkeypatch.setattr(cached_plan, "FEW_TOKENS", fewest)
+        torch.manual_seed(0)
+        cache, outputs = new_cache(4), []
+        for seq_id in range(4):
+            cache.open(seq_id)
+        for lens in ([5, 1, 3, 4], [2, 6, 1, 7]):
+            ids, lens = order, [lens[i] for i in order]
+            plan = cache.begin(ids, lens)
+            q, k, v = (torch.randn(sum(lens), heads, DIM) for heads in (HEADS, GROUPS, GROUPS))
+            outputs += [plan.attend(layer, q, k, v, DIM**-0.5) for layer in range(LAYERS)]
+            cache.commit(plan)
+        found.append(torch.cat(outputs))
+    torch.testing.assert_close(found[0], found[1], atol=1e-6, rtol=1e-6)

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from oppo_megatron.runtime.mcore.sequence_cache import SequenceCache
 
 
-FEW_TOKENS = 12
-"""New tokens a sequence, below which a CPU attends for all sequences of a call at once."""
+FEW_TOKENS = 48
+"""New tokens a sequence, on average, below which a CPU attends for all sequences of a call at once: padding is then little,
+and calls are many."""
 
 
 class CachedPlan(ABC):
