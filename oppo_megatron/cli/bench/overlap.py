@@ -11,7 +11,7 @@ ABOUT = """Runs one configuration in every mode of the loop, with the same promp
 
 modes: sequential (plain PPO), intra (scoring streamed beside decoding), inter (B + delta rollouts decoded, the late
 ones carried over), full (both), full+backfill (freed slots refilled at once), full+critic (the critic updated beside
-the next step's decoding), full+both.
+the next step's decoding), intra+critic, full+both.
 
 placements: pair (as the configuration says), single (one process with all cores as threads), replicas (all roles on
 every core: data-parallel processes of one thread).  sequential in single and replicas is what pair has to beat."""
