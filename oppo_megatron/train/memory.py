@@ -29,8 +29,8 @@ class MemoryMeter:
         return cls(device, base, base)
 
     def look(self) -> None:
-        """Take note of the peak up to now."""
-        self.peak_bytes = peak_bytes(self.device)
+        """Take note of the peak up to now; the kernel's own counts are a little off, and may go down."""
+        self.peak_bytes = max(self.peak_bytes, peak_bytes(self.device))
 
     def of_all_ranks(self) -> MemoryByRank:
         """Collective of the world."""
