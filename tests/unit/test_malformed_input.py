@@ -32,7 +32,7 @@ from oppo_megatron.data.prompts import load_prompts
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.errors import CheckpointError, ConfigError, DataError, StreamError
 from oppo_megatron.records import Chunk, ChunkRow
-from oppo_megatron.runtime.chunk_codec import MAGIC, ChunkDecoder, ChunkEncoder
+from oppo_megatron.runtime.chunk_codec import HEADER_SIZE, MAGIC, ChunkDecoder, ChunkEncoder
 from tests.support.mutations import mutants, time_limit
 from tests.support.tokenizers import CharacterTokenizer
 
@@ -254,7 +254,7 @@ def test_chunk_messages() -> None:
         for _ in range(rng.integers(1, 4)):
             place = rng.integers(len(words))
             words[place] = rng.choice(numbers) if rng.random() < 0.5 else words[place] ^ (1 << int(rng.integers(63)))
-        head, body = words[:6], words[6:]
+        head, body = words[:HEADER_SIZE], words[HEADER_SIZE:]
         if number % 2:
             head[0], head[1], head[2] = MAGIC, 0, 3
             head[5] = zlib.crc32(head[:5].tobytes())
@@ -265,10 +265,10 @@ def test_chunk_messages() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(words=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=6, max_size=40))
+@given(words=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=HEADER_SIZE, max_size=40))
 def test_any_words_as_a_message(words: list[int]) -> None:
     data = np.array(words, dtype=np.int64)
-    assert not check_message(data[:6], data[6:])
+    assert not check_message(data[:HEADER_SIZE], data[HEADER_SIZE:])
 
 
 def test_safetensors_headers(tmp_path: Path) -> None:
