@@ -158,6 +158,7 @@ class GpuBench:
         log = self.out / size / f"{part}.log"
         with log.open("w", encoding="utf-8") as file:
             # This package's own command, and no shell.
+            # S603: this package's own command, and no shell.
             process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)  # noqa: S603
             try:
                 end = time.monotonic() + seconds

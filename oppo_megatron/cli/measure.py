@@ -134,6 +134,7 @@ def run_logged(command: Sequence[str], log: Path) -> int:
     # package's own, without a shell.
     with (
         log.open("w", encoding="utf-8") as out,
+        # S603: this package's own command, and no shell.
         subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True) as process,  # noqa: S603
         _ending_by_signal(),
     ):

@@ -72,7 +72,7 @@ class RemoteReward:
         chance: random.Random | None = None,
     ):
         try:
-            import httpx  # noqa: F401
+            import httpx  # noqa: F401  (used by `_serve`; a container without it is told before anything starts)
         except ImportError as error:
             raise ConfigError(f"{label} is a reward of kind http, which needs the package httpx; install it") from error
         self.label, self.url, self.settings = label, url, settings or RemoteRewardConfig()

@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint": SHARED,
     "algorithms": SHARED,
     "sim": SHARED | {"overcommit", "control", "schedule"},
-    "runtime": SHARED | {"schedule"},
+    "runtime": SHARED | {"schedule", "checkpoint"},
     "train": SHARED | {"runtime", "algorithms", "data", "rewards", "overcommit", "control", "schedule", "checkpoint"},
     "serving": SHARED | {"rewards", "runtime", "data"},
     "integrations": SHARED | {"train", "runtime"},

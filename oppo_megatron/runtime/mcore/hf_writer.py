@@ -16,6 +16,7 @@ from typing import IO, Any
 
 import torch
 
+from oppo_megatron.checkpoint.manifest import sync_folder
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.runtime.mcore.hf_layout import Head
 from oppo_megatron.runtime.mcore.hf_source import DTYPES, INDEX_FILE, SINGLE_FILE
@@ -84,9 +85,9 @@ class HfWriter:
                 shutil.copyfileobj(source, copy)
                 _sync(copy)
         self._write_json("config.json", self._config)
-        _sync_directory(self._partial)
+        sync_folder(self._partial)
         os.replace(self._partial, self._directory)
-        _sync_directory(self._directory.parent)
+        sync_folder(self._directory.parent)
 
     def _start_shard(self, file: str) -> None:
         self._end_shard()
@@ -151,11 +152,3 @@ def _plan_shards(tensors: Mapping[str, tuple[int, ...]], itemsize: int, max_byte
 def _sync(file: IO[bytes]) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def _sync_directory(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
