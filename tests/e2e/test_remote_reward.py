@@ -1,10 +1,13 @@
-"""A run whose rewards come from `oppo serve-reward` is the run that computes them itself."""
+"""A run whose rewards come from a service is the run that computes them itself, also where the service has bad days."""
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,8 +16,10 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.ppo import SHAPE, Workspace, read_outcome, run_ppo_ranks
+from tests.e2e.rewards import brevity
+from tests.support.ppo import SHAPE, Workspace, read_outcome, run_ppo_ranks, weight_distance
 from tests.support.ranks import run_ranks
+from tests.support.reward_service import Service, http, reward_service, scored
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN_ENV, TOKEN = "OPPO_TEST_REWARD_TOKEN", os.urandom(16).hex()
@@ -86,3 +91,73 @@ def test_scores_of_services_are_those_of_the_run_itself(tmp_path: Path) -> None:
         path.read_text(errors="replace") for path in Path(far["run_dir"]).rglob("*.*") if path.suffix != ".safetensors"
     )
     assert TOKEN not in written and TOKEN_ENV in written
+
+
+def right(request: dict[str, Any]) -> bytes:
+    return scored(
+        request, lambda item: brevity(**{name: item[name] for name in ("prompt", "response", "fields")}, limit=40)
+    )
+
+
+def late(request: dict[str, Any]) -> bytes:
+    time.sleep(0.6)
+    return right(request)
+
+
+def lacking_one(request: dict[str, Any]) -> bytes:
+    return right({"items": request["items"][1:]})
+
+
+BAD_ANSWERS = [
+    late,
+    lambda request: http(200, b"<html>busy</html>"),
+    lambda request: scored(request, lambda item: math.nan),
+    lacking_one,
+    lambda request: http(500, b"down"),
+    lambda request: b"",
+    lambda request: right(request)[:-9],
+    lambda request: scored(request, lambda item: 1e9),
+]
+
+
+def one_bad_day(addresses: list[str], services: list[Service], done: threading.Event) -> None:
+    """A service that answers badly, works, is gone for a while in the midst of the run, and comes back at its address."""
+    with reward_service(*BAD_ANSWERS, otherwise=right) as service:
+        services.append(service)
+        addresses.append(service.url)
+        while len(service.requests) < len(BAD_ANSWERS) + 2 and not done.is_set():
+            time.sleep(0.01)
+    time.sleep(1.0)
+    port = int(service.url.rpartition(":")[2].partition("/")[0])
+    with reward_service(otherwise=right, port=port) as again:
+        services.append(again)
+        done.wait(timeout=120)
+
+
+def test_an_outage_in_a_run_loses_nothing_and_invents_nothing(tmp_path: Path) -> None:
+    """Late, garbage, NaN, a score missing, 500, cut off, out of range, nobody there: the run is the one of good days."""
+    workspace = Workspace.create(tmp_path)
+    changes: dict[str, Any] = {"reward": None, "placement": {"mode": "disaggregated"}, **OVERLAPPED}
+    addresses: list[str] = []
+    services: list[Service] = []
+    done = threading.Event()
+    bad_day = threading.Thread(target=one_bad_day, args=(addresses, services, done))
+    bad_day.start()
+    try:
+        while not addresses:
+            time.sleep(0.01)
+        patience = {"timeout_s": 0.4, "retry_s": 0.05, "retry_max_s": 0.1, "breaker_pause_s": 0.1, "max_score": 1.0}
+        asked = {
+            "kind": "http",
+            "url": addresses[0],
+            "weight": BREVITY["weight"],
+            "remote": patience | {"max_batch": 2},
+        }
+        remote = run_ppo_ranks(workspace.config("far", rewards=[asked], **changes))
+    finally:
+        done.set()
+        bad_day.join()
+    local = run_ppo_ranks(workspace.config("near", rewards=[BREVITY], **changes))
+    assert not services[0].script and services[1].requests, "the run ended before its service's bad day"
+    assert remote.rollouts == local.rollouts and len({row["reward"] for row in local.rollouts}) > 2
+    assert weight_distance(remote.actor, local.actor) == weight_distance(remote.critic, local.critic) == 0.0

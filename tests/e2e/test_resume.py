@@ -14,7 +14,7 @@ import pytest
 
 from oppo_megatron.config.places import world_size
 from oppo_megatron.config.run import TrainConfig
-from tests.support.layouts import assert_same, deep
+from tests.support.layouts import DEEP, assert_same, deep
 from tests.support.ppo import Outcome, Workspace, run_ppo_ranks, weight_distance
 from tests.support.ranks import run_ranks
 
@@ -32,6 +32,12 @@ CASES: dict[str, dict[str, Any]] = {
     "actor | scorers": CARRIED | TWO_RANKS,
     "PP2 | 1, stale caches kept": CARRIED
     | {"placement": {"mode": "disaggregated", "actor": {"pp": 2}}, "overlap.actor_kv": "keep"},
+    "PP2 | 1, tied, bfloat16": CARRIED
+    | {
+        "placement": {"mode": "disaggregated", "actor": {"pp": 2}},
+        "runtime.dtype": "bfloat16",
+        "actor.init": DEEP | {"tie_word_embeddings": True},
+    },
     "replicas, backfill, paged": CARRIED
     | {
         "placement": {"mode": "colocated", "actor": {"dp": 2}, "scorer": {"dp": 2}},

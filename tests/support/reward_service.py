@@ -71,9 +71,9 @@ class _Server(socketserver.ThreadingTCPServer):
 
 
 @contextmanager
-def reward_service(*script: Reply, otherwise: Reply = by_length) -> Iterator[Service]:
-    """A service on a free port of this machine."""
-    with _Server(("127.0.0.1", 0), _Handler) as server:
+def reward_service(*script: Reply, otherwise: Reply = by_length, port: int = 0) -> Iterator[Service]:
+    """A service on this machine, on a free port unless one is given."""
+    with _Server(("127.0.0.1", port), _Handler) as server:
         server.service = Service(f"http://127.0.0.1:{server.server_address[1]}/score", list(script), otherwise)
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         thread.start()

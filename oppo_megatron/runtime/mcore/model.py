@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
 from oppo_megatron.config.model import DecodePath, KVLayout, TrainingLayoutConfig
@@ -154,6 +155,27 @@ class RoleModel(GPTModel):
         if self.head == "scalar":
             return self.output_layer(hidden_TH)[0][:, 0]
         return self._lean_head(hidden_TH).float()
+
+    def tie_embeddings_and_output_weights_state_dict(
+        self,
+        sharded_state_dict: dict[str, Any],
+        output_layer_weight_key: str,
+        first_stage_word_emb_key: str,
+        metadata: dict[str, Any],
+    ) -> None:
+        """In a checkpoint, the last stage's output layer is a copy of the embedding.  As in megatron-core's `LanguageModel`,
+        which numbers the copies by its global groups; a role has its own (`metadata["dp_cp_group"]`)."""
+        if not self.post_process or self.pre_process:
+            return
+        replicas = metadata["dp_cp_group"]
+        sharded_state_dict[output_layer_weight_key] = make_tp_sharded_tensor_for_checkpoint(
+            tensor=self.shared_embedding_or_output_weight(),
+            key=first_stage_word_emb_key,
+            replica_id=(1, 0, replicas.rank()),
+            allow_shape_mismatch=True,
+            tp_group=self.groups.collection.tp,
+            dp_cp_group=replicas,
+        )
 
     def new_cache(
         self, num_slots: int, budget_bytes: int | None = None, layout: KVLayout = "dense"
