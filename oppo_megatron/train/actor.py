@@ -64,6 +64,7 @@ class Actor:
             value, stats = actor_loss(logp, entropy, targets, self.ppo, kl_coefficient, num_tokens)
             return value, stats_dict(stats) | (_decode_check(micro, logp.detach()) if first else {})
 
+        self.role.retire()
         reports = run_update(self.role.trained, batch, extra, loss, settings)
         summary = self.role.share(self._summary(reports), STATS)
         self.ess = summary["ess"]

@@ -44,6 +44,7 @@ class Critic:
             return value, stats_dict(stats)
 
         extra = {"old_values": experience.old_values_T, "returns": experience.returns_T}
+        self.role.retire()
         reports = run_update(self.role.trained, batch, extra, loss, settings)
         stats = {}
         if "num_tokens" in reports[0]:

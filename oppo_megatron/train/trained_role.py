@@ -25,6 +25,10 @@ class TrainedRole:
     serving: RoleModel
     reallocation: Reallocation | None
 
+    def retire(self) -> None:
+        """An update begins; until `publish` the serving model computes by megatron-core's modules."""
+        self.serving.weights_change()
+
     def publish(self) -> MoveReport:
         """The updated weights reach the serving model.  Every rank of the role makes the call."""
         moved = MoveReport(0, 0.0) if self.reallocation is None else self.reallocation.move()

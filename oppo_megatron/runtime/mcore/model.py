@@ -8,6 +8,7 @@ Legend: T packed tokens, H hidden, V vocabulary, R rows of interest.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -85,6 +86,7 @@ class RoleModel(GPTModel):
         self.max_length = max_length
         self._path: DecodePath = "module"
         self._lean: LeanStage | None = None
+        self._lean_head: Callable[[Tensor], Tensor] | None = None
 
     @property
     def token_multiple(self) -> int:
@@ -95,6 +97,10 @@ class RoleModel(GPTModel):
         """How cached calls compute from now on; the weights are set."""
         self._path = path
         self.weights_changed()
+
+    def weights_change(self) -> None:
+        """The weights are about to change: the memory of what has been made of them is free for the update."""
+        self._lean = self._lean_head = None
 
     def weights_changed(self) -> None:
         """The weights have other values now: what has been made of them is made again."""
@@ -154,6 +160,7 @@ class RoleModel(GPTModel):
             hidden_TH = hidden_TH[rows_R]
         if self.head == "scalar":
             return self.output_layer(hidden_TH)[0][:, 0]
+        assert self._lean_head is not None
         return self._lean_head(hidden_TH).float()
 
     def tie_embeddings_and_output_weights_state_dict(
