@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from oppo_megatron.config.checks import longest_chunk
 from oppo_megatron.config.places import role_places
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.control.chunk import ChunkTuner
+from oppo_megatron.control.chunk import ChunkTuner, StepCost
 from oppo_megatron.control.delta import make_delta_controller
 from oppo_megatron.control.kl import KLController
 from oppo_megatron.control.signals import Occupancy, length_gap
@@ -84,7 +84,8 @@ class DryRun:
         with self.watch.part("scheduler and buffer"):
             admitted = self.scheduler.begin_step()
         self._open(admitted)
-        buffer, occupancy = self.scheduler.buffer, Occupancy(self.scheduler.buffer.clock)
+        buffer, begun = self.scheduler.buffer, self.scheduler.buffer.clock
+        occupancy = Occupancy(begun)
         started = time.perf_counter()
         while True:
             with self.watch.part("scheduler and buffer"):
@@ -101,7 +102,8 @@ class DryRun:
             gap = length_gap(batch, buffer.rollouts)
             self.scheduler.end_step(step, StepSignals(0.0, occupancy.tail_waste, 1.0, gap))
             self.kl.observe(0.0, len(batch))
-            self.chunk_tuner.observe(step, seconds, sum(len(r.tokens) for r in batch))
+            steps, tokens = buffer.clock - begun, sum(len(r.tokens) for r in batch)
+            self.chunk_tuner.observe(step, StepCost(seconds, steps, tokens))
 
     def _round(self, active: Sequence[Rollout], score: Sequence[Rollout], occupancy: Occupancy) -> None:
         buffer = self.scheduler.buffer

@@ -221,11 +221,19 @@ def read_choice(path: Path, key: str) -> Candidate | None:
 
 
 def describe_work(settings: TrainSettings, options: Options) -> str:
-    """One line: what is measured."""
+    """One line: what is measured, and which of it leaves cores idle by the number of threads that is set."""
     from oppo_megatron.placing.candidates import auto_settings
 
     names = ", ".join(candidate.name for candidate in options.candidates)
-    return f"measuring {names} on {options.machine}, {auto_settings(settings).steps} steps each"
+    work = f"measuring {names} on {options.machine}, {auto_settings(settings).steps} steps each"
+    threads, machine = settings.runtime.threads_per_rank, options.machine
+    idle = [each.name for each in options.candidates if 0 < each.num_ranks * threads < machine.units]
+    if machine.device == "cuda" or not idle:
+        return work
+    return (
+        f"{work}; runtime.threads_per_rank={threads} leaves cores idle in {', '.join(idle)}: set it to 0 to have all cores "
+        "divided among the ranks of each placement"
+    )
 
 
 def describe_options(settings: TrainSettings) -> list[str]:

@@ -1,4 +1,8 @@
-"""Tuner of the chunk size: tries a few sizes on different steps and keeps the one with the least seconds per token."""
+"""Tuner of the chunk size: tries a few sizes on different steps and keeps the one that takes the least time for its work.
+
+Steps differ in work: one whose batch waits for a single long response needs many decode steps for few tokens.  So a step's
+seconds are held against what its decode steps and tokens take by a law that all rounds have been fitted to.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +15,63 @@ from oppo_megatron.records import Decision
 
 
 @dataclass(slots=True)
+class DecodeLaw:
+    """Seconds of a round = a x its decode steps + b x its tokens, by least squares; what is kept are the sums for it."""
+
+    steps_steps: float = 0.0
+    steps_tokens: float = 0.0
+    tokens_tokens: float = 0.0
+    steps_seconds: float = 0.0
+    tokens_seconds: float = 0.0
+
+    def add(self, steps: int, tokens: int, seconds: float) -> None:
+        """A round that has been measured."""
+        products = (steps * steps, steps * tokens, tokens * tokens, steps * seconds, tokens * seconds)
+        self.add_sums(*products)
+
+    def add_sums(self, *sums: float) -> None:
+        """Those of other rounds, in the order of the fields."""
+        for name, value in zip(self.__slots__, sums, strict=True):
+            setattr(self, name, getattr(self, name) + value)
+
+    def sums(self) -> list[float]:
+        return [getattr(self, name) for name in self.__slots__]
+
+    def seconds(self, steps: int, tokens: int) -> float:
+        """What decoding takes by the law, above 0; before any round, and where both are always alike, tokens alone count."""
+        determinant = self.steps_steps * self.tokens_tokens - self.steps_tokens**2
+        if determinant > 1e-9 * self.steps_steps * self.tokens_tokens:
+            a = (self.steps_seconds * self.tokens_tokens - self.tokens_seconds * self.steps_tokens) / determinant
+            b = (self.tokens_seconds * self.steps_steps - self.steps_seconds * self.steps_tokens) / determinant
+            if b <= 0 < a:
+                return self.steps_seconds / self.steps_steps * steps
+            if a > 0:
+                return a * steps + b * tokens
+        rate = self.tokens_seconds / self.tokens_tokens if self.tokens_seconds > 0 else 1.0
+        return rate * tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """What a step cost up to its scores: `seconds`, for so many decode steps and tokens; `rounds` are those it measured."""
+
+    seconds: float
+    steps: int
+    tokens: int
+    rounds: DecodeLaw = field(default_factory=DecodeLaw)
+
+
+@dataclass(slots=True)
 class Trials:
     """What the steps spent on one candidate cost."""
 
     seconds: float = 0.0
+    steps: int = 0
     tokens: int = 0
 
-    @property
-    def seconds_per_token(self) -> float:
-        return self.seconds / self.tokens
+    def ratio(self, law: DecodeLaw) -> float:
+        """Seconds over those that the law has for this work."""
+        return self.seconds / law.seconds(self.steps, self.tokens)
 
 
 @dataclass(slots=True)
@@ -36,10 +88,11 @@ class Search:
         """The candidate whose turn it is."""
         return self.candidates[self.num_measured % len(self.candidates)]
 
-    def measure(self, seconds: float, tokens: int) -> None:
-        cost = self.costs.setdefault(self.current, Trials())
-        cost.seconds += seconds
-        cost.tokens += tokens
+    def measure(self, cost: StepCost) -> None:
+        trials = self.costs.setdefault(self.current, Trials())
+        trials.seconds += cost.seconds
+        trials.steps += cost.steps
+        trials.tokens += cost.tokens
         self.num_measured += 1
 
 
@@ -73,17 +126,18 @@ class ChunkTuner:
         self._settled = min(config.tokens, longest)
         self._steps_to_search = 1
         self._search: Search | None = None
+        self._law = DecodeLaw()
 
     @property
     def value(self) -> int:
         """Chunk size of the coming step, in tokens of each sequence."""
         return self._search.current if self._search else self._settled
 
-    def observe(self, step: int, seconds: float, tokens: int) -> Decision:
-        """Take what `step` cost at `value` (seconds of the rollout, tokens decoded) and decide for the next step."""
-        assert math.isfinite(seconds) and seconds >= 0 and tokens >= 0, f"step {step}: {seconds} s for {tokens} tokens"
+    def observe(self, step: int, cost: StepCost) -> Decision:
+        """Take what `step` cost at `value` and decide for the next step."""
+        assert math.isfinite(cost.seconds) and cost.seconds >= 0 and cost.tokens >= 0, f"step {step}: {cost}"
         before = self.value
-        reason = self._advance(seconds, tokens) if self._config.adaptive else f"chunk is fixed at {self._settled}"
+        reason = self._advance(cost) if self._config.adaptive else f"chunk is fixed at {self._settled}"
         return Decision(self.value, f"step {step}: {reason}", self.value != before)
 
     def state_dict(self) -> dict[str, Any]:
@@ -100,10 +154,11 @@ class ChunkTuner:
         self._steps_to_search = state["steps_to_search"]
         self._search = None
 
-    def _advance(self, seconds: float, tokens: int) -> str:
+    def _advance(self, cost: StepCost) -> str:
         self._steps_to_search -= 1
+        self._law.add_sums(*cost.rounds.sums())
         if self._search is not None:
-            return self._measure(self._search, seconds, tokens)
+            return self._measure(self._search, cost)
         if self._steps_to_search > 0:
             return f"chunk stays {self._settled}, the next search starts in {self._steps_to_search} steps"
         return self._start()
@@ -116,13 +171,16 @@ class ChunkTuner:
         self._search = Search(sizes, num_steps=len(sizes) * self._config.trials)
         return f"search over chunks {sizes} starts with {self._search.current}"
 
-    def _measure(self, search: Search, seconds: float, tokens: int) -> str:
-        if tokens == 0:
+    def _measure(self, search: Search, cost: StepCost) -> str:
+        if cost.tokens == 0:
             return f"nothing was decoded, chunk {search.current} is tried again"
-        search.measure(seconds, tokens)
+        search.measure(cost)
         if search.num_measured < search.num_steps:
             return f"search tries chunk {search.current} ({search.num_measured} of {search.num_steps} steps measured)"
-        self._settled = min(search.candidates, key=lambda c: (search.costs[c].seconds_per_token, c))
-        self._search = None
-        figures = ", ".join(f"{c}: {1e3 * search.costs[c].seconds_per_token:.4g} ms/token" for c in search.candidates)
-        return f"chunk {self._settled} is the fastest ({figures})"
+        ratios = {size: trials.ratio(self._law) for size, trials in search.costs.items()}
+        self._settled = min(search.candidates, key=lambda size: (ratios[size], size))
+        self._search, self._law = None, DecodeLaw()  # of the next search by what is measured until then
+        figures = ", ".join(f"{size}: {ratios[size]:.4g}" for size in search.candidates)
+        return (
+            f"chunk {self._settled} is the fastest (seconds until scored, over those of decoding such work: {figures})"
+        )

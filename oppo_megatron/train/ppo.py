@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from oppo_megatron.algorithms.experience import Experience, ScoredBatch
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.control.chunk import ChunkTuner
+from oppo_megatron.control.chunk import ChunkTuner, DecodeLaw, StepCost
 from oppo_megatron.control.guards import Breach
 from oppo_megatron.control.kl import KLController
 from oppo_megatron.control.signals import Occupancy, length_gap
@@ -114,15 +114,16 @@ class PPOTrainer:
         phase = self.phase = self.phase or self._begin(step)
         facts, before_s = phase.facts, phase.spent_s
         complete = self._rollout(plan, phase)
-        rollout_s = phase.spent_s = before_s + time.time() - started
+        phase.spent_s = before_s + time.time() - started
         if not complete:
             return False
         self.phase = None
         with _planning(facts):
             batch = self.scheduler.take_batch()
         scored = self._score(step, batch, facts)
+        scored_s = before_s + time.time() - started
         experience = self._train(batch, scored, plan, facts)
-        self._observe(step, facts, rollout_s)
+        self._observe(facts, StepCost(scored_s, facts.decode_steps, facts.tokens_decoded, phase.law))
         facts.planning_s += self.rounds.planning_s - planned_s
         facts.step_s = time.time() - started + before_s
         if self.journal is not None:
@@ -163,8 +164,11 @@ class PPOTrainer:
             self.exchange.request(active)
             self.clock.round(self._waited_for_chunks(facts.step), decoded=True)
             facts.backfilled += len(backfilled)
-            facts.tokens_decoded += sum(len(row.tokens) for row in chunk.rows)
-            facts.decode_s += time.time() - started
+            tokens, seconds = sum(len(row.tokens) for row in chunk.rows), time.time() - started
+            facts.tokens_decoded += tokens
+            facts.decode_s += seconds
+            if decoding.clock > phase.begun:  # the first round reads the step's prompts, too
+                phase.law.add(chunk.clock - decoding.clock, tokens, seconds)
             if chunk.halt:
                 return False
         facts.decode_steps, facts.tail_waste = buffer.clock - phase.begun, phase.occupancy.tail_waste
@@ -312,16 +316,18 @@ class PPOTrainer:
             facts.delta_reason = self.scheduler.end_step(step, signals).reason
             self.kl.observe(experience.stats.kl_mean, len(batch))
 
-    def _observe(self, step: int, facts: StepFacts, rollout_s: float) -> None:
-        """The controller of the chunk size, whose time only the actor's output rank takes."""
+    def _observe(self, facts: StepFacts, cost: StepCost) -> None:
+        """The controller of the chunk size, which goes by the times of the actor's output rank."""
         if not self.config.overlap.intra or self.actor is None:
             return
         groups = self.actor.role.serving.groups
-        seconds = torch.tensor([rollout_s], dtype=torch.float64, device=self.world.device)
+        measured = torch.tensor([cost.seconds, *cost.rounds.sums()], dtype=torch.float64, device=self.world.device)
         if groups.all.size() > 1:
-            with waiting_for(f"seconds of the rollout, step {step}"):
-                dist.broadcast(seconds, groups.output_rank, group=groups.all)
-        facts.chunk_reason = self.chunk_tuner.observe(step, float(seconds), facts.tokens_decoded).reason
+            with waiting_for(f"seconds of the rollout, step {facts.step}"):
+                dist.broadcast(measured, groups.output_rank, group=groups.all)
+        seconds, *sums = measured.tolist()
+        cost = replace(cost, seconds=seconds, rounds=DecodeLaw(*sums))
+        facts.chunk_reason = self.chunk_tuner.observe(facts.step, cost).reason
 
     def _measure_costs(self, step: int) -> None:
         """What all ranks measured becomes the cost model of the next step's rounds, where they are woven by it.

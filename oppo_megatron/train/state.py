@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.control.chunk import DecodeLaw
 from oppo_megatron.control.signals import Occupancy
 from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.errors import CheckpointError
@@ -22,7 +23,7 @@ from oppo_megatron.train.journal import StepFacts
 if TYPE_CHECKING:
     from oppo_megatron.train.ppo import PPOTrainer
 
-ROLLOUT_FIELDS = tuple(field.name for field in fields(Rollout) if field.name != "prompt")
+ROLLOUT_FIELDS = tuple(each.name for each in fields(Rollout) if each.name != "prompt")
 LATER_FACTS = ("scores", "actor", "rewards")  # of a step, known after its rollout phase
 
 
@@ -34,6 +35,7 @@ class RolloutPhase:
     occupancy: Occupancy
     begun: int
     spent_s: float = 0.0
+    law: DecodeLaw = field(default_factory=DecodeLaw)  # of the rounds since the last interruption
 
     def state_dict(self) -> dict[str, Any]:
         facts = {name: value for name, value in asdict(self.facts).items() if name not in LATER_FACTS}

@@ -20,7 +20,7 @@ from oppo_megatron.config.overlap import ChunkConfig
 from oppo_megatron.config.places import role_places, world_size
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.shape import check_shape
-from oppo_megatron.control.chunk import ChunkTuner, first_settled_step
+from oppo_megatron.control.chunk import ChunkTuner, StepCost, first_settled_step
 from oppo_megatron.control.delta import RULES
 from oppo_megatron.errors import ConfigError
 
@@ -78,7 +78,7 @@ def test_the_first_settled_step_is_that_of_the_tuner(settings: dict[str, Any]) -
     costs = {16: 3.0, 32: 2.0, 48: 5.0, 64: 1.0, 100: 4.0}
     for step in range(1, 20):
         seen.append(tuner.value)
-        tuner.observe(step, costs[tuner.value], 1)
+        tuner.observe(step, StepCost(costs[tuner.value], steps=1, tokens=1))
     first = first_settled_step(chunks, longest)
     assert len(set(seen[first - 1 :])) == 1, "nothing is tried from there on"
     tried = {*chunks.candidates, chunks.tokens} if chunks.adaptive else {chunks.tokens}

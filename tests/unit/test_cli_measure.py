@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from oppo_megatron.cli.main import main
-from oppo_megatron.cli.measure import failure, run_logged, this_machine
+from oppo_megatron.cli.measure import describe_work, failure, run_logged, this_machine
 from oppo_megatron.cli.placement import report
 from oppo_megatron.cli.run import load_settings
 from oppo_megatron.config.model import RuntimeConfig
@@ -222,3 +222,13 @@ def test_a_signal_ends_the_measuring_run_too(tmp_path: Path, number: int, code: 
     assert parent.wait(timeout=30) == code
     with pytest.raises(ProcessLookupError):
         os.kill(int(started.read_text()), 0)
+
+
+def test_threads_that_leave_cores_idle_are_told_of(config: Path) -> None:
+    def work(*overrides: str) -> str:
+        settings = load_settings("train", config, list(overrides))
+        assert isinstance(settings, TrainSettings)
+        return describe_work(settings, find_candidates(settings, Machine("cpu", 2)))
+
+    assert "idle" not in work()
+    assert "runtime.threads_per_rank=1 leaves cores idle in single: set it to 0" in work("runtime.threads_per_rank=1")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from oppo_megatron.config.overlap import ChunkConfig
-from oppo_megatron.control.chunk import ChunkTuner
+from oppo_megatron.control.chunk import ChunkTuner, DecodeLaw, StepCost
 
 
 def drive(tuner: ChunkTuner, num_steps: int, cost: Callable[[int, int], float], first_step: int = 0) -> list[int]:
@@ -17,7 +18,7 @@ def drive(tuner: ChunkTuner, num_steps: int, cost: Callable[[int, int], float], 
     used = []
     for step in range(first_step, first_step + num_steps):
         used.append(tuner.value)
-        tuner.observe(step, 100 * cost(step, tuner.value), 100)
+        tuner.observe(step, StepCost(100 * cost(step, tuner.value), steps=10, tokens=100))
     return used
 
 
@@ -42,15 +43,17 @@ def test_the_choice_follows_a_change_of_costs() -> None:
 
 def test_trials_take_turns_and_are_weighed_by_tokens() -> None:
     tuner = ChunkTuner(ChunkConfig(tokens=1, candidates=[2], trials=2), longest=10)
-    tuner.observe(0, 1.0, 1)
+    tuner.observe(0, StepCost(1.0, 1, 1))
     # Chunk 1: 10 s for 110 tokens.  Chunk 2: 4 s for 20 tokens, although one of its steps was the fastest of all.
     measured = []
     for step, (seconds, tokens) in enumerate([(5.0, 10), (0.1, 10), (5.0, 100), (3.9, 10)], start=1):
         measured.append(tuner.value)
-        decision = tuner.observe(step, seconds, tokens)
+        decision = tuner.observe(step, StepCost(seconds, 1, tokens))
     assert measured == [1, 2, 1, 2]
     assert decision.value == 1
-    assert decision.reason == "step 4: chunk 1 is the fastest (1: 90.91 ms/token, 2: 200 ms/token)"
+    assert decision.reason == (
+        "step 4: chunk 1 is the fastest (seconds until scored, over those of decoding such work: 1: 0.09091, 2: 0.2)"
+    )
 
 
 def test_candidates_are_clipped_deduplicated_and_include_the_current_value() -> None:
@@ -66,17 +69,17 @@ def test_one_candidate_is_no_search() -> None:
 
 def test_a_step_without_tokens_is_tried_again() -> None:
     tuner = ChunkTuner(ChunkConfig(tokens=16, candidates=[16, 32]), longest=100)
-    tuner.observe(0, 1.0, 10)
+    tuner.observe(0, StepCost(1.0, 5, 10))
     assert tuner.value == 16
-    decision = tuner.observe(1, 0.0, 0)
+    decision = tuner.observe(1, StepCost(0.0, 0, 0))
     assert (decision.value, decision.changed) == (16, False)
-    tuner.observe(2, 2.0, 10)
-    assert tuner.observe(3, 1.0, 10).value == 32
+    tuner.observe(2, StepCost(2.0, 5, 10))
+    assert tuner.observe(3, StepCost(1.0, 5, 10)).value == 32
 
 
 def test_not_adaptive_is_constant() -> None:
     tuner = ChunkTuner(ChunkConfig(tokens=24, adaptive=False, period=1), longest=100)
-    decisions = [tuner.observe(step, 1.0 / (step + 1), 10) for step in range(20)]
+    decisions = [tuner.observe(step, StepCost(1.0 / (step + 1), 5, 10)) for step in range(20)]
     assert {(d.value, d.changed) for d in decisions} == {(24, False)}
 
 
@@ -93,12 +96,12 @@ def test_every_search_finds_the_cheapest(costs: dict[int, float], period: int, t
     cost = {chunk: costs.get(chunk, 20.0) for chunk in reachable}
     before = tuner.value
     for step in range(60):
-        decision = tuner.observe(step, 7 * cost[tuner.value], 7)
+        decision = tuner.observe(step, StepCost(7 * cost[tuner.value], 3, 7))
         assert decision.value in reachable
         assert decision.changed == (decision.value != before)
         before = decision.value
         if "fastest" in decision.reason:
-            assert cost[decision.value] == min(cost.values())
+            assert cost[decision.value] == pytest.approx(min(cost.values()), rel=1e-12)
             assert all(f"{c}: " in decision.reason for c in reachable)
 
 
@@ -119,3 +122,37 @@ def test_resume_within_a_search_starts_it_again_after_a_warm_up() -> None:
     assert first.value == 32, "in the middle of the search"
     second.load_state_dict(first.state_dict())
     assert drive(second, 4, lambda step, chunk: 1e6 if step == 2 else 1.0 / chunk, first_step=2) == [16, 16, 32, 32]
+
+
+def test_the_law_finds_what_a_step_and_a_token_take() -> None:
+    law = DecodeLaw()
+    for steps, tokens in [(16, 384), (16, 200), (16, 40), (7, 7)]:
+        law.add(steps, tokens, 0.004 * steps + 0.0005 * tokens)
+    assert law.seconds(10, 100) == pytest.approx(0.09, rel=1e-9)
+    alike = DecodeLaw()
+    for _ in range(3):
+        alike.add(8, 64, 0.5)  # tells steps and tokens not apart
+    assert alike.seconds(8, 128) == pytest.approx(1.0)
+    assert DecodeLaw().seconds(5, 7) == 7.0
+
+
+@given(rounds=st.lists(st.tuples(st.integers(1, 64), st.integers(1, 4096), st.floats(0, 5)), min_size=1, max_size=9))
+def test_the_law_never_says_that_work_takes_no_time(rounds: list[tuple[int, int, float]]) -> None:
+    law = DecodeLaw()
+    for steps, tokens, seconds in rounds:
+        law.add(steps, max(steps, tokens), seconds)
+    assert law.seconds(1, 1) > 0 and law.seconds(100, 3000) > 0
+
+
+def test_a_candidate_is_not_judged_by_the_work_of_its_steps() -> None:
+    """The smaller chunk is the better by a tenth, but its steps wait for one long response: three times the time a token."""
+    tuner = ChunkTuner(ChunkConfig(tokens=16, candidates=[16, 64], trials=1), longest=1000)
+    work = {0: (100, 1600), 1: (400, 1500), 2: (60, 1400)}  # decode steps, tokens
+    for step, (steps, tokens) in work.items():
+        decoding = 0.004 * steps + 0.0003 * tokens
+        law = DecodeLaw()
+        for share in (0.5, 0.3, 0.2):  # rounds with fewer and fewer rows
+            law.add(steps // 3, int(share * tokens), 0.004 * (steps // 3) + 0.0003 * int(share * tokens))
+        scoring = {16: 1.0, 64: 1.1}[tuner.value]
+        decision = tuner.observe(step, StepCost(scoring * decoding, steps, tokens, law))
+    assert decision.value == 16 and "16: 1, 64: 1.1" in decision.reason
