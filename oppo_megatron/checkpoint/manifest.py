@@ -7,7 +7,8 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 from oppo_megatron.errors import CheckpointError
 
@@ -66,18 +67,41 @@ def read_manifest(folder: Path) -> dict[str, Entry]:
     path = folder / MANIFEST
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
-        if tree["format"] != FORMAT:
+        if type(tree["format"]) is not int or tree["format"] != FORMAT:
             raise CheckpointError(
                 f"{path}: format {tree['format']}, this program reads format {FORMAT}; resume with the version that wrote it"
             )
-        return {name: Entry(**entry) for name, entry in tree["files"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return {name: _entry(name, entry) for name, entry in tree["files"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(
             f"{path}: no readable manifest ({type(error).__name__}: {error}); a whole checkpoint has one; resume from "
             "another checkpoint, or remove this one"
         ) from error
+
+
+def _entry(name: str, tree: Any) -> Entry:
+    """Raises ValueError or TypeError for one that `write_manifest` would not have written."""
+    entry = Entry(**tree)
+    if not name.isprintable() or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        raise ValueError(f"{name!r:.100} is no file of its folder")
+    if type(entry.size_bytes) is not int or entry.size_bytes < 0 or not isinstance(entry.sha256, str):
+        raise ValueError(f"{name}: {tree!r:.100} is no size and checksum")
+    return entry
+
+
+def find_misfits(
+    folder: Path, entries: Mapping[str, Entry], required: Iterable[str], closed: Iterable[str]
+) -> str | None:
+    """What a manifest does not speak of: a file that it must have, or one that is there below the `closed` folders."""
+    for name in required:
+        if name not in entries:
+            return f"its manifest does not have {name}"
+    for name in list_files(folder):
+        if name not in entries and name.split("/")[0] in closed:
+            return f"{name} is not in its manifest"
+    return None
 
 
 def find_damage(folder: Path, entries: Mapping[str, Entry], part: int = 0, parts: int = 1) -> str | None:

@@ -2,6 +2,9 @@
 
 A checkpoint is written into a folder whose name begins with a dot and is renamed when it is whole, so that what has a
 checkpoint's name is one, unless a disk has failed since: the manifest tells.
+
+    .step-000003             being written, or left by a writer that was killed    .removed-step-000001    on its way out
+    .replaced-step-000003    whole, and out of the way of its successor; the name is given back where there is none
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from pathlib import Path
 from oppo_megatron.checkpoint.manifest import sync_folder
 
 NAME = re.compile(r"step-(\d+)(?:-clock-(\d+))?")
-ASIDE = "."
+ASIDE, REPLACED, REMOVED = ".", ".replaced-", ".removed-"
 
 
 @dataclass(frozen=True, order=True)
@@ -46,7 +49,9 @@ class CheckpointStore:
     def positions(self) -> list[Position]:
         """Those of the checkpoints that are here, the latest last."""
         names = (path.name for path in self.root.iterdir() if path.is_dir()) if self.root.is_dir() else iter(())
-        return sorted(position for name in names if (position := Position.of(name)) is not None)
+        # One whose successor has not got its name yet counts: `recover` gives it back.
+        found = {Position.of(name.removeprefix(REPLACED)) for name in names}
+        return sorted(position for position in found if position is not None)
 
     def folder(self, position: Position) -> Path:
         """Of a checkpoint that is whole."""
@@ -59,30 +64,43 @@ class CheckpointStore:
     def begin(self, position: Position) -> Path:
         """An empty folder to write the checkpoint into; what interrupted writers left is removed."""
         self.root.mkdir(parents=True, exist_ok=True)
-        for left in self._aside():
-            shutil.rmtree(left)
+        self.recover()
         folder = self.aside(position)
         folder.mkdir()
         return folder
 
+    def recover(self) -> None:
+        """Clear up behind a process that was killed: what has no checkpoint's name goes, what has lost it gets it back."""
+        for left in self.root.glob(f"{REPLACED}step-*"):
+            whole = self.root / left.name.removeprefix(REPLACED)
+            if not whole.exists():
+                left.rename(whole)
+        for left in self._aside():
+            shutil.rmtree(left)
+        if self.root.is_dir():
+            sync_folder(self.root)
+
+    def abandon(self, position: Position) -> None:
+        """The checkpoint could not be written: nothing is left of it."""
+        shutil.rmtree(self.aside(position), ignore_errors=True)
+
     def commit(self, position: Position) -> Path:
         """The checkpoint's files and its manifest are on the disk: give it its name."""
         folder = self.folder(position)
+        replaced = self.root / f"{REPLACED}{position.name}"
         if folder.exists():  # a resumed run has come here again
-            trash = self.root / f"{ASIDE}old-{position.name}"
-            folder.rename(trash)
-            self.aside(position).rename(folder)
-            shutil.rmtree(trash)
-        else:
-            self.aside(position).rename(folder)
+            folder.rename(replaced)
+        self.aside(position).rename(folder)
         sync_folder(self.root)
+        if replaced.exists():
+            shutil.rmtree(replaced)
         return folder
 
     def prune(self, keep: int, best: Position | None = None) -> list[Position]:
         """Remove all but the last `keep`, and but for `best`.  Returns what was removed."""
         removed = [position for position in self.positions()[:-keep] if position != best]
         for position in removed:
-            trash = self.root / f"{ASIDE}old-{position.name}"
+            trash = self.root / f"{REMOVED}{position.name}"
             self.folder(position).rename(trash)  # a checkpoint's name never stands for half of one
             shutil.rmtree(trash)
         return removed

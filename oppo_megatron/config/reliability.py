@@ -15,8 +15,8 @@ class CheckpointConfig(Section):
     keep_best: bool = Field(False, description="keep the one with the highest mean reward of a step, too")
     caches: bool = Field(
         True,
-        description="save the KV caches of sequences in flight: on the same layout the run continues to the bit; false: "
-        "they are computed again, and the run continues to rounding",
+        description="save the KV caches of sequences in flight, and use them: on the same layout the run continues to the "
+        "bit; false: they are computed again, and the run continues to rounding",
     )
     resume: bool = Field(
         False, description="continue from the last whole checkpoint of `run_dir`, where it has one (`--resume`)"

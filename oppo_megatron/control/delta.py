@@ -56,13 +56,13 @@ class DeltaController(ABC):
         return {"rule": self._config.rule, "value": self._value, **self._memory()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`.  CheckpointError where it was saved under another rule."""
+        """Continue from `state`, within the bounds of now.  CheckpointError where it was saved under another rule."""
         if state["rule"] != self._config.rule:
             raise CheckpointError(
                 f"the checkpoint's delta was controlled by rule '{state['rule']}', the configuration says "
                 f"'{self._config.rule}'; resume with overlap.delta.rule={state['rule']} or start a new run"
             )
-        self._value = state["value"]
+        self._value = self._clip(state["value"])
         self._recall(state)
 
     @abstractmethod

@@ -116,6 +116,7 @@ class OvercommitScheduler:
         self._num_consumed, self._due = state["num_consumed"], state["due"]
         self._controller.load_state_dict(state["delta"])
         self.buffer.load_state_dict(state["buffer"] | {"closed": self._next_prompt is None}, rollouts)
+        self.buffer.set_delta(self._controller.value)
 
     @property
     def _backfills(self) -> bool:

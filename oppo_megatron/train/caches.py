@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from oppo_megatron.config.checkpoint import read_header
+from oppo_megatron.errors import CapacityError, CheckpointError
+from oppo_megatron.records import Rollout
 from oppo_megatron.runtime.mcore.sequence_cache import SequenceCache
 from oppo_megatron.runtime.rounds import RoundRunner
 
@@ -28,21 +33,73 @@ def save_caches(path: Path, rounds: RoundRunner) -> None:
 
 
 def load_caches(path: Path, rounds: RoundRunner) -> None:
-    """Into empty caches, on the rank that wrote the file, in the same layout; every sequence in the slot that it had."""
-    with safe_open(path, framework="pt") as file:
-        order = json.loads(file.metadata()["slots"])
-        names = file.keys()
-        for role in _caches(rounds):
-            cached = {seq_id: file.get_tensor(f"{role}.{CACHED}.{seq_id}") for seq_id in order[role]}
-            if role == "actor":
-                assert rounds.decode is not None
-                rounds.decode.resume(cached)
-                continue
-            prefix = f"{role}.{OUTPUT}."
-            outputs = {
-                int(name.removeprefix(prefix)): file.get_tensor(name) for name in names if name.startswith(prefix)
-            }
-            rounds.scoring[role].resume(cached, outputs)
+    """Into empty caches, on the rank that wrote the file, in the same layout; every sequence in the slot that it had.
+
+    The books have been restored.  Raises CheckpointError where the file is not what they say of this rank.
+    """
+    try:
+        read_header(path)
+        with safe_open(path, framework="pt") as file:
+            order = json.loads(file.metadata()["slots"])
+            for role, cache in _caches(rounds).items():
+                cached = {seq_id: file.get_tensor(f"{role}.{CACHED}.{seq_id}") for seq_id in order[role]}
+                if role == "actor":
+                    assert rounds.decode is not None
+                    rounds.decode.resume(cached)
+                else:
+                    rounds.scoring[role].resume(cached, _outputs(file, role))
+                _require_booked(role, cache, rounds)
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError, RecursionError, CapacityError) as error:
+        raise CheckpointError(
+            f"{path}: not what the books of the checkpoint say of this rank's caches ({type(error).__name__}: "
+            f"{str(error):.200}); resume with checkpoint.caches=false, or from another checkpoint"
+        ) from error
+
+
+def require_sound_books(state: Mapping[str, Any], rollouts: Sequence[Rollout]) -> None:
+    """Raises CheckpointError where the books of a checkpoint's `state.json` do not fit its layout and its rollouts."""
+    tokens = {rollout.seq_id: rollout.num_tokens for rollout in rollouts}
+    for role, book in state["books"].items():
+        replica_of, replicas = dict(book["replicas"]), state["layout"][role]["dp"]
+        cached = [(seq_id, replica, count) for replica, part in enumerate(book["cached"]) for seq_id, count in part]
+        sound = (
+            len(book["cached"]) == replicas
+            and len(replica_of) == len(book["replicas"])
+            and replica_of.keys() <= tokens.keys()
+            and all(replica < replicas for replica in replica_of.values())
+            and len({seq_id for seq_id, _, _ in cached}) == len(cached)
+            and all(replica_of.get(seq_id) == replica and count <= tokens[seq_id] for seq_id, replica, count in cached)
+            and ("outputs" in book) == (role != "actor")
+            and all(seq_id in replica_of and count <= tokens[seq_id] for seq_id, count in book.get("outputs", []))
+        )
+        if not sound:
+            raise CheckpointError(
+                f"state.json: the book of {role} does not fit its {replicas} replicas and the {len(tokens)} rollouts; resume "
+                "with checkpoint.caches=false, or from another checkpoint"
+            )
+
+
+def _outputs(file: Any, role: str) -> dict[int, Tensor]:
+    prefix = f"{role}.{OUTPUT}."
+    found = {int(name.removeprefix(prefix)): file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}
+    for seq_id, values in found.items():
+        if values.dim() != 1 or not values.is_floating_point():
+            raise ValueError(f"outputs of sequence {seq_id} are {values.dtype} {list(values.shape)}")
+    return found
+
+
+def _require_booked(role: str, cache: SequenceCache, rounds: RoundRunner) -> None:
+    """Raises ValueError where a cache holds other sequences or lengths than its book says."""
+    planner, seat = rounds.planner, rounds.seats[role]
+    book = planner.actor if role == "actor" else planner.scorers[role]
+    held = {seq_id: cache.length(seq_id) for seq_id in cache.seq_ids}
+    if held != book.cached(seat):
+        raise ValueError(f"{role}: cached tokens by sequence are {held}, not {dict(book.cached(seat))}")
+    if role != "actor" and rounds.scoring[role].model.post_process:
+        given = {seq_id: len(values) for seq_id, values in rounds.scoring[role].outputs().items() if len(values)}
+        due = planner.scorers[role].outputs(seat)
+        if given != due:
+            raise ValueError(f"{role}: outputs by sequence are {given}, not {dict(due)}")
 
 
 def _caches(rounds: RoundRunner) -> dict[str, SequenceCache]:

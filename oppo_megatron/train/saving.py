@@ -13,22 +13,36 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
+from safetensors import SafetensorError
 
-from oppo_megatron.checkpoint.manifest import Entry, find_damage, list_files, read_manifest, seal, write_manifest
+from oppo_megatron.checkpoint.manifest import (
+    Entry,
+    find_damage,
+    find_misfits,
+    list_files,
+    read_manifest,
+    seal,
+    write_manifest,
+)
+from oppo_megatron.checkpoint.space import shortage, unwritten
 from oppo_megatron.checkpoint.store import CheckpointStore, Position
+from oppo_megatron.config.checkpoint import read_hf_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.errors import CheckpointError
-from oppo_megatron.runtime.mcore.checkpoint import load_models, save_models
+from oppo_megatron.runtime.mcore.checkpoint import load_models, save_models, size_bytes
+from oppo_megatron.runtime.mcore.checkpoint_index import INDEX
 from oppo_megatron.runtime.mcore.training import TrainedModel
 from oppo_megatron.runtime.peers import waiting_for
 from oppo_megatron.runtime.world import World
-from oppo_megatron.train.caches import load_caches, save_caches
+from oppo_megatron.train.caches import load_caches, require_sound_books, save_caches
+from oppo_megatron.train.journal import Journal
 from oppo_megatron.train.preemption import Preemption
 from oppo_megatron.train.run_dir import RunDirectory
 from oppo_megatron.train.state import (
@@ -40,11 +54,13 @@ from oppo_megatron.train.state import (
     rollout_lines,
     trainer_state,
 )
+from oppo_megatron.train.state_schema import read_lines, read_state
 
 if TYPE_CHECKING:
     from oppo_megatron.train.ppo import PPOTrainer
 
 STATE, ROLLOUTS, MODELS, CACHES = "state.json", "rollouts.jsonl", "models", "caches"
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True)
@@ -120,14 +136,17 @@ class Saver:
             if part is not None:
                 part.role.publish()
         stream = PromptStream(self.prompts, self.config.seed, shuffle=self.config.data.shuffle)
-        restore_trainer(trainer, state, read_rollouts(found.folder / ROLLOUTS, stream))
+        vocab_size = read_hf_config(self.config.actor)["vocab_size"]
+        restore_trainer(trainer, state, read_rollouts(found.folder / ROLLOUTS, state, vocab_size, stream))
         self._restore_caches(trainer, found)
 
     def _restore_caches(self, trainer: PPOTrainer, found: Found) -> None:
-        """Where layout and options allow; else everything is prefilled again, with what each sequence has."""
+        """Where layout and options allow, then and now; else everything is prefilled again, with what each sequence has."""
         path = found.folder / CACHES / _cache_name(self.world.rank)
-        if not found.state["caches"] or found.state["layout"] != layout_of(trainer):
+        there = self.config.checkpoint.caches and found.state["caches"]
+        if not there or found.state["layout"] != layout_of(trainer):
             return
+        require_sound_books(found.state, trainer.scheduler.buffer.rollouts)
         planner, books = trainer.rounds.planner, found.state["books"]
         planner.actor.load_state_dict(books["actor"])
         for name, book in planner.scorers.items():
@@ -135,27 +154,60 @@ class Saver:
         load_caches(path, trainer.rounds)
 
     def _write(self, trainer: PPOTrainer, position: Position) -> int:
-        owner = trainer.journal is not None
-        folder = self.store.aside(position)
-        if owner:
-            self.store.begin(position)
+        """All ranks' parts, one after the other; where one fails, all raise the same CheckpointError."""
+        folder, journal, models = self.store.aside(position), trainer.journal, _trained(trainer)
+        needed = sum(self._together(folder, 0, lambda: size_bytes(models)))
+        try:
+            self._together(folder, needed, lambda: self._begin(position, needed, journal))
+            self._together(folder, needed, lambda: save_models(folder / MODELS, models))
+            self._together(folder, needed, lambda: self._write_own(trainer, position, folder))
+            shares = self._together(folder, needed, lambda: self._seal(folder))
+            entries = {name: entry for share in shares for name, entry in share.items()}
+            self._together(folder, needed, lambda: self._commit(position, entries, journal))
+        except CheckpointError:
+            if journal is not None:  # no rank writes any more
+                self.store.abandon(position)
+            raise
+        return sum(entry.size_bytes for entry in entries.values())
+
+    def _together(self, folder: Path, needed: int, work: Callable[[], ResultT]) -> list[ResultT]:
+        """What every rank's `work` gave, by rank.  CheckpointError on all ranks where it could not be done on one."""
+        mine: tuple[ResultT | None, str | None]
+        try:
+            mine = work(), None
+        except (OSError, SafetensorError, CheckpointError) as error:
+            mine = None, getattr(error, "strerror", None) or str(error)
+        answers: list[Any] = [None] * self.world.size
+        dist.all_gather_object(answers, mine)
+        for rank, (_, failure) in enumerate(answers):
+            if failure is not None:
+                last = next((whole.name for whole in reversed(self.store.positions())), None)
+                raise unwritten(folder, f"rank {rank}: {failure}", needed, last)
+        return [result for result, _ in answers]
+
+    def _begin(self, position: Position, needed: int, journal: Journal | None) -> None:
+        """The folder, made by one rank; it says where the disk may not hold `needed` bytes more."""
+        if journal is not None:
+            folder = self.store.begin(position)
             (folder / MODELS).mkdir()
             (folder / CACHES).mkdir()
-        dist.barrier()
-        save_models(folder / MODELS, _trained(trainer))
+            if warning := shortage(self.store.root, needed):
+                journal.progress.note(warning)
+
+    def _write_own(self, trainer: PPOTrainer, position: Position, folder: Path) -> None:
+        """This rank's caches, and the state from the rank that keeps the journal."""
         if self.config.checkpoint.caches:
             save_caches(folder / CACHES / _cache_name(self.world.rank), trainer.rounds)
-        if owner:
+        if trainer.journal is not None:
             self._write_state(trainer, position, folder)
-        dist.barrier()
-        entries = self._seal(folder)
-        if owner:
-            write_manifest(folder, entries)
-            self.store.commit(position)
-            checkpoint = self.config.checkpoint
-            self.store.prune(checkpoint.keep, self._best[1] if checkpoint.keep_best and self._best else None)
-        dist.barrier()
-        return sum(entry.size_bytes for entry in entries.values())
+
+    def _commit(self, position: Position, entries: dict[str, Entry], journal: Journal | None) -> None:
+        if journal is None:
+            return
+        write_manifest(self.store.aside(position), entries)
+        self.store.commit(position)
+        checkpoint = self.config.checkpoint
+        self.store.prune(checkpoint.keep, self._best[1] if checkpoint.keep_best and self._best else None)
 
     def _write_state(self, trainer: PPOTrainer, position: Position, folder: Path) -> None:
         better = math.isfinite(self.reward) and (self._best is None or self.reward > self._best[0])
@@ -173,10 +225,7 @@ class Saver:
 
     def _seal(self, folder: Path) -> dict[str, Entry]:
         """All files on the disk, each rank's share of them described by it."""
-        mine = seal(folder, list_files(folder)[self.world.rank :: self.world.size])
-        shares: list[dict[str, Entry]] = [{} for _ in range(self.world.size)]
-        dist.all_gather_object(shares, mine)
-        return {name: entry for share in shares for name, entry in share.items()}
+        return seal(folder, list_files(folder)[self.world.rank :: self.world.size])
 
     def _data_now(self) -> dict[str, Any]:
         if self._data is None:
@@ -193,15 +242,18 @@ def find_checkpoint(config: TrainConfig, world: World) -> Found | None:
     if not config.checkpoint.resume:
         return None
     store = CheckpointStore(RunDirectory(config.run_dir).checkpoints)
+    if world.rank == 0:
+        store.recover()
     offered: list[Any] = [store.positions()]
     dist.broadcast_object_list(offered, src=0)
     damages: list[tuple[Position, str]] = []
+    vocab_size = read_hf_config(config.actor)["vocab_size"]
     for position in reversed(offered[0]):
-        damage = _damage(store.folder(position), world)
+        damage = _damage(store.folder(position), world, vocab_size)
         if damage is None:
             _set_aside(store, damages, position, world)
             folder = store.folder(position)
-            return Found(folder, json.loads((folder / STATE).read_text(encoding="utf-8")))
+            return Found(folder, read_state(folder / STATE))
         damages.append((position, damage))
     if damages:
         told = "; ".join(f"{position.name}: {damage}" for position, damage in damages)
@@ -222,10 +274,14 @@ def _set_aside(store: CheckpointStore, damages: list[tuple[Position, str]], chos
             store.set_aside(position)
 
 
-def _damage(folder: Path, world: World) -> str | None:
+def _damage(folder: Path, world: World, vocab_size: int) -> str | None:
     """What is wrong with a checkpoint, as found by any rank."""
     try:
-        mine = find_damage(folder, read_manifest(folder), world.rank, world.size)
+        entries = read_manifest(folder)
+        mine = find_misfits(folder, entries, (STATE, ROLLOUTS, f"{MODELS}/{INDEX}"), (MODELS, CACHES))
+        mine = mine or find_damage(folder, entries, world.rank, world.size)
+        if mine is None and world.rank == 0:  # where what was written is no state of a run, the one before may be
+            read_lines(folder / ROLLOUTS, read_state(folder / STATE), vocab_size)
     except CheckpointError as error:
         mine = str(error)
     found: list[str | None] = [None] * world.size

@@ -19,12 +19,12 @@ from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.records import Rollout
 from oppo_megatron.train.journal import StepFacts
+from oppo_megatron.train.state_schema import LATER_FACTS, read_lines
 
 if TYPE_CHECKING:
     from oppo_megatron.train.ppo import PPOTrainer
 
 ROLLOUT_FIELDS = tuple(each.name for each in fields(Rollout) if each.name != "prompt")
-LATER_FACTS = ("scores", "actor", "rewards")  # of a step, known after its rollout phase
 
 
 @dataclass
@@ -124,8 +124,7 @@ def rollout_lines(rollouts: Iterable[Rollout]) -> Iterator[str]:
         yield json.dumps(line) + "\n"
 
 
-def read_rollouts(path: Path, prompts: PromptStream) -> list[Rollout]:
-    """The rollouts that `rollout_lines` wrote."""
-    with path.open(encoding="utf-8") as file:
-        lines = [json.loads(line) for line in file]
+def read_rollouts(path: Path, state: dict[str, Any], vocab_size: int, prompts: PromptStream) -> list[Rollout]:
+    """The rollouts that `rollout_lines` wrote beside `state`.  Raises CheckpointError where they are not fit for it."""
+    lines = read_lines(path, state, vocab_size)
     return [Rollout(prompts.at(line["seq_id"]), **{name: line[name] for name in ROLLOUT_FIELDS}) for line in lines]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -16,6 +20,7 @@ from oppo_megatron.checkpoint.manifest import (
     seal,
     write_manifest,
 )
+from oppo_megatron.checkpoint.space import shortage, unwritten
 from oppo_megatron.checkpoint.store import CheckpointStore, Position
 from oppo_megatron.errors import CheckpointError
 
@@ -102,6 +107,60 @@ def test_a_resumed_run_replaces_what_it_writes_again(tmp_path: Path) -> None:
         store.commit(Position(1))
     assert (store.folder(Position(1)) / "f").read_text() == "second"
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+@pytest.mark.parametrize("moment", range(6))
+def test_killed_at_any_moment_of_a_replacement_one_of_both_is_there(tmp_path: Path, moment: int) -> None:
+    """The process ends before its `moment`-th change of a name: `commit` has two of them, and `prune` one."""
+    store, position = CheckpointStore(tmp_path), Position(1)
+    for text in ("old", "first"):
+        (store.begin(Position(0 if text == "old" else 1)) / "f").write_text(text)
+        store.commit(Position(0 if text == "old" else 1))
+    changes = [0]
+
+    class Killed(BaseException):
+        pass
+
+    def mortal(work: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            if changes[0] == moment:
+                raise Killed
+            changes[0] += 1
+            return work(*args, **options)
+
+        return call
+
+    (store.begin(position) / "f").write_text("second")
+    with (
+        mock.patch.object(Path, "rename", mortal(Path.rename)),
+        mock.patch.object(shutil, "rmtree", mortal(shutil.rmtree)),
+        contextlib.suppress(Killed),
+    ):
+        store.commit(position)
+        store.prune(1)
+    assert changes[0] == min(moment, 5)
+    assert position in store.positions(), "no moment without a checkpoint"
+    store.recover()
+    text = (store.folder(position) / "f").read_text()
+    assert text == ("first" if moment < 2 else "second")
+    assert {path.name for path in tmp_path.iterdir()} <= {"step-000000", "step-000001"}
+    assert store.positions() == ([Position(0), position] if moment < 4 else [position])
+
+
+def test_what_could_not_be_written_leaves_nothing(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    (store.begin(Position(1)) / "f").write_text("x")
+    store.abandon(Position(1))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_error_of_a_full_disk_says_what_is_needed_and_what_is_left(tmp_path: Path) -> None:
+    error = unwritten(tmp_path / ".step-000004", "rank 1: No space left on device", 3 * 2**20, "step-000003")
+    for words in (".step-000004", "rank 1: No space", "about 3.0 MB", "are free", "--resume", "is step-000003"):
+        assert words in str(error)
+    assert shortage(tmp_path / "not" / "yet", 1) is None
+    warning = shortage(tmp_path, 2**70)
+    assert warning is not None and str(tmp_path) in warning and "checkpoint.keep" in warning
 
 
 def test_a_damaged_checkpoint_is_set_aside(tmp_path: Path) -> None:

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
-    TorchDistSaveShardedStrategy,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
@@ -34,20 +35,45 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn import Parameter
 
 from oppo_megatron.errors import CheckpointError
+from oppo_megatron.runtime.mcore.checkpoint_index import INDEX, require_plain_index
 from oppo_megatron.runtime.mcore.training import TrainedModel
+from oppo_megatron.runtime.peers import is_lost_peer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "fp32_param"
 
 
 def save_models(folder: Path, models: Mapping[str, TrainedModel]) -> None:
-    """Write models by name into an empty folder.  Every rank of the world makes the call, with the models that it holds."""
+    """Write models by name into an empty folder.  Every rank of the world makes the call, with the models that it holds.
+
+    Raises CheckpointError on all ranks where a shard could not be written, OSError on rank 0 alone for what only it writes:
+    behind the last message, so that the ranks can still agree on it.
+    """
     tree: dict[str, Any] = {}
     for name, model in models.items():
         shards = _Shards(name, model, gather=True)
         shards.prepare(0)  # where nothing has been updated yet; else it changes nothing
         tree |= shards.tree()
-    dist_checkpointing.save(tree, str(folder), sharded_strategy=_InProcess("torch_dist", 1))
+    sharded, common = save_preprocess(tree)
+    try:
+        _write_shards(sharded, folder)
+    except CheckpointException as error:
+        raise CheckpointError(_reason(error)) from error
+    if dist.get_rank() == 0:
+        TorchCommonSaveStrategy("torch", 1).save_common(common, folder)
+        save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+
+
+def size_bytes(models: Mapping[str, TrainedModel]) -> int:
+    """About what `save_models` writes of this rank's models, its own share; what replicas hold alike is the first one's."""
+    total = 0
+    for model in models.values():
+        if model.model.groups.collection.dp.rank() == 0:
+            for chunk in model.chunks:
+                for param in chunk.parameters():
+                    states = len(MOMENTS) + (param.dtype != torch.float32)
+                    total += param.numel() * (param.element_size() + states * torch.float32.itemsize)
+    return total
 
 
 def load_models(folder: Path, models: Mapping[str, TrainedModel], updates: Mapping[str, int]) -> None:
@@ -60,9 +86,12 @@ def load_models(folder: Path, models: Mapping[str, TrainedModel], updates: Mappi
     for each in shards:
         each.prepare(updates[each.name], fresh=True)
         tree |= each.tree()
+    require_plain_index(folder / INDEX)
     try:
         loaded = dist_checkpointing.load(tree, str(folder))
-    except (CheckpointingException, CheckpointException, KeyError, ValueError) as error:
+    except (Exception, CheckpointException) as error:  # malformed files lead to many kinds; torch's is no Exception
+        if isinstance(error, RuntimeError) and is_lost_peer(error):
+            raise
         raise CheckpointError(
             f"{folder}: the checkpoint does not hold the models of this configuration ({_reason(error)}); resume with the models "
             "that the run began with (layouts may differ), or start a new run in another run_dir"
@@ -71,16 +100,14 @@ def load_models(folder: Path, models: Mapping[str, TrainedModel], updates: Mappi
         each.take(loaded)
 
 
-class _InProcess(TorchDistSaveShardedStrategy):
-    """Writes what megatron-core's own strategy writes, in this process."""
-
-    def save(self, sharded_state_dict: Any, checkpoint_dir: Path | str) -> None:
-        renamed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
-        torch_checkpoint.save(
-            mcore_to_pyt_state_dict(renamed, False),
-            storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir, overwrite=True),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )
+def _write_shards(sharded_state_dict: Any, folder: Path) -> None:
+    """Writes what megatron-core's own strategy writes, in this process.  An error of one rank is raised on all."""
+    renamed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
+    torch_checkpoint.save(
+        mcore_to_pyt_state_dict(renamed, False),
+        storage_writer=torch_checkpoint.FileSystemWriter(folder, overwrite=True),
+        planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+    )
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from oppo_megatron.errors import CapacityError
+from oppo_megatron.errors import CapacityError, CheckpointError
 from oppo_megatron.runtime.mcore.cached_plan import CallPlan, StepRows
 
 REACH = 256
@@ -122,10 +122,17 @@ class SequenceCache(ABC):
         return self._read(self._slots[seq_id], self.length(seq_id))
 
     def restore(self, seq_id: int, stored: Tensor) -> None:
-        """Open the sequence with what `stored` gave."""
+        """Open the sequence with what `stored` gave.  Raises CheckpointError for what another model's cache gave."""
         self.open(seq_id)
-        self.reserve(seq_id, stored.shape[1])
         slot = self._slots[seq_id]
+        ours = self._read(slot, 0)
+        fits = stored.dim() == 4 and stored.shape[0] == ours.shape[0] and stored.shape[2:] == ours.shape[2:]
+        if not fits or stored.dtype != ours.dtype:
+            raise CheckpointError(
+                f"the cache of sequence {seq_id} is {stored.dtype} {list(stored.shape)}, this model's is {ours.dtype} "
+                f"{list(ours.shape)} with a length in the second place; resume with checkpoint.caches=false"
+            )
+        self.reserve(seq_id, stored.shape[1])
         self._write(slot, stored.to(self.device))
         self._lengths[slot] = stored.shape[1]
 

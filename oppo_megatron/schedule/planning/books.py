@@ -131,6 +131,10 @@ class Book:
         self._replicas.load_state_dict(state["replicas"])
         self._cached = [dict(cached) for cached in state["cached"]]
 
+    def cached(self, replica: int) -> Mapping[int, int]:
+        """Tokens cached of each sequence that has a slot."""
+        return self._cached[replica]
+
 
 class ScoringBook(Book):
     """The book of a scoring role.
@@ -194,6 +198,10 @@ class ScoringBook(Book):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._outputs = dict(state["outputs"])
+
+    def outputs(self, replica: int) -> Mapping[int, int]:
+        """How many outputs each sequence of the replica has, where it has any."""
+        return {seq_id: count for seq_id, count in self._outputs.items() if count and self.replica(seq_id) == replica}
 
     def _target(self, rollout: Rollout) -> int:
         """Tokens of the sequence that this role has use for now."""

@@ -1,0 +1,56 @@
+"""The index of a `torch_dist` checkpoint (`.metadata`), which torch writes and reads as a pickle: only data may be in it.
+
+A pickle can call any function that it names.  Here it is read with a table of the classes that torch's own index is made of
+(torch/distributed/checkpoint/metadata.py), so that torch's reader never meets another.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from oppo_megatron.errors import CheckpointError
+
+INDEX = ".metadata"
+ALLOWED = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
+        "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint._extension": set(),
+    "torch.serialization": {"_get_layout"},
+    "torch._utils": {"_rebuild_dtype"},
+    "torch": {"Size", "device", "float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8", "bool", "strided"},
+    "pathlib": {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
+    "pathlib._local": {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
+    "collections": {"OrderedDict"},
+}  # fmt: skip
+
+
+def require_plain_index(path: Path) -> None:
+    """Raises CheckpointError for an index that is not torch's, names other classes, or files outside its folder."""
+    try:
+        index = _PlainUnpickler(io.BytesIO(path.read_bytes())).load()
+        files = {str(info.relative_path) for info in index.storage_data.values()}
+    except Exception as error:  # whatever bytes may lead the pickle machine to
+        raise CheckpointError(
+            f"{path}: not an index of weights that can be read ({type(error).__name__}: {str(error):.200}); resume from another "
+            "checkpoint, or restore the file from a copy"
+        ) from error
+    for name in files:
+        if PurePosixPath(name).name != name or not (path.parent / name).is_file():
+            raise CheckpointError(
+                f"{path}: names {name!r:.100}, which is no file beside it; resume from another checkpoint"
+            )
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Knows the classes of `ALLOWED` only."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in ALLOWED.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place in it")
+        return super().find_class(module, name)

@@ -1,0 +1,230 @@
+"""What `state.json` and `rollouts.jsonl` of a checkpoint must look like: types, ranges, and what must agree.
+
+A manifest tells that a file is what was written; this tells that what was written can be continued from.  Both hold
+before any state of a run is touched.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from oppo_megatron.errors import CheckpointError
+from oppo_megatron.records import StepSignals
+from oppo_megatron.train.journal import StepFacts
+
+LATER_FACTS = ("scores", "actor", "rewards")  # of a step, known after its rollout phase
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+Clock = Annotated[int, Field(ge=-1, lt=2**53)]
+Pair = tuple[Count, Count]
+
+
+class _Strict(BaseModel):
+    """JSON's own types, every key, no other key, no NaN."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+def _of_dataclass(record: type, without: Sequence[str] = ()) -> type[BaseModel]:
+    """Its fields as they are annotated; numbers of things are not negative."""
+    counts: dict[Any, Any] = {int: Count, int | None: Count | None}
+    hints = {name: counts.get(hint, hint) for name, hint in get_type_hints(record).items() if name not in without}
+    fields: dict[str, Any] = {name: (hint, ...) for name, hint in hints.items()}
+    return create_model(record.__name__, __base__=_Strict, **fields)
+
+
+_Signals = _of_dataclass(StepSignals)
+_Facts = _of_dataclass(StepFacts, without=LATER_FACTS)
+
+
+class _Buffer(_Strict):
+    clock: Count
+    num_admitted: Count
+    delta: Count
+    closed: bool
+
+
+class _Ceiling(_Strict):
+    delta: Count
+    signal: str
+    level: float | None
+
+
+class _Delta(_Strict):
+    """Its rule knows what it remembers beside; `make_delta_controller`'s classes."""
+
+    rule: str
+    value: Count
+    rewards: list[float] | None = None
+    steps: list[_Signals] | None = None  # type: ignore[valid-type]
+    age: Count | None = None
+    broken: bool | None = None
+    grown: bool | None = None
+    ceiling: _Ceiling | None = None
+
+
+class _Scheduler(_Strict):
+    num_consumed: Count
+    due: Count
+    delta: _Delta
+    buffer: _Buffer
+
+
+class _Chunk(_Strict):
+    value: Annotated[int, Field(ge=1, lt=2**53)]
+    steps_to_search: Annotated[int, Field(gt=-(2**53), lt=2**53)]
+
+
+class _KL(_Strict):
+    value: Annotated[float, Field(ge=0)]
+
+
+class _Actor(_Strict):
+    version: Count
+    ess: Annotated[float, Field(allow_inf_nan=True)]
+
+
+class _Occupancy(_Strict):
+    clock: Count
+    steps: Count
+    tokens: Count
+    width: Count
+
+
+class _Phase(_Strict):
+    facts: _Facts  # type: ignore[valid-type]
+    occupancy: _Occupancy
+    begun: Count
+    spent_s: Annotated[float, Field(ge=0)]
+
+
+class _Journal(_Strict):
+    elapsed_s: float
+    accuracy: list[tuple[Count, float]]
+
+
+class _Place(_Strict):
+    ranks: list[Count]
+    tp: Count
+    pp: Count
+    dp: Count
+    slots: Count
+
+
+class _Book(_Strict):
+    replicas: list[Pair]
+    cached: list[list[Pair]]
+    outputs: list[Pair] | None = None
+
+
+class _Data(_Strict):
+    seed: int
+    shuffle: bool
+    rows: Count
+    fingerprint: str
+
+
+class _State(_Strict):
+    done: Count
+    scheduler: _Scheduler
+    chunk: _Chunk
+    kl: _KL
+    skipped_in_a_row: Count
+    actor: _Actor
+    updates: Count
+    phase: _Phase | None
+    journal: _Journal
+    layout: dict[str, _Place]
+    books: dict[str, _Book]
+    saved_at: float
+    caches: bool
+    data: _Data
+    best: tuple[float, tuple[Count, Clock]] | None
+
+
+class _Line(_Strict):
+    """A rollout."""
+
+    seq_id: Count
+    admission: Count
+    tokens: list[Count]
+    logprobs: list[float]
+    sampling_logprobs: list[float]
+    versions: list[Count]
+    deferrals: Count
+    finish_clock: Count | None
+    finish_reason: Literal["eos", "length"] | None
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The tree of a `state.json`.  Raises CheckpointError where no run can be continued from it."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        _check_state(_State.model_validate_json(text))
+        return dict(json.loads(text))
+    except (OSError, ValueError, RecursionError) as error:
+        raise _unusable(path, error) from error
+
+
+def read_lines(path: Path, state: dict[str, Any], vocab_size: int) -> list[dict[str, Any]]:
+    """The rollouts of a `rollouts.jsonl` that belongs to `state`.  Raises CheckpointError as `read_state` does."""
+    lines: list[dict[str, Any]] = []
+    try:
+        for text in path.read_text(encoding="utf-8").splitlines():
+            line = _Line.model_validate_json(text)
+            _check_rollout(line, state, vocab_size)
+            lines.append(line.model_dump())
+        order = [(line["admission"], line["seq_id"]) for line in lines]
+        if len({seq_id for _, seq_id in order}) < len(order) or order != sorted(order):
+            raise ValueError("rollouts are not in the order of their admission, each once")
+    except (OSError, ValueError, RecursionError) as error:
+        raise _unusable(path, error, f" line {len(lines) + 1}:") from error
+    return lines
+
+
+def _check_state(state: _State) -> None:
+    """Raises ValueError."""
+    scheduler, buffer, phase = state.scheduler, state.scheduler.buffer, state.phase
+    if state.books.keys() != state.layout.keys() or "actor" not in state.books:
+        raise ValueError(f"books of {sorted(state.books)}, places of {sorted(state.layout)}")
+    if scheduler.num_consumed != buffer.num_admitted:
+        raise ValueError(f"{scheduler.num_consumed} prompts consumed, but {buffer.num_admitted} rollouts admitted")
+    if scheduler.delta.value != buffer.delta:
+        raise ValueError(f"delta is {scheduler.delta.value} in the controller, {buffer.delta} in the buffer")
+    if phase is not None and (phase.facts.step != state.done + 1 or phase.begun > buffer.clock):  # type: ignore[attr-defined]
+        raise ValueError(f"step {phase.facts.step} is under way since clock {phase.begun}")  # type: ignore[attr-defined]
+
+
+def _check_rollout(line: _Line, state: dict[str, Any], vocab_size: int) -> None:
+    """Raises ValueError."""
+    scheduler = state["scheduler"]
+    lengths = {len(line.tokens), len(line.logprobs), len(line.sampling_logprobs), len(line.versions)}
+    if len(lengths) > 1:
+        raise ValueError(f"tokens, logprobs, sampling_logprobs and versions have lengths {sorted(lengths)}")
+    if line.seq_id >= scheduler["num_consumed"] or line.admission >= scheduler["num_consumed"]:
+        raise ValueError(
+            f"sequence {line.seq_id} (admission {line.admission}) is of a prompt that was not admitted yet"
+        )
+    if max(line.tokens, default=0) >= vocab_size:
+        raise ValueError(f"token {max(line.tokens)}, where the vocabulary has {vocab_size}")
+    if max(line.versions, default=0) > state["actor"]["version"]:
+        raise ValueError(f"a token of policy version {max(line.versions)}, later than {state['actor']['version']}")
+    if (line.finish_clock is None) != (line.finish_reason is None):
+        raise ValueError("finish_clock and finish_reason go together")
+    if line.finish_clock is not None and not (line.tokens and line.finish_clock <= scheduler["buffer"]["clock"]):
+        raise ValueError(f"finished at clock {line.finish_clock} with {len(line.tokens)} tokens")
+
+
+def _unusable(path: Path, error: Exception, where: str = "") -> CheckpointError:
+    reason = str(error)
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False, include_input=False)[0]
+        reason = f"{'.'.join(str(part) for part in first['loc']) or 'it'}: {first['msg']}"
+    return CheckpointError(
+        f"{path}:{where} not the state of a run ({reason:.300}); resume from another checkpoint, with the version of this "
+        "program that wrote it, or remove it"
+    )
