@@ -230,11 +230,7 @@ def train_sentencepiece(
     """
     import sentencepiece
 
-    # Trained line by line: a newline is never part of another piece, nor is the character that stands for a space.
-    separated = (text.replace(SPACE_MARK, "\n").replace("\0", "\n") for text in texts)
-    lines = [line for text in separated for line in text.split("\n") if line.strip()]
-    if not lines:
-        raise DataError("a tokenizer cannot be trained on nothing; give at least one text that is not blank.")
+    lines = _lines(texts)
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -254,6 +250,15 @@ def train_sentencepiece(
     if trained_size != vocab_size:
         raise _misfit(vocab_size, f"<= {trained_size}")
     _write_whole(path, model.getvalue())
+
+
+def _lines(texts: Iterable[str]) -> list[str]:
+    """What is trained on: a newline is never part of another piece, nor is the character that stands for a space."""
+    separated = (text.replace(SPACE_MARK, "\n").replace("\0", "\n") for text in texts)
+    lines = [line for text in separated for line in text.split("\n") if line.strip()]
+    if not lines:
+        raise DataError("a tokenizer cannot be trained on nothing; give at least one text that is not blank.")
+    return lines
 
 
 def _write_whole(path: Path, content: bytes) -> None:
