@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 
+from packaging.requirements import Requirement
+
 from oppo_megatron.cores import usable_cores
 
 
@@ -38,6 +40,9 @@ PACKAGES = (
     Package("datasets", "datasets", "Hugging Face data set folders as input: install the extra `datasets`"),
 )
 
+PRESENT = "present"
+"""The version of what is on the path without having been installed."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """`doctor` takes none."""
@@ -50,9 +55,7 @@ def run(args: argparse.Namespace) -> int:
     versions = {package.distribution: version_of(package) for package in PACKAGES}
     for distribution, version in versions.items():
         print(f"{distribution}: {version or 'absent'}")
-    required = [
-        package.distribution for package in PACKAGES if package.lost is None and not versions[package.distribution]
-    ]
+    required = unmet_requirements()
     for line in _torch_report() if versions["torch"] else []:
         print(line)
     print("features that are off:")
@@ -60,19 +63,43 @@ def run(args: argparse.Namespace) -> int:
         if package.lost is not None and not versions[package.distribution]:
             print(f"  - {package.distribution} is not installed; without it: {package.lost}")
     if required:
-        print(f"not ready: {', '.join(required)} must be installed; run `pip install oppo-megatron`")
+        print(
+            f"not ready: needed are {'; '.join(required)}. Run `pip install oppo-megatron`; in a container whose torch must "
+            "stay as it is, `pip install --no-deps` of each"
+        )
         return 1
     print("ready")
     return 0
 
 
+def unmet_requirements() -> list[str]:
+    """What the package asks for and does not find here: `pydantic>=2, which is absent`."""
+    try:
+        lines = metadata.requires("oppo-megatron") or []
+    except metadata.PackageNotFoundError:  # a source tree on the path
+        lines = [package.distribution for package in PACKAGES if package.lost is None]
+    modules = {package.distribution: package for package in PACKAGES}
+    found = []
+    for needed in map(Requirement, lines):
+        if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
+            continue
+        version = version_of(modules.get(needed.name, Package(needed.name, needed.name, None)))
+        if version is None:
+            found.append(f"{needed.name}{needed.specifier}, which is absent")
+        elif version != PRESENT and not needed.specifier.contains(
+            version, prereleases=True
+        ):  # as a container's torch is
+            found.append(f"{needed.name}{needed.specifier}, but {version} is installed")
+    return found
+
+
 def version_of(package: Package) -> str | None:
-    """The installed version; `present` where only the module is there; None where nothing is."""
+    """The installed version; `PRESENT` where only the module is there; None where nothing is."""
     try:
         return metadata.version(package.distribution)
     except metadata.PackageNotFoundError:
         root = package.module.partition(".")[0]
-        return "present" if find_spec(root) is not None else None
+        return PRESENT if find_spec(root) is not None else None
 
 
 def _torch_report() -> list[str]:

@@ -232,7 +232,23 @@ def test_doctor_fails_without_torch(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
     monkeypatch.setattr(doctor, "version_of", lambda package: None)
     assert main(["doctor"]) == 1
-    assert "torch, megatron-core, transformers must be installed" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "not ready: needed are torch>=" in out and "pydantic>=2, which is absent" in out
+    assert "ruff" not in out, "what only an extra asks for"
+
+
+def test_doctor_tells_of_a_version_that_is_too_old(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from oppo_megatron.cli import doctor
+
+    versions = {"megatron-core": "0.12.0", "torch": "2.11.0a0+nv26.02", "transformers": doctor.PRESENT}
+    real = doctor.version_of
+    monkeypatch.setattr(doctor, "version_of", lambda each: versions.get(each.distribution) or real(each))
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "megatron-core<0.17,>=0.16.1, but 0.12.0 is installed" in out
+    assert "needed are megatron-core" in out, "and nothing else"
 
 
 def test_only_the_chosen_module_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
