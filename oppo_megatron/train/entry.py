@@ -19,6 +19,7 @@ from oppo_megatron.train.preemption import Preemption
 from oppo_megatron.train.run_dir import RunDirectory, write_json
 from oppo_megatron.train.saving import Found, Saver, find_checkpoint
 from oppo_megatron.train.setup import build_trainer
+from oppo_megatron.train.stacks import stacks_on_request
 from oppo_megatron.train.supervised import run_reward_model, run_sft
 from oppo_megatron.train.trace import merge_traces
 from oppo_megatron.train.weights import save_role
@@ -30,6 +31,7 @@ def run_rank(kind: str, config: Any) -> int:
     RANK, WORLD_SIZE and the rest come from the environment.
     """
     choose_device(config.runtime)
+    stacks_on_request()
     if kind == "sft":
         run_sft(config)
     elif kind == "rm":

@@ -21,6 +21,7 @@ from numbers import Integral, Real
 from pathlib import Path, PurePath
 from typing import Any, TextIO
 
+from oppo_megatron.checkpoint.store import CheckpointStore
 from oppo_megatron.errors import ConfigError
 
 PRODUCTS = (
@@ -79,7 +80,7 @@ class RunDirectory:
 
     @property
     def has_checkpoints(self) -> bool:
-        return any(self.checkpoints.glob("step-*"))
+        return bool(CheckpointStore(self.checkpoints).positions())
 
     def require_no_checkpoints(self) -> None:
         """Raises ConfigError where a run that begins anew would leave checkpoints behind."""

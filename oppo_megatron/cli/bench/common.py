@@ -48,7 +48,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
 
 def load_base(args: argparse.Namespace) -> TrainConfig:
     """The checked configuration with the changes that the common arguments ask for.  Raises ConfigError."""
-    _refuse_given_ranks()
+    refuse_given_ranks("oppo bench")
     from oppo_megatron.bench.suite import bare
     from oppo_megatron.cli.run import load_checked
     from oppo_megatron.config.run import TrainConfig
@@ -66,14 +66,15 @@ def load_base(args: argparse.Namespace) -> TrainConfig:
     return bare(config)
 
 
-def _refuse_given_ranks() -> None:
+def refuse_given_ranks(command: str) -> None:
+    """Raises ConfigError where another launcher has started this process as a rank."""
     from oppo_megatron.cli.launch import external_ranks
     from oppo_megatron.errors import ConfigError
 
     ranks = external_ranks(os.environ)
     if ranks is not None:
         raise ConfigError(
-            f"the launcher has started {ranks['WORLD_SIZE']} ranks, but `oppo bench` starts those of each run itself; call it "
+            f"the launcher has started {ranks['WORLD_SIZE']} ranks, but `{command}` starts those of each run itself; call it "
             "without torchrun or srun"
         )
 

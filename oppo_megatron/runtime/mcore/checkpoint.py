@@ -100,12 +100,27 @@ def load_models(folder: Path, models: Mapping[str, TrainedModel], updates: Mappi
         each.take(loaded)
 
 
+class _Writer(torch_checkpoint.FileSystemWriter):
+    """torch's, which tells what the system refused: torch's own archive writer covers that with an error of its own."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            before: BaseException | None = error
+            while before is not None and not isinstance(before, OSError):
+                before = before.__cause__ or before.__context__
+            if before is None:
+                raise
+            raise before from None
+
+
 def _write_shards(sharded_state_dict: Any, folder: Path) -> None:
     """Writes what megatron-core's own strategy writes, in this process.  An error of one rank is raised on all."""
     renamed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
     torch_checkpoint.save(
         mcore_to_pyt_state_dict(renamed, False),
-        storage_writer=torch_checkpoint.FileSystemWriter(folder, overwrite=True),
+        storage_writer=_Writer(folder, overwrite=True),
         planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
     )
 

@@ -6,6 +6,7 @@ range of each tensor, then the bytes.  Shapes are known before any tensor arrive
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -73,10 +74,17 @@ class HfWriter:
         self._file.write(flat.view(torch.uint8).numpy().data)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._end_shard()
-        if kind is not None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:  # a full disk may refuse the last bytes, too
+            if self._file is not None:
+                with contextlib.suppress(OSError):
+                    self._file.close()
             shutil.rmtree(self._partial, ignore_errors=True)
-            return
+
+    def _finish(self) -> None:
+        self._end_shard()
         assert not self._coming, f"tensors that never came: {self._coming[:3]}"
         if len(self._shards) > 1:
             self._write_json(INDEX_FILE, self._index())

@@ -1,0 +1,225 @@
+"""Jobs that save and restore checkpoints under faults, in processes of their own or on the ranks of the pool."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import io
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.errors import OppoError
+from oppo_megatron.runtime.world import World, open_world
+from oppo_megatron.train import saving
+from oppo_megatron.train.entry import run_ppo
+from oppo_megatron.train.inputs import Inputs, read_inputs
+from oppo_megatron.train.ppo import PPOTrainer
+from oppo_megatron.train.preemption import Preemption
+from oppo_megatron.train.run_dir import RunDirectory
+from oppo_megatron.train.saving import ROLLOUTS, Found, Saver, find_checkpoint
+from oppo_megatron.train.setup import build_trainer
+from oppo_megatron.train.state import rollout_lines, trainer_state
+from tests.support.checkpoint_mutations import mutate
+from tests.support.file_faults import CACHE_FILE, COMMON_FILE, AtByte, Fault, arm, limit_files
+from tests.support.mutations import time_limit
+
+SECONDS = 10.0
+
+
+def resume_to_the_end(config: dict[str, Any]) -> str:
+    """A whole run, or what is left of it, in this process: a digest of the final weights."""
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    checked = TrainConfig(**config)
+    with open_world(checked.runtime) as world:
+        assert run_ppo(checked, world, read_inputs(checked), Preemption(checked.preempt))
+    return weights_digest(Path(config["run_dir"]))
+
+
+def weights_digest(run: Path) -> str:
+    """Of the bytes of all final weights."""
+    digest = hashlib.sha256()
+    for path in sorted((run / "weights").rglob("*.safetensors")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def die_while_saving(config: dict[str, Any], fault: Fault) -> None:
+    """Continue from the checkpoint, and save anew: at once, in its place.  `fault` strikes in it."""
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    checked = TrainConfig(**config)
+    inputs = read_inputs(checked)
+    with open_world(checked.runtime) as world, libraries_armed(fault):
+        found = find_checkpoint(checked, world)
+        assert found is not None
+        trainer = restored(checked, world, inputs, found)
+        arm(fault, RunDirectory(checked.run_dir).checkpoints)
+        trainer.saver.save(trainer)
+
+
+@contextlib.contextmanager
+def libraries_armed(fault: Fault) -> Iterator[None]:
+    """Files that are opened by libraries which do not tell Python: the limit holds from the call on."""
+
+    def armed(work: Callable[..., None], name: str) -> Callable[..., None]:
+        def call(*args: Any) -> None:
+            if isinstance(fault, AtByte) and fault.name == name:
+                limit_files(fault.offset)
+            work(*args)
+
+        return call
+
+    common = TorchCommonSaveStrategy
+    with (
+        mock.patch.object(saving, "save_caches", armed(saving.save_caches, CACHE_FILE)),
+        mock.patch.object(common, "save_common", armed(common.save_common, COMMON_FILE)),
+    ):
+        yield
+
+
+def restored(config: TrainConfig, world: World, inputs: Inputs, found: Found) -> PPOTrainer:
+    """A fresh trainer that continues from `found`, without a journal's files."""
+    saver = Saver(config, world, inputs.prompts, Preemption(config.preempt))
+    trainer = build_trainer(config, world, inputs, saver, found.num_prompts)
+    saver.restore(trainer, found)
+    return trainer
+
+
+def run_with_small_files(config: dict[str, Any], num_bytes: int, within: str) -> tuple[str, str]:
+    """A run whose files may not be larger than so many bytes where it is `within` a function: kind and message of its error.
+
+    `within` is `module:name` or `module:class.name`; empty: nowhere.
+    """
+    checked = TrainConfig(**config)
+    world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    module, _, name = within.partition(":")
+    try:
+        with _limited(module, name, num_bytes) if within else contextlib.nullcontext():
+            run_ppo(checked, world, read_inputs(checked), Preemption(checked.preempt))
+    except OppoError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def _limited(module: str, name: str, num_bytes: int) -> Any:
+    *path, attribute = name.split(".")
+    owner = importlib.import_module(module)
+    for part in path:
+        owner = getattr(owner, part)
+    work = getattr(owner, attribute)
+
+    def call(*args: Any, **options: Any) -> Any:
+        limit_files(num_bytes)
+        try:
+            return work(*args, **options)
+        finally:
+            limit_files(-1)
+
+    return mock.patch.object(owner, attribute, call)
+
+
+def resume_mutants(config: dict[str, Any], pristine: str, count: int, seed: int) -> list[dict[str, Any]]:
+    """What each of `count` mutated checkpoints leads to; see `tests.support.checkpoint_mutations`.
+
+    The first answer is of the checkpoint as it was written.
+    """
+    checked = TrainConfig(**config)
+    subject = Subject(checked)
+    checkpoints, answers = RunDirectory(checked.run_dir).checkpoints, []
+    for number in range(-1, count):
+        shutil.rmtree(checkpoints, ignore_errors=True)
+        shutil.copytree(pristine, checkpoints)
+        newest = sorted(checkpoints.glob("step-*"))[-1]
+        mutation = "none" if number < 0 else mutate(newest, number, seed)
+        started = time.monotonic()
+        outcome = subject.resume()
+        seconds = time.monotonic() - started
+        answers.append({"mutation": mutation, "newest": newest.name, "seconds": seconds, **outcome})
+    return answers
+
+
+class Subject:
+    """A trainer of one rank that is given one checkpoint after the other."""
+
+    def __init__(self, config: TrainConfig):
+        self.config, self.world = config, World(0, 1, torch.device("cpu"))
+        inputs = read_inputs(config)
+        self.saver = Saver(config, self.world, inputs.prompts, Preemption(config.preempt))
+        self.trainer = build_trainer(config, self.world, inputs, self.saver)
+        planner = self.trainer.rounds.planner
+        self._books = {"actor": planner.actor, **planner.scorers}
+        self._empty = {name: book.state_dict() for name, book in self._books.items()}
+        self._seen: set[str] = set()
+
+    def resume(self) -> dict[str, Any]:
+        """error: kind and message; or resumed: from which checkpoint, what was said, how the state differs from its file."""
+        said = io.StringIO()
+        with contextlib.redirect_stderr(said), time_limit(SECONDS):
+            try:
+                found = find_checkpoint(self.config, self.world)
+                assert found is not None, "checkpoints were there"
+                answer = {"resumed": found.folder.name, "said": said.getvalue()}
+                if found.folder.name in self._seen:  # the one before, as it was written
+                    return answer
+                self._forget()
+                self.saver.restore(self.trainer, found)
+                if "damaged" in said.getvalue():
+                    self._seen.add(found.folder.name)
+                return answer | {"differs": _differences(self.trainer, found), "weights": _digest(self.trainer)}
+            except OppoError as error:
+                return {"error": f"{type(error).__name__}: {error}", "said": said.getvalue()}
+            except Exception as error:
+                return {"foreign": f"{type(error).__name__}: {error}"[:500], "said": said.getvalue()}
+
+    def _forget(self) -> None:
+        """Books and caches are those of a fresh process."""
+        self.trainer.phase = None
+        for name, book in self._books.items():
+            book.load_state_dict(self._empty[name])
+        rounds = self.trainer.rounds
+        assert rounds.decode is not None
+        for cache in (rounds.decode.cache, *(station.cache for station in rounds.scoring.values())):
+            for seq_id in cache.seq_ids:
+                cache.close(seq_id)
+        for station in rounds.scoring.values():
+            station.reset()
+
+
+def _differences(trainer: PPOTrainer, found: Found) -> list[str]:
+    """What of the trainer is not what the file says, where that is not the configuration's to decide."""
+    now = json.loads(json.dumps(trainer_state(trainer)))
+    names = ["done", "actor", "updates", "phase"]
+    names += ["books"] if found.state["layout"] == now["layout"] and found.state["caches"] else []
+    differing = [name for name in names if now[name] != found.state[name]]
+    differing += [key for key in ("num_consumed", "due") if now["scheduler"][key] != found.state["scheduler"][key]]
+    lines = [json.loads(line) for line in (found.folder / ROLLOUTS).read_text().splitlines()]
+    if [json.loads(line) for line in rollout_lines(trainer.scheduler.buffer.rollouts)] != lines:
+        differing.append("rollouts")
+    return differing
+
+
+def _digest(trainer: PPOTrainer) -> str:
+    digest = hashlib.sha256()
+    for part in (trainer.actor, trainer.critic):
+        assert part is not None
+        for chunk in part.role.trained.chunks:
+            for weight in chunk.parameters():
+                digest.update(weight.detach().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def call(job: Callable[..., Any], answers: Any, *args: Any) -> None:
+    """In a process of its own: what the job gives goes into the pipe `answers`."""
+    torch.set_num_threads(1)
+    answers.send(job(*args))

@@ -1,0 +1,255 @@
+"""Checkpoints under attack: a process killed at any byte or change of a save, a full disk, files that are not what was written.
+
+One small run has two checkpoints, after its first step and within the second; what is done to them must end in a continuation
+to the same final weights, or in an error that says what is wrong.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import shutil
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import cycle, repeat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oppo_megatron.checkpoint.manifest import require_whole
+from oppo_megatron.checkpoint.store import CheckpointStore
+from tests.e2e.jobs_checkpoint import call, die_while_saving, resume_to_the_end, weights_digest
+from tests.support.checkpoint_mutations import canary
+from tests.support.file_faults import CACHE_FILE, COMMON_FILE, AtByte, AtEvent, Fault
+from tests.support.ppo import SHAPE, Workspace, run_ppo_ranks
+from tests.support.ranks import run_ranks
+
+SMALL = SHAPE | {"hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 160}
+NUM_MUTANTS = 165
+KINDS_OF_FILES = (
+    "__0_0.distcp",
+    ".metadata.tmp",
+    COMMON_FILE,
+    "state.json",
+    "rollouts.jsonl",
+    CACHE_FILE,
+    "manifest.json",
+)
+OFFSETS_EACH = 3
+STARTING = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A run that was stopped in its second step, its two checkpoints, and the final weights of the undisturbed run."""
+
+    config: dict[str, Any]
+    checkpoints: Path
+    final_weights: str
+
+    def again(self, run_dir: Path) -> dict[str, Any]:
+        """The run, stopped, in another directory, to be resumed there."""
+        shutil.copytree(self.checkpoints.parent, run_dir)
+        return self.config | {"run_dir": str(run_dir), "checkpoint": {**self.config["checkpoint"], "resume": True}}
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Begun:
+    workspace = Workspace.create(tmp_path_factory.mktemp("faults"))
+    roles = {name: {"init": SMALL, "init_seed": seed} for seed, name in enumerate(("actor", "critic", "reward"))}
+    config = workspace.config(
+        "begun",
+        **roles,
+        steps=2,
+        overlap={
+            "intra": True,
+            "inter": True,
+            "delta": {"rule": "fixed", "initial": 2, "max": 2},
+            "chunk": {"tokens": 3},
+        },
+        rollout={"batch_size": 3, "max_response_tokens": 12},
+        logging={"console": "off", "rollouts": True, "trace": False},
+        checkpoint={"every_steps": 1, "keep": 3},
+    )
+    config["overlap"]["chunk"]["adaptive"] = False
+    plain = config | {"run_dir": str(workspace.root / "runs" / "plain")}
+    run_ppo_ranks(plain)
+    assert run_ranks(1, "tests.e2e.jobs:train_until", config=config, rounds=7) == [False]
+    checkpoints = Path(config["run_dir"]) / "checkpoints"
+    names = sorted(path.name for path in checkpoints.iterdir())
+    assert len(names) == 2 and names[0] == "step-000001" and names[1].startswith("step-000001-clock"), names
+    assert (checkpoints / names[1] / "rollouts.jsonl").read_text().count("\n") > 2
+    return Begun(config, checkpoints, weights_digest(Path(plain["run_dir"])))
+
+
+@pytest.fixture(scope="module")
+def servers() -> Any:
+    """Starts processes that have loaded everything before."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.e2e.jobs_checkpoint", "oppo_megatron.train.entry"])
+    return context
+
+
+def in_a_process(servers: Any, job: Any, *args: Any) -> tuple[int, Any]:
+    """Exit code and result of a job in a process that may die."""
+    ours, theirs = servers.Pipe()
+    process, until = servers.Process(target=call, args=(job, theirs, *args)), time.monotonic() + 60
+    with STARTING:
+        process.start()
+    theirs.close()
+    while True:
+        with STARTING:  # a start looks after the processes of other threads, too
+            if process.exitcode is not None:
+                break
+        assert time.monotonic() < until, "the process hangs"
+        time.sleep(0.01)
+    try:
+        return process.exitcode, ours.recv() if ours.poll() else None
+    except EOFError:
+        return process.exitcode, None
+
+
+def random_bytes(newest: Path) -> list[Fault]:
+    """Of each kind of file."""
+    rng = random.Random(5)
+    sizes = {path.name: path.stat().st_size for path in newest.rglob("*") if path.is_file()}
+    sizes[".metadata.tmp"] = sizes[".metadata"]
+    return [AtByte(name, rng.randrange(sizes[name])) for name in KINDS_OF_FILES for _ in range(OFFSETS_EACH)]
+
+
+def strike(begun: Begun, servers: Any, run: Path, fault: Fault, to_the_end: bool) -> bool:
+    """Whether the fault struck; then the run can be resumed as if nothing had been.
+
+    Where the checkpoints are the bytes that they were, it is resumed only if `to_the_end`: what follows is known.
+    """
+    config = begun.again(run)
+    code, _ = in_a_process(servers, die_while_saving, config, fault)
+    if code == 0:
+        return False
+    assert code < 0, f"{fault}: exit code {code}"
+    store = CheckpointStore(run / "checkpoints")
+    assert store.positions() == CheckpointStore(begun.checkpoints).positions(), fault
+    if to_the_end or contents(store.root) != contents(begun.checkpoints):
+        code, weights = in_a_process(servers, resume_to_the_end, config)
+        assert code == 0, f"{fault}: not resumable"
+        assert weights == begun.final_weights, fault
+    store.recover()
+    assert all(path.name.startswith("step-") for path in store.root.iterdir()), fault
+    for position in store.positions():
+        require_whole(store.folder(position))
+    shutil.rmtree(run)
+    return True
+
+
+def contents(checkpoints: Path) -> dict[str, bytes]:
+    """Of what has a checkpoint's name."""
+    files = (path for path in checkpoints.glob("step-*/**/*") if path.is_file())
+    return {path.relative_to(checkpoints).as_posix(): path.read_bytes() for path in files}
+
+
+@pytest.mark.slow
+def test_killed_anywhere_in_a_save_the_run_continues_to_the_same_weights(
+    begun: Begun, servers: Any, tmp_path: Path
+) -> None:
+    """A checkpoint is saved in place of itself, so that its successor's getting the name is disturbed, too."""
+
+    def hits(faults: Sequence[Fault]) -> list[bool]:
+        places = [tmp_path / f"{type(fault).__name__}-{number}" for number, fault in enumerate(faults)]
+        return list(pool.map(strike, repeat(begun), repeat(servers), places, faults, twelfth))
+
+    twelfth = cycle([True] + [False] * 11)
+    with ThreadPoolExecutor(2) as pool:
+        at_bytes = random_bytes(sorted(begun.checkpoints.iterdir())[-1])
+        assert all(hits(at_bytes)) and len(at_bytes) >= 20
+        num_events = 0
+        while all(struck := hits([AtEvent(num_events + number) for number in range(4)])):
+            num_events += 4
+    assert num_events + sum(struck) >= 15 and struck == sorted(struck, reverse=True)
+
+
+def assert_ended_with_the_last_checkpoint_whole(begun: Begun, run: Path, answers: list[Any], reason: str) -> None:
+    assert {kind for kind, _ in answers} == {"CheckpointError"}, answers
+    newest = sorted(begun.checkpoints.iterdir())[-1].name
+    for _, message in answers:
+        for words in (reason, "takes about", "are free there", "checkpoint.keep", f"last whole checkpoint is {newest}"):
+            assert words in message, message
+    left = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert left == sorted(path.name for path in begun.checkpoints.iterdir())
+
+
+@pytest.mark.parametrize(("ranks", "limit"), [(1, 200), (1, 9_000), (2, 9_000)])
+def test_files_that_cannot_be_written_end_the_run_with_the_last_checkpoint_whole(
+    begun: Begun, tmp_path: Path, ranks: int, limit: int
+) -> None:
+    config = begun.again(tmp_path / "run") | {"placement": {"mode": "disaggregated" if ranks > 1 else "single"}}
+    job, place = "tests.e2e.jobs_checkpoint:run_with_small_files", "oppo_megatron.train.saving:Saver._write"
+    answers = run_ranks(ranks, job, config=config, num_bytes=limit, within=place)
+    assert_ended_with_the_last_checkpoint_whole(begun, tmp_path / "run", answers, "File too large")
+
+
+@pytest.fixture
+def small_disk(begun: Begun, tmp_path: Path) -> Iterator[Path]:
+    """A file system that has room for the two checkpoints and half a third."""
+    sizes = [
+        sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        for folder in begun.checkpoints.iterdir()
+    ]
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    size = sum(sizes) + min(sizes) // 2 + 200_000  # blocks are 4 KiB each
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)], capture_output=True)
+    if mount.returncode:
+        pytest.skip("a small file system cannot be mounted here: that needs root")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole(begun: Begun, small_disk: Path) -> None:
+    config = begun.again(small_disk / "run") | {"placement": {"mode": "disaggregated"}}
+    job = "tests.e2e.jobs_checkpoint:run_with_small_files"
+    answers = run_ranks(2, job, config=config, num_bytes=0, within="")
+    assert_ended_with_the_last_checkpoint_whole(begun, small_disk / "run", answers, "No space left on device")
+
+
+def test_weights_that_cannot_be_written_are_told_of_and_leave_nothing(begun: Begun, tmp_path: Path) -> None:
+    config = begun.again(tmp_path / "run")
+    job, place = "tests.e2e.jobs_checkpoint:run_with_small_files", "oppo_megatron.train.weights:export_weights"
+    kind, message = run_ranks(1, job, config=config, num_bytes=3000, within=place)[0]
+    assert kind == "CheckpointError" and "weights/actor: the weights could not be written (File too large)" in message
+    assert list((tmp_path / "run" / "weights").iterdir()) == []
+
+
+def test_mutated_checkpoints_end_in_a_clear_error_or_the_one_before(begun: Begun, tmp_path: Path) -> None:
+    config = begun.again(tmp_path / "run")
+    answers = run_ranks(
+        1,
+        "tests.e2e.jobs_checkpoint:resume_mutants",
+        config=config,
+        pristine=str(begun.checkpoints),
+        count=NUM_MUTANTS,
+        seed=3,
+    )[0]
+    assert not canary(tmp_path / "run" / "checkpoints" / "x").exists(), "a pickle of a checkpoint was run"
+    pristine = answers.pop(0)
+    assert pristine["resumed"] == pristine["newest"] and pristine["differs"] == [], pristine
+    outcomes: Counter[str] = Counter()
+    for answer in answers:
+        assert "foreign" not in answer and answer["seconds"] < 5, answer
+        if "error" in answer:
+            assert answer["error"].startswith("CheckpointError: ") and len(answer["error"]) > 60, answer
+            outcomes["error"] += 1
+            continue
+        back = answer["resumed"] != answer["newest"]
+        assert back == ("is damaged" in answer["said"] and answer["newest"] in answer["said"]), answer
+        assert answer.get("differs", []) == [], answer
+        assert back or answer["weights"] == pristine["weights"], answer
+        outcomes["the one before" if back else "accepted"] += 1
+    assert min(outcomes["error"], outcomes["the one before"]) > 20 and outcomes["accepted"] < 40, outcomes

@@ -1,0 +1,257 @@
+"""Damaged checkpoints: of bytes (the manifest tells), and of content under a manifest that says all is well."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import random
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from oppo_megatron.checkpoint.manifest import MANIFEST, list_files, seal, write_manifest
+
+CANARY = "canary"  # what a pickle that is let run makes in the working directory's place named below
+VALUES: tuple[Any, ...] = (
+    None, True, False, -1, 0, 1, 7, 10**6, 2**63, 10**40, 3.5, -0.5, 1e308, float("nan"), float("inf"), "", "x", "1", [], {},
+    [[1, 2]], [1], {"a": 1}, [[0, 0], [0, 0]], "\ud800", "../../etc",
+)  # fmt: skip
+Mutation = Callable[[Path, random.Random], str]
+
+
+class Evil:
+    """As a pickle it makes a file at `path` where it is read."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.path,)
+
+
+def canary(folder: Path) -> Path:
+    """What is there if a pickle of the checkpoint at `folder` was run."""
+    return folder.parents[1] / CANARY
+
+
+def mutate(folder: Path, number: int, seed: int) -> str:
+    """The `number`-th mutation of the checkpoint at `folder`; says what was done.  The kinds take turns."""
+    rng = random.Random(seed * 10007 + number)
+    kind = KINDS[number % len(KINDS)]
+    return f"{kind.__name__.strip('_')}: {kind(folder, rng)}"
+
+
+def reseal(folder: Path) -> None:
+    """The manifest says that what is there is what was written."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    write_manifest(folder, seal(folder, list_files(folder)))
+
+
+def _any_file(folder: Path, rng: random.Random) -> Path:
+    return folder / rng.choice([*list_files(folder), MANIFEST])
+
+
+def _bytes(folder: Path, rng: random.Random) -> str:
+    """Damage that the manifest tells of."""
+    path = _any_file(folder, rng)
+    return f"{path.relative_to(folder)} {damage_bytes(path, rng)}"
+
+
+def damage_bytes(path: Path, rng: random.Random) -> str:
+    data, what = bytearray(path.read_bytes()), rng.choice(("flip", "cut", "extend", "empty", "not UTF-8", "zeros"))
+    place = rng.randrange(len(data))
+    if what == "flip":
+        data[place] ^= 1 << rng.randrange(8)
+    elif what == "cut":
+        del data[place:]
+    elif what == "extend":
+        data += rng.randbytes(rng.choice((1, 100)))
+    elif what == "empty":
+        data.clear()
+    elif what == "not UTF-8":
+        data[place:place] = b"\xff\xfe\xed\xa0\x80"
+    else:
+        data[place:] = bytes(len(data) - place)
+    path.write_bytes(data)
+    return what
+
+
+def _gone(folder: Path, rng: random.Random) -> str:
+    path = _any_file(folder, rng)
+    path.unlink()
+    if rng.random() < 0.5:
+        path.mkdir()
+        return f"{path.relative_to(folder)} is a folder"
+    return f"no {path.relative_to(folder)}"
+
+
+def _swapped(folder: Path, rng: random.Random) -> str:
+    one, other = rng.sample(list_files(folder), 2)
+    data = (folder / one).read_bytes()
+    (folder / one).write_bytes((folder / other).read_bytes())
+    (folder / other).write_bytes(data)
+    if sealed := rng.random() < 0.5:
+        reseal(folder)
+    return f"{one} and {other}{', sealed' if sealed else ''}"
+
+
+def _state(folder: Path, rng: random.Random) -> str:
+    """state.json is JSON of another shape."""
+    path = folder / "state.json"
+    tree = json.loads(path.read_text())
+    what = damage_tree(tree, rng)
+    path.write_text(json.dumps(tree))
+    reseal(folder)
+    return what
+
+
+def _rollouts(folder: Path, rng: random.Random) -> str:
+    path = folder / "rollouts.jsonl"
+    lines = path.read_text().splitlines()
+    number, what = rng.randrange(len(lines)), rng.choice(("value", "value", "value", "again", "order", "text"))
+    if what == "value":
+        tree = json.loads(lines[number])
+        what = damage_tree(tree, rng)
+        lines[number] = json.dumps(tree)
+    elif what == "again":
+        lines.append(lines[number])
+    elif what == "order":
+        lines.reverse()
+    else:
+        lines[number] = rng.choice(("", "null", "[]", "{", "[" * 5000, "9" * 5000, '{"seq_id": 1, "seq_id": 2}'))
+    path.write_text("\n".join(lines) + "\n")
+    reseal(folder)
+    return f"line {number}: {what}"
+
+
+def _text(folder: Path, rng: random.Random) -> str:
+    """state.json or rollouts.jsonl of other bytes."""
+    path = folder / rng.choice(("state.json", "rollouts.jsonl"))
+    what = damage_bytes(path, rng)
+    reseal(folder)
+    return f"{path.name} {what}, sealed"
+
+
+def _manifest(folder: Path, rng: random.Random) -> str:
+    path = folder / MANIFEST
+    tree = json.loads(path.read_text())
+    what = damage_tree(tree, rng)
+    path.write_text(json.dumps(tree))
+    return what
+
+
+def _caches(folder: Path, rng: random.Random) -> str:
+    """A sound safetensors file of other tensors, or of none."""
+    path = next((folder / "caches").iterdir())
+    with safe_open(path, framework="pt") as file:
+        tensors, slots = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()["slots"]
+    name, what = (
+        rng.choice(sorted(tensors)),
+        rng.choice(("gone", "shape", "dtype", "longer", "renamed", "slots", "header")),
+    )
+    if what == "gone":
+        del tensors[name]
+    elif what == "shape":
+        tensors[name] = tensors[name].flatten()[:-1].reshape(-1, 1)
+    elif what == "dtype":
+        tensors[name] = tensors[name].to(torch.int32)
+    elif what == "longer":
+        tensors[name] = torch.cat([tensors[name], tensors[name]], dim=-1)
+    elif what == "renamed":
+        tensors[name + rng.choice(("0", "x", ".kv.1"))] = tensors.pop(name)
+    elif what == "slots":
+        slots = rng.choice(
+            ("", "null", "{}", "[]", '{"actor": [999]}', '{"actor": 1}', "[" * 5000, slots.replace("[", "[1, "))
+        )
+    save_file(tensors, path, {"slots": slots} if what != "header" else {})
+    if what == "header" and rng.random() < 0.7:
+        data = path.read_bytes()
+        path.write_bytes(struct.pack("<Q", rng.choice((0, 1, 2**40, 2**63, len(data)))) + data[8:])
+    reseal(folder)
+    return f"{name} {what}"
+
+
+def _index(folder: Path, rng: random.Random) -> str:
+    """The pickle."""
+    path = folder / "models" / ".metadata"
+    what = rng.choice(("evil", "evil", "bytes", "object", "path", "empty index"))
+    if what == "evil":
+        path.write_bytes(pickle.dumps(Evil(str(canary(folder)))))
+    elif what == "bytes":
+        what = damage_bytes(path, rng)
+    elif what == "object":
+        path.write_bytes(pickle.dumps(rng.choice((None, 1, [], {}, "x", torch.float32))))
+    else:
+        index = pickle.loads(path.read_bytes())
+        if what == "path":
+            info = next(iter(index.storage_data.values()))
+            info.relative_path = rng.choice(("../state.json", "/etc/passwd", "nothing.distcp", "", ".metadata"))
+        else:
+            index.storage_data = rng.choice(({}, None, []))
+        path.write_bytes(pickle.dumps(index))
+    if sealed := rng.random() < 0.8:
+        reseal(folder)
+    return f"{what}{', sealed' if sealed else ''}"
+
+
+def _models(folder: Path, rng: random.Random) -> str:
+    """The rest of megatron-core's files, of another structure."""
+    path = (
+        folder / "models" / rng.choice(("common.pt", "metadata.json", "metadata.json", "__0_0.distcp", "__0_0.distcp"))
+    )
+    what = rng.choice(("cut", "empty", "evil", "text"))
+    if what == "cut":
+        path.write_bytes(path.read_bytes()[: rng.randrange(1, 60)])
+    elif what == "empty":
+        path.write_bytes(b"")
+    elif what == "evil":
+        evil = io.BytesIO()
+        torch.save(Evil(str(canary(folder))), evil)
+        path.write_bytes(evil.getvalue())
+    else:
+        path.write_text(
+            rng.choice(('{"sharded_backend": "zarr"}', "{}", "[]", "null", '{"sharded_backend": 1, "x": 2}'))
+        )
+    reseal(folder)
+    return f"{path.name} {what}, sealed"
+
+
+def damage_tree(tree: Any, rng: random.Random) -> str:
+    """Change a JSON tree in place, somewhere: another value, a key less or more, an item twice."""
+    places = list(_places(tree, ()))
+    path = rng.choice(places)
+    node = tree
+    for key in path[:-1]:
+        node = node[key]
+    key, what = path[-1], rng.choice(("value", "value", "value", "less", "more"))
+    if what == "value":
+        value = rng.choice(VALUES)
+        node[key] = value
+        what = f"= {str(value)[:20]!r}"
+    elif what == "less":
+        del node[key]
+    elif isinstance(node, dict):
+        node["surplus"] = 1
+    else:
+        node.append(node[key])
+    return f"{'.'.join(str(part) for part in path)[:60]} {what}"
+
+
+def _places(tree: Any, path: tuple[Any, ...]) -> Any:
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, value in items:
+        yield (*path, key)
+        yield from _places(value, (*path, key))
+
+
+KINDS: tuple[Mutation, ...] = (
+    _bytes, _state, _rollouts, _index, _caches, _manifest, _text, _state, _bytes, _gone, _models, _swapped, _state, _rollouts,
+    _bytes,
+)  # fmt: skip
