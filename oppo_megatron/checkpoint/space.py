@@ -1,11 +1,30 @@
-"""What a checkpoint that could not be written says: where, why, how many bytes it takes and are free, and what to do."""
+"""What is said of a disk that is full: where, why, how many bytes are needed and free, and what to do."""
 
 from __future__ import annotations
 
+import errno
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from oppo_megatron.errors import CheckpointError
+
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+@contextmanager
+def clear_when_full(root: Path) -> Iterator[None]:
+    """A block that writes below `root`.  Raises CheckpointError where the disk is full, which the system says without a path."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise CheckpointError(
+            f"{root}: what the run writes finds no place ({error.strerror}; {megabytes(free_bytes(root))} are free); free some, "
+            "or raise the limit, then continue from the last checkpoint with --resume"
+        ) from error
 
 
 def free_bytes(root: Path) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from oppo_megatron.checkpoint.space import clear_when_full
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import EXIT_REQUEUE
@@ -50,6 +51,7 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preem
     saver = Saver(config, world, inputs.prompts, preemption)
     trainer = build_trainer(config, world, inputs, saver, 0 if found is None else found.num_prompts)
     with ExitStack() as stack:
+        stack.enter_context(clear_when_full(config.run_dir))
         stack.callback(inputs.rewards.close)
         if trainer.journal is not None:
             if inputs.quarantine:
