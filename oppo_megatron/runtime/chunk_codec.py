@@ -14,6 +14,7 @@ never a wrong score.
 from __future__ import annotations
 
 import zlib
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -158,7 +159,7 @@ class ChunkDecoder(ChunkBooks):
 def _checksum(row: ChunkRow, before: int) -> int:
     finish = -1 if row.finish_clock is None else row.finish_clock
     head = [row.seq_id, row.offset, row.version, finish, REASONS.index(row.finish_reason)]
-    words = np.asarray([*head, *row.tokens], dtype=np.int64)
-    for sent in (words, np.asarray(row.logprobs), np.asarray(row.sampling_logprobs)):
-        before = zlib.crc32(sent.tobytes(), before)
+    sent = (array("q", [*head, *row.tokens]), array("d", row.logprobs), array("d", row.sampling_logprobs))
+    for numbers in sent:
+        before = zlib.crc32(numbers, before)
     return before

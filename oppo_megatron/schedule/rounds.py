@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from oppo_megatron.config.places import Place
 
 
-@dataclass(frozen=True, slots=True)
-class Growth:
+class Growth(NamedTuple):
     """How much one sequence grows in a micro-batch: `new` tokens behind the `past` that its KV cache holds.
 
     `rows` is how many of the last new tokens give an output (a log-prob, a value, a score).  In a decode micro-batch
