@@ -11,6 +11,9 @@ from collections.abc import Sequence
 EXIT_REQUEUE = 75
 """Exit code of a run that was told to stop, and is to be started again (EX_TEMPFAIL of sysexits.h)."""
 
+EXIT_ROLLBACK = 76
+"""Exit code of ranks whose guards go back to a checkpoint: our own launcher starts them again.  Others see EXIT_REQUEUE."""
+
 
 class OppoError(Exception):
     """Root of every error that this package raises on purpose."""

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from oppo_megatron.cli.signals import SignalRelay
-from oppo_megatron.errors import EXIT_REQUEUE, ConfigError, OppoError, StallError, WorldError
+from oppo_megatron.errors import EXIT_REQUEUE, EXIT_ROLLBACK, ConfigError, OppoError, StallError, WorldError
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -65,7 +65,8 @@ def launch(kind: str, config: Any, world_size: int, entry: str = ENTRY, *, in_pr
     ranks = external_ranks(os.environ)
     if ranks is not None:
         with _environment(ranks):
-            return _run_entry(entry, kind, config)
+            code = _run_entry(entry, kind, config)
+            return EXIT_REQUEUE if code == EXIT_ROLLBACK else code
     if world_size == 1 and in_process:
         with _environment(_local_ranks()):
             return _run_entry(entry, kind, config)
@@ -194,6 +195,8 @@ def _launch_local(entry: str, kind: str, config: Any, world_size: int) -> int:
         except ChildFailedError as error:
             if any(failed.exitcode == EXIT_REQUEUE for failed in error.failures.values()):
                 return EXIT_REQUEUE
+            if any(failed.exitcode == EXIT_ROLLBACK for failed in error.failures.values()):
+                return relay.code or EXIT_ROLLBACK
             return relay.code or _report(Path(failures), error)
         except SignalException as error:
             if error.sigval == signal.SIGINT:

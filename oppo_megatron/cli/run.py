@@ -46,27 +46,43 @@ def run_kind(kind: str, args: argparse.Namespace) -> int:
     if not _resumes(config):
         run.require_no_checkpoints()
     restarts: int = getattr(args, "max_restarts", 0)
-    return _launch_again(kind, config, restarts) if restarts else launch(kind, config, world_size(config))
+    again = restarts or _goes_back(config)
+    return _launch_again(kind, config, restarts) if again else launch(kind, config, world_size(config))
 
 
 def _launch_again(kind: str, config: TrainConfig | SupervisedConfig, restarts: int) -> int:
-    """Launch the ranks; where one is killed, do so again, up to `restarts` times, from the last checkpoint."""
+    """Launch the ranks; where one is killed, do so again, up to `restarts` times, from the last checkpoint.
+
+    Where a guard goes back to it, too; that is no restart, and has a bound of its own.
+    """
     from oppo_megatron.cli.launch import RankKilled, launch
-    from oppo_megatron.errors import ConfigError
+    from oppo_megatron.errors import EXIT_ROLLBACK, ConfigError
 
     if restarts < 0:
         raise ConfigError(f"--max-restarts is {restarts}; it must be 0 or more")
-    for left in range(restarts, -1, -1):
+    left = restarts
+    while True:
         try:
-            return launch(kind, config, world_size(config), in_process=False)
+            code = launch(kind, config, world_size(config), in_process=False)
         except RankKilled as error:
             if not left:
                 raise
-            print(
-                f"oppo {kind}: {error}; starting again, {left} of {restarts} restarts left", file=sys.stderr, flush=True
-            )
-            config = _resuming(config)
-    raise AssertionError("the last launch returns or raises")
+            told = f"{error}; starting again, {left} of {restarts} restarts left"
+            left -= 1
+        else:
+            if code != EXIT_ROLLBACK:
+                return code
+            told = "a guard goes back to the last checkpoint; starting again"
+        print(f"oppo {kind}: {told}", file=sys.stderr, flush=True)
+        config = _resuming(config)
+
+
+def _goes_back(config: TrainConfig | SupervisedConfig) -> bool:
+    """Whether a guard of the run may go back to a checkpoint; its ranks then need processes of their own."""
+    from oppo_megatron.config.checks import rollback_rules
+    from oppo_megatron.config.run import TrainConfig
+
+    return isinstance(config, TrainConfig) and bool(rollback_rules(config))
 
 
 def _resumes(config: TrainConfig | SupervisedConfig) -> bool:

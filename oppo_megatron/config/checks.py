@@ -27,11 +27,29 @@ def check_train(config: TrainConfig) -> list[str]:
         *_check_sources(config),
         *check_rewards(config.rewards, has_reward_model=config.reward is not None),
         *check_waits(config.rewards, config.runtime.timeout_s),
+        *_check_rollback(config),
         *check_exists("tokenizer.path", config.tokenizer.path),
         *check_data("data", config.data, templates=("prompt",)),
         *(check_data("evaluation.data", config.evaluation.data, templates=("prompt",)) if config.evaluation else []),
         *_check_optimizer("actor", config.actor.optimizer),
         *_check_optimizer("critic", config.critic.optimizer),
+    ]
+
+
+def rollback_rules(config: TrainConfig) -> list[str]:
+    """The guards that go back to a checkpoint where they are broken."""
+    gap_limit = config.ppo.gap_limit(config.actor.dtype, config.rollout.temperature)
+    return [rule for rule, action in config.guards.in_force(gap_limit).items() if action == "rollback"]
+
+
+def _check_rollback(config: TrainConfig) -> list[str]:
+    """A guard that goes back needs checkpoints to go back to."""
+    rules = rollback_rules(config)
+    if not rules or config.checkpoint.every_steps:
+        return []
+    return [
+        f"guards: {' and '.join(rules)} goes back to the last checkpoint (rollback), but checkpoint.every_steps is 0 and the "
+        "run writes none; set checkpoint.every_steps, or choose skip or stop"
     ]
 
 

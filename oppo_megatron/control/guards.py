@@ -1,6 +1,7 @@
 """Guards of a step's numbers: the same figures on every rank, hence the same decision.  Pure.
 
-A figure that is not finite comes before all limits, and a breach that stops the run before one that skips the step.
+A figure that is not finite comes before all limits; a breach that stops the run before one that takes it back to a checkpoint,
+and that before one that skips the step.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ FIGURES = (
     "batch", "kl_mean", "actor_loss", "grad_norm", "ratio_max", "ess", "logprob_gap", "critic_loss", "critic_grad_norm",
 )  # fmt: skip
 """What may break a rule.  `batch` stands for all that the update is given."""
-ACTIONS: tuple[Action, ...] = ("skip", "stop")
+ACTIONS: tuple[Action, ...] = ("skip", "stop", "rollback")
+GRAVEST_FIRST: tuple[Action, ...] = ("stop", "rollback", "skip")
 CODE_SIZE = 5
 LOWER = "lower the learning rate or ppo.epochs, or raise guards.{rule}.limit if this is how the run should look"
 REMEDIES = {
@@ -87,9 +89,9 @@ def decode(code: Sequence[float]) -> Breach | None:
 
 
 def gravest(breaches: Sequence[Breach | None]) -> Breach | None:
-    """The first that stops the run, else the first."""
+    """The first of those with the gravest action."""
     found = [breach for breach in breaches if breach is not None]
-    return next((breach for breach in found if breach.action == "stop"), found[0] if found else None)
+    return min(found, key=lambda breach: GRAVEST_FIRST.index(breach.action), default=None)
 
 
 @dataclass(frozen=True)
@@ -102,24 +104,25 @@ class Rules:
     @property
     def undo_updates(self) -> bool:
         """Whether an update that has been made may have to be taken back."""
-        config = self.config
-        limited = ((config.ratio_max.limit, config.ratio_max.action), (config.ess.limit, config.ess.action))
-        gap = (self.gap_limit, config.logprob_gap)
-        return config.non_finite == "skip" or any(x is not None and action == "skip" for x, action in (*limited, gap))
+        return "skip" in self._in_update
+
+    @property
+    def agree_on_updates(self) -> bool:
+        """Whether all ranks have to know what one of them finds wrong with its update."""
+        return self.undo_updates or "rollback" in self._in_update
+
+    @property
+    def _in_update(self) -> set[Action]:
+        """What follows from the rules that an update can break."""
+        return {action for rule, action in self.config.in_force(self.gap_limit).items() if rule != "kl_mean"}
 
     def check(self, figures: Mapping[str, float]) -> Breach | None:
         """The gravest breach among the figures that are there."""
         known = {name: figures[name] for name in FIGURES if name in figures}
-        config = self.config
         found = [self.non_finite(name, value) for name, value in known.items() if not math.isfinite(value)]
-        for rule, limit, action in (
-            ("kl_mean", config.kl_mean.limit, config.kl_mean.action),
-            ("ratio_max", config.ratio_max.limit, config.ratio_max.action),
-            ("ess", config.ess.limit, config.ess.action),
-            ("logprob_gap", self.gap_limit, config.logprob_gap),
-        ):
+        for rule, (limit, action) in self.config.limits(self.gap_limit).items():
             value = known.get(rule)
-            if limit is None or value is None or not math.isfinite(value):
+            if value is None or not math.isfinite(value):
                 continue
             if value < limit if rule == "ess" else value > limit:
                 found.append(Breach(rule, rule, value, limit, action))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +103,7 @@ class PromptStream(Iterator[Prompt]):
 
     The stream ends after `epochs` passes (None: never) or after `limit` prompts (None: no limit), whichever comes
     first.  It begins at position `start`, so that a run goes on where it was: the order depends on (seed, epoch) alone.
+    Positions `left_out` are passed over, and do not count towards `limit`.
     """
 
     def __init__(
@@ -114,11 +115,16 @@ class PromptStream(Iterator[Prompt]):
         limit: int | None = None,
         shuffle: bool = True,
         start: int = 0,
+        left_out: Set[int] = frozenset(),
     ):
         if not len(prompts):
             raise DataError("the prompt set is empty; at least one prompt is needed.")
-        ends = [end for end in (limit, None if epochs is None else epochs * len(prompts)) if end is not None]
+        most = None if epochs is None else epochs * len(prompts)
+        self.planned = min((end for end in (limit, most) if end is not None), default=None)
+        """Prompts of the stream where none is left out."""
+        ends = [end for end in (None if limit is None else _beyond(limit, left_out), most) if end is not None]
         self.end: int | None = min(ends, default=None)
+        self._left_out = left_out
         self._prompts = prompts
         self._seed = seed
         self._shuffle = shuffle
@@ -132,6 +138,8 @@ class PromptStream(Iterator[Prompt]):
         return self._position
 
     def __next__(self) -> Prompt:
+        while self._position in self._left_out:
+            self._position += 1
         if self.end is not None and self._position >= self.end:
             raise StopIteration
         prompt = self.at(self._position)
@@ -146,3 +154,11 @@ class PromptStream(Iterator[Prompt]):
             self._epoch = epoch
         row = self._prompts.rows[self._order[place]]
         return Prompt(position, row.row, row.text, row.tokens, row.fields)
+
+
+def _beyond(count: int, left_out: Set[int]) -> int:
+    """The position behind the first `count` that are not left out."""
+    end = count
+    for position in sorted(left_out):
+        end += position < end
+    return end

@@ -62,13 +62,18 @@ class OvercommitScheduler:
         self._prompts = prompts
         self._controller = delta_controller
         self._next_prompt = next(prompts, None)
-        self._num_consumed = 0
+        self._num_consumed = self._position = 0
         buffer.set_delta(delta_controller.value)
 
     @property
     def num_consumed(self) -> int:
         """Prompts admitted since the run began (the one read ahead is not counted)."""
         return self._num_consumed
+
+    @property
+    def position(self) -> int:
+        """The position in the stream of prompts behind the last one admitted."""
+        return self._position
 
     @property
     def done(self) -> bool:
@@ -86,6 +91,10 @@ class OvercommitScheduler:
             return []
         assert self._every is not None and self.buffer.clock == self._due, "a round went beyond an admission"
         self._due += self._every
+        return self._admit()
+
+    def refill(self) -> list[Rollout]:
+        """Within a step that has lost rollouts: admit others in their place."""
         return self._admit()
 
     def chunk(self, most: int) -> int:
@@ -106,14 +115,16 @@ class OvercommitScheduler:
         """All but the rollouts, in plain JSON types."""
         return {
             "num_consumed": self._num_consumed,
+            "position": self._position,
             "due": self._due,
             "delta": self._controller.state_dict(),
             "buffer": self.buffer.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any], rollouts: Iterable[Rollout]) -> None:
-        """Continue from `state`.  The prompts must be those of the run, from prompt `num_consumed` on."""
+        """Continue from `state`.  The prompts must be those of the run, from `position` on."""
         self._num_consumed, self._due = state["num_consumed"], state["due"]
+        self._position = state["position"]
         self._controller.load_state_dict(state["delta"])
         self.buffer.load_state_dict(state["buffer"] | {"closed": self._next_prompt is None}, rollouts)
         self.buffer.set_delta(self._controller.value)
@@ -131,6 +142,8 @@ class OvercommitScheduler:
             self._next_prompt = next(self._prompts, None)
         rollouts = self.buffer.admit(admitted)
         self._num_consumed += len(rollouts)
+        if rollouts:
+            self._position = rollouts[-1].seq_id + 1
         if self._next_prompt is None:
             self.buffer.close()
         return rollouts

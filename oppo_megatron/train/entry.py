@@ -10,13 +10,14 @@ import torch.distributed as dist
 from oppo_megatron.checkpoint.space import clear_when_full
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.errors import EXIT_REQUEUE
+from oppo_megatron.errors import EXIT_REQUEUE, EXIT_ROLLBACK
 from oppo_megatron.runtime.world import World, choose_device, open_world
 from oppo_megatron.schedule.weaving.costs_file import costs_tree
 from oppo_megatron.train.hosts import share_run_directory
 from oppo_megatron.train.inputs import Inputs, describe_inputs, read_inputs
 from oppo_megatron.train.ppo import PPOTrainer
 from oppo_megatron.train.preemption import Preemption
+from oppo_megatron.train.rollback import RollBack, Rollbacks
 from oppo_megatron.train.run_dir import RunDirectory, write_json
 from oppo_megatron.train.saving import Found, Saver, find_checkpoint
 from oppo_megatron.train.setup import build_trainer
@@ -39,17 +40,26 @@ def run_rank(kind: str, config: Any) -> int:
         run_reward_model(config)
     else:
         inputs, preemption = read_inputs(config), Preemption(config.preempt)
-        with open_world(config.runtime) as world, preemption.listening():
-            return 0 if run_ppo(config, world, inputs, preemption) else EXIT_REQUEUE
+        try:
+            with open_world(config.runtime) as world, preemption.listening():
+                return 0 if run_ppo(config, world, inputs, preemption) else EXIT_REQUEUE
+        except RollBack:
+            return EXIT_ROLLBACK
     return 0
 
 
 def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preemption) -> bool:
-    """PPO on this rank, up to the final weights and the summary; False where it was told to stop before, and saved."""
+    """PPO on this rank, up to the final weights and the summary; False where it was told to stop before, and saved.
+
+    Raises RollBack where the run is to be started again from its last checkpoint.
+    """
     found = find_checkpoint(config, world)
     _prepare(config, world, found)
     saver = Saver(config, world, inputs.prompts, preemption)
-    trainer = build_trainer(config, world, inputs, saver, 0 if found is None else found.num_prompts)
+    rollbacks = Rollbacks.of_run(
+        RunDirectory(config.run_dir), inputs.prompts, config.seed, config.data.shuffle, resumed=found is not None
+    )
+    trainer = build_trainer(config, world, inputs, saver, rollbacks, 0 if found is None else found.position)
     with ExitStack() as stack:
         stack.enter_context(clear_when_full(config.run_dir))
         stack.callback(inputs.rewards.close)
@@ -57,7 +67,8 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preem
             if inputs.quarantine:
                 inputs.quarantine.write(RunDirectory(config.run_dir).quarantine)
             stack.enter_context(trainer.journal)
-            trainer.journal.progress.note("\n".join(describe_inputs(inputs)))
+            notes = [*describe_inputs(inputs), *(rollback.describe() for rollback in rollbacks.done)]
+            trainer.journal.progress.note("\n".join(notes))
         if found is not None:
             saver.restore(trainer, found)
         if not trainer.run():
@@ -80,7 +91,7 @@ def _finish(config: TrainConfig, trainer: PPOTrainer, inputs: Inputs) -> None:
         planner = trainer.rounds.planner
         if planner.generator == "woven":
             write_json(run.costs, costs_tree(planner.costs))
-        trainer.journal.summarise(inputs.counts(), memory)
+        trainer.journal.summarise(inputs.counts(), memory, trainer.guard.rollbacks.summary())
 
 
 def _prepare(config: TrainConfig, world: World, found: Found | None) -> None:

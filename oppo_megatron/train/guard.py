@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from oppo_megatron.records import Rollout
 from oppo_megatron.runtime.peers import waiting_for
 from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.train.guilty import Facts, GuiltyBatch
+from oppo_megatron.train.rollback import Rollbacks
 from oppo_megatron.train.run_dir import RunDirectory
 
 
@@ -40,13 +42,17 @@ class Evidence:
 
 @dataclass
 class Guard:
-    """One rank's.  `total_steps` are the run's PPO steps; `in_a_row` counts the last steps that were skipped."""
+    """One rank's.  `total_steps` are the run's PPO steps.
+
+    `in_a_row` counts the last steps that were skipped, `num_written` the guilty batches that the run has kept.
+    """
 
     config: TrainConfig
     rank: int
     device: torch.device
     site: Site
     total_steps: int
+    rollbacks: Rollbacks
     in_a_row: int = 0
     num_written: int = 0
 
@@ -74,9 +80,9 @@ class Guard:
         return figures, self.rules.check(figures)
 
     def agree(self, breaches: Sequence[Breach | None], step: int) -> Breach | None:
-        """The gravest breach of all ranks, where updates may have to be taken back; else of this one."""
+        """The gravest breach of all ranks, where all have to do something about it; else of this one."""
         own = gravest(breaches)
-        if not self.rules.undo_updates or dist.get_world_size() == 1:
+        if not self.rules.agree_on_updates or dist.get_world_size() == 1:
             return own
         mine = torch.tensor(NO_BREACH if own is None else own.encode(), dtype=torch.float64, device=self.device)
         codes = [torch.empty(CODE_SIZE, dtype=torch.float64, device=self.device) for _ in range(dist.get_world_size())]
@@ -85,8 +91,11 @@ class Guard:
         found = gravest([decode(code.tolist()) for code in codes])
         return own if own is not None and found is not None and own.encode()[:3] == found.encode()[:3] else found
 
-    def settle(self, breach: Breach | None, evidence: Evidence) -> None:
-        """Keep the guilty batch, and raise NumericsError or RewardError where the run is to stop."""
+    def settle(self, breach: Breach | None, evidence: Evidence, position: int) -> None:
+        """Keep the guilty batch, and raise NumericsError or RewardError where the run is to stop, RollBack where it goes back.
+
+        `position` is that of the stream of prompts: what has been admitted lies before it.
+        """
         if breach is None:
             self.in_a_row = 0
             return
@@ -94,13 +103,31 @@ class Guard:
         too_many = breach.action == "skip" and self.in_a_row > self.config.guards.max_skips
         if self.rank == self._keeper(breach) and self.num_written < self.config.guards.kept_batches:
             self.num_written += 1
-            self._guilty(breach, evidence).write(RunDirectory(self.config.run_dir).guilty)
-        if breach.action == "stop" or too_many:
-            raise self._error(breach, evidence, too_many)
+            self._guilty(breach, evidence).write(self._path(evidence.step))
+        if breach.action == "rollback":
+            obstacle = self.rollbacks.obstacle(self.config.guards.max_rollbacks)
+            if obstacle is not None:
+                raise self._error(breach, evidence, f"{obstacle}; it was because {breach.message}")
+            guilty = [rollout.seq_id for rollout in evidence.batch]
+            self.rollbacks.go_back(
+                evidence.step, breach.reason, guilty, position, self.num_written, keeper=self.rank == self.site.source
+            )
+        elif breach.action == "stop" or too_many:
+            raise self._error(breach, evidence, self._too_many(breach) if too_many else None)
+
+    def state_dict(self) -> dict[str, int]:
+        """In plain JSON types, on the rank that keeps guilty batches."""
+        return {"in_a_row": self.in_a_row, "num_written": self.num_written, "rollbacks": len(self.rollbacks)}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue from `state`, on every rank; what a run has kept up to a rollback is kept beyond it."""
+        self.rollbacks.require(state["rollbacks"])
+        self.in_a_row = state["in_a_row"]
+        self.num_written = max(state["num_written"], self.rollbacks.num_written)
 
     def _keeper(self, breach: Breach) -> int:
         """The rank that writes; the critic's own breach is known to the critic's ranks only, where no ranks meet."""
-        alone = breach.of_critic and not self.rules.undo_updates
+        alone = breach.of_critic and not self.rules.agree_on_updates
         return self.site.places["critic"].ranks[0] if alone else self.site.source
 
     def _guilty(self, breach: Breach, evidence: Evidence) -> GuiltyBatch:
@@ -117,15 +144,24 @@ class Guard:
         )
         return GuiltyBatch(facts, evidence.batch, evidence.scored)
 
-    def _error(self, breach: Breach, evidence: Evidence, too_many: bool) -> Exception:
-        step, config = evidence.step, self.config
-        kept = RunDirectory(config.run_dir).guilty / f"step-{step}.safetensors"
-        where = f" (step {step}; `oppo replay {kept}` makes its update again)" if config.guards.kept_batches else ""
-        if too_many:
-            return NumericsError(
-                f"{self.in_a_row} steps in a row were skipped, more than guards.max_skips={config.guards.max_skips}; the "
-                f"last because {breach.message}{where}"
-            )
+    def _path(self, step: int) -> Path:
+        """Of a guilty batch: a step that the run has gone back beyond may find another."""
+        suffix = f"-rollback-{len(self.rollbacks)}" if len(self.rollbacks) else ""
+        return RunDirectory(self.config.run_dir).guilty / f"step-{step}{suffix}.safetensors"
+
+    def _too_many(self, breach: Breach) -> str:
+        return (
+            f"{self.in_a_row} steps in a row were skipped, more than guards.max_skips={self.config.guards.max_skips}; the "
+            f"last because {breach.message}"
+        )
+
+    def _error(self, breach: Breach, evidence: Evidence, instead: str | None) -> Exception:
+        """`instead`: what the run ends with, where it is not the breach alone."""
+        step = evidence.step
+        again = f"; `oppo replay {self._path(step)}` makes its update again" if self.config.guards.kept_batches else ""
+        where = f" (step {step}{again})"
+        if instead is not None:
+            return NumericsError(f"{instead}{where}")
         if evidence.refusal is not None:
             return RewardError(f"{evidence.refusal}{where}")
         return NumericsError(f"{breach.message}{where}")

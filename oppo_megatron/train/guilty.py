@@ -59,10 +59,9 @@ class GuiltyBatch:
     batch: Sequence[Rollout]
     scored: ScoredBatch
 
-    def write(self, folder: Path) -> Path:
-        """Write both files, each whole or not at all; the path of the first."""
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"step-{self.facts.step}.safetensors"
+    def write(self, path: Path) -> None:
+        """Write `path` (.safetensors) and the .jsonl beside it, each whole or not at all."""
+        path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_writer(path.with_suffix(".jsonl")) as lines:
             lines.write(encode_json({"format": FORMAT, **vars(self.facts)}) + "\n")
             for rollout, score in zip(self.batch, self.scored.scores_B.tolist(), strict=True):
@@ -70,7 +69,6 @@ class GuiltyBatch:
         aside = path.with_name(f".{path.name}.{os.getpid()}")
         save_file(self._tensors(), aside, metadata={"format": FORMAT})
         os.replace(aside, path)
-        return path
 
     def _tensors(self) -> dict[str, Tensor]:
         rollouts, scored = self.batch, self.scored

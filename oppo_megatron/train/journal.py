@@ -143,7 +143,9 @@ class Journal:
         self.trackers.log(step, {"heldout_accuracy": accuracy})
         self.progress.note(f"held-out accuracy after {step} steps: {accuracy:.1%}")
 
-    def summarise(self, rows: Mapping[str, Mapping[str, int]], memory: MemoryByRank) -> None:
+    def summarise(
+        self, rows: Mapping[str, Mapping[str, int]], memory: MemoryByRank, rollbacks: Mapping[str, int]
+    ) -> None:
         """Write summary.json: the last file of a run, the sign that it finished.  `rows` counts what was read."""
         self.log.close()
         self.progress.note(memory.describe(self.planned_bytes))
@@ -155,6 +157,7 @@ class Journal:
             "heldout_accuracy": {str(step): value for step, value in self.accuracy.items()},
             "total_s": time.time() - self.started,
             "rows": rows,
+            **rollbacks,
         } | memory.summary(self.planned_bytes)
         write_json(self.run_dir.summary, summary)
 

@@ -236,18 +236,22 @@ class PPOTrainer:
         return totals
 
     def _train(self, batch: Sequence[Rollout], scored: ScoredBatch, plan: StepPlan, facts: StepFacts) -> Experience:
-        """Update actor and critic with the batch, or skip it where a guard finds fault.  Raises where the run is to stop."""
+        """Update actor and critic with the batch, or skip it where a guard finds fault.
+
+        Raises where the run is to stop, or to go back.
+        """
         experience, breach = self.guard.examine(scored, self.kl.value)
         evidence = self._evidence(facts, batch, scored, experience)
         if breach is not None:
-            self.guard.settle(breach, evidence)
+            self.guard.settle(breach, evidence, self.scheduler.position)
             if self.critic is not None:
                 self.critic.stats = no_stats()
         self._measure_costs(facts.step)
         if breach is None:
             breach = self._update(facts.step, batch, experience, facts)
             updates = facts.actor | ({} if self.critic is None else self.critic.stats)
-            self.guard.settle(breach, replace(evidence, figures={**evidence.figures, **updates}))
+            evidence = replace(evidence, figures={**evidence.figures, **updates})
+            self.guard.settle(breach, evidence, self.scheduler.position)
         self._end_update(facts.step, plan, changed=breach is None)
         if breach is None:
             self._learn(facts.step, batch, experience, facts)

@@ -55,9 +55,9 @@ class RoleBuilder:
 
     @property
     def total_steps(self) -> int:
-        """PPO steps of the run."""
-        assert self.prompts.end is not None
-        return math.ceil(self.prompts.end / self.config.rollout.batch_size)
+        """PPO steps of the run; where rollbacks leave out prompts of the last epoch, it ends some before."""
+        assert self.prompts.planned is not None
+        return math.ceil(self.prompts.planned / self.config.rollout.batch_size)
 
     @property
     def kv_budget_bytes(self) -> int | None:

@@ -6,6 +6,7 @@ metrics.jsonl     a line a step                   quarantine.jsonl  rows refused
 trace.json        what each rank did, and when    weights/          final weights
 hosts.json        where each rank ran             schedules.txt     each round's schedule (`logging.actions`)
 guilty/           batches that a guard found fault with, for `oppo replay`
+rollbacks.jsonl   what was left out where a guard went back to a checkpoint
 placement.json    what `placement.mode: auto` measured, in the runs under placement/; later attempts use it again
 """
 
@@ -26,7 +27,8 @@ from oppo_megatron.errors import ConfigError
 
 PRODUCTS = (
     "config.yaml", "hosts.json", "metrics.jsonl", "rollouts.jsonl", "trace.json", "summary.json", "quarantine.jsonl",
-    "weights", "tensorboard", "schedules.txt", "costs.json", "guilty", "checkpoints",
+    "weights", "tensorboard", "schedules.txt", "costs.json", "guilty", "rollbacks.jsonl",
+    "checkpoints",
 )  # fmt: skip
 
 
@@ -50,6 +52,7 @@ class RunDirectory:
         self.weights = self.path / "weights"
         self.tensorboard = self.path / "tensorboard"
         self.guilty = self.path / "guilty"
+        self.rollbacks = self.path / "rollbacks.jsonl"
         self.placement = self.path / "placement.json"
         self.placement_runs = self.path / "placement"
         self.checkpoints = self.path / "checkpoints"

@@ -71,9 +71,9 @@ class Found:
     state: dict[str, Any]
 
     @property
-    def num_prompts(self) -> int:
-        """Prompts that the run had admitted."""
-        return int(self.state["scheduler"]["num_consumed"])
+    def position(self) -> int:
+        """Where the run was in the stream of prompts."""
+        return int(self.state["scheduler"]["position"])
 
 
 class Saver:
@@ -118,6 +118,7 @@ class Saver:
             num_bytes = self._write(trainer, position)
         self.preemption.saved()
         self._cost = (time.time() - started, num_bytes)
+        trainer.guard.rollbacks.checkpoint = position.name, trainer.scheduler.position
         if trainer.journal is not None:
             trainer.journal.saved(position.name, *self._cost)
 
@@ -137,8 +138,15 @@ class Saver:
                 part.role.publish()
         stream = PromptStream(self.prompts, self.config.seed, shuffle=self.config.data.shuffle)
         vocab_size = read_hf_config(self.config.actor)["vocab_size"]
-        restore_trainer(trainer, state, read_rollouts(found.folder / ROLLOUTS, state, vocab_size, stream))
-        self._restore_caches(trainer, found)
+        rollouts = read_rollouts(found.folder / ROLLOUTS, state, vocab_size, stream)
+        rollbacks = trainer.guard.rollbacks
+        held = [rollout for rollout in rollouts if rollout.seq_id not in rollbacks.left_out]
+        restore_trainer(trainer, state, held)
+        rollbacks.checkpoint = found.folder.name, found.position
+        if len(held) == len(rollouts):
+            self._restore_caches(trainer, found)
+        elif trainer.phase is not None:  # the step under way has lost rollouts, and may have too few left
+            trainer.rounds.admit(trainer.scheduler.refill())
 
     def _restore_caches(self, trainer: PPOTrainer, found: Found) -> None:
         """Where layout and options allow, then and now; else everything is prefilled again, with what each sequence has."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from oppo_megatron.config.checks import longest_chunk
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.chunk import ChunkTuner
@@ -22,6 +24,7 @@ from oppo_megatron.train.memory import MemoryMeter
 from oppo_megatron.train.places import build_topology
 from oppo_megatron.train.ppo import PPOTrainer
 from oppo_megatron.train.role_builder import RoleBuilder
+from oppo_megatron.train.rollback import Rollbacks
 from oppo_megatron.train.round_trace import RoundTracer
 from oppo_megatron.train.run_dir import RunDirectory
 from oppo_megatron.train.saving import Saver
@@ -29,9 +32,11 @@ from oppo_megatron.train.score_exchange import ScoreExchange
 from oppo_megatron.train.trace import SpanRecorder
 
 
-def build_trainer(config: TrainConfig, world: World, inputs: Inputs, saver: Saver, start: int = 0) -> PPOTrainer:
+def build_trainer(
+    config: TrainConfig, world: World, inputs: Inputs, saver: Saver, rollbacks: Rollbacks, start: int = 0
+) -> PPOTrainer:
     """Groups, models, optimizers and books of this rank; prompts come from position `start` on."""
-    prompts = prompt_stream(config, inputs.prompts, start)
+    prompts = prompt_stream(config, inputs.prompts, start, rollbacks.left_out)
     topology = build_topology(config)
     memory = MemoryMeter.begin(world.device)
     builder = RoleBuilder(config, world, topology, inputs.tokenizer, prompts, inputs.lengths)
@@ -59,7 +64,7 @@ def build_trainer(config: TrainConfig, world: World, inputs: Inputs, saver: Save
         actor=actor,
         critic=critic,
         evaluator=_evaluator(config, inputs, builder),
-        guard=Guard(config, world.rank, world.device, topology.site, builder.total_steps),
+        guard=Guard(config, world.rank, world.device, topology.site, builder.total_steps, rollbacks),
         journal=Journal(builder.config, builder.total_steps, inputs.tokenizer, world.device) if keeps_journal else None,
         saver=saver,
     )
@@ -83,8 +88,12 @@ def _evaluator(config: TrainConfig, inputs: Inputs, builder: RoleBuilder) -> Eva
     return Evaluator(config.evaluation, inputs.heldout, inputs.tokenizer, config.runtime, slots, budget)
 
 
-def prompt_stream(config: TrainConfig, prompts: PromptSet, start: int = 0) -> PromptStream:
+def prompt_stream(
+    config: TrainConfig, prompts: PromptSet, start: int = 0, left_out: Set[int] = frozenset()
+) -> PromptStream:
     """Exactly the prompts that will be trained: admission ends early enough that none is left over."""
     limit = None if config.steps is None else config.steps * config.rollout.batch_size
     epochs = config.data_epochs or (1 if config.steps is None else None)
-    return PromptStream(prompts, config.seed, epochs=epochs, limit=limit, shuffle=config.data.shuffle, start=start)
+    return PromptStream(
+        prompts, config.seed, epochs=epochs, limit=limit, shuffle=config.data.shuffle, start=start, left_out=left_out
+    )

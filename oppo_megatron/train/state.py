@@ -56,7 +56,7 @@ def trainer_state(trainer: PPOTrainer) -> dict[str, Any]:
         "scheduler": trainer.scheduler.state_dict(),
         "chunk": trainer.chunk_tuner.state_dict(),
         "kl": trainer.kl.state_dict(),
-        "skipped_in_a_row": trainer.guard.in_a_row,
+        "guard": trainer.guard.state_dict(),
         "actor": {"version": actor.version, "ess": actor.ess},
         "updates": actor.role.trained.updates,  # the critic has made as many
         "phase": None if trainer.phase is None else trainer.phase.state_dict(),
@@ -75,7 +75,7 @@ def restore_trainer(trainer: PPOTrainer, state: dict[str, Any], rollouts: Iterab
     trainer.scheduler.load_state_dict(state["scheduler"], rollouts)
     trainer.chunk_tuner.load_state_dict(state["chunk"])
     trainer.kl.load_state_dict(state["kl"])
-    trainer.guard.in_a_row = state["skipped_in_a_row"]
+    trainer.guard.load_state_dict(state["guard"])
     if trainer.actor is not None:
         trainer.actor.version, trainer.actor.ess = state["actor"]["version"], state["actor"]["ess"]
     if state["phase"] is not None:

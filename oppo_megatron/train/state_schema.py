@@ -69,6 +69,7 @@ class _Delta(_Strict):
 
 class _Scheduler(_Strict):
     num_consumed: Count
+    position: Count
     due: Count
     delta: _Delta
     buffer: _Buffer
@@ -81,6 +82,12 @@ class _Chunk(_Strict):
 
 class _KL(_Strict):
     value: Annotated[float, Field(ge=0)]
+
+
+class _Guard(_Strict):
+    in_a_row: Count
+    num_written: Count
+    rollbacks: Count
 
 
 class _Actor(_Strict):
@@ -133,7 +140,7 @@ class _State(_Strict):
     scheduler: _Scheduler
     chunk: _Chunk
     kl: _KL
-    skipped_in_a_row: Count
+    guard: _Guard
     actor: _Actor
     updates: Count
     phase: _Phase | None
@@ -193,6 +200,8 @@ def _check_state(state: _State) -> None:
         raise ValueError(f"books of {sorted(state.books)}, places of {sorted(state.layout)}")
     if scheduler.num_consumed != buffer.num_admitted:
         raise ValueError(f"{scheduler.num_consumed} prompts consumed, but {buffer.num_admitted} rollouts admitted")
+    if scheduler.position < scheduler.num_consumed:
+        raise ValueError(f"{scheduler.num_consumed} prompts consumed of the first {scheduler.position}")
     if scheduler.delta.value != buffer.delta:
         raise ValueError(f"delta is {scheduler.delta.value} in the controller, {buffer.delta} in the buffer")
     if phase is not None and (phase.facts.step != state.done + 1 or phase.begun > buffer.clock):  # type: ignore[attr-defined]
@@ -205,7 +214,7 @@ def _check_rollout(line: _Line, state: dict[str, Any], vocab_size: int) -> None:
     lengths = {len(line.tokens), len(line.logprobs), len(line.sampling_logprobs), len(line.versions)}
     if len(lengths) > 1:
         raise ValueError(f"tokens, logprobs, sampling_logprobs and versions have lengths {sorted(lengths)}")
-    if line.seq_id >= scheduler["num_consumed"] or line.admission >= scheduler["num_consumed"]:
+    if line.seq_id >= scheduler["position"] or line.admission >= scheduler["num_consumed"]:
         raise ValueError(
             f"sequence {line.seq_id} (admission {line.admission}) is of a prompt that was not admitted yet"
         )

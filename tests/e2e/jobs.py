@@ -20,7 +20,10 @@ from oppo_megatron.schedule.actions import Action
 from oppo_megatron.train.critic import Critic
 from oppo_megatron.train.entry import run_ppo
 from oppo_megatron.train.inputs import read_inputs
+from oppo_megatron.train.ppo import PPOTrainer
 from oppo_megatron.train.preemption import Preemption
+from oppo_megatron.train.rollback import RollBack
+from oppo_megatron.train.saving import Found, Saver
 
 
 def train(config: dict[str, Any]) -> None:
@@ -123,3 +126,38 @@ def train_until(config: dict[str, Any], rounds: int, rank: int = 0) -> bool:
 def train_error(config: dict[str, Any]) -> str:
     """Why `train` refuses."""
     return _error_of(config)[1]
+
+
+def train_through_rollbacks(config: dict[str, Any]) -> list[tuple[str, float]]:
+    """`train`, started again wherever a guard goes back; (when, what) the actor's weights and optimizer were on this rank.
+
+    Sums of each checkpoint as it is saved, and of each state that a run goes on from.
+    """
+    seen: list[tuple[str, float]] = []
+
+    def sums(trainer: PPOTrainer, when: str) -> None:
+        model = trainer.actor or trainer.critic
+        assert model is not None
+        optimizer = model.role.trained.optimizer.chained_optimizers[0].optimizer
+        held = [*model.role.trained.model.parameters(), *(x for s in optimizer.state.values() for x in s.values())]
+        total = sum(float(torch.as_tensor(x).double().abs().sum()) for x in held)
+        seen.append((f"{when} {trainer.done}", total + trainer.kl.value))
+
+    save, restore = Saver.save, Saver.restore
+
+    def saved(saver: Saver, trainer: PPOTrainer) -> None:
+        save(saver, trainer)
+        sums(trainer, "saved")
+
+    def restored(saver: Saver, trainer: PPOTrainer, found: Found) -> None:
+        restore(saver, trainer, found)
+        sums(trainer, "restored")
+
+    with mock.patch.object(Saver, "save", saved), mock.patch.object(Saver, "restore", restored):
+        while True:
+            try:
+                train(config)
+            except RollBack:
+                config = config | {"checkpoint": config["checkpoint"] | {"resume": True}}
+            else:
+                return seen

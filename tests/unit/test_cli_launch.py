@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import socket
 import subprocess
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from oppo_megatron.cli.launch import check_world_size, external_ranks, launch
-from oppo_megatron.errors import ConfigError
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.errors import EXIT_REQUEUE, EXIT_ROLLBACK, ConfigError
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "1234"}
 SRUN = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
@@ -70,7 +72,7 @@ def test_world_size_must_match(monkeypatch: pytest.MonkeyPatch) -> None:
 
 ENTRY = """
 import atexit, os, sys, time
-from oppo_megatron.errors import DataError, StallError
+from oppo_megatron.errors import EXIT_ROLLBACK, DataError, StallError
 
 def run(kind, path):
     rank = int(os.environ["RANK"])
@@ -78,6 +80,8 @@ def run(kind, path):
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
         print(" ".join(os.environ[name] for name in names), path, flush=True)
         return
+    if kind == "rollback":
+        return EXIT_ROLLBACK
     if kind == "elsewhere":
         print(rank, os.getpid(), flush=True)
         return
@@ -181,6 +185,7 @@ def test_given_rank_runs_here(
         monkeypatch.setenv(name, value)
     assert launch("seen", "c.yaml", 4, entry="entry_of_test:run") == 0
     assert capsys.readouterr().out == "1 4 1 1234 c.yaml\n"
+    assert launch("rollback", "c.yaml", 4, entry="entry_of_test:run") == EXIT_REQUEUE, "its launcher starts it again"
 
 
 @pytest.mark.slow
@@ -189,6 +194,7 @@ def test_given_rank_runs_here(
     [
         ("fine", 0, ""),
         ("wrong input", 2, "rank 1: line 3 is not JSON; correct it\n"),
+        ("rollback", EXIT_ROLLBACK, ""),
         ("abort", 2, "rank 0: line 4 is not JSON; correct it\n"),
         ("killed", 2, "rank 1 was ended by SIGKILL"),
         ("defect", 1, "TypeError: a bug of ours"),
@@ -217,3 +223,56 @@ def test_ranks_of_another_launcher_fail_with_their_own_exit_code(two_ranks: Path
     assert [rank.returncode for rank in ranks] == [2, 1], errors
     assert errors[0].endswith("[rank 0]: line 4 is not JSON; correct it\n")
     assert "TypeError: a bug of ours" in errors[1]
+
+
+@pytest.mark.parametrize(
+    ("ends", "restarts", "code", "resumed"),
+    [
+        ([EXIT_ROLLBACK, EXIT_ROLLBACK, 0], 0, 0, [False, True, True]),
+        ([EXIT_ROLLBACK, "killed", EXIT_ROLLBACK, 0], 1, 0, [False, True, True, True]),
+        ([EXIT_ROLLBACK, EXIT_REQUEUE], 0, EXIT_REQUEUE, [False, True]),
+        ([EXIT_ROLLBACK, "killed"], 0, None, [False, True]),
+    ],
+)
+def test_a_run_that_goes_back_is_started_again(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ends: list[int | str],
+    restarts: int,
+    code: int | None,
+    resumed: list[bool],
+) -> None:
+    """However often, and without a restart for a killed rank being used up."""
+    from oppo_megatron.cli import launch as launcher
+    from oppo_megatron.cli import run
+
+    config = TrainConfig.model_validate(
+        {
+            "run_dir": tmp_path,
+            "tokenizer": {"path": "t"},
+            "data": {"path": "d"},
+            "actor": {"checkpoint": "a"},
+            "critic": {"checkpoint": "a"},
+            "guards": {"non_finite": "rollback"},
+        }
+    )
+    seen, left = [], list(ends)
+
+    def launched(kind: str, config: TrainConfig, world: int, *, in_process: bool) -> int:
+        assert not in_process, "each start has a process of its own"
+        seen.append(config.checkpoint.resume)
+        end = left.pop(0)
+        if end == "killed":
+            raise launcher.RankKilled("rank 0 was ended by SIGKILL")
+        return int(end)
+
+    monkeypatch.setattr(launcher, "launch", launched)
+    monkeypatch.setattr(run, "load_settings", lambda *_: config)
+    monkeypatch.setattr(run, "placed", lambda *_, **__: config)
+    args = argparse.Namespace(config=None, overrides=[], dry_run=False, max_restarts=restarts)
+    if code is None:
+        with pytest.raises(launcher.RankKilled):
+            run.run_kind("train", args)
+    else:
+        assert run.run_kind("train", args) == code
+    assert seen == resumed and not left

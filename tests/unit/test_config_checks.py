@@ -110,6 +110,10 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"rewards": [{"kind": "python", "entry_point": "no_colon"}]}, "must be `package.module:function`"),
     ({"rewards": [{"kind": "python", "entry_point": "a:b", "name": "gsm8k"}]}, "kind python has no rule to name"),
     ({"rewards": [{"kind": "verifier", "name": "gsm8k", "options": {"a": 1}}]}, "only kind python takes them"),
+    (
+        {"guards": {"non_finite": "rollback", "ess": {"limit": 0.2, "action": "rollback"}}},
+        "guards: non_finite and ess goes back to the last checkpoint (rollback), but checkpoint.every_steps is 0",
+    ),
     ({"data.prompt_template": "no place"}, "data.prompt_template is 'no place', but must contain `{prompt}`"),
     ({"data.path": []}, "data.path is an empty list"),
     (
@@ -128,6 +132,8 @@ def test_broken_rule_is_the_one_problem(settings: dict[str, Any], changes: dict[
 
 
 GOOD: list[dict[str, Any]] = [
+    {"guards": {"non_finite": "rollback"}, "checkpoint.every_steps": 5},
+    {"guards.kl_mean.action": "rollback"},  # without a limit nothing breaks the rule
     {"overlap": {"inter": False, "delta": {"min": 5, "initial": 9, "max": 2}}},
     {"overlap": {"backfill": True, "backfill_every": 96}},
     {"overlap": {"backfill_every": 5}},

@@ -106,4 +106,22 @@ def test_a_breach_survives_its_way_to_other_ranks(
 
 def test_the_gravest_breach_is_the_first_that_stops() -> None:
     skip, stop = Breach("ess", "ess", 0.1, 0.2, "skip"), Breach("ratio_max", "ratio_max", 9.0, 4.0, "stop")
-    assert gravest([None, skip, stop]) is stop and gravest([None, skip]) is skip and gravest([None]) is None
+    back = Breach("kl_mean", "kl_mean", 9.0, 4.0, "rollback")
+    assert gravest([None, skip, back, stop]) is stop and gravest([None, skip]) is skip and gravest([None]) is None
+    assert gravest([skip, back, None]) is back
+
+
+@pytest.mark.parametrize(
+    ("settings", "agree"),
+    [
+        ({}, False),
+        ({"non_finite": "rollback"}, True),
+        ({"kl_mean": {"limit": 1, "action": "rollback"}}, False),  # every rank knows it
+        ({"ess": {"action": "rollback"}}, False),
+        ({"ess": {"limit": 0.2, "action": "rollback"}}, True),
+        ({"logprob_gap": "skip"}, True),
+    ],
+)
+def test_when_ranks_have_to_agree_on_updates(settings: dict[str, Any], agree: bool) -> None:
+    held = rules(1e-4, **settings)
+    assert held.agree_on_updates is agree and held.undo_updates is (settings.get("logprob_gap") == "skip")

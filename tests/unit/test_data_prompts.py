@@ -126,6 +126,25 @@ def test_stream_is_a_permutation_per_epoch_and_resumes(
     assert list(islice(resumed, max(0, 40 - start))) == given_prompts[start:]
 
 
+@given(
+    left_out=st.frozensets(st.integers(0, 30)),
+    limit=st.one_of(st.none(), st.integers(0, 30)),
+    epochs=st.integers(0, 5),
+    start=st.integers(0, 20),
+)
+def test_what_is_left_out_of_a_stream_counts_for_nothing(
+    left_out: frozenset[int], limit: int | None, epochs: int, start: int
+) -> None:
+    """The others are the prompts that they would be, and as many as there would be, as long as the data has them."""
+    plain = list(PromptStream(plain_set(7), 3, epochs=epochs))
+    stream = PromptStream(plain_set(7), 3, epochs=epochs, limit=limit, left_out=left_out)
+    kept = [prompt for prompt in plain if prompt.seq_id not in left_out][:limit]
+    given_prompts = list(stream)
+    assert given_prompts == kept and stream.planned == (7 * epochs if limit is None else min(limit, 7 * epochs))
+    resumed = PromptStream(plain_set(7), 3, epochs=epochs, limit=limit, left_out=left_out, start=start)
+    assert list(resumed) == [prompt for prompt in kept if prompt.seq_id >= start]
+
+
 def test_order_depends_on_seed_and_epoch_and_never_on_the_platform() -> None:
     orders = {tuple(epoch_order(50, seed, epoch)) for seed in range(4) for epoch in range(4)}
     assert len(orders) == 16
