@@ -253,6 +253,8 @@ def test_a_run_that_goes_back_is_started_again(
             "data": {"path": "d"},
             "actor": {"checkpoint": "a"},
             "critic": {"checkpoint": "a"},
+            "rewards": [{"kind": "verifier", "name": "gsm8k"}],
+            "rollout": {"batch_size": 8, "max_response_tokens": 100},
             "guards": {"non_finite": "rollback"},
         }
     )
