@@ -200,7 +200,8 @@ def _check_state(state: _State) -> None:
         raise ValueError(f"books of {sorted(state.books)}, places of {sorted(state.layout)}")
     if scheduler.num_consumed != buffer.num_admitted:
         raise ValueError(f"{scheduler.num_consumed} prompts consumed, but {buffer.num_admitted} rollouts admitted")
-    if scheduler.position < scheduler.num_consumed:
+    passed_over = scheduler.position - scheduler.num_consumed
+    if passed_over < 0 or (passed_over and not state.guard.rollbacks):
         raise ValueError(f"{scheduler.num_consumed} prompts consumed of the first {scheduler.position}")
     if scheduler.delta.value != buffer.delta:
         raise ValueError(f"delta is {scheduler.delta.value} in the controller, {buffer.delta} in the buffer")

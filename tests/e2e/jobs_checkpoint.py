@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 
 from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.data.prompts import PromptStream
 from oppo_megatron.errors import OppoError
 from oppo_megatron.runtime.world import World, open_world
 from oppo_megatron.train import saving
@@ -27,6 +28,7 @@ from oppo_megatron.train.entry import run_ppo
 from oppo_megatron.train.inputs import Inputs, read_inputs
 from oppo_megatron.train.ppo import PPOTrainer
 from oppo_megatron.train.preemption import Preemption
+from oppo_megatron.train.rollback import Rollbacks
 from oppo_megatron.train.run_dir import RunDirectory
 from oppo_megatron.train.saving import ROLLOUTS, Found, Saver, find_checkpoint
 from oppo_megatron.train.setup import build_trainer
@@ -91,7 +93,7 @@ def libraries_armed(fault: Fault) -> Iterator[None]:
 def restored(config: TrainConfig, world: World, inputs: Inputs, found: Found) -> PPOTrainer:
     """A fresh trainer that continues from `found`, without a journal's files."""
     saver = Saver(config, world, inputs.prompts, Preemption(config.preempt))
-    trainer = build_trainer(config, world, inputs, saver, found.num_prompts)
+    trainer = build_trainer(config, world, inputs, saver, _no_rollbacks(config, inputs), found.position)
     saver.restore(trainer, found)
     return trainer
 
@@ -149,6 +151,10 @@ def resume_mutants(config: dict[str, Any], pristine: str, count: int, seed: int)
     return answers
 
 
+def _no_rollbacks(config: TrainConfig, inputs: Inputs) -> Rollbacks:
+    return Rollbacks(RunDirectory(config.run_dir), PromptStream(inputs.prompts, config.seed))
+
+
 class Subject:
     """A trainer of one rank that is given one checkpoint after the other."""
 
@@ -156,7 +162,7 @@ class Subject:
         self.config, self.world = config, World(0, 1, torch.device("cpu"))
         inputs = read_inputs(config)
         self.saver = Saver(config, self.world, inputs.prompts, Preemption(config.preempt))
-        self.trainer = build_trainer(config, self.world, inputs, self.saver)
+        self.trainer = build_trainer(config, self.world, inputs, self.saver, _no_rollbacks(config, inputs))
         planner = self.trainer.rounds.planner
         self._books = {"actor": planner.actor, **planner.scorers}
         self._empty = {name: book.state_dict() for name, book in self._books.items()}
