@@ -123,6 +123,11 @@ class DeviceLane:
             ]
         return [table[:3] for table in drawn_K4R]
 
+    def give_up(self) -> list[list[list[float]]]:
+        """A step, or the loading of rows, could not be done: what the window's steps before it have drawn, as `read` says it."""
+        self._window = self._done
+        return self.read() if self._done else []
+
     def _load_state(self, state: list[tuple[int, int, int, int]]) -> None:
         seq_ids = [row.seq_id for row in self._rows]
         chain = row_states(self._sampling.seed, seq_ids).view(np.int64)

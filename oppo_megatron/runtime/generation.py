@@ -16,6 +16,7 @@ of later micro-steps must not count, for others have not).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -23,10 +24,12 @@ from torch import Tensor
 
 from oppo_megatron.records import Chunk, ChunkRow, Rollout
 from oppo_megatron.runtime.device_decode import DeviceLane, Row
+from oppo_megatron.runtime.exhaustion import Allowances, Done, attempt
 from oppo_megatron.runtime.mcore.cuda_graphs import CapturedSteps, run_eagerly
 from oppo_megatron.runtime.mcore.model import RoleModel
 from oppo_megatron.runtime.mcore.sequence_cache import SequenceCache
 from oppo_megatron.runtime.mcore.stage import step
+from oppo_megatron.runtime.pieces import by_rows, obstacle, prefill
 from oppo_megatron.runtime.sampler import Sampling, draw
 from oppo_megatron.runtime.stopping import Stopping
 from oppo_megatron.runtime.stream import ChunkOutlet
@@ -51,6 +54,10 @@ class _Growing:
     def position(self) -> int:
         """Response position of the next token."""
         return self.row.offset + len(self.row.tokens)
+
+    def describe(self) -> str:
+        """For an error."""
+        return f"sequence {self.seq_id}, {len(self.tokens)} tokens long,"
 
     def append(self, token: int, logprob: float, sampling_logprob: float, eos_id: int, start: int) -> bool:
         """Take a drawn token; whether it is the last."""
@@ -79,13 +86,16 @@ class DecodeStation:
         stopping: Stopping,
         outlet: ChunkOutlet | None = None,
         sync_steps: int = 1,
+        allowances: Allowances | None = None,
     ):
         """`outlet` makes the messages for ranks without the actor, on the rank that sends them.
 
         Drawn tokens are read once in `sync_steps` micro-steps, where the model has a single pipeline stage; else in each.
+        `allowances` bound what this rank prefills and decodes at once, where memory does not suffice for what is planned.
         """
         self.model, self.cache, self.outlet = model, cache, outlet
         self.sampling, self.stopping = sampling, stopping
+        self.allowances = allowances or Allowances()
         self._weight = next(model.parameters())
         self._sync_steps = sync_steps if model.groups.pp == 1 else 1
         self._resident: dict[int, DeviceLane] = {}  # by micro-batch
@@ -138,6 +148,8 @@ class DecodeStation:
         self._ready: tuple[int, int] | None = None  # (step, micro-batch) whose tokens completed the batch
         self._hidden: dict[int, Tensor] = {}
         self._drawn: dict[int, Tensor] = {}
+        self._tables: dict[int, Tensor] = {}  # what the rows of a step that was made in pieces have drawn
+        self._by_step: set[int] = set()  # micro-batches that are left to the host for the rest of the round
         if self.captured is not None:
             self.captured.renew()
 
@@ -201,47 +213,106 @@ class DecodeStation:
         return sum(g.new for g in self._prefill[action.micro_batch])
 
     def _prefill_step(self, micro_batch: int) -> int:
-        batch = sorted(self._prefill[micro_batch], key=lambda g: self.cache.slot(g.seq_id))
+        batch = tuple(sorted(self._prefill[micro_batch], key=lambda g: self.cache.slot(g.seq_id)))
+        hidden_T = None if self.model.pre_process else self._hidden[micro_batch]
+        pieces = prefill(self.cache, batch, hidden_T, self._advance, self.allowances.score, obstacle(self.model))
+        self._hidden[micro_batch] = _joined([out for _, out in pieces])
+        return sum(growth.new for growth in batch)
+
+    def _advance(self, batch: Batch, hidden_T: Tensor | None, whole: bool) -> Tensor:
+        """Prompts, or what is stale, of which no output is wanted."""
         tokens = [t for g in batch for t in self._growing[g.seq_id].tokens[g.past : g.past + g.new]]
-        self._stage(micro_batch, [g.seq_id for g in batch], [g.new for g in batch], tokens, no_rows=True)
-        return len(tokens)
+        no_rows = torch.empty(0, dtype=torch.int64, device=self.cache.device)
+        return self._stage([g.seq_id for g in batch], [g.new for g in batch], tokens, hidden_T, no_rows)
 
     def _decode_step(self, action: Action) -> int:
-        lane = self._lanes[action.micro_batch]
-        self._stage(action.micro_batch, [g.seq_id for g in lane], [1] * len(lane), [g.tokens[-1] for g in lane])
+        micro_batch, lane = action.micro_batch, self._lanes[action.micro_batch]
+        hidden_R = None if self.model.pre_process else self._hidden[micro_batch]
+        pieces = self._in_pieces(lane, hidden_R, self._decode_rows, self._uncache)
+        if len(pieces) == 1 or not self.model.groups.is_last_stage:
+            self._hidden[micro_batch] = _joined(pieces)
+        else:
+            self._tables[micro_batch] = torch.cat(pieces, dim=1)
         return len(lane)
 
+    def _in_pieces(
+        self,
+        lane: list[_Growing],
+        inputs_R: Tensor | None,
+        work: Callable[[list[_Growing], Tensor | None, bool], Tensor],
+        undo: Callable[[list[_Growing]], None],
+    ) -> list[Tensor]:
+        return by_rows(lane, inputs_R, work, undo, self.allowances.decode, obstacle(self.model), _Growing.describe)
+
+    def _uncache(self, lane: list[_Growing]) -> None:
+        """The last tokens are cached no longer: those that a decode step begins with."""
+        for growing in lane:
+            self.cache.truncate(growing.seq_id, len(growing.tokens) - 1)
+
+    def _decode_rows(self, lane: list[_Growing], hidden_R: Tensor | None, whole: bool) -> Tensor:
+        """This stage's output for one more token.  On the last one, of a piece: what it draws, [DRAWN, R]."""
+        tokens = [g.tokens[-1] for g in lane]
+        out = self._stage([g.seq_id for g in lane], [1] * len(lane), tokens, hidden_R, None)
+        return out if whole or not self.model.groups.is_last_stage else self._draw(lane, out, whole)
+
     def _stage(
-        self, micro_batch: int, seq_ids: list[int], lens: list[int], tokens: list[int], no_rows: bool = False
-    ) -> None:
-        if self.model.pre_process:
+        self, seq_ids: list[int], lens: list[int], tokens: list[int], hidden_T: Tensor | None, rows_R: Tensor | None
+    ) -> Tensor:
+        inputs = hidden_T
+        if inputs is None:
             inputs = torch.tensor(tokens, dtype=torch.int64, device=self.cache.device)
-        else:
-            inputs = self._hidden[micro_batch]
-        rows_R = torch.empty(0, dtype=torch.int64, device=self.cache.device) if no_rows else None
-        self._hidden[micro_batch] = step(self.model, self.cache, seq_ids, lens, inputs, rows_R)
+        return step(self.model, self.cache, seq_ids, lens, inputs, rows_R)
+
+    def _draw(self, lane: list[_Growing], logits_RV: Tensor | None, whole: bool) -> Tensor:
+        """Tokens, log-probs and sampling log-probs of the rows, [DRAWN, R]."""
+        assert logits_RV is not None
+        shards = VocabShards(self.model.groups.collection.tp, logits_RV.shape[-1])
+        result = draw(logits_RV, self.sampling, [g.seq_id for g in lane], [g.position for g in lane], shards)
+        return torch.stack([x.double() for x in (result.tokens, result.logprobs, result.sampling_logprobs)])
 
     def _sample(self, action: Action) -> int:
-        lane = self._lanes[action.micro_batch]
-        logits_RV, tp = self._hidden[action.micro_batch], self.model.groups.collection.tp
-        shards = VocabShards(tp, logits_RV.shape[-1])
-        result = draw(logits_RV, self.sampling, [g.seq_id for g in lane], [g.position for g in lane], shards)
-        table_3R = torch.stack([x.double() for x in (result.tokens, result.logprobs, result.sampling_logprobs)])
-        self._drawn[action.micro_batch] = table_3R
+        micro_batch = action.micro_batch
+        table_3R = self._tables.pop(micro_batch, None)
+        if table_3R is None:
+            lane, logits_RV = self._lanes[micro_batch], self._hidden[micro_batch]
+            table_3R = torch.cat(self._in_pieces(lane, logits_RV, self._draw, lambda _: None), dim=1)
+        self._drawn[micro_batch] = table_3R
         return self._absorb(action, [table_3R.tolist()])
 
     def _device_step(self, action: Action) -> int:
-        """Decode and draw without looking at what was drawn."""
+        """Decode and draw without looking at what was drawn; where memory runs out, the host takes over for this round."""
+        micro_batch, lane = action.micro_batch, self._lanes[action.micro_batch]
+        if micro_batch not in self._by_step:
+            outcome = attempt(lambda: self._start_step(action))
+            if isinstance(outcome, Done):
+                return len(lane)
+            self._take_over(action, outcome.told)
+        return self._decode_step(action) if self.live(action) else 0
+
+    def _start_step(self, action: Action) -> None:
         assert action.step is not None
         lane, resident = self._lanes[action.micro_batch], self._resident_lane(action.micro_batch)
         if not resident.loaded:
             rows = [Row(g.seq_id, g.tokens[-1], g.position, g.limit) for g in lane]
             resident.load(rows, self._steps[action.micro_batch] - action.step)
         resident.step()
-        return len(lane)
+
+    def _take_over(self, action: Action, told: str) -> None:
+        """Take up what the steps before `action` have drawn on the device."""
+        assert action.step is not None
+        lane = self._lanes[action.micro_batch]
+        name = lane[0].describe() if len(lane) == 1 else None
+        self.allowances.decode.lower(len(lane), told, last=name, obstacle=obstacle(self.model))
+        self._by_step.add(action.micro_batch)
+        resident = self._resident.get(action.micro_batch)
+        drawn = [] if resident is None else resident.give_up()
+        if drawn:
+            self._absorb(replace(action, step=action.step - 1), drawn, resident=True)
 
     def _read(self, action: Action) -> int:
         """Look at what was drawn, where it is time to."""
+        if action.micro_batch in self._by_step:
+            return self._sample(action)
         lane, resident = self._lanes[action.micro_batch], self._resident[action.micro_batch]
         return len(lane) if resident.loaded else self._absorb(action, resident.read(), resident=True)
 
@@ -311,3 +382,8 @@ class DecodeStation:
         rows: list[list[ChunkRow]] = [[] for _ in range(groups.dp)]
         dist.all_gather_object(rows, self._rows, group=groups.collection.dp)
         self._rows = [row for replica in rows for row in replica]
+
+
+def _joined(pieces: list[Tensor]) -> Tensor:
+    """One after the other along the first axis; a single one is not copied."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from oppo_megatron.records import Rollout
+from oppo_megatron.runtime.exhaustion import Allowance, Allowances, Done, attempt, halves
 from oppo_megatron.runtime.mcore.model import RoleModel
 from oppo_megatron.runtime.mcore.sequence_cache import SequenceCache
 from oppo_megatron.runtime.mcore.stage import step
 from oppo_megatron.runtime.mcore.vocab_parallel import token_logprobs
+from oppo_megatron.runtime.pieces import Pieces, obstacle, prefill
 from oppo_megatron.schedule.actions import Action, Op
 from oppo_megatron.schedule.planning.books import ReplicaWork
 from oppo_megatron.schedule.rounds import Batch
@@ -33,8 +35,18 @@ class ScoringStation:
     one a response (reward).
     """
 
-    def __init__(self, role: ScorerRole, model: RoleModel, cache: SequenceCache, *, temperature: float):
+    def __init__(
+        self,
+        role: ScorerRole,
+        model: RoleModel,
+        cache: SequenceCache,
+        *,
+        temperature: float,
+        allowance: Allowance | None = None,
+    ):
+        """`allowance` bounds the tokens of a micro-batch on this rank, where memory does not suffice for the planned ones."""
         self.role, self.model, self.cache, self.temperature = role, model, cache, temperature
+        self.allowance = allowance or Allowances().score
         self._outputs: dict[int, list[Tensor]] = {}
         self._weight = next(model.parameters())
 
@@ -74,6 +86,7 @@ class ScoringStation:
         self._batches = [self._by_slot(batch) for batch in work.prefill]
         self._done = work.done
         self._hidden: Tensor | None = None
+        self._pieces: Pieces = []
 
     def end(self) -> None:
         """Finished sequences, whose outputs are complete, give up their slots."""
@@ -102,6 +115,15 @@ class ScoringStation:
         return tuple(sorted(batch, key=lambda g: self.cache.slot(g.seq_id)))
 
     def _prefill(self, batch: Batch) -> int:
+        hidden_T = None if self.model.pre_process else self._hidden
+        pieces = prefill(self.cache, batch, hidden_T, self._advance, self.allowance, obstacle(self.model))
+        whole, last_stage = len(pieces) == 1, self.model.groups.is_last_stage
+        self._pieces = [] if whole or not last_stage else pieces
+        self._hidden = pieces[0][1] if whole else None if last_stage else torch.cat([out for _, out in pieces])
+        return sum(growth.new for growth in batch)
+
+    def _advance(self, batch: Batch, hidden_T: Tensor | None, whole: bool) -> Tensor:
+        """This stage's output.  On the last one, of a piece: what is kept of it, for all pieces together may be too much."""
         tokens = [t for g in batch for t in self._sequences[g.seq_id][g.past : g.past + g.new]]
         rows: list[int] = []
         end = 0
@@ -109,23 +131,42 @@ class ScoringStation:
             end += growth.new
             rows += range(end - growth.rows, end)
         device = self.cache.device
-        inputs = torch.tensor(tokens, dtype=torch.int64, device=device) if self.model.pre_process else self._hidden
+        inputs = torch.tensor(tokens, dtype=torch.int64, device=device) if self.model.pre_process else hidden_T
         assert inputs is not None
         rows_R = torch.tensor(rows, dtype=torch.int64, device=device)
         seq_ids, lens = [g.seq_id for g in batch], [g.new for g in batch]
-        self._hidden = step(self.model, self.cache, seq_ids, lens, inputs, rows_R)
-        return len(tokens)
+        out = step(self.model, self.cache, seq_ids, lens, inputs, rows_R)
+        return out if whole or not self.model.groups.is_last_stage else self._reduce(batch, out)
 
     def _score(self, batch: Batch) -> int:
         """The last stage's output rows become log-probs, values or scores of their sequences."""
-        out_R = self._hidden
-        assert out_R is not None
-        if self.role == "reference":
-            ends = [g.past + g.new for g in batch]
-            targets = [self._sequences[g.seq_id][e - g.rows + 1 : e + 1] for g, e in zip(batch, ends, strict=True)]
-            targets_R = torch.tensor([t for part in targets for t in part], dtype=torch.int64, device=out_R.device)
-            with torch.inference_mode():
-                out_R, _ = token_logprobs(out_R, targets_R, self.model.groups.collection.tp, self.temperature)
-        for growth, piece in zip(batch, out_R.split([g.rows for g in batch]), strict=True):
-            self._outputs.setdefault(growth.seq_id, []).append(piece)
+        if not self._pieces:
+            assert self._hidden is not None
+            self._pieces = self._reduced(batch, self._hidden)
+        for part, out_R in self._pieces:
+            for growth, piece in zip(part, out_R.split([g.rows for g in part]), strict=True):
+                self._outputs.setdefault(growth.seq_id, []).append(piece)
+        self._pieces = []
         return sum(g.rows for g in batch)
+
+    def _reduced(self, batch: Batch, out_R: Tensor) -> Pieces:
+        """`_reduce`, in pieces where memory does not suffice."""
+        outcome = attempt(lambda: self._reduce(batch, out_R))
+        if isinstance(outcome, Done):
+            return [(batch, outcome.result)]
+        tokens = sum(growth.new for growth in batch)
+        last = f"sequence {batch[0].seq_id}, {batch[0].past + 1} tokens long," if tokens == 1 else None
+        self.allowance.lower(tokens, outcome.told, last=last, obstacle=obstacle(self.model))
+        first, second = halves(batch)
+        at = sum(growth.rows for growth in first)
+        return [*self._reduced(first, out_R[:at]), *self._reduced(second, out_R[at:])]
+
+    def _reduce(self, batch: Batch, out_R: Tensor) -> Tensor:
+        """What is kept of the output rows: the reference's log-probs of the tokens that followed, else the rows themselves."""
+        if self.role != "reference":
+            return out_R
+        ends = [g.past + g.new for g in batch]
+        targets = [self._sequences[g.seq_id][e - g.rows + 1 : e + 1] for g, e in zip(batch, ends, strict=True)]
+        targets_R = torch.tensor([t for part in targets for t in part], dtype=torch.int64, device=out_R.device)
+        with torch.inference_mode():
+            return token_logprobs(out_R, targets_R, self.model.groups.collection.tp, self.temperature)[0]

@@ -6,7 +6,7 @@ Legend: T response tokens of a batch (packed).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from oppo_megatron.algorithms.staleness import ratio_base
 from oppo_megatron.config.ppo import PPOConfig
 from oppo_megatron.records import Rollout
 from oppo_megatron.runtime.batch import MicroBatch, join_rows, pack_responses
+from oppo_megatron.runtime.exhaustion import Allowance, Allowances, in_smaller_ones
 from oppo_megatron.runtime.mcore.groups import RoleGroups
 from oppo_megatron.runtime.mcore.training import forward_rows
 from oppo_megatron.runtime.mcore.vocab_parallel import token_logprobs
@@ -35,6 +36,7 @@ class Actor:
     """The policy and its optimizer.  `version` counts its updates; every token carries that of its sampling.
 
     `ess` is the effective sample size of the last update, on every rank of the actor; before the first nothing can be stale.
+    `allowance` bounds its micro-batches on this rank.
     """
 
     role: TrainedRole
@@ -43,6 +45,7 @@ class Actor:
     keep_kv: bool
     version: int = 0
     ess: float = 1.0
+    allowance: Allowance = field(default_factory=lambda: Allowances().train)
 
     def update(
         self, batch: Sequence[Rollout], experience: Experience, kl_coefficient: float, settings: UpdateSettings
@@ -65,12 +68,13 @@ class Actor:
             return value, stats_dict(stats) | (_decode_check(micro, logp.detach()) if first else {})
 
         self.role.retire()
-        reports = run_update(self.role.trained, batch, extra, loss, settings)
+        reports = run_update(self.role.trained, batch, extra, loss, settings, self.allowance)
         summary = self.role.share(self._summary(reports), STATS)
         self.ess = summary["ess"]
         self.version += 1
         moved = self.role.publish()
-        packing = update_packing(batch, self._groups.dp, settings)
+        most = self.allowance.within(settings.micro_batch_tokens)
+        packing = update_packing(batch, self._groups.dp, settings, most)
         return summary | packing | {"reallocated_bytes": moved.bytes_moved, "reallocate_s": moved.seconds}
 
     def set_aside(self) -> Callable[[], None]:
@@ -115,13 +119,19 @@ class Actor:
         Every replica makes all of them: which rows it will train depends on the minibatch.
         """
         prompts, responses = [r.prompt.tokens for r in batch], [r.tokens for r in batch]
-        micros = pack_responses(prompts, responses, settings.micro_batch_tokens, settings.device)
+        trained = self.role.trained
 
         def logprobs(micro: MicroBatch, output: Tensor) -> Tensor:
             return token_logprobs(output, micro.targets_R, self._tp_group, self.temperature)[0]
 
-        outputs = forward_rows(self.role.trained.chunks, micros, logprobs)
-        return join_rows(outputs, [len(r.tokens) for r in batch], micros) if outputs else None
+        def forward(most: int) -> Tensor | None:
+            micros = pack_responses(prompts, responses, most, settings.device)
+            outputs = forward_rows(trained.chunks, micros, logprobs, trained.begun)
+            return join_rows(outputs, [len(r.tokens) for r in batch], micros) if outputs else None
+
+        return in_smaller_ones(
+            forward, settings.micro_batch_tokens, self.allowance, trained.begun, trained.bound_to_peers
+        )
 
     def _fresh(self, batch: Sequence[Rollout]) -> Tensor:
         """[T]: 1 where decoding saw the very weights that the update starts from, cache included."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -10,7 +11,8 @@ import torch.distributed as dist
 from oppo_megatron.checkpoint.space import clear_when_full
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.errors import EXIT_REQUEUE, EXIT_ROLLBACK
+from oppo_megatron.errors import EXIT_REQUEUE, EXIT_ROLLBACK, CapacityError
+from oppo_megatron.runtime.exhaustion import is_out_of_memory
 from oppo_megatron.runtime.world import World, choose_device, open_world
 from oppo_megatron.schedule.weaving.costs_file import costs_tree
 from oppo_megatron.train.hosts import share_run_directory
@@ -34,18 +36,38 @@ def run_rank(kind: str, config: Any) -> int:
     """
     choose_device(config.runtime)
     stacks_on_request()
-    if kind == "sft":
-        run_sft(config)
-    elif kind == "rm":
-        run_reward_model(config)
-    else:
-        inputs, preemption = read_inputs(config), Preemption(config.preempt)
-        try:
-            with open_world(config.runtime) as world, preemption.listening():
-                return 0 if run_ppo(config, world, inputs, preemption) else EXIT_REQUEUE
-        except RollBack:
-            return EXIT_ROLLBACK
+    with _told_of_memory():
+        if kind == "sft":
+            run_sft(config)
+        elif kind == "rm":
+            run_reward_model(config)
+        else:
+            return _run_train(config)
     return 0
+
+
+def _run_train(config: TrainConfig) -> int:
+    inputs, preemption = read_inputs(config), Preemption(config.preempt)
+    try:
+        with open_world(config.runtime) as world, preemption.listening():
+            return 0 if run_ppo(config, world, inputs, preemption) else EXIT_REQUEUE
+    except RollBack:
+        return EXIT_ROLLBACK
+
+
+@contextmanager
+def _told_of_memory() -> Iterator[None]:
+    """Memory that runs out where less at once would be of no help: CapacityError."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        told = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CapacityError(
+            f"memory ran out outside of decoding, prefill and training micro-batches ({told}): compare "
+            "`--dry-run` with what this machine has; use more ranks, or lower rollout.batch_size or runtime.kv_cache_mb"
+        ) from error
 
 
 def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preemption) -> bool:

@@ -53,6 +53,7 @@ class StepFacts:
     rewards: list[float] = field(default_factory=list)
     checkpoint_s: float = 0.0  # of the checkpoint before this step
     checkpoint_bytes: int = 0
+    memory: dict[str, int | None] = field(default_factory=dict)  # bounds of what fits
     scores: ScoreReport | None = None
     actor: dict[str, float] = field(default_factory=dict)
 
@@ -91,7 +92,7 @@ class Journal:
     ) -> None:
         """The step's line, but for the critic's update, which may still run."""
         fields = self._timing(facts, spans) | _experience(facts, experience) | _lengths(facts, batch, carried)
-        fields |= facts.actor | {"skipped": facts.skipped}
+        fields |= facts.actor | facts.memory | {"skipped": facts.skipped}
         if facts.skipped is not None:
             self.progress.note(f"step {facts.step} is skipped: {facts.skipped}")
         self._write_rollouts(facts, batch)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from oppo_megatron.runtime.exhaustion import Allowances
 from oppo_megatron.runtime.held_memory import held_bytes, peak_bytes
 from oppo_megatron.train.score_exchange import by_rank
 
@@ -16,11 +17,16 @@ MEBIBYTE = 2**20
 
 @dataclass
 class MemoryMeter:
-    """This rank's memory: `base_bytes` held before any model was built, and the most up to the last `look`."""
+    """This rank's memory: `base_bytes` held before any model was built, and the most up to the last `look`.
+
+    `allowances` say how much this rank may do at once, once memory has run out; `by_rank` is what all ranks said last.
+    """
 
     device: torch.device
     base_bytes: int
     peak_bytes: int
+    allowances: Allowances = field(default_factory=Allowances)
+    by_rank: MemoryByRank = field(default_factory=lambda: MemoryByRank([], []))
 
     @classmethod
     def begin(cls, device: torch.device) -> MemoryMeter:
@@ -34,15 +40,44 @@ class MemoryMeter:
 
     def of_all_ranks(self) -> MemoryByRank:
         """Collective of the world."""
-        return MemoryByRank(*by_rank([self.base_bytes, self.peak_bytes], self.device))
+        values = [self.base_bytes, self.peak_bytes, *self.allowances.vector()]
+        base, peak, train, score, decode, halved = by_rank(values, self.device)
+        self.by_rank = MemoryByRank(base, peak, train, score, decode, int(sum(halved)))
+        return self.by_rank
 
 
 @dataclass(frozen=True)
 class MemoryByRank:
-    """Base and peak of every rank, in bytes, in the order of ranks."""
+    """Base and peak of every rank, in bytes, in the order of ranks, and what each has memory for at once.
+
+    `train` and `score` are tokens of a micro-batch, `decode` sequences of one; 0: no bound has been met.  `halved`: how often
+    one was, on all ranks.
+    """
 
     base: Sequence[float]
     peak: Sequence[float]
+    train: Sequence[float] = ()
+    score: Sequence[float] = ()
+    decode: Sequence[float] = ()
+    halved: int = 0
+
+    @property
+    def decode_most(self) -> int | None:
+        """Sequences of a decode micro-batch that every rank has memory for; None: no rank has met a bound."""
+        return _smallest(self.decode)
+
+    def bounds(self) -> dict[str, Any]:
+        """What a step's line and `summary.json` say of memory that ran out: the smallest bounds of all ranks."""
+        return {
+            "memory_halved": self.halved,
+            "memory_train_tokens": _smallest(self.train),
+            "memory_prefill_tokens": _smallest(self.score),
+            "memory_decode_sequences": self.decode_most,
+        }
+
+    def state_dict(self) -> list[list[int]]:
+        """By rank the bounds of training, prefill and decoding, in plain JSON types."""
+        return [[int(each) for each in rank] for rank in zip(self.train, self.score, self.decode, strict=True)]
 
     def peak_fields(self) -> dict[str, Any]:
         """What a step's line says."""
@@ -55,7 +90,7 @@ class MemoryByRank:
             "memory_peak_mb": _mebibytes(self.peak),
             "memory_planned_mb": _mebibytes(planned),
             "memory_ratio": [round(ratio, 3) for ratio in self.ratios(planned)],
-        }
+        } | self.bounds()
 
     def ratios(self, planned: Sequence[float]) -> list[float]:
         """(peak - base) / planned of each rank."""
@@ -67,6 +102,10 @@ class MemoryByRank:
         rank = max(range(len(ratios)), key=ratios.__getitem__)
         used, plan = (round(size / MEBIBYTE) for size in (self.peak[rank] - self.base[rank], planned[rank]))
         return f"memory: at most {ratios[rank]:.2f} of the plan (rank {rank}: {used} of {plan} MiB, peak above base)"
+
+
+def _smallest(bounds: Sequence[float]) -> int | None:
+    return min((int(bound) for bound in bounds if bound), default=None)
 
 
 def _mebibytes(sizes: Sequence[float]) -> list[float]:

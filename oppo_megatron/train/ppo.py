@@ -189,9 +189,11 @@ class PPOTrainer:
         with self._part(waiting, role, step):
             scored, report = self.exchange.gather(batch, self.rounds, self.actor, self.critic, seconds, self.clock.work)
             memory = self.memory.of_all_ranks()
+            self.rounds.planner.actor.most = memory.decode_most
             self.saver.meet(float(scored.scores_B.double().mean()))
         self.clock.meet()
         facts.scores, facts.kl_coefficient, facts.rewards = report, self.kl.value, scored.scores_B.tolist()
+        facts.memory = memory.bounds()
         facts.local_score_s = seconds.get("score", 0.0)
         if self.journal is not None and self.settled < self.done:
             facts.critic_exposed_s = self._critic_delay(step, report)

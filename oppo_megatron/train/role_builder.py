@@ -11,6 +11,7 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.prompts import PromptStream
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.runtime.executor import Executor, Station
+from oppo_megatron.runtime.exhaustion import Allowances
 from oppo_megatron.runtime.generation import DecodeStation
 from oppo_megatron.runtime.mcore.model import DTYPES, Head, RoleModel
 from oppo_megatron.runtime.mcore.paged_kernels import find_kernel
@@ -43,6 +44,7 @@ class RoleBuilder:
     tokenizer: Tokenizer
     prompts: PromptStream
     lengths: Quantile | None  # of a length trace
+    allowances: Allowances
 
     def __post_init__(self) -> None:
         """What `runtime.kv_layout: auto` comes to here: planner and caches must count slots alike."""
@@ -74,11 +76,12 @@ class RoleBuilder:
         role = self._trained("actor", "lm")
         if role is None:
             return None
-        return Actor(role, config.ppo, config.rollout.temperature, config.overlap.actor_kv == "keep")
+        keeps = config.overlap.actor_kv == "keep"
+        return Actor(role, config.ppo, config.rollout.temperature, keeps, allowance=self.allowances.train)
 
     def critic(self) -> Critic | None:
         role = self._trained("critic", "scalar")
-        return None if role is None else Critic(role, self.config.ppo)
+        return None if role is None else Critic(role, self.config.ppo, allowance=self.allowances.train)
 
     def rounds(self, actor: Actor | None, critic: Critic | None, tracer: RoundTracer) -> RoundRunner:
         """The stations of this rank and the planner of its rounds."""
@@ -116,6 +119,7 @@ class RoleBuilder:
             stopping=self._stopping,
             outlet=ChunkOutlet(device) if sends else None,
             sync_steps=self.config.runtime.sync_steps(device.type),
+            allowances=self.allowances,
         )
 
     def _scoring_stations(self, critic: Critic | None) -> dict[str, ScoringStation]:
@@ -129,7 +133,9 @@ class RoleBuilder:
             else:
                 model = self._model(name, head).requires_grad_(False)
             cache = self._cache(name, model)
-            stations[name] = ScoringStation(name, model, cache, temperature=self.config.rollout.temperature)
+            stations[name] = ScoringStation(
+                name, model, cache, temperature=self.config.rollout.temperature, allowance=self.allowances.score
+            )
         return stations
 
     def _model(self, name: str, head: Head) -> RoleModel:

@@ -113,6 +113,7 @@ class Saver:
         trainer.tracer.flush()
         trainer.spans.flush()
         trainer.rounds.executor.drain()
+        trainer.memory.of_all_ranks()
         position = Position(trainer.done, -1 if trainer.phase is None else trainer.scheduler.buffer.clock)
         with waiting_for(f"checkpoint {position.name}"):
             num_bytes = self._write(trainer, position)

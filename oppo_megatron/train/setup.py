@@ -39,7 +39,7 @@ def build_trainer(
     prompts = prompt_stream(config, inputs.prompts, start, rollbacks.left_out)
     topology = build_topology(config)
     memory = MemoryMeter.begin(world.device)
-    builder = RoleBuilder(config, world, topology, inputs.tokenizer, prompts, inputs.lengths)
+    builder = RoleBuilder(config, world, topology, inputs.tokenizer, prompts, inputs.lengths, memory.allowances)
     keeps_journal = world.rank == topology.site.source
     tracer = _tracer(config, world.rank, topology.site)
     actor, critic = builder.actor(), builder.critic()

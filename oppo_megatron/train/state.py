@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.chunk import DecodeLaw
 from oppo_megatron.control.signals import Occupancy
@@ -57,6 +59,7 @@ def trainer_state(trainer: PPOTrainer) -> dict[str, Any]:
         "chunk": trainer.chunk_tuner.state_dict(),
         "kl": trainer.kl.state_dict(),
         "guard": trainer.guard.state_dict(),
+        "memory": {"decode": planner.actor.most, "ranks": trainer.memory.by_rank.state_dict()},
         "actor": {"version": actor.version, "ess": actor.ess},
         "updates": actor.role.trained.updates,  # the critic has made as many
         "phase": None if trainer.phase is None else trainer.phase.state_dict(),
@@ -83,6 +86,9 @@ def restore_trainer(trainer: PPOTrainer, state: dict[str, Any], rollouts: Iterab
     if trainer.journal is not None:
         trainer.journal.load_state_dict(state["journal"])
     trainer.rounds.admit(trainer.scheduler.buffer.rollouts)
+    if state["layout"] == layout_of(trainer):  # elsewhere other bounds would be met
+        trainer.rounds.planner.actor.most = state["memory"]["decode"]
+        trainer.memory.allowances.resume(state["memory"]["ranks"][dist.get_rank()])
 
 
 def layout_of(trainer: PPOTrainer) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from oppo_megatron.errors import CheckpointError
 from oppo_megatron.records import StepSignals
 from oppo_megatron.train.journal import StepFacts
 
-LATER_FACTS = ("scores", "actor", "rewards")  # of a step, known after its rollout phase
+LATER_FACTS = ("scores", "actor", "rewards", "memory")  # of a step, known after its rollout phase
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 Clock = Annotated[int, Field(ge=-1, lt=2**53)]
 Pair = tuple[Count, Count]
@@ -90,6 +90,11 @@ class _Guard(_Strict):
     rollbacks: Count
 
 
+class _Memory(_Strict):
+    decode: Annotated[int, Field(ge=1, lt=2**53)] | None
+    ranks: list[tuple[Count, Count, Count]]
+
+
 class _Actor(_Strict):
     version: Count
     ess: Annotated[float, Field(allow_inf_nan=True)]
@@ -141,6 +146,7 @@ class _State(_Strict):
     chunk: _Chunk
     kl: _KL
     guard: _Guard
+    memory: _Memory
     actor: _Actor
     updates: Count
     phase: _Phase | None
@@ -200,6 +206,9 @@ def _check_state(state: _State) -> None:
         raise ValueError(f"books of {sorted(state.books)}, places of {sorted(state.layout)}")
     if scheduler.num_consumed != buffer.num_admitted:
         raise ValueError(f"{scheduler.num_consumed} prompts consumed, but {buffer.num_admitted} rollouts admitted")
+    num_ranks = 1 + max((rank for place in state.layout.values() for rank in place.ranks), default=0)
+    if len(state.memory.ranks) != num_ranks:
+        raise ValueError(f"bounds of {len(state.memory.ranks)} ranks, of {num_ranks}")
     passed_over = scheduler.position - scheduler.num_consumed
     if passed_over < 0 or (passed_over and not state.guard.rollbacks):
         raise ValueError(f"{scheduler.num_consumed} prompts consumed of the first {scheduler.position}")

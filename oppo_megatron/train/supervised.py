@@ -24,9 +24,10 @@ from oppo_megatron.data.supervised import batches, num_batches, num_duplicates
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.runtime.batch import MicroBatch
+from oppo_megatron.runtime.exhaustion import Allowances, in_smaller_ones
 from oppo_megatron.runtime.mcore.groups import RoleGroups, build_groups
 from oppo_megatron.runtime.mcore.model import Head
-from oppo_megatron.runtime.mcore.training import Loss, TrainedModel
+from oppo_megatron.runtime.mcore.training import Loss, StepReport, TrainedModel
 from oppo_megatron.runtime.roles import load_role
 from oppo_megatron.runtime.world import World, open_world
 from oppo_megatron.schedule.packing import Packing, balance, packing_figures
@@ -140,6 +141,7 @@ def _steps(
 ) -> Iterator[dict[str, Any]]:
     """Make the optimizer steps of the run; the figures of each."""
     groups, device = trained.model.groups, next(trained.model.parameters()).device
+    allowance = Allowances().train
     order = batches(
         len(rows), config.batch_size, config.seed, config.epochs, config.max_steps, shuffle=config.data.shuffle
     )
@@ -148,10 +150,14 @@ def _steps(
         chosen = [rows[i] for i in index]
         lengths = [task.num_tokens(row) for row in chosen]
         shares, budget = balance(lengths, groups.dp), config.runtime.micro_batch_tokens
-        micros = task.micro_batches([chosen[i] for i in shares[groups.dp_rank]], budget, device)
-        packing = Packing.of([[lengths[i] for i in share] for share in shares], budget)
+        mine, loss = [chosen[i] for i in shares[groups.dp_rank]], task.loss(chosen, groups)
+
+        def make(most: int, mine: list[RowT] = mine, loss: Loss = loss) -> StepReport:
+            return trained.step(task.micro_batches(mine, most, device), loss)
+
         with spans.span("update", role="model", step=step):
-            report = trained.step(micros, task.loss(chosen, groups))
+            report = in_smaller_ones(make, budget, allowance, trained.begun, trained.bound_to_peers)
+        packing = Packing.of([[lengths[i] for i in share] for share in shares], allowance.within(budget))
         spans.flush()
         step_s, num_tokens = time.monotonic() - start, sum(lengths)
         yield {

@@ -17,7 +17,8 @@ from oppo_megatron.algorithms.stats import TokenStats
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.records import Rollout
 from oppo_megatron.runtime.batch import MicroBatch, pack_responses, split_rows
-from oppo_megatron.runtime.mcore.training import TrainedModel
+from oppo_megatron.runtime.exhaustion import Allowance, Allowances, in_smaller_ones
+from oppo_megatron.runtime.mcore.training import StepReport, TrainedModel
 from oppo_megatron.schedule.packing import Packing, balance, packing_figures
 
 UpdateLoss = Callable[[MicroBatch, Tensor, int, bool], tuple[Tensor, dict[str, Tensor]]]
@@ -48,43 +49,63 @@ def run_update(
     extra_T: dict[str, Tensor],
     loss: UpdateLoss,
     settings: UpdateSettings,
+    allowance: Allowance | None = None,
 ) -> list[dict[str, float]]:
     """One optimizer step for each minibatch of each epoch; a report of each.  `extra_T` are tensors the loss needs.
 
     Every rank of every replica gives the whole batch.  A minibatch is divided among the replicas by tokens; its loss and its
-    report are the whole minibatch's, whatever their number.
+    report are the whole minibatch's, whatever their number.  Where this rank runs out of memory in a micro-batch, it makes
+    its share anew with smaller ones, as its `allowance` then says, while the other replicas wait with the gradients.
     """
-    reports = []
+    reports, allowance = [], allowance or Allowances().train
     lengths = torch.tensor([len(r.tokens) for r in batch])
     groups = trained.model.groups
     for number, shares in enumerate(_shares(batch, groups.dp, settings)):
         num_tokens, rows = int(lengths[[i for share in shares for i in share]].sum()), shares[groups.dp_rank]
-        micros = pack_responses(
-            [batch[i].prompt.tokens for i in rows],
-            [batch[i].tokens for i in rows],
-            settings.micro_batch_tokens,
-            settings.device,
-        )
-        chosen, row_lengths = tokens_of_rows(lengths, rows).to(settings.device), lengths[rows].tolist()
-        for name, values_T in extra_T.items():
-            for micro, piece in zip(micros, split_rows(values_T[chosen], row_lengths, micros), strict=True):
-                micro.extra[name] = piece
 
         def minibatch_loss(
             micro: MicroBatch, output: Tensor, num_tokens: int = num_tokens, first: bool = number == 0
         ) -> tuple[Tensor, dict[str, Tensor]]:
             return loss(micro, output, num_tokens, first)
 
-        report = trained.step(micros, minibatch_loss)
+        def step(
+            most: int, rows: list[int] = rows, loss: Callable[..., tuple[Tensor, dict[str, Tensor]]] = minibatch_loss
+        ) -> StepReport:
+            return trained.step(_micro_batches(batch, rows, lengths, extra_T, most, settings.device), loss)
+
+        report = in_smaller_ones(step, settings.micro_batch_tokens, allowance, trained.begun, trained.bound_to_peers)
         reports.append({"grad_norm": report.grad_norm, "lr": report.lr} | report.stats)
     return reports
 
 
-def update_packing(batch: Sequence[Rollout], num_replicas: int, settings: UpdateSettings) -> dict[str, float]:
-    """How full the micro-batches of an update by so many replicas are: as `run_update` packs them, on all replicas."""
+def _micro_batches(
+    batch: Sequence[Rollout],
+    rows: list[int],
+    lengths: Tensor,
+    extra_T: dict[str, Tensor],
+    most: int,
+    device: torch.device,
+) -> list[MicroBatch]:
+    """Rows of the batch in micro-batches of at most `most` tokens, each with its part of `extra_T`."""
+    prompts, responses = [batch[i].prompt.tokens for i in rows], [batch[i].tokens for i in rows]
+    micros = pack_responses(prompts, responses, most, device)
+    chosen, row_lengths = tokens_of_rows(lengths, rows).to(device), lengths[rows].tolist()
+    for name, values_T in extra_T.items():
+        for micro, piece in zip(micros, split_rows(values_T[chosen], row_lengths, micros), strict=True):
+            micro.extra[name] = piece
+    return micros
+
+
+def update_packing(
+    batch: Sequence[Rollout], num_replicas: int, settings: UpdateSettings, most: int | None = None
+) -> dict[str, float]:
+    """How full the micro-batches of an update by so many replicas are: as `run_update` packs them, on all replicas.
+
+    `most`: this rank's bound, if another than the settings'; the other replicas are taken to have the same.
+    """
     read = [rollout.num_tokens - 1 for rollout in batch]  # a last token predicts nothing and is not read
     steps = [[[read[i] for i in share] for share in shares] for shares in _shares(batch, num_replicas, settings)]
-    return packing_figures([Packing.of(parts, settings.micro_batch_tokens) for parts in steps])
+    return packing_figures([Packing.of(parts, most or settings.micro_batch_tokens) for parts in steps])
 
 
 def stats_dict(stats: TokenStats) -> dict[str, Tensor]:

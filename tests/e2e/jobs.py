@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -24,6 +25,7 @@ from oppo_megatron.train.ppo import PPOTrainer
 from oppo_megatron.train.preemption import Preemption
 from oppo_megatron.train.rollback import RollBack
 from oppo_megatron.train.saving import Found, Saver
+from tests.support.limits import room_for
 
 
 def train(config: dict[str, Any]) -> None:
@@ -102,6 +104,18 @@ def train_with_a_slow_critic(config: dict[str, Any], seconds: float) -> None:
         return update(critic, *args)
 
     with mock.patch.object(Critic, "update", slow):
+        train(config)
+
+
+def train_within(config: dict[str, Any], mebibytes: int, rank: int = 0) -> None:
+    """`train`, where the process of `rank` may not grow by more than so much once its models are built."""
+    run = PPOTrainer.run
+
+    def bounded(trainer: PPOTrainer) -> bool:
+        with room_for(mebibytes) if dist.get_rank() == rank else nullcontext():
+            return run(trainer)
+
+    with mock.patch.object(PPOTrainer, "run", bounded):
         train(config)
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.runtime.batch import MicroBatch
+from oppo_megatron.runtime.exhaustion import Begun
 from oppo_megatron.runtime.mcore.training import StepReport
 from oppo_megatron.train.update import UpdateSettings, run_update, update_packing
 
@@ -30,6 +31,10 @@ class Recorder:
 
     groups: Groups
     steps: list[list[MicroBatch]] = field(default_factory=list)
+    begun: Begun = field(default_factory=Begun)
+
+    def bound_to_peers(self) -> None:
+        """It has none."""
 
     @property
     def model(self) -> Recorder:

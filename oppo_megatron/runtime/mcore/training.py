@@ -25,6 +25,7 @@ from torch import Tensor
 from oppo_megatron.config.model import OptimizerConfig, TrainingLayoutConfig
 from oppo_megatron.errors import NumericsError
 from oppo_megatron.runtime.batch import MicroBatch
+from oppo_megatron.runtime.exhaustion import Begun
 from oppo_megatron.runtime.mcore import compat
 from oppo_megatron.runtime.mcore.attention import PackedPlan
 from oppo_megatron.runtime.mcore.groups import RoleGroups
@@ -57,11 +58,13 @@ def _run(
     chunks: Sequence[RoleModel],
     batches: Sequence[MicroBatch],
     finish: Loss,
+    begun: Begun,
     forward_only: bool,
 ) -> list[dict[str, Tensor]]:
     """Drive the pipeline over the micro-batches.  Returns what `finish` reported for each, on the last stage.
 
-    `modules` are the chunks or what wraps them.  Dummies run like the others, but weigh nothing and report nothing.
+    `modules` are the chunks or what wraps them; `begun` is told of each micro-batch.  Dummies run like the others, but
+    weigh nothing and report nothing.
     """
     first = chunks[0]
     groups, interleaved = first.groups, len(chunks) > 1
@@ -72,7 +75,7 @@ def _run(
 
     work = list(zip(batches, sizes, strict=True))
     reports = get_forward_backward_func(groups.pp, len(chunks) if interleaved else None)(
-        forward_step_func=_forward_step(first, finish),
+        forward_step_func=_forward_step(first, finish, begun),
         data_iterator=[iter(work) for _ in modules] if interleaved else iter(work),
         model=list(modules) if interleaved else modules[0],
         num_microbatches=len(batches),
@@ -87,13 +90,14 @@ def _run(
     return [report for report, batch in zip(reports, batches, strict=True) if not batch.is_dummy]
 
 
-def _forward_step(model: RoleModel, finish: Loss) -> Callable[..., Any]:
+def _forward_step(model: RoleModel, finish: Loss, begun: Begun) -> Callable[..., Any]:
     """The function by which megatron's schedules run a micro-batch through a chunk, and get its loss on the last stage."""
 
     def forward_step(
         work_left: Iterator[tuple[MicroBatch, int]], module: torch.nn.Module
     ) -> tuple[Tensor, Callable[[Tensor], Any]]:
         batch, size = next(work_left)
+        begun.note(len(batch.index), len(batch.tokens_T))
         lengths, tokens_T = batch.padded(size, model.max_length)
         out = module(tokens_T, PackedPlan(lengths, model.rope), batch.rows_R)
 
@@ -123,11 +127,14 @@ def as_chunks(model: Chunks) -> list[RoleModel]:
 
 @torch.no_grad()
 def forward_rows(
-    model: Chunks, batches: Sequence[MicroBatch], finish: Callable[[MicroBatch, Tensor], Tensor]
+    model: Chunks,
+    batches: Sequence[MicroBatch],
+    finish: Callable[[MicroBatch, Tensor], Tensor],
+    begun: Begun | None = None,
 ) -> list[Tensor]:
     """Full forward of every micro-batch without a cache.  On the last stage: finish(batch, rows' output) of each; else [].
 
-    The micro-batches are this replica's; replicas do not wait for each other.
+    The micro-batches are this replica's; replicas do not wait for each other.  `begun` is told of each.
     """
     if not batches:
         return []
@@ -136,7 +143,8 @@ def forward_rows(
         return output.new_zeros(()), {"out": finish(batch, output)}
 
     chunks = as_chunks(model)
-    return [report["out"] for report in _run(chunks, chunks, batches, as_loss, forward_only=True)]
+    reports = _run(chunks, chunks, batches, as_loss, begun or Begun(), forward_only=True)
+    return [report["out"] for report in reports]
 
 
 class TrainedModel:
@@ -169,7 +177,8 @@ class TrainedModel:
         ]
         self.optimizer = _optimizer(self.ddp, config, groups, sharded)
         self.scheduler = _scheduler(self.optimizer, config, total_steps)
-        settings.finalize_model_grads_func = _finalize
+        settings.finalize_model_grads_func = self._finalize
+        self.begun, self._broken_off = Begun(), False
         settings.no_sync_func = [ddp.no_sync for ddp in self.ddp] if len(self.ddp) > 1 else self.ddp[0].no_sync
         settings.grad_scale_func = self.optimizer.scale_loss if settings.bf16 else None
 
@@ -182,16 +191,30 @@ class TrainedModel:
         """
         for ddp in self.ddp:
             ddp.train()
+            if self._broken_off:  # what a step that ran out of memory has noted of its last micro-batch
+                for bucket in ddp.bucket_groups:
+                    bucket.per_param_grad_ready_counts = {}
             ddp.zero_grad_buffer()
+        self._broken_off = True
         self.optimizer.zero_grad()
         lr = self.optimizer.param_groups[0]["lr"]
         try:
-            reports = _run(self.ddp, self.chunks, batches, loss, forward_only=False)
+            reports = _run(self.ddp, self.chunks, batches, loss, self.begun, forward_only=False)
+            self._broken_off = False
             norm = self._checked_step()
         finally:
             for ddp in self.ddp:
                 ddp.eval()
         return StepReport(norm, lr, _total(reports, self.model.groups))
+
+    def bound_to_peers(self) -> str | None:
+        """Why this rank cannot make the step's micro-batches again while others are at theirs; None where it can."""
+        groups = self.model.groups
+        if groups.tp > 1 or groups.pp > 1:
+            return "the other ranks of its tensor- or pipeline-parallel group compute the same micro-batch"
+        if any(bucket.grad_reduce_handle is not None for ddp in self.ddp for bucket in ddp.bucket_groups):
+            return "gradients of its last micro-batch are on their way to other replicas; set train.overlap_grad_reduce to false"
+        return None
 
     @property
     def updates(self) -> int:
@@ -202,6 +225,13 @@ class TrainedModel:
         """So many optimizer steps are done: the learning rate goes on from there."""
         self.scheduler.num_steps = updates
         self.scheduler.step(increment=0)
+
+    def _finalize(
+        self, model: list[torch.nn.Module], num_tokens: Tensor | None, *, pg_collection: Any, force_all_reduce: bool
+    ) -> None:
+        """Sum the gradients over replicas and over the copies of shared weights; never divided by a token count."""
+        self.begun.forget()
+        finalize_model_grads(model, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
 
     def _checked_step(self) -> float:
         self.optimizer.prepare_grads()
@@ -214,13 +244,6 @@ class TrainedModel:
         _, norm, _ = self.optimizer.step()
         self.scheduler.step(increment=1)
         return norm
-
-
-def _finalize(
-    model: list[torch.nn.Module], num_tokens: Tensor | None, *, pg_collection: Any, force_all_reduce: bool
-) -> None:
-    """Sum the gradients over replicas and over the copies of shared weights; never divided by a token count."""
-    finalize_model_grads(model, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
 
 
 def _total(reports: Iterable[Mapping[str, Tensor]], groups: RoleGroups) -> dict[str, float]:

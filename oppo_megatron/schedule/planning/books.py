@@ -249,13 +249,16 @@ class ActorBook(Book):
     """The book of the decoding actor.
 
     Between rounds an open sequence has all but its last token cached, unless its cache is stale: then the next round
-    begins with its prefill.  With too few slots those admitted first run, and the others wait for the next round.
+    begins with its prefill.  With too few slots, or memory for `most` in a micro-batch only, those admitted first run, and
+    the others wait for the next round.
     """
 
     def __init__(self, replicas: int, slots: int, limit: Callable[[int], int]):
         """`limit(seq_id)`: the most response tokens that the sequence may have."""
         super().__init__(replicas, slots)
         self._limit = limit
+        self.most: int | None = None  # sequences of a decode micro-batch, where memory allows no more
+        self._waiting: set[int] = set()  # that have a slot, and did not run in the round planned last
 
     def running(self, active: Sequence[Rollout]) -> list[int]:
         """How many sequences each replica will decode in the next round."""
@@ -282,9 +285,13 @@ class ActorBook(Book):
         `order(seq_ids)` puts open sequences in the order of their cache slots where this rank holds them.
         """
         self._replicas.place(active)
+        self._waiting = set()
         works = []
         for replica, cached in enumerate(self._cached):
-            mine = {r.seq_id: r for r in active if self.replica(r.seq_id) == replica}
+            held = [r for r in active if self.replica(r.seq_id) == replica]
+            bound = len(held) if self.most is None else self.most * micro_batches
+            mine = {r.seq_id: r for r in held[:bound]}
+            self._waiting |= {r.seq_id for r in held[bound:]}
             work = ReplicaWork(open=[i for i in mine if i not in cached][: self.slots - len(cached)])
             running = [mine[i] for i in [*order([i for i in cached if i in mine]), *work.open]]
             cached.update(dict.fromkeys(work.open, 0))
@@ -301,7 +308,7 @@ class ActorBook(Book):
         """A round has been recorded in the rollouts."""
         for rollout in rollouts:
             cached = self._cached[self.replica(rollout.seq_id)]
-            if rollout.seq_id not in cached:
+            if rollout.seq_id not in cached or rollout.seq_id in self._waiting:
                 continue
             if rollout.finished:
                 del cached[rollout.seq_id]

@@ -1,0 +1,37 @@
+"""A run for which there is not enough memory: it goes on with less at once, says so, and comes to the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.support.ppo import SHAPE, Workspace, read_outcome, run_ppo_ranks, weight_distance
+from tests.support.ranks import run_ranks
+
+BIG = SHAPE | {"vocab_size": 80_000}
+SETTINGS = {
+    "actor": {"init": BIG, "optimizer": {"lr": 2e-3, "eps": 1e-4}},
+    "critic": {"init": BIG, "init_seed": 5, "optimizer": {"lr": 2e-3, "eps": 1e-4}},
+    "reward": {"init": BIG, "init_seed": 6},
+    "steps": 2,
+    "rollout": {"batch_size": 16, "max_response_tokens": 24, "top_k": 6},
+    "ppo": {"epochs": 1, "minibatches": 1},
+}
+
+
+def test_a_run_goes_on_with_less_at_once(tmp_path: Path) -> None:
+    """The address space of its process is limited once its models are built."""
+    workspace = Workspace.create(tmp_path)
+    plain = run_ppo_ranks(workspace.config("plain", **SETTINGS))
+    config = workspace.config("short", **SETTINGS, checkpoint={"every_steps": 1})
+    run_ranks(1, "tests.e2e.jobs:train_within", config=config, mebibytes=230)
+    found, folder = read_outcome(Path(config["run_dir"])), Path(config["run_dir"])
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["memory_halved"] >= 1 and summary["memory_train_tokens"] < 800
+    assert found.metrics[0]["memory_halved"] <= found.metrics[1]["memory_halved"] <= summary["memory_halved"]
+    assert found.metrics[1]["memory_train_tokens"] == summary["memory_train_tokens"]
+    assert found.tokens() == plain.tokens() and found.batches() == plain.batches()
+    assert weight_distance(found.actor, plain.actor) < 1e-5 and weight_distance(found.critic, plain.critic) < 1e-5
+    assert all(line["memory_halved"] == 0 and line["memory_train_tokens"] is None for line in plain.metrics)
+    state = json.loads((folder / "checkpoints" / "step-000002" / "state.json").read_text())
+    assert state["memory"]["ranks"][0][0] == summary["memory_train_tokens"]
