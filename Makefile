@@ -17,7 +17,7 @@ PEER_VENV := .venv-trl
 PEER_INSTALLED := $(PEER_VENV)/.installed
 PEER_REQUIREMENTS := benchmarks/peers/requirements-trl.txt
 
-.PHONY: demo test lint gpu-test bench-trl clean
+.PHONY: demo test lint gpu-test test-slurm bench-trl clean
 
 demo: $(INSTALLED)
 	$(BIN)/oppo demo
@@ -31,6 +31,9 @@ lint: $(INSTALLED_TEST)
 
 gpu-test: $(INSTALLED_TEST)
 	$(BIN)/python -m pytest -m gpu
+
+test-slurm: $(INSTALLED_TEST)
+	OPPO_SLURM_ALL=1 CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/slurm tests/unit/test_slurm_job.py tests/unit/test_cli_slurm.py
 
 bench-trl: $(INSTALLED) $(PEER_INSTALLED)
 	$(BIN)/python benchmarks/peers/compare.py examples/benchmark/overlap.yaml --prompt-tokens 64 $(ARGS)

@@ -43,6 +43,7 @@ COMMANDS = (
     Command("convert", "oppo_megatron.cli.convert", "rewrite a Hugging Face directory: dtype, head, shards"),
     Command("placement", "oppo_megatron.cli.placement", "measure which placement is fastest on this machine"),
     Command("validate", "oppo_megatron.cli.validate", "check a configuration and the files it names"),
+    Command("launch", "oppo_megatron.cli.slurm", "write the job script of a configuration: `oppo launch slurm`"),
     Command("replay", "oppo_megatron.cli.replay", "make one update again, from a guilty batch"),
     Command("schedule", "oppo_megatron.cli.schedule", "draw and check what every rank does in a round"),
     Command("serve-reward", "oppo_megatron.cli.serve_reward", "serve a verifier, function or reward model over HTTP"),

@@ -14,12 +14,17 @@ if TYPE_CHECKING:
 KINDS = ("train", "sft", "rm")
 
 
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """CONFIG, overrides and --dry-run."""
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """CONFIG and overrides."""
     parser.add_argument("config", type=Path, metavar="CONFIG.yaml")
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace those of the file"
     )
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """CONFIG, overrides and --dry-run."""
+    add_config_arguments(parser)
     parser.add_argument(
         "--dry-run", action="store_true", help="print the resolved configuration and the ranks, then stop"
     )

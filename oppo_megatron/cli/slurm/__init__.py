@@ -1,0 +1,107 @@
+"""`oppo launch slurm`: write the sbatch script of a configuration, and say what it asks for."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from oppo_megatron.cli.run import add_config_arguments, load_checked
+from oppo_megatron.cli.slurm.request import JobOptions, PartOptions, plan_job
+from oppo_megatron.cli.slurm.script import packaged, write_script
+
+ABOUT = """Writes the sbatch script of `oppo train CONFIG.yaml --resume`: nodes and ranks follow from the configuration, all that
+is local to a cluster stands in cluster.env.  The script goes to stdout or --out; what it will ask for is told on stderr.
+docs/slurm.md says what happens when it runs."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    systems = parser.add_subparsers(dest="system", metavar="SYSTEM", required=True)
+    slurm = systems.add_parser(
+        "slurm",
+        help="an sbatch script",
+        description=ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_config_arguments(slurm)
+    slurm.add_argument("--out", type=Path, metavar="FILE", help="write the script here instead of to stdout")
+    _add_part_arguments(slurm, "", "of each node")
+    for name, about in (
+        ("account", "who pays"), ("qos", "quality of service"), ("job-name", "default: oppo- and the name of run_dir"),
+    ):  # fmt: skip
+        slurm.add_argument(f"--{name}", help=about)
+    slurm.add_argument(
+        "--time", default="04:00:00", metavar="D-HH:MM:SS", help="limit of each attempt; default %(default)s"
+    )
+    slurm.add_argument(
+        "--signal-s", type=int, default=600, metavar="S", help="seconds before it to save and be requeued; default 600"
+    )
+    slurm.add_argument("--max-restarts", type=int, metavar="N", help="requeue so many times; default: cluster.env's")
+    slurm.add_argument("--container-image", metavar="IMAGE", help="run the ranks in it (pyxis/enroot)")
+    slurm.add_argument("--container-mounts", metavar="A:B,...", help="beside the working directory and the logs")
+    slurm.add_argument(
+        "--cluster-env",
+        type=Path,
+        metavar="FILE",
+        help="what is local to the cluster; a new one is made from the template",
+    )
+    slurm.add_argument(
+        "--hetero", action="store_true", help="a heterogeneous job: nodes for the actor, others for scorers"
+    )
+    _add_part_arguments(slurm, "scorer-", "of each of the scorers' nodes (--hetero); default: as the actor's")
+
+
+def _add_part_arguments(parser: argparse.ArgumentParser, prefix: str, whose: str) -> None:
+    parser.add_argument(
+        f"--{prefix}gpus-per-node", type=int, metavar="N", help=f"GPUs {whose}" + ("" if prefix else "; 8")
+    )
+    parser.add_argument(
+        f"--{prefix}ranks-per-node",
+        type=int,
+        metavar="N",
+        help=f"ranks {whose}" + ("" if prefix else "; default: GPUs"),
+    )
+    parser.add_argument(f"--{prefix}partition", help=f"partition {whose}")
+    parser.add_argument(f"--{prefix}constraint", help=f"features {whose}")
+
+
+def run(args: argparse.Namespace) -> int:
+    config = load_checked("train", args.config, args.overrides)
+    job = plan_job(config, _options(args))  # type: ignore[arg-type]  # load_checked gives what its kind says
+    script = write_script(job, shlex.join(["oppo", "launch", "slurm", str(args.config), *args.overrides]))
+    if args.cluster_env is not None and not args.cluster_env.exists():
+        args.cluster_env.write_text(packaged("cluster.env"), encoding="utf-8")
+        print(f"made {args.cluster_env} from the template: edit it before you submit", file=sys.stderr)
+    if args.out is None:
+        sys.stdout.write(script)
+    else:
+        args.out.write_text(script, encoding="utf-8")
+        args.out.chmod(0o755)
+    print(*job.describe(), f"submit it with: sbatch {args.out or 'SCRIPT'}", sep="\n", file=sys.stderr)
+    return 0
+
+
+def _options(args: argparse.Namespace) -> JobOptions:
+    def part(prefix: str) -> PartOptions:
+        names = ("gpus_per_node", "ranks_per_node", "partition", "constraint")
+        return PartOptions(*(getattr(args, prefix + name) for name in names))
+
+    return JobOptions(
+        config_path=os.path.abspath(args.config),
+        overrides=tuple(args.overrides),
+        working_directory=os.getcwd(),
+        part=part(""),
+        scorer=part("scorer_"),
+        hetero=args.hetero,
+        time=args.time,
+        signal_s=args.signal_s,
+        max_restarts=args.max_restarts,
+        account=args.account,
+        qos=args.qos,
+        job_name=args.job_name,
+        container_image=args.container_image,
+        container_mounts=args.container_mounts,
+        cluster_env=None if args.cluster_env is None else os.path.abspath(args.cluster_env),
+    )

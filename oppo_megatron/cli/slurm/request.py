@@ -1,0 +1,265 @@
+"""What a configuration asks of a Slurm cluster: nodes, tasks and GPUs, and why it may not fit.  Starts and writes nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from oppo_megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from oppo_megatron.config.places import Place
+    from oppo_megatron.config.run import TrainConfig
+
+GPUS_PER_NODE = 8
+_TIME = re.compile(
+    r"(?:(?P<d>\d+)-(?P<dh>\d+)(?::(?P<dm>\d+))?(?::(?P<ds>\d+))?|(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?)"
+)
+_PLAIN = re.compile(r"[^\s'\"\\`$]+")
+"""What may stand in an #SBATCH line without quotes."""
+
+
+@dataclass(frozen=True)
+class PartOptions:
+    """What the user says of one kind of node."""
+
+    gpus_per_node: int | None = None
+    ranks_per_node: int | None = None
+    partition: str | None = None
+    constraint: str | None = None
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """What the user says of the job.  Paths are absolute."""
+
+    config_path: str
+    working_directory: str
+    overrides: tuple[str, ...] = ()
+    part: PartOptions = PartOptions()
+    scorer: PartOptions = PartOptions()
+    hetero: bool = False
+    time: str = "04:00:00"
+    signal_s: int = 600
+    max_restarts: int | None = None
+    account: str | None = None
+    qos: str | None = None
+    job_name: str | None = None
+    container_image: str | None = None
+    container_mounts: str | None = None
+    cluster_env: str | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """A component of the job: nodes that are alike.  `gpus_per_node` is 0 where the run computes on processors."""
+
+    name: str
+    num_ranks: int
+    num_nodes: int
+    gpus_per_node: int
+    partition: str | None
+    constraint: str | None
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.num_ranks // self.num_nodes
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that is asked for.  `parts` is one, or the actor's nodes and the scorers'."""
+
+    options: JobOptions
+    name: str
+    run_dir: str
+    parts: tuple[Part, ...]
+    notes: tuple[str, ...]
+
+    def describe(self) -> list[str]:
+        """Lines for the user: what the script will ask for."""
+        options = self.options
+        where = f"in {options.container_image}" if options.container_image else "without a container"
+        restarts = "as cluster.env says" if options.max_restarts is None else f"up to {options.max_restarts} times"
+        return [
+            f"job {self.name}: {sum(part.num_ranks for part in self.parts)} ranks, {where}",
+            *(f"  {line}" for line in self._part_lines()),
+            f"  time limit {options.time} for each attempt; {options.signal_s} s before, the run is saved and the job requeued "
+            f"({restarts})",
+            *(f"  note: {note}" for note in self.notes),
+        ]
+
+    def _part_lines(self) -> Iterator[str]:
+        first = 0
+        for part in self.parts:
+            gpus = f", {part.gpus_per_node} GPUs each" if part.gpus_per_node else ", no GPUs"
+            queue = f", partition {part.partition}" if part.partition else ""
+            nodes = f"{part.num_nodes} exclusive node{'s' if part.num_nodes > 1 else ''}"
+            ranks = f"rank {first}" if part.num_ranks == 1 else f"ranks {first}-{first + part.num_ranks - 1}"
+            of = f" ({part.name})" if part.name else ""
+            each = f"{part.ranks_per_node} rank{'s' if part.ranks_per_node > 1 else ''}"
+            yield f"{nodes} x {each}{gpus}{queue}: {ranks}{of}"
+            first += part.num_ranks
+
+
+def plan_job(config: TrainConfig, options: JobOptions) -> Job:
+    """Raises ConfigError, with all problems, where configuration and nodes do not fit."""
+    from oppo_megatron.config.places import role_places, training_places
+
+    problems = [*_option_problems(options), *_time_problems(config, options)]
+    parts: list[Part] = []
+    for name, num_ranks, wanted in _split(config, options, problems):
+        if isinstance(part := _part(name, num_ranks, wanted, config.runtime.device), Part):
+            parts.append(part)
+        else:
+            problems.append(part)
+    if problems:
+        raise ConfigError(problems)
+    places = [*role_places(config).items(), *training_places(config).items()]
+    return Job(
+        options=options,
+        name=options.job_name or "oppo-" + re.sub(r"[^\w.-]", "-", config.run_dir.name or "run"),
+        run_dir=os.path.abspath(os.path.join(options.working_directory, config.run_dir)),
+        parts=tuple(parts),
+        notes=tuple(_notes(config, parts, places)),
+    )
+
+
+def time_limit_s(text: str) -> int | None:
+    """Seconds of a limit as Slurm writes it: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S.  None where it is none."""
+    match = _TIME.fullmatch(text)
+    if match is None:
+        return None
+    if match["d"]:
+        hours, minutes, seconds = (int(match[name] or 0) for name in ("dh", "dm", "ds"))
+        return ((int(match["d"]) * 24 + hours) * 60 + minutes) * 60 + seconds
+    fields = [int(match[name]) for name in "abc" if match[name]]
+    minutes_s = {1: (60,), 2: (60, 1), 3: (3600, 60, 1)}[len(fields)]
+    return sum(field * unit for field, unit in zip(fields, minutes_s, strict=True))
+
+
+def _option_problems(options: JobOptions) -> Iterator[str]:
+    for name in ("account", "qos", "job_name", "working_directory"):
+        yield from _quoting_problem(name, getattr(options, name))
+    for prefix, part in (("", options.part), ("scorer_", options.scorer)):
+        for name in ("partition", "constraint"):
+            yield from _quoting_problem(prefix + name, getattr(part, name))
+        for name in ("gpus_per_node", "ranks_per_node"):
+            value = getattr(part, name)
+            if value is not None and value < 1:
+                yield f"{_option(prefix + name)} is {value}; it must be 1 or more"
+    if options.max_restarts is not None and options.max_restarts < 0:
+        yield f"--max-restarts is {options.max_restarts}; it must be 0 or more"
+    if options.container_mounts and not options.container_image:
+        yield "--container-mounts is given without --container-image; name the image, or leave the mounts to cluster.env"
+    if options.scorer != PartOptions() and not options.hetero:
+        yield "--scorer-... describes nodes of a second kind; add --hetero, or leave it out"
+
+
+def _quoting_problem(name: str, value: str | None) -> Iterator[str]:
+    if name == "job_name" and "/" in (value or ""):
+        yield f"--job-name is {value!r}; logs are named after it, so it takes no /"
+    if value is not None and not _PLAIN.fullmatch(value):
+        yield f"{_option(name)} is {value!r}; an #SBATCH line takes no spaces, quotes, backslashes or $ here"
+
+
+def _option(name: str) -> str:
+    return "the working directory" if name == "working_directory" else "--" + name.replace("_", "-")
+
+
+def _time_problems(config: TrainConfig, options: JobOptions) -> Iterator[str]:
+    limit_s = time_limit_s(options.time)
+    if limit_s is None:
+        yield f"--time is {options.time!r}; Slurm reads minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S, as in 1-12:00:00"
+    elif limit_s <= options.signal_s:
+        yield f"--time {options.time} is {limit_s} s, and --signal-s {options.signal_s} comes before it; leave time to train"
+    if not config.preempt.enabled:
+        yield "preempt.enabled is false: a job that is told to stop would not be saved; set it to true"
+    elif options.signal_s <= config.preempt.deadline_s:
+        yield (
+            f"--signal-s is {options.signal_s}, and the run may take preempt.deadline_s={config.preempt.deadline_s:g} s to "
+            "be saved; tell it earlier, or lower the deadline"
+        )
+
+
+def _split(config: TrainConfig, options: JobOptions, problems: list[str]) -> list[tuple[str, int, PartOptions]]:
+    """Name, number of ranks and options of each component; what does not fit goes into `problems`."""
+    from oppo_megatron.config.layouts import format_ranks
+    from oppo_megatron.config.places import role_places, world_size
+
+    if not options.hetero:
+        return [("", world_size(config), options.part)]
+    places = role_places(config)
+    actor = sorted(places["actor"].ranks)
+    shared = [name for name, place in places.items() if name != "actor" and set(place.ranks) & set(actor)]
+    if shared or actor != list(range(len(actor))):
+        sharing = f", where {' and '.join(shared)} run, too" if shared else ""
+        problems.append(
+            f"--hetero parts the actor's nodes from the scorers', but the actor has ranks {format_ranks(actor)}{sharing}; "
+            "use placement.mode=disaggregated with the actor on ranks 0 and up, or leave out --hetero"
+        )
+        return []
+    own, theirs = options.part, options.scorer
+    scorer = PartOptions(
+        theirs.gpus_per_node or own.gpus_per_node,
+        theirs.ranks_per_node or (None if theirs.gpus_per_node else own.ranks_per_node),
+        theirs.partition or own.partition,
+        theirs.constraint or own.constraint,
+    )
+    return [("actor", len(actor), own), ("scorers", world_size(config) - len(actor), scorer)]
+
+
+def _part(name: str, num_ranks: int, wanted: PartOptions, device: str) -> Part | str:
+    """The component, or what is wrong with it."""
+    of = f" of the {name}" if name else ""
+    gpus = 0 if device == "cpu" else (wanted.gpus_per_node or GPUS_PER_NODE)
+    if device == "cpu" and wanted.gpus_per_node:
+        return "--gpus-per-node is given, but runtime.device is cpu and would leave them idle; leave it out"
+    if gpus and (wanted.ranks_per_node or 0) > gpus:
+        return (
+            f"{wanted.ranks_per_node} ranks on nodes{of} with {gpus} GPUs; each rank needs one: --ranks-per-node {gpus}"
+        )
+    most = wanted.ranks_per_node or gpus or num_ranks
+    on_node = min(most, num_ranks)
+    if num_ranks % on_node:
+        fitting = [size for size in range(1, most + 1) if num_ranks % size == 0]
+        return (
+            f"{num_ranks} ranks{of} do not fill nodes of {most}, and every node must have as many; give --"
+            f"{'scorer-' if name == 'scorers' else ''}ranks-per-node {fitting[-1]} ({num_ranks // fitting[-1]} nodes), or "
+            "change the placement"
+        )
+    return Part(name, num_ranks, num_ranks // on_node, gpus, wanted.partition, wanted.constraint)
+
+
+def _notes(config: TrainConfig, parts: Sequence[Part], places: Sequence[tuple[str, Place]]) -> Iterator[str]:
+    if not config.checkpoint.every_steps:
+        yield "checkpoint.every_steps is 0: a run whose rank is killed begins anew, or where it was last told to stop"
+    for part in parts:
+        if part.gpus_per_node > part.ranks_per_node:
+            of = f" of the {part.name}" if part.name else ""
+            yield f"{part.gpus_per_node - part.ranks_per_node} of {part.gpus_per_node} GPUs on each node{of} stay idle"
+    node_of = [node for part, node in _nodes(parts) for _ in range(part.ranks_per_node)]
+    wide = [
+        name
+        for name, place in places
+        if any(
+            len({node_of[rank] for rank in place.stage_ranks(replica, stage)}) > 1
+            for replica in range(place.dp)
+            for stage in range(place.pp)
+        )
+    ]
+    for name, _ in groupby(sorted(wide)):
+        yield f"tensor-parallel ranks of {name} are on different nodes, which is slow: lower tp, or take more ranks per node"
+
+
+def _nodes(parts: Sequence[Part]) -> Iterator[tuple[Part, int]]:
+    """Each node's part and number."""
+    node = 0
+    for part in parts:
+        for _ in range(part.num_nodes):
+            yield part, node
+            node += 1

@@ -1,0 +1,280 @@
+"""launch/slurm/job.sh over made-up `srun`, `scontrol` and `oppo`: what is requeued, what is not, and what srun is asked for.
+
+tests/slurm does the same over a real cluster, once.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCH = ROOT / "launch" / "slurm"
+
+SRUN = r"""#!/usr/bin/env bash
+# Starts the tasks here; the exit code is the largest of theirs.  SIGUSR1 goes to all, SIGTERM kills them: as Slurm does it.
+echo "${*//$'\n'/ }" >>"$FAKE/sruns"
+while [[ $1 == --* ]]; do
+    case $1 in --ntasks=*) tasks=${1#*=} ;; --het-group=*) export HET=${1#*=} ;; esac
+    shift
+done
+trap 'kill -USR1 "${pids[@]}"' USR1
+trap 'pkill -KILL -P "$(echo "${pids[@]}" | tr " " ,)"; kill -KILL "${pids[@]}"; exit 137' TERM
+for ((task = 0; task < tasks; task++)); do
+    SLURM_PROCID=$task SLURM_LOCALID=$task SLURM_NODEID=0 SLURMD_NODENAME=node$task "$@" &
+    pids+=($!)
+done
+worst=0
+for pid in "${pids[@]}"; do
+    while :; do
+        wait "$pid"
+        code=$?
+        kill -0 "$pid" 2>/dev/null || break
+    done
+    ((code <= worst)) || worst=$code
+done
+exit "$worst"
+"""
+SCONTROL = r"""#!/usr/bin/env bash
+echo "$*" >>"$FAKE/scontrols"
+case "$1 $2" in
+"show hostnames") echo node0 ;;
+"show job") echo "JobId=7 JobState=${JOB_STATE:-RUNNING} Command=$LAUNCH/train.sbatch c.yaml" ;;
+esac
+"""
+OPPO = r"""#!/usr/bin/env bash
+# Rank R does what $FAKE/rankR says.
+if [[ $1 == --version ]]; then echo "oppo ${VERSION:-1}"; exit "${VERSION_CODE:-0}"; fi
+me="$RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK"
+echo "$me $MASTER_ADDR:$MASTER_PORT $TORCHELASTIC_RUN_ID $*" >>"$FAKE/ranks"
+trap 'echo "$RANK" >>"$FAKE/told"; exit 75' USR1
+source "$FAKE/rank$RANK"
+"""
+
+
+@dataclass
+class Slurm:
+    """A job's batch script as it runs on its first node."""
+
+    root: Path
+    environment: dict[str, str]
+
+    def start(self, *arguments: str, script: str = "train.sbatch", **variables: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            ["bash", str(LAUNCH / script), *(arguments or ("c.yaml", "seed=3"))],
+            env=self.environment | variables,
+            cwd=self.root,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+    def run(self, *arguments: str, **variables: str) -> tuple[int, str]:
+        job = self.start(*arguments, **variables)
+        _, told = job.communicate(timeout=40)
+        return job.returncode, told
+
+    def ranks(self, *what: str) -> None:
+        for rank, each in enumerate(what):
+            (self.root / f"rank{rank}").write_text(each)
+
+    def lines(self, name: str) -> list[str]:
+        path = self.root / name
+        return sorted(path.read_text().splitlines()) if path.exists() else []
+
+    @property
+    def requeued(self) -> bool:
+        return "requeue 7" in self.lines("scontrols")
+
+    def wait_for(self, name: str, count: int) -> None:
+        until = time.monotonic() + 20
+        while len(self.lines(name)) < count:
+            assert time.monotonic() < until, f"{name}: {self.lines(name)}"
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Slurm:
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name, text in (
+        ("srun", SRUN),
+        ("scontrol", SCONTROL),
+        ("oppo", OPPO),
+        ("sleep", "#!/bin/sh\nexec /bin/sleep 0.1\n"),
+    ):
+        (commands / name).write_text(text)
+        (commands / name).chmod(0o755)
+    (tmp_path / "c.yaml").write_text("run_dir: run\n")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "OPPO", "MASTER"))}
+    job = {
+        "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "oppo", "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_NTASKS": "2", "FAKE": str(tmp_path), "LAUNCH": str(LAUNCH),
+        "PATH": f"{commands}:{os.environ['PATH']}",
+    }  # fmt: skip
+    slurm = Slurm(tmp_path, inherited | job)
+    slurm.ranks("exit 0", "exit 0")
+    return slurm
+
+
+def test_ranks_are_started_and_the_end_is_noted(slurm: Slurm) -> None:
+    code, told = slurm.run()
+    assert (code, slurm.requeued) == (0, False) and "finished" in told
+    command = "node0:20007 7 train c.yaml seed=3 --resume"
+    assert slurm.lines("ranks") == [f"0/2 0/2 0 {command}", f"1/2 1/2 0 {command}"]
+    (check, run) = slurm.lines("sruns")
+    assert "--ntasks=1 " in check and "--wait" not in check and "--container" not in check + run
+    assert "--nodes=1 --ntasks=2 --ntasks-per-node=2" in run and "--wait=60 --kill-on-bad-exit=1" in run
+    assert f"--output={slurm.root}/logs/oppo_7_r0_%t.log" in run
+
+    code, told = slurm.run()
+    assert code == 0 and "finished already" in told and len(slurm.lines("sruns")) == 2
+    code, told = slurm.run("c.yaml", "seed=4")
+    assert code == 0 and "finished already" not in told, "another run has a flag of its own"
+
+
+STOPPED = ["exit 75", "exit 75"]
+KILLED = ["kill -KILL $$", "exit 2"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "variables", "code", "requeued", "says"),
+    [
+        (STOPPED, {}, 75, True, "stopped: requeued, restart 1 of at most 50"),
+        (STOPPED, {"SLURM_RESTART_COUNT": "49"}, 75, True, "restart 50 of at most 50"),
+        (STOPPED, {"SLURM_RESTART_COUNT": "50"}, 75, False, "OPPO_MAX_RESTARTS is 50: not requeued"),
+        (STOPPED, {"SLURM_RESTART_COUNT": "3", "OPPO_MAX_RESTARTS": "3"}, 75, False, "not requeued"),
+        (STOPPED, {"JOB_STATE": "CANCELLED"}, 75, False, "cancelled: not requeued"),
+        (KILLED, {}, 137, True, "killed: requeued"),
+        (KILLED, {"OPPO_MAX_CRASHES": "1"}, 137, False, "OPPO_MAX_CRASHES is 1: not requeued"),
+        (["exit 0", "exit 2"], {}, 2, False, "failed with exit code 2: not requeued"),
+        (["exit 1", "exit 75"], {}, 1, False, "failed with exit code 1"),  # the other was told by srun, which ends it
+        (["exit 2", "kill -TERM $$"], {}, 2, False, "failed with exit code 2"),
+        (["kill -KILL $PPID; kill -KILL $$", "exit 2"], {}, 137, True, "killed: requeued"),
+        (["exit 0", "kill -USR1 $PPID; sleep; exit 0"], {}, 75, True, "stopped: requeued"),
+    ],
+)  # fmt: skip
+def test_what_is_requeued(
+    slurm: Slurm, ranks: list[str], variables: dict[str, str], code: int, requeued: bool, says: str
+) -> None:
+    slurm.ranks(*ranks)
+    ended, told = slurm.run(**variables)
+    assert (ended, slurm.requeued) == (code, requeued) and says in told, told
+    assert not list((slurm.root / "logs").glob("*.finished"))
+
+
+def test_crashes_count_in_a_row_only(slurm: Slurm) -> None:
+    for restart, (ranks, requeued) in enumerate(
+        [(KILLED, True), (KILLED, True), (STOPPED, True), (KILLED, True), (KILLED, True), (KILLED, False)]
+    ):
+        slurm.ranks(*ranks)
+        (slurm.root / "scontrols").unlink(missing_ok=True)
+        _, told = slurm.run(SLURM_RESTART_COUNT=str(restart))
+        assert slurm.requeued == requeued, f"attempt {restart}: {told}"
+
+
+WAITING = "while :; do /bin/sleep 0.1; done"
+
+
+@pytest.mark.parametrize(
+    ("number", "requeued", "says"),
+    [(signal.SIGUSR1, True, "told to stop"), (signal.SIGTERM, False, "cancelled: not requeued")],
+)
+def test_a_signal_to_the_script_reaches_every_rank(
+    slurm: Slurm, number: signal.Signals, requeued: bool, says: str
+) -> None:
+    slurm.ranks(WAITING, WAITING)
+    job = slurm.start()
+    slurm.wait_for("ranks", 2)
+    time.sleep(0.3)  # until both have set their traps
+    job.send_signal(number)
+    _, told = job.communicate(timeout=20)
+    assert job.returncode == 75 and slurm.lines("told") == ["0", "1"]
+    assert slurm.requeued == requeued and says in told, told
+
+
+def test_a_run_that_ends_by_itself_after_the_signal_is_not_requeued(slurm: Slurm) -> None:
+    slurm.ranks(*["trap : USR1; for i in 1 2 3 4 5 6; do /bin/sleep 0.2; done; exit 0"] * 2)
+    job = slurm.start()
+    slurm.wait_for("ranks", 2)
+    time.sleep(0.3)
+    job.send_signal(signal.SIGUSR1)
+    _, told = job.communicate(timeout=20)
+    assert job.returncode == 0 and not slurm.requeued and "finished" in told, told
+
+
+HETERO = {
+    "SLURM_HET_SIZE": "2", "SLURM_NTASKS_HET_GROUP_0": "2", "SLURM_NTASKS_HET_GROUP_1": "1",
+    "SLURM_JOB_NUM_NODES_HET_GROUP_0": "1", "SLURM_JOB_NUM_NODES_HET_GROUP_1": "1",
+}  # fmt: skip
+
+
+def test_components_have_ranks_one_after_the_other(slurm: Slurm) -> None:
+    slurm.ranks("exit 0", "exit 0", "exit 0")
+    code, told = slurm.run(script="train-hetero.sbatch", **HETERO)
+    assert code == 0, told
+    assert [line.split(" node0")[0] for line in slurm.lines("ranks")] == ["0/3 0/2 0", "1/3 1/2 0", "2/3 0/1 1"]
+    runs = [line for line in slurm.lines("sruns") if "--wait" in line]
+    assert "--het-group=0 " in runs[0] + runs[1] and "r0_actor-%t.log" in runs[0] + runs[1]
+    assert "--het-group=1 " in runs[0] + runs[1] and "r0_scorer-%t.log" in runs[0] + runs[1]
+
+
+def test_a_component_whose_peer_has_failed_is_ended(slurm: Slurm) -> None:
+    slurm.ranks(WAITING, WAITING, "exit 3")
+    code, told = slurm.run(script="train-hetero.sbatch", OPPO_PEERS_S="0", **HETERO)
+    assert code == 3 and not slurm.requeued
+    assert "component actor has lost its peer: it is ended" in told, told
+
+
+def test_the_container_variant(slurm: Slurm) -> None:
+    code, _ = slurm.run(OPPO_CONTAINER_IMAGE="nvcr.io#nvidia/nemo:26.02", OPPO_CONTAINER_MOUNTS="/data:/data")
+    here = slurm.root
+    assert code == 0
+    for line in slurm.lines("sruns"):
+        assert (
+            f"--container-image=nvcr.io#nvidia/nemo:26.02 --container-workdir={here} --no-container-mount-home" in line
+        )
+        assert f"--container-mounts={here}:{here},{here}/logs:{here}/logs,/data:/data " in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "says"),
+    [
+        (["nowhere.yaml"], {}, "nowhere.yaml cannot be read in"),
+        ([], {"VERSION_CODE": "1"}, "node0: cannot run 'oppo --version': oppo 1"),
+        ([], {"SLURM_GPUS_ON_NODE": "1"}, "node0: 0 GPUs answer, but 2 ranks are to run there"),
+        ([], {"SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "3"}, "3 tasks on 2 nodes"),
+        ([], {"OPPO_CLUSTER_ENV": "nowhere.env"}, "OPPO_CLUSTER_ENV=nowhere.env cannot be read"),
+    ],
+)
+def test_what_does_not_fit_is_told_before_a_rank_is_started(
+    slurm: Slurm, arguments: list[str], variables: dict[str, str], says: str
+) -> None:
+    code, told = slurm.run(*arguments, **variables)
+    assert code == 2 and says in told and not slurm.requeued and not slurm.lines("ranks"), told
+
+
+def test_settings_of_the_cluster_come_from_its_file(slurm: Slurm) -> None:
+    local = slurm.root / "mine.env"
+    local.write_text(
+        "MASTER_ADDR=head.example MASTER_PORT=4444\nOPPO_LOG_DIR=out\nsetup_rank() { export VERSION=9; }\n"
+    )
+    code, told = slurm.run(OPPO_CLUSTER_ENV=str(local))
+    assert code == 0 and "oppo 9" in told and all(" head.example:4444 " in line for line in slurm.lines("ranks"))
+    assert (slurm.root / "out").is_dir()
+
+
+def test_the_scripts_are_clean() -> None:
+    shellcheck = shutil.which("shellcheck")
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed; on Debian: apt install shellcheck")
+    scripts = [*sorted(LAUNCH.iterdir()), *sorted((ROOT / "launch" / "local").iterdir())]
+    told = subprocess.run([shellcheck, "-x", *map(str, scripts)], cwd=ROOT, capture_output=True, text=True)
+    assert told.returncode == 0, told.stdout
