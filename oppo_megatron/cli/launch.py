@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import logging
 import os
 import signal
@@ -17,8 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -27,6 +25,8 @@ from oppo_megatron.errors import EXIT_REQUEUE, EXIT_ROLLBACK, ConfigError, OppoE
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    from oppo_megatron.train.failures import Failure
 
 ENTRY = "oppo_megatron.train.entry:run_rank"
 EXIT_DEFECT = 1
@@ -42,17 +42,8 @@ class RankKilled(RankError):
     """A rank of this run was ended by a signal."""
 
 
-@dataclass(frozen=True)
-class Failure:
-    """Why a rank ended.
-
-    input: what the user can correct.  defect: an error of ours, `message` is its traceback.  symptom: a peer did not come.
-    """
-
-    rank: int
-    time_s: float
-    kind: Literal["input", "defect", "symptom"]
-    message: str
+class RankStalled(RankError):
+    """The run stood still, or ranks have lost each other; the message names who did not move, as far as it is known."""
 
 
 def launch(kind: str, config: Any, world_size: int, entry: str = ENTRY, *, in_process: bool = True) -> int:
@@ -169,18 +160,19 @@ def _launch_local(entry: str, kind: str, config: Any, world_size: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from oppo_megatron.train.local_ranks import use_loopback
+    from oppo_megatron.train.local_ranks import LocalMeeting
+    from oppo_megatron.train.warden import Limits, Warden
 
     # The agent tells of a failed rank at length and of each one that it then ends; ours come from the rank, below.
     for noisy in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
         logging.getLogger(noisy).setLevel(logging.CRITICAL)
+    meeting, relay = LocalMeeting.open(str(os.getpid())), SignalRelay()
     with tempfile.TemporaryDirectory(prefix="oppo-") as failures:
         agent = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=world_size,
-            run_id=str(os.getpid()),
-            rdzv_backend=use_loopback(),
+            **meeting.settings(),
             max_restarts=0,
             monitor_interval=MONITOR_S,
             start_method="spawn",
@@ -188,16 +180,16 @@ def _launch_local(entry: str, kind: str, config: Any, world_size: int) -> int:
         )
         if hasattr(agent, "signals_to_handle"):  # an older agent ends its ranks by SIGTERM, and they have 30 s to save
             agent.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"  # SIGTERM is the relay's
-        relay = SignalRelay()
+        warden = Warden(Path(failures), meeting.point(world_size), Limits.of(config), relay.told_s)
         try:
-            with relay.listening():
+            with relay.listening(), warden.guarding():
                 elastic_launch(agent, _local_rank)(entry, kind, config, failures)
         except ChildFailedError as error:
             if any(failed.exitcode == EXIT_REQUEUE for failed in error.failures.values()):
                 return EXIT_REQUEUE
             if any(failed.exitcode == EXIT_ROLLBACK for failed in error.failures.values()):
                 return relay.code or EXIT_ROLLBACK
-            return relay.code or _report(Path(failures), error)
+            return relay.code or _report(Path(failures), error, warden.last_words())
         except SignalException as error:
             if error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from error
@@ -207,14 +199,17 @@ def _launch_local(entry: str, kind: str, config: Any, world_size: int) -> int:
 
 def _local_rank(entry: str, kind: str, config: Any, failures: str) -> None:
     """One spawned rank.  Leaves a Failure file instead of a traceback, for the parent to show."""
-    code = 0
+    from oppo_megatron.train.failures import FOLDER, Failure
+
+    rank, folder, code = int(os.environ["RANK"]), Path(failures), 0
+    os.environ[FOLDER] = failures
+    (folder / f"{rank}.pid").write_text(str(os.getpid()), encoding="utf-8")
     try:
         code = _run_entry(entry, kind, config)
     except Exception as error:
         kind_of_failure = _kind_of(error)
         message = traceback.format_exc() if kind_of_failure == "defect" else str(error)
-        failure = Failure(int(os.environ["RANK"]), time.time(), kind_of_failure, message)
-        (Path(failures) / f"{failure.rank}.json").write_text(json.dumps(asdict(failure)), encoding="utf-8")
+        Failure(rank, time.time(), kind_of_failure, message).leave(folder)
         time.sleep(LINGER_S)
         leave(EXIT_DEFECT)
     if code:
@@ -248,27 +243,39 @@ def _kind_of(error: Exception) -> Literal["input", "defect", "symptom"]:
     return "input" if expected else "defect"
 
 
-def _report(failures: Path, error: ChildFailedError) -> int:
-    """Show the one failure that came first: a signal, wrong input (as RankError), or the traceback of a defect."""
+def _report(failures: Path, error: ChildFailedError, last_words: Mapping[int, str]) -> int:
+    """Show the one failure that came first: a stall, a signal, wrong input (as RankError), or the traceback of a defect."""
+    from oppo_megatron.train.failures import read_failures
+
     killed = [
         failed for failed in error.failures.values() if failed.exitcode < 0 and failed.exitcode != -signal.SIGTERM
     ]
-    written = [Failure(**json.loads(file.read_text(encoding="utf-8"))) for file in failures.glob("*.json")]
+    written = sorted(read_failures(failures), key=lambda failure: failure.time_s)
+    if stalls := [failure.message for failure in written if failure.kind == "stall"]:
+        raise RankStalled(stalls[0])
     if killed:
-        name = signal.Signals(-killed[0].exitcode).name
-        waiting = "".join(f"\nrank {other.rank}: {other.message}" for other in written if other.kind == "symptom")
-        raise RankKilled(
-            f"rank {killed[0].local_rank} was ended by {name}; SIGKILL mostly means that memory ran out "
-            f"(lower runtime.micro_batch_tokens or rollout.batch_size){waiting}"
-        )
+        raise RankKilled(_killed(killed[0].local_rank, -killed[0].exitcode, written, last_words))
     if not written:
         first = error.get_first_failure()[1]
         print(f"rank {first.local_rank} ended with exit code {first.exitcode} and no message", file=sys.stderr)
         return EXIT_DEFECT
     # A rank that met wrong input or a defect knows the cause; its peers only saw it go, perhaps before it could write.
     causes = ("input", "defect", "symptom")
-    first_failure = min(written, key=lambda failure: (causes.index(failure.kind), failure.time_s))
-    if first_failure.kind == "defect":
-        print(f"rank {first_failure.rank} failed:\n{first_failure.message}", file=sys.stderr)
+    failure = min(written, key=lambda failure: causes.index(failure.kind))
+    if failure.kind == "defect":
+        print(f"rank {failure.rank} failed:\n{failure.message}", file=sys.stderr)
         return EXIT_DEFECT
-    raise RankError(f"rank {first_failure.rank}: {first_failure.message}")
+    raise (RankStalled if failure.kind == "symptom" else RankError)(f"rank {failure.rank}: {failure.message}")
+
+
+def _killed(rank: int, number: int, written: Sequence[Failure], last_words: Mapping[int, str]) -> str:
+    """Which rank was ended by which signal, and what the others waited for, or were at."""
+    told = {failure.rank: failure.message for failure in written if failure.kind == "symptom"}
+    at = f"; it was last heard of in: {last_words[rank]}" if rank in last_words else ""
+    lines = [
+        f"rank {rank} was ended by {signal.Signals(number).name}{at}; SIGKILL mostly means that memory ran out "
+        "(lower runtime.micro_batch_tokens or rollout.batch_size)"
+    ]
+    for other in sorted({*told, *last_words} - {rank}):
+        lines.append(f"rank {other}: {told[other] if other in told else 'last heard of in: ' + last_words[other]}")
+    return "\n".join(lines)

@@ -56,11 +56,11 @@ def run_kind(kind: str, args: argparse.Namespace) -> int:
 
 
 def _launch_again(kind: str, config: TrainConfig | SupervisedConfig, restarts: int) -> int:
-    """Launch the ranks; where one is killed, do so again, up to `restarts` times, from the last checkpoint.
+    """Launch the ranks; where one is killed or the run stands still, again from the last checkpoint, up to `restarts` times.
 
     Where a guard goes back to it, too; that is no restart, and has a bound of its own.
     """
-    from oppo_megatron.cli.launch import RankKilled, launch
+    from oppo_megatron.cli.launch import RankKilled, RankStalled, launch
     from oppo_megatron.errors import EXIT_ROLLBACK, ConfigError
 
     if restarts < 0:
@@ -69,7 +69,7 @@ def _launch_again(kind: str, config: TrainConfig | SupervisedConfig, restarts: i
     while True:
         try:
             code = launch(kind, config, world_size(config), in_process=False)
-        except RankKilled as error:
+        except (RankKilled, RankStalled) as error:
             if not left:
                 raise
             told = f"{error}; starting again, {left} of {restarts} restarts left"

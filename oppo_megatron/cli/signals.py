@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -25,6 +26,11 @@ class SignalRelay:
     def __init__(self) -> None:
         self.code = 0
         self._terms = 0
+        self._told_at: float | None = None
+
+    def told_s(self) -> float | None:
+        """Seconds since the ranks were first told; None where they were not."""
+        return None if self._told_at is None else time.monotonic() - self._told_at
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -41,6 +47,8 @@ class SignalRelay:
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self.code = EXIT_REQUEUE
+        if self._told_at is None:
+            self._told_at = time.monotonic()
         self._terms += number == signal.SIGTERM
         for rank in multiprocessing.active_children():
             if self._terms > 1:

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="where a rank is killed, continue from the last whole checkpoint, up to N times",
+        help="where a rank is killed or the run stands still, continue from the last whole checkpoint, up to N times",
     )
 
 

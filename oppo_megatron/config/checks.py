@@ -26,7 +26,7 @@ def check_train(config: TrainConfig) -> list[str]:
         *check_forced_lengths(config.rollout.forced_lengths),
         *_check_sources(config),
         *check_rewards(config.rewards, has_reward_model=config.reward is not None),
-        *check_waits(config.rewards, config.runtime.timeout_s),
+        *check_waits(config.rewards, config.runtime.timeout_s, config.stall.deadline_s),
         *_check_rollback(config),
         *check_exists("tokenizer.path", config.tokenizer.path),
         *check_data("data", config.data, templates=("prompt",)),

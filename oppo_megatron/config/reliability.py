@@ -1,4 +1,4 @@
-"""Settings of checkpoints, and of what happens where a run is told to stop."""
+"""Settings of checkpoints, and of what happens where a run is told to stop or stands still."""
 
 from __future__ import annotations
 
@@ -29,4 +29,16 @@ class PreemptConfig(Section):
     enabled: bool = Field(True, description="false: SIGTERM ends the run at once")
     deadline_s: float = Field(
         120.0, gt=0, description="a run that could not be saved within so many seconds ends unsaved"
+    )
+
+
+class StallConfig(Section):
+    """A run that stands still is ended: every rank writes the stacks of its threads to `stacks/`, and says what it waited for."""
+
+    deadline_s: float = Field(
+        900.0,
+        ge=0,
+        description="a rank that gives no sign of life for so many seconds, or that neither moves nor waits for another, or all "
+        "ranks without a move, end the run; it must be longer than the longest single piece of work: reading a model's "
+        "weights, saving or reading a checkpoint, a micro-batch of an update, a call of a reward function; 0: no limit",
     )

@@ -37,16 +37,32 @@ def check_part(name: str, part: RewardPart) -> list[str]:
     return problems
 
 
-def check_waits(parts: Sequence[RewardPart], timeout_s: float) -> Iterator[str]:
-    """A rank that waits for a reward service must give up before its peers take it for dead."""
+def check_waits(parts: Sequence[RewardPart], timeout_s: float, stall_s: float = 0.0) -> Iterator[str]:
+    """A rank that waits for a reward must give up before its peers take it for dead, or the watchdog takes it to hang.
+
+    `stall_s` 0: there is no watchdog.
+    """
+    limits = [("the other ranks wait only runtime.timeout_s", timeout_s)]
+    limits += [("a rank that does not move is ended after stall.deadline_s", stall_s)] if stall_s else []
     for index, part in enumerate(parts):
+        longest_s, what = _longest_wait(part)
+        for who, limit_s in limits:
+            if longest_s >= limit_s:
+                yield (
+                    f"rewards.{index} may wait {longest_s:g} s for {what}, but {who} {limit_s:g}; lower the former or raise "
+                    "the latter"
+                )
+
+
+def _longest_wait(part: RewardPart) -> tuple[float, str]:
+    """Seconds that a reward may take by its own limits, and which those are."""
+    if part.kind == "http":
         remote = part.remote
-        longest_s = (remote.give_up_s if remote.on_failure == "wait" else 0.0) + remote.timeout_s
-        if part.kind == "http" and longest_s >= timeout_s:
-            yield (
-                f"rewards.{index} may wait {longest_s:g} s for its service (remote.give_up_s + remote.timeout_s), but the "
-                f"other ranks wait only runtime.timeout_s {timeout_s:g}; lower the former or raise the latter"
-            )
+        wait_s = remote.give_up_s if remote.on_failure == "wait" else 0.0
+        return wait_s + remote.timeout_s, "its service (remote.give_up_s + remote.timeout_s)"
+    if part.kind == "python" and part.isolate:
+        return part.limits.start_s + part.limits.wall_s, "its function (limits.start_s + limits.wall_s)"
+    return 0.0, ""
 
 
 def _misplaced(name: str, part: RewardPart) -> Iterator[str]:

@@ -25,7 +25,7 @@ from oppo_megatron.config.model import (
 )
 from oppo_megatron.config.overlap import OverlapConfig
 from oppo_megatron.config.ppo import PPOConfig, RolloutConfig
-from oppo_megatron.config.reliability import CheckpointConfig, PreemptConfig
+from oppo_megatron.config.reliability import CheckpointConfig, PreemptConfig, StallConfig
 
 
 def _with_common_dtype(data: Any, roles: Sequence[str]) -> Any:
@@ -102,6 +102,7 @@ class TrainSettings(Section):
     guards: GuardsConfig = GuardsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     preempt: PreemptConfig = PreemptConfig()
+    stall: StallConfig = StallConfig()
     save_weights: bool = Field(True, description="write the final weights of actor and critic to `weights/`")
 
     @model_validator(mode="before")
@@ -144,6 +145,7 @@ class SupervisedConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     logging: LoggingConfig = LoggingConfig()
+    stall: StallConfig = StallConfig()
 
     @model_validator(mode="before")
     @classmethod

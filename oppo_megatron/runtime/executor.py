@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oppo_megatron.errors import StallError
+from oppo_megatron.runtime.activity import Activity
 from oppo_megatron.runtime.links import Links
 from oppo_megatron.runtime.peers import is_lost_peer, stalled
 from oppo_megatron.schedule.actions import Action, Op
@@ -44,6 +45,17 @@ class Station(Protocol):
         """Buffers for a recv, each filled before the next is asked for."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Shifted:
+    """An action of a round that is `shift` rounds later than its chunk says."""
+
+    action: Action
+    shift: int
+
+    def __str__(self) -> str:
+        return str(replace(self.action, chunk=self.action.chunk + self.shift))
+
+
 ROUNDS_IN_FLIGHT = 64
 """How many rounds what is sent may be on its way.  A listener is behind for as long as the critic's update takes; beyond
 that, a rank does not heap up buffers for a peer that does not take them."""
@@ -62,6 +74,7 @@ class Executor:
     timeout_s: float
     device: torch.device
     observe: Observer
+    activity: Activity = field(default_factory=Activity)
     # By round: its shift, and what it sent.
     _sent: deque[tuple[int, list[tuple[Action, Any, Tensor]]]] = field(default_factory=deque)
     _num_rounds: int = 0
@@ -79,22 +92,27 @@ class Executor:
         self._sent.append((shift, []))
         for stream in self._streams.values():
             stream.wait_stream(torch.cuda.current_stream(self.device))
-        for action in actions:
-            station = self.stations[action.role]
-            if not station.live(action):
-                continue
-            start, size = time.time(), 0
-            with self._stream(action.role):
-                if action.op is Op.SEND:
-                    self._send(action, station)
-                elif action.op is Op.RECV:
-                    self._receive(action, station)
-                else:
-                    size = self._compute(action, station)
-            self.observe(action, start, time.time(), size)
+        with self.activity.doing(f"round {shift + 1}"):
+            for action in actions:
+                self._do(action, shift)
         for stream in self._streams.values():
             torch.cuda.current_stream(self.device).wait_stream(stream)
         self._release(ROUNDS_IN_FLIGHT)
+
+    def _do(self, action: Action, shift: int) -> None:
+        station = self.stations[action.role]
+        if not station.live(action):
+            return
+        self.activity.now_at(_Shifted(action, shift), action.op is Op.RECV)
+        start, size = time.time(), 0
+        with self._stream(action.role):
+            if action.op is Op.SEND:
+                self._send(action, station)
+            elif action.op is Op.RECV:
+                self._receive(action, station)
+            else:
+                size = self._compute(action, station)
+        self.observe(action, start, time.time(), size)
 
     def drain(self) -> None:
         """Wait until everything has been sent, so that buffers and executor may go: with it would go what is on its way."""
@@ -105,7 +123,8 @@ class Executor:
         while len(self._sent) > rounds:
             shift, sends = self._sent.popleft()
             for action, work, _ in sends:
-                self._wait(action, work, shift)
+                with self.activity.doing(_Shifted(action, shift), waits=True):
+                    self._wait(action, work, shift)
 
     def _send(self, action: Action, station: Station) -> None:
         for tensor in station.outbox(action):
@@ -149,8 +168,7 @@ class Executor:
     ) -> StallError:
         """`shift`: that of the action's round, by default of the present one."""
         shift = self._sent[-1][0] if shift is None else shift
-        name = str(replace(action, chunk=action.chunk + shift))
-        return stalled(self.rank, name, error, self.timeout_s, seconds)
+        return stalled(self.rank, str(_Shifted(action, shift)), error, self.timeout_s, seconds)
 
     def _stream(self, role: str) -> contextlib.AbstractContextManager[Any]:
         return torch.cuda.stream(self._streams[role]) if self._streams else contextlib.nullcontext()

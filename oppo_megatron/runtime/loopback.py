@@ -42,10 +42,9 @@ def loopback_store(port: int, timeout: timedelta) -> dist.TCPStore:
 
 
 class LoopbackRendezvous(StaticTCPRendezvous):
-    """The meeting of torch's agent with itself, on a port that is free, for the ranks of one host."""
+    """The meeting of torch's agent with itself, in a store of this process, for the ranks of one host."""
 
-    def __init__(self, run_id: str, timeout: timedelta):
-        store = loopback_store(0, timeout)
+    def __init__(self, run_id: str, store: dist.TCPStore, timeout: timedelta):
         super().__init__(LOOPBACK, store.port, 0, 1, run_id, int(timeout.total_seconds()))
         self._store = store
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch.distributed as dist
 
 from oppo_megatron.errors import StallError
+from oppo_megatron.runtime.activity import Activity
 from oppo_megatron.runtime.process_groups import world_timeout
 
 
@@ -33,10 +34,15 @@ def stalled(rank: int, what: str, error: RuntimeError, timeout_s: float, waited_
 
 
 @contextlib.contextmanager
-def waiting_for(what: str) -> Iterator[None]:
-    """A stretch of work in which ranks wait for each other.  Raises StallError naming it where a peer does not come."""
+def waiting_for(what: str, activity: Activity | None = None, *, waits: bool = True) -> Iterator[None]:
+    """A stretch of work in which ranks wait for each other.  Raises StallError naming it where a peer does not come.
+
+    `activity` is told of it; `waits`: this rank does nothing in it but to wait.
+    """
+    noted = contextlib.nullcontext() if activity is None else activity.doing(what, waits=waits)
     try:
-        yield
+        with noted:
+            yield
     except RuntimeError as error:
         if not is_lost_peer(error):
             raise

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from oppo_megatron.config.overlap import WeaveConfig
 from oppo_megatron.config.places import Place
 from oppo_megatron.records import Chunk, Rollout
+from oppo_megatron.runtime.activity import Activity
 from oppo_megatron.runtime.executor import Executor
 from oppo_megatron.runtime.generation import DecodeStation
 from oppo_megatron.runtime.links import Links
@@ -159,6 +160,7 @@ def decoder(
     micro_batch_tokens: int,
     timeout_s: float,
     sync_steps: int = 1,
+    activity: Activity | None = None,
 ) -> RoundRunner:
     """Rounds that only decode, on the ranks of one model (held-out evaluation, benchmarks)."""
     groups = model.groups
@@ -171,5 +173,7 @@ def decoder(
     planner = RoundPlanner(
         Site({"actor": place}), "sequential", WeaveConfig(), micro_batch_tokens, cache.max_length, book, {}
     )
-    executor = Executor(rank, {"actor": station}, links, timeout_s, cache.device, lambda *_: None)
+    executor = Executor(
+        rank, {"actor": station}, links, timeout_s, cache.device, lambda *_: None, activity or Activity()
+    )
     return RoundRunner(planner, executor, {"actor": seat.replica}, station, None)

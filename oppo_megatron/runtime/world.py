@@ -8,7 +8,7 @@ import socket
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from oppo_megatron.config.model import RuntimeConfig
 from oppo_megatron.cores import usable_cores
 from oppo_megatron.errors import ConfigError, WorldError
+from oppo_megatron.runtime.activity import Activity
 from oppo_megatron.runtime.hosts import RankHost
 from oppo_megatron.runtime.loopback import LOOPBACK
 from oppo_megatron.runtime.peers import first_clause, is_lost_peer
@@ -29,12 +30,16 @@ CONNECT_S = 10.0  # at least so long for connecting, however late the last rank 
 
 @dataclass(frozen=True)
 class World:
-    """Rank, number of ranks, the device that this rank computes on, and where each rank runs, in order of ranks."""
+    """Rank, number of ranks, the device that this rank computes on, and where each rank runs, in order of ranks.
+
+    `activity` is what this rank does, for its watchdog.
+    """
 
     rank: int
     size: int
     device: torch.device
     hosts: tuple[RankHost, ...] = ()
+    activity: Activity = field(default_factory=Activity, compare=False)
 
 
 def choose_device(config: RuntimeConfig) -> None:

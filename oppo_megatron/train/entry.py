@@ -26,6 +26,7 @@ from oppo_megatron.train.setup import build_trainer
 from oppo_megatron.train.stacks import stacks_on_request
 from oppo_megatron.train.supervised import run_reward_model, run_sft
 from oppo_megatron.train.trace import merge_traces
+from oppo_megatron.train.watching import watched
 from oppo_megatron.train.weights import save_role
 
 
@@ -49,7 +50,11 @@ def run_rank(kind: str, config: Any) -> int:
 def _run_train(config: TrainConfig) -> int:
     inputs, preemption = read_inputs(config), Preemption(config.preempt)
     try:
-        with open_world(config.runtime) as world, preemption.listening():
+        with (
+            open_world(config.runtime) as world,
+            watched(world, config.stall, config.run_dir, "train"),
+            preemption.listening(),
+        ):
             return 0 if run_ppo(config, world, inputs, preemption) else EXIT_REQUEUE
     except RollBack:
         return EXIT_ROLLBACK
@@ -81,7 +86,8 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preem
     rollbacks = Rollbacks.of_run(
         RunDirectory(config.run_dir), inputs.prompts, config.seed, config.data.shuffle, resumed=found is not None
     )
-    trainer = build_trainer(config, world, inputs, saver, rollbacks, 0 if found is None else found.position)
+    with world.activity.doing("building models and caches"):
+        trainer = build_trainer(config, world, inputs, saver, rollbacks, 0 if found is None else found.position)
     with ExitStack() as stack:
         stack.enter_context(clear_when_full(config.run_dir))
         stack.callback(inputs.rewards.close)
@@ -95,7 +101,8 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preem
             saver.restore(trainer, found)
         if not trainer.run():
             return False
-    _finish(config, trainer, inputs)
+    with world.activity.doing("writing weights and summary"):
+        _finish(config, trainer, inputs)
     return True
 
 

@@ -11,6 +11,7 @@ from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.records import Prompt
 from oppo_megatron.rewards.verifiers import verify
+from oppo_megatron.runtime.activity import Activity
 from oppo_megatron.runtime.links import Links
 from oppo_megatron.runtime.mcore.model import RoleModel
 from oppo_megatron.runtime.rounds import Decoding, decoder
@@ -40,7 +41,7 @@ class Evaluator:
         count = min(len(prompts), config.max_prompts)
         self.prompts: Sequence[Prompt] = list(PromptStream(prompts, 0, epochs=1, limit=count, shuffle=False))
 
-    def accuracy(self, model: RoleModel, links: Links, max_response_tokens: int) -> float:
+    def accuracy(self, model: RoleModel, links: Links, max_response_tokens: int, activity: Activity) -> float:
         """Share of the prompts answered right.  Every rank of the actor makes the call and gets the same answer."""
         slots = min(len(self.prompts), self.max_slots)
         cache = model.new_cache(slots, self.kv_budget_bytes, self.runtime.kv_layout)
@@ -53,6 +54,7 @@ class Evaluator:
             micro_batch_tokens=self.runtime.micro_batch_tokens,
             timeout_s=self.runtime.timeout_s,
             sync_steps=self.runtime.sync_steps(cache.device.type),
+            activity=activity,
         )
         buffer = RolloutBuffer(len(self.prompts), delta=0, max_deferrals=1)
         buffer.admit(self.prompts)

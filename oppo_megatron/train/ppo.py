@@ -82,7 +82,10 @@ class PPOTrainer:
         if self.done == 0 and self.phase is None:
             self._evaluate(0, last=False)
         while not self.scheduler.done:
-            if not self._step(self.done + 1):
+            step = self.done + 1
+            with self.world.activity.doing(f"step {step}"):
+                complete = self._step(step)
+            if not complete:
                 self.saver.save(self)
                 return False
             self._evaluate(self.done, last=self.scheduler.done)
@@ -288,7 +291,8 @@ class PPOTrainer:
                 _, breach = guard.watch("critic", lambda: critic.update(batch, experience, settings))
             critic.stats["critic_update_s"] = self.spans.totals(step, "critic")["update"]
             found.append(breach)
-        worst = guard.agree(found, step)
+        with self.world.activity.doing(f"guards, step {step}", waits=True):
+            worst = guard.agree(found, step)
         if worst is not None and worst.action == "skip":
             for back in undo:
                 back()
@@ -310,7 +314,8 @@ class PPOTrainer:
     @contextlib.contextmanager
     def _part(self, name: str, role: str, step: int) -> Iterator[None]:
         """What a step does beside its rounds: a span of the trace, and named where a peer does not come."""
-        with self.spans.span(name, role=role, step=step), waiting_for(f"{name} {role}, step {step}"):
+        waits = waiting_for(f"{name} {role}, step {step}", self.world.activity, waits=name != "update")
+        with self.spans.span(name, role=role, step=step), waits:
             yield
 
     def _learn(self, step: int, batch: Sequence[Rollout], experience: Experience, facts: StepFacts) -> None:
@@ -329,7 +334,7 @@ class PPOTrainer:
         groups = self.actor.role.serving.groups
         measured = torch.tensor([cost.seconds, *cost.rounds.sums()], dtype=torch.float64, device=self.world.device)
         if groups.all.size() > 1:
-            with waiting_for(f"seconds of the rollout, step {facts.step}"):
+            with waiting_for(f"seconds of the rollout, step {facts.step}", self.world.activity):
                 dist.broadcast(measured, groups.output_rank, group=groups.all)
         seconds, *sums = measured.tolist()
         cost = replace(cost, seconds=seconds, rounds=DecodeLaw(*sums))
@@ -343,7 +348,7 @@ class PPOTrainer:
         planner, meter = self.rounds.planner, self.tracer.meter
         if planner.generator != "woven":
             return
-        with waiting_for(f"measured costs, step {step}"):
+        with waiting_for(f"measured costs, step {step}", self.world.activity):
             sums = sum_over_ranks(meter.to_vector(), self.world.device)
         planner.learn(CostMeter(meter.stages, sums).costs(Costs()))
         meter.forget(COSTS_KEPT)
@@ -354,9 +359,13 @@ class PPOTrainer:
             return
         every = self.evaluator.config.every_steps
         if step == 0 or last or (every and step % every == 0):
-            with self.spans.span("evaluate", role="actor", step=step):
+            activity, longest = self.world.activity, self.config.rollout.max_response_tokens
+            with (
+                self.spans.span("evaluate", role="actor", step=step),
+                activity.doing(f"evaluation after step {step}"),
+            ):
                 accuracy = self.evaluator.accuracy(
-                    self.actor.role.serving, self.rounds.executor.links, self.config.rollout.max_response_tokens
+                    self.actor.role.serving, self.rounds.executor.links, longest, activity
                 )
             if self.journal is not None:
                 self.journal.evaluation(step, accuracy)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from oppo_megatron.config.reliability import PreemptConfig
 from oppo_megatron.errors import EXIT_REQUEUE
+from oppo_megatron.runtime.activity import Activity
 from oppo_megatron.runtime.peers import waiting_for
 
 
@@ -38,13 +39,19 @@ class Preemption:
             yield
             return
         numbers = (signal.SIGTERM, signal.SIGUSR1)
-        before = {number: signal.signal(number, self._hear) for number in numbers}
+        before = {number: signal.signal(number, _leave_to_the_thread) for number in numbers}
+        reads, writes = os.pipe()
+        os.set_blocking(writes, False)
+        earlier = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+        threading.Thread(target=self._hear, args=(reads,), name="preemption", daemon=True).start()
         try:
             yield
         finally:
             self.saved()
             for number, handler in before.items():
                 signal.signal(number, signal.SIG_IGN if self.asked else handler)
+            signal.set_wakeup_fd(earlier)
+            os.close(writes)
 
     def ask(self) -> None:
         """As a signal would."""
@@ -59,22 +66,27 @@ class Preemption:
         if self._deadline is not None:
             self._deadline.cancel()
 
-    def agreed(self, group: dist.ProcessGroup | None) -> bool:
+    def agreed(self, group: dist.ProcessGroup | None, activity: Activity | None = None) -> bool:
         """Whether any rank of the group (None: of the world) was told; all of them make the call."""
         if not self.config.enabled or dist.get_world_size(group) == 1:
             return self.asked
         told = torch.tensor([int(self.asked)])
-        with waiting_for("ranks that may have been told to stop"):
+        with waiting_for("ranks that may have been told to stop", activity):
             dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
         if told.item():
             self.ask()
         return self.asked
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        self._terms += number == signal.SIGTERM
-        if self._terms > 1:
-            os._exit(128 + number)
-        self.ask()
+    def _hear(self, reads: int) -> None:
+        """In a thread of its own: the main one may be in a call that waits for a peer, and then runs no handler."""
+        with open(reads, "rb", buffering=0) as numbers:
+            while number := numbers.read(1):
+                if number[0] not in (signal.SIGTERM, signal.SIGUSR1):
+                    continue
+                self._terms += number[0] == signal.SIGTERM
+                if self._terms > 1:
+                    os._exit(128 + number[0])
+                self.ask()
 
     def _too_late(self) -> None:
         print(
@@ -84,3 +96,7 @@ class Preemption:
             flush=True,
         )
         os._exit(EXIT_REQUEUE)
+
+
+def _leave_to_the_thread(number: int, frame: FrameType | None) -> None:
+    """A handler there must be, or the signal would not be noted for the thread."""

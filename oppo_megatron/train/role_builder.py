@@ -99,7 +99,9 @@ class RoleBuilder:
         first: Station | None = decode if decode is not None else listen
         assert first is not None
         stations = {"actor": first, **scoring}
-        executor = Executor(rank, stations, self.topology.links, config.runtime.timeout_s, device, tracer)
+        executor = Executor(
+            rank, stations, self.topology.links, config.runtime.timeout_s, device, tracer, self.world.activity
+        )
         seats = {name: seat.replica for name, place in site.places.items() if (seat := place.seat(rank)) is not None}
         return RoundRunner(planner, executor, seats, decode, listen, scoring, tracer.planned)
 
@@ -152,7 +154,7 @@ class RoleBuilder:
         if groups is None or training is None:
             return None
         ppo = self.config.ppo
-        return build_trained_role(
+        role = build_trained_role(
             self.config.actor if name == "actor" else self.config.critic,
             groups,
             training,
@@ -162,6 +164,9 @@ class RoleBuilder:
             path=self.config.runtime.decode_path,
             num_updates=self.total_steps * ppo.epochs * ppo.minibatches,
         )
+        for chunk in role.trained.chunks:  # every micro-batch of an update is a sign of life
+            chunk.register_forward_pre_hook(lambda *_: self.world.activity.beat())
+        return role
 
     def _cache(self, name: str, model: RoleModel) -> SequenceCache:
         cache = model.new_cache(self.num_slots(name), self.kv_budget_bytes, self.config.runtime.kv_layout)

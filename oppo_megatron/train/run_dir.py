@@ -7,6 +7,7 @@ trace.json        what each rank did, and when    weights/          final weight
 hosts.json        where each rank ran             schedules.txt     each round's schedule (`logging.actions`)
 guilty/           batches that a guard found fault with, for `oppo replay`
 rollbacks.jsonl   what was left out where a guard went back to a checkpoint
+stacks/           what each rank's threads were at where the run stood still
 placement.json    what `placement.mode: auto` measured, in the runs under placement/; later attempts use it again
 """
 
@@ -56,6 +57,7 @@ class RunDirectory:
         self.placement = self.path / "placement.json"
         self.placement_runs = self.path / "placement"
         self.checkpoints = self.path / "checkpoints"
+        self.stacks = self.path / "stacks"
 
     def __fspath__(self) -> str:
         return str(self.path)

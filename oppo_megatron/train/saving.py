@@ -90,11 +90,11 @@ class Saver:
 
     def told_to_stop(self, group: dist.ProcessGroup) -> bool:
         """Before a round, on the ranks of the actor alone: the chunk tells the others."""
-        return self.preemption.agreed(group)
+        return self.preemption.agreed(group, self.world.activity)
 
     def meet(self, reward: float) -> None:
         """All ranks have met for a step's scores, of mean `reward`: was any of them told to stop?"""
-        self.stopping, self.reward = self.preemption.agreed(None), reward
+        self.stopping, self.reward = self.preemption.agreed(None, self.world.activity), reward
 
     def due(self, step: int) -> bool:
         """After a step."""
@@ -115,9 +115,10 @@ class Saver:
         trainer.rounds.executor.drain()
         trainer.memory.of_all_ranks()
         position = Position(trainer.done, -1 if trainer.phase is None else trainer.scheduler.buffer.clock)
-        with waiting_for(f"checkpoint {position.name}"):
+        with waiting_for(f"checkpoint {position.name}", self.world.activity, waits=False):
             num_bytes = self._write(trainer, position)
-        self.preemption.saved()
+        if self.stopping or trainer.phase is not None:  # else this save is not the one that the run is to stop with
+            self.preemption.saved()
         self._cost = (time.time() - started, num_bytes)
         trainer.guard.rollbacks.checkpoint = position.name, trainer.scheduler.position
         if trainer.journal is not None:
@@ -130,7 +131,7 @@ class Saver:
         self._best = None if state["best"] is None else (state["best"][0], Position(*state["best"][1]))
         updates = {name: state["updates"] for name in ("actor", "critic")}
         models = _trained(trainer)
-        with waiting_for("models of the checkpoint"):
+        with waiting_for("models of the checkpoint", self.world.activity, waits=False):
             load_models(found.folder / MODELS, models, updates)
         for model in models.values():
             model.resume_schedule(state["updates"])
@@ -187,7 +188,8 @@ class Saver:
         except (OSError, SafetensorError, CheckpointError) as error:
             mine = None, getattr(error, "strerror", None) or str(error)
         answers: list[Any] = [None] * self.world.size
-        dist.all_gather_object(answers, mine)
+        with self.world.activity.doing("all ranks' parts", waits=True):
+            dist.all_gather_object(answers, mine)
         for rank, (_, failure) in enumerate(answers):
             if failure is not None:
                 last = next((whole.name for whole in reversed(self.store.positions())), None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.records import Rollout
 from oppo_megatron.rewards.functions import NonFiniteRewardError, RewardSum
 from oppo_megatron.rewards.protocol import ScoreItem
+from oppo_megatron.runtime.activity import Activity
 from oppo_megatron.runtime.rounds import RoundRunner
 from oppo_megatron.runtime.stream import share
 from oppo_megatron.train.actor import Actor
@@ -55,6 +56,7 @@ class ScoreExchange:
     places: Mapping[str, Place]
     rewards: RewardSum
     tokenizer: Tokenizer
+    activity: Activity = field(default_factory=Activity)
     refusal: str | None = None
 
     def gather(
@@ -147,7 +149,8 @@ class ScoreExchange:
             for i, rollout in enumerate(batch):
                 item, score = self._item(rollout), None if model_B is None else float(model_B[i])
                 try:
-                    reward = self.rewards.evaluate(item.prompt, item.response, item.fields, score, item.seq_id)
+                    with self.activity.doing(f"reward of sequence {item.seq_id}"):
+                        reward = self.rewards.evaluate(item.prompt, item.response, item.fields, score, item.seq_id)
                 except NonFiniteRewardError as error:
                     self.refusal = self.refusal or str(error)
                     rows.append([math.nan] * (1 + len(labels)))

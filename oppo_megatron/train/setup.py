@@ -37,7 +37,8 @@ def build_trainer(
 ) -> PPOTrainer:
     """Groups, models, optimizers and books of this rank; prompts come from position `start` on."""
     prompts = prompt_stream(config, inputs.prompts, start, rollbacks.left_out)
-    topology = build_topology(config)
+    with world.activity.doing("process groups", waits=True):
+        topology = build_topology(config)
     memory = MemoryMeter.begin(world.device)
     builder = RoleBuilder(config, world, topology, inputs.tokenizer, prompts, inputs.lengths, memory.allowances)
     keeps_journal = world.rank == topology.site.source
@@ -55,7 +56,9 @@ def build_trainer(
         world=world,
         scheduler=scheduler,
         rounds=builder.rounds(actor, critic, tracer),
-        exchange=ScoreExchange(world.rank, world.device, topology.site.places, inputs.rewards, inputs.tokenizer),
+        exchange=ScoreExchange(
+            world.rank, world.device, topology.site.places, inputs.rewards, inputs.tokenizer, world.activity
+        ),
         chunk_tuner=ChunkTuner(overlap.chunk, longest_chunk(config)),
         kl=KLController(config.ppo.kl),
         spans=tracer.spans,

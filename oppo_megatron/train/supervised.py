@@ -23,6 +23,7 @@ from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised import batches, num_batches, num_duplicates
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from oppo_megatron.errors import ConfigError
+from oppo_megatron.runtime.activity import Activity
 from oppo_megatron.runtime.batch import MicroBatch
 from oppo_megatron.runtime.exhaustion import Allowances, in_smaller_ones
 from oppo_megatron.runtime.mcore.groups import RoleGroups, build_groups
@@ -39,6 +40,7 @@ from oppo_megatron.train.run_dir import RunDirectory, write_json
 from oppo_megatron.train.sft import FineTuning
 from oppo_megatron.train.trace import SpanRecorder, merge_traces
 from oppo_megatron.train.trackers import open_trackers
+from oppo_megatron.train.watching import watched
 from oppo_megatron.train.weights import save_role
 
 RowT = TypeVar("RowT")
@@ -65,13 +67,13 @@ class Task(Protocol[RowT]):
 
 def run_sft(config: SFTConfig) -> None:
     """Fine-tune a causal LM on completions.  Called on every rank; see `train_supervised`."""
-    with open_world(config.runtime) as world:
+    with open_world(config.runtime) as world, watched(world, config.stall, config.run_dir, "sft"):
         train_supervised(config, FineTuning(), world)
 
 
 def run_reward_model(config: RewardModelConfig) -> None:
     """Train a scalar head and the model below it on preferences.  Called on every rank; see `train_supervised`."""
-    with open_world(config.runtime) as world:
+    with open_world(config.runtime) as world, watched(world, config.stall, config.run_dir, "rm"):
         train_supervised(config, RewardModelling(), world)
 
 
@@ -105,7 +107,8 @@ def train_supervised(config: SupervisedConfig, task: Task[RowT], world: World) -
         if report and (duplicates := num_duplicates(rows)):
             report.note(f"{duplicates} of {len(rows)} rows are duplicates of others")
         trained = TrainedModel(model, config.optimizer, steps)
-        for step, figures in enumerate(_steps(config, task, rows, trained, spans), start=1):
+        model.register_forward_pre_hook(lambda *_: world.activity.beat())  # a micro-batch is a sign of life
+        for step, figures in enumerate(_steps(config, task, rows, trained, spans, world.activity), start=1):
             if report:
                 report.step(step, figures)
     with spans.span("save", role="model", step=steps):
@@ -137,7 +140,12 @@ def _check_model(config: SupervisedConfig, tokenizer: Tokenizer) -> None:
 
 
 def _steps(
-    config: SupervisedConfig, task: Task[RowT], rows: Sequence[RowT], trained: TrainedModel, spans: SpanRecorder
+    config: SupervisedConfig,
+    task: Task[RowT],
+    rows: Sequence[RowT],
+    trained: TrainedModel,
+    spans: SpanRecorder,
+    activity: Activity,
 ) -> Iterator[dict[str, Any]]:
     """Make the optimizer steps of the run; the figures of each."""
     groups, device = trained.model.groups, next(trained.model.parameters()).device
@@ -155,7 +163,7 @@ def _steps(
         def make(most: int, mine: list[RowT] = mine, loss: Loss = loss) -> StepReport:
             return trained.step(task.micro_batches(mine, most, device), loss)
 
-        with spans.span("update", role="model", step=step):
+        with spans.span("update", role="model", step=step), activity.doing(f"update, step {step}"):
             report = in_smaller_ones(make, budget, allowance, trained.begun, trained.bound_to_peers)
         packing = Packing.of([[lengths[i] for i in share] for share in shares], allowance.within(budget))
         spans.flush()

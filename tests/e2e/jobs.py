@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import time
 from contextlib import nullcontext
 from typing import Any
@@ -135,6 +137,26 @@ def train_until(config: dict[str, Any], rounds: int, rank: int = 0) -> bool:
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     with mock.patch.object(RoundRunner, "run", counting):
         return run_ppo(checked, world, read_inputs(checked), preemption)
+
+
+def train_with_sigterm(config: dict[str, Any], rank: int, after_s: float) -> bool:
+    """`train`, where `rank` gets a SIGTERM some seconds after it has built its models; whether the run ended by itself."""
+    checked = TrainConfig(**config)
+    preemption = Preemption(checked.preempt)
+    world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    timer = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGTERM))
+    run = PPOTrainer.run
+
+    def told(trainer: PPOTrainer) -> bool:
+        if dist.get_rank() == rank:
+            timer.start()
+        return run(trainer)
+
+    with mock.patch.object(PPOTrainer, "run", told), preemption.listening():
+        try:
+            return run_ppo(checked, world, read_inputs(checked), preemption)
+        finally:
+            timer.cancel()
 
 
 def train_error(config: dict[str, Any]) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import re
+import time
 from collections import Counter
 from typing import Any
 
@@ -39,3 +41,13 @@ def breaks(prompt: str, response: str, fields: dict[str, Any], name: str, good: 
     """NaN after `good` responses of the run `name`."""
     CALLS[name] += 1
     return float(len(response)) if CALLS[name] <= good else math.nan
+
+
+def hangs(prompt: str, response: str, fields: dict[str, Any], after: int, how: str = "asleep") -> float:
+    """A reward that never returns, after so many that did; `interpreter`: in a call that lets no other thread run."""
+    CALLS["hangs"] += 1
+    if CALLS["hangs"] > after:
+        if how == "interpreter":
+            re.match(r"(a|a)*$", "a" * 60 + "b")
+        time.sleep(3600)
+    return float(len(response))

@@ -2,40 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
+import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
+from oppo_megatron.checkpoint.manifest import find_damage, read_manifest
+from oppo_megatron.checkpoint.store import CheckpointStore
 from oppo_megatron.errors import EXIT_REQUEUE
+from tests.e2e.started import num_lines, rank_pids, start, still_there, wait_until
+from tests.e2e.test_resume import CARRIED, assert_bit_equal
 from tests.support.layouts import deep
 from tests.support.ppo import Workspace, read_outcome, run_ppo_ranks, weight_distance
+from tests.support.ranks import run_ranks
 
 STEPS = 16
-
-
-def start(config: dict[str, Any], *options: str) -> subprocess.Popen[str]:
-    path = Path(config["run_dir"]).parent / "preempted.yaml"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.safe_dump(config))
-    command = [sys.executable, "-m", "oppo_megatron", "train", str(path), *options]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-
-
-def wait_for_lines(run: subprocess.Popen[str], config: dict[str, Any], count: int) -> None:
-    """Until the run has written so many lines of metrics."""
-    path, until = Path(config["run_dir"]) / "metrics.jsonl", time.monotonic() + 100
-    while not path.exists() or len(path.read_text().splitlines()) < count:
-        assert run.poll() is None, run.communicate()
-        assert time.monotonic() < until, "the run does not come on"
-        time.sleep(0.02)
 
 
 @pytest.mark.slow
@@ -53,14 +38,13 @@ def test_a_run_that_is_told_to_stop_and_a_run_whose_rank_is_killed_end_as_if_not
     config = deep(workspace, "preempted", **changes)
 
     run = start(config, "--max-restarts", "1")
-    wait_for_lines(run, config, 2)
+    wait_until(run, lambda: num_lines(config) >= 2)
     run.send_signal(signal.SIGTERM)
     assert run.wait(60) == EXIT_REQUEUE, run.communicate()
 
     run = start(config, "--resume", "--max-restarts", "1")
-    wait_for_lines(run, config, 6)
-    pid = json.loads((Path(config["run_dir"]) / "hosts.json").read_text())["ranks"][0]["pid"]
-    os.kill(pid, signal.SIGKILL)
+    wait_until(run, lambda: num_lines(config) >= 6)
+    os.kill(rank_pids(config)[0], signal.SIGKILL)
     _, told = run.communicate(timeout=100)
     assert run.returncode == 0 and "was ended by SIGKILL" in told and "0 of 1 restarts left" not in told
 
@@ -68,3 +52,66 @@ def test_a_run_that_is_told_to_stop_and_a_run_whose_rank_is_killed_end_as_if_not
     assert [line["step"] for line in outcome.metrics] == list(range(1, STEPS + 1))
     assert outcome.rollouts == plain.rollouts
     assert weight_distance(outcome.actor, plain.actor) == weight_distance(outcome.critic, plain.critic) == 0.0
+
+
+def whole_checkpoints(config: dict[str, Any]) -> list[str]:
+    """Names of the run's checkpoints, each of them whole."""
+    store = CheckpointStore(Path(config["run_dir"]) / "checkpoints")
+    for position in store.positions():
+        folder = store.folder(position)
+        assert find_damage(folder, read_manifest(folder), 0, 1) is None
+    return [position.name for position in store.positions()]
+
+
+def test_a_second_sigterm_ends_a_run_within_a_save_and_a_save_that_is_late_is_given_up(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """Both while the save is being written; the last checkpoint is whole, and no rank is left."""
+    workspace = Workspace.create(tmp_path_factory.mktemp("slow-saves"))
+    changes = {"steps": 99, "placement": {"mode": "disaggregated"}, "checkpoint": {"every_steps": 2}}
+    config = deep(workspace, "slow", **changes, preempt={"deadline_s": 3.0})
+    run_dir = Path(config["run_dir"])
+
+    run = start(config, module="tests.e2e.started")
+    wait_until(run, lambda: list((run_dir / "checkpoints").glob("step-*")) != [])
+    (run_dir / "slow").touch()
+    run.send_signal(signal.SIGTERM)
+    wait_until(run, (run_dir / "saving").exists)
+    run.send_signal(signal.SIGTERM)
+    assert run.wait(3) == 143
+    pids, until = rank_pids(config), time.monotonic() + 5
+    while still_there(pids):
+        assert time.monotonic() < until
+    before = whole_checkpoints(config)
+    assert before and "clock" not in before[-1]
+
+    for name in ("slow", "saving"):
+        (run_dir / name).unlink()
+    config["checkpoint"]["resume"], config["placement"] = True, {"mode": "single"}
+    written = num_lines(config)
+    run = start(config, module="tests.e2e.started")
+    wait_until(run, lambda: num_lines(config) >= written + 2)
+    (run_dir / "slow").touch()
+    run.send_signal(signal.SIGTERM)
+    told = time.monotonic()
+    _, said = run.communicate(timeout=30)
+    assert run.returncode == EXIT_REQUEUE and time.monotonic() - told < 3 + 10, said
+    assert "nothing was saved within preempt.deadline_s=3" in said
+    assert whole_checkpoints(config)[-1] >= before[-1] and not still_there(rank_pids(config))
+
+
+def test_sigterm_at_random_moments_to_either_rank(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Three stops of one run, then it ends as the run that was left alone (the long version: tests/chaos/preemptions.py)."""
+    draw = random.Random(7)
+    workspace = Workspace.create(tmp_path_factory.mktemp("moments"))
+    changes: dict[str, Any] = CARRIED | {"steps": 14, "placement": {"mode": "disaggregated"}}
+    plain = run_ppo_ranks(deep(workspace, "plain", **changes))
+    step_s = sum(line["step_s"] for line in plain.metrics) / len(plain.metrics)
+    config = deep(workspace, "moments", **changes)
+    for number in range(3):
+        after_s = draw.uniform(0, 3 * step_s)
+        job = "tests.e2e.jobs:train_with_sigterm"
+        assert run_ranks(2, job, config=config, rank=number % 2, after_s=after_s) == [False, False], after_s
+        config["checkpoint"] = {"resume": True}
+        assert whole_checkpoints(config)
+    assert_bit_equal(run_ppo_ranks(config), plain)

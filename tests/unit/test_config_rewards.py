@@ -67,7 +67,11 @@ def test_broken(part: dict[str, Any], expected: str) -> None:
 
 def test_a_run_gives_up_before_its_ranks_do() -> None:
     parts = [RewardPart(kind="http", url=URL, remote={"give_up_s": 600, "timeout_s": 30})]
-    assert list(check_waits(parts, 631.0)) == []
+    assert list(check_waits(parts, 631.0)) == [] == list(check_waits(parts, 631.0, 631.0))
+    assert "is ended after stall.deadline_s 630" in next(check_waits(parts, 1800.0, 630.0))
+    isolated = [RewardPart(kind="python", entry_point="a:b", isolate=True, limits={"wall_s": 50, "start_s": 10})]
+    assert list(check_waits(isolated, 1800.0, 61.0)) == []
+    assert "limits.start_s + limits.wall_s" in next(check_waits(isolated, 1800.0, 60.0))
     assert "rewards.0 may wait 630 s" in next(check_waits(parts, 630.0))
     parts[0].remote.on_failure = "stop"
     assert list(check_waits(parts, 31.0)) == []

@@ -1,0 +1,148 @@
+"""Sees, in the process that has started the ranks of a host, that all of them end where the run has ended.
+
+a rank was killed or failed        those that are still there GRACE_S later are killed: they may hang, or be stopped
+told to stop, and not saved        the ranks end by themselves; those that cannot are killed
+the run stands still               as the ranks' watchdogs say, and end; where none of them can, all are killed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from oppo_megatron.errors import EXIT_REQUEUE, EXIT_ROLLBACK
+from oppo_megatron.runtime.rendezvous import MeetingPoint
+from oppo_megatron.runtime.stalls import Watch
+from oppo_megatron.runtime.watchdog import board_of, tick_s, told_within_s
+from oppo_megatron.train.failures import Failure
+
+POLL_S = 0.2
+GRACE_S = 8.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """stall_s: 0 for none.  told_s: how long ranks that were told to stop may take, None for ever.  first_s: until they meet."""
+
+    stall_s: float
+    told_s: float | None
+    first_s: float
+
+    @classmethod
+    def of(cls, config: Any) -> Limits:
+        """Of a command's configuration; one without such sections has no limits."""
+        stall, preempt = getattr(config, "stall", None), getattr(config, "preempt", None)
+        told_s = preempt.deadline_s if preempt is not None and preempt.enabled else None
+        if stall is None:
+            return cls(0.0, told_s, 0.0)
+        return cls(stall.deadline_s, told_s, config.runtime.rendezvous_timeout_s)
+
+
+class Warden:
+    """Over the ranks whose process ids are in `folder`, where failures are left, too.  `told_s`: since they were told to stop."""
+
+    def __init__(self, folder: Path, point: MeetingPoint, limits: Limits, told_s: Callable[[], float | None]):
+        self._folder, self._limits, self._told_s = folder, limits, told_s
+        self._board = board_of(point)
+        later_s = told_within_s(limits.stall_s) + 2 * tick_s(limits.stall_s)  # the ranks' watchdogs come first
+        self._watch = Watch(
+            range(point.size), limits.stall_s, 3 * tick_s(limits.stall_s), time.monotonic, limits.first_s, later_s
+        )
+        self._looked = self._ending_since = 0.0
+        self._over = threading.Event()
+
+    @contextlib.contextmanager
+    def guarding(self) -> Iterator[None]:
+        """While the block waits for the ranks."""
+        thread = threading.Thread(target=self._run, name="warden", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            thread.join()
+            self._explain_silence()
+
+    def last_words(self) -> dict[int, str]:
+        """What each rank was at when it was last heard of."""
+        return {rank: note.what for rank, note in self._watch.notes.items() if not note.ended}
+
+    def _run(self) -> None:
+        while not self._over.wait(POLL_S):
+            now = time.monotonic()
+            if not self._ending_since and (self._someone_failed() or self._is_late()):
+                self._ending_since = now
+                self._listen()
+            if self._ending_since:
+                if now - self._ending_since >= GRACE_S:
+                    self._kill()
+            elif self._limits.stall_s and now - self._looked >= tick_s(self._limits.stall_s):
+                self._looked = now
+                self._listen()
+                if self._watch.notes and self._watch.stalled():  # other entries than a training's give no notes
+                    self._end_stalled()
+
+    def _listen(self) -> None:
+        found = self._board.exchange(None, 1.0)
+        self._watch.observe(found or [], reaches_others=found is not None)
+
+    def _end_stalled(self) -> None:
+        """No watchdog has ended its rank: all are stopped, or within calls that let nothing else run."""
+        self._leave_message()
+        self._ending_since = time.monotonic()
+        self._kill()
+
+    def _explain_silence(self) -> None:
+        """A rank whose interpreter was held was ended by its timer, and could not say why."""
+        watch = self._watch
+        if self._limits.stall_s and watch.notes and not any(self._folder.glob("*.json")):
+            self._listen()
+            if any(watch.heard_s(rank) >= self._limits.stall_s for rank in watch.live):
+                self._leave_message()
+
+    def _leave_message(self) -> None:
+        silent_s = 3 * tick_s(self._limits.stall_s)
+        watch = self._watch
+        answered = [rank for rank in watch.live if rank in watch.notes and watch.heard_s(rank) < silent_s]
+        message = watch.describe(None, answered, "this process")
+        Failure(-1, time.time(), "stall", message).leave(self._folder)
+
+    def _is_late(self) -> bool:
+        told_s, limit_s = self._told_s(), self._limits.told_s
+        return told_s is not None and limit_s is not None and told_s >= limit_s
+
+    def _someone_failed(self) -> bool:
+        return any(self._folder.glob("*.stall.json")) or any(_failed(pid) for pid in self._pids())
+
+    def _pids(self) -> list[int]:
+        texts = [path.read_text(encoding="utf-8") for path in self._folder.glob("*.pid")]
+        return [int(text) for text in texts if text]
+
+    def _kill(self) -> None:
+        for pid in self._pids():
+            if _ended(pid) is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def _ended(pid: int) -> os.waitid_result | bool | None:
+    """How a child of ours ended: None while it runs, True where someone else has asked before.  It stays to be asked for."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return True
+
+
+def _failed(pid: int) -> bool:
+    ended = _ended(pid)
+    if ended is None or ended is True:
+        return False
+    assert not isinstance(ended, bool)
+    return ended.si_code != os.CLD_EXITED or ended.si_status not in (0, EXIT_REQUEUE, EXIT_ROLLBACK)

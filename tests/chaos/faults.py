@@ -1,0 +1,65 @@
+"""A rank killed, stopped or hanging at each stage of `oppo train`: every process ends in time, and the error names the rank.
+
+    python -m tests.chaos.faults [--at start round scoring update evaluation checkpoint] [--how killed stopped hangs]
+
+Each case is a run of two ranks, one of the actor and one of the scorers, with stall.deadline_s 4.  Prints a line a case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.started import PLACES, struck
+from tests.support.layouts import deep
+from tests.support.ppo import Workspace
+
+STALL_S, AFTER_S = 4.0, 20.0
+NAMED = {
+    "killed": "rank {} was ended by SIGKILL",
+    "stopped": "rank {} did not answer",
+    "hangs": "rank {} has not moved for",
+}
+
+
+def run_case(workspace: Workspace, at: str, rank: int, how: str) -> str:
+    """What the run said.  Raises AssertionError."""
+    heldout = {"path": str(workspace.root / "data" / "heldout.jsonl"), "max_prompt_tokens": 96}
+    changes: dict[str, Any] = {
+        "steps": 6,
+        "placement": {"mode": "disaggregated"},
+        "overlap.intra": True,
+        "stall": {"deadline_s": STALL_S},
+        "checkpoint": {"every_steps": 1},
+        "evaluation": {"data": heldout, "verifier": "arithmetic", "max_prompts": 3, "every_steps": 1},
+    }
+    told, seconds = struck(deep(workspace, f"{at}-{rank}-{how}", **changes), at, rank, how)
+    assert NAMED[how].format(rank) in told, told
+    other = next(
+        (line for line in told.replace("; rank", "\nrank").splitlines() if line.startswith(f"rank {1 - rank}")), ""
+    )
+    assert other, f"nothing of rank {1 - rank}: {told}"
+    limit_s = AFTER_S + (0.0 if how == "killed" else STALL_S)
+    assert seconds <= limit_s, f"{seconds:.1f} s"
+    return f"ended after {seconds:4.1f} s; {other[:110]}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Every fault at every stage of a run.")
+    parser.add_argument("--at", nargs="+", choices=list(PLACES), default=list(PLACES))
+    parser.add_argument("--how", nargs="+", choices=list(NAMED), default=list(NAMED))
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="oppo-faults-") as folder:
+        workspace = Workspace.create(Path(folder))
+        for at in args.at:
+            for rank in (0,) if at == "evaluation" else (0, 1):
+                for how in args.how:
+                    print(f"{at}, rank {rank} {how}: {run_case(workspace, at, rank, how)}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

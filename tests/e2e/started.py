@@ -1,0 +1,136 @@
+"""`oppo train` in processes of its own, as a user starts it; something may befall its ranks.
+
+python -m tests.e2e.started CONFIG.yaml     `oppo train`, whose saves last long where run_dir has a file `slow`
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import psutil
+import torch.distributed as dist
+import yaml
+
+from oppo_megatron.cli.launch import launch
+from oppo_megatron.config import places
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.errors import OppoError
+from oppo_megatron.runtime.executor import Executor
+from oppo_megatron.runtime.mcore.training import TrainedModel
+from oppo_megatron.train import entry, saving
+from oppo_megatron.train.evaluate import Evaluator
+from oppo_megatron.train.score_exchange import ScoreExchange
+
+
+def start(config: dict[str, Any], *options: str, module: str = "oppo_megatron train") -> subprocess.Popen[str]:
+    """`oppo train` of a configuration, which is written beside the run directory."""
+    run_dir = Path(config["run_dir"])
+    path = run_dir.with_name(f"{run_dir.name}.yaml")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-m", *module.split(), str(path), *options]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+def num_lines(config: dict[str, Any]) -> int:
+    path = Path(config["run_dir"]) / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def wait_until(run: subprocess.Popen[str], what: Any, seconds: float = 100.0) -> None:
+    """Until `what()` is true, of a run that goes on."""
+    until = time.monotonic() + seconds
+    while not what():
+        assert run.poll() is None, run.communicate()
+        assert time.monotonic() < until, "the run does not come on"
+        time.sleep(0.02)
+
+
+def rank_pids(config: dict[str, Any]) -> list[int]:
+    ranks = json.loads((Path(config["run_dir"]) / "hosts.json").read_text())["ranks"]
+    return [rank["pid"] for rank in ranks]
+
+
+def still_there(pids: list[int]) -> list[int]:
+    """Those that have not ended (a process that nobody has asked for yet has)."""
+    return [p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]
+
+
+def fault(config: dict[str, Any], at: str, rank: int, how: str) -> None:
+    """Before the run starts: what is to befall a rank, once (`run_rank`)."""
+    run_dir = Path(config["run_dir"])
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "fault").write_text(json.dumps({"at": at, "rank": rank, "how": how}))
+
+
+def struck(config: dict[str, Any], at: str, rank: int, how: str) -> tuple[str, float]:
+    """Start a run on which the fault comes; what it says in the end, and the seconds that it took from the fault to there.
+
+    Raises AssertionError where it does not fail as a run of ours does, or leaves ranks behind.
+    """
+    fault(config, at, rank, how)
+    run = start(config, module="tests.e2e.started")
+    path = Path(config["run_dir"]) / "fault"
+    wait_until(run, lambda: not path.exists())
+    came = time.monotonic()
+    pids = rank_pids(config)
+    _, told = run.communicate(timeout=120)
+    seconds = time.monotonic() - came
+    assert run.returncode == 2 and "Traceback" not in told, told
+    assert not still_there(pids), told
+    return told, seconds
+
+
+PLACES: dict[str, tuple[Any, str, int]] = {
+    "start": (entry, "build_trainer", 1),
+    "round": (Executor, "run", 8),
+    "scoring": (ScoreExchange, "gather", 2),
+    "update": (TrainedModel, "step", 6),
+    "evaluation": (Evaluator, "accuracy", 2),
+    "checkpoint": (saving, "save_models", 2),
+}
+"""Where a fault strikes: the function, and at which call of it."""
+
+
+def run_rank(kind: str, config: TrainConfig) -> int:
+    """As `oppo train`'s ranks, with a fault where run_dir tells of one.
+
+    killed, stopped: by a signal.  hangs: the main thread sleeps.  slow: a save sleeps once there is a file `slow`.
+    """
+    path = Path(config.run_dir) / "fault"
+    fault = json.loads(path.read_text()) if path.exists() else {"at": "checkpoint", "rank": None, "how": "slow"}
+    where, name, number = PLACES[fault["at"]]
+    original, calls = getattr(where, name), 0
+
+    def struck(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if fault["how"] == "slow" and path.with_name("slow").exists():
+            path.with_name("saving").touch()
+            time.sleep(600)
+        if calls == number and dist.get_rank() == fault["rank"]:
+            path.unlink()
+            if fault["how"] == "hangs":
+                time.sleep(600)
+            os.kill(os.getpid(), signal.SIGKILL if fault["how"] == "killed" else signal.SIGSTOP)
+        return original(*args, **options)
+
+    with mock.patch.object(where, name, struck):
+        return entry.run_rank(kind, config)
+
+
+if __name__ == "__main__":
+    settings = TrainConfig(**yaml.safe_load(Path(sys.argv[1]).read_text()))
+    try:
+        sys.exit(launch("train", settings, places.world_size(settings), entry="tests.e2e.started:run_rank"))
+    except OppoError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
