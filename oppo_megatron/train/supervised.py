@@ -102,10 +102,8 @@ def train_supervised(config: SupervisedConfig, task: Task[RowT], world: World) -
     steps = num_batches(len(rows), config.batch_size, config.epochs, config.max_steps)
     with ExitStack() as stack:
         report = _Report(config, task.title, steps, run, stack) if is_owner else None
-        if report and quarantine:
-            report.note(f"{len(quarantine)} rows set aside, {len(rows)} left; see {run.quarantine}")
-        if report and (duplicates := num_duplicates(rows)):
-            report.note(f"{duplicates} of {len(rows)} rows are duplicates of others")
+        if report:
+            report.tell_of_rows(rows, len(quarantine), run)
         trained = TrainedModel(model, config.optimizer, steps)
         model.register_forward_pre_hook(lambda *_: world.activity.beat())  # a micro-batch is a sign of life
         for step, figures in enumerate(_steps(config, task, rows, trained, spans, world.activity), start=1):
@@ -195,8 +193,12 @@ class _Report:
         self._trackers.log(step, fields)
         self._progress.update(step, fields)
 
-    def note(self, text: str) -> None:
-        self._progress.note(text)
+    def tell_of_rows(self, rows: Sequence[Any], num_quarantined: int, run: RunDirectory) -> None:
+        """Which rows are not trained on, or more than once."""
+        if num_quarantined:
+            self._progress.note(f"{num_quarantined} rows set aside, {len(rows)} left; see {run.quarantine}")
+        if duplicates := num_duplicates(rows):
+            self._progress.note(f"{duplicates} of {len(rows)} rows are duplicates of others")
 
 
 def _summary(run: RunDirectory, title: str, rows: Sequence[Any], num_quarantined: int) -> dict[str, Any]:
