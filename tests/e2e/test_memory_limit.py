@@ -29,7 +29,8 @@ def test_a_run_goes_on_with_less_at_once(tmp_path: Path) -> None:
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["memory_halved"] >= 1 and summary["memory_train_tokens"] < 800
     assert found.metrics[0]["memory_halved"] <= found.metrics[1]["memory_halved"] <= summary["memory_halved"]
-    assert found.metrics[1]["memory_train_tokens"] == summary["memory_train_tokens"]
+    # A step's line has what was known before its update; the last update may have met a bound of its own.
+    assert summary["memory_train_tokens"] <= found.metrics[1]["memory_train_tokens"] < 800
     assert found.tokens() == plain.tokens() and found.batches() == plain.batches()
     assert weight_distance(found.actor, plain.actor) < 1e-5 and weight_distance(found.critic, plain.critic) < 1e-5
     assert all(line["memory_halved"] == 0 and line["memory_train_tokens"] is None for line in plain.metrics)
