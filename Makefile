@@ -17,13 +17,16 @@ PEER_VENV := .venv-trl
 PEER_INSTALLED := $(PEER_VENV)/.installed
 PEER_REQUIREMENTS := benchmarks/peers/requirements-trl.txt
 
-.PHONY: demo test lint gpu-test test-slurm bench-trl clean
+.PHONY: demo test test-long lint gpu-test test-slurm bench-trl clean
 
 demo: $(INSTALLED)
 	$(BIN)/oppo demo
 
 test: lint
-	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu"
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not long"
+
+test-long: $(INSTALLED_TEST)
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long
 
 lint: $(INSTALLED_TEST)
 	$(BIN)/ruff check .

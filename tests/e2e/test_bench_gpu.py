@@ -29,7 +29,7 @@ WORK = GpuWork(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_part_gives_its_figures(tmp_path: Path) -> None:
     bench = GpuBench(tmp_path, WORK, 400.0, memory_bytes=2**40, say=lambda text: None)
     figures = bench.run({"tiny": {**TINY, "vocab_size": 512}})

@@ -57,7 +57,7 @@ def short(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_run_directories_are_whole(short: Path) -> None:
     for stage, kind in STAGES.items():
         run = short / stage
@@ -74,7 +74,7 @@ def test_run_directories_are_whole(short: Path) -> None:
         assert not absent, f"describe in docs/metrics.md: {absent}"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_weights_load_in_transformers_with_their_tokenizer(short: Path) -> None:
     places = {
         "sft/weights": AutoModelForCausalLM,
@@ -89,7 +89,7 @@ def test_weights_load_in_transformers_with_their_tokenizer(short: Path) -> None:
         assert (short / place / "tokenizer.model").read_bytes() == (short / "tokenizer.model").read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_both_overlaps_are_at_work_and_the_reward_model_reward_rises(short: Path) -> None:
     config = load_config(TrainConfig, short / "ppo" / "config.yaml")
     assert config.overlap.intra and config.overlap.inter and world_size(config) == 2
@@ -101,7 +101,7 @@ def test_both_overlaps_are_at_work_and_the_reward_model_reward_rises(short: Path
     assert summary(short, "sft")["loss_last"] < summary(short, "sft")["loss_first"] - 0.5
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_nothing_of_the_test_set_is_trained_or_evaluated_on(short: Path, shared_data: Path) -> None:
     test = {row["question"] for row in rows(shared_data / FILES[1])}
     train, heldout = rows(short / "data" / "train.jsonl"), rows(short / "data" / "heldout.jsonl")
@@ -113,7 +113,7 @@ def test_nothing_of_the_test_set_is_trained_or_evaluated_on(short: Path, shared_
     assert load_config(TrainConfig, short / "ppo" / "config.yaml").evaluation.data.path == short / "data/heldout.jsonl"  # type: ignore[union-attr]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_finished_stages_are_reused_and_another_variant_is_refused(short: Path, shared_data: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in short.rglob("*.jsonl")}
     again = call(EXAMPLE / "run.sh", "--short", shared_data, short)
@@ -133,7 +133,7 @@ def change_two_lines(config: Path, checkpoint: Path) -> None:
     config.write_text(after, encoding="utf-8")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_changed_lines_make_the_chain_start_from_a_checkpoint(shared_data: Path, tmp_path: Path) -> None:
     """A tiny random Qwen2 with a tokenizer of its own, as transformers saves them, runs through all three stages."""
     checkpoint, example, out = tmp_path / "Qwen2.5-tiny", tmp_path / "gsm8k", tmp_path / "out"
