@@ -42,8 +42,8 @@ STARTING_S = 0.6  # of what a run takes beside its steps: for start-up, the rest
 FRAME = re.compile(r'File "[^"]*/oppo_megatron/([\w/]+\.py)", line (\d+) in (\w+)')
 PHASES = (
     ("waiting for the critic", r"train/ppo\.py in settle"),
-    ("restoring", r"saving\.py in (restore|find_checkpoint|_damage)|resum"),
-    ("saving", r"train/saving\.py in (save|_write|_commit|_seal|_together)"),
+    ("restoring", r"saving/(saver\.py in restore|finding\.py)|resum"),
+    ("saving", r"train/saving/(saver\.py in (save|conclude)|writing\.py)"),
     ("update", r"train/(update|actor|critic)\.py|in _update$|in _train$"),
     ("scores", r"train/score_exchange\.py|in _score$"),
     ("evaluation", r"train/evaluate\.py"),

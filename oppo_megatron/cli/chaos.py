@@ -33,13 +33,11 @@ def run(args: argparse.Namespace) -> int:
     from oppo_megatron.bench.chaos import COLUMNS, Chaos, phases
     from oppo_megatron.bench.table import format_table
     from oppo_megatron.cli.bench.common import refuse_given_ranks
-    from oppo_megatron.cli.run import load_checked
-    from oppo_megatron.config.run import TrainConfig
+    from oppo_megatron.cli.run import load_train
     from oppo_megatron.errors import ConfigError
 
     refuse_given_ranks("oppo chaos")
-    config = load_checked("train", args.config, _overrides(args))
-    assert isinstance(config, TrainConfig)
+    config = load_train(args.config, _overrides(args))
     if not config.checkpoint.every_steps:
         config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"every_steps": 1})})
     if config.steps is None:

@@ -141,6 +141,15 @@ def load_checked(kind: str, path: Path, overrides: Sequence[str]) -> TrainConfig
     return config
 
 
+def load_train(path: Path, overrides: Sequence[str]) -> TrainConfig:
+    """`load_checked` for commands that are about training with PPO alone."""
+    from oppo_megatron.config.run import TrainConfig
+
+    config = load_checked("train", path, overrides)
+    assert isinstance(config, TrainConfig)
+    return config
+
+
 def placed(settings: TrainSettings | SupervisedConfig, *, measure: bool) -> TrainConfig | SupervisedConfig | None:
     """The configuration that ranks can be started with; None where `measure` is false and nothing else would tell."""
     from oppo_megatron.cli.measure import settle

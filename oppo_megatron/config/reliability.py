@@ -18,6 +18,11 @@ class CheckpointConfig(Section):
         description="save the KV caches of sequences in flight, and use them: on the same layout the run continues to the "
         "bit; false: they are computed again, and the run continues to rounding",
     )
+    asynchronous: bool = Field(
+        False,
+        description="the run waits only until what the checkpoint holds has been copied (a second time in the host's memory: "
+        "weights and optimizer states that this rank writes); a thread writes it while the run goes on",
+    )
     resume: bool = Field(
         False, description="continue from the last whole checkpoint of `run_dir`, where it has one (`--resume`)"
     )

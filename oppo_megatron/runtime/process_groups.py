@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 
 
-def new_group(ranks: Sequence[int], desc: str) -> dist.ProcessGroup:
-    """`dist.new_group` with the timeout of the default group (`runtime.timeout_s`).
+def new_group(ranks: Sequence[int], desc: str, backend: str | None = None) -> dist.ProcessGroup:
+    """`dist.new_group` with the timeout of the default group (`runtime.timeout_s`), and its back ends if no other is named.
 
     torch itself gives a new group 30 minutes (10 on NCCL), whatever the default group has.  A call of all ranks of the
     world, like torch's.
     """
-    return dist.new_group(list(ranks), timeout=world_timeout(), group_desc=desc)
+    return dist.new_group(list(ranks), timeout=world_timeout(), backend=backend, group_desc=desc)
 
 
 def world_timeout() -> timedelta:

@@ -21,7 +21,8 @@ from oppo_megatron.train.ppo import PPOTrainer
 from oppo_megatron.train.preemption import Preemption
 from oppo_megatron.train.rollback import RollBack, Rollbacks
 from oppo_megatron.train.run_dir import RunDirectory, write_json
-from oppo_megatron.train.saving import Found, Saver, find_checkpoint
+from oppo_megatron.train.saving.finding import Found, find_checkpoint
+from oppo_megatron.train.saving.saver import Saver
 from oppo_megatron.train.setup import build_trainer
 from oppo_megatron.train.stacks import stacks_on_request
 from oppo_megatron.train.supervised import run_reward_model, run_sft

@@ -51,8 +51,9 @@ class StepFacts:
     version: int = 0
     skipped: str | None = None  # why nothing was trained
     rewards: list[float] = field(default_factory=list)
-    checkpoint_s: float = 0.0  # of the checkpoint before this step
-    checkpoint_bytes: int = 0
+    checkpoint_s: float = 0.0  # waiting for checkpoints before this step
+    checkpoint_bytes: int = 0  # of those that became whole
+    checkpoint_hidden_s: float = 0.0  # and what of their writing the run did not wait for
     memory: dict[str, int | None] = field(default_factory=dict)  # bounds of what fits
     scores: ScoreReport | None = None
     actor: dict[str, float] = field(default_factory=dict)
@@ -125,9 +126,10 @@ class Journal:
         self.log.complete(step, late)
         self.trackers.log(step, late)
 
-    def saved(self, name: str, seconds: float, num_bytes: int) -> None:
+    def saved(self, name: str, waited_s: float, num_bytes: int, hidden_s: float) -> None:
         """A checkpoint is whole."""
-        self.progress.note(f"checkpoint {name}: {num_bytes / 2**20:.1f} MB in {seconds:.1f} s")
+        beside = f", {hidden_s:.1f} s of writing beside the run" if hidden_s else ""
+        self.progress.note(f"checkpoint {name}: {num_bytes / 2**20:.1f} MB in {waited_s:.1f} s{beside}")
 
     def state_dict(self) -> dict[str, Any]:
         """What is not in metrics.jsonl, in plain JSON types."""
@@ -186,6 +188,7 @@ class Journal:
             "bubble_share": waits / facts.decode_s if facts.decode_s else 0.0,
             "checkpoint_s": facts.checkpoint_s,
             "checkpoint_bytes": facts.checkpoint_bytes,
+            "checkpoint_hidden_s": facts.checkpoint_hidden_s,
             "tokens": facts.tokens_decoded,
             "running_mean": facts.tokens_decoded / facts.decode_steps if facts.decode_steps else 0.0,
             "tail_waste": facts.tail_waste,

@@ -42,9 +42,9 @@ from oppo_megatron.train.guard import Evidence, Guard
 from oppo_megatron.train.journal import Journal, StepFacts
 from oppo_megatron.train.memory import MemoryMeter
 from oppo_megatron.train.round_trace import RoundTracer
-from oppo_megatron.train.saving import Saver
+from oppo_megatron.train.saving.saver import Saver
+from oppo_megatron.train.saving.state import RolloutPhase
 from oppo_megatron.train.score_exchange import ScoreExchange, ScoreReport, sum_over_ranks
-from oppo_megatron.train.state import RolloutPhase
 from oppo_megatron.train.trace import SpanRecorder
 from oppo_megatron.train.update import UpdateSettings
 
@@ -95,6 +95,7 @@ class PPOTrainer:
                     return False
         self.settle()
         self.spans.flush()
+        self.saver.conclude(self)
         return True
 
     def settle(self) -> None:
@@ -138,7 +139,7 @@ class PPOTrainer:
     def _begin(self, step: int) -> RolloutPhase:
         """Admit the step's prompts."""
         facts = StepFacts(step, delta=self.scheduler.buffer.delta, chunk_tokens=self.chunk_tuner.value)
-        facts.checkpoint_s, facts.checkpoint_bytes = self.saver.take_cost()
+        facts.checkpoint_s, facts.checkpoint_bytes, facts.checkpoint_hidden_s = self.saver.take_cost()
         if self.actor is not None:
             facts.version = self.actor.version
         clock = self.scheduler.buffer.clock
@@ -193,7 +194,7 @@ class PPOTrainer:
             scored, report = self.exchange.gather(batch, self.rounds, self.actor, self.critic, seconds, self.clock.work)
             memory = self.memory.of_all_ranks()
             self.rounds.planner.actor.most = memory.decode_most
-            self.saver.meet(float(scored.scores_B.double().mean()))
+            self.saver.meet(self, float(scored.scores_B.double().mean()))
         self.clock.meet()
         facts.scores, facts.kl_coefficient, facts.rewards = report, self.kl.value, scored.scores_B.tolist()
         facts.memory = memory.bounds()
@@ -248,7 +249,7 @@ class PPOTrainer:
         experience, breach = self.guard.examine(scored, self.kl.value)
         evidence = self._evidence(facts, batch, scored, experience)
         if breach is not None:
-            self.guard.settle(breach, evidence, self.scheduler.position)
+            self._settle(breach, evidence)
             if self.critic is not None:
                 self.critic.stats = no_stats()
         self._measure_costs(facts.step)
@@ -256,13 +257,19 @@ class PPOTrainer:
             breach = self._update(facts.step, batch, experience, facts)
             updates = facts.actor | ({} if self.critic is None else self.critic.stats)
             evidence = replace(evidence, figures={**evidence.figures, **updates})
-            self.guard.settle(breach, evidence, self.scheduler.position)
+            self._settle(breach, evidence)
         self._end_update(facts.step, plan, changed=breach is None)
         if breach is None:
             self._learn(facts.step, batch, experience, facts)
         else:
             facts.skipped = breach.reason
         return experience
+
+    def _settle(self, breach: Breach | None, evidence: Evidence) -> None:
+        """Raises where the run is to stop, or to go back: to the checkpoint that is being written, if there is one."""
+        if breach is not None:
+            self.saver.conclude(self)
+        self.guard.settle(breach, evidence, self.scheduler.position)
 
     def _evidence(
         self, facts: StepFacts, batch: Sequence[Rollout], scored: ScoredBatch, experience: Experience

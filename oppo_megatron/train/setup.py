@@ -27,7 +27,7 @@ from oppo_megatron.train.role_builder import RoleBuilder
 from oppo_megatron.train.rollback import Rollbacks
 from oppo_megatron.train.round_trace import RoundTracer
 from oppo_megatron.train.run_dir import RunDirectory
-from oppo_megatron.train.saving import Saver
+from oppo_megatron.train.saving.saver import Saver
 from oppo_megatron.train.score_exchange import ScoreExchange
 from oppo_megatron.train.trace import SpanRecorder
 

@@ -26,7 +26,8 @@ from oppo_megatron.train.inputs import read_inputs
 from oppo_megatron.train.ppo import PPOTrainer
 from oppo_megatron.train.preemption import Preemption
 from oppo_megatron.train.rollback import RollBack
-from oppo_megatron.train.saving import Found, Saver
+from oppo_megatron.train.saving.finding import Found
+from oppo_megatron.train.saving.saver import Saver
 from tests.support.limits import room_for
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import importlib
 import io
@@ -23,16 +24,19 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.prompts import PromptStream
 from oppo_megatron.errors import OppoError
 from oppo_megatron.runtime.world import World, open_world
-from oppo_megatron.train import saving
 from oppo_megatron.train.entry import run_ppo
 from oppo_megatron.train.inputs import Inputs, read_inputs
 from oppo_megatron.train.ppo import PPOTrainer
 from oppo_megatron.train.preemption import Preemption
 from oppo_megatron.train.rollback import Rollbacks
 from oppo_megatron.train.run_dir import RunDirectory
-from oppo_megatron.train.saving import ROLLOUTS, Found, Saver, find_checkpoint
+from oppo_megatron.train.saving import writing
+from oppo_megatron.train.saving.files import ROLLOUTS
+from oppo_megatron.train.saving.finding import Found, find_checkpoint
+from oppo_megatron.train.saving.saver import Saver
+from oppo_megatron.train.saving.state import rollout_lines, trainer_state
+from oppo_megatron.train.saving.writing import CheckpointWriting
 from oppo_megatron.train.setup import build_trainer
-from oppo_megatron.train.state import rollout_lines, trainer_state
 from tests.support.checkpoint_mutations import mutate
 from tests.support.file_faults import CACHE_FILE, COMMON_FILE, AtByte, Fault, arm, limit_files
 from tests.support.mutations import time_limit
@@ -84,7 +88,7 @@ def libraries_armed(fault: Fault) -> Iterator[None]:
 
     common = TorchCommonSaveStrategy
     with (
-        mock.patch.object(saving, "save_caches", armed(saving.save_caches, CACHE_FILE)),
+        mock.patch.object(writing, "write_caches", armed(writing.write_caches, CACHE_FILE)),
         mock.patch.object(common, "save_common", armed(common.save_common, COMMON_FILE)),
     ):
         yield
@@ -112,6 +116,39 @@ def run_with_small_files(config: dict[str, Any], num_bytes: int, within: str) ->
     except OppoError as error:
         return type(error).__name__, str(error)
     return "", ""
+
+
+def run_with_a_slow_disk(config: dict[str, Any], late_s: float, full_on: int | None = None) -> tuple[str, list[int]]:
+    """A run each of whose checkpoints begins to be written `late_s` after its snapshot; on one rank there is no space for it.
+
+    The message of its error, and the run's steps at the moments when a writing began and ended.
+    """
+    checked, steps = TrainConfig(**config), []
+    world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    write, step = CheckpointWriting.run, PPOTrainer._step
+    running: list[PPOTrainer] = []
+
+    def slow(self: CheckpointWriting) -> int:
+        steps.append(running[0].done)
+        time.sleep(late_s)
+        if world.rank == full_on:
+            full = OSError(errno.ENOSPC, "No space left")
+            with mock.patch.object(writing, "write_caches", side_effect=full):
+                return write(self)
+        num_bytes = write(self)
+        steps.append(running[0].done)
+        return num_bytes
+
+    def noted(self: PPOTrainer, number: int) -> bool:
+        running[:] = [self]
+        return step(self, number)
+
+    with mock.patch.object(CheckpointWriting, "run", slow), mock.patch.object(PPOTrainer, "_step", noted):
+        try:
+            run_ppo(checked, world, read_inputs(checked), Preemption(checked.preempt))
+        except OppoError as error:
+            return f"{type(error).__name__}: {error}", steps
+    return "", steps
 
 
 def _limited(module: str, name: str, num_bytes: int) -> Any:

@@ -25,8 +25,9 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import OppoError
 from oppo_megatron.runtime.executor import Executor
 from oppo_megatron.runtime.mcore.training import TrainedModel
-from oppo_megatron.train import entry, saving
+from oppo_megatron.train import entry
 from oppo_megatron.train.evaluate import Evaluator
+from oppo_megatron.train.saving import writing
 from oppo_megatron.train.score_exchange import ScoreExchange
 
 
@@ -95,7 +96,7 @@ PLACES: dict[str, tuple[Any, str, int]] = {
     "scoring": (ScoreExchange, "gather", 2),
     "update": (TrainedModel, "step", 6),
     "evaluation": (Evaluator, "accuracy", 2),
-    "checkpoint": (saving, "save_models", 2),
+    "checkpoint": (writing, "write_models", 2),
 }
 """Where a fault strikes: the function, and at which call of it."""
 

@@ -188,7 +188,10 @@ def test_files_that_cannot_be_written_end_the_run_with_the_last_checkpoint_whole
     begun: Begun, tmp_path: Path, ranks: int, limit: int
 ) -> None:
     config = begun.again(tmp_path / "run") | {"placement": {"mode": "disaggregated" if ranks > 1 else "single"}}
-    job, place = "tests.e2e.jobs_checkpoint:run_with_small_files", "oppo_megatron.train.saving:Saver._write"
+    job, place = (
+        "tests.e2e.jobs_checkpoint:run_with_small_files",
+        "oppo_megatron.train.saving.writing:CheckpointWriting.run",
+    )
     answers = run_ranks(ranks, job, config=config, num_bytes=limit, within=place)
     assert_ended_with_the_last_checkpoint_whole(begun, tmp_path / "run", answers, "File too large")
 

@@ -20,11 +20,11 @@ THREAD = 'Thread 0x1 (most recent call first):\n  File "/usr/lib/threading.py", 
 @pytest.mark.parametrize(
     ("frames", "phase", "where"),
     [
-        ("train/saving.py:9:_seal train/saving.py:8:save train/ppo.py:7:run", "saving", "train/saving.py in _seal"),
-        ("train/state.py:9:rollout_lines train/saving.py:8:save", "saving", "train/state.py in rollout_lines"),
+        ("train/saving/writing.py:9:_seal train/saving/saver.py:8:save", "saving", "train/saving/writing.py in _seal"),
+        ("train/saving/state.py:9:lines train/saving/saver.py:8:save", "saving", "train/saving/state.py in lines"),
         ("runtime/stream.py:3:take runtime/rounds.py:1:run train/ppo.py:7:_rollout", "decode", "runtime/stream.py in take"),
         ("runtime/mcore/training.py:3:step train/update.py:1:run_update", "update", "runtime/mcore/training.py in step"),
-        ("train/caches.py:3:load_caches train/saving.py:1:restore", "restoring", "train/caches.py in load_caches"),
+        ("train/saving/caches.py:3:load train/saving/saver.py:1:restore", "restoring", "train/saving/caches.py in load"),
         ("runtime/rendezvous.py:3:meet runtime/world.py:1:open_world", "start-up", "runtime/rendezvous.py in meet"),
     ],
 )  # fmt: skip

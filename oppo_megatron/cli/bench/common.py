@@ -50,8 +50,7 @@ def load_base(args: argparse.Namespace) -> TrainConfig:
     """The checked configuration with the changes that the common arguments ask for.  Raises ConfigError."""
     refuse_given_ranks("oppo bench")
     from oppo_megatron.bench.suite import bare
-    from oppo_megatron.cli.run import load_checked
-    from oppo_megatron.config.run import TrainConfig
+    from oppo_megatron.cli.run import load_train
     from oppo_megatron.data.random_prompts import write_random_prompts
 
     overrides = [*args.overrides, f"run_dir={args.out}", *forced_lengths(args)]
@@ -61,9 +60,7 @@ def load_base(args: argparse.Namespace) -> TrainConfig:
         tokenizer, prompts = write_random_prompts(args.out / "inputs", args.prompt_tokens)
         overrides += [f"tokenizer.path={tokenizer}", f"data.path={prompts}"]
         overrides.append(f"data.max_prompt_tokens={args.prompt_tokens}")
-    config = load_checked("train", args.config, overrides)
-    assert isinstance(config, TrainConfig)
-    return bare(config)
+    return bare(load_train(args.config, overrides))
 
 
 def refuse_given_ranks(command: str) -> None:

@@ -8,7 +8,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from oppo_megatron.cli.run import add_config_arguments, load_checked
+from oppo_megatron.cli.run import add_config_arguments, load_train
 from oppo_megatron.cli.slurm.request import JobOptions, PartOptions, plan_job
 from oppo_megatron.cli.slurm.script import packaged, write_script
 
@@ -68,8 +68,7 @@ def _add_part_arguments(parser: argparse.ArgumentParser, prefix: str, whose: str
 
 
 def run(args: argparse.Namespace) -> int:
-    config = load_checked("train", args.config, args.overrides)
-    job = plan_job(config, _options(args))  # type: ignore[arg-type]  # load_checked gives what its kind says
+    job = plan_job(load_train(args.config, args.overrides), _options(args))
     script = write_script(job, shlex.join(["oppo", "launch", "slurm", str(args.config), *args.overrides]))
     if args.cluster_env is not None and not args.cluster_env.exists():
         args.cluster_env.write_text(packaged("cluster.env"), encoding="utf-8")

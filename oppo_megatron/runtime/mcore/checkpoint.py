@@ -43,11 +43,22 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "fp32_param"
 
 
-def save_models(folder: Path, models: Mapping[str, TrainedModel]) -> None:
-    """Write models by name into an empty folder.  Every rank of the world makes the call, with the models that it holds.
+@dataclass(frozen=True)
+class ModelShards:
+    """What this rank writes of trained models: torch's own form of tensors with their places, and what is no tensor.
 
-    Raises CheckpointError on all ranks where a shard could not be written, OSError on rank 0 alone for what only it writes:
-    behind the last message, so that the ranks can still agree on it.
+    `num_bytes`: about what it comes to on the disk; what replicas hold alike is the first one's.
+    """
+
+    sharded: dict[str, Any]
+    common: dict[str, Any]
+    num_bytes: int
+
+
+def gather_models(models: Mapping[str, TrainedModel], *, copied: bool) -> ModelShards:
+    """Models by name, with their optimizers.  Every rank of the world makes the call, with the models that it holds.
+
+    `copied`: into memory of their own, so that they may be trained while they are written.
     """
     tree: dict[str, Any] = {}
     for name, model in models.items():
@@ -55,17 +66,35 @@ def save_models(folder: Path, models: Mapping[str, TrainedModel]) -> None:
         shards.prepare(0)  # where nothing has been updated yet; else it changes nothing
         tree |= shards.tree()
     sharded, common = save_preprocess(tree)
+    renamed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=copied)
+    if copied:
+        for pieces in renamed.values():
+            for piece in pieces:
+                piece.data = piece.data.detach().to("cpu", copy=True)
+    return ModelShards(mcore_to_pyt_state_dict(renamed, False), common, _size_bytes(models))
+
+
+def write_models(folder: Path, shards: ModelShards, group: dist.ProcessGroup) -> None:
+    """Write into an empty folder what megatron-core's own strategy writes, in this process.
+
+    Every rank of `group`, which is the world, makes the call.  Raises CheckpointError on all ranks where a shard could not be
+    written, OSError on rank 0 alone for what only it writes: behind the last message, so that the ranks can still agree on it.
+    """
     try:
-        _write_shards(sharded, folder)
+        torch_checkpoint.save(
+            shards.sharded,
+            storage_writer=_Writer(folder, overwrite=True),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+            process_group=group,
+        )
     except CheckpointException as error:
         raise CheckpointError(_reason(error)) from error
-    if dist.get_rank() == 0:
-        TorchCommonSaveStrategy("torch", 1).save_common(common, folder)
+    if group.rank() == 0:
+        TorchCommonSaveStrategy("torch", 1).save_common(shards.common, folder)
         save_config(CheckpointingConfig("torch_dist", 1), str(folder))
 
 
-def size_bytes(models: Mapping[str, TrainedModel]) -> int:
-    """About what `save_models` writes of this rank's models, its own share; what replicas hold alike is the first one's."""
+def _size_bytes(models: Mapping[str, TrainedModel]) -> int:
     total = 0
     for model in models.values():
         if model.model.groups.collection.dp.rank() == 0:
@@ -77,7 +106,7 @@ def size_bytes(models: Mapping[str, TrainedModel]) -> int:
 
 
 def load_models(folder: Path, models: Mapping[str, TrainedModel], updates: Mapping[str, int]) -> None:
-    """Set weights and optimizers to what a checkpoint has; otherwise as `save_models`.
+    """Set weights and optimizers to what a checkpoint has; otherwise as `gather_models`.
 
     `updates` are optimizer steps done.  Raises CheckpointError where the models are not those of the checkpoint.
     """
@@ -113,16 +142,6 @@ class _Writer(torch_checkpoint.FileSystemWriter):
             if before is None:
                 raise
             raise before from None
-
-
-def _write_shards(sharded_state_dict: Any, folder: Path) -> None:
-    """Writes what megatron-core's own strategy writes, in this process.  An error of one rank is raised on all."""
-    renamed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
-    torch_checkpoint.save(
-        mcore_to_pyt_state_dict(renamed, False),
-        storage_writer=_Writer(folder, overwrite=True),
-        planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-    )
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,34 @@ from oppo_megatron.runtime.rounds import RoundRunner
 CACHED, OUTPUT = "kv", "out"
 
 
-def save_caches(path: Path, rounds: RoundRunner) -> None:
-    """Between two rounds.  Tensors are named `<role>.kv.<sequence>` and `<role>.out.<sequence>`."""
-    tensors: dict[str, Tensor] = {}
-    order: dict[str, list[int]] = {}
+@dataclass(frozen=True)
+class CacheContents:
+    """A rank's file: tensors named `<role>.kv.<sequence>` and `<role>.out.<sequence>`, and each role's sequences by slot."""
+
+    tensors: dict[str, Tensor]
+    slots: dict[str, list[int]]
+
+
+def gather_caches(rounds: RoundRunner, *, copied: bool) -> CacheContents:
+    """Between two rounds.  `copied`: into memory of their own, which no later round changes."""
+    contents = CacheContents({}, {})
+
+    def hold(name: str, values: Tensor) -> None:
+        contents.tensors[name] = values.to("cpu", copy=copied).contiguous()
+
     for role, cache in _caches(rounds).items():
-        order[role] = cache.seq_ids
-        tensors |= {f"{role}.{CACHED}.{seq_id}": cache.stored(seq_id) for seq_id in cache.seq_ids}
+        contents.slots[role] = cache.seq_ids
+        for seq_id in cache.seq_ids:
+            hold(f"{role}.{CACHED}.{seq_id}", cache.stored(seq_id))
     for role, station in rounds.scoring.items():
-        tensors |= {f"{role}.{OUTPUT}.{seq_id}": values for seq_id, values in station.outputs().items()}
-    save_file({name: values.cpu().contiguous() for name, values in tensors.items()}, path, {"slots": json.dumps(order)})
+        for seq_id, values in station.outputs().items():
+            hold(f"{role}.{OUTPUT}.{seq_id}", values)
+    return contents
+
+
+def write_caches(path: Path, contents: CacheContents) -> None:
+    """Raises OSError or SafetensorError where the file cannot be written."""
+    save_file(contents.tensors, path, {"slots": json.dumps(contents.slots)})
 
 
 def load_caches(path: Path, rounds: RoundRunner) -> None:

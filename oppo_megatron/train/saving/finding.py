@@ -1,0 +1,90 @@
+"""The checkpoint that a run continues from: the last one that is whole, on every rank the same."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from oppo_megatron.checkpoint.manifest import find_damage, find_misfits, read_manifest
+from oppo_megatron.checkpoint.store import CheckpointStore, Position
+from oppo_megatron.config.checkpoint import read_hf_config
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.errors import CheckpointError
+from oppo_megatron.runtime.mcore.checkpoint_index import INDEX
+from oppo_megatron.runtime.world import World
+from oppo_megatron.train.run_dir import RunDirectory
+from oppo_megatron.train.saving.files import CACHES, MODELS, ROLLOUTS, STATE
+from oppo_megatron.train.saving.state_schema import read_lines, read_state
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint to continue from."""
+
+    folder: Path
+    state: dict[str, Any]
+
+    @property
+    def position(self) -> int:
+        """Where the run was in the stream of prompts."""
+        return int(self.state["scheduler"]["position"])
+
+
+def find_checkpoint(config: TrainConfig, world: World) -> Found | None:
+    """The last whole checkpoint of the run directory, the same on every rank; None where a new run is to begin.
+
+    Every rank makes the call, and reads a share of the files.  Damaged ones are told of and set aside.  Raises
+    CheckpointError where there are checkpoints, and none is whole.
+    """
+    if not config.checkpoint.resume:
+        return None
+    store = CheckpointStore(RunDirectory(config.run_dir).checkpoints)
+    if world.rank == 0:
+        store.recover()
+    offered: list[Any] = [store.positions()]
+    dist.broadcast_object_list(offered, src=0)
+    damages: list[tuple[Position, str]] = []
+    vocab_size = read_hf_config(config.actor)["vocab_size"]
+    for position in reversed(offered[0]):
+        damage = _damage(store.folder(position), world, vocab_size)
+        if damage is None:
+            _set_aside(store, damages, position, world)
+            folder = store.folder(position)
+            return Found(folder, read_state(folder / STATE))
+        damages.append((position, damage))
+    if damages:
+        told = "; ".join(f"{position.name}: {damage}" for position, damage in damages)
+        raise CheckpointError(
+            f"{store.root}: none of its checkpoints is whole ({told}); restore one from a copy, or remove them and begin anew"
+        )
+    return None
+
+
+def _set_aside(store: CheckpointStore, damages: list[tuple[Position, str]], chosen: Position, world: World) -> None:
+    if world.rank == 0:
+        for position, damage in damages:
+            print(
+                f"checkpoint {position.name} is damaged ({damage}): continuing from {chosen.name}",
+                file=sys.stderr,
+                flush=True,
+            )
+            store.set_aside(position)
+
+
+def _damage(folder: Path, world: World, vocab_size: int) -> str | None:
+    """What is wrong with a checkpoint, as found by any rank."""
+    try:
+        entries = read_manifest(folder)
+        mine = find_misfits(folder, entries, (STATE, ROLLOUTS, f"{MODELS}/{INDEX}"), (MODELS, CACHES))
+        mine = mine or find_damage(folder, entries, world.rank, world.size)
+        if mine is None and world.rank == 0:  # where what was written is no state of a run, the one before may be
+            read_lines(folder / ROLLOUTS, read_state(folder / STATE), vocab_size)
+    except CheckpointError as error:
+        mine = str(error)
+    found: list[str | None] = [None] * world.size
+    dist.all_gather_object(found, mine)
+    return next((damage for damage in found if damage is not None), None)

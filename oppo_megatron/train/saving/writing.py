@@ -1,0 +1,106 @@
+"""A snapshot on the disk, whole or not at all: all ranks write, and agree after every part that all could."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from safetensors import SafetensorError
+
+from oppo_megatron.checkpoint.manifest import Entry, list_files, seal, write_manifest
+from oppo_megatron.checkpoint.space import shortage, unwritten
+from oppo_megatron.checkpoint.store import CheckpointStore
+from oppo_megatron.errors import CheckpointError
+from oppo_megatron.runtime.activity import Activity
+from oppo_megatron.runtime.mcore.checkpoint import write_models
+from oppo_megatron.train.saving.caches import write_caches
+from oppo_megatron.train.saving.files import CACHES, MODELS, ROLLOUTS, STATE, cache_path
+from oppo_megatron.train.saving.snapshot import Snapshot
+
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True)
+class CheckpointWriting:
+    """One rank's part in writing `snapshot`, the same moment's on all ranks of `group`, which are the world's.
+
+    Nothing else may use `group` meanwhile: a thread may write while the run's own messages are under way.  The last `keep`
+    checkpoints are left, with `keep_best` the best, too.  `warn` tells the user, on the one rank that also makes and names the
+    folder; `activity` is this thread's.
+    """
+
+    store: CheckpointStore
+    group: dist.ProcessGroup
+    snapshot: Snapshot
+    keep: int
+    keep_best: bool
+    warn: Callable[[str], None] | None
+    activity: Activity
+
+    def run(self) -> int:
+        """Bytes of the checkpoint, which is whole.  Where one rank fails, all raise the same CheckpointError."""
+        snapshot = self.snapshot
+        folder = self.store.aside(snapshot.position)
+        needed = sum(self._together(0, lambda: snapshot.models.num_bytes))
+        try:
+            self._together(needed, lambda: self._begin(needed))
+            self._together(needed, lambda: write_models(folder / MODELS, snapshot.models, self.group))
+            self._together(needed, self._write_own)
+            shares = self._together(needed, self._seal)
+            entries = {name: entry for share in shares for name, entry in share.items()}
+            self._together(needed, lambda: self._commit(entries))
+        except CheckpointError:
+            if self.warn is not None:  # no rank writes any more
+                self.store.abandon(snapshot.position)
+            raise
+        return sum(entry.size_bytes for entry in entries.values())
+
+    def _together(self, needed: int, work: Callable[[], ResultT]) -> list[ResultT]:
+        """What every rank's `work` gave, by rank.  CheckpointError on all ranks where it could not be done on one."""
+        mine: tuple[ResultT | None, str | None]
+        try:
+            mine = work(), None
+        except (OSError, SafetensorError, CheckpointError) as error:
+            mine = None, getattr(error, "strerror", None) or str(error)
+        answers: list[Any] = [None] * self.group.size()
+        with self.activity.doing("all ranks' parts", waits=True):
+            dist.all_gather_object(answers, mine, group=self.group)
+        for rank, (_, failure) in enumerate(answers):
+            if failure is not None:
+                last = next((whole.name for whole in reversed(self.store.positions())), None)
+                folder = self.store.aside(self.snapshot.position)
+                raise unwritten(folder, f"rank {rank}: {failure}", needed, last)
+        return [result for result, _ in answers]
+
+    def _begin(self, needed: int) -> None:
+        """The folder; it is said where the disk may not hold `needed` bytes more."""
+        if self.warn is not None:
+            folder = self.store.begin(self.snapshot.position)
+            (folder / MODELS).mkdir()
+            (folder / CACHES).mkdir()
+            if warning := shortage(self.store.root, needed):
+                self.warn(warning)
+
+    def _write_own(self) -> None:
+        """This rank's caches, and the state from the rank that has it."""
+        snapshot, folder = self.snapshot, self.store.aside(self.snapshot.position)
+        if snapshot.caches is not None:
+            write_caches(cache_path(folder, self.group.rank()), snapshot.caches)
+        if snapshot.state is not None and snapshot.rollouts is not None:
+            (folder / STATE).write_text(snapshot.state, encoding="utf-8")
+            (folder / ROLLOUTS).write_text(snapshot.rollouts, encoding="utf-8")
+
+    def _seal(self) -> dict[str, Entry]:
+        """All files on the disk, each rank's share of them described by it."""
+        folder = self.store.aside(self.snapshot.position)
+        return seal(folder, list_files(folder)[self.group.rank() :: self.group.size()])
+
+    def _commit(self, entries: dict[str, Entry]) -> None:
+        if self.warn is None:
+            return
+        write_manifest(self.store.aside(self.snapshot.position), entries)
+        self.store.commit(self.snapshot.position)
+        best = self.snapshot.best
+        self.store.prune(self.keep, best[1] if self.keep_best and best is not None else None)
