@@ -79,6 +79,7 @@ def test_measures_chooses_and_trains(workspace: Workspace, capfd: pytest.Capture
     assert "as measured before" in captured.err and f"mode: {config.placement.mode}" in captured.out
 
 
+@pytest.mark.long
 def test_one_that_fails_is_left_out(workspace: Workspace, capfd: pytest.CaptureFixture[str]) -> None:
     rewards = [{"kind": "python", "entry_point": "tests.e2e.rewards:only_alone"}]
     path, run = write(workspace, "one-fails", reward=None, rewards=rewards)
@@ -91,6 +92,7 @@ def test_one_that_fails_is_left_out(workspace: Workspace, capfd: pytest.CaptureF
     assert read(run / "placement.json")["chosen"]["name"] == "single" and not (run / "metrics.jsonl").exists()
 
 
+@pytest.mark.long
 def test_if_all_fail_the_error_is_told(workspace: Workspace, capfd: pytest.CaptureFixture[str]) -> None:
     bad = workspace.root / "bad.jsonl"
     bad.write_text('{"prompt": "1+1=", "answer": "2"}\nno JSON\n')

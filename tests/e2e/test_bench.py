@@ -105,7 +105,7 @@ def test_overlap_where_roles_share_a_process(workspace: Workspace, tmp_path: Pat
     }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_weave(workspace: Workspace, tmp_path: Path) -> None:
     stages = {"placement": {"mode": "colocated", "actor": {"pp": 2}}}
     bench_weave(suite(tmp_path), config(workspace, **stages), ["sequential", "woven"])

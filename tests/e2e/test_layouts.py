@@ -58,7 +58,11 @@ def test_layouts_cover_every_pair_of_choices() -> None:
         assert seen == set(product(FACTORS[one], FACTORS[other])), (one, other)
 
 
-@pytest.mark.parametrize(("mode", "actor", "scorer"), LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("mode", "actor", "scorer"),
+    [pytest.param(*each, marks=[pytest.mark.long] if each[1] == (2, 4, 1) else []) for each in LAYOUTS],
+    ids=str,
+)
 def test_layout_trains_as_one_process(
     workspace: Workspace, plain: Outcome, mode: str, actor: Layout, scorer: Layout
 ) -> None:

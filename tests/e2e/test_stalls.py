@@ -53,7 +53,7 @@ def test_a_rank_killed_within_a_checkpoint_is_named_with_what_it_was_at(workspac
     assert "rank 0 waited in vain for `checkpoint step-000002`" in told or "rank 0: last heard of in" in told, told
 
 
-@pytest.mark.parametrize("how", ["asleep", pytest.param("interpreter", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["asleep", pytest.param("interpreter", marks=pytest.mark.long)])
 def test_a_reward_function_that_never_returns_is_named(workspace: Workspace, how: str) -> None:
     """`interpreter`: in a call that lets no other thread run, so that not even the rank's watchdog can speak."""
     hangs = {"kind": "python", "entry_point": "tests.e2e.rewards:hangs", "options": {"after": 8, "how": how}}
