@@ -42,6 +42,8 @@ COMMANDS = (
     Command("tokenizer", "oppo_megatron.cli.tokenizer", "train a sentencepiece tokenizer on JSONL rows"),
     Command("convert", "oppo_megatron.cli.convert", "rewrite a Hugging Face directory: dtype, head, shards"),
     Command("placement", "oppo_megatron.cli.placement", "measure which placement is fastest on this machine"),
+    Command("init", "oppo_megatron.cli.init", "write a configuration to start from, and say what comes next"),
+    Command("config", "oppo_megatron.cli.config", "explain settings, list them, print a file resolved"),
     Command("validate", "oppo_megatron.cli.validate", "check a configuration and the files it names"),
     Command("launch", "oppo_megatron.cli.slurm", "write the job script of a configuration: `oppo launch slurm`"),
     Command("replay", "oppo_megatron.cli.replay", "make one update again, from a guilty batch"),

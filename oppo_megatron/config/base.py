@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What the number of a setting counts, for the documentation: `Annotated[int, Unit("prompts")]`.
+
+    A setting whose last word is a unit (`timeout_s`, `max_prompt_tokens`) needs none; see `UNITS_OF_NAMES` of describe.py.
+    `Unit("")`: a pure number.
+    """
+
+    name: str
 
 
 class Section(BaseModel):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from oppo_megatron.config.base import Section
+from oppo_megatron.config.base import Section, Unit
 from oppo_megatron.config.remote import IsolationConfig, RemoteRewardConfig
 
 
@@ -57,8 +57,10 @@ class RewardPart(Section):
     (prompt, response, fields); `http` a reward service at `url` (docs/rewards.md).
     """
 
-    kind: Literal["model", "verifier", "python", "http"] = Field(..., description="what gives the number; see above")
-    weight: float = Field(1.0, description="factor of this part in the sum")
+    kind: Literal["model", "verifier", "python", "http"] = Field(
+        ..., description="what gives the number: the reward model, a rule, a function, a service"
+    )
+    weight: Annotated[float, Unit("factor")] = Field(1.0, description="factor of this part in the sum")
     name: Literal["arithmetic", "gsm8k"] | None = Field(None, description="the rule (verifier)")
     answer: str = Field("answer", description="column that holds the expected answer (verifier)")
     entry_point: str | None = Field(None, description="`package.module:function` (python)")

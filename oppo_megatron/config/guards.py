@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from oppo_megatron.config.base import Section
+from oppo_megatron.config.base import Section, Unit
 
 Action = Literal["stop", "skip", "rollback"]
 
@@ -14,7 +14,9 @@ Action = Literal["stop", "skip", "rollback"]
 class KLGuardConfig(Section):
     """The policy has left the reference: `kl_mean` of the batch above `limit`."""
 
-    limit: float | None = Field(None, gt=0, description="largest `kl_mean`, nats per response; null: none")
+    limit: Annotated[float | None, Unit("nats a response")] = Field(
+        None, gt=0, description="largest `kl_mean`, nats per response; null: none"
+    )
     action: Action = Field(
         "stop", description="end the run, train nothing in this step, or go back to the last checkpoint"
     )
@@ -23,14 +25,16 @@ class KLGuardConfig(Section):
 class RatioGuardConfig(Section):
     """The update has moved too far: `ratio_max` above `limit`."""
 
-    limit: float | None = Field(None, gt=1, description="largest `ratio_max` of the update; null: none")
+    limit: Annotated[float | None, Unit("factor")] = Field(
+        None, gt=1, description="largest `ratio_max` of the update; null: none"
+    )
     action: Action = Field("stop", description="end the run, take the update back, or go back to the last checkpoint")
 
 
 class ESSGuardConfig(Section):
     """Too little is left of the batch: `ess` below `limit`."""
 
-    limit: float | None = Field(
+    limit: Annotated[float | None, Unit("share")] = Field(
         None, gt=0, lt=1, description="smallest `ess`, a share of the first minibatch's tokens; null: none"
     )
     action: Action = Field("stop", description="end the run, take the update back, or go back to the last checkpoint")
@@ -51,9 +55,13 @@ class GuardsConfig(Section):
     ratio_max: RatioGuardConfig = RatioGuardConfig()
     ess: ESSGuardConfig = ESSGuardConfig()
     logprob_gap: Action = Field("stop", description="`ppo.logprob_gap_limit` is exceeded: end the run, skip or go back")
-    max_skips: int = Field(3, ge=1, description="so many skipped steps in a row are allowed; one more ends the run")
-    max_rollbacks: int = Field(2, ge=1, description="so many times a run may go back; a breach more ends it")
-    kept_batches: int = Field(
+    max_skips: Annotated[int, Unit("steps")] = Field(
+        3, ge=1, description="so many skipped steps in a row are allowed; one more ends the run"
+    )
+    max_rollbacks: Annotated[int, Unit("times")] = Field(
+        2, ge=1, description="so many times a run may go back; a breach more ends it"
+    )
+    kept_batches: Annotated[int, Unit("batches")] = Field(
         8, ge=0, description="guilty batches written to `guilty/` for `oppo replay`: the first so many of the run"
     )
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, field_validator
 
-from oppo_megatron.config.base import Section
+from oppo_megatron.config.base import Section, Unit
 
 _RANKS = re.compile("{0}(-{0})?(,{0}(-{0})?)*".format("[0-9]{1,18}"))
 Dtype = Literal["float32", "bfloat16"]
@@ -20,9 +20,13 @@ PlacementMode = Literal["disaggregated", "colocated", "single"]
 class ParallelConfig(Section):
     """Tensor-, pipeline- and data-parallel size of one role."""
 
-    tp: int = Field(1, ge=1, description="tensor-parallel size: ranks that share each layer")
-    pp: int = Field(1, ge=1, description="pipeline-parallel size: stages that the layers are split into")
-    dp: int = Field(1, ge=1, description="data-parallel size: replicas, each with sequences of its own")
+    tp: Annotated[int, Unit("ranks")] = Field(1, ge=1, description="tensor-parallel size: ranks that share each layer")
+    pp: Annotated[int, Unit("ranks")] = Field(
+        1, ge=1, description="pipeline-parallel size: stages that the layers are split into"
+    )
+    dp: Annotated[int, Unit("ranks")] = Field(
+        1, ge=1, description="data-parallel size: replicas, each with sequences of its own"
+    )
 
     @property
     def num_ranks(self) -> int:
@@ -36,11 +40,21 @@ class TrainingLayoutConfig(Section):
     layout that decodes (or scores) after each update; where they are the same, both share them.
     """
 
-    tp: PositiveInt | None = Field(None, description="tensor-parallel size; null: as in the role's layout")
-    pp: PositiveInt | None = Field(None, description="pipeline-parallel size; null: as in the role's layout")
-    dp: PositiveInt | None = Field(None, description="data-parallel size; null: as in the role's layout")
-    cp: int = Field(1, ge=1, description="context-parallel size; megatron-core has it with transformer-engine only")
-    vpp: int = Field(1, ge=1, description="virtual stages a rank: above 1 the update runs interleaved 1F1B")
+    tp: Annotated[PositiveInt | None, Unit("ranks")] = Field(
+        None, description="tensor-parallel size; null: as in the role's layout"
+    )
+    pp: Annotated[PositiveInt | None, Unit("ranks")] = Field(
+        None, description="pipeline-parallel size; null: as in the role's layout"
+    )
+    dp: Annotated[PositiveInt | None, Unit("ranks")] = Field(
+        None, description="data-parallel size; null: as in the role's layout"
+    )
+    cp: Annotated[int, Unit("ranks")] = Field(
+        1, ge=1, description="context-parallel size; megatron-core has it with transformer-engine only"
+    )
+    vpp: Annotated[int, Unit("stages a rank")] = Field(
+        1, ge=1, description="virtual stages a rank: above 1 the update runs interleaved 1F1B"
+    )
     sequence_parallel: bool = Field(False, description="shard activations between layers over the tensor ranks")
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="activations computed again in the backward pass: none, attention only, or whole layers"
@@ -61,7 +75,9 @@ class ModelConfig(Section):
     init: dict[str, Any] | Path | None = Field(
         None, description="config.json as a mapping, or a path to one: random weights of that shape"
     )
-    init_seed: int = Field(1234, ge=0, description="seed of a random initialisation, and of a fresh head")
+    init_seed: Annotated[int, Unit("")] = Field(
+        1234, ge=0, description="seed of a random initialisation, and of a fresh head"
+    )
     fresh_head: bool = Field(False, description="a causal LM may be loaded with a new scalar head (reward, critic)")
     dtype: Dtype = Field(
         "float32",
@@ -72,17 +88,21 @@ class ModelConfig(Section):
 class OptimizerConfig(Section):
     """Adam and its schedule, through megatron-core's optimizer."""
 
-    lr: float = Field(1e-4, gt=0, description="largest learning rate")
-    min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the decay")
-    warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
+    lr: Annotated[float, Unit("")] = Field(1e-4, gt=0, description="largest learning rate")
+    min_lr: Annotated[float, Unit("")] = Field(0.0, ge=0, description="learning rate at the end of the decay")
+    warmup_steps: Annotated[int, Unit("optimizer steps")] = Field(
+        0, ge=0, description="optimizer steps of linear warm-up"
+    )
     decay: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="course of the learning rate after the warm-up, to the last optimizer step"
     )
-    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay (AdamW)")
-    beta1: float = Field(0.9, ge=0, lt=1, description="decay of the mean gradient")
-    beta2: float = Field(0.95, ge=0, lt=1, description="decay of the mean squared gradient")
-    eps: float = Field(1e-8, gt=0, description="added to the root of the mean squared gradient")
-    clip_grad: float = Field(1.0, ge=0, description="largest global gradient norm; 0 turns clipping off")
+    weight_decay: Annotated[float, Unit("")] = Field(0.0, ge=0, description="decoupled weight decay (AdamW)")
+    beta1: Annotated[float, Unit("")] = Field(0.9, ge=0, lt=1, description="decay of the mean gradient")
+    beta2: Annotated[float, Unit("")] = Field(0.95, ge=0, lt=1, description="decay of the mean squared gradient")
+    eps: Annotated[float, Unit("")] = Field(1e-8, gt=0, description="added to the root of the mean squared gradient")
+    clip_grad: Annotated[float, Unit("")] = Field(
+        1.0, ge=0, description="largest global gradient norm; 0 turns clipping off"
+    )
 
 
 class RoleConfig(ModelConfig):
@@ -118,10 +138,10 @@ class AutoPlacementConfig(Section):
     """What `mode: auto` measures.  A measuring run is a short run of this very configuration."""
 
     steps: int = Field(3, ge=2, description="PPO steps of a measuring run; the first warms up and does not count")
-    repeats: int = Field(
+    repeats: Annotated[int, Unit("runs")] = Field(
         1, ge=1, description="measuring runs of each placement, in turn; close ones have three at least"
     )
-    ranks: PositiveInt | None = Field(
+    ranks: Annotated[PositiveInt | None, Unit("ranks")] = Field(
         None, description="most ranks of a placement; null: the CUDA devices, or the cores divided by a rank's threads"
     )
     candidates: list[PlacementMode] = Field(
@@ -159,7 +179,9 @@ class RuntimeConfig(Section):
         "float32",
         description="type of every role that gives none of its own; in bfloat16 the optimizer keeps float32 weights beside",
     )
-    threads_per_rank: int = Field(0, ge=0, description="CPU threads of each rank; 0: cores divided by local ranks")
+    threads_per_rank: Annotated[int, Unit("threads")] = Field(
+        0, ge=0, description="CPU threads of each rank; 0: cores divided by local ranks"
+    )
     timeout_s: float = Field(1800.0, gt=0, description="a message or collective later than this is an error")
     rendezvous_timeout_s: float = Field(300.0, gt=0, description="ranks that have not all met after this are an error")
     micro_batch_tokens: int = Field(
@@ -179,7 +201,7 @@ class RuntimeConfig(Section):
         "hands without being copied (paged); auto: paged where a GPU has an attention kernel for it, else dense, as "
         "which memory tables count it",
     )
-    decode_sync_steps: PositiveInt | None = Field(
+    decode_sync_steps: Annotated[PositiveInt | None, Unit("decode steps")] = Field(
         None,
         description="decode steps between two looks at which responses have ended, where one rank holds all layers (pp 1); "
         "above 1 the steps between them never wait for the device, and on a GPU they are replayed CUDA graphs; null: 16 on "

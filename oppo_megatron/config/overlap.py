@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
-from oppo_megatron.config.base import Section
+from oppo_megatron.config.base import Section, Unit
 
 
 class ChunkConfig(Section):
@@ -14,11 +14,11 @@ class ChunkConfig(Section):
 
     tokens: int = Field(32, ge=1, description="decode steps in a round, at the start")
     adaptive: bool = Field(True, description="search for the fastest size; false: stay at `tokens`")
-    candidates: list[PositiveInt] = Field(
+    candidates: Annotated[list[PositiveInt], Unit("tokens")] = Field(
         default=[16, 32, 64], min_length=1, description="sizes that a search tries beside the one in force"
     )
-    period: int = Field(50, ge=1, description="steps from one search to the next")
-    trials: int = Field(1, ge=1, description="steps spent on each candidate in a search")
+    period: Annotated[int, Unit("steps")] = Field(50, ge=1, description="steps from one search to the next")
+    trials: Annotated[int, Unit("steps")] = Field(1, ge=1, description="steps spent on each candidate in a search")
 
 
 class DeltaConfig(Section):
@@ -27,22 +27,28 @@ class DeltaConfig(Section):
     rule: Literal["eq4", "algorithm1", "eq4_literal", "measured", "fixed"] = Field(
         "eq4", description="what moves delta; see docs/algorithm.md"
     )
-    initial: int = Field(4, ge=0, description="delta of the first step")
-    min: int = Field(0, ge=0, description="smallest delta")
-    max: int = Field(8, ge=0, description="largest delta; at most the batch size")
-    window: int = Field(5, ge=1, description="steps averaged by the rule (W or w in the paper)")
-    increase: int = Field(1, ge=1, description="delta_inc of eq. 4; `measured` grows by it too")
-    decrease: int = Field(1, ge=1, description="delta_dec of eq. 4; `measured` shrinks by it too")
-    target_waste: float = Field(
+    initial: Annotated[int, Unit("prompts")] = Field(4, ge=0, description="delta of the first step")
+    min: Annotated[int, Unit("prompts")] = Field(0, ge=0, description="smallest delta")
+    max: Annotated[int, Unit("prompts")] = Field(8, ge=0, description="largest delta; at most the batch size")
+    window: Annotated[int, Unit("steps")] = Field(
+        5, ge=1, description="steps averaged by the rule (W or w in the paper)"
+    )
+    increase: Annotated[int, Unit("prompts")] = Field(
+        1, ge=1, description="delta_inc of eq. 4; `measured` grows by it too"
+    )
+    decrease: Annotated[int, Unit("prompts")] = Field(
+        1, ge=1, description="delta_dec of eq. 4; `measured` shrinks by it too"
+    )
+    target_waste: Annotated[float, Unit("share")] = Field(
         0.35, ge=0, lt=1, description="measured: share of the decode batch that may run empty; above it delta grows"
     )
-    dead_band: float = Field(
+    dead_band: Annotated[float, Unit("share")] = Field(
         0.05, ge=0, lt=1, description="measured: delta stays while the waste is no further than this from its target"
     )
-    ess_floor: float = Field(
+    ess_floor: Annotated[float, Unit("share")] = Field(
         0.8, ge=0, le=1, description="measured: delta shrinks at once where the effective sample size (`ess`) is below"
     )
-    length_gap_cap: float = Field(
+    length_gap_cap: Annotated[float, Unit("share")] = Field(
         0.4,
         ge=0,
         le=1,
@@ -58,7 +64,9 @@ class WeaveConfig(Section):
     hence rounding: a run that must repeat to the bit fixes both.
     """
 
-    micro_batches: PositiveInt | Literal["auto"] = Field("auto", description="decode micro-batches of each replica")
+    micro_batches: Annotated[PositiveInt | Literal["auto"], Unit("micro-batches")] = Field(
+        "auto", description="decode micro-batches of each replica"
+    )
     prefill_tokens: PositiveInt | Literal["auto"] = Field(
         "auto", description="most tokens of a prefill micro-batch of a scorer"
     )
@@ -91,12 +99,14 @@ class OverlapConfig(Section):
         False,
         description="with inter: refill the places of finished rollouts within a step, so that B + delta are decoded",
     )
-    backfill_every: PositiveInt | None = Field(
+    backfill_every: Annotated[PositiveInt | None, Unit("decode steps")] = Field(
         None,
         description="with backfill: decode steps from one admission of prompts to the next; a multiple of `chunk.tokens`, "
         "and no chunk is longer; null: `chunk.tokens`",
     )
-    max_deferrals: int = Field(4, ge=1, description="a rollout carried this often is waited for")
+    max_deferrals: Annotated[int, Unit("steps")] = Field(
+        4, ge=1, description="a rollout carried this often is waited for"
+    )
     actor_kv: Literal["recompute", "keep"] = Field(
         "recompute", description="the actor's KV cache of a carried rollout after an update"
     )

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from oppo_megatron.config.base import Section
 
 
 def missing_path(what: str, path: Path) -> str:
@@ -21,3 +25,15 @@ def missing_path(what: str, path: Path) -> str:
 def check_exists(what: str, path: Path) -> list[str]:
     """A problem where `path` is missing, else nothing."""
     return [] if path.exists() else [missing_path(what, path)]
+
+
+def named_paths(value: Any, key: str = "") -> Iterator[tuple[str, Path]]:
+    """Every path in a configuration with its dotted key, in the order of the schema."""
+    if isinstance(value, Path):
+        yield key, value
+    elif isinstance(value, Section):
+        for name in type(value).model_fields:
+            yield from named_paths(getattr(value, name), f"{key}.{name}" if key else name)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from named_paths(item, f"{key}.{index}")

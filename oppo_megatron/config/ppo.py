@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat
 
-from oppo_megatron.config.base import Section
+from oppo_megatron.config.base import Section, Unit
 
 
 class ForcedLengthsConfig(Section):
@@ -18,8 +18,10 @@ class ForcedLengthsConfig(Section):
     tokens, or a histogram with the columns `kind`, `tokens`, `requests`.
     """
 
-    median: float | None = Field(None, gt=0, description="log-normal: median length in tokens")
-    sigma: float | None = Field(
+    median: Annotated[float | None, Unit("tokens")] = Field(
+        None, gt=0, description="log-normal: median length in tokens"
+    )
+    sigma: Annotated[float | None, Unit("nats")] = Field(
         None, ge=0, description="log-normal: standard deviation of the length's logarithm; 0: all equal; null: 1"
     )
     trace: Path | None = Field(None, description="CSV file of recorded lengths")
@@ -27,7 +29,7 @@ class ForcedLengthsConfig(Section):
         None,
         description="trace: the column of tokens (null: `GeneratedTokens`); of a histogram, the kind (null: `output`)",
     )
-    scale: PositiveFloat | Literal["auto"] = Field(
+    scale: Annotated[PositiveFloat | Literal["auto"], Unit("factor")] = Field(
         "auto",
         description="trace: factor of every length; auto: what makes the trace's 99th percentile "
         "`rollout.max_response_tokens`",
@@ -37,11 +39,15 @@ class ForcedLengthsConfig(Section):
 class RolloutConfig(Section):
     """What is decoded in a step and how tokens are drawn."""
 
-    batch_size: int = Field(..., ge=1, description="trained rollouts a step (the paper's B)")
+    batch_size: Annotated[int, Unit("rollouts")] = Field(
+        ..., ge=1, description="trained rollouts a step (the paper's B)"
+    )
     max_response_tokens: int = Field(..., ge=1, description="a response is cut at so many tokens")
-    temperature: float = Field(1.0, ge=0, description="0 means greedy")
-    top_k: int = Field(0, ge=0, description="0 turns it off")
-    top_p: float = Field(1.0, gt=0, le=1, description="smallest set of tokens with this mass; 1 turns it off")
+    temperature: Annotated[float, Unit("factor")] = Field(1.0, ge=0, description="0 means greedy")
+    top_k: Annotated[int, Unit("tokens")] = Field(0, ge=0, description="0 turns it off")
+    top_p: Annotated[float, Unit("share")] = Field(
+        1.0, gt=0, le=1, description="smallest set of tokens with this mass; 1 turns it off"
+    )
     forced_lengths: ForcedLengthsConfig | None = Field(
         None, description="for benchmarks: where responses end, in place of EOS"
     )
@@ -50,8 +56,10 @@ class RolloutConfig(Section):
 class AdaptiveKLConfig(Section):
     """Ziegler et al. 2019: the coefficient follows the measured KL."""
 
-    target: float = Field(6.0, gt=0, description="KL per response, in nats")
-    horizon: float = Field(10000.0, gt=0, description="rollouts over which the coefficient adapts")
+    target: Annotated[float, Unit("nats a response")] = Field(6.0, gt=0, description="KL per response, in nats")
+    horizon: Annotated[float, Unit("rollouts")] = Field(
+        10000.0, gt=0, description="rollouts over which the coefficient adapts"
+    )
 
 
 class KLConfig(Section):
@@ -61,7 +69,9 @@ class KLConfig(Section):
     mode: Literal["penalty", "loss"] = Field(
         "penalty", description="per-token reward penalty, or a term of the actor's loss"
     )
-    coefficient: float = Field(0.05, ge=0, description="weight of the KL (the first one, where it is adaptive)")
+    coefficient: Annotated[float, Unit("reward a nat")] = Field(
+        0.05, ge=0, description="weight of the KL (the first one, where it is adaptive)"
+    )
     adaptive: AdaptiveKLConfig | None = None
 
 
@@ -71,27 +81,39 @@ class StalenessConfig(Section):
     correction: Literal["behaviour", "decoupled"] = Field(
         "behaviour", description="ratio against the log-probs of sampling, or of the step's start with a weight"
     )
-    weight_cap: float = Field(2.0, ge=1, description="cap of the truncated importance weight (decoupled)")
+    weight_cap: Annotated[float, Unit("factor")] = Field(
+        2.0, ge=1, description="cap of the truncated importance weight (decoupled)"
+    )
 
 
 class PPOConfig(Section):
     """The PPO update (paper eq. 1-2 and the usual companions)."""
 
-    epochs: int = Field(1, ge=1, description="passes over a batch")
-    minibatches: int = Field(1, ge=1, description="optimizer steps per epoch; must divide the batch size")
-    gamma: float = Field(1.0, ge=0, le=1, description="discount of later rewards")
-    gae_lambda: float = Field(0.95, ge=0, le=1, description="GAE's lambda: 0 trusts the critic, 1 the rewards")
-    clip: float = Field(0.2, gt=0, description="the ratio counts within 1 - clip .. 1 + clip")
-    value_clip: float = Field(0.2, ge=0, description="0 turns value clipping off")
-    entropy_coefficient: float = Field(0.0, ge=0, description="weight of the entropy bonus")
+    epochs: Annotated[int, Unit("passes")] = Field(1, ge=1, description="passes over a batch")
+    minibatches: Annotated[int, Unit("optimizer steps")] = Field(
+        1, ge=1, description="optimizer steps per epoch; must divide the batch size"
+    )
+    gamma: Annotated[float, Unit("factor")] = Field(1.0, ge=0, le=1, description="discount of later rewards")
+    gae_lambda: Annotated[float, Unit("factor")] = Field(
+        0.95, ge=0, le=1, description="GAE's lambda: 0 trusts the critic, 1 the rewards"
+    )
+    clip: Annotated[float, Unit("factor")] = Field(
+        0.2, gt=0, description="the ratio counts within 1 - clip .. 1 + clip"
+    )
+    value_clip: Annotated[float, Unit("reward")] = Field(0.2, ge=0, description="0 turns value clipping off")
+    entropy_coefficient: Annotated[float, Unit("reward a nat")] = Field(
+        0.0, ge=0, description="weight of the entropy bonus"
+    )
     whiten_advantages: bool = Field(True, description="mean 0 and variance 1 over the whole batch")
-    reward_clip: float | None = Field(None, gt=0, description="bound of the absolute score of a rollout")
-    truncated_score: float | None = Field(
+    reward_clip: Annotated[float | None, Unit("reward")] = Field(
+        None, gt=0, description="bound of the absolute score of a rollout"
+    )
+    truncated_score: Annotated[float | None, Unit("reward")] = Field(
         None, description="score of a response cut at the limit, in place of its reward; null: its reward"
     )
     kl: KLConfig = KLConfig()
     staleness: StalenessConfig = StalenessConfig()
-    logprob_gap_limit: PositiveFloat | Literal["auto"] | None = Field(
+    logprob_gap_limit: Annotated[PositiveFloat | Literal["auto"] | None, Unit("nats")] = Field(
         "auto",
         description="largest |logprob at decode - at training|; beyond it the run stops. auto: 1e-4 for a float32 actor; "
         "0.25 for bfloat16, where 0.06 was measured on trained actors of 4 layers and one rounding of a logit between 16 "

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
-from oppo_megatron.config.base import Section
+from oppo_megatron.config.base import Section, Unit
 
 
 class CheckpointConfig(Section):
     """The state of a run in `checkpoints/`, from which `oppo train --resume` continues exactly."""
 
     every_steps: int = Field(0, ge=0, description="save after every so many steps; 0: only where the run is preempted")
-    keep: int = Field(2, ge=1, description="checkpoints kept: the last so many")
+    keep: Annotated[int, Unit("checkpoints")] = Field(2, ge=1, description="checkpoints kept: the last so many")
     keep_best: bool = Field(False, description="keep the one with the highest mean reward of a step, too")
     caches: bool = Field(
         True,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from oppo_megatron.config.base import Section
+from oppo_megatron.config.base import Section, Unit
 from oppo_megatron.config.data import DataConfig, RewardPart, TokenizerConfig
 from oppo_megatron.config.guards import GuardsConfig
 from oppo_megatron.config.model import (
@@ -70,7 +70,7 @@ class EvaluationConfig(Section):
     data: DataConfig
     verifier: Literal["arithmetic", "gsm8k"] = Field(..., description="the rule that judges a response")
     answer: str = Field("answer", description="column that holds the expected answer")
-    max_prompts: int = Field(200, ge=1, description="use the first so many prompts")
+    max_prompts: Annotated[int, Unit("prompts")] = Field(200, ge=1, description="use the first so many prompts")
     every_steps: int = Field(0, ge=0, description="0: only before the first and after the last step")
 
 
@@ -78,11 +78,11 @@ class TrainSettings(Section):
     """`oppo train` as a configuration file may say it: the placement may be `auto`."""
 
     run_dir: Path = Field(..., description="folder for all that the run writes; it must hold no finished run")
-    seed: int = Field(1, ge=0, lt=2**63, description="seed of the data's order and of all draws")
+    seed: Annotated[int, Unit("")] = Field(1, ge=0, lt=2**63, description="seed of the data's order and of all draws")
     steps: int | None = Field(
         None, ge=1, description="PPO steps; null: until `data_epochs` passes over the prompts end"
     )
-    data_epochs: int | None = Field(
+    data_epochs: Annotated[int | None, Unit("passes")] = Field(
         None, ge=1, description="passes over the prompts; null: as many as `steps` needs, or one"
     )
     placement: PlacementSettings = PlacementSettings()
@@ -130,10 +130,10 @@ class SupervisedConfig(Section):
     """What `oppo sft` and `oppo rm` share."""
 
     run_dir: Path = Field(..., description="folder for all that the run writes; it must hold no finished run")
-    seed: int = Field(1, ge=0, lt=2**63, description="seed of the data's order and of all draws")
-    epochs: float = Field(1.0, gt=0, description="passes over the data; may be a fraction")
+    seed: Annotated[int, Unit("")] = Field(1, ge=0, lt=2**63, description="seed of the data's order and of all draws")
+    epochs: Annotated[float, Unit("passes")] = Field(1.0, gt=0, description="passes over the data; may be a fraction")
     max_steps: int | None = Field(None, ge=1, description="end after so many steps; null: when `epochs` are over")
-    batch_size: int = Field(32, ge=1, description="rows (pairs for `rm`) per optimizer step")
+    batch_size: Annotated[int, Unit("rows")] = Field(32, ge=1, description="rows (pairs for `rm`) per optimizer step")
     max_tokens: int = Field(1024, ge=2, description="longest prompt + completion")
     long_rows: Literal["error", "truncate", "quarantine"] = Field(
         "quarantine", description="what becomes of a row of more than `max_tokens`"

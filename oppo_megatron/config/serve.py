@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterator
+from typing import Annotated
 
 from pydantic import Field
 
-from oppo_megatron.config.base import Section
+from oppo_megatron.config.base import Section, Unit
 from oppo_megatron.config.checks import check_rewards, check_source
 from oppo_megatron.config.data import RewardPart, TokenizerConfig
 from oppo_megatron.config.model import RoleConfig, RuntimeConfig
@@ -20,7 +21,9 @@ class ServeRewardConfig(Section):
 
     rewards: list[RewardPart] = Field(..., min_length=1, description="the reward is the sum of these parts")
     host: str = Field("127.0.0.1", description="address to listen on; one that others can reach needs `token_env`")
-    port: int = Field(8900, ge=0, le=65535, description="port to listen on; 0: a free one, which is printed")
+    port: Annotated[int, Unit("")] = Field(
+        8900, ge=0, le=65535, description="port to listen on; 0: a free one, which is printed"
+    )
     token_env: str | None = Field(
         None, description="environment variable with the bearer token that every request must carry; null: none needed"
     )

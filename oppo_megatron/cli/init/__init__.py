@@ -1,0 +1,126 @@
+"""`oppo init`: a configuration to start from, with what it needs beside it, and the commands that come next."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from oppo_megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from oppo_megatron.cli.init.cases import Case
+
+OPTIONS = {
+    "actor": "Hugging Face directory of the model to train",
+    "reward": "Hugging Face directory of the reward model",
+    "data": "JSONL file of rows",
+}
+SUFFIXES = (".yaml", ".yml")
+PROBLEMS = {"sft": 8000, "pairs": 2000, "prompts": 4000, "heldout": 200}
+"""Rows of each generated file."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("case", nargs="?", metavar="CASE", help="what to start from; --list shows the cases")
+    parser.add_argument("--list", action="store_true", help="show the cases")
+    parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="default: ppo.yaml, sft.yaml or rm.yaml")
+    for name, about in OPTIONS.items():
+        parser.add_argument(f"--{name}", metavar="PATH", help=about)
+    parser.add_argument("--force", action="store_true", help="overwrite files that are there")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.list:
+        print("\n".join(_list()))
+        return 0
+    case = _chosen(args.case)
+    given = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
+    if wrong := [f"--{name}" for name in given if name not in case.paths]:
+        takes = ", ".join(f"--{name}" for name in case.paths) or "none of these"
+        raise ConfigError(f"{' and '.join(wrong)}: case `{case.name}` has no place for it; it takes {takes}")
+    config = args.out or Path("ppo.yaml" if case.kind == "train" else f"{case.kind}.yaml")
+    _write(case, config, given, args.force)
+    print("\n".join(_told(case, config)))
+    return 0
+
+
+def _list() -> Iterator[str]:
+    from oppo_megatron.cli.init.cases import CASES
+
+    for case in CASES.values():
+        options = " ".join(f"--{name}" for name in case.paths)
+        yield f"  {case.name:<14} {case.about}" + (f" ({options})" if options else "")
+
+
+def _chosen(name: str | None) -> Case:
+    import difflib
+
+    from oppo_megatron.cli.init.cases import CASES
+
+    if name is None:
+        raise ConfigError(
+            f"no case was given; choose one of {', '.join(CASES)} (`oppo init --list` says what they are)"
+        )
+    if name not in CASES:
+        near = difflib.get_close_matches(name, CASES, n=1)
+        raise ConfigError(
+            f"`{name}` is not a case; "
+            + (f"did you mean `{near[0]}`?" if near else f"choose one of {', '.join(CASES)}")
+        )
+    return CASES[name]
+
+
+def _write(case: Case, config: Path, given: Mapping[str, str], force: bool) -> None:
+    """Write the files of the case, or none of them: raises ConfigError where one is there and `force` is not given."""
+    if config.suffix not in SUFFIXES:
+        raise ConfigError(f"--out is `{config}`, but a configuration ends in .yaml; name a file, as in --out ppo.yaml")
+    texts = dict(case.texts(config, given))
+    data = [config.parent / "data" / f"{name}.jsonl" for name in PROBLEMS if case.makes_data]
+    if there := [str(path) for path in (*texts, *data) if path.exists() or path.is_symlink()]:
+        folders = [path for path in there if Path(path).is_dir()]
+        if folders or not force:
+            remedy = "name another with --out" if folders else "--force overwrites, --out names another file"
+            raise ConfigError(f"{', '.join(folders or there)} is there already; {remedy}")
+    for path, text in texts.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    if case.makes_data:
+        from oppo_megatron.data.arithmetic import DatasetSizes, Shape, misreported_solution, write_dataset
+
+        shape = Shape(max_operations=16, max_operand=5, largest=15)
+        sizes = DatasetSizes(**PROBLEMS)
+        write_dataset(config.parent / "data", 1, sizes, imperfect=0.6, flaw=misreported_solution, shape=shape)
+
+
+def _told(case: Case, config: Path) -> Iterator[str]:
+    """What was written, what the user has yet to supply, and the next commands."""
+    yield f"{config}: {case.about}"
+    beside = [*case.files, *(["data/"] if case.makes_data else [])]
+    yield from (f"{config.parent / name}{'/' * name.endswith('/')}: written beside it" for name in beside)
+    if missing := {} if case.makes_data else _missing(case, config):
+        yield "yet to supply:"
+        for path, keys in missing.items():
+            yield f"  {path}  ({', '.join(keys)})"
+    yield "next:"
+    here = config.parent
+    for command in case.commands:
+        prefix = "" if here == Path(".") else f"{here}/"
+        if command.startswith("export "):
+            prefix = prefix or "."
+        yield "  " + command.format(config=shlex.quote(str(config)), here=shlex.quote(prefix) if prefix else "")
+
+
+def _missing(case: Case, config: Path) -> dict[Path, list[str]]:
+    """Files and folders that the configuration names and the disk lacks, with the keys that name them."""
+    from oppo_megatron.config.describe import COMMANDS
+    from oppo_megatron.config.load import load_config
+    from oppo_megatron.config.paths import named_paths
+
+    missing: dict[Path, list[str]] = {}
+    for key, path in named_paths(load_config(COMMANDS[case.kind], config)):
+        if key != "run_dir" and not path.exists():
+            missing.setdefault(path, []).append(key)
+    return missing

@@ -1,0 +1,94 @@
+"""The cases that `oppo init` knows, and the texts of their files."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+_PLACE = re.compile(r"@(?:path:(?P<path>[^@]+)|(?P<name>actor|reward|data))@")
+_PLAIN = re.compile(r"[A-Za-z0-9_./~][A-Za-z0-9_./~+-]*")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A starting point.
+
+    `files` are written beside the configuration, which is made from `template`; `paths` are what the user may name, with
+    what stands there otherwise; `commands` come behind it, `{config}` for its path and `{here}` for its folder and a slash.
+    """
+
+    name: str
+    about: str
+    kind: str
+    template: str
+    paths: Mapping[str, str]
+    commands: tuple[str, ...]
+    files: Mapping[str, str]
+    makes_data: bool = False
+
+    def texts(self, config: Path, paths: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
+        """Each file to write and its text, the configuration first; `paths` in place of those of the case."""
+        sources = {config: self.template} | {config.parent / name: source for name, source in self.files.items()}
+        for target, source in sources.items():
+            yield target, _filled(packaged(source), config.parent, {**self.paths, **paths})
+
+
+def packaged(name: str) -> str:
+    """The text of a template."""
+    return (files(__package__) / "files" / name).read_text(encoding="utf-8")
+
+
+def _filled(text: str, here: Path, paths: Mapping[str, str]) -> str:
+    """`@path:X@` becomes X below the configuration's folder, `@actor@` what the user named."""
+
+    def value(place: re.Match[str]) -> str:
+        return _scalar(str(here / place["path"]) if place["path"] else paths[place["name"]])
+
+    return _PLACE.sub(value, text)
+
+
+def _scalar(path: str) -> str:
+    """A path as YAML, within braces too; `${` would be a reference."""
+    return path if _PLAIN.fullmatch(path) else json.dumps(path.replace("${", r"\${"), ensure_ascii=False)
+
+
+_ACTOR = {"actor": "models/actor"}
+_TRAIN = ("oppo validate {config}", "oppo train {config} --dry-run", "oppo train {config}")
+CASES = {
+    case.name: case
+    for case in (
+        Case(
+            "gsm8k", "PPO of a Hugging Face actor on GSM8K, rewarded by a verifier", "train", "gsm8k.yaml",
+            {**_ACTOR, "data": "gsm8k_train.jsonl"}, _TRAIN, {},
+        ),
+        Case(
+            "reward-model", "PPO of a Hugging Face actor against a reward model", "train", "reward-model.yaml",
+            {**_ACTOR, "reward": "models/reward", "data": "prompts.jsonl"}, _TRAIN, {},
+        ),
+        Case(
+            "hf-actor", "PPO of a Hugging Face actor, your prompts, your reward function", "train", "hf-actor.yaml",
+            {**_ACTOR, "data": "prompts.jsonl"}, ("export PYTHONPATH={here}", *_TRAIN), {"my_reward.py": "my_reward.py"},
+        ),
+        Case(
+            "sft", "fine-tune a Hugging Face model: what a PPO actor starts from", "sft", "sft.yaml",
+            {**_ACTOR, "data": "sft.jsonl"}, ("oppo validate {config}", "oppo sft {config}"), {},
+        ),
+        Case(
+            "rm", "train a reward model on chosen/rejected pairs", "rm", "rm.yaml",
+            {**_ACTOR, "data": "pairs.jsonl"}, ("oppo validate {config}", "oppo rm {config}"), {},
+        ),
+        Case(
+            "arithmetic", "the whole chain on two CPU cores, with data that is generated here", "train", "arithmetic.yaml",
+            {},
+            (
+                "oppo tokenizer {here}data/sft.jsonl --out {here}tokenizer.model --vocab-size 284",
+                "oppo sft {here}sft.yaml", *_TRAIN,
+            ),
+            {"sft.yaml": "arithmetic-sft.yaml"}, makes_data=True,
+        ),
+    )
+}  # fmt: skip

@@ -1,0 +1,167 @@
+"""What is to be said of a setting: its meaning, values, unit and default.  For `oppo config` and docs/configuration.md."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import re
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from oppo_megatron.config.base import Section, Unit
+from oppo_megatron.config.explain import section_in
+from oppo_megatron.config.run import RewardModelConfig, SFTConfig, TrainSettings
+from oppo_megatron.config.serve import ServeRewardConfig
+
+COMMANDS: dict[str, type[Section]] = {
+    "train": TrainSettings,
+    "sft": SFTConfig,
+    "rm": RewardModelConfig,
+    "serve-reward": ServeRewardConfig,
+}
+"""The commands that take a configuration, and its schema."""
+
+UNITS_OF_NAMES = {"s": "s", "mb": "MiB", "bytes": "bytes", "tokens": "tokens", "steps": "steps", "rows": "rows"}
+"""Units that the last word of a setting's name says."""
+
+PLAIN_TYPES = {int: "integer", float: "number", bool: "`true` or `false`", str: "text", Path: "path"}
+BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+LISTED = "as listed there"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A key of a schema.  `key` is dotted; what stands in a list of sections has `[]` behind the list's name."""
+
+    key: str
+    field: FieldInfo
+
+    @property
+    def name(self) -> str:
+        return self.key.rpartition(".")[2]
+
+    @property
+    def section(self) -> type[Section] | None:
+        """The section that it holds, or each element of its list."""
+        return section_in(self.field.annotation)
+
+    @property
+    def is_list(self) -> bool:
+        return get_origin(self.field.annotation) is list
+
+    @property
+    def meaning(self) -> str:
+        """What it does: its description, else what the section that it holds is."""
+        if self.field.description or self.section is None:
+            return self.field.description or ""
+        return about(self.section).partition("\n\n")[0].replace("\n", " ").partition(".  ")[0].rstrip(".")
+
+    @property
+    def is_number(self) -> bool:
+        return any(part in (int, float) for part in _leaves(self.field.annotation))
+
+    @property
+    def unit(self) -> str | None:
+        """What its number counts; empty for a pure number, None where it is no number or nothing says."""
+        if not self.is_number:
+            return None
+        given = [rule.name for rule in self.field.metadata if isinstance(rule, Unit)]
+        return given[0] if given else UNITS_OF_NAMES.get(self.name.rpartition("_")[2])
+
+    @property
+    def default(self) -> str:
+        """As YAML would have it; `required`, or `as listed there` of a section with defaults of its own."""
+        if self.field.is_required():
+            return "required"
+        value = self.field.get_default(call_default_factory=True)
+        return LISTED if isinstance(value, Section) else json.dumps(value, default=str)
+
+    def values(self, of_section: Callable[[type[Section]], str]) -> str:
+        """The type with its choices and bounds; `of_section` names a section."""
+        return ", ".join([_type(self.field.annotation, of_section), *_bounds(self.field.metadata)])
+
+
+def settings_in(section: type[Section], prefix: str = "") -> Iterator[Setting]:
+    """The keys of one section, in its order."""
+    for name, field in section.model_fields.items():
+        yield Setting(prefix + name, field)
+
+
+def all_settings(kind: type[Section], prefix: str = "") -> Iterator[Setting]:
+    """Every key of a schema, each section's behind the key that holds it."""
+    for setting in settings_in(kind, prefix):
+        yield setting
+        if setting.section is not None:
+            yield from all_settings(setting.section, setting.key + ("[]." if setting.is_list else "."))
+
+
+def find_setting(kind: type[Section], key: str) -> Setting | None:
+    """The setting at `key`; of a list, `rewards.kind`, `rewards[].kind` and `rewards.0.kind` are the same."""
+    wanted = plain_key(key)
+    return next((setting for setting in all_settings(kind) if plain_key(setting.key) == wanted), None)
+
+
+def plain_key(key: str) -> str:
+    """Without the places in lists: `rewards.0.kind` -> `rewards.kind`."""
+    return re.sub(r"\[\d*\]|\.\d+(?=\.|$)", "", key).strip(".")
+
+
+def near_keys(kinds: dict[str, type[Section]], key: str, most: int = 3) -> list[str]:
+    """Keys that `key` may have meant: those that end in the same name, else the nearest by spelling."""
+    known = list(dict.fromkeys(setting.key for kind in kinds.values() for setting in all_settings(kind)))
+    wanted = plain_key(key)
+    last = wanted.rpartition(".")[2]
+    spelled = difflib.get_close_matches(wanted, known, n=most, cutoff=0.7)
+    same = [each for each in known if each.rpartition(".")[2] == last]
+    same.sort(key=lambda each: -difflib.SequenceMatcher(None, wanted, each).ratio())
+    names = difflib.get_close_matches(last, {each.rpartition(".")[2] for each in known}, n=1)
+    alike = [each for each in known if each.rpartition(".")[2] in names]
+    return list(dict.fromkeys([*same, *spelled, *alike]))[:most]
+
+
+def about(section: type[Section]) -> str:
+    """What the section is, in full."""
+    return inspect.cleandoc(section.__doc__ or "")
+
+
+def _leaves(annotation: Any) -> Iterator[Any]:
+    """The plain types within unions, lists and `Annotated`."""
+    if get_origin(annotation) is Annotated:
+        yield from _leaves(get_args(annotation)[0])
+    elif get_origin(annotation) in (Union, types.UnionType, list):
+        for part in get_args(annotation):
+            yield from _leaves(part)
+    else:
+        yield annotation
+
+
+def _type(annotation: Any, of_section: Callable[[type[Section]], str]) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return ", ".join(f"`{choice}`" for choice in arguments)
+    if origin in (Union, types.UnionType):
+        return " or ".join("`null`" if part is type(None) else _type(part, of_section) for part in arguments)
+    if origin is Annotated:
+        return " ".join([_type(arguments[0], of_section), *_bounds(arguments[1:])])
+    if origin is list:
+        return f"list of {_type(arguments[0], of_section)}"
+    if origin is dict:
+        return "mapping"
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return of_section(annotation)
+    return PLAIN_TYPES[annotation]
+
+
+def _bounds(rules: Any) -> list[str]:
+    return [
+        f"{sign} {getattr(rule, name):g}"
+        for rule in rules
+        for name, sign in BOUNDS.items()
+        if getattr(rule, name, None) is not None
+    ]

@@ -1,0 +1,173 @@
+"""`oppo init`: what it writes is valid but for the files that the user has yet to supply, and it overwrites nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from oppo_megatron.cli.init.cases import CASES
+from oppo_megatron.cli.main import _parse, main
+from oppo_megatron.config.explain import dotted
+
+LONGEST_CONFIG = 60
+SHAPE = {
+    "model_type": "qwen2", "vocab_size": 304, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "max_position_embeddings": 8192,
+}  # fmt: skip
+ROW = {
+    "prompt": "1+1=", "question": "1+1=", "answer": "2 #### 2", "completion": "2", "chosen": "2", "rejected": "3",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["init", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and "Traceback" not in captured.err
+    return captured.err
+
+
+def written(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    assert main(["init", *arguments]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def section(told: list[str], title: str) -> list[str]:
+    """The indented lines below a title."""
+    lines = told[told.index(title) + 1 :]
+    return [line.strip() for line in lines[: next((i for i, x in enumerate(lines) if x[:2] != "  "), len(lines))]]
+
+
+def every_key(tree: object, path: tuple[str | int, ...] = ()) -> list[str]:
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    return [key for name, value in items for key in (dotted((*path, name)), *every_key(value, (*path, name)))]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_only_files_are_missing_and_they_are_named(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    told = written(capsys, case)
+    config = told[0].partition(":")[0]
+    assert main(["validate", config, "--kind", CASES[case].kind]) == 2
+    problems = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  - ")]
+    assert problems and all("does not exist" in problem for problem in problems)
+    if not CASES[case].makes_data:
+        supply = {line.partition("  (")[0] for line in section(told, "yet to supply:")}
+        assert supply == {problem.split("`")[1] for problem in problems} == {
+            *CASES[case].paths.values(), *(["gsm8k_test.jsonl"] if case == "gsm8k" else []),
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_files_are_short_commented_and_of_known_keys(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    written(capsys, case)
+    for path in Path().glob("*.yaml"):
+        text = path.read_text()
+        assert len(text.splitlines()) <= LONGEST_CONFIG and "@" not in text
+        assert max(map(len, text.splitlines())) <= 140
+        tree = yaml.safe_load(text)
+        shape = tree.get("model", {}).pop("init", None)  # a config.json's keys, not ours
+        assert (shape is not None) == (case == "arithmetic" and path.name == "sft.yaml")
+        for key in every_key(tree):
+            assert key.rpartition(".")[2].isdigit() or main(["config", "--explain", key]) == 0, key
+
+
+@pytest.mark.parametrize("case", [name for name, case in CASES.items() if not case.makes_data])
+def test_with_the_files_supplied_it_is_valid(case: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from oppo_megatron.data.tokenizer import train_sentencepiece
+
+    texts = [f"what is {n} plus {n}? it is {2 * n} = + - * 0123456789" for n in range(60)]
+    train_sentencepiece(texts, folder / "t.model", 300)
+    for name in {*CASES[case].paths.values(), "gsm8k_test.jsonl"}:
+        Path(name).parent.mkdir(exist_ok=True)
+        if name.endswith(".jsonl"):
+            Path(name).write_text(json.dumps(ROW) + "\n")
+        else:
+            Path(name).mkdir()
+            (Path(name) / "config.json").write_text(json.dumps(SHAPE))
+    told = written(capsys, case, "--force")
+    assert "yet to supply:" not in told
+    config = told[0].partition(":")[0]
+    shape = [f"{role}.init={json.dumps(SHAPE)}" for role in ("actor", "critic", "reward")]
+    none = [f"{role}.checkpoint=null" for role in ("actor", "critic", "reward")]
+    if CASES[case].kind != "train":
+        shape, none = [f"model.init={json.dumps(SHAPE)}"], ["model.checkpoint=null"]
+    elif case != "reward-model":
+        shape, none = shape[:2], none[:2]
+    assert main(["validate", config, *shape, *none, "tokenizer.path=t.model"]) == 0, capsys.readouterr().err
+    assert f"valid configuration for `oppo {CASES[case].kind}`" in capsys.readouterr().out
+
+
+def test_nothing_is_overwritten_unless_told(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("my_reward.py").write_text("mine")
+    assert "my_reward.py is there already; --force overwrites" in refused(capsys, "hf-actor")
+    assert not Path("ppo.yaml").exists() and Path("my_reward.py").read_text() == "mine"
+    written(capsys, "hf-actor", "--force")
+    assert "def score" in Path("my_reward.py").read_text()
+    assert "ppo.yaml is there already" in refused(capsys, "gsm8k")
+    written(capsys, "gsm8k", "--out", "other.yaml")
+    Path("dir.yaml").mkdir()
+    assert "dir.yaml is there already; name another" in refused(capsys, "gsm8k", "--force", "--out", "dir.yaml")
+
+
+def test_what_is_named_stands_in_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+    told = written(
+        capsys, "reward-model", "--actor", "a b/c: #1", "--reward", "r", "--data", "x/{y}.jsonl", "--out", "n/p.yml"
+    )
+    tree = yaml.safe_load(Path("n/p.yml").read_text())
+    assert tree["actor"]["checkpoint"] == tree["tokenizer"]["path"] == "a b/c: #1"
+    assert tree["reward"]["checkpoint"] == "r" and tree["data"]["path"] == "x/{y}.jsonl"
+    assert tree["run_dir"] == "n/runs/rlhf"
+    assert "oppo train n/p.yml" in section(told, "next:")
+    written(capsys, "gsm8k", "--data", "in ${HOME}.jsonl")
+    assert main(["config", "ppo.yaml", "--explain", "data.path"]) == 0
+    assert "here:    in ${HOME}.jsonl" in capsys.readouterr().out
+
+
+def test_wrong_words_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "did you mean `gsm8k`?" in refused(capsys, "gsm")
+    assert "choose one of gsm8k, reward-model" in refused(capsys, "zzzz")
+    assert "no case was given" in refused(capsys)
+    assert "--reward: case `gsm8k` has no place for it; it takes --actor, --data" in refused(
+        capsys, "gsm8k", "--reward=r"
+    )
+    assert "`out.json`, but a configuration ends in .yaml" in refused(capsys, "gsm8k", "--out", "out.json")
+    assert list(Path().iterdir()) == []
+
+
+@pytest.mark.parametrize("out", ["ppo.yaml", "with space/ppo.yaml"])
+@pytest.mark.parametrize("case", CASES)
+def test_the_next_commands_can_be_given(case: str, out: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for line in section(written(capsys, case, "--out", out), "next:"):
+        words = shlex.split(line)
+        if words[0] == "export":
+            assert words == ["export", f"PYTHONPATH={'with space/' if ' ' in out else '.'}"]
+        else:
+            assert words[0] == "oppo" and _parse(words[1:]).command == words[1]
+
+
+def test_the_list_shows_every_case(capsys: pytest.CaptureFixture[str]) -> None:
+    out = "\n".join(written(capsys, "--list"))
+    assert all(case.name in out and case.about in out for case in CASES.values())
+
+
+def test_the_reward_function_is_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(capsys, "hf-actor", "--out", "h/ppo.yaml")
+    spec = importlib.util.spec_from_file_location("my_reward", folder / "h" / "my_reward.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.score("q", "it is 42", {"answer": 42}) == 1.0 and module.score("q", "no", {"answer": 42}) == 0.0
+    assert module.score("q", "word " * 50, {}) == 0.0 > module.score("q", "word", {})
