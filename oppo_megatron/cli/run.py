@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from oppo_megatron.config.run import SupervisedConfig, TrainConfig, TrainSettings
+    from oppo_megatron.train.run_dir import RunDirectory
 
 KINDS = ("train", "sft", "rm")
 
@@ -47,6 +48,9 @@ def run_kind(kind: str, args: argparse.Namespace) -> int:
         print(config_yaml(config), *rank_table(config), sep="\n")
         return 0
     run = RunDirectory(config.run_dir)
+    if _resumes(config) and _ended_here(config, run):
+        print(f"oppo {kind}: {run.path} holds this very run, and it has ended: nothing to do", file=sys.stderr)
+        return 0
     run.require_unfinished()
     if not _resumes(config):
         run.require_no_checkpoints()
@@ -94,6 +98,24 @@ def _resumes(config: TrainConfig | SupervisedConfig) -> bool:
     from oppo_megatron.config.run import TrainConfig
 
     return isinstance(config, TrainConfig) and config.checkpoint.resume
+
+
+def _ended_here(config: TrainConfig | SupervisedConfig, run: RunDirectory) -> bool:
+    """Whether the run of this configuration has come to its end in its directory.
+
+    Who starts a run again until it is over must be told so: it may have been told to stop in the moment of its end.
+    """
+    import yaml
+
+    from oppo_megatron.config.load import config_yaml
+
+    if not (run.finished and run.config.is_file()):
+        return False
+    texts = (run.config.read_text(encoding="utf-8"), config_yaml(config))
+    then, now = (yaml.safe_load(text) for text in texts)
+    for tree in (then, now):
+        tree.get("checkpoint", {}).pop("resume", None)
+    return bool(then == now)
 
 
 def _resuming(config: TrainConfig | SupervisedConfig) -> TrainConfig | SupervisedConfig:

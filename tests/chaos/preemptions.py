@@ -25,7 +25,7 @@ from tests.support.layouts import deep
 from tests.support.ppo import Workspace, read_outcome
 
 DEADLINE_S = 20.0
-STEPS_A_STOP = 4  # of the whole run; a stop comes within the first three steps or so after a start
+STEPS_A_STOP = 9  # of the whole run; a stop comes within the first three steps or so after a start
 LAYOUTS: dict[str, tuple[float, dict[str, Any]]] = {
     "actor | scorers": (0.6, {"mode": "disaggregated"}),
     "two replicas": (0.2, {"mode": "colocated", "actor": {"dp": 2}, "scorer": {"dp": 2}}),

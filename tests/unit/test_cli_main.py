@@ -9,7 +9,9 @@ import pytest
 
 from oppo_megatron.cli import main as cli
 from oppo_megatron.cli.main import COMMANDS, main
+from oppo_megatron.config.load import dump_config, load_config
 from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.train.run_dir import RunDirectory
 
 CONFIG = """
 run_dir: run
@@ -138,6 +140,18 @@ def test_a_finished_run_is_refused_before_anything_starts(config: Path, capsys: 
     Path("run/summary.json").write_text("{}")
     assert main(["train", str(config)]) == 2
     assert "holds a finished run" in capsys.readouterr().err
+
+
+def test_a_run_that_has_ended_is_no_error_for_who_resumes_it(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = load_config(TrainConfig, config, [])
+    run = RunDirectory(settings.run_dir)
+    dump_config(settings, run.config)
+    run.summary.write_text("{}")
+    assert main(["train", str(config), "--resume"]) == 0
+    assert "holds this very run, and it has ended" in capsys.readouterr().err
+    assert main(["train", str(config)]) == 2
+    assert main(["train", str(config), "--resume", "seed=99"]) == 2
+    assert capsys.readouterr().err.count("holds a finished run") == 2
 
 
 def test_wrong_number_of_ranks(
