@@ -1,4 +1,4 @@
-"""`oppo convert`: a Hugging Face directory rewritten with another dtype, head or shard size."""
+"""`oppo convert`: weights of Hugging Face, Megatron or NeMo-Aligner rewritten as one of these, with another dtype or head."""
 
 from __future__ import annotations
 
@@ -8,8 +8,23 @@ from typing import Literal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("src", type=Path, metavar="SRC", help="Hugging Face directory (config.json + safetensors)")
+    parser.add_argument(
+        "src", type=Path, metavar="SRC", help="Hugging Face directory, or Megatron torch_dist checkpoint"
+    )
     parser.add_argument("dst", type=Path, metavar="DST", help="directory to write; must be empty or not exist")
+    parser.add_argument(
+        "--to",
+        choices=["hf", "megatron", "nemo"],
+        default="hf",
+        help="format of DST: Hugging Face safetensors, Megatron torch_dist, or the latter as NeMo-Aligner names and places it "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="the model's config.json, where SRC is of Megatron and has none"
+    )
+    parser.add_argument(
+        "--adapter", type=Path, metavar="DIR", help="peft directory of LoRA adapters of SRC, which are merged into DST"
+    )
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16", "float16"], help="default: the narrowest that keeps every bit of SRC"
     )
@@ -31,21 +46,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_positive_int,
         default=2048,
         metavar="N",
-        help="largest file, in MiB (default: %(default)s)",
+        help="--to hf: largest file, in MiB (default: %(default)s)",
     )
     parser.add_argument("--check", action="store_true", help="compare both directories' outputs in transformers")
 
 
 def run(args: argparse.Namespace) -> int:
     """Raises CheckpointError if SRC cannot be read as what DST is to be, or DST is not empty."""
-    from oppo_megatron.integrations.huggingface import compare_outputs, convert
+    from oppo_megatron.config.megatron import find_megatron
+    from oppo_megatron.errors import ConfigError
+    from oppo_megatron.integrations.huggingface import Conversion, compare_outputs, convert
 
     head: Literal["lm", "scalar"] = "scalar" if args.target == "reward" else "lm"
-    num_tensors = convert(args.src, args.dst, head, args.dtype, args.fresh_head_seed, args.max_shard_mb << 20)
+    if args.check and args.adapter is not None:
+        raise ConfigError("--check compares SRC with DST, which --adapter makes another model; drop one of them")
+    if args.check and (args.to != "hf" or find_megatron(args.src, args.config) is not None):
+        raise ConfigError(
+            "--check computes SRC and DST in transformers, which reads Hugging Face's directories alone; drop it"
+        )
+    what = Conversion(
+        head, args.to, args.dtype, args.fresh_head_seed, args.max_shard_mb << 20, args.config, args.adapter
+    )
+    num_tensors = convert(args.src, args.dst, what)
     print(f"wrote {args.dst}: {num_tensors} tensors as {args.target}")
     if args.check:
-        what, difference = compare_outputs(args.src, args.dst, head, args.fresh_head_seed is not None)
-        print(f"largest difference of {what} between {args.src} and {args.dst} in transformers: {difference:.3g}")
+        difference_of, difference = compare_outputs(args.src, args.dst, head, args.fresh_head_seed is not None)
+        print(
+            f"largest difference of {difference_of} between {args.src} and {args.dst} in transformers: {difference:.3g}"
+        )
     return 0
 
 

@@ -40,7 +40,7 @@ COMMANDS = (
     Command("sft", "oppo_megatron.cli.sft", "fine-tune an actor on prompt/completion rows"),
     Command("rm", "oppo_megatron.cli.rm", "train a reward model on chosen/rejected rows"),
     Command("tokenizer", "oppo_megatron.cli.tokenizer", "train a sentencepiece tokenizer on JSONL rows"),
-    Command("convert", "oppo_megatron.cli.convert", "rewrite a Hugging Face directory: dtype, head, shards"),
+    Command("convert", "oppo_megatron.cli.convert", "rewrite weights: Hugging Face, Megatron, NeMo-Aligner"),
     Command("placement", "oppo_megatron.cli.placement", "measure which placement is fastest on this machine"),
     Command("init", "oppo_megatron.cli.init", "write a configuration to start from, and say what comes next"),
     Command("config", "oppo_megatron.cli.config", "explain settings, list them, print a file resolved"),

@@ -8,6 +8,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from oppo_megatron.config.megatron import find_megatron
 from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.config.paths import missing_path
 from oppo_megatron.errors import CheckpointError
@@ -30,12 +31,16 @@ def read_hf_config(model: ModelConfig) -> dict[str, Any]:
         raise CheckpointError(missing_path("the checkpoint", model.checkpoint))
     if not model.checkpoint.is_dir():
         raise CheckpointError(f"checkpoint `{model.checkpoint}` is a file; name the folder that holds its config.json")
-    return _read_json(model.checkpoint / "config.json", "the checkpoint's configuration")
+    megatron = find_megatron(model.checkpoint)
+    path = model.checkpoint / "config.json" if megatron is None else megatron.shape
+    return _read_json(path, "the checkpoint's configuration")
 
 
 def check_weights(name: str, directory: Path) -> list[str]:
-    """Problems of the safetensors files in a checkpoint: absent, truncated, not safetensors."""
+    """Problems of the files in a checkpoint: absent, truncated, not safetensors.  Of Megatron's, those of its folder."""
     try:
+        if find_megatron(directory) is not None:
+            return []
         files = weight_files(directory)
     except CheckpointError as error:
         return [f"{name}: {error}"]

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Sequence
 
 from oppo_megatron.config.data import DataConfig, RewardPart
+from oppo_megatron.config.lora import LoraConfig, adapter_problems
 from oppo_megatron.config.model import ModelConfig, OptimizerConfig, RoleConfig
 from oppo_megatron.config.overlap import OverlapConfig
 from oppo_megatron.config.paths import check_exists
@@ -33,7 +34,14 @@ def check_train(config: TrainConfig) -> list[str]:
         *(check_data("evaluation.data", config.evaluation.data, templates=("prompt",)) if config.evaluation else []),
         *_check_optimizer("actor", config.actor.optimizer),
         *_check_optimizer("critic", config.critic.optimizer),
+        *(problem for name, lora in adapters(config).items() for problem in adapter_problems(name, lora)),
     ]
+
+
+def adapters(config: TrainConfig) -> dict[str, LoraConfig]:
+    """The adapters of the roles that have some."""
+    trained = {"actor": config.actor.lora, "critic": config.critic.lora}
+    return {name: lora for name, lora in trained.items() if lora is not None}
 
 
 def rollback_rules(config: TrainConfig) -> list[str]:

@@ -10,11 +10,13 @@ from math import ceil
 from oppo_megatron.config.checkpoint import read_hf_config
 from oppo_megatron.config.checks import longest_chunk, max_context, minibatch_rows, most_sequences
 from oppo_megatron.config.layouts import Sizes
+from oppo_megatron.config.lora import LoraConfig
 from oppo_megatron.config.memory import (
     FEW_ROWS,
     Memory,
     Shape,
     TrainingBatch,
+    adapter_parameters,
     cached_activations,
     kernel_bytes,
     kv_cache_bytes,
@@ -35,6 +37,7 @@ from oppo_megatron.config.places import (
     has_own_training_weights,
     named_roles,
     role_places,
+    shares_weights,
     training_places,
 )
 from oppo_megatron.config.run import RewardModelConfig, SupervisedConfig, TrainConfig
@@ -66,15 +69,22 @@ class _Model:
     shape: Shape
     dtype: str
     scalar: bool
+    lora: LoraConfig | None = None
+    shared: bool = False  # the reference, over the actor's weights
 
     @classmethod
-    def of(cls, model: ModelConfig, *, scalar: bool) -> _Model:
-        return cls(read_hf_config(model), model.dtype, scalar)
+    def of(cls, model: ModelConfig, *, scalar: bool, shared: bool = False) -> _Model:
+        lora = model.lora if isinstance(model, TrainedRoleConfig) else None
+        return cls(read_hf_config(model), model.dtype, scalar, lora, shared)
 
     def weights(self, place: Place, stage: int) -> int:
-        return self.parameters(place, stage) * DTYPE_BYTES[self.dtype]
+        if self.shared:
+            return 0
+        return (self.parameters(place, stage) + self._adapters(place)) * DTYPE_BYTES[self.dtype]
 
     def packed(self, place: Place, stage: int) -> int:
+        if self.shared:
+            return 0
         return packed_parameters(self.shape, place.tp, place.pp, stage, scalar=self.scalar) * DTYPE_BYTES[self.dtype]
 
     def makes_logits(self, place: Place, seat: Seat) -> bool:
@@ -84,10 +94,18 @@ class _Model:
         return stage_parameters(self.shape, place.tp, place.pp, stage, scalar=self.scalar)
 
     def trained(self, place: Place, stage: int, train: TrainingLayoutConfig, batch: TrainingBatch) -> Memory:
-        state = training_state(self.parameters(place, stage), self.dtype, place.dp, train)
+        state = training_state(self._trainable(place, stage), self.dtype, place.dp, train)
         sizes = Sizes.of(place, train.vpp)
         kept = training_activations(self.shape, sizes, stage, self.dtype, train, batch, self.scalar)
         return replace(state, activations=kept)
+
+    def _adapters(self, place: Place) -> int:
+        return 0 if self.lora is None else adapter_parameters(self.shape, place.tp, place.pp, self.lora)
+
+    def _trainable(self, place: Place, stage: int) -> int:
+        if self.lora is None:
+            return self.parameters(place, stage)
+        return self._adapters(place) + (self.shape["hidden_size"] if self.scalar and stage == place.pp - 1 else 0)
 
 
 def planned_memory(config: TrainConfig, *, on_cpu: bool) -> list[float]:
@@ -110,7 +128,8 @@ def train_holdings(config: TrainConfig, *, on_cpu: bool) -> list[Holding]:
     holdings: list[Holding] = []
     for name, place in role_places(config).items():
         role = named_roles(config)[name]
-        model = _Model.of(role, scalar=name in SCALAR_ROLES)
+        shared = name == "reference" and shares_weights(config)
+        model = _Model.of(role, scalar=name in SCALAR_ROLES, shared=shared)
         served = _serving(config, name, place, model, packed=on_cpu and config.runtime.decode_path == "packed")
         if not isinstance(role, TrainedRoleConfig):
             holdings += served

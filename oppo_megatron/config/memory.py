@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from oppo_megatron.config.layouts import HasSizes, Sizes
+from oppo_megatron.config.lora import LoraConfig
 from oppo_megatron.config.model import KVLayout, TrainingLayoutConfig
 from oppo_megatron.config.shape import DTYPE_BYTES, head_dim, kv_bytes_per_token, num_kv_heads
 
@@ -78,6 +79,17 @@ def stage_parameters(shape: Shape, tp: int, pp: int, stage: int, *, scalar: bool
         head = hidden if scalar else 0 if shared else embedding
         count += hidden + head  # the last norm
     return int(count)
+
+
+def adapter_parameters(shape: Shape, tp: int, pp: int, lora: LoraConfig) -> int:
+    """Parameters of adapters that one tensor rank of a stage holds: in each layer, of each target's A and B."""
+    hidden, ffn, dim = shape["hidden_size"], shape["intermediate_size"], head_dim(shape)
+    queries, keys = shape["num_attention_heads"] * dim // tp, num_kv_heads(shape) * dim // tp
+    sizes = {
+        "q_proj": hidden + queries, "k_proj": hidden + keys, "v_proj": hidden + keys, "o_proj": queries + hidden,
+        "gate_proj": hidden + ffn // tp, "up_proj": hidden + ffn // tp, "down_proj": ffn // tp + hidden,
+    }  # fmt: skip
+    return int(shape["num_hidden_layers"] // pp * lora.rank * sum(sizes[target] for target in lora.targets))
 
 
 def packed_parameters(shape: Shape, tp: int, pp: int, stage: int, *, scalar: bool) -> int:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveInt, field_validator
 
 from oppo_megatron.config.base import Section, Unit
+from oppo_megatron.config.lora import LoraConfig
 
 _RANKS = re.compile("{0}(-{0})?(,{0}(-{0})?)*".format("[0-9]{1,18}"))
 Dtype = Literal["float32", "bfloat16"]
@@ -66,12 +67,15 @@ class TrainingLayoutConfig(Section):
 
 
 class ModelConfig(Section):
-    """Where a model's shape and weights come from: a Hugging Face directory, or a shape to initialise at random.
+    """Where a model's shape and weights come from: a Hugging Face or Megatron directory, or a shape to initialise at random.
 
     Exactly one of `checkpoint` and `init` is given.
     """
 
-    checkpoint: Path | None = Field(None, description="Hugging Face directory (config.json + safetensors)")
+    checkpoint: Path | None = Field(
+        None,
+        description="Hugging Face directory (config.json + safetensors), or a Megatron torch_dist one with a config.json",
+    )
     init: dict[str, Any] | Path | None = Field(
         None, description="config.json as a mapping, or a path to one: random weights of that shape"
     )
@@ -124,6 +128,10 @@ class RoleConfig(ModelConfig):
 class TrainedRoleConfig(RoleConfig):
     """A trained role (critic)."""
 
+    lora: LoraConfig | None = Field(
+        None,
+        description="train low-rank adapters beside the role's weights, which stay as they are; null: train all weights",
+    )
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainingLayoutConfig = TrainingLayoutConfig()
 

@@ -109,6 +109,12 @@ def world_size(config: TrainConfig) -> int:
     return 1 + max(rank for place in role_places(config).values() for rank in place.ranks)
 
 
+def shares_weights(config: TrainConfig) -> bool:
+    """Whether the reference is the actor without its adapters, over the very same weights: where both are on the same ranks."""
+    places = role_places(config)
+    return config.actor.lora is not None and config.reference is None and places["reference"] == places["actor"]
+
+
 def decodes_and_scores(places: Mapping[str, Place]) -> bool:
     """Whether any rank holds both the actor and a scorer."""
     actor = set(places["actor"].ranks)

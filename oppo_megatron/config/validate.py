@@ -10,6 +10,7 @@ from oppo_megatron.config.checkpoint import check_weights, read_hf_config, token
 from oppo_megatron.config.checks import check_source, check_supervised, check_train, max_context
 from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.config.layout_checks import check_auto_placement, check_layouts, check_supervised_layout
+from oppo_megatron.config.megatron import find_megatron
 from oppo_megatron.config.model import ModelConfig, PlacementConfig
 from oppo_megatron.config.places import named_roles
 from oppo_megatron.config.run import RewardModelConfig, SupervisedConfig, TrainConfig, TrainSettings
@@ -99,7 +100,8 @@ def _check_role(role: Role, context: int, vocab_size: int | None, problems: list
         return None
     problems += check_use(role.name, hf_config, context, vocab_size)
     if role.model.checkpoint is not None:
-        problems += check_head(role.name, hf_config, scalar=role.scalar, fresh_head=role.model.fresh_head)
+        if find_megatron(role.model.checkpoint) is None:  # of Megatron's the tensors alone say what the head is
+            problems += check_head(role.name, hf_config, scalar=role.scalar, fresh_head=role.model.fresh_head)
         problems += check_weights(role.name, role.model.checkpoint)
     return None if check_model(role.name, hf_config) else hf_config
 

@@ -1,45 +1,96 @@
-"""Hugging Face directories, rewritten and compared."""
+"""Hugging Face and Megatron directories, rewritten and compared."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import yaml
 
+from oppo_megatron.config.lora import lora_of
+from oppo_megatron.config.megatron import NEMO_WEIGHTS
 from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.errors import CheckpointError, ConfigError
-from oppo_megatron.runtime.mcore.hf_layout import Head
-from oppo_megatron.runtime.mcore.hf_source import FreshHead, open_weights, side_files
-from oppo_megatron.runtime.mcore.hf_weights import rewrite_weights
+from oppo_megatron.runtime.mcore.dist_writer import ALIGNER, MEGATRON, write_directory, write_dist
+from oppo_megatron.runtime.mcore.hf_layout import Head, hf_tensors
+from oppo_megatron.runtime.mcore.hf_source import FreshHead, TensorSource, open_weights, side_files
+from oppo_megatron.runtime.mcore.hf_weights import common_dtype, rewrite_weights
+from oppo_megatron.runtime.mcore.hf_writer import MAX_SHARD_BYTES, hf_config
+from oppo_megatron.runtime.mcore.lora_weights import merged
+from oppo_megatron.runtime.mcore.nemo_config import CONFIG_NAME, nemo_config
+from oppo_megatron.runtime.shape import ModelShape
+
+Target = Literal["hf", "megatron", "nemo"]
 
 
-def convert(
-    src: Path, dst: Path, head: Head, dtype: str | None, fresh_head_seed: int | None, max_shard_bytes: int
-) -> int:
-    """Write `src` anew at `dst` with another dtype, head or shard size; returns the number of tensors.
+@dataclass(frozen=True)
+class Conversion:
+    """What is to become of a directory.  `dtype`: null for the narrowest that keeps every bit; `max_shard_bytes`: of hf.
 
-    Raises CheckpointError if `src` cannot be read as what `dst` is to be, or `dst` is not empty.
+    `shape_file`: the `config.json` of a Megatron checkpoint that has none; `adapter`: a peft directory to merge into it.
     """
-    fresh = fresh_head_seed is not None
-    if fresh and head == "lm":
+
+    head: Head
+    to: Target = "hf"
+    dtype: str | None = None
+    fresh_head_seed: int | None = None
+    max_shard_bytes: int = MAX_SHARD_BYTES
+    shape_file: Path | None = None
+    adapter: Path | None = None
+
+
+def convert(src: Path, dst: Path, what: Conversion) -> int:
+    """Write `src`, of Hugging Face or Megatron, anew at `dst`; returns the number of tensors.
+
+    Raises CheckpointError if `src` cannot be read as what `dst` is to be, or `dst` is not empty; ConfigError for what cannot
+    be asked for together.
+    """
+    fresh = what.fresh_head_seed is not None
+    if fresh and what.head == "lm":
         raise ConfigError(
             "--fresh-head-seed draws a scalar head, which a causal-lm lacks. Add --as reward or drop the flag."
         )
-    shape, source = open_weights(ModelConfig(checkpoint=src, fresh_head=fresh, init_seed=fresh_head_seed or 0), head)
+    model = ModelConfig(checkpoint=src, fresh_head=fresh, init_seed=what.fresh_head_seed or 0)
+    shape, source = open_weights(model, what.head, what.shape_file)
     if fresh and not isinstance(source, FreshHead):
         raise CheckpointError(f"{src} has a scalar head already, which is kept. Drop --fresh-head-seed.")
-    rewrite_weights(
-        shape,
-        source,
-        dst,
-        head=head,
-        dtype=getattr(torch, dtype) if dtype else None,
-        max_shard_bytes=max_shard_bytes,
-        extra_files=side_files(src),
+    if what.adapter is not None:
+        source = merged(source, shape, what.head, lora_of(what.adapter))
+    dtype = getattr(torch, what.dtype) if what.dtype else common_dtype(shape, source, what.head)
+    if what.to == "hf":
+        rewrite_weights(
+            shape,
+            source,
+            dst,
+            head=what.head,
+            dtype=dtype,
+            max_shard_bytes=what.max_shard_bytes,
+            extra_files=side_files(src),
+        )
+        return len(hf_tensors(shape, what.head))
+    return _convert_to_megatron(shape, source, src, dst, what, dtype)
+
+
+def _convert_to_megatron(
+    shape: ModelShape, source: TensorSource, src: Path, dst: Path, what: Conversion, dtype: torch.dtype
+) -> int:
+    nemo = what.to == "nemo"
+    # NeMo names the tokenizer by its place: DST, whose files lie beside the weights.
+    texts = (
+        {CONFIG_NAME: yaml.safe_dump(nemo_config(shape, what.head, str(dst.absolute())), sort_keys=False)}
+        if nemo
+        else {}
     )
-    return len(source.names())
+    texts["config.json"] = json.dumps(hf_config(shape, what.head, dtype), indent=2) + "\n"
+
+    def write(weights: Path) -> int:
+        return write_dist(shape, source, weights, head=what.head, dtype=dtype, naming=ALIGNER if nemo else MEGATRON)
+
+    return write_directory(dst, NEMO_WEIGHTS if nemo else "", texts, side_files(src), write)
 
 
 def compare_outputs(src: Path, dst: Path, head: str, fresh_head: bool, num_tokens: int = 32) -> tuple[str, float]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from oppo_megatron.config.model import DecodePath, ModelConfig, TrainingLayoutConfig
+from oppo_megatron.config.model import DecodePath, Dtype, ModelConfig, TrainedRoleConfig, TrainingLayoutConfig
 from oppo_megatron.runtime.mcore.groups import RoleGroups
 from oppo_megatron.runtime.mcore.hf_source import TensorSource, open_weights
 from oppo_megatron.runtime.mcore.hf_weights import load_weights
+from oppo_megatron.runtime.mcore.lora import attach_adapters
+from oppo_megatron.runtime.mcore.lora_weights import fill_adapters
 from oppo_megatron.runtime.mcore.model import Head, RoleModel, build_chunks, build_model
+from oppo_megatron.runtime.mcore.reallocate import share_parameters
 
 
 def load_role(
@@ -26,7 +29,7 @@ def load_role(
     """
     shape, source = open_weights(config, head)
     model = build_model(shape, groups, head=head, max_length=max_length, dtype=config.dtype, device=device)
-    _fill(model, source)
+    _fill(model, source, config)
     model.decode_by(path)
     return model.eval()
 
@@ -44,13 +47,27 @@ def load_training(
     shape, source = open_weights(config, head)
     chunks = build_chunks(shape, groups, layout, head=head, max_length=max_length, dtype=config.dtype, device=device)
     for chunk in chunks:
-        _fill(chunk, source)
+        _fill(chunk, source, config)
         chunk.eval()
     return chunks
 
 
-def _fill(model: RoleModel, source: TensorSource) -> None:
+def without_adapters(adapted: RoleModel, groups: RoleGroups, dtype: Dtype) -> RoleModel:
+    """The model that a model with adapters was before, in the same layout and over the very same weights, to score with."""
+    device = next(adapted.parameters()).device
+    model = build_model(
+        adapted.shape, groups, head=adapted.head, max_length=adapted.max_length, dtype=dtype, device=device
+    )
+    share_parameters(adapted, model)
+    model.compute_as(adapted)
+    return model.eval()
+
+
+def _fill(model: RoleModel, source: TensorSource, config: ModelConfig) -> None:
     load_weights(
         model, model.shape, source, head=model.head,
         tp_rank=model.groups.tp_rank, tp_size=model.groups.tp, pp_rank=model.stage, pp_size=model.num_stages,
     )  # fmt: skip
+    if isinstance(config, TrainedRoleConfig) and config.lora is not None:
+        attach_adapters(model, config.lora)
+        fill_adapters(model, config.lora, config.init_seed)

@@ -110,9 +110,11 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preem
 def _finish(config: TrainConfig, trainer: PPOTrainer, inputs: Inputs) -> None:
     run = RunDirectory(config.run_dir)
     if config.save_weights and trainer.actor is not None:
-        save_role(trainer.actor.role.trained.chunks, run.weights / "actor", inputs.tokenizer)
+        save_role(trainer.actor.role.trained.chunks, run.weights / "actor", inputs.tokenizer, config.actor.checkpoint)
     if config.save_weights and trainer.critic is not None:
-        save_role(trainer.critic.role.trained.chunks, run.weights / "critic", inputs.tokenizer)
+        save_role(
+            trainer.critic.role.trained.chunks, run.weights / "critic", inputs.tokenizer, config.critic.checkpoint
+        )
     trainer.memory.look()
     memory = trainer.memory.of_all_ranks()
     dist.barrier()

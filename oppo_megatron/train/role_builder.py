@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from oppo_megatron.config.checks import max_context
-from oppo_megatron.config.places import named_roles
+from oppo_megatron.config.places import named_roles, shares_weights
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.prompts import PromptStream
 from oppo_megatron.data.tokenizer import Tokenizer
@@ -16,7 +16,7 @@ from oppo_megatron.runtime.generation import DecodeStation
 from oppo_megatron.runtime.mcore.model import DTYPES, Head, RoleModel
 from oppo_megatron.runtime.mcore.paged_kernels import find_kernel
 from oppo_megatron.runtime.mcore.sequence_cache import SequenceCache
-from oppo_megatron.runtime.roles import load_role
+from oppo_megatron.runtime.roles import load_role, without_adapters
 from oppo_megatron.runtime.rounds import RoundRunner
 from oppo_megatron.runtime.sampler import Sampling
 from oppo_megatron.runtime.scoring import ScorerRole, ScoringStation
@@ -88,7 +88,7 @@ class RoleBuilder:
         config, site = self.config, self.topology.site
         rank, device = self.world.rank, self.world.device
         decode, listen = self._decode_station(actor), None if actor is not None else ListenStation(device)
-        scoring = self._scoring_stations(critic)
+        scoring = self._scoring_stations(actor, critic)
         planner = new_planner(
             config,
             site,
@@ -124,7 +124,7 @@ class RoleBuilder:
             allowances=self.allowances,
         )
 
-    def _scoring_stations(self, critic: Critic | None) -> dict[str, ScoringStation]:
+    def _scoring_stations(self, actor: Actor | None, critic: Critic | None) -> dict[str, ScoringStation]:
         stations: dict[str, ScoringStation] = {}
         for name, head in SCORERS.items():
             if self.topology.groups.get(name) is None:
@@ -132,6 +132,11 @@ class RoleBuilder:
             if name == "critic":
                 assert critic is not None
                 model = critic.role.serving
+            elif name == "reference" and shares_weights(self.config):
+                assert actor is not None
+                groups = self.topology.groups[name]
+                assert groups is not None
+                model = without_adapters(actor.role.serving, groups, self.config.actor.dtype)
             else:
                 model = self._model(name, head).requires_grad_(False)
             cache = self._cache(name, model)

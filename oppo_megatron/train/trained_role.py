@@ -74,4 +74,9 @@ def build_trained_role(
         return TrainedRole(TrainedModel(serving, config.optimizer, num_updates, layout), serving, None)
     chunks = load_training(config, layout, training, head=head, max_length=max_length, device=device)
     trained = TrainedModel(chunks, config.optimizer, num_updates, layout)
-    return TrainedRole(trained, serving.requires_grad_(False), Reallocation(chunks, serving))
+    role = TrainedRole(trained, serving.requires_grad_(False), Reallocation(chunks, serving))
+    if (
+        config.lora is not None
+    ):  # what decoding computes with is made once: of the weights that both models share, if they do
+        serving.decode_by(path)
+    return role

@@ -139,8 +139,13 @@ def plain_loss(model: Any, batch: Minibatch) -> Tensor:
 
 def plain_training(directory: str, settings: OptimizerConfig) -> dict[str, Any]:
     kind = AutoModelForSequenceClassification if "scalar" in directory else AutoModelForCausalLM
-    model = kind.from_pretrained(directory, dtype=torch.float32).train()
-    params = list(model.parameters())
+    return plain_steps(kind.from_pretrained(directory, dtype=torch.float32), settings)
+
+
+def plain_steps(model: Any, settings: OptimizerConfig) -> dict[str, Any]:
+    """Losses and norms of a step for each minibatch of DATA; outputs and weights behind them."""
+    model.train()
+    params = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(
         [
             {"params": [p for p in params if p.dim() > 1], "weight_decay": settings.weight_decay},

@@ -12,6 +12,7 @@ What is no tensor (counts of steps) is the caller's to keep: rank 0 alone would 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +35,10 @@ from torch.distributed import checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn import Parameter
 
+from oppo_megatron.config.megatron import SHAPE
 from oppo_megatron.errors import CheckpointError
-from oppo_megatron.runtime.mcore.checkpoint_index import INDEX, require_plain_index
+from oppo_megatron.runtime.mcore.checkpoint_index import INDEX, read_plain_index
+from oppo_megatron.runtime.mcore.hf_writer import hf_config
 from oppo_megatron.runtime.mcore.training import TrainedModel
 from oppo_megatron.runtime.peers import is_lost_peer
 
@@ -47,11 +50,13 @@ MASTER = "fp32_param"
 class ModelShards:
     """What this rank writes of trained models: torch's own form of tensors with their places, and what is no tensor.
 
-    `num_bytes`: about what it comes to on the disk; what replicas hold alike is the first one's.
+    `shapes`: the `config.json` of each model whose first rank this is, which tensors do not say.  `num_bytes`: about what it
+    comes to on the disk; what replicas hold alike is the first one's.
     """
 
     sharded: dict[str, Any]
     common: dict[str, Any]
+    shapes: dict[str, dict[str, Any]]
     num_bytes: int
 
 
@@ -71,14 +76,19 @@ def gather_models(models: Mapping[str, TrainedModel], *, copied: bool) -> ModelS
         for pieces in renamed.values():
             for piece in pieces:
                 piece.data = piece.data.detach().to("cpu", copy=True)
-    return ModelShards(mcore_to_pyt_state_dict(renamed, False), common, _size_bytes(models))
+    shapes = {
+        name: hf_config(first.shape, first.head, next(first.parameters()).dtype)
+        for name, first in ((name, model.model) for name, model in models.items())
+        if dist.get_rank() == first.groups.ranks[0]
+    }
+    return ModelShards(mcore_to_pyt_state_dict(renamed, False), common, shapes, _size_bytes(models))
 
 
 def write_models(folder: Path, shards: ModelShards, group: dist.ProcessGroup) -> None:
     """Write into an empty folder what megatron-core's own strategy writes, in this process.
 
     Every rank of `group`, which is the world, makes the call.  Raises CheckpointError on all ranks where a shard could not be
-    written, OSError on rank 0 alone for what only it writes: behind the last message, so that the ranks can still agree on it.
+    written, OSError on one rank alone for what only it writes: behind the last message, so that the ranks can still agree.
     """
     try:
         torch_checkpoint.save(
@@ -89,6 +99,9 @@ def write_models(folder: Path, shards: ModelShards, group: dist.ProcessGroup) ->
         )
     except CheckpointException as error:
         raise CheckpointError(_reason(error)) from error
+    for name, shape in shards.shapes.items():  # by this folder a role of another run names these weights
+        (folder / name).mkdir()
+        (folder / name / SHAPE).write_text(json.dumps(shape, indent=2) + "\n", encoding="utf-8")
     if group.rank() == 0:
         TorchCommonSaveStrategy("torch", 1).save_common(shards.common, folder)
         save_config(CheckpointingConfig("torch_dist", 1), str(folder))
@@ -99,7 +112,7 @@ def _size_bytes(models: Mapping[str, TrainedModel]) -> int:
     for model in models.values():
         if model.model.groups.collection.dp.rank() == 0:
             for chunk in model.chunks:
-                for param in chunk.parameters():
+                for param in filter(_is_trained, chunk.parameters()):
                     states = len(MOMENTS) + (param.dtype != torch.float32)
                     total += param.numel() * (param.element_size() + states * torch.float32.itemsize)
     return total
@@ -115,7 +128,7 @@ def load_models(folder: Path, models: Mapping[str, TrainedModel], updates: Mappi
     for each in shards:
         each.prepare(updates[each.name], fresh=True)
         tree |= each.tree()
-    require_plain_index(folder / INDEX)
+    read_plain_index(folder / INDEX)
     try:
         loaded = dist_checkpointing.load(tree, str(folder))
     except (Exception, CheckpointException) as error:  # malformed files lead to many kinds; torch's is no Exception
@@ -205,8 +218,10 @@ class _Shards:
                         target.copy_(loaded[f"{part}:{key}"].flatten()[piece.start : piece.end].view(target.shape))
 
     def _weights(self, number: int) -> Iterator[tuple[str, Parameter]]:
+        """Those that are trained: what adapters stand beside is where the model came from."""
         for name, param in self._model.chunks[number].named_parameters():
-            yield f"{number}:{self.name}.{name}", param
+            if _is_trained(param):
+                yield f"{number}:{self.name}.{name}", param
 
     def _state(self, param: Parameter) -> dict[str, Tensor]:
         """The optimizer's state of a whole weight, as this tensor and pipeline rank has it, in the shape of the weight."""
@@ -225,6 +240,10 @@ class _Shards:
                 dist.all_reduce(values, group=group)  # zeros elsewhere: the sum is exact
             whole[name] = values.cpu()
         return whole
+
+
+def _is_trained(param: Parameter) -> bool:
+    return param.requires_grad
 
 
 def _reason(error: BaseException) -> str:

@@ -30,21 +30,22 @@ ALLOWED = {
 }  # fmt: skip
 
 
-def require_plain_index(path: Path) -> None:
-    """Raises CheckpointError for an index that is not torch's, names other classes, or files outside its folder."""
+def read_plain_index(path: Path) -> Any:
+    """torch's `Metadata`.  Raises CheckpointError for an index that is not torch's, names other classes, or files outside."""
     try:
         index = _PlainUnpickler(io.BytesIO(path.read_bytes())).load()
         files = {str(info.relative_path) for info in index.storage_data.values()}
     except Exception as error:  # whatever bytes may lead the pickle machine to
         raise CheckpointError(
-            f"{path}: not an index of weights that can be read ({type(error).__name__}: {str(error):.200}); resume from another "
+            f"{path}: not an index of weights that can be read ({type(error).__name__}: {str(error):.200}); use another "
             "checkpoint, or restore the file from a copy"
         ) from error
     for name in files:
         if PurePosixPath(name).name != name or not (path.parent / name).is_file():
             raise CheckpointError(
-                f"{path}: names {name!r:.100}, which is no file beside it; resume from another checkpoint"
+                f"{path}: names {name!r:.100}, which is no file beside it; use another checkpoint, or copy this one whole"
             )
+    return index
 
 
 class _PlainUnpickler(pickle.Unpickler):

@@ -13,8 +13,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from oppo_megatron.config.checkpoint import is_inside
+from oppo_megatron.config.megatron import find_megatron
 from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.errors import CheckpointError, ConfigError
+from oppo_megatron.runtime.mcore.dist_source import DistSource
 from oppo_megatron.runtime.mcore.hf_layout import LM_HEAD, SCALAR_HEAD, Head, hf_tensors
 from oppo_megatron.runtime.shape import ModelShape
 
@@ -50,18 +52,20 @@ class SafetensorsSource:
     Opening reads the headers of all files, so that a missing, truncated or damaged file is met before any work is done.
     """
 
-    def __init__(self, directory: Path | str):
+    def __init__(self, directory: Path | str, file: str | None = None):
+        """`file`: the only one, by another name than `model.safetensors`."""
         self.directory = Path(directory)
         _require_directory(self.directory)
         self._file_of = {}
-        for path, names in _files(self.directory).items():
-            file = _open(path)
-            held = set(file.keys())
+        files = _files(self.directory) if file is None else {self.directory / file: None}
+        for path, names in files.items():
+            opened = _open(path)
+            held = set(opened.keys())
             if absent := sorted(set(names or ()) - held):
                 raise CheckpointError(
                     f"{path}: {INDEX_FILE} says it holds {absent[0]}, which it does not. Download the checkpoint again."
                 )
-            self._file_of.update(dict.fromkeys(names or held, file))
+            self._file_of.update(dict.fromkeys(names or held, opened))
 
     def names(self) -> Collection[str]:
         return self._file_of.keys()
@@ -106,9 +110,13 @@ class RandomSource:
         tensor = torch.empty(self._shapes[name], dtype=torch.float32)
         if tensor.dim() == 1:
             return tensor.fill_(0.0 if name.endswith(".bias") else 1.0)[region]
-        digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        return tensor.normal_(0.0, self._std, generator=generator)[region]
+        return tensor.normal_(0.0, self._std, generator=seeded(self._seed, name))[region]
+
+
+def seeded(seed: int, name: str) -> torch.Generator:
+    """Random numbers of one tensor, on the CPU."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 class FreshHead:
@@ -134,15 +142,16 @@ class FreshHead:
         return self._head if name == SCALAR_HEAD else self._body
 
 
-def open_weights(model: ModelConfig, head: Head) -> tuple[ModelShape, TensorSource]:
+def open_weights(model: ModelConfig, head: Head, shape_file: Path | None = None) -> tuple[ModelShape, TensorSource]:
     """Shape and checked source of the weights that a `ModelConfig` names.  Reads headers only.
 
-    `fresh_head` lets a causal LM be loaded with a new scalar head; a head that the checkpoint has is kept.
+    `fresh_head` lets a causal LM be loaded with a new scalar head; a head that the checkpoint has is kept.  `shape_file`:
+    the `config.json` of a Megatron checkpoint that has none.
     Raises ConfigError if neither `checkpoint` nor `init` is given, CheckpointError if the weights do not fit the shape.
     """
     source: TensorSource
     if model.checkpoint is not None:
-        shape, source = read_shape(model.checkpoint), SafetensorsSource(model.checkpoint)
+        shape, source = open_directory(model.checkpoint, shape_file)
         if head == "scalar" and model.fresh_head and SCALAR_HEAD not in source.names():
             source = FreshHead(source, shape, model.init_seed)
     elif model.init is not None:
@@ -155,6 +164,16 @@ def open_weights(model: ModelConfig, head: Head) -> tuple[ModelShape, TensorSour
         )
     require_source(shape, source, head, str(model.checkpoint or "init"))
     return shape, source
+
+
+def open_directory(directory: Path, shape_file: Path | None = None) -> tuple[ModelShape, TensorSource]:
+    """Shape and tensors of a Hugging Face or Megatron directory; `shape_file` says the shape of the latter."""
+    _require_directory(directory)
+    megatron = find_megatron(directory, shape_file)
+    if megatron is None:
+        return read_shape(directory), SafetensorsSource(directory)
+    shape = ModelShape.from_hf(read_json(megatron.shape), str(megatron.shape))
+    return shape, DistSource(megatron, shape)
 
 
 def check_source(shape: ModelShape, source: TensorSource, head: Head) -> list[str]:

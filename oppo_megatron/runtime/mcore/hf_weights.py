@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -39,7 +39,7 @@ def load_weights(
     """
     require_source(shape, source, head, "load_weights")
     parts = stage_parts(shape, head, tp_size=tp_size, pp_rank=pp_rank, pp_size=pp_size)
-    params = _matching_params(model, parts, tp_size)
+    params = matching_params(model, parts, tp_size)
     for part in parts:
         put_part(params[part.param], part, source.read(part.hf_name, part.share(tp_rank, tp_size)))
 
@@ -65,43 +65,64 @@ def export_weights(
     this rank's stage, or its chunks.  Groups may be None where their size is one; `dtype` defaults to the parameters'.
     """
     chunks = [model] if isinstance(model, torch.nn.Module) else model
+
+    def parts_of(tp_size: int, stage: int, num_stages: int) -> list[Part]:
+        return stage_parts(shape, head, tp_size=tp_size, pp_rank=stage, pp_size=num_stages)
+
+    def writer(found: torch.dtype) -> HfWriter:
+        out, tensors = dtype or found, hf_tensors(shape, head)
+        config = hf_config(shape, head, out)
+        return HfWriter(directory, tensors, config, out, max_shard_bytes=max_shard_bytes, extra_files=extra_files)
+
+    gather_parts(chunks, parts_of, writer, tp_group, pp_group, dp_group)
+
+
+PartsOf = Callable[[int, int, int], list[Part]]
+"""(tensor ranks, stage, stages) -> the parts of the stage."""
+
+
+@torch.no_grad()
+def gather_parts(
+    chunks: Sequence[torch.nn.Module],
+    parts_of: PartsOf,
+    writer: Callable[[torch.dtype], HfWriter],
+    tp_group: dist.ProcessGroup | None,
+    pp_group: dist.ProcessGroup | None,
+    dp_group: dist.ProcessGroup | None,
+    *,
+    whole: bool = True,
+) -> None:
+    """Collect the parts of a model on its first rank, tensor by tensor, in what `writer` makes for the dtype found.
+
+    Every rank of the model makes the call, which returns when all is written.  `whole`: the parts are all parameters.
+    """
     if _place(dp_group)[0] == 0:
-        _export(chunks, shape, directory, head, tp_group, pp_group, dtype, max_shard_bytes, extra_files)
+        _gather_replica(chunks, parts_of, writer, tp_group, pp_group, whole)
     for group in (pp_group, tp_group, dp_group):
         if group is not None:
             dist.barrier(group)
 
 
-def _export(
+def _gather_replica(
     chunks: Sequence[torch.nn.Module],
-    shape: ModelShape,
-    directory: Path,
-    head: Head,
+    parts_of: PartsOf,
+    make_writer: Callable[[torch.dtype], HfWriter],
     tp_group: dist.ProcessGroup | None,
     pp_group: dist.ProcessGroup | None,
-    dtype: torch.dtype | None,
-    max_shard_bytes: int,
-    extra_files: Iterable[Path],
+    whole: bool,
 ) -> None:
-    """One replica's part in `export_weights`."""
+    """One replica's part in `gather_parts`."""
     (tp_rank, tp_size), (pp_rank, pp_size) = _place(tp_group), _place(pp_group)
     num_stages = pp_size * len(chunks)
     params = {}  # of each virtual stage on this rank
     for stage, chunk in zip(range(pp_rank, num_stages, pp_size), chunks, strict=True):
-        parts = stage_parts(shape, head, tp_size=tp_size, pp_rank=stage, pp_size=num_stages)
-        params[stage] = _matching_params(chunk, parts, tp_size)
+        params[stage] = matching_params(chunk, parts_of(tp_size, stage, num_stages), tp_size, whole=whole)
     stored = next(iter(params[pp_rank].values()))
     writer: HfWriter | None = None
     with contextlib.ExitStack() as stack:
         if tp_rank == pp_rank == 0:
-            tensors, out_dtype = hf_tensors(shape, head), dtype or stored.dtype
-            config = hf_config(shape, head, out_dtype)
-            writer = stack.enter_context(
-                HfWriter(
-                    directory, tensors, config, out_dtype, max_shard_bytes=max_shard_bytes, extra_files=extra_files
-                )
-            )
-        for stage, part in _owned_parts(shape, head, tp_size, num_stages):
+            writer = stack.enter_context(make_writer(stored.dtype))
+        for stage, part in _owned_parts(parts_of, tp_size, num_stages):
             tensor, owner = None, stage % pp_size
             if owner == pp_rank:
                 tensor = _gather(take_part(params[stage][part.param], part), part, tp_group)
@@ -129,8 +150,7 @@ def rewrite_weights(
     """
     parts = stage_parts(shape, head)
     shapes = param_shapes(parts)
-    dtypes = [found for part in parts if (found := source.dtype(part.hf_name)) is not None]
-    out_dtype = dtype or functools.reduce(torch.promote_types, dtypes)
+    out_dtype = dtype or common_dtype(shape, source, head)
     config, tensors = hf_config(shape, head, out_dtype), hf_tensors(shape, head)
     with HfWriter(
         directory, tensors, config, out_dtype, max_shard_bytes=max_shard_bytes, extra_files=extra_files
@@ -141,6 +161,12 @@ def rewrite_weights(
                 put_part(param, part, source.read(part.hf_name, part.share(0, 1)))
             for part in held:
                 writer.write(part.hf_name, take_part(param, part))
+
+
+def common_dtype(shape: ModelShape, source: TensorSource, head: Head) -> torch.dtype:
+    """The narrowest dtype that holds every tensor of a source exactly."""
+    dtypes = [found for name in hf_tensors(shape, head) if (found := source.dtype(name)) is not None]
+    return functools.reduce(torch.promote_types, dtypes)
 
 
 def put_part(param: torch.Tensor, part: Part, share: torch.Tensor) -> None:
@@ -155,9 +181,12 @@ def take_part(param: torch.Tensor, part: Part) -> torch.Tensor:
     return torch.cat([param[rows] for rows in part.rows])
 
 
-def _matching_params(model: torch.nn.Module, parts: list[Part], tp_size: int) -> dict[str, torch.nn.Parameter]:
-    """The model's parameters, after checking that they are exactly those that `parts` fill."""
-    params = dict(model.named_parameters())
+def matching_params(
+    model: torch.nn.Module, parts: list[Part], tp_size: int, *, whole: bool = True
+) -> dict[str, torch.nn.Parameter]:
+    """The parameters that `parts` fill, after checking that they are there; `whole`: and that there are no others."""
+    filled = {part.param for part in parts}
+    params = {name: param for name, param in model.named_parameters() if whole or name in filled}
     expected, found = param_shapes(parts, tp_size), {name: tuple(p.shape) for name, p in params.items()}
     if wrong := sorted({name for name, _ in expected.items() ^ found.items()}):
         lines = "".join(f"\n  - {name}: model {found.get(name)}, layout {expected.get(name)}" for name in wrong)
@@ -172,11 +201,11 @@ def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
     return (0, 1) if group is None else (group.rank(), group.size())
 
 
-def _owned_parts(shape: ModelShape, head: Head, tp_size: int, pp_size: int) -> list[tuple[int, Part]]:
+def _owned_parts(parts_of: PartsOf, tp_size: int, num_stages: int) -> list[tuple[int, Part]]:
     """Every Hugging Face tensor once, with the first stage that holds it (a tied embedding is held by two)."""
     owned: dict[str, tuple[int, Part]] = {}
-    for stage in range(pp_size):
-        for part in stage_parts(shape, head, tp_size=tp_size, pp_rank=stage, pp_size=pp_size):
+    for stage in range(num_stages):
+        for part in parts_of(tp_size, stage, num_stages):
             owned.setdefault(part.hf_name, (stage, part))
     return list(owned.values())
 

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import IO, Any
@@ -25,6 +26,17 @@ from oppo_megatron.runtime.shape import ModelShape
 
 MAX_SHARD_BYTES = 2 << 30
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class FileNames:
+    """Of the mapping that describes the tensors, and of the tensors where they are one file."""
+
+    config: str
+    single: str
+
+
+MODEL_FILES = FileNames("config.json", SINGLE_FILE)
 
 
 class HfWriter:
@@ -43,6 +55,7 @@ class HfWriter:
         *,
         max_shard_bytes: int = MAX_SHARD_BYTES,
         extra_files: Iterable[Path] = (),
+        names: FileNames = MODEL_FILES,
     ):
         self._directory = directory
         self._partial = directory.with_name(f".{directory.name}.partial")
@@ -50,7 +63,8 @@ class HfWriter:
         self._config = config
         self._dtype = dtype
         self._extra_files = list(extra_files)
-        self._shards = _plan_shards(tensors, dtype.itemsize, max_shard_bytes)
+        self._config_file = names.config
+        self._shards = _plan_shards(tensors, dtype.itemsize, max_shard_bytes, names.single)
         self._coming = [(file, name) for file, names in self._shards.items() for name in names]
         self._file: IO[bytes] | None = None
 
@@ -92,7 +106,7 @@ class HfWriter:
             with path.open("rb") as source, (self._partial / path.name).open("wb") as copy:
                 shutil.copyfileobj(source, copy)
                 _sync(copy)
-        self._write_json("config.json", self._config)
+        self._write_json(self._config_file, self._config)
         sync_folder(self._partial)
         os.replace(self._partial, self._directory)
         sync_folder(self._directory.parent)
@@ -141,7 +155,9 @@ def hf_config(shape: ModelShape, head: Head, dtype: torch.dtype) -> dict[str, An
 _LABEL_KEYS = ("num_labels", "id2label", "label2id", "problem_type")
 
 
-def _plan_shards(tensors: Mapping[str, tuple[int, ...]], itemsize: int, max_bytes: int) -> dict[str, Sequence[str]]:
+def _plan_shards(
+    tensors: Mapping[str, tuple[int, ...]], itemsize: int, max_bytes: int, single: str
+) -> dict[str, Sequence[str]]:
     """File names with the tensors of each: as many as fit into `max_bytes`, and at least one."""
     shards: list[list[str]] = []
     size = 0
@@ -153,7 +169,7 @@ def _plan_shards(tensors: Mapping[str, tuple[int, ...]], itemsize: int, max_byte
         shards[-1].append(name)
         size += num_bytes
     if len(shards) == 1:
-        return {SINGLE_FILE: shards[0]}
+        return {single: shards[0]}
     return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": names for i, names in enumerate(shards, start=1)}
 
 

@@ -9,9 +9,10 @@ heads, the key, the value), D head dimension, V vocabulary shard.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oppo_megatron.runtime.mcore.cached_plan import CachedPlan
+from oppo_megatron.runtime.mcore.lora import Adapters, adapters_of
 from oppo_megatron.runtime.mcore.prepacked import product
 
 Product = Callable[[Tensor], Tensor]
@@ -35,9 +37,16 @@ class LeanStage:
 
     def __init__(self, layers: Sequence[Any], final_norm: Any | None, tp_group: dist.ProcessGroup, *, packed: bool):
         """`packed`: over copies of the weights that are laid out for the CPU's products."""
-        self.layers = [_lean_layer(layer, packed) for layer in layers]
+        self._bare = [_lean_layer(layer, packed) for layer in layers]
+        self.layers = [_adapted(bare, layer) for bare, layer in zip(self._bare, layers, strict=True)]
         self.final_norm = None if final_norm is None else rms_norm(final_norm.weight, final_norm.eps)
         self.tp_group = tp_group if tp_group.size() > 1 else None
+
+    def without_adapters(self, tp_group: dist.ProcessGroup) -> LeanStage:
+        """The same products without what adapters add to them, for a model of its own group."""
+        stage = copy.copy(self)
+        stage.layers, stage.tp_group = self._bare, tp_group if tp_group.size() > 1 else None
+        return stage
 
     def __call__(self, x_TH: Tensor, plan: CachedPlan) -> Tensor:
         """The hidden states behind the stage, [T, H]."""
@@ -95,6 +104,22 @@ def _lean_layer(layer: Any, packed: bool) -> _LeanLayer:
         down=product(mlp.linear_fc2.weight, packed=packed),
         shape_GXD=(groups, attention.num_attention_heads_per_partition // groups + 2, dim),
     )
+
+
+def _adapted(bare: _LeanLayer, layer: Any) -> _LeanLayer:
+    """The layer with what its adapters add, before any sum over tensor ranks; they are read as they are in each call."""
+    attention, mlp = layer.self_attention, layer.mlp
+    return replace(
+        bare,
+        qkv=_with(bare.qkv, adapters_of(attention, "linear_qkv")),
+        proj=_with(bare.proj, adapters_of(attention, "linear_proj")),
+        gate_up=_with(bare.gate_up, adapters_of(mlp, "linear_fc1")),
+        down=_with(bare.down, adapters_of(mlp, "linear_fc2")),
+    )
+
+
+def _with(bare: Product, adapters: Adapters | None) -> Product:
+    return bare if adapters is None else lambda x_TI: bare(x_TI) + adapters.cached(x_TI)
 
 
 def rms_norm(weight_H: Tensor, eps: float) -> Norm:

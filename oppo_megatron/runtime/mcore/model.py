@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
+from oppo_megatron.config.lora import LoraConfig
 from oppo_megatron.config.model import DecodePath, KVLayout, TrainingLayoutConfig
 from oppo_megatron.errors import CapacityError
 from oppo_megatron.runtime.mcore import compat
@@ -84,6 +85,7 @@ class RoleModel(GPTModel):
         self.shape, self.groups, self.head = shape, groups, head
         self.stage, self.num_stages = stage, num_stages
         self.max_length = max_length
+        self.adapters: LoraConfig | None = None  # set where it is given some
         self._path: DecodePath = "module"
         self._lean: LeanStage | None = None
         self._lean_head: Callable[[Tensor], Tensor] | None = None
@@ -96,16 +98,23 @@ class RoleModel(GPTModel):
     def decode_by(self, path: DecodePath) -> None:
         """How cached calls compute from now on; the weights are set."""
         self._path = path
+        self._lean = self._lean_head = None
         self.weights_changed()
 
     def weights_change(self) -> None:
-        """The weights are about to change: the memory of what has been made of them is free for the update."""
-        self._lean = self._lean_head = None
+        """The weights are about to change: the memory of what has been made of them is free for the update.
+
+        What has been made of weights beside adapters stays right: they do not change, and adapters are read as they are.
+        """
+        if self.adapters is None:
+            self._lean = self._lean_head = None
 
     def weights_changed(self) -> None:
         """The weights have other values now: what has been made of them is made again."""
         if self._path == "module":
             self._lean = None
+            return
+        if self.adapters is not None and self._lean is not None:
             return
         packed = self._path == "packed" and all(can_prepack(p) for p in self.parameters())
         self._lean = LeanStage(
@@ -115,6 +124,12 @@ class RoleModel(GPTModel):
             tied = self.share_embeddings_and_output_weights
             weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
             self._lean_head = product(weight, packed=packed)
+
+    def compute_as(self, adapted: RoleModel) -> None:
+        """Cached calls over what `adapted`, whose weights this model shares, has made of them, without its adapters."""
+        self._path, self._lean_head = adapted._path, adapted._lean_head
+        if adapted._lean is not None:
+            self._lean = adapted._lean.without_adapters(self.groups.collection.tp)
 
     def set_rope(self, device: torch.device) -> None:
         """Make the rotary tables on the device that the parameters are on."""
@@ -129,6 +144,8 @@ class RoleModel(GPTModel):
         if self._lean is not None and isinstance(plan, CachedPlan):
             return self._cached_forward(self._lean, tokens_T, plan, rows_R)
         hidden = self.embedding(tokens_T.unsqueeze(0), None) if self.pre_process and tokens_T is not None else None
+        if hidden is not None and self.adapters is not None and torch.is_grad_enabled():
+            hidden.requires_grad_()  # of frozen embeddings; without, layers that are computed again would have no gradient
         hidden = self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=plan)
         if not self.post_process:
             return hidden

@@ -31,6 +31,7 @@ from megatron.core.resharding.utils import ParameterMetadata, ReshardPlan, Trans
 from torch import Tensor
 from torch.nn import Parameter
 
+from oppo_megatron.runtime.mcore.lora import is_adapter
 from oppo_megatron.runtime.mcore.model import RoleModel
 
 ROUND_BYTES = 64 << 20
@@ -102,6 +103,8 @@ class Reallocation:
 def share_parameters(training: RoleModel, serving: RoleModel) -> None:
     """Make the parameters of `serving` the very `Parameter` objects of `training`; its own are dropped.
 
+    A serving model without adapters may share the other weights of one that has some.
+
     DDP and the optimizers of megatron put other storages into parameters (`param.data = ...`) but keep the objects, so
     that the two stay one whether this is done before or after they are built.
     """
@@ -110,7 +113,8 @@ def share_parameters(training: RoleModel, serving: RoleModel) -> None:
         new, (owner, _, name) = trained.pop(path), path.rpartition(".")
         assert new.shape == old.shape and new.dtype == old.dtype, (path, old.shape, new.shape)
         setattr(serving.get_submodule(owner), name, new)
-    assert not trained, f"parameters that the serving model lacks: {sorted(trained)}"
+    lacking = sorted(name for name in trained if serving.adapters is not None or not is_adapter(name))
+    assert not lacking, f"parameters that the serving model lacks: {lacking}"
 
 
 class GroupCopy(CopyService):
@@ -185,7 +189,10 @@ def _tied_copy(model: RoleModel) -> str | None:
 
 def _by_layer_number(model: RoleModel) -> Iterator[tuple[str, Parameter]]:
     numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
+    scalar = "output_layer.weight" if model.head == "scalar" else None
     for name, param in model.named_parameters():
+        if model.adapters is not None and not is_adapter(name) and name != scalar:
+            continue  # frozen: both models have loaded it
         parts = name.split(".")
         if parts[:2] == ["decoder", "layers"]:
             parts[2] = str(numbers[int(parts[2])])

@@ -22,7 +22,7 @@ class Undo:
         inner = [each.optimizer for each in model.optimizer.chained_optimizers if each.optimizer is not None]
         # The optimizer may hold weights of its own: float32 copies, or a replica's shares.
         held = [p for each in inner for group in each.param_groups for p in group["params"]]
-        params = {id(p): p for p in (*(p for chunk in model.chunks for p in chunk.parameters()), *held)}
+        params = {id(p): p for p in (*(p for c in model.chunks for p in c.parameters() if p.requires_grad), *held)}
         self._weights = [(p.data, _aside(p.data)) for p in params.values()]
         self._groups = [(group, _settings(group)) for each in inner for group in each.param_groups]
         self._states = [(each.state, {p: _set_aside(state) for p, state in each.state.items()}) for each in inner]

@@ -1,0 +1,137 @@
+"""Low-rank adapters of a trained role: its settings, and whether a peft directory fits them.  Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, field_validator
+
+from oppo_megatron.config.base import Section, Unit
+from oppo_megatron.config.paths import missing_path
+from oppo_megatron.errors import CheckpointError
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+TARGETS: tuple[LoraTarget, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PLAIN: Mapping[str, tuple[Any, ...]] = {
+    "bias": ("none", None),
+    "use_dora": (False, None),
+    "use_rslora": (False, None),
+    "use_qalora": (False, None),
+    "fan_in_fan_out": (False, None),
+    "lora_bias": (False, None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "layers_to_transform": (None,),
+    "layer_replication": (None,),
+    "exclude_modules": (None, []),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None,),
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),  # others change the base weights
+    **dict.fromkeys(
+        ("alora_invocation_tokens", "use_bdlora", "arrow_config", "kasa_config", "velora_config", "monteclora_config"),
+        (None,),
+    ),
+}
+"""Of peft's LoRA, the options that are not computed here, with the values that leave them off."""
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (Hu et al. 2021): the model's own weights stay as they are, and only these are trained.
+
+    y = W x + alpha / rank * B A x for each target, in every layer.  There is no dropout: the tokens' log-probs in training
+    would not be those of decoding.
+    """
+
+    rank: Annotated[int, Unit("rows")] = Field(16, ge=1, description="rows of A and columns of B")
+    alpha: Annotated[float, Unit("")] = Field(32.0, gt=0, description="the adapters' weight, divided by the rank")
+    targets: list[LoraTarget] = Field(
+        default_factory=lambda: list(TARGETS),
+        min_length=1,
+        description="projections that have adapters, by their Hugging Face names",
+    )
+    adapter: Path | None = Field(
+        None,
+        description="peft directory to start from, of this rank, alpha and targets; null: A drawn by init_seed, B zero",
+    )
+
+    @field_validator("targets")
+    @classmethod
+    def _in_order(cls, value: list[LoraTarget]) -> list[LoraTarget]:
+        if len(set(value)) < len(value):
+            raise ValueError("each target once")
+        return [target for target in TARGETS if target in value]
+
+    @property
+    def scale(self) -> float:
+        """What B A x is multiplied by."""
+        return self.alpha / self.rank
+
+
+def adapter_problems(name: str, lora: LoraConfig) -> list[str]:
+    """What keeps the adapters of `lora.adapter` from being those that `lora` describes, a sentence each."""
+    if lora.adapter is None:
+        return []
+    try:
+        found = read_adapter_config(lora.adapter)
+    except CheckpointError as error:
+        return [f"{name}.lora.adapter: {error}"]
+    where = f"{name}.lora.adapter `{lora.adapter}`"
+    problems = [
+        f"{where}: its {option} is {found[option]!r:.60}, which is not computed here; merge it into its base with peft, or "
+        "train it without"
+        for option, plain in PLAIN.items()
+        if option in found and found[option] not in plain
+    ]
+    due = {"r": ("rank", lora.rank), "lora_alpha": ("alpha", lora.alpha)}
+    problems += [
+        f"{where}: its {theirs} is {found.get(theirs)!r:.40}, but {name}.lora.{ours} is {value:g}; they must be equal"
+        for theirs, (ours, value) in due.items()
+        if found.get(theirs) != value
+    ]
+    targets = found.get("target_modules")
+    if not isinstance(targets, list) or set(map(str, targets)) != set(lora.targets):
+        shown = sorted(map(str, targets)) if isinstance(targets, list) else targets
+        problems.append(
+            f"{where}: its target_modules are {shown!r:.120}, but {name}.lora.targets are {sorted(lora.targets)}; "
+            "they must be equal"
+        )
+    return problems
+
+
+def lora_of(directory: Path) -> LoraConfig:
+    """The settings of a peft directory's adapters.  Raises CheckpointError for one that is not of LoRA, or not computed here."""
+    found = read_adapter_config(directory)
+    try:
+        lora = LoraConfig(
+            rank=found.get("r"), alpha=found.get("lora_alpha"), targets=found.get("target_modules"), adapter=directory
+        )
+    except ValidationError as error:
+        told = "; ".join(f"{each['loc'][0]}: {each['msg']}" for each in error.errors())
+        raise CheckpointError(
+            f"`{directory / ADAPTER_CONFIG}` describes adapters that are not computed here ({told})"
+        ) from error
+    if problems := adapter_problems("it", lora):
+        raise CheckpointError("\n".join(problems))
+    return lora
+
+
+def read_adapter_config(directory: Path) -> dict[str, Any]:
+    """The `adapter_config.json` of LoRA adapters.  Raises CheckpointError."""
+    path = directory / ADAPTER_CONFIG
+    for file in (path, directory / ADAPTER_WEIGHTS):
+        if not file.is_file():
+            raise CheckpointError(missing_path("the adapter's file (peft's, as safetensors)", file))
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"`{path}` is not valid JSON ({error}); save the adapter again") from error
+    kind = content.get("peft_type") if isinstance(content, dict) else None
+    if kind != "LORA":
+        raise CheckpointError(
+            f"`{path}`: peft_type is {kind!r:.40}, but LORA alone is computed; name an adapter of LoRA"
+        )
+    return dict(content)

@@ -1,0 +1,148 @@
+"""Which folder of a Megatron checkpoint a path names, and where the model's `config.json` lies.  Pure; no tensor is read.
+
+A `torch_dist` checkpoint (megatron-core's `dist_checkpointing`) is a folder with `metadata.json`, torch's index `.metadata`
+and `*.distcp` files.  It may be named by itself, or by what its writers put around it:
+
+    Megatron-LM     DIR/latest_checkpointed_iteration.txt, DIR/iter_0000010/
+    NeMo            DIR/model_weights/ of an unpacked .nemo; a trainer's megatron_gpt-step=... is such a folder itself
+    our runs        checkpoints/step-000010/models/actor/: that role's config.json; the weights of all roles lie above it
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from oppo_megatron.errors import CheckpointError
+
+TORCH_INDEX, BACKENDS = ".metadata", "metadata.json"
+TRACKER = "latest_checkpointed_iteration.txt"
+NEMO_WEIGHTS = "model_weights"
+PLACES = (NEMO_WEIGHTS, "weights", "models")
+"""Folders that NeMo 1, NeMo 2 and our runs have around the weights."""
+SHAPE = "config.json"
+
+
+@dataclass(frozen=True)
+class MegatronFolder:
+    """`weights`: what holds index and tensors.  `prefix`: of the model's keys; None where the keys must tell."""
+
+    weights: Path
+    shape: Path
+    prefix: str | None = None
+
+
+def find_megatron(directory: Path, shape: Path | None = None) -> MegatronFolder | None:
+    """What of Megatron's `directory` names; None for any other folder.  Raises CheckpointError for one that is not readable.
+
+    `shape`: a `config.json` to use instead of the one that is looked for.
+    """
+    if any(directory.glob("*.safetensors")):
+        return None
+    role = _of_role(directory)
+    if role is not None:
+        return role
+    weights = _weights(directory)
+    if weights is None:
+        return None
+    _check_backend(weights)
+    return MegatronFolder(weights, shape or _shape(directory, weights))
+
+
+def is_index(directory: Path) -> bool:
+    """Whether a `dist_checkpointing` checkpoint lies in this very folder."""
+    return (directory / BACKENDS).is_file() or (directory / TORCH_INDEX).is_file()
+
+
+def _of_role(directory: Path) -> MegatronFolder | None:
+    """A role's folder in a checkpoint of a run, which has the shape and no weights."""
+    above = directory.parent
+    if is_index(directory) or not is_index(above) or not (directory / SHAPE).is_file():
+        return None
+    _check_backend(above)
+    return MegatronFolder(above, directory / SHAPE, f"{directory.name}.")
+
+
+def _weights(directory: Path) -> Path | None:
+    if is_index(directory):
+        _refuse_several(directory)
+        return directory
+    if (directory / TRACKER).is_file():
+        return _iteration(directory)
+    for name in PLACES:
+        if is_index(directory / name):
+            _refuse_several(directory / name)
+            return directory / name
+    if legacy := sorted(path.name for path in directory.glob("mp_rank_*")):
+        raise CheckpointError(
+            f"`{directory}` holds {legacy[0]}, a checkpoint of one file a rank, which is a pickle and is not read; save it in "
+            "the format torch_dist (Megatron-LM: --ckpt-convert-format torch_dist)"
+        )
+    return None
+
+
+def _iteration(directory: Path) -> Path:
+    """The folder that Megatron-LM's tracker names: a number, or `release`."""
+    tracker = directory / TRACKER
+    text = tracker.read_text(encoding="utf-8", errors="replace")[:64].strip()
+    if text != "release" and not (text.isascii() and text.isdecimal()):
+        raise CheckpointError(
+            f"`{tracker}` holds {text!r}, but must name an iteration or `release`; name iter_* itself"
+        )
+    folder = directory / (text if text == "release" else f"iter_{int(text):07d}")
+    if is_index(folder):
+        return folder
+    if folder.is_dir() and any(folder.glob("mp_rank_*")):
+        _weights(folder)  # says what it is
+    raise CheckpointError(
+        f"`{tracker}` names {folder.name}, which holds no torch_dist checkpoint; name another iter_* itself"
+    )
+
+
+def _refuse_several(weights: Path) -> None:
+    """The models of a run's checkpoint are named by their roles."""
+    roles = sorted(path.parent.name for path in weights.glob(f"*/{SHAPE}"))
+    if roles:
+        names = " or ".join(f"`{weights / role}`" for role in roles)
+        raise CheckpointError(f"`{weights}` holds the models of a run; name the one that is meant: {names}")
+
+
+def _check_backend(weights: Path) -> None:
+    if not (weights / BACKENDS).is_file():
+        raise CheckpointError(
+            f"`{weights}` has an index ({TORCH_INDEX}) but no {BACKENDS}, with which megatron-core says how it was saved; "
+            'where it is torch_dist, write {"sharded_backend": "torch_dist", "sharded_backend_version": 1} into it'
+        )
+    backend = read_mapping(weights / BACKENDS, "Megatron's description").get("sharded_backend")
+    if backend != "torch_dist":
+        raise CheckpointError(
+            f"`{weights}` was saved by {backend!r:.40}, but torch_dist alone is read; load and save it with the program that "
+            "wrote it (NeMo: model.dist_ckpt_format=torch_dist)"
+        )
+    if not (weights / TORCH_INDEX).is_file():
+        raise CheckpointError(
+            f"`{weights}` has {BACKENDS} but no index ({TORCH_INDEX}); copy it whole from where it was saved"
+        )
+
+
+def _shape(directory: Path, weights: Path) -> Path:
+    for folder in dict.fromkeys((directory, weights, weights.parent)):
+        if (folder / SHAPE).is_file():
+            return folder / SHAPE
+    raise CheckpointError(
+        f"`{directory}` has no {SHAPE}: Megatron's checkpoints do not say the model's shape (what its args say is a pickle, "
+        f"which is not read). Copy the Hugging Face {SHAPE} of this model into it (`oppo convert`: or give --config)"
+    )
+
+
+def read_mapping(path: Path, what: str) -> dict[str, Any]:
+    """A JSON object from a file.  Raises CheckpointError."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"`{path}` ({what}) is not valid JSON ({error}); copy or save it again") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"`{path}` ({what}) holds a {type(content).__name__}, but must be a JSON object")
+    return content

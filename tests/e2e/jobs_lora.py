@@ -1,0 +1,30 @@
+"""Runs with adapters whose reference must be the actor's own weights."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+from oppo_megatron.train.ppo import PPOTrainer
+from tests.e2e.jobs import train
+
+
+def train_with_a_shared_reference(config: dict[str, Any]) -> int:
+    """`train`; the number of weights that the actor and the reference of this rank have in common, which are all."""
+    run, shared = PPOTrainer.run, 0
+
+    def looked_at(trainer: PPOTrainer) -> bool:
+        nonlocal shared
+        actor, station = trainer.actor, trainer.rounds.scoring["reference"]
+        assert actor is not None
+        for name, param in station.model.named_parameters():
+            assert param is actor.role.serving.get_parameter(name), name
+            shared += param.numel()
+        lean, ours = station.model._lean, actor.role.serving._lean
+        assert lean is not None and ours is not None
+        assert lean.layers[0].down is ours._bare[0].down is not ours.layers[0].down, "laid-out weights are shared, too"
+        return run(trainer)
+
+    with mock.patch.object(PPOTrainer, "run", looked_at):
+        train(config)
+    return shared

@@ -1,0 +1,135 @@
+"""Whole runs with adapters: base weights and reference stay, layouts train alike, a resumed run is the undisturbed one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
+
+from oppo_megatron.config.holdings import train_holdings
+from oppo_megatron.config.places import world_size
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.config.validate import train_problems
+from oppo_megatron.errors import CheckpointError
+from oppo_megatron.runtime.mcore.hf_source import open_directory
+from tests.support.layouts import DEEP, STEADY_ADAM, deep
+from tests.support.ppo import Workspace
+from tests.support.ranks import run_ranks
+
+LORA = {"rank": 4, "alpha": 16.0}
+ROLES = ("actor", "critic")
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    return Workspace.create(tmp_path_factory.mktemp("lora"))
+
+
+def configured(workspace: Workspace, name: str, **changes: Any) -> dict[str, Any]:
+    config = deep(workspace, name, **changes)
+    for role in ROLES:
+        config[role] |= {"lora": LORA, "optimizer": STEADY_ADAM}
+    return config
+
+
+def run(config: dict[str, Any], job: str = "tests.e2e.jobs:train") -> list[Any]:
+    return run_ranks(world_size(TrainConfig(**config)), job, config=config)
+
+
+def adapters(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    weights = Path(config["run_dir"]) / "weights"
+    return {
+        f"{role}: {name}": tensor
+        for role in ROLES
+        for name, tensor in load_file(weights / role / "adapter_model.safetensors").items()
+    }
+
+
+def metrics(config: dict[str, Any]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(config["run_dir"]) / "metrics.jsonl").read_text().splitlines()]
+
+
+def tokens(config: dict[str, Any]) -> list[Any]:
+    lines = (Path(config["run_dir"]) / "rollouts.jsonl").read_text().splitlines()
+    return sorted((row["seq_id"], row["tokens"]) for row in map(json.loads, lines))
+
+
+@pytest.fixture(scope="module")
+def plain(workspace: Workspace) -> dict[str, Any]:
+    """One process."""
+    config = configured(workspace, "plain")
+    (shared,) = run(config, "tests.e2e.jobs_lora:train_with_a_shared_reference")
+    assert shared > 0
+    return config
+
+
+def test_adapters_are_trained_and_the_reference_is_where_they_began(plain: dict[str, Any]) -> None:
+    lines = metrics(plain)
+    assert max(line["logprob_gap"] for line in lines) < 1e-4, "decoding computes as training"
+    assert abs(lines[0]["kl_mean"]) < 1e-5 < abs(lines[-1]["kl_mean"]), "the reference is the actor without adapters"
+    trained = adapters(plain)
+    assert len(trained) == 2 * 4 * 7 * 2 + 1 and all(bool(tensor.any()) for tensor in trained.values())
+    written = json.loads((Path(plain["run_dir"]) / "weights" / "actor" / "adapter_config.json").read_text())
+    assert (written["r"], written["lora_alpha"], written["task_type"]) == (4, 16, "CAUSAL_LM")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"placement": {"mode": "disaggregated", "actor": {"pp": 2}}},
+        {"placement": {"mode": "colocated", "actor": {"tp": 2}}, "actor.train": {"tp": 1, "pp": 2, "dp": 1}},
+    ],
+    ids=["PP2 | 1", "decodes TP2, trains PP2"],
+)
+def test_layouts_train_alike(workspace: Workspace, plain: dict[str, Any], changes: dict[str, Any]) -> None:
+    name = "-".join(map(str, changes.values())).translate(dict.fromkeys(map(ord, "{}':, "), "_"))
+    config = configured(workspace, name, **changes)
+    shares = changes["placement"]["mode"] == "colocated"
+    run(config, "tests.e2e.jobs_lora:train_with_a_shared_reference" if shares else "tests.e2e.jobs:train")
+    assert tokens(config) == tokens(plain)
+    found, due = adapters(config), adapters(plain)
+    assert max(float((found[name] - due[name]).abs().max()) for name in due) < 2e-4
+    assert max(line["logprob_gap"] for line in metrics(config)) < 1e-4
+
+
+def test_a_resumed_run_is_the_undisturbed_one(workspace: Workspace, plain: dict[str, Any]) -> None:
+    config = configured(workspace, "resumed", **{"checkpoint.every_steps": 1})
+    assert run_ranks(1, "tests.e2e.jobs:train_until", config=config, rounds=4, rank=0) == [False]
+    config["checkpoint"]["resume"] = True
+    run(config)
+    found, due = adapters(config), adapters(plain)
+    assert tokens(config) == tokens(plain) and all(torch.equal(found[name], due[name]) for name in due)
+    newest = max((Path(config["run_dir"]) / "checkpoints").glob("step-*"))
+    saved = FileSystemReader(newest / "models").read_metadata().state_dict_metadata
+    assert all("_lora." in key or key.endswith("critic.output_layer.weight") for key in saved), (
+        "adapters and no base weights"
+    )
+    assert sum(".exp_avg_sq." in key for key in saved) == 2 * 7 * 2 + 1
+    with pytest.raises(CheckpointError, match="adapters"):
+        open_directory(newest / "models" / "actor")
+
+
+def test_adapters_are_counted_and_checked_before_models_are_built(workspace: Workspace, tmp_path: Path) -> None:
+    config = TrainConfig(**configured(workspace, "counted"))
+    full = TrainConfig(**deep(workspace, "counted"))
+    (with_adapters, without) = (
+        {each.role: each.memory for each in train_holdings(each, on_cpu=True)} for each in (config, full)
+    )
+    assert with_adapters["actor"].optimizer < without["actor"].optimizer / 2
+    assert with_adapters["reference"].weights == with_adapters["reference"].packed == 0 < without["reference"].weights
+    trainable = 4 * 4 * sum(a + b for a, b in _sizes())
+    assert with_adapters["actor"].gradients == 4 * trainable
+    broken = configured(workspace, "broken")
+    broken["actor"]["lora"] = LORA | {"adapter": str(tmp_path)}
+    assert any("adapter_config.json" in problem for problem in train_problems(TrainConfig(**broken)))
+
+
+def _sizes() -> list[tuple[int, int]]:
+    """(inputs, outputs) of each projection of DEEP."""
+    hidden, ffn, keys = DEEP["hidden_size"], DEEP["intermediate_size"], DEEP["hidden_size"] // 2
+    return [(hidden, hidden), (hidden, keys), (hidden, keys), (hidden, hidden)] + [(hidden, ffn)] * 3

@@ -1,0 +1,75 @@
+"""Optimizer steps of a model with adapters on this job's ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from oppo_megatron.config.lora import LoraConfig
+from oppo_megatron.config.model import OptimizerConfig, TrainedRoleConfig, TrainingLayoutConfig
+from oppo_megatron.runtime.mcore.hf_layout import Head
+from oppo_megatron.runtime.mcore.lora_weights import export_adapters
+from oppo_megatron.runtime.mcore.training import TrainedModel
+from oppo_megatron.runtime.roles import load_role, load_training, without_adapters
+from tests.gloo.jobs_training import Minibatch, cached_outputs, full_outputs, loss_of
+from tests.gloo.models import CPU, MAX_LENGTH, PATHS, gather_logits, world_groups
+
+
+def train_adapters(
+    models: dict[str, tuple[str, dict[str, Any]]],
+    target: str,
+    tp: int,
+    pp: int,
+    config: OptimizerConfig,
+    data: list[Minibatch],
+    probes: list[list[int]],
+    layout: TrainingLayoutConfig,
+) -> dict[str, Any]:
+    """Train the adapters of each model (directory, LoRA settings), write them below `target`, and say what steps gave."""
+    groups = world_groups(tp, pp)
+    answers = {}
+    for name, (directory, settings) in models.items():
+        head: Head = "scalar" if "scalar" in name else "lm"
+        role = TrainedRoleConfig(checkpoint=Path(directory), lora=LoraConfig(**settings))
+        chunks = load_training(role, layout, groups, head=head, max_length=MAX_LENGTH, device=CPU)
+        frozen = [(p, p.detach().clone()) for chunk in chunks for p in chunk.parameters() if not p.requires_grad]
+        plain = len(chunks) == 1 and not layout.sequence_parallel
+        if plain:  # what decoding computes with is made before the steps, and reads adapters as they are
+            chunks[0].decode_by("packed")
+        trained = TrainedModel(chunks, config, len(data), layout)
+        optimized = sum(p.numel() for group in trained.optimizer.param_groups for p in group["params"])
+        trainable = sum(p.numel() for chunk in chunks for p in chunk.parameters() if p.requires_grad)
+        assert optimized == trainable or trained.sharded, "the optimizer has adapters, and a scalar head, alone"
+        assert 0 < trainable < sum(p.numel() for p, _ in frozen)
+        reports = [trained.step(batch.share(groups).pack(), loss_of(chunks[0], batch.num_tokens)) for batch in data]
+        assert all(torch.equal(p, before) for p, before in frozen), "a frozen weight has changed"
+        out = cached_outputs(chunks[0], probes) if plain else full_outputs(chunks, probes)
+        group = groups.collection
+        over = {"tp_group": group.tp, "pp_group": group.pp, "dp_group": group.dp}
+        export_adapters(chunks, Path(target) / name, Path(directory), **over)
+        answers[name] = {"norms": [r.grad_norm for r in reports], "losses": [r.stats.get("loss") for r in reports]}
+        if out is not None:
+            answers[name]["outputs"] = (out if head == "scalar" else gather_logits(out, group.tp)).clone()
+    return answers
+
+
+def outputs_of_paths(directory: str, settings: dict[str, Any], tp: int, probes: list[list[int]]) -> dict[str, Any]:
+    """Logits by each way of cached calls and by the full forward, with adapters and of the reference that shares weights."""
+    groups = world_groups(tp, 1)
+    role = TrainedRoleConfig(checkpoint=Path(directory), lora=LoraConfig(**settings))
+    answers = {}
+    for path in PATHS:
+        model = load_role(role, groups, head="lm", max_length=MAX_LENGTH, device=CPU, path=path)
+        bare = without_adapters(model, groups, "float32")
+        ours = dict(model.named_parameters())
+        assert all(param is ours[name] for name, param in bare.named_parameters())
+        for whose, each in (("adapted", model), ("bare", bare)):
+            out = cached_outputs(each, probes)
+            assert out is not None
+            answers[f"{whose}, {path}"] = gather_logits(out, groups.collection.tp).clone()
+    out = full_outputs([model], probes)
+    assert out is not None
+    answers["adapted, full"] = gather_logits(out, groups.collection.tp).clone()
+    return answers

@@ -1,0 +1,196 @@
+"""Adapters on every layout equal peft's on one process: forward, steps of plain torch, and its directories both ways."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from oppo_megatron.cli.main import main
+from oppo_megatron.config.lora import TARGETS, LoraConfig, adapter_problems
+from oppo_megatron.config.model import TrainedRoleConfig, TrainingLayoutConfig
+from oppo_megatron.errors import CheckpointError
+from oppo_megatron.runtime.mcore.lora_layout import adapter_parts
+from oppo_megatron.runtime.mcore.lora_weights import FreshAdapters, open_adapters
+from oppo_megatron.runtime.shape import ModelShape
+from tests.gloo.test_training import (
+    DATA,
+    FULL,
+    OVERLAP,
+    PLAIN,
+    PROBES,
+    SELECTIVE,
+    SEQUENCE,
+    SETTINGS,
+    SHARDED,
+    Case,
+    case_id,
+    plain_outputs,
+    plain_steps,
+)
+from tests.parity.test_hf_roundtrip import tensors_of
+from tests.support.hf import SIZES
+from tests.support.ranks import run_ranks
+
+peft = pytest.importorskip("peft", reason="peft is not installed: it is of the test extra")
+
+LORA: dict[str, dict[str, Any]] = {
+    "qwen2": {"rank": 4, "alpha": 6.0, "targets": list(TARGETS)},
+    "qwen3-scalar": {"rank": 3, "alpha": 3.0, "targets": ["q_proj", "v_proj", "up_proj", "down_proj"]},
+}
+CASES = [
+    Case(1, 1, 1),
+    Case(2, 1, 1),
+    Case(1, 2, 1),
+    Case(2, 2, 1, SEQUENCE | FULL),
+    Case(2, 1, 2, SEQUENCE | SELECTIVE | SHARDED | OVERLAP),
+    Case(1, 2, 1, {"vpp": 2}),
+]
+
+
+def load_hf(directory: str) -> Any:
+    kind = AutoModelForSequenceClassification if "scalar" in directory else AutoModelForCausalLM
+    return kind.from_pretrained(directory, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def adapters(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Directories that peft has saved: random B, and a scalar head of their own."""
+    root = tmp_path_factory.mktemp("adapters")
+    for name, settings in LORA.items():
+        task = "SEQ_CLS" if "scalar" in name else "CAUSAL_LM"
+        config = peft.LoraConfig(
+            r=settings["rank"], lora_alpha=settings["alpha"], target_modules=settings["targets"], task_type=task
+        )
+        model = peft.get_peft_model(load_hf(models[name]), config)
+        generator = torch.Generator().manual_seed(2)
+        with torch.no_grad():
+            for key, param in model.named_parameters():
+                if "lora_B" in key or ("score" in key and param.requires_grad):
+                    param.copy_(0.3 * torch.randn(param.shape, generator=generator))
+        model.save_pretrained(root / name)
+    return {name: root / name for name in LORA}
+
+
+def wrapped(directory: str, adapter: Path, trainable: bool = False) -> Any:
+    """transformers' model with peft's layers in it."""
+    return peft.PeftModel.from_pretrained(load_hf(directory), adapter, is_trainable=trainable).get_base_model()
+
+
+@cache
+def reference(directory: str, adapter: Path) -> dict[str, Any]:
+    return plain_steps(wrapped(directory, adapter, trainable=True), SETTINGS)
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_steps_equal_peft_and_plain_torch(
+    models: dict[str, str], adapters: dict[str, Path], case: Case, tmp_path: Path
+) -> None:
+    tp, pp, dp, options = case
+    answers = run_ranks(
+        tp * pp * dp, "tests.gloo.jobs_lora:train_adapters",
+        models={name: (models[name], settings | {"adapter": adapters[name]}) for name, settings in LORA.items()},
+        target=str(tmp_path), tp=tp, pp=pp, config=SETTINGS, data=DATA, probes=PROBES,
+        layout=TrainingLayoutConfig(**{**PLAIN, **options}),
+    )  # fmt: skip
+    for name in LORA:
+        expected = reference(models[name], adapters[name])
+        for answer in (a[name] for a in answers):
+            assert answer["norms"] == pytest.approx(expected["norms"], rel=1e-4)
+            if "outputs" in answer:
+                assert answer["losses"] == pytest.approx(expected["losses"], abs=2e-5)
+                assert (answer["outputs"] - expected["outputs"]).abs().max() < 2e-4
+        with torch.no_grad():  # what is written is a directory that peft reads
+            model = wrapped(models[name], tmp_path / name).eval()
+            outputs = torch.cat([plain_outputs(model, probe) for probe in PROBES])
+        assert (outputs - expected["outputs"]).abs().max() < 2e-4
+        start, end = (
+            load_file(adapters[name] / "adapter_model.safetensors"),
+            load_file(tmp_path / name / "adapter_model.safetensors"),
+        )
+        assert start.keys() == end.keys() and all(not torch.equal(start[key], end[key]) for key in start)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_decoding_computes_as_training_and_the_reference_as_the_base(
+    models: dict[str, str], adapters: dict[str, Path], tp: int
+) -> None:
+    (first, *_) = run_ranks(
+        tp, "tests.gloo.jobs_lora:outputs_of_paths", directory=models["qwen2"],
+        settings=LORA["qwen2"] | {"adapter": adapters["qwen2"]}, tp=tp, probes=PROBES,
+    )  # fmt: skip
+    with torch.no_grad():
+        adapted, bare = wrapped(models["qwen2"], adapters["qwen2"]).eval(), load_hf(models["qwen2"]).eval()
+        expected = {
+            "adapted": torch.cat([plain_outputs(adapted, probe) for probe in PROBES]),
+            "bare": torch.cat([plain_outputs(bare, probe) for probe in PROBES]),
+        }
+    assert (expected["adapted"] - expected["bare"]).abs().max() > 0.1, "the adapters do something"
+    for way, outputs in first.items():
+        assert (outputs - expected[way.split(",")[0]]).abs().max() < 2e-5, way
+
+
+def test_merging_equals_pefts(models: dict[str, str], adapters: dict[str, Path], tmp_path: Path) -> None:
+    for name, target in (("qwen2", "causal-lm"), ("qwen3-scalar", "reward")):
+        arguments = [models[name], str(tmp_path / name), "--adapter", str(adapters[name]), "--as", target]
+        assert main(["convert", *arguments]) == 0
+        theirs = peft.PeftModel.from_pretrained(load_hf(models[name]), adapters[name]).merge_and_unload().state_dict()
+        found = tensors_of(tmp_path / name)
+        assert all((found[key] - theirs[key]).abs().max() < 1e-5 for key in found)
+        assert main(["convert", *arguments, "--check"]) == 2
+
+
+def test_an_adapter_of_other_settings_is_refused(adapters: dict[str, Path]) -> None:
+    settings = LORA["qwen2"] | {"adapter": adapters["qwen2"]}
+    assert adapter_problems("actor", LoraConfig(**settings)) == []
+    told = adapter_problems("actor", LoraConfig(**settings | {"rank": 8, "alpha": 1.0, "targets": ["q_proj"]}))
+    assert len(told) == 3 and "its r is 4, but actor.lora.rank is 8" in told[0]
+
+
+@pytest.mark.parametrize(
+    "change,said",
+    [
+        ({"use_dora": True}, "use_dora is True"),
+        ({"bias": "all"}, "bias is 'all'"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+        ({"peft_type": "IA3"}, "LORA alone"),
+        ({"target_modules": "all-linear"}, "target_modules are 'all-linear'"),
+    ],
+)
+def test_what_is_not_computed_is_refused(
+    adapters: dict[str, Path], tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    import json
+    import shutil
+
+    copy = Path(shutil.copytree(adapters["qwen2"], tmp_path / "adapter"))
+    config = json.loads((copy / "adapter_config.json").read_text())
+    (copy / "adapter_config.json").write_text(json.dumps(config | change))
+    assert said in "".join(adapter_problems("actor", LoraConfig(**LORA["qwen2"], adapter=copy)))
+
+
+def test_an_adapter_of_another_model_is_refused(adapters: dict[str, Path]) -> None:
+    shape = ModelShape.from_hf({"model_type": "qwen2", **SIZES, "hidden_size": 64, "rms_norm_eps": 1e-6})
+    parts = adapter_parts(shape, LoraConfig(**LORA["qwen2"]), "lm")
+    with pytest.raises(CheckpointError, match="the model and its rank ask for"):
+        open_adapters(adapters["qwen2"], parts)
+
+
+def test_fresh_adapters_change_nothing_and_are_pefts_in_spread(models: dict[str, str]) -> None:
+    role = TrainedRoleConfig(checkpoint=Path(models["qwen2"]), lora=LoraConfig(rank=64))
+    shape = ModelShape.from_hf({"model_type": "qwen2", **SIZES, "rms_norm_eps": 1e-6})
+    assert role.lora is not None
+    parts = adapter_parts(shape, role.lora, "lm")
+    source = FreshAdapters(parts, seed=3)
+    theirs = peft.get_peft_model(load_hf(models["qwen2"]), peft.LoraConfig(r=64, target_modules=list(TARGETS)))
+    for name, param in theirs.state_dict().items():
+        if "lora_" in name:
+            key = name.replace(".default", "")
+            ours = source.read(key, (slice(None), slice(None)))
+            assert ours.shape == param.shape and bool((ours == 0).all()) == ("lora_B" in name)
+            assert float(ours.std()) == pytest.approx(float(param.std()), rel=0.1)

@@ -1,0 +1,217 @@
+"""Hugging Face <-> Megatron torch_dist keeps every bit, against megatron-core's own reader and writer, on any layout."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch.distributed import checkpoint as torch_checkpoint
+
+from oppo_megatron.cli.main import main
+from oppo_megatron.config.model import ModelConfig
+from oppo_megatron.errors import CheckpointError
+from oppo_megatron.runtime.mcore.hf_source import open_weights
+from tests.parity.test_hf_roundtrip import assert_same_tensors
+from tests.support.checkpoint_mutations import Evil
+from tests.support.hf import save_tiny
+from tests.support.ranks import run_ranks
+
+MODELS = {
+    "qwen2-tied": ("qwen2", "lm", {"tie_word_embeddings": True}),
+    "llama": ("llama", "lm", {}),
+    "qwen3": ("qwen3", "lm", {}),
+    "llama-reward": ("llama", "scalar", {}),
+}
+AS = {"lm": "causal-lm", "scalar": "reward"}
+
+
+def run(*arguments: object) -> int:
+    return main(["convert", *map(str, arguments)])
+
+
+@pytest.mark.parametrize("name,tp,pp", [("qwen2-tied", 1, 2), ("llama", 2, 2), ("qwen3", 2, 1), ("llama-reward", 1, 2)])
+def test_megatron_core_loads_what_convert_writes(tmp_path: Path, name: str, tp: int, pp: int) -> None:
+    family, head, changes = MODELS[name]
+    save_tiny(tmp_path / "hf", family, head, **changes)
+    assert run(tmp_path / "hf", tmp_path / "dist", "--to", "megatron", "--as", AS[head]) == 0
+    run_ranks(
+        tp * pp, "tests.parity.megatron_jobs:load_by_megatron", hf=str(tmp_path / "hf"), src=str(tmp_path / "dist"),
+        dst=str(tmp_path / "back"), tp=tp, pp=pp, head=head, prefix="",
+    )  # fmt: skip
+    assert_same_tensors(tmp_path / "hf", tmp_path / "back")
+
+
+@pytest.mark.parametrize(
+    "name,tp,pp,prefix,per_layer",
+    [
+        ("qwen2-tied", 1, 2, "", False),
+        ("llama", 2, 2, "model.", False),
+        ("qwen3", 2, 1, "module.", True),
+        ("llama-reward", 1, 2, "", True),
+    ],
+)
+def test_convert_reads_what_megatron_core_saves(
+    tmp_path: Path, name: str, tp: int, pp: int, prefix: str, per_layer: bool
+) -> None:
+    family, head, changes = MODELS[name]
+    save_tiny(tmp_path / "hf", family, head, **changes)
+    saved = tmp_path / "lm" / "iter_0000010"
+    run_ranks(
+        tp * pp, "tests.parity.megatron_jobs:save_by_megatron", src=str(tmp_path / "hf"), dst=str(saved), tp=tp, pp=pp,
+        head=head, prefix=prefix, per_layer=per_layer,
+    )  # fmt: skip
+    (tmp_path / "lm" / "latest_checkpointed_iteration.txt").write_text("10\n")
+    flags = ["--as", AS[head], "--config", tmp_path / "hf" / "config.json"]
+    assert run(tmp_path / "lm", tmp_path / "back", *flags) == 0
+    assert_same_tensors(tmp_path / "hf", tmp_path / "back")
+
+
+@pytest.mark.parametrize("name", ["qwen2-tied", "llama-reward"])
+def test_nemo_aligner_naming_and_back(tmp_path: Path, name: str) -> None:
+    family, head, changes = MODELS[name]
+    save_tiny(tmp_path / "hf", family, head, **changes)
+    (tmp_path / "hf" / "tokenizer.json").write_text("{}")
+    assert run(tmp_path / "hf", tmp_path / "nemo", "--to", "nemo", "--as", AS[head]) == 0
+    index = torch_checkpoint.FileSystemReader(tmp_path / "nemo" / "model_weights").read_metadata().state_dict_metadata
+    assert all(key.startswith("model.") for key in index)
+    assert ("model.rm_head.weight" in index) == (head == "scalar")
+    assert index["model.decoder.layers.mlp.linear_fc1.weight"].size == (4, 96, 32)
+    config = yaml.safe_load((tmp_path / "nemo" / "model_config.yaml").read_text())
+    assert config["num_layers"] == 4 and config["num_query_groups"] == 4 and config["qkv_bias"] == (family == "qwen2")
+    assert Path(config["tokenizer"]["type"], "tokenizer.json").is_file()
+    assert run(tmp_path / "nemo", tmp_path / "back", "--as", AS[head]) == 0
+    assert_same_tensors(tmp_path / "hf", tmp_path / "back")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("dist")
+    save_tiny(root / "hf", "llama")
+    assert run(root / "hf", root / "dist", "--to", "megatron") == 0
+    return root / "dist"
+
+
+@pytest.fixture
+def dist(whole: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(whole, tmp_path / "dist"))
+
+
+def refusal(directory: Path, head: str = "lm") -> str:
+    with pytest.raises(CheckpointError) as error:
+        open_weights(ModelConfig(checkpoint=directory), head)  # type: ignore[arg-type]
+    return str(error.value)
+
+
+def test_a_role_starts_from_it_and_a_fresh_head_is_drawn(dist: Path) -> None:
+    _, source = open_weights(ModelConfig(checkpoint=dist, fresh_head=True), "scalar")
+    assert source.shape("score.weight") == (1, 32)
+    assert "fresh_head: true" in refusal(dist, "scalar")
+
+
+def test_rows_that_pad_the_vocabulary_are_left_out(dist: Path, tmp_path: Path) -> None:
+    tensors = _tensors(dist)
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        tensors[name] = torch.cat([tensors[name], torch.full((64, 32), 7.0)])
+    _save(tensors, dist)
+    assert run(dist, tmp_path / "back") == 0
+    assert_same_tensors(_hf(tmp_path), tmp_path / "back")
+
+
+def test_other_sizes_are_named(dist: Path) -> None:
+    config = json.loads((dist / "config.json").read_text())
+    (dist / "config.json").write_text(json.dumps(config | {"intermediate_size": 40, "num_hidden_layers": 5}))
+    message = refusal(dist)
+    assert "mlp.linear_fc2.weight (layer 0) has shape [32, 48], config.json asks for [32, 40]" in message
+    assert "(layer 4) has shape []" in message or "more" in message
+
+
+def test_a_tensor_of_no_place_is_named(dist: Path) -> None:
+    tensors = _tensors(dist)
+    _save(tensors | {"decoder.layers.mlp.router.weight": torch.zeros(4, 8, 32)}, dist)
+    assert "decoder.layers.mlp.router.weight has no place" in refusal(dist)
+
+
+def test_a_missing_config_says_what_is_needed(dist: Path) -> None:
+    (dist / "config.json").unlink()
+    assert "Copy the Hugging Face config.json" in refusal(dist)
+
+
+@pytest.mark.parametrize(
+    "damage,said",
+    [
+        (lambda d: (d / ".metadata").unlink(), "no index"),
+        (lambda d: (d / "metadata.json").unlink(), "no metadata.json"),
+        (lambda d: (d / "metadata.json").write_text('{"sharded_backend": "zarr"}'), "torch_dist alone"),
+        (lambda d: (d / "metadata.json").write_text("[]"), "must be a JSON object"),
+        (lambda d: next(d.glob("*.distcp")).unlink(), "which is no file beside it"),
+        (lambda d: (d / ".metadata").write_bytes(b"\x80\x04"), "not an index of weights"),
+    ],
+)
+def test_what_is_not_whole_is_refused(dist: Path, damage, said: str) -> None:
+    damage(dist)
+    assert said in refusal(dist)
+
+
+def test_no_pickle_is_let_run(dist: Path, tmp_path: Path) -> None:
+    import pickle
+
+    for evil in (Evil(str(tmp_path / "canary")), {"state_dict_metadata": Evil(str(tmp_path / "canary"))}):
+        (dist / ".metadata").write_bytes(pickle.dumps(evil))
+        assert "has no place in it" in refusal(dist)
+    assert not (tmp_path / "canary").exists()
+
+
+def test_a_damaged_piece_is_named(dist: Path, tmp_path: Path) -> None:
+    file = next(dist.glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:2000])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        from oppo_megatron.integrations.huggingface import Conversion, convert
+
+        convert(dist, tmp_path / "back", Conversion("lm"))
+    assert not (tmp_path / "back").exists()
+
+
+def test_folders_of_other_writers(dist: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "latest_checkpointed_iteration.txt").write_text("10")
+    assert "iter_0000010, which holds no torch_dist" in refusal(root)
+    (root / "iter_0000010" / "mp_rank_00").mkdir(parents=True)
+    assert "--ckpt-convert-format torch_dist" in refusal(root)
+    (root / "latest_checkpointed_iteration.txt").write_text("../../etc")
+    assert "must name an iteration" in refusal(root)
+    (root / "latest_checkpointed_iteration.txt").write_text("release")
+    shutil.move(dist, root / "release")
+    open_weights(ModelConfig(checkpoint=root), "lm")
+
+
+def test_a_bias_of_a_scalar_head_is_not_dropped_in_silence(dist: Path) -> None:
+    tensors = _tensors(dist)
+    tensors |= {"rm_head.weight": torch.ones(1, 32), "rm_head.bias": torch.full((1,), 0.5)}
+    _save(tensors, dist)
+    assert "bias of its scalar head is 0.5" in refusal(dist, "scalar")
+
+
+def _tensors(dist: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, by torch's own reader."""
+    index = torch_checkpoint.FileSystemReader(dist).read_metadata().state_dict_metadata
+    tensors = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in index.items()}
+    torch_checkpoint.load(tensors, checkpoint_id=dist, no_dist=True)
+    return tensors
+
+
+def _save(tensors: dict[str, torch.Tensor], dist: Path) -> None:
+    """Anew, by torch's own writer."""
+    for path in [*dist.glob("*.distcp"), dist / ".metadata"]:
+        path.unlink()
+    torch_checkpoint.save(tensors, checkpoint_id=dist, no_dist=True)
+
+
+def _hf(tmp_path: Path) -> Path:
+    save_tiny(tmp_path / "hf", "llama")
+    return tmp_path / "hf"
