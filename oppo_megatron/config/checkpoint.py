@@ -30,7 +30,10 @@ def read_hf_config(model: ModelConfig) -> dict[str, Any]:
     if not model.checkpoint.exists():
         raise CheckpointError(missing_path("the checkpoint", model.checkpoint))
     if not model.checkpoint.is_dir():
-        raise CheckpointError(f"checkpoint `{model.checkpoint}` is a file; name the folder that holds its config.json")
+        remedy = "name the folder that holds its config.json"
+        if model.checkpoint.suffix == ".nemo":
+            remedy = f"unpack it (tar -xf) and {remedy}"
+        raise CheckpointError(f"checkpoint `{model.checkpoint}` is a file; {remedy}")
     megatron = find_megatron(model.checkpoint)
     path = model.checkpoint / "config.json" if megatron is None else megatron.shape
     return _read_json(path, "the checkpoint's configuration")

@@ -48,10 +48,8 @@ class LoraConfig(Section):
 
     rank: Annotated[int, Unit("rows")] = Field(16, ge=1, description="rows of A and columns of B")
     alpha: Annotated[float, Unit("")] = Field(32.0, gt=0, description="the adapters' weight, divided by the rank")
-    targets: list[LoraTarget] = Field(
-        default_factory=lambda: list(TARGETS),
-        min_length=1,
-        description="projections that have adapters, by their Hugging Face names",
+    targets: Annotated[list[LoraTarget], Field(min_length=1)] | None = Field(
+        None, description="projections that have adapters, by their Hugging Face names; null: all seven"
     )
     adapter: Path | None = Field(
         None,
@@ -60,10 +58,17 @@ class LoraConfig(Section):
 
     @field_validator("targets")
     @classmethod
-    def _in_order(cls, value: list[LoraTarget]) -> list[LoraTarget]:
+    def _in_order(cls, value: list[LoraTarget] | None) -> list[LoraTarget] | None:
+        if value is None:
+            return None
         if len(set(value)) < len(value):
             raise ValueError("each target once")
         return [target for target in TARGETS if target in value]
+
+    @property
+    def projections(self) -> list[LoraTarget]:
+        """The targets, in the order of a layer."""
+        return list(TARGETS) if self.targets is None else self.targets
 
     @property
     def scale(self) -> float:
@@ -93,10 +98,10 @@ def adapter_problems(name: str, lora: LoraConfig) -> list[str]:
         if found.get(theirs) != value
     ]
     targets = found.get("target_modules")
-    if not isinstance(targets, list) or set(map(str, targets)) != set(lora.targets):
+    if not isinstance(targets, list) or set(map(str, targets)) != set(lora.projections):
         shown = sorted(map(str, targets)) if isinstance(targets, list) else targets
         problems.append(
-            f"{where}: its target_modules are {shown!r:.120}, but {name}.lora.targets are {sorted(lora.targets)}; "
+            f"{where}: its target_modules are {shown!r:.120}, but {name}.lora.targets are {sorted(lora.projections)}; "
             "they must be equal"
         )
     return problems

@@ -89,7 +89,7 @@ def adapter_parameters(shape: Shape, tp: int, pp: int, lora: LoraConfig) -> int:
         "q_proj": hidden + queries, "k_proj": hidden + keys, "v_proj": hidden + keys, "o_proj": queries + hidden,
         "gate_proj": hidden + ffn // tp, "up_proj": hidden + ffn // tp, "down_proj": ffn // tp + hidden,
     }  # fmt: skip
-    return int(shape["num_hidden_layers"] // pp * lora.rank * sum(sizes[target] for target in lora.targets))
+    return int(shape["num_hidden_layers"] // pp * lora.rank * sum(sizes[target] for target in lora.projections))
 
 
 def packed_parameters(shape: Shape, tp: int, pp: int, stage: int, *, scalar: bool) -> int:

@@ -129,7 +129,7 @@ def attach_adapters(model: Any, lora: LoraConfig) -> None:
     ranks = Ranks(model.groups.collection.tp, bool(model.config.sequence_parallel))
     for layer in model.decoder.layers:
         for product in PRODUCTS:
-            targets = [target for target in product.targets if target in lora.targets]
+            targets = [target for target in product.targets if target in lora.projections]
             if not targets:
                 continue
             owner = layer.get_submodule(product.owner)

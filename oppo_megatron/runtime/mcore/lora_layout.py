@@ -54,7 +54,7 @@ def adapter_parts(
     parts = []
     for layer in range(per_stage):
         for product in PRODUCTS:
-            for target in (target for target in product.targets if target in lora.targets):
+            for target in (target for target in product.targets if target in lora.projections):
                 hf = f"{PEFT}model.layers.{pp_rank * per_stage + layer}.{product.hf_owner}.{target}."
                 ours = f"decoder.layers.{layer}.{product.owner}.{product.linear}_lora.{target}."
                 outputs, inputs = sizes[target]

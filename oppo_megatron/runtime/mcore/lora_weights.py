@@ -131,7 +131,7 @@ def peft_config(lora: LoraConfig, head: Head, base: Path | None) -> dict[str, An
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
         "lora_dropout": 0.0,
-        "target_modules": list(lora.targets),
+        "target_modules": list(lora.projections),
         "modules_to_save": [SCALAR_HEAD.removesuffix(".weight")] if head == "scalar" else None,
         "bias": "none",
         "fan_in_fan_out": False,
