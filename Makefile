@@ -1,6 +1,7 @@
 # Everything from a fresh machine with Python 3.10+, git and make:
 #   make demo    creates .venv, installs, runs the demo
 #   make test    creates .venv, installs with the test extra, runs lint, types and tests on the CPU
+#   make test-wandb    the test of the tracker with the real wandb, installed into .wandb
 #   make bench-trl ARGS='--steps 8 --repeats 3'    creates .venv-trl with TRL, compares its PPO trainer with ours
 # A command that finds .venv up to date with pyproject.toml and constraints.txt installs nothing.
 
@@ -17,7 +18,7 @@ PEER_VENV := .venv-trl
 PEER_INSTALLED := $(PEER_VENV)/.installed
 PEER_REQUIREMENTS := benchmarks/peers/requirements-trl.txt
 
-.PHONY: demo test test-long lint gpu-test test-slurm bench-trl clean
+.PHONY: demo test test-long lint gpu-test test-slurm test-wandb bench-trl clean
 
 demo: $(INSTALLED)
 	$(BIN)/oppo demo
@@ -38,11 +39,15 @@ gpu-test: $(INSTALLED_TEST)
 test-slurm: $(INSTALLED_TEST)
 	OPPO_SLURM_ALL=1 CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/slurm tests/unit/test_slurm_job.py tests/unit/test_cli_slurm.py
 
+test-wandb: $(INSTALLED_TEST)
+	test -d .wandb || $(PIP) --quiet --target .wandb 'wandb>=0.17'
+	PYTHONPATH=$(CURDIR)/.wandb $(BIN)/python -m pytest tests/unit/test_train_wandb.py
+
 bench-trl: $(INSTALLED) $(PEER_INSTALLED)
 	$(BIN)/python benchmarks/peers/compare.py examples/benchmark/overlap.yaml --prompt-tokens 64 $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(PEER_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEER_VENV) .wandb build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(INSTALLED): pyproject.toml setup.py constraints.txt | $(BIN)/python
 	$(PIP) -e .

@@ -37,6 +37,7 @@ def run_kind(kind: str, args: argparse.Namespace) -> int:
     from oppo_megatron.cli.rank_table import rank_table
     from oppo_megatron.config.load import config_yaml
     from oppo_megatron.train.run_dir import RunDirectory
+    from oppo_megatron.train.trackers import check_trackers
 
     settings = load_settings(kind, args.config, args.overrides)
     config = placed(settings, measure=not args.dry_run)
@@ -47,6 +48,7 @@ def run_kind(kind: str, args: argparse.Namespace) -> int:
     if args.dry_run:
         print(config_yaml(config), *rank_table(config), sep="\n")
         return 0
+    check_trackers(config.logging)
     run = RunDirectory(config.run_dir)
     if _resumes(config) and _ended_here(config, run):
         print(f"oppo {kind}: {run.path} holds this very run, and it has ended: nothing to do", file=sys.stderr)

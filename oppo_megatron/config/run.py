@@ -51,6 +51,11 @@ class LoggingConfig(Section):
     )
     tensorboard: bool = Field(False, description="write the metrics to `tensorboard/` in the run directory too")
     wandb_project: str | None = Field(None, description="Weights & Biases project to log to; null: none")
+    wandb_mode: Literal["online", "offline"] | None = Field(
+        None,
+        description="send to Weights & Biases at once, or write to `wandb/` in the run directory for `wandb sync`; "
+        "null: as the variable WANDB_MODE says, online without it",
+    )
     trace: bool = Field(True, description="write trace.json: what each rank did, and when")
     actions: bool = Field(
         False, description="trace every action of every round, and write the rounds' schedules to schedules.txt"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.runtime.hosts import describe_hosts
 from oppo_megatron.runtime.world import World
-from oppo_megatron.train.run_dir import RunDirectory, write_json
+from oppo_megatron.train.run_dir import RUN_FORMAT, RunDirectory, write_json
 
 VISIBLE_WITHIN_S = 60.0  # network file systems show a new file late
 
@@ -25,7 +25,7 @@ def share_run_directory(run: RunDirectory, world: World, *, owner: bool, show: b
     if show and world.rank == 0 and len(world.hosts) > 1:
         print("\n".join(describe_hosts(world.hosts)), file=sys.stderr, flush=True)
     if owner:
-        write_json(run.hosts, {"ranks": [asdict(rank) for rank in world.hosts]})
+        write_json(run.hosts, {"format": RUN_FORMAT, "ranks": [asdict(rank) for rank in world.hosts]})
     dist.barrier()
     until = time.monotonic() + VISIBLE_WITHIN_S
     while not run.hosts.exists():

@@ -22,7 +22,7 @@ from oppo_megatron.train.metrics_log import MetricsLog, read_metrics, summarise
 from oppo_megatron.train.run_dir import RunDirectory, encode_json, write_json
 from oppo_megatron.train.score_exchange import ScoreReport
 from oppo_megatron.train.trace import SpanRecorder
-from oppo_megatron.train.trackers import open_trackers
+from oppo_megatron.train.trackers import Tracker
 
 NUM_LENGTH_BINS = 4
 
@@ -62,14 +62,21 @@ class StepFacts:
 class Journal:
     """Kept by one rank, the actor's output rank.  A step's line waits for the statistics of its critic update."""
 
-    def __init__(self, config: TrainConfig, total_steps: int | None, tokenizer: Tokenizer, device: torch.device):
+    def __init__(
+        self,
+        config: TrainConfig,
+        total_steps: int | None,
+        tokenizer: Tokenizer,
+        device: torch.device,
+        trackers: Tracker,
+    ):
         self.run_dir = RunDirectory(config.run_dir)
         self.tokenizer, self.keep_rollouts = tokenizer, config.logging.rollouts
         actor = role_places(config)["actor"]
         self.single_stage = actor.pp == 1
         self.planned_bytes = planned_memory(config, on_cpu=device.type == "cpu")
         self.log = MetricsLog(self.run_dir.metrics)
-        self.trackers = open_trackers(config.logging, self.run_dir)
+        self.trackers = trackers
         self.progress = Progress(config.logging.console, total_steps, "ppo")
         self.accuracy: dict[int, float] = {}
         self.started = time.time()

@@ -26,9 +26,12 @@ from typing import Any, TextIO
 from oppo_megatron.checkpoint.store import CheckpointStore
 from oppo_megatron.errors import ConfigError
 
+RUN_FORMAT = 1
+"""Of the files of a run directory; `hosts.json` has it.  Raised when files of an earlier version would be misread."""
+
 PRODUCTS = (
     "config.yaml", "hosts.json", "metrics.jsonl", "rollouts.jsonl", "trace.json", "summary.json", "quarantine.jsonl",
-    "weights", "tensorboard", "schedules.txt", "costs.json", "guilty", "rollbacks.jsonl",
+    "weights", "tensorboard", "wandb", "schedules.txt", "costs.json", "guilty", "rollbacks.jsonl",
     "checkpoints",
 )  # fmt: skip
 
@@ -52,6 +55,7 @@ class RunDirectory:
         self.quarantine = self.path / "quarantine.jsonl"
         self.weights = self.path / "weights"
         self.tensorboard = self.path / "tensorboard"
+        self.wandb = self.path / "wandb"
         self.guilty = self.path / "guilty"
         self.rollbacks = self.path / "rollbacks.jsonl"
         self.placement = self.path / "placement.json"

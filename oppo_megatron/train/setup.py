@@ -30,6 +30,7 @@ from oppo_megatron.train.run_dir import RunDirectory
 from oppo_megatron.train.saving.saver import Saver
 from oppo_megatron.train.score_exchange import ScoreExchange
 from oppo_megatron.train.trace import SpanRecorder
+from oppo_megatron.train.trackers import open_trackers
 
 
 def build_trainer(
@@ -43,6 +44,7 @@ def build_trainer(
     builder = RoleBuilder(config, world, topology, inputs.tokenizer, prompts, inputs.lengths, memory.allowances)
     keeps_journal = world.rank == topology.site.source
     tracer = _tracer(config, world.rank, topology.site)
+    trackers = open_trackers(config.logging, config.run_dir) if keeps_journal else None  # may refuse to begin
     actor, critic = builder.actor(), builder.critic()
     overlap, period = config.overlap, config.overlap.admission_period
     scheduler = OvercommitScheduler(
@@ -68,7 +70,7 @@ def build_trainer(
         critic=critic,
         evaluator=_evaluator(config, inputs, builder),
         guard=Guard(config, world.rank, world.device, topology.site, builder.total_steps, rollbacks),
-        journal=Journal(builder.config, builder.total_steps, inputs.tokenizer, world.device) if keeps_journal else None,
+        journal=trackers and Journal(builder.config, builder.total_steps, inputs.tokenizer, world.device, trackers),
         saver=saver,
     )
 

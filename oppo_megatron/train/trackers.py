@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any, Protocol, final
+
+import yaml
 
 from oppo_megatron.config.run import LoggingConfig
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.train.run_dir import RunDirectory
+from oppo_megatron.train.run_dir import RunDirectory, write_text
 
 
 class Sink(Protocol):
@@ -20,6 +23,7 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
+@final
 class Tracker:
     """Sends the numbers of each step to every sink; with no sinks it does nothing."""
 
@@ -42,10 +46,9 @@ class TensorBoardSink:
     """Event files in `tensorboard/` of the run directory."""
 
     def __init__(self, run_dir: str | os.PathLike[str]):
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise _missing("tensorboard: true", "tensorboard", "logging.tensorboard to false") from error
+        _import("tensorboard")
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer = SummaryWriter(str(RunDirectory(run_dir).tensorboard))
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -57,15 +60,33 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A Weights & Biases run named as the run directory, its own files inside it."""
+    """A Weights & Biases run named as the run directory, its own files in `wandb/` there.
 
-    def __init__(self, project: str, run_dir: str | os.PathLike[str]):
+    Its id is kept beside them, so that a continued run goes on in the same place.  Raises ConfigError where the library
+    refuses to begin, as without a key.
+    """
+
+    def __init__(self, project: str, run_dir: str | os.PathLike[str], mode: str | None = None):
+        wandb = _import("wandb")
+        run = RunDirectory(run_dir)
+        run.wandb.mkdir(parents=True, exist_ok=True)
+        id_file = run.wandb / "run_id"
         try:
-            import wandb
-        except ImportError as error:
-            raise _missing(f"wandb_project: {project}", "wandb", "logging.wandb_project to null") from error
-        path = RunDirectory(run_dir).path
-        self._run = wandb.init(project=project, name=path.name, dir=str(path))
+            self._run = wandb.init(
+                project=project,
+                name=run.path.resolve().name,
+                dir=str(run.path),
+                mode=mode,
+                id=id_file.read_text(encoding="utf-8").strip() if id_file.exists() else None,
+                resume="allow",
+                config=_settings(run),
+            )
+        except wandb.Error as error:
+            raise ConfigError(
+                f"logging.wandb_project: {project}: Weights & Biases does not begin a run ({error}); log in (`wandb login`, or "
+                "the variable WANDB_API_KEY), or set logging.wandb_mode to offline, or logging.wandb_project to null"
+            ) from error
+        write_text(id_file, f"{self._run.id}\n")
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         self._run.log(dict(numbers), step=step)
@@ -74,13 +95,21 @@ class WandbSink:
         self._run.finish()
 
 
+def check_trackers(config: LoggingConfig) -> None:
+    """Raises ConfigError where a library that the configuration asks for is not installed."""
+    if config.tensorboard:
+        _import("tensorboard")
+    if config.wandb_project is not None:
+        _import("wandb")
+
+
 def open_trackers(config: LoggingConfig, run_dir: str | os.PathLike[str]) -> Tracker:
     """Open the trackers that the configuration asks for.  Raises ConfigError where a library is not installed."""
     sinks: list[Sink] = []
     if config.tensorboard:
         sinks.append(TensorBoardSink(run_dir))
     if config.wandb_project is not None:
-        sinks.append(WandbSink(config.wandb_project, run_dir))
+        sinks.append(WandbSink(config.wandb_project, run_dir, config.wandb_mode))
     return Tracker(sinks)
 
 
@@ -92,8 +121,27 @@ def _numbers(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield f"{prefix}{name}", float(value)
 
 
-def _missing(setting: str, package: str, off: str) -> ConfigError:
-    return ConfigError(
-        f"logging.{setting} needs the package {package}, which cannot be imported here; "
-        f"install it (pip install {package}) or set {off}"
-    )
+def _settings(run: RunDirectory) -> dict[str, Any]:
+    """The resolved configuration, which holds no secrets; empty where it has not been written."""
+    return yaml.safe_load(run.config.read_text(encoding="utf-8")) if run.config.exists() else {}
+
+
+OFF = {
+    "tensorboard": ("logging.tensorboard: true", "tensorboard", "logging.tensorboard to false"),
+    "wandb": ("logging.wandb_project", "wandb", "logging.wandb_project to null"),
+}
+
+
+def _import(name: str) -> Any:
+    """The library.  Raises ConfigError where it is not there; a folder of its name, as wandb makes them, is not it."""
+    setting, package, off = OFF[name]
+    try:
+        module = importlib.import_module(name)
+        if getattr(module, "__file__", None) is None and getattr(module, "__path__", None) is not None:
+            raise ImportError(f"{name} is a folder here, and no package")
+    except ImportError as error:
+        raise ConfigError(
+            f"{setting} needs the package {package}, which cannot be imported here ({error}); "
+            f"install it (pip install {package}) or set {off}"
+        ) from error
+    return module
