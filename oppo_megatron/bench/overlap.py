@@ -14,10 +14,10 @@ from oppo_megatron.bench.figures import figures, median_of, speedups, steady
 from oppo_megatron.bench.limit import limit_figures, observed
 from oppo_megatron.bench.pictures import draw_steps, draw_utilization
 from oppo_megatron.bench.suite import Run, Runs, Suite, all_lines
-from oppo_megatron.bench.utilization import KINDS, utilization
 from oppo_megatron.config.model import ParallelConfig
 from oppo_megatron.config.places import decodes_and_scores, role_places, world_size
 from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.report.utilization import KINDS, utilization
 
 MODES: dict[str, dict[str, bool]] = {
     "sequential": {"intra": False, "inter": False, "hide_critic": False, "backfill": False},

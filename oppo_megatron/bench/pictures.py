@@ -8,6 +8,8 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from oppo_megatron.bench.suite import Lines
+from oppo_megatron.report.colours import COLOURS
+from oppo_megatron.report.step_split import ALL_PARTS, split_step
 from oppo_megatron.train.plots import RUN_COLOURS, SPAN_COLOURS, moving_mean, new_figure
 
 if TYPE_CHECKING:
@@ -16,12 +18,6 @@ if TYPE_CHECKING:
 GRID = "#E6E6E6"
 IDLE = "#DDDDDD"
 DOT = " \N{MIDDLE DOT} "
-STEP_PARTS = {
-    "decode_s": ("decode", SPAN_COLOURS["decode"]),
-    "score_exposed_s": ("exposed scoring", SPAN_COLOURS["score"]),
-    "train_s": ("actor's update", SPAN_COLOURS["update"]),
-    "critic_exposed_s": ("exposed critic update", "#CC79A7"),
-}
 UTILIZATION = {
     "decode": SPAN_COLOURS["decode"], "score": SPAN_COLOURS["score"], "update": SPAN_COLOURS["update"], "idle": IDLE,
 }  # fmt: skip
@@ -30,21 +26,17 @@ UTILIZATION = {
 def draw_steps(rows: Sequence[Mapping[str, Any]], out_png: str | os.PathLike[str]) -> None:
     """A bar a run: seconds of a step, stacked by what the actor does with them; `rows` as `overlap.compare` makes them.
 
-    Where a rank scores within decoding rounds, that scoring is taken off decoding: it has a part of its own.
+    The parts are those of `split_step`.
     """
     figure = new_figure(width_in=9.0, height_in=1.5 + 0.34 * len(rows))
     axes = figure.subplots()
     names = [f"{row['placement']}{DOT}{row['mode']}" for row in rows]
-    parts = [{key: row.get(key) or 0.0 for key in STEP_PARTS} for row in rows]
-    for row, part in zip(rows, parts, strict=True):
-        part["decode_s"] = max(0.0, part["decode_s"] - max(0.0, sum(part.values()) - row["step_s"]))
+    parts = [split_step(row) for row in rows]
     left = [0.0] * len(rows)
-    for key, (label, colour) in STEP_PARTS.items():
+    for key, (label, colour) in ALL_PARTS.items():
         widths = [part[key] for part in parts]
-        axes.barh(names, widths, left=left, color=colour, label=label)
+        axes.barh(names, widths, left=left, color=COLOURS[colour][0], label=label)
         left = [start + width for start, width in zip(left, widths, strict=True)]
-    rest = [max(0.0, row["step_s"] - start) for row, start in zip(rows, left, strict=True)]
-    axes.barh(names, rest, left=left, color=IDLE, label="other")
     for place, row in enumerate(rows):
         axes.text(row["step_s"], place, f" {row['step_s']:.2f}", va="center", fontsize=8)
     axes.invert_yaxis()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from types import TracebackType
@@ -78,15 +78,20 @@ class MetricsLog:
         self.close()
 
 
-def iter_json_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """The objects of a JSONL file.  A last line that a crash cut short is left out; another bad line is a DataError."""
+def iter_json_lines(
+    path: str | os.PathLike[str], wanted: Callable[[bytes], bool] | None = None
+) -> Iterator[dict[str, Any]]:
+    """The objects of a JSONL file.  A last line that a crash cut short is left out; another bad line is a DataError.
+
+    Lines that are not `wanted` are passed over unread.
+    """
     if not Path(path).is_file():
         raise DataError(
             f"{os.fspath(path)}: no such file; expected the lines that a run writes; check the run directory"
         )
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
-            if not line.strip():
+            if not line.strip() or (wanted is not None and not wanted(line)):
                 continue
             try:
                 value = json.loads(line)

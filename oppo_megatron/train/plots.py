@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from statistics import fmean, median_low
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from oppo_megatron.errors import DataError
-from oppo_megatron.train.trace import Span, read_trace
+from oppo_megatron.train.trace import read_trace
+from oppo_megatron.train.windows import WAITING, StepWindow, step_window
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 DPI = 150
 # Okabe and Ito's palette, made to be told apart with any kind of colour vision.
 RUN_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-WAITING = ("wait", "wait_scores", "wait_tokens", "wait_update")
 SPAN_COLOURS = {
     "prefill": "#56B4E9",
     "decode": "#0072B2",
@@ -83,7 +82,13 @@ def plot_timeline(
     `traces` maps a run's name to its `trace.json`; `step` picks steps by run name, others show their step of median
     length. Raises DataError where a trace is unreadable or lacks the step.
     """
-    windows = {name: step_window(name, read_trace(path), (step or {}).get(name)) for name, path in traces.items()}
+    draw_windows(
+        {name: step_window(name, read_trace(path), (step or {}).get(name)) for name, path in traces.items()}, out_png
+    )
+
+
+def draw_windows(windows: Mapping[str, StepWindow], out_png: str | os.PathLike[str]) -> None:
+    """Draw a step of each run, by the run's name, as `plot_timeline` does."""
     rows = [len(window.lanes) for window in windows.values()]
     figure = new_figure(width_in=11.0, height_in=1.3 + sum(0.75 + 0.42 * count for count in rows))
     panels = figure.subplots(
@@ -96,52 +101,6 @@ def plot_timeline(
     panels[-1].set_xlabel("seconds since the step's start")
     _draw_span_legend(figure, list(windows.values()))
     figure.savefig(out_png)
-
-
-@dataclass(frozen=True, slots=True)
-class StepWindow:
-    """The spans that lie, at least in part, between the start of a step and the start of the next one."""
-
-    step: int
-    start: float
-    end: float
-    spans: list[Span]
-
-    @property
-    def seconds(self) -> float:
-        return self.end - self.start
-
-    @property
-    def lanes(self) -> list[tuple[int, str]]:
-        """(rank, role) of each row, top to bottom."""
-        return sorted({(span.rank, span.role) for span in self.spans})
-
-
-def step_window(name: str, spans: Sequence[Span], step: int | None) -> StepWindow:
-    """Cut one step out of a run's spans: `step`, or the one of median length where it is None.
-
-    A step lasts from its first span of work to that of the next step (the last step: to its last span of work), so that
-    work which overlaps two steps is not counted twice.  Waiting and evaluation do not bound a step.  The first step,
-    which warms up, is not picked where there are others.  Raises DataError.
-    """
-    work = [span for span in spans if span.name not in WAITING and span.name != "evaluate"]
-    starts: dict[int, float] = {}
-    for span in work:
-        starts[span.step] = min(span.start, starts.get(span.step, span.start))
-    steps = sorted(starts)
-    if not steps or (step is not None and step not in starts):
-        have = f"has work of steps {steps[0]} to {steps[-1]}" if steps else "has no work of any step"
-        raise DataError(
-            f"{name}: the trace {have}, asked for {'any' if step is None else step}; choose a step that it has"
-        )
-    last_end = max(span.end for span in work if span.step == steps[-1])
-    ends = dict(zip(steps, [*(starts[later] for later in steps[1:]), last_end], strict=True))
-    if step is None:
-        candidates = steps[1:] or steps
-        middle = median_low(ends[each] - starts[each] for each in candidates)
-        step = next(each for each in candidates if ends[each] - starts[each] == middle)
-    start, end = starts[step], ends[step]
-    return StepWindow(step, start, end, [span for span in spans if span.start < end and span.end > start])
 
 
 def moving_mean(values: Sequence[float], window: int) -> list[float]:

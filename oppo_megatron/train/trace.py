@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -121,23 +121,36 @@ def read_trace(path: str | os.PathLike[str]) -> list[Span]:
     """The spans of a `trace.json` that `merge_traces` wrote, in seconds from the run's start.  Raises DataError."""
     try:
         events = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
+        return [_span(event) for event in events if event["ph"] == "X"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{os.fspath(path)}: no readable trace ({type(error).__name__}: {error}); expected the trace.json of a run "
             "with logging.trace on; check the path, or run again with it on"
         ) from error
-    return [
-        Span(
-            event["pid"],
-            event["cat"],
-            event["name"],
-            event["args"]["step"],
-            event["ts"] / 1e6,
-            (event["ts"] + event["dur"]) / 1e6,
-        )
-        for event in events
-        if event["ph"] == "X"
-    ]
+
+
+def read_spans(run_dir: str | os.PathLike[str]) -> list[Span]:
+    """All spans that a run has recorded so far, in seconds from the first; empty where it recorded none.
+
+    From `trace.json`, or, while the run goes on or where it was ended early, from the ranks' own files.  Raises
+    DataError.
+    """
+    run = RunDirectory(run_dir)
+    if run.trace.exists():
+        return read_trace(run.trace)
+    try:
+        spans = list(_read_spans(run.rank_traces()))
+    except (DataError, TypeError) as error:
+        if run.trace.exists():  # merged in this very moment
+            return read_trace(run.trace)
+        raise DataError(f"{run.path}: no readable spans ({error}); remove or repair its trace.rank*.jsonl") from error
+    origin = min((span.start for span in spans), default=0.0)
+    return [replace(span, start=span.start - origin, end=span.end - origin) for span in spans]
+
+
+def _span(event: dict[str, Any]) -> Span:
+    start, end = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+    return Span(event["pid"], event["cat"], event["name"], event["args"]["step"], start, end)
 
 
 def _read_spans(files: Iterable[Path]) -> Iterator[Span]:

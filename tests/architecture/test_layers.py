@@ -35,9 +35,10 @@ ALLOWED: dict[str, set[str]] = {
     "train": SHARED | {"runtime", "algorithms", "data", "rewards", "overcommit", "control", "schedule", "checkpoint"},
     "serving": SHARED | {"rewards", "runtime", "data"},
     "integrations": SHARED | {"train", "runtime"},
-    "bench": SHARED | {"train", "runtime", "schedule", "overcommit", "control", "data", "integrations"},
+    "report": SHARED | {"train"},
+    "bench": SHARED | {"train", "report", "runtime", "schedule", "overcommit", "control", "data", "integrations"},
     # `data` for the commands that prepare files and train nothing (tokenizer, demo).
-    "cli": SHARED | {"bench", "train", "sim", "schedule", "placing", "integrations", "data", "serving"},
+    "cli": SHARED | {"bench", "report", "train", "sim", "schedule", "placing", "integrations", "data", "serving"},
 }
 TORCH_FREE = {
     "errors",

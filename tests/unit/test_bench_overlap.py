@@ -13,13 +13,13 @@ from oppo_megatron.bench.figures import figures, steady
 from oppo_megatron.bench.overlap import MODES, compare, placed, remarks, switched
 from oppo_megatron.bench.suite import Run, bare
 from oppo_megatron.bench.table import format_table
-from oppo_megatron.bench.utilization import kind_of, utilization
 from oppo_megatron.config.model import ParallelConfig
 from oppo_megatron.config.places import world_size
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.random_prompts import write_random_prompts
 from oppo_megatron.data.tokenizer import SentencePieceTokenizer
 from oppo_megatron.errors import DataError
+from oppo_megatron.report.utilization import kind_of, utilization
 from oppo_megatron.schedule.plan import plan_step
 from oppo_megatron.train.run_dir import RunDirectory
 from oppo_megatron.train.trace import Span, SpanRecorder, merge_traces

@@ -13,16 +13,15 @@ from oppo_megatron.errors import DataError
 from oppo_megatron.train.plots import (
     OTHER_STEP_ALPHA,
     SPAN_COLOURS,
-    StepWindow,
     _draw_window,
     moving_mean,
     new_figure,
     plot_reward,
     plot_timeline,
-    step_window,
 )
 from oppo_megatron.train.run_dir import RunDirectory
 from oppo_megatron.train.trace import Span, SpanRecorder, merge_traces
+from oppo_megatron.train.windows import StepWindow, step_window
 
 
 def png_size(path: Path) -> tuple[int, int]:

@@ -19,11 +19,15 @@ def utilization(runs: Sequence[Path]) -> list[dict[str, float]]:
     the run.  A stretch of decoding or scoring holds what the loop does between its actions.  Waiting, messages and the
     exchange of scores count as idle.  Over several runs: sums.
     """
+    return shares([(str(run), read_trace(RunDirectory(run).trace)) for run in runs])
+
+
+def shares(traces: Sequence[tuple[str, Sequence[Span]]]) -> list[dict[str, float]]:
+    """`utilization` of the spans of runs, with the runs' names for the error."""
     busy: dict[int, dict[str, float]] = {}
     total_s = 0.0
-    for run in runs:
-        spans = read_trace(RunDirectory(run).trace)
-        start, end = _window(run, spans)
+    for name, spans in traces:
+        start, end = _window(name, spans)
         total_s += end - start
         for span in spans:
             seconds = busy.setdefault(span.rank, dict.fromkeys(KINDS, 0.0))
@@ -31,8 +35,8 @@ def utilization(runs: Sequence[Path]) -> list[dict[str, float]]:
                 seconds[kind] += max(0.0, min(span.end, end) - max(span.start, start))
     rows = []
     for rank, seconds in sorted(busy.items()):
-        shares = {kind: 100 * value / total_s for kind, value in seconds.items()}
-        rows.append({"rank": rank, **shares, "idle": 100 - sum(shares.values())})
+        percent = {kind: 100 * value / total_s for kind, value in seconds.items()}
+        rows.append({"rank": rank, **percent, "idle": 100 - sum(percent.values())})
     return rows
 
 
@@ -42,7 +46,7 @@ def untraced_percent(runs: Sequence[Path]) -> float:
     total_s = covered_s = 0.0
     for run in runs:
         spans = read_trace(RunDirectory(run).trace)
-        start, end = _window(run, spans)
+        start, end = _window(str(run), spans)
         reached = start
         for span in sorted((s for s in spans if s.rank == 0), key=lambda s: s.start):
             covered_s += max(0.0, min(span.end, end) - max(span.start, reached))
@@ -64,7 +68,7 @@ def kind_of(span: Span) -> str | None:
     return "update" if word == "update" else None
 
 
-def _window(run: Path, spans: Iterable[Span]) -> tuple[float, float]:
+def _window(run: str, spans: Iterable[Span]) -> tuple[float, float]:
     work = [span for span in spans if kind_of(span) is not None]
     if not work:
         raise DataError(f"{run}: its trace has no work of any step; run it again with logging.trace=true")

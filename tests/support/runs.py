@@ -1,0 +1,83 @@
+"""Run directories as a run writes them, without a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from oppo_megatron.train.metrics_log import MetricsLog, summarise
+from oppo_megatron.train.run_dir import RUN_FORMAT, RunDirectory, encode_json, write_json
+from oppo_megatron.train.trace import Span, SpanRecorder, merge_traces
+
+
+def metrics_line(step: int) -> dict[str, Any]:
+    """All fields of a step that the report reads."""
+    delta = 4 if step < 3 else 5
+    return {
+        "time_s": 2.0 * step, "step_s": 2.0, "decode_s": 1.0, "score_exposed_s": 0.25, "score_busy_s": 0.5, "train_s": 0.5,
+        "critic_exposed_s": 0.05, "bubble_share": 0.1, "tokens": 100, "reward_mean": 0.1 * step, "delta": delta,
+        "delta_reason": f"step {step}: the reward improves <b>much</b>", "chunk_tokens": 16,
+        "chunk_reason": f"step {step}: chunk is fixed at 16", "deferred": {"0": 6, "1": 2}, "trained_len_mean": 20.0,
+        "submitted_len_mean": 25.0, "trained_len_max": 40, "length_gap": 0.2, "memory_peak_mb": [100.0, 200.0 + step],
+        "length_by_quarter": {f"q{k}": 10.0 * k for k in range(1, 5)},
+        "reward_by_quarter": {f"q{k}": 0.5 - 0.1 * k for k in range(1, 5)},
+    }  # fmt: skip
+
+
+def step_spans(step: int, pieces: int = 2) -> list[Span]:
+    """Two seconds of two ranks; decoding and scoring in `pieces`."""
+    start, length = 2.0 * (step - 1), 1.0 / pieces
+    spans = [
+        Span(0, "actor", "update", step, start + 1.5, start + 2.0),
+        Span(1, "critic", "update", step, start + 1.5, start + 2.2),
+    ]
+    spans.append(Span(0, "actor", "wait_scores", step, start + 1.0, start + 1.5))
+    for piece in range(pieces):
+        at = start + piece * length
+        spans.append(Span(0, "actor", "decode", step, at, at + 0.9 * length))
+        spans.append(Span(1, "reward", "score", step, at + 0.5 * length, at + length))
+    return spans
+
+
+def write_run(
+    path: Path, steps: int = 4, *, pieces: int = 2, finished: bool = True, rollouts: bool = True
+) -> RunDirectory:
+    """A run of `steps` PPO steps on two ranks; one that goes on has no summary, and its ranks' traces are not merged."""
+    run = RunDirectory(path)
+    run.path.mkdir(parents=True)
+    run.config.write_text(yaml.safe_dump({"run_dir": str(path), "steps": steps, "rollout": {"batch_size": 8}}))
+    write_json(run.hosts, {"format": RUN_FORMAT, "ranks": []})
+    lines = [metrics_line(step) for step in range(1, steps + 1)]
+    with MetricsLog(run.metrics) as log:
+        for step, line in enumerate(lines, start=1):
+            log.write(step, line)
+    recorders = [SpanRecorder(rank, run) for rank in range(2)]
+    for step in range(1, steps + 1):
+        for span in step_spans(step, pieces):
+            recorders[span.rank].write(span)
+    for recorder in recorders:
+        recorder.flush()
+    if rollouts:
+        rows = [rollout(step, number) for step in range(1, steps + 1) for number in range(4)]
+        run.rollouts.write_text("".join(encode_json(row) + "\n" for row in rows))
+    if finished:
+        merge_traces(run)
+        memory = {"memory_base_mb": [50.0, 50.0], "memory_peak_mb": [100.0, 204.0], "memory_planned_mb": [60.0, 150.0]}
+        write_json(run.summary, {**summarise(lines), **memory, "memory_ratio": [0.83, 1.03], "total_s": 2.0 * steps})
+    return run
+
+
+def rollout(step: int, number: int, response: str = "the answer is 4") -> dict[str, Any]:
+    return {
+        "step": step, "seq_id": 10 * step + number, "prompt": "2+2=", "response": response, "reward": 0.25 * number,
+        "tokens": [1, 2, 3], "logprobs": [-1.0] * 3, "versions": [0] * 3, "deferrals": number % 2, "finish_clock": 9,
+        "finish_reason": "eos",
+    }  # fmt: skip
+
+
+def append(path: Path, value: dict[str, Any]) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(value) + "\n")
