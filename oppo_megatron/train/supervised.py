@@ -39,7 +39,7 @@ from oppo_megatron.train.reward_model import RewardModelling
 from oppo_megatron.train.run_dir import RunDirectory, write_json
 from oppo_megatron.train.sft import FineTuning
 from oppo_megatron.train.trace import SpanRecorder, merge_traces
-from oppo_megatron.train.trackers import open_trackers
+from oppo_megatron.train.trackers import Tracker, open_trackers
 from oppo_megatron.train.watching import watched
 from oppo_megatron.train.weights import save_role
 
@@ -96,12 +96,13 @@ def train_supervised(config: SupervisedConfig, task: Task[RowT], world: World) -
     if is_owner and quarantine:
         quarantine.write(run.quarantine)
     share_run_directory(run, world, owner=is_owner, show=config.logging.console != "off")
+    trackers = open_trackers(config.logging, run) if is_owner else None  # may refuse to begin
     spans = SpanRecorder(world.rank, run if config.logging.trace else None)
     with spans.span("load", role="model", step=0):
         model = load_role(config.model, groups, head=task.head, max_length=config.max_tokens, device=world.device)
     steps = num_batches(len(rows), config.batch_size, config.epochs, config.max_steps)
     with ExitStack() as stack:
-        report = _Report(config, task.title, steps, run, stack) if is_owner else None
+        report = trackers and _Report(config, task.title, steps, run, trackers, stack)
         if report:
             report.tell_of_rows(rows, len(quarantine), run)
         trained = TrainedModel(model, config.optimizer, steps)
@@ -180,10 +181,12 @@ def _steps(
 class _Report:
     """Figures of each step to the metrics log, the console and the trackers, until `stack` closes."""
 
-    def __init__(self, config: SupervisedConfig, title: str, steps: int, run: RunDirectory, stack: ExitStack):
+    def __init__(
+        self, config: SupervisedConfig, title: str, steps: int, run: RunDirectory, trackers: Tracker, stack: ExitStack
+    ):
         self._start = time.monotonic()
         self._log = stack.enter_context(MetricsLog(run.metrics))
-        self._trackers = open_trackers(config.logging, run)
+        self._trackers = trackers
         stack.callback(self._trackers.close)
         self._progress = stack.enter_context(Progress(config.logging.console, steps, title))
 
