@@ -1,6 +1,7 @@
 # Everything from a fresh machine with Python 3.10+, git and make:
 #   make demo    creates .venv, installs, runs the demo
-#   make test    creates .venv, installs with the test extra, runs lint, types and tests on the CPU
+#   make test    creates .venv, installs with the test extra, runs lint, types, the site of docs/ and tests on the CPU
+#   make docs    builds docs/ as a site into build/site; a link that leads nowhere is an error
 #   make test-wandb    the test of the tracker with the real wandb, installed into .wandb
 #   make bench-trl ARGS='--steps 8 --repeats 3'    creates .venv-trl with TRL, compares its PPO trainer with ours
 # A command that finds .venv up to date with pyproject.toml and constraints.txt installs nothing.
@@ -18,12 +19,12 @@ PEER_VENV := .venv-trl
 PEER_INSTALLED := $(PEER_VENV)/.installed
 PEER_REQUIREMENTS := benchmarks/peers/requirements-trl.txt
 
-.PHONY: demo test test-long lint gpu-test test-slurm test-wandb bench-trl clean
+.PHONY: demo test test-long lint docs gpu-test test-slurm test-wandb bench-trl clean
 
 demo: $(INSTALLED)
 	$(BIN)/oppo demo
 
-test: lint
+test: lint docs
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not long"
 
 test-long: $(INSTALLED_TEST)
@@ -32,6 +33,11 @@ test-long: $(INSTALLED_TEST)
 lint: $(INSTALLED_TEST)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	if [ -x $(BIN)/hadolint ]; then $(BIN)/hadolint Dockerfile; fi
+
+# Not --quiet, which would keep warnings from --strict.
+docs: $(INSTALLED_TEST)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 gpu-test: $(INSTALLED_TEST)
 	$(BIN)/python -m pytest -m gpu
@@ -54,7 +60,7 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt | $(BIN)/python
 	touch $@
 
 $(INSTALLED_TEST): pyproject.toml setup.py constraints.txt | $(BIN)/python
-	$(PIP) -e '.[test]'
+	$(PIP) -e '.[test,docs]'
 	touch $(INSTALLED) $@
 
 $(PEER_INSTALLED): $(PEER_REQUIREMENTS) | $(BIN)/python

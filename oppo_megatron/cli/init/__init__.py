@@ -19,7 +19,7 @@ OPTIONS = {
     "data": "JSONL file of rows",
 }
 SUFFIXES = (".yaml", ".yml")
-PROBLEMS = {"sft": 8000, "pairs": 2000, "prompts": 4000, "heldout": 200}
+PROBLEMS = {"sft": 14400, "pairs": 2000, "prompts": 4000, "heldout": 200}
 """Rows of each generated file."""
 
 
