@@ -25,6 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--adapter", type=Path, metavar="DIR", help="peft directory of LoRA adapters of SRC, which are merged into DST"
     )
+    _add_changes(parser)
+
+
+def _add_changes(parser: argparse.ArgumentParser) -> None:
+    """What DST has otherwise than SRC."""
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16", "float16"], help="default: the narrowest that keeps every bit of SRC"
     )
@@ -60,7 +65,10 @@ def run(args: argparse.Namespace) -> int:
     head: Literal["lm", "scalar"] = "scalar" if args.target == "reward" else "lm"
     if args.check and args.adapter is not None:
         raise ConfigError("--check compares SRC with DST, which --adapter makes another model; drop one of them")
-    if args.check and (args.to != "hf" or find_megatron(args.src, args.config) is not None):
+    megatron = args.src.is_dir() and find_megatron(args.src, args.config) is not None
+    if args.config is not None and not megatron:
+        raise ConfigError(f"--config says the shape of a Megatron checkpoint, which {args.src} is not; drop it")
+    if args.check and (args.to != "hf" or megatron):
         raise ConfigError(
             "--check computes SRC and DST in transformers, which reads Hugging Face's directories alone; drop it"
         )

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 
 from packaging.requirements import Requirement
 
+from oppo_megatron.config.kernels import find_available, kernel_table
 from oppo_megatron.cores import usable_cores
 
 
@@ -28,7 +29,9 @@ PACKAGES = (
     Package("megatron-core", "megatron.core", None),
     Package("transformers", "transformers", None),
     Package(
-        "transformer-engine", "transformer_engine", "fused Adam and gradient norms on GPU: apex's or torch's are used"
+        "transformer-engine",
+        "transformer_engine",
+        "its layers and norms (runtime.layers), fused Adam and gradient norms on GPU: apex's or torch's are used",
     ),
     Package("apex", "apex", "fused Adam and gradient norms on GPU: transformer-engine's or torch's are used"),
     Package(
@@ -58,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
     required = unmet_requirements()
     for line in _torch_report() if versions["torch"] else []:
         print(line)
+    for kernels in kernel_table(find_available(_has_cuda() if versions["torch"] else False)):
+        print(f"{kernels.part}: {kernels.used}" + (f"; off is {kernels.lacking}" if kernels.lacking else ""))
     print("features that are off:")
     for package in PACKAGES:
         if package.lost is not None and not versions[package.distribution]:
@@ -100,6 +105,12 @@ def version_of(package: Package) -> str | None:
     except metadata.PackageNotFoundError:
         root = package.module.partition(".")[0]
         return PRESENT if find_spec(root) is not None else None
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _torch_report() -> list[str]:

@@ -8,6 +8,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from oppo_megatron.config.lora import refuse_adapters
 from oppo_megatron.config.megatron import find_megatron
 from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.config.paths import missing_path
@@ -34,6 +35,7 @@ def read_hf_config(model: ModelConfig) -> dict[str, Any]:
         if model.checkpoint.suffix == ".nemo":
             remedy = f"unpack it (tar -xf) and {remedy}"
         raise CheckpointError(f"checkpoint `{model.checkpoint}` is a file; {remedy}")
+    refuse_adapters(model.checkpoint)
     megatron = find_megatron(model.checkpoint)
     path = model.checkpoint / "config.json" if megatron is None else megatron.shape
     return _read_json(path, "the checkpoint's configuration")

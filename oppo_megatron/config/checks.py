@@ -9,8 +9,9 @@ import os
 from collections.abc import Iterator, Sequence
 
 from oppo_megatron.config.data import DataConfig, RewardPart
+from oppo_megatron.config.kernels import find_available, layer_problem
 from oppo_megatron.config.lora import LoraConfig, adapter_problems
-from oppo_megatron.config.model import ModelConfig, OptimizerConfig, RoleConfig
+from oppo_megatron.config.model import ModelConfig, OptimizerConfig, RoleConfig, RuntimeConfig
 from oppo_megatron.config.overlap import OverlapConfig
 from oppo_megatron.config.paths import check_exists
 from oppo_megatron.config.ppo import ForcedLengthsConfig
@@ -34,8 +35,17 @@ def check_train(config: TrainConfig) -> list[str]:
         *(check_data("evaluation.data", config.evaluation.data, templates=("prompt",)) if config.evaluation else []),
         *_check_optimizer("actor", config.actor.optimizer),
         *_check_optimizer("critic", config.critic.optimizer),
+        *check_layers(config.runtime, adapters=bool(adapters(config))),
         *(problem for name, lora in adapters(config).items() for problem in adapter_problems(name, lora)),
     ]
+
+
+def check_layers(runtime: RuntimeConfig, *, adapters: bool) -> list[str]:
+    """Layers that are asked for by name must be there."""
+    problem = layer_problem(find_available(cuda=runtime.device != "cpu"), adapters=adapters)
+    if runtime.layers != "transformer_engine" or problem is None:
+        return []
+    return [f"runtime.layers is transformer_engine, but {problem}; set it to auto or torch"]
 
 
 def adapters(config: TrainConfig) -> dict[str, LoraConfig]:
@@ -70,6 +80,7 @@ def check_supervised(config: SupervisedConfig) -> list[str]:
         *check_exists("tokenizer.path", config.tokenizer.path),
         *check_data("data", config.data, templates=("prompt", "completion")),
         *_check_optimizer("model", config.optimizer, key="optimizer"),
+        *check_layers(config.runtime, adapters=False),
     ]
 
 

@@ -124,6 +124,15 @@ def lora_of(directory: Path) -> LoraConfig:
     return lora
 
 
+def refuse_adapters(directory: Path) -> None:
+    """Raises CheckpointError for a peft directory, which is no model, where a model is needed."""
+    if (directory / ADAPTER_CONFIG).is_file() and not (directory / "config.json").is_file():
+        raise CheckpointError(
+            f"`{directory}` holds adapters, which are no model: name their base as the checkpoint and this as `lora.adapter`, or "
+            f"merge them (`oppo convert BASE DST --adapter {directory}`)"
+        )
+
+
 def read_adapter_config(directory: Path) -> dict[str, Any]:
     """The `adapter_config.json` of LoRA adapters.  Raises CheckpointError."""
     path = directory / ADAPTER_CONFIG

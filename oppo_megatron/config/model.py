@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveInt, field_validator
 
 from oppo_megatron.config.base import Section, Unit
+from oppo_megatron.config.kernels import Layers
 from oppo_megatron.config.lora import LoraConfig
 
 _RANKS = re.compile("{0}(-{0})?(,{0}(-{0})?)*".format("[0-9]{1,18}"))
@@ -202,6 +203,11 @@ class RuntimeConfig(Section):
         "packed",
         description="how cached calls compute: megatron's own modules (module), few calls over megatron's parameters (lean), "
         "or those over a copy of the weights laid out for the CPU's products (packed; lean where there are none)",
+    )
+    layers: Layers = Field(
+        "auto",
+        description="whose linear layers and norms models are made of: megatron-core's own with torch's norm (torch), or "
+        "transformer-engine's; auto: the latter on CUDA devices where it is installed and a role has no adapters",
     )
     kv_layout: KVLayout = Field(
         "auto",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from oppo_megatron.config.kernels import LayerKind, Layers, find_available, layer_kind
 from oppo_megatron.config.model import DecodePath, Dtype, ModelConfig, TrainedRoleConfig, TrainingLayoutConfig
 from oppo_megatron.runtime.mcore.groups import RoleGroups
 from oppo_megatron.runtime.mcore.hf_source import TensorSource, open_weights
@@ -22,13 +23,15 @@ def load_role(
     max_length: int,
     device: torch.device,
     path: DecodePath = "packed",
+    layers: Layers = "torch",
 ) -> RoleModel:
     """This rank's stage of the model that `config` names, in evaluation mode; cached calls go by `path`.
 
     Raises CheckpointError for weights that are missing or do not fit, CapacityError for too few positions.
     """
     shape, source = open_weights(config, head)
-    model = build_model(shape, groups, head=head, max_length=max_length, dtype=config.dtype, device=device)
+    kind = _layer_kind(config, layers, device)
+    model = build_model(shape, groups, head=head, max_length=max_length, dtype=config.dtype, device=device, layers=kind)
     _fill(model, source, config)
     model.decode_by(path)
     return model.eval()
@@ -42,10 +45,14 @@ def load_training(
     head: Head,
     max_length: int,
     device: torch.device,
+    layers: Layers = "torch",
 ) -> list[RoleModel]:
     """This rank's chunks of the model, to be trained on `groups` with the options of `layout`; otherwise as `load_role`."""
     shape, source = open_weights(config, head)
-    chunks = build_chunks(shape, groups, layout, head=head, max_length=max_length, dtype=config.dtype, device=device)
+    kind = _layer_kind(config, layers, device)
+    chunks = build_chunks(
+        shape, groups, layout, head=head, max_length=max_length, dtype=config.dtype, device=device, layers=kind
+    )
     for chunk in chunks:
         _fill(chunk, source, config)
         chunk.eval()
@@ -61,6 +68,11 @@ def without_adapters(adapted: RoleModel, groups: RoleGroups, dtype: Dtype) -> Ro
     share_parameters(adapted, model)
     model.compute_as(adapted)
     return model.eval()
+
+
+def _layer_kind(config: ModelConfig, wanted: Layers, device: torch.device) -> LayerKind:
+    adapters = isinstance(config, TrainedRoleConfig) and config.lora is not None
+    return layer_kind(wanted, find_available(device.type == "cuda"), adapters=adapters)
 
 
 def _fill(model: RoleModel, source: TensorSource, config: ModelConfig) -> None:

@@ -89,6 +89,7 @@ def _role(
         max_length=max_context(config),
         device=world.device,
         path=config.runtime.decode_path,
+        layers=config.runtime.layers,
         num_updates=total_steps * per_step,
     )
     role.trained.scheduler.step(increment=(step - 1) * per_step)  # the learning rate that the step had

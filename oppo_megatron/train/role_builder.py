@@ -150,9 +150,8 @@ class RoleBuilder:
         assert groups is not None
         length, device = max_context(self.config), self.world.device
         role = named_roles(self.config)[name]
-        return load_role(
-            role, groups, head=head, max_length=length, device=device, path=self.config.runtime.decode_path
-        )
+        path, layers = self.config.runtime.decode_path, self.config.runtime.layers
+        return load_role(role, groups, head=head, max_length=length, device=device, path=path, layers=layers)
 
     def _trained(self, name: str, head: Head) -> TrainedRole | None:
         groups, training = self.topology.groups[name], self.topology.training[name]
@@ -167,6 +166,7 @@ class RoleBuilder:
             max_length=max_context(self.config),
             device=self.world.device,
             path=self.config.runtime.decode_path,
+            layers=self.config.runtime.layers,
             num_updates=self.total_steps * ppo.epochs * ppo.minibatches,
         )
         for chunk in role.trained.chunks:  # every micro-batch of an update is a sign of life

@@ -27,7 +27,7 @@ from oppo_megatron.runtime.activity import Activity
 from oppo_megatron.runtime.batch import MicroBatch
 from oppo_megatron.runtime.exhaustion import Allowances, in_smaller_ones
 from oppo_megatron.runtime.mcore.groups import RoleGroups, build_groups
-from oppo_megatron.runtime.mcore.model import Head
+from oppo_megatron.runtime.mcore.model import Head, RoleModel
 from oppo_megatron.runtime.mcore.training import Loss, StepReport, TrainedModel
 from oppo_megatron.runtime.roles import load_role
 from oppo_megatron.runtime.world import World, open_world
@@ -99,7 +99,7 @@ def train_supervised(config: SupervisedConfig, task: Task[RowT], world: World) -
     trackers = open_trackers(config.logging, run) if is_owner else None  # may refuse to begin
     spans = SpanRecorder(world.rank, run if config.logging.trace else None)
     with spans.span("load", role="model", step=0):
-        model = load_role(config.model, groups, head=task.head, max_length=config.max_tokens, device=world.device)
+        model = _load(config, task.head, groups, world)
     steps = num_batches(len(rows), config.batch_size, config.epochs, config.max_steps)
     with ExitStack() as stack:
         report = trackers and _Report(config, task.title, steps, run, trackers, stack)
@@ -117,6 +117,11 @@ def train_supervised(config: SupervisedConfig, task: Task[RowT], world: World) -
     if is_owner:
         merge_traces(run)
         write_json(run.summary, _summary(run, task.title, rows, len(quarantine)))
+
+
+def _load(config: SupervisedConfig, head: Head, groups: RoleGroups, world: World) -> RoleModel:
+    layers, length = config.runtime.layers, config.max_tokens
+    return load_role(config.model, groups, head=head, max_length=length, device=world.device, layers=layers)
 
 
 def _build_groups(config: SupervisedConfig, world: World) -> RoleGroups:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from oppo_megatron.config.kernels import Layers
 from oppo_megatron.config.model import DecodePath, TrainedRoleConfig
 from oppo_megatron.runtime.mcore.groups import RoleGroups
 from oppo_megatron.runtime.mcore.model import Head, RoleModel
@@ -64,15 +65,16 @@ def build_trained_role(
     max_length: int,
     device: torch.device,
     path: DecodePath,
+    layers: Layers,
     num_updates: int,
 ) -> TrainedRole:
     """Both models of a role on this rank.  `groups` is where it serves, `training` where it is updated."""
     layout = config.train
     plain = layout.vpp == 1 and not layout.sequence_parallel and layout.recompute == "none"
-    serving = load_role(config, groups, head=head, max_length=max_length, device=device, path=path)
+    serving = load_role(config, groups, head=head, max_length=max_length, device=device, path=path, layers=layers)
     if plain and training is groups:
         return TrainedRole(TrainedModel(serving, config.optimizer, num_updates, layout), serving, None)
-    chunks = load_training(config, layout, training, head=head, max_length=max_length, device=device)
+    chunks = load_training(config, layout, training, head=head, max_length=max_length, device=device, layers=layers)
     trained = TrainedModel(chunks, config.optimizer, num_updates, layout)
     role = TrainedRole(trained, serving.requires_grad_(False), Reallocation(chunks, serving))
     if (

@@ -143,6 +143,7 @@ def test_merging_equals_pefts(models: dict[str, str], adapters: dict[str, Path],
         found = tensors_of(tmp_path / name)
         assert all((found[key] - theirs[key]).abs().max() < 1e-5 for key in found)
         assert main(["convert", *arguments, "--check"]) == 2
+        assert main(["convert", str(adapters[name]), str(tmp_path / "no")]) == 2
 
 
 def test_an_adapter_of_other_settings_is_refused(adapters: dict[str, Path]) -> None:

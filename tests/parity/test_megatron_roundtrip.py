@@ -37,7 +37,10 @@ def run(*arguments: object) -> int:
 def test_megatron_core_loads_what_convert_writes(tmp_path: Path, name: str, tp: int, pp: int) -> None:
     family, head, changes = MODELS[name]
     save_tiny(tmp_path / "hf", family, head, **changes)
-    assert run(tmp_path / "hf", tmp_path / "dist", "--to", "megatron", "--as", AS[head]) == 0
+    flags = ["--to", "megatron", "--as", AS[head]]
+    assert run(tmp_path / "hf", tmp_path / "dist", *flags) == 0
+    assert run(tmp_path / "hf", tmp_path / "other", *flags, "--check") == 2
+    assert run(tmp_path / "hf", tmp_path / "other", *flags, "--config", tmp_path / "hf" / "config.json") == 2
     run_ranks(
         tp * pp, "tests.parity.megatron_jobs:load_by_megatron", hf=str(tmp_path / "hf"), src=str(tmp_path / "dist"),
         dst=str(tmp_path / "back"), tp=tp, pp=pp, head=head, prefix="",

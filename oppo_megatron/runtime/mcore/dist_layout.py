@@ -15,7 +15,7 @@ _RENAMED = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
-NO_WEIGHTS = ("optimizer.", "rng_state", "rerun_state", "opt_param_scheduler")
+NO_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state", "opt_param_scheduler")
 """How keys begin that are not the model's."""
 
 

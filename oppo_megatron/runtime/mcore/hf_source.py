@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from oppo_megatron.config.checkpoint import is_inside
+from oppo_megatron.config.lora import refuse_adapters
 from oppo_megatron.config.megatron import find_megatron
 from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.errors import CheckpointError, ConfigError
@@ -169,6 +170,7 @@ def open_weights(model: ModelConfig, head: Head, shape_file: Path | None = None)
 def open_directory(directory: Path, shape_file: Path | None = None) -> tuple[ModelShape, TensorSource]:
     """Shape and tensors of a Hugging Face or Megatron directory; `shape_file` says the shape of the latter."""
     _require_directory(directory)
+    refuse_adapters(directory)
     megatron = find_megatron(directory, shape_file)
     if megatron is None:
         return read_shape(directory), SafetensorsSource(directory)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import checkpoint
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -18,6 +19,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from oppo_megatron.config.kernels import LayerKind
 from oppo_megatron.runtime.mcore.biased_linear import BiasedLinear
 
 
@@ -69,16 +71,38 @@ class ScalarHead(torch.nn.Module):
         return F.linear(hidden.float(), self.weight.float()), None
 
 
-def block_spec(config: TransformerConfig, num_layers: int) -> TransformerBlockSubmodules:
-    """Spec of one pipeline stage of `num_layers` layers, final norm included."""
+def block_spec(config: TransformerConfig, num_layers: int, kind: LayerKind = "torch") -> TransformerBlockSubmodules:
+    """Spec of one pipeline stage of `num_layers` layers, final norm included; attention's middle part is the plan's.
+
+    `kind`: whose linear layers and norms.  transformer-engine's are the ones that do not fuse a norm into the product behind
+    it, so that parameters have the same names, which loading, saving and cached calls go by.
+    """
+    linears = (BiasedLinear, ColumnParallelLinear, RowParallelLinear)
+    norm: Any = RMSNorm
+    if kind == "transformer_engine":
+        from megatron.core.extensions import transformer_engine as te
+
+        linears = (te.TEColumnParallelLinear, te.TEColumnParallelLinear, te.TERowParallelLinear)
+        norm = te.TENorm
+    return _block(config, num_layers, linears, norm)
+
+
+def _block(
+    config: TransformerConfig, num_layers: int, linears: tuple[Any, Any, Any], norm: Any
+) -> TransformerBlockSubmodules:
+    """`linears`: of queries, keys and values; of gate and up; row-parallel."""
+    qkv, column, row = linears
     layer: ModuleSpec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     parts = layer.submodules
-    parts.input_layernorm = RMSNorm
-    parts.pre_mlp_layernorm = RMSNorm
+    parts.input_layernorm = norm
+    parts.pre_mlp_layernorm = norm
     parts.self_attention.module = PlannedSelfAttention
     parts.self_attention.submodules.core_attention = IdentityOp
-    parts.self_attention.submodules.linear_qkv = BiasedLinear
+    parts.self_attention.submodules.linear_qkv = qkv
+    parts.self_attention.submodules.linear_proj = row
+    parts.mlp.submodules.linear_fc1 = column
+    parts.mlp.submodules.linear_fc2 = row
     if config.qk_layernorm:
-        parts.self_attention.submodules.q_layernorm = RMSNorm
-        parts.self_attention.submodules.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+        parts.self_attention.submodules.q_layernorm = norm
+        parts.self_attention.submodules.k_layernorm = norm
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)

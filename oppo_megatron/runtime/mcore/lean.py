@@ -96,7 +96,7 @@ def _lean_layer(layer: Any, packed: bool) -> _LeanLayer:
     groups, dim = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
     return _LeanLayer(
         norm=rms_norm(layer.input_layernorm.weight, layer.input_layernorm.eps),
-        qkv=product(attention.linear_qkv.weight, attention.linear_qkv.bias, packed=packed),
+        qkv=product(attention.linear_qkv.weight, _bias(attention.linear_qkv), packed=packed),
         head_norms=norms,
         proj=product(attention.linear_proj.weight, packed=packed),
         mlp_norm=rms_norm(layer.pre_mlp_layernorm.weight, layer.pre_mlp_layernorm.eps),
@@ -104,6 +104,12 @@ def _lean_layer(layer: Any, packed: bool) -> _LeanLayer:
         down=product(mlp.linear_fc2.weight, packed=packed),
         shape_GXD=(groups, attention.num_attention_heads_per_partition // groups + 2, dim),
     )
+
+
+def _bias(linear: Any) -> Tensor | None:
+    """transformer-engine's layers have an empty tensor where there is none."""
+    bias = linear.bias
+    return None if bias is None or bias.numel() == 0 else bias
 
 
 def _adapted(bare: _LeanLayer, layer: Any) -> _LeanLayer:

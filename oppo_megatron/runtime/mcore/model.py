@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
+from oppo_megatron.config.kernels import LayerKind
 from oppo_megatron.config.lora import LoraConfig
 from oppo_megatron.config.model import DecodePath, KVLayout, TrainingLayoutConfig
 from oppo_megatron.errors import CapacityError
@@ -59,13 +60,14 @@ class RoleModel(GPTModel):
         head: Head,
         max_length: int,
         chunk: int = 0,
+        layers: LayerKind = "torch",
     ):
         num_chunks = config.virtual_pipeline_model_parallel_size
         num_stages, stage = groups.pp * (num_chunks or 1), chunk * groups.pp + groups.pp_rank
         first, last = stage == 0, stage == num_stages - 1
         super().__init__(
             config=config,
-            transformer_layer_spec=block_spec(config, shape.num_layers // num_stages),
+            transformer_layer_spec=block_spec(config, shape.num_layers // num_stages, layers),
             vocab_size=shape.vocab_size,
             max_sequence_length=max_length,
             pre_process=first,
@@ -294,10 +296,13 @@ def build_model(
     max_length: int,
     dtype: str,
     device: torch.device,
+    layers: LayerKind = "torch",
 ) -> RoleModel:
     """This rank's stage, weights not yet set.  Raises CapacityError if the model has fewer positions than `max_length`."""
     _prepare(shape, max_length)
-    return _chunk(shape, groups, transformer_config(shape, groups, DTYPES[dtype]), head, max_length, 0, device)
+    return _finished(
+        RoleModel(shape, groups, transformer_config(shape, groups, DTYPES[dtype]), head, max_length, 0, layers), device
+    )
 
 
 def build_chunks(
@@ -309,11 +314,13 @@ def build_chunks(
     max_length: int,
     dtype: str,
     device: torch.device,
+    layers: LayerKind = "torch",
 ) -> list[RoleModel]:
     """This rank's chunks of a model that is trained, weights not yet set; otherwise as `build_model`."""
     _prepare(shape, max_length)
     config = transformer_config(shape, groups, DTYPES[dtype], layout)  # megatron wants one object for all chunks
-    return [_chunk(shape, groups, config, head, max_length, chunk, device) for chunk in range(layout.vpp)]
+    models = (RoleModel(shape, groups, config, head, max_length, chunk, layers) for chunk in range(layout.vpp))
+    return [_finished(model, device) for model in models]
 
 
 def _prepare(shape: ModelShape, max_length: int) -> None:
@@ -327,16 +334,8 @@ def _prepare(shape: ModelShape, max_length: int) -> None:
     initialize_rng_tracker(inference_rng_tracker=True)  # nothing is drawn inside the model: there is no dropout
 
 
-def _chunk(
-    shape: ModelShape,
-    groups: RoleGroups,
-    config: TransformerConfig,
-    head: Head,
-    max_length: int,
-    chunk: int,
-    device: torch.device,
-) -> RoleModel:
-    model = RoleModel(shape, groups, config, head, max_length, chunk).to(device)
+def _finished(model: RoleModel, device: torch.device) -> RoleModel:
+    model = model.to(device)
     _mark_shards(model)
     model.set_rope(device)
     return model
@@ -353,3 +352,5 @@ def _mark_shards(model: RoleModel) -> None:
             set_tensor_model_parallel_attributes(module.weight, True, 0, stride)
         elif isinstance(module, RowParallelLinear):
             set_tensor_model_parallel_attributes(module.weight, True, 1, 1)
+        elif name.endswith("linear_fc1"):  # transformer-engine has marked its own, which knows nothing of gate and up
+            setattr(module.weight, "partition_stride", 2)  # noqa: B010
