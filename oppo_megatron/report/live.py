@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,27 +22,48 @@ END_OF_ROLLOUTS = 2 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Glance:
-    """A run at one moment: `record` with the spans of its last steps, its newest response, seconds since its last line."""
+    """A run at one moment: `record` with the spans of its last steps, its newest response, seconds since its last line.
+
+    `stamp` changes when a file does.
+    """
 
     record: RunRecord
     newest: Mapping[str, Any] | None
     quiet_s: float | None
+    stamp: tuple[tuple[str, int, int], ...]
 
     @property
     def finished(self) -> bool:
         return self.record.summary is not None
 
 
-def glance(path: str | os.PathLike[str], now: float | None = None) -> Glance:
-    """Read a run directory, of which another process may be writing.  `now` in seconds since the epoch.  Raises DataError."""
+def glance(path: str | os.PathLike[str], now: float | None = None, before: Glance | None = None) -> Glance:
+    """Read a run directory, to which another process may be writing; what did not change since `before` is not read again.
+
+    `now` in seconds since the epoch.  Raises DataError.
+    """
+    run = RunDirectory(path)
+    stamp, quiet_s = _stamp(run), _quiet_s(run, time.time() if now is None else now)
+    if before is not None and stamp == before.stamp:
+        return replace(before, quiet_s=quiet_s)
     record = read_run(path, spans=False)
-    run = record.run
     spans, no_spans = _last_spans(run)
     newest = next(iter(reversed(last_objects(run.rollouts, END_OF_ROLLOUTS))), None)
-    quiet_s = None
-    if run.metrics.exists():
-        quiet_s = max(0.0, (time.time() if now is None else now) - run.metrics.stat().st_mtime)
-    return Glance(replace(record, spans=spans, no_spans=no_spans), newest, quiet_s)
+    return Glance(replace(record, spans=spans, no_spans=no_spans), newest, quiet_s, stamp)
+
+
+def _stamp(run: RunDirectory) -> tuple[tuple[str, int, int], ...]:
+    """Name, size and time of each file that a glance reads; one that vanishes meanwhile is left out."""
+    found = []
+    for path in (run.config, run.metrics, run.rollouts, run.summary, run.trace, *run.rank_traces()):
+        with suppress(OSError):
+            stat = path.stat()
+            found.append((path.name, stat.st_size, stat.st_mtime_ns))
+    return tuple(found)
+
+
+def _quiet_s(run: RunDirectory, now: float) -> float | None:
+    return max(0.0, now - run.metrics.stat().st_mtime) if run.metrics.exists() else None
 
 
 def last_objects(path: Path, num_bytes: int) -> list[dict[str, Any]]:

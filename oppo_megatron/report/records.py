@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,11 +51,12 @@ class RunRecord:
 
 
 def number(line: Mapping[str, Any], key: str) -> float | None:
-    """A field's number; None where the line has none."""
+    """A field's number; None where the line has none that is finite."""
     value: Any = line
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and math.isfinite(value) else None
 
 
 def read_runs(paths: Sequence[str | os.PathLike[str]]) -> list[RunRecord]:

@@ -13,6 +13,7 @@ WIDE = 1140  # of a chart whose bars are rows
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 46
 ROW, BAR = 26, 16
 MAX_LABELS = 12
+LONGEST_NAME = 48
 CHARACTER = 6.6  # width of one in the page's chart font
 
 
@@ -68,7 +69,10 @@ def _lines_svg(chart: LineChart) -> str:
     def at_y(y: float) -> float:
         return HEIGHT - BOTTOM - (y - low_y) / (high_y - low_y) * (HEIGHT - TOP - BOTTOM)
 
-    marks = [_y_axis(ticks(low_y, high_y), at_y), _x_axis(ticks(low_x, high_x, 6), at_x)]
+    at = ticks(low_x, high_x, 6)
+    if all(isinstance(x, int) for line in chart.lines for x in line.xs):
+        at = [x for x in at if abs(x - round(x)) < 1e-9]  # there is no half a step
+    marks = [_y_axis(ticks(low_y, high_y), at_y), _x_axis(at, at_x)]
     marks += [_line(line.thinned(), at_x, at_y) for line in chart.lines]
     return _frame(chart, HEIGHT, [*marks, _axis_names(chart.x_label, chart.y_label)])
 
@@ -124,7 +128,8 @@ def _category_labels(categories: Sequence[str], slot: float) -> list[str]:
 
 def _rows_svg(chart: BarChart) -> str:
     """A row a category, the bars of a row stacked."""
-    left = 16 + CHARACTER * max((len(category) for category in chart.categories), default=1)
+    names = [_cut(category) for category in chart.categories]
+    left = 16 + CHARACTER * max((len(name) for name in names), default=1)
     right = 14 + CHARACTER * max((len(end) for end in chart.ends), default=0)
     height = TOP + ROW * len(chart.categories) + BOTTOM
     high = chart.tallest or 1.0
@@ -135,7 +140,7 @@ def _rows_svg(chart: BarChart) -> str:
     marks = [_x_axis(ticks(0.0, high), at_x, height)]
     for place, category in enumerate(chart.categories):
         top, start = TOP + ROW * place + (ROW - BAR) / 2, 0.0
-        marks.append(_text(left - 8, top + BAR - 4, category, "end"))
+        marks.append(_text(left - 8, top + BAR - 4, names[place], "end"))
         for bars in chart.bars:
             value = max(0.0, bars.values[place] or 0.0)
             marks.append(_rect(bars, category, value, (at_x(start), top, at_x(start + value) - at_x(start), BAR)))
@@ -144,6 +149,11 @@ def _rows_svg(chart: BarChart) -> str:
             marks.append(_text(at_x(start) + 6, top + BAR - 4, chart.ends[place], "start"))
     label = _text((left + WIDE - right) / 2, height - 8, chart.value_label, "middle", "axis")
     return _frame(chart, height, [*marks, label], WIDE)
+
+
+def _cut(name: str) -> str:
+    """A long name without its middle: runs differ in their ends, ranks stand at the end."""
+    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME // 2 - 1]}…{name[-LONGEST_NAME // 2 :]}"
 
 
 def _rect(bars: Bars, category: str, value: float, box: tuple[float, float, float, float]) -> str:

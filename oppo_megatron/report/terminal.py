@@ -230,7 +230,8 @@ def _timeline(record: RunRecord) -> list[Text]:
     steps = list(step_bounds(record.spans))
     if not steps:
         return _missing(record, "timeline", record.no_spans or "its trace has no work of any step yet")
-    window = step_window(record.name, record.spans, steps[-2] if len(steps) > 1 else steps[-1])
+    is_whole = record.summary is not None or len(steps) == 1
+    window = step_window(record.name, record.spans, steps[-1] if is_whole else steps[-2])
     names = [f"rank {rank} {role}" for rank, role in window.lanes]
     widest = max(map(len, names))
     rows = [

@@ -24,7 +24,7 @@ STEP_AXIS, SECONDS_AXIS = "PPO step", "seconds since the start"
 
 def curves(record: RunRecord, key: str, x_key: str, number_of_run: int) -> list[Line]:
     """What was measured, faint, and its moving mean over a tenth of the steps."""
-    known = [(number(line, x_key), number(line, key)) for line in record.lines]
+    known = [(line["step"] if x_key == "step" else number(line, x_key), number(line, key)) for line in record.lines]
     points = [(x, y) for x, y in known if x is not None and y is not None]
     xs, ys = [x for x, _ in points], [y for _, y in points]
     colour = run_colour(number_of_run)

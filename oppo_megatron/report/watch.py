@@ -23,7 +23,7 @@ def watch(path: str | os.PathLike[str], interval_s: float, console: Console, *, 
             with Live(draw(now, console.width), console=console, screen=True, auto_refresh=False) as live:
                 while not now.finished:
                     time.sleep(interval_s)
-                    now = glance(path)
+                    now = glance(path, before=now)
                     live.update(draw(now, console.width), refresh=True)
         except KeyboardInterrupt:
             pass  # the way out of a run that goes on; what was seen last is left on the screen

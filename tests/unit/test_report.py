@@ -64,6 +64,13 @@ def test_axes_have_names_with_units_and_charts_have_legends(tmp_path: Path) -> N
         assert not any("nan" in path.attributes["d"] for path in figure.all("path"))
 
 
+def test_no_tick_stands_between_steps(tmp_path: Path) -> None:
+    page = page_of(write_run(tmp_path / "run", steps=2), out=tmp_path / "out")
+    for figure in page.all("figure", **{"data-hover": "1"}):
+        ticks_at = [tick.text() for tick in figure.all("text", **{"text-anchor": "middle", "class": "tick"})]
+        assert "1.5" not in ticks_at or "seconds" in figure.text(), figure.attributes
+
+
 def test_figures_are_those_of_the_run(tmp_path: Path) -> None:
     page = page_of(write_run(tmp_path / "run"), out=tmp_path / "out")
     rows = {row.all("th")[0].text(): [cell.text() for cell in row.all("td")] for row in page.all("tr") if row.all("td")}
@@ -263,8 +270,11 @@ def test_fields_of_another_kind_are_as_good_as_missing(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=2)
     wrong = {"step": 3, "reward_mean": "high", "step_s": None, "deferred": [1], "memory_peak_mb": {}, "delta": True}
     append(run.metrics, wrong)
+    append(run.metrics, {**metrics_line(4), "step": 4, "reward_mean": float("nan"), "step_s": float("inf")})
     page_of(run, out=tmp_path / "out")
-    assert read_run(run).column("reward_mean")[1][-1] is None
+    assert read_run(run).column("reward_mean")[1][-2:] == [None, None]
+    html = (tmp_path / "out" / "index.html").read_text()
+    assert "NaN" not in html and "Infinity" not in html
 
 
 def test_ticks_are_round_and_within() -> None:

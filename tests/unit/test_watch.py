@@ -69,6 +69,15 @@ def test_it_follows_a_run_to_its_end(tmp_path: Path) -> None:
     assert not watcher.is_alive() and "finished" in console.file.getvalue()
 
 
+def test_what_did_not_change_is_not_read_again(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", finished=False)
+    first = glance(run.path)
+    second = glance(run.path, before=first)
+    assert second.record is first.record and second.quiet_s >= first.quiet_s
+    append(run.rollouts, rollout(4, 9, "a new one"))
+    assert glance(run.path, before=second).newest["response"] == "a new one"
+
+
 def test_without_a_terminal_it_is_shown_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "run", finished=False)
     assert main(["watch", str(run.path)]) == 0
