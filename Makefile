@@ -3,6 +3,7 @@
 #   make test    creates .venv, installs with the test extra, runs lint, types, the site of docs/ and tests on the CPU
 #   make docs    builds docs/ as a site into build/site; a link that leads nowhere is an error
 #   make test-wandb    the test of the tracker with the real wandb, installed into .wandb
+#   make test-aligner    creates .venv-aligner, tests the NeMo-Aligner plugin against the real package
 #   make bench-trl ARGS='--steps 8 --repeats 3'    creates .venv-trl with TRL, compares its PPO trainer with ours
 # A command that finds .venv up to date with pyproject.toml and constraints.txt installs nothing.
 
@@ -18,14 +19,22 @@ INSTALLED_TEST := $(VENV)/.installed-test
 PEER_VENV := .venv-trl
 PEER_INSTALLED := $(PEER_VENV)/.installed
 PEER_REQUIREMENTS := benchmarks/peers/requirements-trl.txt
+ALIGNER_VENV := .venv-aligner
+ALIGNER_INSTALLED := $(ALIGNER_VENV)/.installed
+ALIGNER_REQUIREMENTS := tests/aligner/requirements-nodeps.txt tests/aligner/requirements.txt
+ALIGNER_PIP := $(ALIGNER_VENV)/bin/python -m pip --disable-pip-version-check install
 
-.PHONY: demo test test-long lint docs gpu-test test-slurm test-wandb bench-trl clean
+.PHONY: demo test test-long test-aligner lint docs gpu-test test-slurm test-wandb bench-trl clean
 
 demo: $(INSTALLED)
 	$(BIN)/oppo demo
 
 test: lint docs
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not long"
+	$(MAKE) test-aligner
+
+test-aligner: $(ALIGNER_INSTALLED)
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PYTHONPATH=. $(ALIGNER_VENV)/bin/python -m pytest -W ignore tests/aligner
 
 test-long: $(INSTALLED_TEST)
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long
@@ -53,7 +62,7 @@ bench-trl: $(INSTALLED) $(PEER_INSTALLED)
 	$(BIN)/python benchmarks/peers/compare.py examples/benchmark/overlap.yaml --prompt-tokens 64 $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(PEER_VENV) .wandb build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEER_VENV) $(ALIGNER_VENV) .wandb build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(INSTALLED): pyproject.toml setup.py constraints.txt | $(BIN)/python
 	$(PIP) -e .
@@ -67,6 +76,16 @@ $(PEER_INSTALLED): $(PEER_REQUIREMENTS) | $(BIN)/python
 	$(BIN)/python -m venv $(PEER_VENV)
 	$(PEER_VENV)/bin/python -m pip --disable-pip-version-check install -r $(PEER_REQUIREMENTS) || { \
 		echo "TRL could not be installed: that needs access to a package index once, and Python 3.11 or newer."; exit 1; }
+	touch $@
+
+# Packages of .venv are found behind its own: torch and megatron-core are not installed twice.
+$(ALIGNER_INSTALLED): $(ALIGNER_REQUIREMENTS) $(INSTALLED_TEST)
+	rm -rf $(ALIGNER_VENV)
+	$(BIN)/python -m venv --without-pip $(ALIGNER_VENV)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(ALIGNER_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz-project.pth"
+	{ $(ALIGNER_PIP) --no-deps -r tests/aligner/requirements-nodeps.txt && $(ALIGNER_PIP) -r tests/aligner/requirements.txt; } || { \
+		echo "NeMo-Aligner could not be installed: that needs access to a package index once, and Python 3.11 or newer."; exit 1; }
 	touch $@
 
 $(BIN)/python:

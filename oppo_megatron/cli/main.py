@@ -51,6 +51,7 @@ COMMANDS = (
     Command("replay", "oppo_megatron.cli.replay", "make one update again, from a guilty batch"),
     Command("schedule", "oppo_megatron.cli.schedule", "draw and check what every rank does in a round"),
     Command("serve-reward", "oppo_megatron.cli.serve_reward", "serve a verifier, function or reward model over HTTP"),
+    Command("serve-scorer", "oppo_megatron.cli.serve_scorer", "serve a reward model that sequences are streamed to"),
     Command("chaos", "oppo_megatron.cli.chaos", "kill ranks of a run, compare with an undisturbed one"),
     Command("doctor", "oppo_megatron.cli.doctor", "say what this machine has and lacks"),
     Command("bench", "oppo_megatron.cli.bench", "measure decoding, what overlaps save, and what settings cost"),

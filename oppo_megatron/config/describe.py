@@ -17,13 +17,14 @@ from pydantic.fields import FieldInfo
 from oppo_megatron.config.base import Section, Unit
 from oppo_megatron.config.explain import section_in
 from oppo_megatron.config.run import RewardModelConfig, SFTConfig, TrainSettings
-from oppo_megatron.config.serve import ServeRewardConfig
+from oppo_megatron.config.serve import ServeRewardConfig, ServeScorerConfig
 
 COMMANDS: dict[str, type[Section]] = {
     "train": TrainSettings,
     "sft": SFTConfig,
     "rm": RewardModelConfig,
     "serve-reward": ServeRewardConfig,
+    "serve-scorer": ServeScorerConfig,
 }
 """The commands that take a configuration, and its schema."""
 

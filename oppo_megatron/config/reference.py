@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from oppo_megatron.config.aligner import AlignerConfig
 from oppo_megatron.config.base import Section
 from oppo_megatron.config.describe import COMMANDS, LISTED, Setting, about, settings_in
 
 INTRODUCTION = """\
 # Configuration
 
-Every setting of `oppo train`, `oppo sft`, `oppo rm` and `oppo serve-reward`, made from the schema in `oppo_megatron/config/` by
+Every setting of `oppo train`, `oppo sft`, `oppo rm`, `oppo serve-reward` and `oppo serve-scorer`, and of the block `oppo:` that
+[the NeMo-Aligner plugin](nemo_aligner.md) reads, made from the schema in `oppo_megatron/config/` by
 `python -m oppo_megatron.config.reference > docs/configuration.md`.
 
 A configuration is a YAML file; settings given behind it on the command line replace those of the file:
@@ -26,15 +28,21 @@ says in the terminal what this page says of a key.
 
 Of a number, the column *unit* says what it counts; 1 is a pure number. MiB are 2^20 bytes.
 """
-TITLES = {"train": "`oppo train`", "sft": "`oppo sft` and `oppo rm`", "serve-reward": "`oppo serve-reward`"}
-"""The commands that have a table of their own: `oppo rm` takes what `oppo sft` takes."""
+PAGES: dict[str, type[Section]] = {
+    "`oppo train`": COMMANDS["train"],
+    "`oppo sft` and `oppo rm`": COMMANDS["sft"],
+    "`oppo serve-reward`": COMMANDS["serve-reward"],
+    "`oppo serve-scorer`": COMMANDS["serve-scorer"],
+    "`trainer.ppo.oppo` of NeMo-Aligner": AlignerConfig,
+}
+"""What has a table of its own: `oppo rm` takes what `oppo sft` takes."""
 
 
 def render_reference() -> str:
     """The whole page: a table for each command, then one for each section that they use."""
     parts = [INTRODUCTION]
-    for command, title in TITLES.items():
-        parts.append(f"## {title}\n\n{_table(COMMANDS[command])}")
+    for title, kind in PAGES.items():
+        parts.append(f"## {title}\n\n{_table(kind)}")
     parts.append("## Sections\n")
     for section, places in _sections().items():
         where = ", ".join(f"`{place}`" for place in places)
@@ -45,8 +53,8 @@ def render_reference() -> str:
 def _sections() -> dict[type[Section], list[str]]:
     """Each section class in the order of its first use, with the dotted keys it stands at."""
     places: dict[type[Section], list[str]] = {}
-    for command in TITLES:
-        for place, section in _nested(COMMANDS[command], ""):
+    for kind in PAGES.values():
+        for place, section in _nested(kind, ""):
             known = places.setdefault(section, [])
             if place not in known:
                 known.append(place)

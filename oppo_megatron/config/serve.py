@@ -1,4 +1,4 @@
-"""`oppo serve-reward`: its settings, and the rules that tie them together."""
+"""`oppo serve-reward` and `oppo serve-scorer`: their settings, and the rules that tie them together."""
 
 from __future__ import annotations
 
@@ -34,6 +34,32 @@ class ServeRewardConfig(Section):
     runtime: RuntimeConfig = RuntimeConfig()
 
 
+class ServeScorerConfig(Section):
+    """`oppo serve-scorer`: a reward model that keeps the cache of every sequence, for runs that stream to it."""
+
+    reward: RoleConfig = Field(..., description="the reward model; on one process")
+    host: str = Field("127.0.0.1", description="address to listen on; one that others can reach needs `token_env`")
+    port: Annotated[int, Unit("")] = Field(
+        8901, ge=0, le=65535, description="port to listen on; 0: a free one, which is printed"
+    )
+    token_env: str | None = Field(
+        None, description="environment variable with the bearer token that every request must carry; null: none needed"
+    )
+    limits: RequestLimitsConfig = RequestLimitsConfig()
+    max_tokens: int = Field(4096, ge=2, description="longest prompt + response that the reward model reads")
+    sequences: Annotated[int, Unit("sequences")] = Field(
+        256,
+        ge=1,
+        description="sequences whose cache is held; the one unused for the longest goes first, and is sent again",
+    )
+    runtime: RuntimeConfig = RuntimeConfig()
+
+
+def check_serve_scorer(config: ServeScorerConfig) -> list[str]:
+    """Every broken rule, a sentence each."""
+    return [*_check_address(config), *_check_role(config.reward)]
+
+
 def check_serve(config: ServeRewardConfig) -> list[str]:
     """Every broken rule, a sentence each."""
     return [
@@ -50,7 +76,7 @@ def _check_parts(config: ServeRewardConfig) -> Iterator[str]:
             yield f"rewards.{index} is of kind http, but a service does not pass requests on; let the run ask that service"
 
 
-def _check_address(config: ServeRewardConfig) -> Iterator[str]:
+def _check_address(config: ServeRewardConfig | ServeScorerConfig) -> Iterator[str]:
     if config.token_env is not None or config.host == "localhost":
         return
     try:
@@ -67,10 +93,14 @@ def _check_address(config: ServeRewardConfig) -> Iterator[str]:
 def _check_model(config: ServeRewardConfig) -> Iterator[str]:
     if config.reward is None:
         return
-    yield from check_source("reward", config.reward)
     if config.tokenizer is None:
         yield "a reward model is served, but there is no `tokenizer` section; add the one that it was trained with"
     else:
         yield from check_exists("tokenizer.path", config.tokenizer.path)
-    if config.reward.ranks is not None or config.reward.parallel is not None:
+    yield from _check_role(config.reward)
+
+
+def _check_role(role: RoleConfig) -> Iterator[str]:
+    yield from check_source("reward", role)
+    if role.ranks is not None or role.parallel is not None:
         yield "reward.ranks and reward.parallel are for runs, but a service is a single process; remove them"

@@ -11,10 +11,12 @@ import asyncio
 import hmac
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Generic, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
-from pydantic import SecretStr, ValidationError
+from pydantic import BaseModel, SecretStr, ValidationError
 from starlette.requests import ClientDisconnect
 
 from oppo_megatron.config.remote import RequestLimitsConfig
@@ -22,6 +24,9 @@ from oppo_megatron.errors import RewardError
 from oppo_megatron.rewards import protocol
 
 Scorer = Callable[[Sequence[protocol.Item]], list[float]]
+Asked = TypeVar("Asked")
+Found = TypeVar("Found")
+Message = TypeVar("Message", bound=BaseModel)
 
 
 class Refusal(Exception):
@@ -32,20 +37,27 @@ class Refusal(Exception):
         self.status, self.headers = status, headers
 
 
-class Gate:
+class Gate(Generic[Asked, Found]):
     """Takes one request after the other through all checks, cheapest first, then to the scorer.
 
-    Scoring runs on one thread of its own: user code need not be thread-safe, and requests are read meanwhile.
+    `read` makes of a body what `score` is asked, or raises Refusal.  Scoring runs on one thread of its own: user code need
+    not be thread-safe, and requests are read meanwhile.
     """
 
-    def __init__(self, score: Scorer, limits: RequestLimitsConfig, token: SecretStr | None):
-        self._score, self._limits = score, limits
+    def __init__(
+        self,
+        read: Callable[[bytes], Asked],
+        score: Callable[[Asked], Found],
+        limits: RequestLimitsConfig,
+        token: SecretStr | None,
+    ):
+        self._read, self._score, self._limits = read, score, limits
         self._expected = None if token is None else f"Bearer {token.get_secret_value()}".encode()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="scorer")
         self._waiting = 0
 
-    async def answer(self, request: Request) -> list[protocol.Score]:
-        """Scores of the request's items, in their order.  Raises Refusal."""
+    async def answer(self, request: Request) -> tuple[Asked, Found]:
+        """What was asked, and what the scorer has found.  Raises Refusal."""
         self._authorise(request)
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise Refusal(415, "the body must be application/json")
@@ -53,13 +65,12 @@ class Gate:
             raise Refusal(429, f"{self._waiting} requests are waiting (limits.max_waiting)", **{"Retry-After": "1"})
         self._waiting += 1
         try:
-            items = self._read(await self._body(request))
-            scores = await asyncio.get_running_loop().run_in_executor(self._worker, self._score, items)
+            asked = self._read(await self._body(request))
+            return asked, await asyncio.get_running_loop().run_in_executor(self._worker, self._score, asked)
         except RewardError as error:
             raise Refusal(422, str(error)) from error
         finally:
             self._waiting -= 1
-        return [protocol.Score(id=item.id, score=score) for item, score in zip(items, scores, strict=True)]
 
     def _authorise(self, request: Request) -> None:
         given = request.headers.get("authorization", "").encode("latin-1", errors="replace")
@@ -89,38 +100,38 @@ class Gate:
         except ClientDisconnect:
             raise Refusal(400, "the body ended early") from None
 
-    def _read(self, body: bytes) -> list[protocol.Item]:
-        try:
-            items = protocol.Request.model_validate(protocol.parse_json(body)).items
-        except ValidationError as error:
-            raise Refusal(422, f"not a request for scores: {protocol.first_problem(error)}") from None
-        except (ValueError, RecursionError) as error:
-            raise Refusal(422, f"not JSON: {str(error)[:100]}") from None
-        limits = self._limits
-        if len(items) > limits.max_items:
-            raise Refusal(413, f"{len(items)} items are more than {limits.max_items} (limits.max_items)")
-        longest = max(max(len(item.prompt), len(item.response)) for item in items)
-        if longest > limits.max_characters:
-            raise Refusal(
-                413, f"a text has {longest} characters, more than {limits.max_characters} (limits.max_characters)"
-            )
-        if len({item.id for item in items}) < len(items):
-            raise Refusal(422, "an id stands twice")
-        return items
+
+def read_message(kind: type[Message], body: bytes, what: str) -> Message:
+    """The body as a message of this kind.  Raises Refusal, which does not repeat what was sent."""
+    try:
+        return kind.model_validate(protocol.parse_json(body))
+    except ValidationError as error:
+        raise Refusal(422, f"not a request for {what}: {protocol.first_problem(error)}") from None
+    except (ValueError, RecursionError) as error:
+        raise Refusal(422, f"not JSON: {str(error)[:100]}") from None
 
 
-def build_app(score: Scorer, limits: RequestLimitsConfig, token: SecretStr | None) -> FastAPI:
-    """The service.  `score` gives a number for each item, or raises RewardError; it is called from one thread only."""
+def _read_items(limits: RequestLimitsConfig, body: bytes) -> list[protocol.Item]:
+    items = read_message(protocol.Request, body, "scores").items
+    if len(items) > limits.max_items:
+        raise Refusal(413, f"{len(items)} items are more than {limits.max_items} (limits.max_items)")
+    longest = max(max(len(item.prompt), len(item.response)) for item in items)
+    if longest > limits.max_characters:
+        raise Refusal(
+            413, f"a text has {longest} characters, more than {limits.max_characters} (limits.max_characters)"
+        )
+    if len({item.id for item in items}) < len(items):
+        raise Refusal(422, "an id stands twice")
+    return items
+
+
+def new_app() -> FastAPI:
+    """A service that answers what is refused with a reason, and says that it is there."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    gate = Gate(score, limits, token)
 
     @app.get("/health")
     async def health() -> dict[str, str]:
         return {"status": "ok"}
-
-    @app.post("/score")
-    async def scores(request: Request) -> JSONResponse:
-        return JSONResponse({"scores": [row.model_dump() for row in await gate.answer(request)]})
 
     @app.exception_handler(Refusal)
     async def refuse(request: Request, refusal: Exception) -> JSONResponse:
@@ -128,5 +139,19 @@ def build_app(score: Scorer, limits: RequestLimitsConfig, token: SecretStr | Non
         # The rest of a body that is not read would be taken for the next request of the connection.
         headers = {"Connection": "close", **refusal.headers}
         return JSONResponse({"error": str(refusal)}, refusal.status, headers)
+
+    return app
+
+
+def build_app(score: Scorer, limits: RequestLimitsConfig, token: SecretStr | None) -> FastAPI:
+    """The service.  `score` gives a number for each item, or raises RewardError; it is called from one thread only."""
+    app = new_app()
+    gate = Gate(partial(_read_items, limits), score, limits, token)
+
+    @app.post("/score")
+    async def scores(request: Request) -> JSONResponse:
+        items, found = await gate.answer(request)
+        rows = [protocol.Score(id=item.id, score=score) for item, score in zip(items, found, strict=True)]
+        return JSONResponse({"scores": [row.model_dump() for row in rows]})
 
     return app

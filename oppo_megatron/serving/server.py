@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 
 import uvicorn
+from fastapi import FastAPI
+from pydantic import SecretStr
 
-from oppo_megatron.config.serve import ServeRewardConfig
+from oppo_megatron.config.serve import ServeRewardConfig, ServeScorerConfig
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.rewards.protocol import read_token
 from oppo_megatron.serving.app import build_app
 from oppo_megatron.serving.scorers import open_scorer
+from oppo_megatron.serving.stream_app import build_stream_app
+from oppo_megatron.serving.stream_scorer import open_stream_scorer
 
 CONNECTIONS = 256
 GRACE_S = 5
 
 
-def serve(config: ServeRewardConfig, environment: Mapping[str, str], say: Callable[[str], None]) -> None:
+def serve(
+    config: ServeRewardConfig | ServeScorerConfig, environment: Mapping[str, str], say: Callable[[str], None]
+) -> None:
     """Serve until interrupted; `say` is told the address once requests are taken.
 
     Raises ConfigError for a token that is missing or an address that cannot be had, before a model is loaded.
     """
     token = None if config.token_env is None else read_token(config.token_env, environment)
-    with _listen(config.host, config.port) as listening, open_scorer(config, environment) as score:
+    with _listen(config.host, config.port) as listening, _open_app(config, environment, token) as app:
         settings = uvicorn.Config(
-            build_app(score, config.limits, token),
+            app,
             log_level="warning",
             access_log=False,
             server_header=False,
@@ -34,8 +41,31 @@ def serve(config: ServeRewardConfig, environment: Mapping[str, str], say: Callab
         )
         host, port = listening.getsockname()[:2]
         listening.listen()
-        say(f"serving rewards at http://{f'[{host}]' if ':' in host else host}:{port}/score")
+        what, path = ("rewards", "/score") if isinstance(config, ServeRewardConfig) else ("streamed rewards", "")
+        say(f"serving {what} at http://{f'[{host}]' if ':' in host else host}:{port}{path}")
         uvicorn.Server(settings).run(sockets=[listening])
+
+
+def _open_app(
+    config: ServeRewardConfig | ServeScorerConfig, environment: Mapping[str, str], token: SecretStr | None
+) -> AbstractContextManager[FastAPI]:
+    return (
+        _reward_app(config, environment, token) if isinstance(config, ServeRewardConfig) else _scorer_app(config, token)
+    )
+
+
+@contextmanager
+def _reward_app(
+    config: ServeRewardConfig, environment: Mapping[str, str], token: SecretStr | None
+) -> Iterator[FastAPI]:
+    with open_scorer(config, environment) as score:
+        yield build_app(score, config.limits, token)
+
+
+@contextmanager
+def _scorer_app(config: ServeScorerConfig, token: SecretStr | None) -> Iterator[FastAPI]:
+    with open_stream_scorer(config) as scorer:
+        yield build_stream_app(scorer.extend, config.limits, token)
 
 
 def _listen(host: str, port: int) -> socket.socket:

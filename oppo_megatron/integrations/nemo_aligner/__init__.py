@@ -1,0 +1,38 @@
+"""NeMo-Aligner's PPO trainer with overcommit, deferral and streamed scoring.
+
+    from oppo_megatron.integrations.nemo_aligner import PPOTrainer     # was: from nemo_aligner.algorithms.ppo import PPOTrainer
+
+The module can be imported where NeMo-Aligner is not installed; using `PPOTrainer` then raises ConfigError.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from oppo_megatron.errors import ConfigError
+
+__all__ = ["PPOTrainer"]
+
+
+def __getattr__(name: str) -> Any:
+    """`PPOTrainer`, made when it is asked for: nemo is slow to import, and may be absent."""
+    if name != "PPOTrainer":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        from oppo_megatron.integrations.nemo_aligner.trainer import PPOTrainer
+    except ImportError as error:
+        return _missing(error)
+    return PPOTrainer
+
+
+def _missing(error: ImportError) -> type:
+    """A class that can be named but not made."""
+
+    class PPOTrainer:
+        def __init__(self, *args: Any, **kwargs: Any):
+            raise ConfigError(
+                f"PPOTrainer is a subclass of NeMo-Aligner's, which cannot be imported ({error}); install nemo-aligner 0.7 and "
+                "nemo-toolkit 2.1 to 2.4, or start the script in a NeMo container that has them"
+            ) from error
+
+    return PPOTrainer

@@ -1,0 +1,140 @@
+"""The rollouts of one replica: drawn, decoded in waves, finished or carried to the next step.  Knows nothing of nemo or torch.
+
+NeMo's generation keeps all rows of a call at one position, so rows are decoded in waves of NeMo-Aligner's own rollout
+micro-batch: carried rows first, those of like length together, then the new ones as they were drawn.  A wave ends when few
+enough of its rows still run; those are carried on.  Over all waves of a step, exactly what overcommitting drew beyond the batch
+may be left:
+
+    after wave w, at most  spare * (rows of waves 0..w) // (rows of all waves)  rows are unfinished
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Row:
+    """A rollout.  `versions` are (policy, tokens): how many response tokens each policy drew, oldest first."""
+
+    key: int
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    deferrals: int = 0
+    finished: bool = False
+
+    @property
+    def context(self) -> list[int]:
+        """Prompt and response so far."""
+        return self.prompt + self.tokens
+
+    def grow(self, tokens: Sequence[int], policy: int, finished: bool) -> None:
+        """The response becomes `tokens`, whose new ones `policy` drew."""
+        drawn = len(tokens) - len(self.tokens)
+        if drawn:
+            self.versions.append((policy, drawn))
+        self.tokens, self.finished = list(tokens), finished
+
+    def stale_tokens(self, policy: int) -> int:
+        """Response tokens that an older policy drew."""
+        return sum(count for version, count in self.versions if version != policy)
+
+
+@dataclass(frozen=True)
+class Wave:
+    """Rows that are decoded in one call, of which `may_be_left` need not finish.  A row of `awaited` must."""
+
+    rows: list[Row]
+    may_be_left: int
+    awaited: frozenset[int]
+
+    def enough(self, running: Sequence[int]) -> bool:
+        """Whether the wave may end while these rows (by place) still run."""
+        return len(running) <= self.may_be_left and not self.awaited.intersection(running)
+
+
+class Pool:
+    """Rows in the order they were drawn.  Life of a step: `admit`, `begin`, then `next_wave` and `take` in turns, `end`."""
+
+    def __init__(self, max_deferrals: int):
+        self._max_deferrals = max_deferrals
+        self.next_key = 0
+        self.rows: list[Row] = []
+        self._ready: list[Row] = []
+        self._waves: list[list[Row]] = []
+        self._decoded: list[Row] = []
+        self._spare = self._total = 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def new_keys(self, count: int) -> list[int]:
+        """Names of rows, each given once."""
+        first, self.next_key = self.next_key, self.next_key + count
+        return list(range(first, first + count))
+
+    def admit(self, prompts: Sequence[Sequence[int]]) -> None:
+        """New prompts."""
+        keys = self.new_keys(len(prompts))
+        self.rows += [Row(key, list(prompt)) for key, prompt in zip(keys, prompts, strict=True)]
+
+    def restore(self, rows: Sequence[Row], next_key: int) -> None:
+        """What a checkpoint has kept."""
+        self.rows, self.next_key = list(rows), next_key
+
+    def flush(self) -> list[Row]:
+        """Give up all rows; returns them."""
+        given_up, self.rows = self.rows, []
+        return given_up
+
+    def begin(self, batch: int, width: int) -> None:
+        """A step that trains `batch` of the rows and decodes `width` at a time."""
+        assert len(self.rows) >= batch, (len(self.rows), batch)
+        self._ready = [row for row in self.rows if row.finished]
+        running = [row for row in self.rows if not row.finished]
+        carried = sorted((row for row in running if row.tokens), key=lambda row: len(row.context))
+        new = [row for row in running if not row.tokens]
+        self._waves = [part[i : i + width] for part in (carried, new) for i in range(0, len(part), width)]
+        self._spare, self._total, self._decoded = len(self.rows) - batch, len(running), []
+
+    def next_wave(self) -> Wave:
+        """The next rows to decode; `decoded` is to follow."""
+        rows = self._waves.pop(0)
+        started = len(self._decoded) + len(rows)
+        left = sum(not row.finished for row in self._decoded)
+        awaited = frozenset(i for i, row in enumerate(rows) if row.deferrals >= self._max_deferrals)
+        return Wave(rows, max(0, self._spare * started // self._total - left), awaited)
+
+    def decoded(self, wave: Wave, ends: Sequence[int]) -> None:
+        """The wave is over; `ends` are the positions at which its rows ended, by which those that have are ordered."""
+        self._decoded += wave.rows
+        done = [i for i, row in enumerate(wave.rows) if row.finished]
+        self._ready += [wave.rows[i] for i in sorted(done, key=lambda i: (ends[i], wave.rows[i].key))]
+
+    @property
+    def num_ready(self) -> int:
+        return len(self._ready)
+
+    def take(self, count: int) -> list[Row]:
+        """The first `count` finished rows, in the order they were drawn; they leave the pool."""
+        taken, self._ready = self._ready[:count], self._ready[count:]
+        keys = {row.key for row in taken}
+        self.rows = [row for row in self.rows if row.key not in keys]
+        return sorted(taken, key=lambda row: row.key)
+
+    def end(self) -> None:
+        """The step's batch has been taken: what is here is carried on.  Waves that it did not need have not begun."""
+        for row in self.rows:
+            row.deferrals += bool(row.tokens)
+
+
+def share_of(delta: int, replica: int, replicas: int) -> int:
+    """This replica's part of a delta that is counted over all."""
+    return delta // replicas + (replica < delta % replicas)
+
+
+def room(drawn: int, epoch: int, batch: int) -> int:
+    """How many prompts of the epoch a replica may still hold or draw: a whole number of batches, `batch` at least."""
+    return max(epoch - drawn % epoch, batch)

@@ -1,0 +1,199 @@
+"""Rewards from a service of `oppo serve-scorer`: sequences are handed in while they grow, scores taken when they are whole.
+
+What goes over the wire, by POST URL/extend, with a bearer token where the service wants one:
+
+    {"session": "...", "rows": [{"id": 7, "offset": 12, "tokens": [...], "checksum": 123, "final": false}]}
+    200 {"rows": [{"id": 7, "known": 20, "score": null}]}
+
+`checksum` is the CRC-32 of the whole sequence up to the end of `tokens`, as little-endian int32.  `known` is how many tokens the
+service has: fewer than were sent where it had to forget the sequence, and then the client sends it again from there.  So
+nothing depends on the service's memory but the time that a score takes.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import threading
+import time
+import uuid
+import zlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pydantic import SecretStr
+
+from oppo_megatron.config.aligner import StreamConfig
+from oppo_megatron.errors import ConfigError, RewardError
+from oppo_megatron.rewards.protocol import parse_json, read_token
+
+if TYPE_CHECKING:
+    import httpx
+
+REFUSED = {400, 401, 403, 404, 405, 413, 415, 422}
+RETRY_S, RETRY_MAX_S = 0.1, 5.0
+ROWS_A_REQUEST = 64
+
+
+def checksum(tokens: Sequence[int], start: int = 0) -> int:
+    """CRC-32 of token ids; `start` is that of the ids before."""
+    return zlib.crc32(struct.pack(f"<{len(tokens)}i", *tokens), start)
+
+
+@dataclass
+class _Sequence:
+    tokens: list[int] = field(default_factory=list)
+    sent: int = 0
+    final: bool = False
+    waiting: bool = False
+    score: Future[float] = field(default_factory=Future)
+
+
+class ScorerStream:
+    """One client of the service.  `offer` returns at once; a thread sends, in order, all that has come meanwhile."""
+
+    def __init__(self, settings: StreamConfig, token: SecretStr | None = None):
+        try:
+            import httpx
+        except ImportError as error:
+            raise ConfigError("a scorer that is streamed to needs the package httpx; install it") from error
+        headers = {} if token is None else {"authorization": f"Bearer {token.get_secret_value()}"}
+        self._http = httpx.Client(headers=headers, timeout=settings.timeout_s, trust_env=False)
+        self._settings, self._session = settings, uuid.uuid4().hex
+        self._sequences: dict[int, _Sequence] = {}
+        self._changed = threading.Condition()
+        self._failure: Exception | None = None
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def offer(self, seq_id: int, tokens: Sequence[int], final: bool) -> None:
+        """The sequence is `tokens` by now, those offered before first; `final`: it is whole, its score is wanted."""
+        with self._changed:
+            sequence = self._sequences.setdefault(seq_id, _Sequence())
+            if sequence.final or (len(tokens) <= len(sequence.tokens) and not final):
+                return  # a carried sequence is gone through again from its start
+            sequence.tokens, sequence.final, sequence.waiting = list(tokens), final, True
+            self._start()
+            self._changed.notify()
+
+    def result(self, seq_id: int) -> float:
+        """The score of a whole sequence; waits for it.  Raises RewardError where the service has failed."""
+        score = self._sequences[seq_id].score.result()
+        with self._changed:
+            del self._sequences[seq_id]
+        return score
+
+    def forget(self, seq_ids: Sequence[int]) -> None:
+        """Sequences that nobody will ask for."""
+        with self._changed:
+            for seq_id in seq_ids:
+                self._sequences.pop(seq_id, None)
+
+    def close(self) -> None:
+        """End the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join(timeout=5.0)
+        self._http.close()
+
+    def _start(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="scorer stream", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closed or any(s.waiting for s in self._sequences.values()))
+                    if self._closed:
+                        return
+                    request = self._next_request()
+                self._take(self._post(request))
+        except Exception as error:  # handed to whoever waits for a score
+            with self._changed:
+                self._failure = error
+                for sequence in self._sequences.values():
+                    if not sequence.score.done():
+                        sequence.score.set_exception(error)
+
+    def _next_request(self) -> dict[str, Any]:
+        rows: list[dict[str, Any]] = []
+        for seq_id, sequence in self._sequences.items():
+            if sequence.waiting and len(rows) < ROWS_A_REQUEST:
+                sequence.waiting = False
+                piece = {"offset": sequence.sent, "tokens": sequence.tokens[sequence.sent :]}
+                rows.append({"id": seq_id, **piece, "checksum": checksum(sequence.tokens), "final": sequence.final})
+        return {"session": self._session, "rows": rows}
+
+    def _take(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        with self._changed:
+            for row in rows:
+                sequence = self._sequences.get(row["id"])
+                if sequence is None:
+                    continue
+                sequence.sent = row["known"]
+                if row["score"] is not None:
+                    sequence.score.set_result(float(row["score"]))
+                elif sequence.final or sequence.sent < len(sequence.tokens):
+                    sequence.waiting = True  # the service has forgotten a part: again, from what it knows
+
+    def _post(self, request: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Raises RewardError for what time does not mend, and after `give_up_s`."""
+        import httpx
+
+        body, deadline, pause = json.dumps(request), time.monotonic() + self._settings.give_up_s, RETRY_S
+        while True:
+            try:
+                answer = self._http.post(
+                    f"{self._settings.url.rstrip('/')}/extend",
+                    content=body,
+                    headers={"content-type": "application/json"},
+                )
+                if answer.status_code == 200:
+                    return _read_rows(answer, request)
+                reason = f"answered {answer.status_code}: {answer.text[:200]}"
+                if answer.status_code in REFUSED:
+                    raise RewardError(
+                        f"the scorer at {self._settings.url} {reason}; correct its address, token or limits"
+                    )
+            except httpx.HTTPError as error:
+                reason = f"cannot be asked ({error!r})"
+            if time.monotonic() + pause > deadline or self._closed:
+                raise RewardError(
+                    f"the scorer at {self._settings.url} {reason}, for {self._settings.give_up_s:g} s; start it, or raise "
+                    "scorer.give_up_s"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, RETRY_MAX_S)
+
+
+def _read_rows(answer: httpx.Response, request: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Raises RewardError for an answer that is not of the form."""
+    try:
+        rows = parse_json(answer.content)["rows"]
+        asked = {row["id"]: row for row in request["rows"]}
+        for row in rows:
+            known, sent = row["known"], asked.pop(row["id"])
+            if type(known) is not int or not 0 <= known <= sent["offset"] + len(sent["tokens"]):
+                raise ValueError(f"known {known!r:.20} is no part of sequence {row['id']}")
+            if row["score"] is not None and (not sent["final"] or not isinstance(row["score"], float)):
+                raise ValueError(f"{row['score']!r:.20} is no score of sequence {row['id']}")
+        if asked:
+            raise ValueError(f"no answer for sequence {min(asked)}")
+    except (ValueError, KeyError, TypeError) as error:
+        raise RewardError(
+            f"the scorer's answer is not of the form ({error}); is the address `oppo serve-scorer`'s?"
+        ) from error
+    return list(rows)
+
+
+def build_stream(settings: StreamConfig, environment: Mapping[str, str]) -> ScorerStream:
+    """The client that the settings describe.  Raises ConfigError for a token that is missing."""
+    return ScorerStream(settings, None if settings.token_env is None else read_token(settings.token_env, environment))

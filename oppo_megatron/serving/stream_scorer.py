@@ -1,0 +1,142 @@
+"""A reward model that sequences are streamed to: each token is prefilled once, onto the sequence's own KV cache.
+
+Legend: T packed tokens of a micro-batch, R its rows of interest.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from oppo_megatron.config.checkpoint import read_hf_config
+from oppo_megatron.config.model import ParallelConfig
+from oppo_megatron.config.serve import ServeScorerConfig
+from oppo_megatron.config.shape import check_shape
+from oppo_megatron.errors import ConfigError, RewardError
+from oppo_megatron.rewards.streaming import checksum
+from oppo_megatron.runtime.mcore.groups import build_groups
+from oppo_megatron.runtime.mcore.model import RoleModel
+from oppo_megatron.runtime.mcore.stage import step
+from oppo_megatron.runtime.roles import load_role
+from oppo_megatron.runtime.world import choose_device, open_world
+from oppo_megatron.serving.stream_app import Known, Piece
+
+Name = tuple[str, int]
+
+
+@dataclass
+class _Held:
+    """A sequence in the cache, by the number it has there.  `checksum` is that of its `known` tokens."""
+
+    number: int
+    known: int = 0
+    checksum: int = 0
+
+
+class StreamScorer:
+    """Caches of up to `sequences` sequences; the one unused for the longest makes room for another."""
+
+    def __init__(self, model: RoleModel, *, sequences: int, max_tokens: int, micro_batch_tokens: int):
+        self.model, self.max_tokens, self.micro_batch_tokens = model, max_tokens, micro_batch_tokens
+        self.cache = model.new_cache(sequences)
+        self.prefilled_tokens = 0
+        self._held: OrderedDict[Name, _Held] = OrderedDict()
+        self._next = 0
+
+    @torch.no_grad()
+    def extend(self, session: str, pieces: Sequence[Piece]) -> list[Known]:
+        """Take the pieces; whole sequences are scored at their last token, and forgotten.
+
+        Raises RewardError for tokens that the model cannot read; then nothing is taken.
+        """
+        for piece in pieces:
+            self._check(piece)
+        if self.cache.device.type == "cuda":
+            torch.cuda.set_device(self.cache.device)  # which device is current is a thread's own
+        answers = {}
+        for piece in pieces:
+            answers[piece.id] = self._take((session, piece.id), piece)
+        return [answers[piece.id] for piece in pieces]
+
+    def _take(self, name: Name, piece: Piece) -> Known:
+        held = self._find(name)
+        if piece.offset > held.known:
+            return Known(id=piece.id, known=held.known)  # a part that came between is not here any more
+        fresh = piece.tokens[held.known - piece.offset :]
+        if not fresh and piece.final:  # the last position is to be read again: it gives the score
+            self._drop(name)
+            return Known(id=piece.id, known=0)
+        grown = checksum(fresh, held.checksum)
+        if grown != piece.checksum:
+            whole = held.known == 0
+            self._drop(name)
+            if whole:
+                raise RewardError(f"sequence {piece.id}: the checksum is not that of its {len(piece.tokens)} tokens")
+            return Known(id=piece.id, known=0)
+        score = self._prefill(held, fresh)
+        held.known, held.checksum = held.known + len(fresh), grown
+        if not piece.final:
+            return Known(id=piece.id, known=held.known)
+        self._drop(name)
+        return Known(id=piece.id, known=held.known, score=score)
+
+    def _find(self, name: Name) -> _Held:
+        held = self._held.get(name)
+        if held is None:
+            if not self.cache.num_free:
+                self._drop(next(iter(self._held)))
+            held = self._held[name] = _Held(self._next)
+            self._next += 1
+            self.cache.open(held.number)
+        self._held.move_to_end(name)
+        return held
+
+    def _drop(self, name: Name) -> None:
+        self.cache.close(self._held.pop(name).number)
+
+    def _prefill(self, held: _Held, tokens: Sequence[int]) -> float:
+        """The model's number at the last of the tokens."""
+        score = 0.0
+        for start in range(0, len(tokens), self.micro_batch_tokens):
+            part = tokens[start : start + self.micro_batch_tokens]
+            tokens_T = torch.tensor(part, dtype=torch.int64, device=self.cache.device)
+            last_R = torch.tensor([len(part) - 1], device=self.cache.device)
+            score = float(step(self.model, self.cache, [held.number], [len(part)], tokens_T, last_R)[0])
+        self.prefilled_tokens += len(tokens)
+        return score
+
+    def _check(self, piece: Piece) -> None:
+        if not 0 < piece.offset + len(piece.tokens) <= self.max_tokens:
+            raise RewardError(
+                f"sequence {piece.id} has {piece.offset + len(piece.tokens)} tokens, but must have 1 to max_tokens "
+                f"{self.max_tokens}"
+            )
+        if piece.tokens and max(piece.tokens) >= self.model.shape.vocab_size:
+            raise RewardError(
+                f"sequence {piece.id} has token id {max(piece.tokens)}, but the reward model knows "
+                f"{self.model.shape.vocab_size}: the run and the service must have the same tokenizer"
+            )
+
+
+@contextmanager
+def open_stream_scorer(config: ServeScorerConfig) -> Iterator[StreamScorer]:
+    """Load the reward model.  Raises ConfigError, CheckpointError, or CapacityError for a cache that memory does not hold."""
+    choose_device(config.runtime)
+    shape = read_hf_config(config.reward)
+    if problems := check_shape("reward", shape, ParallelConfig(), config.max_tokens, shape["vocab_size"]):
+        raise ConfigError(problems)
+    with open_world(config.runtime, {}) as world:
+        groups = build_groups(range(1), 1, 1, "reward")
+        assert groups is not None
+        model = load_role(config.reward, groups, head="scalar", max_length=config.max_tokens, device=world.device)
+        model.requires_grad_(False)
+        yield StreamScorer(
+            model,
+            sequences=config.sequences,
+            max_tokens=config.max_tokens,
+            micro_batch_tokens=config.runtime.micro_batch_tokens,
+        )

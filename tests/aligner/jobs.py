@@ -1,0 +1,123 @@
+"""Jobs for the ranks of the contract test."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from tests.aligner import shims
+
+shims.install()
+
+import torch  # noqa: E402
+import uvicorn  # noqa: E402
+from pydantic import SecretStr  # noqa: E402
+
+from oppo_megatron.config.remote import RequestLimitsConfig  # noqa: E402
+from oppo_megatron.errors import OppoError  # noqa: E402
+from oppo_megatron.serving.stream_app import Known, Piece, build_stream_app  # noqa: E402
+from tests.aligner.actor import weights  # noqa: E402
+from tests.aligner.job import Job  # noqa: E402
+from tests.aligner.world import build  # noqa: E402
+
+gc.collect()
+gc.freeze()  # NeMo-Aligner collects garbage in every phase: nemo's modules are none
+TOKEN = "a-token-of-the-contract-test"
+
+
+def run(job: Job) -> dict[str, Any]:
+    """One run on this rank: what was trained, logged, and is left."""
+    trainer, given = build(job)
+    trainer.fit()
+    log = given["logger"]
+    return {
+        "trained": given["rm_critic"].trained,
+        "weights": weights(given["model"]),
+        "rollouts": log.of("train_rollouts/"),
+        "optim": log.of("train_optim/"),
+        "validation": log.of("val_rollouts/"),
+        "step": trainer.step,
+        "consumed": trainer.consumed_samples,
+        "draw": torch.rand(1).item(),
+    }
+
+
+def refusal(job: Job, **changes: Any) -> str:
+    """What the trainer says of a job that it does not take."""
+    from omegaconf import OmegaConf
+
+    from tests.aligner import world
+
+    given = dict(world.started(job))
+    for name, value in changes.items():
+        if name in given:
+            given[name] = value
+        else:
+            OmegaConf.update(given["cfg"], name, value)
+    try:
+        world.PPOTrainer(**given)
+    except OppoError as error:
+        return f"{type(error).__name__}: {error}"
+    return "taken"
+
+
+def refused_resume(job: Job) -> str:
+    """What a resume says that cannot be."""
+    try:
+        build(job)
+    except OppoError as error:
+        return f"{type(error).__name__}: {error}"
+    return "taken"
+
+
+class Recorder:
+    """A scorer without a model: the score of `world.Critic`, and what it was sent."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, list[int]] = {}
+        self.pieces: list[tuple[int, int, bool]] = []
+        self.lost = 0
+
+    def extend(self, session: str, pieces: Sequence[Piece]) -> list[Known]:
+        return [self._take(piece) for piece in pieces]
+
+    def _take(self, piece: Piece) -> Known:
+        self.pieces.append((piece.id, len(piece.tokens), piece.final))
+        held = self.tokens.setdefault(piece.id, [])
+        assert piece.offset == len(held), "no token is sent twice"
+        held += piece.tokens
+        if not piece.final:
+            return Known(id=piece.id, known=len(held))
+        even = torch.tensor(float(sum(token % 2 == 0 for token in held)))
+        return Known(id=piece.id, known=len(held), score=float(even / len(held)))
+
+
+@contextmanager
+def served(recorder: Recorder) -> Iterator[str]:
+    """The address of a service on a free port of the loopback."""
+    app = build_stream_app(recorder.extend, RequestLimitsConfig(), SecretStr(TOKEN))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(timeout=10)
+
+
+def run_streamed(job: Job) -> dict[str, Any]:
+    """As `run`, with rewards that are streamed to a service."""
+    os.environ["ALIGNER_TEST_TOKEN"] = TOKEN
+    recorder = Recorder()
+    with served(recorder) as url:
+        block = {**(job.oppo or {}), "scorer": {"url": url, "token_env": "ALIGNER_TEST_TOKEN", "give_up_s": 5.0}}
+        done = run(replace(job, oppo=block))
+    return done | {"pieces": recorder.pieces, "lengths": {i: len(t) for i, t in recorder.tokens.items()}}

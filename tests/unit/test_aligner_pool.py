@@ -1,0 +1,135 @@
+"""The NeMo-Aligner plugin without nemo: importing it, its configuration, the pool of rollouts and the sidecar."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import textwrap
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oppo_megatron.config.aligner import read_aligner_config
+from oppo_megatron.errors import CheckpointError, ConfigError
+from oppo_megatron.integrations.nemo_aligner.pool import Pool, Row, room, share_of
+from oppo_megatron.integrations.nemo_aligner.sidecar import Kept, Sidecar
+
+
+@pytest.mark.skipif(importlib.util.find_spec("nemo_aligner") is not None, reason="nemo_aligner is installed")
+def test_without_nemo_the_trainer_can_be_imported_and_says_what_is_missing() -> None:
+    from oppo_megatron.integrations.nemo_aligner import PPOTrainer
+
+    with pytest.raises(
+        ConfigError, match="No module named 'nemo.*install nemo-aligner 0.7 and nemo-toolkit 2.1 to 2.4"
+    ):
+        PPOTrainer(cfg=None, model=None)
+
+
+def test_the_block_is_read_strictly() -> None:
+    assert read_aligner_config({}).delta.rule == "eq4" and read_aligner_config({}).scorer is None
+    with pytest.raises(ConfigError, match="trainer.ppo.oppo: .*chunk.tokens"):
+        read_aligner_config({"chunk": {"tokens": 0}})
+    with pytest.raises(ConfigError, match=r"initial 4 is not within min 0 and max 2"):
+        read_aligner_config({"delta": {"max": 2}})
+    with pytest.raises(ConfigError, match="url"):
+        read_aligner_config({"scorer": {"url": "somewhere:80"}})
+
+
+@given(
+    steps=st.lists(st.tuples(st.integers(0, 6), st.randoms(use_true_random=False)), min_size=1, max_size=8),
+    width=st.integers(1, 3),
+    max_deferrals=st.integers(1, 3),
+)
+def test_a_step_trains_its_batch_and_leaves_what_was_drawn_beyond(
+    steps: list[tuple[int, object]], width: int, max_deferrals: int
+) -> None:
+    """Whatever ends when: batches are whole, no row is trained twice or lost, none is carried beyond the limit."""
+    pool, batch, trained, drawn = Pool(max_deferrals), 2 * width, [], 0
+    for step, (delta, chance) in enumerate(steps):
+        new = max(0, batch + min(delta, batch) - len(pool))
+        pool.admit([[drawn + i] for i in range(new)])
+        drawn += new
+        pool.begin(batch, width)
+        for _ in range(batch // width):
+            while pool.num_ready < width:
+                wave = pool.next_wave()
+                assert 1 <= len(wave.rows) <= width
+                running = list(range(len(wave.rows)))
+                chance.shuffle(running)  # type: ignore[attr-defined]
+                ended: list[int] = []
+                while not wave.enough(running):
+                    ended.append(running.pop())
+                for place, row in enumerate(wave.rows):
+                    row.grow([*row.tokens, 1], step, finished=place in ended)
+                pool.decoded(wave, [ended.index(i) if i in ended else 99 for i in range(len(wave.rows))])
+            taken = pool.take(width)
+            assert all(row.finished for row in taken) and len(taken) == width
+            trained += [row.prompt[0] for row in taken]
+        pool.end()
+        assert len(pool) == drawn - len(trained)
+        assert all(row.deferrals <= max_deferrals for row in pool.rows if not row.finished)
+    assert sorted(trained + [row.prompt[0] for row in pool.rows]) == list(range(drawn))
+
+
+def test_delta_is_shared_out_and_an_epoch_leaves_room_for_its_own_prompts() -> None:
+    assert [share_of(5, replica, 3) for replica in range(3)] == [2, 2, 1]
+    assert [room(drawn, 32, 8) for drawn in (0, 8, 24, 32, 40)] == [32, 24, 8, 32, 24]
+
+
+def test_a_row_knows_which_policy_drew_what() -> None:
+    row = Row(0, [5, 6])
+    row.grow([1, 2], policy=3, finished=False)
+    row.grow([1, 2, 4], policy=5, finished=True)
+    assert row.versions == [(3, 2), (5, 1)] and row.stale_tokens(5) == 2 and row.context == [5, 6, 1, 2, 4]
+
+
+ROWS = [
+    Row(7, [3, 4], [5], [(0, 1)], 2),
+    Row(9, [2**40], [], [], 0),
+    Row(11, [1, 2, 3], [4, 5], [(0, 1), (1, 1)], 1, True),
+]
+
+
+def sidecar(folder: Path, replica: int = 0, replicas: int = 1) -> Sidecar:
+    return Sidecar(folder, replica, replicas, writes=True, leads=replica == 0, wait=lambda: None)
+
+
+def test_a_sidecar_gives_back_what_was_written(tmp_path: Path) -> None:
+    kept = Kept(ROWS, 12, {"delta": {"rule": "eq4", "value": 3, "rewards": [0.5]}})
+    assert sidecar(tmp_path).read(4) is None, "checkpoints of NeMo-Aligner's own"
+    for step in (4, 6, 6):
+        sidecar(tmp_path).write(step, kept)
+    assert sidecar(tmp_path).read(6) == kept
+    empty = Kept([], 0, {})
+    sidecar(tmp_path).write(8, empty)
+    assert sidecar(tmp_path).read(8) == empty
+    assert sorted(path.suffix for path in (tmp_path / "oppo" / "step-000006").iterdir()) == [
+        ".json", ".jsonl", ".safetensors",
+    ]  # fmt: skip
+
+
+def test_a_sidecar_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
+    sidecar(tmp_path).write(4, Kept(ROWS, 12, {}))
+    with pytest.raises(CheckpointError, match="no rows of step 5, only of 4"):
+        sidecar(tmp_path).read(5)
+    with pytest.raises(CheckpointError, match="rows of 1 data-parallel replicas, there are 2"):
+        sidecar(tmp_path, replicas=2).read(4)
+    rows = tmp_path / "oppo" / "step-000004" / "replica-00000.jsonl"
+    lines = rows.read_text().splitlines()
+    rows.write_text("\n".join([lines[0], json.dumps({**json.loads(lines[1]), "prompt": 1}), *lines[2:]]))
+    with pytest.raises(CheckpointError, match="replica-00000.jsonl"):
+        sidecar(tmp_path).read(4)
+
+
+def test_the_examples_block_is_one_that_the_plugin_reads() -> None:
+    folder = Path(__file__).resolve().parents[2] / "examples" / "nemo_aligner"
+    added = [line[1:] for line in (folder / "gpt_ppo_actor.yaml.diff").read_text().splitlines() if line[:1] == "+"]
+    tree = yaml.safe_load(textwrap.dedent("\n".join(added[2:])))
+    config = read_aligner_config(tree["oppo"])
+    assert config.scorer is not None and config.scorer.url == "http://127.0.0.1:8901" and config.delta.max == 64
+    assert "+from oppo_megatron.integrations.nemo_aligner import PPOTrainer" in (
+        folder / "train_gpt_ppo_actor.py.diff"
+    ).read_text().splitlines()  # fmt: skip

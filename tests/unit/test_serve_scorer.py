@@ -1,0 +1,211 @@
+"""`oppo serve-scorer`: sequences that are streamed to it, who may, how much; and the client of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+import uvicorn
+from pydantic import SecretStr
+
+from oppo_megatron.cli.main import main
+from oppo_megatron.config.aligner import StreamConfig
+from oppo_megatron.config.remote import RequestLimitsConfig
+from oppo_megatron.errors import RewardError
+from oppo_megatron.rewards.streaming import ScorerStream, checksum
+from oppo_megatron.serving.stream_app import Extend, Known, Piece, build_stream_app
+from tests.support.hf import save_tiny
+
+HTTP = httpx.Client(trust_env=False, verify=False, timeout=10.0, limits=httpx.Limits(max_keepalive_connections=0))
+TOKEN = "a-token-of-enough-characters"
+
+
+class Sums:
+    """Scores a sequence by its sum.  Forgets all that it knows after each `memory` pieces."""
+
+    def __init__(self, memory: int = 10**9):
+        self.held: dict[tuple[str, int], list[int]] = {}
+        self.memory, self.num_pieces, self.num_tokens = memory, 0, 0
+
+    def __call__(self, session: str, pieces: Sequence[Piece]) -> list[Known]:
+        return [self.take((session, piece.id), piece) for piece in pieces]
+
+    def take(self, name: tuple[str, int], piece: Piece) -> Known:
+        self.num_pieces += 1
+        if self.num_pieces % self.memory == 0:
+            self.held.clear()
+        tokens = self.held.setdefault(name, [])
+        if piece.offset != len(tokens):
+            del self.held[name]
+            return Known(id=piece.id, known=0)
+        tokens += piece.tokens
+        assert piece.checksum == checksum(tokens)
+        self.num_tokens += len(piece.tokens)
+        return Known(id=piece.id, known=len(tokens), score=float(sum(tokens)) if piece.final else None)
+
+
+@contextmanager
+def served(extend: Extend, token: str | None = None, **limits: Any) -> Iterator[str]:
+    app = build_stream_app(extend, RequestLimitsConfig(**limits), None if token is None else SecretStr(token))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(timeout=10)
+
+
+def piece(seq_id: int = 1, tokens: Sequence[int] = (1, 2), **changes: Any) -> dict[str, Any]:
+    row = {"id": seq_id, "offset": 0, "tokens": list(tokens), "checksum": checksum(tokens), "final": False}
+    return row | changes
+
+
+def post(address: str, rows: Any, token: str | None = None, **changes: Any) -> httpx.Response:
+    headers = {"content-type": "application/json"} | ({} if token is None else {"authorization": f"Bearer {token}"})
+    return HTTP.post(f"{address}/extend", content=json.dumps({"session": "s", "rows": rows} | changes), headers=headers)
+
+
+def test_the_client_hands_in_what_grew_and_gets_the_scores_of_whole_sequences() -> None:
+    sums = Sums()
+    with served(sums, TOKEN) as address:
+        stream = ScorerStream(StreamConfig(url=address), SecretStr(TOKEN))
+        for end in range(2, 12):
+            for seq_id in range(3):
+                stream.offer(seq_id, list(range(seq_id, seq_id + end)), final=end == 11)
+        assert [stream.result(seq_id) for seq_id in range(3)] == [sum(range(i, i + 11)) for i in range(3)]
+        assert sums.num_tokens == 33, "each token is sent once"
+        stream.close()
+
+
+@pytest.mark.parametrize("memory", [2, 3, 5])
+def test_a_service_that_forgets_gets_the_sequence_again(memory: int) -> None:
+    with served(Sums(memory)) as address:
+        stream = ScorerStream(StreamConfig(url=address))
+        for end in range(2, 12):
+            stream.offer(0, list(range(end)), final=False)
+            stream.offer(1, list(range(end)), final=end == 11)
+        stream.offer(0, list(range(11)), final=True)
+        assert (stream.result(0), stream.result(1)) == (55.0, 55.0)
+        stream.close()
+
+
+def test_a_service_that_cannot_be_had_ends_the_run_with_a_reason() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    stream = ScorerStream(StreamConfig(url=address, give_up_s=0.3))
+    stream.offer(0, [1], final=True)
+    with pytest.raises(RewardError, match="cannot be asked.*for 0.3 s; start it"):
+        stream.result(0)
+    with pytest.raises(RewardError):
+        stream.offer(1, [1], final=True)
+    with served(Sums(), TOKEN) as address:
+        stranger = ScorerStream(StreamConfig(url=address), SecretStr("x" + TOKEN))
+        stranger.offer(0, [1], final=True)
+        with pytest.raises(RewardError, match="answered 401.*correct its address, token or limits"):
+            stranger.result(0)
+
+
+def test_tokens_and_limits_of_requests() -> None:
+    sums = Sums()
+    with served(sums, TOKEN, max_items=2, max_bytes=2000) as address:
+        assert HTTP.get(f"{address}/health").json() == {"status": "ok"}
+        assert post(address, [piece()]).status_code == 401
+        assert post(address, [piece()], "x" + TOKEN).status_code == 401
+        assert post(address, [piece(i) for i in range(3)], TOKEN).status_code == 413
+        assert post(address, [piece(tokens=range(1000))], TOKEN).status_code == 413
+        assert sums.num_pieces == 0, "what is refused reaches no model"
+        answer = post(address, [piece(), piece(2, final=True)], TOKEN)
+        assert answer.json() == {"rows": [{"id": 1, "known": 2, "score": None}, {"id": 2, "known": 2, "score": 3.0}]}
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [[], [piece(), piece()], [piece() | {"tokens": [1.5]}], [piece() | {"tokens": [-1]}], [piece() | {"more": 1}],
+     [piece() | {"offset": -1}], [piece() | {"final": 1}], [piece() | {"tokens": [2**31]}], {}],
+    ids=lambda rows: str(rows)[:50],
+)  # fmt: skip
+def test_what_is_no_request_is_answered_with_a_reason(rows: Any, address: str) -> None:
+    answer = post(address, rows)
+    assert answer.status_code == 422 and answer.json()["error"]
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with served(Sums()) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Any]]:
+    """The command itself, with a reward model and room for three sequences; its address and the model."""
+    folder = tmp_path_factory.mktemp("scorer")
+    model = save_tiny(folder / "rm", "llama", "scalar")
+    config = folder / "scorer.yaml"
+    config.write_text(
+        f"reward: {{checkpoint: {folder / 'rm'}}}\nport: 0\nmax_tokens: 64\nsequences: 3\n"
+        "runtime: {device: cpu, micro_batch_tokens: 7}\n"
+    )
+    command = [sys.executable, "-m", "oppo_megatron", "serve-scorer", str(config)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line.startswith("serving streamed rewards at http://127.0.0.1:"), line
+    yield line.split()[-1], model
+    process.terminate()
+    process.wait(10)
+
+
+def test_scores_of_streamed_sequences_are_the_models_of_whole_ones(service: tuple[str, Any]) -> None:
+    """Five sequences where three have room, in pieces of all sizes, against `transformers`."""
+    address, model = service
+    generator = torch.Generator().manual_seed(0)
+    sequences = [torch.randint(1, 64, (length,), generator=generator).tolist() for length in (5, 64, 23, 40, 1)]
+    stream = ScorerStream(StreamConfig(url=address))
+    for end in range(1, 65, 3):
+        for seq_id, tokens in enumerate(sequences):
+            stream.offer(seq_id, tokens[: min(end, len(tokens) - 1)], final=False)
+    for seq_id, tokens in enumerate(sequences):
+        stream.offer(seq_id, tokens, final=True)
+    scores = [stream.result(seq_id) for seq_id in range(len(sequences))]
+    stream.close()
+    with torch.no_grad():
+        expected = [float(model.score(model.model(torch.tensor([tokens]))[0])[0, -1, 0]) for tokens in sequences]
+    assert scores == pytest.approx(expected, abs=1e-4)
+
+
+def test_what_the_model_cannot_read_is_refused(service: tuple[str, Any]) -> None:
+    address, _ = service
+    for row, text in [
+        (piece(tokens=range(65)), "must have 1 to max_tokens 64"),
+        (piece(tokens=[64]), "token id 64, but the reward model knows 64"),
+        (piece(checksum=0), "the checksum is not that of its 2 tokens"),
+    ]:
+        answer = post(address, [row])
+        assert answer.status_code == 422 and text in answer.json()["error"]
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "'::'", "10.0.0.1"])
+def test_it_does_not_listen_elsewhere_without_a_token(
+    host: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "scorer.yaml"
+    path.write_text(f"reward: {{checkpoint: {tmp_path}}}\nhost: {host}\n")
+    assert main(["serve-scorer", str(path)]) == 2
+    assert "which others can reach, but token_env is not set" in capsys.readouterr().err
+    monkeypatch.setenv("SCORER_TOKEN", "short")
+    assert main(["serve-scorer", str(path), "token_env=SCORER_TOKEN"]) == 2
+    assert "holds no usable token" in capsys.readouterr().err
