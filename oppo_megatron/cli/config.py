@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from oppo_megatron.config.base import Section
     from oppo_megatron.config.describe import Setting
 
-KINDS = ("train", "sft", "rm", "serve-reward")
+KINDS = ("train", "sft", "rm", "serve-reward", "serve-scorer")
 WIDTH = 110
 
 
@@ -62,7 +62,10 @@ def _kind_of(config: Path) -> str:
     from oppo_megatron.cli.validate import guess_kind
     from oppo_megatron.config.load import read_tree
 
-    return "serve-reward" if {"host", "port"} & set(read_tree(config)) else guess_kind(config)
+    keys = set(read_tree(config))
+    if not {"host", "port"} & keys:
+        return guess_kind(config)
+    return "serve-reward" if "rewards" in keys else "serve-scorer"
 
 
 def _resolved(args: argparse.Namespace) -> Section:

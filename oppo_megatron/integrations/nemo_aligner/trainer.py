@@ -195,7 +195,7 @@ def _settings(cfg: DictConfig, model: Any, batch_iterator_cls: Any) -> AlignerCo
     settings = read_aligner_config(plain(block) if block else {})
     problems = []
     for name, tree in (("trainer.ppo.trt_llm", cfg), ("model.ppo.trt_llm", model.cfg.ppo)):
-        if tree.get("trt_llm", {}).get("enable", False):
+        if (tree.get("trt_llm") or {}).get("enable", False):
             problems.append(
                 f"{name}.enable is true, but TensorRT-LLM generates whole micro-batches without a break, so rollouts can "
                 "neither be deferred nor streamed; set it to false, or use nemo_aligner.algorithms.ppo.PPOTrainer"
