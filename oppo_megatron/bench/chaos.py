@@ -29,8 +29,8 @@ from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.places import role_places, world_size
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import OppoError
+from oppo_megatron.train.logs.metrics_log import read_metrics
 from oppo_megatron.train.machine import describe_machine
-from oppo_megatron.train.metrics_log import read_metrics
 from oppo_megatron.train.run_dir import RunDirectory, write_json
 
 STARTING_SHARE = 0.2

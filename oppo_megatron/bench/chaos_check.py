@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from oppo_megatron.train.metrics_log import read_metrics
+from oppo_megatron.train.logs.metrics_log import read_metrics
 from oppo_megatron.train.run_dir import RunDirectory
 
 SHOWN = 5

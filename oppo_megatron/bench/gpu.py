@@ -23,8 +23,8 @@ from oppo_megatron.config.model import Dtype
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.random_prompts import write_random_prompts
 from oppo_megatron.errors import ConfigError
+from oppo_megatron.train.logs.metrics_log import read_metrics
 from oppo_megatron.train.machine import describe_machine
-from oppo_megatron.train.metrics_log import read_metrics
 from oppo_megatron.train.run_dir import RunDirectory, write_json
 
 Shape = Mapping[str, Any]

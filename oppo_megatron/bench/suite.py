@@ -14,8 +14,8 @@ from oppo_megatron.config.places import world_size
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.validate import train_problems
 from oppo_megatron.errors import ConfigError, OppoError
+from oppo_megatron.train.logs.metrics_log import read_metrics
 from oppo_megatron.train.machine import describe_machine
-from oppo_megatron.train.metrics_log import read_metrics
 from oppo_megatron.train.run_dir import RunDirectory, write_json
 
 Launch = Callable[[str, TrainConfig, int], int]

@@ -13,8 +13,8 @@ from oppo_megatron.bench.suite import Suite, all_lines
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ScheduleError
 from oppo_megatron.schedule.actions import Op, parse_action
+from oppo_megatron.train.logs.trace import Span, read_trace
 from oppo_megatron.train.run_dir import RunDirectory
-from oppo_megatron.train.trace import Span, read_trace
 
 WEAVES: dict[str, dict[str, Any]] = {
     "sequential": {"intra": False},

@@ -152,7 +152,7 @@ def _make_tokenizer(directory: Path, data: Path) -> int:
     """Train it, and measure with it how long right solutions are."""
     from oppo_megatron.config.data import TokenizerConfig
     from oppo_megatron.data.tokenizer import load_tokenizer, train_sentencepiece
-    from oppo_megatron.train.metrics_log import iter_json_lines
+    from oppo_megatron.train.logs.metrics_log import iter_json_lines
     from oppo_megatron.train.run_dir import write_json
 
     path = directory / "tokenizer.model"

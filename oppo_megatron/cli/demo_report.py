@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from oppo_megatron.train.metrics_log import read_metrics
-from oppo_megatron.train.plots import plot_reward, plot_timeline
+from oppo_megatron.train.logs.metrics_log import read_metrics
+from oppo_megatron.train.logs.plots import plot_reward, plot_timeline
 from oppo_megatron.train.run_dir import RunDirectory, write_json
 
 FIGURES = (

@@ -26,7 +26,7 @@ from oppo_megatron.errors import EXIT_REQUEUE, EXIT_ROLLBACK, ConfigError, OppoE
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from oppo_megatron.train.failures import Failure
+    from oppo_megatron.train.liveness.failures import Failure
 
 ENTRY = "oppo_megatron.train.entry:run_rank"
 EXIT_DEFECT = 1
@@ -160,8 +160,8 @@ def _launch_local(entry: str, kind: str, config: Any, world_size: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from oppo_megatron.train.local_ranks import LocalMeeting
-    from oppo_megatron.train.warden import Limits, Warden
+    from oppo_megatron.train.liveness.local_ranks import LocalMeeting
+    from oppo_megatron.train.liveness.warden import Limits, Warden
 
     # The agent tells of a failed rank at length and of each one that it then ends; ours come from the rank, below.
     for noisy in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
@@ -199,7 +199,7 @@ def _launch_local(entry: str, kind: str, config: Any, world_size: int) -> int:
 
 def _local_rank(entry: str, kind: str, config: Any, failures: str) -> None:
     """One spawned rank.  Leaves a Failure file instead of a traceback, for the parent to show."""
-    from oppo_megatron.train.failures import FOLDER, Failure
+    from oppo_megatron.train.liveness.failures import FOLDER, Failure
 
     rank, folder, code = int(os.environ["RANK"]), Path(failures), 0
     os.environ[FOLDER] = failures
@@ -245,7 +245,7 @@ def _kind_of(error: Exception) -> Literal["input", "defect", "symptom"]:
 
 def _report(failures: Path, error: ChildFailedError, last_words: Mapping[int, str]) -> int:
     """Show the one failure that came first: a stall, a signal, wrong input (as RankError), or the traceback of a defect."""
-    from oppo_megatron.train.failures import read_failures
+    from oppo_megatron.train.liveness.failures import read_failures
 
     killed = [
         failed for failed in error.failures.values() if failed.exitcode < 0 and failed.exitcode != -signal.SIGTERM

@@ -112,7 +112,7 @@ class Prober:
         """Raises PlacementError where the run fails, with its reason."""
         from oppo_megatron.config.load import dump_config
         from oppo_megatron.placing.probe import probe_config, read_run
-        from oppo_megatron.train.metrics_log import read_metrics
+        from oppo_megatron.train.logs.metrics_log import read_metrics
         from oppo_megatron.train.run_dir import RunDirectory
 
         name = f"{re.sub('[^a-z0-9]+', '-', candidate.name)}-{turn}"

@@ -21,8 +21,8 @@ def run(args: argparse.Namespace) -> int:
     from oppo_megatron.config.run import TrainSettings
 
     quiet_torch()
-    from oppo_megatron.train.guilty import read_guilty
-    from oppo_megatron.train.replay import one_process, replay
+    from oppo_megatron.train.guards.guilty import read_guilty
+    from oppo_megatron.train.guards.replay import one_process, replay
 
     guilty = read_guilty(args.batch)
     with tempfile.TemporaryDirectory(prefix="oppo-") as folder:

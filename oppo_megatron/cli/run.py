@@ -36,8 +36,8 @@ def run_kind(kind: str, args: argparse.Namespace) -> int:
     from oppo_megatron.cli.launch import check_world_size, launch
     from oppo_megatron.cli.rank_table import rank_table
     from oppo_megatron.config.load import config_yaml
+    from oppo_megatron.train.logs.trackers import check_trackers
     from oppo_megatron.train.run_dir import RunDirectory
-    from oppo_megatron.train.trackers import check_trackers
 
     settings = load_settings(kind, args.config, args.overrides)
     config = placed(settings, measure=not args.dry_run)

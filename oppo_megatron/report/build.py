@@ -22,9 +22,9 @@ from oppo_megatron.report.training import (
     length_section,
     reward_section,
 )
-from oppo_megatron.train.plots import draw_windows
+from oppo_megatron.train.logs.plots import draw_windows
+from oppo_megatron.train.logs.windows import step_window
 from oppo_megatron.train.run_dir import write_text
-from oppo_megatron.train.windows import step_window
 
 PAGE = "index.html"
 

@@ -13,9 +13,9 @@ from typing import Any
 import yaml
 
 from oppo_megatron.errors import DataError
-from oppo_megatron.train.metrics_log import read_metrics
+from oppo_megatron.train.logs.metrics_log import read_metrics
+from oppo_megatron.train.logs.trace import Span, read_spans
 from oppo_megatron.train.run_dir import RUN_FORMAT, RunDirectory
-from oppo_megatron.train.trace import Span, read_spans
 
 Line = Mapping[str, Any]
 

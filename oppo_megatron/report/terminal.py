@@ -21,9 +21,9 @@ from oppo_megatron.report.step_split import ALL_PARTS, split_step
 from oppo_megatron.report.timelines import colour_of
 from oppo_megatron.report.training import QUARTERS, deferred_counts
 from oppo_megatron.report.utilization import shares
-from oppo_megatron.train.console import format_duration
-from oppo_megatron.train.plots import moving_mean
-from oppo_megatron.train.windows import StepWindow, step_bounds, step_window
+from oppo_megatron.train.logs.console import format_duration
+from oppo_megatron.train.logs.plots import moving_mean
+from oppo_megatron.train.logs.windows import StepWindow, step_bounds, step_window
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 # Kinds of work can be told apart without colour, too.

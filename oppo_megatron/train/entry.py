@@ -15,19 +15,19 @@ from oppo_megatron.errors import EXIT_REQUEUE, EXIT_ROLLBACK, CapacityError
 from oppo_megatron.runtime.exhaustion import is_out_of_memory
 from oppo_megatron.runtime.world import World, choose_device, open_world
 from oppo_megatron.schedule.weaving.costs_file import costs_tree
+from oppo_megatron.train.guards.rollback import RollBack, Rollbacks
 from oppo_megatron.train.hosts import share_run_directory
 from oppo_megatron.train.inputs import Inputs, describe_inputs, read_inputs
+from oppo_megatron.train.liveness.stacks import stacks_on_request
+from oppo_megatron.train.liveness.watching import watched
+from oppo_megatron.train.logs.trace import merge_traces
 from oppo_megatron.train.ppo import PPOTrainer
-from oppo_megatron.train.preemption import Preemption
-from oppo_megatron.train.rollback import RollBack, Rollbacks
 from oppo_megatron.train.run_dir import RunDirectory, write_json
 from oppo_megatron.train.saving.finding import Found, find_checkpoint
+from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.saver import Saver
 from oppo_megatron.train.setup import build_trainer
-from oppo_megatron.train.stacks import stacks_on_request
 from oppo_megatron.train.supervised import run_reward_model, run_sft
-from oppo_megatron.train.trace import merge_traces
-from oppo_megatron.train.watching import watched
 from oppo_megatron.train.weights import save_role
 
 

@@ -38,14 +38,14 @@ from oppo_megatron.train.actor import Actor
 from oppo_megatron.train.critic import Critic, no_stats
 from oppo_megatron.train.critical_path import CriticPlace, StepClock, scoring_delay
 from oppo_megatron.train.evaluate import Evaluator
-from oppo_megatron.train.guard import Evidence, Guard
-from oppo_megatron.train.journal import Journal, StepFacts
+from oppo_megatron.train.guards.guard import Evidence, Guard
+from oppo_megatron.train.logs.journal import Journal, StepFacts
+from oppo_megatron.train.logs.round_trace import RoundTracer
+from oppo_megatron.train.logs.trace import SpanRecorder
 from oppo_megatron.train.memory import MemoryMeter
-from oppo_megatron.train.round_trace import RoundTracer
 from oppo_megatron.train.saving.saver import Saver
 from oppo_megatron.train.saving.state import RolloutPhase
 from oppo_megatron.train.score_exchange import ScoreExchange, ScoreReport, sum_over_ranks
-from oppo_megatron.train.trace import SpanRecorder
 from oppo_megatron.train.update import UpdateSettings
 
 COSTS_KEPT = 0.5

@@ -27,8 +27,8 @@ from oppo_megatron.schedule.plan import round_generator
 from oppo_megatron.schedule.planning.setup import cache_slots, new_planner, share_of_sequences
 from oppo_megatron.train.actor import Actor
 from oppo_megatron.train.critic import Critic
+from oppo_megatron.train.logs.round_trace import RoundTracer
 from oppo_megatron.train.places import Topology
-from oppo_megatron.train.round_trace import RoundTracer
 from oppo_megatron.train.trained_role import TrainedRole, build_trained_role
 
 SCORERS: dict[ScorerRole, Head] = {"reference": "lm", "critic": "scalar", "reward": "scalar"}

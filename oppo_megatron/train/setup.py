@@ -17,20 +17,20 @@ from oppo_megatron.schedule.plan import delta_rule
 from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.schedule.weaving.costs import CostMeter
 from oppo_megatron.train.evaluate import Evaluator
-from oppo_megatron.train.guard import Guard
+from oppo_megatron.train.guards.guard import Guard
+from oppo_megatron.train.guards.rollback import Rollbacks
 from oppo_megatron.train.inputs import Inputs
-from oppo_megatron.train.journal import Journal
+from oppo_megatron.train.logs.journal import Journal
+from oppo_megatron.train.logs.round_trace import RoundTracer
+from oppo_megatron.train.logs.trace import SpanRecorder
+from oppo_megatron.train.logs.trackers import open_trackers
 from oppo_megatron.train.memory import MemoryMeter
 from oppo_megatron.train.places import build_topology
 from oppo_megatron.train.ppo import PPOTrainer
 from oppo_megatron.train.role_builder import RoleBuilder
-from oppo_megatron.train.rollback import Rollbacks
-from oppo_megatron.train.round_trace import RoundTracer
 from oppo_megatron.train.run_dir import RunDirectory
 from oppo_megatron.train.saving.saver import Saver
 from oppo_megatron.train.score_exchange import ScoreExchange
-from oppo_megatron.train.trace import SpanRecorder
-from oppo_megatron.train.trackers import open_trackers
 
 
 def build_trainer(

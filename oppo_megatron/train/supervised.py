@@ -32,15 +32,15 @@ from oppo_megatron.runtime.mcore.training import Loss, StepReport, TrainedModel
 from oppo_megatron.runtime.roles import load_role
 from oppo_megatron.runtime.world import World, open_world
 from oppo_megatron.schedule.packing import Packing, balance, packing_figures
-from oppo_megatron.train.console import Progress
 from oppo_megatron.train.hosts import share_run_directory
-from oppo_megatron.train.metrics_log import MetricsLog, read_metrics
+from oppo_megatron.train.liveness.watching import watched
+from oppo_megatron.train.logs.console import Progress
+from oppo_megatron.train.logs.metrics_log import MetricsLog, read_metrics
+from oppo_megatron.train.logs.trace import SpanRecorder, merge_traces
+from oppo_megatron.train.logs.trackers import Tracker, open_trackers
 from oppo_megatron.train.reward_model import RewardModelling
 from oppo_megatron.train.run_dir import RunDirectory, write_json
 from oppo_megatron.train.sft import FineTuning
-from oppo_megatron.train.trace import SpanRecorder, merge_traces
-from oppo_megatron.train.trackers import Tracker, open_trackers
-from oppo_megatron.train.watching import watched
 from oppo_megatron.train.weights import save_role
 
 RowT = TypeVar("RowT")

@@ -22,11 +22,11 @@ from oppo_megatron.runtime.world import World
 from oppo_megatron.schedule.actions import Action
 from oppo_megatron.train.critic import Critic
 from oppo_megatron.train.entry import run_ppo
+from oppo_megatron.train.guards.rollback import RollBack
 from oppo_megatron.train.inputs import read_inputs
 from oppo_megatron.train.ppo import PPOTrainer
-from oppo_megatron.train.preemption import Preemption
-from oppo_megatron.train.rollback import RollBack
 from oppo_megatron.train.saving.finding import Found
+from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.saver import Saver
 from tests.support.limits import room_for
 

@@ -25,14 +25,14 @@ from oppo_megatron.data.prompts import PromptStream
 from oppo_megatron.errors import OppoError
 from oppo_megatron.runtime.world import World, open_world
 from oppo_megatron.train.entry import run_ppo
+from oppo_megatron.train.guards.rollback import Rollbacks
 from oppo_megatron.train.inputs import Inputs, read_inputs
 from oppo_megatron.train.ppo import PPOTrainer
-from oppo_megatron.train.preemption import Preemption
-from oppo_megatron.train.rollback import Rollbacks
 from oppo_megatron.train.run_dir import RunDirectory
 from oppo_megatron.train.saving import writing
 from oppo_megatron.train.saving.files import ROLLOUTS
 from oppo_megatron.train.saving.finding import Found, find_checkpoint
+from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.saver import Saver
 from oppo_megatron.train.saving.state import rollout_lines, trainer_state
 from oppo_megatron.train.saving.writing import CheckpointWriting

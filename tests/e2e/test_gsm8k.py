@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from oppo_megatron.config.load import load_config
 from oppo_megatron.config.places import world_size
 from oppo_megatron.config.run import RewardModelConfig, SFTConfig, TrainConfig
-from oppo_megatron.train.trace import read_trace
+from oppo_megatron.train.logs.trace import read_trace
 from tests.support.hf import save_tiny
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "gsm8k"

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from oppo_megatron.cli.main import main
 from oppo_megatron.errors import DataError
-from oppo_megatron.train.guilty import read_guilty
+from oppo_megatron.train.guards.guilty import read_guilty
 from tests.support.ppo import Outcome, Workspace, run_ppo_ranks, weight_distance
 
 DISAGGREGATED = {"mode": "disaggregated", "actor": {"tp": 2}, "scorer": {"tp": 1}}

@@ -31,7 +31,7 @@ from oppo_megatron.runtime.stopping import Stopping
 from oppo_megatron.runtime.world import open_world
 from oppo_megatron.train.entry import run_ppo
 from oppo_megatron.train.inputs import read_inputs
-from oppo_megatron.train.preemption import Preemption
+from oppo_megatron.train.saving.preemption import Preemption
 from tests.support.ppo import SHAPE, Outcome, Workspace, read_outcome
 
 pytestmark = [

@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
-from oppo_megatron.train.metrics_log import MetricsLog, summarise
+from oppo_megatron.train.logs.metrics_log import MetricsLog, summarise
+from oppo_megatron.train.logs.trace import Span, SpanRecorder, merge_traces
 from oppo_megatron.train.run_dir import RUN_FORMAT, RunDirectory, encode_json, write_json
-from oppo_megatron.train.trace import Span, SpanRecorder, merge_traces
 
 
 def metrics_line(step: int) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from oppo_megatron.data.tokenizer import SentencePieceTokenizer
 from oppo_megatron.errors import DataError
 from oppo_megatron.report.utilization import kind_of, utilization
 from oppo_megatron.schedule.plan import plan_step
+from oppo_megatron.train.logs.trace import Span, SpanRecorder, merge_traces
 from oppo_megatron.train.run_dir import RunDirectory
-from oppo_megatron.train.trace import Span, SpanRecorder, merge_traces
 
 
 def line(step_s: float, busy: float = 2.0, exposed: float = 1.0, tokens: int = 100, **more: float) -> dict[str, Any]:

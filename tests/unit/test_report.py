@@ -15,9 +15,9 @@ from oppo_megatron.report.build import write_report
 from oppo_megatron.report.charts import extent, short, ticks
 from oppo_megatron.report.records import distinct_names, read_run, read_runs
 from oppo_megatron.report.step_split import split_step
+from oppo_megatron.train.logs.trace import read_spans
+from oppo_megatron.train.logs.windows import all_windows, step_window
 from oppo_megatron.train.run_dir import RunDirectory, write_json
-from oppo_megatron.train.trace import read_spans
-from oppo_megatron.train.windows import all_windows, step_window
 from tests.support.pages import Element, embedded, parse
 from tests.support.runs import append, metrics_line, rollout, step_spans, write_run
 

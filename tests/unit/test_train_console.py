@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from oppo_megatron.train.console import Progress, describe, format_duration
+from oppo_megatron.train.logs.console import Progress, describe, format_duration
 
 
 class Clock:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oppo_megatron.errors import DataError
-from oppo_megatron.train.metrics_log import MAX_PENDING, MetricsLog, read_metrics, summarise
+from oppo_megatron.train.logs.metrics_log import MAX_PENDING, MetricsLog, read_metrics, summarise
 
 
 def test_a_whole_line_is_on_disk_at_once(tmp_path: Path) -> None:

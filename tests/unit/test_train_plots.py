@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from oppo_megatron.errors import DataError
-from oppo_megatron.train.plots import (
+from oppo_megatron.train.logs.plots import (
     OTHER_STEP_ALPHA,
     SPAN_COLOURS,
     _draw_window,
@@ -19,9 +19,9 @@ from oppo_megatron.train.plots import (
     plot_reward,
     plot_timeline,
 )
+from oppo_megatron.train.logs.trace import Span, SpanRecorder, merge_traces
+from oppo_megatron.train.logs.windows import StepWindow, step_window
 from oppo_megatron.train.run_dir import RunDirectory
-from oppo_megatron.train.trace import Span, SpanRecorder, merge_traces
-from oppo_megatron.train.windows import StepWindow, step_window
 
 
 def png_size(path: Path) -> tuple[int, int]:

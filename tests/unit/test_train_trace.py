@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from oppo_megatron.errors import DataError
-from oppo_megatron.train import trace
+from oppo_megatron.train.logs import trace
+from oppo_megatron.train.logs.trace import Span, SpanRecorder, merge_traces, read_trace
 from oppo_megatron.train.run_dir import RunDirectory
-from oppo_megatron.train.trace import Span, SpanRecorder, merge_traces, read_trace
 
 
 class FakeClock:

@@ -14,7 +14,7 @@ import yaml
 from oppo_megatron.cli.main import main
 from oppo_megatron.config.run import LoggingConfig
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.train.trackers import Tracker, check_trackers, open_trackers
+from oppo_megatron.train.logs.trackers import Tracker, check_trackers, open_trackers
 
 
 class ListSink:

@@ -46,7 +46,7 @@ def history(run_dir: Path) -> list[dict[str, str]]:
 RUN = """
 import sys
 from oppo_megatron.config.run import LoggingConfig
-from oppo_megatron.train.trackers import open_trackers
+from oppo_megatron.train.logs.trackers import open_trackers
 
 tracker = open_trackers(LoggingConfig(wandb_project="rlhf", wandb_mode="offline"), sys.argv[1])
 for step in (1, 2):

@@ -38,8 +38,8 @@ def _seeds(args: argparse.Namespace) -> int:
     from oppo_megatron.bench.table import format_table
     from oppo_megatron.cli import demo
     from oppo_megatron.errors import ConfigError
+    from oppo_megatron.train.logs.metrics_log import read_metrics
     from oppo_megatron.train.machine import describe_machine
-    from oppo_megatron.train.metrics_log import read_metrics
     from oppo_megatron.train.run_dir import RunDirectory, write_json
 
     if len(set(args.seeds)) < 2:

@@ -24,11 +24,11 @@ from oppo_megatron.runtime.mcore.checkpoint import load_models
 from oppo_megatron.runtime.peers import waiting_for
 from oppo_megatron.runtime.process_groups import new_group
 from oppo_megatron.runtime.world import World
-from oppo_megatron.train.preemption import Preemption
 from oppo_megatron.train.run_dir import RunDirectory
 from oppo_megatron.train.saving.caches import load_caches, require_sound_books
 from oppo_megatron.train.saving.files import MODELS, ROLLOUTS, cache_path
 from oppo_megatron.train.saving.finding import Found
+from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.snapshot import Best, take_snapshot, trained_models
 from oppo_megatron.train.saving.state import data_state, layout_of, read_rollouts, require_same_data, restore_trainer
 from oppo_megatron.train.saving.writing import CheckpointWriting

@@ -20,7 +20,7 @@ from oppo_megatron.control.signals import Occupancy
 from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.records import Rollout
-from oppo_megatron.train.journal import StepFacts
+from oppo_megatron.train.logs.journal import StepFacts
 from oppo_megatron.train.saving.state_schema import LATER_FACTS, read_lines
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.records import StepSignals
-from oppo_megatron.train.journal import StepFacts
+from oppo_megatron.train.logs.journal import StepFacts
 
 LATER_FACTS = ("scores", "actor", "rewards", "memory")  # of a step, known after its rollout phase
 Count = Annotated[int, Field(ge=0, lt=2**53)]

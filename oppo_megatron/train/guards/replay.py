@@ -16,7 +16,7 @@ from oppo_megatron.runtime.mcore.model import Head
 from oppo_megatron.runtime.world import World, choose_device, open_world
 from oppo_megatron.train.actor import Actor
 from oppo_megatron.train.critic import Critic
-from oppo_megatron.train.guilty import GuiltyBatch
+from oppo_megatron.train.guards.guilty import GuiltyBatch
 from oppo_megatron.train.places import Topology, build_topology
 from oppo_megatron.train.trained_role import TrainedRole, build_trained_role
 from oppo_megatron.train.update import UpdateSettings

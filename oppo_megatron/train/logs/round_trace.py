@@ -9,7 +9,7 @@ from oppo_megatron.schedule.actions import Action, Op, Payload
 from oppo_megatron.schedule.planning.planner import PlannedRound
 from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.schedule.weaving.costs import CostMeter
-from oppo_megatron.train.trace import Span, SpanRecorder
+from oppo_megatron.train.logs.trace import Span, SpanRecorder
 
 WAIT, WAIT_TOKENS, DECODE, SCORE = "wait", "wait_tokens", "decode", "score"
 SHORTEST_WAIT_S = 0.5e-3

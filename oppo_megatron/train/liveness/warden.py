@@ -21,7 +21,7 @@ from oppo_megatron.errors import EXIT_REQUEUE, EXIT_ROLLBACK
 from oppo_megatron.runtime.rendezvous import MeetingPoint
 from oppo_megatron.runtime.stalls import Watch
 from oppo_megatron.runtime.watchdog import board_of, tick_s, told_within_s
-from oppo_megatron.train.failures import Failure
+from oppo_megatron.train.liveness.failures import Failure
 
 POLL_S = 0.2
 GRACE_S = 8.0

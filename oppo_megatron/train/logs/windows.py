@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median_low
 
 from oppo_megatron.errors import DataError
-from oppo_megatron.train.trace import Span
+from oppo_megatron.train.logs.trace import Span
 
 WAITING = ("wait", "wait_scores", "wait_tokens", "wait_update")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from oppo_megatron.errors import DataError
-from oppo_megatron.train.metrics_log import iter_json_lines
+from oppo_megatron.train.logs.metrics_log import iter_json_lines
 from oppo_megatron.train.run_dir import RunDirectory, atomic_writer
 
 MAX_BUFFERED_SPANS = 4096

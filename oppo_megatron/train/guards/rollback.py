@@ -17,7 +17,7 @@ import torch.distributed as dist
 from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.runtime.peers import waiting_for
-from oppo_megatron.train.metrics_log import iter_json_lines
+from oppo_megatron.train.logs.metrics_log import iter_json_lines
 from oppo_megatron.train.run_dir import RunDirectory, atomic_writer, encode_json
 
 

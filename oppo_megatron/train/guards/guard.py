@@ -22,8 +22,8 @@ from oppo_megatron.errors import NumericsError, RewardError
 from oppo_megatron.records import Rollout
 from oppo_megatron.runtime.peers import waiting_for
 from oppo_megatron.schedule.rounds import Site
-from oppo_megatron.train.guilty import Facts, GuiltyBatch
-from oppo_megatron.train.rollback import Rollbacks
+from oppo_megatron.train.guards.guilty import Facts, GuiltyBatch
+from oppo_megatron.train.guards.rollback import Rollbacks
 from oppo_megatron.train.run_dir import RunDirectory
 
 

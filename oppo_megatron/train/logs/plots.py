@@ -12,8 +12,8 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from oppo_megatron.errors import DataError
-from oppo_megatron.train.trace import read_trace
-from oppo_megatron.train.windows import WAITING, StepWindow, step_window
+from oppo_megatron.train.logs.trace import read_trace
+from oppo_megatron.train.logs.windows import WAITING, StepWindow, step_window
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

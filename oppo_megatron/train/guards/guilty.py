@@ -22,7 +22,7 @@ from torch import Tensor
 from oppo_megatron.algorithms.experience import ScoredBatch
 from oppo_megatron.errors import DataError
 from oppo_megatron.records import Prompt, Rollout
-from oppo_megatron.train.metrics_log import iter_json_lines
+from oppo_megatron.train.logs.metrics_log import iter_json_lines
 from oppo_megatron.train.run_dir import atomic_writer, encode_json
 
 FORMAT = "oppo guilty batch 1"

@@ -14,7 +14,7 @@ from oppo_megatron.runtime.rendezvous import MeetingPoint
 from oppo_megatron.runtime.stalls import Watch
 from oppo_megatron.runtime.watchdog import Watchdog, board_of, tick_s
 from oppo_megatron.runtime.world import World
-from oppo_megatron.train.failures import end_stalled
+from oppo_megatron.train.liveness.failures import end_stalled
 from oppo_megatron.train.run_dir import RunDirectory
 
 

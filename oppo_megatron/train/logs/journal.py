@@ -16,13 +16,13 @@ from oppo_megatron.config.places import role_places
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.records import Rollout
-from oppo_megatron.train.console import Progress
+from oppo_megatron.train.logs.console import Progress
+from oppo_megatron.train.logs.metrics_log import MetricsLog, read_metrics, summarise
+from oppo_megatron.train.logs.trace import SpanRecorder
+from oppo_megatron.train.logs.trackers import Tracker
 from oppo_megatron.train.memory import MemoryByRank
-from oppo_megatron.train.metrics_log import MetricsLog, read_metrics, summarise
 from oppo_megatron.train.run_dir import RunDirectory, encode_json, write_json
 from oppo_megatron.train.score_exchange import ScoreReport
-from oppo_megatron.train.trace import SpanRecorder
-from oppo_megatron.train.trackers import Tracker
 
 NUM_LENGTH_BINS = 4
 
