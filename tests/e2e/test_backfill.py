@@ -56,10 +56,15 @@ def test_decoding_stays_full(workspace: Workspace, backfilled: Outcome) -> None:
     [
         ("pp2-m3", {"placement": {"mode": "colocated", "actor": {"pp": 2}}, "overlap.weave": {"micro_batches": 3}}),
         ("dp2-streamed", {"placement": {"mode": "disaggregated", "actor": {"dp": 2}}}),
-        ("tp2-scorer-dp2", {"placement": {"mode": "disaggregated", "actor": {"tp": 2}, "scorer": {"dp": 2}}}),
-        (
+        pytest.param(
+            "tp2-scorer-dp2",
+            {"placement": {"mode": "disaggregated", "actor": {"tp": 2}, "scorer": {"dp": 2}}},
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
             "pp2-dp2-m2",
             {"placement": {"mode": "colocated", "actor": {"pp": 2, "dp": 2}}, "overlap.weave.micro_batches": 2},
+            marks=pytest.mark.long,
         ),
         # nine slots of the actor's half of a cache are four of a whole one
         ("tp2-few-slots", {"placement": {"mode": "disaggregated", "actor": {"tp": 2}}, "runtime.kv_cache_mb": 0.3}),

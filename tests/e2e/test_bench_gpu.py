@@ -47,6 +47,7 @@ def test_every_part_gives_its_figures(tmp_path: Path) -> None:
         assert len(rows["ppo", mode, False]["steps"]) == WORK.ppo_steps and rows["ppo", mode, False]["step_s"] > 0
 
 
+@pytest.mark.long
 def test_parts_that_fail_or_have_no_time_say_so_and_leave_the_others_alone(tmp_path: Path) -> None:
     bench = GpuBench(tmp_path, WORK, 30.0, memory_bytes=2**10, say=lambda text: None)
     figures = bench.run({"broken": {**TINY, "hidden_size": "wide"}})

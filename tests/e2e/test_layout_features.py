@@ -39,7 +39,11 @@ def overcommitted(workspace: Workspace) -> Outcome:
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("pp2-m3", {"placement": {"mode": "colocated", "actor": {"pp": 2}}, "overlap.weave": {"micro_batches": 3}}),
+        pytest.param(
+            "pp2-m3",
+            {"placement": {"mode": "colocated", "actor": {"pp": 2}}, "overlap.weave": {"micro_batches": 3}},
+            marks=pytest.mark.long,
+        ),
         ("dp2", {"placement": {"mode": "colocated", "actor": {"dp": 2}}}),
         ("dp2-streamed", {"placement": {"mode": "disaggregated", "actor": {"dp": 2}}, "overlap.chunk.tokens": 16}),
         (
@@ -61,7 +65,9 @@ def test_overcommitment_cuts_every_layout_at_the_same_decode_step(
     ("name", "placement", "micro_batches"),
     [
         ("kept-dp2", {"mode": "colocated", "actor": {"dp": 2}}, 1),
-        ("kept-pp2-dp2-m3", {"mode": "disaggregated", "actor": {"pp": 2, "dp": 2}}, 3),
+        pytest.param(
+            "kept-pp2-dp2-m3", {"mode": "disaggregated", "actor": {"pp": 2, "dp": 2}}, 3, marks=pytest.mark.long
+        ),
     ],
 )
 def test_a_kept_cache_outlives_an_end_that_was_cut_off(
@@ -96,12 +102,12 @@ def test_scorers_on_ranks_of_their_own(workspace: Workspace, plain: Outcome) -> 
     ("name", "generate", "train", "moves"),
     [
         ("pp2-tp2", {"pp": 2}, {"tp": 2, "pp": 1}, True),
-        ("tp2-dp2", {"tp": 2}, {"tp": 1, "dp": 2}, False),
+        pytest.param("tp2-dp2", {"tp": 2}, {"tp": 1, "dp": 2}, False, marks=pytest.mark.long),
         ("dp2-pp2", {"dp": 2}, {"dp": 1, "pp": 2}, True),
         ("dp4-tp2-pp2", {"dp": 4}, {"tp": 2, "pp": 2, "dp": 1}, True),
         ("tp2-vpp2", {"tp": 2}, {"tp": 1, "pp": 2, "vpp": 2}, True),
         ("pp2-vpp2", {"pp": 2}, {"vpp": 2}, True),
-        ("tp2-sp", {"tp": 2}, {"sequence_parallel": True}, False),
+        pytest.param("tp2-sp", {"tp": 2}, {"sequence_parallel": True}, False, marks=pytest.mark.long),
         ("pp2-full", {"pp": 2}, {"recompute": "full"}, False),
         ("dp2-plain", {"dp": 2}, {"distributed_optimizer": False, "overlap_grad_reduce": False}, False),
     ],

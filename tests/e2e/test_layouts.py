@@ -34,6 +34,14 @@ LAYOUTS: list[tuple[str, Layout, Layout]] = [
     ("disaggregated", (2, 1, 2), (1, 4, 1)),
     ("disaggregated", (1, 4, 1), (2, 1, 2)),
 ]
+WIDE: list[tuple[str, Layout, Layout]] = [
+    # of eight processes, and of six with tensor-parallel ranks: minutes together on two cores
+    ("colocated", (2, 4, 1), (2, 4, 1)),
+    ("colocated", (1, 4, 2), (1, 4, 2)),
+    ("disaggregated", (2, 2, 1), (1, 2, 2)),
+    ("disaggregated", (2, 1, 2), (1, 4, 1)),
+    ("disaggregated", (1, 4, 1), (2, 1, 2)),
+]
 FACTORS = {"mode": ("colocated", "disaggregated")} | {
     f"{side} {what}": values
     for side in ("actor", "scorer")
@@ -60,7 +68,7 @@ def test_layouts_cover_every_pair_of_choices() -> None:
 
 @pytest.mark.parametrize(
     ("mode", "actor", "scorer"),
-    [pytest.param(*each, marks=[pytest.mark.long] if each[1] == (2, 4, 1) else []) for each in LAYOUTS],
+    [pytest.param(*each, marks=[pytest.mark.long] if each in WIDE else []) for each in LAYOUTS],
     ids=str,
 )
 def test_layout_trains_as_one_process(

@@ -64,7 +64,7 @@ def test_overlap_equals_plain_ppo(
     [
         ({"tp": 2}, {"pp": 2}),
         ({"pp": 2}, {"tp": 2}),
-        ({"tp": 2, "pp": 2}, {}),
+        pytest.param({"tp": 2, "pp": 2}, {}, marks=pytest.mark.long),
         ({}, {"tp": 2, "pp": 2}),
     ],
     ids=["TP2 | PP2", "PP2 | TP2", "TP2xPP2 | 1", "1 | TP2xPP2"],

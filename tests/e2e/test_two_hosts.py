@@ -131,7 +131,7 @@ def assert_same_run(config: Path, one_launch: Path, nodes: Sequence[str | None])
     assert [(rank["rank"], rank["node"]) for rank in ranks] == list(enumerate(nodes))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_torchrun_agents_run_the_same_job(workspace: Workspace, one_launch: Path, port: str) -> None:
     config = write_config(workspace, "agents")
     results = ends([agent(node, port, "oppo_megatron", "train", config) for node in (0, 1)])
@@ -188,7 +188,7 @@ def test_two_network_namespaces_run_the_same_job(
     assert_same_run(config, one_launch, [None, None])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_host_that_does_not_come(workspace: Workspace, port: str) -> None:
     config = write_config(workspace, "missing", **{"runtime.rendezvous_timeout_s": DEADLINE_S})
     started = time.monotonic()
@@ -233,7 +233,7 @@ if __name__ == "__main__":
     [
         ("killed", True, "Connection|wait timeout"),
         ("killed", False, "Connection|wait timeout"),
-        ("withheld", False, "3000ms"),
+        pytest.param("withheld", False, "3000ms", marks=pytest.mark.long),
     ],
 )
 def test_the_other_host_is_told_when_one_fails(tmp_path: Path, port: str, kind: str, agents: bool, reason: str) -> None:

@@ -39,7 +39,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize("model", ["qwen2", pytest.param("qwen3", marks=pytest.mark.long)])
 def test_rounds_are_the_same_whenever_tokens_are_read(models: dict[str, str], tp: int, model: str) -> None:
     ways, courses = (WAYS, COURSES) if tp == 1 else (WAYS[:2], COURSES[:4])

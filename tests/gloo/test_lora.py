@@ -47,10 +47,10 @@ CASES = [
     Case(1, 1, 1),
     Case(2, 1, 1),
     Case(1, 2, 1),
-    Case(2, 2, 1, SEQUENCE | FULL),
     Case(2, 1, 2, SEQUENCE | SELECTIVE | SHARDED | OVERLAP),
     Case(1, 2, 1, {"vpp": 2}),
 ]
+WIDE = [Case(2, 2, 1, SEQUENCE | FULL)]
 
 
 def load_hf(directory: str) -> Any:
@@ -87,7 +87,7 @@ def reference(directory: str, adapter: Path) -> dict[str, Any]:
     return plain_steps(wrapped(directory, adapter, trainable=True), SETTINGS)
 
 
-@pytest.mark.parametrize("case", CASES, ids=case_id)
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in WIDE)], ids=case_id)
 def test_steps_equal_peft_and_plain_torch(
     models: dict[str, str], adapters: dict[str, Path], case: Case, tmp_path: Path
 ) -> None:
