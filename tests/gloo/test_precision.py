@@ -34,7 +34,10 @@ def distance_in_one_process(directory: str) -> float:
     return float(moved)
 
 
-@pytest.mark.parametrize(("tp", "pp", "dp", "sharded"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("tp", "pp", "dp", "sharded"),
+    [pytest.param(*layout, marks=[pytest.mark.long] if layout == (2, 1, 2, True) else []) for layout in LAYOUTS],
+)
 def test_updates_of_a_ten_thousandth_add_up(models: dict[str, str], tp: int, pp: int, dp: int, sharded: bool) -> None:
     """As plain AdamW on float32 weights, number by number where a rank's shares are comparable; else as far in all."""
     job = {"directory": models["qwen3"], "data": MINIBATCH, "num_steps": NUM_STEPS}

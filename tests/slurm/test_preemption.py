@@ -154,7 +154,8 @@ def test_a_job_is_told_to_stop_requeued_and_finishes_as_if_nothing_had_been(
 ) -> None:
     """The ready script, its #SBATCH lines overruled on sbatch's command line."""
     config = write_config(workspace, "alike")
-    nodes = ["--job-name=alike", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--time=10"]
+    # The script's --signal comes ten minutes before the end.
+    nodes = ["--job-name=alike", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--time=30"]
     job = Job(cluster, workspace, "alike", *nodes, ROOT / "launch/slurm/train.sbatch", config)
     job.wait_for_steps(2)
     job.tell_to_stop()
