@@ -13,6 +13,7 @@ nothing depends on the service's memory but the time that a score takes.
 from __future__ import annotations
 
 import json
+import math
 import struct
 import threading
 import time
@@ -183,11 +184,12 @@ def _read_rows(answer: httpx.Response, request: Mapping[str, Any]) -> list[dict[
             known, sent = row["known"], asked.pop(row["id"])
             if type(known) is not int or not 0 <= known <= sent["offset"] + len(sent["tokens"]):
                 raise ValueError(f"known {known!r:.20} is no part of sequence {row['id']}")
-            if row["score"] is not None and (not sent["final"] or not isinstance(row["score"], float)):
-                raise ValueError(f"{row['score']!r:.20} is no score of sequence {row['id']}")
+            score = row["score"]
+            if score is not None and not (sent["final"] and isinstance(score, float) and math.isfinite(score)):
+                raise ValueError(f"{score!r:.20} is no score of sequence {row['id']}")
         if asked:
             raise ValueError(f"no answer for sequence {min(asked)}")
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise RewardError(
             f"the scorer's answer is not of the form ({error}); is the address `oppo serve-scorer`'s?"
         ) from error

@@ -5,6 +5,7 @@ Legend: T packed tokens of a micro-batch, R its rows of interest.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -82,6 +83,8 @@ class StreamScorer:
         if not piece.final:
             return Known(id=piece.id, known=held.known)
         self._drop(name)
+        if not math.isfinite(score):
+            raise RewardError(f"sequence {piece.id}: the reward model gives {score} for it, which is no score")
         return Known(id=piece.id, known=held.known, score=score)
 
     def _find(self, name: Name) -> _Held:

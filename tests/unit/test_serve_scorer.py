@@ -17,6 +17,8 @@ import httpx
 import pytest
 import torch
 import uvicorn
+from fastapi import FastAPI
+from fastapi.responses import Response
 from pydantic import SecretStr
 
 from oppo_megatron.cli.main import main
@@ -57,7 +59,13 @@ class Sums:
 
 @contextmanager
 def served(extend: Extend, token: str | None = None, **limits: Any) -> Iterator[str]:
-    app = build_stream_app(extend, RequestLimitsConfig(**limits), None if token is None else SecretStr(token))
+    secret = None if token is None else SecretStr(token)
+    with served_app(build_stream_app(extend, RequestLimitsConfig(**limits), secret)) as address:
+        yield address
+
+
+@contextmanager
+def served_app(app: FastAPI) -> Iterator[str]:
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
@@ -117,6 +125,31 @@ def test_a_service_that_cannot_be_had_ends_the_run_with_a_reason() -> None:
         stranger.offer(0, [1], final=True)
         with pytest.raises(RewardError, match="answered 401.*correct its address, token or limits"):
             stranger.result(0)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "", "[]", "null", "[" * 9000, '{"rows": []}', '{"rows": [{"id": 0, "known": 1}]}',
+        '{"rows": [{"id": 0, "known": 1, "score": 1e999}]}', '{"rows": [{"id": 0, "known": 1, "score": NaN}]}',
+        '{"rows": [{"id": 0, "known": 1, "score": "2.0"}]}', '{"rows": [{"id": 0, "known": 7, "score": 2.0}]}',
+        '{"rows": [{"id": 5, "known": 1, "score": 2.0}]}', '{"rows": [0]}', '{"rows": {"id": 0}}', "\udcff",
+    ],
+    ids=lambda body: ascii(body)[:50],
+)  # fmt: skip
+def test_an_answer_that_is_none_is_never_a_score(body: str) -> None:
+    app = FastAPI()
+
+    @app.post("/extend")
+    async def answer() -> Response:
+        return Response(body.encode("utf-8", "surrogateescape"), media_type="application/json")
+
+    with served_app(app) as address:
+        stream = ScorerStream(StreamConfig(url=address))
+        stream.offer(0, [1], final=True)
+        with pytest.raises(RewardError, match="the scorer's answer is not of the form"):
+            stream.result(0)
+        stream.close()
 
 
 def test_tokens_and_limits_of_requests() -> None:
