@@ -79,7 +79,7 @@ def test_every_layout_trains_as_one_process(
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("kept", {"overlap.actor_kv": "keep"}),
+        pytest.param("kept", {"overlap.actor_kv": "keep"}, marks=pytest.mark.long),
         ("unstreamed", {"overlap.intra": False, "overlap.actor_kv": "recompute"}),
     ],
 )

@@ -80,6 +80,7 @@ def test_a_second_start_reuses_everything(demo: Path, capfd: pytest.CaptureFixtu
     assert "speed-up" in output and "held-out accuracy after" in output
 
 
+@pytest.mark.long
 def test_a_removed_stage_is_made_again_with_those_behind_it(demo: Path, tmp_path: Path) -> None:
     out = tmp_path / "copy"
     shutil.copytree(demo, out)

@@ -46,12 +46,13 @@ def overcommitted(workspace: Workspace) -> Outcome:
         ),
         ("dp2", {"placement": {"mode": "colocated", "actor": {"dp": 2}}}),
         ("dp2-streamed", {"placement": {"mode": "disaggregated", "actor": {"dp": 2}}, "overlap.chunk.tokens": 16}),
-        (
+        pytest.param(
             "pp2-dp2-m2",
             {
                 "placement": {"mode": "colocated", "actor": {"pp": 2, "dp": 2}},
                 "overlap.weave": {"micro_batches": 2, "prefill_tokens": 64},
             },
+            marks=pytest.mark.long,
         ),
     ],
 )

@@ -62,7 +62,7 @@ def test_overlap_equals_plain_ppo(
 @pytest.mark.parametrize(
     ("actor", "scorer"),
     [
-        ({"tp": 2}, {"pp": 2}),
+        pytest.param({"tp": 2}, {"pp": 2}, marks=pytest.mark.long),
         ({"pp": 2}, {"tp": 2}),
         pytest.param({"tp": 2, "pp": 2}, {}, marks=pytest.mark.long),
         ({}, {"tp": 2, "pp": 2}),

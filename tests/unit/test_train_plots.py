@@ -158,9 +158,8 @@ def test_moving_mean() -> None:
 
 
 def test_loading_what_a_run_writes_loads_neither_torch_nor_matplotlib() -> None:
-    modules = ", ".join(
-        f"oppo_megatron.train.{name}" for name in ("run_dir", "metrics_log", "trace", "console", "trackers", "plots")
-    )
+    names = ("run_dir", "logs.metrics_log", "logs.trace", "logs.console", "logs.trackers", "logs.plots")
+    modules = ", ".join(f"oppo_megatron.train.{name}" for name in names)
     heavy = {"torch", "matplotlib", "tensorboard", "wandb", "megatron"}
     code = f"import sys, {modules}; print(sorted({heavy} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
