@@ -8,6 +8,8 @@ the run stands still               as the ranks' watchdogs say, and end; where n
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
+import multiprocessing.process
 import os
 import signal
 import threading
@@ -23,6 +25,7 @@ from oppo_megatron.runtime.stalls import Watch
 from oppo_megatron.runtime.watchdog import board_of, tick_s, told_within_s
 from oppo_megatron.train.liveness.failures import Failure
 
+GOOD_ENDS = (None, 0, EXIT_REQUEUE, EXIT_ROLLBACK)
 POLL_S = 0.2
 GRACE_S = 8.0
 
@@ -57,6 +60,7 @@ class Warden:
         )
         self._looked = self._ending_since = 0.0
         self._over = threading.Event()
+        self._children: dict[int | None, multiprocessing.process.BaseProcess] = {}
 
     @contextlib.contextmanager
     def guarding(self) -> Iterator[None]:
@@ -119,7 +123,11 @@ class Warden:
         return told_s is not None and limit_s is not None and told_s >= limit_s
 
     def _someone_failed(self) -> bool:
-        return any(self._folder.glob("*.stall.json")) or any(_failed(pid) for pid in self._pids())
+        # Kept, for the agent may ask for a rank's end first, and then nobody else is told of it.
+        self._children |= {child.pid: child for child in multiprocessing.active_children()}
+        ranks = (self._children.get(pid) for pid in self._pids())
+        codes = (rank.exitcode for rank in ranks if rank is not None)
+        return any(self._folder.glob("*.stall.json")) or any(code not in GOOD_ENDS for code in codes)
 
     def _pids(self) -> list[int]:
         texts = [path.read_text(encoding="utf-8") for path in self._folder.glob("*.pid")]
@@ -127,22 +135,14 @@ class Warden:
 
     def _kill(self) -> None:
         for pid in self._pids():
-            if _ended(pid) is None:
+            if _runs(pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
 
-def _ended(pid: int) -> os.waitid_result | bool | None:
-    """How a child of ours ended: None while it runs, True where someone else has asked before.  It stays to be asked for."""
+def _runs(pid: int) -> bool:
+    """Whether a child of ours has not ended.  One that has stays to be asked for."""
     try:
-        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return True
-
-
-def _failed(pid: int) -> bool:
-    ended = _ended(pid)
-    if ended is None or ended is True:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:  # someone has asked for its end before
         return False
-    assert not isinstance(ended, bool)
-    return ended.si_code != os.CLD_EXITED or ended.si_status not in (0, EXIT_REQUEUE, EXIT_ROLLBACK)
