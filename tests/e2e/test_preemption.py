@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from oppo_megatron.checkpoint.manifest import find_damage, read_manifest
 from oppo_megatron.checkpoint.store import CheckpointStore
+from oppo_megatron.config.reliability import PreemptConfig
 from oppo_megatron.errors import EXIT_REQUEUE
+from oppo_megatron.train.saving.preemption import Preemption
 from tests.e2e.started import num_lines, rank_pids, start, still_there, wait_until
 from tests.e2e.test_resume import CARRIED, assert_bit_equal
 from tests.support.layouts import deep
@@ -115,3 +118,15 @@ def test_sigterm_at_random_moments_to_either_rank(tmp_path_factory: pytest.TempP
         config["checkpoint"] = {"resume": True}
         assert whole_checkpoints(config)
     assert_bit_equal(run_ppo_ranks(config), plain)
+
+
+def test_a_rank_that_is_told_while_ranks_agree_does_what_they_agreed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others have not heard of it: with a decision of its own the rank would save while they go on."""
+    preemption = Preemption(PreemptConfig())
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    with monkeypatch.context() as told_meanwhile:
+        told_meanwhile.setattr(dist, "all_reduce", lambda *args, **kwargs: preemption.ask())
+        assert not preemption.agreed(None)
+    monkeypatch.setattr(dist, "all_reduce", lambda *args, **kwargs: None)
+    assert preemption.agreed(None)
+    preemption.saved()

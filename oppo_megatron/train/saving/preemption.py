@@ -67,7 +67,10 @@ class Preemption:
             self._deadline.cancel()
 
     def agreed(self, group: dist.ProcessGroup | None, activity: Activity | None = None) -> bool:
-        """Whether any rank of the group (None: of the world) was told; all of them make the call."""
+        """Whether any rank of the group (None: of the world) was told before its call; all of them make the call.
+
+        What a rank is told while it waits for the others counts at the next call: they did not hear of it.
+        """
         if not self.config.enabled or dist.get_world_size(group) == 1:
             return self.asked
         told = torch.tensor([int(self.asked)])
@@ -75,7 +78,7 @@ class Preemption:
             dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
         if told.item():
             self.ask()
-        return self.asked
+        return bool(told.item())
 
     def _hear(self, reads: int) -> None:
         """In a thread of its own: the main one may be in a call that waits for a peer, and then runs no handler."""
