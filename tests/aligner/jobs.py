@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from tests.aligner import shims
 
-shims.install()
+shims.install()  # before anything imports nemo: hence the imports below it
 
 import torch  # noqa: E402
-import uvicorn  # noqa: E402
 from pydantic import SecretStr  # noqa: E402
 
 from oppo_megatron.config.remote import RequestLimitsConfig  # noqa: E402
@@ -25,6 +21,7 @@ from oppo_megatron.serving.stream_app import Known, Piece, build_stream_app  # n
 from tests.aligner.actor import weights  # noqa: E402
 from tests.aligner.job import Job  # noqa: E402
 from tests.aligner.world import build  # noqa: E402
+from tests.support.serving import served_app  # noqa: E402
 
 gc.collect()
 gc.freeze()  # NeMo-Aligner collects garbage in every phase: nemo's modules are none
@@ -98,26 +95,11 @@ class Recorder:
         return Known(id=piece.id, known=len(held), score=float(even / len(held)))
 
 
-@contextmanager
-def served(recorder: Recorder) -> Iterator[str]:
-    """The address of a service on a free port of the loopback."""
-    app = build_stream_app(recorder.extend, RequestLimitsConfig(), SecretStr(TOKEN))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join(timeout=10)
-
-
 def run_streamed(job: Job) -> dict[str, Any]:
     """As `run`, with rewards that are streamed to a service."""
     os.environ["ALIGNER_TEST_TOKEN"] = TOKEN
     recorder = Recorder()
-    with served(recorder) as url:
+    with served_app(build_stream_app(recorder.extend, RequestLimitsConfig(), SecretStr(TOKEN))) as url:
         block = {**(job.oppo or {}), "scorer": {"url": url, "token_env": "ALIGNER_TEST_TOKEN", "give_up_s": 5.0}}
         done = run(replace(job, oppo=block))
     return done | {"pieces": recorder.pieces, "lengths": {i: len(t) for i, t in recorder.tokens.items()}}

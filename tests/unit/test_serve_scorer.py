@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any
 import httpx
 import pytest
 import torch
-import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import Response
 from pydantic import SecretStr
@@ -28,6 +26,7 @@ from oppo_megatron.errors import RewardError
 from oppo_megatron.rewards.streaming import ScorerStream, checksum
 from oppo_megatron.serving.stream_app import Extend, Known, Piece, build_stream_app
 from tests.support.hf import save_tiny
+from tests.support.serving import served_app
 
 HTTP = httpx.Client(trust_env=False, verify=False, timeout=10.0, limits=httpx.Limits(max_keepalive_connections=0))
 TOKEN = "a-token-of-enough-characters"
@@ -62,19 +61,6 @@ def served(extend: Extend, token: str | None = None, **limits: Any) -> Iterator[
     secret = None if token is None else SecretStr(token)
     with served_app(build_stream_app(extend, RequestLimitsConfig(**limits), secret)) as address:
         yield address
-
-
-@contextmanager
-def served_app(app: FastAPI) -> Iterator[str]:
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join(timeout=10)
 
 
 def piece(seq_id: int = 1, tokens: Sequence[int] = (1, 2), **changes: Any) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import SecretStr
@@ -27,6 +26,7 @@ from oppo_megatron.rewards.protocol import Item, ScoreItem
 from oppo_megatron.rewards.remote import RemoteReward
 from oppo_megatron.serving.app import Scorer, build_app
 from oppo_megatron.serving.scorers import open_scorer
+from tests.support.serving import served_app
 
 HTTP = httpx.Client(trust_env=False, verify=False, timeout=10.0, limits=httpx.Limits(max_keepalive_connections=0))
 TOKEN = "a-token-of-enough-characters"
@@ -41,15 +41,8 @@ def lengths(items: Sequence[Item]) -> list[float]:
 def served(score: Scorer = lengths, token: str | None = None, **limits: Any) -> Iterator[str]:
     """The address of a service on a free port."""
     app = build_app(score, RequestLimitsConfig(**limits), None if token is None else SecretStr(token))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join(timeout=10)
+    with served_app(app) as address:
+        yield address
 
 
 def post(address: str, body: Any, **headers: str) -> httpx.Response:
