@@ -3,34 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import os
-from functools import partial
-from pathlib import Path
+
+from oppo_megatron.cli.serving import add_serving_arguments, run_service
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = (
-        "Listens on 127.0.0.1 unless `host` says otherwise, which needs `token_env`: the name of an environment variable "
-        "that holds a bearer token.  POST /score, GET /health; docs/rewards.md has the format."
-    )
-    parser.add_argument("config", type=Path, metavar="CONFIG.yaml", help="`rewards`, and what docs/rewards.md lists")
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace those of the file"
-    )
+    add_serving_arguments(parser, path="/score", settings="`rewards`", page="docs/rewards.md")
 
 
 def run(args: argparse.Namespace) -> int:
     """Raises ConfigError before anything is served."""
-    from oppo_megatron.config.load import load_config
     from oppo_megatron.config.serve import ServeRewardConfig, check_serve
-    from oppo_megatron.errors import ConfigError
 
-    config = load_config(ServeRewardConfig, args.config, args.overrides, check=check_serve)
-    try:
-        from oppo_megatron.serving.server import serve
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"`oppo serve-reward` needs the package {error.name}; install it: pip install 'oppo-megatron[serve]'"
-        ) from error
-    serve(config, os.environ, partial(print, flush=True))
-    return 0
+    return run_service(args, ServeRewardConfig, check_serve)

@@ -1,0 +1,43 @@
+"""What the commands that serve a reward have in common: their arguments, and how a service starts."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from oppo_megatron.config.serve import ServeRewardConfig, ServeScorerConfig
+
+    Served = TypeVar("Served", ServeRewardConfig, ServeScorerConfig)
+
+
+def add_serving_arguments(parser: argparse.ArgumentParser, *, path: str, settings: str, page: str) -> None:
+    """`path`: where requests are posted; `settings`: the ones that a file must have; `page`: the page of docs with the rest."""
+    parser.epilog = (
+        "Listens on 127.0.0.1 unless `host` says otherwise, which needs `token_env`: the name of an environment variable "
+        f"that holds a bearer token.  POST {path}, GET /health; {page} has the format."
+    )
+    parser.add_argument("config", type=Path, metavar="CONFIG.yaml", help=f"{settings}, and what {page} lists")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace those of the file"
+    )
+
+
+def run_service(args: argparse.Namespace, schema: type[Served], check: Callable[[Served], Sequence[str]]) -> int:
+    """Serve until told to stop.  Raises ConfigError before anything is served."""
+    from oppo_megatron.config.load import load_config
+    from oppo_megatron.errors import ConfigError
+
+    config = load_config(schema, args.config, args.overrides, check=check)
+    try:
+        from oppo_megatron.serving.server import serve
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"`oppo {args.command}` needs the package {error.name}; install it: pip install 'oppo-megatron[serve]'"
+        ) from error
+    serve(config, os.environ, partial(print, flush=True))
+    return 0
