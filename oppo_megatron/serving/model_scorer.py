@@ -11,19 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
-from oppo_megatron.config.checkpoint import read_hf_config
-from oppo_megatron.config.model import ParallelConfig
 from oppo_megatron.config.serve import ServeRewardConfig
-from oppo_megatron.config.shape import check_shape
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
-from oppo_megatron.errors import ConfigError, RewardError
+from oppo_megatron.errors import RewardError
 from oppo_megatron.rewards.protocol import Item
 from oppo_megatron.runtime.batch import join_rows, pack_sequences
-from oppo_megatron.runtime.mcore.groups import build_groups
 from oppo_megatron.runtime.mcore.model import RoleModel
 from oppo_megatron.runtime.mcore.training import forward_rows
-from oppo_megatron.runtime.roles import load_role
-from oppo_megatron.runtime.world import choose_device, open_world
+from oppo_megatron.serving.reward_model import open_reward_model
 
 
 @dataclass(frozen=True)
@@ -66,14 +61,9 @@ class ModelScorer:
 def open_model(config: ServeRewardConfig) -> Iterator[ModelScorer]:
     """Load the reward model.  Raises ConfigError or CheckpointError."""
     assert config.reward is not None and config.tokenizer is not None, "check_serve asks for them"
-    choose_device(config.runtime)
-    tokenizer = load_tokenizer(config.tokenizer)
-    shape = read_hf_config(config.reward)
-    if problems := check_shape("reward", shape, ParallelConfig(), config.max_tokens, tokenizer.vocab_size):
-        raise ConfigError(problems)
-    with open_world(config.runtime, {}) as world:
-        groups = build_groups(range(1), 1, 1, "reward")
-        assert groups is not None
-        model = load_role(config.reward, groups, head="scalar", max_length=config.max_tokens, device=world.device)
-        model.requires_grad_(False)
-        yield ModelScorer(model, tokenizer, config.max_tokens, config.runtime.micro_batch_tokens, world.device)
+    tokenizer, runtime = load_tokenizer(config.tokenizer), config.runtime
+    with open_reward_model(config.reward, runtime, max_tokens=config.max_tokens, vocab_size=tokenizer.vocab_size) as (
+        model,
+        device,
+    ):
+        yield ModelScorer(model, tokenizer, config.max_tokens, runtime.micro_batch_tokens, device)

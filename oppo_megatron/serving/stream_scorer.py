@@ -13,17 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
-from oppo_megatron.config.checkpoint import read_hf_config
-from oppo_megatron.config.model import ParallelConfig
 from oppo_megatron.config.serve import ServeScorerConfig
-from oppo_megatron.config.shape import check_shape
-from oppo_megatron.errors import ConfigError, RewardError
+from oppo_megatron.errors import RewardError
 from oppo_megatron.rewards.streaming import checksum
-from oppo_megatron.runtime.mcore.groups import build_groups
 from oppo_megatron.runtime.mcore.model import RoleModel
 from oppo_megatron.runtime.mcore.stage import step
-from oppo_megatron.runtime.roles import load_role
-from oppo_megatron.runtime.world import choose_device, open_world
+from oppo_megatron.serving.reward_model import open_reward_model
 from oppo_megatron.serving.stream_app import Known, Piece
 
 Name = tuple[str, int]
@@ -128,15 +123,7 @@ class StreamScorer:
 @contextmanager
 def open_stream_scorer(config: ServeScorerConfig) -> Iterator[StreamScorer]:
     """Load the reward model.  Raises ConfigError, CheckpointError, or CapacityError for a cache that memory does not hold."""
-    choose_device(config.runtime)
-    shape = read_hf_config(config.reward)
-    if problems := check_shape("reward", shape, ParallelConfig(), config.max_tokens, shape["vocab_size"]):
-        raise ConfigError(problems)
-    with open_world(config.runtime, {}) as world:
-        groups = build_groups(range(1), 1, 1, "reward")
-        assert groups is not None
-        model = load_role(config.reward, groups, head="scalar", max_length=config.max_tokens, device=world.device)
-        model.requires_grad_(False)
+    with open_reward_model(config.reward, config.runtime, max_tokens=config.max_tokens) as (model, _):
         yield StreamScorer(
             model,
             sequences=config.sequences,
