@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -87,16 +88,11 @@ class SafetensorsSource:
         return self._file_of[name].get_slice(name)
 
 
-class RandomSource:
-    """The tensors of a model that starts from random numbers: a function of the seed and each tensor's name.
+class DrawnSource(ABC):
+    """Tensors that start from random numbers, a function of the seed and each tensor's name: the same in every layout."""
 
-    Matrices are normal(0, init_std), norms one, biases zero.  Nothing depends on the parallel layout.
-    """
-
-    def __init__(self, shape: ModelShape, seed: int, head: Head):
-        self._shapes = hf_tensors(shape, head)
-        self._std = shape.init_std
-        self._seed = seed
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], seed: int):
+        self._shapes, self._seed = shapes, seed
 
     def names(self) -> Collection[str]:
         return self._shapes.keys()
@@ -108,16 +104,29 @@ class RandomSource:
         return torch.float32
 
     def read(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
-        tensor = torch.empty(self._shapes[name], dtype=torch.float32)
-        if tensor.dim() == 1:
-            return tensor.fill_(0.0 if name.endswith(".bias") else 1.0)[region]
-        return tensor.normal_(0.0, self._std, generator=seeded(self._seed, name))[region]
+        digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        tensor = torch.zeros(self._shapes[name], dtype=torch.float32)
+        self.draw(name, tensor, generator)
+        return tensor[region]
+
+    @abstractmethod
+    def draw(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
+        """Fill the whole tensor, which is zero."""
 
 
-def seeded(seed: int, name: str) -> torch.Generator:
-    """Random numbers of one tensor, on the CPU."""
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+class RandomSource(DrawnSource):
+    """The tensors of a model that starts from random numbers: matrices normal(0, init_std), norms one, biases zero."""
+
+    def __init__(self, shape: ModelShape, seed: int, head: Head):
+        super().__init__(hf_tensors(shape, head), seed)
+        self._std = shape.init_std
+
+    def draw(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
+        if tensor.dim() > 1:
+            tensor.normal_(0.0, self._std, generator=generator)
+        elif not name.endswith(".bias"):
+            tensor.fill_(1.0)
 
 
 class FreshHead:

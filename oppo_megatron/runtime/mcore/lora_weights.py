@@ -14,7 +14,7 @@ import torch.distributed as dist
 from oppo_megatron.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraConfig
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.runtime.mcore.hf_layout import SCALAR_HEAD, Head, Part
-from oppo_megatron.runtime.mcore.hf_source import SafetensorsSource, TensorSource, seeded
+from oppo_megatron.runtime.mcore.hf_source import DrawnSource, SafetensorsSource, TensorSource
 from oppo_megatron.runtime.mcore.hf_weights import gather_parts, matching_params, put_part
 from oppo_megatron.runtime.mcore.hf_writer import FileNames, HfWriter
 from oppo_megatron.runtime.mcore.lora_layout import PEFT, adapter_parts
@@ -25,31 +25,16 @@ TASKS: dict[Head, str] = {"lm": "CAUSAL_LM", "scalar": "SEQ_CLS"}
 _SHOWN = 4
 
 
-class FreshAdapters:
-    """What adapters start from, as a `TensorSource`: A uniform within 1 / sqrt(inputs), as peft draws it; B zero.
-
-    A function of the seed and each tensor's name: the same in every layout.
-    """
+class FreshAdapters(DrawnSource):
+    """What adapters start from: A uniform within 1 / sqrt(inputs), as peft draws it; B zero."""
 
     def __init__(self, parts: Collection[Part], seed: int):
-        self._shapes = {part.hf_name: part.hf_shape for part in parts if ".lora_" in part.hf_name}
-        self._seed = seed
+        super().__init__({part.hf_name: part.hf_shape for part in parts if ".lora_" in part.hf_name}, seed)
 
-    def names(self) -> Collection[str]:
-        return self._shapes.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
-
-    def dtype(self, name: str) -> torch.dtype | None:
-        return torch.float32
-
-    def read(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
-        tensor = torch.zeros(self._shapes[name], dtype=torch.float32)
+    def draw(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
         if ".lora_A." in name:
             bound = 1 / math.sqrt(tensor.shape[1])
-            tensor.uniform_(-bound, bound, generator=seeded(self._seed, name))
-        return tensor[region]
+            tensor.uniform_(-bound, bound, generator=generator)
 
 
 def open_adapters(directory: Path, parts: Collection[Part]) -> TensorSource:
