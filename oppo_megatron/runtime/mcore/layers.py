@@ -21,6 +21,7 @@ from torch import Tensor
 
 from oppo_megatron.config.kernels import LayerKind
 from oppo_megatron.runtime.mcore.biased_linear import BiasedLinear
+from oppo_megatron.runtime.mcore.marks import mark
 
 
 class RMSNorm(torch.nn.Module):
@@ -30,8 +31,7 @@ class RMSNorm(torch.nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        # megatron sums the gradient of parameters marked so over tensor ranks.
-        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
+        mark(self.weight, "sequence_parallel", config.sequence_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)

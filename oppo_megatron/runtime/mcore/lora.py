@@ -34,6 +34,7 @@ from torch import Tensor
 
 from oppo_megatron.config.lora import LoraConfig
 from oppo_megatron.runtime.mcore.lora_layout import PRODUCTS, pair_sizes
+from oppo_megatron.runtime.mcore.marks import mark
 from oppo_megatron.runtime.shape import ModelShape
 
 Join = Callable[[Mapping[str, Tensor]], Tensor]
@@ -74,8 +75,8 @@ class Adapters(torch.nn.Module):
         super().__init__()
         for name, pair in pairs.items():
             self.add_module(name, pair)
-            if ranks.sequence_parallel:  # megatron sums the gradient of parameters marked so over tensor ranks
-                setattr(pair.whole, "sequence_parallel", True)  # noqa: B010
+            if ranks.sequence_parallel:
+                mark(pair.whole, "sequence_parallel", True)
         self._names, self._cut, self._join, self._scale, self._ranks = list(pairs), cut, join, scale, ranks
 
     def forward(self, x: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ from oppo_megatron.runtime.mcore.groups import RoleGroups
 from oppo_megatron.runtime.mcore.kv_cache import KVCache
 from oppo_megatron.runtime.mcore.layers import ScalarHead, block_spec
 from oppo_megatron.runtime.mcore.lean import LeanStage
+from oppo_megatron.runtime.mcore.marks import mark
 from oppo_megatron.runtime.mcore.paged_cache import PagedKVCache
 from oppo_megatron.runtime.mcore.paged_kernels import find_kernel
 from oppo_megatron.runtime.mcore.prepacked import can_prepack, product
@@ -353,4 +354,4 @@ def _mark_shards(model: RoleModel) -> None:
         elif isinstance(module, RowParallelLinear):
             set_tensor_model_parallel_attributes(module.weight, True, 1, 1)
         elif name.endswith("linear_fc1"):  # transformer-engine has marked its own, which knows nothing of gate and up
-            setattr(module.weight, "partition_stride", 2)  # noqa: B010
+            mark(module.weight, "partition_stride", 2)
