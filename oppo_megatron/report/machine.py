@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
-from typing import Any
+from typing import Any, TypeGuard
 
 from oppo_megatron.errors import DataError
 from oppo_megatron.report.blocks import Section, Table
@@ -158,7 +158,7 @@ def memory_section(records: Sequence[RunRecord]) -> Section:
     return section
 
 
-def _is_list(value: Any) -> bool:
+def _is_list(value: object) -> TypeGuard[list[float | None]]:
     return isinstance(value, list) and bool(value)
 
 
@@ -184,10 +184,10 @@ def _rank_lines(peaks: Sequence[tuple[int, Sequence[float | None]]]) -> list[Lin
 
 def _memory_rows(summary: Mapping[str, Any]) -> list[list[str]]:
     keys = ("memory_base_mb", "memory_peak_mb", "memory_planned_mb", "memory_ratio")
-    columns = [summary.get(key) for key in keys]
-    if not all(_is_list(column) for column in columns):
+    columns: list[list[float | None]] = [column for key in keys if _is_list(column := summary.get(key))]
+    if len(columns) < len(keys):
         return []
     return [
         [str(rank), *("–" if value is None else short(round(value, 2)) for value in values)]
-        for rank, values in enumerate(zip(*columns, strict=False))  # type: ignore[arg-type]
+        for rank, values in enumerate(zip(*columns, strict=False))
     ]
