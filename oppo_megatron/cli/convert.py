@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     if args.check and args.adapter is not None:
         raise ConfigError("--check compares SRC with DST, which --adapter makes another model; drop one of them")
     megatron = args.src.is_dir() and find_megatron(args.src, args.config) is not None
-    if args.config is not None and not megatron:
+    if args.config is not None and args.src.exists() and not megatron:
         raise ConfigError(f"--config says the shape of a Megatron checkpoint, which {args.src} is not; drop it")
     if args.check and (args.to != "hf" or megatron):
         raise ConfigError(
@@ -92,7 +92,6 @@ def _seed(text: str) -> int:
 
 
 def _positive_int(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of at least 1")
+    return int(text)

@@ -8,7 +8,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from oppo_megatron.config.lora import refuse_adapters
+from oppo_megatron.config.lora import ADAPTER_WEIGHTS, LoraConfig, adapter_problems, refuse_adapters
 from oppo_megatron.config.megatron import find_megatron
 from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.config.paths import missing_path
@@ -56,6 +56,18 @@ def check_weights(name: str, directory: Path) -> list[str]:
         except CheckpointError as error:
             problems.append(f"{name}: {error}")
     return problems
+
+
+def check_adapter(name: str, lora: LoraConfig) -> list[str]:
+    """Problems of the adapters that a role starts from: of other settings, absent, truncated, not safetensors."""
+    if problems := adapter_problems(f"{name}.lora", lora):
+        return problems
+    try:
+        if lora.adapter is not None:
+            read_header(lora.adapter / ADAPTER_WEIGHTS)
+    except CheckpointError as error:
+        return [f"{name}.lora.adapter: {error}"]
+    return []
 
 
 def weight_files(directory: Path) -> list[Path]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 
+from oppo_megatron.config.checkpoint import check_adapter
 from oppo_megatron.config.data import DataConfig, RewardPart
 from oppo_megatron.config.kernels import find_available, layer_problem
-from oppo_megatron.config.lora import LoraConfig, adapter_problems
+from oppo_megatron.config.lora import LoraConfig
 from oppo_megatron.config.model import ModelConfig, OptimizerConfig, RoleConfig, RuntimeConfig
 from oppo_megatron.config.overlap import OverlapConfig
 from oppo_megatron.config.paths import check_exists
@@ -36,7 +37,7 @@ def check_train(config: TrainConfig) -> list[str]:
         *_check_optimizer("actor", config.actor.optimizer),
         *_check_optimizer("critic", config.critic.optimizer),
         *check_layers(config.runtime, adapters=bool(adapters(config))),
-        *(problem for name, lora in adapters(config).items() for problem in adapter_problems(name, lora)),
+        *(problem for name, lora in adapters(config).items() for problem in check_adapter(name, lora)),
     ]
 
 

@@ -77,23 +77,18 @@ class LoraConfig(Section):
 
 
 def adapter_problems(name: str, lora: LoraConfig) -> list[str]:
-    """What keeps the adapters of `lora.adapter` from being those that `lora` describes, a sentence each."""
+    """What keeps the adapters of `lora.adapter` from being those that `lora`, the section `name`, describes, a sentence each."""
     if lora.adapter is None:
         return []
     try:
         found = read_adapter_config(lora.adapter)
     except CheckpointError as error:
-        return [f"{name}.lora.adapter: {error}"]
-    where = f"{name}.lora.adapter `{lora.adapter}`"
-    problems = [
-        f"{where}: its {option} is {found[option]!r:.60}, which is not computed here; merge it into its base with peft, or "
-        "train it without"
-        for option, plain in PLAIN.items()
-        if option in found and found[option] not in plain
-    ]
+        return [f"{name}.adapter: {error}"]
+    where = f"{name}.adapter `{lora.adapter}`"
+    problems = _uncomputed(where, found)
     due = {"r": ("rank", lora.rank), "lora_alpha": ("alpha", lora.alpha)}
     problems += [
-        f"{where}: its {theirs} is {found.get(theirs)!r:.40}, but {name}.lora.{ours} is {value:g}; they must be equal"
+        f"{where}: its {theirs} is {found.get(theirs)!r:.40}, but {name}.{ours} is {value:g}; they must be equal"
         for theirs, (ours, value) in due.items()
         if found.get(theirs) != value
     ]
@@ -101,10 +96,19 @@ def adapter_problems(name: str, lora: LoraConfig) -> list[str]:
     if not isinstance(targets, list) or set(map(str, targets)) != set(lora.projections):
         shown = sorted(map(str, targets)) if isinstance(targets, list) else targets
         problems.append(
-            f"{where}: its target_modules are {shown!r:.120}, but {name}.lora.targets are {sorted(lora.projections)}; "
+            f"{where}: its target_modules are {shown!r:.120}, but {name}.targets are {sorted(lora.projections)}; "
             "they must be equal"
         )
     return problems
+
+
+def _uncomputed(where: str, found: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{where}: its {option} is {found[option]!r:.60}, which is not computed here; merge it into its base with peft, or "
+        "train it without"
+        for option, plain in PLAIN.items()
+        if option in found and found[option] not in plain
+    ]
 
 
 def lora_of(directory: Path) -> LoraConfig:
@@ -119,7 +123,7 @@ def lora_of(directory: Path) -> LoraConfig:
         raise CheckpointError(
             f"`{directory / ADAPTER_CONFIG}` describes adapters that are not computed here ({told})"
         ) from error
-    if problems := adapter_problems("it", lora):
+    if problems := _uncomputed(f"`{directory}`", found):
         raise CheckpointError("\n".join(problems))
     return lora
 

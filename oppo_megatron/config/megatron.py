@@ -41,7 +41,7 @@ def find_megatron(directory: Path, shape: Path | None = None) -> MegatronFolder 
     """
     if any(directory.glob("*.safetensors")):
         return None
-    role = _of_role(directory)
+    role = _of_role(directory, shape)
     if role is not None:
         return role
     weights = _weights(directory)
@@ -56,13 +56,13 @@ def is_index(directory: Path) -> bool:
     return (directory / BACKENDS).is_file() or (directory / TORCH_INDEX).is_file()
 
 
-def _of_role(directory: Path) -> MegatronFolder | None:
+def _of_role(directory: Path, shape: Path | None) -> MegatronFolder | None:
     """A role's folder in a checkpoint of a run, which has the shape and no weights."""
     above = directory.parent
     if is_index(directory) or not is_index(above) or not (directory / SHAPE).is_file():
         return None
     _check_backend(above)
-    return MegatronFolder(above, directory / SHAPE, f"{directory.name}.")
+    return MegatronFolder(above, shape or directory / SHAPE, f"{directory.name}.")
 
 
 def _weights(directory: Path) -> Path | None:

@@ -19,8 +19,8 @@ from oppo_megatron.runtime.mcore.dist_writer import ALIGNER, MEGATRON, write_dir
 from oppo_megatron.runtime.mcore.hf_layout import Head, hf_tensors
 from oppo_megatron.runtime.mcore.hf_source import FreshHead, TensorSource, open_weights, side_files
 from oppo_megatron.runtime.mcore.hf_weights import common_dtype, rewrite_weights
-from oppo_megatron.runtime.mcore.hf_writer import MAX_SHARD_BYTES, hf_config
-from oppo_megatron.runtime.mcore.lora_weights import merged
+from oppo_megatron.runtime.mcore.hf_writer import MAX_SHARD_BYTES, hf_config, require_empty
+from oppo_megatron.runtime.mcore.lora_weights import has_head, merged
 from oppo_megatron.runtime.mcore.nemo_config import CONFIG_NAME, nemo_config
 from oppo_megatron.runtime.shape import ModelShape
 
@@ -49,17 +49,21 @@ def convert(src: Path, dst: Path, what: Conversion) -> int:
     Raises CheckpointError if `src` cannot be read as what `dst` is to be, or `dst` is not empty; ConfigError for what cannot
     be asked for together.
     """
+    dst = dst.resolve()  # `.` has no name, and a link is not what is to be replaced
+    require_empty(dst)
     fresh = what.fresh_head_seed is not None
     if fresh and what.head == "lm":
         raise ConfigError(
             "--fresh-head-seed draws a scalar head, which a causal-lm lacks. Add --as reward or drop the flag."
         )
-    model = ModelConfig(checkpoint=src, fresh_head=fresh, init_seed=what.fresh_head_seed or 0)
+    adapters = None if what.adapter is None else lora_of(what.adapter)
+    brought = what.head == "scalar" and what.adapter is not None and has_head(what.adapter)
+    model = ModelConfig(checkpoint=src, fresh_head=fresh or brought, init_seed=what.fresh_head_seed or 0)
     shape, source = open_weights(model, what.head, what.shape_file)
     if fresh and not isinstance(source, FreshHead):
         raise CheckpointError(f"{src} has a scalar head already, which is kept. Drop --fresh-head-seed.")
-    if what.adapter is not None:
-        source = merged(source, shape, what.head, lora_of(what.adapter))
+    if adapters is not None:
+        source = merged(source, shape, what.head, adapters)
     dtype = getattr(torch, what.dtype) if what.dtype else common_dtype(shape, source, what.head)
     if what.to == "hf":
         rewrite_weights(
@@ -80,11 +84,7 @@ def _convert_to_megatron(
 ) -> int:
     nemo = what.to == "nemo"
     # NeMo names the tokenizer by its place: DST, whose files lie beside the weights.
-    texts = (
-        {CONFIG_NAME: yaml.safe_dump(nemo_config(shape, what.head, str(dst.absolute())), sort_keys=False)}
-        if nemo
-        else {}
-    )
+    texts = {CONFIG_NAME: yaml.safe_dump(nemo_config(shape, what.head, str(dst)), sort_keys=False)} if nemo else {}
     texts["config.json"] = json.dumps(hf_config(shape, what.head, dtype), indent=2) + "\n"
 
     def write(weights: Path) -> int:

@@ -10,9 +10,11 @@ from oppo_megatron.runtime.mcore.groups import RoleGroups
 from oppo_megatron.runtime.mcore.hf_source import TensorSource, open_weights
 from oppo_megatron.runtime.mcore.hf_weights import load_weights
 from oppo_megatron.runtime.mcore.lora import attach_adapters
-from oppo_megatron.runtime.mcore.lora_weights import fill_adapters
+from oppo_megatron.runtime.mcore.lora_layout import adapter_parts
+from oppo_megatron.runtime.mcore.lora_weights import fill_adapters, open_adapters
 from oppo_megatron.runtime.mcore.model import Head, RoleModel, build_chunks, build_model
 from oppo_megatron.runtime.mcore.reallocate import share_parameters
+from oppo_megatron.runtime.shape import ModelShape
 
 
 def load_role(
@@ -29,7 +31,7 @@ def load_role(
 
     Raises CheckpointError for weights that are missing or do not fit, CapacityError for too few positions.
     """
-    shape, source = open_weights(config, head)
+    shape, source = _open(config, head)
     kind = _layer_kind(config, layers, device)
     model = build_model(shape, groups, head=head, max_length=max_length, dtype=config.dtype, device=device, layers=kind)
     _fill(model, source, config)
@@ -48,7 +50,7 @@ def load_training(
     layers: Layers = "torch",
 ) -> list[RoleModel]:
     """This rank's chunks of the model, to be trained on `groups` with the options of `layout`; otherwise as `load_role`."""
-    shape, source = open_weights(config, head)
+    shape, source = _open(config, head)
     kind = _layer_kind(config, layers, device)
     chunks = build_chunks(
         shape, groups, layout, head=head, max_length=max_length, dtype=config.dtype, device=device, layers=kind
@@ -68,6 +70,14 @@ def without_adapters(adapted: RoleModel, groups: RoleGroups, dtype: Dtype) -> Ro
     share_parameters(adapted, model)
     model.compute_as(adapted)
     return model.eval()
+
+
+def _open(config: ModelConfig, head: Head) -> tuple[ModelShape, TensorSource]:
+    """Shape and weights of a role, and whether its adapters fit.  Reads headers only."""
+    shape, source = open_weights(config, head)
+    if isinstance(config, TrainedRoleConfig) and config.lora is not None and config.lora.adapter is not None:
+        open_adapters(config.lora.adapter, adapter_parts(shape, config.lora, head))
+    return shape, source
 
 
 def _layer_kind(config: ModelConfig, wanted: Layers, device: torch.device) -> LayerKind:

@@ -101,6 +101,10 @@ def test_a_resumed_run_is_the_undisturbed_one(workspace: Workspace, plain: dict[
     config = configured(workspace, "resumed", **{"checkpoint.every_steps": 1})
     assert run_ranks(1, "tests.e2e.jobs:train_until", config=config, rounds=4, rank=0) == [False]
     config["checkpoint"]["resume"] = True
+    for change, said in [({"alpha": 8.0}, "alpha 8.0,"), ({"targets": ["q_proj"]}, "targets ['q_proj'],")]:
+        other = config | {"actor": config["actor"] | {"lora": LORA | change}}
+        (told,) = run(other, "tests.e2e.jobs_lora:refusal")
+        assert "actor.lora is rank 4, " in told and said in told and "checkpoint's run has rank 4, alpha 16.0" in told
     run(config)
     found, due = adapters(config), adapters(plain)
     assert tokens(config) == tokens(plain) and all(torch.equal(found[name], due[name]) for name in due)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from oppo_megatron.cli.main import main
+from oppo_megatron.config.checkpoint import check_adapter
 from oppo_megatron.config.lora import TARGETS, LoraConfig, adapter_problems
 from oppo_megatron.config.model import TrainedRoleConfig, TrainingLayoutConfig
 from oppo_megatron.errors import CheckpointError
@@ -34,7 +37,7 @@ from tests.gloo.test_training import (
     plain_steps,
 )
 from tests.parity.test_hf_roundtrip import tensors_of
-from tests.support.hf import SIZES
+from tests.support.hf import SIZES, save_tiny
 from tests.support.ranks import run_ranks
 
 peft = pytest.importorskip("peft", reason="peft is not installed: it is of the test extra")
@@ -146,11 +149,29 @@ def test_merging_equals_pefts(models: dict[str, str], adapters: dict[str, Path],
         assert main(["convert", str(adapters[name]), str(tmp_path / "no")]) == 2
 
 
+def test_an_adapters_scalar_head_needs_none_below(adapters: dict[str, Path], tmp_path: Path) -> None:
+    name = next(name for name in LORA if "scalar" in name)
+    save_tiny(tmp_path / "lm", name.partition("-")[0])
+    head = "base_model.model.score.weight"
+    arguments = [str(tmp_path / "lm"), str(tmp_path / "rm"), "--as", "reward", "--adapter", str(adapters[name])]
+    assert main(["convert", *arguments]) == 0
+    found = tensors_of(tmp_path / "rm")["score.weight"]
+    assert torch.equal(found, load_file(adapters[name] / "adapter_model.safetensors")[head])
+
+
 def test_an_adapter_of_other_settings_is_refused(adapters: dict[str, Path]) -> None:
     settings = LORA["qwen2"] | {"adapter": adapters["qwen2"]}
-    assert adapter_problems("actor", LoraConfig(**settings)) == []
-    told = adapter_problems("actor", LoraConfig(**settings | {"rank": 8, "alpha": 1.0, "targets": ["q_proj"]}))
+    assert adapter_problems("actor.lora", LoraConfig(**settings)) == []
+    told = adapter_problems("actor.lora", LoraConfig(**settings | {"rank": 8, "alpha": 1.0, "targets": ["q_proj"]}))
     assert len(told) == 3 and "its r is 4, but actor.lora.rank is 8" in told[0]
+
+
+def test_damaged_adapters_are_met_before_models_are_built(adapters: dict[str, Path], tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(adapters["qwen2"], tmp_path / "adapter"))
+    file = copy / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:200])
+    (told,) = check_adapter("actor", LoraConfig(**LORA["qwen2"] | {"adapter": copy}))
+    assert told.startswith("actor.lora.adapter: ") and "adapter_model.safetensors` is truncated" in told
 
 
 @pytest.mark.parametrize(
@@ -166,13 +187,10 @@ def test_an_adapter_of_other_settings_is_refused(adapters: dict[str, Path]) -> N
 def test_what_is_not_computed_is_refused(
     adapters: dict[str, Path], tmp_path: Path, change: dict[str, Any], said: str
 ) -> None:
-    import json
-    import shutil
-
     copy = Path(shutil.copytree(adapters["qwen2"], tmp_path / "adapter"))
     config = json.loads((copy / "adapter_config.json").read_text())
     (copy / "adapter_config.json").write_text(json.dumps(config | change))
-    assert said in "".join(adapter_problems("actor", LoraConfig(**LORA["qwen2"], adapter=copy)))
+    assert said in "".join(adapter_problems("actor.lora", LoraConfig(**LORA["qwen2"], adapter=copy)))
 
 
 def test_an_adapter_of_another_model_is_refused(adapters: dict[str, Path]) -> None:

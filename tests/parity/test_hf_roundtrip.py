@@ -119,6 +119,24 @@ def test_convert_a_causal_lm_to_a_reward_model(tmp_path: Path, capsys: pytest.Ca
     assert main(["convert", str(src), str(tmp_path / "lm"), "--fresh-head-seed", "3"]) == 2
 
 
+def test_where_a_conversion_is_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_tiny(tmp_path / "src", "llama")
+    (tmp_path / "here").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "behind")
+    monkeypatch.chdir(tmp_path / "here")
+    for to in ("hf", "megatron"):
+        assert main(["convert", str(tmp_path / "src"), "/", "--to", to]) == 2
+        assert "/ exists and is not empty" in capsys.readouterr().err
+    assert main(["convert", str(tmp_path / "src"), str(tmp_path / "link")]) == 0
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "behind" / "config.json").is_file()
+    assert main(["convert", str(tmp_path / "src"), "."]) == 0
+    assert (tmp_path / "here" / "config.json").is_file()
+    assert main(["convert", str(tmp_path / "absent"), str(tmp_path / "dst"), "--config", "config.json"]) == 2
+    assert "absent does not exist" in capsys.readouterr().err
+
+
 def test_check_sees_a_difference(tmp_path: Path) -> None:
     save_tiny(tmp_path / "a", "llama")
     shutil.copytree(tmp_path / "a", tmp_path / "b")

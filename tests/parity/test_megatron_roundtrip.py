@@ -127,10 +127,24 @@ def test_rows_that_pad_the_vocabulary_are_left_out(dist: Path, tmp_path: Path) -
 
 def test_other_sizes_are_named(dist: Path) -> None:
     config = json.loads((dist / "config.json").read_text())
-    (dist / "config.json").write_text(json.dumps(config | {"intermediate_size": 40, "num_hidden_layers": 5}))
+    (dist / "config.json").write_text(json.dumps(config | {"intermediate_size": 40}))
+    assert "mlp.linear_fc2.weight (layer 0) has shape [32, 48], config.json asks for [32, 40]" in refusal(dist)
+
+
+@pytest.mark.parametrize("layers", [3, 5])
+def test_a_model_of_fewer_or_more_layers_is_another_one(dist: Path, layers: int) -> None:
+    config = json.loads((dist / "config.json").read_text())
+    (dist / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
     message = refusal(dist)
-    assert "mlp.linear_fc2.weight (layer 0) has shape [32, 48], config.json asks for [32, 40]" in message
-    assert "(layer 4) has shape []" in message or "more" in message
+    assert (
+        f"mlp.linear_fc1.weight holds 4 layers, config.json asks for {layers}" in message and " layer " not in message
+    )
+
+
+def test_an_output_layer_is_not_dropped_where_the_config_ties_it(dist: Path) -> None:
+    config = json.loads((dist / "config.json").read_text())
+    (dist / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    assert "output_layer.weight has no place" in refusal(dist) and "tie_word_embeddings" in refusal(dist)
 
 
 def test_a_tensor_of_no_place_is_named(dist: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -82,28 +82,36 @@ class DistSource:
         shapes = {part.param: () for part in parts.values()} | param_shapes(
             [part for name, part in parts.items() if name not in (LM_HEAD, SCALAR_HEAD)]
         )
-        problems, used = [], set()
+        problems, depths = [], dict[str, int | None]()
         for name, part in parts.items():
             place = self._place_of(name, part)
             if place is None:
                 continue
-            used.add(place.key)
+            depths[place.key] = shape.num_layers if place.layer is not None else None
+            if place.layer is not None and place.layer >= self._saved[place.key].size[0]:
+                continue
             size, due = self._size(place), part.hf_shape if name in (LM_HEAD, SCALAR_HEAD) else shapes[part.param]
             if size == due or (part.param in _PADDED and size[1:] == due[1:] and size[0] > due[0]):
                 yield name, place
             else:
                 layer = "" if place.layer is None else f" (layer {place.layer})"
                 problems.append(f"{place.key}{layer} has shape {list(size)}, config.json asks for {list(due)}")
-        spare = {HEAD, ALIGNER_HEAD, ALIGNER_BIAS}
-        problems += [
-            f"{key} has no place in the model of config.json" for key in sorted(self._saved.keys() - used - spare)
-        ]
+        problems += self._count_problems(depths)
         if problems:
             more = [f"... and {len(problems) - _SHOWN_PROBLEMS} more"] if len(problems) > _SHOWN_PROBLEMS else []
             lines = "\n".join(f"  - {problem}" for problem in problems[:_SHOWN_PROBLEMS] + more)
             raise CheckpointError(
                 f"{self._folder}: the weights do not fit the model:\n{lines}\nUse the config.json that belongs to them."
             )
+
+    def _count_problems(self, depths: Mapping[str, int | None]) -> Iterator[str]:
+        """Tensors and layers that nobody reads, or that lack.  `depths`: due layers of each key that is read, None: no stack."""
+        for key in sorted(self._saved.keys() - depths.keys() - {ALIGNER_BIAS}):
+            tied = ", which ties it to the embeddings (tie_word_embeddings)" if key == HEAD else ""
+            yield f"{key} has no place in the model of config.json{tied}"
+        for key, layers in depths.items():
+            if layers is not None and self._saved[key].size[0] != layers:
+                yield f"{key} holds {self._saved[key].size[0]} layers, config.json asks for {layers}"
 
     def _place_of(self, name: str, part: Part) -> _Place | None:
         if name == SCALAR_HEAD and ALIGNER_HEAD in self._saved:
@@ -116,11 +124,9 @@ class DistSource:
         return None
 
     def _size(self, place: _Place) -> tuple[int, ...]:
-        """Of one layer where layers are stacked; () for a stack that lacks the layer."""
+        """Of one layer where layers are stacked."""
         size = tuple(self._saved[place.key].size)
-        if place.layer is None:
-            return size
-        return size[1:] if place.layer < size[0] else ()
+        return size if place.layer is None else size[1:]
 
     def _require_no_bias(self) -> None:
         """NeMo-Aligner's scalar head has a bias, which a *ForSequenceClassification has not."""

@@ -24,11 +24,11 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from oppo_megatron.checkpoint.manifest import sync_folder
-from oppo_megatron.errors import CheckpointError
 from oppo_megatron.runtime.mcore.dist_layout import ALIGNER_BIAS, ALIGNER_HEAD, HEAD, saved_names
 from oppo_megatron.runtime.mcore.hf_layout import Head, Part, param_shapes, stage_parts
 from oppo_megatron.runtime.mcore.hf_source import TensorSource
 from oppo_megatron.runtime.mcore.hf_weights import put_part
+from oppo_megatron.runtime.mcore.hf_writer import aside, require_empty
 from oppo_megatron.runtime.shape import ModelShape
 
 
@@ -89,11 +89,8 @@ def write_directory(
     `write` makes the folder that it is called with, and what it returns is returned.  Raises CheckpointError if the directory
     already holds something.
     """
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise CheckpointError(
-            f"{directory} exists and is not empty: weights are never overwritten. Remove or rename it."
-        )
-    partial = directory.with_name(f".{directory.name}.partial")
+    require_empty(directory)
+    partial = aside(directory)
     shutil.rmtree(partial, ignore_errors=True)  # of a run that was stopped while it wrote
     try:
         written = write(partial / sub)

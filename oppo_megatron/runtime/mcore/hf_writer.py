@@ -58,7 +58,7 @@ class HfWriter:
         names: FileNames = MODEL_FILES,
     ):
         self._directory = directory
-        self._partial = directory.with_name(f".{directory.name}.partial")
+        self._partial = aside(directory)
         self._tensors = tensors
         self._config = config
         self._dtype = dtype
@@ -69,10 +69,7 @@ class HfWriter:
         self._file: IO[bytes] | None = None
 
     def __enter__(self) -> HfWriter:
-        if self._directory.exists() and (not self._directory.is_dir() or any(self._directory.iterdir())):
-            raise CheckpointError(
-                f"{self._directory} exists and is not empty: weights are never overwritten. Remove or rename it."
-            )
+        require_empty(self._directory)
         shutil.rmtree(self._partial, ignore_errors=True)  # of a run that was stopped while it wrote
         self._partial.mkdir(parents=True)
         return self
@@ -140,6 +137,19 @@ class HfWriter:
         with (self._partial / name).open("wb") as file:
             file.write(json.dumps(content, indent=2).encode() + b"\n")
             _sync(file)
+
+
+def aside(directory: Path) -> Path:
+    """Where a directory is written until it is whole."""
+    return directory.with_name(f".{directory.name}.partial")
+
+
+def require_empty(directory: Path) -> None:
+    """Raises CheckpointError where weights would be written over something."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise CheckpointError(
+            f"{directory} exists and is not empty: weights are never overwritten. Remove or rename it."
+        )
 
 
 def hf_config(shape: ModelShape, head: Head, dtype: torch.dtype) -> dict[str, Any]:

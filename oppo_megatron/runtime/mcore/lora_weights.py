@@ -59,6 +59,11 @@ def open_adapters(directory: Path, parts: Collection[Part]) -> TensorSource:
     return source
 
 
+def has_head(directory: Path) -> bool:
+    """Whether the adapters of a peft directory bring a scalar head along."""
+    return f"{PEFT}{SCALAR_HEAD}" in SafetensorsSource(directory, ADAPTER_WEIGHTS).names()
+
+
 @torch.no_grad()
 def fill_adapters(model: Any, lora: LoraConfig, seed: int) -> None:
     """Set the adapters of a stage, a RoleModel, to where they start.

@@ -30,7 +30,15 @@ from oppo_megatron.train.saving.files import MODELS, ROLLOUTS, cache_path
 from oppo_megatron.train.saving.finding import Found
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.snapshot import Best, take_snapshot, trained_models
-from oppo_megatron.train.saving.state import data_state, layout_of, read_rollouts, require_same_data, restore_trainer
+from oppo_megatron.train.saving.state import (
+    adapter_state,
+    data_state,
+    layout_of,
+    read_rollouts,
+    require_same_adapters,
+    require_same_data,
+    restore_trainer,
+)
 from oppo_megatron.train.saving.writing import CheckpointWriting
 
 if TYPE_CHECKING:
@@ -143,6 +151,7 @@ class Saver:
         """Continue from a checkpoint.  Raises CheckpointError for other data, models or a damaged file."""
         state = found.state
         require_same_data(state["data"], self._data_now())
+        require_same_adapters(state["adapters"], adapter_state(self.config))
         self._best = None if state["best"] is None else (state["best"][0], Position(*state["best"][1]))
         updates = {name: state["updates"] for name in ("actor", "critic")}
         models = trained_models(trainer)

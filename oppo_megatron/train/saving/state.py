@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from oppo_megatron.config.checks import adapters
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.chunk import DecodeLaw
 from oppo_megatron.control.signals import Occupancy
@@ -65,6 +66,7 @@ def trainer_state(trainer: PPOTrainer) -> dict[str, Any]:
         "phase": None if trainer.phase is None else trainer.phase.state_dict(),
         "journal": journal.state_dict(),
         "layout": layout_of(trainer),
+        "adapters": adapter_state(trainer.config),
         "books": {
             "actor": planner.actor.state_dict(),
             **{name: book.state_dict() for name, book in planner.scorers.items()},
@@ -121,6 +123,28 @@ def require_same_data(saved: dict[str, Any], now: dict[str, Any]) -> None:
             f"fingerprint {now['fingerprint'][:12]}, not {saved['fingerprint'][:12]}; resume with the same data, tokenizer "
             "and template, or start a new run in another run_dir"
         )
+
+
+def adapter_state(config: TrainConfig) -> dict[str, Any]:
+    """What the tensors of adapters do not say of them, by role."""
+    return {
+        name: {"rank": lora.rank, "alpha": lora.alpha, "targets": list(lora.projections)}
+        for name, lora in adapters(config).items()
+    }
+
+
+def require_same_adapters(saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raises CheckpointError, naming what has changed: with another scale, or fewer pairs, it would be another policy."""
+    for name in sorted(saved.keys() | now.keys()):
+        if saved.get(name) != now.get(name):
+            raise CheckpointError(
+                f"{name}.lora is {_described(now.get(name))}, but the checkpoint's run has {_described(saved.get(name))}; resume "
+                "with what the run began with, or start a new run in another run_dir"
+            )
+
+
+def _described(lora: dict[str, Any] | None) -> str:
+    return "absent" if lora is None else ", ".join(f"{key} {value}" for key, value in lora.items())
 
 
 def rollout_lines(rollouts: Iterable[Rollout]) -> Iterator[str]:

@@ -140,6 +140,12 @@ class _Data(_Strict):
     fingerprint: str
 
 
+class _Adapters(_Strict):
+    rank: Count
+    alpha: float
+    targets: list[str]
+
+
 class _State(_Strict):
     done: Count
     scheduler: _Scheduler
@@ -152,6 +158,7 @@ class _State(_Strict):
     phase: _Phase | None
     journal: _Journal
     layout: dict[str, _Place]
+    adapters: dict[str, _Adapters]
     books: dict[str, _Book]
     saved_at: float
     caches: bool
