@@ -51,29 +51,21 @@ def run(args: argparse.Namespace) -> int:
 
 def _kinds(kind: str | None, config: Path | None) -> Mapping[str, type[Section]]:
     """The schemas to look in, by the command they are for."""
+    from oppo_megatron.cli.validate import guess_kind
     from oppo_megatron.config.describe import COMMANDS
 
     if kind is None and config is not None:
-        kind = _kind_of(config)
+        kind = guess_kind(config)
     return COMMANDS if kind is None else {kind: COMMANDS[kind]}
-
-
-def _kind_of(config: Path) -> str:
-    from oppo_megatron.cli.validate import guess_kind
-    from oppo_megatron.config.load import read_tree
-
-    keys = set(read_tree(config))
-    if not {"host", "port"} & keys:
-        return guess_kind(config)
-    return "serve-reward" if "rewards" in keys else "serve-scorer"
 
 
 def _resolved(args: argparse.Namespace) -> Section:
     """The file with every default filled in, of any machine: what it names need not be there."""
+    from oppo_megatron.cli.validate import guess_kind
     from oppo_megatron.config.describe import COMMANDS
     from oppo_megatron.config.load import load_config
 
-    return load_config(COMMANDS[args.kind or _kind_of(args.config)], args.config, args.overrides)
+    return load_config(COMMANDS[args.kind or guess_kind(args.config)], args.config, args.overrides)
 
 
 def _explanation(kinds: Mapping[str, type[Section]], key: str, here: Section | None) -> Iterator[str]:

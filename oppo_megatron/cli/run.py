@@ -113,9 +113,13 @@ def _ended_here(config: TrainConfig | SupervisedConfig, run: RunDirectory) -> bo
 
     if not (run.finished and run.config.is_file()):
         return False
-    texts = (run.config.read_text(encoding="utf-8"), config_yaml(config))
-    then, now = (yaml.safe_load(text) for text in texts)
+    try:
+        then, now = yaml.safe_load(run.config.read_bytes()), yaml.safe_load(config_yaml(config))
+    except (yaml.YAMLError, RecursionError):  # what is there cannot be compared, and is not written over
+        return False
     for tree in (then, now):
+        if not isinstance(tree, dict) or not isinstance(tree.get("checkpoint", {}), dict):
+            return False
         tree.get("checkpoint", {}).pop("resume", None)
     return bool(then == now)
 

@@ -12,7 +12,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises ConfigError before anything is served."""
-    from oppo_megatron.config.serve import ServeRewardConfig, check_serve
-
-    return run_service(args, ServeRewardConfig, check_serve)
+    return run_service(args)

@@ -12,7 +12,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises ConfigError before anything is served."""
-    from oppo_megatron.config.serve import ServeScorerConfig, check_serve_scorer
-
-    return run_service(args, ServeScorerConfig, check_serve_scorer)
+    return run_service(args)

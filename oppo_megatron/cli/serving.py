@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from oppo_megatron.config.serve import ServeRewardConfig, ServeScorerConfig
 
-    Served = TypeVar("Served", ServeRewardConfig, ServeScorerConfig)
+SERVICES = ("serve-reward", "serve-scorer")
 
 
 def add_serving_arguments(parser: argparse.ArgumentParser, *, path: str, settings: str, page: str) -> None:
@@ -27,12 +27,22 @@ def add_serving_arguments(parser: argparse.ArgumentParser, *, path: str, setting
     )
 
 
-def run_service(args: argparse.Namespace, schema: type[Served], check: Callable[[Served], Sequence[str]]) -> int:
-    """Serve until told to stop.  Raises ConfigError before anything is served."""
+def load_service(kind: str, path: Path, overrides: Sequence[str]) -> ServeRewardConfig | ServeScorerConfig:
+    """The configuration of one of `SERVICES`, every check made.  Raises ConfigError with all problems."""
     from oppo_megatron.config.load import load_config
+    from oppo_megatron.config.serve import ServeRewardConfig, ServeScorerConfig
+    from oppo_megatron.config.validate import service_problems
+
+    if kind == "serve-reward":
+        return load_config(ServeRewardConfig, path, overrides, check=service_problems)
+    return load_config(ServeScorerConfig, path, overrides, check=service_problems)
+
+
+def run_service(args: argparse.Namespace) -> int:
+    """Serve until told to stop.  Raises ConfigError before anything is served."""
     from oppo_megatron.errors import ConfigError
 
-    config = load_config(schema, args.config, args.overrides, check=check)
+    config = load_service(args.command, args.config, args.overrides)
     try:
         from oppo_megatron.serving.server import serve
     except ModuleNotFoundError as error:

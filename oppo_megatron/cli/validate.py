@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from oppo_megatron.cli.rank_table import rank_table
 from oppo_megatron.cli.run import KINDS, load_settings, placed, unplaced
+from oppo_megatron.cli.serving import SERVICES, load_service
 
 if TYPE_CHECKING:
     from oppo_megatron.config.run import SupervisedConfig, TrainSettings
@@ -18,19 +21,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace those of the file"
     )
-    parser.add_argument("--kind", choices=KINDS, help="the command it is for; default: told from its keys")
-    parser.add_argument("--skip-data", action="store_true", help="leave the rows of the data unread")
+    parser.add_argument(
+        "--kind", choices=(*KINDS, *SERVICES), help="the command it is for; default: told from its keys"
+    )
+    parser.add_argument(
+        "--skip-data", action="store_true", help="leave the rows of the data unread, and rewards and tokens unasked for"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     kind = args.kind or guess_kind(args.config)
-    settings = load_settings(kind, args.config, args.overrides)
-    config = placed(settings, measure=False)
-    print("\n".join(unplaced(settings) if config is None else rank_table(config)))
-    if not args.skip_data:
-        print("\n".join(data_lines(settings)))
+    lines = service_lines if kind in SERVICES else run_lines
+    for line in lines(kind, args.config, args.overrides, skip_data=args.skip_data):
+        print(line)
     print(f"OK: {args.config} is a valid configuration for `oppo {kind}`")
     return 0
+
+
+def run_lines(kind: str, path: Path, overrides: Sequence[str], *, skip_data: bool) -> Iterator[str]:
+    """Check the configuration of a run: its ranks, and what became of the rows."""
+    settings = load_settings(kind, path, overrides)
+    config = placed(settings, measure=False)
+    yield from unplaced(settings) if config is None else rank_table(config)
+    if not skip_data:
+        yield from data_lines(settings)
+
+
+def service_lines(kind: str, path: Path, overrides: Sequence[str], *, skip_data: bool) -> Iterator[str]:
+    """Check the configuration of a service: its address, and what it scores with."""
+    from oppo_megatron.serving.checking import try_parts
+
+    config = load_service(kind, path, overrides)
+    yield f"listens on {config.host}, port {config.port}, {'with' if config.token_env else 'without'} a token"
+    if not skip_data:
+        yield from try_parts(config, os.environ)
 
 
 def data_lines(settings: TrainSettings | SupervisedConfig) -> list[str]:
@@ -65,13 +89,20 @@ def _supervised_lines(settings: SupervisedConfig) -> list[str]:
 
 
 def guess_kind(path: Path) -> str:
-    """The command that most of the file's keys belong to; `rm` where a model starts from a fresh scalar head."""
+    """The command that most of the file's keys belong to; where several have as many, one that they are enough for.
+
+    `rm` where a model starts from a fresh scalar head.
+    """
+    from oppo_megatron.config.describe import COMMANDS
     from oppo_megatron.config.load import read_tree
-    from oppo_megatron.config.run import SFTConfig, TrainConfig
 
     tree = read_tree(path)
     keys = set(tree)
-    if len(keys & set(TrainConfig.model_fields)) >= len(keys & set(SFTConfig.model_fields)):
-        return "train"
+
+    def fit(kind: str) -> tuple[int, bool]:
+        fields = COMMANDS[kind].model_fields
+        return len(keys & set(fields)), all(name in keys for name, field in fields.items() if field.is_required())
+
+    kind = max(("train", "sft", *SERVICES), key=fit)
     model = tree.get("model")
-    return "rm" if isinstance(model, dict) and model.get("fresh_head") else "sft"
+    return "rm" if kind == "sft" and isinstance(model, dict) and model.get("fresh_head") else kind

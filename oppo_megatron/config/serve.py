@@ -76,14 +76,16 @@ def _check_parts(config: ServeRewardConfig) -> Iterator[str]:
             yield f"rewards.{index} is of kind http, but a service does not pass requests on; let the run ask that service"
 
 
-def _check_address(config: ServeRewardConfig | ServeScorerConfig) -> Iterator[str]:
-    if config.token_env is not None or config.host == "localhost":
-        return
+def is_loopback(host: str) -> bool:
+    """Whether an address is one that only this host can reach; a name is none."""
     try:
-        local = ipaddress.ip_address(config.host).is_loopback
+        return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        local = False
-    if not local:
+        return False
+
+
+def _check_address(config: ServeRewardConfig | ServeScorerConfig) -> Iterator[str]:
+    if config.token_env is None and config.host != "localhost" and not is_loopback(config.host):
         yield (
             f"host is {config.host!r}, which others can reach, but token_env is not set; name an environment variable that "
             "holds a token, or listen on 127.0.0.1"

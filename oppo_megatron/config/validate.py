@@ -14,6 +14,7 @@ from oppo_megatron.config.megatron import find_megatron
 from oppo_megatron.config.model import ModelConfig, PlacementConfig
 from oppo_megatron.config.places import named_roles
 from oppo_megatron.config.run import RewardModelConfig, SupervisedConfig, TrainConfig, TrainSettings
+from oppo_megatron.config.serve import ServeRewardConfig, ServeScorerConfig, check_serve, check_serve_scorer
 from oppo_megatron.config.shape import check_head, check_model, check_use
 from oppo_megatron.errors import CheckpointError, ConfigError
 
@@ -61,6 +62,20 @@ def supervised_problems(config: SupervisedConfig) -> list[str]:
     role = Role("model", config.model, scalar=isinstance(config, RewardModelConfig))
     shape = _check_role(role, config.max_tokens, vocab_size, problems)
     return problems if shape is None else problems + check_supervised_layout(config, shape)
+
+
+def service_problems(config: ServeRewardConfig | ServeScorerConfig) -> list[str]:
+    """Every problem of a service's configuration."""
+    vocab_size = None
+    if isinstance(config, ServeScorerConfig):
+        problems = check_serve_scorer(config)
+    else:
+        problems = check_serve(config)
+        if config.reward is not None and config.tokenizer is not None:
+            vocab_size = _vocab_size(config.tokenizer, problems)
+    if config.reward is not None:
+        _check_role(Role("reward", config.reward, scalar=True), config.max_tokens, vocab_size, problems)
+    return problems
 
 
 def train_roles(config: TrainConfig) -> Iterator[Role]:

@@ -10,7 +10,7 @@ import uvicorn
 from fastapi import FastAPI
 from pydantic import SecretStr
 
-from oppo_megatron.config.serve import ServeRewardConfig, ServeScorerConfig
+from oppo_megatron.config.serve import ServeRewardConfig, ServeScorerConfig, is_loopback
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.rewards.protocol import read_token
 from oppo_megatron.serving.app import build_app
@@ -30,7 +30,10 @@ def serve(
     Raises ConfigError for a token that is missing or an address that cannot be had, before a model is loaded.
     """
     token = None if config.token_env is None else read_token(config.token_env, environment)
-    with _listen(config.host, config.port) as listening, _open_app(config, environment, token) as app:
+    with (
+        _listen(config.host, config.port, guarded=token is not None) as listening,
+        _open_app(config, environment, token) as app,
+    ):
         settings = uvicorn.Config(
             app,
             log_level="warning",
@@ -68,13 +71,17 @@ def _scorer_app(config: ServeScorerConfig, token: SecretStr | None) -> Iterator[
         yield build_stream_app(scorer.extend, config.limits, token)
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """A bound socket that takes no connection yet."""
+def _listen(host: str, port: int, *, guarded: bool) -> socket.socket:
+    """A bound socket that takes no connection yet; on the loopback, where no token guards the service."""
     found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         found.bind((host, port))
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, TypeError, ValueError) as error:  # the latter two of what is no name of a host
         found.close()
         raise ConfigError(f"host {host!r}, port {port} cannot be listened on ({error}); name others") from error
+    address = found.getsockname()[0]
+    if not guarded and not is_loopback(address):  # of a name, the hosts file or a name server says where it leads
+        found.close()
+        raise ConfigError(f"host {host!r} is {address} here, which others can reach, but token_env is not set; set it")
     return found

@@ -68,3 +68,32 @@ def test_rows_of_supervised_training_too(folder: Path, capsys: pytest.CaptureFix
     assert "rows.jsonl:4: not UTF-8" in capsys.readouterr().err
     assert main(["validate", "sft.yaml", "data.bad_rows=quarantine"]) == 0
     assert "data: 4 rows, 1 of them duplicates; 2 rows set aside" in capsys.readouterr().out
+
+
+def test_services_too(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that is enough for a service is one, although a run has these settings, too; nothing listens, no model is read."""
+    monkeypatch.delenv("SERVE_TOKEN", raising=False)
+    shape = json.dumps(SHAPE)
+    (folder / "serve.yaml").write_text(
+        "rewards: [{kind: model}, {kind: verifier, name: gsm8k, weight: 0.5}]\n"
+        f"reward: {{init: {shape}}}\ntokenizer: {{path: t.model}}\nmax_tokens: 64\n"
+    )
+    (folder / "scorer.yaml").write_text(f"reward: {{init: {shape}}}\n")
+
+    def refused(*arguments: str) -> str:
+        assert main(["validate", *arguments]) == 2
+        return capsys.readouterr().err
+
+    assert main(["validate", "serve.yaml"]) == 0
+    out = capsys.readouterr().out
+    assert "listens on 127.0.0.1, port 8900, without a token\nrewards: model x 1, gsm8k x 0.5\n" in out
+    assert "valid configuration for `oppo serve-reward`" in out
+    assert main(["validate", "scorer.yaml"]) == 0
+    assert "valid configuration for `oppo serve-scorer`" in capsys.readouterr().out
+    assert "others can reach" in refused("scorer.yaml", "host=0.0.0.0")
+    assert "SERVE_TOKEN is not set" in refused("serve.yaml", "host=0.0.0.0", "token_env=SERVE_TOKEN")
+    assert "cannot be imported" in refused(
+        "serve.yaml", "rewards=[{kind: model}, {kind: python, entry_point: 'no_module:f'}]"
+    )
+    assert "the tokenizer gives ids up to 299" in refused("serve.yaml", "reward.init.vocab_size=9")
+    assert "`nowhere` does not exist" in refused("serve.yaml", "reward={checkpoint: nowhere, init: null}")
