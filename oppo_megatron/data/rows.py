@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +21,9 @@ from oppo_megatron.errors import ConfigError, DataError
 Policy = Literal["error", "quarantine"]
 NUM_SHOWN = 20
 BOM = b"\xef\xbb\xbf"
+GZIP = b"\x1f\x8b"
+DEEPEST = 100
+"""Lists and objects within each other in a row; so that whoever writes the row again finds it within its own limits, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +179,7 @@ def _parse(raw: bytes) -> dict[str, Any]:
         raise DataError(f"not JSON ({error})") from error
     if not isinstance(value, dict):
         raise DataError(f'a JSON {type(value).__name__}, not an object; each row is written {{"column": value, ...}}')
+    _check_depth(value)
     if b"\\u" in raw:  # what is no text can come in by an escape only
         _check_texts(value)
     return value
@@ -185,10 +189,26 @@ def _check_bytes(raw: bytes) -> None:
     """Name what the JSON reader would call an unexpected character."""
     if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise DataError("not UTF-8 but UTF-16, by its byte order mark; save the file as UTF-8")
+    if raw.startswith(GZIP):
+        raise DataError("compressed by gzip; unpack the file")
     if (place := raw.find(b"\0")) >= 0:
         raise DataError(f"a NUL byte (byte {place} of the line); the file is binary, damaged, or UTF-16")
     if raw.startswith(BOM):
         raise DataError("a byte order mark, which only the first line of a file may begin with; remove it")
+
+
+def _check_depth(row: dict[str, Any]) -> None:
+    """Raise DataError for columns that are nested beyond `DEEPEST`."""
+    level: list[Any] = [row]
+    for _ in range(DEEPEST + 1):
+        level = [part for item in level for part in (item.values() if isinstance(item, dict) else item) if _holds(part)]
+        if not level:
+            return
+    raise DataError(f"lists or objects are nested deeper than {DEEPEST}; leave them out, or flatten them")
+
+
+def _holds(value: Any) -> bool:
+    return isinstance(value, (dict, list, tuple))
 
 
 def _check_texts(row: dict[str, Any]) -> None:
@@ -238,6 +258,19 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
 
 
+def _readable(path: Path, loaded: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    """The rows; DataError where the files behind them are damaged, which shows as they are read."""
+    rows = iter(loaded)
+    while True:
+        try:
+            row = next(rows, None)
+        except Exception as error:
+            raise DataError(f"data.path={path}: cannot be read ({error}); write it again with save_to_disk.") from error
+        if row is None:
+            return
+        yield dict(row)
+
+
 def _directory_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | DataError]]:
     """Rows of a directory that `datasets.Dataset.save_to_disk` wrote, numbered from 1."""
     if not any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
@@ -264,9 +297,9 @@ def _directory_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | DataErro
                 f"data.path={path} holds the splits {', '.join(loaded)}; name the directory of one, {path}/SPLIT."
             )
         loaded = loaded["train"] if "train" in loaded else next(iter(loaded.values()))
-    for line, values in enumerate(loaded, start=1):
-        row = dict(values)
+    for line, row in enumerate(_readable(path, loaded), start=1):
         try:
+            _check_depth(row)
             _check_texts(row)
             yield line, row
         except DataError as refusal:

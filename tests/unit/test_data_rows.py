@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,8 @@ FAULTS = {
     "Latin-1": (b'{"prompt": "\xe9"}', r"not UTF-8 \(byte 12 of the line\)"),
     "cut in a character": (b'{"prompt": "\xf0\x9f"}', "not UTF-8"),
     "too large a number": (b'{"prompt": "a", "answer": 1e999}', "1e999 is no finite number"),
+    "nested too deeply": (b'{"prompt": "a", "x": ' + b"[" * 101 + b"]" * 101 + b"}", "nested deeper than 100"),
+    "gzip": (gzip.compress(b'{"prompt": "a"}', mtime=0).replace(b"\n", b""), "compressed by gzip; unpack"),
     "a name twice": (b'{"prompt": "a", "prompt": "b"}', "the name 'prompt' comes twice in one object"),
 }
 
@@ -164,6 +168,15 @@ def test_hugging_face_directory_and_its_splits(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "datasets", package)
     rows, _, _ = read(tmp_path)
     assert [(row.line, row.values["prompt"]) for row in rows] == [(1, "a"), (2, "b")]
+
+    def damaged() -> Iterator[dict[str, str]]:
+        yield {"prompt": "a"}
+        raise OSError("Truncated")
+
+    package.load_from_disk = lambda path: damaged()  # type: ignore[attr-defined]
+    with pytest.raises(DataError, match="cannot be read .Truncated"):
+        read(tmp_path)
+    package.load_from_disk = lambda path: splits  # type: ignore[attr-defined]
     splits["other"] = splits.pop("train")
     with pytest.raises(DataError, match="splits test, other"):
         read(tmp_path)
