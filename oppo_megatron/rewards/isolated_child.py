@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 import json
 import numbers
 import os
 import resource
+import signal
 import sys
 from typing import Any
 
@@ -15,6 +17,7 @@ from oppo_megatron.rewards.entry_point import load_entry_point
 
 MAX_ANSWER_BYTES = 1 << 16
 SHOWN_CHARACTERS = 1000
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main(reads: int, writes: int) -> None:
@@ -22,18 +25,23 @@ def main(reads: int, writes: int) -> None:
     for descriptor in (reads, writes):
         os.set_inheritable(descriptor, False)
     with os.fdopen(reads, "rb") as calls, os.fdopen(writes, "wb") as answers:
-        task = json.loads(calls.readline())
+        task, own = json.loads(calls.readline()), os.getpid()
+        _end_with(task["parent"])
         _limit(resource.RLIMIT_CORE, 0)
         _limit(resource.RLIMIT_AS, task["memory_bytes"])
         try:
             function = load_entry_point(task["entry_point"])
         except ConfigError as error:
-            _answer(answers, {"error": error.problems[0]})
+            _answer(answers, task, {"error": error.problems[0]})
             return
-        _answer(answers, {"ready": True})
+        _answer(answers, task, {"ready": True})
         for line in calls:
             _allow_processor_time(task["cpu_s"])
-            _answer(answers, _call(function, json.loads(line), task["options"]))
+            call = json.loads(line)
+            answer = _call(function, call, task["options"])
+            if os.getpid() != own:  # a copy of this process, which the function has made and let return
+                os._exit(0)
+            _answer(answers, call, answer)
 
 
 def _call(function: Any, call: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
@@ -46,9 +54,16 @@ def _call(function: Any, call: dict[str, Any], options: dict[str, Any]) -> dict[
         return {"error": f"{type(error).__name__}: {str(error)[:SHOWN_CHARACTERS]}"}
 
 
-def _answer(answers: io.BufferedWriter, answer: dict[str, Any]) -> None:
-    answers.write(json.dumps(answer).encode() + b"\n")
+def _answer(answers: io.BufferedWriter, call: dict[str, Any], answer: dict[str, Any]) -> None:
+    answers.write(json.dumps({**answer, "call": call["call"]}).encode() + b"\n")
     answers.flush()
+
+
+def _end_with(parent: int) -> None:
+    """Where the run's process is killed, nobody is left who would end a function that never returns."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)
 
 
 def _limit(what: int, most: int) -> None:

@@ -3,13 +3,15 @@
 The limits hold accidents: an endless loop, a leak, a crash of native code.  They are no sandbox: the function has the
 user's rights, files and network.
 
-Parent and child speak JSON, a line each way a call, over two pipes that the function's own output cannot get into.
+Parent and child speak JSON, a line each way a call, over two pipes that the function's own output cannot get into.  Each call
+has a name that its answer repeats: what the function, or a copy of its process, writes into the pipe is no answer to another.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import select
 import signal
 import subprocess
@@ -60,10 +62,7 @@ class IsolatedFunction:
         answer = self._ask(call, self.limits.wall_s, f"{self.entry_point} gave no score within limits.wall_s")
         if "error" in answer:
             raise RewardError(f"{self.entry_point} failed in its process: {answer['error']}")
-        value = answer.get("value")
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            self._end(f"{self.entry_point}: its process gave {str(answer)[:100]!r}, which is no score")
-        return float(value)
+        return float(answer["value"])
 
     def close(self) -> None:
         """End the process and all that it has started."""
@@ -98,6 +97,7 @@ class IsolatedFunction:
             "options": self.options,
             "cpu_s": self.limits.cpu_s,
             "memory_bytes": self.limits.memory_mb << 20,
+            "parent": os.getpid(),
         }
         answer = self._ask(task, self.limits.start_s, f"{self.entry_point} was not loaded within limits.start_s")
         if answer != {"ready": True}:
@@ -105,15 +105,15 @@ class IsolatedFunction:
 
     def _ask(self, message: Mapping[str, Any], limit_s: float, late: str) -> dict[str, Any]:
         """Send a line and read the next one.  Whatever goes wrong ends the process and is a RewardError."""
-        deadline, late = time.monotonic() + limit_s, f"{late} {limit_s:g} s"
-        self._write(json.dumps(message, allow_nan=False).encode() + b"\n", deadline, late)
+        deadline, late, name = time.monotonic() + limit_s, f"{late} {limit_s:g} s", secrets.token_hex(8)
+        self._write(json.dumps({**message, "call": name}, allow_nan=False).encode() + b"\n", deadline, late)
         line = self._read_line(deadline, late)
         try:
             answer = json.loads(line)
         except (ValueError, RecursionError):
             answer = None
-        if not isinstance(answer, dict):
-            self._end(f"{self.entry_point}: its process gave {line[:100]!r}, which is no answer")
+        if not isinstance(answer, dict) or answer.pop("call", None) != name:
+            self._end(f"{self.entry_point}: its process gave {line[:100]!r}, which is no answer to this call")
         return answer
 
     def _write(self, data: bytes, deadline: float, late: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,9 +51,13 @@ def behave(prompt, response, fields, factor=1.0):
         time.sleep(60)
     if response == "forge":
         for number in range(3, 4096):
-            try: os.write(number, b'{"value": true}\\n')
+            try: os.write(number, b'{"value": 99.0}\\n')
             except OSError: pass
         time.sleep(60)
+    if response == "copy":
+        copy = os.fork()
+        time.sleep(0.0 if copy == 0 else 0.2)
+        return 3.0 if copy == 0 else 4.0
     if response == "flood":
         for number in range(3, 4096):
             try:
@@ -104,7 +110,7 @@ def test_one_process_serves_all_calls_and_gets_the_whole_call(function: Isolated
         ("segfault", "killed by SIGSEGV"),
         ("sleep", "no score within limits.wall_s 0.7 s"),
         ("garbage", "which is no answer"),
-        ("forge", "which is no score"),
+        ("forge", "which is no answer"),
         ("flood", "more than an answer"),
     ],
 )
@@ -129,11 +135,37 @@ def test_processor_time_is_counted_by_call(module: str) -> None:
 def test_what_it_has_started_ends_with_it(function: IsolatedFunction, tmp_path: Path) -> None:
     with pytest.raises(RewardError, match="wall_s"):
         function("", "child", {"file": str(tmp_path / "pid")})
-    state = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat")
-    deadline = time.monotonic() + 5
+    assert_ends(int((tmp_path / "pid").read_text()))
+
+
+def assert_ends(process: int) -> None:
+    """Soon; nobody may have asked for its exit code yet."""
+    state, deadline = Path(f"/proc/{process}/stat"), time.monotonic() + 5
     while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":
-        assert time.monotonic() < deadline, "the function's own child is still there"
+        assert time.monotonic() < deadline, f"process {process} is still there"
         time.sleep(0.02)
+
+
+def test_a_copy_of_the_process_answers_nothing(function: IsolatedFunction) -> None:
+    assert [function("", "copy", {}), function("", "echo", {"value": 1})] == [4.0, 2.0]
+
+
+def test_it_ends_with_a_run_that_is_killed(module: str, tmp_path: Path) -> None:
+    code = f"""if True:
+        import os
+        from oppo_megatron.config.remote import IsolationConfig
+        from oppo_megatron.rewards.isolation import IsolatedFunction
+        function = IsolatedFunction("{module}:behave", {{}}, IsolationConfig(), os.environ)
+        print(int(function("", "who", {{}})), flush=True)
+        function("", "sleep", {{}})
+    """
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment) as run:
+        assert run.stdout is not None
+        child = int(run.stdout.readline())
+        assert Path(f"/proc/{child}").exists()
+        run.kill()
+    assert_ends(child)
 
 
 def part(entry_point: str, **settings: Any) -> RewardPart:
