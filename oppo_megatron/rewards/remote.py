@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import ssl
 import threading
@@ -37,7 +38,9 @@ TRANSIENT_STATUS = {408, 425, 429}
 ANSWER_BYTES, ANSWER_BYTES_PER_ITEM = 1 << 16, 1 << 12
 SHOWN_CHARACTERS = 200
 LOOK_AGAIN_S = 0.25
+REDIRECTED = "redirects are not followed: write the address that it leads to as url"
 REMEDIES = {
+    **dict.fromkeys((301, 302, 303, 307, 308), REDIRECTED),
     401: "check the token in the variable that token_env names",
     403: "check the token in the variable that token_env names",
     404: "correct the url",
@@ -195,21 +198,27 @@ class RemoteReward:
     async def _deliver(self, client: httpx.AsyncClient, batch: Sequence[ScoreItem]) -> dict[int, float]:
         """The scores of a batch, however many attempts they take.  Raises RewardError once it is given up."""
         body, ids = encode_request(batch, self.settings.send_tokens), [item.seq_id for item in batch]
-        begun, attempt = self._clock(), 0
+        await self._let_in(math.inf)  # where it is down, those who have been refused know when to give up
+        until, attempt = self._clock() + self.settings.give_up_s, 0
         while True:
             attempt += 1
-            await self._let_in()
             try:
                 scores = await self._attempt(client, body, ids)
             except _Failure as failure:
                 self._breaker.failed()
-                left_s = begun + self.settings.give_up_s - self._clock()
-                self._give_up_where_due(failure, ids, attempt, left_s)
-                pause_s = backoff_s(attempt, self.settings.retry_s, self.settings.retry_max_s, self._chance)
-                await asyncio.sleep(min(max(pause_s, failure.retry_after_s), left_s))
+                await self._pause(failure, ids, attempt, until)
             else:
                 self._breaker.succeeded()
                 return scores
+
+    async def _pause(self, failure: _Failure, ids: Sequence[int], attempt: int, until: float) -> None:
+        """Wait until the request may be sent again.  Raises RewardError where it is not, at the latest at `until`."""
+        left_s = until - self._clock()
+        self._give_up_where_due(failure, ids, attempt, left_s)
+        pause_s = backoff_s(attempt, self.settings.retry_s, self.settings.retry_max_s, self._chance)
+        await asyncio.sleep(min(max(pause_s, failure.retry_after_s), left_s))
+        if not await self._let_in(until):
+            self._give_up_where_due(failure, ids, attempt, 0.0)
 
     def _give_up_where_due(self, failure: _Failure, ids: Sequence[int], attempt: int, left_s: float) -> None:
         """Return if the request is to be sent again.  Raises RewardError."""
@@ -230,9 +239,14 @@ class RemoteReward:
         if attempt == 1:
             _log.warning("%s; %s: it is asked again for %.0f s more", what, where, left_s)
 
-    async def _let_in(self) -> None:
+    async def _let_in(self, until: float) -> bool:
+        """Wait for the breaker; False where it has not let the request in by then."""
         while (wait_s := self._breaker.enter()) > 0:
-            await asyncio.sleep(min(wait_s, LOOK_AGAIN_S))
+            left_s = until - self._clock()
+            if left_s <= 0:
+                return False
+            await asyncio.sleep(min(wait_s, LOOK_AGAIN_S, left_s))
+        return True
 
     async def _attempt(self, client: httpx.AsyncClient, body: bytes, ids: Sequence[int]) -> dict[int, float]:
         """One request.  Raises _Failure, whatever goes wrong."""
@@ -249,6 +263,8 @@ class RemoteReward:
             raise _Failure(f"could not be asked ({type(error).__name__}: {self._shown(str(error))})") from None
         if status != 200:
             raise self._refusal(status, headers, answer)
+        if (coding := headers.get("content-encoding", "identity").lower()) != "identity":
+            raise _Failure(f"sent its answer encoded ({self._shown(coding)}), although asked for identity")
         try:
             return read_answer(answer, ids, self.settings.min_score, self.settings.max_score)
         except RewardError as error:

@@ -133,6 +133,29 @@ def test_a_service_that_stays_away_ends_the_run_and_scores_nothing() -> None:
     assert len(service.requests) > 2
 
 
+def test_a_breaker_that_stays_open_does_not_keep_the_run_beyond_the_limit() -> None:
+    pauses = {"give_up_s": 0.2, "breaker_failures": 1, "breaker_pause_s": 60.0}
+    with reward_service(otherwise=saying(b"no", 500)) as service, client(service, **pauses) as remote:
+        started = time.monotonic()
+        with pytest.raises(RewardError, match="had no score after 1 attempts in 0.2 s"):
+            score_all(remote, 1)
+        assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize(
+    ("status", "header", "says"),
+    [
+        (302, "Location: http://127.0.0.1:1/", "redirects are not followed: write the address"),
+        (200, "Content-Encoding: gzip", r"sent its answer encoded \(gzip\), although asked for identity"),
+    ],
+)
+def test_what_is_not_followed_or_unpacked_is_said(status: int, header: str, says: str) -> None:
+    body = b'{"scores": [{"id": 0, "score": 1.0}]}'
+    with reward_service(otherwise=lambda request: http(status, body, header)) as service:
+        with client(service, on_failure="stop") as remote, pytest.raises(RewardError, match=says):
+            score_all(remote, 1)
+
+
 def test_nobody_listening() -> None:
     with reward_service() as service:
         pass
