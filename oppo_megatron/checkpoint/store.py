@@ -37,7 +37,8 @@ class Position:
     def of(cls, name: str) -> Position | None:
         """None for what is not a checkpoint's name."""
         match = NAME.fullmatch(name)
-        return None if match is None else cls(int(match[1]), -1 if match[2] is None else int(match[2]))
+        position = None if match is None else cls(int(match[1]), -1 if match[2] is None else int(match[2]))
+        return None if position is None or position.name != name else position
 
 
 class CheckpointStore:

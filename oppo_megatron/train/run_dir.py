@@ -24,7 +24,7 @@ from pathlib import Path, PurePath
 from typing import Any, TextIO
 
 from oppo_megatron.checkpoint.store import CheckpointStore
-from oppo_megatron.errors import ConfigError
+from oppo_megatron.errors import ConfigError, DataError
 
 RUN_FORMAT = 1
 """Of the files of a run directory; `hosts.json` has it.  Raised when files of an earlier version would be misread."""
@@ -146,10 +146,18 @@ def _keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
     """Rewrite a JSONL file with the lines that are wanted; one that a crash cut short is none."""
     if not path.exists():
         return
-    with atomic_writer(path) as file, path.open(encoding="utf-8") as old:
-        for line in old:
-            if line.endswith("\n") and wanted(json.loads(line)):
-                file.write(line)
+    with atomic_writer(path) as file, path.open("rb") as old:
+        for number, line in enumerate(old, start=1):
+            if not line.endswith(b"\n"):
+                continue
+            try:
+                if wanted(json.loads(line)):
+                    file.write(line.decode("utf-8"))
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                raise DataError(
+                    f"{path}, line {number}: not a line that a run writes ({type(error).__name__}: {error}); only the last "
+                    "one may be cut short; remove or repair it, then continue with --resume"
+                ) from error
 
 
 @contextmanager

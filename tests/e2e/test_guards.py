@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
+import resource
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +137,40 @@ def test_a_damaged_batch_is_an_error(workspace: Workspace, untrained: Outcome, t
         refused(lines, tensors | {name: tensor[:-1]})
         refused(lines, tensors | {name: tensor.to(torch.float16)})
     refused(lines, tensors | {"lengths_B": -tensors["lengths_B"]})
+    refused(lines, tensors | {"tokens_T": -tensors["tokens_T"]})
+    head = json.loads(lines.partition(b"\n")[0])
+    for wrong in (
+        {"step": 0}, {"step": 5, "total_steps": 2}, {"seed": -1}, {"kl_coefficient": math.nan}, {"config": "\ud800"},
+        {"figures": {"ess": "x"}},
+    ):  # fmt: skip
+        refused(json.dumps(head | wrong).encode() + b"\n" + lines.partition(b"\n")[2], whole)
+    refused(b"[" * 100_000 + b"\n" + lines, whole)
+
+
+def test_a_batch_that_finds_no_place_is_told_of_as_the_system_does(
+    workspace: Workspace, untrained: Outcome, tmp_path: Path
+) -> None:
+    kept = read_guilty(workspace.root / "runs" / "untrained" / "guilty" / "step-1.safetensors")
+    kept = replace(kept, facts=replace(kept.facts, config="", figures={}))
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, most[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            kept.write(tmp_path / "step-1.safetensors")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1.jsonl"]
+
+
+def test_a_batch_is_replayed_with_models_that_fit_it(
+    workspace: Workspace, untrained: Outcome, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = workspace.root / "runs" / "untrained" / "guilty" / "step-1.safetensors"
+    for overrides, says in (
+        (["critic.init.vocab_size=50"], "the batch has token id .*, but critic has 50"),
+        (["actor.init.hidden_size=33"], "actor: hidden_size 33 does not divide"),
+        (["rollout.max_response_tokens=1", "data.max_prompt_tokens=2"], "a sequence of .* allow 3"),
+        (["ppo.minibatches=7"], "ppo.minibatches is 7, but the batch has 6"),
+    ):
+        assert main(["replay", str(path), *overrides]) == 2
+        assert re.search(says, capsys.readouterr().err)

@@ -87,6 +87,12 @@ def test_what_is_half_written_has_no_checkpoints_name(tmp_path: Path) -> None:
     assert store.positions() == [Position(2)] and not aside.exists()
 
 
+def test_what_is_not_named_as_we_name_them_is_no_checkpoint(tmp_path: Path) -> None:
+    for name in ("step-7", "step-000003 (copy)", "step-000003-clock-5", "step-٠٠٠٠٠٣", "damaged-step-000002"):
+        fill(tmp_path / name)
+    assert CheckpointStore(tmp_path).positions() == []
+
+
 def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     order = [Position(1), Position(2), Position(2, 90), Position(2, 100), Position(3), Position(11)]

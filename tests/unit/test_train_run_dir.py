@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from oppo_megatron.errors import ConfigError
+from oppo_megatron.errors import ConfigError, DataError
 from oppo_megatron.train.run_dir import RunDirectory, atomic_writer, encode_json, write_json, write_text
 
 
@@ -72,6 +72,18 @@ def test_rank_traces_are_in_numeric_order(tmp_path: Path) -> None:
     for rank in (10, 2, 0):
         run.rank_trace(rank).write_text("")
     assert run.rank_traces() == [run.rank_trace(0), run.rank_trace(2), run.rank_trace(10)]
+
+
+def test_only_the_last_line_of_a_run_may_be_cut_short(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.metrics.write_bytes(b'{"step": 1}\n{"step": 2}\n{"step": 3}\n{"ste')
+    run.reopen(2, 0.0)
+    assert run.metrics.read_bytes() == b'{"step": 1}\n{"step": 2}\n'
+    for damaged in (b"\0" * 40, b"[1]", b"{}", b"\xff", b'{"step": "x"}', b"[" * 100_000):
+        run.metrics.write_bytes(b'{"step": 1}\n' + damaged + b'\n{"step": 3}\n')
+        with pytest.raises(DataError, match="metrics.jsonl, line 2: not a line that a run writes.*--resume"):
+            run.reopen(3, 0.0)
+        assert damaged in run.metrics.read_bytes()
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_scrap(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ Legend: B rollouts, P their prompt tokens, T their response tokens (both packed)
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from oppo_megatron.algorithms.experience import ScoredBatch
@@ -35,6 +36,10 @@ NUMBERS: dict[str, type | tuple[type, ...]] = {
     "step": int, "seed": int, "total_steps": int, "policy_version": int, "kl_coefficient": (int, float), "config": str,
     "reason": str, "figures": dict,
 }  # fmt: skip
+
+
+LEAST: dict[str, int] = {"step": 1, "total_steps": 1}
+"""Of these numbers; of others 0."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +72,14 @@ class GuiltyBatch:
             for rollout, score in zip(self.batch, self.scored.scores_B.tolist(), strict=True):
                 lines.write(encode_json(_described(rollout, score)) + "\n")
         aside = path.with_name(f".{path.name}.{os.getpid()}")
-        save_file(self._tensors(), aside, metadata={"format": FORMAT})
-        os.replace(aside, path)
+        try:
+            with aside.open("wb") as file:  # not by the library, whose error of a full disk is none of the system's
+                file.write(save(self._tensors(), metadata={"format": FORMAT}))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(aside, path)
+        finally:
+            aside.unlink(missing_ok=True)
 
     def _tensors(self) -> dict[str, Tensor]:
         rollouts, scored = self.batch, self.scored
@@ -94,9 +105,7 @@ def read_guilty(path: Path) -> GuiltyBatch:
     head = lines[0] if lines else {}
     if head.get("format") != FORMAT:
         raise _unusable(path, f"its .jsonl does not begin with format {FORMAT!r}")
-    for name, kind in NUMBERS.items():
-        if not isinstance(head.get(name), kind) or isinstance(head[name], bool):
-            raise _unusable(path, f"{name} is {head.get(name)!r:.60}")
+    _check_head(path, head)
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
@@ -114,6 +123,24 @@ def read_guilty(path: Path) -> GuiltyBatch:
     return GuiltyBatch(Facts(**{name: head[name] for name in NUMBERS}), rollouts, scored)
 
 
+def _check_head(path: Path, head: Mapping[str, Any]) -> None:
+    for name in NUMBERS:
+        if not _is_sound(name, head.get(name)):
+            raise _unusable(path, f"{name} is {head.get(name)!r:.60}")
+    if head["step"] > head["total_steps"]:
+        raise _unusable(path, f"its step {head['step']} is beyond total_steps {head['total_steps']}")
+
+
+def _is_sound(name: str, value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, NUMBERS[name]):
+        return False
+    if isinstance(value, str):
+        return value.encode("utf-8", errors="replace").decode() == value
+    if isinstance(value, dict):
+        return all(x is None or (isinstance(x, (int, float)) and abs(x) < math.inf) for x in value.values())
+    return isinstance(value, (int, float)) and LEAST.get(name, 0) <= value < 2**63
+
+
 def _check_tensors(path: Path, tensors: Mapping[str, Tensor], num_rollouts: int) -> None:
     for name, dtype in TENSORS.items():
         tensor = tensors.get(name)
@@ -124,6 +151,9 @@ def _check_tensors(path: Path, tensors: Mapping[str, Tensor], num_rollouts: int)
         if bool((tensors[name] < 1).any()) or bool((tensors[name] > 2**31).any()):
             raise _unusable(path, f"{name} has a length below 1 or beyond reason")
         counts[axis] = int(tensors[name].sum())
+    for name in ("prompt_tokens_P", "tokens_T", "versions_T"):
+        if bool((tensors[name] < 0).any()):
+            raise _unusable(path, f"{name} has a number below 0")
     for name in TENSORS:
         if len(tensors[name]) != counts[name[-1]] or not num_rollouts:
             raise _unusable(path, f"{name} has {len(tensors[name])} entries, where {counts[name[-1]]} belong")

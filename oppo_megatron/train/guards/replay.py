@@ -7,11 +7,13 @@ from dataclasses import asdict, dataclass
 import torch
 
 from oppo_megatron.algorithms.experience import Experience, build_experience
+from oppo_megatron.config.checkpoint import read_hf_config
 from oppo_megatron.config.checks import max_context
 from oppo_megatron.config.model import PlacementConfig, TrainingLayoutConfig
 from oppo_megatron.config.run import TrainConfig, TrainSettings
+from oppo_megatron.config.shape import check_use
 from oppo_megatron.control.guards import Breach, Rules, gravest
-from oppo_megatron.errors import NumericsError
+from oppo_megatron.errors import ConfigError, NumericsError
 from oppo_megatron.runtime.mcore.model import Head
 from oppo_megatron.runtime.world import World, choose_device, open_world
 from oppo_megatron.train.actor import Actor
@@ -51,10 +53,39 @@ def one_process(config: TrainSettings) -> TrainConfig:
 
 
 def replay(guilty: GuiltyBatch, config: TrainConfig) -> Replayed:
-    """Build actor and critic of a configuration by `one_process` and update them once with the batch, in a world of one."""
+    """Build actor and critic of a configuration by `one_process` and update them once with the batch, in a world of one.
+
+    Raises ConfigError where the batch is none for these models.
+    """
+    _require_fit(guilty, config)
     choose_device(config.runtime)
     with open_world(config.runtime, {}) as world:
         return _replay(guilty, config, world)
+
+
+def _require_fit(guilty: GuiltyBatch, config: TrainConfig) -> None:
+    largest = max(token for each in guilty.batch for token in (*each.prompt.tokens, *each.tokens))
+    longest = max(len(each.prompt.tokens) + len(each.tokens) for each in guilty.batch)
+    problems = []
+    for name, role in (("actor", config.actor), ("critic", config.critic)):
+        shape = read_hf_config(role)
+        if wrong := check_use(name, shape, longest, None):
+            problems += wrong
+        elif largest >= shape["vocab_size"]:
+            problems.append(
+                f"the batch has token id {largest}, but {name} has {shape['vocab_size']}; use a model of the run's family"
+            )
+    if longest > max_context(config):
+        problems.append(
+            f"the batch has a sequence of {longest} tokens, but data.max_prompt_tokens and rollout.max_response_tokens allow "
+            f"{max_context(config)}; give those of the run"
+        )
+    if len(guilty.batch) < config.ppo.minibatches:
+        problems.append(
+            f"ppo.minibatches is {config.ppo.minibatches}, but the batch has {len(guilty.batch)} rollouts; lower it"
+        )
+    if problems:
+        raise ConfigError(problems)
 
 
 def _replay(guilty: GuiltyBatch, config: TrainConfig, world: World) -> Replayed:

@@ -95,7 +95,7 @@ def iter_json_lines(
                 continue
             try:
                 value = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 if not file.read(1):
                     return
                 raise DataError(
