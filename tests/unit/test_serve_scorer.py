@@ -222,7 +222,8 @@ def test_it_does_not_listen_elsewhere_without_a_token(
     host: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "scorer.yaml"
-    path.write_text(f"reward: {{checkpoint: {tmp_path}}}\nhost: {host}\n")
+    shape = {"model_type": "qwen2", "vocab_size": 64, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    path.write_text(json.dumps({"reward": {"init": shape | {"num_attention_heads": 2}}, "host": host.strip("'")}))
     assert main(["serve-scorer", str(path)]) == 2
     assert "which others can reach, but token_env is not set" in capsys.readouterr().err
     monkeypatch.setenv("SCORER_TOKEN", "short")
