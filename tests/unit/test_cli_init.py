@@ -77,6 +77,7 @@ def test_files_are_short_commented_and_of_known_keys(case: str, capsys: pytest.C
         text = path.read_text()
         assert len(text.splitlines()) <= LONGEST_CONFIG and "@" not in text
         assert max(map(len, text.splitlines())) <= 140
+        assert all(line.find("  # ") in (-1, 31) for line in text.splitlines() if line.startswith("run_dir")), "aligned"
         tree = yaml.safe_load(text)
         shape = tree.get("model", {}).pop("init", None)  # a config.json's keys, not ours
         assert (shape is not None) == (case == "arithmetic" and path.name == "sft.yaml")
@@ -131,6 +132,8 @@ def test_what_is_named_stands_in_the_file(capsys: pytest.CaptureFixture[str]) ->
     assert tree["reward"]["checkpoint"] == "r" and tree["data"]["path"] == "x/{y}.jsonl"
     assert tree["run_dir"] == "n/runs/rlhf"
     assert "oppo train n/p.yml" in section(told, "next:")
+    supply = section(written(capsys, "reward-model", "--out=n/q.yml"), "yet to supply:")
+    assert "n/models/reward  (critic.checkpoint, reward.checkpoint)" in supply
     written(capsys, "gsm8k", "--data", "in ${HOME}.jsonl")
     assert main(["config", "ppo.yaml", "--explain", "data.path"]) == 0
     assert "here:    in ${HOME}.jsonl" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -92,13 +93,20 @@ def test_no_gpus_are_asked_for_on_the_cpu(config: str, capsys: pytest.CaptureFix
     script, told = write(capsys, config, "runtime.device=cpu", "--ranks-per-node=6")
     assert not [option for option in directives(script)[0] if option.startswith("gpu")]
     assert "2 exclusive nodes x 6 ranks, no GPUs" in told
+    _, told = write(capsys, config, "runtime.device=cpu", "--out=a job.sbatch", "--time=90")
+    assert "time limit 90 minutes for each" in told and told.endswith("submit it with: sbatch 'a job.sbatch'\n")
 
 
 def test_a_file_and_a_new_cluster_env(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     out, told = write(capsys, config, "--gpus-per-node=4", "--out=job.sbatch", "--cluster-env=cluster.env")
     assert out == "" and "made cluster.env" in told and "sbatch job.sbatch" in told
+    assert "without a container, unless cluster.env names an image" in told
     assert Path("cluster.env").read_text() == (ROOT / "launch/slurm/cluster.env").read_text()
     assert f"OPPO_CLUSTER_ENV={Path.cwd()}/cluster.env" in Path("job.sbatch").read_text().splitlines()
+    (line,) = [x for x in Path("job.sbatch").read_text().splitlines() if x.startswith("# Written by: ")]
+    again = shlex.split(line.removeprefix("# Written by: oppo "))
+    assert main([*again, "--out=again.sbatch"]) == 0 and {"--gpus-per-node", "--cluster-env"} <= set(again)
+    assert Path("again.sbatch").read_text() == Path("job.sbatch").read_text().replace("--out job", "--out again")
     subprocess.run(["bash", "-n", "job.sbatch"], check=True)
     if shutil.which("shellcheck"):
         subprocess.run(["shellcheck", "job.sbatch"], check=True)
@@ -131,6 +139,12 @@ def test_notes(config: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["--job-name=a\n#SBATCH --uid=0"], "--job-name is"),
         (["--job-name=a/b"], "logs are named after it"),
         (["--container-mounts=/a:/b"], "without --container-image"),
+        (["--container-image="], "--container-image is empty"),
+        (["--hetero", "runtime.device=cpu", "--scorer-gpus-per-node=4"], "--scorer-gpus-per-node is given"),
+        (["--ranks-per-node=-5"], "--ranks-per-node is -5; it must be 1 or more"),
+        (["--signal-s=70000", "--time=2-0"], "sbatch takes at most 65535"),
+        (["--cluster-env=tok"], "--cluster-env is tok, a folder"),
+        (["--gpus-per-node=4", "--out=./tok/../c.yaml"], "the configuration itself"),
     ],
 )
 def test_what_does_not_fit(

@@ -10,7 +10,11 @@ from importlib.resources import files
 from pathlib import Path
 
 _PLACE = re.compile(r"@(?:path:(?P<path>[^@]+)|(?P<name>actor|reward|data))@")
+_LINE_WITH_PLACE = re.compile(r"^(.*?@[a-z].*?)(?: +(#.*))?$", re.MULTILINE)
 _PLAIN = re.compile(r"[A-Za-z0-9_./~][A-Za-z0-9_./~+-]*")
+
+COMMENTS_AT = 33
+"""The column of the templates' comments."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +22,8 @@ class Case:
     """A starting point.
 
     `files` are written beside the configuration, which is made from `template`; `paths` are what the user may name, with
-    what stands there otherwise; `commands` come behind it, `{config}` for its path and `{here}` for its folder and a slash.
+    what stands there otherwise, in the configuration's folder; `commands` come behind it, `{config}` for its path and
+    `{here}` for its folder and a slash.
     """
 
     name: str
@@ -33,8 +38,9 @@ class Case:
     def texts(self, config: Path, paths: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
         """Each file to write and its text, the configuration first; `paths` in place of those of the case."""
         sources = {config: self.template} | {config.parent / name: source for name, source in self.files.items()}
+        beside = {name: str(config.parent / path) for name, path in self.paths.items()}
         for target, source in sources.items():
-            yield target, _filled(packaged(source), config.parent, {**self.paths, **paths})
+            yield target, _filled(packaged(source), config.parent, {**beside, **paths})
 
 
 def packaged(name: str) -> str:
@@ -48,7 +54,11 @@ def _filled(text: str, here: Path, paths: Mapping[str, str]) -> str:
     def value(place: re.Match[str]) -> str:
         return _scalar(str(here / place["path"]) if place["path"] else paths[place["name"]])
 
-    return _PLACE.sub(value, text)
+    def line(match: re.Match[str]) -> str:
+        filled = _PLACE.sub(value, match[1])
+        return filled if match[2] is None else f"{filled:<{COMMENTS_AT - 2}}  {match[2]}"
+
+    return _LINE_WITH_PLACE.sub(line, text)
 
 
 def _scalar(path: str) -> str:

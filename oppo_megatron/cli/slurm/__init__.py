@@ -6,15 +6,22 @@ import argparse
 import os
 import shlex
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 from oppo_megatron.cli.run import add_config_arguments, load_train
 from oppo_megatron.cli.slurm.request import JobOptions, PartOptions, plan_job
 from oppo_megatron.cli.slurm.script import packaged, write_script
+from oppo_megatron.errors import ConfigError
 
 ABOUT = """Writes the sbatch script of `oppo train CONFIG.yaml --resume`: nodes and ranks follow from the configuration, all that
 is local to a cluster stands in cluster.env.  The script goes to stdout or --out; what it will ask for is told on stderr.
 docs/slurm.md says what happens when it runs."""
+OPTIONS = {
+    *(f"{prefix}{field.name}" for prefix in ("", "scorer_") for field in fields(PartOptions)),
+    *(field.name for field in fields(JobOptions) if field.name != "overrides"), "out",
+}  # fmt: skip
+"""By which the command can be written again; the overrides stand for themselves."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,8 +75,9 @@ def _add_part_arguments(parser: argparse.ArgumentParser, prefix: str, whose: str
 
 
 def run(args: argparse.Namespace) -> int:
+    _check_files(args)
     job = plan_job(load_train(args.config, args.overrides), _options(args))
-    script = write_script(job, shlex.join(["oppo", "launch", "slurm", str(args.config), *args.overrides]))
+    script = write_script(job, _command(args))
     if args.cluster_env is not None and not args.cluster_env.exists():
         args.cluster_env.write_text(packaged("cluster.env"), encoding="utf-8")
         print(f"made {args.cluster_env} from the template: edit it before you submit", file=sys.stderr)
@@ -78,8 +86,31 @@ def run(args: argparse.Namespace) -> int:
     else:
         args.out.write_text(script, encoding="utf-8")
         args.out.chmod(0o755)
-    print(*job.describe(), f"submit it with: sbatch {args.out or 'SCRIPT'}", sep="\n", file=sys.stderr)
+    name = "SCRIPT" if args.out is None else shlex.quote(str(args.out))
+    print(*job.describe(), f"submit it with: sbatch {name}", sep="\n", file=sys.stderr)
     return 0
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    """Raises ConfigError where the script would overwrite what it is made from, or cluster.env can be no file."""
+    if args.cluster_env is not None and args.cluster_env.is_dir():
+        raise ConfigError(
+            f"--cluster-env is {args.cluster_env}, a folder; name a file, as in --cluster-env cluster.env"
+        )
+    for name in ("config", "cluster_env"):
+        path = getattr(args, name)
+        if None not in (path, args.out) and os.path.realpath(path) == os.path.realpath(args.out):
+            what = "the configuration" if name == "config" else "cluster.env"
+            raise ConfigError(f"--out is {args.out}, {what} itself; name another file, as in --out job.sbatch")
+
+
+def _command(args: argparse.Namespace) -> str:
+    """The command that writes the same script again."""
+    words = ["oppo", "launch", "slurm", str(args.config), *args.overrides]
+    for name, value in vars(args).items():
+        if name in OPTIONS and value not in (None, False):
+            words += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
+    return shlex.join(words)
 
 
 def _options(args: argparse.Namespace) -> JobOptions:

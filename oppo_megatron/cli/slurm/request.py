@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from oppo_megatron.config.run import TrainConfig
 
 GPUS_PER_NODE = 8
+LONGEST_SIGNAL_S = 65535  # what sbatch takes behind the @ of --signal
 _TIME = re.compile(
     r"(?:(?P<d>\d+)-(?P<dh>\d+)(?::(?P<dm>\d+))?(?::(?P<ds>\d+))?|(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?)"
 )
@@ -84,11 +85,14 @@ class Job:
         """Lines for the user: what the script will ask for."""
         options = self.options
         where = f"in {options.container_image}" if options.container_image else "without a container"
+        if options.cluster_env and not options.container_image:
+            where += ", unless cluster.env names an image"
+        limit = f"{options.time} minutes" if options.time.isdigit() else options.time
         restarts = "as cluster.env says" if options.max_restarts is None else f"up to {options.max_restarts} times"
         return [
             f"job {self.name}: {sum(part.num_ranks for part in self.parts)} ranks, {where}",
             *(f"  {line}" for line in self._part_lines()),
-            f"  time limit {options.time} for each attempt; {options.signal_s} s before, the run is saved and the job requeued "
+            f"  time limit {limit} for each attempt; {options.signal_s} s before, the run is saved and the job requeued "
             f"({restarts})",
             *(f"  note: {note}" for note in self.notes),
         ]
@@ -154,7 +158,9 @@ def _option_problems(options: JobOptions) -> Iterator[str]:
                 yield f"{_option(prefix + name)} is {value}; it must be 1 or more"
     if options.max_restarts is not None and options.max_restarts < 0:
         yield f"--max-restarts is {options.max_restarts}; it must be 0 or more"
-    if options.container_mounts and not options.container_image:
+    if options.container_image == "":
+        yield "--container-image is empty; name an image, or leave it out: cluster.env's is taken, or none"
+    elif options.container_mounts and not options.container_image:
         yield "--container-mounts is given without --container-image; name the image, or leave the mounts to cluster.env"
     if options.scorer != PartOptions() and not options.hetero:
         yield "--scorer-... describes nodes of a second kind; add --hetero, or leave it out"
@@ -179,6 +185,8 @@ def _time_problems(config: TrainConfig, options: JobOptions) -> Iterator[str]:
         yield f"--time {options.time} is {limit_s} s, and --signal-s {options.signal_s} comes before it; leave time to train"
     if not config.preempt.enabled:
         yield "preempt.enabled is false: a job that is told to stop would not be saved; set it to true"
+    elif options.signal_s > LONGEST_SIGNAL_S:
+        yield f"--signal-s is {options.signal_s}; sbatch takes at most {LONGEST_SIGNAL_S}"
     elif options.signal_s <= config.preempt.deadline_s:
         yield (
             f"--signal-s is {options.signal_s}, and the run may take preempt.deadline_s={config.preempt.deadline_s:g} s to "
@@ -216,20 +224,20 @@ def _split(config: TrainConfig, options: JobOptions, problems: list[str]) -> lis
 def _part(name: str, num_ranks: int, wanted: PartOptions, device: str) -> Part | str:
     """The component, or what is wrong with it."""
     of = f" of the {name}" if name else ""
+    prefix = "scorer-" if name == "scorers" else ""
     gpus = 0 if device == "cpu" else (wanted.gpus_per_node or GPUS_PER_NODE)
     if device == "cpu" and wanted.gpus_per_node:
-        return "--gpus-per-node is given, but runtime.device is cpu and would leave them idle; leave it out"
+        return f"--{prefix}gpus-per-node is given, but runtime.device is cpu and would leave them idle; leave it out"
     if gpus and (wanted.ranks_per_node or 0) > gpus:
-        return (
-            f"{wanted.ranks_per_node} ranks on nodes{of} with {gpus} GPUs; each rank needs one: --ranks-per-node {gpus}"
-        )
-    most = wanted.ranks_per_node or gpus or num_ranks
+        remedy = f"--{prefix}ranks-per-node {gpus}"
+        return f"{wanted.ranks_per_node} ranks on nodes{of} with {gpus} GPUs; each rank needs one: {remedy}"
+    most = max(1, wanted.ranks_per_node or gpus or num_ranks)  # below 1 it is a problem of its own
     on_node = min(most, num_ranks)
     if num_ranks % on_node:
         fitting = [size for size in range(1, most + 1) if num_ranks % size == 0]
         return (
             f"{num_ranks} ranks{of} do not fill nodes of {most}, and every node must have as many; give --"
-            f"{'scorer-' if name == 'scorers' else ''}ranks-per-node {fitting[-1]} ({num_ranks // fitting[-1]} nodes), or "
+            f"{prefix}ranks-per-node {fitting[-1]} ({num_ranks // fitting[-1]} nodes), or "
             "change the placement"
         )
     return Part(name, num_ranks, num_ranks // on_node, gpus, wanted.partition, wanted.constraint)
