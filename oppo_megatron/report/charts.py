@@ -10,6 +10,7 @@ from typing import Literal
 Style = Literal["plain", "faint", "stepped", "dashed", "dotted"]
 MAX_POINTS = 2000
 MAX_BARS = 120
+STROKE = 2.0
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,12 @@ class LineChart:
     y_label: str
     lines: Sequence[Line]
     from_zero: bool = False
+
+    def widths(self) -> list[float]:
+        """Stroke of each line: wider where later ones lie exactly over it, so that its colour is seen on both sides."""
+        points = [(line.style, list(line.xs), list(line.ys)) for line in self.lines]
+        over = [sum(later == mine for later in points[place + 1 :]) for place, mine in enumerate(points)]
+        return [STROKE + 3.0 * min(count, 4) for count in over]
 
 
 @dataclass(frozen=True)
@@ -121,9 +128,11 @@ def extent(values: Sequence[float], from_zero: bool = False) -> tuple[float, flo
 
 
 def short(value: float) -> str:
-    """A number for an axis or a table: three figures and no noise; thousands are grouped."""
+    """A number for an axis or a table: three figures and no noise; thousands are grouped, of millions a power."""
     if value == 0:
         return "0"
+    if abs(value) >= 1e7:
+        return f"{value:.3g}"
     if abs(value) >= 1000 or float(value).is_integer():
         return f"{value:,.0f}"
     text = f"{value:.3g}"

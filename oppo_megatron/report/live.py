@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from oppo_megatron.errors import DataError
+from oppo_megatron.report.downtime import without_downtime
 from oppo_megatron.report.records import RunRecord, read_run
 from oppo_megatron.train.logs.trace import Span, read_trace
 from oppo_megatron.train.run_dir import RunDirectory
@@ -49,6 +50,7 @@ def glance(path: str | os.PathLike[str], now: float | None = None, before: Glanc
     record = read_run(path, spans=False)
     spans, no_spans = _last_spans(run)
     newest = next(iter(reversed(last_objects(run.rollouts, END_OF_ROLLOUTS))), None)
+    spans = without_downtime(spans, record.lines)
     return Glance(replace(record, spans=spans, no_spans=no_spans), newest, quiet_s, stamp)
 
 

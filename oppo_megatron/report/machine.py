@@ -38,7 +38,8 @@ def step_section(records: Sequence[RunRecord]) -> Section:
             splits[i] = found
     if splits:
         means = {records[i].name: _mean_split(steady(found)) for i, found in splits.items()}
-        section.charts.append(_mean_chart(means))
+        left_out = any(len(steady(found)) < len(found) for found in splits.values())
+        section.charts.append(_mean_chart(means, ", first step left out" if left_out else ""))
         binned = {i: _bins(found) for i, found in splits.items()}
         high = max(sum(parts.values()) for bins in binned.values() for _, parts in bins)
         section.charts += [_step_chart(records[i], i, bins, high) for i, bins in binned.items()]
@@ -46,10 +47,10 @@ def step_section(records: Sequence[RunRecord]) -> Section:
     return section
 
 
-def _mean_chart(means: Mapping[str, Mapping[str, float]]) -> BarChart:
+def _mean_chart(means: Mapping[str, Mapping[str, float]], of: str) -> BarChart:
     bars = [Bars(label, [mean[key] for mean in means.values()], colour) for key, (label, colour) in ALL_PARTS.items()]
     ends = [f"{sum(mean.values()):.3g} s" for mean in means.values()]
-    title = "Mean step, first step left out"
+    title = f"Mean step{of}"
     return BarChart(
         "steps-mean", title, "run", "seconds a step", list(means), bars, stacked=True, horizontal=True, ends=ends
     )
@@ -141,9 +142,7 @@ def memory_section(records: Sequence[RunRecord]) -> Section:
         "and how it compares with what `oppo train --dry-run` plans.",
     )
     for i, record in enumerate(records):
-        peaks = [
-            (line["step"], line["memory_peak_mb"]) for line in record.lines if _is_list(line.get("memory_peak_mb"))
-        ]
+        peaks = [(line["step"], found) for line in record.lines if (found := memory_peaks(line))]
         if peaks:
             title = f"Peak memory by rank: {record.name}"
             lines = _rank_lines(peaks)
@@ -156,6 +155,13 @@ def memory_section(records: Sequence[RunRecord]) -> Section:
         elif peaks and record.summary is None:
             section.missing.append(f"{record.name}: planned memory is compared when the run has ended.")
     return section
+
+
+def memory_peaks(line: Mapping[str, Any]) -> list[float | None]:
+    """MiB of each rank; None where the line has no number of it, no rank where it has none of any."""
+    value = line.get("memory_peak_mb")
+    peaks = [number({"peak": peak}, "peak") for peak in value] if isinstance(value, list) else []
+    return peaks if any(peak is not None for peak in peaks) else []
 
 
 def _is_list(value: object) -> TypeGuard[list[float | None]]:
@@ -188,6 +194,10 @@ def _memory_rows(summary: Mapping[str, Any]) -> list[list[str]]:
     if len(columns) < len(keys):
         return []
     return [
-        [str(rank), *("–" if value is None else short(round(value, 2)) for value in values)]
-        for rank, values in enumerate(zip(*columns, strict=False))
+        [str(rank), *(_figure(value) for value in values)] for rank, values in enumerate(zip(*columns, strict=False))
     ]
+
+
+def _figure(value: object) -> str:
+    known = number({"value": value}, "value")
+    return "–" if known is None else short(round(known, 2))

@@ -30,7 +30,7 @@ def _reward(value: float) -> str:
 FIGURES: dict[str, tuple[str, Form]] = {
     "step_s": ("seconds a step", _seconds),
     "scoring_hidden": ("scoring time hidden", _percent),
-    "tokens_per_s": ("decoded tokens a second", short),
+    "tokens_per_s": ("tokens a second", short),
     "reward_first": ("reward, first steps", _reward),
     "reward_last": ("reward, last steps", _reward),
     "loss_first": ("loss, first steps", _reward),
@@ -48,9 +48,10 @@ def overview(records: Sequence[RunRecord]) -> Section:
     section = Section(
         "overview",
         "Overview",
-        "Mean times leave out the first step, which warms up. First and last steps: a tenth of the steps, at least three.",
+        "Mean times of more than three steps leave out the first, which warms up. First and last steps: a tenth of the "
+        "steps, at least three.",
     )
-    figures = [{**summarise([_plain(line) for line in record.lines]), **(record.summary or {})} for record in records]
+    figures = [_figures(record) for record in records]
     rows = [
         ["state", *(state(record) for record in records)],
         ["steps done", *(steps_done(record) for record in records)],
@@ -63,6 +64,12 @@ def overview(records: Sequence[RunRecord]) -> Section:
     if len(records) > 1:
         section.tables += _differences(records)
     return section
+
+
+def _figures(record: RunRecord) -> dict[str, Any]:
+    """Of the summary, or of the steps until there is one; `oppo sft` and `oppo rm` call the total `time_s`."""
+    figures = {**summarise([_plain(line) for line in record.lines]), **(record.summary or {})}
+    return {"total_s": figures.get("time_s"), **figures}
 
 
 def _plain(line: Mapping[str, Any]) -> dict[str, Any]:

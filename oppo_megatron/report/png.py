@@ -37,7 +37,7 @@ def draw(chart: Chart, out_png: str | os.PathLike[str]) -> None:
 
 
 def _draw_lines(axes: Axes, chart: LineChart) -> None:
-    for line in chart.lines:
+    for line, width in zip(chart.lines, chart.widths(), strict=True):
         faint = line.style == "faint"
         ys = [float("nan") if y is None else y for y in line.ys]
         axes.plot(
@@ -45,7 +45,7 @@ def _draw_lines(axes: Axes, chart: LineChart) -> None:
             ys,
             color=COLOURS[line.colour][0],
             alpha=0.25 if faint else 1.0,
-            linewidth=1.0 if faint else 2.0,
+            linewidth=1.0 if faint else width,
             linestyle={"dashed": "--", "dotted": ":"}.get(line.style, "-"),
             drawstyle="steps-post" if line.style == "stepped" else "default",
             marker="o" if len(ys) == 1 else "",

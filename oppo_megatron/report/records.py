@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from oppo_megatron.errors import DataError
+from oppo_megatron.report.downtime import without_downtime
 from oppo_megatron.train.logs.metrics_log import read_metrics
 from oppo_megatron.train.logs.trace import Span, read_spans
 from oppo_megatron.train.run_dir import RUN_FORMAT, RunDirectory
@@ -24,7 +25,8 @@ Line = Mapping[str, Any]
 class RunRecord:
     """One run: `lines` of metrics.jsonl in step order; `summary` is None until the run has ended.
 
-    `spans` are in seconds from the first; where there are none, `no_spans` says why.
+    `spans` are in seconds from the first, without the time in which the run did not run; where there are none,
+    `no_spans` says why.
     """
 
     name: str
@@ -82,7 +84,7 @@ def read_run(path: str | os.PathLike[str], name: str | None = None, *, spans: bo
                 f"{run.metrics}, line {place}: `step` is {line.get('step')!r}; each line needs the number of its step; "
                 "repair or remove the line"
             )
-    found, no_spans = _spans(run) if spans else ([], "")
+    found, no_spans = _spans(run, lines) if spans else ([], "")
     return RunRecord(
         name or run.path.resolve().name, run, lines, _read_summary(run), _read_config(run), found, no_spans
     )
@@ -115,9 +117,9 @@ def distinct_names(paths: Sequence[Path]) -> list[str]:
     raise AssertionError("resolved paths differ")
 
 
-def _spans(run: RunDirectory) -> tuple[list[Span], str]:
+def _spans(run: RunDirectory, lines: Sequence[Line]) -> tuple[list[Span], str]:
     try:
-        spans = read_spans(run)
+        spans = without_downtime(read_spans(run), lines)
     except DataError as error:
         return [], str(error)
     return spans, "" if spans else "no trace was recorded (run with logging.trace=true)"

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
-from oppo_megatron.report.charts import BarChart, Bars, Chart, Line, LineChart, extent, short, ticks
+from oppo_megatron.report.charts import STROKE, BarChart, Bars, Chart, Line, LineChart, extent, short, ticks
 
 WIDTH, HEIGHT = 560, 300
 WIDE = 1140  # of a chart whose bars are rows
-LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 46
+LEFT, RIGHT, TOP, BOTTOM = 76, 14, 12, 46
 ROW, BAR = 26, 16
 MAX_LABELS = 12
 LONGEST_NAME = 48
@@ -56,7 +56,7 @@ def _extents(chart: LineChart) -> tuple[float, float, float, float]:
     ys = [y for line in chart.lines for y in line.ys if y is not None]
     low_x, high_x = (min(xs), max(xs)) if xs else (0.0, 1.0)
     if low_x == high_x:
-        low_x, high_x = low_x - 0.5, high_x + 0.5
+        low_x, high_x = max(low_x - 0.5, min(low_x, 0.0)), high_x + 0.5  # no time before the start
     return low_x, high_x, *extent(ys, chart.from_zero)
 
 
@@ -73,11 +73,11 @@ def _lines_svg(chart: LineChart) -> str:
     if all(isinstance(x, int) for line in chart.lines for x in line.xs):
         at = [x for x in at if abs(x - round(x)) < 1e-9]  # there is no half a step
     marks = [_y_axis(ticks(low_y, high_y), at_y), _x_axis(at, at_x)]
-    marks += [_line(line.thinned(), at_x, at_y) for line in chart.lines]
+    marks += [_line(line.thinned(), width, at_x, at_y) for line, width in zip(chart.lines, chart.widths(), strict=True)]
     return _frame(chart, HEIGHT, [*marks, _axis_names(chart.x_label, chart.y_label)])
 
 
-def _line(line: Line, at_x: Callable[[float], float], at_y: Callable[[float], float]) -> str:
+def _line(line: Line, width: float, at_x: Callable[[float], float], at_y: Callable[[float], float]) -> str:
     parts = []
     for stretch in line.stretches():
         points = [(round(at_x(x), 1), round(at_y(y), 1)) for x, y in stretch]
@@ -86,7 +86,7 @@ def _line(line: Line, at_x: Callable[[float], float], at_y: Callable[[float], fl
         (x, y), rest = points[0], points[1:]
         between = "".join(f"H{x}V{y}" if line.style == "stepped" else f"L{x} {y}" for x, y in rest)
         parts.append(f'<path d="M{x} {y}{between}"/>')
-    colour = f"--colour:var(--c-{line.colour})"
+    colour = f"--colour:var(--c-{line.colour})" + (f";--width:{width:g}" if width > STROKE else "")
     return f'<g class="line {line.style}" style="{colour}" data-name="{escape(line.name)}">{"".join(parts)}</g>'
 
 

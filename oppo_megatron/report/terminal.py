@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -14,7 +15,7 @@ from oppo_megatron.errors import DataError
 from oppo_megatron.report.charts import short
 from oppo_megatron.report.colours import COLOURS
 from oppo_megatron.report.live import Glance
-from oppo_megatron.report.machine import USES, steady
+from oppo_megatron.report.machine import USES, memory_peaks, steady
 from oppo_megatron.report.page import show
 from oppo_megatron.report.records import RunRecord, number
 from oppo_megatron.report.step_split import ALL_PARTS, split_step
@@ -28,43 +29,68 @@ from oppo_megatron.train.logs.windows import StepWindow, step_bounds, step_windo
 BLOCKS = "▁▂▃▄▅▆▇█"
 # Kinds of work can be told apart without colour, too.
 GLYPHS = {"score": "▓", "prefill": "▓", "update": "▒", "critic": "░", "send": "░", "idle": "·"}
-BAR, SPARK, LANE = 30, 36, 60
+BAR, SPARK, LANE = 30, 36, 100  # columns at most
+LEAST = 6  # columns at least
+FRAME = 4  # columns of a panel's border and padding
 RECENT = 10
 QUIET_S = 120.0
 TWO_COLUMNS = 110
 SHOWN_RESPONSE = 400
 
 
+@dataclass(frozen=True)
+class Block:
+    """A figure: lines of text under a title."""
+
+    title: str
+    lines: Sequence[Text]
+
+    def panel(self, most_lines: int | None = None) -> Panel:
+        """Within a frame; of more than `most_lines` the first, and how many are left out."""
+        lines = list(self.lines)
+        if most_lines is not None and len(lines) > most_lines:
+            kept = max(1, most_lines - 1)
+            lines = [*lines[:kept], Text(f"… {len(lines) - kept} more lines: --once shows all", style="dim")]
+        return Panel(Group(*lines), title=self.title, title_align="left", padding=(0, 1), border_style="dim")
+
+
 def draw(glance: Glance, width: int) -> RenderableType:
     """Everything, for a terminal of `width` columns."""
-    record = glance.record
-    panels = [
-        _panel("reward", _reward(record)),
-        _panel("step time", _step_time(record)),
-        _panel("utilisation", _utilization(record)),
-        _panel("Δ and chunk", _control(record)),
-        _panel("deferrals", _deferrals(record)),
-        _panel("lengths", _lengths(record)),
-        _panel("reward by length", _bins(record)),
-        _panel("memory", _memory(record)),
+    return Group(head(glance), *(row_of([block.panel() for block in row]) for row in rows_of(glance, width)))
+
+
+def rows_of(glance: Glance, width: int) -> list[list[Block]]:
+    """The figures from top to bottom, one or two beside each other."""
+    record, columns = glance.record, 2 if width >= TWO_COLUMNS else 1
+    room = width // columns - FRAME
+    blocks = [
+        Block("reward", _reward(record, room)),
+        Block("step time", _step_time(record, room)),
+        Block("utilisation", _utilization(record, room)),
+        Block("Δ and chunk", _control(record)),
+        Block("deferrals", _deferrals(record, room)),
+        Block("lengths", _lengths(record, room)),
+        Block("reward by length", _bins(record, room)),
+        Block("memory", _memory(record, room)),
     ]
-    body: RenderableType = Group(*panels)
-    if width >= TWO_COLUMNS:
-        grid = Table.grid(expand=True)
+    rows = [blocks[start : start + columns] for start in range(0, len(blocks), columns)]
+    last = Block("last whole step", _timeline(record, width - FRAME)), Block("newest response", _response(glance))
+    return [*rows, *([block] for block in last)]
+
+
+def row_of(panels: Sequence[Panel]) -> RenderableType:
+    """The panels beside each other, equally wide."""
+    if len(panels) == 1:
+        return panels[0]
+    grid = Table.grid(expand=True)
+    for _ in panels:
         grid.add_column(ratio=1)
-        grid.add_column(ratio=1)
-        for left, right in zip(panels[::2], panels[1::2], strict=True):
-            grid.add_row(left, right)
-        body = grid
-    last = [_panel("last whole step", _timeline(record)), _panel("newest response", _response(glance))]
-    return Group(_head(glance), body, *last)
+    grid.add_row(*panels)
+    return grid
 
 
-def _panel(title: str, lines: Sequence[Text]) -> Panel:
-    return Panel(Group(*lines), title=title, title_align="left", padding=(0, 1), border_style="dim")
-
-
-def _head(glance: Glance) -> Text:
+def head(glance: Glance) -> Text:
+    """The run's name, how far it is, and whether it goes on."""
     record = glance.record
     done, total = (record.lines[-1]["step"] if record.lines else 0), record.config.get("steps")
     text = Text(f"{show(record.name)}  ", style="bold")
@@ -98,7 +124,12 @@ def spark(values: Sequence[float], width: int = SPARK) -> str:
     return "".join(BLOCKS[round((value - low) * scale)] for value in values)
 
 
-def _bar(parts: Sequence[tuple[float, str]], total: float, width: int = BAR) -> Text:
+def _left(room: int, taken: int, most: int) -> int:
+    """The columns for a bar or a line of blocks beside text that takes `taken` of them."""
+    return max(LEAST, min(most, room - taken))
+
+
+def _bar(parts: Sequence[tuple[float, str]], total: float, width: int) -> Text:
     """Parts of a whole as coloured blocks."""
     text, reached, drawn = Text(), 0.0, 0
     for value, colour in parts:
@@ -117,7 +148,7 @@ def _known(record: RunRecord, key: str) -> list[float]:
     return [value for value in record.column(key)[1] if value is not None]
 
 
-def _reward(record: RunRecord) -> list[Text]:
+def _reward(record: RunRecord, room: int) -> list[Text]:
     key = "loss" if record.kind == "supervised" else "reward_mean"
     values = _known(record, key)
     if not values:
@@ -126,29 +157,28 @@ def _reward(record: RunRecord) -> list[Text]:
     seconds = _known(record, "time_s")
     told = f"{'loss' if key == 'loss' else 'mean'} {short(round(smooth[0], 4))} → {short(round(smooth[-1], 4))}"
     told += f" in {format_duration(seconds[-1])}" if seconds else ""
-    return [Text(spark(smooth), style=COLOURS["run0"][1]), Text(told)]
+    return [Text(spark(smooth, _left(room, 0, SPARK)), style=COLOURS["run0"][1]), Text(told)]
 
 
-def _step_time(record: RunRecord) -> list[Text]:
+def _step_time(record: RunRecord, room: int) -> list[Text]:
     lines = [line for line in steady(record.lines)[-RECENT:] if number(line, "step_s") is not None]
     if not lines or record.kind == "supervised":
         return _missing(record, "split of the step time")
     splits = [split_step(line) for line in lines]
     means = {key: sum(split[key] for split in splits) / len(splits) for key in ALL_PARTS}
     total = sum(means.values())
-    rows = [
-        Text.assemble(
-            _bar([(means[k], ALL_PARTS[k][1]) for k in means], total), f" {total:.3g} s, mean of {len(lines)}"
-        )
-    ]
+    bar = _bar([(means[k], ALL_PARTS[k][1]) for k in means], total, _left(room, 24, BAR))
+    rows = [Text.assemble(bar, f" {total:.3g} s, mean of {len(lines)}")]
+    label_room = _left(room, 19, 26)
     for key, value in means.items():
         label, colour = ALL_PARTS[key]
         percent = 100 * value / (total or 1.0)
-        rows.append(Text.assemble(_key(colour), f"{label:<26}{value:>8.3g} s {percent:>4.0f} %"))
+        label = label if len(label) <= label_room else label[: label_room - 1] + "…"
+        rows.append(Text.assemble(_key(colour), f"{label:<{label_room}}{value:>8.3g} s {percent:>4.0f} %"))
     return rows
 
 
-def _utilization(record: RunRecord) -> list[Text]:
+def _utilization(record: RunRecord, room: int) -> list[Text]:
     try:
         ranks = shares([(record.name, record.spans)]) if record.spans else []
     except DataError:
@@ -158,7 +188,8 @@ def _utilization(record: RunRecord) -> list[Text]:
     rows = []
     for row in ranks:
         parts = [(max(0.0, row[use]), colour) for use, colour in USES.items()]
-        rows.append(Text.assemble(f"rank {row['rank']:<3.0f} ", _bar(parts, 100.0), f" {100 - row['idle']:>3.0f} %"))
+        bar = _bar(parts, 100.0, _left(room, 15, BAR))
+        rows.append(Text.assemble(f"rank {row['rank']:<3.0f} ", bar, f" {100 - row['idle']:>3.0f} %"))
     keys = [text for use, colour in USES.items() for text in (_key(colour), f"{use}  ")]
     return [*rows, Text.assemble(*keys)]
 
@@ -177,56 +208,64 @@ def _control(record: RunRecord) -> list[Text]:
     return rows
 
 
-def _deferrals(record: RunRecord) -> list[Text]:
+def _deferrals(record: RunRecord, room: int) -> list[Text]:
     counts = deferred_counts(record.lines)
     if not counts:
         return _missing(record, "deferrals")
     total = sum(counts.values())
     return [
-        Text.assemble(f"{times}×  ", _bar([(count, "run0")], total), f" {100 * count / total:>6.2f} %")
+        Text.assemble(
+            f"{times}×  ", _bar([(count, "run0")], total, _left(room, 14, BAR)), f" {100 * count / total:>6.2f} %"
+        )
         for times, count in sorted(counts.items())
     ]
 
 
-def _lengths(record: RunRecord) -> list[Text]:
+def _lengths(record: RunRecord, room: int) -> list[Text]:
     rows = []
     for key, label in (("trained_len_mean", "trained"), ("submitted_len_mean", "submitted")):
         if values := _known(record, key):
             rows.append(
-                Text.assemble(f"{label:<10}{values[-1]:>7.1f} tokens  ", (spark(values, 24), COLOURS["run0"][1]))
+                Text.assemble(
+                    f"{label:<10}{values[-1]:>7.1f} tokens  ", (spark(values, _left(room, 26, 24)), COLOURS["run0"][1])
+                )
             )
     if gaps := _known(record, "length_gap"):
         rows.append(Text(f"{'gap':<10}{100 * gaps[-1]:>7.1f} %"))
     return rows or _missing(record, "lengths")
 
 
-def _bins(record: RunRecord) -> list[Text]:
+def _bins(record: RunRecord, room: int) -> list[Text]:
     rows = []
     for place, (quarter, label) in enumerate(QUARTERS.items()):
         values = _known(record, f"reward_by_quarter.{quarter}")
         if values:
             recent = values[-RECENT:]
             mean = sum(recent) / len(recent)
-            line = (spark(moving_mean(values, max(1, len(values) // 10)), 24), COLOURS[f"run{place}"][1])
+            line = (
+                spark(moving_mean(values, max(1, len(values) // 10)), _left(room, 26, 24)),
+                COLOURS[f"run{place}"][1],
+            )
             rows.append(Text.assemble(f"{label:<17}{mean:>7.3f}  ", line))
     return rows or _missing(record, "reward by length")
 
 
-def _memory(record: RunRecord) -> list[Text]:
+def _memory(record: RunRecord, room: int) -> list[Text]:
     for line in reversed(record.lines):
-        peaks = line.get("memory_peak_mb")
-        if isinstance(peaks, list) and peaks:
-            highest = max(value or 0.0 for value in peaks)
+        if peaks := memory_peaks(line):
+            highest, columns = max(value or 0.0 for value in peaks), _left(room, 20, BAR)
             return [
                 Text.assemble(
-                    f"rank {rank:<3} ", _bar([(value or 0.0, "run0")], highest), f" {short(round(value or 0.0))} MiB"
+                    f"rank {rank:<3} ",
+                    _bar([(value or 0.0, "run0")], highest, columns),
+                    f" {short(round(value or 0.0))} MiB",
                 )
                 for rank, value in enumerate(peaks)
             ]
     return _missing(record, "memory of the ranks")
 
 
-def _timeline(record: RunRecord) -> list[Text]:
+def _timeline(record: RunRecord, room: int) -> list[Text]:
     steps = list(step_bounds(record.spans))
     if not steps:
         return _missing(record, "timeline", record.no_spans or "its trace has no work of any step yet")
@@ -234,23 +273,24 @@ def _timeline(record: RunRecord) -> list[Text]:
     window = step_window(record.name, record.spans, steps[-1] if is_whole else steps[-2])
     names = [f"rank {rank} {role}" for rank, role in window.lanes]
     widest = max(map(len, names))
+    columns = _left(room, widest + 2, LANE)
     rows = [
-        Text.assemble(f"{name:<{widest}}  ", _lane(window, lane))
+        Text.assemble(f"{name:<{widest}}  ", _lane(window, lane, columns))
         for name, lane in zip(names, window.lanes, strict=True)
     ]
     return [Text(f"step {window.step}, {window.seconds:.3g} s", style="dim"), *rows]
 
 
-def _lane(window: StepWindow, lane: tuple[int, str]) -> Text:
+def _lane(window: StepWindow, lane: tuple[int, str], columns: int) -> Text:
     """A lane as blocks: each has the colour of the kind of work that takes most of its time."""
-    cells: list[dict[str, float]] = [{} for _ in range(LANE)]
-    size = window.seconds / LANE or 1.0
+    cells: list[dict[str, float]] = [{} for _ in range(columns)]
+    size = window.seconds / columns or 1.0
     for span in window.spans:
         if (span.rank, span.role) != lane:
             continue
         start, end = max(span.start, window.start) - window.start, min(span.end, window.end) - window.start
         colour = colour_of(span.name)
-        for place in range(int(start / size), min(LANE, int(end / size) + 1)):
+        for place in range(int(start / size), min(columns, int(end / size) + 1)):
             inside = min(end, (place + 1) * size) - max(start, place * size)
             cells[place][colour] = cells[place].get(colour, 0.0) + max(0.0, inside)
     text = Text()

@@ -98,8 +98,12 @@ def deferred_counts(lines: Sequence[Mapping[str, Any]]) -> Counter[int]:
     total: Counter[int] = Counter()
     for line in lines:
         deferred = line.get("deferred")
-        for times, count in deferred.items() if isinstance(deferred, Mapping) else ():
-            total[int(times)] += count
+        if not isinstance(deferred, Mapping):
+            continue
+        for times in deferred:
+            count = number(deferred, times)
+            if times.isdecimal() and count is not None and count > 0:
+                total[int(times)] += int(count)
     return total
 
 
@@ -128,7 +132,8 @@ def control_section(records: Sequence[RunRecord]) -> Section:
         if rows := _decisions(record):
             cut = f", the last {MAX_DECISIONS}" if len(rows) > MAX_DECISIONS else ""
             head = ["step", "what", "change", "reason"]
-            title = f"{record.name}: {len(rows)} changes and their reasons{cut}"
+            changes = "1 change and its reason" if len(rows) == 1 else f"{len(rows)} changes and their reasons"
+            title = f"{record.name}: {changes}{cut}"
             section.tables.append(Table(title, head, rows[-MAX_DECISIONS:], folded=True))
     return section
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,11 @@ from oppo_megatron.cli.main import main
 from oppo_megatron.errors import DataError
 from oppo_megatron.report import build
 from oppo_megatron.report.build import write_report
-from oppo_megatron.report.charts import extent, short, ticks
+from oppo_megatron.report.charts import Line, LineChart, extent, short, ticks
+from oppo_megatron.report.downtime import without_downtime
 from oppo_megatron.report.records import distinct_names, read_run, read_runs
 from oppo_megatron.report.step_split import split_step
+from oppo_megatron.report.svg import chart_svg
 from oppo_megatron.train.logs.trace import read_spans
 from oppo_megatron.train.logs.windows import all_windows, step_window
 from oppo_megatron.train.run_dir import RunDirectory, write_json
@@ -270,9 +273,11 @@ def test_fields_of_another_kind_are_as_good_as_missing(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=2)
     wrong = {"step": 3, "reward_mean": "high", "step_s": None, "deferred": [1], "memory_peak_mb": {}, "delta": True}
     append(run.metrics, wrong)
-    append(run.metrics, {**metrics_line(4), "step": 4, "reward_mean": float("nan"), "step_s": float("inf")})
+    append(run.metrics, {**metrics_line(4), "step": 4, "deferred": {"x": 1, "2": "y"}, "memory_peak_mb": ["a", None]})
+    append(run.metrics, {**metrics_line(4), "step": 5, "reward_mean": float("nan"), "step_s": float("inf")})
     page_of(run, out=tmp_path / "out")
-    assert read_run(run).column("reward_mean")[1][-2:] == [None, None]
+    assert read_run(run).column("reward_mean")[1][-1] is None and read_run(run).column("reward_mean")[1][2] is None
+    assert main(["watch", str(run.path), "--once"]) == 0
     html = (tmp_path / "out" / "index.html").read_text()
     assert "NaN" not in html and "Infinity" not in html
 
@@ -282,4 +287,43 @@ def test_ticks_are_round_and_within() -> None:
         at = ticks(low, high)
         assert 3 <= len(at) <= 9 and low - 1e-9 <= at[0] and at[-1] <= high * (1 + 1e-9)
     assert extent([]) and extent([2.0])[0] < 2.0 < extent([2.0])[1]
-    assert [short(value) for value in (0, 12, 1234.5, 0.12345, 1e-7)] == ["0", "12", "1,234", "0.123", "1e-07"]
+    assert [short(value) for value in (0, 12, 1234.5, 0.12345, 1e-7, -4e9)] == [
+        "0",
+        "12",
+        "1,234",
+        "0.123",
+        "1e-07",
+        "-4e+09",
+    ]
+
+
+def test_a_line_under_an_equal_one_is_seen() -> None:
+    lines = [
+        Line("a", [1, 2], [3.0, 3.0], "run0"),
+        Line("b", [1, 2], [3.0, 4.0], "run1"),
+        Line("c", [1, 2], [3.0, 3.0], "run2"),
+    ]
+    chart = LineChart("n", "t", "x", "y", lines)
+    wide, other, top = chart.widths()
+    assert wide > other == top and f"--width:{wide:g}" in chart_svg(chart)
+
+
+def test_time_between_attempts_is_left_out(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    whole = read_run(run.path)
+    raw = read_spans(run)
+    later = [replace(s, start=s.start + 60, end=s.end + 60) if s.step > 2 else s for s in raw]
+    ends = [time for s in without_downtime(later, whole.lines) for time in (s.start, s.end)]
+    assert sorted(ends) == pytest.approx(sorted(time for s in whole.spans for time in (s.start, s.end)), abs=0.21)
+    assert without_downtime(later, [{**line, "step_s": 61.0} for line in whole.lines]) == sorted(
+        later, key=lambda s: s.start
+    )
+    assert without_downtime(later, whole.lines[:2]) == sorted(later, key=lambda s: s.start), "step 3 has no line yet"
+
+
+def test_a_single_step(tmp_path: Path) -> None:
+    page = page_of(write_run(tmp_path / "run", steps=1), out=tmp_path / "out")
+    text = page.text()
+    assert "Mean step" in text and "first step left out" not in text
+    (chart,) = page.all("svg", id="chart-reward-seconds")
+    assert all(not tick.text().startswith("-") for tick in chart.all("text")), "no time before the start"

@@ -13,7 +13,7 @@ from rich.console import Console
 from oppo_megatron.cli.main import main
 from oppo_megatron.report.live import glance, last_objects
 from oppo_megatron.report.terminal import draw, spark
-from oppo_megatron.report.watch import watch
+from oppo_megatron.report.watch import screens, watch
 from oppo_megatron.train.run_dir import write_json
 from tests.support.runs import append, metrics_line, rollout, write_run
 
@@ -103,3 +103,24 @@ def test_only_whole_lines_of_the_end_of_a_file(tmp_path: Path) -> None:
 def test_sparkline() -> None:
     assert spark([0.0, 1.0]) == "▁█" and spark([2.0, 2.0]) == "▁▁"
     assert len(spark(list(range(1000)), 36)) == 36
+
+
+@pytest.mark.parametrize(("width", "height"), [(40, 15), (80, 24), (130, 30)])
+def test_a_low_terminal_shows_all_figures_in_turn(tmp_path: Path, width: int, height: int) -> None:
+    run = write_run(tmp_path / "run", steps=6, finished=False)
+    append(run.metrics, metrics_line(7) | {"step": 7, "memory_peak_mb": [100.0 + k for k in range(64)]})
+    console = Console(file=StringIO(), width=width, height=height, highlight=False)
+    parts = screens(glance(run.path), console)
+    for part in parts:
+        assert len(console.render_lines(part, pad=False)) <= height
+        console.print(part)
+    text = console.file.getvalue()
+    for title in ("reward", "step time", "lengths", "memory", "last whole step", "newest response"):
+        assert text.count(f" {title} ─") == 1, title
+    assert (
+        len(parts) > 1
+        and f"part {len(parts)} of {len(parts)}" in " ".join(text.split())
+        and "more lines: --once shows all" in text
+    )
+    lanes = [line for line in text.splitlines() if "rank 0 actor" in line]
+    assert len(lanes) == 1 and "█" in lanes[0] and "▒" in lanes[0], "a lane is one line"
