@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any
 
 from oppo_megatron.bench.figures import figures
+from oppo_megatron.bench.limit import run_with_limits
 from oppo_megatron.bench.pictures import draw_chunks
 from oppo_megatron.bench.suite import Lines, Run, Runs, Suite, all_lines
 from oppo_megatron.config.checks import longest_chunk
@@ -22,14 +23,17 @@ COLUMNS = {
 }  # fmt: skip
 
 
-def bench_chunk(suite: Suite, config: TrainConfig, sizes: Sequence[int], adaptive: bool) -> dict[str, Any]:
+def bench_chunk(
+    suite: Suite, config: TrainConfig, sizes: Sequence[int], adaptive: bool, limit_cores: int | None = None
+) -> dict[str, Any]:
     """Run the configuration with each size, and with the tuner.  Writes chunk.json and chunk.png.
 
-    Raises ConfigError where chunks have no meaning, or none of the sizes is within the response limit.
+    `limit_cores`: add the least time that the work can take on so many cores; None: no limit.  Raises ConfigError where
+    chunks have no meaning, or none of the sizes is within the response limit.
     """
     configs = chunk_configs(config, sizes, adaptive)
-    runs = suite.run(configs)
-    result = compare(configs, runs)
+    runs, limits = run_with_limits(suite, configs, limit_cores)
+    result = compare(configs, runs) | limits
     suite.write("chunk", config, result, runs)
     draw_chunks(result, suite.out / "chunk.png")
     return result

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from oppo_megatron.bench.figures import figures, mean_of, speedups, steady
+from oppo_megatron.bench.limit import run_with_limits
 from oppo_megatron.bench.pictures import draw_deltas
 from oppo_megatron.bench.suite import Lines, Suite, all_lines
 from oppo_megatron.config.run import TrainConfig
@@ -22,15 +23,20 @@ COLUMNS = {
 }  # fmt: skip
 
 
-def bench_delta(suite: Suite, config: TrainConfig, fixed: Sequence[int], rules: Sequence[str]) -> dict[str, Any]:
-    """Run the configuration with each fixed delta and each rule.  Writes delta.json and delta.png."""
+def bench_delta(
+    suite: Suite, config: TrainConfig, fixed: Sequence[int], rules: Sequence[str], limit_cores: int | None = None
+) -> dict[str, Any]:
+    """Run the configuration with each fixed delta and each rule.  Writes delta.json and delta.png.
+
+    `limit_cores`: add the least time that the work can take on so many cores; None: no limit.
+    """
     configs = delta_configs(config, fixed, rules)
-    runs = suite.run(configs)
+    runs, limits = run_with_limits(suite, configs, limit_cores)
     rows = [row(name, all_lines(turns)) for name, turns in runs.items()]
     plain = next((each for each in rows if each["delta"] == "fixed-0"), None)
     for each in rows:
         each |= speedups(each, plain, "speedup")
-    result = {"steps": len(next(iter(runs.values()))[0].lines), "results": rows}
+    result = {"steps": len(next(iter(runs.values()))[0].lines), "results": rows, **limits}
     suite.write("delta", config, result, runs)
     draw_deltas({name: turns[0].lines for name, turns in runs.items()}, suite.out / "delta.png")
     return result

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from oppo_megatron.bench.decode import HuggingFace
 from oppo_megatron.bench.flops import weight_bytes
 from oppo_megatron.bench.gpu import GpuWork
 from oppo_megatron.bench.limit import Response, decode_steps
@@ -26,7 +27,6 @@ from oppo_megatron.config.overlap import WeaveConfig
 from oppo_megatron.config.places import Place
 from oppo_megatron.config.ppo import ForcedLengthsConfig
 from oppo_megatron.config.shape import kv_bytes_per_token
-from oppo_megatron.integrations.bench_decode import HuggingFace
 from oppo_megatron.integrations.huggingface import write_random_checkpoint
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.runtime.executor import Executor, Station

@@ -20,10 +20,11 @@ import numpy as np
 
 from oppo_megatron.bench.flops import causal_pairs, forward_flops, training_flops, weight_bytes
 from oppo_megatron.bench.peaks import Peaks, measure_peaks
-from oppo_megatron.bench.suite import Run, Runs
+from oppo_megatron.bench.suite import Run, Runs, Suite
+from oppo_megatron.bench.table import format_table
 from oppo_megatron.config.checkpoint import read_hf_config
 from oppo_megatron.config.checks import most_sequences
-from oppo_megatron.config.model import ParallelConfig
+from oppo_megatron.config.model import Dtype, ParallelConfig
 from oppo_megatron.config.places import named_roles, world_size
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.shape import kv_bytes_per_token
@@ -33,7 +34,7 @@ from oppo_megatron.train.run_dir import RunDirectory
 from oppo_megatron.train.setup import prompt_stream
 
 COLUMNS = {
-    "placement": "placement", "mode": "mode", "threads": "threads", "decode": "decode_s", "scoring": "score_s",
+    "run": "run", "threads": "threads", "decode": "decode_s", "scoring": "score_s",
     "training": "train_s", "least s/step": "least_s", "measured": "measured_s", "x least": "over_least",
     "decode at GEMM rates": "decode_gemm_s",
 }  # fmt: skip
@@ -58,22 +59,43 @@ def observed(config: TrainConfig) -> TrainConfig:
     return config.model_copy(update={"logging": config.logging.model_copy(update={"rollouts": True})})
 
 
+def run_with_limits(suite: Suite, configs: Mapping[str, TrainConfig], cores: int | None) -> tuple[Runs, dict[str, Any]]:
+    """Make the runs.  `cores` (None: no limits wanted): how many there are to use; then `limit_figures` come beside them."""
+    if cores is None:
+        return suite.run(configs), {}
+    configs = {name: observed(config) for name, config in configs.items()}
+    runs = suite.run(configs)
+    return runs, limit_figures(configs, runs, cores)
+
+
 def limit_figures(configs: Mapping[str, TrainConfig], runs: Runs, cores: int) -> dict[str, Any]:
-    """`peaks` and, for each run by name PLACEMENT/MODE, `limits`: least seconds a step, by phase, beside those measured."""
+    """`peaks` of each size of actor and, for each run by name, `limits`: least seconds a step, by phase, beside those
+    measured."""
     used = {name: threads_used(config, cores) for name, config in configs.items()}
-    first = next(iter(configs.values()))
-    batches = decode_batches(max(map(most_sequences, configs.values())))
-    shape, dtype = read_hf_config(first.actor), first.actor.dtype
-    peaks = measure_peaks(shape, dtype, batches, sorted({1, cores, *used.values()}))
+    threads = sorted({1, cores, *used.values()})
+    alike: dict[str, list[TrainConfig]] = {}
+    for config in configs.values():
+        alike.setdefault(_model_key(config), []).append(config)
+    peaks = {key: _peaks_of(same, threads) for key, same in alike.items()}
     rows = []
     for name, turns in runs.items():
-        placement, mode = name.split("/")
-        least = [_per_step(configs[name], run, peaks, used[name]) for run in turns]
+        of_model = peaks[_model_key(configs[name])]
+        least = [_per_step(configs[name], run, of_model, used[name]) for run in turns]
         row = {key: fmean(each[key] for each in least) for key in least[0]}
         measured = fmean(line["step_s"] for run in turns for line in run.lines)
-        what: dict[str, Any] = {"placement": placement, "mode": mode, "threads": used[name]}
+        what: dict[str, Any] = {"run": name, "threads": used[name]}
         rows.append({**what, **row, "measured_s": measured, "over_least": measured / row["least_s"]})
-    return {"peaks": peaks.tree(), "limits": rows}
+    return {"peaks": [each.tree() for each in peaks.values()], "limits": rows}
+
+
+def _model_key(config: TrainConfig) -> str:
+    return json.dumps([read_hf_config(config.actor), config.actor.dtype], sort_keys=True)
+
+
+def _peaks_of(configs: Sequence[TrainConfig], threads: Sequence[int]) -> Peaks:
+    """For configurations of the same actor."""
+    batches = decode_batches(max(map(most_sequences, configs)))
+    return measure_peaks(read_hf_config(configs[0].actor), configs[0].actor.dtype, batches, threads)
 
 
 def _per_step(config: TrainConfig, run: Run, peaks: Peaks, threads: int) -> dict[str, float]:
@@ -115,13 +137,8 @@ def least_seconds(config: TrainConfig, responses: Sequence[Response], peaks: Pea
         forward_flops(actor, r.prompt_tokens - 1, causal_pairs(0, r.prompt_tokens - 1), 0, scalar=False)
         for r in responses
     )
-    sequences, keys = decode_steps(responses)
-    flops = [forward_flops(actor, n, k, n, scalar=False) for n, k in zip(sequences, keys, strict=True)]
-    weights = weight_bytes(actor, config.actor.dtype, scalar=False)
-    kv = kv_bytes_per_token(actor, ParallelConfig(), config.actor.dtype)
-    bytes_s = [(weights + kv * k) / peaks.read_at(threads) for k in keys]
-    decode_s = prefill / rate + sum(max(f / rate, b) for f, b in zip(flops, bytes_s, strict=True))
-    gemm_s = prefill / rate + sum(f / peaks.decode_at(threads, n) for f, n in zip(flops, sequences, strict=True))
+    steps_s, steps_gemm_s = decode_seconds(actor, config.actor.dtype, responses, peaks, threads)
+    decode_s, gemm_s = prefill / rate + steps_s, prefill / rate + steps_gemm_s
     score_s = sum(_scoring_flops(shapes, r) for r in responses) / rate
     train_s = sum(_training_flops(config, shapes, r) for r in responses) / rate
     return {
@@ -131,6 +148,19 @@ def least_seconds(config: TrainConfig, responses: Sequence[Response], peaks: Pea
         "train_s": train_s,
         "least_s": decode_s + score_s + train_s,
     }
+
+
+def decode_seconds(
+    shape: Mapping[str, Any], dtype: Dtype, responses: Sequence[Response], peaks: Peaks, threads: int
+) -> tuple[float, float]:
+    """Least seconds of all decode steps: by operations and bytes at the peaks, and by operations at the rates of decoding."""
+    sequences, keys = decode_steps(responses)
+    flops = [forward_flops(shape, n, k, n, scalar=False) for n, k in zip(sequences, keys, strict=True)]
+    weights = weight_bytes(shape, dtype, scalar=False)
+    kv = kv_bytes_per_token(shape, ParallelConfig(), dtype)
+    rate, read = peaks.flops_at(threads), peaks.read_at(threads)
+    steps_s = sum(max(f / rate, (weights + kv * k) / read) for f, k in zip(flops, keys, strict=True))
+    return steps_s, sum(f / peaks.decode_at(threads, n) for f, n in zip(flops, sequences, strict=True))
 
 
 def decode_steps(responses: Sequence[Response]) -> tuple[list[int], list[int]]:
@@ -173,6 +203,14 @@ def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def limit_lines(result: Mapping[str, Any]) -> list[str]:
+    """The table of `limit_figures` and what was measured, in words; nothing where no limits were wanted."""
+    if "limits" not in result:
+        return []
+    head = ["", "least seconds a step by operations, bytes and measured peaks", format_table(COLUMNS, result["limits"])]
+    return [*head, *(line for peaks in result["peaks"] for line in peak_lines(peaks))]
 
 
 def peak_lines(peaks: Mapping[str, Any]) -> list[str]:

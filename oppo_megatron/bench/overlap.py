@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from oppo_megatron.bench.figures import figures, median_of, speedups, steady
-from oppo_megatron.bench.limit import limit_figures, observed
+from oppo_megatron.bench.limit import run_with_limits
 from oppo_megatron.bench.pictures import draw_steps, draw_utilization
 from oppo_megatron.bench.suite import Run, Runs, Suite, all_lines
 from oppo_megatron.config.model import ParallelConfig
@@ -65,12 +65,8 @@ def bench_overlap(
         for placement in placements
         for mode in modes
     }
-    if limit:
-        configs = {name: observed(each) for name, each in configs.items()}
-    runs = suite.run(configs)
-    result = compare(configs, runs)
-    if limit:
-        result |= limit_figures(configs, runs, cores)
+    runs, limits = run_with_limits(suite, configs, cores if limit else None)
+    result = compare(configs, runs) | limits
     suite.write("overlap", config, {"cores": cores, **result}, runs)
     draw_steps(result["results"], suite.out / "overlap.png")
     draw_utilization(result["utilization"], suite.out / "utilization.png")

@@ -68,6 +68,29 @@ def draw_utilization(runs: Mapping[str, Sequence[Mapping[str, float]]], out_png:
     figure.savefig(out_png)
 
 
+def draw_decode(rows: Sequence[Mapping[str, Any]], out_png: str | os.PathLike[str]) -> None:
+    """A group of bars a batch size, a bar a peer: tokens/s; with a limit, a mark at the most that the machine allows."""
+    batches, peers = (list(dict.fromkeys(row[key] for row in rows)) for key in ("batch", "peer"))
+    figure = new_figure(width_in=2.5 + 1.8 * len(batches), height_in=4.2)
+    axes = figure.subplots()
+    width = 0.8 / len(peers)
+    for number, peer in enumerate(peers):
+        rates = [next(row["tokens_per_s"] for row in rows if (row["batch"], row["peer"]) == (b, peer)) for b in batches]
+        at = [place - 0.4 + (number + 0.5) * width for place in range(len(batches))]
+        again, colour = divmod(number, len(RUN_COLOURS))
+        axes.bar(at, rates, width, color=RUN_COLOURS[colour], hatch="//" * again, label=peer)
+    most = {row["batch"]: row["most_tokens_per_s"] for row in rows if "most_tokens_per_s" in row}
+    for place, batch in enumerate(most):
+        label = "_more" if place else "most by peaks"  # matplotlib leaves out names with _
+        axes.hlines(most[batch], place - 0.4, place + 0.4, color="black", linestyle="--", label=label)
+    axes.set_xticks(range(len(batches)), [str(batch) for batch in batches])
+    axes.set_xlabel("batch size")
+    axes.set_ylabel("decoded tokens/s")
+    _finish(axes, "y")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    figure.savefig(out_png)
+
+
 def draw_weave(rows: Sequence[Mapping[str, Any]], out_png: str | os.PathLike[str]) -> None:
     """A bar a mode: seconds of the rounds of a step, with the share in which the ranks stand idle."""
     figure = new_figure(width_in=7.0, height_in=1.4 + 0.4 * len(rows))

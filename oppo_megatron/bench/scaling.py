@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from oppo_megatron.bench.figures import figures
+from oppo_megatron.bench.limit import run_with_limits
 from oppo_megatron.bench.overlap import placed, switched
 from oppo_megatron.bench.pictures import draw_scaling
 from oppo_megatron.bench.suite import Runs, Suite, all_lines
@@ -40,10 +41,13 @@ class Axis:
     at: Callable[[TrainConfig, float], TrainConfig]
 
 
-def bench_scaling(suite: Suite, config: TrainConfig, axes: Mapping[str, Axis]) -> dict[str, Any]:
+def bench_scaling(
+    suite: Suite, config: TrainConfig, axes: Mapping[str, Axis], limit_cores: int | None = None
+) -> dict[str, Any]:
     """Run both modes at every place of every axis; the configuration itself, which axes have in common, once.
 
-    Writes scaling.json and scaling.png.
+    Writes scaling.json and scaling.png.  `limit_cores`: add the least time that the work can take on so many cores; None: no
+    limit.
     """
     places: dict[tuple[str, float], str] = {}
     configs: dict[str, TrainConfig] = {}
@@ -52,11 +56,11 @@ def bench_scaling(suite: Suite, config: TrainConfig, axes: Mapping[str, Axis]) -
             there = axis.at(config, value)
             place = places[name, value] = "base" if there == config else f"{name}/{value:g}"
             configs |= {f"{place}-{mode}": switched(there, mode) for mode in MODES}
-    runs = suite.run(configs)
+    runs, limits = run_with_limits(suite, configs, limit_cores)
     rows = [row(name, value, place, configs, runs) for (name, value), place in places.items()]
     for name in axes:
         add_growth([each for each in rows if each["axis"] == name])
-    result = {"results": rows}
+    result = {"results": rows, **limits}
     suite.write("scaling", config, result, runs)
     draw_scaling({name: axis.label for name, axis in axes.items()}, rows, suite.out / "scaling.png")
     return result

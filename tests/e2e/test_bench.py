@@ -118,7 +118,9 @@ def test_weave(workspace: Workspace, tmp_path: Path) -> None:
 
 def test_chunk(workspace: Workspace, tmp_path: Path) -> None:
     base = config(workspace, steps=4, **{"overlap.chunk": {"tokens": 4, "adaptive": True, "candidates": [4, 8]}})
-    result = bench_chunk(suite(tmp_path), base, [4, 8, 64], adaptive=True)
+    result = bench_chunk(suite(tmp_path), base, [4, 8, 64], adaptive=True, limit_cores=1)
+    assert [row["run"] for row in result["limits"]] == ["4", "8", "adaptive"]
+    assert all(row["over_least"] > 1 for row in result["limits"]), "no run beats its least time"
     assert [row["chunk"] for row in left(tmp_path, "chunk")["results"]] == ["4", "8", "adaptive"]
     tuned = result["adaptive"]
     assert tuned["first_settled_step"] == 4 and tuned["settled_on"][0] in (4, 8) and tuned["best_fixed"] in (4, 8)

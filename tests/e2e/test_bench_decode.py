@@ -7,32 +7,63 @@ from pathlib import Path
 
 import pytest
 
+from oppo_megatron.bench.decode import PEERS, DecodeWork, available_peers
 from oppo_megatron.cli.main import main
-from oppo_megatron.integrations.bench_decode import PEERS, available_peers
 
 TINY = "--hidden 64 --layers 2 --heads 4 --kv-heads 2 --ffn 128 --vocab 200 --prompt 6 --new 8 --repeats 1".split()
 
 
 def test_all_peers_decode_the_same_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "folder" / "decode.json"
+    out = tmp_path / "folder"
     assert main(["bench", "decode", *TINY, "--batch", "1,3", "--out", str(out)]) == 0
-    rows = json.loads(out.read_text())["results"]
+    rows = json.loads((out / "decode.json").read_text())["results"]
     assert [row["peer"] for row in rows] == available_peers() * 2
     for row in rows:
         # That of transformers is a difference of two times, which a busy machine may turn round in a run so short.
         assert row["tokens_per_s"] > 0 or row["peer"] == "hf"
         assert row["same_tokens"] == (None if row["peer"] == "ours-engine" else 1.0), row
     assert "x bare-packed" in capsys.readouterr().out
+    assert (out / "decode.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_in_bfloat16_the_bare_loop_and_ours_agree(tmp_path: Path) -> None:
-    out = tmp_path / "decode.json"
-    peers = "bare,ours-lean,ours-module"
-    assert (
-        main(["bench", "decode", *TINY, "--batch", "2", "--dtype", "bfloat16", "--peers", peers, "--out", str(out)])
-        == 0
+    arguments = ["--batch", "2", "--dtype", "bfloat16", "--peers", "bare,ours-lean,ours-module", "--out", str(tmp_path)]
+    assert main(["bench", "decode", *TINY, *arguments]) == 0
+    assert all(row["same_tokens"] >= 0.9 for row in json.loads((tmp_path / "decode.json").read_text())["results"])
+
+
+def test_sequences_end_at_the_lengths_asked_for_and_no_peer_beats_the_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("TIMESTAMP,GeneratedTokens\n" + "".join(f"0,{length}\n" for length in (1, 2, 3, 4, 9)))
+    arguments = ["--batch", "4", "--trace", str(trace), "--peers", "bare,ours-packed,ours-engine", "--limit"]
+    assert main(["bench", "decode", *TINY, *arguments, "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "decode.json").read_text())
+    bare, packed, _ = found["results"]
+    assert bare["same_tokens"] == packed["same_tokens"] == 1.0
+    assert all(0 < row["over_most"] < 1 for row in found["results"]), (
+        "whatever is timed takes longer than its least time"
     )
-    assert all(row["same_tokens"] >= 0.9 for row in json.loads(out.read_text())["results"])
+    assert "most tokens/s" in capsys.readouterr().out and found["peaks"]["gemm_gflops"]["1"] > 0
+
+    stopping = DecodeWork({}, [4], 6, 8, 1, 1, forced_lengths={"trace": str(trace), "scale": 1.0}).stopping
+    assert {stopping.limit(i) - 1 for i in range(200)} == {1, 2, 3, 4, 8}, "the trace's, cut at --new"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--trace", "none.csv"], "none.csv"),
+        (["--lognormal", "0,1"], "median"),
+        (["--trace-column", "x"], "give --trace, too"),
+    ],
+)
+def test_lengths_that_cannot_be_had_are_refused(
+    arguments: list[str], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "decode", *TINY, *arguments, "--out", str(tmp_path)]) == 2
+    assert reason in capsys.readouterr().err
 
 
 def test_unknown_peers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,8 +75,6 @@ def test_unknown_peers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_output_that_cannot_be_written_is_refused_before_anything_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", "decode", *TINY, "--out", str(tmp_path)]) == 2
-    assert "which is a folder; name a file in it" in capsys.readouterr().err
     (tmp_path / "file").touch()
-    assert main(["bench", "decode", *TINY, "--out", str(tmp_path / "file" / "x.json")]) == 2
-    assert "its folder cannot be made" in capsys.readouterr().err
+    assert main(["bench", "decode", *TINY, "--out", str(tmp_path / "file")]) == 2
+    assert f"{tmp_path / 'file'}: File exists" in capsys.readouterr().err

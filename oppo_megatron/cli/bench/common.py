@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from oppo_megatron.bench.suite import Suite
@@ -33,6 +33,11 @@ def add_run_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
         metavar="N",
         help="prompts of N random tokens, in place of the configuration's data",
     )
+    add_length_arguments(parser)
+
+
+def add_length_arguments(parser: argparse.ArgumentParser) -> None:
+    """How long responses are."""
     lengths = parser.add_mutually_exclusive_group()
     lengths.add_argument(
         "--trace", type=Path, metavar="FILE.csv", help="force response lengths: those of a recorded trace, scaled"
@@ -44,6 +49,21 @@ def add_run_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
         help="force response lengths: log-normal ones",
     )
     parser.add_argument("--trace-column", metavar="NAME", help="the column of --trace that has the lengths")
+
+
+def add_limit_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--limit",
+        action="store_true",
+        help="measure the machine's peaks (seconds) and print the least time that the work can take",
+    )
+
+
+def limit_cores(args: argparse.Namespace) -> int | None:
+    """The cores that a limit counts, where --limit asks for one."""
+    from oppo_megatron.cores import usable_cores
+
+    return usable_cores() if args.limit else None
 
 
 def load_base(args: argparse.Namespace) -> TrainConfig:
@@ -76,21 +96,25 @@ def refuse_given_ranks(command: str) -> None:
         )
 
 
-def forced_lengths(args: argparse.Namespace) -> list[str]:
-    """The overrides that --trace or --lognormal stands for.  Raises ConfigError."""
+def length_settings(args: argparse.Namespace) -> dict[str, Any] | None:
+    """The `rollout.forced_lengths` that --trace or --lognormal stands for.  Raises ConfigError."""
     from oppo_megatron.errors import ConfigError
 
     if args.trace_column is not None and args.trace is None:
         raise ConfigError(f"--trace-column {args.trace_column} names a column of no file; give --trace, too")
     if args.trace is not None:
-        column = "" if args.trace_column is None else f"column: {json.dumps(args.trace_column)}, "
-        lengths = f"trace: {json.dumps(str(args.trace))}, {column}scale: auto"
-    elif args.lognormal is not None:
-        lengths = "median: {}, sigma: {}".format(*args.lognormal)
-    else:
-        return []
+        return {"trace": str(args.trace), "column": args.trace_column, "scale": "auto"}
+    if args.lognormal is not None:
+        return dict(zip(("median", "sigma"), args.lognormal, strict=True))
+    return None
+
+
+def forced_lengths(args: argparse.Namespace) -> list[str]:
+    """The overrides that --trace or --lognormal stands for.  Raises ConfigError."""
+    settings = length_settings(args)
     # First away with those of the file: an override of a mapping is laid over what is there.
-    return ["rollout.forced_lengths=null", f"rollout.forced_lengths={{{lengths}}}"]
+    lengths = ["rollout.forced_lengths=null", f"rollout.forced_lengths={json.dumps(settings)}"]
+    return [] if settings is None else lengths
 
 
 def new_suite(args: argparse.Namespace) -> Suite:

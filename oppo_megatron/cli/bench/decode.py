@@ -6,7 +6,14 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from oppo_megatron.cli.bench.common import count, counts, names
+from oppo_megatron.cli.bench.common import (
+    add_length_arguments,
+    add_limit_argument,
+    count,
+    counts,
+    length_settings,
+    names,
+)
 
 HELP = "decode tokens/s beside transformers and megatron-core"
 ABOUT = """Several engines, which take turns, decode the same prompts with the same random weights: tokens/s of each."""
@@ -18,21 +25,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=count, default=size, metavar="N", help=f"of the model; default {size}")
     parser.add_argument("--batch", type=counts, default=[1, 8, 16, 32], metavar="N,N", help="default 1,8,16,32")
     parser.add_argument("--prompt", type=count, default=64, metavar="N", help="prompt tokens; default 64")
-    parser.add_argument("--new", type=count, default=32, metavar="N", help="timed decode steps; default 32")
+    parser.add_argument(
+        "--new", type=count, default=32, metavar="N", help="timed decode steps, and the longest sequence; default 32"
+    )
+    add_length_arguments(parser)
     parser.add_argument("--repeats", type=count, default=5, metavar="N", help="turns of each peer; default 5")
     parser.add_argument("--threads", type=count, default=1, metavar="N", help="CPU threads; default 1")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default float32")
     parser.add_argument("--peers", type=names, metavar="A,B", help="default: all; see docs/performance.md")
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the figures there, too")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/bench/decode"), metavar="DIR", help="default %(default)s"
+    )
+    add_limit_argument(parser)
     parser.set_defaults(measure=_decode)
 
 
 def _decode(args: argparse.Namespace) -> int:
+    from oppo_megatron.bench.decode import COLUMNS, LIMIT_COLUMNS, PEERS, DecodeWork, available_peers, bench_decode
+    from oppo_megatron.bench.limit import peak_lines
+    from oppo_megatron.bench.pictures import draw_decode
     from oppo_megatron.bench.table import format_table
     from oppo_megatron.config.model import ParallelConfig
     from oppo_megatron.config.shape import check_shape
     from oppo_megatron.errors import ConfigError
-    from oppo_megatron.integrations.bench_decode import PEERS, DecodeWork, available_peers, bench_decode
     from oppo_megatron.train.run_dir import write_json
 
     possible = available_peers()
@@ -44,34 +59,21 @@ def _decode(args: argparse.Namespace) -> int:
     shape = _shape(args)
     if problems := check_shape("bench decode", shape, ParallelConfig(), shape["max_position_embeddings"], None):
         raise ConfigError(problems)
-    if args.out is not None:
-        _make_room(args.out)
-    work = DecodeWork(shape, args.batch, args.prompt, args.new, args.repeats, args.threads, args.dtype)
-    figures = bench_decode(work, chosen)
-    columns = {
-        "peer": "peer", "batch": "batch", "tokens/s": "tokens_per_s", "min": "min", "max": "max",
-        "x bare": "over_bare", "x bare-packed": "over_bare_packed", "x hf": "over_hf",
-        "x mcore-static": "over_mcore_static", "same tokens": "same_tokens",
-    }  # fmt: skip
+    args.out.mkdir(parents=True, exist_ok=True)  # before anything is measured
+    work = DecodeWork(
+        shape, args.batch, args.prompt, args.new, args.repeats, args.threads, args.dtype, length_settings(args)
+    )
+    figures = bench_decode(work, chosen, limit=args.limit)
     print(
         f"{figures['parameters'] / 1e6:.1f} M parameters, {args.threads} thread(s), {figures['machine']['processor']}"
     )
-    print(format_table(columns, figures["results"]))
-    if args.out is not None:
-        write_json(args.out, figures)
+    print(format_table(COLUMNS | (LIMIT_COLUMNS if args.limit else {}), figures["results"]))
+    if args.limit:
+        print(*peak_lines(figures["peaks"]), sep="\n")
+    write_json(args.out / "decode.json", figures)
+    draw_decode(figures["results"], args.out / "decode.png")
+    print(f"figures: {args.out / 'decode.json'}, {args.out / 'decode.png'}")
     return 0
-
-
-def _make_room(out: Path) -> None:
-    """The folder of `out`, before anything is measured.  Raises ConfigError where a file could not be written there."""
-    from oppo_megatron.errors import ConfigError
-
-    if out.is_dir():
-        raise ConfigError(f"--out is {out}, which is a folder; name a file in it, such as {out / 'decode.json'}")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out is {out}, but its folder cannot be made ({error}); name another file") from error
 
 
 def _shape(args: argparse.Namespace) -> dict[str, Any]:

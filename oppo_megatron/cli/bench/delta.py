@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import argparse
 
-from oppo_megatron.cli.bench.common import add_run_arguments, chosen, load_base, names, new_suite, whole_numbers
+from oppo_megatron.cli.bench.common import (
+    add_limit_argument,
+    add_run_arguments,
+    chosen,
+    limit_cores,
+    load_base,
+    names,
+    new_suite,
+    whole_numbers,
+)
 
 HELP = "fixed deltas and every rule: seconds a step, and what carrying costs"
 ABOUT = """Runs one configuration with several fixed deltas (rollouts decoded beyond the batch) and with each rule that moves
@@ -20,16 +29,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rules", type=names, metavar="A,B", help="default: eq4, algorithm1 and what else is registered"
     )
+    add_limit_argument(parser)
     parser.set_defaults(measure=_delta)
 
 
 def _delta(args: argparse.Namespace) -> int:
     from oppo_megatron.bench.delta import COLUMNS, COMPARED_RULES, MOVING_RULES, bench_delta, remarks
+    from oppo_megatron.bench.limit import limit_lines
     from oppo_megatron.bench.table import format_table
 
     rules = chosen("--rules", args.rules or COMPARED_RULES, MOVING_RULES)
     config = load_base(args)
-    result = bench_delta(new_suite(args), config, args.fixed, rules)
+    result = bench_delta(new_suite(args), config, args.fixed, rules, limit_cores(args))
     print(format_table(COLUMNS, result["results"]))
-    print(*remarks(config, result), f"figures: {args.out / 'delta.json'}, {args.out / 'delta.png'}", sep="\n")
+    print(
+        *limit_lines(result),
+        *remarks(config, result),
+        f"figures: {args.out / 'delta.json'}, {args.out / 'delta.png'}",
+        sep="\n",
+    )
     return 0

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import argparse
 
-from oppo_megatron.cli.bench.common import add_run_arguments, chosen, count, load_base, names, new_suite
+from oppo_megatron.cli.bench.common import (
+    add_limit_argument,
+    add_run_arguments,
+    chosen,
+    count,
+    load_base,
+    names,
+    new_suite,
+)
 
 HELP = "plain PPO and every overlap, in one placement or several"
 ABOUT = """Runs one configuration in every mode of the loop, with the same prompts and seed, and compares them.
@@ -26,16 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cores", type=count, metavar="N", help="cores of single and replicas; default: all that may be used"
     )
-    parser.add_argument(
-        "--limit",
-        action="store_true",
-        help="measure the machine's peaks (seconds) and print the least time that each run's work can take",
-    )
+    add_limit_argument(parser)
     parser.set_defaults(measure=_overlap)
 
 
 def _overlap(args: argparse.Namespace) -> int:
-    from oppo_megatron.bench import limit
+    from oppo_megatron.bench.limit import limit_lines
     from oppo_megatron.bench.overlap import COLUMNS, MODES, PLACEMENTS, RANK_COLUMNS, bench_overlap, rank_rows, remarks
     from oppo_megatron.bench.table import format_table
     from oppo_megatron.cores import usable_cores
@@ -49,9 +53,5 @@ def _overlap(args: argparse.Namespace) -> int:
     print(format_table(COLUMNS, result["results"]))
     print("\nwhat each rank does, in percent of the time after the first step")
     print(format_table(RANK_COLUMNS, rank_rows(result)))
-    if args.limit:
-        print("\nleast seconds a step by operations, bytes and measured peaks")
-        print(format_table(limit.COLUMNS, result["limits"]))
-        print(*limit.peak_lines(result["peaks"]), sep="\n")
-    print("", *remarks(result, args.out), sep="\n")
+    print(*limit_lines(result), "", *remarks(result, args.out), sep="\n")
     return 0

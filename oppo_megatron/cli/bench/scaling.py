@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import argparse
 
-from oppo_megatron.cli.bench.common import add_run_arguments, counts, load_base, new_suite, numbers
+from oppo_megatron.cli.bench.common import (
+    add_limit_argument,
+    add_run_arguments,
+    counts,
+    limit_cores,
+    load_base,
+    new_suite,
+    numbers,
+)
 
 HELP = "seconds a step against ranks, model size, response limit and batch"
 AXES = ("ranks", "model", "limit", "batch")
@@ -29,10 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="F,F",
         help="of the other axes, by what is configured; default 0.5,1,2",
     )
+    add_limit_argument(parser)
     parser.set_defaults(measure=_scaling)
 
 
 def _scaling(args: argparse.Namespace) -> int:
+    from oppo_megatron.bench.limit import limit_lines
     from oppo_megatron.bench.scaling import COLUMNS, bench_scaling, make_axes
     from oppo_megatron.bench.table import format_table
     from oppo_megatron.cores import usable_cores
@@ -41,7 +51,7 @@ def _scaling(args: argparse.Namespace) -> int:
     ranks = args.ranks or [2**power for power in range(cores.bit_length())]
     config = load_base(args)
     axes = make_axes(config, AXES if args.axis == "all" else [args.axis], sorted(set(ranks)), sorted(set(args.factors)))
-    result = bench_scaling(new_suite(args), config, axes)
+    result = bench_scaling(new_suite(args), config, axes, limit_cores(args))
     print(format_table(COLUMNS, result["results"]))
-    print(f"figures: {args.out / 'scaling.json'}, {args.out / 'scaling.png'}")
+    print(*limit_lines(result), f"figures: {args.out / 'scaling.json'}, {args.out / 'scaling.png'}", sep="\n")
     return 0

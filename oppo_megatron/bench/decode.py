@@ -1,9 +1,11 @@
 """Decode speed: our engine beside Hugging Face `generate` and megatron-core's own context, on the same weights.
 
-Legend: B sequences, P prompt tokens, N new tokens, V vocabulary.
+Legend: B sequences, P prompt tokens, N decode steps up to the last sequence's end, V vocabulary.
 
 Peers take turns within one run (a, b, c, a, b, c, ...), so that whatever else the machine does meanwhile hits all of
-them; a peer's figure is the median of its turns.  Timed are the N decode steps behind the prefill.
+them; a peer's figure is the median of its turns.  Timed are the decode steps behind the prefill.  Sequences end at lengths
+that are given: the engine lets go of those that have ended, the other peers decode all rows to the end of the longest, and
+only tokens within the lengths count.
 """
 
 from __future__ import annotations
@@ -17,9 +19,18 @@ from statistics import median
 from typing import Any, Protocol
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
+from oppo_megatron.bench.limit import Response, decode_batches, decode_seconds
+from oppo_megatron.bench.peaks import measure_peaks
+from oppo_megatron.config.checks import check_forced_lengths
+from oppo_megatron.config.explain import explain
 from oppo_megatron.config.model import DecodePath, Dtype, ModelConfig, RuntimeConfig
+from oppo_megatron.config.ppo import ForcedLengthsConfig, RolloutConfig
+from oppo_megatron.data.length_trace import forced_quantile
+from oppo_megatron.errors import ConfigError
 from oppo_megatron.integrations.bare_loop import BareLoop, plain, prepacked
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.runtime.links import Links
@@ -32,9 +43,16 @@ from oppo_megatron.runtime.mcore.static_peer import StaticContextDecoder
 from oppo_megatron.runtime.roles import load_role
 from oppo_megatron.runtime.rounds import Decoding, decoder
 from oppo_megatron.runtime.sampler import Sampling
-from oppo_megatron.runtime.stopping import Stopping
+from oppo_megatron.runtime.stopping import Stopping, log_normal
 from oppo_megatron.runtime.world import World, open_world
 from oppo_megatron.train.machine import describe_machine
+
+COLUMNS = {
+    "peer": "peer", "batch": "batch", "tokens/s": "tokens_per_s", "min": "min", "max": "max", "x bare": "over_bare",
+    "x bare-packed": "over_bare_packed", "x hf": "over_hf", "x mcore-static": "over_mcore_static",
+    "same tokens": "same_tokens",
+}  # fmt: skip
+LIMIT_COLUMNS = {"most tokens/s": "most_tokens_per_s", "x most": "over_most"}
 
 
 @dataclass(frozen=True)
@@ -48,16 +66,52 @@ class DecodeWork:
     repeats: int
     threads: int
     dtype: Dtype = "float32"
+    forced_lengths: Mapping[str, Any] | None = None  # `rollout.forced_lengths`; None: all sequences end at new_tokens
 
     @property
     def max_length(self) -> int:
         return self.prompt_tokens + self.new_tokens + 1
 
+    @property
+    def stopping(self) -> Stopping:
+        """Where sequences end: behind the token that the prefill gives, and from 1 to `new_tokens` decoded ones.
+
+        Raises ConfigError or DataError for lengths that cannot be had.
+        """
+        limit = self.new_tokens + 1
+        if self.forced_lengths is None:
+            return Stopping(None, limit)
+        try:
+            forced = ForcedLengthsConfig.model_validate(self.forced_lengths)
+        except ValidationError as error:
+            raise ConfigError(explain(ForcedLengthsConfig, error)) from error
+        if problems := check_forced_lengths(forced):
+            raise ConfigError(problems)
+        rollout = RolloutConfig(batch_size=1, max_response_tokens=limit, forced_lengths=forced)
+        quantile = forced_quantile(rollout) or log_normal(forced)
+        return Stopping(None, limit, lambda u: 1 + max(1.0, quantile(u)), seed=1)
+
 
 class Peer(Protocol):
-    """Something that decodes: seconds of the decode steps, and the tokens [B, N]."""
+    """Something that decodes so many tokens of each sequence: seconds of the decode steps, and the tokens [B, N]."""
+
+    def decode(self, prompts_BP: Tensor, lengths_B: Sequence[int]) -> tuple[float, Tensor]: ...
+
+
+class PaddedPeer(Protocol):
+    """One that decodes as many tokens of all sequences: seconds of the decode steps, and the tokens [B, N]."""
 
     def decode(self, prompts_BP: Tensor, num_new: int) -> tuple[float, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Padded:
+    """Decodes all sequences to the end of the longest."""
+
+    peer: PaddedPeer
+
+    def decode(self, prompts_BP: Tensor, lengths_B: Sequence[int]) -> tuple[float, Tensor]:
+        return self.peer.decode(prompts_BP, max(lengths_B))
 
 
 class StepLoop:
@@ -84,15 +138,15 @@ class StepLoop:
 class Engine:
     """The product's path: rounds of decode micro-steps, sampling at temperature 1 over the whole vocabulary."""
 
-    def __init__(self, model: RoleModel):
-        self.model = model
+    def __init__(self, model: RoleModel, stopping: Stopping):
+        self.model, self.stopping = model, stopping
 
-    def decode(self, prompts_BP: Tensor, num_new: int) -> tuple[float, Tensor]:
+    def decode(self, prompts_BP: Tensor, lengths_B: Sequence[int]) -> tuple[float, Tensor]:
         rounds = decoder(
             self.model,
             self.model.new_cache(len(prompts_BP)),
             sampling=Sampling(seed=1),
-            stopping=Stopping(None, num_new + 1),
+            stopping=self.stopping,
             links=Links({}),  # one rank has nobody to send to
             micro_batch_tokens=prompts_BP.numel(),
             timeout_s=RuntimeConfig().timeout_s,
@@ -104,10 +158,12 @@ class Engine:
             rollouts[row.seq_id].tokens += row.tokens
         rounds.recorded(rollouts)
         started = time.perf_counter()
-        chunk = rounds.run(rollouts, [], num_new, Decoding(1, 0, _Unending))
+        chunk = rounds.run(rollouts, [], max(lengths_B), Decoding(1, 0, _Unending))
         seconds = time.perf_counter() - started
         assert chunk is not None
-        return seconds, torch.tensor([row.tokens for row in chunk.rows])
+        rows = [torch.tensor(row.tokens) for row in sorted(chunk.rows, key=lambda row: row.seq_id)]
+        assert [len(row) for row in rows] == list(lengths_B)
+        return seconds, pad_sequence(rows, batch_first=True)
 
 
 class _Unending:
@@ -146,14 +202,35 @@ class HuggingFace:
         )
 
 
-def bench_decode(work: DecodeWork, names: Sequence[str]) -> dict[str, Any]:
-    """Measure the peers of `PEERS` named.  Returns the figures of `oppo bench decode` as one JSON object."""
+def bench_decode(work: DecodeWork, names: Sequence[str], *, limit: bool = False) -> dict[str, Any]:
+    """Measure the peers of `PEERS` named.  Returns the figures of `oppo bench decode` as one JSON object.
+
+    `limit` adds the most tokens/s that operations, bytes and this machine's measured peaks allow.
+    """
     runtime = RuntimeConfig(threads_per_rank=work.threads, device="cpu")
+    stopping = work.stopping
+    lengths = {batch: [stopping.limit(i) - 1 for i in range(batch)] for batch in work.batches}
     with open_world(runtime) as world, tempfile.TemporaryDirectory() as scratch:
         peers = _build_peers(work, names, world, Path(scratch))
         parameters = sum(p.numel() for p in _load(work, _groups(), world).parameters())
-        rows = [row for batch in work.batches for row in _measure(peers, work, batch)]
-    return {"machine": describe_machine(), "work": asdict(work), "parameters": parameters, "results": rows}
+        rows = [row for batch in work.batches for row in _measure(peers, work, lengths[batch])]
+    found = {"machine": describe_machine(), "work": asdict(work), "parameters": parameters, "results": rows}
+    return found | (_with_limits(work, lengths, rows) if limit else {})
+
+
+def _with_limits(
+    work: DecodeWork, lengths: Mapping[int, Sequence[int]], rows: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """The peaks; each row gets the most tokens/s for its batch, and its own share of that."""
+    peaks = measure_peaks(work.shape, work.dtype, decode_batches(max(work.batches)), sorted({1, work.threads}))
+    for row in rows:
+        of_batch = lengths[row["batch"]]
+        # The first step reads the token that the prefill gave: a token more of each prompt.
+        responses = [Response(work.prompt_tokens + 1, length, length) for length in of_batch]
+        least_s, _ = decode_seconds(work.shape, work.dtype, responses, peaks, work.threads)
+        row["most_tokens_per_s"] = sum(of_batch) / least_s
+        row["over_most"] = row["tokens_per_s"] / row["most_tokens_per_s"]
+    return {"peaks": peaks.tree()}
 
 
 PEERS = {
@@ -190,29 +267,31 @@ def _build_peers(work: DecodeWork, names: Sequence[str], world: World, scratch: 
     model = _load(work, groups, world)
     export_weights(model, model.shape, scratch / "hf", head="lm")
     makers: dict[str, Callable[[], Peer]] = {
-        "bare": lambda: BareLoop(scratch / "hf", work.shape, plain),
-        "bare-packed": lambda: BareLoop(scratch / "hf", work.shape, prepacked),
-        "ours-packed": lambda: StepLoop(model),
-        "ours-lean": lambda: StepLoop(_load(work, groups, world, "lean")),
-        "ours-module": lambda: StepLoop(_load(work, groups, world, "module")),
-        "ours-engine": lambda: Engine(model),
-        "mcore-static": lambda: StaticContextDecoder(model),
-        "hf": lambda: HuggingFace(scratch / "hf", work.dtype),
+        "bare": lambda: Padded(BareLoop(scratch / "hf", work.shape, plain)),
+        "bare-packed": lambda: Padded(BareLoop(scratch / "hf", work.shape, prepacked)),
+        "ours-packed": lambda: Padded(StepLoop(model)),
+        "ours-lean": lambda: Padded(StepLoop(_load(work, groups, world, "lean"))),
+        "ours-module": lambda: Padded(StepLoop(_load(work, groups, world, "module"))),
+        "ours-engine": lambda: Engine(model, work.stopping),
+        "mcore-static": lambda: Padded(StaticContextDecoder(model)),
+        "hf": lambda: Padded(HuggingFace(scratch / "hf", work.dtype)),
     }
     return {name: makers[name]() for name in names}
 
 
-def _measure(peers: Mapping[str, Peer], work: DecodeWork, batch: int) -> list[dict[str, Any]]:
+def _measure(peers: Mapping[str, Peer], work: DecodeWork, lengths_B: Sequence[int]) -> list[dict[str, Any]]:
     """One row a peer.  `same_tokens` is the share of tokens equal to the first greedy peer's; the engine samples."""
+    batch = len(lengths_B)
+    within_BN = torch.arange(max(lengths_B)) < torch.tensor(lengths_B)[:, None]
     generator = torch.Generator().manual_seed(batch)
     prompts_BP = torch.randint(int(work.shape["vocab_size"]), (batch, work.prompt_tokens), generator=generator)
-    tokens = {name: peer.decode(prompts_BP, work.new_tokens)[1] for name, peer in peers.items()}  # warms up, too
+    tokens = {name: peer.decode(prompts_BP, lengths_B)[1] for name, peer in peers.items()}  # warms up, too
     seconds: dict[str, list[float]] = {name: [] for name in peers}
     for _ in range(work.repeats):
         for name, peer in peers.items():
-            seconds[name].append(peer.decode(prompts_BP, work.new_tokens)[0])
+            seconds[name].append(peer.decode(prompts_BP, lengths_B)[0])
     greedy = next((name for name in peers if name != "ours-engine"), None)
-    rates = {name: sorted(batch * work.new_tokens / s for s in times) for name, times in seconds.items()}
+    rates = {name: sorted(sum(lengths_B) / s for s in times) for name, times in seconds.items()}
     return [
         {
             "peer": name,
@@ -226,7 +305,7 @@ def _measure(peers: Mapping[str, Peer], work: DecodeWork, batch: int) -> list[di
             "over_mcore_static": median(rate) / median(rates["mcore-static"]) if "mcore-static" in rates else None,
             "same_tokens": None
             if greedy is None or name == "ours-engine"
-            else float((tokens[name] == tokens[greedy]).float().mean()),
+            else float((tokens[name] == tokens[greedy])[within_BN].float().mean()),
         }
         for name, rate in rates.items()
     ]
