@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from oppo_megatron.report.charts import BarChart, Chart, LineChart
@@ -13,12 +15,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 GRID = "#E6E6E6"
+WIDTH_IN = 7.0
+KEY_IN, CHARACTER_IN = 0.6, 0.08  # of a legend's entry
 
 
 def draw(chart: Chart, out_png: str | os.PathLike[str]) -> None:
     """Write the chart as a picture."""
     rows = 0.34 * len(chart.categories) if isinstance(chart, BarChart) and chart.horizontal else 0.0
-    figure = new_figure(width_in=7.0, height_in=1.5 + rows if rows else 3.9)
+    figure = new_figure(width_in=WIDTH_IN, height_in=1.5 + rows if rows else 3.9)
     axes = figure.subplots()
     if isinstance(chart, LineChart):
         _draw_lines(axes, chart)
@@ -32,8 +36,19 @@ def draw(chart: Chart, out_png: str | os.PathLike[str]) -> None:
         axes.spines[side].set_visible(False)
     handles, names = axes.get_legend_handles_labels()
     if handles:
-        figure.legend(handles, names, loc="outside lower center", ncols=min(4, len(names)), frameon=False)
+        figure.legend(handles, names, loc="outside lower center", ncols=_legend_columns(names), frameon=False)
     figure.savefig(out_png)
+
+
+def _legend_columns(names: Sequence[str]) -> int:
+    """As many as the picture is wide enough for, at most 4; matplotlib fills one column after the other."""
+    for columns in range(min(4, len(names)), 1, -1):
+        rows, higher = divmod(len(names), columns)  # the first `higher` columns have a row more
+        starts = [place * rows + min(place, higher) for place in range(columns + 1)]
+        longest = [max(map(len, names[start:end])) for start, end in pairwise(starts)]
+        if sum(KEY_IN + CHARACTER_IN * length for length in longest) <= WIDTH_IN:
+            return columns
+    return 1
 
 
 def _draw_lines(axes: Axes, chart: LineChart) -> None:

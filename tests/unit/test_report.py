@@ -15,8 +15,9 @@ from oppo_megatron.report import build
 from oppo_megatron.report.build import write_report
 from oppo_megatron.report.charts import Line, LineChart, extent, short, ticks
 from oppo_megatron.report.downtime import without_downtime
+from oppo_megatron.report.png import _legend_columns
 from oppo_megatron.report.records import distinct_names, read_run, read_runs
-from oppo_megatron.report.step_split import split_step
+from oppo_megatron.report.step_split import ALL_PARTS, split_step
 from oppo_megatron.report.svg import chart_svg
 from oppo_megatron.train.logs.trace import read_spans
 from oppo_megatron.train.logs.windows import all_windows, step_window
@@ -327,3 +328,8 @@ def test_a_single_step(tmp_path: Path) -> None:
     assert "Mean step" in text and "first step left out" not in text
     (chart,) = page.all("svg", id="chart-reward-seconds")
     assert all(not tick.text().startswith("-") for tick in chart.all("text")), "no time before the start"
+
+
+def test_a_legend_fits_its_picture() -> None:
+    parts = [label for label, _ in ALL_PARTS.values()]
+    assert _legend_columns(parts) == 3 and _legend_columns(["a", "b"]) == 2 and _legend_columns(["n" * 90] * 3) == 1
