@@ -82,8 +82,10 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preem
     Raises RollBack where the run is to be started again from its last checkpoint.
     """
     found = find_checkpoint(config, world)
-    _prepare(config, world, found)
     saver = Saver(config, world, inputs.prompts, preemption)
+    if found is not None:  # before anything of the run is cut off
+        saver.require_same_run(found)
+    _prepare(config, world, found)
     rollbacks = Rollbacks.of_run(
         RunDirectory(config.run_dir), inputs.prompts, config.seed, config.data.shuffle, resumed=found is not None
     )

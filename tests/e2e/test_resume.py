@@ -156,9 +156,14 @@ def test_what_cannot_be_continued_is_refused(workspace: Workspace) -> None:
     other = data.with_name("other.jsonl")
     lines = data.read_text().splitlines()
     other.write_text("\n".join([lines[1], lines[0], *lines[2:]]) + "\n")
+    run = Path(config["run_dir"])
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9}\n')
+    kept = {path: path.read_bytes() for path in (run / "metrics.jsonl", run / "config.yaml")}
     assert "are not those that the checkpoint's run" in refusal(
         config | {"data": config["data"] | {"path": str(other)}}
     )
+    assert kept == {path: path.read_bytes() for path in kept}, "a start that is refused has touched the run"
     wider = config["actor"] | {"init": config["actor"]["init"] | {"intermediate_size": 96}}
     assert "does not hold the models of this configuration" in refusal(config | {"actor": wider})
     for path in (Path(config["run_dir"]) / "checkpoints").glob("step-*/manifest.json"):

@@ -147,11 +147,15 @@ class Saver:
         if trainer.journal is not None:
             trainer.journal.saved(pending.position.name, *cost)
 
+    def require_same_run(self, found: Found) -> None:
+        """Raises CheckpointError where a checkpoint's run has other prompts, another order of them, or other adapters."""
+        require_same_data(found.state["data"], self._data_now())
+        require_same_adapters(found.state["adapters"], adapter_state(self.config))
+
     def restore(self, trainer: PPOTrainer, found: Found) -> None:
         """Continue from a checkpoint.  Raises CheckpointError for other data, models or a damaged file."""
         state = found.state
-        require_same_data(state["data"], self._data_now())
-        require_same_adapters(state["adapters"], adapter_state(self.config))
+        self.require_same_run(found)
         self._best = None if state["best"] is None else (state["best"][0], Position(*state["best"][1]))
         updates = {name: state["updates"] for name in ("actor", "critic")}
         models = trained_models(trainer)
