@@ -270,7 +270,10 @@ def _report(failures: Path, error: ChildFailedError, last_words: Mapping[int, st
 
 def _killed(rank: int, number: int, written: Sequence[Failure], last_words: Mapping[int, str]) -> str:
     """Which rank was ended by which signal, and what the others waited for, or were at."""
-    told = {failure.rank: failure.message for failure in written if failure.kind == "symptom"}
+    told = {failure.rank: failure.message for failure in written if failure.kind in ("symptom", "input")}
+    for failure in written:  # it may have met the loss of its peer where nothing expects it
+        if failure.kind == "defect":
+            told.setdefault(failure.rank, failure.message.rstrip().rpartition("\n")[2])
     at = f"; it was last heard of in: {last_words[rank]}" if rank in last_words else ""
     lines = [
         f"rank {rank} was ended by {signal.Signals(number).name}{at}; SIGKILL mostly means that memory ran out "

@@ -1,11 +1,18 @@
-"""What a rank does at the moment, and for whom it waits: kept by its main thread, read by its watchdog."""
+"""What a rank does at the moment, and whether it waits for others: kept by its main thread, read by its watchdog.
+
+Whether it waits is told from the thread's stack where the host blocks in every wait for a peer; a stretch that is marked as
+one in which a rank waits, and in which it hangs by itself, is then not mistaken for a wait.  Else marks count, too.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+from oppo_megatron.runtime.blocking import waits_in
 
 
 @dataclass(frozen=True)
@@ -24,11 +31,13 @@ class Doing:
 class Activity:
     """Nested stretches of work, and a count of beats.
 
-    A beat is an addition and a look at the clock; what is done is put into words only where it is asked for.
+    A beat is an addition and a look at the clock; what is done is put into words only where it is asked for.  `by_stack`: the
+    stack alone tells whether the rank waits, for all its messages are such that the host blocks in them (gloo's).
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._beats, self._last = clock, 0, clock()
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, by_stack: bool = False) -> None:
+        self._clock, self._beats, self._last, self.by_stack = clock, 0, clock(), by_stack
+        self._thread = threading.get_ident()
         self._stack: list[tuple[object, bool]] = []
 
     def beat(self) -> None:
@@ -38,7 +47,8 @@ class Activity:
 
     @contextmanager
     def doing(self, what: object, *, waits: bool = False) -> Iterator[None]:
-        """A stretch of work; `str(what)` names it."""
+        """A stretch of work; `str(what)` names it.  An `Activity`: what its thread does, for which this one waits."""
+        self._thread = threading.get_ident()
         self._stack.append((what, waits))
         self.beat()
         try:
@@ -54,6 +64,14 @@ class Activity:
 
     def look(self) -> Doing:
         """What the rank does, from the widest stretch to the innermost.  For any thread."""
-        stack = list(self._stack)
-        what = ", ".join(str(each) for each, _ in stack) or "nothing that it has named"
-        return Doing(what, bool(stack) and stack[-1][1], self._beats, self._clock() - self._last)
+        stack, beats, last = list(self._stack), self._beats, self._last
+        words, marked = [str(each) for each, _ in stack], bool(stack) and stack[-1][1]
+        if stack and isinstance(other := stack[-1][0], Activity):
+            theirs = other.look()
+            what = ", ".join([*words[:-1], theirs.what])
+            return Doing(what, theirs.waits, beats + theirs.beats, min(self._clock() - last, theirs.still_s))
+        call = waits_in(self._thread)
+        if call:
+            words.append(f"in {call}")
+        waits = call is not None or (marked and not self.by_stack)
+        return Doing(", ".join(words) or "nothing that it has named", waits, beats, self._clock() - last)

@@ -74,7 +74,7 @@ def open_world(config: RuntimeConfig, environment: Mapping[str, str] = os.enviro
         hosts = _join(me, MeetingPoint.from_environment(environment, rank, size), backend, config)
     failed = True
     try:
-        yield World(rank, size, device, hosts)
+        yield World(rank, size, device, hosts, Activity(by_stack=device.type == "cpu"))
         failed = False
     except RuntimeError as error:
         if not is_lost_peer(error):

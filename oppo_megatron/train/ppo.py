@@ -42,7 +42,7 @@ from oppo_megatron.train.guards.guard import Evidence, Guard
 from oppo_megatron.train.logs.journal import Journal, StepFacts
 from oppo_megatron.train.logs.round_trace import RoundTracer
 from oppo_megatron.train.logs.trace import SpanRecorder
-from oppo_megatron.train.memory import MemoryMeter
+from oppo_megatron.train.memory import MemoryByRank, MemoryMeter
 from oppo_megatron.train.saving.saver import Saver
 from oppo_megatron.train.saving.state import RolloutPhase
 from oppo_megatron.train.score_exchange import ScoreExchange, ScoreReport, sum_over_ranks
@@ -103,7 +103,7 @@ class PPOTrainer:
         if self.settled == self.done:
             return
         with self._part("wait_update", "actor" if self.actor is not None else "scorer", self.done):
-            critic_stats, memory = self.exchange.critic_stats(self.critic), self.memory.of_all_ranks()
+            critic_stats, memory = self.exchange.critic_stats(self.critic), self._memory()
         if self.journal is not None:
             self._complete(self.done, critic_stats | memory.peak_fields())
         self.settled = self.done
@@ -192,7 +192,7 @@ class PPOTrainer:
         seconds = self._scoring_seconds(step)
         with self._part(waiting, role, step):
             scored, report = self.exchange.gather(batch, self.rounds, self.actor, self.critic, seconds, self.clock.work)
-            memory = self.memory.of_all_ranks()
+            memory = self._memory()
             self.rounds.planner.actor.most = memory.decode_most
             self.saver.meet(self, float(scored.scores_B.double().mean()))
         self.clock.meet()
@@ -321,9 +321,13 @@ class PPOTrainer:
     @contextlib.contextmanager
     def _part(self, name: str, role: str, step: int) -> Iterator[None]:
         """What a step does beside its rounds: a span of the trace, and named where a peer does not come."""
-        waits = waiting_for(f"{name} {role}, step {step}", self.world.activity, waits=name != "update")
+        waits = waiting_for(f"{name} {role}, step {step}", self.world.activity, waits=False)
         with self.spans.span(name, role=role, step=step), waits:
             yield
+
+    def _memory(self) -> MemoryByRank:
+        with self.world.activity.doing("memory of all ranks", waits=True):
+            return self.memory.of_all_ranks()
 
     def _learn(self, step: int, batch: Sequence[Rollout], experience: Experience, facts: StepFacts) -> None:
         """The controllers of delta and KL, which have the same inputs on every rank."""

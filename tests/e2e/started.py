@@ -97,6 +97,7 @@ PLACES: dict[str, tuple[Any, str, int]] = {
     "update": (TrainedModel, "step", 6),
     "evaluation": (Evaluator, "accuracy", 2),
     "checkpoint": (writing, "write_models", 2),
+    "asynchronous": (writing, "write_models", 2),
 }
 """Where a fault strikes: the function, and at which call of it."""
 

@@ -136,6 +136,20 @@ def test_what_a_rank_does_is_told_from_the_widest_stretch_to_the_innermost() -> 
     assert activity.look().what == "nothing that it has named" and activity.look().beats > before
 
 
+def test_who_waits_for_a_thread_of_its_own_is_at_what_the_thread_is_at() -> None:
+    """A checkpoint that is written beside the run."""
+    clock = Clock()
+    run, thread = Activity(clock), Activity(clock)
+    with run.doing("checkpoint step-000002"), run.doing(thread):
+        with thread.doing("models"):
+            before = run.look()
+            assert before.what == "checkpoint step-000002, models" and not before.waits
+        with thread.doing("models of all ranks", waits=True):
+            assert run.look().waits and run.look().beats > before.beats
+            clock.now += 5
+            assert run.look().still_s == 5
+
+
 @pytest.fixture
 def store() -> dist.TCPStore:
     return loopback_store(0, timedelta(seconds=20))

@@ -84,14 +84,15 @@ class Warden:
             if not self._ending_since and (self._someone_failed() or self._is_late()):
                 self._ending_since = now
                 self._listen()
+            looks = self._limits.stall_s and now - self._looked >= tick_s(self._limits.stall_s)
+            if looks:
+                self._looked = now
+                self._listen()
             if self._ending_since:
                 if now - self._ending_since >= GRACE_S:
                     self._kill()
-            elif self._limits.stall_s and now - self._looked >= tick_s(self._limits.stall_s):
-                self._looked = now
-                self._listen()
-                if self._watch.notes and self._watch.stalled():  # other entries than a training's give no notes
-                    self._end_stalled()
+            elif looks and self._watch.notes and self._watch.stalled():  # other entries than a training's give no notes
+                self._end_stalled()
 
     def _listen(self) -> None:
         found = self._board.exchange(None, 1.0)

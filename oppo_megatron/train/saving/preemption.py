@@ -34,7 +34,10 @@ class Preemption:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Hear signals in the block; only a process's main thread can."""
+        """Hear signals in the block; only a process's main thread can.
+
+        A rank that fails among its peers hears none afterwards: it is about to end, and has yet to say why.
+        """
         if not self.config.enabled or threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -44,12 +47,15 @@ class Preemption:
         os.set_blocking(writes, False)
         earlier = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
         threading.Thread(target=self._hear, args=(reads,), name="preemption", daemon=True).start()
+        failed = True
         try:
             yield
+            failed = False
         finally:
             self.saved()
+            ends = self.asked or (failed and dist.get_world_size() > 1)
             for number, handler in before.items():
-                signal.signal(number, signal.SIG_IGN if self.asked else handler)
+                signal.signal(number, signal.SIG_IGN if ends else handler)
             signal.set_wakeup_fd(earlier)
             os.close(writes)
 

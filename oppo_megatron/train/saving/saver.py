@@ -60,13 +60,14 @@ class Cost(NamedTuple):
 class Pending:
     """A checkpoint that is being written; the run was at `place` in the stream of prompts, and has waited `waited_s` for it.
 
-    The future's are its bytes, and the seconds that a thread took to write it.
+    The future's are its bytes, and the seconds that a thread took to write it; `beside`: what that thread does, if there is one.
     """
 
     position: Position
     place: int
     waited_s: float
     written: Future[tuple[int, float]]
+    beside: Activity | None
 
 
 class Saver:
@@ -126,7 +127,8 @@ class Saver:
         with waiting_for(f"checkpoint {position.name}", self.world.activity, waits=False):
             writing = self._prepare(trainer, position, behind=behind)
             written = self._thread.submit(_timed, writing) if behind else _done((writing.run(), 0.0))
-        self._pending = Pending(position, trainer.scheduler.position, time.time() - started, written)
+        beside = writing.activity if behind else None
+        self._pending = Pending(position, trainer.scheduler.position, time.time() - started, written, beside)
         if not behind:
             self.conclude(trainer)
         if last:
@@ -138,7 +140,8 @@ class Saver:
             return
         pending, self._pending = self._pending, None
         started = time.time()
-        with waiting_for(f"checkpoint {pending.position.name}", self.world.activity, waits=False):
+        at = self.world.activity
+        with waiting_for(f"checkpoint {pending.position.name}", at, waits=False), at.doing(pending.beside or "written"):
             num_bytes, took_s = pending.written.result()
         waited_s = time.time() - started
         cost = Cost(pending.waited_s + waited_s, num_bytes, max(0.0, took_s - waited_s))

@@ -43,29 +43,30 @@ class CheckpointWriting:
         """Bytes of the checkpoint, which is whole.  Where one rank fails, all raise the same CheckpointError."""
         snapshot = self.snapshot
         folder = self.store.aside(snapshot.position)
-        needed = sum(self._together(0, lambda: snapshot.models.num_bytes))
+        needed = sum(self._together("size", 0, lambda: snapshot.models.num_bytes))
         try:
-            self._together(needed, lambda: self._begin(needed))
-            self._together(needed, lambda: write_models(folder / MODELS, snapshot.models, self.group))
-            self._together(needed, self._write_own)
-            shares = self._together(needed, self._seal)
+            self._together("its folder", needed, lambda: self._begin(needed))
+            self._together("models", needed, lambda: write_models(folder / MODELS, snapshot.models, self.group))
+            self._together("caches and state", needed, self._write_own)
+            shares = self._together("checksums", needed, self._seal)
             entries = {name: entry for share in shares for name, entry in share.items()}
-            self._together(needed, lambda: self._commit(entries))
+            self._together("its name", needed, lambda: self._commit(entries))
         except CheckpointError:
             if self.warn is not None:  # no rank writes any more
                 self.store.abandon(snapshot.position)
             raise
         return sum(entry.size_bytes for entry in entries.values())
 
-    def _together(self, needed: int, work: Callable[[], ResultT]) -> list[ResultT]:
+    def _together(self, part: str, needed: int, work: Callable[[], ResultT]) -> list[ResultT]:
         """What every rank's `work` gave, by rank.  CheckpointError on all ranks where it could not be done on one."""
         mine: tuple[ResultT | None, str | None]
         try:
-            mine = work(), None
+            with self.activity.doing(part):
+                mine = work(), None
         except (OSError, SafetensorError, CheckpointError) as error:
             mine = None, getattr(error, "strerror", None) or str(error)
         answers: list[Any] = [None] * self.group.size()
-        with self.activity.doing("all ranks' parts", waits=True):
+        with self.activity.doing(f"{part} of all ranks", waits=True):
             dist.all_gather_object(answers, mine, group=self.group)
         for rank, (_, failure) in enumerate(answers):
             if failure is not None:

@@ -1,0 +1,60 @@
+"""Run on gloo ranks by test_blocking."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import checkpoint
+
+from oppo_megatron.runtime.activity import Activity, Doing
+from oppo_megatron.runtime.executor import Executor
+from oppo_megatron.runtime.links import Links
+from oppo_megatron.schedule.actions import Action, Op
+
+LATE_S = 0.4
+
+
+def look_at_waits(folder: str) -> dict[str, Doing]:
+    """What rank 1, which is late for every call, is at while rank 0 waits for it, and what rank 0 is at."""
+    found: dict[str, Doing] = {}
+    for name, call in _calls(folder).items():
+        dist.barrier()
+        activity = Activity(by_stack=True)
+        timer = threading.Timer(LATE_S / 2, lambda name=name, activity=activity: found.update({name: activity.look()}))
+        with activity.doing("a wait for scores", waits=True):
+            timer.start()
+            if dist.get_rank() == 1:
+                time.sleep(LATE_S)
+            call()
+        timer.join()
+    return found
+
+
+def _calls(folder: str) -> dict[str, Callable[[], Any]]:
+    rank = dist.get_rank()
+    executor = Executor(rank, {}, Links({}), 20.0, torch.device("cpu"), lambda *_: None)
+
+    def message() -> None:
+        if rank == 0:
+            executor._wait(Action(0, Op.RECV, "actor", 0, 0), dist.irecv(torch.empty(1), 1))
+        else:
+            dist.send(torch.zeros(1), 0)
+
+    def hangs() -> None:
+        if rank == 0:
+            time.sleep(LATE_S)
+
+    return {
+        "broadcast": lambda: dist.broadcast(torch.zeros(1), 1),
+        "barrier": dist.barrier,
+        "all_gather_object": lambda: dist.all_gather_object([None, None], "mine"),
+        "weights": lambda: checkpoint.save({"weight": torch.zeros(1)}, checkpoint_id=str(Path(folder) / "weights")),
+        "message": message,
+        "hangs": hangs,
+    }
