@@ -17,7 +17,8 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -227,9 +228,10 @@ class Victims:
 
     def end(self) -> None:
         """Where this process is interrupted, nothing of the run is left."""
-        for process in [*self._ranks(), self._launcher]:
-            if process.is_running():
-                process.kill()
+        with suppress(psutil.NoSuchProcess):
+            for process in [*self._launcher.children(recursive=True), self._launcher]:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
 
     def steps_done(self) -> int:
         """By the rollouts that were written."""
@@ -240,14 +242,11 @@ class Victims:
             return 0
 
     def _ranks(self) -> list[psutil.Process]:
-        found = []
         try:
-            for child in self._launcher.children():
-                if child.pid not in self._gone and any("spawn_main" in part for part in child.cmdline()):
-                    found.append(child)
+            found = [rank for rank in _spawned(self._launcher) if rank.pid not in self._gone]
+            return sorted(found, key=lambda child: (child.create_time(), child.pid))
         except psutil.NoSuchProcess:
             return []
-        return sorted(found, key=lambda child: (child.create_time(), child.pid))
 
     def _have_met(self) -> bool:
         try:
@@ -281,6 +280,15 @@ def phase_of(stacks: str) -> tuple[str, str]:
         if any(re.search(pattern, frame) for frame in outer):
             return phase, ours
     return "start-up", ours
+
+
+def _spawned(launcher: psutil.Process) -> Iterator[psutil.Process]:
+    """What it has spawned as ranks, itself or through processes between."""
+    for child in launcher.children():
+        if any("spawn_main" in part for part in child.cmdline()):
+            yield child
+        else:
+            yield from _spawned(child)
 
 
 def _hears(pid: int, number: signal.Signals) -> bool:

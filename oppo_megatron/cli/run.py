@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,7 +34,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_kind(kind: str, args: argparse.Namespace) -> int:
     """Serve one of `KINDS`: returns the exit code, raises ConfigError before anything expensive starts."""
-    from oppo_megatron.cli.launch import check_world_size, launch
+    from oppo_megatron.cli.launch import check_world_size
     from oppo_megatron.cli.rank_table import rank_table
     from oppo_megatron.config.load import config_yaml
     from oppo_megatron.train.logs.trackers import check_trackers
@@ -56,12 +57,24 @@ def run_kind(kind: str, args: argparse.Namespace) -> int:
     run.require_unfinished()
     if not _resumes(config):
         run.require_no_checkpoints()
-    restarts: int = getattr(args, "max_restarts", 0)
+    return _launch(kind, config, getattr(args, "max_restarts", 0), getattr(args, "agent", "auto"))
+
+
+def _launch(kind: str, config: TrainConfig | SupervisedConfig, restarts: int, agent: str) -> int:
+    """With as many restarts, by `agent`, which is of no account where another launcher has started the ranks."""
+    from oppo_megatron.cli.launch import external_ranks, launch
+    from oppo_megatron.config.run import TrainConfig
+
+    if restarts > 0 and isinstance(config, TrainConfig) and external_ranks(os.environ) is None:
+        from oppo_megatron.cli.ft_launcher import launch_restarting, restarts_by_ft_launcher
+
+        if restarts_by_ft_launcher(agent, restarts):
+            return launch_restarting(config, restarts)
     again = restarts or _goes_back(config)
-    return _launch_again(kind, config, restarts) if again else launch(kind, config, world_size(config))
+    return launch_again(kind, config, restarts) if again else launch(kind, config, world_size(config))
 
 
-def _launch_again(kind: str, config: TrainConfig | SupervisedConfig, restarts: int) -> int:
+def launch_again(kind: str, config: TrainConfig | SupervisedConfig, restarts: int) -> int:
     """Launch the ranks; where one is killed or the run stands still, again from the last checkpoint, up to `restarts` times.
 
     Where a guard goes back to it, too; that is no restart, and has a bound of its own.
@@ -85,7 +98,7 @@ def _launch_again(kind: str, config: TrainConfig | SupervisedConfig, restarts: i
                 return code
             told = "a guard goes back to the last checkpoint; starting again"
         print(f"oppo {kind}: {told}", file=sys.stderr, flush=True)
-        config = _resuming(config)
+        config = resuming(config)
 
 
 def _goes_back(config: TrainConfig | SupervisedConfig) -> bool:
@@ -124,7 +137,7 @@ def _ended_here(config: TrainConfig | SupervisedConfig, run: RunDirectory) -> bo
     return bool(then == now)
 
 
-def _resuming(config: TrainConfig | SupervisedConfig) -> TrainConfig | SupervisedConfig:
+def resuming(config: TrainConfig | SupervisedConfig) -> TrainConfig | SupervisedConfig:
     """The same run, continued where it has a checkpoint."""
     from oppo_megatron.config.run import TrainConfig
 

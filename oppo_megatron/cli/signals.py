@@ -1,4 +1,4 @@
-"""Signals that the starting process gets, passed on to the ranks that it has started."""
+"""Signals that the starting process gets, passed on to what it has started."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from oppo_megatron.errors import EXIT_REQUEUE
@@ -16,15 +16,24 @@ from oppo_megatron.errors import EXIT_REQUEUE
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
 
 
+def child_pids() -> list[int]:
+    """Ranks that this process has started."""
+    return [child.pid for child in multiprocessing.active_children() if child.pid is not None]
+
+
 class SignalRelay:
     """Tells the ranks to save the run and to end (SIGUSR1); a second SIGTERM ends them at once.
 
     Where a signal was sent to the whole process group, the ranks have had it already: SIGUSR1 asks for nothing twice.
-    `code` is what a run ends with whose ranks were told, and could not save: 75 (start it again), else 0.
+    `code` is what a run ends with whose ranks were told, and could not save: 75 (start it again), else 0.  `listeners` are the
+    processes to tell, `everyone` those to end.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, listeners: Callable[[], Sequence[int]] = child_pids, everyone: Callable[[], Sequence[int]] = child_pids
+    ) -> None:
         self.code = 0
+        self._listeners, self._everyone = listeners, everyone
         self._terms = 0
         self._told_at: float | None = None
 
@@ -45,15 +54,22 @@ class SignalRelay:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    def tell(self) -> None:
+        """The listeners that there are now."""
+        _send(self._listeners(), signal.SIGUSR1)
+
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self.code = EXIT_REQUEUE
         if self._told_at is None:
             self._told_at = time.monotonic()
         self._terms += number == signal.SIGTERM
-        for rank in multiprocessing.active_children():
-            if self._terms > 1:
-                rank.kill()
-            elif rank.pid is not None:
-                os.kill(rank.pid, signal.SIGUSR1)
         if self._terms > 1:
+            _send(self._everyone(), signal.SIGKILL)
             os._exit(128 + number)
+        self.tell()
+
+
+def _send(pids: Sequence[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)

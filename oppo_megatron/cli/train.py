@@ -21,6 +21,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="where a rank is killed or the run stands still, continue from the last whole checkpoint, up to N times",
     )
+    parser.add_argument(
+        "--agent",
+        choices=("auto", "nvrx", "torch"),
+        default="auto",
+        help="who starts again: nvidia-resiliency-ext's ft_launcher, or torch's elastic agent and a loop of ours; auto: the "
+        "former where it is installed",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

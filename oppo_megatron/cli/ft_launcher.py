@@ -1,0 +1,184 @@
+"""`oppo train --max-restarts` by nvidia-resiliency-ext's `ft_launcher`, where it is installed.
+
+    oppo train       listens to signals, keeps the store in which ft_launcher meets itself, reads the verdict
+      ft_launcher    starts the worker again where it fails, up to N times
+        worker       starts all ranks by this package's own launcher, with its watchdogs and warden (`ft_worker.py`)
+
+For ft_launcher every exit code but 0 is a failure: also that of a run that was told to stop, or that has found wrong input.  So
+the worker fails only where the run is to be started again from its last checkpoint; else it leaves a verdict, and ends with 0.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+from oppo_megatron.cli.signals import SignalRelay
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.errors import ConfigError
+
+DISTRIBUTION, LAUNCHER = "nvidia-resiliency-ext", "nvidia_resiliency_ext.fault_tolerance.launcher"
+WORKER = "oppo_megatron.cli.ft_worker"
+LOG_LEVEL = "FT_LAUNCHER_LOGLEVEL"  # of ft_launcher's own messages
+POLL_S = 0.5
+STOP_S = 10  # for what a worker that has ended may have left
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How the run has ended: an exit code, or with an error that is to be shown."""
+
+    code: int
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Desk:
+    """A folder in which `oppo train` and the workers leave word for each other."""
+
+    folder: Path
+
+    @property
+    def config(self) -> Path:
+        """The run's configuration, resolved."""
+        return self.folder / "config.yaml"
+
+    @property
+    def told(self) -> Path:
+        """It is there once the run has been told to stop."""
+        return self.folder / "told"
+
+    @property
+    def _verdict(self) -> Path:
+        return self.folder / "verdict.json"
+
+    @property
+    def _worker(self) -> Path:
+        return self.folder / "worker"
+
+    def workers(self) -> list[int]:
+        """The process id of the last worker, which is also that of the process group of its ranks, if there was one yet."""
+        with suppress(FileNotFoundError, ValueError):
+            return [int(self._worker.read_text(encoding="ascii"))]
+        return []
+
+    def take_over(self) -> None:
+        """The calling process is the worker now: nothing is left of the one before, which may have been killed alone."""
+        self.end_worker()
+        self._worker.write_text(str(os.getpid()), encoding="ascii")
+
+    def end_worker(self) -> None:
+        """With all of its process group."""
+        for group in self.workers():
+            with suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+
+    def leave(self, verdict: Verdict) -> None:
+        """The worker's last word.  Appears whole."""
+        aside = self._verdict.with_suffix(".part")
+        aside.write_text(json.dumps(asdict(verdict)), encoding="utf-8")
+        aside.replace(self._verdict)
+
+    def verdict(self) -> Verdict | None:
+        """None where no worker has left one."""
+        with suppress(FileNotFoundError):
+            return Verdict(**json.loads(self._verdict.read_text(encoding="utf-8")))
+        return None
+
+
+def launcher_version() -> str | None:
+    """Of the installed nvidia-resiliency-ext; None where there is none, or it cannot be imported here."""
+    with suppress(ImportError):  # PackageNotFoundError is one
+        if importlib.util.find_spec(LAUNCHER) is not None:
+            return metadata.version(DISTRIBUTION)
+    return None
+
+
+def restarts_by_ft_launcher(agent: str, restarts: int) -> bool:
+    """Whether `agent` (auto, nvrx, torch) comes to ft_launcher here, which is said on stderr.  Raises ConfigError."""
+    version = launcher_version() if agent != "torch" else None
+    if agent == "nvrx" and version is None:
+        raise ConfigError(
+            f"--agent nvrx: {DISTRIBUTION} is not installed, or cannot be imported; install it, or use --agent torch"
+        )
+    why = "--agent torch" if agent == "torch" else f"{DISTRIBUTION} is not installed"
+    by = f"torch's elastic agent ({why})" if version is None else f"ft_launcher of {DISTRIBUTION} {version}"
+    print(f"oppo train: up to {restarts} restarts, by {by}", file=sys.stderr, flush=True)
+    return version is not None
+
+
+def launch_restarting(config: TrainConfig, restarts: int) -> int:
+    """Run all ranks to the end, with so many restarts; returns the exit code.  Raises RankError as `launch` does."""
+    from oppo_megatron.cli.launch import RankError
+    from oppo_megatron.config.load import dump_config
+    from oppo_megatron.train.liveness.local_ranks import LocalMeeting
+
+    meeting = LocalMeeting.open(str(os.getpid()))
+    with tempfile.TemporaryDirectory(prefix="oppo-") as folder:
+        desk = Desk(Path(folder))
+        dump_config(config, desk.config)
+        stopped, code = _supervise(launcher_command(desk.folder, meeting.store.port, restarts), desk)
+        verdict = desk.verdict()
+    if verdict is None:
+        if stopped:
+            return stopped
+        raise RankError(
+            f"{DISTRIBUTION}'s ft_launcher ended with exit code {code}, and what it started has left no word: it was "
+            "killed, or could not be started, as the message of ft_launcher tells; --agent torch does without it"
+        )
+    if verdict.error is not None:
+        raise RankError(verdict.error)
+    return verdict.code
+
+
+def launcher_command(folder: Path, port: int, restarts: int) -> list[str]:
+    """ft_launcher over one worker.  It listens to no port: it meets itself in a store of ours, on the loopback."""
+    meeting = f"--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:{port} --rdzv-id={os.getpid()} --rdzv-conf=is_host=0"
+    limits = f"--max-restarts={restarts} --monitor-interval={POLL_S} --workers-stop-timeout={STOP_S}"
+    quiet = "--ft-log-level=ERROR --ft-enable-nic-monitor=false"
+    options = f"--nnodes=1 --nproc-per-node=1 --local-addr=127.0.0.1 {meeting} {limits} {quiet}".split()
+    worker = ["--no-python", sys.executable, "-m", WORKER, str(folder)]
+    return [sys.executable, "-m", LAUNCHER, *options, f"--log-dir={folder / 'logs'}", *worker]
+
+
+def _supervise(command: Sequence[str], desk: Desk) -> tuple[int, int]:
+    """Until the command has ended: the exit code of a run that was told to stop, else 0, and the command's own."""
+    environment = os.environ | {LOG_LEVEL: os.environ.get(LOG_LEVEL, "ERROR")}
+    # S603: this package's own command, and no shell.  A session of its own: a signal to the group is for this process.
+    process = subprocess.Popen(command, env=environment, start_new_session=True)  # noqa: S603
+    relay = SignalRelay(desk.workers, partial(_tree, process.pid))
+    try:
+        with relay.listening():
+            while process.poll() is None:
+                if relay.code:
+                    desk.told.touch()
+                    relay.tell()  # again: the worker may have been about to start
+                time.sleep(POLL_S)
+    finally:
+        for pid in _tree(process.pid) if process.poll() is None else []:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        desk.end_worker()
+    return relay.code, process.returncode
+
+
+def _tree(pid: int) -> list[int]:
+    """A process and all that it has started."""
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        return [*(child.pid for child in process.children(recursive=True)), pid]
+    return []
