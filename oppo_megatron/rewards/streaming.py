@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 REFUSED = {400, 401, 403, 404, 405, 413, 415, 422}
 RETRY_S, RETRY_MAX_S = 0.1, 5.0
 ROWS_A_REQUEST = 64
+TOKENS_A_REQUEST = 500_000
+"""So that one request of 64 long sequences, which a service that was started again asks for, is below its limit of bytes."""
 
 
 def checksum(tokens: Sequence[int], start: int = 0) -> int:
@@ -126,8 +128,11 @@ class ScorerStream:
 
     def _next_request(self) -> dict[str, Any]:
         rows: list[dict[str, Any]] = []
+        num_tokens = 0
         for seq_id, sequence in self._sequences.items():
-            if sequence.waiting and len(rows) < ROWS_A_REQUEST:
+            num_tokens += len(sequence.tokens) - sequence.sent if sequence.waiting else 0
+            full = len(rows) == ROWS_A_REQUEST or (num_tokens > TOKENS_A_REQUEST and rows)
+            if sequence.waiting and not full:
                 sequence.waiting = False
                 piece = {"offset": sequence.sent, "tokens": sequence.tokens[sequence.sent :]}
                 rows.append({"id": seq_id, **piece, "checksum": checksum(sequence.tokens), "final": sequence.final})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +13,16 @@ from tests.aligner import shims
 shims.install()  # before anything imports nemo: hence the imports below it
 
 import torch  # noqa: E402
+from megatron.core import dist_checkpointing  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from nemo_aligner.models.nlp.gpt.gpt_reward_model import GPTRewardModel  # noqa: E402
 from pydantic import SecretStr  # noqa: E402
 
 from oppo_megatron.config.remote import RequestLimitsConfig  # noqa: E402
 from oppo_megatron.errors import OppoError  # noqa: E402
 from oppo_megatron.serving.stream_app import Known, Piece, build_stream_app  # noqa: E402
-from tests.aligner.actor import weights  # noqa: E402
+from tests.aligner.actor import start_megatron, weights  # noqa: E402
 from tests.aligner.job import Job  # noqa: E402
 from tests.aligner.world import build  # noqa: E402
 from tests.support.serving import served_app  # noqa: E402
@@ -71,6 +75,25 @@ def refused_resume(job: Job) -> str:
     except OppoError as error:
         return f"{type(error).__name__}: {error}"
     return "taken"
+
+
+def load_reward_model(weights: str, sizes: Mapping[str, int], tied: bool) -> dict[str, torch.Tensor]:
+    """What NeMo-Aligner's own reward model finds in a folder `model_weights`."""
+    start_megatron(1, 1, 0)
+    config = TransformerConfig(
+        num_layers=sizes["num_hidden_layers"], hidden_size=sizes["hidden_size"], ffn_hidden_size=sizes["intermediate_size"],
+        num_attention_heads=sizes["num_attention_heads"], num_query_groups=sizes["num_key_value_heads"],
+        normalization="RMSNorm", gated_linear_unit=True, activation_func=torch.nn.functional.silu, add_bias_linear=False,
+        use_cpu_initialization=True, masked_softmax_fusion=False, bias_dropout_fusion=False, bias_activation_fusion=False,
+        gradient_accumulation_fusion=False, persist_layer_norm=False,
+    )  # fmt: skip
+    model = GPTRewardModel(
+        config, get_gpt_layer_local_spec(normalization="RMSNorm"), vocab_size=sizes["vocab_size"],
+        max_sequence_length=64, position_embedding_type="rope", share_embeddings_and_output_weights=tied,
+        head_dtype=torch.float32,
+    )  # fmt: skip
+    asked = {key: part for key, part in model.sharded_state_dict("model.").items() if "_extra_state" not in key}
+    return dict(dist_checkpointing.load(asked, weights))
 
 
 class Recorder:

@@ -17,7 +17,9 @@ if importlib.util.find_spec("nemo_aligner") is None:
 
 import torch
 
+from oppo_megatron.cli.main import main
 from tests.aligner.job import Job
+from tests.support.hf import SIZES, save_tiny
 from tests.support.ranks import run_ranks
 
 NO_DELTA = {"delta": {"rule": "fixed", "initial": 0, "max": 0}}
@@ -99,6 +101,9 @@ def test_deferred_rows_survive_a_resume(world: int, tmp_path: Path) -> None:
     for before, after in zip(whole, resumed, strict=True):
         assert before["trained"][2:] == after["trained"]
         assert all(torch.equal(before["weights"][name], after["weights"][name]) for name in before["weights"])
+    other = replace(job, resume=2, oppo=DELTA | {"delta": {"rule": "eq4"}})
+    for text in run_ranks(world, "tests.aligner.jobs:refused_resume", job=other):
+        assert "trainer.ppo.oppo.delta.rule is eq4, but the checkpoint's run has fixed" in text
     (tmp_path / "oppo" / "step-000002").rename(tmp_path / "oppo" / "step-000003")
     refused = run_ranks(world, "tests.aligner.jobs:refused_resume", job=replace(job, resume=2))
     for text in refused:
@@ -132,4 +137,17 @@ def test_what_generates_without_a_break_is_refused() -> None:
     assert "delta.max 9 is more than the batch of 8" in refused
     refused = run_ranks(1, "tests.aligner.jobs:refusal", job=replace(job, oppo={"dleta": {}}))[0]
     assert "ConfigError" in refused and "dleta" in refused and "delta" in refused
+    refused = run_ranks(1, "tests.aligner.jobs:refusal", job=job, oppo=5)[0]
+    assert "trainer.ppo.oppo is 5, but must be a section of keys" in refused
     assert run_ranks(1, "tests.aligner.jobs:refusal", job=job) == ["taken"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_converted_reward_model_has_all_that_nemo_aligners_asks_for(tied: bool, tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "hf", "llama", "scalar", tie_word_embeddings=tied)
+    assert main(["convert", str(tmp_path / "hf"), str(tmp_path / "nemo"), "--to", "nemo", "--as", "reward"]) == 0
+    (found,) = run_ranks(
+        1, "tests.aligner.jobs:load_reward_model", weights=str(tmp_path / "nemo" / "model_weights"), sizes=SIZES, tied=tied
+    )  # fmt: skip
+    assert torch.equal(found["model.rm_head.weight"], model.score.weight)
+    assert torch.equal(found["model.embedding.word_embeddings.weight"], model.model.embed_tokens.weight)

@@ -82,6 +82,7 @@ def test_nemo_aligner_naming_and_back(tmp_path: Path, name: str) -> None:
     index = torch_checkpoint.FileSystemReader(tmp_path / "nemo" / "model_weights").read_metadata().state_dict_metadata
     assert all(key.startswith("model.") for key in index)
     assert ("model.rm_head.weight" in index) == (head == "scalar")
+    assert ("model.output_layer.weight" in index) == (not changes.get("tie_word_embeddings", False))
     assert index["model.decoder.layers.mlp.linear_fc1.weight"].size == (4, 96, 32)
     config = yaml.safe_load((tmp_path / "nemo" / "model_config.yaml").read_text())
     assert config["num_layers"] == 4 and config["num_query_groups"] == 4 and config["qkv_bias"] == (family == "qwen2")

@@ -22,9 +22,12 @@ from pydantic import SecretStr
 from oppo_megatron.cli.main import main
 from oppo_megatron.config.aligner import StreamConfig
 from oppo_megatron.config.remote import RequestLimitsConfig
-from oppo_megatron.errors import RewardError
+from oppo_megatron.config.serve import ServeScorerConfig
+from oppo_megatron.errors import CapacityError, RewardError
+from oppo_megatron.rewards import streaming
 from oppo_megatron.rewards.streaming import ScorerStream, checksum
 from oppo_megatron.serving.stream_app import Extend, Known, Piece, build_stream_app
+from oppo_megatron.serving.stream_scorer import open_stream_scorer
 from tests.support.hf import save_tiny
 from tests.support.serving import served_app
 
@@ -95,6 +98,29 @@ def test_a_service_that_forgets_gets_the_sequence_again(memory: int) -> None:
         stream.offer(0, list(range(11)), final=True)
         assert (stream.result(0), stream.result(1)) == (55.0, 55.0)
         stream.close()
+
+
+def test_a_request_is_of_few_enough_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service that has forgotten all gets all again: not in one body, which it would refuse."""
+    monkeypatch.setattr(streaming, "TOKENS_A_REQUEST", 40)
+    with served(Sums(), max_bytes=1024) as address:
+        stream = ScorerStream(StreamConfig(url=address))
+        for seq_id in range(40):
+            stream.offer(seq_id, list(range(30)), final=True)
+        assert [stream.result(seq_id) for seq_id in range(40)] == [435.0] * 40
+        stream.close()
+
+
+def test_caches_that_memory_does_not_hold_are_a_capacity_error(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama", "scalar")
+    config = ServeScorerConfig(
+        reward={"checkpoint": tmp_path}, sequences=10**9, max_tokens=64, runtime={"device": "cpu"}
+    )
+    with (
+        pytest.raises(CapacityError, match="caches of 1000000000 sequences of 64 tokens.*lower sequences"),
+        open_stream_scorer(config),
+    ):
+        pass
 
 
 def test_a_service_that_cannot_be_had_ends_the_run_with_a_reason() -> None:

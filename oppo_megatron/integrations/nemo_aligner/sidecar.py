@@ -120,6 +120,8 @@ def _read_files(stem: Path) -> Kept:
     try:
         lines = stem.with_suffix(".jsonl").read_text(encoding="utf-8").splitlines()
         header, *rows = (json.loads(line) for line in lines)
+        if header["format"] != FORMAT:
+            raise ValueError(f"its format is {header['format']!r:.20}, this program reads {FORMAT}")
         tokens: list[int] = load_file(stem.with_suffix(".safetensors"))["tokens"].tolist()
         return Kept(_rebuild(rows, tokens), header["next_key"], header["state"])
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -26,7 +26,7 @@ from omegaconf import DictConfig
 from oppo_megatron.config.aligner import AlignerConfig, read_aligner_config
 from oppo_megatron.control.chunk import ChunkTuner, StepCost
 from oppo_megatron.control.delta import make_delta_controller
-from oppo_megatron.errors import ConfigError
+from oppo_megatron.errors import CheckpointError, ConfigError
 from oppo_megatron.integrations.nemo_aligner.actor import Effort, PoolBatches, PooledActor
 from oppo_megatron.integrations.nemo_aligner.decode import plain
 from oppo_megatron.integrations.nemo_aligner.pool import Pool, room, share_of
@@ -125,6 +125,11 @@ class PPOTrainer(ppo.PPOTrainer):
         if kept is None:
             logging.info("no rows of oppo_megatron beside the checkpoints: none are carried")
             return
+        if kept.state["delta"]["rule"] != self._settings.delta.rule:
+            raise CheckpointError(
+                f"trainer.ppo.oppo.delta.rule is {self._settings.delta.rule}, but the checkpoint's run has "
+                f"{kept.state['delta']['rule']}, whose history means nothing to it; resume with that"
+            )
         self.pool.restore(kept.rows, kept.next_key)
         self._delta.load_state_dict(kept.state["delta"])
         self._chunk.load_state_dict(kept.state["chunk"])
@@ -191,8 +196,10 @@ def _is_source() -> bool:
 
 def _settings(cfg: DictConfig, model: Any, batch_iterator_cls: Any) -> AlignerConfig:
     """The block `oppo:`.  Raises ConfigError for it, and for settings of NeMo-Aligner's that it does not go with."""
-    block = cfg.get("oppo", {})
-    settings = read_aligner_config(plain(block) if block else {})
+    block = cfg.get("oppo")
+    if not isinstance(block, DictConfig | None):
+        raise ConfigError(f"trainer.ppo.oppo is {block!r:.40}, but must be a section of keys (docs/nemo_aligner.md)")
+    settings = read_aligner_config({} if block is None else plain(block))
     problems = []
     for name, tree in (("trainer.ppo.trt_llm", cfg), ("model.ppo.trt_llm", model.cfg.ppo)):
         if (tree.get("trt_llm") or {}).get("enable", False):

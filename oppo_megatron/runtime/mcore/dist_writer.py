@@ -34,15 +34,19 @@ from oppo_megatron.runtime.shape import ModelShape
 
 @dataclass(frozen=True)
 class Naming:
-    """How a program's checkpoints name what megatron-core's modules have: the prefix of keys, and the scalar head."""
+    """How a program's checkpoints name what megatron-core's modules have: the prefix of keys, and the scalar head.
+
+    `keeps_output`: a model with a scalar head has its output layer still, unused, and cannot be loaded without.
+    """
 
     prefix: str = ""
     scalar_head: str = HEAD
     scalar_bias: str | None = None
+    keeps_output: bool = False
 
 
 MEGATRON = Naming()
-ALIGNER = Naming("model.", ALIGNER_HEAD, ALIGNER_BIAS)
+ALIGNER = Naming("model.", ALIGNER_HEAD, ALIGNER_BIAS, keeps_output=True)
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,8 @@ def _planned(shape: ModelShape, head: Head, naming: Naming) -> Iterator[_Saved]:
         yield _Saved(naming.prefix + key, size, layer, list(group))
     if head == "scalar" and naming.scalar_bias is not None:
         yield _Saved(naming.prefix + naming.scalar_bias, (1,), None, [])
+    if head == "scalar" and naming.keeps_output and not shape.tied_embeddings:
+        yield _Saved(naming.prefix + HEAD, (shape.vocab_size, shape.hidden_size), None, [])
 
 
 class _LazyPlanner(DefaultSavePlanner):
