@@ -40,16 +40,14 @@ function hover(figure, chart) {
     const box = svg.getBoundingClientRect();
     const at = (event.clientX - box.left) / box.width * svg.viewBox.baseVal.width;
     const x = chart.x[0] + (at - left) / (right - left) * (chart.x[1] - chart.x[0]);
-    const rows = [];
-    let shown = null;
-    for (const line of chart.lines) {
-      const k = nearest(line.xs, x);
-      if (k < 0) continue;
-      if (shown === null || Math.abs(line.xs[k] - x) < Math.abs(shown - x)) shown = line.xs[k];
+    const found = chart.lines.map(line => [line, nearest(line.xs, x)]).filter(([, k]) => k >= 0), rows = [];
+    if (!found.length) return;
+    const shown = found.map(([line, k]) => line.xs[k]).reduce((best, at) => Math.abs(at - x) < Math.abs(best - x) ? at : best);
+    for (const [line, k] of found) {
+      if (Math.abs(line.xs[k] - shown) > 0.02 * (chart.x[1] - chart.x[0])) continue; // it has ended before, or begins later
       rows.push([line.name + ": " + figures(line.ys[k]), ""]);
       if (line.notes.length && line.notes[k]) rows.push([line.notes[k], "why"]);
     }
-    if (shown === null) return;
     const px = left + (shown - chart.x[0]) / (chart.x[1] - chart.x[0]) * (right - left);
     mark.setAttribute("d", `M${px} ${top}V${bottom}`);
     place(tip, figure, event, [[chart.xLabel + " " + figures(shown), "head"], ...rows]);
