@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -53,6 +53,7 @@ def _run_train(config: TrainConfig) -> int:
     try:
         with (
             open_world(config.runtime) as world,
+            RunDirectory(config.run_dir).held() if world.rank == 0 else nullcontext(),
             watched(world, config.stall, config.run_dir, "train"),
             preemption.listening(),
         ):

@@ -13,10 +13,12 @@ placement.json    what `placement.mode: auto` measured, in the runs under placem
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Integral, Real
@@ -28,6 +30,9 @@ from oppo_megatron.errors import ConfigError, DataError
 
 RUN_FORMAT = 1
 """Of the files of a run directory; `hosts.json` has it.  Raised when files of an earlier version would be misread."""
+
+HELD_WAIT_S = 20.0
+"""Ranks that were killed a moment ago may still be ending."""
 
 PRODUCTS = (
     "config.yaml", "hosts.json", "metrics.jsonl", "rollouts.jsonl", "trace.json", "summary.json", "quarantine.jsonl",
@@ -125,6 +130,31 @@ class RunDirectory:
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         return self
 
+    @contextmanager
+    def held(self, wait_s: float = HELD_WAIT_S) -> Iterator[None]:
+        """For one process at a time, until the block or the process ends; where the file system has no locks, for any.
+
+        Raises ConfigError where another has it: two would cut off, and remove, what the other writes.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self.path, os.O_RDONLY)
+        except OSError:  # `prepare` says what is wrong with it
+            yield
+            return
+        try:
+            until = time.monotonic() + wait_s
+            while not _locked(handle):
+                if time.monotonic() > until:
+                    raise ConfigError(
+                        f"run_dir: another run is at work in {self.path}, and has been for {wait_s:g} s; wait for its end, end "
+                        "it, or choose another run_dir"
+                    )
+                time.sleep(0.1)
+            yield
+        finally:
+            os.close(handle)
+
     def reopen(self, step: int, saved_at: float) -> None:
         """Go on after `step` steps: cut off what an interrupted run wrote beyond its checkpoint of `saved_at` (epoch seconds)."""
         if self.weights.exists():  # the run had come to its end, and was ended while it wrote them
@@ -140,6 +170,16 @@ class RunDirectory:
             number += 1
         attempt.mkdir()
         return attempt
+
+
+def _locked(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks, or without those of folders
+        pass
+    return True
 
 
 def _keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:

@@ -74,6 +74,18 @@ def test_rank_traces_are_in_numeric_order(tmp_path: Path) -> None:
     assert run.rank_traces() == [run.rank_trace(0), run.rank_trace(2), run.rank_trace(10)]
 
 
+def test_one_process_at_a_time_is_at_work_in_it(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    with run.held():
+        with pytest.raises(ConfigError, match="another run is at work in"), RunDirectory(run.path).held(wait_s=0.0):
+            pytest.fail("both have it")
+    with run.held(wait_s=0.0):
+        assert list(run.path.iterdir()) == []
+    (tmp_path / "file").touch()
+    with RunDirectory(tmp_path / "file" / "run").held():  # which `prepare` refuses
+        pass
+
+
 def test_only_the_last_line_of_a_run_may_be_cut_short(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.metrics.write_bytes(b'{"step": 1}\n{"step": 2}\n{"step": 3}\n{"ste')
