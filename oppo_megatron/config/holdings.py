@@ -27,6 +27,7 @@ from oppo_megatron.config.memory import (
     stage_layers,
     stage_parameters,
     training_activations,
+    training_kernel_bytes,
     training_state,
 )
 from oppo_megatron.config.model import ModelConfig, TrainedRoleConfig, TrainingLayoutConfig
@@ -134,7 +135,7 @@ def train_holdings(config: TrainConfig, *, on_cpu: bool) -> list[Holding]:
         if not isinstance(role, TrainedRoleConfig):
             holdings += served
             continue
-        trained = list(_training(config, name, training[name], model, role.train))
+        trained = list(_training(config, name, training[name], model, role.train, on_cpu=on_cpu))
         if has_own_training_weights(place, training[name], role.train.vpp):
             holdings += [*served, *trained]
         else:
@@ -184,14 +185,17 @@ def _serving(config: TrainConfig, name: str, place: Place, model: _Model, *, pac
 
 
 def _training(
-    config: TrainConfig, name: str, place: Place, model: _Model, train: TrainingLayoutConfig
+    config: TrainConfig, name: str, place: Place, model: _Model, train: TrainingLayoutConfig, *, on_cpu: bool
 ) -> Iterator[Holding]:
     """The update, with weights of its own."""
     rows = ceil(minibatch_rows(config) / place.dp)
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     batch = TrainingBatch(config.runtime.micro_batch_tokens, rows * longest)
+    tokens = min(batch.micro_batch_tokens, batch.replica_tokens)
+    kernels = training_kernel_bytes(tokens) if on_cpu and model.dtype == "bfloat16" else 0
     for seat, rank in _seats(place):
-        memory = replace(model.trained(place, seat.stage, train, batch), copy=model.weights(place, seat.stage))
+        memory = model.trained(place, seat.stage, train, batch)
+        memory = replace(memory, copy=model.weights(place, seat.stage), kernels=kernels)
         layers = stage_layers(model.shape, place.pp, seat.stage, train.vpp)
         batches = _training_batches(config, rows)
         yield Holding(rank, f"{name}.train", seat, Sizes.of(place, train.vpp), layers, memory, batches)

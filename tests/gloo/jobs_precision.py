@@ -132,3 +132,16 @@ def forwards(directory: str, probes: list[list[int]]) -> dict[str, Tensor]:
         "exact": full_outputs([exact], probes),
     }
     return {name: logits.float().log_softmax(-1) for name, logits in found.items()}
+
+
+def rows_computed(directory: str, probes: list[list[int]]) -> dict[str, set[int]]:
+    """How many rows the products of a layer and the output layer's have in forwards over whole sequences, by dtype."""
+    groups, seen = world_groups(1, 1), {}
+    for dtype in ("bfloat16", "float32"):
+        model = load(directory, groups, dtype=dtype)
+        rows = seen[dtype] = set()
+        for module in (model.decoder.layers[0].mlp.linear_fc1, model.output_layer):
+            module.register_forward_pre_hook(lambda _, args, rows=rows: rows.add(len(args[0])))
+        for probe in probes:
+            assert len(full_outputs([model], [probe])) == len(probe)
+    return seen

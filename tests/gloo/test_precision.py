@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
+from oppo_megatron.config.memory import WHOLE_MULTIPLE, training_kernel_bytes
 from tests.gloo.conftest import save_small
 from tests.gloo.test_training import DATA
 from tests.support.hf import tiny_model
@@ -62,3 +63,12 @@ def test_decoding_rounds_as_training_does(tmp_path: Path) -> None:
     error = rms(found["training"] - found["exact"])
     assert 0 < rms(found["decode"] - found["training"]) < 0.5 * error
     assert rms(found["decode"] - found["exact"]) < 1.2 * error
+
+
+def test_whole_sequences_in_bfloat16_come_in_few_sizes(tmp_path: Path) -> None:
+    """For each size the library makes, and keeps, kernels; their plan counts so many."""
+    save_small(tmp_path, "qwen2", hidden_size=32)
+    probes = [list(range(1, 1 + length)) for length in (3, 20, 31)]
+    (seen,) = run_ranks(1, f"{JOBS}rows_computed", directory=str(tmp_path), probes=probes)
+    assert seen == {"bfloat16": {WHOLE_MULTIPLE}, "float32": {3, 20, 31}}
+    assert training_kernel_bytes(65) == 2 * training_kernel_bytes(WHOLE_MULTIPLE) == 2 * 15 * 2**20

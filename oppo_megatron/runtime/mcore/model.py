@@ -8,10 +8,12 @@ Legend: T packed tokens, H hidden, V vocabulary, R rows of interest.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import (
@@ -27,6 +29,7 @@ from torch import Tensor
 
 from oppo_megatron.config.kernels import LayerKind
 from oppo_megatron.config.lora import LoraConfig
+from oppo_megatron.config.memory import WHOLE_MULTIPLE
 from oppo_megatron.config.model import DecodePath, KVLayout, TrainingLayoutConfig
 from oppo_megatron.errors import CapacityError
 from oppo_megatron.runtime.mcore import compat
@@ -95,8 +98,15 @@ class RoleModel(GPTModel):
 
     @property
     def token_multiple(self) -> int:
-        """The tokens of a packed call come in multiples of this number."""
-        return self.groups.tp if self.config.sequence_parallel else 1
+        """The tokens of a call over whole sequences come in multiples of this number."""
+        return math.lcm(self.groups.tp if self.config.sequence_parallel else 1, self._row_multiple)
+
+    @property
+    def _row_multiple(self) -> int:
+        """In bfloat16 a CPU's library prepares kernels for every number of rows that it meets, for as long as some products
+        take, and keeps a MiB of each: there are to be few of them."""
+        weight = next(self.parameters())
+        return WHOLE_MULTIPLE if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 else 1
 
     def decode_by(self, path: DecodePath) -> None:
         """How cached calls compute from now on; the weights are set."""
@@ -158,13 +168,15 @@ class RoleModel(GPTModel):
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=self.head == "lm", group=self.groups.collection.tp
             )
+        whole = isinstance(plan, PackedPlan)
         if rows_R is not None:
-            hidden = hidden[rows_R]
+            hidden = hidden[F.pad(rows_R, (0, -len(rows_R) % self._row_multiple)) if whole else rows_R]
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         out, _ = self.output_layer(hidden, weight=tied)
+        out = out if rows_R is None else out[: len(rows_R)]
         if self.head == "scalar":
             return out[:, 0, 0]
-        return out[:, 0] if isinstance(plan, PackedPlan) else out[:, 0].float()
+        return out[:, 0] if whole else out[:, 0].float()
 
     def _cached_forward(
         self, stage: LeanStage, tokens_T: Tensor | None, plan: CachedPlan, rows_R: Tensor | None
