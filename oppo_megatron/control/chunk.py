@@ -13,6 +13,8 @@ from typing import Any
 from oppo_megatron.config.overlap import ChunkConfig
 from oppo_megatron.records import Decision
 
+NANOSECOND = 1e-9
+
 
 @dataclass(slots=True)
 class DecodeLaw:
@@ -25,7 +27,8 @@ class DecodeLaw:
     tokens_seconds: float = 0.0
 
     def add(self, steps: int, tokens: int, seconds: float) -> None:
-        """A round that has been measured."""
+        """A round that has been measured; less than a nanosecond is no measurement, and counts as 0."""
+        seconds = seconds if seconds >= NANOSECOND else 0.0
         products = (steps * steps, steps * tokens, tokens * tokens, steps * seconds, tokens * seconds)
         self.add_sums(*products)
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from oppo_megatron.config.overlap import ChunkConfig
@@ -137,6 +137,7 @@ def test_the_law_finds_what_a_step_and_a_token_take() -> None:
 
 
 @given(rounds=st.lists(st.tuples(st.integers(1, 64), st.integers(1, 4096), st.floats(0, 5)), min_size=1, max_size=9))
+@example(rounds=[(1, 2, 5e-324)])
 def test_the_law_never_says_that_work_takes_no_time(rounds: list[tuple[int, int, float]]) -> None:
     law = DecodeLaw()
     for steps, tokens, seconds in rounds:
