@@ -85,7 +85,7 @@ def kernel_table(available: Available) -> list[Kernels]:
     absent = _absent(available)
     return [
         Kernels("layers and norms", layers, None if problem is None else f"{TE}'s: {problem}"),
-        Kernels("Adam", f"fused, of {library}" if fused else "torch's AdamW", None if fused else absent),
+        Kernels("Adam", f"fused, of {library if fused else 'torch'}"),
         Kernels("gradient norm", f"fused, of {library}" if fused else "megatron-core's own", None if fused else absent),
         _attention(available),
         Kernels("FP8", "off: log-probs of decoding would not be those of training"),

@@ -179,7 +179,7 @@ def training_activations(
 ) -> float:
     """Bytes that the forward pass keeps for the backward on a rank: an estimate of the largest amount at once.
 
-    A layer keeps, of each token, what both norms take, normalise and give (over tp with sequence parallelism); queries,
+    A layer keeps, of each token, what both norms take and give (over tp with sequence parallelism); queries,
     keys and values, the rotated queries and keys, the attention's output as computed and as joined, and five tensors of
     the feed-forward size (gate and up projection, activated gate, up once more, product), these over tp.  Recomputation
     keeps less: `selective` nothing from inside attention, `full` a layer's input only, beside one layer that is being
@@ -222,5 +222,5 @@ def _layer_activations(shape: Shape, tp: int, train: TrainingLayoutConfig) -> tu
     hidden = shape["hidden_size"] / (tp if train.sequence_parallel else 1)
     query, key = (heads * head_dim(shape) / tp for heads in (shape["num_attention_heads"], num_kv_heads(shape)))
     inside_attention = query + key + query  # rotated queries and keys, output as computed
-    whole = 6 * hidden + 2 * query + 2 * key + inside_attention + 5 * shape["intermediate_size"] / tp
+    whole = 4 * hidden + 2 * query + 2 * key + inside_attention + 5 * shape["intermediate_size"] / tp
     return whole, {"none": whole, "selective": whole - inside_attention, "full": hidden}[train.recompute]

@@ -188,7 +188,7 @@ class _Shards:
                     for moment in MOMENTS:
                         state.setdefault(moment, torch.zeros_like(param.data))
                     if not by_group and (fresh or "step" not in state):
-                        state["step"] = torch.tensor(float(updates))
+                        state["step"] = torch.tensor(float(updates), device=param.device)  # as fused AdamW has it
         self._pieces = dict(_pieces(self._model.optimizer))
 
     def tree(self) -> dict[str, Any]:

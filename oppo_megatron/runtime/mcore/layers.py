@@ -22,10 +22,11 @@ from torch import Tensor
 from oppo_megatron.config.kernels import LayerKind
 from oppo_megatron.runtime.mcore.biased_linear import BiasedLinear
 from oppo_megatron.runtime.mcore.marks import mark
+from oppo_megatron.runtime.mcore.rms_norm import rms_norm
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm (Zhang and Sennrich 2019) with the constructor that megatron's specs call."""
+    """Root-mean-square norm with the constructor that megatron's specs call."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any):
         super().__init__()
@@ -34,7 +35,7 @@ class RMSNorm(torch.nn.Module):
         mark(self.weight, "sequence_parallel", config.sequence_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class PlannedSelfAttention(SelfAttention):

@@ -274,13 +274,18 @@ def _optimizer(ddp: list[DistributedDataParallel], config: OptimizerConfig, grou
         bf16=settings.bf16, params_dtype=settings.params_dtype, use_distributed_optimizer=sharded,
     )  # fmt: skip
     with compat.optimizer_world(groups.all):
-        return get_megatron_optimizer(
+        optimizer = get_megatron_optimizer(
             optimizer_config,
             ddp,
             config_overrides=get_standard_config_overrides(optimizer_config),
             use_gloo_process_groups=False,
             pg_collection=groups.collection,
         )
+    for each in optimizer.chained_optimizers:
+        if isinstance(each.optimizer, torch.optim.AdamW):  # where megatron found no other
+            for group in each.optimizer.param_groups:
+                group["fused"] = True  # one pass over weights and moments, in place of a dozen
+    return optimizer
 
 
 def _scheduler(optimizer: Any, config: OptimizerConfig, total_steps: int) -> OptimizerParamScheduler:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CACHED_NUMBERS, FEW_KERNELS = 2**19, 2**26
+CACHED_NUMBERS, FEW_KERNELS = 2**17, 2**26
 """Numbers that are worked on at once: on a CPU what its cache holds, on a GPU enough that kernels are few."""
 
 
