@@ -87,6 +87,7 @@ def run(kind, path):
         return
     import torch.distributed as dist
     dist.init_process_group("gloo")
+    dist.barrier()  # rank 0 serves the store: gone before its peer has joined, it would take it along
     if kind == "abort":  # as threads of the process groups may do, once Python is clearing up
         atexit.register(os.abort)
         raise DataError("line 4 is not JSON; correct it") if rank == 0 else TypeError("a bug of ours")
