@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from oppo_megatron import __version__
+from oppo_megatron.cli.debug import add_debug_argument
 from oppo_megatron.errors import OppoError
 
 EXIT_DEFECT = 1
@@ -102,13 +103,14 @@ def _serve(args: argparse.Namespace) -> int:
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="oppo", description="PPO-based RLHF on Megatron-core, overlapped.")
     parser.add_argument("--version", action="version", version=f"oppo {__version__}")
+    parser.set_defaults(debug=False)
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
     for command in COMMANDS:
         subparser = subparsers.add_parser(command.name, help=command.help, description=f"{command.help}.")
         if command.name == chosen:
             module = importlib.import_module(command.module)
-            subparser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+            add_debug_argument(subparser)
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run)
     args, left = parser.parse_known_args(arguments)

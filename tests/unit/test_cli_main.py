@@ -58,9 +58,26 @@ def test_user_error_is_a_message_without_traceback(config: Path, capsys: pytest.
     assert main(["train", str(config), "sead=3"]) == 2
     captured = capsys.readouterr()
     assert "did you mean `seed`?" in captured.err and "Traceback" not in captured.err and captured.out == ""
-    assert main(["train", str(config), "sead=3", "--debug"]) == 2
-    assert "Traceback" in capsys.readouterr().err
     assert not Path("run").exists()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "train CONFIG --debug",
+        "launch slurm CONFIG --debug",
+        "launch --debug slurm CONFIG",
+        "bench chunk --debug CONFIG",
+    ],
+)
+def test_debug_shows_where_an_error_comes_from(config: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    """Wherever it stands; a part of a command takes it, too."""
+    words = command.replace("CONFIG", str(config)).split()
+    assert main([*words, "sead=3"]) == 2
+    told = capsys.readouterr().err
+    assert "Traceback" in told and "did you mean `seed`?" in told
+    assert main([*(word for word in words if word != "--debug"), "sead=3"]) == 2
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_a_path_that_cannot_be_used_is_a_message(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

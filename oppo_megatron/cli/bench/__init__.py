@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from oppo_megatron.cli.bench import chunk, decode, delta, gpu, overhead, overlap, scaling, seeds, weave
+from oppo_megatron.cli.debug import add_debug_argument
 
 KINDS = {
     "decode": decode, "overlap": overlap, "weave": weave, "chunk": chunk, "delta": delta, "scaling": scaling,
@@ -23,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             description=module.ABOUT,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        add_debug_argument(kind)
         module.add_arguments(kind)
 
 

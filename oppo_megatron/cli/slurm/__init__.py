@@ -9,6 +9,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+from oppo_megatron.cli.debug import add_debug_argument
 from oppo_megatron.cli.run import add_config_arguments, load_train
 from oppo_megatron.cli.slurm.request import JobOptions, PartOptions, plan_job
 from oppo_megatron.cli.slurm.script import packaged, write_script
@@ -32,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         description=ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_debug_argument(slurm)
     add_config_arguments(slurm)
     slurm.add_argument("--out", type=Path, metavar="FILE", help="write the script here instead of to stdout")
     _add_part_arguments(slurm, "", "of each node")
