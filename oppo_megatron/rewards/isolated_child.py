@@ -60,7 +60,10 @@ def _answer(answers: io.BufferedWriter, call: dict[str, Any], answer: dict[str, 
 
 
 def _end_with(parent: int) -> None:
-    """Where the run's process is killed, nobody is left who would end a function that never returns."""
+    """Where the run's process is killed, nobody is left who would end a function that never returns.
+
+    The signal comes when the thread ends that started this process, hence one thread (`isolation.IsolatedFunction`).
+    """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(0)

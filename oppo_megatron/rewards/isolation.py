@@ -16,6 +16,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -31,7 +32,8 @@ class IsolatedFunction:
     """`entry_point` with the keyword arguments `options`, as a function of (prompt, response, fields).
 
     The process starts with the first call and serves all of them; after a failure the next call starts another.
-    `environment` is what the process inherits.
+    `environment` is what the process inherits.  All calls come from one thread, with which the process ends: the kernel ties
+    PR_SET_PDEATHSIG to the thread that starts a process, not to that thread's process (prctl(2)).
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class IsolatedFunction:
         self.entry_point, self.options, self.limits = entry_point, dict(options), limits
         self._environment = dict(environment)
         self._process: subprocess.Popen[bytes] | None = None
-        self._to_child = self._from_child = -1
+        self._thread = self._to_child = self._from_child = -1
 
     def check(self) -> None:
         """Start a process and end it again.  Raises ConfigError if the function cannot be had in it."""
@@ -58,6 +60,7 @@ class IsolatedFunction:
         """Raises RewardError, naming the function, for an exception, a crash, a limit, or what is no number."""
         if self._process is None:
             self._start()
+        assert threading.get_ident() == self._thread, f"{self.entry_point} is called from the thread that started it"
         call = {"prompt": prompt, "response": response, "fields": dict(fields)}
         answer = self._ask(call, self.limits.wall_s, f"{self.entry_point} gave no score within limits.wall_s")
         if "error" in answer:
@@ -79,6 +82,7 @@ class IsolatedFunction:
 
     def _start(self) -> None:
         """Raises RewardError if the function cannot be loaded there in time."""
+        self._thread = threading.get_ident()
         child_reads, self._to_child = os.pipe()
         self._from_child, child_writes = os.pipe()
         self._process = subprocess.Popen(  # noqa: S603  (this package's own module, and no shell)

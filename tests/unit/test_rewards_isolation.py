@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,8 @@ def test_one_process_serves_all_calls_and_gets_the_whole_call(function: Isolated
     assert process == function("", "who", {}) != float(os.getpid())
     assert function("", "echo", {"value": 1.25, "text": "é" * 100_000}) == 2.5
     assert function("", "limits", {}) == 1.0
+    with ThreadPoolExecutor(1) as other, pytest.raises(AssertionError, match="from the thread that started it"):
+        other.submit(function, "", "who", {}).result()
 
 
 @pytest.mark.parametrize(
