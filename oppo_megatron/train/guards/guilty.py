@@ -36,10 +36,7 @@ NUMBERS: dict[str, type | tuple[type, ...]] = {
     "step": int, "seed": int, "total_steps": int, "policy_version": int, "kl_coefficient": (int, float), "config": str,
     "reason": str, "figures": dict,
 }  # fmt: skip
-
-
-LEAST: dict[str, int] = {"step": 1, "total_steps": 1}
-"""Of these numbers; of others 0."""
+LEAST: dict[str, int] = {"step": 1, "total_steps": 1}  # of these numbers; of the others 0
 
 
 @dataclass(frozen=True)
