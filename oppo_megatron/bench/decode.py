@@ -25,6 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from oppo_megatron.bench.limit import Response, decode_batches, decode_seconds
 from oppo_megatron.bench.peaks import measure_peaks
+from oppo_megatron.bench.pictures import draw_decode
 from oppo_megatron.config.checks import check_forced_lengths
 from oppo_megatron.config.explain import explain
 from oppo_megatron.config.model import DecodePath, Dtype, ModelConfig, RuntimeConfig
@@ -46,6 +47,7 @@ from oppo_megatron.runtime.sampler import Sampling
 from oppo_megatron.runtime.stopping import Stopping, log_normal
 from oppo_megatron.runtime.world import World, open_world
 from oppo_megatron.train.machine import describe_machine
+from oppo_megatron.train.run_dir import write_json
 
 COLUMNS = {
     "peer": "peer", "batch": "batch", "tokens/s": "tokens_per_s", "min": "min", "max": "max", "x bare": "over_bare",
@@ -202,20 +204,25 @@ class HuggingFace:
         )
 
 
-def bench_decode(work: DecodeWork, names: Sequence[str], *, limit: bool = False) -> dict[str, Any]:
-    """Measure the peers of `PEERS` named.  Returns the figures of `oppo bench decode` as one JSON object.
+def bench_decode(work: DecodeWork, names: Sequence[str], out: Path, *, limit: bool = False) -> dict[str, Any]:
+    """Measure the peers of `PEERS` named.  Writes decode.json and decode.png to the folder `out`; returns what is in the first.
 
-    `limit` adds the most tokens/s that operations, bytes and this machine's measured peaks allow.
+    `limit` adds the most tokens/s that operations, bytes and this machine's measured peaks allow.  Raises ConfigError or
+    DataError for lengths that cannot be had, OSError for a folder, before anything is measured.
     """
-    runtime = RuntimeConfig(threads_per_rank=work.threads, device="cpu")
     stopping = work.stopping
+    out.mkdir(parents=True, exist_ok=True)
+    runtime = RuntimeConfig(threads_per_rank=work.threads, device="cpu")
     lengths = {batch: [stopping.limit(i) - 1 for i in range(batch)] for batch in work.batches}
     with open_world(runtime) as world, tempfile.TemporaryDirectory() as scratch:
         peers = _build_peers(work, names, world, Path(scratch))
         parameters = sum(p.numel() for p in _load(work, _groups(), world).parameters())
         rows = [row for batch in work.batches for row in _measure(peers, work, lengths[batch])]
     found = {"machine": describe_machine(), "work": asdict(work), "parameters": parameters, "results": rows}
-    return found | (_with_limits(work, lengths, rows) if limit else {})
+    found |= _with_limits(work, lengths, rows) if limit else {}
+    write_json(out / "decode.json", found)
+    draw_decode(rows, out / "decode.png")
+    return found
 
 
 def _with_limits(

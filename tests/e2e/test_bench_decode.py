@@ -62,8 +62,9 @@ def test_sequences_end_at_the_lengths_asked_for_and_no_peer_beats_the_machine(
 def test_lengths_that_cannot_be_had_are_refused(
     arguments: list[str], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", "decode", *TINY, *arguments, "--out", str(tmp_path)]) == 2
-    assert reason in capsys.readouterr().err
+    out = tmp_path / "out"
+    assert main(["bench", "decode", *TINY, *arguments, "--out", str(out)]) == 2
+    assert reason in capsys.readouterr().err and not out.exists()
 
 
 def test_unknown_peers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

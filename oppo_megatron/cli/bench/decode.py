@@ -43,12 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _decode(args: argparse.Namespace) -> int:
     from oppo_megatron.bench.decode import COLUMNS, LIMIT_COLUMNS, PEERS, DecodeWork, available_peers, bench_decode
     from oppo_megatron.bench.limit import peak_lines
-    from oppo_megatron.bench.pictures import draw_decode
     from oppo_megatron.bench.table import format_table
     from oppo_megatron.config.model import ParallelConfig
     from oppo_megatron.config.shape import check_shape
     from oppo_megatron.errors import ConfigError
-    from oppo_megatron.train.run_dir import write_json
 
     possible = available_peers()
     chosen = args.peers or possible
@@ -59,19 +57,16 @@ def _decode(args: argparse.Namespace) -> int:
     shape = _shape(args)
     if problems := check_shape("bench decode", shape, ParallelConfig(), shape["max_position_embeddings"], None):
         raise ConfigError(problems)
-    args.out.mkdir(parents=True, exist_ok=True)  # before anything is measured
     work = DecodeWork(
         shape, args.batch, args.prompt, args.new, args.repeats, args.threads, args.dtype, length_settings(args)
     )
-    figures = bench_decode(work, chosen, limit=args.limit)
+    figures = bench_decode(work, chosen, args.out, limit=args.limit)
     print(
         f"{figures['parameters'] / 1e6:.1f} M parameters, {args.threads} thread(s), {figures['machine']['processor']}"
     )
     print(format_table(COLUMNS | (LIMIT_COLUMNS if args.limit else {}), figures["results"]))
     if args.limit:
         print(*peak_lines(figures["peaks"]), sep="\n")
-    write_json(args.out / "decode.json", figures)
-    draw_decode(figures["results"], args.out / "decode.png")
     print(f"figures: {args.out / 'decode.json'}, {args.out / 'decode.png'}")
     return 0
 
