@@ -13,8 +13,13 @@ from typing import Any
 from oppo_megatron.errors import CheckpointError
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
+"""Of what a manifest vouches for: another where what an older version wrote cannot be read any more."""
 BLOCK_BYTES = 2**22
+
+
+class OtherFormatError(CheckpointError):
+    """A checkpoint that another version of this program wrote: no damaged one."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +68,17 @@ def write_manifest(folder: Path, entries: Mapping[str, Entry]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Entry]:
-    """What the folder's files must be.  Raises CheckpointError for a folder that has no readable manifest."""
+    """What the folder's files must be.
+
+    Raises CheckpointError for a folder that has no readable manifest, OtherFormatError for one of another version.
+    """
     path = folder / MANIFEST
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
-        if type(tree["format"]) is not int or tree["format"] != FORMAT:
-            raise CheckpointError(
+        if type(tree["format"]) is not int:
+            raise TypeError(f"format is {tree['format']!r:.20}")
+        if tree["format"] != FORMAT:
+            raise OtherFormatError(
                 f"{path}: format {tree['format']}, this program reads format {FORMAT}; resume with the version that wrote it"
             )
         return {name: _entry(name, entry) for name, entry in tree["files"].items()}

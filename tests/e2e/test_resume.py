@@ -166,6 +166,12 @@ def test_what_cannot_be_continued_is_refused(workspace: Workspace) -> None:
     assert kept == {path: path.read_bytes() for path in kept}, "a start that is refused has touched the run"
     wider = config["actor"] | {"init": config["actor"]["init"] | {"intermediate_size": 96}}
     assert "does not hold the models of this configuration" in refusal(config | {"actor": wider})
-    for path in (Path(config["run_dir"]) / "checkpoints").glob("step-*/manifest.json"):
-        path.unlink()
+    (manifest,) = (run / "checkpoints").glob("step-*/manifest.json")
+    text, there = manifest.read_text(), checkpoints(config)
+    manifest.write_text(text.replace('"format": 2', '"format": 1'))
+    assert f"{manifest}: format 1, this program reads format 2; resume with the version that wrote it" == refusal(
+        config
+    )
+    assert checkpoints(config) == there, "it is not damaged"
+    manifest.unlink()
     assert "none of its checkpoints is whole" in refusal(config)

@@ -13,6 +13,7 @@ import pytest
 
 from oppo_megatron.checkpoint.manifest import (
     MANIFEST,
+    OtherFormatError,
     find_damage,
     list_files,
     read_manifest,
@@ -67,11 +68,22 @@ def test_damage_is_found_and_named(tmp_path: Path, damage: Callable[[Path], None
     assert sum(share is not None for share in shares) == 1, "each file is one rank's to look at"
 
 
-@pytest.mark.parametrize("damage", [remove, truncate, lambda path: path.write_text('{"format": 99, "files": {}}')])
+@pytest.mark.parametrize("damage", [remove, truncate, lambda path: path.write_text('{"format": "2", "files": {}}')])
 def test_a_folder_without_a_readable_manifest_is_no_checkpoint(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     folder = fill(tmp_path / "c")
     damage(folder / MANIFEST)
-    with pytest.raises(CheckpointError, match=r"resume (from|with)"):
+    with pytest.raises(CheckpointError, match="resume from") as error:
+        require_whole(folder)
+    assert not isinstance(error.value, OtherFormatError)
+
+
+@pytest.mark.parametrize("written", [1, 99])
+def test_one_of_another_version_is_not_damaged(tmp_path: Path, written: int) -> None:
+    folder = fill(tmp_path / "c")
+    (folder / MANIFEST).write_text(f'{{"format": {written}, "files": {{}}}}')
+    with pytest.raises(
+        OtherFormatError, match=f"format {written}, .* reads format 2; resume with the version that wrote it"
+    ):
         require_whole(folder)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from oppo_megatron.checkpoint.manifest import find_damage, find_misfits, read_manifest
+from oppo_megatron.checkpoint.manifest import OtherFormatError, find_damage, find_misfits, read_manifest
 from oppo_megatron.checkpoint.store import CheckpointStore, Position
 from oppo_megatron.config.checkpoint import read_hf_config
 from oppo_megatron.config.run import TrainConfig
@@ -38,7 +38,8 @@ def find_checkpoint(config: TrainConfig, world: World) -> Found | None:
     """The last whole checkpoint of the run directory, the same on every rank; None where a new run is to begin.
 
     Every rank makes the call, and reads a share of the files.  Damaged ones are told of and set aside.  Raises
-    CheckpointError where there are checkpoints, and none is whole.
+    CheckpointError where there are checkpoints, and none is whole; OtherFormatError, with nothing set aside, for one that
+    another version wrote.
     """
     if not config.checkpoint.resume:
         return None
@@ -76,15 +77,21 @@ def _set_aside(store: CheckpointStore, damages: list[tuple[Position, str]], chos
 
 
 def _damage(folder: Path, world: World, vocab_size: int) -> str | None:
-    """What is wrong with a checkpoint, as found by any rank."""
+    """What is wrong with a checkpoint, as found by any rank.  Raises OtherFormatError, on all ranks."""
+    mine: str | OtherFormatError | None
     try:
         entries = read_manifest(folder)
         mine = find_misfits(folder, entries, (STATE, ROLLOUTS, f"{MODELS}/{INDEX}"), (MODELS, CACHES))
         mine = mine or find_damage(folder, entries, world.rank, world.size)
         if mine is None and world.rank == 0:  # where what was written is no state of a run, the one before may be
             read_lines(folder / ROLLOUTS, read_state(folder / STATE), vocab_size)
+    except OtherFormatError as error:
+        mine = error
     except CheckpointError as error:
         mine = str(error)
-    found: list[str | None] = [None] * world.size
+    found: list[str | OtherFormatError | None] = [None] * world.size
     dist.all_gather_object(found, mine)
-    return next((damage for damage in found if damage is not None), None)
+    for damage in found:
+        if isinstance(damage, OtherFormatError):
+            raise damage
+    return next((damage for damage in found if isinstance(damage, str)), None)
