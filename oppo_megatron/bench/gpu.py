@@ -157,7 +157,6 @@ class GpuBench:
             return
         log = self.out / size / f"{part}.log"
         with log.open("w", encoding="utf-8") as file:
-            # This package's own command, and no shell.
             # S603: this package's own command, and no shell.
             process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)  # noqa: S603
             try:

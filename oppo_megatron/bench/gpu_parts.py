@@ -88,7 +88,7 @@ class Bench:
 
     def model(self, head: Head = "lm") -> RoleModel:
         """From the size's checkpoint; a scalar head over it is new."""
-        config = ModelConfig(checkpoint=self.checkpoint, fresh_head=head == "scalar", dtype=self.work.dtype)  # type: ignore[arg-type]
+        config = ModelConfig(checkpoint=self.checkpoint, fresh_head=head == "scalar", dtype=self.work.dtype)
         model = load_role(config, self.groups, head=head, max_length=self.max_length, device=self.device)
         return model.requires_grad_(False)
 
@@ -267,7 +267,7 @@ def main(path: str) -> None:
     """Do the part that the file orders."""
     order = json.loads(Path(path).read_text(encoding="utf-8"))
     work, checkpoint = GpuWork(**order["work"]), Path(order["checkpoint"])
-    runtime = RuntimeConfig(device=work.device)  # type: ignore[arg-type]
+    runtime = RuntimeConfig(device=work.device)
     choose_device(runtime)
     with open_world(runtime, {}) as world:
         groups = build_groups([0], 1, 1, "bench")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from oppo_megatron.bench.suite import Lines
 from oppo_megatron.report.colours import COLOURS
@@ -203,8 +203,8 @@ def draw_seeds(rows: Sequence[Mapping[str, Any]], out_png: str | os.PathLike[str
     figure.savefig(out_png)
 
 
-def _finish(axes: Axes, grid: str) -> None:
-    axes.grid(axis=grid, color=GRID, linewidth=0.8)  # type: ignore[arg-type]
+def _finish(axes: Axes, grid: Literal["both", "x", "y"]) -> None:
+    axes.grid(axis=grid, color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

@@ -130,8 +130,7 @@ class Prober:
 
 def run_logged(command: Sequence[str], log: Path) -> int:
     """Run to the end with all output in `log`; returns the exit code.  Whatever ends this process ends the other first."""
-    # In a session of its own, so that an interrupt from the terminal reaches it once: from here.  The command is this
-    # package's own, without a shell.
+    # In a session of its own, so that an interrupt from the terminal reaches it once: from here.
     with (
         log.open("w", encoding="utf-8") as out,
         # S603: this package's own command, and no shell.

@@ -152,8 +152,8 @@ def _apply_overrides(tree: DictConfig, overrides: Sequence[str]) -> list[str]:
             )
             continue
         try:
-            value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[index,call-overload]
-            OmegaConf.update(tree, key, value)
+            container: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
+            OmegaConf.update(tree, key, container["value"])
         except (yaml.YAMLError, OmegaConfBaseException, TypeError, ValueError, AttributeError, RecursionError) as error:
             reason = str(error).partition("\n")[0]
             problems.append(

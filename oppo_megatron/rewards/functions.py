@@ -115,7 +115,7 @@ def _function(
         isolated.check()
         return isolated
     function = load_entry_point(part.entry_point)
-    return partial(function, **part.options) if part.options else function  # type: ignore[no-any-return]
+    return partial(function, **part.options) if part.options else function
 
 
 class RewardSum:

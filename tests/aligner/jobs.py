@@ -12,20 +12,20 @@ from tests.aligner import shims
 
 shims.install()  # before anything imports nemo: hence the imports below it
 
-import torch  # noqa: E402
-from megatron.core import dist_checkpointing  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
-from nemo_aligner.models.nlp.gpt.gpt_reward_model import GPTRewardModel  # noqa: E402
-from pydantic import SecretStr  # noqa: E402
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from nemo_aligner.models.nlp.gpt.gpt_reward_model import GPTRewardModel
+from pydantic import SecretStr
 
-from oppo_megatron.config.remote import RequestLimitsConfig  # noqa: E402
-from oppo_megatron.errors import OppoError  # noqa: E402
-from oppo_megatron.serving.stream_app import Known, Piece, build_stream_app  # noqa: E402
-from tests.aligner.actor import start_megatron, weights  # noqa: E402
-from tests.aligner.job import Job  # noqa: E402
-from tests.aligner.world import build  # noqa: E402
-from tests.support.serving import served_app  # noqa: E402
+from oppo_megatron.config.remote import RequestLimitsConfig
+from oppo_megatron.errors import OppoError
+from oppo_megatron.serving.stream_app import Known, Piece, build_stream_app
+from tests.aligner.actor import start_megatron, weights
+from tests.aligner.job import Job
+from tests.aligner.world import build
+from tests.support.serving import served_app
 
 gc.collect()
 gc.freeze()  # NeMo-Aligner collects garbage in every phase: nemo's modules are none

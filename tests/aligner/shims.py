@@ -40,14 +40,14 @@ def install() -> None:
     if "nemo_aligner.utils.trt_llm" in sys.modules:
         return
     stub = types.ModuleType("nemo_aligner.utils.trt_llm")
-    stub.GPTGenerateTRTLLM = type("GPTGenerateTRTLLM", (), {})  # type: ignore[attr-defined]
+    stub.GPTGenerateTRTLLM = type("GPTGenerateTRTLLM", (), {})
     sys.modules[stub.__name__] = stub
-    torch.cuda.current_device = lambda: CPU  # type: ignore[assignment,return-value]
-    torch.cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
+    torch.cuda.current_device = lambda: CPU
+    torch.cuda.synchronize = lambda device=None: None
     torch.cuda.LongTensor, torch.cuda.FloatTensor, torch.cuda.ByteTensor = (
         torch.LongTensor, torch.FloatTensor, torch.ByteTensor,
     )  # fmt: skip
-    torch.nn.Module.cuda = lambda module, device=None: module  # type: ignore[assignment,method-assign]
+    torch.nn.Module.cuda = lambda module, device=None: module
     dist.all_gather_into_tensor = _gather_scalars(dist.all_gather_into_tensor)
     CudaIsCpu().__enter__()
 

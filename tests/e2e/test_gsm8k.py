@@ -45,7 +45,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 
 def summary(out: Path, stage: str) -> dict[str, Any]:
-    return json.loads((out / stage / "summary.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+    return json.loads((out / stage / "summary.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_nothing_of_the_test_set_is_trained_or_evaluated_on(short: Path, shared_
     for stage, kind in STAGES.items():
         text = (short / stage / "config.yaml").read_text(encoding="utf-8")
         assert "gsm8k_test" not in text, kind
-    assert load_config(TrainConfig, short / "ppo" / "config.yaml").evaluation.data.path == short / "data/heldout.jsonl"  # type: ignore[union-attr]
+    assert load_config(TrainConfig, short / "ppo" / "config.yaml").evaluation.data.path == short / "data/heldout.jsonl"
 
 
 @pytest.mark.long

@@ -38,7 +38,7 @@ def kept_for_backward(hf_config: dict[str, Any], lengths: list[int], recompute: 
     """Bytes of activations that a forward pass of one micro-batch leaves behind, each storage once."""
     groups = build_groups([0], 1, 1, "model")
     assert groups is not None
-    layout = TrainingLayoutConfig(recompute=recompute)  # type: ignore[arg-type]
+    layout = TrainingLayoutConfig(recompute=recompute)
     shape, device = ModelShape.from_hf(hf_config), torch.device("cpu")
     (model,) = build_chunks(shape, groups, layout, head="scalar", max_length=64, dtype="float32", device=device)
     model.train()

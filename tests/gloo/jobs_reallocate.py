@@ -42,7 +42,7 @@ def trainable(
     directory: str, groups: RoleGroups, layout: TrainingLayoutConfig, dtype: str = "float32"
 ) -> list[RoleModel]:
     """The chunks of the directory's model that this rank trains."""
-    config = ModelConfig(checkpoint=Path(directory), dtype=dtype)  # type: ignore[arg-type]
+    config = ModelConfig(checkpoint=Path(directory), dtype=dtype)
     return load_training(config, layout, groups, head=head_of(directory), max_length=MAX_LENGTH, device=CPU)
 
 

@@ -80,7 +80,7 @@ class Scorers:
     def __init__(self, models: dict[str, RoleModel], slots: dict[str, int], links: Links, site: Site):
         rank = dist.get_rank()
         self.stations = {
-            role: ScoringStation(role, model, _cache(model, slots[role]), temperature=TEMPERATURE)  # type: ignore[arg-type]
+            role: ScoringStation(role, model, _cache(model, slots[role]), temperature=TEMPERATURE)
             for role, model in models.items()
         }
         planner = RoundPlanner(

@@ -223,7 +223,7 @@ def bfloat16_steps(
     assert all(p.dtype == torch.float32 for p in masters)
     batch, groups = data[0], model.groups
     reports = [trained.step(batch.share(groups).pack(), loss_of(model, batch.num_tokens)) for _ in range(num_steps)]
-    sums = torch.stack([sum(p.to(torch.bfloat16).double().sum() for p in masters)])  # type: ignore[arg-type]
+    sums = torch.stack([sum(p.to(torch.bfloat16).double().sum() for p in masters)])
     dist.all_reduce(sums, group=groups.collection.dp)
     expected = sum(float(p.double().sum()) for p in model.parameters())
     assert abs(float(sums) - expected) < 1e-6, "what decodes is the rounded master"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,7 +44,7 @@ def load(
     directory: str, groups: RoleGroups, head: Head = "lm", *, path: DecodePath = "packed", dtype: str = "float32"
 ) -> RoleModel:
     """The directory's model; a causal LM may serve with a fresh scalar head."""
-    config = ModelConfig(checkpoint=Path(directory), fresh_head=True, dtype=dtype)  # type: ignore[arg-type]
+    config = ModelConfig(checkpoint=Path(directory), fresh_head=True, dtype=dtype)
     return load_role(config, groups, head=head, max_length=MAX_LENGTH, device=CPU, path=path)
 
 
@@ -73,8 +73,9 @@ def micro_batches(sequences: Sequence[Whole], size: int = 8) -> list[MicroBatch]
 
 def full_outputs(model: RoleModel, sequences: Sequence[Whole]) -> Tensor | None:
     """Logits [R, V] or scalars [R] of the positions by the cache-free forward; None before the last stage."""
-    finish: Callable[[MicroBatch, Tensor], Tensor] = lambda _, out: (  # noqa: E731
-        gather_logits(out, model.groups.collection.tp) if model.head == "lm" else out
-    )
+
+    def finish(_: MicroBatch, out: Tensor) -> Tensor:
+        return gather_logits(out, model.groups.collection.tp) if model.head == "lm" else out
+
     outputs = forward_rows(model, micro_batches(sequences), finish)
     return torch.cat(outputs) if model.groups.is_last_stage else None

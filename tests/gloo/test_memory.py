@@ -46,7 +46,7 @@ def test_estimate_of_activations_is_near_what_a_forward_pass_keeps(recompute: st
     )
 
     def estimate(recompute: str) -> float:
-        train = TrainingLayoutConfig(recompute=recompute)  # type: ignore[arg-type]
+        train = TrainingLayoutConfig(recompute=recompute)
         return training_activations(shape, Sizes(), 0, "float32", train, TrainingBatch(400, 400), scalar=True)
 
     expected = estimate(recompute)

@@ -72,7 +72,7 @@ def test_paged_attention_by_this_machines_kernel_equals_gathered_attention() -> 
 
 
 def check_cached_steps(device: str) -> None:
-    with open_world(RuntimeConfig(device=device)) as world:  # type: ignore[arg-type]
+    with open_world(RuntimeConfig(device=device)) as world:
         groups = build_groups([0], 1, 1, "actor")
         assert groups is not None
         model = load_role(ModelConfig(init=SHAPE), groups, head="lm", max_length=64, device=world.device)
@@ -128,16 +128,16 @@ class OwnLimits(Stopping):
 
 @contextmanager
 def decoding(device: str, dtype: str, layout: str, sync_steps: int) -> Iterator[tuple[RoleModel, RoundRunner]]:
-    with open_world(RuntimeConfig(device=device)) as world:  # type: ignore[arg-type]
+    with open_world(RuntimeConfig(device=device)) as world:
         groups = build_groups([0], 1, 1, "actor")
         assert groups is not None
-        config = ModelConfig(init=SHAPE, dtype=dtype)  # type: ignore[arg-type]
+        config = ModelConfig(init=SHAPE, dtype=dtype)
         model = load_role(config, groups, head="lm", max_length=128, device=world.device).requires_grad_(False)
         yield (
             model,
             decoder(
                 model,
-                model.new_cache(9, layout=layout),  # type: ignore[arg-type]
+                model.new_cache(9, layout=layout),
                 sampling=Sampling(seed=3),
                 stopping=OwnLimits(None, 50),
                 links=Links({}),

@@ -179,7 +179,7 @@ def test_an_error_while_writing_leaves_nothing(tmp_path: Path) -> None:
             raise OSError("disk gone")
         return read(name, region)
 
-    source.read = fail_at_the_tenth  # type: ignore[method-assign]
+    source.read = fail_at_the_tenth
     with pytest.raises(OSError, match="disk gone"):
         rewrite_weights(shape, source, tmp_path / "dst", head="lm")
     assert [path.name for path in tmp_path.iterdir()] == ["src"]

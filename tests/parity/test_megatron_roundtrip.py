@@ -107,7 +107,7 @@ def dist(whole: Path, tmp_path: Path) -> Path:
 
 def refusal(directory: Path, head: str = "lm") -> str:
     with pytest.raises(CheckpointError) as error:
-        open_weights(ModelConfig(checkpoint=directory), head)  # type: ignore[arg-type]
+        open_weights(ModelConfig(checkpoint=directory), head)
     return str(error.value)
 
 

@@ -79,7 +79,7 @@ class Cluster:
             text=True,
             stdout=subprocess.PIPE,
             timeout=60,
-            **options,  # type: ignore[call-overload]
+            **options,
         ).stdout
 
     def job(self, number: str) -> dict[str, str]:

@@ -59,7 +59,7 @@ class _Handler(socketserver.StreamRequestHandler):
             headers[name.lower()] = value.strip()
         body = self.rfile.read(int(headers.get("content-length", 0)))
         try:
-            self.wfile.write(self.server.service.reply(headers, body))  # type: ignore[attr-defined]
+            self.wfile.write(self.server.service.reply(headers, body))
         except OSError:  # the client has gone
             pass
 

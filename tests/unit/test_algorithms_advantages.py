@@ -83,7 +83,7 @@ def test_gae_in_single_precision_stays_close_over_thousands_of_tokens() -> None:
 @given(row_lengths, st.randoms(use_true_random=False), st.integers(0, 2**31))
 def test_permuting_rows_permutes_results_to_the_bit(lengths: list[int], random: object, seed: int) -> None:
     order = list(range(len(lengths)))
-    random.shuffle(order)  # type: ignore[attr-defined]
+    random.shuffle(order)
     rewards_T, values_T = random_batch(lengths, seed, torch.float32)
     scores_B = rewards_T[: len(lengths)].clone()
     index_T = tokens_of_rows(torch.tensor(lengths), order)

@@ -48,7 +48,7 @@ def plain_value_loss(
     return loss / num_tokens, outside
 
 
-def finite_differences(function, x_T: torch.Tensor, step: float = 1e-6) -> list[float]:  # type: ignore[no-untyped-def]
+def finite_differences(function, x_T: torch.Tensor, step: float = 1e-6) -> list[float]:
     slopes = []
     for i in range(x_T.numel()):
         up_T, down_T = x_T.clone(), x_T.clone()
@@ -240,7 +240,7 @@ def test_corrections_agree_to_the_bit_when_nothing_is_stale(dtype: torch.dtype) 
         loss.backward()
         results.append((loss.detach(), fresh_T.grad))
     assert torch.equal(results[0][0], results[1][0])
-    assert torch.equal(results[0][1], results[1][1])  # type: ignore[arg-type]
+    assert torch.equal(results[0][1], results[1][1])
 
 
 def test_decoupled_weights_are_truncated_and_detached() -> None:

@@ -58,7 +58,7 @@ def test_a_step_trains_its_batch_and_leaves_what_was_drawn_beyond(
                 wave = pool.next_wave()
                 assert 1 <= len(wave.rows) <= width
                 running = list(range(len(wave.rows)))
-                chance.shuffle(running)  # type: ignore[attr-defined]
+                chance.shuffle(running)
                 ended: list[int] = []
                 while not wave.enough(running):
                     ended.append(running.pop())

@@ -162,7 +162,7 @@ def test_the_report_has_the_table_the_reason_and_the_lines_to_paste(config: Path
 def test_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("oppo_megatron.cli.measure.cuda_devices", lambda: 0)
     for device in ("auto", "cpu"):
-        assert this_machine(RuntimeConfig(device=device)) == Machine("cpu", usable_cores())  # type: ignore[arg-type]
+        assert this_machine(RuntimeConfig(device=device)) == Machine("cpu", usable_cores())
     with pytest.raises(ConfigError, match="runtime.device is 'cuda', but torch finds no CUDA device"):
         this_machine(RuntimeConfig(device="cuda"))
     monkeypatch.setattr("oppo_megatron.cli.measure.cuda_devices", lambda: 4)

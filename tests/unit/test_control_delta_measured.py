@@ -22,9 +22,7 @@ Plant = Callable[[int], StepSignals]
 
 
 def new(window: int = 2, initial: int = 4, max: int = 8, **settings: float) -> DeltaController:
-    return make_delta_controller(
-        DeltaConfig(rule="measured", window=window, initial=initial, max=max, **settings)  # type: ignore[arg-type]
-    )
+    return make_delta_controller(DeltaConfig(rule="measured", window=window, initial=initial, max=max, **settings))
 
 
 def run(controller: DeltaController, steps: list[StepSignals]) -> list[int]:

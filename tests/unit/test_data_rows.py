@@ -164,7 +164,7 @@ def test_hugging_face_directory_and_its_splits(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "dataset_dict.json").write_text("{}")
     splits = {"train": [{"prompt": "a"}, {"prompt": "b"}], "test": [{"prompt": "c"}]}
     package = types.ModuleType("datasets")
-    package.load_from_disk = lambda path: splits  # type: ignore[attr-defined]
+    package.load_from_disk = lambda path: splits
     monkeypatch.setitem(sys.modules, "datasets", package)
     rows, _, _ = read(tmp_path)
     assert [(row.line, row.values["prompt"]) for row in rows] == [(1, "a"), (2, "b")]
@@ -173,10 +173,10 @@ def test_hugging_face_directory_and_its_splits(tmp_path: Path, monkeypatch: pyte
         yield {"prompt": "a"}
         raise OSError("Truncated")
 
-    package.load_from_disk = lambda path: damaged()  # type: ignore[attr-defined]
+    package.load_from_disk = lambda path: damaged()
     with pytest.raises(DataError, match="cannot be read .Truncated"):
         read(tmp_path)
-    package.load_from_disk = lambda path: splits  # type: ignore[attr-defined]
+    package.load_from_disk = lambda path: splits
     splits["other"] = splits.pop("train")
     with pytest.raises(DataError, match="splits test, other"):
         read(tmp_path)

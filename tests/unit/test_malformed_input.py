@@ -149,7 +149,7 @@ def test_overrides(key: str, value: str) -> None:
 
     tree = OmegaConf.create(yaml.safe_load(CONFIG))
     with time_limit(SECONDS):
-        problems = _apply_overrides(tree, [f"{key}={value}", f"seed={value}"])  # type: ignore[arg-type]
+        problems = _apply_overrides(tree, [f"{key}={value}", f"seed={value}"])
     assert all(isinstance(problem, str) and problem for problem in problems)
 
 

@@ -45,7 +45,7 @@ def world() -> Iterator[None]:
 def new_model(path: DecodePath, dtype: str) -> RoleModel:
     groups = build_groups([0], 1, 1, "actor")
     assert groups is not None
-    config = ModelConfig(init=SHAPE, dtype=dtype)  # type: ignore[arg-type]
+    config = ModelConfig(init=SHAPE, dtype=dtype)
     return load_role(config, groups, head="lm", max_length=64, device=CPU, path=path).requires_grad_(False)
 
 

@@ -28,7 +28,7 @@ def ends() -> tuple[ChunkEncoder, ChunkDecoder]:
 
 def row(seq_id: int, offset: int, tokens: list[int], version: int = 3, **finish: object) -> ChunkRow:
     logprobs = [-0.5 - 0.25 * t for t in tokens]
-    return ChunkRow(seq_id, offset, tokens, logprobs, [x / 2 for x in logprobs], version, **finish)  # type: ignore[arg-type]
+    return ChunkRow(seq_id, offset, tokens, logprobs, [x / 2 for x in logprobs], version, **finish)
 
 
 def messages() -> list[Chunk]:

@@ -40,7 +40,7 @@ def sound() -> Schedule:
 
 def faults_of(schedule: Schedule, **changes: object) -> list[Fault]:
     budgets = changes.get("budgets", ample_budgets(SPLIT))
-    return check(schedule, PAIR, SPLIT, budgets)  # type: ignore[arg-type]
+    return check(schedule, PAIR, SPLIT, budgets)
 
 
 def edited(rank: int, edit: Callable[[list[Action]], None]) -> Schedule:

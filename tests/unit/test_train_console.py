@@ -23,7 +23,7 @@ class Terminal(io.StringIO):
 
 def run(total: int | None, num_steps: int, step_s: float, mode: str = "plain") -> list[str]:
     stream, clock = io.StringIO(), Clock()
-    with Progress(mode, total, "ppo", stream, clock) as progress:  # type: ignore[arg-type]
+    with Progress(mode, total, "ppo", stream, clock) as progress:
         for step in range(1, num_steps + 1):
             clock.now += step_s
             progress.update(step, {"reward_mean": step / 10})

@@ -66,7 +66,7 @@ def test_the_figures_are_those_of_what_is_trained(
     batch, cut = rollouts(lengths), UpdateSettings(2, minibatches, budget, seed=4, step=3, device=CPU)
     recorders = [Recorder(Groups(replicas, rank)) for rank in range(replicas)]
     for recorder in recorders:
-        run_update(recorder, batch, {}, None, cut)  # type: ignore[arg-type]
+        run_update(recorder, batch, {}, None, cut)
     micros = [micro for recorder in recorders for step in recorder.steps for micro in step]
     assert all(len(micro.tokens_T) <= budget for micro in micros)
     trained = torch.cat([micro.targets_R for micro in micros]).bincount(minlength=len(batch)).tolist()

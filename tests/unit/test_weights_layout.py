@@ -133,7 +133,7 @@ def test_a_rank_reads_no_more_than_its_own_share(saved) -> None:
         sizes.append(tensor.numel())
         return tensor
 
-    source.read = counted  # type: ignore[method-assign]
+    source.read = counted
     params = cut_by_hand(hf.state_dict(), hf.config, "lm", 1, 4, 1, 2)
     place = {"tp_rank": 1, "tp_size": 4, "pp_rank": 1, "pp_size": 2}
     load_weights(Params(params), read_shape(directory), source, head="lm", **place)

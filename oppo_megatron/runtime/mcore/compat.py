@@ -54,23 +54,32 @@ class _TorchOnCpu(types.ModuleType):
         return getattr(torch, name)
 
 
+def _replace(owner: object, name: str, stand_in: object) -> None:
+    """`name` of a module or class means `stand_in` from now on."""
+    setattr(owner, name, stand_in)
+
+
+def _replace_in_megatron(module: str, name: str, stand_in: object) -> None:
+    _replace(importlib.import_module(f"megatron.core.{module}"), name, stand_in)
+
+
 def _torch_proxy(module: str) -> Callable[[], None]:
     def apply() -> None:
-        importlib.import_module(f"megatron.core.{module}").torch = _TorchOnCpu()  # type: ignore[attr-defined]
+        _replace_in_megatron(module, "torch", _TorchOnCpu())
 
     return apply
 
 
 def _current_device() -> None:
-    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    _replace(torch.cuda, "current_device", lambda: torch.device("cpu"))
 
 
 def _synchronize() -> None:
-    torch.cuda.synchronize = lambda device=None: None
+    _replace(torch.cuda, "synchronize", lambda device=None: None)
 
 
 def _tensor_cuda() -> None:
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment,method-assign]
+    _replace(torch.Tensor, "cuda", lambda self, *args, **kwargs: self)
 
 
 def _clip_by_norm() -> None:
@@ -83,7 +92,7 @@ def _clip_by_norm() -> None:
         if scale < 1.0 and grads:
             torch._foreach_mul_([grad.detach() for grad in grads], scale)
 
-    importlib.import_module("megatron.core.optimizer.optimizer").clip_grad_by_total_norm_fp32 = clip  # type: ignore[attr-defined]
+    _replace_in_megatron("optimizer.optimizer", "clip_grad_by_total_norm_fp32", clip)
 
 
 def _parameter_type() -> None:
@@ -94,20 +103,18 @@ def _parameter_type() -> None:
         found = original(self, *args, **kwargs)
         return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) and ".cuda." not in found else found
 
-    torch.nn.Parameter.type = type_name  # type: ignore[method-assign,assignment]
+    _replace(torch.nn.Parameter, "type", type_name)
 
 
 def _rng_state_of_no_device() -> None:
     """Recomputed activations keep the state of the CPU's generator beside the CUDA one's, of which there is none."""
-    importlib.import_module("megatron.core.tensor_parallel.random")._get_cuda_rng_state = (  # type: ignore[attr-defined]
-        lambda *args, **kwargs: torch.empty(0, dtype=torch.uint8)
+    _replace_in_megatron(
+        "tensor_parallel.random", "_get_cuda_rng_state", lambda *args, **kwargs: torch.empty(0, dtype=torch.uint8)
     )
 
 
 def _set_rng_state_of_no_device() -> None:
-    importlib.import_module("megatron.core.tensor_parallel.random")._set_cuda_rng_state = (  # type: ignore[attr-defined]
-        lambda *args, **kwargs: None
-    )
+    _replace_in_megatron("tensor_parallel.random", "_set_cuda_rng_state", lambda *args, **kwargs: None)
 
 
 PATCHES = (

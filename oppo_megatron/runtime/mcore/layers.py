@@ -43,7 +43,7 @@ class PlannedSelfAttention(SelfAttention):
 
     stage_layer = 0  # set by the model: index of this layer on its pipeline stage
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, *, packed_seq_params: Any, **_: Any
     ) -> tuple[Tensor, Tensor | None]:
         q, k, v = self.get_query_key_value_tensors(hidden_states)

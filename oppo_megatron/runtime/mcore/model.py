@@ -148,7 +148,7 @@ class RoleModel(GPTModel):
         """Make the rotary tables on the device that the parameters are on."""
         self.rope = rope_tables(self.shape, self.max_length, device)
 
-    def forward(self, tokens_T: Tensor | None, plan: AttentionPlan, rows_R: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def forward(self, tokens_T: Tensor | None, plan: AttentionPlan, rows_R: Tensor | None = None) -> Tensor:
         """Hidden states [T, 1, H] before the last stage; on it logits [R, V / tp] or scalars [R] of the rows (null: all T).
 
         Stages after the first take their input from `set_input_tensor`.  Logits are float32 where a cached call may draw from

@@ -50,7 +50,7 @@ class _LogProbEntropy(torch.autograd.Function):
         return target_R - log_mass_R, entropy_R
 
     @staticmethod
-    def backward(ctx: Any, grad_logp_R: Tensor, grad_entropy_R: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_logp_R: Tensor, grad_entropy_R: Tensor) -> tuple[Tensor, None, None, None]:
         logits_RV, local_R, here_R, top_R, log_mass_R, entropy_R = ctx.saved_tensors
         pulled_R = grad_logp_R * here_R
         grad_RV = torch.empty_like(logits_RV)

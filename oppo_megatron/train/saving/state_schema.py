@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
@@ -37,8 +37,12 @@ def _of_dataclass(record: type, without: Sequence[str] = ()) -> type[BaseModel]:
     return create_model(record.__name__, __base__=_Strict, **fields)
 
 
-_Signals = _of_dataclass(StepSignals)
-_Facts = _of_dataclass(StepFacts, without=LATER_FACTS)
+if TYPE_CHECKING:  # mypy knows no class that is made at run time; these have its fields
+    _Signals = StepSignals
+    _Facts = StepFacts
+else:
+    _Signals = _of_dataclass(StepSignals)
+    _Facts = _of_dataclass(StepFacts, without=LATER_FACTS)
 
 
 class _Buffer(_Strict):
@@ -60,7 +64,7 @@ class _Delta(_Strict):
     rule: str
     value: Count
     rewards: list[float] | None = None
-    steps: list[_Signals] | None = None  # type: ignore[valid-type]
+    steps: list[_Signals] | None = None
     age: Count | None = None
     broken: bool | None = None
     grown: bool | None = None
@@ -108,7 +112,7 @@ class _Occupancy(_Strict):
 
 
 class _Phase(_Strict):
-    facts: _Facts  # type: ignore[valid-type]
+    facts: _Facts
     occupancy: _Occupancy
     begun: Count
     spent_s: Annotated[float, Field(ge=0)]
@@ -221,8 +225,8 @@ def _check_state(state: _State) -> None:
         raise ValueError(f"{scheduler.num_consumed} prompts consumed of the first {scheduler.position}")
     if scheduler.delta.value != buffer.delta:
         raise ValueError(f"delta is {scheduler.delta.value} in the controller, {buffer.delta} in the buffer")
-    if phase is not None and (phase.facts.step != state.done + 1 or phase.begun > buffer.clock):  # type: ignore[attr-defined]
-        raise ValueError(f"step {phase.facts.step} is under way since clock {phase.begun}")  # type: ignore[attr-defined]
+    if phase is not None and (phase.facts.step != state.done + 1 or phase.begun > buffer.clock):
+        raise ValueError(f"step {phase.facts.step} is under way since clock {phase.begun}")
 
 
 def _check_rollout(line: _Line, state: dict[str, Any], vocab_size: int) -> None:
