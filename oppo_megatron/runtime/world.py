@@ -7,7 +7,7 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -63,8 +63,7 @@ def open_world(config: RuntimeConfig, environment: Mapping[str, str] = os.enviro
     device = _device(config, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    threads_before = torch.get_num_threads()
-    torch.set_num_threads(config.threads_per_rank or max(1, usable_cores() // local_size))
+    undo = _set_torch(config.threads_per_rank or max(1, usable_cores() // local_size))
     me, preferred = _this_host(rank, device, environment), False
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     hosts: tuple[RankHost, ...] = (me,)
@@ -88,9 +87,23 @@ def open_world(config: RuntimeConfig, environment: Mapping[str, str] = os.enviro
         # messages that no one will take: where there are peers, the end of the process leaves it.
         if size == 1 or not failed:
             dist.destroy_process_group()
-        torch.set_num_threads(threads_before)  # a world of one may be a call within another program
+        undo()  # a world of one may be a call within another program
         if preferred:
             del os.environ["GLOO_SOCKET_IFNAME"]  # a later world may be of several hosts
+
+
+def _set_torch(threads: int) -> Callable[[], None]:
+    """torch's settings of the whole process; what sets them back."""
+    threads_before, plans_before = torch.get_num_threads(), torch.backends.cuda.cudnn_sdp_enabled()
+    torch.set_num_threads(threads)
+    # cuDNN's attention makes a plan for every shape that it meets, for up to a second; chunks and responses have all lengths.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+    def undo() -> None:
+        torch.set_num_threads(threads_before)
+        torch.backends.cuda.enable_cudnn_sdp(plans_before)
+
+    return undo
 
 
 def _alone(backend: str, config: RuntimeConfig) -> bool:

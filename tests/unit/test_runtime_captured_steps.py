@@ -151,6 +151,40 @@ def test_a_key_is_captured_once_and_again_where_weights_have_moved() -> None:
     assert steps.replays == 2 * (15 - 2 * WARM_UPS)
 
 
+class Refusing(Counted):
+    """As torch tells it: the operation at fault, and then the end of the capture."""
+
+    def _capture(self, step: Any) -> Any:
+        self.captures += 1
+        try:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nSearch for ...")
+        except RuntimeError:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture") from None
+
+
+def test_where_a_capture_is_refused_steps_run_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    done: list[str] = []
+    steps = Refusing(CPU, lambda: [])
+    for _ in range(5):
+        for key in ("one", "other"):
+            steps(key, lambda key=key: done.append(key))
+    assert done == ["one", "other"] * 5 and steps.captures == 1 and steps.num_graphs == 0
+    said = capsys.readouterr().err
+    assert said.count("without CUDA graphs") == 1 and "not permitted when stream is capturing\n" in said
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory in capture"), RuntimeError("shape")])
+def test_other_errors_of_a_capture_are_not_taken_for_a_refusal(error: RuntimeError) -> None:
+    class Failing(Counted):
+        def _capture(self, step: Any) -> Any:
+            raise error
+
+    steps = Failing(CPU, lambda: [])
+    with pytest.raises(type(error), match=str(error)):
+        for _ in range(WARM_UPS + 1):
+            steps("key", lambda: None)
+
+
 def test_batches_come_in_few_sizes() -> None:
     sizes = [batch_bucket(rows) for rows in range(1, 130)]
     assert sizes == sorted(sizes) and all(size >= rows for rows, size in enumerate(sizes, start=1))

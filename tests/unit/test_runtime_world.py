@@ -34,7 +34,9 @@ def test_without_ranks_in_the_environment_the_world_is_one_process() -> None:
         assert dist.get_world_size() == 1 and torch.get_num_threads() == 3
         values = torch.tensor([1.5, -2.0])
         assert share(values, 2, 0, world.device).tolist() == [1.5, -2.0]
+        assert not torch.backends.cuda.cudnn_sdp_enabled(), "it makes a plan for each shape"
     assert not dist.is_initialized() and torch.get_num_threads() == before
+    assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_a_world_of_one_is_left_also_by_a_run_that_failed() -> None:
