@@ -33,7 +33,7 @@ class _OnCpu(torch.autograd.Function):
         return (wide / scale).mul_(weight_H).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight_H, scale = ctx.saved_tensors
         unit, wide, wide_H = x.float() / scale, grad.float(), weight_H.float()
         product_RH = (unit * wide).flatten(0, -2)
