@@ -50,8 +50,8 @@ def balance(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
 class Packing:
     """How full the micro-batches of an optimizer step are, over all replicas; all in tokens.
 
-    `tokens` is what their rows have, `room` what as many micro-batches could hold, `padded` what the rows would take with
-    each filled up to the longest.
+    `tokens` is what their rows have, `room` what as many micro-batches could hold (one of a single sequence longer than the
+    budget holds just that), `padded` what the rows would take with each filled up to the longest.
     """
 
     tokens: int
@@ -62,8 +62,9 @@ class Packing:
     def of(cls, parts: Sequence[Sequence[int]], budget: int) -> Packing:
         """`parts` are the lengths of each replica's rows, which `pack_by_tokens` packs."""
         lengths = [length for part in parts for length in part]
-        num_bins = sum(len(pack_by_tokens(part, budget)) for part in parts)
-        return cls(sum(lengths), num_bins * budget, len(lengths) * max(lengths, default=0))
+        bins = [[part[i] for i in index] for part in parts for index in pack_by_tokens(part, budget)]
+        room = sum(max(budget, sum(held)) for held in bins)
+        return cls(sum(lengths), room, len(lengths) * max(lengths, default=0))
 
 
 def packing_figures(steps: Sequence[Packing]) -> dict[str, float]:

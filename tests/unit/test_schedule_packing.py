@@ -81,6 +81,7 @@ def test_figures_by_hand() -> None:
     packing = Packing.of([[3, 7, 2], [5, 5, 1]], budget=8)
     assert packing == Packing(tokens=23, room=4 * 8, padded=6 * 7)
     assert packing_figures([packing]) == {"packing_efficiency": 23 / 32, "padding_saved": pytest.approx(1 - 23 / 42)}
+    assert Packing.of([[3, 20]], budget=8).room == 8 + 20, "a sequence longer than the budget fills its micro-batch"
     whole = Packing.of([[8], []], budget=8)
     assert packing_figures([whole]) == {"packing_efficiency": 1.0, "padding_saved": 0.0}
     assert packing_figures([packing, whole]) == {
@@ -89,9 +90,12 @@ def test_figures_by_hand() -> None:
     }
 
 
-@given(parts=st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=12), min_size=1, max_size=4))
-def test_figures_are_shares(parts: list[list[int]]) -> None:
-    figures = packing_figures([Packing.of(parts, budget=50)])
+@given(
+    parts=st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=12), min_size=1, max_size=4),
+    budget=st.integers(1, 60),
+)
+def test_figures_are_shares(parts: list[list[int]], budget: int) -> None:
+    figures = packing_figures([Packing.of(parts, budget)])
     assert 0 < figures["packing_efficiency"] <= 1
     assert 0 <= figures["padding_saved"] < 1
     assert (figures["padding_saved"] == 0) == (len({n for part in parts for n in part}) == 1)
