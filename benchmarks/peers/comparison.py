@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,9 +20,10 @@ from benchmarks.peers.hf_generate import measure_generate, require_cuda
 from benchmarks.peers.outcome import Ours
 from benchmarks.peers.work import build_work, export_models, require_same_work
 from oppo_megatron.bench.overlap import MODES, PLACEMENTS, placed, switched
-from oppo_megatron.bench.suite import BenchError, Lines, Suite
+from oppo_megatron.bench.suite import BenchError, BenchStopped, Lines, Suite
 from oppo_megatron.bench.table import format_table
 from oppo_megatron.cli.bench.common import add_run_arguments, chosen, count, load_base, names, new_suite
+from oppo_megatron.cli.signals import ending_by_signal
 from oppo_megatron.config.places import decodes_and_scores, role_places, world_size
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.validate import train_problems
@@ -40,7 +42,11 @@ BUSY_SHARE = 0.25  # of the cores
 def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_intermixed_args(arguments)
     try:
-        return generate_only(args) if args.hf_generate else compare(args)
+        with ending_by_signal():
+            return generate_only(args) if args.hf_generate else compare(args)
+    except BenchStopped as stop:
+        print(f"compare: {stop}", file=sys.stderr)
+        return 128 + signal.SIGTERM
     except OppoError as error:
         print(f"compare: {error}", file=sys.stderr)
         return 2

@@ -10,6 +10,7 @@ from oppo_megatron.bench.figures import figures
 from oppo_megatron.bench.limit import run_with_limits
 from oppo_megatron.bench.pictures import draw_chunks
 from oppo_megatron.bench.suite import Lines, Run, Runs, Suite, all_lines
+from oppo_megatron.bench.work import require_same_work, work_figures
 from oppo_megatron.config.checks import longest_chunk
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.chunk import first_settled_step
@@ -33,9 +34,10 @@ def bench_chunk(
     """
     configs = chunk_configs(config, sizes, adaptive)
     runs, limits = run_with_limits(suite, configs, limit_cores)
-    result = compare(configs, runs) | limits
+    result = compare(configs, runs) | work_figures(runs) | limits
     suite.write("chunk", config, result, runs)
     draw_chunks(result, suite.out / "chunk.png")
+    require_same_work(config, result)
     return result
 
 

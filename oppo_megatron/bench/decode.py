@@ -178,7 +178,7 @@ class _Unending:
 
 
 class HuggingFace:
-    """`transformers` generate, greedy.  Its prefill is taken off by a call that makes one token."""
+    """`transformers` generate, greedy.  Its seconds count from the token on that the prefill gives."""
 
     def __init__(self, directory: Path, dtype: Dtype):
         from transformers import AutoModelForCausalLM
@@ -190,18 +190,30 @@ class HuggingFace:
         self.model.generation_config.pad_token_id = 0
 
     def decode(self, prompts_BP: Tensor, num_new: int) -> tuple[float, Tensor]:
-        started = time.perf_counter()
-        self._generate(prompts_BP, 1)
-        prefilled = time.perf_counter()
-        tokens = self._generate(prompts_BP, num_new + 1)
-        return time.perf_counter() - prefilled - (prefilled - started), tokens[:, prompts_BP.shape[1] + 1 :]
+        clock = _FirstToken()
+        tokens = self._generate(prompts_BP, num_new + 1, clock)
+        ended = time.perf_counter()
+        assert clock.at is not None
+        return ended - clock.at, tokens[:, prompts_BP.shape[1] + 1 :]
 
     @torch.inference_mode()
-    def _generate(self, prompts_BP: Tensor, count: int) -> Tensor:
-        mask = torch.ones_like(prompts_BP)
+    def _generate(self, prompts_BP: Tensor, count: int, clock: _FirstToken) -> Tensor:
         return self.model.generate(
-            prompts_BP, attention_mask=mask, max_new_tokens=count, min_new_tokens=count, do_sample=False
-        )
+            prompts_BP, attention_mask=torch.ones_like(prompts_BP), max_new_tokens=count, min_new_tokens=count,
+            do_sample=False, stopping_criteria=[clock],
+        )  # fmt: skip
+
+
+class _FirstToken:
+    """A stopping criterion of `generate` that stops nothing, and knows when it was first asked: behind the first token."""
+
+    def __init__(self) -> None:
+        self.at: float | None = None
+
+    def __call__(self, input_ids_BT: Tensor, scores: Tensor, **options: Any) -> Tensor:
+        if self.at is None:
+            self.at = time.perf_counter()
+        return torch.zeros(len(input_ids_BT), dtype=torch.bool)
 
 
 def bench_decode(work: DecodeWork, names: Sequence[str], out: Path, *, limit: bool = False) -> dict[str, Any]:

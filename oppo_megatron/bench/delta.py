@@ -9,17 +9,19 @@ from oppo_megatron.bench.figures import figures, mean_of, speedups, steady
 from oppo_megatron.bench.limit import run_with_limits
 from oppo_megatron.bench.pictures import draw_deltas
 from oppo_megatron.bench.suite import Lines, Suite, all_lines
+from oppo_megatron.bench.work import require_same_work, work_figures
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.delta import RULES
 from oppo_megatron.errors import ConfigError
 
 FIXED = (0, 4, 8)
 MOVING_RULES = tuple(rule for rule in RULES if rule != "fixed")
+REWARD_RULES = {"eq4", "algorithm1"}
 COMPARED_RULES = tuple(rule for rule in MOVING_RULES if rule != "eq4_literal")
 COLUMNS = {
     "delta": "delta", "mean": "delta_mean", "last": "delta_last", "s/step": "step_s", "total s": "total_s",
     "x delta 0": "speedup_total_s", "tokens/s": "tokens_per_s", "carried": "carried", "stale %": "stale_percent",
-    "length gap": "length_gap", "ess": "ess", "reward": "reward",
+    "waste %": "waste_percent", "gap %": "gap_percent", "length gap": "length_gap", "ess": "ess", "reward": "reward",
 }  # fmt: skip
 
 
@@ -36,9 +38,11 @@ def bench_delta(
     plain = next((each for each in rows if each["delta"] == "fixed-0"), None)
     for each in rows:
         each |= speedups(each, plain, "speedup")
-    result = {"steps": len(next(iter(runs.values()))[0].lines), "results": rows, **limits}
+    steps = len(next(iter(runs.values()))[0].lines)
+    result = {"steps": steps, "results": rows, **work_figures(runs), **limits}
     suite.write("delta", config, result, runs)
     draw_deltas({name: turns[0].lines for name, turns in runs.items()}, suite.out / "delta.png")
+    require_same_work(config, result)
     return result
 
 
@@ -62,11 +66,12 @@ def row(name: str, runs: Sequence[Lines]) -> dict[str, Any]:
     """The figures of a rule.  What is no time is a mean over the steps after the first.
 
     `length_gap`: tokens by which the trained responses are shorter than all that were submitted, the carried ones counted
-    with what they have; `ess`: effective sample size of the batch as a share of its tokens, before the update.
+    with what they have; `gap_percent`: the same as a share; `waste_percent`: share of the decode batch that ran empty;
+    `ess`: effective sample size of the batch as a share of its tokens, before the update.
     """
     lines = steady(runs)
+    stale, waste, gap = (mean_of(lines, key) for key in ("stale_token_fraction", "tail_waste", "length_gap"))
     gaps = [line["submitted_len_mean"] - line["trained_len_mean"] for line in lines]
-    stale = mean_of(lines, "stale_token_fraction")
     return {
         "delta": name,
         **figures(runs),
@@ -74,6 +79,8 @@ def row(name: str, runs: Sequence[Lines]) -> dict[str, Any]:
         "delta_last": [run[-1]["delta"] for run in runs],
         "carried": mean_of(lines, "carried"),
         "stale_percent": None if stale is None else 100 * stale,
+        "waste_percent": None if waste is None else 100 * waste,
+        "gap_percent": None if gap is None else 100 * gap,
         "length_gap": sum(gaps) / len(gaps),
         "ess": mean_of(lines, "ess"),
         "reward": mean_of(lines, "reward_mean"),
@@ -83,7 +90,7 @@ def row(name: str, runs: Sequence[Lines]) -> dict[str, Any]:
 def remarks(config: TrainConfig, result: Mapping[str, Any]) -> list[str]:
     """What is said below the table."""
     steps, needed = result["steps"], 2 * config.overlap.delta.window
-    if steps > needed:
+    if steps > needed or not REWARD_RULES & {row["delta"] for row in result["results"]}:
         return []
     return [
         f"{steps} steps are too few for a rule that compares rewards to move delta: it waits for 2 x "

@@ -14,6 +14,7 @@ from oppo_megatron.bench.figures import figures, median_of, speedups, steady
 from oppo_megatron.bench.limit import run_with_limits
 from oppo_megatron.bench.pictures import draw_steps, draw_utilization
 from oppo_megatron.bench.suite import Run, Runs, Suite, all_lines
+from oppo_megatron.bench.work import require_same_work, work_figures
 from oppo_megatron.config.model import ParallelConfig
 from oppo_megatron.config.places import decodes_and_scores, role_places, world_size
 from oppo_megatron.config.run import TrainConfig
@@ -66,10 +67,11 @@ def bench_overlap(
         for mode in modes
     }
     runs, limits = run_with_limits(suite, configs, cores if limit else None)
-    result = compare(configs, runs) | limits
+    result = compare(configs, runs) | work_figures(runs) | limits
     suite.write("overlap", config, {"cores": cores, **result}, runs)
     draw_steps(result["results"], suite.out / "overlap.png")
     draw_utilization(result["utilization"], suite.out / "utilization.png")
+    require_same_work(config, result)
     return result
 
 

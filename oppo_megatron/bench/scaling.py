@@ -15,6 +15,7 @@ from oppo_megatron.bench.limit import run_with_limits
 from oppo_megatron.bench.overlap import placed, switched
 from oppo_megatron.bench.pictures import draw_scaling
 from oppo_megatron.bench.suite import Runs, Suite, all_lines
+from oppo_megatron.bench.work import require_same_work, work_figures, work_lines
 from oppo_megatron.config.checkpoint import read_hf_config
 from oppo_megatron.config.checks import max_context
 from oppo_megatron.config.memory import stage_parameters
@@ -63,6 +64,8 @@ def bench_scaling(
     result = {"results": rows, **limits}
     suite.write("scaling", config, result, runs)
     draw_scaling({name: axis.label for name, axis in axes.items()}, rows, suite.out / "scaling.png")
+    for each in rows:
+        require_same_work(config, each)
     return result
 
 
@@ -192,7 +195,14 @@ def row(axis: str, value: float, place: str, configs: Mapping[str, TrainConfig],
             for name in ("step_s", "total_s", "tokens_per_s")
         },
         "speedup": found["sequential"]["total_s"] / found["full"]["total_s"],
+        **work_figures({mode: runs[f"{place}-{mode}"] for mode in MODES}),
     }
+
+
+def remarks(result: Mapping[str, Any]) -> list[str]:
+    """Of places at which the modes did different work, what is said below the table."""
+    rows = [row for row in result["results"] if not row["same_work"]]
+    return [f"{row['axis']} {row['value']:g}: {line}" for row in rows for line in work_lines(row)]
 
 
 def add_growth(rows: Sequence[dict[str, Any]]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from oppo_megatron.config.places import world_size
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.validate import train_problems
-from oppo_megatron.errors import ConfigError, OppoError
+from oppo_megatron.errors import EXIT_REQUEUE, ConfigError, OppoError
 from oppo_megatron.train.logs.metrics_log import read_metrics
 from oppo_megatron.train.machine import describe_machine
 from oppo_megatron.train.run_dir import RunDirectory, write_json
@@ -27,6 +27,10 @@ Lines = Sequence[Mapping[str, Any]]
 
 class BenchError(OppoError, RuntimeError):
     """A run of a benchmark did not come to its end; its own message says why."""
+
+
+class BenchStopped(BenchError):
+    """The benchmark was told to stop, and the run at work with it."""
 
 
 @dataclass(frozen=True)
@@ -53,18 +57,23 @@ class Suite:
     def run(self, configs: Mapping[str, TrainConfig]) -> dict[str, list[Run]]:
         """Run each configuration `repeats` times, in turn: A B C A B C.  A run lies in `out/NAME-TURN`.
 
-        Raises ConfigError, before anything starts, where a configuration is wrong or a finished run is in the way;
-        BenchError where a run fails.
+        Raises ConfigError, before anything starts, where a configuration is wrong or an earlier run is in the way;
+        BenchError where a run fails, BenchStopped where it was told to stop.
         """
         planned = {name: self._turns(name, config) for name, config in configs.items()}
         _check(planned)
         runs: dict[str, list[Run]] = {name: [] for name in configs}
-        total = len(configs) * self.repeats
-        for turn in range(self.repeats):
-            for name, turns in planned.items():
-                number = sum(map(len, runs.values())) + 1
-                self.say(f"--- {name}, run {turn + 1} of {self.repeats} ({number} of {total})")
-                runs[name].append(self._run(name, turns[turn]))
+        try:
+            for turn in range(self.repeats):
+                for name, turns in planned.items():
+                    self.say(f"--- {name}, run {turn + 1} of {self.repeats} ({_progress(runs, 1, self.repeats)})")
+                    runs[name].append(self._run(name, turns[turn]))
+        except BaseException:
+            self.say(
+                f"--- {_progress(runs, 0, self.repeats)} runs are finished and stay in {self.out}, each with its metrics.jsonl; "
+                "nothing is compared"
+            )
+            raise
         return runs
 
     def write(self, kind: str, config: TrainConfig, figures: Mapping[str, Any], runs: Runs) -> Path:
@@ -82,7 +91,10 @@ class Suite:
         ]
 
     def _run(self, name: str, config: TrainConfig) -> Run:
-        if code := self.launch("train", config, world_size(config)):
+        code = self.launch("train", config, world_size(config))
+        if code == EXIT_REQUEUE:
+            raise BenchStopped(f"told to stop in the run {name}, which saved itself in {config.run_dir}")
+        if code:
             raise BenchError(f"the run {name} in {config.run_dir} ended with exit code {code}; its message is above")
         return Run(config.run_dir, read_metrics(RunDirectory(config.run_dir).metrics))
 
@@ -99,6 +111,10 @@ def all_lines(runs: Sequence[Run]) -> list[Lines]:
     return [run.lines for run in runs]
 
 
+def _progress(runs: Runs, ahead: int, repeats: int) -> str:
+    return f"{sum(map(len, runs.values())) + ahead} of {len(runs) * repeats}"
+
+
 def _check(planned: Mapping[str, Sequence[TrainConfig]]) -> None:
     problems = [problem for name, turns in planned.items() for problem in _problems(name, turns)]
     if problems:
@@ -113,4 +129,9 @@ def _problems(name: str, turns: Sequence[TrainConfig]) -> Iterator[str]:
             yield (
                 f"{config.run_dir} holds a finished run, which is not written over; name another folder with --out, "
                 "or remove this one"
+            )
+        elif RunDirectory(config.run_dir).has_checkpoints:
+            yield (
+                f"{config.run_dir} holds the checkpoints of a run that did not finish; name another folder with --out, or "
+                "remove this one"
             )

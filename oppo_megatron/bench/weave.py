@@ -10,6 +10,7 @@ from typing import Any
 from oppo_megatron.bench.figures import figures, speedups
 from oppo_megatron.bench.pictures import draw_weave
 from oppo_megatron.bench.suite import Suite, all_lines
+from oppo_megatron.bench.work import require_same_work, work_figures
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ScheduleError
 from oppo_megatron.schedule.actions import Op, parse_action
@@ -44,9 +45,10 @@ def bench_weave(suite: Suite, config: TrainConfig, modes: Sequence[str]) -> dict
     plain = next((row for row in rows if row["mode"] == "sequential"), None)
     for row in rows:
         row |= speedups(row, plain, "speedup")
-    result = {"results": rows}
+    result = {"results": rows, **work_figures(runs)}
     suite.write("weave", config, result, runs)
     draw_weave(rows, suite.out / "weave.png")
+    require_same_work(config, result)
     return result
 
 
@@ -64,12 +66,14 @@ def weave_figures(runs: Sequence[Path]) -> dict[str, Any]:
 
 
 def _steps(spans: Iterable[Span]) -> list[dict[str, Any]]:
-    """Of each step but the first: seconds from the first to the last action of all ranks, and idle shares."""
+    """Of each step after the first, or of the first where there is no other: seconds from the first to the last action of
+    all ranks, and idle shares."""
     by_step: dict[int, dict[int, list[Span]]] = {}
     for span in spans:
         if _is_action(span):
             by_step.setdefault(span.step, {}).setdefault(span.rank, []).append(span)
-    return [_idle(ranks) for step, ranks in sorted(by_step.items()) if step > 1]
+    figures_by_step = [_idle(ranks) for _, ranks in sorted(by_step.items())]
+    return figures_by_step[1:] or figures_by_step
 
 
 def _idle(ranks: Mapping[int, Sequence[Span]]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ A measuring run is `oppo train` in a process of its own, under `placement/` in t
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -14,12 +13,12 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
+from oppo_megatron.cli.signals import ending_by_signal
 from oppo_megatron.cores import usable_cores
 from oppo_megatron.errors import ConfigError, PlacementError
 
@@ -135,7 +134,7 @@ def run_logged(command: Sequence[str], log: Path) -> int:
         log.open("w", encoding="utf-8") as out,
         # S603: this package's own command, and no shell.
         subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True) as process,  # noqa: S603
-        _ending_by_signal(),
+        ending_by_signal(),
     ):
         try:
             return process.wait()
@@ -143,21 +142,6 @@ def run_logged(command: Sequence[str], log: Path) -> int:
             process.terminate()
             process.wait()
             raise
-
-
-@contextlib.contextmanager
-def _ending_by_signal() -> Iterator[None]:
-    """SIGTERM and SIGHUP become SystemExit, with the exit code that a shell would give."""
-
-    def end(number: int, frame: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def failure(code: int, output: str) -> str:

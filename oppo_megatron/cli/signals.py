@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import NoReturn
 
 from oppo_megatron.errors import EXIT_REQUEUE
 
@@ -67,6 +68,25 @@ class SignalRelay:
             _send(self._everyone(), signal.SIGKILL)
             os._exit(128 + number)
         self.tell()
+
+
+@contextmanager
+def ending_by_signal() -> Iterator[None]:
+    """SIGTERM and SIGHUP become SystemExit, with the exit code that a shell would give: what was started is ended on the way
+    out.  Only a process's main thread can."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _send(pids: Sequence[int], number: signal.Signals) -> None:

@@ -73,12 +73,17 @@ def test_overlap_by_the_command(workspace: Workspace, tmp_path: Path, capfd: pyt
     ]
     assert main(["bench", "overlap", str(path), *arguments, "--out", str(out)]) == 0
     said = capfd.readouterr().out
-    assert "x best" in said and "best sequential placement: pair" in said and "a step in which nothing waits" in said
+    assert (
+        "the same work: " in said
+        and "x best" in said
+        and "best sequential placement: pair" in said
+        and "a step in which nothing waits" in said
+    )
     assert "--- pair/full+critic, run 1 of 1 (2 of 2)" in said and "GFLOP/s" in said
 
     written = left(out, "overlap")
     rows = {row["mode"]: row for row in written["results"]}
-    assert rows["sequential"]["tokens"] == rows["full+critic"]["tokens"], "the same work"
+    assert rows["sequential"]["tokens"] == rows["full+critic"]["tokens"] and written["same_work"]
     assert rows["sequential"]["score_exposed_percent"] > rows["full+critic"]["score_exposed_percent"]
     assert {len(run["steps"]) for runs in written["runs"].values() for run in runs} == {3}
     for ranks in written["utilization"].values():

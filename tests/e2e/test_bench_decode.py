@@ -19,8 +19,7 @@ def test_all_peers_decode_the_same_tokens(tmp_path: Path, capsys: pytest.Capture
     rows = json.loads((out / "decode.json").read_text())["results"]
     assert [row["peer"] for row in rows] == available_peers() * 2
     for row in rows:
-        # That of transformers is a difference of two times, which a busy machine may turn round in a run so short.
-        assert row["tokens_per_s"] > 0 or row["peer"] == "hf"
+        assert row["tokens_per_s"] >= row["min"] > 0
         assert row["same_tokens"] == (None if row["peer"] == "ours-engine" else 1.0), row
     assert "x bare-packed" in capsys.readouterr().out
     assert (out / "decode.png").read_bytes().startswith(b"\x89PNG")

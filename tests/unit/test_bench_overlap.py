@@ -185,6 +185,8 @@ def test_evaluation_and_weights_are_no_part_of_a_benchmark() -> None:
 def test_a_figure_that_is_not_there_is_a_dash() -> None:
     text = format_table({"a": "a", "b": "b", "c": "c"}, [{"a": "x", "b": 1.234, "c": [1, 250.4]}, {"a": None}])
     assert text.splitlines() == ["a     b      c", "x  1.23  1 250", "-     -      -"]
+    small = format_table({"a": "a"}, [{"a": value} for value in (0.0, 0.0000314, -0.0049, 0.005)])
+    assert small.split() == ["a", "0.00", "3e-05", "-0.005", "0.01"]
 
 
 @pytest.mark.parametrize("length", [1, 64])

@@ -13,7 +13,9 @@ from oppo_megatron.bench.dry_run import PARTS, DryRun
 from oppo_megatron.bench.overhead import dry_figures, tiny
 from oppo_megatron.bench.overlap import switched
 from oppo_megatron.bench.pictures import draw_chunks, draw_deltas, draw_scaling
-from oppo_megatron.bench.suite import BenchError, Run, Suite
+from oppo_megatron.bench.suite import BenchError, BenchStopped, Run, Suite
+from oppo_megatron.bench.weave import weave_figures
+from oppo_megatron.bench.work import require_same_work, work_figures, work_lines
 from oppo_megatron.config.checkpoint import read_hf_config
 from oppo_megatron.config.checks import check_overlap, max_context
 from oppo_megatron.config.overlap import ChunkConfig
@@ -22,7 +24,9 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.shape import check_shape
 from oppo_megatron.control.chunk import ChunkTuner, StepCost, first_settled_step
 from oppo_megatron.control.delta import RULES
-from oppo_megatron.errors import ConfigError
+from oppo_megatron.errors import EXIT_REQUEUE, ConfigError
+from oppo_megatron.train.logs.trace import Span
+from tests.unit.test_bench_overlap import made
 
 SHAPE = {
     "model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2,
@@ -48,7 +52,7 @@ def line(step: int, step_s: float, **more: Any) -> dict[str, Any]:
     return {
         "step": step, "step_s": step_s, "decode_s": 1.0, "score_exposed_s": 0.5, "score_busy_s": 2.0, "train_s": 0.5,
         "idle_s": {"actor": 0.1, "scorer": 0.2}, "tokens": 100, "reward_mean": 0.1 * step, "delta": 4, "carried": 3,
-        "stale_token_fraction": 0.25, "submitted_len_mean": 20.0, "trained_len_mean": 17.0, "ess": 0.9, **more,
+        "stale_token_fraction": 0.25, "submitted_len_mean": 20.0, "trained_len_mean": 17.0, "ess": 0.9, "tail_waste": 0.5, **more,
     }  # fmt: skip
 
 
@@ -125,8 +129,11 @@ def test_what_a_delta_costs() -> None:
     row = delta.row("eq4", runs)
     assert row["step_s"] == 2.5 and row["delta_mean"] == 3.0 and row["delta_last"] == [2]
     assert row["length_gap"] == 2.5 and row["stale_percent"] == 25.0 and row["carried"] == 3.0 and row["ess"] == 0.9
-    said = delta.remarks(config(), {"steps": 10})
-    assert "2 x overlap.delta.window = 10" in said[0] and not delta.remarks(config(), {"steps": 11})
+    assert row["waste_percent"] == 50.0 and row["gap_percent"] is None, "no step has it"
+    result = {"steps": 10, "results": [row]}
+    assert "2 x overlap.delta.window = 10" in delta.remarks(config(), result)[0]
+    assert not delta.remarks(config(), result | {"steps": 11})
+    assert not delta.remarks(config(), result | {"results": [{"delta": "measured"}]}), "it does not look at rewards"
 
 
 def test_ranks_divide_the_work() -> None:
@@ -244,6 +251,11 @@ def test_a_finished_run_is_not_written_over(tmp_path: Path, real_config: TrainCo
     (tmp_path / "out" / "a-2" / "summary.json").write_text("{}")
     with pytest.raises(ConfigError, match="a-2 holds a finished run"):
         suite.run({"a": real_config})
+    saved = tmp_path / "out" / "b-1" / "checkpoints" / "step-000002-clock-00000009"
+    saved.mkdir(parents=True)
+    (saved / "manifest.json").write_text("{}")
+    with pytest.raises(ConfigError, match="b-1 holds the checkpoints of a run that did not finish"):
+        suite.run({"b": real_config})
     assert not started
 
 
@@ -255,13 +267,41 @@ def test_runs_take_turns_and_a_failed_one_ends_the_benchmark(tmp_path: Path, rea
         started.append(config.run_dir.name)
         config.run_dir.mkdir(parents=True)
         (config.run_dir / "metrics.jsonl").write_text('{"step": 1}\n')
-        return int(config.run_dir.name == "c-1")
+        return {"c-1": 1, "d-1": EXIT_REQUEUE}.get(config.run_dir.name, 0)
 
     runs = Suite(tmp_path, 2, launch, say=lambda _: None).run({"a": real_config, "b": real_config})
     assert started == ["a-1", "b-1", "a-2", "b-2"]
     assert [run.lines for run in runs["b"]] == [[{"step": 1}]] * 2
     with pytest.raises(BenchError, match="c-1 ended with exit code 1"):
         Suite(tmp_path, 1, launch, say=lambda _: None).run({"c": real_config})
+    said: list[str] = []
+    with pytest.raises(BenchStopped, match="told to stop in the run d"):
+        Suite(tmp_path, 1, launch, said.append).run(dict.fromkeys(("e", "d", "f"), real_config))
+    assert said[-1] == (
+        f"--- 1 of 3 runs are finished and stay in {tmp_path}, each with its metrics.jsonl; nothing is compared"
+    )
+
+
+def test_the_same_work_is_told_by_decoded_tokens() -> None:
+    same = {"a": runs_of([1.0, 2.0]), "b": runs_of([3.0, 1.0]) * 2}
+    found = work_figures(same)
+    assert found == {"same_work": True, "decoded_tokens": {"a": [200], "b": [200, 200]}}
+    assert work_lines(found) == ["the same work: 200 decoded tokens in every run"]
+    require_same_work(config(), found)
+    other = work_figures(same | {"c": runs_of([1.0])})
+    assert not other["same_work"] and "a 200, b 200 200, c 100" in work_lines(other)[0]
+    require_same_work(config(rollout={"batch_size": 16, "max_response_tokens": 64}), other)
+    with pytest.raises(BenchError, match="lengths were forced, but this is NOT the same work"):
+        require_same_work(config(), other)
+
+
+def test_woven_rounds_of_a_run_of_one_step_are_that_step(tmp_path: Path) -> None:
+    spans = [
+        Span(0, "actor", "decode actor m0 c1 s0", 1, 1.0, 2.0),
+        Span(1, "actor", "decode actor m0 c1 s0", 1, 2.0, 4.0),
+    ]
+    run = made(tmp_path, "run", [], spans)
+    assert weave_figures([run.path])["bubble_by_rank"] == pytest.approx([200 / 3, 100 / 3])
 
 
 @pytest.fixture

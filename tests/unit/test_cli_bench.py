@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
-from oppo_megatron.cli.bench import KINDS
+from oppo_megatron.bench.suite import BenchStopped
+from oppo_megatron.cli.bench import KINDS, run
 from oppo_megatron.cli.bench.common import chosen, counts, forced_lengths, load_base, numbers, whole_numbers
 from oppo_megatron.cli.main import main
 from oppo_megatron.errors import ConfigError
@@ -111,6 +114,24 @@ def test_wrong_arguments_are_told_before_anything_starts(config: Path, capsys: p
     assert not Path("out").exists()
 
 
+def test_an_earlier_benchmark_is_not_written_over(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("out").mkdir()
+    Path("out", "delta.json").write_text("{}")
+    assert main(["bench", "delta", str(config), "--out", "out", "--prompt-tokens", "4"]) == 2
+    assert "delta.json holds the figures of an earlier benchmark" in capsys.readouterr().err
+    assert [path.name for path in Path("out").iterdir()] == ["delta.json"], "its inputs stay as they are"
+
+
+def test_a_benchmark_that_is_told_to_stop_ends_what_it_started(capsys: pytest.CaptureFixture[str]) -> None:
+    def stopped(args: argparse.Namespace) -> int:
+        raise BenchStopped("told to stop in the run a")
+
+    with pytest.raises(SystemExit) as end:
+        run(argparse.Namespace(measure=lambda args: os.kill(os.getpid(), signal.SIGTERM)))
+    assert end.value.code == run(argparse.Namespace(measure=stopped)) == 143
+    assert capsys.readouterr().err == "oppo bench: told to stop in the run a\n"
+
+
 def test_ranks_of_a_launcher_are_refused(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,3 +154,6 @@ def test_lists_of_arguments() -> None:
         with pytest.raises(argparse.ArgumentTypeError):
             parse(text)
     assert chosen("--modes", None, ["a", "b"]) == ["a", "b"] and chosen("--modes", ["b", "b"], ["a", "b"]) == ["b"]
+    assert chosen("--modes", ["b", "all"], ["a", "b"]) == ["a", "b"]
+    with pytest.raises(ConfigError, match="--modes names ''; choose from a, b, or all"):
+        chosen("--modes", ["a", ""], ["a", "b"])

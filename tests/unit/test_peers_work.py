@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.peers import comparison
 from benchmarks.peers.comparison import (
     how_it_runs,
     main,
@@ -17,6 +19,7 @@ from benchmarks.peers.comparison import (
     prepared,
     require_peer,
     require_unused,
+    run_peer,
     with_threads,
 )
 from benchmarks.peers.hf_generate import measure_generate, require_cuda
@@ -232,6 +235,18 @@ def test_a_missing_environment_names_the_make_target(tmp_path: Path, capsys: pyt
     assert main([config, "--peer-python", str(tmp_path / "python"), "--out", str(tmp_path / "out")]) == 2
     assert "make bench-trl" in capsys.readouterr().err
     assert not (tmp_path / "out").exists(), "nothing was begun"
+
+
+def test_a_comparison_that_is_told_to_stop_ends_the_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python, pid = tmp_path / "python", tmp_path / "pid"
+    python.write_text(f"#!/bin/sh\necho $$ > {pid}\nkill -TERM $PPID\nexec sleep 60\n")
+    python.chmod(0o755)
+    (tmp_path / "work.json").write_text('{"device": "cpu"}')
+    monkeypatch.setattr(comparison, "compare", lambda args: run_peer(python, tmp_path / "work.json", tmp_path))
+    with pytest.raises(SystemExit, match="143"):
+        main(["c.yaml"])
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
 
 
 def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 
 from oppo_megatron.cli.bench import chunk, decode, delta, gpu, overhead, overlap, scaling, seeds, weave
 from oppo_megatron.cli.debug import add_debug_argument
+from oppo_megatron.cli.signals import ending_by_signal
 
 KINDS = {
     "decode": decode, "overlap": overlap, "weave": weave, "chunk": chunk, "delta": delta, "scaling": scaling,
@@ -29,4 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    return int(args.measure(args))
+    from oppo_megatron.bench.suite import BenchStopped
+
+    with ending_by_signal():
+        try:
+            return int(args.measure(args))
+        except BenchStopped as stop:
+            print(f"oppo bench: {stop}", file=sys.stderr)
+            return 128 + signal.SIGTERM

@@ -33,6 +33,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
         metavar="N",
         help="prompts of N random tokens, in place of the configuration's data",
     )
+    parser.set_defaults(figures=f"{kind}.json")
     add_length_arguments(parser)
 
 
@@ -67,8 +68,12 @@ def limit_cores(args: argparse.Namespace) -> int | None:
 
 
 def load_base(args: argparse.Namespace) -> TrainConfig:
-    """The checked configuration with the changes that the common arguments ask for.  Raises ConfigError."""
+    """The checked configuration with the changes that the common arguments ask for.
+
+    Raises ConfigError, also where an earlier benchmark lies in `--out`: its figures and inputs are not written over.
+    """
     refuse_given_ranks("oppo bench")
+    refuse_figures(args.out / args.figures)
     from oppo_megatron.bench.suite import bare
     from oppo_megatron.cli.run import load_train
     from oppo_megatron.data.random_prompts import write_random_prompts
@@ -93,6 +98,16 @@ def refuse_given_ranks(command: str) -> None:
         raise ConfigError(
             f"the launcher has started {ranks['WORLD_SIZE']} ranks, but `{command}` starts those of each run itself; call it "
             "without torchrun or srun"
+        )
+
+
+def refuse_figures(path: Path) -> None:
+    """Raises ConfigError where an earlier benchmark has written there."""
+    from oppo_megatron.errors import ConfigError
+
+    if path.exists():
+        raise ConfigError(
+            f"{path} holds the figures of an earlier benchmark, which are not written over; name another folder with --out"
         )
 
 
@@ -128,12 +143,13 @@ def new_suite(args: argparse.Namespace) -> Suite:
 
 
 def chosen(option: str, names: Sequence[str] | None, known: Sequence[str]) -> list[str]:
-    """`names`, all of which are known; all that are known where None is given.  Raises ConfigError."""
+    """`names`, all of which are known; all that are known where None is given, or `all` is named.  Raises ConfigError."""
     from oppo_megatron.errors import ConfigError
 
-    if unknown := [name for name in names or () if name not in known]:
-        raise ConfigError(f"{option} names {', '.join(unknown)}; choose from {', '.join(known)}")
-    return list(dict.fromkeys(names or known))
+    asked = [name for name in names or ["all"] if name != "all"]
+    if unknown := [name or "''" for name in asked if name not in known]:
+        raise ConfigError(f"{option} names {', '.join(unknown)}; choose from {', '.join(known)}, or all")
+    return list(dict.fromkeys(known if "all" in (names or ["all"]) else asked))
 
 
 def count(text: str) -> int:

@@ -37,6 +37,7 @@ def _delta(args: argparse.Namespace) -> int:
     from oppo_megatron.bench.delta import COLUMNS, COMPARED_RULES, MOVING_RULES, bench_delta, remarks
     from oppo_megatron.bench.limit import limit_lines
     from oppo_megatron.bench.table import format_table
+    from oppo_megatron.bench.work import work_lines
 
     rules = chosen("--rules", args.rules or COMPARED_RULES, MOVING_RULES)
     config = load_base(args)
@@ -44,6 +45,7 @@ def _delta(args: argparse.Namespace) -> int:
     print(format_table(COLUMNS, result["results"]))
     print(
         *limit_lines(result),
+        *work_lines(result),
         *remarks(config, result),
         f"figures: {args.out / 'delta.json'}, {args.out / 'delta.png'}",
         sep="\n",

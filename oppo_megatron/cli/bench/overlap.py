@@ -42,16 +42,16 @@ def _overlap(args: argparse.Namespace) -> int:
     from oppo_megatron.bench.limit import limit_lines
     from oppo_megatron.bench.overlap import COLUMNS, MODES, PLACEMENTS, RANK_COLUMNS, bench_overlap, rank_rows, remarks
     from oppo_megatron.bench.table import format_table
+    from oppo_megatron.bench.work import work_lines
     from oppo_megatron.cores import usable_cores
 
     modes = chosen("--modes", args.modes, list(MODES))
-    asked = None if args.placements == ["all"] else args.placements
-    placements = chosen("--placements", asked, PLACEMENTS)
+    placements = chosen("--placements", args.placements, PLACEMENTS)
     config = load_base(args)
     cores = args.cores or usable_cores()
     result = bench_overlap(new_suite(args), config, modes, placements, cores, limit=args.limit)
     print(format_table(COLUMNS, result["results"]))
     print("\nwhat each rank does, in percent of the time after the first step")
     print(format_table(RANK_COLUMNS, rank_rows(result)))
-    print(*limit_lines(result), "", *remarks(result, args.out), sep="\n")
+    print(*limit_lines(result), "", *work_lines(result), *remarks(result, args.out), sep="\n")
     return 0

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _scaling(args: argparse.Namespace) -> int:
     from oppo_megatron.bench.limit import limit_lines
-    from oppo_megatron.bench.scaling import COLUMNS, bench_scaling, make_axes
+    from oppo_megatron.bench.scaling import COLUMNS, bench_scaling, make_axes, remarks
     from oppo_megatron.bench.table import format_table
     from oppo_megatron.cores import usable_cores
 
@@ -53,5 +53,10 @@ def _scaling(args: argparse.Namespace) -> int:
     axes = make_axes(config, AXES if args.axis == "all" else [args.axis], sorted(set(ranks)), sorted(set(args.factors)))
     result = bench_scaling(new_suite(args), config, axes, limit_cores(args))
     print(format_table(COLUMNS, result["results"]))
-    print(*limit_lines(result), f"figures: {args.out / 'scaling.json'}, {args.out / 'scaling.png'}", sep="\n")
+    print(
+        *limit_lines(result),
+        *remarks(result),
+        f"figures: {args.out / 'scaling.json'}, {args.out / 'scaling.png'}",
+        sep="\n",
+    )
     return 0

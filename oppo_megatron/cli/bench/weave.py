@@ -23,9 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _weave(args: argparse.Namespace) -> int:
     from oppo_megatron.bench.table import format_table
     from oppo_megatron.bench.weave import COLUMNS, WEAVES, bench_weave
+    from oppo_megatron.bench.work import work_lines
 
     modes = chosen("--modes", args.modes, list(WEAVES))
     result = bench_weave(new_suite(args), load_base(args), modes)
     print(format_table(COLUMNS, result["results"]))
+    print(*work_lines(result), sep="\n")
     print(f"figures: {args.out / 'weave.json'}, {args.out / 'weave.png'}")
     return 0
