@@ -26,6 +26,7 @@ from oppo_megatron.errors import StallError
 from oppo_megatron.runtime.activity import Activity
 from oppo_megatron.runtime.links import Links
 from oppo_megatron.runtime.peers import is_lost_peer, stalled
+from oppo_megatron.runtime.steady import SteadyClock
 from oppo_megatron.schedule.actions import Action, Op
 
 
@@ -61,7 +62,7 @@ ROUNDS_IN_FLIGHT = 64
 that, a rank does not heap up buffers for a peer that does not take them."""
 
 Observer = Callable[[Action, float, float, int], None]
-"""Told of every action that was done: start, end (seconds since the epoch), number of tokens (0 for messages)."""
+"""Told of every action that was done: start, end (by the executor's clock), number of tokens (0 for messages)."""
 
 
 @dataclass
@@ -75,6 +76,7 @@ class Executor:
     device: torch.device
     observe: Observer
     activity: Activity = field(default_factory=Activity)
+    clock: Callable[[], float] = field(default_factory=SteadyClock)
     # By round: its shift, and what it sent.
     _sent: deque[tuple[int, list[tuple[Action, Any, Tensor]]]] = field(default_factory=deque)
     _num_rounds: int = 0
@@ -104,7 +106,7 @@ class Executor:
         if not station.live(action):
             return
         self.activity.now_at(_Shifted(action, shift), action.op is Op.RECV)
-        start, size = time.time(), 0
+        start, size = self.clock(), 0
         with self._stream(action.role):
             if action.op is Op.SEND:
                 self._send(action, station)
@@ -112,7 +114,7 @@ class Executor:
                 self._receive(action, station)
             else:
                 size = self._compute(action, station)
-        self.observe(action, start, time.time(), size)
+        self.observe(action, start, self.clock(), size)
 
     def drain(self) -> None:
         """Wait until everything has been sent, so that buffers and executor may go: with it would go what is on its way."""

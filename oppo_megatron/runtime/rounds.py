@@ -78,9 +78,9 @@ class RoundRunner:
         """
         self.num_rounds += 1
         order = self.decode.order if self.decode is not None else list
-        started = time.time()
+        started = time.monotonic()
         planned = self.planner.plan(self.num_rounds, active, score, chunk_tokens, order, readable)
-        self.planning_s += time.time() - started
+        self.planning_s += time.monotonic() - started
         if self.on_plan is not None:
             self.on_plan(planned)
         self._begin(planned, active, score, decoding)

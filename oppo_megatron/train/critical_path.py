@@ -23,7 +23,7 @@ class StepClock:
     of the scoring included; waits for chunks are left out.
     """
 
-    now: Callable[[], float] = time.time
+    now: Callable[[], float] = time.monotonic
     met: float = 0.0
     ends: list[float] = field(default_factory=list)
     work: list[float] = field(default_factory=list)

@@ -110,7 +110,7 @@ class PPOTrainer:
 
     def _step(self, step: int) -> bool:
         """The step, or what is left of it; False where the run is to stop within it."""
-        started = time.time()
+        started = time.monotonic()
         self.clock.begin()
         self.tracer.begin(step)
         plan = plan_step(self.config.overlap)
@@ -118,18 +118,18 @@ class PPOTrainer:
         phase = self.phase = self.phase or self._begin(step)
         facts, before_s = phase.facts, phase.spent_s
         complete = self._rollout(plan, phase)
-        phase.spent_s = before_s + time.time() - started
+        phase.spent_s = before_s + time.monotonic() - started
         if not complete:
             return False
         self.phase = None
         with _planning(facts):
             batch = self.scheduler.take_batch()
         scored = self._score(step, batch, facts)
-        scored_s = before_s + time.time() - started
+        scored_s = before_s + time.monotonic() - started
         experience = self._train(batch, scored, plan, facts)
         self._observe(facts, StepCost(scored_s, facts.decode_steps, facts.tokens_decoded, phase.law))
         facts.planning_s += self.rounds.planning_s - planned_s
-        facts.step_s = time.time() - started + before_s
+        facts.step_s = time.monotonic() - started + before_s
         if self.journal is not None:
             self.journal.step(facts, batch, self.scheduler.buffer.rollouts, experience, self.spans)
         self.spans.flush()
@@ -151,7 +151,7 @@ class PPOTrainer:
         """Decode until the batch is complete, the scorers beside it if the plan says so; False: told to stop before."""
         buffer, facts = self.scheduler.buffer, phase.facts
         while not buffer.readiness().ready:
-            started = time.time()
+            started = time.monotonic()
             with _planning(facts):
                 backfilled = self.scheduler.backfill()
                 self.rounds.admit(backfilled)
@@ -168,7 +168,7 @@ class PPOTrainer:
             self.exchange.request(active)
             self.clock.round(self._waited_for_chunks(facts.step), decoded=True)
             facts.backfilled += len(backfilled)
-            tokens, seconds = sum(len(row.tokens) for row in chunk.rows), time.time() - started
+            tokens, seconds = sum(len(row.tokens) for row in chunk.rows), time.monotonic() - started
             facts.tokens_decoded += tokens
             facts.decode_s += seconds
             if decoding.clock > phase.begun:  # the first round reads the step's prompts, too
@@ -180,13 +180,13 @@ class PPOTrainer:
 
     def _score(self, step: int, batch: Sequence[Rollout], facts: StepFacts) -> ScoredBatch:
         """Complete the batch's scoring, and give every rank the scores."""
-        started = time.time()
+        started = time.monotonic()
         while self.rounds.owes(batch):
             buffer = self.scheduler.buffer
             self.rounds.run([], batch, self.chunk_tuner.value, Decoding(buffer.clock, facts.version, buffer.readiness))
             self.clock.round(self._waited_for_chunks(step), decoded=False)
         self.tracer.flush()
-        facts.drain_s = time.time() - started
+        facts.drain_s = time.monotonic() - started
         waiting = "wait_scores" if self.actor is not None else "send"
         role = "actor" if self.actor is not None else "scorer"
         seconds = self._scoring_seconds(step)
@@ -385,8 +385,8 @@ class PPOTrainer:
 @contextlib.contextmanager
 def _planning(facts: StepFacts) -> Iterator[None]:
     """Count the block: what the loop decides and books, between what its stations do."""
-    started = time.time()
+    started = time.monotonic()
     try:
         yield
     finally:
-        facts.planning_s += time.time() - started
+        facts.planning_s += time.monotonic() - started

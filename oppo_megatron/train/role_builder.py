@@ -100,7 +100,14 @@ class RoleBuilder:
         assert first is not None
         stations = {"actor": first, **scoring}
         executor = Executor(
-            rank, stations, self.topology.links, config.runtime.timeout_s, device, tracer, self.world.activity
+            rank,
+            stations,
+            self.topology.links,
+            config.runtime.timeout_s,
+            device,
+            tracer,
+            self.world.activity,
+            tracer.spans.clock,
         )
         seats = {name: seat.replica for name, place in site.places.items() if (seat := place.seat(rank)) is not None}
         return RoundRunner(planner, executor, seats, decode, listen, scoring, tracer.planned)

@@ -60,6 +60,16 @@ def test_a_critic_that_is_waited_for_is_exposed_but_for_the_actors_own_update(wo
         assert line["score_exposed_s"] == pytest.approx(seconds["wait_scores"], abs=1e-4)
 
 
+def test_no_figure_goes_by_a_clock_that_somebody_sets(workspace: Workspace) -> None:
+    """A step that took less than no time has stopped runs, by way of the chunk's tuner."""
+    config = workspace.config("set-back", **{"overlap.intra": True, "overlap.chunk.adaptive": True})
+    run_ranks(1, "tests.e2e.jobs:train_while_the_clock_is_set_back", config=config)
+    lines = read_metrics(Path(config["run_dir"]) / "metrics.jsonl")
+    times = [line[name] for line in lines for name in line if name.endswith("_s") and name != "idle_s"]
+    assert len(lines) == 3 and all(0 <= seconds < 60 for seconds in times)
+    assert all(0 <= span.end - span.start < 60 for span in read_trace(Path(config["run_dir"]) / "trace.json"))
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_on_the_actors_ranks_all_of_the_update_is_exposed(workspace: Workspace, ranks: int) -> None:
     mode = {"mode": "colocated", "actor": {"pp": ranks}}

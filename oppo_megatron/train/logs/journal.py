@@ -79,7 +79,7 @@ class Journal:
         self.trackers = trackers
         self.progress = Progress(config.logging.console, total_steps, "ppo")
         self.accuracy: dict[int, float] = {}
-        self.started = time.time()
+        self.started = time.monotonic()
 
     def __enter__(self) -> Journal:
         self.progress.__enter__()
@@ -140,11 +140,11 @@ class Journal:
 
     def state_dict(self) -> dict[str, Any]:
         """What is not in metrics.jsonl, in plain JSON types."""
-        return {"elapsed_s": time.time() - self.started, "accuracy": list(self.accuracy.items())}
+        return {"elapsed_s": time.monotonic() - self.started, "accuracy": list(self.accuracy.items())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`: time that passed between the runs does not count."""
-        self.started = time.time() - state["elapsed_s"]
+        self.started = time.monotonic() - state["elapsed_s"]
         self.accuracy = dict(state["accuracy"])
 
     def evaluation(self, step: int, accuracy: float) -> None:
@@ -165,7 +165,7 @@ class Journal:
             "accuracy_before": accuracy[0] if accuracy else None,
             "accuracy_after": accuracy[-1] if accuracy else None,
             "heldout_accuracy": {str(step): value for step, value in self.accuracy.items()},
-            "total_s": time.time() - self.started,
+            "total_s": time.monotonic() - self.started,
             "rows": rows,
             **rollbacks,
         } | memory.summary(self.planned_bytes)
@@ -180,7 +180,7 @@ class Journal:
         exposed = actor.get("wait_scores", 0.0) - facts.critic_exposed_s + own
         waits = actor.get("wait", 0.0)
         return {
-            "time_s": time.time() - self.started,
+            "time_s": time.monotonic() - self.started,
             "step_s": facts.step_s,
             "decode_s": facts.decode_s,
             "score_exposed_s": exposed,

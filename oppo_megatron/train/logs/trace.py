@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from oppo_megatron.errors import DataError
+from oppo_megatron.runtime.steady import SteadyClock
 from oppo_megatron.train.logs.metrics_log import iter_json_lines
 from oppo_megatron.train.run_dir import RunDirectory, atomic_writer
 
@@ -36,26 +36,26 @@ class SpanRecorder:
 
     Memory is bounded: a full buffer is flushed, and totals are kept for the last `KEPT_STEPS` steps.  Without a
     `run_dir` nothing is written and only totals are kept.  `clock` must be common to all ranks (seconds since the
-    epoch).
+    epoch) and never go back; null: a `SteadyClock`.
     """
 
     def __init__(
-        self, rank: int, run_dir: str | os.PathLike[str] | None = None, clock: Callable[[], float] = time.time
+        self, rank: int, run_dir: str | os.PathLike[str] | None = None, clock: Callable[[], float] | None = None
     ) -> None:
         self.rank = rank
         self._path = None if run_dir is None else RunDirectory(run_dir).rank_trace(rank)
-        self._clock = clock
+        self.clock = clock or SteadyClock()
         self._buffer: list[Span] = []
         self._totals: dict[int, dict[tuple[str, str], float]] = {}  # step -> (role, name) -> seconds
 
     @contextmanager
     def span(self, name: str, *, role: str, step: int) -> Iterator[None]:
         """Record the block, also where it raises."""
-        start = self._clock()
+        start = self.clock()
         try:
             yield
         finally:
-            span = Span(self.rank, role, name, step, start, self._clock())
+            span = Span(self.rank, role, name, step, start, self.clock())
             self.count(span)
             self.write(span)
 

@@ -115,7 +115,7 @@ class Saver:
         It is whole where the run is to stop with it, or `checkpoint.asynchronous` is off.
         """
         self.conclude(trainer)
-        started = time.time()
+        started = time.monotonic()
         trainer.settle()
         trainer.tracer.flush()
         trainer.spans.flush()
@@ -128,7 +128,7 @@ class Saver:
             writing = self._prepare(trainer, position, behind=behind)
             written = self._thread.submit(_timed, writing) if behind else _done((writing.run(), 0.0))
         beside = writing.activity if behind else None
-        self._pending = Pending(position, trainer.scheduler.position, time.time() - started, written, beside)
+        self._pending = Pending(position, trainer.scheduler.position, time.monotonic() - started, written, beside)
         if not behind:
             self.conclude(trainer)
         if last:
@@ -139,11 +139,11 @@ class Saver:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        started = time.time()
+        started = time.monotonic()
         at = self.world.activity
         with waiting_for(f"checkpoint {pending.position.name}", at, waits=False), at.doing(pending.beside or "written"):
             num_bytes, took_s = pending.written.result()
-        waited_s = time.time() - started
+        waited_s = time.monotonic() - started
         cost = Cost(pending.waited_s + waited_s, num_bytes, max(0.0, took_s - waited_s))
         self._cost = self._cost.plus(cost)
         trainer.guard.rollbacks.checkpoint = pending.position.name, pending.place
@@ -216,8 +216,8 @@ class Saver:
 
 def _timed(writing: CheckpointWriting) -> tuple[int, float]:
     """Bytes and seconds."""
-    started = time.time()
-    return writing.run(), time.time() - started
+    started = time.monotonic()
+    return writing.run(), time.monotonic() - started
 
 
 def _done(written: tuple[int, float]) -> Future[tuple[int, float]]:
