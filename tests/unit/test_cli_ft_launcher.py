@@ -17,21 +17,12 @@ from oppo_megatron.cli.ft_launcher import Desk, Verdict, launcher_command
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import EXIT_REQUEUE, ConfigError, DataError
+from tests.support.configs import least_config
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> TrainConfig:
-    return TrainConfig.model_validate(
-        {
-            "run_dir": tmp_path / "run",
-            "tokenizer": {"path": "t"},
-            "data": {"path": "d"},
-            "actor": {"checkpoint": "a"},
-            "critic": {"checkpoint": "a"},
-            "rewards": [{"kind": "verifier", "name": "gsm8k"}],
-            "rollout": {"batch_size": 8, "max_response_tokens": 100},
-        }
-    )
+    return least_config(tmp_path / "run")
 
 
 KILLED = launch.RankKilled("rank 1 was ended by SIGKILL")

@@ -14,6 +14,7 @@ import pytest
 from oppo_megatron.cli.launch import check_world_size, external_ranks, launch
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import EXIT_REQUEUE, EXIT_ROLLBACK, ConfigError
+from tests.support.configs import least_config
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "1234"}
 SRUN = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
@@ -247,18 +248,7 @@ def test_a_run_that_goes_back_is_started_again(
     from oppo_megatron.cli import launch as launcher
     from oppo_megatron.cli import run
 
-    config = TrainConfig.model_validate(
-        {
-            "run_dir": tmp_path,
-            "tokenizer": {"path": "t"},
-            "data": {"path": "d"},
-            "actor": {"checkpoint": "a"},
-            "critic": {"checkpoint": "a"},
-            "rewards": [{"kind": "verifier", "name": "gsm8k"}],
-            "rollout": {"batch_size": 8, "max_response_tokens": 100},
-            "guards": {"non_finite": "rollback"},
-        }
-    )
+    config = least_config(tmp_path, guards={"non_finite": "rollback"})
     seen, left = [], list(ends)
 
     def launched(kind: str, config: TrainConfig, world: int, *, in_process: bool) -> int:
