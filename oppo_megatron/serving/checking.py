@@ -6,8 +6,14 @@ from collections.abc import Mapping
 
 from oppo_megatron.config.serve import ServeRewardConfig, ServeScorerConfig
 from oppo_megatron.data.tokenizer import load_tokenizer
-from oppo_megatron.rewards.functions import build_reward_functions
+from oppo_megatron.rewards.functions import RewardSum, build_reward_functions
 from oppo_megatron.rewards.protocol import read_token
+
+
+def build_rewards(config: ServeRewardConfig, environment: Mapping[str, str]) -> RewardSum:
+    """The service's sum.  What runs isolated from the service is not given its token either.  Raises ConfigError."""
+    inherited = {name: value for name, value in environment.items() if name != config.token_env}
+    return build_reward_functions(config.rewards, inherited)
 
 
 def try_parts(config: ServeRewardConfig | ServeScorerConfig, environment: Mapping[str, str]) -> list[str]:
@@ -16,7 +22,7 @@ def try_parts(config: ServeRewardConfig | ServeScorerConfig, environment: Mappin
         read_token(config.token_env, environment)
     if isinstance(config, ServeScorerConfig):
         return []
-    rewards = build_reward_functions(config.rewards, environment)
+    rewards = build_rewards(config, environment)
     rewards.close()
     if config.reward is not None and config.tokenizer is not None:
         load_tokenizer(config.tokenizer)

@@ -6,18 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 from oppo_megatron.config.serve import ServeRewardConfig
-from oppo_megatron.rewards.functions import RewardSum, build_reward_functions
+from oppo_megatron.rewards.functions import RewardSum
 from oppo_megatron.rewards.protocol import Item
 from oppo_megatron.serving.app import Scorer
+from oppo_megatron.serving.checking import build_rewards
 
 
 @contextmanager
 def open_scorer(config: ServeRewardConfig, environment: Mapping[str, str]) -> Iterator[Scorer]:
     """Raises ConfigError or CheckpointError, before anything is served, for what cannot be loaded."""
     with ExitStack() as stack:
-        # What runs isolated from this process is not given its token either.
-        inherited = {name: value for name, value in environment.items() if name != config.token_env}
-        rewards = build_reward_functions(config.rewards, inherited)
+        rewards = build_rewards(config, environment)
         stack.callback(rewards.close)
         if not rewards.needs_model:
             yield lambda items: _sum(rewards, items, [None] * len(items))

@@ -95,5 +95,12 @@ def test_services_too(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "cannot be imported" in refused(
         "serve.yaml", "rewards=[{kind: model}, {kind: python, entry_point: 'no_module:f'}]"
     )
+    monkeypatch.setenv("SERVE_TOKEN", "a-token-of-enough-characters")
+    monkeypatch.syspath_prepend(folder)
+    (folder / "spy.py").write_text("import os\nassert 'SERVE_TOKEN' not in os.environ, 'told'\ndef f(*_): return 0.0\n")
+    spy = "rewards=[{kind: model}, {kind: python, entry_point: 'spy:f', isolate: true}]"
+    assert main(["validate", "serve.yaml", spy, "token_env=SERVE_TOKEN"]) == 0
+    assert "spy:f" in capsys.readouterr().out
+    assert "told" in refused("serve.yaml", spy), "a token that is not named is no secret"
     assert "the tokenizer gives ids up to 299" in refused("serve.yaml", "reward.init.vocab_size=9")
     assert "`nowhere` does not exist" in refused("serve.yaml", "reward={checkpoint: nowhere, init: null}")
