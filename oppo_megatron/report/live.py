@@ -49,9 +49,9 @@ def glance(path: str | os.PathLike[str], now: float | None = None, before: Glanc
         return replace(before, quiet_s=quiet_s)
     record = read_run(path, spans=False)
     spans, no_spans = _last_spans(run)
+    record = replace(record, spans=without_downtime(spans, record.lines), no_spans=no_spans)
     newest = next(iter(reversed(last_objects(run.rollouts, END_OF_ROLLOUTS))), None)
-    spans = without_downtime(spans, record.lines)
-    return Glance(replace(record, spans=spans, no_spans=no_spans), newest, quiet_s, stamp)
+    return Glance(record, newest, quiet_s, stamp)
 
 
 def _stamp(run: RunDirectory) -> tuple[tuple[str, int, int], ...]:

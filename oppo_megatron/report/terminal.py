@@ -29,8 +29,8 @@ from oppo_megatron.train.logs.windows import StepWindow, step_bounds, step_windo
 BLOCKS = "▁▂▃▄▅▆▇█"
 # Kinds of work can be told apart without colour, too.
 GLYPHS = {"score": "▓", "prefill": "▓", "update": "▒", "critic": "░", "send": "░", "idle": "·"}
-BAR, SPARK, LANE = 30, 36, 100  # columns at most
-LEAST = 6  # columns at least
+BAR, SPARK, SHORT_SPARK, LANE = 30, 36, 24, 100  # columns at most
+NARROWEST = 6  # columns at least
 FRAME = 4  # columns of a panel's border and padding
 RECENT = 10
 QUIET_S = 120.0
@@ -67,7 +67,7 @@ def rows_of(glance: Glance, width: int) -> list[list[Block]]:
         Block("reward", _reward(record, room)),
         Block("step time", _step_time(record, room)),
         Block("utilisation", _utilization(record, room)),
-        Block("Δ and chunk", _control(record)),
+        Block("Δ and chunk", _control(record, room)),
         Block("deferrals", _deferrals(record, room)),
         Block("lengths", _lengths(record, room)),
         Block("reward by length", _bins(record, room)),
@@ -124,9 +124,9 @@ def spark(values: Sequence[float], width: int = SPARK) -> str:
     return "".join(BLOCKS[round((value - low) * scale)] for value in values)
 
 
-def _left(room: int, taken: int, most: int) -> int:
-    """The columns for a bar or a line of blocks beside text that takes `taken` of them."""
-    return max(LEAST, min(most, room - taken))
+def _fit(room: int, taken: int, most: int) -> int:
+    """The columns for a bar or a line of blocks, at most `most`, beside text that takes `taken` of them."""
+    return max(NARROWEST, min(most, room - taken))
 
 
 def _bar(parts: Sequence[tuple[float, str]], total: float, width: int) -> Text:
@@ -157,7 +157,7 @@ def _reward(record: RunRecord, room: int) -> list[Text]:
     seconds = _known(record, "time_s")
     told = f"{'loss' if key == 'loss' else 'mean'} {short(round(smooth[0], 4))} → {short(round(smooth[-1], 4))}"
     told += f" in {format_duration(seconds[-1])}" if seconds else ""
-    return [Text(spark(smooth, _left(room, 0, SPARK)), style=COLOURS["run0"][1]), Text(told)]
+    return [Text(spark(smooth, _fit(room, 0, SPARK)), style=COLOURS["run0"][1]), Text(told)]
 
 
 def _step_time(record: RunRecord, room: int) -> list[Text]:
@@ -167,9 +167,9 @@ def _step_time(record: RunRecord, room: int) -> list[Text]:
     splits = [split_step(line) for line in lines]
     means = {key: sum(split[key] for split in splits) / len(splits) for key in ALL_PARTS}
     total = sum(means.values())
-    bar = _bar([(means[k], ALL_PARTS[k][1]) for k in means], total, _left(room, 24, BAR))
+    bar = _bar([(means[k], ALL_PARTS[k][1]) for k in means], total, _fit(room, 24, BAR))
     rows = [Text.assemble(bar, f" {total:.3g} s, mean of {len(lines)}")]
-    label_room = _left(room, 19, 26)
+    label_room = _fit(room, 19, 26)
     for key, value in means.items():
         label, colour = ALL_PARTS[key]
         percent = 100 * value / (total or 1.0)
@@ -188,20 +188,21 @@ def _utilization(record: RunRecord, room: int) -> list[Text]:
     rows = []
     for row in ranks:
         parts = [(max(0.0, row[use]), colour) for use, colour in USES.items()]
-        bar = _bar(parts, 100.0, _left(room, 15, BAR))
+        bar = _bar(parts, 100.0, _fit(room, 15, BAR))
         rows.append(Text.assemble(f"rank {row['rank']:<3.0f} ", bar, f" {100 - row['idle']:>3.0f} %"))
     keys = [text for use, colour in USES.items() for text in (_key(colour), f"{use}  ")]
     return [*rows, Text.assemble(*keys)]
 
 
-def _control(record: RunRecord) -> list[Text]:
+def _control(record: RunRecord, room: int) -> list[Text]:
     rows = []
     for key, label in (("delta", "Δ"), ("chunk_tokens", "chunk")):
         values = _known(record, key)
         if not values:
             rows += _missing(record, label)
             continue
-        rows.append(Text.assemble(f"{label:<6}{short(values[-1]):>5}  ", (spark(values, 24), COLOURS["run0"][1])))
+        line = spark(values, _fit(room, 13, SHORT_SPARK))
+        rows.append(Text.assemble(f"{label:<6}{short(values[-1]):>5}  ", (line, COLOURS["run0"][1])))
         reason = record.lines[-1].get(f"{key.split('_')[0]}_reason")
         if reason:
             rows.append(Text(show(str(reason)), style="dim"))
@@ -213,10 +214,9 @@ def _deferrals(record: RunRecord, room: int) -> list[Text]:
     if not counts:
         return _missing(record, "deferrals")
     total = sum(counts.values())
+    columns = _fit(room, 14, BAR)
     return [
-        Text.assemble(
-            f"{times}×  ", _bar([(count, "run0")], total, _left(room, 14, BAR)), f" {100 * count / total:>6.2f} %"
-        )
+        Text.assemble(f"{times}×  ", _bar([(count, "run0")], total, columns), f" {100 * count / total:>6.2f} %")
         for times, count in sorted(counts.items())
     ]
 
@@ -225,11 +225,8 @@ def _lengths(record: RunRecord, room: int) -> list[Text]:
     rows = []
     for key, label in (("trained_len_mean", "trained"), ("submitted_len_mean", "submitted")):
         if values := _known(record, key):
-            rows.append(
-                Text.assemble(
-                    f"{label:<10}{values[-1]:>7.1f} tokens  ", (spark(values, _left(room, 26, 24)), COLOURS["run0"][1])
-                )
-            )
+            line = spark(values, _fit(room, 26, SHORT_SPARK))
+            rows.append(Text.assemble(f"{label:<10}{values[-1]:>7.1f} tokens  ", (line, COLOURS["run0"][1])))
     if gaps := _known(record, "length_gap"):
         rows.append(Text(f"{'gap':<10}{100 * gaps[-1]:>7.1f} %"))
     return rows or _missing(record, "lengths")
@@ -242,18 +239,15 @@ def _bins(record: RunRecord, room: int) -> list[Text]:
         if values:
             recent = values[-RECENT:]
             mean = sum(recent) / len(recent)
-            line = (
-                spark(moving_mean(values, max(1, len(values) // 10)), _left(room, 26, 24)),
-                COLOURS[f"run{place}"][1],
-            )
-            rows.append(Text.assemble(f"{label:<17}{mean:>7.3f}  ", line))
+            line = spark(moving_mean(values, max(1, len(values) // 10)), _fit(room, 26, SHORT_SPARK))
+            rows.append(Text.assemble(f"{label:<17}{mean:>7.3f}  ", (line, COLOURS[f"run{place}"][1])))
     return rows or _missing(record, "reward by length")
 
 
 def _memory(record: RunRecord, room: int) -> list[Text]:
     for line in reversed(record.lines):
         if peaks := memory_peaks(line):
-            highest, columns = max(value or 0.0 for value in peaks), _left(room, 20, BAR)
+            highest, columns = max(value or 0.0 for value in peaks), _fit(room, 20, BAR)
             return [
                 Text.assemble(
                     f"rank {rank:<3} ",
@@ -273,7 +267,7 @@ def _timeline(record: RunRecord, room: int) -> list[Text]:
     window = step_window(record.name, record.spans, steps[-1] if is_whole else steps[-2])
     names = [f"rank {rank} {role}" for rank, role in window.lanes]
     widest = max(map(len, names))
-    columns = _left(room, widest + 2, LANE)
+    columns = _fit(room, widest + 2, LANE)
     rows = [
         Text.assemble(f"{name:<{widest}}  ", _lane(window, lane, columns))
         for name, lane in zip(names, window.lanes, strict=True)
@@ -307,7 +301,7 @@ def _response(glance: Glance) -> list[Text]:
     if row is None:
         return _missing(glance.record, "responses", "run with logging.rollouts=true")
     reward = number(row, "reward")
-    head = f"step {row.get('step')}, reward {'–' if reward is None else short(round(reward, 4))}"
+    about = f"step {row.get('step')}, reward {'–' if reward is None else short(round(reward, 4))}"
     text = show(str(row.get("response", "")))
     more = " …" if len(text) > SHOWN_RESPONSE else ""
-    return [Text(head, style="bold"), Text(text[:SHOWN_RESPONSE] + more)]
+    return [Text(about, style="bold"), Text(text[:SHOWN_RESPONSE] + more)]

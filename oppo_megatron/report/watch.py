@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from itertools import count
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -13,7 +14,7 @@ from oppo_megatron.report.live import Glance, glance
 from oppo_megatron.report.terminal import Block, draw, head, row_of, rows_of
 
 TURN_S = 6.0
-"""How long a part is shown where the terminal is too low for all of them."""
+"""How long a part is shown where the terminal is too low for all of them; at least from one look to the next."""
 
 
 def watch(path: str | os.PathLike[str], interval_s: float, console: Console, *, once: bool = False) -> None:
@@ -24,26 +25,28 @@ def watch(path: str | os.PathLike[str], interval_s: float, console: Console, *, 
     """
     now = glance(path)
     if not once and console.is_terminal:
-        began = time.monotonic()
+        looks_a_turn = max(1, round(TURN_S / interval_s))
         try:
-            with Live(screens(now, console)[0], console=console, screen=True, auto_refresh=False) as live:
-                while not now.finished:
+            with Live(console=console, screen=True, auto_refresh=False) as live:
+                for look in count():
+                    parts = screens(now, console)
+                    live.update(parts[look // looks_a_turn % len(parts)], refresh=True)
+                    if now.finished:
+                        break
                     time.sleep(interval_s)
                     now = glance(path, before=now)
-                    parts = screens(now, console)
-                    live.update(parts[int((time.monotonic() - began) / TURN_S) % len(parts)], refresh=True)
         except KeyboardInterrupt:
             pass  # the way out of a run that goes on; what was seen last is left on the screen
     console.print(draw(now, console.width))
 
 
-def screens(glance: Glance, console: Console) -> list[RenderableType]:
+def screens(now: Glance, console: Console) -> list[RenderableType]:
     """The figures in parts, each of which the terminal can show at once."""
-    top = head(glance)
+    top = head(now)
     free = console.height - _height(top.copy().append("  part 10 of 10"), console)
     parts: list[list[RenderableType]] = [[]]
     used = 0
-    for blocks in rows_of(glance, console.width):
+    for blocks in rows_of(now, console.width):
         row, height = _fitted(blocks, console, free)
         if used + height > free and parts[-1]:
             parts.append([])
@@ -56,7 +59,7 @@ def screens(glance: Glance, console: Console) -> list[RenderableType]:
 
 def _fitted(blocks: Sequence[Block], console: Console, free: int) -> tuple[RenderableType, int]:
     """The blocks beside each other, without their last lines where they are higher than `free`; and the height."""
-    most_lines = max(len(block.lines) for block in blocks)
+    most_lines = min(free, max(len(block.lines) for block in blocks))  # a line takes a row at least
     while True:
         row = row_of([block.panel(most_lines) for block in blocks])
         height = _height(row, console)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from io import StringIO
@@ -12,7 +13,7 @@ from rich.console import Console
 
 from oppo_megatron.cli.main import main
 from oppo_megatron.report.live import glance, last_objects
-from oppo_megatron.report.terminal import draw, spark
+from oppo_megatron.report.terminal import FRAME, draw, rows_of, spark
 from oppo_megatron.report.watch import screens, watch
 from oppo_megatron.train.run_dir import write_json
 from tests.support.runs import append, metrics_line, rollout, write_run
@@ -105,6 +106,25 @@ def test_sparkline() -> None:
     assert len(spark(list(range(1000)), 36)) == 36
 
 
+@pytest.mark.parametrize(("interval_s", "turns"), [(2.0, [1, 1, 1, 2, 2, 2, 1]), (18.0, [1, 2, 1, 2, 1, 2, 1])])
+def test_every_part_has_its_turn_however_seldom_one_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interval_s: float, turns: list[int]
+) -> None:
+    run = write_run(tmp_path / "run", finished=False)
+    console = Console(file=StringIO(), force_terminal=True, width=130, height=34)
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == len(turns) - 1:
+            write_json(run.summary, {})
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    watch(run.path, interval_s, console)
+    assert slept == [interval_s] * 6
+    assert [int(part) for part in re.findall(r"part (\d) of 2", console.file.getvalue())] == turns
+
+
 @pytest.mark.parametrize(("width", "height"), [(40, 15), (80, 24), (130, 30)])
 def test_a_low_terminal_shows_all_figures_in_turn(tmp_path: Path, width: int, height: int) -> None:
     run = write_run(tmp_path / "run", steps=6, finished=False)
@@ -122,5 +142,8 @@ def test_a_low_terminal_shows_all_figures_in_turn(tmp_path: Path, width: int, he
         and f"part {len(parts)} of {len(parts)}" in " ".join(text.split())
         and "more lines: --once shows all" in text
     )
+    for row in rows_of(glance(run.path), width):
+        bars = [line.plain.rstrip() for block in row for line in block.lines if set("▁█") & set(line.plain)]
+        assert all(len(bar) <= width // len(row) - FRAME for bar in bars), "a bar and its text have room on a line"
     lanes = [line for line in text.splitlines() if "rank 0 actor" in line]
     assert len(lanes) == 1 and "█" in lanes[0] and "▒" in lanes[0], "a lane is one line"
