@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from oppo_megatron.algorithms.experience import Experience
 from oppo_megatron.algorithms.losses import ActorTargets, actor_loss
+from oppo_megatron.algorithms.packing import tokens_of_rows
 from oppo_megatron.algorithms.staleness import ratio_base
 from oppo_megatron.config.ppo import PPOConfig
 from oppo_megatron.records import Rollout
@@ -22,6 +24,7 @@ from oppo_megatron.runtime.exhaustion import Allowance, Allowances, in_smaller_o
 from oppo_megatron.runtime.mcore.groups import RoleGroups
 from oppo_megatron.runtime.mcore.training import forward_rows
 from oppo_megatron.runtime.mcore.vocab_parallel import token_logprobs
+from oppo_megatron.schedule.packing import balance
 from oppo_megatron.train.trained_role import TrainedRole
 from oppo_megatron.train.update import UpdateSettings, run_update, stats_dict, update_packing
 
@@ -116,10 +119,11 @@ class Actor:
     def _proximal(self, batch: Sequence[Rollout], settings: UpdateSettings) -> Tensor | None:
         """Log-probs under the weights that the step begins with, [T]; None before the last stage.
 
-        Every replica makes all of them: which rows it will train depends on the minibatch.
+        Each replica makes those of a share of the rows, divided by tokens.
         """
-        prompts, responses = [r.prompt.tokens for r in batch], [r.tokens for r in batch]
-        trained = self.role.trained
+        trained, groups = self.role.trained, self._groups
+        rows = balance([r.num_tokens for r in batch], groups.dp)[groups.dp_rank]
+        prompts, responses = [batch[i].prompt.tokens for i in rows], [batch[i].tokens for i in rows]
 
         def logprobs(micro: MicroBatch, output: Tensor) -> Tensor:
             return token_logprobs(output, micro.targets_R, self._tp_group, self.temperature)[0]
@@ -127,11 +131,20 @@ class Actor:
         def forward(most: int) -> Tensor | None:
             micros = pack_responses(prompts, responses, most, settings.device)
             outputs = forward_rows(trained.chunks, micros, logprobs, trained.begun)
-            return join_rows(outputs, [len(r.tokens) for r in batch], micros) if outputs else None
+            return join_rows(outputs, [len(tokens) for tokens in responses], micros) if outputs else None
 
-        return in_smaller_ones(
+        mine = in_smaller_ones(
             forward, settings.micro_batch_tokens, self.allowance, trained.begun, trained.bound_to_peers
         )
+        if not groups.is_last_stage:
+            return None
+        lengths_B = torch.tensor([len(r.tokens) for r in batch])
+        logp_T = torch.zeros(int(lengths_B.sum()), device=settings.device)
+        if mine is not None:
+            logp_T[tokens_of_rows(lengths_B, rows).to(settings.device)] = mine
+        if groups.dp > 1:
+            dist.all_reduce(logp_T, group=groups.collection.dp)  # each is 0 on all replicas but one
+        return logp_T
 
     def _fresh(self, batch: Sequence[Rollout]) -> Tensor:
         """[T]: 1 where decoding saw the very weights that the update starts from, cache included."""

@@ -74,11 +74,17 @@ def test_overcommitment_cuts_every_layout_at_the_same_decode_step(
 def test_a_kept_cache_outlives_an_end_that_was_cut_off(
     workspace: Workspace, name: str, placement: dict[str, Any], micro_batches: int
 ) -> None:
-    """A replica decodes on while another completes the batch: what ended too late goes on, from the cache it had."""
-    changes = OVERCOMMITTED | {"overlap.actor_kv": "keep"}
+    """A replica decodes on while another completes the batch: what ended too late goes on, from the cache it had.
+
+    Replicas divide the log-probs of the step's start, which its stale tokens are weighed by.
+    """
+    changes = OVERCOMMITTED | {"overlap.actor_kv": "keep", "ppo.staleness": {"correction": "decoupled"}}
     plain = run_ppo_ranks(deep(workspace, f"{name}-plain", **changes))
     changes |= {"placement": placement, "overlap.weave": {"micro_batches": micro_batches}}
-    assert_same(run_ppo_ranks(deep(workspace, name, **changes)), plain)
+    outcome = run_ppo_ranks(deep(workspace, name, **changes))
+    assert_same(outcome, plain)
+    weights, expected = ([line["importance_weight_mean"] for line in o.metrics] for o in (outcome, plain))
+    assert weights == pytest.approx(expected, abs=1e-4) and max(abs(weight - 1) for weight in weights) > 1e-3
 
 
 @pytest.mark.parametrize("schedule", ["intra", "woven"])
