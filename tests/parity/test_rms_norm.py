@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from oppo_megatron.runtime.mcore.rms_norm import rms_norm
+from oppo_megatron.runtime.mcore.rms_norm import fixed_norm, rms_norm
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-7)])
@@ -24,6 +24,9 @@ def test_output_and_gradients_are_those_of_torch(shape: tuple[int, ...], dtype: 
         assert one.dtype == dtype
         assert one.shape == other.shape
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+    fixed = fixed_norm(weight.detach(), 1e-5)(x.detach())
+    assert fixed.dtype == dtype
+    torch.testing.assert_close(fixed, expected[0], rtol=tolerance, atol=tolerance)
 
 
 def test_a_row_of_zeros_has_a_finite_gradient_and_frozen_weights_have_none() -> None:

@@ -10,7 +10,6 @@ heads, the key, the value), D head dimension, V vocabulary shard.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,9 +22,9 @@ from torch import Tensor
 from oppo_megatron.runtime.mcore.cached_plan import CachedPlan
 from oppo_megatron.runtime.mcore.lora import Adapters, adapters_of
 from oppo_megatron.runtime.mcore.prepacked import product
+from oppo_megatron.runtime.mcore.rms_norm import Norm, fixed_norm
 
 Product = Callable[[Tensor], Tensor]
-Norm = Callable[[Tensor], Tensor]
 
 
 class LeanStage:
@@ -39,7 +38,7 @@ class LeanStage:
         """`packed`: over copies of the weights that are laid out for the CPU's products."""
         self._bare = [_lean_layer(layer, packed) for layer in layers]
         self.layers = [_adapted(bare, layer) for bare, layer in zip(self._bare, layers, strict=True)]
-        self.final_norm = None if final_norm is None else rms_norm(final_norm.weight, final_norm.eps)
+        self.final_norm = None if final_norm is None else fixed_norm(final_norm.weight, final_norm.eps)
         self.tp_group = tp_group if tp_group.size() > 1 else None
 
     def without_adapters(self, tp_group: dist.ProcessGroup) -> LeanStage:
@@ -92,14 +91,14 @@ def _lean_layer(layer: Any, packed: bool) -> _LeanLayer:
     norms = None
     if layer.config.qk_layernorm:
         query, key = attention.q_layernorm, attention.k_layernorm
-        norms = rms_norm(query.weight, query.eps), rms_norm(key.weight, key.eps)
+        norms = fixed_norm(query.weight, query.eps), fixed_norm(key.weight, key.eps)
     groups, dim = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
     return _LeanLayer(
-        norm=rms_norm(layer.input_layernorm.weight, layer.input_layernorm.eps),
+        norm=fixed_norm(layer.input_layernorm.weight, layer.input_layernorm.eps),
         qkv=product(attention.linear_qkv.weight, _bias(attention.linear_qkv), packed=packed),
         head_norms=norms,
         proj=product(attention.linear_proj.weight, packed=packed),
-        mlp_norm=rms_norm(layer.pre_mlp_layernorm.weight, layer.pre_mlp_layernorm.eps),
+        mlp_norm=fixed_norm(layer.pre_mlp_layernorm.weight, layer.pre_mlp_layernorm.eps),
         gate_up=product(mlp.linear_fc1.weight, packed=packed),
         down=product(mlp.linear_fc2.weight, packed=packed),
         shape_GXD=(groups, attention.num_attention_heads_per_partition // groups + 2, dim),
@@ -126,16 +125,3 @@ def _adapted(bare: _LeanLayer, layer: Any) -> _LeanLayer:
 
 def _with(bare: Product, adapters: Adapters | None) -> Product:
     return bare if adapters is None else lambda x_TI: bare(x_TI) + adapters.cached(x_TI)
-
-
-def rms_norm(weight_H: Tensor, eps: float) -> Norm:
-    """Root-mean-square norm: x / sqrt(mean(x^2) + eps) * w.
-
-    torch composes its own of nine operations in float32 on a CPU.  The same is x sqrt(H) / hypot(|x|, sqrt(H eps)).
-    """
-    size = weight_H.shape[-1]
-    if weight_H.device.type != "cpu" or weight_H.dtype != torch.float32:
-        return lambda x: F.rms_norm(x, (size,), weight_H, eps)
-    floor = torch.tensor(math.sqrt(size * eps))
-    scaled_H = weight_H.detach() * math.sqrt(size)
-    return lambda x: (x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), floor)).mul_(scaled_H)
