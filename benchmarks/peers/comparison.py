@@ -133,8 +133,16 @@ def require_peer(python: Path) -> dict[str, str]:
         )
     answer = subprocess.run([python, "-I", SCRIPT, "--check"], capture_output=True, text=True)
     if answer.returncode:
-        raise BenchError(answer.stderr.strip())
-    return dict(json.loads(answer.stdout))
+        raise BenchError(
+            answer.stderr.strip() or f"{python} --check ended with exit code {answer.returncode}, in silence"
+        )
+    try:
+        return dict(json.loads(answer.stdout))
+    except ValueError as error:
+        raise BenchError(
+            f"{python} runs {SCRIPT.name} --check without printing versions, so it is no Python; name the one of TRL's "
+            "environment with --peer-python"
+        ) from error
 
 
 def require_unused(out: Path) -> None:

@@ -76,9 +76,9 @@ def compare(configs: Mapping[str, TrainConfig], runs: Runs) -> dict[str, Any]:
 def tuned(config: TrainConfig, runs: Runs) -> dict[str, Any]:
     """What the tuner settled on in each run, and how far its settled steps are from the best fixed size, in percent.
 
-    The fixed sizes count by the same steps: which sequences make a batch does not depend on the chunk, so they did the
-    same work.  `choice_percent` is how far the fixed run of the size settled on is from the best one; None where the
-    repeats settled on several sizes, or on one that was not run.
+    The fixed sizes count by the same steps (`fixed_step_s`): which sequences make a batch does not depend on the chunk, so
+    they did the same work.  `choice_percent` is how far the fixed run of the size settled on is from the best one; None
+    where the repeats settled on several sizes, or on one that was not run.
     """
     first = first_settled_step(config.overlap.chunk, longest_chunk(config))
     adaptive = [run for run in runs[ADAPTIVE] if len(run.lines) >= first]
@@ -94,6 +94,7 @@ def tuned(config: TrainConfig, runs: Runs) -> dict[str, Any]:
     return {
         **found,
         "settled_step_s": own_s,
+        "fixed_step_s": fixed,
         "best_fixed": int(best),
         "best_fixed_step_s": best_s,
         "percent": 100 * (own_s / best_s - 1),

@@ -108,7 +108,11 @@ def draw_weave(rows: Sequence[Mapping[str, Any]], out_png: str | os.PathLike[str
 
 
 def draw_chunks(result: Mapping[str, Any], out_png: str | os.PathLike[str]) -> None:
-    """Seconds a step against the chunk size; the tuner's settled steps as a line, `result` as `chunk.compare` makes it."""
+    """Seconds a step against the chunk size, `result` as `chunk.compare` makes it.
+
+    The tuner's settled steps are a line, with the fixed sizes over the same steps beside it: those do not hold all of the
+    fixed runs' work, so that the line and the points of whole runs do not compare.
+    """
     fixed = sorted((int(row["chunk"]), row["step_s"]) for row in result["results"] if row["chunk"].isdigit())
     figure = new_figure(width_in=6.5, height_in=4.0)
     axes = figure.subplots()
@@ -117,6 +121,10 @@ def draw_chunks(result: Mapping[str, Any], out_png: str | os.PathLike[str]) -> N
     if "settled_step_s" in tuned:
         label = f"adaptive, settled on {', '.join(map(str, tuned['settled_on']))}"
         axes.axhline(tuned["settled_step_s"], color=RUN_COLOURS[1], linestyle="--", label=label)
+        same = sorted((int(size), seconds) for size, seconds in tuned["fixed_step_s"].items())
+        axes.plot(
+            *zip(*same, strict=True), marker="o", linestyle=":", color=RUN_COLOURS[1], label="fixed, the same steps"
+        )
     axes.set_xscale("log", base=2)
     axes.set_xticks([size for size, _ in fixed], [str(size) for size, _ in fixed])
     axes.set_ylim(bottom=0)

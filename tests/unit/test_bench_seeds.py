@@ -9,6 +9,7 @@ import pytest
 
 from oppo_megatron.bench.pictures import draw_seeds
 from oppo_megatron.bench.seeds import compare, difference, remarks, reward_half
+from oppo_megatron.cli import demo
 from oppo_megatron.cli.main import main
 
 
@@ -56,3 +57,14 @@ def test_the_second_half_of_a_run() -> None:
 def test_one_seed_has_no_spread(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "seeds", "--seeds", "3,3"]) == 2
     assert "at least two different" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("code", "ends", "says"), [(75, 143, "told to stop in the demo of seed 3"), (130, 130, "interrupted")]
+)
+def test_a_demo_that_was_ended_is_no_wrong_input(
+    code: int, ends: int, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "run", lambda settings: code)
+    assert main(["bench", "seeds", "--seeds", "3,4"]) == ends
+    assert says in capsys.readouterr().err

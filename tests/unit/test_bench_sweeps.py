@@ -101,6 +101,7 @@ def test_the_tuner_is_compared_over_the_same_steps() -> None:
     found = result["adaptive"]
     assert found["first_settled_step"] == 4 and found["settled_on"] == [16]
     assert found["best_fixed"] == 32 and found["best_fixed_step_s"] == 2.5, "of steps 4 and 5 alone"
+    assert found["fixed_step_s"] == {"16": 4.0, "32": 2.5}
     assert found["percent"] == pytest.approx(20.0) and found["choice_percent"] == pytest.approx(60.0)
     assert "+20.0 % of the best fixed size, 32" in chunk.remarks(result)[0]
     rows = {row["chunk"]: row for row in result["results"]}
@@ -225,7 +226,7 @@ def test_tiny_models_are_models() -> None:
 
 
 def test_pictures_are_written(tmp_path: Path) -> None:
-    found = {"settled_on": [16], "settled_step_s": 2.0}
+    found = {"settled_on": [16], "settled_step_s": 2.0, "fixed_step_s": {"8": 2.1, "16": 1.9}}
     draw_chunks(
         {"results": [{"chunk": c, "step_s": 2.0} for c in ("8", "16", "adaptive")], "adaptive": found},
         tmp_path / "c.png",

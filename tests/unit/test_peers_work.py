@@ -262,6 +262,9 @@ def test_an_environment_with_other_versions_is_refused() -> None:
 
     with pytest.raises(BenchError, match="trl none"):
         require_peer(Path(sys.executable))
+    for other, message in (("true", "so it is no Python; name the one of TRL's"), ("false", "exit code 1, in silence")):
+        with pytest.raises(BenchError, match=message):
+            require_peer(Path("/usr/bin") / other)
 
 
 def test_threads_are_shared_by_the_ranks(workspace: Workspace) -> None:

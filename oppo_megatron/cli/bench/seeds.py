@@ -34,10 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _seeds(args: argparse.Namespace) -> int:
     from oppo_megatron.bench.pictures import draw_seeds
     from oppo_megatron.bench.seeds import COLUMNS, compare, remarks, reward_half
-    from oppo_megatron.bench.suite import BenchError
+    from oppo_megatron.bench.suite import BenchError, BenchStopped
     from oppo_megatron.bench.table import format_table
     from oppo_megatron.cli import demo
-    from oppo_megatron.errors import ConfigError
+    from oppo_megatron.cli.main import EXIT_INTERRUPTED
+    from oppo_megatron.errors import EXIT_REQUEUE, ConfigError
     from oppo_megatron.train.logs.metrics_log import read_metrics
     from oppo_megatron.train.machine import describe_machine
     from oppo_megatron.train.run_dir import RunDirectory, write_json
@@ -52,6 +53,10 @@ def _seeds(args: argparse.Namespace) -> int:
         out = args.out / f"seed-{seed}"
         settings = argparse.Namespace(out=out, seed=seed, quick=args.quick, fresh=False, configs=args.configs)
         code = demo.run(settings)
+        if code == EXIT_REQUEUE:
+            raise BenchStopped(f"told to stop in the demo of seed {seed}; the same command goes on with it")
+        if code == EXIT_INTERRUPTED:
+            raise KeyboardInterrupt
         if code:
             raise BenchError(f"the demo of seed {seed} ended with exit code {code}; what it says is above")
         found = json.loads((out / "demo.json").read_text(encoding="utf-8"))
