@@ -43,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_intermixed_args(arguments)
     try:
         with ending_by_signal():
+            if args.trl_only:
+                return trl_only(args)
             return generate_only(args) if args.hf_generate else compare(args)
     except BenchStopped as stop:
         print(f"compare: {stop}", file=sys.stderr)
@@ -80,6 +82,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--hf-generate", action="store_true", help="only measure transformers' generate at this batch, on a CUDA device"
     )
+    parser.add_argument(
+        "--trl-only",
+        action="store_true",
+        help="only run TRL, on whatever torch it finds (`oppo bench gpu` makes this call)",
+    )
     return parser
 
 
@@ -108,6 +115,21 @@ def compare(args: argparse.Namespace) -> int:
     return 0
 
 
+def trl_only(args: argparse.Namespace) -> int:
+    """What `--trl-only` asks for: a line of trl.jsonl below `--out` for every step of TRL, then trl.json."""
+    require_peer(args.peer_python, any_build=True)
+    require_unused(args.out)
+    config = prepared(load_base(args), args.dtype)
+    require_same_work(config, args.trl_micro_batch)
+    work = build_work(
+        config, args.out, device=config.runtime.device, dtype=config.actor.dtype, threads=args.threads or usable_cores(),
+        micro_batch=args.trl_micro_batch,
+    )  # fmt: skip
+    write_json(args.out / "work.json", work)
+    run_peer(args.peer_python, args.out / "work.json", args.out, any_build=True)
+    return 0
+
+
 def generate_only(args: argparse.Namespace) -> int:
     """What `--hf-generate` asks for; needs no environment of TRL."""
     require_cuda()
@@ -124,14 +146,17 @@ def generate_only(args: argparse.Namespace) -> int:
     return 0
 
 
-def require_peer(python: Path) -> dict[str, str]:
-    """The versions in the peer's environment.  Raises BenchError where it is missing, or another than is pinned."""
+def require_peer(python: Path, any_build: bool = False) -> dict[str, str]:
+    """The versions in the peer's environment.  Raises BenchError where it is missing, or another than is pinned.
+
+    `any_build`: of TRL alone that is asked for; the rest may be what a GPU's machine has.
+    """
     if not python.is_file():
         raise BenchError(
             f"{python} is missing: TRL runs in an environment of its own, which `make bench-trl` creates (once, with "
             "access to a package index); or name its Python with --peer-python"
         )
-    answer = subprocess.run([python, "-I", SCRIPT, "--check"], capture_output=True, text=True)
+    answer = subprocess.run([*peer_command(python, any_build), "--check"], capture_output=True, text=True)
     if answer.returncode:
         raise BenchError(
             answer.stderr.strip() or f"{python} --check ended with exit code {answer.returncode}, in silence"
@@ -143,6 +168,12 @@ def require_peer(python: Path) -> dict[str, str]:
             f"{python} runs {SCRIPT.name} --check without printing versions, so it is no Python; name the one of TRL's "
             "environment with --peer-python"
         ) from error
+
+
+def peer_command(python: Path, any_build: bool) -> list[str]:
+    """An environment of its own is shut off from this one's variables; this one may have got TRL by them."""
+    apart = ["-I"] if python.absolute() != Path(sys.executable).absolute() else []
+    return [str(python), *apart, str(SCRIPT), *(["--any-build"] if any_build else [])]
 
 
 def require_unused(out: Path) -> None:
@@ -225,7 +256,7 @@ def run_in_turn(
     return trl, ours
 
 
-def run_peer(python: Path, work: Path, folder: Path) -> Lines:
+def run_peer(python: Path, work: Path, folder: Path, any_build: bool = False) -> Lines:
     """One run of TRL; its output is in trl.log.  Raises BenchError with the log's end where it fails."""
     result, log = folder / "trl.json", folder / "trl.log"
     environment = {**os.environ, "TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -234,7 +265,7 @@ def run_peer(python: Path, work: Path, folder: Path) -> Lines:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     with log.open("w", encoding="utf-8") as output:
         code = subprocess.run(
-            [python, "-I", SCRIPT, work, result], stdout=output, stderr=subprocess.STDOUT, env=environment
+            [*peer_command(python, any_build), work, result], stdout=output, stderr=subprocess.STDOUT, env=environment
         ).returncode
     if code:
         tail = log.read_text(encoding="utf-8").splitlines()[-LOG_TAIL_LINES:]

@@ -3,6 +3,9 @@
     .venv-trl/bin/python benchmarks/peers/trl_ppo.py WORK.json RESULT.json
     .venv-trl/bin/python benchmarks/peers/trl_ppo.py --check      prints the versions of the environment, or what is wrong
 
+`--any-build` before these asks for the pinned TRL only, with whatever torch and transformers a GPU's machine has.  Every step is
+written as a line of RESULT.jsonl when it is done.
+
 Runs in the environment of `requirements-trl.txt` and imports nothing of oppo_megatron; `compare.py` writes WORK.json
 (`work.py` says what is in it) and reads RESULT.json.  The trainer's code is not changed.  What is put around it:
 
@@ -37,15 +40,18 @@ class PeerError(Exception):
 
 
 def main(arguments: Sequence[str]) -> int:
+    any_build = list(arguments[:1]) == ["--any-build"]
+    arguments = arguments[any_build:]
     try:
-        versions = require_versions(REQUIREMENTS.read_text(encoding="utf-8"), installed)
+        pinned = REQUIREMENTS.read_text(encoding="utf-8")
+        versions = require_versions(pinned, installed, ["trl"] if any_build else None)
         if list(arguments) == ["--check"]:
             print(json.dumps(versions))
             return 0
         if len(arguments) != 2:
             raise PeerError("usage: trl_ppo.py WORK.json RESULT.json, or --check; compare.py makes these calls")
         work = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
-        result = train(work)
+        result = train(work, Path(arguments[1]).with_suffix(".jsonl"))
     except PeerError as error:
         print(f"trl_ppo: {error}", file=sys.stderr)
         return EXIT_WRONG_INPUT
@@ -61,12 +67,21 @@ def installed(package: str) -> str | None:
         return None
 
 
-def require_versions(requirements: str, version_of: Callable[[str], str | None]) -> dict[str, str]:
-    """The versions that `requirements` pins, as they are installed.  Raises PeerError where one is missing or another."""
+def require_versions(
+    requirements: str, version_of: Callable[[str], str | None], held: Sequence[str] | None = None
+) -> dict[str, str]:
+    """The versions of what `requirements` pins, as they are installed.
+
+    Raises PeerError where one is missing, or where one of `held` (null: all) is another.
+    """
     pins = [line.split("==") for line in requirements.splitlines() if "==" in line and not line.startswith("#")]
     found = {name: version_of(name) or "none" for name, _ in pins}
     # A build is told by what follows the plus sign: 2.13.0+cpu is 2.13.0.
-    wrong = [f"{name} {found[name]} (pinned: {pin})" for name, pin in pins if found[name].split("+")[0] != pin]
+    wrong = [
+        f"{name} {found[name]} (pinned: {pin})"
+        for name, pin in pins
+        if found[name] == "none" or (found[name].split("+")[0] != pin and (held is None or name in held))
+    ]
     if wrong:
         raise PeerError(
             f"TRL's environment has {', '.join(wrong)}; remove it and run `make bench-trl`, which installs what "
@@ -153,8 +168,8 @@ class ForcedGenerate:
         return output
 
 
-def train(work: Mapping[str, Any]) -> dict[str, Any]:
-    """Train all steps.  Returns the device, the precision and what each step took and held."""
+def train(work: Mapping[str, Any], lines: Path) -> dict[str, Any]:
+    """Train all steps, each a line of `lines`.  Returns the device, the precision and what each step took and held."""
     import torch
 
     if work["device"] == "cuda" and not torch.cuda.is_available():
@@ -177,8 +192,13 @@ def train(work: Mapping[str, Any]) -> dict[str, Any]:
     def autocast() -> contextlib.AbstractContextManager[Any]:
         return torch.autocast(work["device"], torch.bfloat16) if bfloat16 else contextlib.nullcontext()
 
+    def step_end() -> None:
+        steps.append(_step(work, clock, generate, batches.pop(), len(steps)))
+        with lines.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(steps[-1]) + "\n")
+
     with watched(ppo_trainer, trainer.model, clock, autocast, batches.append):
-        trainer.add_callback(_step_end(lambda: steps.append(_step(work, clock, generate, batches.pop(), len(steps)))))
+        trainer.add_callback(_step_end(step_end))
         clock.begin()
         trainer.train()
     _require_finite(trainer.state.log_history, steps)

@@ -1,13 +1,14 @@
-"""What one GPU does with this engine, unattended and within a time: decoding, scoring beside it, and PPO steps.
+"""What one GPU does with this engine, unattended and within a time: decoding, scoring beside it, and PPO steps beside TRL's.
 
-Each part runs in a process of its own with a share of the time, so that one which fails, hangs or finds too little memory leaves
-the others alone; what has been measured is written at once.  The parts that load models are in `gpu_parts.py`.
+Each part runs in processes of its own with a share of the time, so that one which fails, hangs or finds too little memory leaves
+the others alone; what has been measured is written at once.  The parts that load models are in `gpu_parts.py`, the processes in
+`processes.py`, TRL's runner in the repository's `benchmarks/peers`.
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from oppo_megatron.bench.flops import weight_bytes
 from oppo_megatron.bench.overlap import MODES
+from oppo_megatron.bench.processes import run_within
 from oppo_megatron.config.holdings import train_holdings
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.model import Dtype
@@ -57,15 +60,30 @@ SIZES: dict[str, Shape] = {
 
 COLUMNS = {
     "size": "size", "part": "part", "variant": "variant", "tokens/s": "tokens_per_s", "ms/step": "ms_per_step",
-    "% of bandwidth": "share_percent", "hidden %": "hidden_percent", "s/step": "step_s", "why not": "why_not",
+    "% of bandwidth": "share_percent", "hidden %": "hidden_percent", "rows": "rows", "s/step": "step_s",
+    "x sequential": "times_sequential", "x TRL": "times_trl", "why not": "why_not",
 }  # fmt: skip
 
 PPO_MODES = ("sequential", "full")
-DECODE_SHARE, OVERLAP_SHARE = 0.45, 0.25
-"""Of the time that a size has left when the part begins."""
+
+SHARES = {"decode": 0.17, "overlap": 0.10, "sequential": 0.18, "full": 0.18, "trl": 0.27}
+"""Of all time, the most that a part of one size may take."""
 
 LEAST_S = 10.0
 """With less time left a part is not begun: models take as long to load."""
+
+TRL_MICRO_BATCH = 4
+TRL_LOGIT_BYTES = 14
+"""A logit of TRL's micro-batch: bfloat16 and its gradient, softmax and log-softmax in float32, entropy."""
+
+
+def agenda(sizes: Sequence[str]) -> list[tuple[str, str]]:
+    """(size, part): all of the first size, then what needs no training, then the rest.  What there is no time for is the end."""
+    first, *others = sizes
+    plan = [(first, part) for part in SHARES]
+    for parts in (("decode", "overlap"), (*PPO_MODES, "trl")):
+        plan += [(size, part) for size in others for part in parts]
+    return plan
 
 
 @dataclass(frozen=True)
@@ -88,45 +106,44 @@ class GpuWork:
 
 @dataclass
 class GpuBench:
-    """Measures `sizes` one after the other, each with an equal share of what is left of `seconds`."""
+    """Measures `sizes` within `seconds`.  `trl` is the script that runs TRL's trainer, with the Python that has TRL."""
 
     out: Path
     work: GpuWork
     seconds: float
     memory_bytes: float | None  # of the device; None: not asked
+    trl: tuple[Path, Path] | None = None
     say: Callable[[str], None] = lambda text: print(text, flush=True)
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def run(self, sizes: Mapping[str, Shape]) -> dict[str, Any]:
-        """Writes `out/gpu.json` after every row.  Returns what is in it."""
-        self.out.mkdir(parents=True, exist_ok=True)
-        tokenizer, prompts = write_random_prompts(self.out / "inputs", self.work.prompt_tokens)
+        """Writes `out/gpu.json` after every row.  Returns what is in it.  Raises ConfigError where `out` has one already."""
+        if (self.out / "gpu.json").exists():
+            raise ConfigError(
+                f"{self.out} holds an earlier measurement, which is not written over; name another folder with --out"
+            )
         end = time.monotonic() + self.seconds
-        for number, (size, shape) in enumerate(sizes.items()):
-            now = time.monotonic()
-            self._size(size, shape, now + (end - now) / (len(sizes) - number), tokenizer, prompts)
+        inputs = write_random_prompts(self.out / "inputs", self.work.prompt_tokens)
+        for size, part in agenda(list(sizes)):
+            (self.out / size).mkdir(parents=True, exist_ok=True)
+            seconds = min(SHARES[part] * self.seconds, end - time.monotonic())
+            if part in PPO_MODES:
+                self._train(size, part, self.ppo_run(self.out / size, part, *inputs), seconds)
+            elif part == "trl":
+                self._trl(size, sizes[size], inputs, seconds)
+            else:
+                self._part(size, part, sizes[size], seconds)
         return self._figures()
 
-    def _size(self, size: str, shape: Shape, end: float, tokenizer: Path, prompts: Path) -> None:
-        directory = self.out / size
-        directory.mkdir(parents=True, exist_ok=True)
-        checkpoint = directory / "checkpoint"
-        for part, share in (("decode", DECODE_SHARE), ("overlap", OVERLAP_SHARE)):
-            self._part(size, part, share * (end - time.monotonic()), {"shape": shape, "checkpoint": checkpoint})
-        for number, mode in enumerate(PPO_MODES):
-            share = 1 / (len(PPO_MODES) - number)
-            config = self.ppo_run(directory / mode, mode, checkpoint, tokenizer, prompts)
-            self._train(size, mode, config, share * (end - time.monotonic()))
-
-    def _part(self, size: str, part: str, seconds: float, models: Mapping[str, Any]) -> None:
+    def _part(self, size: str, part: str, shape: Shape, seconds: float) -> None:
         """A part of `gpu_parts.py`, whose rows come as lines of a file."""
         lines, order = self.out / size / f"{part}.jsonl", self.out / size / f"{part}.json"
-        lines.unlink(missing_ok=True)
+        models = {"shape": shape, "checkpoint": self.out / size / "checkpoint"}
         write_json(order, {"part": part, "work": asdict(self.work), "rows": lines, **models})
         command = [sys.executable, "-m", "oppo_megatron.bench.gpu_parts", str(order)]
         taken = 0
         for why_not in self._process(size, part, command, seconds):
-            new = _rows(lines)[taken:]
+            new = read_lines(lines)[taken:]
             taken += len(new)
             self._add({"size": size, "part": part, **row} for row in new)
             if why_not is not None:
@@ -134,55 +151,65 @@ class GpuBench:
 
     def _train(self, size: str, mode: str, config: TrainConfig, seconds: float) -> None:
         """A PPO run; of one that ran out of time or failed, the steps that it made."""
-        row: dict[str, Any] = {"size": size, "part": "ppo", "variant": mode}
+        row: dict[str, Any] = {"size": size, "part": "ppo", "variant": mode, "rows": config.rollout.batch_size}
         if (lacking := self.lacking(config)) is not None:
             self._add([{**row, "why_not": lacking}])
             return
         path = config.run_dir.with_suffix(".yaml")
         dump_config(config, path)
-        outcome = list(self._process(size, mode, [sys.executable, "-m", "oppo_megatron", "train", str(path)], seconds))
+        *_, why_not = self._process(size, mode, [sys.executable, "-m", "oppo_megatron", "train", str(path)], seconds)
         metrics = RunDirectory(config.run_dir).metrics
         lines = read_metrics(metrics) if metrics.exists() else []
-        steady = lines[1:] or lines
-        if lines:
-            row |= {name: median(line[name] for line in steady) for name in ("step_s", "decode_s", "train_s")}
+        self._add_steps(row, lines, ("step_s", "decode_s", "train_s"), why_not)
+
+    def _trl(self, size: str, shape: Shape, inputs: tuple[Path, Path], seconds: float) -> None:
+        """TRL's trainer over the same weights, prompts and lengths, by as many rows a step as the device holds."""
+        out = self.out / size / "trl"
+        row: dict[str, Any] = {"size": size, "part": "ppo", "variant": "TRL"}
+        if self.trl is None or not self.trl[0].is_file():
+            where = "benchmarks/peers/compare.py" if self.trl is None else self.trl[0]
+            self._add([{**row, "why_not": f"there is no {where}: run it from the repository's root"}])
+            return
+        rows = trl_rows(shape, self.work, self.memory_bytes)
+        if not rows:
+            self._add([{**row, "why_not": f"TRL has no memory for {TRL_MICRO_BATCH} rows: see docs/benchmarks.md"}])
+            return
+        config = self.ppo_run(self.out / size, "sequential", *inputs)
+        path = self.out / size / "trl.yaml"
+        dump_config(config, path)
+        script, python = self.trl
+        command = [sys.executable, str(script), str(path), f"rollout.batch_size={rows}", "--steps", "2", "--trl-only"]
+        command += ["--trl-micro-batch", str(TRL_MICRO_BATCH), "--peer-python", str(python), "--out", str(out)]
+        *_, why_not = self._process(size, "trl", command, seconds)
+        steps = [line | {"tokens": sum(line["response_tokens"])} for line in read_lines(out / "trl.jsonl")]
+        self._add_steps(row | {"rows": rows}, steps, ("step_s", "generate_s", "score_s", "train_s"), why_not)
+        shutil.rmtree(out / "models", ignore_errors=True)  # gigabytes
+
+    def _add_steps(
+        self, row: dict[str, Any], lines: Sequence[Mapping[str, Any]], seconds: Sequence[str], why_not: str | None
+    ) -> None:
+        """Medians and rates of the steps after the first, which warms up, where there are more.  Tokens are those decoded."""
+        if steady := lines[1:] or lines:
+            row |= {name: median(line[name] for line in steady) for name in seconds}
             row |= {"steps": lines, "tokens_per_s": sum(x["tokens"] for x in steady) / sum(x["step_s"] for x in steady)}
-        self._add([row | ({} if outcome[-1] is None else {"why_not": outcome[-1]})])
+        self._add([row | ({} if why_not is None else {"why_not": why_not})])
 
     def _process(self, size: str, part: str, command: Sequence[str], seconds: float) -> Iterator[str | None]:
         """Runs a process, and yields None each second; at its end why it has not done all, where it has not."""
         self.say(f"--- {size}: {part}, at most {max(0.0, seconds):.0f} s")
         if seconds < LEAST_S:
-            yield f"{seconds:.0f} s left, fewer than {LEAST_S:.0f}"
+            yield f"{max(0.0, seconds):.0f} s left, fewer than {LEAST_S:.0f}"
             return
-        log = self.out / size / f"{part}.log"
-        with log.open("w", encoding="utf-8") as file:
-            # S603: this package's own command, and no shell.
-            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)  # noqa: S603
-            try:
-                end = time.monotonic() + seconds
-                while process.poll() is None and time.monotonic() < end:
-                    yield None
-                    time.sleep(min(1.0, max(0.0, end - time.monotonic())))
-                ended = process.poll()
-            finally:
-                process.kill()
-                process.wait()
-        if ended is None:
-            yield f"its {seconds:.0f} s were over"
-        elif ended:
-            yield f"exit code {ended}, {_last_line(log)} ({log})"
-        else:
-            yield None
+        yield from run_within(command, seconds, self.out / size / f"{part}.log")
 
-    def ppo_run(self, run_dir: Path, mode: str, checkpoint: Path, tokenizer: Path, prompts: Path) -> TrainConfig:
-        """All roles of one shape in one process."""
-        work = self.work
+    def ppo_run(self, directory: Path, mode: str, tokenizer: Path, prompts: Path) -> TrainConfig:
+        """All roles of the shape that `directory` has a checkpoint of, in one process."""
+        work, checkpoint = self.work, directory / "checkpoint"
         role = {"checkpoint": checkpoint, "dtype": work.dtype}
         scalar = {**role, "fresh_head": True}
         return TrainConfig.model_validate(
             {
-                "run_dir": run_dir,
+                "run_dir": directory / mode,
                 "steps": work.ppo_steps,
                 "placement": {"mode": "single"},
                 "tokenizer": {"path": tokenizer},
@@ -213,16 +240,25 @@ class GpuBench:
         """Why the device's memory is too small for the run, where it is."""
         if self.memory_bytes is None or not (Path(str(config.actor.checkpoint)) / "config.json").exists():
             return None
-        needed = sum(holding.memory.total for holding in train_holdings(config, on_cpu=False))
+        found = [holding.memory for holding in train_holdings(config, on_cpu=False)]
+        # One role is trained at a time, and leaves its activations' memory to the next.
+        needed = sum(memory.total - memory.activations for memory in found) + max(m.activations for m in found)
         if needed <= self.memory_bytes:
             return None
         return f"needs about {needed / 2**30:.0f} GiB, the device has {self.memory_bytes / 2**30:.0f}"
 
     def _add(self, rows: Iterator[dict[str, Any]] | Sequence[dict[str, Any]]) -> None:
-        before = len(self.rows)
-        self.rows += rows
-        if len(self.rows) > before:
-            self._figures()
+        new = list(rows)
+        if not new:
+            return
+        self.rows += new
+        for row in new:
+            found = {name: row[key] for name, key in COLUMNS.items() if row.get(key) is not None}
+            self.say(
+                "    " + ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in found.items())
+            )
+        set_side_by_side(self.rows)
+        self._figures()
 
     def _figures(self) -> dict[str, Any]:
         figures = {"bench": "gpu", "machine": describe_machine(), "work": asdict(self.work), "results": self.rows}
@@ -243,12 +279,34 @@ def require_gpu() -> float:
     return float(torch.cuda.get_device_properties(0).total_memory)
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """The whole lines that a part has written so far."""
+def trl_rows(shape: Shape, work: GpuWork, memory_bytes: float | None) -> int:
+    """The most rows of a step that TRL's trainer has memory for, a multiple of its micro-batch.
+
+    It holds four models, two gradients and Adam's state in float32; the scores of every token drawn, over the whole vocabulary in
+    float32, twice (`torch.stack` in `generate`, `pad` in `batch_generation`); and the logits of a micro-batch.
+    """
+    if memory_bytes is None:
+        return work.batch
+    models = 10 * weight_bytes(shape, "float32", scalar=False)
+    row = 2 * 4 * work.response_tokens * shape["vocab_size"]
+    trained = TRL_LOGIT_BYTES * TRL_MICRO_BATCH * (work.prompt_tokens + work.response_tokens) * shape["vocab_size"]
+    rows = min(work.batch, int(max(0.0, 0.9 * memory_bytes - models - trained) // row))
+    return rows // TRL_MICRO_BATCH * TRL_MICRO_BATCH
+
+
+def set_side_by_side(rows: Sequence[dict[str, Any]]) -> None:
+    """How many times as many tokens a second the PPO runs of a size make as ours in sequence, and as TRL."""
+    rates = {
+        (row["size"], row["variant"]): row["tokens_per_s"] for row in rows if row["part"] == "ppo" and "steps" in row
+    }
+    for row in rows:
+        if row["part"] == "ppo" and "steps" in row:
+            for peer, name in (("sequential", "times_sequential"), ("TRL", "times_trl")):
+                if (size_peer := (row["size"], peer)) in rates:
+                    row[name] = row["tokens_per_s"] / rates[size_peer]
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines that a process has written so far."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-
-
-def _last_line(log: Path) -> str:
-    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else "without a word"

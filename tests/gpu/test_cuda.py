@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from oppo_megatron.bench.gpu import GpuBench
 from oppo_megatron.config.model import ModelConfig, RuntimeConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.records import Prompt
 from oppo_megatron.runtime.device_decode import DeviceLane, Row
+from oppo_megatron.runtime.exhaustion import Exhausted, attempt
 from oppo_megatron.runtime.links import Links
 from oppo_megatron.runtime.mcore.attention import PackedPlan
-from oppo_megatron.runtime.mcore.cuda_graphs import WARM_UPS, run_eagerly
+from oppo_megatron.runtime.mcore.cuda_graphs import WARM_UPS, CapturedSteps, run_eagerly
 from oppo_megatron.runtime.mcore.groups import build_groups
 from oppo_megatron.runtime.mcore.model import RoleModel
 from oppo_megatron.runtime.mcore.paged_cache import PagedKVCache
@@ -32,6 +35,7 @@ from oppo_megatron.runtime.world import open_world
 from oppo_megatron.train.entry import run_ppo
 from oppo_megatron.train.inputs import read_inputs
 from oppo_megatron.train.saving.preemption import Preemption
+from tests.e2e.test_bench_gpu import TINY, WORK
 from tests.support.ppo import SHAPE, Outcome, Workspace, read_outcome
 
 pytestmark = [
@@ -69,6 +73,14 @@ def test_between_two_looks_nothing_waits_for_the_device() -> None:
 
 def test_paged_attention_by_this_machines_kernel_equals_gathered_attention() -> None:
     check_paged_kernel("cuda")
+
+
+def test_memory_that_ran_out_can_be_used_again() -> None:
+    check_exhaustion("cuda")
+
+
+def test_every_part_of_the_benchmark_gives_its_figures(tmp_path: Path) -> None:
+    check_bench(tmp_path, "cuda")
 
 
 def check_cached_steps(device: str) -> None:
@@ -184,6 +196,41 @@ def check_captured_steps(device: str, dtype: str, layout: str) -> None:
             assert num_graphs > 1
             decode_twice(model, rounds)
             assert captured.num_graphs == num_graphs, "an update in place leaves every graph as good as it was"
+
+
+def check_exhaustion(device: str) -> None:
+    """Outside of a capture and in one, which must not leave the allocator in it."""
+    place = torch.device(device)
+
+    def too_much() -> None:
+        torch.empty(1 << 50, dtype=torch.uint8, device=place)
+
+    assert isinstance(attempt(too_much), Exhausted)
+    numbers = torch.zeros(3, device=place)
+    steps = CapturedSteps(place, lambda: [])
+    with torch.cuda.stream(torch.cuda.Stream(place)):
+        for _ in range(WARM_UPS + 2):
+            steps("good", lambda: numbers.add_(1))
+        for _ in range(WARM_UPS):
+            steps("too much", lambda: None)
+        assert isinstance(attempt(lambda: steps("too much", too_much)), Exhausted)
+        for _ in range(WARM_UPS + 2):
+            steps("good", lambda: numbers.add_(1))
+            steps("other", lambda: numbers.add_(numbers.new_ones(3)))
+        found = numbers.tolist()
+    assert found == [3.0 * (WARM_UPS + 2)] * 3 and steps.num_graphs == 2
+
+
+def check_bench(root: Path, device: str) -> None:
+    """All but TRL, which has an environment of its own."""
+    work = replace(WORK, dtype="bfloat16", device=device)
+    figures = GpuBench(root, work, 600.0, memory_bytes=None, say=lambda text: None).run(
+        {"tiny": {**TINY, "vocab_size": 512}}
+    )
+    why_not = [row for row in figures["results"] if "why_not" in row]
+    assert [row["variant"] for row in why_not] == ["TRL"], why_not
+    (tail,) = (row for row in figures["results"] if row.get("long_tail"))
+    assert device == "cpu" or tail["graphs"] > 1
 
 
 def check_no_waiting(device: str) -> None:

@@ -36,6 +36,14 @@ def test_wrong_and_missing_versions_are_named_with_the_remedy() -> None:
     assert "torch" not in text and "make bench-trl" in text
 
 
+def test_on_a_gpus_machine_trl_alone_has_to_be_as_pinned() -> None:
+    pins, found = "torch==2.13.0\ntrl==1.12.0\n", {"trl": "1.12.0", "torch": "2.11.0+cu130"}
+    assert require_versions(pins, found.get, ["trl"]) == found
+    for wrong, told in (({**found, "trl": "1.13.0"}, "trl 1.13.0"), ({"trl": "1.12.0"}, "torch none")):
+        with pytest.raises(PeerError, match=told):
+            require_versions(pins, wrong.get, ["trl"])
+
+
 def test_an_environment_without_trl_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """This one: the project does not depend on TRL."""
     assert main(["--check"]) == 2

@@ -1,0 +1,51 @@
+"""Processes that are given a time."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+
+
+def run_within(command: Sequence[str], seconds: float, log: Path) -> Iterator[str | None]:
+    """Runs a command with its output in `log`, and yields None each second; at its end why it has not done all, where it has not.
+
+    What it has started ends with it, in sessions of their own too: nothing of it may hold the device's memory.
+    """
+    with log.open("w", encoding="utf-8") as file:
+        # S603: this package's own command, and no shell.
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)  # noqa: S603
+        try:
+            end = time.monotonic() + seconds
+            while process.poll() is None and time.monotonic() < end:
+                yield None
+                time.sleep(min(1.0, max(0.0, end - time.monotonic())))
+            ended = process.poll()
+        finally:
+            _end(process)
+    if ended is None:
+        yield f"its {seconds:.0f} s were over"
+    elif ended:
+        yield f"exit code {ended}, {_last_line(log)} ({log})"
+    else:
+        yield None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """The process and all that it has started."""
+    if process.poll() is None:
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        for member in family:
+            if member.is_running():
+                member.kill()
+        psutil.wait_procs(family, timeout=10)
+    process.wait()
+
+
+def _last_line(log: Path) -> str:
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else "without a word"
