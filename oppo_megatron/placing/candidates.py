@@ -105,7 +105,7 @@ def find_candidates(settings: TrainSettings, machine: Machine) -> Options:
         reasons = "; ".join(f"{option.name}: {option.reason}" for option in left_out)
         raise ConfigError(
             f"placement.mode is auto, but none of {', '.join(auto.candidates)} is possible on {machine} ({reasons}); "
-            "lower placement.auto.ranks, add to placement.auto.candidates, or choose a placement yourself"
+            "change placement.auto.ranks, add to placement.auto.candidates, or choose a placement yourself"
         )
     return Options(machine, candidates, left_out)
 

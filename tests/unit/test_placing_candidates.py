@@ -100,7 +100,7 @@ def test_what_no_layout_fits_is_left_out_with_the_reason() -> None:
     reasons = {option.name: option.reason for option in options.left_out}
     assert set(reasons) == {"single", "disaggregated 7 | 1", "disaggregated 6 | 2", "colocated"}
     assert reasons["colocated"].startswith("actor has dp 8, but at most 4 sequences are in work at once")
-    with pytest.raises(ConfigError, match="colocated: actor has dp 8, .*; lower placement.auto.ranks, add to"):
+    with pytest.raises(ConfigError, match="colocated: actor has dp 8, .*; change placement.auto.ranks, add to"):
         find_candidates(settings(1, 3, overlap={"inter": False}), Machine("cuda", 8))
 
 
