@@ -190,30 +190,38 @@ class HuggingFace:
         self.model.generation_config.pad_token_id = 0
 
     def decode(self, prompts_BP: Tensor, num_new: int) -> tuple[float, Tensor]:
-        clock = _FirstToken()
+        clock = FirstToken()
         tokens = self._generate(prompts_BP, num_new + 1, clock)
-        ended = time.perf_counter()
+        ended = _now(prompts_BP.device)
         assert clock.at is not None
         return ended - clock.at, tokens[:, prompts_BP.shape[1] + 1 :]
 
     @torch.inference_mode()
-    def _generate(self, prompts_BP: Tensor, count: int, clock: _FirstToken) -> Tensor:
+    def _generate(self, prompts_BP: Tensor, count: int, clock: FirstToken) -> Tensor:
         return self.model.generate(
             prompts_BP, attention_mask=torch.ones_like(prompts_BP), max_new_tokens=count, min_new_tokens=count,
             do_sample=False, stopping_criteria=[clock],
         )  # fmt: skip
 
 
-class _FirstToken:
+class FirstToken:
     """A stopping criterion of `generate` that stops nothing, and knows when it was first asked: behind the first token."""
 
     def __init__(self) -> None:
         self.at: float | None = None
 
     def __call__(self, input_ids_BT: Tensor, scores: Tensor, **options: Any) -> Tensor:
+        device = input_ids_BT.device
         if self.at is None:
-            self.at = time.perf_counter()
-        return torch.zeros(len(input_ids_BT), dtype=torch.bool)
+            self.at = _now(device)
+        return torch.zeros(len(input_ids_BT), dtype=torch.bool, device=device)
+
+
+def _now(device: torch.device) -> float:
+    """Seconds, when the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def bench_decode(work: DecodeWork, names: Sequence[str], out: Path, *, limit: bool = False) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks.peers.comparison import PEER_PYTHON
+from oppo_megatron.bench.decode import FirstToken
 from oppo_megatron.bench.gpu import SHARES, SIZES, GpuBench, GpuWork, agenda, set_side_by_side, trl_rows
 from oppo_megatron.bench.processes import run_within
 from oppo_megatron.cli.main import main
@@ -120,6 +121,14 @@ def test_ppo_runs_are_set_beside_ours_in_sequence_and_trl() -> None:
     assert [(row.get("times_sequential"), row.get("times_trl")) for row in rows] == [
         (1.0, 4.0), (1.5, 6.0), (0.25, 1.0), (None, None), (None, None),
     ]  # fmt: skip
+
+
+def test_the_clock_of_generate_answers_on_the_device_of_its_tokens() -> None:
+    clock, tokens_BT = FirstToken(), torch.zeros(3, 5, device="meta")
+    first, at = clock(tokens_BT, tokens_BT), clock.at
+    assert first.device.type == "meta" and first.shape == (3,)
+    clock(tokens_BT, tokens_BT)
+    assert clock.at == at is not None
 
 
 def test_shapes_are_ones_that_the_runtime_computes() -> None:
