@@ -290,20 +290,28 @@ def test_a_sequence_beyond_its_positions_is_an_error_that_names_it() -> None:
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 0, 3]], ids=["neighbours", "scattered slots"])
-def test_one_sequence_at_a_time_attends_as_all_at_once(order: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two calls, so that some sequences are new and some go on from what is cached."""
-    found = []
-    for fewest in (0, 10**9):
+@pytest.mark.parametrize("new", [new_cache, new_paged], ids=["dense", "paged"])
+def test_sequences_attend_alike_one_by_one_all_at_once_and_in_stretches(
+    order: list[int], new: Callable[[int], SequenceCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three calls: some sequences are new and some go on from what is cached; then each decodes a token."""
+    found, cuts = [], []
+    for fewest, call in ((0, 1e9), (1e9, 1e9), (1e9, 0.5)):
         monkeypatch.setattr(cached_plan, "FEW_TOKENS", fewest)
+        monkeypatch.setattr(cached_plan, "CALL_NUMBERS", call)
         torch.manual_seed(0)
-        cache, outputs = new_cache(4), []
+        cache, outputs = new(4), []
         for seq_id in range(4):
             cache.open(seq_id)
-        for lens in ([5, 1, 3, 4], [2, 6, 1, 7]):
+        for lens in ([5, 1, 3, 4], [2, 6, 1, 7], [1, 1, 1, 1]):
             ids, lens = order, [lens[i] for i in order]
             plan = cache.begin(ids, lens)
             q, k, v = (torch.randn(sum(lens), heads, DIM) for heads in (HEADS, GROUPS, GROUPS))
             outputs += [plan.attend(layer, q, k, v, DIM**-0.5) for layer in range(LAYERS)]
+            cuts.append(len(plan._together or []))
             cache.commit(plan)
         found.append(torch.cat(outputs))
-    torch.testing.assert_close(found[0], found[1], atol=1e-6, rtol=1e-6)
+    assert cuts[:6] == [0, 0, 0, 1, 1, 1]
+    assert all(number > 1 for number in cuts[6:])
+    for other in found[1:]:
+        torch.testing.assert_close(found[0], other, atol=1e-6, rtol=1e-6)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oppo_megatron.runtime.mcore.rope import apply_rope
+from oppo_megatron.runtime.mcore.stretches import CALL_NUMBERS, stretches
 
 if TYPE_CHECKING:
     from oppo_megatron.runtime.mcore.sequence_cache import SequenceCache
@@ -62,6 +64,7 @@ class CallPlan(CachedPlan):
         self.decode = max(lens) == 1
         self.longest = max(p + n for p, n in zip(past, lens, strict=True))
         self._dtype, self._device = cache.dtype, cache.device
+        self._together: list[_Together] | None = None  # made in the first layer
         self.slots_S, self.past_S, self.lens_S = torch.tensor([slots, past, lens], device=cache.device).unbind(0)
         if self.decode:
             self.pos_T = self.past_S
@@ -79,30 +82,21 @@ class CallPlan(CachedPlan):
 
     def _attention(self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float) -> Tensor:
         k_SGLD, v_SGLD = self._extend(layer, k_TGD, v_TGD)
-        if self.decode:
-            return attend_one(q_TGRD, k_SGLD, v_SGLD, self._decode_mask, scale)
-        return self._attend_prefill(q_TGRD, k_SGLD, v_SGLD, scale)
+        if self._device.type == "cpu" and sum(self.lens) >= FEW_TOKENS * len(self.lens):
+            return self._attend_each(q_TGRD, k_SGLD, v_SGLD, scale)
+        return self._attend_together(q_TGRD, k_SGLD, v_SGLD, scale)
 
     @abstractmethod
     def _extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
         """Cache k and v; all that is cached of the call's sequences, each [S, G, longest, D]."""
 
-    @cached_property
-    def _decode_mask(self) -> Tensor | None:
-        """None if all sequences are equally long."""
-        if min(self.past) == max(self.past):
-            return None
-        return beyond_mask(self.past_S, self.longest, self._dtype)
-
-    @cached_property
-    def _visible_SCL(self) -> Tensor:
-        position_SC = self.past_S[:, None] + torch.arange(max(self.lens), device=self._device)
-        return torch.arange(self.longest, device=self._device) <= position_SC[:, :, None]
-
-    def _attend_prefill(self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float) -> Tensor:
-        if self._device.type == "cpu" and sum(self.lens) >= FEW_TOKENS * len(self.lens):
-            return self._attend_each(q_TGRD, k_SGLD, v_SGLD, scale)
-        return self._attend_padded(q_TGRD, k_SGLD, v_SGLD, scale)
+    def _stretches(self, cached_SGLD: Tensor) -> list[slice]:
+        """Sequences that attend together: on a CPU neighbours of like length, elsewhere all."""
+        if self._device.type != "cpu":
+            return [slice(0, len(self.lens))]
+        _, groups, _, dim = cached_SGLD.shape
+        reaches = [past + new for past, new in zip(self.past, self.lens, strict=True)]
+        return stretches(reaches, CALL_NUMBERS / (2 * groups * dim))
 
     @cached_property
     def _masks(self) -> list[Tensor | None]:
@@ -130,19 +124,59 @@ class CallPlan(CachedPlan):
             first += new
         return torch.cat(outputs)
 
-    def _attend_padded(self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float) -> Tensor:
+    def _attend_together(self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float) -> Tensor:
+        """Few new tokens of each sequence: many sequences in a call, as far as their longest."""
+        if self._together is None:
+            self._together = [self._padded(rows, q_TGRD.shape[2]) for rows in self._stretches(k_SGLD)]
+        outputs = [
+            part.attend(
+                q_TGRD[part.tokens], k_SGLD[part.rows, :, : part.reach], v_SGLD[part.rows, :, : part.reach], scale
+            )
+            for part in self._together
+        ]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _padded(self, rows: slice, repeat: int) -> _Together:
+        """`repeat` query heads a key head."""
+        past, lens = self.past[rows], self.lens[rows]
+        reach = max(p + n for p, n in zip(past, lens, strict=True))
+        if self.decode:
+            mask = None if min(past) == max(past) else beyond_mask(self.past_S[rows], reach, self._dtype)
+            return _Together(rows, rows, reach, mask)
+        first = sum(self.lens[: rows.start])
+        tokens = slice(first, first + sum(lens))
+        position_SC = self.past_S[rows, None] + torch.arange(max(lens), device=self._device)
+        visible_SCL = torch.arange(reach, device=self._device) <= position_SC[:, :, None]
+        mask = visible_SCL[:, None].repeat(1, 1, repeat, 1)
+        return _Together(rows, tokens, reach, mask, (self.row_T[tokens] - rows.start, self.col_T[tokens]))
+
+
+@dataclass(frozen=True)
+class _Together:
+    """Neighbouring sequences of a call that attend together, as far as the longest `reach`es.
+
+    `places` are sequence and column of each token, where sequences have several new ones.
+    """
+
+    rows: slice
+    tokens: slice
+    reach: int
+    mask: Tensor | None
+    places: tuple[Tensor, Tensor] | None = None
+
+    def attend(self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float) -> Tensor:
+        """-> [T, N * D].  Only queries are padded to the longest chunk, and only here."""
+        if self.places is None or self.mask is None:
+            return attend_one(q_TGRD, k_SGLD, v_SGLD, self.mask, scale)
         num_seqs, groups, _, dim = k_SGLD.shape
-        chunk, repeat = self._visible_SCL.shape[1], q_TGRD.shape[2]
-        # Only queries are padded to the longest chunk of the call, and only inside attention.
+        repeat = q_TGRD.shape[2]
+        chunk = self.mask.shape[2] // repeat
         q_SCGRD = q_TGRD.new_zeros(num_seqs, chunk, groups, repeat, dim)
-        q_SCGRD[self.row_T, self.col_T] = q_TGRD
-        q_SGRCD = q_SCGRD.permute(0, 2, 3, 1, 4)
-        mask = self._visible_SCL[:, None].repeat(1, 1, repeat, 1)
-        out = F.scaled_dot_product_attention(
-            q_SGRCD.reshape(num_seqs, groups, repeat * chunk, dim), k_SGLD, v_SGLD, attn_mask=mask, scale=scale
-        )
+        q_SCGRD[self.places] = q_TGRD
+        q_SGQD = q_SCGRD.permute(0, 2, 3, 1, 4).reshape(num_seqs, groups, repeat * chunk, dim)
+        out = F.scaled_dot_product_attention(q_SGQD, k_SGLD, v_SGLD, attn_mask=self.mask, scale=scale)
         out_SCGRD = out.view(num_seqs, groups, repeat, chunk, dim).permute(0, 3, 1, 2, 4)
-        return out_SCGRD[self.row_T, self.col_T].reshape(len(self.row_T), -1)
+        return out_SCGRD[self.places].reshape(len(q_TGRD), -1)
 
 
 class StepPlan(CachedPlan):
