@@ -64,7 +64,7 @@ class _OnCpu(torch.autograd.Function):
         weight_grad_H = None
         if ctx.needs_input_grad[1]:
             roots_R = product_RH.new_full((len(product_RH),), math.sqrt(len(scaled_H)))
-            weight_grad_H = (roots_R @ product_RH).to(ctx.weight_dtype)
+            weight_grad_H = (product_RH.t() @ roots_R).to(ctx.weight_dtype)
         # a row's output is scaled * unit, and d unit / d x = (1 - unit unit^T) / length
         along = (product_RH @ scaled_H).neg_().view_as(length)
         return (wide * scaled_H).addcmul_(unit, along).div_(length).to(x.dtype), weight_grad_H, None
