@@ -8,15 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from oppo_megatron.config.model import DecodePath, KVLayout, ModelConfig, RuntimeConfig
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.records import Prompt
 from oppo_megatron.runtime.device_decode import batch_bucket
 from oppo_megatron.runtime.links import Links
+from oppo_megatron.runtime.mcore import lean
 from oppo_megatron.runtime.mcore.cuda_graphs import WARM_UPS, CapturedSteps
 from oppo_megatron.runtime.mcore.groups import build_groups
 from oppo_megatron.runtime.mcore.model import RoleModel
+from oppo_megatron.runtime.mcore.rms_norm import Norm
 from oppo_megatron.runtime.roles import load_role
 from oppo_megatron.runtime.rounds import Decoding, RoundRunner, decoder
 from oppo_megatron.runtime.sampler import Sampling
@@ -34,6 +37,10 @@ class OwnLimits(Stopping):
 
     def limit(self, seq_id: int) -> int:
         return 8 + 5 * seq_id
+
+
+def torch_norm(weight_H: torch.Tensor, eps: float) -> Norm:
+    return lambda x: F.rms_norm(x, weight_H.shape, weight_H, eps)
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +92,12 @@ def decode(model: RoleModel, rounds: RoundRunner) -> list[list[int]]:
 
 @pytest.mark.parametrize("layout", ["dense", "paged"])
 @pytest.mark.parametrize("path", ["lean", "module"])
-def test_replayed_steps_draw_what_computed_steps_draw(world: None, path: DecodePath, layout: KVLayout) -> None:
-    """In bfloat16 as on a GPU: there the lean layers hold no copies of weights that an update would leave behind."""
+def test_replayed_steps_draw_what_computed_steps_draw(
+    world: None, path: DecodePath, layout: KVLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16 and with torch's norm, as on a GPU: there the lean layers hold no copies of weights that an update would
+    leave behind."""
+    monkeypatch.setattr(lean, "fixed_norm", torch_norm)
     model = new_model(path, "bfloat16")
     for sampling in SAMPLINGS:
         expected = decode(model, new_rounds(model, sampling, 4, layout))

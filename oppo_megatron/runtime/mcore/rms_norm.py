@@ -28,7 +28,10 @@ def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
 
 
 def fixed_norm(weight_H: Tensor, eps: float) -> Norm:
-    """The norm by a weight that stays as it is, without gradient: for cached calls, where few rows make operations dear."""
+    """The norm by a weight that stays as it is, without gradient: for cached calls, where few rows make operations dear.
+
+    On a CPU it holds a copy of the weight.
+    """
     if weight_H.device.type != "cpu":
         return lambda x: F.rms_norm(x, (weight_H.shape[-1],), weight_H, eps)
     floor, scaled_H = _constants(weight_H, eps)
@@ -37,8 +40,8 @@ def fixed_norm(weight_H: Tensor, eps: float) -> Norm:
 
 def _constants(weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """sqrt(H eps), and sqrt(H) w."""
-    size = weight_H.shape[-1]
-    return torch.tensor(math.sqrt(size * eps)), weight_H.detach().float() * math.sqrt(size)
+    size, wide_H = weight_H.shape[-1], weight_H.detach().float()
+    return wide_H.new_full((), math.sqrt(size * eps)), wide_H * math.sqrt(size)
 
 
 def _normalised(wide: Tensor, floor: Tensor, scaled_H: Tensor) -> tuple[Tensor, Tensor]:
