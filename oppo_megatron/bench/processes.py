@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 import psutil
 
 
-def run_within(command: Sequence[str], seconds: float, log: Path) -> Iterator[str | None]:
+def run_within(command: Sequence[str], seconds: float, log: Path) -> Generator[str | None, None, None]:
     """Runs a command with its output in `log`, and yields None each second; at its end why it has not done all, where it has not.
 
     What it has started ends with it, in sessions of their own too: nothing of it may hold the device's memory.
     """
     with log.open("w", encoding="utf-8") as file:
-        # S603: this package's own command, and no shell.
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)  # noqa: S603
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)  # noqa: S603  (our own, and no shell)
         try:
             end = time.monotonic() + seconds
             while process.poll() is None and time.monotonic() < end:

@@ -100,7 +100,7 @@ def test_what_a_process_has_started_ends_with_it(tmp_path: Path) -> None:
             break
     pid = int(log.read_text())
     assert psutil.pid_exists(pid)
-    outcomes.close()  # type: ignore[attr-defined]
+    outcomes.close()
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 

@@ -13,6 +13,8 @@ weights and caches allows and beside transformers' generate, how much of the sco
 without the overlaps and by TRL's trainer.  Of the first size all is measured, of the others what there is time for; every figure
 is written at once.  It needs no input files."""
 
+PEER_PYTHON = Path(".venv-trl/bin/python")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", type=names, metavar="A,B", help="default: 0.5B,1.5B,3B")
@@ -34,9 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("runs/bench/gpu"), metavar="DIR", help="default %(default)s")
     parser.set_defaults(measure=_gpu)
-
-
-PEER_PYTHON = Path(".venv-trl/bin/python")
 
 
 def _gpu(args: argparse.Namespace) -> int:
