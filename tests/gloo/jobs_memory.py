@@ -70,6 +70,7 @@ def training_bytes(hf_config: dict[str, Any], dtype: str, dp: int, sharded: bool
     gradients = sum(buffer.grad_data.nbytes for ddp in trained.ddp for buffer in ddp.buffers)
     weights = {p.untyped_storage().data_ptr() for chunk in chunks for p in chunk.parameters()}
     adam = trained.optimizer.optimizer
+    assert all(group["fused"] for group in adam.param_groups), "one pass, whatever the precision and the replicas"
     own = [p for group in adam.param_groups for p in group["params"]]
     state = [value for moments in adam.state.values() for value in moments.values() if value.numel() > 1]
     held = [tensor for tensor in (*own, *state) if tensor.untyped_storage().data_ptr() not in weights]
