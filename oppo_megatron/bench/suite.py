@@ -10,12 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from oppo_megatron.config.holdings import lasting_memory
 from oppo_megatron.config.places import world_size
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.validate import train_problems
 from oppo_megatron.errors import EXIT_REQUEUE, ConfigError, OppoError
+from oppo_megatron.runtime.held_memory import device_bytes
 from oppo_megatron.train.logs.metrics_log import read_metrics
 from oppo_megatron.train.machine import describe_machine
+from oppo_megatron.train.memory import shortage
 from oppo_megatron.train.run_dir import RunDirectory, write_json
 
 Launch = Callable[[str, TrainConfig, int], int]
@@ -121,8 +126,19 @@ def _check(planned: Mapping[str, Sequence[TrainConfig]]) -> None:
         raise ConfigError(list(dict.fromkeys(problems)))
 
 
+def _shortages(config: TrainConfig) -> Iterator[str]:
+    """All ranks of a run are on this machine.  On CUDA devices they see for themselves whether memory suffices."""
+    if config.runtime.device == "cuda" or (config.runtime.device == "auto" and torch.cuda.is_available()):
+        return
+    lasting = lasting_memory(config, on_cpu=True)
+    problem = shortage(lasting, device_bytes(torch.device("cpu")), "all ranks", "this machine")
+    if problem:
+        yield problem
+
+
 def _problems(name: str, turns: Sequence[TrainConfig]) -> Iterator[str]:
-    for problem in train_problems(turns[0]):
+    problems = train_problems(turns[0])
+    for problem in problems or _shortages(turns[0]):
         yield f"{name}: {problem}"
     for config in turns:
         if RunDirectory(config.run_dir).finished:

@@ -114,6 +114,14 @@ def planned_memory(config: TrainConfig, *, on_cpu: bool) -> list[float]:
     return [memory.total for memory in rank_memory(train_holdings(config, on_cpu=on_cpu)).values()]
 
 
+def lasting_memory(config: TrainConfig | SupervisedConfig, *, on_cpu: bool) -> list[float]:
+    """Bytes that each rank of a run holds for certain, from its beginning to its end, in the order of ranks."""
+    holdings = (
+        supervised_holdings(config) if isinstance(config, SupervisedConfig) else train_holdings(config, on_cpu=on_cpu)
+    )
+    return [memory.lasting for memory in rank_memory(holdings).values()]
+
+
 def rank_memory(holdings: Sequence[Holding]) -> dict[int, Memory]:
     """What all roles of each rank take together, by rank."""
     ranks = groupby(holdings, key=lambda holding: holding.rank)

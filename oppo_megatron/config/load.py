@@ -52,13 +52,15 @@ def load_config(
     if secrets := shown_secrets(data, os.environ):
         raise ConfigError(secrets)  # before anything else could show them
     config: SectionT | None
+    wrong: Sequence[Sequence[str | int]] = ()
     try:
         config = kind.model_validate(data)
     except ValidationError as error:
         problems += explain(kind, error)
-        config = _without_wrong_keys(kind, data, error)
+        wrong = wrong_paths(kind, error)
+        config = _without_wrong_keys(kind, data, wrong)
     if check is not None and config is not None:
-        problems += check(config)
+        problems += [problem for problem in check(config) if not any(_misses(problem, path) for path in wrong)]
     if problems or config is None:
         raise ConfigError(problems)
     return config
@@ -162,9 +164,15 @@ def _apply_overrides(tree: DictConfig, overrides: Sequence[str]) -> list[str]:
     return problems
 
 
-def _without_wrong_keys(kind: type[SectionT], data: Any, error: ValidationError) -> SectionT | None:
-    """What the data give once every key that `error` names is left out; None where a required one is among them."""
-    for path in wrong_paths(kind, error):
+def _misses(problem: str, path: Sequence[str | int]) -> bool:
+    """Whether a problem is that a section lacks the key at `path`, which is there, but was left out for being wrong."""
+    *section, key = map(str, path or [""])
+    return problem.startswith(f"{'.'.join(section)} ") and key in re.findall(r"\w+", problem)
+
+
+def _without_wrong_keys(kind: type[SectionT], data: Any, wrong: Sequence[Sequence[str | int]]) -> SectionT | None:
+    """What the data give once every key at a `wrong` path is left out; None where a required one is among them."""
+    for path in wrong:
         place = data
         for part in path[:-1]:
             place = place[part]

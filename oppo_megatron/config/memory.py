@@ -55,6 +55,11 @@ class Memory:
     def total(self) -> float:
         return float(sum(vars(self).values()))
 
+    @property
+    def lasting(self) -> float:
+        """What is held from beginning to end, which is known exactly."""
+        return self.total - self.kernels - self.activations
+
     @classmethod
     def of_rank(cls, roles: Sequence[Memory]) -> Memory:
         """What the roles of a rank take together.

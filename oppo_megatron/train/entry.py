@@ -21,6 +21,7 @@ from oppo_megatron.train.inputs import Inputs, describe_inputs, read_inputs
 from oppo_megatron.train.liveness.stacks import stacks_on_request
 from oppo_megatron.train.liveness.watching import watched
 from oppo_megatron.train.logs.trace import merge_traces
+from oppo_megatron.train.memory import require_memory
 from oppo_megatron.train.ppo import PPOTrainer
 from oppo_megatron.train.run_dir import RunDirectory, write_json
 from oppo_megatron.train.saving.finding import Found, find_checkpoint
@@ -57,6 +58,7 @@ def _run_train(config: TrainConfig) -> int:
             watched(world, config.stall, config.run_dir, "train"),
             preemption.listening(),
         ):
+            require_memory(config, world)
             return 0 if run_ppo(config, world, inputs, preemption) else EXIT_REQUEUE
     except RollBack:
         return EXIT_ROLLBACK

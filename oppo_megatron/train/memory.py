@@ -8,11 +8,38 @@ from typing import Any
 
 import torch
 
+from oppo_megatron.config.holdings import lasting_memory
+from oppo_megatron.config.run import SupervisedConfig, TrainConfig
+from oppo_megatron.errors import CapacityError
 from oppo_megatron.runtime.exhaustion import Allowances
-from oppo_megatron.runtime.held_memory import held_bytes, peak_bytes
+from oppo_megatron.runtime.held_memory import device_bytes, held_bytes, peak_bytes
+from oppo_megatron.runtime.hosts import format_ranks
+from oppo_megatron.runtime.world import World
 from oppo_megatron.train.score_exchange import by_rank
 
-MEBIBYTE = 2**20
+MEBIBYTE, GIBIBYTE = 2**20, 2**30
+
+
+def require_memory(config: TrainConfig | SupervisedConfig, world: World) -> None:
+    """Raises CapacityError where this rank's host, or its CUDA device, has less memory than is held there for certain."""
+    me = world.hosts[world.rank]
+    ranks = [each.rank for each in world.hosts if (each.host, each.device) == (me.host, me.device)]
+    lasting = lasting_memory(config, on_cpu=world.device.type == "cpu")
+    where = me.host if world.device.type == "cpu" else f"{me.device} of {me.host}"
+    problem = shortage([lasting[rank] for rank in ranks], device_bytes(world.device), f"rank {format_ranks(ranks)}", where)
+    if problem:
+        raise CapacityError(problem)
+
+
+def shortage(lasting: Sequence[float], available: int, who: str, where: str) -> str | None:
+    """What is wrong where the ranks' `lasting` bytes together are more than are `available`."""
+    if sum(lasting) <= available:
+        return None
+    return (
+        f"weights, gradients, optimizer and KV caches of {who} take {sum(lasting) / GIBIBYTE:,.1f} GiB on {where}, which has "
+        f"{available / GIBIBYTE:,.1f} GiB of memory: `--dry-run` shows what takes it; use smaller models or more machines, or "
+        "lower rollout.batch_size, overlap.delta.max or runtime.kv_cache_mb"
+    )
 
 
 @dataclass

@@ -38,6 +38,7 @@ from oppo_megatron.train.logs.console import Progress
 from oppo_megatron.train.logs.metrics_log import MetricsLog, read_metrics
 from oppo_megatron.train.logs.trace import SpanRecorder, merge_traces
 from oppo_megatron.train.logs.trackers import Tracker, open_trackers
+from oppo_megatron.train.memory import require_memory
 from oppo_megatron.train.reward_model import RewardModelling
 from oppo_megatron.train.run_dir import RunDirectory, write_json
 from oppo_megatron.train.sft import FineTuning
@@ -68,12 +69,14 @@ class Task(Protocol[RowT]):
 def run_sft(config: SFTConfig) -> None:
     """Fine-tune a causal LM on completions.  Called on every rank; see `train_supervised`."""
     with open_world(config.runtime) as world, watched(world, config.stall, config.run_dir, "sft"):
+        require_memory(config, world)
         train_supervised(config, FineTuning(), world)
 
 
 def run_reward_model(config: RewardModelConfig) -> None:
     """Train a scalar head and the model below it on preferences.  Called on every rank; see `train_supervised`."""
     with open_world(config.runtime) as world, watched(world, config.stall, config.run_dir, "rm"):
+        require_memory(config, world)
         train_supervised(config, RewardModelling(), world)
 
 

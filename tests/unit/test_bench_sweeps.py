@@ -245,6 +245,14 @@ def test_nothing_starts_where_one_of_the_runs_is_wrong(tmp_path: Path) -> None:
     assert not started
 
 
+def test_nothing_starts_where_a_run_cannot_fit_the_machine(tmp_path: Path, real_config: TrainConfig) -> None:
+    started: list[str] = []
+    suite = Suite(tmp_path, 1, lambda *_: started.append("run") or 0, say=lambda _: None)
+    with pytest.raises(ConfigError, match=r"large: weights.* of all ranks take [\d,.]+ GiB on this machine"):
+        suite.run({"small": real_config, "large": scaling.with_model(real_config, 300)})
+    assert not started
+
+
 def test_a_finished_run_is_not_written_over(tmp_path: Path, real_config: TrainConfig) -> None:
     started: list[str] = []
     suite = Suite(tmp_path / "out", 2, lambda *_: started.append("run") or 0, say=lambda _: None)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from oppo_megatron.config.checks import check_forced_lengths, check_source
 from oppo_megatron.config.load import dump_config, load_config
 from oppo_megatron.config.model import ActorConfig, RuntimeConfig, TrainedRoleConfig
 from oppo_megatron.config.places import named_roles
@@ -125,6 +126,21 @@ def test_cross_checks_join_the_schema_problems(good: Path) -> None:
     with pytest.raises(ConfigError) as caught:  # a required key is wrong: there is nothing to check
         load_config(TrainConfig, good, ["rollout.batch_size=x"], check=check)
     assert len(caught.value.problems) == 1
+
+
+def test_a_key_that_is_wrong_is_not_said_to_be_absent_as_well(good: Path) -> None:
+    def check(config: TrainConfig) -> list[str]:
+        return [*check_forced_lengths(config.rollout.forced_lengths), *check_source("actor", config.actor)]
+
+    lengths = ["rollout.forced_lengths.median=0", "rollout.forced_lengths.sigma=1"]
+    with pytest.raises(ConfigError) as caught:
+        load_config(TrainConfig, good, [*lengths, "actor.checkpoint=[1]", "actor.lorra={}"], check=check)
+    assert sorted(problem.split("`")[1] for problem in caught.value.problems) == [
+        "actor.checkpoint", "actor.lorra", "rollout.forced_lengths.median"
+    ]  # fmt: skip
+    with pytest.raises(ConfigError) as caught:  # the other key's absence stays a problem
+        load_config(TrainConfig, good, ["actor.checkpoint=null", "actor.lorra={}"], check=check)
+    assert [problem.split()[0] for problem in caught.value.problems] == ["`actor.lorra`", "actor"]
 
 
 def test_missing_keys_are_named(tmp_path: Path) -> None:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from math import ceil
 from pathlib import Path
 
+import psutil
+import pytest
 import torch
 
-from oppo_megatron.runtime.held_memory import _peak_resident, held_bytes, peak_bytes
-from oppo_megatron.train.memory import MemoryByRank, MemoryMeter
+from oppo_megatron.config.holdings import lasting_memory
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.errors import CapacityError
+from oppo_megatron.runtime.held_memory import _group_limits, _peak_resident, device_bytes, held_bytes, peak_bytes
+from oppo_megatron.runtime.hosts import RankHost
+from oppo_megatron.runtime.world import World
+from oppo_megatron.train.memory import MemoryByRank, MemoryMeter, require_memory, shortage
+from tests.support.configs import least_config
 
 CPU = torch.device("cpu")
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 
 
 def test_what_is_held_for_a_while_stays_in_the_peak() -> None:
@@ -54,3 +63,52 @@ def test_the_rank_furthest_beyond_its_plan_is_named() -> None:
     }
     assert short.state_dict() == [[0, 0, 0], [64, 0, 6], [32, 0, 0]]
     assert memory.describe(planned) == "memory: at most 1.40 of the plan (rank 1: 700 of 500 MiB, peak above base)"
+
+
+def pair(run_dir: Path, layers: int) -> TrainConfig:
+    """Actor and critic of most of a GiB a layer, on a rank each."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 8}
+    model = {"init": {"model_type": "llama", "num_hidden_layers": layers, "vocab_size": 64, **sizes}}
+    return least_config(run_dir, actor=model, critic=model, runtime={"device": "cpu"})
+
+
+def world(*hosts: str) -> World:
+    return World(0, len(hosts), CPU, tuple(RankHost(r, host, None, "cpu", 1, 1) for r, host in enumerate(hosts)))
+
+
+def test_ranks_that_cannot_fit_their_host_end_before_they_begin(tmp_path: Path) -> None:
+    """Each of the two holds more than half of this machine's memory, and less than all of it."""
+    one, two = (max(lasting_memory(pair(tmp_path, layers), on_cpu=True)) for layers in (1, 2))
+    config = pair(tmp_path, ceil(0.8 * device_bytes(CPU) / (two - one)))
+    with pytest.raises(CapacityError, match=r"of rank 0-1 take [\d.]+ GiB on a, which has .*: `--dry-run` shows"):
+        require_memory(config, world("a", "a"))
+    require_memory(config, world("a", "b"))
+    with pytest.raises(CapacityError, match="of rank 0 take"):
+        require_memory(pair(tmp_path, ceil(2 * device_bytes(CPU) / (two - one))), world("a", "b"))
+
+
+def test_what_lasts_is_held_against_what_there_is() -> None:
+    assert shortage([4 * GIB, 5 * GIB], 9 * GIB, "rank 0-1", "a") is None
+    told = str(shortage([4 * GIB, 5 * GIB], 8 * GIB, "rank 0-1", "a"))
+    assert "KV caches of rank 0-1 take 9.0 GiB on a, which has 8.0 GiB" in told
+
+
+def test_a_job_has_what_its_control_groups_leave_it(tmp_path: Path) -> None:
+    """Of both versions; a group may be bound by one around it, and may not show in a container."""
+    membership, groups = tmp_path / "cgroup", tmp_path / "groups"
+    for path, limit in {
+        "memory.max": "max", "job/memory.max": str(4 * GIB), "job/step/memory.max": "max",
+        "memory/memory.limit_in_bytes": str(2**63 - 4096), "memory/slurm/memory.limit_in_bytes": str(3 * GIB),
+    }.items():  # fmt: skip
+        (groups / path).parent.mkdir(parents=True, exist_ok=True)
+        (groups / path).write_text(limit + "\n")
+    for text, found in {
+        "0::/job/step\n": [4 * GIB],
+        "0::/\n": [],
+        "0::/not/shown\n": [],
+        "9:name=systemd:/job\n4:cpu,memory:/slurm/step\n0::/\n": [3 * GIB, 2**63 - 4096],
+    }.items():
+        membership.write_text(text)
+        assert list(_group_limits(membership, groups)) == found, text
+    assert list(_group_limits(tmp_path / "absent", groups)) == []
+    assert 0 < device_bytes(CPU) <= psutil.virtual_memory().total

@@ -82,11 +82,7 @@ class PPOTrainer(ppo.PPOTrainer):
             run_timer=run_timer,
         )
         self._batch = train_dataloader_builder(consumed_samples=0).batch_sampler.global_batch_size
-        if self._settings.delta.max > self._batch:
-            raise ConfigError(
-                f"trainer.ppo.oppo.delta.max {self._settings.delta.max} is more than the batch of {self._batch} rollouts "
-                "(num_rollout_samples); lower it"
-            )
+        _require_delta(self._settings.delta.max, self._batch)
 
     @property
     def pool(self) -> Pool:
@@ -186,6 +182,13 @@ class PPOTrainer(ppo.PPOTrainer):
             writes=_is_source(),
             leads=torch.distributed.get_rank() == 0,
             wait=torch.distributed.barrier,
+        )
+
+
+def _require_delta(most: int, batch: int) -> None:
+    if most > batch:
+        raise ConfigError(
+            f"trainer.ppo.oppo.delta.max {most} is more than the batch of {batch} rollouts (num_rollout_samples); lower it"
         )
 
 
