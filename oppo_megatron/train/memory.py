@@ -23,10 +23,13 @@ MEBIBYTE, GIBIBYTE = 2**20, 2**30
 def require_memory(config: TrainConfig | SupervisedConfig, world: World) -> None:
     """Raises CapacityError where this rank's host, or its CUDA device, has less memory than is held there for certain."""
     me = world.hosts[world.rank]
-    ranks = [each.rank for each in world.hosts if (each.host, each.device) == (me.host, me.device)]
+    mine = (me.node, me.host, me.device)  # containers of several machines may bear one name
+    ranks = [each.rank for each in world.hosts if (each.node, each.host, each.device) == mine]
     lasting = lasting_memory(config, on_cpu=world.device.type == "cpu")
     where = me.host if world.device.type == "cpu" else f"{me.device} of {me.host}"
-    problem = shortage([lasting[rank] for rank in ranks], device_bytes(world.device), f"rank {format_ranks(ranks)}", where)
+    problem = shortage(
+        [lasting[rank] for rank in ranks], device_bytes(world.device), f"rank {format_ranks(ranks)}", where
+    )
     if problem:
         raise CapacityError(problem)
 

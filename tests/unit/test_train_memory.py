@@ -72,19 +72,19 @@ def pair(run_dir: Path, layers: int) -> TrainConfig:
     return least_config(run_dir, actor=model, critic=model, runtime={"device": "cpu"})
 
 
-def world(*hosts: str) -> World:
-    return World(0, len(hosts), CPU, tuple(RankHost(r, host, None, "cpu", 1, 1) for r, host in enumerate(hosts)))
+def world(*nodes: str) -> World:
+    return World(0, len(nodes), CPU, tuple(RankHost(r, "host", node, "cpu", 1, 1) for r, node in enumerate(nodes)))
 
 
 def test_ranks_that_cannot_fit_their_host_end_before_they_begin(tmp_path: Path) -> None:
     """Each of the two holds more than half of this machine's memory, and less than all of it."""
     one, two = (max(lasting_memory(pair(tmp_path, layers), on_cpu=True)) for layers in (1, 2))
     config = pair(tmp_path, ceil(0.8 * device_bytes(CPU) / (two - one)))
-    with pytest.raises(CapacityError, match=r"of rank 0-1 take [\d.]+ GiB on a, which has .*: `--dry-run` shows"):
-        require_memory(config, world("a", "a"))
-    require_memory(config, world("a", "b"))
+    with pytest.raises(CapacityError, match=r"of rank 0-1 take [\d.]+ GiB on host, which has .*: `--dry-run` shows"):
+        require_memory(config, world("0", "0"))
+    require_memory(config, world("0", "1"))
     with pytest.raises(CapacityError, match="of rank 0 take"):
-        require_memory(pair(tmp_path, ceil(2 * device_bytes(CPU) / (two - one))), world("a", "b"))
+        require_memory(pair(tmp_path, ceil(2 * device_bytes(CPU) / (two - one))), world("0", "1"))
 
 
 def test_what_lasts_is_held_against_what_there_is() -> None:
