@@ -115,7 +115,7 @@ def planned_memory(config: TrainConfig, *, on_cpu: bool) -> list[float]:
 
 
 def lasting_memory(config: TrainConfig | SupervisedConfig, *, on_cpu: bool) -> list[float]:
-    """Bytes that each rank of a run holds for certain, from its beginning to its end, in the order of ranks."""
+    """Bytes that each rank of a run holds for certain between updates, in the order of ranks."""
     holdings = (
         supervised_holdings(config) if isinstance(config, SupervisedConfig) else train_holdings(config, on_cpu=on_cpu)
     )

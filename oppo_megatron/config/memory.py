@@ -57,8 +57,8 @@ class Memory:
 
     @property
     def lasting(self) -> float:
-        """What is held from beginning to end, which is known exactly."""
-        return self.total - self.kernels - self.activations
+        """What is held at once between updates on any processor, which is known exactly: no packed copies, no estimates."""
+        return self.weights + self.copy + self.gradients + self.optimizer + self.kv_cache
 
     @classmethod
     def of_rank(cls, roles: Sequence[Memory]) -> Memory:
