@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
-from oppo_megatron.bench.figures import figures, median_of, speedups, steady
+from oppo_megatron.bench.figures import figures, speedups
 from oppo_megatron.bench.limit import run_with_limits
 from oppo_megatron.bench.pictures import draw_steps, draw_utilization
-from oppo_megatron.bench.suite import Run, Runs, Suite, all_lines
+from oppo_megatron.bench.suite import Runs, Suite, all_lines
 from oppo_megatron.bench.work import require_same_work, work_figures
 from oppo_megatron.config.model import ParallelConfig
-from oppo_megatron.config.places import decodes_and_scores, role_places, world_size
+from oppo_megatron.config.places import world_size
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.report.utilization import KINDS, utilization
+from oppo_megatron.report.utilization import KINDS, utilization, work_seconds
 
 MODES: dict[str, dict[str, bool]] = {
     "sequential": {"intra": False, "inter": False, "hide_critic": False, "backfill": False},
@@ -128,58 +129,39 @@ def compare(configs: Mapping[str, TrainConfig], runs: Runs) -> dict[str, Any]:
     return {
         "results": rows,
         "best_sequential": {s: None if base is None else base["placement"] for s, base in best.items()},
-        "nothing_waits": [nothing_waits(configs[f"{placement}/sequential"], placement, runs) for placement in plain],
+        "nothing_waits": [nothing_waits(placement, runs) for placement in plain],
         "utilization": {name: utilization([run.path for run in turns]) for name, turns in runs.items()},
     }
 
 
-def nothing_waits(config: TrainConfig, placement: str, runs: Runs) -> dict[str, Any]:
+def nothing_waits(placement: str, runs: Runs) -> dict[str, Any]:
     """How far each mode of a placement is from a step in which nothing waits.
 
-    Each side's own work is what it takes in the sequential run, where it is alone: the actor's is decoding and its
-    update, the scorers' their scoring and the critic's update.  A step cannot be shorter than the longer of the two
-    where they are on ranks of their own, than their sum where ranks do both.
+    A rank's own work is what it decodes, scores and updates in the sequential run, where each rank works alone: a step
+    cannot be shorter than that of the busiest.
     """
-    turns = runs[f"{placement}/sequential"]
-    own = _own_work(steady(all_lines(turns)))
-    own_total = _own_totals(turns)
-    together = decodes_and_scores(role_places(config))
-    least = sum(own.values()) if together else max(own.values())
-    least_total = sum(own_total.values()) if together else max(own_total.values())
+    own = [work_seconds(run.path) for run in runs[f"{placement}/sequential"]]
+    ranks = [
+        {
+            "rank": rank,
+            "step_s": median(_steady_seconds([work[rank] for work in own])),
+            "total_s": fmean(sum(work[rank].values()) for work in own),
+        }
+        for rank in sorted(own[0])
+    ]
+    least = {seconds: max(rank[seconds] for rank in ranks) for seconds in ("step_s", "total_s")}
     ratios = {}
-    for name, others in runs.items():
+    for name, turns in runs.items():
         where, mode = name.split("/")
         if where == placement:
-            found = figures(all_lines(others))
-            ratios[mode] = {"step_s": found["step_s"] / least, "total_s": found["total_s"] / least_total}
-    return {
-        "placement": placement,
-        "shared_ranks": together,
-        **own,
-        "least_step_s": least,
-        **{f"{name}_total": seconds for name, seconds in own_total.items()},
-        "least_total_s": least_total,
-        "over_least": ratios,
-    }
+            found = figures(all_lines(turns))
+            ratios[mode] = {seconds: found[seconds] / least[seconds] for seconds in least}
+    return {"placement": placement, "ranks": ranks, "least": least, "over_least": ratios}
 
 
-def _own_work(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    def median(name: str) -> float:
-        return median_of(lines, name) or 0.0
-
-    return {
-        "actor_s": median("decode_s") + median("train_s"),
-        "scorers_s": median("score_busy_s") + median("critic_update_s"),
-    }
-
-
-def _own_totals(turns: Sequence[Run]) -> dict[str, float]:
-    """The same over all steps: the mean of the runs."""
-
-    def total(*names: str) -> float:
-        return sum(line.get(name) or 0.0 for run in turns for line in run.lines for name in names) / len(turns)
-
-    return {"actor_s": total("decode_s", "train_s"), "scorers_s": total("score_busy_s", "critic_update_s")}
+def _steady_seconds(works: Sequence[Mapping[int, float]]) -> list[float]:
+    """Those of the steps after the first of all runs; of the first, too, where there is no other."""
+    return [seconds for work in works for step, seconds in work.items() if step > 1 or len(work) == 1]
 
 
 def rank_rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -199,10 +181,10 @@ def remarks(result: Mapping[str, Any], out: Path) -> list[str]:
         seconds = next(r["step_s"] for r in result["results"] if (r["placement"], r["mode"]) == (best, "sequential"))
         lines.append(f"best sequential placement: {best}, {seconds:.2f} s/step")
     for found in result["nothing_waits"]:
-        how = "their sum, for ranks do both" if found["shared_ranks"] else "the larger"
+        works = ", ".join(f"{rank['step_s']:.2f}" for rank in found["ranks"])
         lines.append(
-            f"{found['placement']}: alone, the actor works {found['actor_s']:.2f} s a step and the scorers "
-            f"{found['scorers_s']:.2f} s; a step in which nothing waits takes {found['least_step_s']:.2f} s ({how})"
+            f"{found['placement']}: alone, its ranks work {works} s a step; a step in which nothing waits takes as long "
+            f"as the busiest, {found['least']['step_s']:.2f} s"
         )
         ratios = (f"{mode} {ratio['step_s']:.2f}" for mode, ratio in found["over_least"].items())
         lines.append(f"  s/step over that: {', '.join(ratios)}")

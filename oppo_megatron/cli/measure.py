@@ -114,7 +114,7 @@ class Prober:
         from oppo_megatron.train.logs.metrics_log import read_metrics
         from oppo_megatron.train.run_dir import RunDirectory
 
-        name = f"{re.sub('[^a-z0-9]+', '-', candidate.name)}-{turn}"
+        name = f"{re.sub('[^a-z0-9]+', '-', candidate.name).strip('-')}-{turn}"
         file, log = self.folder / f"{name}.yaml", self.folder / f"{name}.log"
         dump_config(probe_config(self.settings, candidate.placement, self.folder / name), file)
         code = run_logged([sys.executable, "-c", START, json.dumps(sys.path), "train", str(file)], log)

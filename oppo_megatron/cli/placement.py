@@ -8,7 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-AUTO = ["placement.mode=auto", "placement.actor={tp: 1, pp: 1, dp: 1}", "placement.scorer=null"]
+AUTO = [
+    "placement.mode=auto", "placement.actor={tp: 1, pp: 1, dp: 1}", "placement.scorer=null",
+    "placement.reference=scorer",
+]  # fmt: skip
 """Overrides that put `auto` in the place of what a configuration says."""
 
 COLUMNS = {

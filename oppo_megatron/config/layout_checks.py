@@ -68,6 +68,8 @@ def check_auto_placement(settings: TrainSettings) -> list[str]:
     written = {} if placement.actor.num_ranks == 1 else {"placement.actor": str(Sizes.of(placement.actor))}
     if placement.scorer is not None:
         written["placement.scorer"] = str(Sizes.of(placement.scorer))
+    if placement.reference != "scorer":
+        written["placement.reference"] = placement.reference
     for name, role in _sections(settings):
         written |= _own_layouts(name, role)
     problems = [

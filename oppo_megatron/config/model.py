@@ -170,6 +170,10 @@ class PlacementSettings(Section):
     scorer: ParallelConfig | None = Field(
         None, description="default: one rank where disaggregated, the actor's layout where colocated"
     )
+    reference: Literal["scorer", "actor"] = Field(
+        "scorer",
+        description="whose ranks and layout the reference takes: the actor's where a large reward model keeps the scorers' busy",
+    )
     auto: AutoPlacementConfig | None = Field(None, description="what `auto` measures; null: its defaults")
 
 

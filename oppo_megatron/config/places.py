@@ -64,10 +64,8 @@ class Place:
 
 def role_places(config: TrainConfig) -> dict[str, Place]:
     """Where each role decodes or scores.  Actor first, then reference, critic, and the reward model where there is one."""
-    pool = pools(config)
-    places = {
-        name: _place(role, pool["actor" if name == "actor" else "scorer"]) for name, role in named_roles(config).items()
-    }
+    pool, beside = pools(config), {"actor": "actor", "reference": config.placement.reference}
+    places = {name: _place(role, pool[beside.get(name, "scorer")]) for name, role in named_roles(config).items()}
     generate = config.actor.generate
     return places if generate is None else places | {"actor": _over(places["actor"].ranks, generate)}
 
@@ -93,7 +91,7 @@ def has_own_training_weights(serving: Place, training: Place, vpp: int) -> bool:
 
 
 def pools(config: TrainConfig) -> dict[str, Place]:
-    """The ranks and layouts that the placement gives to the actor and to the scorers that name none."""
+    """The ranks and layouts that the placement gives to the actor and to the scorers, for roles that name none."""
     placement = config.placement
     if placement.mode == "single":
         return {"actor": Place((0,)), "scorer": Place((0,))}

@@ -6,7 +6,8 @@ With W ranks, as many as the machine has CUDA devices or cores:
     disaggregated    actor | scorers: W-1 | 1, three quarters | one, half | half; on CPU also 1 | 1 with W/2 threads each
     colocated        all roles on W ranks
 
-Each in the layout of least and of largest tensor parallelism that the models admit, without pipelines.
+Each in the layout of least and of largest tensor parallelism that the models admit, without pipelines; a disaggregated one
+of least tensor parallelism also with the reference on the actor's ranks, for the two sides are seldom equally busy.
 """
 
 from __future__ import annotations
@@ -51,12 +52,15 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """`single`, `disaggregated dp 3 | 1`, `colocated tp 2 x dp 2`."""
+        """`single`, `disaggregated dp 3 | 1`, `disaggregated 1 | 1 (reference: actor)`, `colocated tp 2 x dp 2`."""
         placement = self.placement
         if placement.mode == "single":
             return "single"
         actor, scorer = _sizes(placement.actor), _sizes(placement.scorer or ParallelConfig())
-        return f"disaggregated {actor} | {scorer}" if placement.mode == "disaggregated" else f"colocated {actor}"
+        if placement.mode == "colocated":
+            return f"colocated {actor}"
+        reference = "" if placement.reference == "scorer" else f" (reference: {placement.reference})"
+        return f"disaggregated {actor} | {scorer}{reference}"
 
     @property
     def num_ranks(self) -> int:
@@ -69,7 +73,9 @@ class Candidate:
         """What a configuration says to have this placement."""
         placement = self.placement
         parts = {"actor": placement.actor, "scorer": placement.scorer} if placement.mode != "single" else {}
-        return {"mode": placement.mode, **{key: part.model_dump() for key, part in parts.items() if part is not None}}
+        layouts = {key: part.model_dump() for key, part in parts.items() if part is not None}
+        reference = {"reference": placement.reference} if placement.reference != "scorer" else {}
+        return {"mode": placement.mode, **layouts, **reference}
 
 
 @dataclass(frozen=True)
@@ -145,9 +151,12 @@ class _Finder:
         else:
             for actors, scorers in self._splits():
                 pairs = [(actor, scorer) for actor in _layouts(actors) for scorer in _layouts(scorers)]
-                yield from self._fitting(
-                    f"disaggregated {actors} | {scorers}", [_disaggregated(actor, scorer) for actor, scorer in pairs]
-                )
+                name, beside = f"disaggregated {actors} | {scorers}", [_disaggregated(*pair) for pair in pairs]
+                found = list(self._fitting(name, beside))
+                yield from found
+                if isinstance(found[0], Candidate):
+                    moved = found[0].placement.model_copy(update={"reference": "actor"})
+                    yield from self._fitting(f"{name} (reference: actor)", [moved])
 
     def _splits(self) -> list[tuple[int, int]]:
         """Ranks of the actor and of the scorers, each split once."""

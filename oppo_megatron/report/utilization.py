@@ -40,6 +40,18 @@ def shares(traces: Sequence[tuple[str, Sequence[Span]]]) -> list[dict[str, float
     return rows
 
 
+def work_seconds(run: Path) -> dict[int, dict[int, float]]:
+    """Seconds of work of each rank in each step of a run: by rank, then by step.  Waits are left out."""
+    spans = read_trace(RunDirectory(run).trace)
+    _window(str(run), spans)
+    work: dict[int, dict[int, float]] = {}
+    for span in spans:
+        if kind_of(span) is not None:
+            steps = work.setdefault(span.rank, {})
+            steps[span.step] = steps.get(span.step, 0.0) + span.end - span.start
+    return work
+
+
 def untraced_percent(runs: Sequence[Path]) -> float:
     """Percent of the same time in which the first rank is in no span of work and in none of waiting: the loop itself,
     and what the exchange of scores and the writing of metrics take beside their waits.  Over several runs: sums."""

@@ -20,13 +20,15 @@ def refusal(config: dict[str, Any]) -> str:
 
 
 def train_with_a_shared_reference(config: dict[str, Any]) -> int:
-    """`train`; the number of weights that the actor and the reference of this rank have in common, which are all."""
+    """`train`; the number of weights that the actor and the reference of this rank have in common, which are all it has."""
     run, shared = PPOTrainer.run, 0
 
     def looked_at(trainer: PPOTrainer) -> bool:
         nonlocal shared
-        actor, station = trainer.actor, trainer.rounds.scoring["reference"]
-        assert actor is not None
+        actor, station = trainer.actor, trainer.rounds.scoring.get("reference")
+        assert (actor is None) == (station is None), "they are on the same ranks"
+        if actor is None or station is None:
+            return run(trainer)
         for name, param in station.model.named_parameters():
             assert param is actor.role.serving.get_parameter(name), name
             shared += param.numel()

@@ -29,6 +29,9 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+NAMES = ["single", "disaggregated 1 | 1", "disaggregated 1 | 1 (reference: actor)"]
+
+
 def write(workspace: Workspace, name: str, **changes: Any) -> tuple[Path, Path]:
     """A configuration file of two possible placements, and its run directory."""
     auto = {"steps": 2, "ranks": 2, "candidates": ["single", "disaggregated"]}
@@ -51,11 +54,11 @@ def test_measures_chooses_and_trains(workspace: Workspace, capfd: pytest.Capture
     path, run = write(workspace, "train")
     assert main(["train", str(path)]) == 0
     record, told = read(run / "placement.json"), capfd.readouterr().err
-    assert "placement: measuring single, disaggregated 1 | 1 on" in told
+    assert f"placement: measuring {', '.join(NAMES)} on" in told
     assert f"placement: {record['reason']} ({run / 'placement.json'})" in told
     assert ("this machine is busy" in told) == (record["load_average_1min"] > usable_cores())
     rows = {row["name"]: row for row in record["candidates"]}
-    assert list(rows) == ["single", "disaggregated 1 | 1"] and all(row["failure"] is None for row in rows.values())
+    assert list(rows) == NAMES and all(row["failure"] is None for row in rows.values())
     assert record["chosen"]["name"] == min(rows, key=lambda name: rows[name]["seconds_per_token"])
     assert {run["tokens"] for row in rows.values() for run in row["runs"]} == {rows["single"]["runs"][0]["tokens"]}
 
@@ -67,7 +70,7 @@ def test_measures_chooses_and_trains(workspace: Workspace, capfd: pytest.Capture
 
     # The measuring runs: short, and nothing big is left.
     scratch = sorted(path for path in (run / "placement").iterdir() if path.is_dir())
-    assert {path.name for path in scratch} >= {"single-1", "disaggregated-1-1-1"}
+    assert {path.name for path in scratch} >= {"single-1", "disaggregated-1-1-1", "disaggregated-1-1-reference-actor-1"}
     for each in scratch:
         assert len((each / "metrics.jsonl").read_text().splitlines()) == 2
         assert not (each / "weights").exists() and not (each / "trace.json").exists()
@@ -87,7 +90,7 @@ def test_one_that_fails_is_left_out(workspace: Workspace, capfd: pytest.CaptureF
     out = capfd.readouterr().out
     failed = next(line for line in out.splitlines() if line.startswith("failed: disaggregated 1 | 1: "))
     assert "cannot be shared" in failed and str(run / "placement" / "disaggregated-1-1-1.log") in failed
-    assert "single trains" in out and "of 2 placements it is the only one that ran." in out
+    assert "single trains" in out and "of 3 placements it is the only one that ran." in out
     assert "placement: {mode: single}\n" in out
     assert read(run / "placement.json")["chosen"]["name"] == "single" and not (run / "metrics.jsonl").exists()
 
@@ -99,6 +102,6 @@ def test_if_all_fail_the_error_is_told(workspace: Workspace, capfd: pytest.Captu
     path, run = write(workspace, "all-fail", **{"data.path": str(bad)})
     assert main(["train", str(path)]) == 2
     err = capfd.readouterr().err
-    assert "none of 2 placements could be measured; the first, single, ended with:" in err
+    assert "none of 3 placements could be measured; the first, single, ended with:" in err
     assert f"{bad}:2: not JSON" in err and "Traceback" not in err
     assert not (run / "placement.json").exists() and not (run / "metrics.jsonl").exists()

@@ -9,7 +9,7 @@ import pytest
 
 from oppo_megatron.config.places import world_size
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.schedule.actions import parse_action
+from oppo_megatron.schedule.actions import Payload, parse_action
 from tests.support.ppo import Workspace
 from tests.support.ranks import run_mortal_ranks, run_ranks
 
@@ -46,7 +46,9 @@ def test_every_other_rank_names_the_action_it_waited_for(tmp_path_factory: pytes
         named = re.search(r"rank (\d+) waited .*in vain for `([^`]+)`", message)
         assert named and int(named[1]) == rank, message
         waited = parse_action(rank, named[2])
-        assert waited.chunk == (2 if waited.role == "actor" else 1), "it died in the second round"
+        # A scorer may be one chunk behind, which nobody sends once the replica that felt the death has ended.
+        behind = waited.payload is Payload.CHUNK
+        assert waited.chunk in ((1, 2) if behind else (2,) if waited.role == "actor" else (1,)), "in the second round"
         assert seconds < world * TIMEOUT_S + 20
 
 

@@ -81,15 +81,16 @@ def test_adapters_are_trained_and_the_reference_is_where_they_began(plain: dict[
 @pytest.mark.parametrize(
     "changes",
     [
-        {"placement": {"mode": "disaggregated", "actor": {"pp": 2}}},
+        pytest.param({"placement": {"mode": "disaggregated", "actor": {"pp": 2}}}, marks=pytest.mark.long),
+        {"placement": {"mode": "disaggregated", "actor": {"pp": 2}, "reference": "actor"}},
         {"placement": {"mode": "colocated", "actor": {"tp": 2}}, "actor.train": {"tp": 1, "pp": 2, "dp": 1}},
     ],
-    ids=["PP2 | 1", "decodes TP2, trains PP2"],
+    ids=["PP2 | 1", "PP2 and reference | 1", "decodes TP2, trains PP2"],
 )
 def test_layouts_train_alike(workspace: Workspace, plain: dict[str, Any], changes: dict[str, Any]) -> None:
     name = "-".join(map(str, changes.values())).translate(dict.fromkeys(map(ord, "{}':, "), "_"))
     config = configured(workspace, name, **changes)
-    shares = changes["placement"]["mode"] == "colocated"
+    shares = "reference" in changes["placement"] or changes["placement"]["mode"] == "colocated"
     run(config, "tests.e2e.jobs_lora:train_with_a_shared_reference" if shares else "tests.e2e.jobs:train")
     assert tokens(config) == tokens(plain)
     found, due = adapters(config), adapters(plain)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,8 @@ def test_ratios_are_to_sequential_here_and_to_the_best_sequential(tmp_path: Path
     base = config()
     configs = {name: switched(placed(base, name.split("/")[0], 2), name.split("/")[1]) for name in seconds}
     runs = {name: [made(tmp_path, name, [line(s + 4), line(s), line(s)], two_ranks(s))] for name, s in seconds.items()}
+    both = [replace(span, rank=0) for span in two_ranks(3.0)]
+    runs["single/sequential"] = [made(tmp_path, "single/own", runs["single/sequential"][0].lines, both)]
     result = compare(configs, runs)
     rows = {f"{row['placement']}/{row['mode']}": row for row in result["results"]}
     assert rows["pair/full"]["speedup_step_s"] == 2.0 and rows["pair/full"]["best_step_s"] == 1.5
@@ -136,11 +139,11 @@ def test_ratios_are_to_sequential_here_and_to_the_best_sequential(tmp_path: Path
     assert any("best sequential placement: single, 3.00 s/step" in text for text in remarks(result, tmp_path))
 
     pair, single = result["nothing_waits"]
-    assert (pair["actor_s"], pair["scorers_s"]) == (1.5, 2.8), "decode + update, scoring + critic's update"
-    assert pair["least_step_s"] == 2.8 and not pair["shared_ranks"]
-    assert pair["over_least"]["full"]["step_s"] == pytest.approx(2.0 / 2.8)
-    assert pair["least_total_s"] == pytest.approx(3 * 2.8)
-    assert single["shared_ranks"] and single["least_step_s"] == pytest.approx(4.3), "one rank does both"
+    assert [rank["step_s"] for rank in pair["ranks"]] == [3.0, 1.0], "decoding and update, scoring; no waiting"
+    assert pair["least"] == {"step_s": 3.0, "total_s": 6.0}
+    assert pair["over_least"]["full"]["step_s"] == pytest.approx(2.0 / 3.0)
+    assert pair["over_least"]["sequential"]["total_s"] == pytest.approx(16 / 6)
+    assert single["least"]["step_s"] == pytest.approx(3.5), "one rank does both"
 
     alone = compare({"pair/full": configs["pair/full"]}, {"pair/full": runs["pair/full"]})
     row = alone["results"][0]

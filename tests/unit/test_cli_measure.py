@@ -39,7 +39,15 @@ rewards: [{kind: verifier, name: gsm8k}]
 rollout: {batch_size: 8, max_response_tokens: 20}
 runtime: {device: cpu}
 """
-LISTED = ["single               1 rank", "disaggregated 1 | 1  2 ranks", "colocated dp 2       2 ranks"]
+LISTED = [
+    f"{name:38}  {ranks}"
+    for name, ranks in (
+        ("single", "1 rank"),
+        ("disaggregated 1 | 1", "2 ranks"),
+        ("disaggregated 1 | 1 (reference: actor)", "2 ranks"),
+        ("colocated dp 2", "2 ranks"),
+    )
+]
 
 
 @pytest.fixture
@@ -60,7 +68,9 @@ def write_record(config: Path) -> dict[str, Any]:
     assert isinstance(settings, TrainSettings)
     machine = Machine("cpu", usable_cores())
     options = find_candidates(settings, machine)
-    trials = measure_all(options.candidates, lambda c, turn: Run(2, 100, 3.0 + ("1 | 1" not in c.name), 1.0, 1.0), 1)
+    trials = measure_all(
+        options.candidates, lambda c, turn: Run(2, 100, 3.0 + (c.name != "disaggregated 1 | 1"), 1.0, 1.0), 1
+    )
     record = to_record(fingerprint(settings, machine), options, trials, choose(options, trials))
     Path("run").mkdir()
     Path("run/placement.json").write_text(json.dumps(record))

@@ -16,6 +16,7 @@ from oppo_megatron.config.places import (
     named_roles,
     parse_ranks,
     role_places,
+    shares_weights,
     training_places,
     world_size,
 )
@@ -64,6 +65,17 @@ def test_default_places_of_each_mode() -> None:
     colocated = role_places(configure(placement={"mode": "colocated", "actor": sizes}))
     assert colocated["actor"] == colocated["critic"] == colocated["reference"]
     assert set(role_places(configure(placement={"mode": "single"})).values()) == {Place((0,))}
+
+
+def test_a_reference_beside_the_actor() -> None:
+    placement = {"actor": {"tp": 2}, "reference": "actor"}
+    places = role_places(configure(placement=placement))
+    assert places["reference"] == places["actor"] == Place((0, 1), 2) and places["critic"] == Place((2,))
+    lora = {"lora": {"rank": 2, "alpha": 4}}
+    assert shares_weights(configure(placement=placement, actor=lora)), "its weights are the actor's without adapters"
+    assert not shares_weights(configure(placement={"actor": {"tp": 2}}, actor=lora))
+    named = configure(placement=placement, reference={"checkpoint": "a", "ranks": "2"})
+    assert role_places(named)["reference"] == Place((2,), 1, 1, 1), "ranks of its own come first"
 
 
 def test_ranks_and_layouts_of_a_role() -> None:

@@ -47,16 +47,21 @@ def names(options: Options) -> list[str]:
     return [candidate.name for candidate in options.candidates]
 
 
+PAIRS = ("disaggregated 1 | 1", "disaggregated 1 | 1 (reference: actor)")
 CPU = {
     1: ["single"],
-    2: ["single", "disaggregated 1 | 1", "colocated dp 2", "colocated tp 2"],
+    2: ["single", *PAIRS, "colocated dp 2", "colocated tp 2"],
     4: [
-        "single", "disaggregated 1 | 1", "disaggregated dp 3 | 1", "disaggregated dp 2 | dp 2",
-        "disaggregated tp 2 | tp 2", "colocated dp 4", "colocated tp 2 x dp 2",
+        "single", *PAIRS,
+        "disaggregated dp 3 | 1", "disaggregated dp 3 | 1 (reference: actor)", "disaggregated dp 2 | dp 2",
+        "disaggregated tp 2 | tp 2", "disaggregated dp 2 | dp 2 (reference: actor)",
+        "colocated dp 4", "colocated tp 2 x dp 2",
     ],
     8: [
-        "single", "disaggregated 1 | 1", "disaggregated dp 7 | 1", "disaggregated dp 6 | dp 2",
-        "disaggregated tp 2 x dp 3 | tp 2", "disaggregated dp 4 | dp 4", "disaggregated tp 2 x dp 2 | tp 2 x dp 2",
+        "single", *PAIRS,
+        "disaggregated dp 7 | 1", "disaggregated dp 7 | 1 (reference: actor)", "disaggregated dp 6 | dp 2",
+        "disaggregated tp 2 x dp 3 | tp 2", "disaggregated dp 6 | dp 2 (reference: actor)", "disaggregated dp 4 | dp 4",
+        "disaggregated tp 2 x dp 2 | tp 2 x dp 2", "disaggregated dp 4 | dp 4 (reference: actor)",
         "colocated dp 8", "colocated tp 2 x dp 4",
     ],
 }  # fmt: skip
@@ -72,7 +77,7 @@ def test_on_cores(cores: int) -> None:
 @pytest.mark.parametrize("devices", CPU)
 def test_on_cuda_devices_none_lies_idle(devices: int) -> None:
     options = find_candidates(settings(), Machine("cuda", devices))
-    shared = ["single", "disaggregated 1 | 1"] if devices > 2 else ["single"]
+    shared = ["single", *PAIRS] if devices > 2 else ["single"]
     assert names(options) == (["single"] if devices == 1 else [name for name in CPU[devices] if name not in shared])
     assert all(candidate.num_ranks == devices for candidate in options.candidates)
     if devices > 1:
@@ -96,7 +101,7 @@ def test_shapes_and_batch_bound_the_layouts(kv_heads: int, batch: int, expected:
 
 def test_what_no_layout_fits_is_left_out_with_the_reason() -> None:
     options = find_candidates(settings(1, 4, overlap={"inter": False}), Machine("cuda", 8))
-    assert names(options) == ["disaggregated dp 4 | dp 4"]
+    assert names(options) == ["disaggregated dp 4 | dp 4", "disaggregated dp 4 | dp 4 (reference: actor)"]
     reasons = {option.name: option.reason for option in options.left_out}
     assert set(reasons) == {"single", "disaggregated 7 | 1", "disaggregated 6 | 2", "colocated"}
     assert reasons["colocated"].startswith("actor has dp 8, but at most 4 sequences are in work at once")
@@ -127,7 +132,7 @@ def test_every_candidate_passes_the_checks_of_a_run(
     except ConfigError as error:
         assert device == "cuda" and "none of single, disaggregated, colocated is possible" in str(error)
         return
-    assert len(set(names(options))) == len(options.candidates) <= 11
+    assert len(set(names(options))) == len(options.candidates) <= 15
     for candidate in options.candidates:
         config = asked.with_placement(candidate.placement)
         assert check_layouts(config, dict.fromkeys(ROLES, shape(kv_heads))) == []
@@ -170,6 +175,7 @@ def test_nothing_to_choose_from() -> None:
         ({"reference": {"init": shape(2), "parallel": {"dp": 2}}}, "reference.parallel is tp 1 x pp 1 x dp 2"),
         ({"placement": {"mode": "auto", "actor": {"tp": 2}}}, "placement.actor is tp 2 x pp 1 x dp 1"),
         ({"placement": {"mode": "auto", "scorer": {}}}, "placement.scorer is tp 1 x pp 1 x dp 1"),
+        ({"placement": {"mode": "auto", "reference": "actor"}}, "placement.reference is actor"),
     ],
 )
 def test_written_ranks_and_layouts_leave_nothing_to_choose(changes: dict[str, Any], key: str) -> None:

@@ -213,6 +213,7 @@ def test_a_store_whose_process_is_stopped_keeps_nobody(tmp_path: Path) -> None:
         mine = Note(1, 1, 1, "work", False, 0.0)
         assert board.exchange(mine, 20.0) == [mine]
         os.kill(keeper.pid, signal.SIGSTOP)
+        os.waitpid(keeper.pid, os.WUNTRACED)  # all its threads have stopped
         assert [board.exchange(mine, 0.1) for _ in range(3)] == [None] * 3
         os.kill(keeper.pid, signal.SIGCONT)
         until = time.monotonic() + 20
