@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from oppo_megatron.config.holdings import lasting_memory
+from oppo_megatron.config.load import config_yaml
 from oppo_megatron.config.places import world_size
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.validate import train_problems
@@ -52,12 +53,17 @@ Runs = Mapping[str, Sequence[Run]]
 
 @dataclass(frozen=True)
 class Suite:
-    """Makes the runs of a benchmark below `out`."""
+    """Makes the runs of a benchmark below `out`.
+
+    `resume`: finished runs of the same configuration, which an earlier attempt has left there, are taken as they are; None:
+    whoever calls has no way to ask for that.
+    """
 
     out: Path
     repeats: int
     launch: Launch
     say: Callable[[str], None] = lambda text: print(text, flush=True)
+    resume: bool | None = None
 
     def run(self, configs: Mapping[str, TrainConfig]) -> dict[str, list[Run]]:
         """Run each configuration `repeats` times, in turn: A B C A B C.  A run lies in `out/NAME-TURN`.
@@ -66,7 +72,7 @@ class Suite:
         BenchError where a run fails, BenchStopped where it was told to stop.
         """
         planned = {name: self._turns(name, config) for name, config in configs.items()}
-        _check(planned)
+        _check(planned, self.resume)
         runs: dict[str, list[Run]] = {name: [] for name in configs}
         try:
             for turn in range(self.repeats):
@@ -74,9 +80,10 @@ class Suite:
                     self.say(f"--- {name}, run {turn + 1} of {self.repeats} ({_progress(runs, 1, self.repeats)})")
                     runs[name].append(self._run(name, turns[turn]))
         except BaseException:
+            hint = "" if self.resume is None else " yet: the same command with --resume goes on"
             self.say(
                 f"--- {_progress(runs, 0, self.repeats)} runs are finished and stay in {self.out}, each with its metrics.jsonl; "
-                "nothing is compared"
+                f"nothing is compared{hint}"
             )
             raise
         return runs
@@ -96,6 +103,9 @@ class Suite:
         ]
 
     def _run(self, name: str, config: TrainConfig) -> Run:
+        if RunDirectory(config.run_dir).finished:  # and of this very configuration, see `_check`
+            self.say(f"finished before: {config.run_dir}")
+            return Run(config.run_dir, read_metrics(RunDirectory(config.run_dir).metrics))
         code = self.launch("train", config, world_size(config))
         if code == EXIT_REQUEUE:
             raise BenchStopped(f"told to stop in the run {name}, which saved itself in {config.run_dir}")
@@ -120,8 +130,8 @@ def _progress(runs: Runs, ahead: int, repeats: int) -> str:
     return f"{sum(map(len, runs.values())) + ahead} of {len(runs) * repeats}"
 
 
-def _check(planned: Mapping[str, Sequence[TrainConfig]]) -> None:
-    problems = [problem for name, turns in planned.items() for problem in _problems(name, turns)]
+def _check(planned: Mapping[str, Sequence[TrainConfig]], resume: bool | None) -> None:
+    problems = [problem for name, turns in planned.items() for problem in _problems(name, turns, resume)]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
 
@@ -136,18 +146,25 @@ def _shortages(config: TrainConfig) -> Iterator[str]:
         yield problem
 
 
-def _problems(name: str, turns: Sequence[TrainConfig]) -> Iterator[str]:
+def _problems(name: str, turns: Sequence[TrainConfig], resume: bool | None) -> Iterator[str]:
     problems = train_problems(turns[0])
     for problem in problems or _shortages(turns[0]):
         yield f"{name}: {problem}"
     for config in turns:
-        if RunDirectory(config.run_dir).finished:
+        run = RunDirectory(config.run_dir)
+        if run.finished and not resume:
+            take = "" if resume is None else "take it as it is with --resume, "
             yield (
-                f"{config.run_dir} holds a finished run, which is not written over; name another folder with --out, "
+                f"{run.path} holds a finished run, which is not written over; {take}name another folder with --out, "
                 "or remove this one"
             )
-        elif RunDirectory(config.run_dir).has_checkpoints:
+        elif run.finished and run.config.read_text(encoding="utf-8") != config_yaml(config):
             yield (
-                f"{config.run_dir} holds the checkpoints of a run that did not finish; name another folder with --out, or "
+                f"{run.path} holds a finished run of another configuration (its config.yaml), which --resume cannot "
+                "take; name another folder with --out, or remove this one"
+            )
+        elif not run.finished and run.has_checkpoints:
+            yield (
+                f"{run.path} holds the checkpoints of a run that did not finish; name another folder with --out, or "
                 "remove this one"
             )

@@ -18,6 +18,7 @@ from oppo_megatron.bench.weave import weave_figures
 from oppo_megatron.bench.work import require_same_work, work_figures, work_lines
 from oppo_megatron.config.checkpoint import read_hf_config
 from oppo_megatron.config.checks import check_overlap, max_context
+from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.overlap import ChunkConfig
 from oppo_megatron.config.places import role_places, world_size
 from oppo_megatron.config.run import TrainConfig
@@ -285,10 +286,40 @@ def test_runs_take_turns_and_a_failed_one_ends_the_benchmark(tmp_path: Path, rea
         Suite(tmp_path, 1, launch, say=lambda _: None).run({"c": real_config})
     said: list[str] = []
     with pytest.raises(BenchStopped, match="told to stop in the run d"):
-        Suite(tmp_path, 1, launch, said.append).run(dict.fromkeys(("e", "d", "f"), real_config))
+        Suite(tmp_path, 1, launch, said.append, resume=False).run(dict.fromkeys(("e", "d", "f"), real_config))
     assert said[-1] == (
-        f"--- 1 of 3 runs are finished and stay in {tmp_path}, each with its metrics.jsonl; nothing is compared"
+        f"--- 1 of 3 runs are finished and stay in {tmp_path}, each with its metrics.jsonl; "
+        "nothing is compared yet: the same command with --resume goes on"
     )
+
+
+def test_an_interrupted_benchmark_goes_on_with_the_runs_that_it_has_not_made(
+    tmp_path: Path, real_config: TrainConfig
+) -> None:
+    started: list[str] = []
+
+    def launch(kind: str, config: TrainConfig, ranks: int) -> int:
+        started.append(config.run_dir.name)
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+        (config.run_dir / "metrics.jsonl").write_text(f'{{"step": {len(started)}}}\n')
+        if started == ["a-1", "b-1"]:
+            return 1
+        dump_config(config, config.run_dir / "config.yaml")
+        (config.run_dir / "summary.json").write_text("{}")
+        return 0
+
+    configs = {"a": real_config, "b": real_config}
+    with pytest.raises(BenchError, match="b-1"):
+        Suite(tmp_path, 2, launch, say=lambda _: None).run(configs)
+    with pytest.raises(ConfigError, match="a-1 holds a finished run, .* take it as it is with --resume"):
+        Suite(tmp_path, 2, launch, say=lambda _: None, resume=False).run(configs)
+    other = {"a": real_config.model_copy(update={"seed": 77}), "b": real_config}
+    with pytest.raises(ConfigError, match="a-1 holds a finished run of another configuration"):
+        Suite(tmp_path, 2, launch, say=lambda _: None, resume=True).run(other)
+    said: list[str] = []
+    runs = Suite(tmp_path, 2, launch, said.append, resume=True).run(configs)
+    assert started == ["a-1", "b-1", "b-1", "a-2", "b-2"] and f"finished before: {tmp_path / 'a-1'}" in said
+    assert [run.lines[0]["step"] for run in (*runs["a"], *runs["b"])] == [1, 4, 3, 5]
 
 
 def test_the_same_work_is_told_by_decoded_tokens() -> None:

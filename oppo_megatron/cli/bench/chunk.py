@@ -6,6 +6,7 @@ import argparse
 
 from oppo_megatron.cli.bench.common import (
     add_limit_argument,
+    add_resume_argument,
     add_run_arguments,
     counts,
     limit_cores,
@@ -20,6 +21,7 @@ says what the tuner settled on and how far its settled steps are from the best f
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser, "chunk")
+    add_resume_argument(parser)
     parser.add_argument(
         "--sizes",
         type=counts,

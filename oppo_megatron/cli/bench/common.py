@@ -33,7 +33,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
         metavar="N",
         help="prompts of N random tokens, in place of the configuration's data",
     )
-    parser.set_defaults(figures=f"{kind}.json")
+    parser.set_defaults(figures=f"{kind}.json", resume=None)
     add_length_arguments(parser)
 
 
@@ -50,6 +50,15 @@ def add_length_arguments(parser: argparse.ArgumentParser) -> None:
         help="force response lengths: log-normal ones",
     )
     parser.add_argument("--trace-column", metavar="NAME", help="the column of --trace that has the lengths")
+
+
+def add_resume_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        default=False,
+        help="take the runs that an interrupted attempt has finished in --out as they are, and make the others",
+    )
 
 
 def add_limit_argument(parser: argparse.ArgumentParser) -> None:
@@ -139,7 +148,7 @@ def new_suite(args: argparse.Namespace) -> Suite:
     from oppo_megatron.bench.suite import Suite
     from oppo_megatron.cli.launch import launch
 
-    return Suite(args.out, args.repeats, functools.partial(launch, in_process=False))
+    return Suite(args.out, args.repeats, functools.partial(launch, in_process=False), resume=args.resume)
 
 
 def chosen(option: str, names: Sequence[str] | None, known: Sequence[str]) -> list[str]:

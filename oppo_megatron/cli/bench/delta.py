@@ -6,6 +6,7 @@ import argparse
 
 from oppo_megatron.cli.bench.common import (
     add_limit_argument,
+    add_resume_argument,
     add_run_arguments,
     chosen,
     limit_cores,
@@ -23,6 +24,7 @@ the effective sample size (the paper's Figure 7a)."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser, "delta")
+    add_resume_argument(parser)
     parser.add_argument(
         "--fixed", type=whole_numbers, default=[0, 4, 8], metavar="N,N", help="fixed deltas; default 0,4,8"
     )

@@ -6,6 +6,7 @@ import argparse
 
 from oppo_megatron.cli.bench.common import (
     add_limit_argument,
+    add_resume_argument,
     add_run_arguments,
     chosen,
     count,
@@ -27,6 +28,7 @@ every core: data-parallel processes of one thread).  sequential in single and re
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser, "overlap")
+    add_resume_argument(parser)
     parser.add_argument("--modes", type=names, metavar="A,B", help="default: all")
     parser.add_argument(
         "--placements", type=names, default=["pair"], metavar="A,B", help="pair, single, replicas, or all; default pair"

@@ -6,6 +6,7 @@ import argparse
 
 from oppo_megatron.cli.bench.common import (
     add_limit_argument,
+    add_resume_argument,
     add_run_arguments,
     counts,
     limit_cores,
@@ -26,6 +27,7 @@ depth of all roles, which must be initialised at random), limit (longest respons
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser, "scaling")
+    add_resume_argument(parser)
     parser.add_argument("--axis", choices=(*AXES, "all"), default="all", help="default: all, one after the other")
     parser.add_argument(
         "--ranks", type=counts, metavar="N,N", help="of the axis ranks; default: powers of two up to the cores"

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from oppo_megatron.cli.bench.common import add_run_arguments, chosen, load_base, names, new_suite
+from oppo_megatron.cli.bench.common import (
+    add_resume_argument,
+    add_run_arguments,
+    chosen,
+    load_base,
+    names,
+    new_suite,
+)
 
 HELP = "colocated roles in pipeline stages: sequential, unwoven and woven rounds"
 ABOUT = """Runs a configuration whose roles share pipeline stages, every action traced, and says how long the rounds of a step
@@ -16,6 +23,7 @@ modes: sequential (the finished batch is scored), unwoven (each chunk is scored 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser, "weave")
+    add_resume_argument(parser)
     parser.add_argument("--modes", type=names, metavar="A,B", help="default: all")
     parser.set_defaults(measure=_weave)
 
