@@ -64,10 +64,13 @@ class Place:
 
 def role_places(config: TrainConfig) -> dict[str, Place]:
     """Where each role decodes or scores.  Actor first, then reference, critic, and the reward model where there is one."""
-    pool, beside = pools(config), {"actor": "actor", "reference": config.placement.reference}
-    places = {name: _place(role, pool[beside.get(name, "scorer")]) for name, role in named_roles(config).items()}
-    generate = config.actor.generate
-    return places if generate is None else places | {"actor": _over(places["actor"].ranks, generate)}
+    pool, generate = pools(config), config.actor.generate
+    actor = _place(config.actor, pool["actor"])
+    if generate is not None:
+        actor = _over(actor.ranks, generate)
+    beside = {"reference": actor} if config.placement.reference == "actor" else {}
+    scorers = {name: role for name, role in named_roles(config).items() if name != "actor"}
+    return {"actor": actor} | {name: _place(role, beside.get(name, pool["scorer"])) for name, role in scorers.items()}
 
 
 def training_places(config: TrainConfig) -> dict[str, Place]:

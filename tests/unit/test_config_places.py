@@ -74,6 +74,11 @@ def test_a_reference_beside_the_actor() -> None:
     lora = {"lora": {"rank": 2, "alpha": 4}}
     assert shares_weights(configure(placement=placement, actor=lora)), "its weights are the actor's without adapters"
     assert not shares_weights(configure(placement={"actor": {"tp": 2}}, actor=lora))
+    own = {"parallel": {"pp": 2}, "generate": {"dp": 2}} | lora
+    laid_out = role_places(configure(placement=placement, actor=own))
+    assert laid_out["reference"] == laid_out["actor"] == Place((0, 1), dp=2), "where the actor decodes"
+    elsewhere = role_places(configure(placement=placement, actor={"ranks": "1-2"}, critic={"ranks": "0"}))
+    assert elsewhere["reference"] == elsewhere["actor"] == Place((1, 2), 2)
     named = configure(placement=placement, reference={"checkpoint": "a", "ranks": "2"})
     assert role_places(named)["reference"] == Place((2,), 1, 1, 1), "ranks of its own come first"
 
