@@ -146,6 +146,11 @@ def _shortages(config: TrainConfig) -> Iterator[str]:
         yield problem
 
 
+def _is_of(run: RunDirectory, config: TrainConfig) -> bool:
+    """Whether a finished run was made with this very configuration."""
+    return run.config.exists() and run.config.read_text(encoding="utf-8") == config_yaml(config)
+
+
 def _problems(name: str, turns: Sequence[TrainConfig], resume: bool | None) -> Iterator[str]:
     problems = train_problems(turns[0])
     for problem in problems or _shortages(turns[0]):
@@ -158,7 +163,7 @@ def _problems(name: str, turns: Sequence[TrainConfig], resume: bool | None) -> I
                 f"{run.path} holds a finished run, which is not written over; {take}name another folder with --out, "
                 "or remove this one"
             )
-        elif run.finished and run.config.read_text(encoding="utf-8") != config_yaml(config):
+        elif run.finished and not _is_of(run, config):
             yield (
                 f"{run.path} holds a finished run of another configuration (its config.yaml), which --resume cannot "
                 "take; name another folder with --out, or remove this one"

@@ -24,6 +24,9 @@ from oppo_megatron.config.places import named_roles
 from oppo_megatron.config.run import TrainSettings
 from oppo_megatron.errors import ConfigError
 
+BESIDE = " (reference: actor)"
+"""Behind the name of a disaggregated placement, with the reference on the actor's ranks."""
+
 MODES: tuple[PlacementMode, ...] = ("single", "disaggregated", "colocated")
 
 
@@ -59,8 +62,7 @@ class Candidate:
         actor, scorer = _sizes(placement.actor), _sizes(placement.scorer or ParallelConfig())
         if placement.mode == "colocated":
             return f"colocated {actor}"
-        reference = "" if placement.reference == "scorer" else f" (reference: {placement.reference})"
-        return f"disaggregated {actor} | {scorer}{reference}"
+        return f"disaggregated {actor} | {scorer}{BESIDE * (placement.reference == 'actor')}"
 
     @property
     def num_ranks(self) -> int:
@@ -150,13 +152,17 @@ class _Finder:
             yield from self._fitting("colocated", [_colocated(actor) for actor in _layouts(self.num_ranks)])
         else:
             for actors, scorers in self._splits():
-                pairs = [(actor, scorer) for actor in _layouts(actors) for scorer in _layouts(scorers)]
-                name, beside = f"disaggregated {actors} | {scorers}", [_disaggregated(*pair) for pair in pairs]
-                found = list(self._fitting(name, beside))
-                yield from found
-                if isinstance(found[0], Candidate):
-                    moved = found[0].placement.model_copy(update={"reference": "actor"})
-                    yield from self._fitting(f"{name} (reference: actor)", [moved])
+                yield from self._split(actors, scorers)
+
+    def _split(self, actors: int, scorers: int) -> Iterator[Candidate | LeftOut]:
+        """So many ranks of the actor and of the scorers; the reference on either side."""
+        pairs = [(actor, scorer) for actor in _layouts(actors) for scorer in _layouts(scorers)]
+        name = f"disaggregated {actors} | {scorers}"
+        found = list(self._fitting(name, [_disaggregated(*pair) for pair in pairs]))
+        yield from found
+        if isinstance(found[0], Candidate):
+            moved = found[0].placement.model_copy(update={"reference": "actor"})
+            yield from self._fitting(name + BESIDE, [moved])
 
     def _splits(self) -> list[tuple[int, int]]:
         """Ranks of the actor and of the scorers, each split once."""

@@ -42,13 +42,10 @@ def shares(traces: Sequence[tuple[str, Sequence[Span]]]) -> list[dict[str, float
 
 def work_seconds(run: Path) -> dict[int, dict[int, float]]:
     """Seconds of work of each rank in each step of a run: by rank, then by step.  Waits are left out."""
-    spans = read_trace(RunDirectory(run).trace)
-    _window(str(run), spans)
     work: dict[int, dict[int, float]] = {}
-    for span in spans:
-        if kind_of(span) is not None:
-            steps = work.setdefault(span.rank, {})
-            steps[span.step] = steps.get(span.step, 0.0) + span.end - span.start
+    for span in _work(str(run), read_trace(RunDirectory(run).trace)):
+        steps = work.setdefault(span.rank, {})
+        steps[span.step] = steps.get(span.step, 0.0) + span.end - span.start
     return work
 
 
@@ -80,9 +77,15 @@ def kind_of(span: Span) -> str | None:
     return "update" if word == "update" else None
 
 
-def _window(run: str, spans: Iterable[Span]) -> tuple[float, float]:
+def _work(run: str, spans: Iterable[Span]) -> list[Span]:
+    """Those of work.  Raises DataError where there are none."""
     work = [span for span in spans if kind_of(span) is not None]
     if not work:
         raise DataError(f"{run}: its trace has no work of any step; run it again with logging.trace=true")
+    return work
+
+
+def _window(run: str, spans: Iterable[Span]) -> tuple[float, float]:
+    work = _work(run, spans)
     later = [span for span in work if span.step > 1] or work
     return min(span.start for span in later), max(span.end for span in work)

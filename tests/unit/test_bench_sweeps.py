@@ -316,6 +316,11 @@ def test_an_interrupted_benchmark_goes_on_with_the_runs_that_it_has_not_made(
     other = {"a": real_config.model_copy(update={"seed": 77}), "b": real_config}
     with pytest.raises(ConfigError, match="a-1 holds a finished run of another configuration"):
         Suite(tmp_path, 2, launch, say=lambda _: None, resume=True).run(other)
+    written = tmp_path / "a-1" / "config.yaml"
+    lost = written.rename(tmp_path / "lost.yaml")
+    with pytest.raises(ConfigError, match="a-1 holds a finished run of another configuration"):
+        Suite(tmp_path, 2, launch, say=lambda _: None, resume=True).run(configs)
+    lost.rename(written)
     said: list[str] = []
     runs = Suite(tmp_path, 2, launch, said.append, resume=True).run(configs)
     assert started == ["a-1", "b-1", "b-1", "a-2", "b-2"] and f"finished before: {tmp_path / 'a-1'}" in said
