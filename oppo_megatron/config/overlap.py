@@ -89,11 +89,22 @@ class OverlapConfig(Section):
         True,
         description="with intra: update the critic while the actor decodes the next step (exact); false: wait for it",
     )
+    forward_ahead: bool = Field(
+        True,
+        description="with intra: while the last scores are under way, the actor runs the forward pass of its update's first "
+        "micro-batch, which needs none (exact); false: wait for them first",
+    )
     critic_reads: Literal["sure", "likely", "all"] = Field(
         "likely",
         description="what the critic scores before a batch is complete: rollouts that are sure to be in it, all while those "
         "unfinished are more likely than not to be, or all; values of a rollout are lost with the critic's update where it "
         "is carried on",
+    )
+    beside_actor: Literal["last", "stream"] = Field(
+        "last",
+        description="with intra: when roles score that lie on the actor's ranks, where others lie elsewhere: last, when the "
+        "batch is complete and the actor would wait for those, or chunk by chunk as they do; an actor with pipeline stages "
+        "always has its bubbles filled",
     )
     backfill: bool = Field(
         False,

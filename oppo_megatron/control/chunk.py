@@ -56,7 +56,10 @@ class DecodeLaw:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """What a step cost up to its scores: `seconds`, for so many decode steps and tokens; `rounds` are those it measured."""
+    """What a step cost up to its scores: `seconds`, for so many decode steps and tokens; `rounds` are those it measured.
+
+    What of the actor's update is made before the scores are there is left out.
+    """
 
     seconds: float
     steps: int

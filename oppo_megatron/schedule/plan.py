@@ -16,15 +16,21 @@ class StepPlan:
     `stream`: scorers prefill every round, beside the actor's decoding; else they score the finished batch.
     `wait_for_critic`: the next step starts when the critic's update has ended; else the update runs beside its decoding,
     which needs the critic no sooner than its first scored chunk.
+    `forward_ahead`: the actor begins its update while the last scores are under way, as far as it needs none.
     """
 
     stream: bool
     wait_for_critic: bool
+    forward_ahead: bool
 
 
 def plan_step(overlap: OverlapConfig) -> StepPlan:
     """The plan that the intra-step switch asks for."""
-    return StepPlan(stream=overlap.intra, wait_for_critic=not (overlap.intra and overlap.hide_critic))
+    return StepPlan(
+        stream=overlap.intra,
+        wait_for_critic=not (overlap.intra and overlap.hide_critic),
+        forward_ahead=overlap.intra and overlap.forward_ahead,
+    )
 
 
 def delta_rule(overlap: OverlapConfig) -> DeltaConfig:
@@ -39,3 +45,15 @@ def round_generator(overlap: OverlapConfig, site: Site) -> str:
     if overlap.schedule != "auto":
         return overlap.schedule
     return "woven" if decodes_and_scores(site.places) else "intra"
+
+
+def late_scorers(overlap: OverlapConfig, site: Site) -> frozenset[str]:
+    """Roles that score a batch when it is complete, in the time that the actor would wait for scorers elsewhere.
+
+    They lie on the actor's ranks alone, and its pipeline has no bubbles in which they could score beside its decoding.
+    """
+    actor = site.places["actor"]
+    if overlap.beside_actor == "stream" or actor.pp > 1 or not site.listeners:
+        return frozenset()
+    own = set(actor.ranks)
+    return frozenset(role for role, place in site.places.items() if role != "actor" and set(place.ranks) <= own)

@@ -26,12 +26,19 @@ from oppo_megatron.runtime.mcore.training import forward_rows
 from oppo_megatron.runtime.mcore.vocab_parallel import token_logprobs
 from oppo_megatron.schedule.packing import balance
 from oppo_megatron.train.trained_role import TrainedRole
-from oppo_megatron.train.update import UpdateSettings, run_update, stats_dict, update_packing
+from oppo_megatron.train.update import UpdateSettings, begin_update, run_update, stats_dict, update_packing
 
 STATS = (
     "actor_loss", "clip_fraction", "approx_kl", "ratio_mean", "ratio_max", "importance_weight_mean", "entropy", "ess",
     "logprob_gap", "grad_norm", "lr",
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BegunUpdate:
+    """What an update needs beside scores: the decoupled correction's log-probs [T], on the last stage where it is in force."""
+
+    proximal_T: Tensor | None
 
 
 @dataclass
@@ -49,15 +56,34 @@ class Actor:
     version: int = 0
     ess: float = 1.0
     allowance: Allowance = field(default_factory=lambda: Allowances().train)
+    _begun: BegunUpdate | None = None
+
+    def begin(self, batch: Sequence[Rollout], settings: UpdateSettings) -> None:
+        """What of an update needs no scores: `update` with the same batch and settings goes on from it.
+
+        Every rank of the actor makes the call.
+        """
+        self._begun = self._prepare(batch, settings)
+        begin_update(self.role.trained, batch, settings, self.allowance)
+
+    def abandon(self) -> None:
+        """The update that was begun, if one was, is not made: the weights serve on as they are."""
+        if self._begun is not None:
+            self._begun = None
+            self.role.trained.forget_ahead()
+            self.role.serving.weights_changed()
 
     def update(
         self, batch: Sequence[Rollout], experience: Experience, kl_coefficient: float, settings: UpdateSettings
     ) -> dict[str, float]:
         """PPO epochs over the batch, then the new weights to where they decode.  Returns statistics, on every rank.
 
+        Goes on from what has been begun.
+
         Raises NumericsError, on every rank, for a gradient that is not finite.
         """
-        extra = self._loss_inputs(batch, experience, settings)
+        begun, self._begun = self._begun or self._prepare(batch, settings), None
+        extra = self._loss_inputs(batch, experience, begun.proximal_T, settings.device)
 
         def loss(micro: MicroBatch, output: Tensor, num_tokens: int, first: bool) -> tuple[Tensor, dict[str, Tensor]]:
             logp, entropy = token_logprobs(output, micro.targets_R, self._tp_group, self.temperature)
@@ -70,7 +96,6 @@ class Actor:
             value, stats = actor_loss(logp, entropy, targets, self.ppo, kl_coefficient, num_tokens)
             return value, stats_dict(stats) | (_decode_check(micro, logp.detach()) if first else {})
 
-        self.role.retire()
         reports = run_update(self.role.trained, batch, extra, loss, settings, self.allowance)
         summary = self.role.share(self._summary(reports), STATS)
         self.ess = summary["ess"]
@@ -90,6 +115,12 @@ class Actor:
 
         return back
 
+    def _prepare(self, batch: Sequence[Rollout], settings: UpdateSettings) -> BegunUpdate:
+        decoupled = self.ppo.staleness.correction == "decoupled"
+        begun = BegunUpdate(self._proximal(batch, settings) if decoupled else None)
+        self.role.retire()
+        return begun
+
     @property
     def _groups(self) -> RoleGroups:
         return self.role.trained.model.groups
@@ -99,11 +130,9 @@ class Actor:
         return self._groups.collection.tp
 
     def _loss_inputs(
-        self, batch: Sequence[Rollout], experience: Experience, settings: UpdateSettings
+        self, batch: Sequence[Rollout], experience: Experience, proximal_T: Tensor | None, device: torch.device
     ) -> dict[str, Tensor]:
         """What the loss needs of each response token, each [T]; the loss runs on the last stage only."""
-        decoupled = self.ppo.staleness.correction == "decoupled"
-        proximal_T = self._proximal(batch, settings) if decoupled else None
         if not self._groups.is_last_stage:
             return {}
         base_T, weight_T = ratio_base(experience.old_logp_T, proximal_T, self.ppo.staleness)
@@ -112,7 +141,7 @@ class Actor:
             "behaviour_logp": experience.old_logp_T,
             "advantages": experience.advantages_T,
             "reference_logp": experience.reference_logp_T,
-            "fresh": self._fresh(batch).to(settings.device),
+            "fresh": self._fresh(batch).to(device),
         }
         return inputs if weight_T is None else inputs | {"weight": weight_T}
 

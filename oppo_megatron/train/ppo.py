@@ -3,7 +3,8 @@
 Every rank runs it.  Prompts, buffer, books and controllers are the same on all ranks and advance by what the chunks say, so
 no rank asks another what to do next.  A step is a number of rounds, then the update:
 
-    ranks of the actor      decode a chunk, send it, go on; at the step's end wait for the scores, update the actor
+    ranks of the actor      decode a chunk, send it, go on; at the step's end begin the actor's update, wait for the scores
+                            where the update first needs them, complete it
     ranks of the scorers    prefill the chunk before on reward, reference and critic; at the step's end send the scores,
                             update the critic, while the actor may already decode the next step
 
@@ -122,10 +123,10 @@ class PPOTrainer:
         if not complete:
             return False
         self.phase = None
-        with _planning(facts):
+        with facts.planning():
             batch = self.scheduler.take_batch()
-        scored = self._score(step, batch, facts)
-        scored_s = before_s + time.monotonic() - started
+        scored = self._score(step, batch, plan, facts)
+        scored_s = before_s + time.monotonic() - started - self._updating_s(step)
         experience = self._train(batch, scored, plan, facts)
         self._observe(facts, StepCost(scored_s, facts.decode_steps, facts.tokens_decoded, phase.law))
         facts.planning_s += self.rounds.planning_s - planned_s
@@ -143,7 +144,7 @@ class PPOTrainer:
         if self.actor is not None:
             facts.version = self.actor.version
         clock = self.scheduler.buffer.clock
-        with _planning(facts):
+        with facts.planning():
             self.rounds.admit(self.scheduler.begin_step())
         return RolloutPhase(facts, Occupancy(clock), clock)
 
@@ -152,7 +153,7 @@ class PPOTrainer:
         buffer, facts = self.scheduler.buffer, phase.facts
         while not buffer.readiness().ready:
             started = time.monotonic()
-            with _planning(facts):
+            with facts.planning():
                 backfilled = self.scheduler.backfill()
                 self.rounds.admit(backfilled)
                 active, score = buffer.active, buffer.rollouts if plan.stream else []
@@ -161,7 +162,7 @@ class PPOTrainer:
             decoding = Decoding(buffer.clock, facts.version, buffer.readiness, halt)
             chunk = self.rounds.run(active, score, self.scheduler.chunk(self.chunk_tuner.value), decoding, readable)
             assert chunk is not None
-            with _planning(facts):
+            with facts.planning():
                 buffer.record(chunk)
                 phase.occupancy.record(chunk)
                 self.rounds.recorded(active)
@@ -178,8 +179,8 @@ class PPOTrainer:
         facts.decode_steps, facts.tail_waste = buffer.clock - phase.begun, phase.occupancy.tail_waste
         return True
 
-    def _score(self, step: int, batch: Sequence[Rollout], facts: StepFacts) -> ScoredBatch:
-        """Complete the batch's scoring, and give every rank the scores."""
+    def _score(self, step: int, batch: Sequence[Rollout], plan: StepPlan, facts: StepFacts) -> ScoredBatch:
+        """Complete the batch's scoring, and give every rank the scores; the actor's ranks begin their update meanwhile."""
         started = time.monotonic()
         while self.rounds.owes(batch):
             buffer = self.scheduler.buffer
@@ -187,6 +188,9 @@ class PPOTrainer:
             self.clock.round(self._waited_for_chunks(step), decoded=False)
         self.tracer.flush()
         facts.drain_s = time.monotonic() - started
+        if self.actor is not None and plan.forward_ahead:
+            with self._part("update", "actor", step):
+                self.actor.begin(batch, UpdateSettings.of(self.config, step, self.world.device))
         waiting = "wait_scores" if self.actor is not None else "send"
         role = "actor" if self.actor is not None else "scorer"
         seconds = self._scoring_seconds(step)
@@ -203,7 +207,7 @@ class PPOTrainer:
             facts.critic_exposed_s = self._critic_delay(step, report)
             self._complete(self.done, report.critic | memory.peak_fields(), facts.critic_exposed_s)
         self.settled = self.done
-        with _planning(facts):
+        with facts.planning():
             self.rounds.retire(batch)
         return scored
 
@@ -230,6 +234,10 @@ class PPOTrainer:
         shares_ranks = not set(places["critic"].ranks).isdisjoint(places["actor"].ranks)
         return CriticPlace(shares_ranks, plan_step(self.config.overlap).wait_for_critic)
 
+    def _updating_s(self, step: int) -> float:
+        """Seconds of the actor's update in the step so far."""
+        return self.spans.totals(step, "actor").get("update", 0.0)
+
     def _waited_for_chunks(self, step: int) -> float:
         return self.spans.totals(step, "scorer").get("wait_tokens", 0.0)
 
@@ -250,6 +258,8 @@ class PPOTrainer:
         evidence = self._evidence(facts, batch, scored, experience)
         if breach is not None:
             self._settle(breach, evidence)
+            if self.actor is not None:
+                self.actor.abandon()
             if self.critic is not None:
                 self.critic.stats = no_stats()
         self._measure_costs(facts.step)
@@ -332,7 +342,7 @@ class PPOTrainer:
     def _learn(self, step: int, batch: Sequence[Rollout], experience: Experience, facts: StepFacts) -> None:
         """The controllers of delta and KL, which have the same inputs on every rank."""
         assert facts.scores is not None
-        with _planning(facts):
+        with facts.planning():
             facts.length_gap = length_gap(batch, self.scheduler.buffer.rollouts)
             signals = StepSignals(experience.stats.score_mean, facts.tail_waste, facts.scores.ess, facts.length_gap)
             facts.delta_reason = self.scheduler.end_step(step, signals).reason
@@ -380,13 +390,3 @@ class PPOTrainer:
                 )
             if self.journal is not None:
                 self.journal.evaluation(step, accuracy)
-
-
-@contextlib.contextmanager
-def _planning(facts: StepFacts) -> Iterator[None]:
-    """Count the block: what the loop decides and books, between what its stations do."""
-    started = time.monotonic()
-    try:
-        yield
-    finally:
-        facts.planning_s += time.monotonic() - started

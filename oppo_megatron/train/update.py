@@ -43,6 +43,25 @@ class UpdateSettings:
         return cls(ppo.epochs, ppo.minibatches, budget, config.seed, step, device)
 
 
+def begin_update(
+    trained: TrainedModel, batch: Sequence[Rollout], settings: UpdateSettings, allowance: Allowance | None = None
+) -> None:
+    """The part of `run_update` with the same batch that needs nothing but the batch: the first micro-batch's forward pass.
+
+    Nothing where the pipeline has stages.  Every rank of every replica makes the call, as that of `run_update`.
+    """
+    groups, allowance = trained.model.groups, allowance or Allowances().train
+    rows = next(_shares(batch, groups.dp, settings))[groups.dp_rank]
+    if not (trained.goes_ahead and rows):
+        return
+    lengths = torch.tensor([len(r.tokens) for r in batch])
+
+    def first(most: int) -> None:
+        trained.ahead(_micro_batches(batch, rows, lengths, {}, most, settings.device)[0])
+
+    in_smaller_ones(first, settings.micro_batch_tokens, allowance, trained.begun, trained.bound_to_peers)
+
+
 def run_update(
     trained: TrainedModel,
     batch: Sequence[Rollout],

@@ -37,10 +37,10 @@ def poisoned(prompt: str, response: str, fields: dict[str, Any], prompts: list[s
 CALLS: Counter[str] = Counter()
 
 
-def breaks(prompt: str, response: str, fields: dict[str, Any], name: str, good: int) -> float:
-    """NaN after `good` responses of the run `name`."""
+def breaks(prompt: str, response: str, fields: dict[str, Any], name: str, good: int, bad: float = math.inf) -> float:
+    """NaN after `good` responses of the run `name`, for `bad` of them."""
     CALLS[name] += 1
-    return float(len(response)) if CALLS[name] <= good else math.nan
+    return math.nan if good < CALLS[name] <= good + bad else float(len(response))
 
 
 def hangs(prompt: str, response: str, fields: dict[str, Any], after: int, how: str = "asleep") -> float:

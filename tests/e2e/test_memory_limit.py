@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.support.ppo import SHAPE, Workspace, read_outcome, run_ppo_ranks, weight_distance
 from tests.support.ranks import run_ranks
 
@@ -19,11 +21,13 @@ SETTINGS = {
 }
 
 
-def test_a_run_goes_on_with_less_at_once(tmp_path: Path) -> None:
-    """The address space of its process is limited once its models are built."""
-    workspace = Workspace.create(tmp_path)
-    plain = run_ppo_ranks(workspace.config("plain", **SETTINGS))
-    config = workspace.config("short", **SETTINGS, checkpoint={"every_steps": 1})
+@pytest.mark.parametrize("intra", [False, True], ids=["sequential", "intra"])
+def test_a_run_goes_on_with_less_at_once(tmp_path: Path, intra: bool) -> None:
+    """The address space of its process is limited once its models are built.  With intra memory first runs out in a forward
+    pass that is ahead of the scores."""
+    workspace, changes = Workspace.create(tmp_path), SETTINGS | {"overlap.intra": intra}
+    plain = run_ppo_ranks(workspace.config("plain", **changes))
+    config = workspace.config("short", **changes, checkpoint={"every_steps": 1})
     run_ranks(1, "tests.e2e.jobs:train_within", config=config, mebibytes=230)
     found, folder = read_outcome(Path(config["run_dir"])), Path(config["run_dir"])
     summary = json.loads((folder / "summary.json").read_text())

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oppo_megatron.config.model import ModelConfig, OptimizerConfig, TrainingLayoutConfig
+from oppo_megatron.config.ppo import PPOConfig
 from oppo_megatron.errors import NumericsError
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.runtime.batch import MicroBatch, pack_responses, split_rows
@@ -26,7 +27,9 @@ from oppo_megatron.runtime.mcore.training import Loss, TrainedModel, forward_row
 from oppo_megatron.runtime.mcore.vocab_parallel import token_logprobs
 from oppo_megatron.runtime.roles import load_training
 from oppo_megatron.schedule.packing import balance
-from oppo_megatron.train.update import UpdateSettings, run_update
+from oppo_megatron.train.actor import Actor
+from oppo_megatron.train.trained_role import TrainedRole
+from oppo_megatron.train.update import UpdateSettings, begin_update, run_update
 from tests.gloo.models import CPU, MAX_LENGTH, Whole, gather_logits, load, micro_batches, world_groups
 
 ENTROPY_WEIGHT = 0.05
@@ -160,10 +163,22 @@ def full_outputs(chunks: Sequence[RoleModel], probes: Sequence[list[int]]) -> Te
     return torch.cat(outputs) if outputs else None
 
 
-def updates(directory: str, target: str, tp: int, pp: int, lengths: list[tuple[int, int]]) -> list[dict[str, float]]:
-    """Reports of `run_update` on rollouts of (prompt, response) tokens; the weights are written to `target`."""
+def updates(
+    directory: str,
+    target: str,
+    tp: int,
+    pp: int,
+    lengths: list[tuple[int, int]],
+    begin: str = "",
+    layout: TrainingLayoutConfig | None = None,
+) -> tuple[list[dict[str, float]], tuple[int, int]]:
+    """Reports of `run_update` on rollouts of (prompt, response) tokens; the weights are written to `target`.
+
+    `begin`: begin the update before, with the `same` batch, or with the `others`, which are no part of its first micro-batch.
+    Beside the reports how many forward passes that took, and how many the update.
+    """
     groups = world_groups(tp, pp)
-    layout = TrainingLayoutConfig()
+    layout = layout or TrainingLayoutConfig()
     (model,) = chunks = load_chunks(directory, groups, "lm", layout)
     dice = torch.Generator().manual_seed(4)
 
@@ -184,10 +199,40 @@ def updates(directory: str, target: str, tp: int, pp: int, lengths: list[tuple[i
 
     trained = TrainedModel(chunks, OptimizerConfig(lr=0.01), total_steps=8, layout=layout)
     settings = UpdateSettings(epochs=2, minibatches=3, micro_batch_tokens=20, seed=3, step=1, device=CPU)
+    calls: list[int] = []
+    trained.ddp[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    if begin:
+        begin_update(trained, batch if begin == "same" else list(reversed(batch)), settings)
+    before = len(calls)
     reports = run_update(trained, batch, {"weights": weights_T}, loss, settings)
+    assert trained._ahead is None and not model.training
     group = groups.collection
     export_weights(model, model.shape, Path(target), head="lm", tp_group=group.tp, pp_group=group.pp, dp_group=group.dp)
-    return reports
+    return reports, (before, len(calls) - before)
+
+
+def begun_and_abandoned(directory: str, tp: int) -> list[tuple[bool, bool]]:
+    """Before an update is begun, when it is, and when it has been abandoned: whether the model that decodes has what makes it
+    fast, and whether a forward pass waits for the update.  What is decoded before and after is the same."""
+    model = load(directory, world_groups(tp, 1))
+    trained = TrainedModel(model, OptimizerConfig(lr=0.1), total_steps=4)
+    actor = Actor(TrainedRole(trained, model, None), PPOConfig(), TEMPERATURE, keep_kv=False)
+    batch = [Rollout(Prompt(i, i, "", (1 + i, 7)), i, [3, 4, 5 + i]) for i in range(4)]
+    settings = UpdateSettings(epochs=1, minibatches=1, micro_batch_tokens=20, seed=3, step=1, device=CPU)
+    probes, seen = [[1, 2, 3, 4], [9, 8, 7]], []
+
+    def look() -> None:
+        seen.append((model._lean is not None, trained._ahead is not None))
+
+    look()
+    before = cached_outputs(model, probes)
+    actor.begin(batch, settings)
+    look()
+    actor.abandon()
+    look()
+    after = cached_outputs(model, probes)
+    assert before is not None and after is not None and torch.equal(before, after)
+    return seen
 
 
 def refused_step(directory: str, tp: int, pp: int, data: list[Minibatch]) -> str:

@@ -308,8 +308,9 @@ def test_an_update_is_the_same_on_any_number_of_replicas(models: dict[str, str],
             pp=pp,
             lengths=lengths,
         )
-        assert answers[-1] == answers[-2 if world > 1 else -1], "the last stage of every replica knows the same"
-        found.append((answers[-1], weights_of(tmp_path / str(number))))
+        reports = [reports for reports, _ in answers]
+        assert reports[-1] == reports[-2 if world > 1 else -1], "the last stage of every replica knows the same"
+        found.append((reports[-1], weights_of(tmp_path / str(number))))
     (alone, weights), *others = found
     assert len(alone) == 6 and sum(report["tokens"] for report in alone) == 2 * sum(n for _, n in lengths)
     assert [report["first"] > 0 for report in alone] == [True] + [False] * 5
@@ -319,6 +320,50 @@ def test_an_update_is_the_same_on_any_number_of_replicas(models: dict[str, str],
             for name in ("loss", "max_logp", "grad_norm"):
                 assert ours[name] == pytest.approx(theirs[name], rel=2e-5), name
         assert max(float((found_weights[name] - weights[name]).abs().max()) for name in weights) < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "pp", "layout"),
+    [
+        (1, 1, 1, {}),
+        (2, 2, 1, SEQUENCE),
+        (2, 1, 1, SHARDED | OVERLAP),
+        (4, 1, 1, PLAIN),
+        (1, 1, 1, FULL),
+        (2, 1, 2, {}),
+    ],
+    ids=["1", "TP2", "DP2", "DP4", "recompute", "PP2"],
+)
+def test_an_update_that_was_begun_ahead_is_the_same_to_the_bit(
+    models: dict[str, str], tmp_path: Path, world: int, tp: int, pp: int, layout: dict[str, Any]
+) -> None:
+    """With no forward pass more, where the same batch was meant, and none ahead where the pipeline has stages."""
+    lengths = [(3, 9), (5, 2), (1, 7), (4, 4), (2, 8), (6, 1), (3, 3)]
+
+    def run(begin: str) -> tuple[list[Any], dict[str, Tensor]]:
+        options = {"begin": begin, "layout": TrainingLayoutConfig(**layout)}
+        where = {"directory": models["qwen2"], "target": str(tmp_path / f"weights-{begin}"), "tp": tp, "pp": pp}
+        answers = run_ranks(world, "tests.gloo.jobs_training:updates", lengths=lengths, **where, **options)
+        return answers, weights_of(tmp_path / f"weights-{begin}")
+
+    (plain, weights), (same, same_weights), (others, others_weights) = run(""), run("same"), run("others")
+    for found in (same_weights, others_weights):
+        assert all(torch.equal(weights[name], found[name]) for name in weights)
+    ahead = 0
+    for (reports, (none, total)), (reports_same, (first, rest)), (reports_others, (wrong, all_of_it)) in zip(
+        plain, same, others, strict=True
+    ):
+        assert reports == reports_same == reports_others
+        assert none == 0 and first <= 1 and first + rest == total
+        assert wrong <= 1 and all_of_it == total, "what was begun with another batch is not taken"
+        ahead += first
+    assert ahead == (0 if pp > 1 else min(world, 2 if tp > 1 else 3)), "replicas without rows have nothing to begin"
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_an_update_that_was_begun_can_be_abandoned(models: dict[str, str], tp: int) -> None:
+    for seen in run_ranks(tp, "tests.gloo.jobs_training:begun_and_abandoned", directory=models["qwen2"], tp=tp):
+        assert seen == [(True, False), (False, True), (True, False)]
 
 
 @pytest.mark.parametrize("decay", ["constant", "linear", "cosine"])

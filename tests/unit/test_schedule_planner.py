@@ -18,7 +18,7 @@ from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.records import ChunkRow, Prompt, Rollout
 from oppo_megatron.schedule.actions import Op, Schedule
 from oppo_megatron.schedule.checking.checker import check
-from oppo_megatron.schedule.plan import round_generator
+from oppo_megatron.schedule.plan import late_scorers, round_generator
 from oppo_megatron.schedule.planning import planner as planner_module
 from oppo_megatron.schedule.planning.books import ActorBook, ScoringBook
 from oppo_megatron.schedule.planning.merge import merge_rows
@@ -56,7 +56,14 @@ SPREAD: dict[str, Site] = {
 """Scorers on ranks of the actor and others."""
 
 
-def new_planner(site: Site, generator: str, slots: int = 9, rank: int | None = None, **weave: Any) -> RoundPlanner:
+def new_planner(
+    site: Site,
+    generator: str,
+    slots: int = 9,
+    rank: int | None = None,
+    overlap: OverlapConfig | None = None,
+    **weave: Any,
+) -> RoundPlanner:
     places = site.places
     return RoundPlanner(
         site,
@@ -67,6 +74,7 @@ def new_planner(site: Site, generator: str, slots: int = 9, rank: int | None = N
         ActorBook(places["actor"].dp, slots, lambda _: MAX_RESPONSE),
         {name: ScoringBook(name, place.dp, slots) for name, place in places.items() if name != "actor"},
         rank=rank,
+        late=late_scorers(overlap or OverlapConfig(), site),
     )
 
 
@@ -170,6 +178,35 @@ def test_what_all_ranks_plan_for_themselves_is_sound_together(
         assert check(Schedule(own_lists), replace(plans[0].round, index=1), site, budgets_of(site, slots)) == []
 
     Run(planners, random.Random(seed)).steps(3, visit)
+
+
+def test_who_scores_last() -> None:
+    """Roles on the actor's ranks alone, where others lie elsewhere and the actor's pipeline has no bubbles for them."""
+    beside = Site({"actor": Place((0,)), "reference": Place((0,)), "critic": Place((1,)), "reward": Place((1,))})
+    replicas = Site({"actor": Place((0, 1), dp=2), "reference": Place((1,)), "critic": Place((0, 1, 2), dp=3)})
+    assert late_scorers(OverlapConfig(), beside) == {"reference"} == late_scorers(OverlapConfig(), replicas)
+    assert late_scorers(OverlapConfig(beside_actor="stream"), beside) == set()
+    assert late_scorers(OverlapConfig(), SITES["DP2, critic beside it, others apart"]) == {"critic"}
+    for name in ("one rank", "colocated PP2", "PP2 | 1", "PP2, critic beside it, others apart", "DP2 | PP2xDP2"):
+        assert late_scorers(OverlapConfig(), SITES[name]) == set(), name
+
+
+@pytest.mark.parametrize("beside", ["last", "stream"])
+def test_a_late_scorer_reads_complete_batches_only(beside: Any) -> None:
+    """And each token once; what it is never asked to read are rollouts that are carried."""
+    site = SITES["DP2, critic beside it, others apart"]
+    run = Run([new_planner(site, "intra", overlap=OverlapConfig(beside_actor=beside))], random.Random(3))
+    tokens: dict[bool, list[int]] = {True: [], False: []}
+
+    def visit(plans: list[PlannedRound]) -> None:
+        decodes = "actor" in plans[0].works
+        tokens[decodes] += [g.new for w in plans[0].works["critic"] for batch in w.prefill for g in batch]
+        others = [g for w in plans[0].works["reward"] for batch in w.prefill for g in batch]
+        assert others or not decodes, "the other scorers read along"
+
+    run.steps(4, visit)
+    assert bool(tokens[True]) == (beside == "stream")
+    assert len(tokens[False]) == 4 * BATCH if beside == "last" else len(tokens[False]) < 4 * BATCH
 
 
 @settings(deadline=None, max_examples=40)

@@ -53,6 +53,21 @@ class StepReport:
     stats: dict[str, float]
 
 
+@dataclass
+class Ahead:
+    """A micro-batch whose forward pass has been made before its turn, and the output, with its graph, until it is taken."""
+
+    batch: MicroBatch
+    output: Tensor | None
+
+    def take(self, batch: MicroBatch) -> Tensor | None:
+        """The output, which is not held here any longer, if it is of this micro-batch."""
+        if batch.index != self.batch.index or not torch.equal(batch.tokens_T, self.batch.tokens_T):
+            return None
+        output, self.output = self.output, None
+        return output
+
+
 def _run(
     modules: Sequence[torch.nn.Module],
     chunks: Sequence[RoleModel],
@@ -60,11 +75,12 @@ def _run(
     finish: Loss,
     begun: Begun,
     forward_only: bool,
+    ahead: Ahead | None = None,
 ) -> list[dict[str, Tensor]]:
     """Drive the pipeline over the micro-batches.  Returns what `finish` reported for each, on the last stage.
 
     `modules` are the chunks or what wraps them; `begun` is told of each micro-batch.  Dummies run like the others, but
-    weigh nothing and report nothing.
+    weigh nothing and report nothing.  The micro-batch that has been run `ahead` is not run again.
     """
     first = chunks[0]
     groups, interleaved = first.groups, len(chunks) > 1
@@ -75,7 +91,7 @@ def _run(
 
     work = list(zip(batches, sizes, strict=True))
     reports = get_forward_backward_func(groups.pp, len(chunks) if interleaved else None)(
-        forward_step_func=_forward_step(first, finish, begun),
+        forward_step_func=_forward_step(first, finish, begun, ahead),
         data_iterator=[iter(work) for _ in modules] if interleaved else iter(work),
         model=list(modules) if interleaved else modules[0],
         num_microbatches=len(batches),
@@ -90,7 +106,14 @@ def _run(
     return [report for report, batch in zip(reports, batches, strict=True) if not batch.is_dummy]
 
 
-def _forward_step(model: RoleModel, finish: Loss, begun: Begun) -> Callable[..., Any]:
+def _forward(model: RoleModel, module: torch.nn.Module, batch: MicroBatch, size: int) -> Tensor:
+    """The output of a chunk, which `module` wraps, for a micro-batch made up to `size` tokens."""
+    lengths, tokens_T = batch.padded(size, model.max_length)
+    out: Tensor = module(tokens_T, PackedPlan(lengths, model.rope), batch.rows_R)
+    return out
+
+
+def _forward_step(model: RoleModel, finish: Loss, begun: Begun, ahead: Ahead | None) -> Callable[..., Any]:
     """The function by which megatron's schedules run a micro-batch through a chunk, and get its loss on the last stage."""
 
     def forward_step(
@@ -98,8 +121,9 @@ def _forward_step(model: RoleModel, finish: Loss, begun: Begun) -> Callable[...,
     ) -> tuple[Tensor, Callable[[Tensor], Any]]:
         batch, size = next(work_left)
         begun.note(len(batch.index), len(batch.tokens_T))
-        lengths, tokens_T = batch.padded(size, model.max_length)
-        out = module(tokens_T, PackedPlan(lengths, model.rope), batch.rows_R)
+        out = None if ahead is None else ahead.take(batch)
+        if out is None:
+            out = _forward(model, module, batch, size)
 
         def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             share, stats = (output.sum() * 0.0, {}) if batch.is_dummy else finish(batch, output)
@@ -179,8 +203,36 @@ class TrainedModel:
         self.scheduler = _scheduler(self.optimizer, config, total_steps)
         settings.finalize_model_grads_func = self._finalize
         self.begun, self._broken_off = Begun(), False
+        self._ahead: Ahead | None = None
         settings.no_sync_func = [ddp.no_sync for ddp in self.ddp] if len(self.ddp) > 1 else self.ddp[0].no_sync
         settings.grad_scale_func = self.optimizer.scale_loss if settings.bf16 else None
+
+    @property
+    def goes_ahead(self) -> bool:
+        """Whether a forward pass needs neither another stage's output nor another micro-batch's turn."""
+        return self.model.groups.pp == 1 and len(self.chunks) == 1
+
+    def ahead(self, batch: MicroBatch) -> None:
+        """Run the forward pass of a micro-batch that the next `step` is given among others: it goes on from there.
+
+        All tensor ranks of the replica make the call, and none where not `goes_ahead`.  Takes the memory that the step takes
+        for the micro-batch, until then; the weights must not change in between.
+        """
+        assert self.goes_ahead
+        self._ahead = None
+        self.begun.note(len(batch.index), len(batch.tokens_T))
+        model, ddp = self.model, self.ddp[0]
+        ddp.train()
+        try:
+            self._ahead = Ahead(
+                batch, _forward(model, ddp, batch, _multiple(len(batch.tokens_T), model.token_multiple))
+            )
+        finally:
+            ddp.eval()
+
+    def forget_ahead(self) -> None:
+        """The step for which `ahead` was called will not be made."""
+        self._ahead = None
 
     def step(self, batches: Sequence[MicroBatch], loss: Loss) -> StepReport:
         """Forward, backward and one optimizer step on this replica's share of a minibatch, which may be empty.
@@ -198,8 +250,9 @@ class TrainedModel:
         self._broken_off = True
         self.optimizer.zero_grad()
         lr = self.optimizer.param_groups[0]["lr"]
+        ahead, self._ahead = self._ahead, None
         try:
-            reports = _run(self.ddp, self.chunks, batches, loss, self.begun, forward_only=False)
+            reports = _run(self.ddp, self.chunks, batches, loss, self.begun, forward_only=False, ahead=ahead)
             self._broken_off = False
             norm = self._checked_step()
         finally:

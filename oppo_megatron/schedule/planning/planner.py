@@ -42,7 +42,8 @@ class RoundPlanner:
     """One rank's planner.
 
     `micro_batch_tokens` bounds every prefill micro-batch, `max_length` every cached sequence.  With `rank` the schedule has
-    only what that rank and the ranks tied to it do: for that rank the same, and sooner made.
+    only what that rank and the ranks tied to it do: for that rank the same, and sooner made.  `late` are scorers that read
+    nothing in rounds that decode.
     """
 
     site: Site
@@ -54,6 +55,7 @@ class RoundPlanner:
     scorers: Mapping[str, ScoringBook]
     costs: Costs = Costs()
     rank: int | None = None
+    late: Set[str] = frozenset()
     _known: dict[tuple[object, ...], Schedule] = field(default_factory=dict)
     _cuts: dict[tuple[object, ...], Cut] = field(default_factory=dict)
 
@@ -70,7 +72,8 @@ class RoundPlanner:
 
         Roles whose outputs do not outlive the step read the sequences of `readable` alone; null: all.
         """
-        read = {name: _readable(book, score, readable) for name, book in self.scorers.items()}
+        late = self.late if decode else ()
+        read = {name: [] if name in late else _readable(book, score, readable) for name, book in self.scorers.items()}
         cut = self._cut(decode, read, chunk)
         works: dict[str, list[ReplicaWork]] = {}
         steps = self.actor.steps(decode, chunk)

@@ -10,6 +10,7 @@ from oppo_megatron.config.checks import max_context, most_sequences
 from oppo_megatron.config.memory import kv_slots, slot_tokens
 from oppo_megatron.config.places import Place, named_roles
 from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.schedule.plan import late_scorers
 from oppo_megatron.schedule.planning.books import ActorBook, ScoringBook
 from oppo_megatron.schedule.planning.planner import RoundPlanner
 from oppo_megatron.schedule.rounds import Site
@@ -37,6 +38,7 @@ def new_planner(
         {role: ScoringBook(role, place.dp, slots[role]) for role, place in site.places.items() if role != "actor"},
         costs or Costs(),
         rank,
+        late_scorers(config.overlap, site),
     )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +58,15 @@ class StepFacts:
     memory: dict[str, int | None] = field(default_factory=dict)  # bounds of what fits
     scores: ScoreReport | None = None
     actor: dict[str, float] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def planning(self) -> Iterator[None]:
+        """Count the block: what the loop decides and books, between what its stations do."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.planning_s += time.monotonic() - started
 
 
 class Journal:
