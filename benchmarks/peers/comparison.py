@@ -29,6 +29,7 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.validate import train_problems
 from oppo_megatron.cores import usable_cores
 from oppo_megatron.errors import ConfigError, OppoError
+from oppo_megatron.processes import started
 from oppo_megatron.train.machine import describe_machine
 from oppo_megatron.train.run_dir import write_json
 
@@ -263,10 +264,8 @@ def run_peer(python: Path, work: Path, folder: Path, any_build: bool = False) ->
     environment |= dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
     if json.loads(work.read_text(encoding="utf-8"))["device"] == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    with log.open("w", encoding="utf-8") as output:
-        code = subprocess.run(
-            [*peer_command(python, any_build), work, result], stdout=output, stderr=subprocess.STDOUT, env=environment
-        ).returncode
+    with started([*peer_command(python, any_build), work, result], log, environment=environment) as process:
+        code = process.wait()
     if code:
         tail = log.read_text(encoding="utf-8").splitlines()[-LOG_TAIL_LINES:]
         raise BenchError("\n".join([f"TRL ended with exit code {code}; the end of {log}:", *tail]))

@@ -18,7 +18,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.places import role_places, world_size
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import OppoError
+from oppo_megatron.processes import started
 from oppo_megatron.train.logs.metrics_log import read_metrics
 from oppo_megatron.train.machine import describe_machine
 from oppo_megatron.train.run_dir import RunDirectory, write_json
@@ -120,19 +121,19 @@ class Chaos:
         return result
 
     def _undisturbed(self, run: RunDirectory) -> float:
-        started = time.time()
+        begun = time.time()
         with self._start(run) as process:
             code = process.wait()
         if code:
             raise ChaosError(f"the undisturbed run ended with exit code {code}; its messages are in {self._log(run)}")
-        return time.time() - started
+        return time.time() - begun
 
     def _disturbed(self, run: RunDirectory, plain_s: float, pace_s: float) -> tuple[list[Kill], float]:
-        started = time.time()
+        begun = time.time()
         with self._start(run, "--resume", "--max-restarts", str(self.kills)) as process:
             victims = Victims(process.pid, run, self._log(run), world_size(self.config))
             try:
-                kills = self._kill(process, victims, started, plain_s - pace_s * _num_steps(self.config), pace_s)
+                kills = self._kill(process, victims, begun, plain_s - pace_s * _num_steps(self.config), pace_s)
                 code = process.wait()
             finally:
                 victims.end()
@@ -140,10 +141,10 @@ class Chaos:
             raise ChaosError(
                 f"after {len(kills)} kills the run ended with exit code {code}; its messages are in {self._log(run)}"
             )
-        return kills, time.time() - started
+        return kills, time.time() - begun
 
     def _kill(
-        self, process: subprocess.Popen[bytes], victims: Victims, started: float, start_s: float, pace_s: float
+        self, process: subprocess.Popen[bytes], victims: Victims, begun: float, start_s: float, pace_s: float
     ) -> list[Kill]:
         """Until as many kills as asked for have been made, or the run is over; `start_s` is what it takes beside its steps."""
         rng = random.Random(self.seed)  # noqa: S311  (to be drawn again, not to be secret)
@@ -158,7 +159,7 @@ class Chaos:
                 kills[-1].back_s = round(seconds, 2)
             if process.poll() is not None or victims.sleep(process, wait_s):
                 break
-            kill = victims.kill(rng, number, time.time() - started, self._roles)
+            kill = victims.kill(rng, number, time.time() - begun, self._roles)
             if kill is not None:
                 kills.append(kill)
                 self.say(
@@ -172,10 +173,8 @@ class Chaos:
     def _roles(self, rank: int) -> str:
         return "+".join(name for name, place in role_places(self.config).items() if rank in place.ranks)
 
-    def _start(self, run: RunDirectory, *options: str) -> subprocess.Popen[bytes]:
-        command = [*self.train, str(self.out / "chaos.yaml"), f"run_dir={run.path}", *options]
-        with self._log(run).open("wb") as log:
-            return subprocess.Popen(command, stdout=log, stderr=log)  # noqa: S603  (this package, its own arguments)
+    def _start(self, run: RunDirectory, *options: str) -> AbstractContextManager[subprocess.Popen[bytes]]:
+        return started([*self.train, str(self.out / "chaos.yaml"), f"run_dir={run.path}", *options], self._log(run))
 
     def _log(self, run: RunDirectory) -> Path:
         return self.out / f"{run.path.name}.log"

@@ -9,22 +9,20 @@ from pathlib import Path
 
 import psutil
 
+from oppo_megatron.processes import started
+
 
 def run_within(command: Sequence[str], seconds: float, log: Path) -> Generator[str | None, None, None]:
     """Runs a command with its output in `log`, and yields None each second; at its end why it has not done all, where it has not.
 
     What it has started ends with it, in sessions of their own too: nothing of it may hold the device's memory.
     """
-    with log.open("w", encoding="utf-8") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)  # noqa: S603  (our own, and no shell)
-        try:
-            end = time.monotonic() + seconds
-            while process.poll() is None and time.monotonic() < end:
-                yield None
-                time.sleep(min(1.0, max(0.0, end - time.monotonic())))
-            ended = process.poll()
-        finally:
-            _end(process)
+    with started(command, log, end=_end) as process:
+        end = time.monotonic() + seconds
+        while process.poll() is None and time.monotonic() < end:
+            yield None
+            time.sleep(min(1.0, max(0.0, end - time.monotonic())))
+        ended = process.poll()
     if ended is None:
         yield f"its {seconds:.0f} s were over"
     elif ended:

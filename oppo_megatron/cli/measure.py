@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from oppo_megatron.cli.signals import ending_by_signal
 from oppo_megatron.cores import usable_cores
 from oppo_megatron.errors import ConfigError, PlacementError
+from oppo_megatron.processes import started
 
 if TYPE_CHECKING:
     from oppo_megatron.config.model import RuntimeConfig
@@ -130,18 +130,8 @@ class Prober:
 def run_logged(command: Sequence[str], log: Path) -> int:
     """Run to the end with all output in `log`; returns the exit code.  Whatever ends this process ends the other first."""
     # In a session of its own, so that an interrupt from the terminal reaches it once: from here.
-    with (
-        log.open("w", encoding="utf-8") as out,
-        # S603: this package's own command, and no shell.
-        subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True) as process,  # noqa: S603
-        ending_by_signal(),
-    ):
-        try:
-            return process.wait()
-        except BaseException:
-            process.terminate()
-            process.wait()
-            raise
+    with ending_by_signal(), started(command, log, own_session=True) as process:
+        return process.wait()
 
 
 def failure(code: int, output: str) -> str:

@@ -20,6 +20,7 @@ SHARED = {"config", "records", "errors", "cores"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "cores": set(),
+    "processes": set(),
     "records": {"errors"},
     "config": {"records", "errors"},
     "data": SHARED,
@@ -36,13 +37,16 @@ ALLOWED: dict[str, set[str]] = {
     "serving": SHARED | {"rewards", "runtime", "data"},
     "integrations": SHARED | {"train", "runtime", "control", "checkpoint", "rewards"},
     "report": SHARED | {"train"},
-    "bench": SHARED | {"train", "report", "runtime", "schedule", "overcommit", "control", "data", "integrations"},
+    "bench": SHARED
+    | {"processes", "train", "report", "runtime", "schedule", "overcommit", "control", "data", "integrations"},
     # `data` for the commands that prepare files and train nothing (tokenizer, demo).
-    "cli": SHARED | {"bench", "report", "train", "sim", "schedule", "placing", "integrations", "data", "serving"},
+    "cli": SHARED
+    | {"processes", "bench", "report", "train", "sim", "schedule", "placing", "integrations", "data", "serving"},
 }
 TORCH_FREE = {
     "errors",
     "cores",
+    "processes",
     "records",
     "config",
     "overcommit",

@@ -1,0 +1,99 @@
+"""Processes that end with the one that has started them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from oppo_megatron.cli.signals import ending_by_signal
+from oppo_megatron.processes import started
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
+
+
+@pytest.fixture
+def signals_while_starting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Signals that this process gets when another one runs, and its starter does not have it yet."""
+    numbers: list[int] = []
+    start = subprocess.Popen
+
+    def popen(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        process = start(*args, **options)
+        for number in numbers:
+            os.kill(os.getpid(), number)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    return numbers
+
+
+def sleepers() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if child.cmdline() == SLEEP]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [
+        ([signal.SIGTERM], "143"),
+        ([signal.SIGHUP], "129"),
+        ([signal.SIGINT], "^$"),
+        ([signal.SIGTERM, signal.SIGHUP], "129|143"),
+    ],
+)
+def test_a_signal_that_comes_with_the_start_ends_the_process_too(
+    tmp_path: Path, signals_while_starting: list[int], numbers: list[int], expected: str
+) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    signals_while_starting += numbers
+    entered = False
+    with pytest.raises((SystemExit, KeyboardInterrupt), match=expected), ending_by_signal():
+        with started(SLEEP, tmp_path / "log"):
+            entered = True
+    assert not entered, "what came with the start is told before anything else is done"
+    assert not sleepers()
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+
+
+def test_what_ends_the_block_ends_the_process(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), started(SLEEP, tmp_path / "log") as process:
+        raise RuntimeError
+    assert process.returncode == -signal.SIGTERM
+
+
+def test_a_program_that_is_missing_leaves_the_handlers_as_they_were(tmp_path: Path) -> None:
+    with ending_by_signal():
+        before = signal.getsignal(signal.SIGTERM)
+        with pytest.raises(FileNotFoundError, match="no program"), started([tmp_path / "no program"], tmp_path / "log"):
+            pass
+        assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_signal_that_is_ignored_is_ignored_in_the_process(tmp_path: Path) -> None:
+    script = "import signal; print(signal.getsignal(signal.SIGHUP).name, signal.getsignal(signal.SIGTERM).name)"
+    with ending_by_signal():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with started([sys.executable, "-c", script], tmp_path / "log") as process:
+            assert process.wait() == 0
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    assert (tmp_path / "log").read_text().split() == ["SIG_IGN", "SIG_DFL"]
+
+
+def test_another_thread_can_start_one(tmp_path: Path) -> None:
+    codes: list[int] = []
+
+    def run() -> None:
+        with started([sys.executable, "-c", "raise SystemExit(7)"], tmp_path / "log") as process:
+            codes.append(process.wait())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert codes == [7]
