@@ -184,13 +184,13 @@ def training_activations(
 ) -> float:
     """Bytes that the forward pass keeps for the backward on a rank: an estimate of the largest amount at once.
 
-    A layer keeps, of each token, what both norms take and give (over tp with sequence parallelism); queries,
-    keys and values, the rotated queries and keys, the attention's output as computed and as joined, and five tensors of
-    the feed-forward size (gate and up projection, activated gate, up once more, product), these over tp.  Recomputation
-    keeps less: `selective` nothing from inside attention, `full` a layer's input only, beside one layer that is being
-    computed again.  1F1B has at most pp - stage micro-batches in flight (interleaved: 2 (pp - stage - 1) +
-    (vpp - 1) pp + 1 of one virtual stage each), and no more tokens than the minibatch.  The last stage of a language
-    model adds the logits of one micro-batch and their gradient, in float32.
+    A layer keeps, of each token, what both norms take and give (over tp with sequence parallelism); the rotated queries
+    and keys, the values, the attention's output as computed and as joined, queries and keys before their norms where it has
+    any, and three tensors of the feed-forward size (gate and up projection, product), these over tp.  Recomputation keeps
+    less: `selective` of attention its input (queries, keys, values) and joined output, `full` a layer's input only, beside
+    one layer that is being computed again.  1F1B has at most pp - stage micro-batches in flight (interleaved:
+    2 (pp - stage - 1) + (vpp - 1) pp + 1 of one virtual stage each), and no more tokens than the minibatch.  The last stage
+    of a language model adds the logits of one micro-batch and their gradient, in float32.
     """
     width = DTYPE_BYTES[dtype]
     tokens = min(batch.micro_batch_tokens, batch.replica_tokens)
@@ -226,6 +226,7 @@ def _layer_activations(shape: Shape, tp: int, train: TrainingLayoutConfig) -> tu
     """Numbers of one token in one layer: all that a backward pass needs, and what is kept until then."""
     hidden = shape["hidden_size"] / (tp if train.sequence_parallel else 1)
     query, key = (heads * head_dim(shape) / tp for heads in (shape["num_attention_heads"], num_kv_heads(shape)))
-    inside_attention = query + key + query  # rotated queries and keys, output as computed
-    whole = 4 * hidden + 2 * query + 2 * key + inside_attention + 5 * shape["intermediate_size"] / tp
-    return whole, {"none": whole, "selective": whole - inside_attention, "full": hidden}[train.recompute]
+    outside = 4 * hidden + query + 3 * shape["intermediate_size"] / tp  # `query`: the output as joined
+    normed = query + key if shape["model_type"] == "qwen3" else 0
+    whole = outside + query + key + key + query + normed  # rotated queries and keys, values, output as computed
+    return whole, {"none": whole, "selective": outside + query + 2 * key, "full": hidden}[train.recompute]

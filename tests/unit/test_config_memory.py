@@ -93,13 +93,15 @@ def activations(
 
 
 def test_activations_by_hand() -> None:
-    # of a token: 4 x 64 whole; over tp 2: queries and output 2 x 64, keys, values 2 x 16, inside attention 144, 5 x 128
-    layer = 4 * 64 + (2 * 64 + 2 * 16 + 144 + 5 * 128) / 2
+    # of a token: 4 x 64 whole; over tp 2: rotated queries, output twice 3 x 64, rotated keys, values 2 x 16, 3 x 128
+    layer = 4 * 64 + (3 * 64 + 2 * 16 + 3 * 128) / 2
     assert activations() == 4 * 100 * 2 * layer * 2, "4 micro-batches in flight of 100 tokens, 2 layers, 2 bytes"
     assert activations(stage=3) == activations() / 4
     assert activations(rows=150) == activations() * 150 / 400, "no more tokens than the minibatch has"
     assert activations(sequence_parallel=True) == 4 * 100 * 2 * (layer - 2 * 64) * 2
-    assert activations(recompute="selective") == 4 * 100 * 2 * (layer - 72) * 2
+    assert activations(recompute="selective") == 4 * 100 * 2 * (layer - 64 / 2) * 2, (
+        "of the queries one, of the output one"
+    )
     assert activations(recompute="full") == (4 * 100 * 2 * 64 + 100 * layer) * 2
     # interleaved: 2 x 3 + 4 + 1 virtual stages of one layer in flight
     assert activations(Sizes(2, 4, 1, 2)) == 11 * 100 * 1 * layer * 2

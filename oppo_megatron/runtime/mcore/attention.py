@@ -47,6 +47,7 @@ class PackedPlan:
     def attend(self, layer: int, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float) -> Tensor:
         q_TND = apply_rope(q_TND, self.cos_T1D, self.sin_T1D).to(v_TGD.dtype)
         k_TGD = apply_rope(k_TGD, self.cos_T1D, self.sin_T1D).to(v_TGD.dtype)
+        v_TGD = v_TGD.contiguous()  # as a view it would keep the queries and keys beside it until the backward pass
         grouped = q_TND.shape[1] != k_TGD.shape[1]
         outputs = []
         for q, k, v in zip(*(x.split(self.lengths) for x in (q_TND, k_TGD, v_TGD)), strict=True):

@@ -23,6 +23,7 @@ from oppo_megatron.config.kernels import LayerKind
 from oppo_megatron.runtime.mcore.biased_linear import BiasedLinear
 from oppo_megatron.runtime.mcore.marks import mark
 from oppo_megatron.runtime.mcore.rms_norm import rms_norm
+from oppo_megatron.runtime.mcore.swiglu import swiglu
 
 
 class RMSNorm(torch.nn.Module):
@@ -103,6 +104,7 @@ def _block(
     parts.self_attention.submodules.linear_proj = row
     parts.mlp.submodules.linear_fc1 = column
     parts.mlp.submodules.linear_fc2 = row
+    parts.mlp.submodules.activation_func = swiglu
     if config.qk_layernorm:
         parts.self_attention.submodules.q_layernorm = norm
         parts.self_attention.submodules.k_layernorm = norm

@@ -83,7 +83,7 @@ class _LeanLayer:
 
     def transform(self, x_TH: Tensor) -> Tensor:
         gate, up = self.gate_up(self.mlp_norm(x_TH)).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(F.silu(gate).mul_(up))
 
 
 def _lean_layer(layer: Any, packed: bool) -> _LeanLayer:

@@ -275,6 +275,7 @@ def transformer_config(
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
+        use_te_activation_func=True,  # the layer spec's own, whoever made it
         persist_layer_norm=False,
         apply_rope_fusion=False,
         variable_seq_lengths=layout is None or layout.vpp == 1,  # packed micro-batches differ in length

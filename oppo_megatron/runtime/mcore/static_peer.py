@@ -24,6 +24,7 @@ class StaticContextDecoder:
     def __init__(self, model: RoleModel):
         shape = model.shape
         config = transformer_config(shape, model.groups, next(model.parameters()).dtype)
+        config.use_te_activation_func = False  # the stock spec has no activation of its own
         # The stock attention takes a dropout generator and its scratch memory from globals.
         initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
         if parallel_state._GLOBAL_MEMORY_BUFFER is None:
