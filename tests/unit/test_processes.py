@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
 
 @pytest.fixture
-def signals_while_starting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def signals_while_starting(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Signals that this process gets when another one runs, and its starter does not have it yet."""
     numbers: list[int] = []
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # torch's launcher leaves one of its own behind
     start = subprocess.Popen
 
     def popen(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
@@ -32,7 +34,8 @@ def signals_while_starting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return process
 
     monkeypatch.setattr(subprocess, "Popen", popen)
-    return numbers
+    yield numbers
+    signal.signal(signal.SIGINT, before)
 
 
 def sleepers() -> list[psutil.Process]:
