@@ -1,4 +1,4 @@
-"""Processes that this one starts, and ends with itself."""
+"""Processes that this one starts, and ends with itself; signals that wait until they can be heeded."""
 
 from __future__ import annotations
 
@@ -49,6 +49,20 @@ def started(
         finally:
             if process is not None:
                 end(process)
+
+
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """What would leave the block by an exception of a signal's handler waits for its end.
+
+    For imports of libraries with halves in C++, of which some swallow an exception that comes with their import, and some
+    end the process.
+    """
+    held = _Held()
+    try:
+        yield
+    finally:
+        held.deliver()
 
 
 class _Held:

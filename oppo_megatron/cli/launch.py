@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from oppo_megatron.cli.signals import SignalRelay
 from oppo_megatron.errors import EXIT_REQUEUE, EXIT_ROLLBACK, ConfigError, OppoError, StallError, WorldError
+from oppo_megatron.processes import signals_held
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -61,6 +62,8 @@ def launch(kind: str, config: Any, world_size: int, entry: str = ENTRY, *, in_pr
     if world_size == 1 and in_process:
         with _environment(_local_ranks()):
             return _run_entry(entry, kind, config)
+    with signals_held():
+        importlib.import_module("torch.distributed.launcher.api")
     return _launch_local(entry, kind, config, world_size)
 
 
@@ -152,7 +155,9 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 def _run_entry(entry: str, kind: str, config: Any) -> int:
     module, _, function = entry.partition(":")
-    return int(getattr(importlib.import_module(module), function)(kind, config) or 0)
+    with signals_held():
+        run = getattr(importlib.import_module(module), function)
+    return int(run(kind, config) or 0)
 
 
 def _launch_local(entry: str, kind: str, config: Any, world_size: int) -> int:

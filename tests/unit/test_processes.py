@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from oppo_megatron.cli.signals import ending_by_signal
-from oppo_megatron.processes import started
+from oppo_megatron.processes import signals_held, started
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -100,3 +100,17 @@ def test_another_thread_can_start_one(tmp_path: Path) -> None:
     thread.start()
     thread.join()
     assert codes == [7]
+
+
+def test_signals_wait_for_the_end_of_a_block() -> None:
+    before, done = signal.signal(signal.SIGINT, signal.default_int_handler), []
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            with signals_held():
+                os.kill(os.getpid(), signal.SIGINT)
+                done.append("the block")
+            done.append("what is behind it")
+        assert done == ["the block"]
+        assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
