@@ -23,7 +23,7 @@ from oppo_megatron.runtime.device_uniforms import uniforms_at
 from oppo_megatron.runtime.mcore.cuda_graphs import StepRunner
 from oppo_megatron.runtime.mcore.model import RoleModel
 from oppo_megatron.runtime.mcore.sequence_cache import SequenceCache
-from oppo_megatron.runtime.sampler import Sampling, draw_at, no_distribution, row_states
+from oppo_megatron.runtime.sampler import Sampling, draw_at, no_distribution, row_state
 from oppo_megatron.runtime.vocab_shards import VocabShards
 
 NO_TOKEN = -1
@@ -130,7 +130,7 @@ class DeviceLane:
 
     def _load_state(self, state: list[tuple[int, int, int, int]]) -> None:
         seq_ids = [row.seq_id for row in self._rows]
-        chain = row_states(self._sampling.seed, seq_ids).view(np.int64)
+        chain = np.array([row_state(self._sampling.seed, i) for i in seq_ids], dtype=np.uint64).view(np.int64)
         size, num_rows = len(state), len(seq_ids)
         self._state_4M[:, :size] = torch.tensor(state).T
         self._chain_M[:num_rows] = torch.from_numpy(chain)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def uniforms_at(states_R: Tensor, positions_R: Tensor) -> Tensor:
-    """Float64 [R] in [0, 1): the chain of `sampler.row_states`, continued at int64 positions."""
+    """Float64 [R] in [0, 1): the chain of `sampler.row_state`, continued at int64 positions."""
     return _shifted(_mix(states_R ^ positions_R), 11).double() * 2.0**-53
 
 

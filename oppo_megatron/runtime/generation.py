@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,10 @@ from oppo_megatron.schedule.planning.books import ReplicaWork
 from oppo_megatron.schedule.planning.merge import StopSignal, merge_rows
 from oppo_megatron.schedule.rounds import Batch
 
-DRAWN = 3  # token, log-prob and sampling log-prob of each row
+ResultT = TypeVar("ResultT")
+DRAWN = 3
+Drawn = list[list[float]]
+"""[DRAWN][R]: token, log-prob and sampling log-prob of each row."""
 
 
 class _Growing:
@@ -147,8 +151,8 @@ class DecodeStation:
         self._ended: dict[int, int] = {}  # micro-batch -> first void step
         self._ready: tuple[int, int] | None = None  # (step, micro-batch) whose tokens completed the batch
         self._hidden: dict[int, Tensor] = {}
-        self._drawn: dict[int, Tensor] = {}
-        self._tables: dict[int, Tensor] = {}  # what the rows of a step that was made in pieces have drawn
+        self._drawn: dict[int, Drawn] = {}
+        self._tables: dict[int, Drawn] = {}  # what the rows of a step that was made in pieces have drawn
         self._by_step: set[int] = set()  # micro-batches that are left to the host for the rest of the round
         if self.captured is not None:
             self.captured.renew()
@@ -170,8 +174,9 @@ class DecodeStation:
         if action.payload is Payload.CHUNK:
             assert self.outlet is not None
             return self.outlet.message(self._merge())
-        source = self._drawn if action.payload is Payload.TOKENS else self._hidden
-        return [source[action.micro_batch].contiguous()]
+        if action.payload is Payload.TOKENS:
+            return [torch.tensor(self._drawn[action.micro_batch], dtype=torch.float64, device=self.cache.device)]
+        return [self._hidden[action.micro_batch].contiguous()]
 
     def inbox(self, action: Action) -> Iterator[Tensor]:
         if action.payload is Payload.TOKENS:
@@ -229,19 +234,20 @@ class DecodeStation:
         micro_batch, lane = action.micro_batch, self._lanes[action.micro_batch]
         hidden_R = None if self.model.pre_process else self._hidden[micro_batch]
         pieces = self._in_pieces(lane, hidden_R, self._decode_rows, self._uncache)
-        if len(pieces) == 1 or not self.model.groups.is_last_stage:
-            self._hidden[micro_batch] = _joined(pieces)
+        tensors = [piece for piece in pieces if isinstance(piece, Tensor)]
+        if tensors:
+            self._hidden[micro_batch] = _joined(tensors)
         else:
-            self._tables[micro_batch] = torch.cat(pieces, dim=1)
+            self._tables[micro_batch] = _beside([piece for piece in pieces if not isinstance(piece, Tensor)])
         return len(lane)
 
     def _in_pieces(
         self,
         lane: list[_Growing],
         inputs_R: Tensor | None,
-        work: Callable[[list[_Growing], Tensor | None, bool], Tensor],
+        work: Callable[[list[_Growing], Tensor | None, bool], ResultT],
         undo: Callable[[list[_Growing]], None],
-    ) -> list[Tensor]:
+    ) -> list[ResultT]:
         return by_rows(lane, inputs_R, work, undo, self.allowances.decode, obstacle(self.model), _Growing.describe)
 
     def _uncache(self, lane: list[_Growing]) -> None:
@@ -249,8 +255,8 @@ class DecodeStation:
         for growing in lane:
             self.cache.truncate(growing.seq_id, len(growing.tokens) - 1)
 
-    def _decode_rows(self, lane: list[_Growing], hidden_R: Tensor | None, whole: bool) -> Tensor:
-        """This stage's output for one more token.  On the last one, of a piece: what it draws, [DRAWN, R]."""
+    def _decode_rows(self, lane: list[_Growing], hidden_R: Tensor | None, whole: bool) -> Tensor | Drawn:
+        """This stage's output for one more token.  On the last one, of a piece: what it draws."""
         tokens = [g.tokens[-1] for g in lane]
         out = self._stage([g.seq_id for g in lane], [1] * len(lane), tokens, hidden_R, None)
         return out if whole or not self.model.groups.is_last_stage else self._draw(lane, out, whole)
@@ -263,21 +269,19 @@ class DecodeStation:
             inputs = torch.tensor(tokens, dtype=torch.int64, device=self.cache.device)
         return step(self.model, self.cache, seq_ids, lens, inputs, rows_R)
 
-    def _draw(self, lane: list[_Growing], logits_RV: Tensor | None, whole: bool) -> Tensor:
-        """Tokens, log-probs and sampling log-probs of the rows, [DRAWN, R]."""
+    def _draw(self, lane: list[_Growing], logits_RV: Tensor | None, whole: bool) -> Drawn:
         assert logits_RV is not None
         shards = VocabShards(self.model.groups.collection.tp, logits_RV.shape[-1])
-        result = draw(logits_RV, self.sampling, [g.seq_id for g in lane], [g.position for g in lane], shards)
-        return torch.stack([x.double() for x in (result.tokens, result.logprobs, result.sampling_logprobs)])
+        return draw(logits_RV, self.sampling, [g.seq_id for g in lane], [g.position for g in lane], shards).read()
 
     def _sample(self, action: Action) -> int:
         micro_batch = action.micro_batch
-        table_3R = self._tables.pop(micro_batch, None)
-        if table_3R is None:
+        drawn = self._tables.pop(micro_batch, None)
+        if drawn is None:
             lane, logits_RV = self._lanes[micro_batch], self._hidden[micro_batch]
-            table_3R = torch.cat(self._in_pieces(lane, logits_RV, self._draw, lambda _: None), dim=1)
-        self._drawn[micro_batch] = table_3R
-        return self._absorb(action, [table_3R.tolist()])
+            drawn = _beside(self._in_pieces(lane, logits_RV, self._draw, lambda _: None))
+        self._drawn[micro_batch] = drawn
+        return self._absorb(action, [drawn])
 
     def _device_step(self, action: Action) -> int:
         """Decode and draw without looking at what was drawn; where memory runs out, the host takes over for this round."""
@@ -329,8 +333,8 @@ class DecodeStation:
             )
         return self._resident[micro_batch]
 
-    def _absorb(self, action: Action, drawn: Sequence[Sequence[Sequence[float]]], resident: bool = False) -> int:
-        """What the last micro-steps drew, each [DRAWN, R], joins the sequences; those that end leave the micro-batch.
+    def _absorb(self, action: Action, drawn: Sequence[Drawn], resident: bool = False) -> int:
+        """What the last micro-steps drew joins the sequences; those that end leave the micro-batch.
 
         They keep their slots to the end of the round: their end may lie beyond the chunk's, and then they go on.
         `resident`: the cache has not been told yet.
@@ -387,3 +391,8 @@ class DecodeStation:
 def _joined(pieces: list[Tensor]) -> Tensor:
     """One after the other along the first axis; a single one is not copied."""
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _beside(pieces: list[Drawn]) -> Drawn:
+    """The rows of one piece behind those of another."""
+    return [[value for piece in pieces for value in piece[row]] for row in range(DRAWN)]

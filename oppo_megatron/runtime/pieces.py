@@ -20,6 +20,7 @@ Pieces = list[tuple[Batch, Tensor]]
 """Parts of a micro-batch in its order, each with what the stage gives for it."""
 
 RowT = TypeVar("RowT")
+ResultT = TypeVar("ResultT")
 Undo = Callable[[list[RowT]], None]
 
 
@@ -65,13 +66,13 @@ def prefill(
 def by_rows(
     rows: list[RowT],
     inputs_R: Tensor | None,
-    work: Callable[[list[RowT], Tensor | None, bool], Tensor],
+    work: Callable[[list[RowT], Tensor | None, bool], ResultT],
     undo: Undo[RowT],
     allowance: Allowance,
     obstacle: str | None,
     name: Callable[[RowT], str],
     whole: bool = True,
-) -> list[Tensor]:
+) -> list[ResultT]:
     """`work(rows, their part of inputs_R, whether they are all)` of a decode step, in as few pieces as memory allows.
 
     `undo` takes back what a call that ran out of memory may have done; `name` is a row's, for the error where it is one too many.

@@ -10,16 +10,21 @@ cumulative distribution at that number.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from oppo_megatron.config.ppo import RolloutConfig
 from oppo_megatron.errors import NumericsError
 from oppo_megatron.runtime.vocab_shards import VocabShards
+
+WORD = 2**64 - 1
+BELOW_ONE = 1 - 2.0**-24
+"""A float32 times this number is the next one below it."""
 
 BLOCK = 64
 """Tokens of a block.  The cumulative sum over a vocabulary is slow; over its blocks, and over one of them, it is not."""
@@ -56,10 +61,15 @@ class Draw:
 
     def require_finite(self, sampling: Sampling, seq_ids: Sequence[int], positions: Sequence[int]) -> None:
         """Raises NumericsError for the first row that gave no distribution."""
-        finite_R = self.masses.isfinite()
-        if not bool(finite_R.all()):
-            row = int((~finite_R).nonzero()[0])
-            raise no_distribution(sampling, seq_ids[row], positions[row])
+        for mass, seq_id, position in zip(self.masses.tolist(), seq_ids, positions, strict=True):
+            if not math.isfinite(mass):
+                raise no_distribution(sampling, seq_id, position)
+
+    def read(self) -> list[list[float]]:
+        """Tokens, log-probs and sampling log-probs for the host."""
+        logprobs = self.logprobs.tolist()
+        same = self.sampling_logprobs is self.logprobs
+        return [self.tokens.tolist(), logprobs, logprobs if same else self.sampling_logprobs.tolist()]
 
 
 def no_distribution(sampling: Sampling, seq_id: int, position: int) -> NumericsError:
@@ -71,24 +81,26 @@ def no_distribution(sampling: Sampling, seq_id: int, position: int) -> NumericsE
     )
 
 
-def uniforms(seed: int, seq_ids: Sequence[int], positions: Sequence[int]) -> np.ndarray:
-    """One number in [0, 1) per (seed, sequence id, position): 53 bits of a splitmix64 chain (Steele et al. 2014)."""
-    with np.errstate(over="ignore"):
-        state = _mix(row_states(seed, seq_ids) ^ np.asarray(positions, dtype=np.uint64))
-    return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+def uniforms(seed: int, seq_ids: Sequence[int], positions: Sequence[int]) -> list[float]:
+    """One number in [0, 1) per (seed, sequence id, position): 53 bits of a splitmix64 chain (Steele et al. 2014).
+
+    In Python's integers: numpy takes some forty calls, which for the rows of a step are dearer.
+    """
+    rows = zip(seq_ids, positions, strict=True)
+    return [(_mix(row_state(seed, seq_id) ^ position) >> 11) * 2.0**-53 for seq_id, position in rows]
 
 
-def row_states(seed: int, seq_ids: Sequence[int]) -> np.ndarray:
-    """Uint64 [R]: the chain up to the sequence id, which all draws of a sequence have in common."""
-    with np.errstate(over="ignore"):
-        return _mix(_mix(np.full(len(seq_ids), seed, dtype=np.uint64)) ^ np.asarray(seq_ids, dtype=np.uint64))
+@lru_cache(maxsize=2**16)
+def row_state(seed: int, seq_id: int) -> int:
+    """In 64 bits: the chain up to the sequence id, which all draws of a sequence have in common."""
+    return _mix(_mix(seed) ^ seq_id)
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+def _mix(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & WORD
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & WORD
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & WORD
+    return x ^ (x >> 31)
 
 
 def draw(
@@ -102,7 +114,7 @@ def draw(
 
     Every rank of the shards makes the call and gets the same answer.  Raises NumericsError for a row that gives no distribution.
     """
-    u_R = torch.from_numpy(uniforms(sampling.seed, seq_ids, positions)).to(logits_RV.device)
+    u_R = torch.tensor(uniforms(sampling.seed, seq_ids, positions), dtype=torch.float64, device=logits_RV.device)
     drawn = draw_at(logits_RV, sampling, u_R, shards)
     drawn.require_finite(sampling, seq_ids, positions)
     return drawn
@@ -152,7 +164,7 @@ def _whole(scaled_RV: Tensor, u_R1: Tensor, shards: VocabShards) -> Draw:
     target_R1 = u_R1 * cumulative_RS[:, -1:]
     block_R1 = _invert(cumulative_RS, target_R1)
     rest_R1 = target_R1 - (cumulative_RS.gather(-1, block_R1) - mass_RS.gather(-1, block_R1))
-    local_R1 = block_R1 % num_blocks
+    local_R1 = block_R1 if log_share_R1 is None else block_R1 % num_blocks
     inner_RW = blocks_RKW.gather(1, local_R1[:, :, None].expand(-1, -1, blocks_RKW.shape[2]))[:, 0]
     if log_share_R1 is not None:
         inner_RW = inner_RW * log_share_R1.exp()
@@ -201,8 +213,7 @@ def _in_blocks(probs_RV: Tensor) -> Tensor:
 
 def _invert(cumulative_RK: Tensor, target_R1: Tensor) -> Tensor:
     """Index [R, 1] at which the cumulative sum first exceeds the target; never one of probability 0."""
-    index_R1 = torch.searchsorted(cumulative_RK, target_R1.contiguous(), right=True)
     # The target may have been rounded up to the total, which no element exceeds: then it is the first to reach it.
-    last_R1 = torch.searchsorted(cumulative_RK, cumulative_RK[:, -1:].contiguous())
+    below_R1 = torch.minimum(target_R1, cumulative_RK[:, -1:] * BELOW_ONE)
     # A row that is no distribution finds no element; its index has to be one all the same.
-    return torch.minimum(index_R1, last_R1).clamp_max_(cumulative_RK.shape[-1] - 1)
+    return torch.searchsorted(cumulative_RK, below_R1, right=True).clamp_max_(cumulative_RK.shape[-1] - 1)

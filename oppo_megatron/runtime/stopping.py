@@ -42,7 +42,7 @@ class Stopping:
         if seq_id not in self._drawn:
             if len(self._drawn) >= KEPT_LENGTHS:
                 self._drawn.clear()
-            length = self.forced(float(uniforms(self.seed, [seq_id], [LENGTH_DRAW])[0]))
+            length = self.forced(uniforms(self.seed, [seq_id], [LENGTH_DRAW])[0])
             self._drawn[seq_id] = min(max(round(length), 1), self.max_response_tokens)
         return self._drawn[seq_id]
 

@@ -6,14 +6,19 @@ import pytest
 import torch
 
 from oppo_megatron.config.memory import FEW_ROWS, MOST_ROWS, ROW_MULTIPLE
+from oppo_megatron.runtime.mcore import prepacked
 from oppo_megatron.runtime.mcore.prepacked import IN_PLACE_ROWS, can_prepack, product
 
 ROWS = [1, IN_PLACE_ROWS, IN_PLACE_ROWS + 1, FEW_ROWS, FEW_ROWS + 1, FEW_ROWS + ROW_MULTIPLE, MOST_ROWS, MOST_ROWS + 1]
 
 
+@pytest.mark.parametrize("intel", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_every_number_of_rows_gives_the_plain_product(dtype: torch.dtype, tolerance: float, biased: bool) -> None:
+def test_every_number_of_rows_gives_the_plain_product(
+    dtype: torch.dtype, tolerance: float, biased: bool, intel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepacked, "by_intel", lambda: intel)
     generator = torch.Generator().manual_seed(0)
     weight_OI, bias_O = (torch.randn(size, generator=generator).to(dtype) for size in ((40, 24), (40,)))
     if not can_prepack(weight_OI):

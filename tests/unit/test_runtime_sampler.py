@@ -14,7 +14,7 @@ from oppo_megatron.config.ppo import RolloutConfig
 from oppo_megatron.errors import NumericsError
 from oppo_megatron.runtime import sampler
 from oppo_megatron.runtime.device_uniforms import uniforms_at
-from oppo_megatron.runtime.sampler import Sampling, draw, draw_at, row_states, uniforms
+from oppo_megatron.runtime.sampler import Sampling, draw, draw_at, row_state, uniforms
 
 MASK = 2**64 - 1
 
@@ -62,13 +62,13 @@ def plain_truncation(logits: list[float], sampling: Sampling) -> list[float]:
 
 
 def with_uniform(monkeypatch: pytest.MonkeyPatch, u: float) -> None:
-    monkeypatch.setattr(sampler, "uniforms", lambda seed, seq_ids, positions: np.full(len(seq_ids), u))
+    monkeypatch.setattr(sampler, "uniforms", lambda seed, seq_ids, positions: [u] * len(seq_ids))
 
 
 @given(seed=UINT32, pairs=st.lists(st.tuples(UINT32, UINT32), min_size=1, max_size=8))
 def test_uniforms_equal_splitmix64_in_exact_integers(seed: int, pairs: list[tuple[int, int]]) -> None:
     expected = [plain_uniform(seed, *pair) for pair in pairs]
-    assert uniforms(seed, [p[0] for p in pairs], [p[1] for p in pairs]).tolist() == expected
+    assert uniforms(seed, [p[0] for p in pairs], [p[1] for p in pairs]) == expected
 
 
 def test_splitmix64_reference_is_the_published_generator() -> None:
@@ -190,8 +190,8 @@ UINT64 = st.integers(0, MASK)
 @given(seed=UINT64, pairs=st.lists(st.tuples(UINT64, st.integers(0, 2**63 - 1)), min_size=1, max_size=8))
 def test_numbers_made_on_the_device_are_those_of_the_host(seed: int, pairs: list[tuple[int, int]]) -> None:
     seq_ids, positions = [p[0] for p in pairs], [p[1] for p in pairs]
-    states_R = torch.from_numpy(row_states(seed, seq_ids).view(np.int64))
-    assert uniforms_at(states_R, torch.tensor(positions)).tolist() == uniforms(seed, seq_ids, positions).tolist()
+    states_R = torch.from_numpy(np.array([row_state(seed, i) for i in seq_ids], dtype=np.uint64).view(np.int64))
+    assert uniforms_at(states_R, torch.tensor(positions)).tolist() == uniforms(seed, seq_ids, positions)
 
 
 def test_a_row_that_is_no_distribution_leaves_the_others_alone() -> None:

@@ -182,7 +182,9 @@ class RoleModel(GPTModel):
         self, stage: LeanStage, tokens_T: Tensor | None, plan: CachedPlan, rows_R: Tensor | None
     ) -> Tensor:
         if self.pre_process and tokens_T is not None:
-            hidden_TH = self.embedding.word_embeddings(tokens_T)
+            words = self.embedding.word_embeddings
+            # The module's reduction costs more than the look-up, also where there is nothing to reduce.
+            hidden_TH = words(tokens_T) if self.groups.tp > 1 else F.embedding(tokens_T, words.weight)
         else:
             hidden_TH = self.decoder.input_tensor[:, 0]
         hidden_TH = stage(hidden_TH, plan)

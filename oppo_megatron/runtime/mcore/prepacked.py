@@ -10,6 +10,8 @@ Legend: T rows, I inputs, O outputs of this tensor rank.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +21,16 @@ from oppo_megatron.config.memory import FEW_ROWS, MOST_ROWS, ROW_MULTIPLE
 
 TYPICAL_ROWS = 16  # a hint for the layout; it serves 1 to `MOST_ROWS` rows alike
 IN_PLACE_ROWS = 3
-"""Up to so many rows torch's float32 product reads the weights as they lie: it takes three quarters of the packed one's time,
-which is ahead from four rows on (Xeon with AMX, 0.1 to 3 M weights).  In bfloat16 the packed one is ahead from the first."""
+"""Up to so many rows torch's float32 product reads the weights as they lie: on an Intel processor it takes three quarters of the
+packed one's time, which is ahead from four rows on (Xeon with AMX, 0.1 to 3 M weights).  On others (AMD EPYC), and in bfloat16,
+the packed one is ahead from the first row."""
+
+
+@cache
+def by_intel() -> bool:
+    """Whether the processor is one for which torch's own product, MKL's, has its best kernels."""
+    cpuinfo = Path("/proc/cpuinfo")
+    return cpuinfo.is_file() and "GenuineIntel" in cpuinfo.read_text()
 
 
 def can_prepack(weight: Tensor) -> bool:
@@ -39,14 +49,14 @@ def product(weight_OI: Tensor, bias_O: Tensor | None = None, *, packed: bool) ->
     laid_out = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach().contiguous(), TYPICAL_ROWS)
     bias = None if bias_O is None else bias_O.detach()
     multiply = torch.ops.mkldnn._linear_pointwise.default
-    in_place = IN_PLACE_ROWS if weight_OI.dtype == torch.float32 else 0
+    in_place = IN_PLACE_ROWS if weight_OI.dtype == torch.float32 and by_intel() else 0
 
     def by_rows(x_TI: Tensor) -> Tensor:
         if not in_place < x_TI.shape[0] <= MOST_ROWS:  # beyond, torch's own product has little left to lose
             return F.linear(x_TI, weight_OI, bias_O)
-        num_rows = x_TI.shape[0]
-        x_TI = _filled_up(x_TI)
-        return multiply(x_TI, laid_out, bias, "none", [], "")[:num_rows]
+        if x_TI.shape[0] <= FEW_ROWS:  # decoding
+            return multiply(x_TI, laid_out, bias, "none", [], "")
+        return multiply(_filled_up(x_TI), laid_out, bias, "none", [], "")[: x_TI.shape[0]]
 
     return by_rows
 
@@ -58,8 +68,6 @@ def _filled_up(x_TI: Tensor) -> Tensor:
     (`config/memory.py` counts them).
     """
     num_rows = x_TI.shape[0]
-    if num_rows <= FEW_ROWS:  # decoding
-        return x_TI
     filled_TI = x_TI.new_empty(-(-num_rows // ROW_MULTIPLE) * ROW_MULTIPLE, x_TI.shape[1])
     filled_TI[:num_rows] = x_TI
     return filled_TI
