@@ -60,7 +60,7 @@ class Warden:
         )
         self._looked = self._ending_since = 0.0
         self._over = threading.Event()
-        self._children: dict[int | None, multiprocessing.process.BaseProcess] = {}
+        self._children: dict[int, multiprocessing.process.BaseProcess | None] = {}
 
     @contextlib.contextmanager
     def guarding(self) -> Iterator[None]:
@@ -124,11 +124,20 @@ class Warden:
         return told_s is not None and limit_s is not None and told_s >= limit_s
 
     def _someone_failed(self) -> bool:
-        # Kept, for the agent may ask for a rank's end first, and then nobody else is told of it.
-        self._children |= {child.pid: child for child in multiprocessing.active_children()}
-        ranks = (self._children.get(pid) for pid in self._pids())
-        codes = (rank.exitcode for rank in ranks if rank is not None)
-        return any(self._folder.glob("*.stall.json")) or any(code not in GOOD_ENDS for code in codes)
+        pids = self._pids()
+        if any(pid not in self._children and _runs(pid) for pid in pids):
+            # Once a rank: this asks for the ends of all, which takes them from the agent (`_peeked`).
+            found = {child.pid: child for child in multiprocessing.active_children()}
+            self._children |= {pid: found.get(pid) for pid in pids}
+        return any(self._folder.glob("*.stall.json")) or any(self._code(pid) not in GOOD_ENDS for pid in pids)
+
+    def _code(self, pid: int) -> int | None:
+        """With what a rank has ended; None where it runs, or where the agent has asked for its end and is not through yet."""
+        try:
+            return _peeked(pid)
+        except ChildProcessError:
+            child = self._children.get(pid)
+            return None if child is None else child.exitcode
 
     def _pids(self) -> list[int]:
         texts = [path.read_text(encoding="utf-8") for path in self._folder.glob("*.pid")]
@@ -142,8 +151,20 @@ class Warden:
 
 
 def _runs(pid: int) -> bool:
-    """Whether a child of ours has not ended.  One that has stays to be asked for."""
+    """Whether a child of ours has not ended."""
     try:
-        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-    except ChildProcessError:  # someone has asked for its end before
+        return _peeked(pid) is None
+    except ChildProcessError:
         return False
+
+
+def _peeked(pid: int) -> int | None:
+    """With what a child of ours has ended, None where it runs.  Raises ChildProcessError where someone has asked for its end.
+
+    One that has ended stays to be asked for.  The first thread to ask is told how; torch's agent, in the main thread, is not
+    made for being the second: it would take a rank that has ended well for one that has failed.
+    """
+    ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if ended is None:
+        return None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
