@@ -67,9 +67,7 @@ class Draw:
 
     def read(self) -> list[list[float]]:
         """Tokens, log-probs and sampling log-probs for the host."""
-        logprobs = self.logprobs.tolist()
-        same = self.sampling_logprobs is self.logprobs
-        return [self.tokens.tolist(), logprobs, logprobs if same else self.sampling_logprobs.tolist()]
+        return [self.tokens.tolist(), self.logprobs.tolist(), self.sampling_logprobs.tolist()]
 
 
 def no_distribution(sampling: Sampling, seq_id: int, position: int) -> NumericsError:
@@ -164,7 +162,7 @@ def _whole(scaled_RV: Tensor, u_R1: Tensor, shards: VocabShards) -> Draw:
     target_R1 = u_R1 * cumulative_RS[:, -1:]
     block_R1 = _invert(cumulative_RS, target_R1)
     rest_R1 = target_R1 - (cumulative_RS.gather(-1, block_R1) - mass_RS.gather(-1, block_R1))
-    local_R1 = block_R1 if log_share_R1 is None else block_R1 % num_blocks
+    local_R1 = block_R1 % num_blocks
     inner_RW = blocks_RKW.gather(1, local_R1[:, :, None].expand(-1, -1, blocks_RKW.shape[2]))[:, 0]
     if log_share_R1 is not None:
         inner_RW = inner_RW * log_share_R1.exp()

@@ -52,14 +52,19 @@ def new_warden(folder: Path) -> Warden:
     return Warden(folder, POINT, Limits(stall_s=0.0, told_s=None, first_s=0.0), lambda: None)
 
 
+def alive_to(folder: Path) -> Warden:
+    """A warden that has seen the ranks alive."""
+    warden = new_warden(folder)
+    assert not warden._someone_failed()
+    return warden
+
+
 @pytest.mark.parametrize(("code", "failed"), [(0, False), (EXIT_REQUEUE, False), (3, True), (-9, True)])
 @pytest.mark.parametrize("seen_alive", [True, False])
 def test_an_end_is_seen_and_left_to_the_agent(
     ranks: list[tuple[BaseProcess, Connection]], tmp_path: Path, code: int, failed: bool, seen_alive: bool
 ) -> None:
-    warden = new_warden(tmp_path)
-    if seen_alive:
-        assert not warden._someone_failed()
+    warden = alive_to(tmp_path) if seen_alive else new_warden(tmp_path)
     for child, tell in ranks:
         tell.send(code)
         assert ended(child.pid)
@@ -72,9 +77,7 @@ def test_an_end_is_seen_and_left_to_the_agent(
 def test_a_failure_that_the_agent_has_asked_for_first_is_seen_too(
     ranks: list[tuple[BaseProcess, Connection]], tmp_path: Path
 ) -> None:
-    warden = new_warden(tmp_path)
-    assert not warden._someone_failed()
-    child, tell = ranks[0]
+    warden, (child, tell) = alive_to(tmp_path), ranks[0]
     tell.send(3)
     child.join()
     assert warden._someone_failed()
@@ -84,9 +87,7 @@ def test_an_end_that_the_agent_is_just_asking_for_is_no_failure(
     ranks: list[tuple[BaseProcess, Connection]], tmp_path: Path
 ) -> None:
     """Asked for, and not written down yet."""
-    warden = new_warden(tmp_path)
-    assert not warden._someone_failed()
-    child, tell = ranks[0]
+    warden, (child, tell) = alive_to(tmp_path), ranks[0]
     tell.send(0)
     assert os.waitpid(child.pid or 0, 0)[0] == child.pid
     assert not warden._someone_failed()

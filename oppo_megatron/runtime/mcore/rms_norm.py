@@ -35,8 +35,6 @@ def fixed_norm(weight_H: Tensor, eps: float) -> Norm:
     if weight_H.device.type != "cpu":
         return lambda x: F.rms_norm(x, (weight_H.shape[-1],), weight_H, eps)
     floor, scaled_H = _constants(weight_H, eps)
-    if weight_H.dtype == torch.float32:
-        return lambda x: _normalised(x, floor, scaled_H)[0]
     return lambda x: _normalised(x.float(), floor, scaled_H)[0].to(x.dtype)
 
 

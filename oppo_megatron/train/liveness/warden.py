@@ -126,7 +126,8 @@ class Warden:
     def _someone_failed(self) -> bool:
         pids = self._pids()
         if any(pid not in self._children and _runs(pid) for pid in pids):
-            # Once a rank: this asks for the ends of all, which takes them from the agent (`_peeked`).
+            # Kept, for the agent may ask for a rank's end first, and then nobody else is told of it.  Once a rank, for this asks
+            # for the ends of all, which would take them from the agent (`_peeked`).
             found = {child.pid: child for child in multiprocessing.active_children()}
             self._children |= {pid: found.get(pid) for pid in pids}
         return any(self._folder.glob("*.stall.json")) or any(self._code(pid) not in GOOD_ENDS for pid in pids)
