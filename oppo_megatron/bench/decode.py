@@ -82,7 +82,7 @@ class DecodeWork:
         """
         limit = self.new_tokens + 1
         if self.forced_lengths is None:
-            return Stopping(None, limit)
+            return Stopping((), limit)
         try:
             forced = ForcedLengthsConfig.model_validate(self.forced_lengths)
         except ValidationError as error:
@@ -91,7 +91,7 @@ class DecodeWork:
             raise ConfigError(problems)
         rollout = RolloutConfig(batch_size=1, max_response_tokens=limit, forced_lengths=forced)
         quantile = forced_quantile(rollout) or log_normal(forced)
-        return Stopping(None, limit, lambda u: 1 + max(1.0, quantile(u)), seed=1)
+        return Stopping((), limit, lambda u: 1 + max(1.0, quantile(u)), seed=1)
 
 
 class Peer(Protocol):

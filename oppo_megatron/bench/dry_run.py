@@ -55,7 +55,7 @@ class DryRun:
         self.config, self.watch = config, Stopwatch()
         self.site = Site(role_places(config))
         self.stream, period = plan_step(config.overlap).stream, config.overlap.admission_period
-        stopping = Stopping.of(config.rollout, 0, config.seed, forced_quantile(config.rollout))
+        stopping = Stopping.of(config.rollout, (), config.seed, forced_quantile(config.rollout))
         self.limit: Callable[[int], int] = stopping.limit
         generator = round_generator(config.overlap, self.site)
         self.planner = new_planner(config, self.site, generator, self.limit, rank=self.site.source)

@@ -176,7 +176,7 @@ def _steady(
     bench: Bench, model: RoleModel, sync_steps: int | None, layout: KVLayout, bandwidth: float
 ) -> dict[str, Any]:
     """No sequence ends.  The steps before warm up, in which steps are captured."""
-    rounds = _rounds(bench, model, sync_steps, layout, Stopping(None, bench.work.response_tokens))
+    rounds = _rounds(bench, model, sync_steps, layout, Stopping((), bench.work.response_tokens))
     assert rounds.decode is not None
     rollouts, steps = bench.rollouts(), bench.work.steady_steps
     warm = min(WARM_STEPS, bench.work.response_tokens - 1 - steps)
@@ -191,7 +191,7 @@ def _long_tail(bench: Bench, model: RoleModel, bandwidth: float) -> dict[str, An
     """Rounds until the last has ended; the first time, in which steps are captured, counts apart."""
     work = bench.work
     lengths = log_normal(ForcedLengthsConfig(median=work.median, sigma=work.sigma))
-    rounds = _rounds(bench, model, None, "auto", Stopping(None, work.response_tokens, lengths, seed=1))
+    rounds = _rounds(bench, model, None, "auto", Stopping((), work.response_tokens, lengths, seed=1))
     assert rounds.decode is not None
 
     def to_the_ends(rollouts: Sequence[Rollout]) -> None:
@@ -222,7 +222,7 @@ def measure_overlap(bench: Bench) -> None:
     """A chunk decoded, the chunk before scored by all three scorers, and both at once on a stream each."""
     work, place = bench.work, Place((0,))
     site = Site({name: place for name in ("actor", *SCORERS)})
-    stopping = Stopping(None, work.response_tokens)
+    stopping = Stopping((), work.response_tokens)
     actor = bench.model()
     cache = actor.new_cache(work.batch, layout="auto")
     sync_steps = RuntimeConfig().sync_steps(bench.device.type)

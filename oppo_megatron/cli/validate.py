@@ -79,7 +79,7 @@ def _supervised_lines(settings: SupervisedConfig) -> list[str]:
     quarantine, load = Quarantine(), load_completions if isinstance(settings, SFTConfig) else load_pairs
     rows = load(
         settings.data,
-        load_tokenizer(settings.tokenizer),
+        load_tokenizer(settings.tokenizer, settings.model.checkpoint),
         max_tokens=settings.max_tokens,
         long_rows=settings.long_rows,
         quarantine=quarantine,

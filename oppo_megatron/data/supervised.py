@@ -82,11 +82,13 @@ def _tokenize(
 
 
 def _ended(tokens: list[int], tokenizer: Tokenizer) -> list[int]:
-    """`tokens` with one EOS at the end; what a chat template writes after its own EOS (a newline) is left out."""
-    if tokenizer.eos_id in tokens:
-        last = len(tokens) - 1 - tokens[::-1].index(tokenizer.eos_id)
-        if not tokenizer.decode(tokens[last + 1 :]).strip():
-            return tokens[: last + 1]
+    """`tokens` with one EOS at the end, the tokenizer's where they have none.
+
+    What a chat template writes after its own EOS (a newline) is left out.
+    """
+    last = max((place for place, token in enumerate(tokens) if token in tokenizer.eos_ids), default=None)
+    if last is not None and not tokenizer.decode(tokens[last + 1 :]).strip():
+        return tokens[: last + 1]
     return [*tokens, tokenizer.eos_id]
 
 

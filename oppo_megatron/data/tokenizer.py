@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from oppo_megatron.config.data import TokenizerConfig
+from oppo_megatron.config.eos import distinct, model_eos_ids
 from oppo_megatron.errors import ConfigError, DataError
 
 SENTENCEPIECE_NAME = "tokenizer.model"
@@ -33,9 +34,14 @@ LOSSLESS: dict[str, Any] = {
 
 
 class Tokenizer(Protocol):
-    """What the rest of the package knows of a tokenizer.  `vocab_size` is the largest id + 1, added tokens included."""
+    """What the rest of the package knows of a tokenizer.  `vocab_size` is the largest id + 1, added tokens included.
+
+    `eos_id` is the tokenizer's own EOS, which is written behind answers to learn from; `eos_ids` are all ids that end a
+    response, that one first.
+    """
 
     eos_id: int
+    eos_ids: tuple[int, ...]
     bos_id: int | None
     vocab_size: int
 
@@ -61,9 +67,12 @@ class Tokenizer(Protocol):
         ...
 
 
-def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
+def load_tokenizer(config: TokenizerConfig, model: Path | None = None) -> Tokenizer:
     """The tokenizer at `config.path`: a sentencepiece `.model` file, a directory with only such a file, or a Hugging
     Face one.
+
+    Its `eos_ids` are its own EOS and those that `generation_config.json` (else `config.json`) of its directory names, and
+    of the directory `model`, of the policy that draws the tokens.
 
     Raises `ConfigError` if the path is missing, is no tokenizer, or the tokenizer has no end-of-sequence token.
     """
@@ -73,12 +82,20 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
             f"tokenizer.path={path} does not exist (looked from {Path.cwd()}); name a Hugging Face tokenizer "
             "directory or a sentencepiece .model file, or train one with `oppo tokenizer`"
         )
+    tokenizer = _open_tokenizer(path, config.chat_template)
+    directories = [directory for directory in (path, model) if directory is not None and directory.is_dir()]
+    named = [i for directory in directories for i in model_eos_ids(directory)]
+    tokenizer.eos_ids = distinct([tokenizer.eos_id, *named])
+    return tokenizer
+
+
+def _open_tokenizer(path: Path, chat_template: str | None) -> Tokenizer:
     if path.is_file():
-        return SentencePieceTokenizer(path, config.chat_template)
+        return SentencePieceTokenizer(path, chat_template)
     is_hugging_face = any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     if not is_hugging_face and (path / SENTENCEPIECE_NAME).is_file():
-        return SentencePieceTokenizer(path / SENTENCEPIECE_NAME, config.chat_template)
-    return HuggingFaceTokenizer(path, config.chat_template)
+        return SentencePieceTokenizer(path / SENTENCEPIECE_NAME, chat_template)
+    return HuggingFaceTokenizer(path, chat_template)
 
 
 class HuggingFaceTokenizer:
@@ -103,6 +120,7 @@ class HuggingFaceTokenizer:
         self._directory = directory
         self._chat_template = chat_template
         self.eos_id: int = loaded.eos_token_id
+        self.eos_ids: tuple[int, ...] = (self.eos_id,)
         self.bos_id: int | None = loaded.bos_token_id
         self.vocab_size: int = max(loaded.get_vocab().values()) + 1
 
@@ -154,6 +172,7 @@ class SentencePieceTokenizer:
         self._path = path
         self._chat_template = chat_template
         self.eos_id: int = self._processor.eos_id()
+        self.eos_ids: tuple[int, ...] = (self.eos_id,)
         self.bos_id: int | None = self._processor.bos_id() if self._processor.bos_id() >= 0 else None
         self.vocab_size: int = self._processor.get_piece_size()
         self._space_mark_ids = self._find_space_mark_ids()

@@ -7,7 +7,7 @@ or when no row can go on, the host reads what was drawn, closes the gaps among t
 So that steps come in few shapes, rows are filled up to a number of `batch_bucket`, and the positions attended to up to a bound
 of the cache.  A step of a shape may therefore be captured and replayed (`mcore/cuda_graphs.py`).
 
-Legend: B rows of a step, M cache slots, K steps of a window, R rows that mean something.
+Legend: B rows of a step, M cache slots, K steps of a window, R rows that mean something, E ids that end a response.
 """
 
 from __future__ import annotations
@@ -25,9 +25,6 @@ from oppo_megatron.runtime.mcore.model import RoleModel
 from oppo_megatron.runtime.mcore.sequence_cache import SequenceCache
 from oppo_megatron.runtime.sampler import Sampling, draw_at, no_distribution, row_state
 from oppo_megatron.runtime.vocab_shards import VocabShards
-
-NO_TOKEN = -1
-"""Stands for the EOS of a decode that has none."""
 
 SMALL_BATCHES = (1, 2, 4, 8, 16, 24, 32)
 LARGE_BATCH = 16
@@ -53,19 +50,20 @@ class DeviceLane:
         run: StepRunner,
         *,
         sampling: Sampling,
-        eos_id: int | None,
+        eos_ids: Sequence[int],
         sync_steps: int,
         name: int,
     ):
         """`run` makes or replays a step; `name` tells this lane's tensors from those of others."""
         self._model, self._cache, self._run, self._name = model, cache, run, name
-        self._sampling, self._eos_id = sampling, NO_TOKEN if eos_id is None else eos_id
+        self._sampling, self._eos_ids = sampling, frozenset(eos_ids)
         self._places = cache.step_rows()
         device, most = cache.device, cache.num_slots
         self._state_4M = torch.zeros(4, most, dtype=torch.int64, device=device)
         self._chain_M = torch.zeros(most, dtype=torch.int64, device=device)
         self._ended_M = torch.zeros(most, dtype=torch.bool, device=device)
         self._drawn_4KM = torch.zeros(4, sync_steps, most, dtype=torch.float64, device=device)
+        self._eos_E1 = torch.tensor(sorted(self._eos_ids), dtype=torch.int64, device=device)[:, None]
         self._step_1 = torch.zeros(1, dtype=torch.int64, device=device)
         self._sync_steps = sync_steps
         self._rows: Sequence[Row] = ()
@@ -119,7 +117,7 @@ class DeviceLane:
             going_on = [
                 (index, row)
                 for index, row in going_on
-                if tokens[index] != self._eos_id and row.position + step + 1 < row.limit
+                if tokens[index] not in self._eos_ids and row.position + step + 1 < row.limit
             ]
         return [table[:3] for table in drawn_K4R]
 
@@ -154,7 +152,10 @@ class DeviceLane:
         token_B.copy_(torch.where(going_on_B, drawn.tokens, token_B))
         cached_B += going_on_B
         position_B += going_on_B
-        ended_B |= (token_B == self._eos_id) | (position_B >= limit_B)
+        ended_B |= position_B >= limit_B
+        if self._eos_ids:
+            is_eos_EB = token_B == self._eos_E1
+            ended_B |= is_eos_EB[0] if len(self._eos_ids) == 1 else is_eos_EB.any(0)
 
 
 def batch_bucket(rows: int) -> int:

@@ -63,13 +63,13 @@ class _Growing:
         """For an error."""
         return f"sequence {self.seq_id}, {len(self.tokens)} tokens long,"
 
-    def append(self, token: int, logprob: float, sampling_logprob: float, eos_id: int, start: int) -> bool:
+    def append(self, token: int, logprob: float, sampling_logprob: float, stopping: Stopping, start: int) -> bool:
         """Take a drawn token; whether it is the last."""
         self.tokens.append(token)
         self.row.tokens.append(token)
         self.row.logprobs.append(logprob)
         self.row.sampling_logprobs.append(sampling_logprob)
-        if token == eos_id:
+        if token in stopping.eos_ids:
             self.row.finish_reason = "eos"
         elif self.position == self.limit:
             self.row.finish_reason = "length"
@@ -327,7 +327,7 @@ class DecodeStation:
                 self.cache,
                 self.captured or run_eagerly,
                 sampling=self.sampling,
-                eos_id=self.stopping.eos_id,
+                eos_ids=self.stopping.eos_ids,
                 sync_steps=self._sync_steps,
                 name=micro_batch,
             )
@@ -345,7 +345,7 @@ class DecodeStation:
         for step_, table in enumerate(drawn, start=first):
             for growing, token, logprob, sampling_logprob in zip(rows, *table, strict=True):
                 if growing.seq_id not in ends and growing.append(
-                    int(token), logprob, sampling_logprob, self.stopping.eos_id, self._start
+                    int(token), logprob, sampling_logprob, self.stopping, self._start
                 ):
                     ends[growing.seq_id] = step_
         if resident:

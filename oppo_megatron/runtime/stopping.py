@@ -18,22 +18,22 @@ Quantile = Callable[[float], float]
 
 @dataclass(frozen=True)
 class Stopping:
-    """A response ends at EOS or at its limit.  With `forced` lengths it ends at its limit only (`eos_id` is None)."""
+    """A response ends at one of `eos_ids` or at its limit.  With `forced` lengths it ends at its limit only."""
 
-    eos_id: int | None
+    eos_ids: tuple[int, ...]
     max_response_tokens: int
     forced: Quantile | None = None
     seed: int = 0
     _drawn: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
-    def of(cls, rollout: RolloutConfig, eos_id: int, seed: int, trace: Quantile | None = None) -> Stopping:
+    def of(cls, rollout: RolloutConfig, eos_ids: tuple[int, ...], seed: int, trace: Quantile | None = None) -> Stopping:
         """`trace` has the lengths of the file that `rollout.forced_lengths.trace` names, where it names one."""
         forced = rollout.forced_lengths
         if forced is None:
-            return cls(eos_id, rollout.max_response_tokens)
+            return cls(eos_ids, rollout.max_response_tokens)
         assert (trace is None) == (forced.trace is None), "the lengths of a trace are read before"
-        return cls(None, rollout.max_response_tokens, trace or log_normal(forced), seed)
+        return cls((), rollout.max_response_tokens, trace or log_normal(forced), seed)
 
     def limit(self, seq_id: int) -> int:
         """Largest response of the sequence, in tokens; a forced one is a function of (seed, sequence id) alone."""

@@ -49,7 +49,7 @@ class Evaluator:
             model,
             cache,
             sampling=Sampling(temperature=0.0),
-            stopping=Stopping(self.tokenizer.eos_id, max_response_tokens),
+            stopping=Stopping(self.tokenizer.eos_ids, max_response_tokens),
             links=links,
             micro_batch_tokens=self.runtime.micro_batch_tokens,
             timeout_s=self.runtime.timeout_s,

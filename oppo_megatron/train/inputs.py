@@ -45,7 +45,7 @@ class Inputs:
 
 def read_inputs(config: TrainSettings) -> Inputs:
     """Tokenizer, prompts, rewards, a length trace.  Raises ConfigError, DataError or RewardError for what cannot be used."""
-    tokenizer, lengths = load_tokenizer(config.tokenizer), forced_quantile(config.rollout)
+    tokenizer, lengths = load_tokenizer(config.tokenizer, config.actor.checkpoint), forced_quantile(config.rollout)
     rewards, quarantine = build_reward_functions(config.rewards), Quarantine()
     prompts = load_prompts(config.data, tokenizer, quarantine=quarantine, check=rewards.check)
     heldout = None

@@ -114,7 +114,7 @@ class RoleBuilder:
 
     @property
     def _stopping(self) -> Stopping:
-        return Stopping.of(self.config.rollout, self.tokenizer.eos_id, self.config.seed, self.lengths)
+        return Stopping.of(self.config.rollout, self.tokenizer.eos_ids, self.config.seed, self.lengths)
 
     def _decode_station(self, actor: Actor | None) -> DecodeStation | None:
         if actor is None:

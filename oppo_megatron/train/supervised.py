@@ -88,7 +88,7 @@ def train_supervised(config: SupervisedConfig, task: Task[RowT], world: World) -
     not finite.
     """
     groups = _build_groups(config, world)
-    tokenizer = load_tokenizer(config.tokenizer)
+    tokenizer = load_tokenizer(config.tokenizer, config.model.checkpoint)
     _check_model(config, tokenizer)
     run, quarantine = RunDirectory(config.run_dir), Quarantine()
     is_owner = world.rank == groups.output_rank

@@ -54,13 +54,19 @@ class Course:
     sampling: Sampling
 
 
+def _eos_ids(seed: int) -> tuple[int, ...]:
+    """One id that ends a response, or three."""
+    draws = random.Random(seed)
+    return tuple([draws.randrange(64), *draws.sample(range(64), 2 * (seed % 2))])
+
+
 def _runner(model: RoleModel, course: Course, way: Way) -> RoundRunner:
     groups = model.groups
     rounds = decoder(
         model,
         model.new_cache(course.slots, layout=way.layout),
         sampling=course.sampling,
-        stopping=OwnLimits(random.Random(course.seed).randrange(64), MAX_RESPONSE),
+        stopping=OwnLimits(_eos_ids(course.seed), MAX_RESPONSE),
         links=build_links(Site({"actor": Place(groups.ranks, groups.tp, groups.pp, groups.dp)})),
         micro_batch_tokens=16,
         timeout_s=60.0,
@@ -126,7 +132,7 @@ def looks(directory: str, sync_steps: int) -> list[int]:
         model,
         model.new_cache(course.slots),
         sampling=course.sampling,
-        stopping=Stopping(None, MAX_RESPONSE),
+        stopping=Stopping((), MAX_RESPONSE),
         links=build_links(Site({"actor": Place((0,))})),
         micro_batch_tokens=16,
         timeout_s=60.0,

@@ -198,7 +198,7 @@ def decoded_within(rooms: list[int], sync_steps: int) -> tuple[int | None, bool,
     limits: list[AbstractContextManager[None]] = [nullcontext(), *map(room_for, rooms)]
     for room in limits:
         rounds = decoder(
-            model, model.new_cache(96), sampling=Sampling(seed=4), stopping=Stopping(None, 3),
+            model, model.new_cache(96), sampling=Sampling(seed=4), stopping=Stopping((), 3),
             links=build_links(Site({"actor": Place((0,))})), micro_batch_tokens=64, timeout_s=60.0, sync_steps=sync_steps,
         )  # fmt: skip
         rollouts = [Rollout(Prompt(i, i, "", (i, 7)), i) for i in range(96)]

@@ -92,7 +92,7 @@ def runner(model: RoleModel, sampling: Sampling, variant: Variant) -> RoundRunne
         model,
         model.new_cache(variant.slots),
         sampling=sampling,
-        stopping=Stopping(EOS, MAX_RESPONSE),
+        stopping=Stopping((EOS,), MAX_RESPONSE),
         links=build_links(Site({"actor": Place(groups.ranks, groups.tp, groups.pp, groups.dp)})),
         micro_batch_tokens=variant.prefill_tokens,
         timeout_s=60.0,

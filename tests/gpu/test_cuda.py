@@ -270,7 +270,7 @@ def check_no_waiting(device: str) -> None:
     with decoding(device, "bfloat16", "dense", 16) as (model, rounds):
         assert rounds.decode is not None
         cache, run = rounds.decode.cache, rounds.decode.captured or run_eagerly
-        lane = DeviceLane(model, cache, run, sampling=Sampling(seed=3), eos_id=2, sync_steps=16, name=0)
+        lane = DeviceLane(model, cache, run, sampling=Sampling(seed=3), eos_ids=(2,), sync_steps=16, name=0)
         for row in model_rows:
             cache.open(row.seq_id)
         for _ in range(2):

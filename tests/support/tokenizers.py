@@ -11,6 +11,7 @@ from oppo_megatron.errors import DataError
 
 class CharacterTokenizer:
     eos_id = 3
+    eos_ids = (3,)
     bos_id = None
     vocab_size = 0x110000
 

@@ -40,8 +40,8 @@ def rollout(trace: Path, limit: int = 10**6, **forced: Any) -> RolloutConfig:
 
 
 def drawn(config: RolloutConfig, count: int, seed: int = 3) -> list[int]:
-    stopping = Stopping.of(config, 7, seed, forced_quantile(config))
-    assert stopping.eos_id is None
+    stopping = Stopping.of(config, (7,), seed, forced_quantile(config))
+    assert stopping.eos_ids == ()
     return [stopping.limit(seq_id) for seq_id in range(count)]
 
 
@@ -102,7 +102,7 @@ def test_auto_makes_the_99th_percentile_the_limit(shared_data: Path, name: str) 
 
 def test_lengths_are_a_function_of_seed_and_sequence(shared_data: Path) -> None:
     config = rollout(shared_data / AZURE, limit=512)
-    first, again = (Stopping.of(config, 7, 3, forced_quantile(config)) for _ in range(2))
+    first, again = (Stopping.of(config, (7,), 3, forced_quantile(config)) for _ in range(2))
     assert [first.limit(i) for i in range(50)] == [again.limit(i) for i in reversed(range(50))][::-1]
     assert drawn(config, 50, seed=3) != drawn(config, 50, seed=4)
 
@@ -186,4 +186,4 @@ def test_a_folder_is_no_trace(tmp_path: Path) -> None:
 
 def test_a_trace_that_was_not_read_is_our_own_bug(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="read before"):
-        Stopping.of(rollout(tmp_path / "x.csv"), 7, 3)
+        Stopping.of(rollout(tmp_path / "x.csv"), (7,), 3)

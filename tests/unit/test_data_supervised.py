@@ -51,6 +51,12 @@ def test_a_completion_ends_with_one_eos(tmp_path: Path) -> None:
     ]
 
 
+def test_each_id_that_ends_a_response_ends_a_completion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CharacterTokenizer, "eos_ids", (3, 4))
+    config = write(tmp_path / "c.jsonl", {"question": "q", "answer": "abc\4"}, {"question": "q", "answer": "a\4c"})
+    assert completions(config) == [(ids("q"), ids("abc\4")), (ids("q"), ids("a\4c") + EOS)]
+
+
 def test_what_a_chat_template_writes_after_its_eos_is_left_out(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
     assert completions(write(tmp_path / "c.jsonl", {"messages": turns})) == [

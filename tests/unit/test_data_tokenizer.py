@@ -180,3 +180,17 @@ def test_hugging_face_without_template_or_eos(hugging_face_directory: Path) -> N
     settings_file.write_text(json.dumps({name: value for name, value in values.items() if name != "eos_token"}))
     with pytest.raises(ConfigError, match="no eos_token"):
         load_tokenizer(TokenizerConfig(path=hugging_face_directory))
+
+
+def test_a_tokenizer_has_its_own_first_then_its_directory_s_then_the_policy_s(
+    hugging_face_directory: Path, tmp_path: Path
+) -> None:
+    own = load_tokenizer(TokenizerConfig(path=hugging_face_directory))
+    assert own.eos_ids == (own.eos_id,)
+    (hugging_face_directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, own.eos_id]}))
+    policy = tmp_path / "policy"
+    policy.mkdir()
+    (policy / "config.json").write_text(json.dumps({"eos_token_id": [9, 7]}))
+    tokenizer = load_tokenizer(TokenizerConfig(path=hugging_face_directory), policy)
+    assert (tokenizer.eos_id, tokenizer.eos_ids) == (own.eos_id, (own.eos_id, 7, 9))
+    assert load_tokenizer(TokenizerConfig(path=hugging_face_directory), None).eos_ids == (own.eos_id, 7)

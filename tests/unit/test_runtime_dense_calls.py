@@ -43,7 +43,7 @@ def new_rounds(model: RoleModel, device: torch.device, micro_batches: int) -> Ro
     """An actor and a reference in one process."""
     place = Place((0,))
     site = Site({"actor": place, "reference": place})
-    stopping = ByLength(eos_id=-1, max_response_tokens=16)
+    stopping = ByLength(eos_ids=(), max_response_tokens=16)
     decode = DecodeStation(model, model.new_cache(6), sampling=Sampling(), stopping=stopping)
     score = ScoringStation("reference", model, model.new_cache(6), temperature=1.0)
     planner = RoundPlanner(

@@ -15,18 +15,18 @@ def stopping(limit: int = 10**6, seed: int = 3, **forced: float) -> Stopping:
     rollout = RolloutConfig(
         batch_size=4, max_response_tokens=limit, forced_lengths=ForcedLengthsConfig(**forced) if forced else None
     )
-    return Stopping.of(rollout, EOS, seed)
+    return Stopping.of(rollout, (EOS,), seed)
 
 
 def test_without_forced_lengths_eos_and_the_limit_end_a_response() -> None:
     plain = stopping(limit=40)
-    assert plain.eos_id == EOS
+    assert plain.eos_ids == (EOS,)
     assert {plain.limit(seq_id) for seq_id in range(100)} == {40}
 
 
 def test_forced_lengths_are_log_normal_and_ignore_eos() -> None:
     forced = stopping(median=2000, sigma=0.8)
-    assert forced.eos_id is None
+    assert forced.eos_ids == ()
     logs = sorted(math.log(forced.limit(seq_id)) for seq_id in range(4000))
     assert abs(median(logs) - math.log(2000)) < 0.05
     assert abs(pstdev(logs) - 0.8) < 0.03

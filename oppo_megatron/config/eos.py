@@ -1,0 +1,43 @@
+"""Which token ids end a response, as a model's directory says it.  Pure; no weights and no tokenizer are loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from oppo_megatron.errors import CheckpointError
+
+GENERATION_CONFIG, MODEL_CONFIG = "generation_config.json", "config.json"
+FIELD = "eos_token_id"
+
+
+def model_eos_ids(directory: Path) -> tuple[int, ...]:
+    """The `eos_token_id` of `generation_config.json`, or where that has none of `config.json`: a number or a list.
+
+    None of both: no ids.  Raises CheckpointError for a file or an entry that is neither.
+    """
+    for name in (GENERATION_CONFIG, MODEL_CONFIG):
+        path = directory / name
+        if path.is_file() and (ids := _eos_ids(path)):
+            return ids
+    return ()
+
+
+def distinct(ids: Iterable[int]) -> tuple[int, ...]:
+    """Each once, in the order in which they come."""
+    return tuple(dict.fromkeys(ids))
+
+
+def _eos_ids(path: Path) -> tuple[int, ...]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"`{path}` is not valid JSON ({error}); fetch or save it again") from error
+    value = content.get(FIELD) if isinstance(content, dict) else None
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(type(i) is int and i >= 0 for i in ids):
+        raise CheckpointError(
+            f"`{path}`: {FIELD} is {value!r:.80}, but must be a token id (a number from 0 on) or a list of them; correct it"
+        )
+    return distinct(ids)
