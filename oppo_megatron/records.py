@@ -56,6 +56,14 @@ class Rollout:
         """Tokens of the whole sequence, prompt included."""
         return len(self.prompt.tokens) + len(self.tokens)
 
+    def extend(self, row: ChunkRow) -> None:
+        """Append what follows."""
+        self.tokens += row.tokens
+        self.logprobs += row.logprobs
+        self.sampling_logprobs += row.sampling_logprobs
+        self.versions += [row.version] * len(row.tokens)
+        self.finish_clock, self.finish_reason = row.finish_clock, row.finish_reason
+
 
 @dataclass(slots=True)
 class ChunkRow:

@@ -201,7 +201,7 @@ class RolloutBuffer:
                 raise StreamError(f"chunk {chunk.index}, sequence {row.seq_id}, offset {row.offset}: {problem}")
             seen.add(row.seq_id)
         for row in chunk.rows:
-            extend(self._rollouts[row.seq_id], row)
+            self._rollouts[row.seq_id].extend(row)
         self._clock = chunk.clock
 
     def state_dict(self) -> dict[str, Any]:
@@ -255,16 +255,6 @@ class RolloutBuffer:
         if row.finish_clock is not None and not self._clock <= row.finish_clock <= clock:
             return f"it finished at clock {row.finish_clock}, outside the round's clocks {self._clock}..{clock}"
         return None
-
-
-def extend(rollout: Rollout, row: ChunkRow) -> None:
-    """Append a row that fits to its rollout."""
-    rollout.tokens += row.tokens
-    rollout.logprobs += row.logprobs
-    rollout.sampling_logprobs += row.sampling_logprobs
-    rollout.versions += [row.version] * len(row.tokens)
-    rollout.finish_clock = row.finish_clock
-    rollout.finish_reason = row.finish_reason
 
 
 def finish_order(rollout: Rollout) -> tuple[int, int]:

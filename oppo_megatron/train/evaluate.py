@@ -8,17 +8,14 @@ from oppo_megatron.config.model import RuntimeConfig
 from oppo_megatron.config.run import EvaluationConfig
 from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.data.tokenizer import Tokenizer
-from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.records import Prompt
 from oppo_megatron.rewards.verifiers import verify
 from oppo_megatron.runtime.activity import Activity
+from oppo_megatron.runtime.completions import PromptDecoder
 from oppo_megatron.runtime.links import Links
 from oppo_megatron.runtime.mcore.model import RoleModel
-from oppo_megatron.runtime.rounds import Decoding, decoder
 from oppo_megatron.runtime.sampler import Sampling
 from oppo_megatron.runtime.stopping import Stopping
-
-ROUND_STEPS = 64
 
 
 class Evaluator:
@@ -43,29 +40,18 @@ class Evaluator:
 
     def accuracy(self, model: RoleModel, links: Links, max_response_tokens: int, activity: Activity) -> float:
         """Share of the prompts answered right.  Every rank of the actor makes the call and gets the same answer."""
-        slots = min(len(self.prompts), self.max_slots)
-        cache = model.new_cache(slots, self.kv_budget_bytes, self.runtime.kv_layout)
-        rounds = decoder(
+        decoder = PromptDecoder(
             model,
-            cache,
+            links,
+            self.runtime,
+            num_slots=min(len(self.prompts), self.max_slots),
             sampling=Sampling(temperature=0.0),
             stopping=Stopping(self.tokenizer.eos_ids, max_response_tokens),
-            links=links,
-            micro_batch_tokens=self.runtime.micro_batch_tokens,
-            timeout_s=self.runtime.timeout_s,
-            sync_steps=self.runtime.sync_steps(cache.device.type),
+            kv_budget_bytes=self.kv_budget_bytes,
             activity=activity,
         )
-        buffer = RolloutBuffer(len(self.prompts), delta=0, max_deferrals=1)
-        buffer.admit(self.prompts)
-        while active := buffer.active:
-            chunk = rounds.run(active, [], ROUND_STEPS, Decoding(buffer.clock, 0, buffer.readiness))
-            assert chunk is not None
-            buffer.record(chunk)
-            rounds.recorded(active)
-        rounds.executor.drain()
         right = 0.0
-        for rollout in buffer.take_batch():
+        for rollout in decoder.decode(self.prompts):
             response = self.tokenizer.decode(rollout.tokens)
             right += verify(self.config.verifier, response, rollout.prompt.fields[self.config.answer])
         return right / len(self.prompts)

@@ -34,6 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "sim": SHARED | {"overcommit", "control", "schedule"},
     "runtime": SHARED | {"schedule", "checkpoint"},
     "train": SHARED | {"runtime", "algorithms", "data", "rewards", "overcommit", "control", "schedule", "checkpoint"},
+    "policy": SHARED | {"runtime", "data", "schedule", "checkpoint"},
     "serving": SHARED | {"rewards", "runtime", "data"},
     "integrations": SHARED | {"train", "runtime", "control", "checkpoint", "rewards"},
     "report": SHARED | {"train"},
@@ -41,7 +42,8 @@ ALLOWED: dict[str, set[str]] = {
     | {"processes", "train", "report", "runtime", "schedule", "overcommit", "control", "data", "integrations"},
     # `data` for the commands that prepare files and train nothing (tokenizer, demo).
     "cli": SHARED
-    | {"processes", "bench", "report", "train", "sim", "schedule", "placing", "integrations", "data", "serving"},
+    | {"processes", "bench", "report", "train", "sim", "schedule", "placing", "integrations", "data", "serving"}
+    | {"policy"},
 }
 TORCH_FREE = {
     "errors",

@@ -39,6 +39,7 @@ from oppo_megatron.config.megatron import SHAPE
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.runtime.mcore.checkpoint_index import INDEX, read_plain_index
 from oppo_megatron.runtime.mcore.hf_writer import hf_config
+from oppo_megatron.runtime.mcore.model import RoleModel
 from oppo_megatron.runtime.mcore.training import TrainedModel
 from oppo_megatron.runtime.peers import is_lost_peer
 
@@ -140,6 +141,29 @@ def load_models(folder: Path, models: Mapping[str, TrainedModel], updates: Mappi
         ) from error
     for each in shards:
         each.take(loaded)
+
+
+def load_adapters(folder: Path, name: str, model: RoleModel) -> None:
+    """Set the adapters of a model in evaluation to what the checkpoint has of model `name`, whatever layout wrote it.
+
+    Every rank of the model makes the call.  Raises CheckpointError where the checkpoint does not have them.
+    """
+    prefix = f"{name}."
+    weights = model.sharded_state_dict(prefix=prefix, metadata={"dp_cp_group": model.groups.collection.dp_cp})
+    adapters = {key: param for key, param in model.named_parameters() if _is_trained(param)}
+    read_plain_index(folder / INDEX)
+    try:
+        loaded = dist_checkpointing.load({key: weights[f"{prefix}{key}"] for key in adapters}, str(folder))
+    except (Exception, CheckpointException) as error:  # as in `load_models`
+        if isinstance(error, RuntimeError) and is_lost_peer(error):
+            raise
+        raise CheckpointError(
+            f"{folder}: the checkpoint does not hold the adapters of {name} ({_reason(error)}); name another of the run"
+        ) from error
+    with torch.no_grad():
+        for key, param in adapters.items():
+            param.copy_(loaded[key])
+    model.weights_changed()
 
 
 class _Writer(torch_checkpoint.FileSystemWriter):

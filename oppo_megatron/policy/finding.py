@@ -1,0 +1,226 @@
+"""What policy a directory holds: an export, adapters, a Megatron checkpoint, a checkpoint of a run, or a run.  Pure; no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from oppo_megatron.checkpoint.manifest import MANIFEST, find_damage, read_manifest
+from oppo_megatron.checkpoint.store import CheckpointStore, Position
+from oppo_megatron.config.checkpoint import read_hf_config
+from oppo_megatron.config.data import TokenizerConfig
+from oppo_megatron.config.load import read_tree
+from oppo_megatron.config.lora import ADAPTER_CONFIG, lora_of, read_adapter_config
+from oppo_megatron.config.megatron import SHAPE, find_megatron
+from oppo_megatron.config.model import Dtype, ModelConfig, TrainedRoleConfig
+from oppo_megatron.config.paths import missing_path
+from oppo_megatron.config.run import SFTConfig, TrainSettings
+from oppo_megatron.config.shape import check_head
+from oppo_megatron.errors import CheckpointError, ConfigError
+
+RUN_CONFIG, WEIGHTS, CHECKPOINTS, MODELS = "config.yaml", "weights", "checkpoints", "models"
+ROLES = ("actor", "model")
+"""Names of the policy's weights in a run: of `oppo train`, of `oppo sft`."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+DEEPEST = 4
+"""Folders between a run and the innermost that may be named: checkpoints/step-000001/models/actor."""
+RunConfig = TrainSettings | SFTConfig
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the user says of a policy beside its directory; None: what the directory says."""
+
+    tokenizer: Path | None = None
+    chat_template: str | None = None
+    base: Path | None = None
+    dtype: Dtype | None = None
+
+
+@dataclass(frozen=True)
+class Policy:
+    """`told`: a line that says what was taken.  `run`: the settings of the run that it comes from, where there is one.
+
+    `adapters`: the `models/` of a checkpoint that holds adapters alone, which the model of `model` has beside it.
+    """
+
+    directory: Path
+    told: str
+    model: TrainedRoleConfig
+    hf_config: dict[str, Any]
+    tokenizer: TokenizerConfig
+    run: RunConfig | None = None
+    adapters: Path | None = None
+
+    @property
+    def eos_source(self) -> Path | None:
+        """The directory whose `generation_config.json` says where responses end: of the model that a run began with."""
+        began = None if self.run is None else _role_of(self.run).checkpoint
+        return began if began is not None and began.is_dir() else self.model.checkpoint
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """Where the weights are, before anything is read of them."""
+
+    model: TrainedRoleConfig
+    told: str
+    own: Path | None = None  # what lies here belongs to the weights
+    adapters: Path | None = None
+
+
+def find_policy(directory: Path, choice: Choice = Choice()) -> Policy:
+    """Raises CheckpointError or ConfigError, with what to name instead, for what holds no policy; reads no tensor."""
+    if not directory.exists():
+        raise CheckpointError(missing_path("the policy", directory))
+    if not directory.is_dir():
+        raise CheckpointError(f"`{directory}` is a file; a policy is a directory: name the one that this file lies in")
+    run_directory = _run_above(directory)
+    run = None if run_directory is None else read_run(run_directory)
+    if directory == run_directory:
+        found = _of_run(directory, run, choice)
+    elif CheckpointStore(directory).positions():
+        found = _of_checkpoint(directory / CheckpointStore(directory).positions()[-1].name, run, choice)
+    elif (directory / MANIFEST).is_file() and (directory / MODELS).is_dir():
+        found = _of_checkpoint(directory, run, choice)
+    else:
+        found = _of_directory(directory, run, choice)
+    hf_config = read_hf_config(found.model)
+    where = str(found.model.checkpoint or directory)
+    if problems := check_head(where, hf_config, scalar=False, fresh_head=False):
+        raise CheckpointError(
+            f"{problems[0]}: a reward model or critic says nothing; name the policy (of a run: its {WEIGHTS}/actor)"
+        )
+    return Policy(
+        directory, found.told, found.model, hf_config, _tokenizer(found, run, choice), run, adapters=found.adapters
+    )
+
+
+def read_run(directory: Path) -> RunConfig:
+    """The settings that a run wrote down.  Raises ConfigError for those of another command or version."""
+    tree = read_tree(directory / RUN_CONFIG)
+    kind = TrainSettings if "actor" in tree else SFTConfig
+    try:
+        return kind.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(
+            f"`{directory / RUN_CONFIG}` is not the configuration of a run of this version (`{key}`: {first['msg']}); copy the "
+            "folder of its weights away from it, and name that"
+        ) from error
+
+
+def _run_above(directory: Path) -> Path | None:
+    """The run directory that this is, or lies in."""
+    resolved = directory.resolve()
+    for above, shown in zip((resolved, *resolved.parents[:DEEPEST]), (directory, *resolved.parents), strict=False):
+        if (above / RUN_CONFIG).is_file() and any((above / name).exists() for name in ("metrics.jsonl", CHECKPOINTS)):
+            return shown
+    return None
+
+
+def _of_run(directory: Path, run: RunConfig | None, choice: Choice) -> _Weights:
+    """Its final weights, else its last checkpoint."""
+    for weights in (directory / WEIGHTS / "actor", directory / WEIGHTS):
+        if any((weights / name).is_file() for name in (SHAPE, ADAPTER_CONFIG)):
+            found = _of_directory(weights, run, choice)
+            return replace(found, told=f"final weights of the run {directory} ({found.told})")
+    positions = CheckpointStore(directory / CHECKPOINTS).positions()
+    if not positions:
+        raise CheckpointError(
+            f"`{directory}` is a run without final weights and without a checkpoint; let it come to its end, or have it save "
+            "(checkpoint.every_steps)"
+        )
+    return _of_checkpoint(directory / CHECKPOINTS / positions[-1].name, run, choice)
+
+
+def _of_checkpoint(folder: Path, run: RunConfig | None, choice: Choice) -> _Weights:
+    """A run's checkpoint: the policy of the models in it."""
+    entries = read_manifest(folder)
+    if damage := find_damage(folder, entries, checksums=False):
+        raise CheckpointError(
+            f"`{folder}`: {damage}; name another checkpoint of the run, or restore the file from a copy"
+        )
+    role = next((name for name in ROLES if (folder / MODELS / name / SHAPE).is_file()), None)
+    if role is None:
+        raise CheckpointError(f"`{folder}` holds no policy (no {MODELS}/actor); name another checkpoint, or an export")
+    position = Position.of(folder.name)
+    told = f"checkpoint {folder}" + ("" if position is None else f", after {position.step} steps")
+    own = None if run is None else _role_of(run)
+    if own is None or own.lora is None:
+        return _Weights(_model(folder / MODELS / role, own, choice), told)
+    began = {} if choice.base is None else {"checkpoint": choice.base, "init": None}
+    model = own.model_copy(update={"dtype": choice.dtype or own.dtype, **began})
+    beside = model.checkpoint or "the weights that the run drew"
+    return _Weights(model, f"{told}, adapters beside {beside}", adapters=folder / MODELS)
+
+
+def _of_directory(directory: Path, run: RunConfig | None, choice: Choice) -> _Weights:
+    """An export, a Megatron checkpoint, or adapters."""
+    if (directory / ADAPTER_CONFIG).is_file() and not (directory / SHAPE).is_file():
+        return _of_adapters(directory, run, choice)
+    model = _model(directory, None if run is None else _role_of(run), choice)
+    kind = "Hugging Face directory" if find_megatron(directory) is None else "Megatron checkpoint"
+    return _Weights(model, f"{kind} {directory}", own=directory)
+
+
+def _of_adapters(directory: Path, run: RunConfig | None, choice: Choice) -> _Weights:
+    lora, found = lora_of(directory), read_adapter_config(directory)
+    if found.get("task_type") == "SEQ_CLS":
+        raise CheckpointError(
+            f"`{directory}` holds the adapters of a reward model or critic, which says nothing; name those of the policy (of a "
+            f"run: its {WEIGHTS}/actor)"
+        )
+    named = found.get("base_model_name_or_path")
+    tried = [choice.base] if choice.base is not None else [Path(named), directory / named] if named else []
+    base = next((path for path in tried if path.is_dir()), None)
+    if base is None:
+        said = f"`{tried[0]}`, which is no directory here" if tried else "no base"
+        raise CheckpointError(
+            f"`{directory}` holds adapters and names {said}; give the directory of the model that they stand beside (--base)"
+        )
+    model = _model(base, None if run is None else _role_of(run), choice).model_copy(update={"lora": lora})
+    return _Weights(model, f"adapters {directory} beside {base}", own=directory)
+
+
+def _model(directory: Path, own: TrainedRoleConfig | None, choice: Choice) -> TrainedRoleConfig:
+    """The weights of a directory, in the type of the run, or in which they are stored."""
+    dtype: Dtype = "float32"
+    if own is not None:
+        dtype = own.dtype
+    else:
+        hf_config = read_hf_config(ModelConfig(checkpoint=directory))
+        if "bfloat16" in (hf_config.get("dtype"), hf_config.get("torch_dtype")):
+            dtype = "bfloat16"
+    return TrainedRoleConfig(checkpoint=directory, dtype=choice.dtype or dtype)
+
+
+def _role_of(run: RunConfig) -> TrainedRoleConfig:
+    return run.actor if isinstance(run, TrainSettings) else TrainedRoleConfig(**run.model.model_dump())
+
+
+def _tokenizer(found: _Weights, run: RunConfig | None, choice: Choice) -> TokenizerConfig:
+    """As it was chosen; else what lies with the weights, else the run's, else that of the model that adapters stand beside."""
+    template = choice.chat_template or (None if run is None else run.tokenizer.chat_template)
+    path = choice.tokenizer
+    if path is None and found.own is not None and _has_tokenizer(found.own):
+        path = found.own
+    if path is None and run is not None and run.tokenizer.path.exists():
+        path = run.tokenizer.path
+    if path is None and found.model.checkpoint is not None and _has_tokenizer(found.model.checkpoint):
+        path = found.model.checkpoint
+    if path is None:
+        theirs = "" if run is None else f", and that of its run, `{run.tokenizer.path}`, is not there"
+        raise ConfigError(
+            f"{found.told}: no tokenizer lies with the weights{theirs}; name one with --tokenizer (a Hugging Face directory or a "
+            "sentencepiece .model file)"
+        )
+    return TokenizerConfig(path=path, chat_template=template)
+
+
+def _has_tokenizer(directory: Path) -> bool:
+    return any((directory / name).is_file() for name in TOKENIZER_FILES)

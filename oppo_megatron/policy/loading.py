@@ -1,0 +1,108 @@
+"""A policy on the ranks, in a layout of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from oppo_megatron.config.model import ParallelConfig, RuntimeConfig
+from oppo_megatron.config.places import Place
+from oppo_megatron.config.shape import check_shape
+from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from oppo_megatron.errors import CheckpointError
+from oppo_megatron.policy.finding import ROLES, Policy
+from oppo_megatron.runtime.activity import Activity
+from oppo_megatron.runtime.completions import PromptDecoder
+from oppo_megatron.runtime.links import Links, build_links
+from oppo_megatron.runtime.mcore.checkpoint import load_adapters
+from oppo_megatron.runtime.mcore.groups import RoleGroups, build_groups
+from oppo_megatron.runtime.mcore.model import RoleModel
+from oppo_megatron.runtime.roles import load_role
+from oppo_megatron.runtime.sampler import Sampling
+from oppo_megatron.runtime.stopping import Stopping
+from oppo_megatron.runtime.world import World
+from oppo_megatron.schedule.rounds import Site
+
+
+@dataclass(frozen=True)
+class PolicyPlace:
+    """Where policies are loaded, one after the other or several: all ranks of the world, in one layout."""
+
+    world: World
+    groups: RoleGroups
+    links: Links
+
+
+def build_place(world: World, parallel: ParallelConfig) -> PolicyPlace:
+    """Every rank makes the call; the world has `parallel.num_ranks` of them."""
+    ranks = tuple(range(world.size))
+    groups = build_groups(ranks, parallel.tp, parallel.pp, "policy")
+    assert groups is not None
+    place = Place(ranks, parallel.tp, parallel.pp, parallel.dp)
+    return PolicyPlace(world, groups, build_links(Site({"actor": place})))
+
+
+@dataclass(frozen=True)
+class LoadedPolicy:
+    """This rank's part of a policy, and its tokenizer."""
+
+    model: RoleModel
+    tokenizer: Tokenizer
+    place: PolicyPlace
+    runtime: RuntimeConfig
+
+    def decoder(
+        self,
+        sampling: Sampling,
+        stopping: Stopping,
+        *,
+        num_slots: int,
+        round_steps: int = 64,
+        activity: Activity | None = None,
+    ) -> PromptDecoder:
+        """Decodes prompts; each rank makes one with the same arguments.  `num_slots`: sequences of a replica at once."""
+        megabytes = self.runtime.kv_cache_mb
+        return PromptDecoder(
+            self.model,
+            self.place.links,
+            self.runtime,
+            num_slots=num_slots,
+            sampling=sampling,
+            stopping=stopping,
+            kv_budget_bytes=None if megabytes is None else int(megabytes * 2**20),
+            round_steps=round_steps,
+            activity=activity or self.place.world.activity,
+        )
+
+
+def policy_tokenizer(policy: Policy) -> Tokenizer:
+    """With the ids that end the policy's responses.  Raises ConfigError or CheckpointError."""
+    return load_tokenizer(policy.tokenizer, policy.eos_source)
+
+
+def require_layout(policy: Policy, parallel: ParallelConfig, max_length: int, vocab_size: int) -> None:
+    """Raises CheckpointError where the model does not fit the layout, contexts of `max_length` tokens or the tokenizer."""
+    hf_config: Mapping[str, object] = policy.hf_config
+    if problems := check_shape(str(policy.directory), hf_config, parallel, max_length, vocab_size):
+        raise CheckpointError("\n".join(problems))
+
+
+def load_policy(
+    policy: Policy, place: PolicyPlace, runtime: RuntimeConfig, tokenizer: Tokenizer, max_length: int
+) -> LoadedPolicy:
+    """Every rank makes the call.  `max_length`: tokens of the longest prompt and its response.
+
+    Raises CheckpointError for weights that are missing or do not fit.
+    """
+    model = load_role(
+        policy.model,
+        place.groups,
+        head="lm",
+        max_length=max_length,
+        device=place.world.device,
+        path=runtime.decode_path,
+        layers=runtime.layers,
+    )
+    if policy.adapters is not None:
+        load_adapters(policy.adapters, ROLES[0], model)
+    return LoadedPolicy(model.requires_grad_(False), tokenizer, place, runtime)

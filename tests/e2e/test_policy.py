@@ -1,0 +1,161 @@
+"""A run's policy found and asked: final weights, checkpoints, adapters, Megatron directories, in layouts of their own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from oppo_megatron.errors import CheckpointError, ConfigError
+from oppo_megatron.policy.finding import Choice, find_policy
+from tests.e2e.jobs_policy import Response
+from tests.support.layouts import deep
+from tests.support.ppo import Workspace
+from tests.support.ranks import run_ranks
+
+MAX_TOKENS = 24
+TEXTS = [f"{a} + {b} =" for a in (3, 17) for b in (5, 28, 64)] + ["", "1"][1:]
+GREEDY = {"temperature": 0.0}
+LORA = {"rank": 4, "alpha": 16.0}
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    return Workspace.create(tmp_path_factory.mktemp("policy"))
+
+
+def trained(workspace: Workspace, name: str, **changes: Any) -> Path:
+    config = deep(workspace, name, steps=2, **{"checkpoint.every_steps": 1}, **changes)
+    run_ranks(1, "tests.e2e.jobs:train", config=config)
+    return Path(config["run_dir"])
+
+
+@pytest.fixture(scope="module")
+def run(workspace: Workspace) -> Path:
+    return trained(workspace, "whole")
+
+
+@pytest.fixture(scope="module")
+def adapted(workspace: Workspace) -> Path:
+    return trained(workspace, "adapted", **{"actor.lora": LORA})
+
+
+def ask(directories: list[Path], layout: tuple[int, int, int] = (1, 1, 1), **settings: Any) -> list[list[Response]]:
+    settings = {"sampling": GREEDY, "max_tokens": MAX_TOKENS, "texts": TEXTS} | settings
+    parallel = dict(zip(("tp", "pp", "dp"), layout, strict=True))
+    num_ranks = layout[0] * layout[1] * layout[2]
+    found = run_ranks(
+        num_ranks, "tests.e2e.jobs_policy:answers", directories=directories, parallel=parallel, **settings
+    )
+    assert all(other == found[0] for other in found)
+    return found[0]
+
+
+def by_transformers(export: Path, tokenizer: Path) -> dict[int, list[int]]:
+    from transformers import AutoModelForCausalLM
+
+    from oppo_megatron.config.data import TokenizerConfig
+    from oppo_megatron.data.tokenizer import load_tokenizer
+
+    own = load_tokenizer(TokenizerConfig(path=tokenizer))
+    model = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32).eval()
+    found = {}
+    for number, text in enumerate(TEXTS):
+        ids = torch.tensor([own.encode(text)])
+        out = model.generate(ids, do_sample=False, max_new_tokens=MAX_TOKENS, eos_token_id=list(own.eos_ids))
+        found[number] = out[0, ids.shape[1] :].tolist()
+    return found
+
+
+def test_a_run_its_export_and_its_last_checkpoint_say_what_transformers_says(workspace: Workspace, run: Path) -> None:
+    last = run / "checkpoints" / "step-000002"
+    places = [run, run / "weights" / "actor", last, run / "checkpoints", last / "models" / "actor"]
+    found = ask(places)
+    assert {i: tokens for i, tokens, _ in found[0]} == by_transformers(places[1], workspace.root / "tokenizer.model")
+    assert all(other == found[0] for other in found[1:])
+    reasons = {reason for _, _, reason in found[0]}
+    assert reasons <= {"eos", "length"}
+    (before,) = ask([run / "checkpoints" / "step-000001"])
+    assert sorted(before) != sorted(found[0]), "another step, another policy"
+
+
+@pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 1), (1, 1, 2)], ids=["TP2", "PP2", "DP2"])
+def test_layouts_slots_and_rounds_decode_alike(run: Path, adapted: Path, layout: tuple[int, int, int]) -> None:
+    places, sampling = [run, adapted / "checkpoints" / "step-000002"], {"top_k": 6, "seed": 5}
+    plain = ask(places, sampling=sampling, num_slots=8, round_steps=64)
+    for settings in ({}, {"num_slots": 1, "round_steps": 3}):
+        found = ask(places, layout, sampling=sampling, **settings)
+        assert [sorted(answers) for answers in found] == [sorted(answers) for answers in plain]
+    assert [i for i, _, _ in plain[0]] != sorted(i for i, _, _ in plain[0]), "in the order in which they end"
+
+
+def test_adapters_of_an_export_and_of_a_checkpoint_are_the_same_policy(
+    workspace: Workspace, adapted: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=r"names no base; give .* \(--base\)"):
+        find_policy(adapted)
+    base = tmp_path / "base"
+    run_ranks(1, "tests.e2e.jobs_policy:write_drawn", run=adapted, directory=base)
+    export, checkpoint = ask([adapted, adapted / "checkpoints" / "step-000002"], choice={"base": base})
+    assert export == checkpoint
+    (unadapted,) = ask([base], choice={"tokenizer": workspace.root / "tokenizer.model"})
+    assert sorted(unadapted) != sorted(export)
+
+
+def test_what_is_taken_is_told_and_what_is_no_policy_is_refused(run: Path, tmp_path: Path) -> None:
+    assert find_policy(run).told.startswith(f"final weights of the run {run}")
+    unfinished = tmp_path / "unfinished"
+    shutil.copytree(run, unfinished, ignore=shutil.ignore_patterns("weights"))
+    found = find_policy(unfinished)
+    assert found.told == f"checkpoint {unfinished / 'checkpoints' / 'step-000002'}, after 2 steps"
+    (unfinished / "checkpoints" / "step-000002" / "rollouts.jsonl").unlink()
+    with pytest.raises(CheckpointError, match=r"rollouts.jsonl is missing; name another checkpoint"):
+        find_policy(unfinished)
+    shutil.rmtree(unfinished / "checkpoints")
+    with pytest.raises(
+        CheckpointError, match=r"without final weights and without a checkpoint; let it come to its end"
+    ):
+        find_policy(unfinished)
+    for place in (run / "weights" / "critic", run / "checkpoints" / "step-000002" / "models" / "critic"):
+        with pytest.raises(CheckpointError, match=r"reward model or critic says nothing; name the policy"):
+            find_policy(place)
+    with pytest.raises(CheckpointError, match=r"does not exist; did you mean"):
+        find_policy(run.parent / "wole")
+    with pytest.raises(CheckpointError, match=r"is a file; a policy is a directory"):
+        find_policy(run / "config.yaml")
+    with pytest.raises(CheckpointError, match=r"config.json"):
+        find_policy(tmp_path / "unfinished" / "..")
+    assert find_policy(run, Choice(dtype="bfloat16")).model.dtype == "bfloat16"
+
+
+def test_a_tokenizer_lies_with_the_weights_or_is_named(workspace: Workspace, run: Path, tmp_path: Path) -> None:
+    assert find_policy(run).tokenizer.path == run / "weights" / "actor"
+    assert find_policy(run / "checkpoints").tokenizer.path == workspace.root / "tokenizer.model"
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(run / "weights" / "actor" / name, bare)
+    with pytest.raises(ConfigError, match=r"no tokenizer lies with the weights; name one with --tokenizer"):
+        find_policy(bare)
+    assert find_policy(bare, Choice(tokenizer=workspace.root / "tokenizer.model")).tokenizer.path.is_file()
+    config = run / "config.yaml"
+    written = config.read_text()
+    try:
+        config.write_text(written.replace("seed: 23", "seed: many"))
+        with pytest.raises(ConfigError, match=r"`seed`: .*copy the folder of its weights away"):
+            find_policy(run)
+    finally:
+        config.write_text(written)
+
+
+def test_the_types_in_which_weights_are_stored(tmp_path: Path, run: Path) -> None:
+    export = tmp_path / "export"
+    shutil.copytree(run / "weights" / "actor", export)
+    assert find_policy(export).model.dtype == "float32"
+    config = json.loads((export / "config.json").read_text())
+    (export / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    assert find_policy(export).model.dtype == "bfloat16"
