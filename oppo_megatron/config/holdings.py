@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from math import ceil
+from math import ceil, lcm
 
 from oppo_megatron.config.checkpoint import read_hf_config
 from oppo_megatron.config.checks import longest_chunk, max_context, minibatch_rows, most_sequences
-from oppo_megatron.config.layouts import Sizes
+from oppo_megatron.config.layouts import Sizes, vocab_rows
 from oppo_megatron.config.lora import LoraConfig
 from oppo_megatron.config.memory import (
     FEW_ROWS,
@@ -78,6 +78,11 @@ class _Model:
         lora = model.lora if isinstance(model, TrainedRoleConfig) else None
         return cls(read_hf_config(model), model.dtype, scalar, lora, shared)
 
+    def laid_out(self, *places: Place) -> _Model:
+        """With a vocabulary that the tensor ranks of every layout divide, as weights that move between layouts have it."""
+        tp = lcm(*(place.tp for place in places))
+        return replace(self, shape={**self.shape, "vocab_size": vocab_rows(self.shape["vocab_size"], tp) * tp})
+
     def weights(self, place: Place, stage: int) -> int:
         if self.shared:
             return 0
@@ -138,7 +143,7 @@ def train_holdings(config: TrainConfig, *, on_cpu: bool) -> list[Holding]:
     for name, place in role_places(config).items():
         role = named_roles(config)[name]
         shared = name == "reference" and shares_weights(config)
-        model = _Model.of(role, scalar=name in SCALAR_ROLES, shared=shared)
+        model = _Model.of(role, scalar=name in SCALAR_ROLES, shared=shared).laid_out(place, training.get(name, place))
         served = _serving(config, name, place, model, packed=on_cpu and config.runtime.decode_path == "packed")
         if not isinstance(role, TrainedRoleConfig):
             holdings += served

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import groupby
-from math import isqrt
+from math import isqrt, lcm
 from typing import NamedTuple, Protocol
 
 SHOWN = 3
@@ -49,15 +49,16 @@ class Sizes(NamedTuple):
 class Limits:
     """What bounds the layouts of one model.
 
-    `width`: what tp must divide (the greatest common divisor of attention heads, key/value heads, feed-forward size and
-    vocabulary); `layers`: what pp * vpp must divide; `sequences`: how many there are for the replicas to share, at least
-    one each; `min_tp`: 2 where sequence parallelism is on.
+    `width`: what tp must divide (the greatest common divisor of attention heads, key/value heads and feed-forward size);
+    `layers`: what pp * vpp must divide; `sequences`: how many there are for the replicas to share, at least one each;
+    `min_tp`: 2 where sequence parallelism is on; `vocab_size`: tokens for the tensor ranks to share, at least one each.
     """
 
     width: int
     layers: int
     sequences: int | None = None
     min_tp: int = 1
+    vocab_size: int | None = None
 
     def admits(self, sizes: Sizes) -> bool:
         return (
@@ -66,6 +67,7 @@ class Limits:
             and self.layers % (sizes.pp * sizes.vpp) == 0
             and (sizes.vpp == 1 or sizes.pp > 1)
             and (self.sequences is None or sizes.dp <= self.sequences)
+            and (self.vocab_size is None or fills_shards(self.vocab_size, sizes.tp))
         )
 
 
@@ -117,6 +119,17 @@ def suggestion(
     if not counts:
         return f"; no layout over {ranks} would do"
     return f"; no layout fits {ranks}, the nearest numbers that one fits are {', '.join(map(str, counts))}"
+
+
+def vocab_rows(vocab_size: int, tp: int, multiple: int = 1) -> int:
+    """Rows of the embedding on each of `tp` tensor ranks, where those of all ranks are also to be one of `multiple`s."""
+    step = lcm(tp, multiple)
+    return -(-vocab_size // step) * step // tp
+
+
+def fills_shards(vocab_size: int, tp: int, multiple: int = 1) -> bool:
+    """Whether the last of `tp` tensor ranks has a token, too."""
+    return vocab_size > (tp - 1) * vocab_rows(vocab_size, tp, multiple)
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

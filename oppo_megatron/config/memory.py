@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from oppo_megatron.config.layouts import HasSizes, Sizes
+from oppo_megatron.config.layouts import HasSizes, Sizes, vocab_rows
 from oppo_megatron.config.lora import LoraConfig
 from oppo_megatron.config.model import KVLayout, TrainingLayoutConfig
 from oppo_megatron.config.shape import DTYPE_BYTES, head_dim, kv_bytes_per_token, num_kv_heads
@@ -79,7 +79,7 @@ def stage_layers(shape: Shape, pp: int, stage: int, vpp: int = 1) -> list[range]
 
 def stage_parameters(shape: Shape, tp: int, pp: int, stage: int, *, scalar: bool) -> int:
     """Parameters that one tensor rank of a stage holds.  Virtual stages change which layers these are, not how many."""
-    hidden, embedding = shape["hidden_size"], shape["vocab_size"] // tp * shape["hidden_size"]
+    hidden, embedding = shape["hidden_size"], vocab_rows(shape["vocab_size"], tp) * shape["hidden_size"]
     count = shape["num_hidden_layers"] // pp * _layer_parameters(shape, tp)
     if stage == 0:
         count += embedding
@@ -103,7 +103,7 @@ def adapter_parameters(shape: Shape, tp: int, pp: int, lora: LoraConfig) -> int:
 
 def packed_parameters(shape: Shape, tp: int, pp: int, stage: int, *, scalar: bool) -> int:
     """Of `stage_parameters` those of matrix products, the vocabulary's included, tied to the embeddings or not."""
-    head = shape["vocab_size"] // tp * shape["hidden_size"] if stage == pp - 1 and not scalar else 0
+    head = vocab_rows(shape["vocab_size"], tp) * shape["hidden_size"] if stage == pp - 1 and not scalar else 0
     return int(shape["num_hidden_layers"] // pp * _product_parameters(shape, tp) + head)
 
 
@@ -205,7 +205,7 @@ def training_activations(
     if train.recompute == "full":
         total += tokens * whole * width
     if stage == sizes.pp - 1 and not scalar:
-        total += tokens * shape["vocab_size"] / sizes.tp * 2 * FP32
+        total += tokens * vocab_rows(shape["vocab_size"], sizes.tp) * 2 * FP32
     return float(total)
 
 
@@ -219,7 +219,7 @@ def cached_activations(shape: Shape, tp: int, dtype: str, *, tokens: int, rows: 
     computed = 0 if dtype == "float32" else width
     kept = tokens * (2 * shape["hidden_size"] + 4 * shape["intermediate_size"] / tp) * width
     logit = FP32 + computed + (DRAWING_COPIES * FP32 if draws else 0)
-    return float(kept + rows * shape["vocab_size"] / tp * logit)
+    return float(kept + rows * vocab_rows(shape["vocab_size"], tp) * logit)
 
 
 def _layer_activations(shape: Shape, tp: int, train: TrainingLayoutConfig) -> tuple[float, float]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from oppo_megatron.config.layouts import HasSizes, Limits, Sizes, divisors, suggestion
+from oppo_megatron.config.layouts import HasSizes, Limits, Sizes, divisors, fills_shards, suggestion, vocab_rows
 
 FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 REQUIRED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
@@ -62,14 +62,18 @@ def check_divisions(name: str, hf_config: Mapping[str, Any], sizes: Sizes, num_r
     heads, kv_heads, layers = hf_config["num_attention_heads"], num_kv_heads(hf_config), hf_config["num_hidden_layers"]
     ffn, vocab = hf_config["intermediate_size"], hf_config["vocab_size"]
     widths = ", ".join(map(str, divisors(limits.width)))
-    for count, what, other in (
-        (heads, f"{heads} attention heads do", ""),
-        (kv_heads, f"{kv_heads} key/value heads do", ""),
-        (ffn, f"intermediate_size {ffn} does", ""),
-        (vocab, f"vocab_size {vocab} does", f", or pad the embedding to {-(-vocab // tp) * tp} rows"),
+    for count, what in (
+        (heads, f"{heads} attention heads do"),
+        (kv_heads, f"{kv_heads} key/value heads do"),
+        (ffn, f"intermediate_size {ffn} does"),
     ):
         if count % tp:
-            problems.append(f"{name}: {what} not divide by tp {tp}; choose tp from {widths}{other}{near}")
+            problems.append(f"{name}: {what} not divide by tp {tp}; choose tp from {widths}{near}")
+    if not fills_shards(vocab, tp):
+        problems.append(
+            f"{name}: vocab_size {vocab} leaves a rank of tp {tp} without a token ({vocab_rows(vocab, tp)} a rank); "
+            f"lower tp{near}"
+        )
     fitting = ", ".join(map(str, divisors(layers)))
     if layers % pp:
         problems.append(f"{name}: {layers} layers do not divide by pp {pp}; choose pp from {fitting}{near}")
@@ -83,9 +87,8 @@ def check_divisions(name: str, hf_config: Mapping[str, Any], sizes: Sizes, num_r
 
 def model_limits(hf_config: Mapping[str, Any], sequences: int | None = None, min_tp: int = 1) -> Limits:
     """The limits of a model that `check_model` finds right."""
-    parts = hf_config["num_attention_heads"], num_kv_heads(hf_config), hf_config["intermediate_size"]
-    width = math.gcd(*parts, hf_config["vocab_size"])
-    return Limits(width, hf_config["num_hidden_layers"], sequences, min_tp)
+    width = math.gcd(hf_config["num_attention_heads"], num_kv_heads(hf_config), hf_config["intermediate_size"])
+    return Limits(width, hf_config["num_hidden_layers"], sequences, min_tp, hf_config["vocab_size"])
 
 
 def check_model(name: str, hf_config: Mapping[str, Any]) -> list[str]:

@@ -24,7 +24,6 @@ from oppo_megatron.runtime.mcore.cuda_graphs import StepRunner
 from oppo_megatron.runtime.mcore.model import RoleModel
 from oppo_megatron.runtime.mcore.sequence_cache import SequenceCache
 from oppo_megatron.runtime.sampler import Sampling, draw_at, no_distribution, row_state
-from oppo_megatron.runtime.vocab_shards import VocabShards
 
 SMALL_BATCHES = (1, 2, 4, 8, 16, 24, 32)
 LARGE_BATCH = 16
@@ -142,8 +141,7 @@ class DeviceLane:
         token_B, cached_B, position_B, limit_B = self._state_4M[:, :size].unbind(0)
         ended_B = self._ended_M[:size]
         logits_BV = self._model(token_B, self._places.plan(cached_B, self._reach))
-        shards = VocabShards(self._model.groups.collection.tp, logits_BV.shape[-1])
-        drawn = draw_at(logits_BV, self._sampling, uniforms_at(self._chain_M[:size], position_B), shards)
+        drawn = draw_at(logits_BV, self._sampling, uniforms_at(self._chain_M[:size], position_B), self._model.vocab)
         table = drawn.tokens, drawn.logprobs, drawn.sampling_logprobs, drawn.masses
         drawn_41B = torch.stack([x.double() for x in table]).unsqueeze(1)
         self._drawn_4KM[:, :, :size].index_copy_(1, self._step_1, drawn_41B)

@@ -34,7 +34,6 @@ from oppo_megatron.runtime.pieces import by_rows, obstacle, prefill
 from oppo_megatron.runtime.sampler import Sampling, draw
 from oppo_megatron.runtime.stopping import Stopping
 from oppo_megatron.runtime.stream import ChunkOutlet
-from oppo_megatron.runtime.vocab_shards import VocabShards
 from oppo_megatron.schedule.actions import Action, Op, Payload
 from oppo_megatron.schedule.planning.books import ReplicaWork
 from oppo_megatron.schedule.planning.merge import StopSignal, merge_rows
@@ -271,8 +270,9 @@ class DecodeStation:
 
     def _draw(self, lane: list[_Growing], logits_RV: Tensor | None, whole: bool) -> Drawn:
         assert logits_RV is not None
-        shards = VocabShards(self.model.groups.collection.tp, logits_RV.shape[-1])
-        return draw(logits_RV, self.sampling, [g.seq_id for g in lane], [g.position for g in lane], shards).read()
+        return draw(
+            logits_RV, self.sampling, [g.seq_id for g in lane], [g.position for g in lane], self.model.vocab
+        ).read()
 
     def _sample(self, action: Action) -> int:
         micro_batch = action.micro_batch

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from oppo_megatron.config.kernels import LayerKind, Layers, find_available, layer_kind
@@ -26,12 +28,15 @@ def load_role(
     device: torch.device,
     path: DecodePath = "packed",
     layers: Layers = "torch",
+    vocab_multiple: int = 1,
 ) -> RoleModel:
     """This rank's stage of the model that `config` names, in evaluation mode; cached calls go by `path`.
 
+    `vocab_multiple` (`ModelShape`): where weights move between layouts, one that all their tensor ranks divide.
+
     Raises CheckpointError for weights that are missing or do not fit, CapacityError for too few positions.
     """
-    shape, source = _open(config, head)
+    shape, source = _open(config, head, vocab_multiple)
     kind = _layer_kind(config, layers, device)
     model = build_model(shape, groups, head=head, max_length=max_length, dtype=config.dtype, device=device, layers=kind)
     _fill(model, source, config)
@@ -48,9 +53,10 @@ def load_training(
     max_length: int,
     device: torch.device,
     layers: Layers = "torch",
+    vocab_multiple: int = 1,
 ) -> list[RoleModel]:
     """This rank's chunks of the model, to be trained on `groups` with the options of `layout`; otherwise as `load_role`."""
-    shape, source = _open(config, head)
+    shape, source = _open(config, head, vocab_multiple)
     kind = _layer_kind(config, layers, device)
     chunks = build_chunks(
         shape, groups, layout, head=head, max_length=max_length, dtype=config.dtype, device=device, layers=kind
@@ -72,12 +78,12 @@ def without_adapters(adapted: RoleModel, groups: RoleGroups, dtype: Dtype) -> Ro
     return model.eval()
 
 
-def _open(config: ModelConfig, head: Head) -> tuple[ModelShape, TensorSource]:
+def _open(config: ModelConfig, head: Head, vocab_multiple: int) -> tuple[ModelShape, TensorSource]:
     """Shape and weights of a role, and whether its adapters fit.  Reads headers only."""
     shape, source = open_weights(config, head)
     if isinstance(config, TrainedRoleConfig) and config.lora is not None and config.lora.adapter is not None:
         open_adapters(config.lora.adapter, adapter_parts(shape, config.lora, head))
-    return shape, source
+    return replace(shape, vocab_multiple=vocab_multiple), source
 
 
 def _layer_kind(config: ModelConfig, wanted: Layers, device: torch.device) -> LayerKind:

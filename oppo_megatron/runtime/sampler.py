@@ -121,6 +121,7 @@ def draw(
 def draw_at(logits_RV: Tensor, sampling: Sampling, u_R: Tensor, shards: VocabShards | None = None) -> Draw:
     """`draw` at given numbers in [0, 1), by operations of the device alone: whether rows were distributions is not asked."""
     shards = shards or VocabShards()
+    logits_RV = shards.filled_up(logits_RV)
     if sampling.temperature == 0:
         return _greedy(logits_RV, shards)
     scaled_RV = logits_RV if sampling.temperature == 1 else logits_RV / sampling.temperature

@@ -169,4 +169,4 @@ class ScoringStation:
         targets = [self._sequences[g.seq_id][e - g.rows + 1 : e + 1] for g, e in zip(batch, ends, strict=True)]
         targets_R = torch.tensor([t for part in targets for t in part], dtype=torch.int64, device=out_R.device)
         with torch.inference_mode():
-            return token_logprobs(out_R, targets_R, self.model.groups.collection.tp, self.temperature)[0]
+            return token_logprobs(out_R, targets_R, self.model.vocab, self.temperature)[0]

@@ -7,13 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from oppo_megatron.config.layouts import vocab_rows
 from oppo_megatron.config.shape import FAMILIES, check_model, head_dim, max_positions, num_kv_heads
 from oppo_megatron.errors import CheckpointError
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes and switches of one decoder.  `hf` is the mapping that it was read from, kept for writing it back."""
+    """Sizes and switches of one decoder.  `hf` is the mapping that it was read from, kept for writing it back.
+
+    `vocab_multiple`: in whose multiples embedding and output layer have rows, beside those of the tensor ranks.
+    """
 
     family: str
     num_layers: int
@@ -30,6 +34,7 @@ class ModelShape:
     qk_norm: bool
     tied_embeddings: bool
     rope: Mapping[str, Any]
+    vocab_multiple: int = 1
     hf: Mapping[str, Any] = field(repr=False, compare=False, default_factory=dict)
 
     @classmethod
@@ -56,6 +61,10 @@ class ModelShape:
             rope=_rope(hf),
             hf=copy.deepcopy(dict(hf)),
         )
+
+    def vocab_rows(self, tp: int) -> int:
+        """Rows of embedding and output layer on each of `tp` tensor ranks."""
+        return vocab_rows(self.vocab_size, tp, self.vocab_multiple)
 
     @property
     def causal_lm_class(self) -> str:

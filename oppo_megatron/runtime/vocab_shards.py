@@ -1,35 +1,54 @@
-"""The tensor ranks among which the vocabulary is divided, evenly and in order.
+"""The tensor ranks among which the vocabulary is divided, in order: all have equally many rows of embedding and output layer.
 
-Legend: R rows, V tokens of a shard, S shards.
+Where the vocabulary does not divide, the rows behind its end belong to no token: the last rank has fewer tokens than rows.
+
+Legend: R rows, V tokens of this rank's shard, S shards.
 """
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 
 class VocabShards:
     """This rank's place among the shards.  Without a group the only shard is the whole vocabulary."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None, num_tokens: int = 0):
-        """`num_tokens` is V."""
-        self._group, self._num_tokens = group, num_tokens
+    def __init__(self, group: dist.ProcessGroup | None = None, rows: int = 0, vocab_size: int | None = None):
+        """`rows`: of a rank; `vocab_size` where it is less than those of all ranks."""
+        self.group, self.rows, self.vocab_size = group, rows, vocab_size
         self.size = 1 if group is None else group.size()
         self.rank = 0 if group is None else group.rank()
+        self.num_tokens = rows if vocab_size is None else min(rows, vocab_size - self.first)
+        assert self.num_tokens > 0 or group is None, f"no token of {vocab_size} on rank {self.rank} of {self.size}"
+
+    @property
+    def first(self) -> int:
+        """The first token of this shard, by its number in the vocabulary."""
+        return self.rank * self.rows
+
+    def of_tokens(self, rows_RV: Tensor) -> Tensor:
+        """The columns that belong to tokens: all but those that fill up the last shard."""
+        return rows_RV if self.num_tokens == self.rows else rows_RV[..., : self.num_tokens]
+
+    def filled_up(self, logits_RV: Tensor) -> Tensor:
+        """As wide as those of the other ranks, with logits that are never drawn."""
+        missing = self.rows - self.num_tokens
+        return F.pad(logits_RV, (0, missing), value=-torch.inf) if missing and self.size > 1 else logits_RV
 
     def globally(self, tokens: Tensor) -> Tensor:
         """Tokens of this shard by their number in the vocabulary."""
-        return tokens + self.rank * self._num_tokens
+        return tokens + self.first
 
     def gather(self, mine: Tensor) -> Tensor:
         """What all ranks have, stacked in their order: [S, ...]."""
         found = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(found, mine.contiguous(), group=self._group)
+        dist.all_gather(found, mine.contiguous(), group=self.group)
         return torch.stack(found)
 
     def add(self, mine: Tensor) -> Tensor:
         """The sum over the ranks.  `mine` is overwritten."""
-        dist.all_reduce(mine, group=self._group)
+        dist.all_reduce(mine, group=self.group)
         return mine

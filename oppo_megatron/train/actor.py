@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +23,7 @@ from oppo_megatron.runtime.exhaustion import Allowance, Allowances, in_smaller_o
 from oppo_megatron.runtime.mcore.groups import RoleGroups
 from oppo_megatron.runtime.mcore.training import forward_rows
 from oppo_megatron.runtime.mcore.vocab_parallel import token_logprobs
+from oppo_megatron.runtime.vocab_shards import VocabShards
 from oppo_megatron.schedule.packing import balance
 from oppo_megatron.train.trained_role import TrainedRole
 from oppo_megatron.train.update import UpdateSettings, begin_update, run_update, stats_dict, update_packing
@@ -86,7 +86,7 @@ class Actor:
         extra = self._loss_inputs(batch, experience, begun.proximal_T, settings.device)
 
         def loss(micro: MicroBatch, output: Tensor, num_tokens: int, first: bool) -> tuple[Tensor, dict[str, Tensor]]:
-            logp, entropy = token_logprobs(output, micro.targets_R, self._tp_group, self.temperature)
+            logp, entropy = token_logprobs(output, micro.targets_R, self._vocab, self.temperature)
             targets = ActorTargets(
                 micro.extra["old_logp"],
                 micro.extra["advantages"],
@@ -126,8 +126,8 @@ class Actor:
         return self.role.trained.model.groups
 
     @property
-    def _tp_group(self) -> Any:
-        return self._groups.collection.tp
+    def _vocab(self) -> VocabShards:
+        return self.role.trained.model.vocab
 
     def _loss_inputs(
         self, batch: Sequence[Rollout], experience: Experience, proximal_T: Tensor | None, device: torch.device
@@ -155,7 +155,7 @@ class Actor:
         prompts, responses = [batch[i].prompt.tokens for i in rows], [batch[i].tokens for i in rows]
 
         def logprobs(micro: MicroBatch, output: Tensor) -> Tensor:
-            return token_logprobs(output, micro.targets_R, self._tp_group, self.temperature)[0]
+            return token_logprobs(output, micro.targets_R, self._vocab, self.temperature)[0]
 
         def forward(most: int) -> Tensor | None:
             micros = pack_responses(prompts, responses, most, settings.device)

@@ -16,9 +16,9 @@ from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised import Pair, load_pairs
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.runtime.batch import MicroBatch, whole_sequences
-from oppo_megatron.runtime.mcore.groups import RoleGroups
 from oppo_megatron.runtime.mcore.model import Head
 from oppo_megatron.runtime.mcore.training import Loss
+from oppo_megatron.runtime.vocab_shards import VocabShards
 from oppo_megatron.schedule.packing import pack_by_tokens
 
 
@@ -46,7 +46,7 @@ class RewardModelling:
             for index in pack_by_tokens([self.num_tokens(row) for row in rows], budget)
         ]
 
-    def loss(self, rows: Sequence[Pair], groups: RoleGroups) -> Loss:
+    def loss(self, rows: Sequence[Pair], vocab: VocabShards) -> Loss:
         """Mean over all pairs of `rows`."""
 
         def share(batch: MicroBatch, scores_S: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -16,10 +16,10 @@ from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised import Completion, load_completions
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.runtime.batch import MicroBatch, pack_responses
-from oppo_megatron.runtime.mcore.groups import RoleGroups
 from oppo_megatron.runtime.mcore.model import Head
 from oppo_megatron.runtime.mcore.training import Loss
 from oppo_megatron.runtime.mcore.vocab_parallel import token_logprobs
+from oppo_megatron.runtime.vocab_shards import VocabShards
 
 
 class FineTuning:
@@ -42,12 +42,12 @@ class FineTuning:
         """Packed rows, at most `budget` tokens together."""
         return pack_responses([row.prompt for row in rows], [row.completion for row in rows], budget, device)
 
-    def loss(self, rows: Sequence[Completion], groups: RoleGroups) -> Loss:
+    def loss(self, rows: Sequence[Completion], vocab: VocabShards) -> Loss:
         """Mean over the completion tokens of all `rows`."""
         num_tokens = sum(len(row.completion) for row in rows)
 
         def share(batch: MicroBatch, logits_RV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            logp_R, _ = token_logprobs(logits_RV, batch.targets_R, groups.collection.tp)
+            logp_R, _ = token_logprobs(logits_RV, batch.targets_R, vocab)
             return next_token_loss(logp_R, num_tokens)
 
         return share

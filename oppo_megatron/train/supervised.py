@@ -30,6 +30,7 @@ from oppo_megatron.runtime.mcore.groups import RoleGroups, build_groups
 from oppo_megatron.runtime.mcore.model import Head, RoleModel
 from oppo_megatron.runtime.mcore.training import Loss, StepReport, TrainedModel
 from oppo_megatron.runtime.roles import load_role
+from oppo_megatron.runtime.vocab_shards import VocabShards
 from oppo_megatron.runtime.world import World, open_world
 from oppo_megatron.schedule.packing import Packing, balance, packing_figures
 from oppo_megatron.train.hosts import share_run_directory
@@ -61,7 +62,7 @@ class Task(Protocol[RowT]):
 
     def micro_batches(self, rows: Sequence[RowT], budget: int, device: torch.device) -> list[MicroBatch]: ...
 
-    def loss(self, rows: Sequence[RowT], groups: RoleGroups) -> Loss:
+    def loss(self, rows: Sequence[RowT], vocab: VocabShards) -> Loss:
         """Mean loss of the batch `rows`; its statistics are sums with their `count`."""
         ...
 
@@ -165,7 +166,7 @@ def _steps(
         chosen = [rows[i] for i in index]
         lengths = [task.num_tokens(row) for row in chosen]
         shares, budget = balance(lengths, groups.dp), config.runtime.micro_batch_tokens
-        mine, loss = [chosen[i] for i in shares[groups.dp_rank]], task.loss(chosen, groups)
+        mine, loss = [chosen[i] for i in shares[groups.dp_rank]], task.loss(chosen, trained.model.vocab)
 
         def make(most: int, mine: list[RowT] = mine, loss: Loss = loss) -> StepReport:
             return trained.step(task.micro_batches(mine, most, device), loss)

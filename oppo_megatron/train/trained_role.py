@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import lcm
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,10 +73,12 @@ def build_trained_role(
     """Both models of a role on this rank.  `groups` is where it serves, `training` where it is updated."""
     layout = config.train
     plain = layout.vpp == 1 and not layout.sequence_parallel and layout.recompute == "none"
-    serving = load_role(config, groups, head=head, max_length=max_length, device=device, path=path, layers=layers)
+    multiple = lcm(groups.tp, training.tp)
+    both: Any = {"head": head, "max_length": max_length, "device": device, "layers": layers, "vocab_multiple": multiple}
+    serving = load_role(config, groups, path=path, **both)
     if plain and training is groups:
         return TrainedRole(TrainedModel(serving, config.optimizer, num_updates, layout), serving, None)
-    chunks = load_training(config, layout, training, head=head, max_length=max_length, device=device, layers=layers)
+    chunks = load_training(config, layout, training, **both)
     trained = TrainedModel(chunks, config.optimizer, num_updates, layout)
     role = TrainedRole(trained, serving.requires_grad_(False), Reallocation(chunks, serving))
     if (

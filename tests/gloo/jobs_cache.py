@@ -120,9 +120,7 @@ def _compare(model: RoleModel, seed: int, num_steps: int) -> dict[str, float]:
     expected = full_outputs(model, walk.visits)
     if expected is None:
         return report
-    found = torch.cat(
-        [gather_logits(out, model.groups.collection.tp) if model.head == "lm" else out for out in walk.outputs]
-    )
+    found = torch.cat([gather_logits(out, model.vocab) if model.head == "lm" else out for out in walk.outputs])
     assert found.shape == expected.shape
     return {**report, "error": float((found - expected).abs().max()), "spread": float(expected.std())}
 

@@ -122,11 +122,11 @@ def _model(**layout: Any) -> TrainedModel:
 
 def _update(trained: TrainedModel, budget: int, allowance: Allowance, batch: list[Rollout]) -> tuple[Any, Tensor]:
     """Reports of two optimizer steps, and the weights then."""
-    group = trained.model.groups.collection.tp
+    vocab = trained.model.vocab
     weights_T = torch.linspace(-1, 1, sum(len(rollout.tokens) for rollout in batch))
 
     def loss(micro: MicroBatch, output: Tensor, num_tokens: int, first: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        logp_R, entropy_R = token_logprobs(output, micro.targets_R, group)
+        logp_R, entropy_R = token_logprobs(output, micro.targets_R, vocab)
         share = -(logp_R * micro.extra["weights"] + 0.01 * entropy_R).sum() / num_tokens
         return share, {"loss": share.detach()}
 

@@ -162,11 +162,11 @@ def _against_training(model: RoleModel, sampling: Sampling) -> dict[str, Any]:
     rollouts = list(decode(model, sampling, Variant(max_steps=7, slots=4)).values())
     lengths = [len(r.tokens) for r in rollouts]
     batches = pack_responses([r.prompt.tokens for r in rollouts], [r.tokens for r in rollouts], 60, CPU)
-    group = model.groups.collection.tp
+    vocab = model.vocab
     logprobs = forward_rows(
-        model, batches, lambda b, out: token_logprobs(out, b.targets_R, group, sampling.temperature)[0]
+        model, batches, lambda b, out: token_logprobs(out, b.targets_R, vocab, sampling.temperature)[0]
     )
-    logits = forward_rows(model, batches, lambda _, out: gather_logits(out, group))
+    logits = forward_rows(model, batches, lambda _, out: gather_logits(out, vocab))
     assert all(r.versions == sorted(r.versions) and len(r.versions) == len(r.tokens) for r in rollouts)
     answer = {
         "tokens": [t for r in rollouts for t in r.tokens],
@@ -206,8 +206,8 @@ def early_end(directory: str, tp: int, pp: int, micro_batches: int) -> dict[str,
         "versions": [v for r in done for v in r.versions],
     }
     batches = pack_responses([r.prompt.tokens for r in done], [r.tokens for r in done], 60, CPU)
-    group = model.groups.collection.tp
-    fresh = forward_rows(model, batches, lambda b, out: token_logprobs(out, b.targets_R, group)[0])
+    vocab = model.vocab
+    fresh = forward_rows(model, batches, lambda b, out: token_logprobs(out, b.targets_R, vocab)[0])
     if model.groups.is_last_stage:
         recorded = torch.tensor([x for r in done for x in r.logprobs])
         answer["gaps"] = (join_rows(fresh, [len(r.tokens) for r in done], batches) - recorded).tolist()

@@ -6,22 +6,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from oppo_megatron.config.layouts import vocab_rows
 from oppo_megatron.runtime.mcore.vocab_parallel import token_logprobs
+from oppo_megatron.runtime.vocab_shards import VocabShards
 from tests.gloo.models import gather_logits
+
+
+def shards_of(vocab_size: int) -> VocabShards:
+    """Over all ranks of the job."""
+    return VocabShards(dist.group.WORLD, vocab_rows(vocab_size, dist.get_world_size()), vocab_size)
 
 
 def shard_results(
     logits_RV: Tensor, targets_R: Tensor, temperature: float, weights_2R: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(log-probs, entropies, this shard's gradient of weights . (log-probs, entropies))."""
-    group = dist.group.WORLD
-    assert group is not None
-    shard_RV = logits_RV.chunk(group.size(), dim=-1)[group.rank()].clone().requires_grad_()
+    vocab = shards_of(logits_RV.shape[-1])
+    shard_RV = logits_RV.split(vocab.rows, dim=-1)[vocab.rank].clone().requires_grad_()
     before_RV = shard_RV.detach().clone()
-    logprobs_R, entropy_R = token_logprobs(shard_RV, targets_R, group, temperature)
+    logprobs_R, entropy_R = token_logprobs(shard_RV, targets_R, vocab, temperature)
     (weights_2R * torch.stack([logprobs_R, entropy_R])).sum().backward()
     assert torch.equal(shard_RV, before_RV), "the logits are the caller's"
-    assert torch.equal(gather_logits(before_RV, group), logits_RV)
+    assert torch.equal(gather_logits(before_RV, vocab), logits_RV)
     assert shard_RV.grad is not None
     return logprobs_R.detach(), entropy_R.detach(), shard_RV.grad
 
@@ -34,12 +40,11 @@ def finite_differences(
     logits_RV: Tensor, targets_R: Tensor, temperature: float, weights_2R: Tensor, step: float
 ) -> Tensor:
     """Central differences of weights . (log-probs, entropies) by every logit of the whole vocabulary."""
-    group = dist.group.WORLD
-    assert group is not None
+    vocab = shards_of(logits_RV.shape[-1])
 
     def value(changed_RV: Tensor) -> Tensor:
-        shard_RV = changed_RV.chunk(group.size(), dim=-1)[group.rank()]
-        both = torch.stack(token_logprobs(shard_RV, targets_R, group, temperature))
+        shard_RV = changed_RV.split(vocab.rows, dim=-1)[vocab.rank]
+        both = torch.stack(token_logprobs(shard_RV, targets_R, vocab, temperature))
         return (weights_2R * both).double().sum()
 
     slopes = torch.zeros_like(logits_RV)

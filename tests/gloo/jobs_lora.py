@@ -51,7 +51,7 @@ def train_adapters(
         export_adapters(chunks, Path(target) / name, Path(directory), **over)
         answers[name] = {"norms": [r.grad_norm for r in reports], "losses": [r.stats.get("loss") for r in reports]}
         if out is not None:
-            answers[name]["outputs"] = (out if head == "scalar" else gather_logits(out, group.tp)).clone()
+            answers[name]["outputs"] = (out if head == "scalar" else gather_logits(out, chunks[0].vocab)).clone()
     return answers
 
 
@@ -68,8 +68,8 @@ def outputs_of_paths(directory: str, settings: dict[str, Any], tp: int, probes: 
         for whose, each in (("adapted", model), ("bare", bare)):
             out = cached_outputs(each, probes)
             assert out is not None
-            answers[f"{whose}, {path}"] = gather_logits(out, groups.collection.tp).clone()
+            answers[f"{whose}, {path}"] = gather_logits(out, model.vocab).clone()
     out = full_outputs([model], probes)
     assert out is not None
-    answers["adapted, full"] = gather_logits(out, groups.collection.tp).clone()
+    answers["adapted, full"] = gather_logits(out, model.vocab).clone()
     return answers

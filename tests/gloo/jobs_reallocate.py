@@ -43,12 +43,14 @@ def trainable(
 ) -> list[RoleModel]:
     """The chunks of the directory's model that this rank trains."""
     config = ModelConfig(checkpoint=Path(directory), dtype=dtype)
-    return load_training(config, layout, groups, head=head_of(directory), max_length=MAX_LENGTH, device=CPU)
+    return load_training(
+        config, layout, groups, head=head_of(directory), max_length=MAX_LENGTH, device=CPU, vocab_multiple=4
+    )
 
 
 def unset(directory: str, groups: RoleGroups, dtype: str = "float32") -> RoleModel:
     """A serving model in which a parameter that nobody fills stays NaN."""
-    model = load(directory, groups, head_of(directory), dtype=dtype)
+    model = load(directory, groups, head_of(directory), dtype=dtype, vocab_multiple=4)
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(torch.nan)
@@ -80,7 +82,10 @@ def _move(
     directory: str, groups: tuple[RoleGroups, RoleGroups], round_bytes: int, vpp: int, dtype: str
 ) -> tuple[list[str], int]:
     chunks = trainable(directory, groups[0], TrainingLayoutConfig(vpp=vpp), dtype)
-    serving, expected = unset(directory, groups[1], dtype), load(directory, groups[1], head_of(directory), dtype=dtype)
+    serving, expected = (
+        unset(directory, groups[1], dtype),
+        load(directory, groups[1], head_of(directory), dtype=dtype, vocab_multiple=4),
+    )
     addresses = [p.data_ptr() for p in serving.parameters()]
     reallocation = Reallocation(chunks, serving, round_bytes)
     first = reallocation.move()
@@ -104,7 +109,7 @@ def same_layout(directory: str, layout: Layout, share_last: bool) -> bool:
     assert groups is not None
     options = TrainingLayoutConfig(sequence_parallel=True, recompute="full")
     chunks, serving = trainable(directory, groups[0], options), unset(directory, groups[1])
-    before = load(directory, groups[1], head_of(directory))
+    before = load(directory, groups[1], head_of(directory), vocab_multiple=4)
     if share_last:
         trained, reallocation = train_on(chunks, options), Reallocation(chunks, serving)
     else:
@@ -130,7 +135,7 @@ def step(trained: TrainedModel) -> None:
     def loss(batch: MicroBatch, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         if model.head == "scalar":
             return ((output - 1) ** 2).mean(), {}
-        return -token_logprobs(output, batch.targets_R, model.groups.collection.tp, 1.0)[0].mean(), {}
+        return -token_logprobs(output, batch.targets_R, model.vocab, 1.0)[0].mean(), {}
 
     trained.step(batches, loss)
 
@@ -140,7 +145,7 @@ def after_steps(directory: str, target: str, train: Layout, serve: Layout, layou
     groups = two_layouts(train, serve)
     assert groups is not None
     collection, head = groups[0].collection, head_of(directory)
-    old, serving = load(directory, groups[1], head), unset(directory, groups[1])
+    old, serving = load(directory, groups[1], head, vocab_multiple=4), unset(directory, groups[1])
     chunks = trainable(directory, groups[0], layout)
     trained, reallocation = train_on(chunks, layout), Reallocation(chunks, serving)
     wrong = []
@@ -151,7 +156,11 @@ def after_steps(directory: str, target: str, train: Layout, serve: Layout, layou
         own = folder / str(groups[0].dp_rank)  # each replica writes, so that each is compared
         export_weights(chunks, old.shape, own, head=head, tp_group=collection.tp, pp_group=collection.pp)
         dist.barrier()
-        wrong += [name for path in folder.iterdir() for name in differing(serving, load(str(path), groups[1], head))]
+        wrong += [
+            name
+            for path in folder.iterdir()
+            for name in differing(serving, load(str(path), groups[1], head, vocab_multiple=4))
+        ]
         assert len(differing(serving, old)) == len(list(serving.parameters())), "every weight was updated"
     return wrong
 

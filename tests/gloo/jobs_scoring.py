@@ -65,11 +65,12 @@ def _expected(role: str, model: RoleModel, rollouts: Sequence[Rollout]) -> Tenso
         wholes = [Whole([*r.prompt.tokens, *r.tokens], [r.num_tokens - 1]) for r in rollouts]
         return full_outputs(model, wholes)
     batches = pack_responses([r.prompt.tokens for r in rollouts], [r.tokens for r in rollouts], 40, CPU)
-    group = model.groups.collection.tp
     outputs = forward_rows(
         model,
         batches,
-        lambda batch, out: out if role == "critic" else token_logprobs(out, batch.targets_R, group, TEMPERATURE)[0],
+        lambda batch, out: (
+            out if role == "critic" else token_logprobs(out, batch.targets_R, model.vocab, TEMPERATURE)[0]
+        ),
     )
     return join_rows(outputs, [len(r.tokens) for r in rollouts], batches) if outputs else None
 

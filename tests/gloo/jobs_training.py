@@ -70,8 +70,7 @@ def loss_of(model: RoleModel, num_tokens: int) -> Loss:
         if model.head == "scalar":
             share = ((output - numbers) ** 2).sum() / num_tokens
         else:
-            group = model.groups.collection.tp
-            logprobs, entropy = token_logprobs(output, batch.targets_R, group, TEMPERATURE)
+            logprobs, entropy = token_logprobs(output, batch.targets_R, model.vocab, TEMPERATURE)
             share = -(numbers * logprobs + ENTROPY_WEIGHT * entropy).sum() / num_tokens
         return share, {"loss": share.detach(), "max_tokens": torch.tensor(float(len(batch.tokens_T)))}
 
@@ -128,10 +127,22 @@ def _train_one(
         "grad_norm": [r.grad_norm for r in reports],
         "lr": [r.lr for r in reports],
         "stats": [r.stats for r in reports],
+        "filled up": _filled_up(chunks),
     }
     if out is not None:
-        answer["outputs"] = (out if head == "scalar" else gather_logits(out, group.tp)).clone()
+        answer["outputs"] = (out if head == "scalar" else gather_logits(out, chunks[0].vocab)).clone()
     return answer
+
+
+def _filled_up(chunks: list[RoleModel]) -> float:
+    """The largest weight of a row that belongs to no token."""
+    rows = [
+        param[chunk.vocab.num_tokens :].detach().abs().flatten()
+        for chunk in chunks
+        for name, param in chunk.named_parameters()
+        if name.endswith("word_embeddings.weight") or (name == "output_layer.weight" and chunk.head == "lm")
+    ]
+    return float(torch.cat([torch.zeros(1), *rows]).max())
 
 
 def load_chunks(directory: str, groups: RoleGroups, head: Head, layout: TrainingLayoutConfig) -> list[RoleModel]:
@@ -192,7 +203,7 @@ def updates(
     weights_T = torch.rand(sum(len(rollout.tokens) for rollout in batch), generator=dice)
 
     def loss(micro: MicroBatch, output: Tensor, num_tokens: int, first: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        logp_R, _ = token_logprobs(output, micro.targets_R, groups.collection.tp)
+        logp_R, _ = token_logprobs(output, micro.targets_R, chunks[0].vocab)
         share = -(logp_R * micro.extra["weights"]).sum() / num_tokens
         stats = {"loss": share.detach(), "max_logp": logp_R.detach().max(), "first": torch.tensor(float(first))}
         return share, stats | {"tokens": torch.tensor(float(len(logp_R)))}

@@ -16,6 +16,7 @@ from oppo_megatron.runtime.mcore.groups import RoleGroups, build_groups
 from oppo_megatron.runtime.mcore.model import Head, RoleModel
 from oppo_megatron.runtime.mcore.training import forward_rows
 from oppo_megatron.runtime.roles import load_role
+from oppo_megatron.runtime.vocab_shards import VocabShards
 
 CPU = torch.device("cpu")
 MAX_LENGTH = 32
@@ -24,13 +25,11 @@ MAX_LENGTH = 32
 PATHS: tuple[DecodePath, ...] = ("packed", "lean", "module")
 
 
-def gather_logits(logits_RV: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The full-vocabulary rows on every rank of the tensor-parallel group."""
-    if group.size() == 1:
+def gather_logits(logits_RV: Tensor, vocab: VocabShards) -> Tensor:
+    """The full-vocabulary rows on every tensor rank."""
+    if vocab.size == 1:
         return logits_RV
-    shards = [torch.empty_like(logits_RV) for _ in range(group.size())]
-    dist.all_gather(shards, logits_RV.contiguous(), group=group)
-    return torch.cat(shards, dim=-1)
+    return torch.cat(list(vocab.gather(vocab.filled_up(logits_RV))), dim=-1)[:, : vocab.vocab_size]
 
 
 def world_groups(tp: int, pp: int) -> RoleGroups:
@@ -41,11 +40,18 @@ def world_groups(tp: int, pp: int) -> RoleGroups:
 
 
 def load(
-    directory: str, groups: RoleGroups, head: Head = "lm", *, path: DecodePath = "packed", dtype: str = "float32"
+    directory: str,
+    groups: RoleGroups,
+    head: Head = "lm",
+    *,
+    path: DecodePath = "packed",
+    dtype: str = "float32",
+    vocab_multiple: int = 1,
 ) -> RoleModel:
     """The directory's model; a causal LM may serve with a fresh scalar head."""
     config = ModelConfig(checkpoint=Path(directory), fresh_head=True, dtype=dtype)
-    return load_role(config, groups, head=head, max_length=MAX_LENGTH, device=CPU, path=path)
+    sizes = {"max_length": MAX_LENGTH, "vocab_multiple": vocab_multiple}
+    return load_role(config, groups, head=head, device=CPU, path=path, **sizes)
 
 
 @dataclass
@@ -75,7 +81,7 @@ def full_outputs(model: RoleModel, sequences: Sequence[Whole]) -> Tensor | None:
     """Logits [R, V] or scalars [R] of the positions by the cache-free forward; None before the last stage."""
 
     def finish(_: MicroBatch, out: Tensor) -> Tensor:
-        return gather_logits(out, model.groups.collection.tp) if model.head == "lm" else out
+        return gather_logits(out, model.vocab) if model.head == "lm" else out
 
     outputs = forward_rows(model, micro_batches(sequences), finish)
     return torch.cat(outputs) if model.groups.is_last_stage else None

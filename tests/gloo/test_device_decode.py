@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from oppo_megatron.runtime.sampler import Sampling
+from tests.gloo.conftest import save_small
 from tests.gloo.jobs_device_decode import Course, Way
 from tests.support.ranks import run_ranks
 
@@ -64,6 +68,20 @@ def test_rounds_are_the_same_whenever_tokens_are_read(models: dict[str, str], tp
     assert [[found[PLAIN][0] for found in answer] for answer in answers[1:]] == [
         [found[PLAIN][0] for found in answers[0]]
     ] * (tp - 1)
+
+
+def test_rows_that_belong_to_no_token_are_not_drawn_on_the_device(tmp_path: Path) -> None:
+    save_small(tmp_path, "qwen3", vocab_size=67)
+    job: dict[str, Any] = dict(directory=str(tmp_path), courses=COURSES[:4], ways=[PLAIN, WAYS[1]])
+    alone, *shards = (
+        answer
+        for tp in (1, 2)
+        for answer in run_ranks(tp, "tests.gloo.jobs_device_decode:beside_each_other", tp=tp, **job)
+    )
+    for course, expected in enumerate(alone):
+        for answer in shards:
+            assert answer[course][WAYS[1]][0] == answer[course][PLAIN][0] == expected[PLAIN][0], course
+            assert answer[course][WAYS[1]][1] == pytest.approx(expected[PLAIN][1], abs=TOLERANCE)
 
 
 @pytest.mark.parametrize(("sync_steps", "expected"), [(2, [2] * 10), (8, [8, 8, 4]), (64, [20])])

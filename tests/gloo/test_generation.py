@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from oppo_megatron.config.places import Place
 from oppo_megatron.runtime.sampler import Sampling
 from oppo_megatron.schedule.actions import Action
+from tests.gloo.conftest import save_small
 from tests.gloo.jobs_generation import EOS, MAX_RESPONSE, PROMPTS, VARIANTS
 from tests.support.ranks import run_ranks
 from tests.unit.test_runtime_sampler import plain_truncation
@@ -66,6 +68,20 @@ def test_draws_depend_on_seed_sequence_and_position_alone(
         for tokens, reason in plain.values():
             assert EOS not in tokens[:-1]
             assert (tokens[-1] == EOS and reason == "eos") or (len(tokens) == MAX_RESPONSE and reason == "length")
+
+
+def test_a_vocabulary_that_tensor_ranks_do_not_divide_is_drawn_from_alike(tmp_path: Path) -> None:
+    """No draw falls on a row that belongs to no token, and none is moved by such rows."""
+    save_small(tmp_path, "qwen3", vocab_size=67)
+    found = {}
+    for tp, pp in [(1, 1), (4, 1), (2, 2)]:
+        job: dict[str, Any] = dict(directory=str(tmp_path), tp=tp, pp=pp, samplings=SAMPLINGS)
+        answers = run_ranks(tp * pp, "tests.gloo.jobs_generation:every_variant", variants=["plain"], **job)
+        assert all(answer == answers[0] for answer in answers)
+        found[tp, pp] = answers[0]
+    drawn = [token for tokens, _ in found[1, 1]["whole/plain/packed"].values() for token in tokens]
+    assert max(drawn) > 51, "the last shard is drawn from"
+    assert found[4, 1] == found[1, 1] == found[2, 2]
 
 
 @layouts

@@ -23,7 +23,8 @@ def make_cases() -> dict[str, Case]:
     extreme[0][0, 3], extreme[0][1, 17], extreme[0][2, :] = 1e4, -1e4, 5e3
     extreme[0][3, 5], extreme[1][3] = 300.0, 20  # the target is all but impossible
     return {"plain": case(2.0, 1.0), "cool": case(2.0, 0.5), "hot": case(1.0, 1.7), "extreme": extreme,
-            "temperature 0 is 1": case(1.0, 0.0), "steep": case(40.0, 1.0)}  # fmt: skip
+            "temperature 0 is 1": case(1.0, 0.0), "steep": case(40.0, 1.0),
+            "tensor ranks have more rows than tokens": case(2.0, 0.7, vocab=30)}  # fmt: skip
 
 
 CASES = make_cases()

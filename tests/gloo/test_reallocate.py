@@ -12,6 +12,7 @@ from megatron.core.resharding import execution, planner, utils
 from safetensors import safe_open
 
 from oppo_megatron.config.model import TrainingLayoutConfig
+from tests.gloo.conftest import save_small
 from tests.support.ranks import run_ranks
 
 JOBS = "tests.gloo.jobs_reallocate:"
@@ -53,6 +54,12 @@ def test_two_ranks(models: dict[str, str], name: str, pair: Any) -> None:
 def test_four_ranks(models: dict[str, str], name: str, pair: Any) -> None:
     train, serve = pair
     check(run_ranks(4, f"{JOBS}move", directory=models[name], train=train, serve=serve))
+
+
+@pytest.mark.parametrize("train,serve", [((4, 1), (2, 1)), ((2, 2), (1, 1)), ((1, 2), (4, 1))], ids=str)
+def test_a_vocabulary_that_tensor_ranks_do_not_divide(tmp_path: Path, train: Any, serve: Any) -> None:
+    save_small(tmp_path, "qwen2", vocab_size=61, tie_word_embeddings=serve == (1, 1))
+    check(run_ranks(4, f"{JOBS}move", directory=str(tmp_path), train=train, serve=serve))
 
 
 @pytest.mark.parametrize("serve", [(2, 1), (1, 1), (1, 2)], ids=lambda s: f"tp{s[0]}pp{s[1]}")

@@ -228,6 +228,19 @@ def test_steps_equal_plain_torch(models: dict[str, str], case: Case, tmp_path: P
         check(answers, name, expected, tmp_path, case.tp * case.dp)
 
 
+@pytest.mark.parametrize("case", [Case(4, 1, 1), Case(2, 2, 1, SEQUENCE), Case(2, 1, 2, SHARDED)], ids=case_id)
+def test_rows_that_belong_to_no_token_change_nothing(tmp_path: Path, case: Case) -> None:
+    """Of a vocabulary that the tensor ranks do not divide: losses, norms, decayed weights and exports."""
+    root = tmp_path / "models"
+    save_small(root / "tied", "qwen2", vocab_size=67, tie_word_embeddings=True)
+    save_small(root / "untied", "qwen3", vocab_size=67)
+    chosen = {path.name: str(path) for path in root.iterdir()}
+    answers = run_case(chosen, case, tmp_path)
+    for name, directory in chosen.items():
+        check(answers, name, plain_training(directory, SETTINGS), tmp_path, case.tp * case.dp)
+        assert all(answer[name]["filled up"] == 0 for answer in answers)
+
+
 @pytest.mark.parametrize("case", DEEP_CASES, ids=case_id)
 def test_interleaved_steps_equal_plain_torch(deep_models: dict[str, str], case: Case, tmp_path: Path) -> None:
     """Micro-batches of different lengths, and of a number that is no multiple of the stages."""

@@ -77,6 +77,11 @@ def test_logits_equal_transformers_on_every_layout(tmp_path: Path, model: str, t
     compare(tmp_path, save_tiny(tmp_path, family, **changes), "lm", tp, pp)
 
 
+@pytest.mark.parametrize("tp,pp", [(2, 1), (4, 1), (2, 2)])
+def test_a_vocabulary_that_tensor_ranks_do_not_divide(tmp_path: Path, tp: int, pp: int) -> None:
+    compare(tmp_path, save_tiny(tmp_path, "qwen2", vocab_size=259, tie_word_embeddings=tp == 2), "lm", tp, pp)
+
+
 @pytest.mark.parametrize("tp,pp", LAYOUTS)
 def test_scalar_head_equals_transformers_classifier(tmp_path: Path, tp: int, pp: int) -> None:
     hf = save_tiny(tmp_path, "qwen2", "scalar")

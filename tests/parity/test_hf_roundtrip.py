@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -29,6 +30,11 @@ MODELS = {
     "qwen2-reward": ("qwen2", "scalar", {"tie_word_embeddings": True}),
     "llama-reward": ("llama", "scalar", {}),
 }
+ODD = {
+    f"{name}-odd-vocabulary": (*MODELS[name][:2], MODELS[name][2] | {"vocab_size": 259})
+    for name in ("qwen2", "qwen2-tied", "llama-reward")
+}
+"""A row of embedding and output layer for each of 259 tokens, which tensor ranks do not divide."""
 TOKENS = torch.tensor([[5, 9, 1, 63, 2, 40]])
 
 
@@ -51,10 +57,17 @@ def outputs(directory: Path, head: str = "lm") -> torch.Tensor:
         return model.eval()(TOKENS).logits
 
 
-@pytest.mark.parametrize("tp,pp", [(1, 1), (2, 1), (1, 2), (2, 2)])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name,tp,pp",
+    [
+        *itertools.product(MODELS, (1, 2), (1, 2)),
+        ("qwen2-odd-vocabulary", 4, 1),
+        ("qwen2-tied-odd-vocabulary", 2, 2),
+        ("llama-reward-odd-vocabulary", 2, 1),
+    ],
+)
 def test_export_gives_back_what_was_loaded(tmp_path: Path, name: str, tp: int, pp: int) -> None:
-    family, head, changes = MODELS[name]
+    family, head, changes = (MODELS | ODD)[name]
     src, dst = tmp_path / "src", tmp_path / "deep" / "dst"
     save_tiny(src, family, head, **changes)
     arguments = {"src": str(src), "dst": str(dst), "tp": tp, "pp": pp, "head": head}

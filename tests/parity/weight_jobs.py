@@ -14,6 +14,7 @@ from oppo_megatron.runtime.mcore.hf_layout import Head
 from oppo_megatron.runtime.mcore.hf_source import open_weights
 from oppo_megatron.runtime.mcore.hf_weights import export_weights, load_weights
 from oppo_megatron.runtime.mcore.model import RoleModel, build_model
+from tests.gloo.models import gather_logits
 
 
 def build(directory: Path, tp: int, pp: int, head: Head, max_length: int = 64, dtype: str = "float32") -> RoleModel:
@@ -61,7 +62,5 @@ def full_logits(
             dist.send(out, groups.stage_rank(groups.pp_rank + 1))
             return None
         if head == "lm":
-            shards = [torch.empty_like(out) for _ in range(tp)]
-            dist.all_gather(shards, out.contiguous(), group=groups.collection.tp)
-            out = torch.cat(shards, dim=-1)
+            out = gather_logits(out, model.vocab)
     return out if dist.get_rank() == groups.output_rank else None

@@ -41,8 +41,6 @@ def test_fitting_shape_has_no_problem() -> None:
         ({"num_key_value_heads": 3}, ParallelConfig(tp=1), "8 attention heads do not divide by 3 key/value heads"),
         ({}, ParallelConfig(tp=4), "2 key/value heads do not divide by tp 4; choose tp from 1, 2"),
         ({}, ParallelConfig(pp=3), "4 layers do not divide by pp 3; choose pp from 1, 2, 4"),
-        ({"vocab_size": 101}, ParallelConfig(tp=2), "vocab_size 101 does not divide by tp 2"),
-        ({"vocab_size": 101}, ParallelConfig(tp=2), "pad the embedding to 102 rows"),
         ({"intermediate_size": 129}, ParallelConfig(tp=2), "intermediate_size 129 does not divide by tp 2"),
         (
             {"max_position_embeddings": 255},
@@ -75,10 +73,18 @@ def test_each_misfit(change: dict[str, Any], parallel: ParallelConfig, expected:
 
 def test_heads_are_also_checked_against_tp() -> None:
     problems = check_shape("actor", {**QWEN, "num_key_value_heads": 8}, ParallelConfig(tp=3), 1, None)
-    # of the divisors of 8 heads, 8 does not divide the vocabulary of 100
     assert any(
-        p.startswith("actor: 8 attention heads do not divide by tp 3; choose tp from 1, 2, 4;") for p in problems
+        p.startswith("actor: 8 attention heads do not divide by tp 3; choose tp from 1, 2, 4, 8;") for p in problems
     )
+
+
+def test_every_tensor_rank_needs_a_token() -> None:
+    wide = {**QWEN, "num_key_value_heads": 8}
+    assert check_shape("actor", {**wide, "vocab_size": 101}, ParallelConfig(tp=8), 256, 100) == []
+    assert check_shape("actor", {**wide, "vocab_size": 9}, ParallelConfig(tp=8), 256, 9) == [
+        "actor: vocab_size 9 leaves a rank of tp 8 without a token (2 a rank); lower tp; nearest that fit 8 ranks: "
+        "tp 2 x pp 1 x dp 4, tp 2 x pp 2 x dp 2, tp 2 x pp 4 x dp 1"
+    ]
 
 
 def test_rope_scaling_lengthens_the_context() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,16 @@ import torch
 from torch import Tensor
 
 from oppo_megatron.errors import CheckpointError, ConfigError
-from oppo_megatron.runtime.mcore.hf_layout import hf_tensors, layout_problems, param_shapes, stage_parts
+from oppo_megatron.runtime.mcore.hf_layout import (
+    EMBEDDING,
+    LM_HEAD,
+    hf_tensors,
+    layout_problems,
+    param_shapes,
+    stage_parts,
+)
 from oppo_megatron.runtime.mcore.hf_source import RandomSource, SafetensorsSource, read_shape
-from oppo_megatron.runtime.mcore.hf_weights import load_weights, take_part
+from oppo_megatron.runtime.mcore.hf_weights import load_weights, put_part, take_part
 from oppo_megatron.runtime.shape import ModelShape
 from tests.support.hf import save_tiny, tiny_config
 
@@ -209,16 +217,29 @@ def test_random_weights_are_the_same_in_every_version() -> None:
 
 
 def test_sizes_that_do_not_divide_are_all_named() -> None:
-    shape = ModelShape.from_hf(tiny_config("llama", vocab_size=66).to_dict())
+    shape = ModelShape.from_hf(tiny_config("llama", intermediate_size=66).to_dict())
     assert layout_problems(shape, tp_size=2, pp_size=2) == []
     problems = layout_problems(shape, tp_size=8, pp_size=3)
     assert [problem.split(" = ")[0] for problem in problems] == [
-        "vocab_size",
         "num_key_value_heads",
+        "intermediate_size",
         "num_hidden_layers",
     ]
     with pytest.raises(ConfigError, match="66 does not divide by tp = 8"):
         stage_parts(shape, "lm", tp_size=8)
+
+
+@pytest.mark.parametrize(("multiple", "tp", "rows"), [(1, 4, 17), (4, 1, 68), (4, 2, 34), (6, 4, 18), (1, 1, 67)])
+def test_tensor_ranks_share_a_vocabulary_that_they_do_not_divide(multiple: int, tp: int, rows: int) -> None:
+    shape = replace(ModelShape.from_hf(tiny_config("llama", vocab_size=67).to_dict()), vocab_multiple=multiple)
+    parts = {part.hf_name: part for part in stage_parts(shape, "lm", tp_size=tp)}
+    for name in (EMBEDDING, LM_HEAD):
+        part, tensor, param = parts[name], torch.randn(67, 32), torch.full((rows, 32), 9.0)
+        found = []
+        for rank in range(tp):
+            put_part(param, part, tensor[part.share(rank, tp)])
+            found.append(take_part(param, part))
+        assert torch.equal(torch.cat(found)[:67], tensor) and not torch.cat(found)[67:].any()
 
 
 def test_parts_fill_each_parameter_exactly_once() -> None:

@@ -25,6 +25,7 @@ class Part:
 
     The tensor is cut evenly along `cut` over the tensor-parallel ranks (None: each keeps all of it).  A rank's share,
     read along its first dimension, fills the ranges `rows` of the first dimension of the parameter `param`, in order.
+    Of a vocabulary that the ranks do not divide the last rank's share is smaller: the rows behind it stay zero.
     """
 
     hf_name: str
@@ -42,15 +43,15 @@ class Part:
         """The region of the Hugging Face tensor that tensor-parallel rank `tp_rank` keeps."""
         region = [slice(0, size) for size in self.hf_shape]
         if self.cut is not None:
-            size = self.hf_shape[self.cut] // tp_size
-            region[self.cut] = slice(tp_rank * size, (tp_rank + 1) * size)
+            whole = self.hf_shape[self.cut]
+            size = self.num_rows if self.cut == 0 else whole // tp_size
+            region[self.cut] = slice(min(tp_rank * size, whole), min((tp_rank + 1) * size, whole))
         return tuple(region)
 
 
 def layout_problems(shape: ModelShape, tp_size: int, pp_size: int) -> list[str]:
     """One sentence for each size that does not divide over the layout; empty if all do."""
     sizes = [
-        ("vocab_size", shape.vocab_size, "tp", tp_size),
         ("num_attention_heads", shape.num_heads, "tp", tp_size),
         ("num_key_value_heads", shape.num_kv_heads, "tp", tp_size),
         ("intermediate_size", shape.ffn_size, "tp", tp_size),
@@ -71,11 +72,11 @@ def stage_parts(shape: ModelShape, head: Head, *, tp_size: int = 1, pp_rank: int
     """
     if problems := layout_problems(shape, tp_size, pp_size):
         raise ConfigError(problems)
-    hidden, vocab = shape.hidden_size, shape.vocab_size
+    hidden = shape.hidden_size
     first, last = pp_rank == 0, pp_rank == pp_size - 1
     parts = []
     if first:
-        parts.append(_part(EMBEDDING, (vocab, hidden), 0, "embedding.word_embeddings.weight", tp_size))
+        parts.append(_vocab_part(shape, EMBEDDING, "embedding.word_embeddings.weight", tp_size))
     per_stage = shape.num_layers // pp_size
     for layer in range(per_stage):
         parts += _layer_parts(
@@ -87,7 +88,7 @@ def stage_parts(shape: ModelShape, head: Head, *, tp_size: int = 1, pp_rank: int
             parts.append(_part(SCALAR_HEAD, (1, hidden), None, "output_layer.weight", tp_size))
         elif not (shape.tied_embeddings and first):  # tied: a stage without the embedding keeps a copy of it
             name = EMBEDDING if shape.tied_embeddings else LM_HEAD
-            parts.append(_part(name, (vocab, hidden), 0, "output_layer.weight", tp_size))
+            parts.append(_vocab_part(shape, name, "output_layer.weight", tp_size))
     return parts
 
 
@@ -110,6 +111,11 @@ def _part(hf_name: str, hf_shape: tuple[int, ...], cut: int | None, param: str, 
     """A part that fills the whole parameter."""
     rows = hf_shape[0] // tp_size if cut == 0 else hf_shape[0]
     return Part(hf_name, hf_shape, cut, param, (slice(0, rows),))
+
+
+def _vocab_part(shape: ModelShape, hf_name: str, param: str, tp_size: int) -> Part:
+    """A row a token."""
+    return Part(hf_name, (shape.vocab_size, shape.hidden_size), 0, param, (slice(0, shape.vocab_rows(tp_size)),))
 
 
 def _layer_parts(shape: ModelShape, tp_size: int, hf: str, ours: str) -> list[Part]:

@@ -170,14 +170,17 @@ def common_dtype(shape: ModelShape, source: TensorSource, head: Head) -> torch.d
 
 
 def put_part(param: torch.Tensor, part: Part, share: torch.Tensor) -> None:
-    """Store a rank's share of a Hugging Face tensor in its rows of the parameter."""
-    pieces = share.split([rows.stop - rows.start for rows in part.rows])
-    for rows, piece in zip(part.rows, pieces, strict=True):
-        param[rows].copy_(piece)
+    """Store a rank's share of a Hugging Face tensor in its rows of the parameter, and zeros where it has fewer."""
+    first = 0
+    for rows in part.rows:
+        piece = share[first : first + rows.stop - rows.start]
+        param[rows.start : rows.start + len(piece)].copy_(piece)
+        param[rows.start + len(piece) : rows.stop].zero_()
+        first += len(piece)
 
 
 def take_part(param: torch.Tensor, part: Part) -> torch.Tensor:
-    """A rank's share of a Hugging Face tensor, from its rows of the parameter: the inverse of `put_part`."""
+    """A rank's share of a Hugging Face tensor, from its rows of the parameter: the inverse of `put_part`, with its zeros."""
     return torch.cat([param[rows] for rows in part.rows])
 
 
@@ -211,14 +214,14 @@ def _owned_parts(parts_of: PartsOf, tp_size: int, num_stages: int) -> list[tuple
 
 
 def _gather(share: torch.Tensor, part: Part, tp_group: dist.ProcessGroup | None) -> torch.Tensor | None:
-    """The whole tensor on the group's first rank, None on the others."""
+    """The whole tensor on the group's first rank, without rows behind its end; None on the others."""
     rank, size = _place(tp_group)
     if size == 1 or part.cut is None:
-        return share if rank == 0 else None
+        return share[: part.hf_shape[0]] if rank == 0 else None
     shares = [torch.empty_like(share) for _ in range(size)] if rank == 0 else None
     assert tp_group is not None
     dist.gather(share, shares, dst=dist.get_global_rank(tp_group, 0), group=tp_group)
-    return torch.cat(shares, dim=part.cut) if shares is not None else None
+    return torch.cat(shares, dim=part.cut)[: part.hf_shape[0]] if shares is not None else None
 
 
 def _to_first_stage(

@@ -45,6 +45,7 @@ from oppo_megatron.runtime.mcore.paged_kernels import find_kernel
 from oppo_megatron.runtime.mcore.prepacked import can_prepack, product
 from oppo_megatron.runtime.mcore.rope import rope_tables
 from oppo_megatron.runtime.shape import ModelShape
+from oppo_megatron.runtime.vocab_shards import VocabShards
 
 Head = Literal["lm", "scalar"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -72,7 +73,7 @@ class RoleModel(GPTModel):
         super().__init__(
             config=config,
             transformer_layer_spec=block_spec(config, shape.num_layers // num_stages, layers),
-            vocab_size=shape.vocab_size,
+            vocab_size=shape.vocab_rows(groups.tp) * groups.tp,
             max_sequence_length=max_length,
             pre_process=first,
             post_process=last,
@@ -89,6 +90,7 @@ class RoleModel(GPTModel):
         for index, layer in enumerate(self.decoder.layers):
             layer.self_attention.stage_layer = index
         self.shape, self.groups, self.head = shape, groups, head
+        self.vocab = VocabShards(groups.collection.tp, shape.vocab_rows(groups.tp), shape.vocab_size)
         self.stage, self.num_stages = stage, num_stages
         self.max_length = max_length
         self.adapters: LoraConfig | None = None  # set where it is given some
@@ -151,6 +153,7 @@ class RoleModel(GPTModel):
     def forward(self, tokens_T: Tensor | None, plan: AttentionPlan, rows_R: Tensor | None = None) -> Tensor:
         """Hidden states [T, 1, H] before the last stage; on it logits [R, V / tp] or scalars [R] of the rows (null: all T).
 
+        Where tp does not divide V, the last rank has fewer logits: those of rows that belong to no token are left out (`vocab`).
         Stages after the first take their input from `set_input_tensor`.  Logits are float32 where a cached call may draw from
         them; those of whole sequences are as computed, so that what is made of them need not hold them twice.
         """
@@ -176,7 +179,8 @@ class RoleModel(GPTModel):
         out = out if rows_R is None else out[: len(rows_R)]
         if self.head == "scalar":
             return out[:, 0, 0]
-        return out[:, 0] if whole else out[:, 0].float()
+        logits_RV = self.vocab.of_tokens(out[:, 0])
+        return logits_RV if whole else logits_RV.float()
 
     def _cached_forward(
         self, stage: LeanStage, tokens_T: Tensor | None, plan: CachedPlan, rows_R: Tensor | None
@@ -195,7 +199,7 @@ class RoleModel(GPTModel):
         if self.head == "scalar":
             return self.output_layer(hidden_TH)[0][:, 0]
         assert self._lean_head is not None
-        return self._lean_head(hidden_TH).float()
+        return self.vocab.of_tokens(self._lean_head(hidden_TH)).float()
 
     def tie_embeddings_and_output_weights_state_dict(
         self,

@@ -1,4 +1,4 @@
-"""Log-probs and entropy from vocabulary-parallel logits, the process group given, in float32.
+"""Log-probs and entropy from vocabulary-parallel logits, the tensor ranks given, in float32.
 
 megatron's unfused cross entropy reads the global tensor-parallel group, and its fused one rounds gradients to bfloat16.
 Both hold several numbers in float32 for each logit.  Here some rows at a time are, and what is kept for the backward pass are
@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from oppo_megatron.runtime.vocab_shards import VocabShards
+
 CACHED_NUMBERS, FEW_KERNELS = 2**17, 2**26
 """Numbers that are worked on at once: on a CPU what its cache holds, on a GPU enough that kernels are few."""
 
@@ -23,16 +25,15 @@ CACHED_NUMBERS, FEW_KERNELS = 2**17, 2**26
 class _LogProbEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits_RV: Tensor, targets_R: Tensor, group: dist.ProcessGroup, temperature: float
+        ctx: Any, logits_RV: Tensor, targets_R: Tensor, shards: VocabShards, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        parallel = group.size() > 1
         shard = logits_RV.shape[-1]
-        local_R = targets_R - group.rank() * shard
+        local_R = targets_R - shards.first
         here_R = (local_R >= 0) & (local_R < shard)
         local_R = local_R.clamp(0, shard - 1)
         top_R = logits_RV.amax(-1).float() / temperature
-        if parallel:
-            dist.all_reduce(top_R, op=dist.ReduceOp.MAX, group=group)
+        if shards.size > 1:
+            dist.all_reduce(top_R, op=dist.ReduceOp.MAX, group=shards.group)
         sums_3R = top_R.new_empty(3, len(top_R))
         for rows in _blocks(logits_RV):
             shifted_BV = _scaled(logits_RV[rows], temperature).sub_(top_R[rows, None])
@@ -40,8 +41,8 @@ class _LogProbEntropy(torch.autograd.Function):
             mass_BV = shifted_BV.exp()
             sums_3R[0, rows] = mass_BV.sum(-1)
             sums_3R[2, rows] = mass_BV.mul_(shifted_BV).sum(-1)
-        if parallel:
-            dist.all_reduce(sums_3R, group=group)
+        if shards.size > 1:
+            dist.all_reduce(sums_3R, group=shards.group)
         mass_R, target_R, weighted_R = sums_3R
         log_mass_R = mass_R.log()
         entropy_R = log_mass_R - weighted_R / mass_R
@@ -78,10 +79,10 @@ def _scaled(logits_BV: Tensor, temperature: float) -> Tensor:
 
 
 def token_logprobs(
-    logits_RV: Tensor, targets_R: Tensor, group: dist.ProcessGroup, temperature: float = 1.0
+    logits_RV: Tensor, targets_R: Tensor, shards: VocabShards, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """(log q(target), entropy of q), each [R], equal on every rank of the tensor-parallel `group`.
+    """(log q(target), entropy of q), each [R], equal on every rank of the shards.  V are this rank's tokens.
 
     A temperature of 0 (greedy decoding) stands for the distribution at temperature 1.
     """
-    return _LogProbEntropy.apply(logits_RV, targets_R, group, temperature or 1.0)
+    return _LogProbEntropy.apply(logits_RV, targets_R, shards, temperature or 1.0)
