@@ -7,7 +7,10 @@ decode steps that the actor has made since the run began (one decode step gives 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+FinishReason = Literal["eos", "stop", "length"]
+"""Why a response ended: with an id that ends responses, with a text that does, or at its limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,7 @@ class Rollout:
     versions: list[int] = field(default_factory=list)
     deferrals: int = 0
     finish_clock: int | None = None
-    finish_reason: str | None = None  # "eos" | "length"
+    finish_reason: FinishReason | None = None
 
     @property
     def seq_id(self) -> int:
@@ -76,7 +79,7 @@ class ChunkRow:
     sampling_logprobs: list[float]
     version: int
     finish_clock: int | None = None
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
 
 
 @dataclass(slots=True)

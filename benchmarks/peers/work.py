@@ -60,7 +60,9 @@ def build_work(
             f"{config.steps} steps of {batch} prompts need {config.steps * batch}, but data_epochs={config.data_epochs} "
             f"gives {len(prompts)}; lower --steps, or set data_epochs=null"
         )
-    stopping = Stopping.of(config.rollout, inputs.tokenizer.eos_ids, config.seed, inputs.lengths)
+    stopping = Stopping.of(
+        config.rollout, inputs.tokenizer.eos_ids, config.seed, inputs.lengths, inputs.tokenizer.decode
+    )
     vocab_size = open_weights(config.actor, "lm")[0].vocab_size
     return {
         "steps": config.steps,

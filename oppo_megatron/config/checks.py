@@ -15,7 +15,7 @@ from oppo_megatron.config.lora import LoraConfig
 from oppo_megatron.config.model import ModelConfig, OptimizerConfig, RoleConfig, RuntimeConfig
 from oppo_megatron.config.overlap import OverlapConfig
 from oppo_megatron.config.paths import check_exists
-from oppo_megatron.config.ppo import ForcedLengthsConfig
+from oppo_megatron.config.ppo import ForcedLengthsConfig, RolloutConfig
 from oppo_megatron.config.reward_checks import check_part, check_waits
 from oppo_megatron.config.run import SupervisedConfig, TrainConfig
 
@@ -27,6 +27,7 @@ def check_train(config: TrainConfig) -> list[str]:
         *_check_batch(config),
         *check_overlap(config.overlap, config.rollout.batch_size),
         *check_forced_lengths(config.rollout.forced_lengths),
+        *check_stops(config.rollout),
         *_check_sources(config),
         *check_rewards(config.rewards, has_reward_model=config.reward is not None),
         *check_waits(config.rewards, config.runtime.timeout_s, config.stall.deadline_s),
@@ -182,6 +183,31 @@ def check_forced_lengths(forced: ForcedLengthsConfig | None) -> list[str]:
     if forced.sigma is not None:
         problems.append(f"{name}.sigma is {forced.sigma:g}, but lengths of a trace have their own spread; remove it")
     return problems + check_exists(f"{name}.trace", forced.trace)
+
+
+def check_stops(rollout: RolloutConfig) -> list[str]:
+    """Ids and texts that could end a response; forced lengths leave none to end."""
+    problems = [
+        f"rollout.stop_token_ids has {i}, but ids are numbers from 0 on; correct or remove it"
+        for i in rollout.stop_token_ids
+        if i < 0
+    ]
+    if "" in rollout.stop:
+        problems.append("rollout.stop has an empty text, which would end every response at once; remove it")
+    return problems + [
+        f"rollout.{name} is set, but with rollout.forced_lengths a response ends at its length only; remove one of them"
+        for name, value in (("stop", rollout.stop), ("stop_token_ids", rollout.stop_token_ids))
+        if value and rollout.forced_lengths is not None
+    ]
+
+
+def check_stop_ids(rollout: RolloutConfig, vocab_size: int) -> list[str]:
+    """Ids that the actor can draw."""
+    return [
+        f"rollout.stop_token_ids has {i}, but the actor's vocabulary ends at {vocab_size - 1}; correct or remove it"
+        for i in rollout.stop_token_ids
+        if i >= vocab_size
+    ]
 
 
 def check_source(name: str, model: ModelConfig) -> list[str]:

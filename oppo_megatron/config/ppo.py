@@ -48,6 +48,16 @@ class RolloutConfig(Section):
     top_p: Annotated[float, Unit("share")] = Field(
         1.0, gt=0, le=1, description="smallest set of tokens with this mass; 1 turns it off"
     )
+    stop_token_ids: Annotated[list[int], Unit("token ids")] = Field(
+        default=[],
+        description="ids that end a response beside the EOS of the tokenizer and those that the actor's `generation_config.json` "
+        "names",
+    )
+    stop: list[str] = Field(
+        default=[],
+        description="texts that end a response: the first token behind which its text contains one of them is its last; the "
+        "text stays in it as it was drawn, for rewards too",
+    )
     forced_lengths: ForcedLengthsConfig | None = Field(
         None, description="for benchmarks: where responses end, in place of EOS"
     )

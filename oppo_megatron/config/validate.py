@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from oppo_megatron.config.checkpoint import check_weights, read_hf_config, tokenizer_vocab_size
-from oppo_megatron.config.checks import check_source, check_supervised, check_train, max_context
+from oppo_megatron.config.checks import check_source, check_stop_ids, check_supervised, check_train, max_context
 from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.config.layout_checks import check_auto_placement, check_layouts, check_supervised_layout
 from oppo_megatron.config.megatron import find_megatron
@@ -52,6 +52,8 @@ def train_problems(settings: TrainSettings) -> list[str]:
             shapes[role.name] = shape
     problems += check_auto_placement(settings) if settled is None else check_layouts(settled, shapes)
     problems += check_shared_vocabulary(shapes)
+    if isinstance(vocab := shapes.get("actor", {}).get("vocab_size"), int):
+        problems += check_stop_ids(settings.rollout, vocab)
     return list(dict.fromkeys(problems))
 
 

@@ -22,14 +22,14 @@ import numpy as np
 import numpy.typing as npt
 
 from oppo_megatron.errors import StreamError
-from oppo_megatron.records import Chunk, ChunkRow
+from oppo_megatron.records import Chunk, ChunkRow, FinishReason
 
 Words = npt.NDArray[np.int64]
 
 HEADER_SIZE = 7
 ROW_SIZE = 7
 MAGIC = 0x4F50504F
-REASONS = (None, "eos", "length")
+REASONS: tuple[FinishReason | None, ...] = (None, "eos", "length", "stop")
 
 
 @dataclass

@@ -12,7 +12,6 @@ Legend: B rows of a step, M cache slots, K steps of a window, R rows that mean s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,7 +22,7 @@ from oppo_megatron.runtime.device_uniforms import uniforms_at
 from oppo_megatron.runtime.mcore.cuda_graphs import StepRunner
 from oppo_megatron.runtime.mcore.model import RoleModel
 from oppo_megatron.runtime.mcore.sequence_cache import SequenceCache
-from oppo_megatron.runtime.sampler import Sampling, draw_at, no_distribution, row_state
+from oppo_megatron.runtime.sampler import Sampling, draw_at, row_state
 
 SMALL_BATCHES = (1, 2, 4, 8, 16, 24, 32)
 LARGE_BATCH = 16
@@ -55,14 +54,14 @@ class DeviceLane:
     ):
         """`run` makes or replays a step; `name` tells this lane's tensors from those of others."""
         self._model, self._cache, self._run, self._name = model, cache, run, name
-        self._sampling, self._eos_ids = sampling, frozenset(eos_ids)
+        self._sampling, self._eos_ids = sampling, sorted(eos_ids)
         self._places = cache.step_rows()
         device, most = cache.device, cache.num_slots
         self._state_4M = torch.zeros(4, most, dtype=torch.int64, device=device)
         self._chain_M = torch.zeros(most, dtype=torch.int64, device=device)
         self._ended_M = torch.zeros(most, dtype=torch.bool, device=device)
         self._drawn_4KM = torch.zeros(4, sync_steps, most, dtype=torch.float64, device=device)
-        self._eos_E1 = torch.tensor(sorted(self._eos_ids), dtype=torch.int64, device=device)[:, None]
+        self._eos_E1 = torch.tensor(self._eos_ids, dtype=torch.int64, device=device)[:, None]
         self._step_1 = torch.zeros(1, dtype=torch.int64, device=device)
         self._sync_steps = sync_steps
         self._rows: Sequence[Row] = ()
@@ -102,23 +101,14 @@ class DeviceLane:
         self._done += 1
 
     def read(self) -> list[list[list[float]]]:
-        """Of each step of the window tokens, log-probs and sampling log-probs of the rows loaded; the host waits for them.
+        """Of each step of the window tokens, log-probs, sampling log-probs and masses of the rows; the host waits for them.
 
-        What stands behind a row's end means nothing.  Raises NumericsError where a token came of no distribution.
+        What stands behind a row's end means nothing, its mass included, which is finite where a token came of a distribution.
         """
         assert self._done and not self.loaded
+        drawn_K4R: list[list[list[float]]]
         drawn_K4R = self._drawn_4KM[:, : self._done, : len(self._rows)].permute(1, 0, 2).tolist()
-        going_on = list(enumerate(self._rows))
-        for step, (tokens, *_, masses) in enumerate(drawn_K4R):
-            for index, row in going_on:
-                if not math.isfinite(masses[index]):
-                    raise no_distribution(self._sampling, row.seq_id, row.position + step)
-            going_on = [
-                (index, row)
-                for index, row in going_on
-                if tokens[index] not in self._eos_ids and row.position + step + 1 < row.limit
-            ]
-        return [table[:3] for table in drawn_K4R]
+        return drawn_K4R
 
     def give_up(self) -> list[list[list[float]]]:
         """A step, or the loading of rows, could not be done: what the window's steps before it have drawn, as `read` says it."""

@@ -15,6 +15,7 @@ of later micro-steps must not count, for others have not).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -26,12 +27,13 @@ from torch import Tensor
 from oppo_megatron.records import Chunk, ChunkRow, Rollout
 from oppo_megatron.runtime.device_decode import DeviceLane, Row
 from oppo_megatron.runtime.exhaustion import Allowances, Done, attempt
+from oppo_megatron.runtime.growing import DRAWN, Drawn, Growing, beside, joined
 from oppo_megatron.runtime.mcore.cuda_graphs import CapturedSteps, run_eagerly
 from oppo_megatron.runtime.mcore.model import RoleModel
 from oppo_megatron.runtime.mcore.sequence_cache import SequenceCache
 from oppo_megatron.runtime.mcore.stage import step
 from oppo_megatron.runtime.pieces import by_rows, obstacle, prefill
-from oppo_megatron.runtime.sampler import Sampling, draw
+from oppo_megatron.runtime.sampler import Sampling, draw, no_distribution
 from oppo_megatron.runtime.stopping import Stopping
 from oppo_megatron.runtime.stream import ChunkOutlet
 from oppo_megatron.schedule.actions import Action, Op, Payload
@@ -40,41 +42,6 @@ from oppo_megatron.schedule.planning.merge import StopSignal, merge_rows
 from oppo_megatron.schedule.rounds import Batch
 
 ResultT = TypeVar("ResultT")
-DRAWN = 3
-Drawn = list[list[float]]
-"""[DRAWN][R]: token, log-prob and sampling log-prob of each row."""
-
-
-class _Growing:
-    """A running sequence within a round."""
-
-    def __init__(self, rollout: Rollout, limit: int, version: int):
-        self.seq_id, self.limit, self.num_prompt_tokens = rollout.seq_id, limit, len(rollout.prompt.tokens)
-        self.tokens = [*rollout.prompt.tokens, *rollout.tokens]
-        self.row = ChunkRow(rollout.seq_id, len(rollout.tokens), [], [], [], version)
-
-    @property
-    def position(self) -> int:
-        """Response position of the next token."""
-        return self.row.offset + len(self.row.tokens)
-
-    def describe(self) -> str:
-        """For an error."""
-        return f"sequence {self.seq_id}, {len(self.tokens)} tokens long,"
-
-    def append(self, token: int, logprob: float, sampling_logprob: float, stopping: Stopping, start: int) -> bool:
-        """Take a drawn token; whether it is the last."""
-        self.tokens.append(token)
-        self.row.tokens.append(token)
-        self.row.logprobs.append(logprob)
-        self.row.sampling_logprobs.append(sampling_logprob)
-        if token in stopping.eos_ids:
-            self.row.finish_reason = "eos"
-        elif self.position == self.limit:
-            self.row.finish_reason = "length"
-        if self.row.finish_reason is not None:
-            self.row.finish_clock = start + len(self.row.tokens)
-        return self.row.finish_reason is not None
 
 
 class DecodeStation:
@@ -139,7 +106,7 @@ class DecodeStation:
             self.cache.open(seq_id)
         running = {g.seq_id for batch in work.decode for g in batch}
         held = {r.seq_id: r for r in rollouts if r.seq_id in running}
-        growing = {i: _Growing(r, self.stopping.limit(i), version) for i, r in held.items()}
+        growing = {i: Growing(r, self.stopping.limit(i), version) for i, r in held.items()}
         self._index, self._start, self._local, self._stop = index, clock, readiness(), readiness()
         self._prefill: list[Batch] = work.prefill
         self._lanes = [[growing[g.seq_id] for g in batch] for batch in work.decode]
@@ -220,7 +187,7 @@ class DecodeStation:
         batch = tuple(sorted(self._prefill[micro_batch], key=lambda g: self.cache.slot(g.seq_id)))
         hidden_T = None if self.model.pre_process else self._hidden[micro_batch]
         pieces = prefill(self.cache, batch, hidden_T, self._advance, self.allowances.score, obstacle(self.model))
-        self._hidden[micro_batch] = _joined([out for _, out in pieces])
+        self._hidden[micro_batch] = joined([out for _, out in pieces])
         return sum(growth.new for growth in batch)
 
     def _advance(self, batch: Batch, hidden_T: Tensor | None, whole: bool) -> Tensor:
@@ -235,26 +202,26 @@ class DecodeStation:
         pieces = self._in_pieces(lane, hidden_R, self._decode_rows, self._uncache)
         tensors = [piece for piece in pieces if isinstance(piece, Tensor)]
         if tensors:
-            self._hidden[micro_batch] = _joined(tensors)
+            self._hidden[micro_batch] = joined(tensors)
         else:
-            self._tables[micro_batch] = _beside([piece for piece in pieces if not isinstance(piece, Tensor)])
+            self._tables[micro_batch] = beside([piece for piece in pieces if not isinstance(piece, Tensor)])
         return len(lane)
 
     def _in_pieces(
         self,
-        lane: list[_Growing],
+        lane: list[Growing],
         inputs_R: Tensor | None,
-        work: Callable[[list[_Growing], Tensor | None, bool], ResultT],
-        undo: Callable[[list[_Growing]], None],
+        work: Callable[[list[Growing], Tensor | None, bool], ResultT],
+        undo: Callable[[list[Growing]], None],
     ) -> list[ResultT]:
-        return by_rows(lane, inputs_R, work, undo, self.allowances.decode, obstacle(self.model), _Growing.describe)
+        return by_rows(lane, inputs_R, work, undo, self.allowances.decode, obstacle(self.model), Growing.describe)
 
-    def _uncache(self, lane: list[_Growing]) -> None:
+    def _uncache(self, lane: list[Growing]) -> None:
         """The last tokens are cached no longer: those that a decode step begins with."""
         for growing in lane:
             self.cache.truncate(growing.seq_id, len(growing.tokens) - 1)
 
-    def _decode_rows(self, lane: list[_Growing], hidden_R: Tensor | None, whole: bool) -> Tensor | Drawn:
+    def _decode_rows(self, lane: list[Growing], hidden_R: Tensor | None, whole: bool) -> Tensor | Drawn:
         """This stage's output for one more token.  On the last one, of a piece: what it draws."""
         tokens = [g.tokens[-1] for g in lane]
         out = self._stage([g.seq_id for g in lane], [1] * len(lane), tokens, hidden_R, None)
@@ -268,7 +235,7 @@ class DecodeStation:
             inputs = torch.tensor(tokens, dtype=torch.int64, device=self.cache.device)
         return step(self.model, self.cache, seq_ids, lens, inputs, rows_R)
 
-    def _draw(self, lane: list[_Growing], logits_RV: Tensor | None, whole: bool) -> Drawn:
+    def _draw(self, lane: list[Growing], logits_RV: Tensor | None, whole: bool) -> Drawn:
         assert logits_RV is not None
         return draw(
             logits_RV, self.sampling, [g.seq_id for g in lane], [g.position for g in lane], self.model.vocab
@@ -279,7 +246,7 @@ class DecodeStation:
         drawn = self._tables.pop(micro_batch, None)
         if drawn is None:
             lane, logits_RV = self._lanes[micro_batch], self._hidden[micro_batch]
-            drawn = _beside(self._in_pieces(lane, logits_RV, self._draw, lambda _: None))
+            drawn = beside(self._in_pieces(lane, logits_RV, self._draw, lambda _: None))
         self._drawn[micro_batch] = drawn
         return self._absorb(action, [drawn])
 
@@ -343,10 +310,12 @@ class DecodeStation:
         lane, first = self._lanes[action.micro_batch], action.step + 1 - len(drawn)
         rows, ends = list(lane), dict[int, int]()
         for step_, table in enumerate(drawn, start=first):
-            for growing, token, logprob, sampling_logprob in zip(rows, *table, strict=True):
-                if growing.seq_id not in ends and growing.append(
-                    int(token), logprob, sampling_logprob, self.stopping, self._start
-                ):
+            for growing, token, logprob, sampling_logprob, *mass in zip(rows, *table, strict=True):
+                if growing.seq_id in ends:
+                    continue
+                if not all(map(math.isfinite, mass)):
+                    raise no_distribution(self.sampling, growing.seq_id, growing.position)
+                if growing.append(int(token), logprob, sampling_logprob, self.stopping, self._start):
                     ends[growing.seq_id] = step_
         if resident:
             for growing in rows:
@@ -386,13 +355,3 @@ class DecodeStation:
         rows: list[list[ChunkRow]] = [[] for _ in range(groups.dp)]
         dist.all_gather_object(rows, self._rows, group=groups.collection.dp)
         self._rows = [row for replica in rows for row in replica]
-
-
-def _joined(pieces: list[Tensor]) -> Tensor:
-    """One after the other along the first axis; a single one is not copied."""
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-
-def _beside(pieces: list[Drawn]) -> Drawn:
-    """The rows of one piece behind those of another."""
-    return [[value for piece in pieces for value in piece[row]] for row in range(DRAWN)]

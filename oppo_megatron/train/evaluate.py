@@ -29,16 +29,17 @@ class Evaluator:
         config: EvaluationConfig,
         prompts: PromptSet,
         tokenizer: Tokenizer,
+        stopping: Stopping,
         runtime: RuntimeConfig,
         max_slots: int,
         kv_budget_bytes: int | None,
     ):
-        self.config, self.tokenizer, self.runtime = config, tokenizer, runtime
+        self.config, self.tokenizer, self.stopping, self.runtime = config, tokenizer, stopping, runtime
         self.max_slots, self.kv_budget_bytes = max_slots, kv_budget_bytes
         count = min(len(prompts), config.max_prompts)
         self.prompts: Sequence[Prompt] = list(PromptStream(prompts, 0, epochs=1, limit=count, shuffle=False))
 
-    def accuracy(self, model: RoleModel, links: Links, max_response_tokens: int, activity: Activity) -> float:
+    def accuracy(self, model: RoleModel, links: Links, activity: Activity) -> float:
         """Share of the prompts answered right.  Every rank of the actor makes the call and gets the same answer."""
         decoder = PromptDecoder(
             model,
@@ -46,7 +47,7 @@ class Evaluator:
             self.runtime,
             num_slots=min(len(self.prompts), self.max_slots),
             sampling=Sampling(temperature=0.0),
-            stopping=Stopping(self.tokenizer.eos_ids, max_response_tokens),
+            stopping=self.stopping,
             kv_budget_bytes=self.kv_budget_bytes,
             activity=activity,
         )

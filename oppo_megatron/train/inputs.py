@@ -9,6 +9,7 @@ from oppo_megatron.config.run import TrainSettings
 from oppo_megatron.data.length_trace import forced_quantile
 from oppo_megatron.data.prompts import PromptSet, load_prompts
 from oppo_megatron.data.rows import Quarantine
+from oppo_megatron.data.stops import require_stop_texts
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from oppo_megatron.rewards.functions import RewardSum, VerifierReward, build_reward_functions
 
@@ -46,6 +47,7 @@ class Inputs:
 def read_inputs(config: TrainSettings) -> Inputs:
     """Tokenizer, prompts, rewards, a length trace.  Raises ConfigError, DataError or RewardError for what cannot be used."""
     tokenizer, lengths = load_tokenizer(config.tokenizer, config.actor.checkpoint), forced_quantile(config.rollout)
+    require_stop_texts(config.rollout.stop, tokenizer, "rollout.stop", "rollout.stop_token_ids")
     rewards, quarantine = build_reward_functions(config.rewards), Quarantine()
     prompts = load_prompts(config.data, tokenizer, quarantine=quarantine, check=rewards.check)
     heldout = None

@@ -380,13 +380,11 @@ class PPOTrainer:
             return
         every = self.evaluator.config.every_steps
         if step == 0 or last or (every and step % every == 0):
-            activity, longest = self.world.activity, self.config.rollout.max_response_tokens
+            activity = self.world.activity
             with (
                 self.spans.span("evaluate", role="actor", step=step),
                 activity.doing(f"evaluation after step {step}"),
             ):
-                accuracy = self.evaluator.accuracy(
-                    self.actor.role.serving, self.rounds.executor.links, longest, activity
-                )
+                accuracy = self.evaluator.accuracy(self.actor.role.serving, self.rounds.executor.links, activity)
             if self.journal is not None:
                 self.journal.evaluation(step, accuracy)

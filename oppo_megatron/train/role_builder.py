@@ -114,7 +114,14 @@ class RoleBuilder:
 
     @property
     def _stopping(self) -> Stopping:
-        return Stopping.of(self.config.rollout, self.tokenizer.eos_ids, self.config.seed, self.lengths)
+        tokenizer = self.tokenizer
+        return Stopping.of(self.config.rollout, tokenizer.eos_ids, self.config.seed, self.lengths, tokenizer.decode)
+
+    @property
+    def heldout_stopping(self) -> Stopping:
+        """As in training, but for forced lengths."""
+        rollout = self.config.rollout.model_copy(update={"forced_lengths": None})
+        return Stopping.of(rollout, self.tokenizer.eos_ids, self.config.seed, decode=self.tokenizer.decode)
 
     def _decode_station(self, actor: Actor | None) -> DecodeStation | None:
         if actor is None:

@@ -90,7 +90,8 @@ def _evaluator(config: TrainConfig, inputs: Inputs, builder: RoleBuilder) -> Eva
     if inputs.heldout is None or config.evaluation is None:
         return None
     slots, budget = builder.num_slots("actor"), builder.kv_budget_bytes
-    return Evaluator(config.evaluation, inputs.heldout, inputs.tokenizer, config.runtime, slots, budget)
+    stopping = builder.heldout_stopping
+    return Evaluator(config.evaluation, inputs.heldout, inputs.tokenizer, stopping, config.runtime, slots, budget)
 
 
 def prompt_stream(

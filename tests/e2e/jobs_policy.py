@@ -17,6 +17,7 @@ from oppo_megatron.runtime.mcore.hf_source import open_weights
 from oppo_megatron.runtime.mcore.hf_weights import export_weights, load_weights
 from oppo_megatron.runtime.mcore.model import build_model
 from oppo_megatron.runtime.sampler import Sampling
+from oppo_megatron.runtime.stop_text import StopText
 from oppo_megatron.runtime.stopping import Stopping
 from oppo_megatron.runtime.world import World
 
@@ -32,6 +33,7 @@ def answers(
     sampling: dict[str, Any],
     num_slots: int = 4,
     round_steps: int = 7,
+    stop: list[str] | None = None,
     choice: dict[str, Any] | None = None,
 ) -> list[list[Response]]:
     """Of each directory the responses (sequence, tokens, reason) to all prompts, in the order in which they ended."""
@@ -47,7 +49,7 @@ def answers(
         loaded = load_policy(policy, place, runtime, tokenizer, longest)
         decoder = loaded.decoder(
             Sampling(**sampling),
-            Stopping(tokenizer.eos_ids, max_tokens),
+            Stopping(tokenizer.eos_ids, max_tokens, text=StopText(stop, tokenizer.decode) if stop else None),
             num_slots=num_slots,
             round_steps=round_steps,
         )

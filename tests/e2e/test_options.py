@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 
+from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.config.ppo import PPOConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.length_trace import forced_quantile
+from oppo_megatron.data.tokenizer import load_tokenizer
 from oppo_megatron.errors import RewardError
 from oppo_megatron.runtime.stopping import Stopping
 from tests.support.ppo import Workspace, run_ppo_ranks
+from tests.support.ranks import run_ranks
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "verifier only": {"reward": None, "rewards": [{"kind": "verifier", "name": "arithmetic"}]},
@@ -99,9 +102,35 @@ def test_responses_are_as_long_as_the_trace_says(workspace: Workspace, shared_da
     config = workspace.config(f"trace-{mode}", steps=2, **changes)
     outcome = run_ppo_ranks(config)
     checked = TrainConfig(**config)
-    stopping = Stopping.of(checked.rollout, 0, checked.seed, forced_quantile(checked.rollout))
+    stopping = Stopping.of(checked.rollout, (), checked.seed, forced_quantile(checked.rollout))
     assert [len(tokens) for _, tokens in sorted(outcome.tokens().items())] == [stopping.limit(i) for i in range(12)]
     assert {row["finish_reason"] for row in outcome.rollouts} == {"length"}
+
+
+def test_a_text_ends_responses_alike_whatever_is_decoded_together(workspace: Workspace) -> None:
+    """Chunks, looks at the device, overlap and a resumed run: the same tokens, and the text in the last one only."""
+    stop = ["1", "3", "e ", "\n"]
+    outcomes = []
+    for name, changes in {
+        "plain": {},
+        "sync": {"runtime.decode_sync_steps": 5, "overlap.chunk": {"tokens": 3, "adaptive": False}},
+        "streamed": {"placement": {"mode": "disaggregated"}, "overlap.intra": True},
+    }.items():
+        config = workspace.config(f"stop-{name}", steps=2, **{"rollout.stop": stop, **changes})
+        outcomes.append(run_ppo_ranks(config))
+    plain = outcomes[0]
+    assert all(other.tokens() == plain.tokens() and other.batches() == plain.batches() for other in outcomes[1:])
+    reasons = [row["finish_reason"] for row in plain.rollouts]
+    assert reasons.count("stop") > 3 and reasons == [row["finish_reason"] for row in outcomes[1].rollouts]
+    tokenizer = load_tokenizer(TokenizerConfig(path=workspace.root / "tokenizer.model"))
+    for row in plain.rollouts:
+        before, text = tokenizer.decode(row["tokens"][:-1]), tokenizer.decode(row["tokens"])
+        assert any(each in text for each in stop) == (row["finish_reason"] == "stop")
+        assert not any(each in before for each in stop)
+    config = workspace.config("stop-resumed", steps=2, **{"rollout.stop": stop, "checkpoint.every_steps": 1})
+    assert run_ranks(1, "tests.e2e.jobs:train_until", config=config, rounds=4, rank=0) == [False]
+    config["checkpoint"]["resume"] = True
+    assert run_ppo_ranks(config).tokens() == plain.tokens()
 
 
 @pytest.mark.parametrize("entry", ["not_a_number", "failing"])

@@ -16,6 +16,7 @@ from tests.e2e.jobs_policy import Response
 from tests.support.layouts import deep
 from tests.support.ppo import Workspace
 from tests.support.ranks import run_ranks
+from tests.support.tokenizers import save_byte_level
 
 MAX_TOKENS = 24
 TEXTS = [f"{a} + {b} =" for a in (3, 17) for b in (5, 28, 64)] + ["", "1"][1:]
@@ -83,13 +84,48 @@ def test_a_run_its_export_and_its_last_checkpoint_say_what_transformers_says(wor
     assert sorted(before) != sorted(found[0]), "another step, another policy"
 
 
+def test_texts_and_several_ids_end_where_transformers_ends_them(
+    workspace: Workspace, run: Path, tmp_path: Path
+) -> None:
+    """Byte-level BPE, so that transformers has the tokenizer too; one id is in the policy's directory alone."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    export = tmp_path / "export"
+    shutil.copytree(run / "weights" / "actor", export, ignore=shutil.ignore_patterns("token*"))
+    save_byte_level(export, TEXTS, 280)
+    (plain,) = ask([export])
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    model = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32).eval()
+    texts = [tokenizer.decode(tokens) for _, tokens, _ in plain]
+    pairs = [text[i : i + 2] for text in texts for i in range(4, len(text) - 1) if text[i : i + 2].isalnum()]
+    stops = sorted({pair for pair in pairs if pair.isascii()}, key=pairs.count)[-8:]
+    eos = [tokenizer.eos_token_id, plain[-1][1][3]]
+    GenerationConfig(eos_token_id=eos).save_pretrained(export)
+    (found,) = ask([export], stop=stops)
+    reasons = set()
+    for number, tokens, reason in found:
+        ids = torch.tensor([tokenizer.encode(TEXTS[number])])
+        out = model.generate(
+            ids, do_sample=False, max_new_tokens=MAX_TOKENS, eos_token_id=eos, stop_strings=stops, tokenizer=tokenizer,
+            pad_token_id=0, attention_mask=torch.ones_like(ids),
+        )  # fmt: skip
+        assert out[0, ids.shape[1] :].tolist() == tokens
+        reasons.add(reason)
+    assert {"eos", "stop"} <= reasons
+
+
 @pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 1), (1, 1, 2)], ids=["TP2", "PP2", "DP2"])
 def test_layouts_slots_and_rounds_decode_alike(run: Path, adapted: Path, layout: tuple[int, int, int]) -> None:
     places, sampling = [run, adapted / "checkpoints" / "step-000002"], {"top_k": 6, "seed": 5}
     plain = ask(places, sampling=sampling, num_slots=8, round_steps=64)
+    stop = ["5", "3 ", "\n"]
+    stopped = ask(places, sampling=sampling, stop=stop)
+    assert {reason for answers in stopped for _, _, reason in answers} >= {"stop"}
     for settings in ({}, {"num_slots": 1, "round_steps": 3}):
         found = ask(places, layout, sampling=sampling, **settings)
         assert [sorted(answers) for answers in found] == [sorted(answers) for answers in plain]
+        found = ask(places, layout, sampling=sampling, stop=stop, **settings)
+        assert [sorted(answers) for answers in found] == [sorted(answers) for answers in stopped]
     assert [i for i, _, _ in plain[0]] != sorted(i for i, _, _ in plain[0]), "in the order in which they end"
 
 

@@ -19,17 +19,20 @@ from oppo_megatron.runtime.mcore.model import RoleModel
 from oppo_megatron.runtime.mcore.paged_cache import PagedKVCache
 from oppo_megatron.runtime.rounds import RoundRunner, decoder
 from oppo_megatron.runtime.sampler import Sampling
+from oppo_megatron.runtime.stop_text import StopText
 from oppo_megatron.runtime.stopping import Stopping
 from oppo_megatron.schedule.rounds import Site
 from tests.gloo.jobs_generation import NEVER, decode_round
 from tests.gloo.models import MAX_LENGTH, load, world_groups
 
 MAX_RESPONSE = 22
+PIECES = ["".join(random.Random(i).choices("abcde", k=1 + i % 3)) for i in range(64)]
+"""Texts of the tokens, of one to three letters."""
 Facts = dict[str, Any]
 
 
 class OwnLimits(Stopping):
-    """A limit of its own for each sequence; EOS where the model draws it."""
+    """A limit of its own for each sequence; EOS or a text where the model draws it."""
 
     def limit(self, seq_id: int) -> int:
         return 1 + seq_id * 7919 % self.max_response_tokens
@@ -54,6 +57,11 @@ class Course:
     sampling: Sampling
 
 
+def _text(seed: int) -> StopText | None:
+    """Two strings that go over tokens, for one course in three."""
+    return StopText(["cad", "eb"], lambda ids: "".join(PIECES[i % 64] for i in ids)) if seed % 3 == 1 else None
+
+
 def _eos_ids(seed: int) -> tuple[int, ...]:
     """One id that ends a response, or three."""
     draws = random.Random(seed)
@@ -66,7 +74,7 @@ def _runner(model: RoleModel, course: Course, way: Way) -> RoundRunner:
         model,
         model.new_cache(course.slots, layout=way.layout),
         sampling=course.sampling,
-        stopping=OwnLimits(_eos_ids(course.seed), MAX_RESPONSE),
+        stopping=OwnLimits(_eos_ids(course.seed), MAX_RESPONSE, text=_text(course.seed)),
         links=build_links(Site({"actor": Place(groups.ranks, groups.tp, groups.pp, groups.dp)})),
         micro_batch_tokens=16,
         timeout_s=60.0,

@@ -56,15 +56,16 @@ def test_rounds_are_the_same_whenever_tokens_are_read(models: dict[str, str], tp
         ways=[PLAIN, *ways],
     )
     for answer in answers:
-        cut_off = ended_early = 0
+        cut_off = ended_early = by_text = 0
         for course, found in zip(courses, answer, strict=True):
             rounds, logprobs = found[PLAIN]
             ended_early += sum(row[5] == "eos" for facts in rounds for row in facts["rows"])
+            by_text += sum(row[5] == "stop" for facts in rounds for row in facts["rows"])
             cut_off += sum(len({len(row[2]) for row in facts["rows"]}) > 1 for facts in rounds)
             for way in ways:
                 assert found[way][0] == rounds, (course, way)
                 assert found[way][1] == pytest.approx(logprobs, abs=TOLERANCE), (course, way)
-        assert ended_early > 1 and cut_off > 5
+        assert ended_early > 1 and cut_off > 5 and by_text > 1
     assert [[found[PLAIN][0] for found in answer] for answer in answers[1:]] == [
         [found[PLAIN][0] for found in answers[0]]
     ] * (tp - 1)

@@ -29,3 +29,24 @@ class CharacterTokenizer:
 
     def save(self, directory: Path) -> None:
         raise NotImplementedError("tests do not save it")
+
+
+def save_byte_level(directory: Path, texts: Sequence[str], vocab_size: int = 320, **settings: Any) -> Path:
+    """A byte-level BPE tokenizer trained on `texts`, as a Hugging Face directory; its EOS is `<|end|>`."""
+    from tokenizers import Tokenizer as FastTokenizer
+    from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+    from tokenizers.trainers import BpeTrainer
+    from transformers import PreTrainedTokenizerFast
+
+    fast = FastTokenizer(BPE())
+    fast.pre_tokenizer, fast.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    specials = ["<|end|>", "<|turn|>"]
+    trainer = BpeTrainer(
+        vocab_size=vocab_size, special_tokens=specials, initial_alphabet=ByteLevel.alphabet(), show_progress=False
+    )
+    fast.train_from_iterator(texts, trainer)
+    settings = {"eos_token": "<|end|>", "additional_special_tokens": ["<|turn|>"]} | settings
+    PreTrainedTokenizerFast(tokenizer_object=fast, **settings).save_pretrained(str(directory))
+    return directory

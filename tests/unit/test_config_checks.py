@@ -98,6 +98,12 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"rollout.forced_lengths": {"sigma": 2}}, "has neither of median and trace"),
     ({"rollout.forced_lengths": {"median": 9, "column": "x"}}, "column is 'x', but only a trace has it"),
     ({"rollout.forced_lengths": {"median": 9, "scale": 2}}, "scale is 2.0, but only a trace has it"),
+    ({"rollout.stop_token_ids": [7, -1]}, "rollout.stop_token_ids has -1, but ids are numbers from 0 on"),
+    ({"rollout.stop": ["x", ""]}, "rollout.stop has an empty text"),
+    (
+        {"rollout.stop": ["x"], "rollout.forced_lengths": {"median": 9}},
+        "rollout.stop is set, but with rollout.forced_lengths a response ends at its length only",
+    ),
     ({"rollout.forced_lengths": {"trace": "gone.csv"}}, "rollout.forced_lengths.trace `gone.csv` does not exist"),
     ({"runtime.micro_batch_tokens": 199}, "runtime.micro_batch_tokens is 199, but one sequence may have 200 tokens"),
     ({"actor.init": {"model_type": "llama"}}, "actor has both of checkpoint and init"),

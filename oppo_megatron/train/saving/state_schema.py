@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from oppo_megatron.errors import CheckpointError
-from oppo_megatron.records import StepSignals
+from oppo_megatron.records import FinishReason, StepSignals
 from oppo_megatron.train.logs.journal import StepFacts
 
 LATER_FACTS = ("scores", "actor", "rewards", "memory")  # of a step, known after its rollout phase
@@ -181,7 +181,7 @@ class _Line(_Strict):
     versions: list[Count]
     deferrals: Count
     finish_clock: Count | None
-    finish_reason: Literal["eos", "length"] | None
+    finish_reason: FinishReason | None
 
 
 def read_state(path: Path) -> dict[str, Any]:

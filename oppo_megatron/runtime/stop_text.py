@@ -1,0 +1,56 @@
+"""Responses that end with a text.
+
+A response ends with the first token behind which its decoded text contains one of the strings, wherever the tokens' borders
+lie: the string may begin within a token, go over several, and be followed by more within the last.  This is a function of the
+response's tokens alone, so it does not matter in which layout they are decoded, or how many are looked at together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+Decode = Callable[[Sequence[int]], str]
+"""The text of token ids; special tokens have none."""
+
+INCOMPLETE = "\ufffd"  # what bytes of a character stand for until the last has come
+EDGE_CHARACTERS = 8
+"""So many characters of a part's text may differ from those of the whole: a space that begins it, half a character."""
+FIRST_TOKENS = 16
+
+
+class StopText:
+    """Tells whether a response has come to one of `strings`."""
+
+    def __init__(self, strings: Sequence[str], decode: Decode):
+        assert strings and all(strings)
+        self.strings, self._decode = tuple(strings), decode
+        self._longest = max(map(len, strings))
+        self._last = frozenset(string[-1] for string in strings)
+        self._completing: dict[int, bool] = {}
+
+    def ends(self, response: Sequence[int]) -> bool:
+        """Whether the last token is the one that the response ends with; the tokens before it have not ended it."""
+        if not self._may_complete(response[-1]):
+            return False
+        size = FIRST_TOKENS + self._longest
+        while size < len(response):
+            text = self._decode(response[-size:])
+            within = text[EDGE_CHARACTERS:]
+            if self._in(within):
+                return True
+            if len(within) >= self._longest and not self._in(text):
+                return False
+            size *= 2
+        return self._in(self._decode(response))
+
+    def _in(self, text: str) -> bool:
+        return any(string in text for string in self.strings)
+
+    def _may_complete(self, token: int) -> bool:
+        """Whether a string's last character can be this token's; a token's text alone may lack the space that it begins with."""
+        if token not in self._completing:
+            text = self._decode([token])
+            self._completing[token] = (
+                INCOMPLETE in text or " " in self._last or any(last in text for last in self._last)
+            )
+        return self._completing[token]
