@@ -8,7 +8,7 @@ from typing import Any
 
 from oppo_megatron.config.layouts import HasSizes, Limits, Sizes, divisors, fills_shards, suggestion, vocab_rows
 
-FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 REQUIRED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 POSITIVE = ("rms_norm_eps", "initializer_range")
@@ -22,7 +22,9 @@ ROPE_KINDS = {
 OPTIONAL_ROPE = ("factor", "original_max_position_embeddings")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 MOST_POSITIONS = 2**62  # so that a factor beyond reason stays a number
-DEFAULT_POSITIONS = {"llama": 2048, "qwen2": 32768, "qwen3": 32768}
+DEFAULT_POSITIONS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
+DEFAULT_WINDOW = 4096
+LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def check_shape(
@@ -96,7 +98,9 @@ def check_model(name: str, hf_config: Mapping[str, Any]) -> list[str]:
     family = hf_config.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         return [f"{name}: model_type {family!r} is not supported; use one of {', '.join(FAMILIES)} (Qwen2.5 is qwen2)"]
-    return [*_check_architecture(name, hf_config), *_check_numbers(name, hf_config), *_check_rope(name, hf_config)]
+    numbers = _check_numbers(name, hf_config)
+    windows = [] if numbers else _check_windows(name, hf_config)
+    return [*_check_architecture(name, hf_config), *numbers, *windows, *_check_rope(name, hf_config)]
 
 
 def check_head(name: str, hf_config: Mapping[str, Any], *, scalar: bool, fresh_head: bool) -> list[str]:
@@ -139,8 +143,22 @@ def head_dim(hf_config: Mapping[str, Any]) -> int:
 
 
 def num_kv_heads(hf_config: Mapping[str, Any]) -> int:
-    """Key/value heads (all heads, where the config names none)."""
-    return int(hf_config.get("num_key_value_heads") or hf_config["num_attention_heads"])
+    """Key/value heads (all heads, where the config names none; 8, where one of Mistral does not speak of them)."""
+    default = 8 if hf_config["model_type"] == "mistral" else None
+    return int(hf_config.get("num_key_value_heads", default) or hf_config["num_attention_heads"])
+
+
+def windows(hf_config: Mapping[str, Any]) -> list[int | None]:
+    """Of each layer the tokens that a token attends to, itself included; None: all before it."""
+    layers, window = hf_config["num_hidden_layers"], hf_config.get("sliding_window", DEFAULT_WINDOW)
+    if hf_config["model_type"] == "mistral":
+        return [window] * layers
+    if not hf_config.get("use_sliding_window"):
+        return [None] * layers
+    full, sliding = LAYER_TYPES
+    first = hf_config.get("max_window_layers", 28)
+    kinds = hf_config.get("layer_types") or [full if layer < first else sliding for layer in range(layers)]
+    return [window if kind == sliding else None for kind in kinds]
 
 
 def kv_bytes_per_token(hf_config: Mapping[str, Any], layout: HasSizes, dtype: str) -> int:
@@ -157,10 +175,6 @@ def _check_architecture(name: str, hf_config: Mapping[str, Any]) -> list[str]:
     if architectures and (not isinstance(architectures, list) or architectures[0] not in supported):
         shown = architectures[0] if isinstance(architectures, list) else repr(architectures)
         problems.append(f"{name}: architecture {shown} is not supported; use a list of one of {', '.join(supported)}")
-    if hf_config.get("use_sliding_window"):
-        problems.append(
-            f"{name}: use_sliding_window is true, but only full attention is computed; use a model without it"
-        )
     if hf_config.get("hidden_act", "silu") != "silu":
         problems.append(
             f"{name}: hidden_act is {hf_config['hidden_act']!r}, but only silu is computed; use a model with it"
@@ -189,6 +203,38 @@ def _check_numbers(name: str, hf_config: Mapping[str, Any]) -> list[str]:
             problems.append(
                 f"{name}: `{key}` of its config.json is {value!r}, but must be a positive number; correct it"
             )
+    return problems
+
+
+def _check_windows(name: str, hf_config: Mapping[str, Any]) -> list[str]:
+    """Of a model whose attention has a sliding window, or may have one."""
+    family = hf_config["model_type"]
+    if family == "llama":
+        return []
+    problems = []
+    if family == "mistral" or hf_config.get("use_sliding_window"):
+        window, first = hf_config.get("sliding_window"), hf_config.get("max_window_layers", 0)
+        if not (window is None or (type(window) is int and window > 0)):
+            problems.append(
+                f"{name}: `sliding_window` of its config.json is {window!r}, but must be a positive integer or null; correct it"
+            )
+        if type(first) is not int or first < 0:
+            problems.append(
+                f"{name}: `max_window_layers` of its config.json is {first!r}, but must be an integer of at least 0; correct it"
+            )
+    kinds, layers = hf_config.get("layer_types"), hf_config["num_hidden_layers"]
+    if family == "mistral" or kinds is None:
+        return problems
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in LAYER_TYPES for kind in kinds):
+        problems.append(
+            f"{name}: `layer_types` of its config.json is {kinds!r:.80}, but must name one of {', '.join(LAYER_TYPES)} for each "
+            f"of its {layers} layers; correct it"
+        )
+    elif LAYER_TYPES[1] in kinds and not hf_config.get("use_sliding_window"):
+        problems.append(
+            f"{name}: `layer_types` of its config.json names sliding_attention, but use_sliding_window is not true, so that "
+            "there is no window; set it to true, or the layers to full_attention"
+        )
     return problems
 
 

@@ -1,4 +1,4 @@
-"""The shape of a model, read from a Hugging Face `config.json` of the Llama / Qwen2 / Qwen2.5 / Qwen3 family."""
+"""The shape of a model, read from a Hugging Face `config.json` of the Llama / Mistral / Qwen2 / Qwen2.5 / Qwen3 family."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from oppo_megatron.config.layouts import vocab_rows
-from oppo_megatron.config.shape import FAMILIES, check_model, head_dim, max_positions, num_kv_heads
+from oppo_megatron.config.shape import FAMILIES, check_model, head_dim, max_positions, num_kv_heads, windows
 from oppo_megatron.errors import CheckpointError
 
 
@@ -16,6 +16,7 @@ from oppo_megatron.errors import CheckpointError
 class ModelShape:
     """Sizes and switches of one decoder.  `hf` is the mapping that it was read from, kept for writing it back.
 
+    `windows`: of each layer the tokens that a token attends to, itself included (None: all before it).
     `vocab_multiple`: in whose multiples embedding and output layer have rows, beside those of the tensor ranks.
     """
 
@@ -34,6 +35,7 @@ class ModelShape:
     qk_norm: bool
     tied_embeddings: bool
     rope: Mapping[str, Any]
+    windows: tuple[int | None, ...]
     vocab_multiple: int = 1
     hf: Mapping[str, Any] = field(repr=False, compare=False, default_factory=dict)
 
@@ -59,6 +61,7 @@ class ModelShape:
             qk_norm=family == "qwen3",
             tied_embeddings=bool(hf.get("tie_word_embeddings", False)),
             rope=_rope(hf),
+            windows=tuple(windows(hf)),
             hf=copy.deepcopy(dict(hf)),
         )
 

@@ -32,11 +32,15 @@ def save_small(directory: Path, family: str, head: str = "lm", **changes: Any) -
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Folder of each model: biases (Qwen2), q/k norms (Qwen3), scaled rotations (Llama), and scalar heads."""
+    """Folder of each model.
+
+    Biases (Qwen2), q/k norms (Qwen3), scaled rotations (Llama), a sliding window (Mistral), and scalar heads.
+    """
     root: Path = tmp_path_factory.mktemp("models")
     save_small(root / "qwen2", "qwen2", tie_word_embeddings=True)
     save_small(root / "qwen3", "qwen3")
     save_small(root / "llama", "llama", rope_parameters=LLAMA3)
+    save_small(root / "mistral", "mistral", sliding_window=5, seed=1)
     save_small(root / "qwen2-scalar", "qwen2", "scalar")
     save_small(root / "qwen3-scalar", "qwen3", "scalar", seed=1)
     return {path.name: str(path) for path in root.iterdir()}

@@ -10,7 +10,7 @@ NUM_STEPS = 40
 
 def test_cached_steps_equal_the_full_forward(models: dict[str, str], layout: tuple[int, int]) -> None:
     tp, pp = layout
-    chosen = {name: models[name] for name in ("qwen2", "qwen3", "llama", "qwen3-scalar")}
+    chosen = {name: models[name] for name in ("qwen2", "qwen3", "llama", "mistral", "qwen3-scalar")}
     answers = run_ranks(
         tp * pp, "tests.gloo.jobs_cache:cached_against_full", directories=chosen, tp=tp, pp=pp, num_steps=NUM_STEPS
     )

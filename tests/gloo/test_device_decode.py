@@ -71,18 +71,29 @@ def test_rounds_are_the_same_whenever_tokens_are_read(models: dict[str, str], tp
     ] * (tp - 1)
 
 
-def test_rows_that_belong_to_no_token_are_not_drawn_on_the_device(tmp_path: Path) -> None:
-    save_small(tmp_path, "qwen3", vocab_size=67)
-    job: dict[str, Any] = dict(directory=str(tmp_path), courses=COURSES[:4], ways=[PLAIN, WAYS[1]])
+@pytest.mark.parametrize(
+    ("family", "changes", "ways"),
+    [
+        pytest.param("qwen3", {"vocab_size": 67}, WAYS[1:2], id="tensor ranks do not divide the vocabulary"),
+        pytest.param("mistral", {"sliding_window": 5}, WAYS[:2], id="sliding window"),
+        pytest.param("mistral", {"sliding_window": 1}, WAYS[1:2], id="a window of one token", marks=pytest.mark.long),
+    ],
+)
+def test_shards_and_windows_are_the_same_on_the_device(
+    tmp_path: Path, family: str, changes: dict[str, int], ways: list[Way]
+) -> None:
+    save_small(tmp_path, family, **changes)
+    job: dict[str, Any] = dict(directory=str(tmp_path), courses=COURSES[:3], ways=[PLAIN, *ways])
     alone, *shards = (
         answer
         for tp in (1, 2)
         for answer in run_ranks(tp, "tests.gloo.jobs_device_decode:beside_each_other", tp=tp, **job)
     )
-    for course, expected in enumerate(alone):
-        for answer in shards:
-            assert answer[course][WAYS[1]][0] == answer[course][PLAIN][0] == expected[PLAIN][0], course
-            assert answer[course][WAYS[1]][1] == pytest.approx(expected[PLAIN][1], abs=TOLERANCE)
+    for answer in (alone, *shards):
+        for found, expected in zip(answer, alone, strict=True):
+            for way in (PLAIN, *ways):
+                assert found[way][0] == expected[PLAIN][0], way
+                assert found[way][1] == pytest.approx(expected[PLAIN][1], abs=TOLERANCE)
 
 
 @pytest.mark.parametrize(("sync_steps", "expected"), [(2, [2] * 10), (8, [8, 8, 4]), (64, [20])])

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from oppo_megatron.config.places import Place
 from oppo_megatron.runtime.sampler import Sampling
@@ -84,11 +86,26 @@ def test_a_vocabulary_that_tensor_ranks_do_not_divide_is_drawn_from_alike(tmp_pa
     assert found[4, 1] == found[1, 1] == found[2, 2]
 
 
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2)])
+def test_greedy_responses_through_a_window_are_those_of_transformers(models: dict[str, str], tp: int, pp: int) -> None:
+    labels = ["plain", "two slots", "cache forgotten each round"] if tp == 1 else ["plain"]
+    job: dict[str, Any] = dict(directory=models["mistral"], tp=tp, pp=pp, samplings={"greedy": Sampling(0.0)})
+    (answer, *_) = run_ranks(tp * pp, "tests.gloo.jobs_generation:every_variant", variants=labels, **job)
+    theirs = AutoModelForCausalLM.from_pretrained(models["mistral"], dtype=torch.float32)
+    expected = []
+    for prompt in PROMPTS:
+        settings: dict[str, Any] = {"max_new_tokens": MAX_RESPONSE, "do_sample": False, "eos_token_id": EOS}
+        expected.append(theirs.generate(torch.tensor([prompt]), **settings)[0, len(prompt) :].tolist())
+    for label, rollouts in answer.items():
+        assert [tokens for tokens, _ in rollouts.values()] == expected, label
+    assert max(map(len, expected)) > 6, "the window leaves something out"
+
+
 @layouts
 def test_recorded_log_probs_are_those_of_the_training_forward(
     models: dict[str, str], tp: int, pp: int, dp: int
 ) -> None:
-    for model in ("qwen3", "llama") if (tp, pp, dp) == (1, 1, 1) else ("qwen3",):
+    for model in ("qwen3", "llama", "mistral") if (tp, pp, dp) == (1, 1, 1) else ("qwen3",):
         answers = run_ranks(
             tp * pp * dp,
             "tests.gloo.jobs_generation:logprob_gaps",

@@ -241,6 +241,12 @@ def test_rows_that_belong_to_no_token_change_nothing(tmp_path: Path, case: Case)
         assert all(answer[name]["filled up"] == 0 for answer in answers)
 
 
+@pytest.mark.parametrize("case", [Case(1, 1, 1, FULL), Case(2, 2, 1, SEQUENCE)], ids=case_id)
+def test_steps_through_a_sliding_window(models: dict[str, str], case: Case, tmp_path: Path) -> None:
+    answers = run_case({"mistral": models["mistral"]}, case, tmp_path)
+    check(answers, "mistral", reference(models["mistral"], SETTINGS.clip_grad), tmp_path, case.tp * case.dp)
+
+
 @pytest.mark.parametrize("case", DEEP_CASES, ids=case_id)
 def test_interleaved_steps_equal_plain_torch(deep_models: dict[str, str], case: Case, tmp_path: Path) -> None:
     """Micro-batches of different lengths, and of a number that is no multiple of the stages."""

@@ -82,12 +82,29 @@ def test_a_vocabulary_that_tensor_ranks_do_not_divide(tmp_path: Path, tp: int, p
     compare(tmp_path, save_tiny(tmp_path, "qwen2", vocab_size=259, tie_word_embeddings=tp == 2), "lm", tp, pp)
 
 
+@pytest.mark.parametrize("window", [1, 8, 17, None])
+def test_a_sliding_window_is_that_of_mistral(tmp_path: Path, window: int | None) -> None:
+    compare(tmp_path, save_tiny(tmp_path, "mistral", sliding_window=window), "lm", 1, 1)
+
+
+@pytest.mark.parametrize("tp,pp", LAYOUTS[1:])
+def test_a_sliding_window_on_every_layout(tmp_path: Path, tp: int, pp: int) -> None:
+    compare(tmp_path, save_tiny(tmp_path, "mistral", sliding_window=8, head_dim=16, vocab_size=65), "lm", tp, pp)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_a_sliding_window_in_some_layers(tmp_path: Path, family: str) -> None:
+    some = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}
+    compare(tmp_path, save_tiny(tmp_path, family, **some), "lm", 1, 2)
+
+
 @pytest.mark.parametrize("tp,pp", LAYOUTS)
 def test_scalar_head_equals_transformers_classifier(tmp_path: Path, tp: int, pp: int) -> None:
     hf = save_tiny(tmp_path, "qwen2", "scalar")
     compare(tmp_path, hf, "scalar", tp, pp)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
 def test_scalar_head_of_every_family(tmp_path: Path, family: str) -> None:
-    compare(tmp_path, save_tiny(tmp_path, family, "scalar"), "scalar", 1, 1)
+    window = {"sliding_window": 8} if family == "mistral" else {}
+    compare(tmp_path, save_tiny(tmp_path, family, "scalar", **window), "scalar", 1, 1)

@@ -29,6 +29,8 @@ MODELS = {
     "qwen3": ("qwen3", "lm", {}),
     "qwen2-reward": ("qwen2", "scalar", {"tie_word_embeddings": True}),
     "llama-reward": ("llama", "scalar", {}),
+    "mistral": ("mistral", "lm", {"sliding_window": 3}),
+    "mistral-reward": ("mistral", "scalar", {"sliding_window": None}),
 }
 ODD = {
     f"{name}-odd-vocabulary": (*MODELS[name][:2], MODELS[name][2] | {"vocab_size": 259})
@@ -77,6 +79,10 @@ def test_export_gives_back_what_was_loaded(tmp_path: Path, name: str, tp: int, p
     assert len(list(dst.glob("model-*-of-*.safetensors"))) > 1
     assert [path.name for path in dst.parent.iterdir()] == ["dst"], "nothing is left aside"
     assert torch.equal(outputs(src, head), outputs(dst, head))
+    given, written = (json.loads((folder / "config.json").read_text()) for folder in (src, dst))
+    assert all(
+        written[key] == given[key] for key in ("architectures", "model_type", *({"sliding_window"} & given.keys()))
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -25,6 +25,7 @@ MODELS = {
     "llama": ("llama", "lm", {}),
     "qwen3": ("qwen3", "lm", {}),
     "llama-reward": ("llama", "scalar", {}),
+    "mistral": ("mistral", "lm", {"sliding_window": 8}),
 }
 AS = {"lm": "causal-lm", "scalar": "reward"}
 
@@ -33,7 +34,9 @@ def run(*arguments: object) -> int:
     return main(["convert", *map(str, arguments)])
 
 
-@pytest.mark.parametrize("name,tp,pp", [("qwen2-tied", 1, 2), ("llama", 2, 2), ("qwen3", 2, 1), ("llama-reward", 1, 2)])
+@pytest.mark.parametrize(
+    "name,tp,pp", [("qwen2-tied", 1, 2), ("llama", 2, 2), ("qwen3", 2, 1), ("llama-reward", 1, 2), ("mistral", 2, 1)]
+)
 def test_megatron_core_loads_what_convert_writes(tmp_path: Path, name: str, tp: int, pp: int) -> None:
     family, head, changes = MODELS[name]
     save_tiny(tmp_path / "hf", family, head, **changes)
@@ -73,7 +76,7 @@ def test_convert_reads_what_megatron_core_saves(
     assert_same_tensors(tmp_path / "hf", tmp_path / "back")
 
 
-@pytest.mark.parametrize("name", ["qwen2-tied", "llama-reward"])
+@pytest.mark.parametrize("name", ["qwen2-tied", "llama-reward", "mistral"])
 def test_nemo_aligner_naming_and_back(tmp_path: Path, name: str) -> None:
     family, head, changes = MODELS[name]
     save_tiny(tmp_path / "hf", family, head, **changes)
@@ -86,6 +89,9 @@ def test_nemo_aligner_naming_and_back(tmp_path: Path, name: str) -> None:
     assert index["model.decoder.layers.mlp.linear_fc1.weight"].size == (4, 96, 32)
     config = yaml.safe_load((tmp_path / "nemo" / "model_config.yaml").read_text())
     assert config["num_layers"] == 4 and config["num_query_groups"] == 4 and config["qkv_bias"] == (family == "qwen2")
+    assert config.get("window_size") == ([7, 0] if name == "mistral" else None), (
+        "positions before a token's own, and behind"
+    )
     assert Path(config["tokenizer"]["type"], "tokenizer.json").is_file()
     assert run(tmp_path / "nemo", tmp_path / "back", "--as", AS[head]) == 0
     assert_same_tensors(tmp_path / "hf", tmp_path / "back")

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from oppo_megatron.config.checkpoint import check_weights, read_header, tokenizer_vocab_size
 from oppo_megatron.config.model import ParallelConfig
 from oppo_megatron.config.run import RewardModelConfig, SFTConfig, TrainConfig
-from oppo_megatron.config.shape import check_head, check_shape, kv_bytes_per_token, max_positions
+from oppo_megatron.config.shape import check_head, check_shape, kv_bytes_per_token, max_positions, num_kv_heads, windows
 from oppo_megatron.config.validate import check_shared_vocabulary, validate_supervised, validate_train
 from oppo_megatron.errors import CheckpointError, ConfigError
 from oppo_megatron.runtime.shape import ModelShape
@@ -48,9 +49,25 @@ def test_fitting_shape_has_no_problem() -> None:
             "up to 256 tokens are asked for, but the model's longest is 255",
         ),
         ({"vocab_size": 99}, ParallelConfig(), "vocabulary has 99 entries, but the tokenizer gives ids up to 99"),
-        ({"model_type": "mistral"}, ParallelConfig(), "model_type 'mistral' is not supported"),
+        ({"model_type": "mixtral"}, ParallelConfig(), "model_type 'mixtral' is not supported"),
         ({"architectures": ["Qwen2VL"]}, ParallelConfig(), "architecture Qwen2VL is not supported"),
-        ({"use_sliding_window": True}, ParallelConfig(), "use_sliding_window is true"),
+        (
+            {"use_sliding_window": True, "sliding_window": 0},
+            ParallelConfig(),
+            "`sliding_window` of its config.json is 0",
+        ),
+        (
+            {"model_type": "mistral", "architectures": None, "sliding_window": "4k"},
+            ParallelConfig(),
+            "`sliding_window` of its config.json is '4k'",
+        ),
+        (
+            {"use_sliding_window": True, "max_window_layers": -1},
+            ParallelConfig(),
+            "`max_window_layers` of its config.json is -1",
+        ),
+        ({"layer_types": ["full_attention"]}, ParallelConfig(), "for each of its 4 layers"),
+        ({"layer_types": ["sliding_attention"] * 4}, ParallelConfig(), "use_sliding_window is not true"),
         ({"hidden_size": None}, ParallelConfig(), "`hidden_size` of its config.json is None"),
         ({"num_hidden_layers": 0}, ParallelConfig(), "`num_hidden_layers` of its config.json is 0"),
         ({"num_key_value_heads": "x"}, ParallelConfig(), "`num_key_value_heads` of its config.json is 'x'"),
@@ -76,6 +93,21 @@ def test_heads_are_also_checked_against_tp() -> None:
     assert any(
         p.startswith("actor: 8 attention heads do not divide by tp 3; choose tp from 1, 2, 4, 8;") for p in problems
     )
+
+
+def test_windows_are_those_of_transformers() -> None:
+    mistral = {**QWEN, "model_type": "mistral"}
+    assert windows(mistral) == [4096] * 4 and windows({**mistral, "sliding_window": None}) == [None] * 4
+    assert windows({**QWEN, "sliding_window": 8}) == windows({**QWEN, "model_type": "llama"}) == [None] * 4
+    sliding = {**QWEN, "use_sliding_window": True, "sliding_window": 8}
+    assert windows(sliding) == [None] * 4 and windows({**sliding, "max_window_layers": 3}) == [None, None, None, 8]
+    kinds = ["sliding_attention", "full_attention"] * 2
+    assert windows({**sliding, "layer_types": kinds}) == [8, None, 8, None]
+    for config in (mistral, sliding | {"max_window_layers": 1}, sliding | {"layer_types": kinds}):
+        theirs = AutoConfig.for_model(**config)
+        kinds_of = getattr(theirs, "layer_types", ["sliding_attention"] * 4)
+        assert windows(config) == [theirs.sliding_window if "sliding" in kind else None for kind in kinds_of]
+    assert num_kv_heads({k: v for k, v in mistral.items() if k != "num_key_value_heads"}) == 8
 
 
 def test_every_tensor_rank_needs_a_token() -> None:

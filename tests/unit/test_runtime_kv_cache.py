@@ -21,6 +21,7 @@ from oppo_megatron.runtime.mcore.kv_cache import KVCache
 from oppo_megatron.runtime.mcore.paged_cache import PagedKVCache
 from oppo_megatron.runtime.mcore.paged_kernels import PagedCall, torch_varlen
 from oppo_megatron.runtime.mcore.sequence_cache import SequenceCache
+from oppo_megatron.runtime.mcore.windows import binding
 
 HEADS, GROUPS, DIM, LENGTH, LAYERS = 4, 2, 4, 12, 2
 SLOT_BYTES = 2 * LAYERS * GROUPS * LENGTH * DIM * 4
@@ -48,8 +49,10 @@ def new_paged(num_slots: int, budget_bytes: int | None = None, **changes: Any) -
     return PagedKVCache(num_slots=num_slots, budget_bytes=budget_bytes, **sizes)
 
 
-def by_tables(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: PagedCall, scale: float) -> torch.Tensor:
-    """What a kernel has to compute, token by token: causal, the last query sees all that is cached."""
+def by_tables(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: PagedCall, scale: float, window: int | None
+) -> torch.Tensor:
+    """What a kernel has to compute, token by token: causal, the last query sees all that is cached, or a window of it."""
     outputs = []
     for s, (start, end) in enumerate(pairwise(call.new_ends.tolist())):
         length = int(call.length_S[s])
@@ -58,7 +61,8 @@ def by_tables(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: PagedCall
         keys, values = (pool[call.table_SW[s].long()].flatten(0, 1) for pool in (k, v))
         for t in range(start, end):
             seen = length - (end - 1 - t)
-            outputs.append(plain_attention(q[t], keys[:seen], values[:seen], scale).view(HEADS, DIM))
+            low = 0 if window is None else max(0, seen - window)
+            outputs.append(plain_attention(q[t], keys[low:seen], values[low:seen], scale).view(HEADS, DIM))
     return torch.stack(outputs)
 
 
@@ -82,8 +86,8 @@ def plain_attention(q_ND: torch.Tensor, k_LGD: torch.Tensor, v_LGD: torch.Tensor
 class Naive:
     """What the cache should hold: a dictionary of lists of (key, value), one list a layer."""
 
-    def __init__(self, cache: SequenceCache, seed: int):
-        self.cache, self.random = cache, random.Random(seed)
+    def __init__(self, cache: SequenceCache, seed: int, windows: tuple[int | None, ...] = (None,) * LAYERS):
+        self.cache, self.random, self.windows = cache, random.Random(seed), windows
         self.held: dict[int, list[list[tuple[torch.Tensor, torch.Tensor]]]] = {}
         self.opened = 0
 
@@ -134,10 +138,10 @@ class Naive:
                 for t in range(start, start + new):
                     held = self.held[seq_id][layer]
                     held.append((k[t], v[t]))
-                    keys, values = (torch.stack(x) for x in zip(*held, strict=True))
+                    keys, values = (torch.stack(x) for x in zip(*held[-(self.windows[layer] or LENGTH) :], strict=True))
                     expected.append(plain_attention(q[t], keys, values, 0.7))
                 start += new
-            found = plan.attend(layer, q, k, v, 0.7)
+            found = plan.attend(layer, q, k, v, 0.7, self.windows[layer])
             assert (found - torch.stack(expected)).abs().max() < 1e-5
         self.cache.commit(plan)
 
@@ -164,9 +168,12 @@ ACTIONS = ("open", "open", "close", "exchange", "truncate", "decode", "decode", 
     num_slots=st.integers(1, 4),
     seed=st.integers(0, 99),
     kind=st.sampled_from(list(CACHES)),
+    windows=st.tuples(*[st.none() | st.integers(1, LENGTH)] * LAYERS),
 )
-def test_books_and_contents_equal_a_dictionary(actions: list[str], num_slots: int, seed: int, kind: str) -> None:
-    naive = Naive(CACHES[kind](num_slots), seed)
+def test_books_and_contents_equal_a_dictionary(
+    actions: list[str], num_slots: int, seed: int, kind: str, windows: tuple[int | None, ...]
+) -> None:
+    naive = Naive(CACHES[kind](num_slots), seed, windows)
     for action in actions:
         if action in ("decode", "prefill"):
             naive.step(action == "decode")
@@ -251,6 +258,7 @@ def test_torchs_kernel_takes_what_it_is_given() -> None:
         call = PagedCall(on_gpu(2, 3), on_gpu(2), on_gpu(2), most_new=3, longest=300)
         pool = on_gpu(6, 256, 2, 64, dtype=torch.bfloat16)
         out = torch_varlen(on_gpu(5, 4, 64, dtype=torch.bfloat16), pool, pool, call, 0.1)
+        assert torch_varlen(on_gpu(5, 4, 64, dtype=torch.bfloat16), pool, pool, call, 0.1, 128).shape == out.shape
     assert out.shape == (5, 4, 64) and call.new_ends.shape == (3,) and call.new_ends.dtype == torch.int32
 
 
@@ -289,10 +297,11 @@ def test_a_sequence_beyond_its_positions_is_an_error_that_names_it() -> None:
     cache.begin([9], [1])
 
 
+@pytest.mark.parametrize("window", [None, 5, LENGTH])
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 0, 3]], ids=["neighbours", "scattered slots"])
 @pytest.mark.parametrize("new", [new_cache, new_paged], ids=["dense", "paged"])
 def test_sequences_attend_alike_one_by_one_all_at_once_and_in_stretches(
-    order: list[int], new: Callable[[int], SequenceCache], monkeypatch: pytest.MonkeyPatch
+    order: list[int], new: Callable[[int], SequenceCache], window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three calls: some sequences are new and some go on from what is cached; then each decodes a token."""
     found, cuts = [], []
@@ -307,8 +316,8 @@ def test_sequences_attend_alike_one_by_one_all_at_once_and_in_stretches(
             ids, lens = order, [lens[i] for i in order]
             plan = cache.begin(ids, lens)
             q, k, v = (torch.randn(sum(lens), heads, DIM) for heads in (HEADS, GROUPS, GROUPS))
-            outputs += [plan.attend(layer, q, k, v, DIM**-0.5) for layer in range(LAYERS)]
-            cuts.append(len(plan._together or []))
+            outputs += [plan.attend(layer, q, k, v, DIM**-0.5, window) for layer in range(LAYERS)]
+            cuts.append(len(plan._together.get(binding(window, plan.longest), [])))
             cache.commit(plan)
         found.append(torch.cat(outputs))
     assert cuts[:6] == [0, 0, 0, 1, 1, 1]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from oppo_megatron.runtime.mcore.rope import apply_rope
 from oppo_megatron.runtime.mcore.stretches import CALL_NUMBERS, stretches
+from oppo_megatron.runtime.mcore.windows import WindowedAttention, binding
 
 if TYPE_CHECKING:
     from oppo_megatron.runtime.mcore.sequence_cache import SequenceCache
@@ -38,21 +39,25 @@ class CachedPlan(ABC):
         cos_LD, sin_LD = cache.rope
         self.cos_T1D, self.sin_T1D = cos_LD[pos_T].unsqueeze(1), sin_LD[pos_T].unsqueeze(1)
 
-    def attend(self, layer: int, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float) -> Tensor:
+    def attend(
+        self, layer: int, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None = None
+    ) -> Tensor:
         q_TND = apply_rope(q_TND, self.cos_T1D, self.sin_T1D).to(v_TGD.dtype)
         k_TGD = apply_rope(k_TGD, self.cos_T1D, self.sin_T1D).to(v_TGD.dtype)
         q_TGRD = q_TND.view(len(q_TND), k_TGD.shape[1], -1, q_TND.shape[-1])
-        return self._attention(layer, q_TGRD, k_TGD, v_TGD, scale)
+        return self._attention(layer, q_TGRD, k_TGD, v_TGD, scale, window)
 
-    def attend_grouped(self, layer: int, qkv_TGXD: Tensor) -> Tensor:
+    def attend_grouped(self, layer: int, qkv_TGXD: Tensor, window: int | None = None) -> Tensor:
         """As `attend`, of queries, keys and values that lie side by side: X = the group's query heads, the key, the value."""
         cos, sin = self.cos_T1D.unsqueeze(1), self.sin_T1D.unsqueeze(1)
         qk_TGXD = apply_rope(qkv_TGXD[:, :, :-1], cos, sin).to(qkv_TGXD.dtype)
         scale = qkv_TGXD.shape[-1] ** -0.5
-        return self._attention(layer, qk_TGXD[:, :, :-1], qk_TGXD[:, :, -1], qkv_TGXD[:, :, -1], scale)
+        return self._attention(layer, qk_TGXD[:, :, :-1], qk_TGXD[:, :, -1], qkv_TGXD[:, :, -1], scale, window)
 
     @abstractmethod
-    def _attention(self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float) -> Tensor:
+    def _attention(
+        self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None
+    ) -> Tensor:
         """Cache the new keys and values and attend to all that the sequences have -> [T, N * D]."""
 
 
@@ -64,7 +69,7 @@ class CallPlan(CachedPlan):
         self.decode = max(lens) == 1
         self.longest = max(p + n for p, n in zip(past, lens, strict=True))
         self._dtype, self._device = cache.dtype, cache.device
-        self._together: list[_Together] | None = None  # made in the first layer
+        self._together: dict[int | None, list[_Together]] = {}  # by window, made in the first layer that has it
         self.slots_S, self.past_S, self.lens_S = torch.tensor([slots, past, lens], device=cache.device).unbind(0)
         if self.decode:
             self.pos_T = self.past_S
@@ -80,11 +85,14 @@ class CallPlan(CachedPlan):
         number_S = torch.arange(len(self.lens), device=self._device)
         return number_S if self.decode else torch.repeat_interleave(number_S, self.lens_S, output_size=sum(self.lens))
 
-    def _attention(self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float) -> Tensor:
+    def _attention(
+        self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None
+    ) -> Tensor:
         k_SGLD, v_SGLD = self._extend(layer, k_TGD, v_TGD)
+        window = binding(window, self.longest)
         if self._device.type == "cpu" and sum(self.lens) >= FEW_TOKENS * len(self.lens):
-            return self._attend_each(q_TGRD, k_SGLD, v_SGLD, scale)
-        return self._attend_together(q_TGRD, k_SGLD, v_SGLD, scale)
+            return self._attend_each(q_TGRD, k_SGLD, v_SGLD, scale, window)
+        return self._attend_together(q_TGRD, k_SGLD, v_SGLD, scale, window)
 
     @abstractmethod
     def _extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,61 +114,73 @@ class CallPlan(CachedPlan):
             for past, new in zip(self.past, self.lens, strict=True)
         ]
 
-    def _attend_each(self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float) -> Tensor:
+    @cached_property
+    def _through_window(self) -> WindowedAttention:
+        return WindowedAttention(self._dtype, self._device)
+
+    def _attend_each(self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float, window: int | None) -> Tensor:
         """One sequence after the other, as long as each is: nothing is padded, and what is not visible is skipped."""
         q_NTD, outputs, first = q_TGRD.flatten(1, 2).transpose(0, 1), [], 0
-        for s, (new, mask) in enumerate(zip(self.lens, self._masks, strict=True)):
-            reach = self.past[s] + new
-            out_1NCD = F.scaled_dot_product_attention(
-                q_NTD[None, :, first : first + new],
-                k_SGLD[s : s + 1, :, :reach],
-                v_SGLD[s : s + 1, :, :reach],
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=scale,
-                enable_gqa=True,
+
+        def core(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
             )
+
+        for s, new in enumerate(self.lens):
+            reach = self.past[s] + new
+            q_1NCD = q_NTD[None, :, first : first + new]
+            k_1GLD, v_1GLD = (cached[s : s + 1, :, :reach] for cached in (k_SGLD, v_SGLD))
+            bound = binding(window, reach)
+            if bound is None:
+                out_1NCD = core(q_1NCD, k_1GLD, v_1GLD, self._masks[s])
+            else:
+                out_1NCD = self._through_window.attend(core, q_1NCD, k_1GLD, v_1GLD, bound)
             outputs.append(out_1NCD[0].transpose(0, 1).flatten(1))
             first += new
         return torch.cat(outputs)
 
-    def _attend_together(self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float) -> Tensor:
+    def _attend_together(
+        self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float, window: int | None
+    ) -> Tensor:
         """Few new tokens of each sequence: many sequences in a call, as far as their longest."""
-        if self._together is None:
-            self._together = [self._padded(rows, q_TGRD.shape[2]) for rows in self._stretches(k_SGLD)]
+        parts = self._together.get(window)
+        if parts is None:
+            parts = [self._padded(rows, q_TGRD.shape[2], window) for rows in self._stretches(k_SGLD)]
+            self._together[window] = parts
         outputs = [
-            part.attend(
-                q_TGRD[part.tokens], k_SGLD[part.rows, :, : part.reach], v_SGLD[part.rows, :, : part.reach], scale
-            )
-            for part in self._together
+            part.attend(q_TGRD[part.tokens], k_SGLD[part.rows, :, part.keys], v_SGLD[part.rows, :, part.keys], scale)
+            for part in parts
         ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _padded(self, rows: slice, repeat: int) -> _Together:
+    def _padded(self, rows: slice, repeat: int, window: int | None) -> _Together:
         """`repeat` query heads a key head."""
         past, lens = self.past[rows], self.lens[rows]
         reach = max(p + n for p, n in zip(past, lens, strict=True))
+        keys = slice(0 if window is None else max(0, min(past) + 1 - window), reach)
         if self.decode:
-            mask = None if min(past) == max(past) else beyond_mask(self.past_S[rows], reach, self._dtype)
-            return _Together(rows, rows, reach, mask)
+            alike = min(past) == max(past)
+            mask = None if alike else beyond_mask(self.past_S[rows], keys, self._dtype, window)
+            return _Together(rows, rows, keys, mask)
         first = sum(self.lens[: rows.start])
         tokens = slice(first, first + sum(lens))
         position_SC = self.past_S[rows, None] + torch.arange(max(lens), device=self._device)
-        visible_SCL = torch.arange(reach, device=self._device) <= position_SC[:, :, None]
+        visible_SCL = ~hidden_keys(position_SC, keys, window)
         mask = visible_SCL[:, None].repeat(1, 1, repeat, 1)
-        return _Together(rows, tokens, reach, mask, (self.row_T[tokens] - rows.start, self.col_T[tokens]))
+        return _Together(rows, tokens, keys, mask, (self.row_T[tokens] - rows.start, self.col_T[tokens]))
 
 
 @dataclass(frozen=True)
 class _Together:
-    """Neighbouring sequences of a call that attend together, as far as the longest `reach`es.
+    """Neighbouring sequences of a call that attend together, to the cached positions `keys`.
 
     `places` are sequence and column of each token, where sequences have several new ones.
     """
 
     rows: slice
     tokens: slice
-    reach: int
+    keys: slice
     mask: Tensor | None
     places: tuple[Tensor, Tensor] | None = None
 
@@ -189,17 +209,20 @@ class StepPlan(CachedPlan):
     def __init__(self, cache: SequenceCache, position_B: Tensor, reach: int):
         super().__init__(cache, position_B)
         self.position_B, self.reach, self._dtype = position_B, reach, cache.dtype
+        self._masks: dict[int | None, Tensor] = {}  # by window
 
-    def _attention(self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float) -> Tensor:
-        return attend_one(q_TGRD, *self._extend(layer, k_TGD, v_TGD), self._mask, scale)
+    def _attention(
+        self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        window = binding(window, self.reach)
+        mask = self._masks.get(window)
+        if mask is None:
+            mask = self._masks[window] = beyond_mask(self.position_B, slice(0, self.reach), self._dtype, window)
+        return attend_one(q_TGRD, *self._extend(layer, k_TGD, v_TGD), mask, scale)
 
     @abstractmethod
     def _extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
         """Cache k and v; what is cached of the rows, each [B, G, reach, D]."""
-
-    @cached_property
-    def _mask(self) -> Tensor:
-        return beyond_mask(self.position_B, self.reach, self._dtype)
 
 
 class StepRows(ABC):
@@ -223,11 +246,21 @@ class StepRows(ABC):
         """A step of the first B rows."""
 
 
-def beyond_mask(position_S: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """[S, 1, 1, L]: 0 up to a sequence's position and minus infinity behind it."""
-    beyond_SL = torch.arange(length, device=position_S.device) > position_S[:, None]
-    mask_SL = torch.zeros(beyond_SL.shape, dtype=dtype, device=position_S.device)
-    return mask_SL.masked_fill_(beyond_SL, -torch.inf)[:, None, None]
+def hidden_keys(position: Tensor, keys: slice, window: int | None) -> Tensor:
+    """[..., L]: which of the cached positions `keys` a token at `position` [...] does not attend to.
+
+    Each attends to one at the least, also where it stands behind all of them, as those do that only fill up a call.
+    """
+    key_L, position_1 = torch.arange(keys.start, keys.stop, device=position.device), position.unsqueeze(-1)
+    beyond = key_L > position_1
+    return beyond if window is None else beyond | (key_L <= (position_1 - window).clamp(max=keys.stop - 2))
+
+
+def beyond_mask(position_S: Tensor, keys: slice, dtype: torch.dtype, window: int | None) -> Tensor:
+    """[S, 1, 1, L]: 0 up to a sequence's position, no further back than its window, and minus infinity elsewhere."""
+    hidden_SL = hidden_keys(position_S, keys, window)
+    mask_SL = torch.zeros(hidden_SL.shape, dtype=dtype, device=position_S.device)
+    return mask_SL.masked_fill_(hidden_SL, -torch.inf)[:, None, None]
 
 
 def attend_one(q_SGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, mask: Tensor | None, scale: float) -> Tensor:

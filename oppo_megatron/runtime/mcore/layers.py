@@ -43,6 +43,7 @@ class PlannedSelfAttention(SelfAttention):
     """Self attention whose middle part, between the projections, belongs to the call's `AttentionPlan`."""
 
     stage_layer = 0  # set by the model: index of this layer on its pipeline stage
+    window: int | None = None  # set by the model, where its sequences may be longer
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, *, packed_seq_params: Any, **_: Any
@@ -51,7 +52,7 @@ class PlannedSelfAttention(SelfAttention):
         scale = self.hidden_size_per_attention_head**-0.5
 
         def attend(q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
-            return packed_seq_params.attend(self.stage_layer, q_TND, k_TGD, v_TGD, scale)
+            return packed_seq_params.attend(self.stage_layer, q_TND, k_TGD, v_TGD, scale, self.window)
 
         if self.checkpoint_core_attention and self.training:
             out = checkpoint(attend, False, q[:, 0], k[:, 0], v[:, 0])

@@ -72,6 +72,7 @@ class _LeanLayer:
     gate_up: Product
     down: Product
     shape_GXD: tuple[int, int, int]
+    window: int | None
 
     def attend(self, x_TH: Tensor, plan: CachedPlan, number: int) -> Tensor:
         qkv_TGXD = self.qkv(self.norm(x_TH)).view(-1, *self.shape_GXD)
@@ -79,7 +80,7 @@ class _LeanLayer:
             queries, keys = self.head_norms
             parts = queries(qkv_TGXD[:, :, :-2]), keys(qkv_TGXD[:, :, -2:-1]), qkv_TGXD[:, :, -1:]
             qkv_TGXD = torch.cat(parts, dim=2)
-        return self.proj(plan.attend_grouped(number, qkv_TGXD))
+        return self.proj(plan.attend_grouped(number, qkv_TGXD, self.window))
 
     def transform(self, x_TH: Tensor) -> Tensor:
         gate, up = self.gate_up(self.mlp_norm(x_TH)).chunk(2, dim=-1)
@@ -102,6 +103,7 @@ def _lean_layer(layer: Any, packed: bool) -> _LeanLayer:
         gate_up=product(mlp.linear_fc1.weight, packed=packed),
         down=product(mlp.linear_fc2.weight, packed=packed),
         shape_GXD=(groups, attention.num_attention_heads_per_partition // groups + 2, dim),
+        window=attention.window,
     )
 
 

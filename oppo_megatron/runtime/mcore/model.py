@@ -44,6 +44,7 @@ from oppo_megatron.runtime.mcore.paged_cache import PagedKVCache
 from oppo_megatron.runtime.mcore.paged_kernels import find_kernel
 from oppo_megatron.runtime.mcore.prepacked import can_prepack, product
 from oppo_megatron.runtime.mcore.rope import rope_tables
+from oppo_megatron.runtime.mcore.windows import binding
 from oppo_megatron.runtime.shape import ModelShape
 from oppo_megatron.runtime.vocab_shards import VocabShards
 
@@ -89,6 +90,7 @@ class RoleModel(GPTModel):
             _take_gathered_input(self.output_layer)
         for index, layer in enumerate(self.decoder.layers):
             layer.self_attention.stage_layer = index
+            layer.self_attention.window = binding(shape.windows[layer.layer_number - 1], max_length)
         self.shape, self.groups, self.head = shape, groups, head
         self.vocab = VocabShards(groups.collection.tp, shape.vocab_rows(groups.tp), shape.vocab_size)
         self.stage, self.num_stages = stage, num_stages

@@ -1,6 +1,6 @@
 """The `model_config.yaml` that NeMo 1 and NeMo-Aligner read beside `model_weights/`: what of a model its weights do not say.
 
-Keys and values are those that NeMo's own converters of Llama and Qwen2 write.  What a training run decides (batch sizes,
+Keys and values are those that NeMo's own converters of Llama, Mistral and Qwen2 write.  What a training run decides (batch sizes,
 layouts, data, optimizer) stands in the configuration of that run, which NeMo-Aligner merges over this one.
 """
 
@@ -24,7 +24,7 @@ def nemo_config(shape: ModelShape, head: Head, tokenizer: str) -> dict[str, Any]
 
     Raises ConfigError for what NeMo 1's configuration cannot say.
     """
-    scaling = _scaling(shape)
+    scaling, window = _scaling(shape), _window(shape)
     return {
         "target": TARGETS[head],
         "mcore_gpt": True,
@@ -50,6 +50,7 @@ def nemo_config(shape: ModelShape, head: Head, tokenizer: str) -> dict[str, Any]
         "rotary_percentage": 1.0,
         "rotary_base": shape.rope["rope_theta"],
         **scaling,
+        **window,
         "share_embeddings_and_output_weights": shape.tied_embeddings,
         "make_vocab_size_divisible_by": _divisor(shape.vocab_size),
         "apply_query_key_layer_scaling": False,
@@ -66,6 +67,17 @@ def _scaling(shape: ModelShape) -> dict[str, Any]:
             "with a program that computes it"
         )
     return {"seq_len_interpolation_factor": shape.rope["factor"]} if kind == "linear" else {}
+
+
+def _window(shape: ModelShape) -> dict[str, Any]:
+    """NeMo counts the positions before a token's own and behind it."""
+    window, *others = set(shape.windows)
+    if others:
+        raise ConfigError(
+            "the model has a sliding window in some of its layers, which NeMo 1's model_config.yaml cannot say; convert --to "
+            "megatron, and import that with a program that computes it"
+        )
+    return {} if window is None else {"window_size": [window - 1, 0]}
 
 
 def _divisor(vocab_size: int) -> int:

@@ -127,11 +127,13 @@ class _PagedPlan(CallPlan):
         lens_S = self.lens_S.int()
         self._call = PagedCall(table_SW, lens_S, self.past_S.int() + lens_S, max(lens), self.longest)
 
-    def _attention(self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float) -> Tensor:
+    def _attention(
+        self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None
+    ) -> Tensor:
         if self._kernel is None:
-            return super()._attention(layer, q_TGRD, k_TGD, v_TGD, scale)
+            return super()._attention(layer, q_TGRD, k_TGD, v_TGD, scale, window)
         pools = self._places.write(layer, k_TGD, v_TGD)
-        return self._kernel(q_TGRD.flatten(1, 2), *pools, self._call, scale).flatten(1)
+        return self._kernel(q_TGRD.flatten(1, 2), *pools, self._call, scale, window).flatten(1)
 
     def _extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
         return self._places.extend(layer, k_TGD, v_TGD, self.longest)
@@ -170,11 +172,13 @@ class _PagedStep(StepPlan):
         length_B = position_B.int() + 1
         self._call = PagedCall(table_BW, torch.ones_like(length_B), length_B, 1, reach)
 
-    def _attention(self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float) -> Tensor:
+    def _attention(
+        self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None
+    ) -> Tensor:
         if self._kernel is None:
-            return super()._attention(layer, q_TGRD, k_TGD, v_TGD, scale)
+            return super()._attention(layer, q_TGRD, k_TGD, v_TGD, scale, window)
         pools = self._places.write(layer, k_TGD, v_TGD)
-        return self._kernel(q_TGRD.flatten(1, 2), *pools, self._call, scale).flatten(1)
+        return self._kernel(q_TGRD.flatten(1, 2), *pools, self._call, scale, window).flatten(1)
 
     def _extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
         return self._places.extend(layer, k_TGD, v_TGD, self.reach)

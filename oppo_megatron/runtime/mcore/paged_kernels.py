@@ -44,8 +44,8 @@ class PagedCall:
         return _ends(self.length_S)
 
 
-PagedKernel = Callable[[Tensor, Tensor, Tensor, PagedCall, float], Tensor]
-"""(queries [T, N, D], key pool and value pool [P, K, G, D], call, scale) -> [T, N, D], causal."""
+PagedKernel = Callable[[Tensor, Tensor, Tensor, PagedCall, float, int | None], Tensor]
+"""(queries [T, N, D], key pool and value pool [P, K, G, D], call, scale, window) -> [T, N, D], causal."""
 
 
 def find_kernel(device: torch.device, dtype: torch.dtype) -> PagedKernel | None:
@@ -59,7 +59,9 @@ def find_kernel(device: torch.device, dtype: torch.dtype) -> PagedKernel | None:
     return torch_varlen if _varlen_knows_tables() else None
 
 
-def flash_attn(q_TND: Tensor, k_PKGD: Tensor, v_PKGD: Tensor, call: PagedCall, scale: float) -> Tensor:
+def flash_attn(
+    q_TND: Tensor, k_PKGD: Tensor, v_PKGD: Tensor, call: PagedCall, scale: float, window: int | None = None
+) -> Tensor:
     """flash-attn (2.5 or newer): its decoding kernel for one query a sequence, else the one for packed queries."""
     from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
@@ -72,6 +74,7 @@ def flash_attn(q_TND: Tensor, k_PKGD: Tensor, v_PKGD: Tensor, call: PagedCall, s
             block_table=call.table_SW,
             softmax_scale=scale,
             causal=True,
+            window_size=_beside(window),
         )
         return out[:, 0]
     return flash_attn_varlen_func(
@@ -84,11 +87,14 @@ def flash_attn(q_TND: Tensor, k_PKGD: Tensor, v_PKGD: Tensor, call: PagedCall, s
         max_seqlen_k=call.longest,
         softmax_scale=scale,
         causal=True,
+        window_size=_beside(window),
         block_table=call.table_SW,
     )
 
 
-def torch_varlen(q_TND: Tensor, k_PKGD: Tensor, v_PKGD: Tensor, call: PagedCall, scale: float) -> Tensor:
+def torch_varlen(
+    q_TND: Tensor, k_PKGD: Tensor, v_PKGD: Tensor, call: PagedCall, scale: float, window: int | None = None
+) -> Tensor:
     """torch's own.  The kernels built into torch know no tables: FA3 or FA4 must have been activated."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -101,13 +107,18 @@ def torch_varlen(q_TND: Tensor, k_PKGD: Tensor, v_PKGD: Tensor, call: PagedCall,
         call.most_new,
         call.longest,
         scale=scale,
-        window_size=(-1, 0),
+        window_size=_beside(window),
         enable_gqa=True,
         seqused_k=call.length_S,
         block_table=call.table_SW,
     )
     assert isinstance(out, Tensor)  # it gives more only where it is asked for
     return out
+
+
+def _beside(window: int | None) -> tuple[int, int]:
+    """Positions before and behind its own that a token attends to; -1: all."""
+    return (-1 if window is None else window - 1, 0)
 
 
 def _varlen_knows_tables() -> bool:
