@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from oppo_megatron.config.model import ParallelConfig, RuntimeConfig
 from oppo_megatron.config.places import Place
-from oppo_megatron.config.shape import check_shape
-from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
-from oppo_megatron.errors import CheckpointError
+from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.policy.finding import ROLES, Policy
 from oppo_megatron.runtime.activity import Activity
 from oppo_megatron.runtime.completions import PromptDecoder
@@ -73,18 +70,6 @@ class LoadedPolicy:
             round_steps=round_steps,
             activity=activity or self.place.world.activity,
         )
-
-
-def policy_tokenizer(policy: Policy) -> Tokenizer:
-    """With the ids that end the policy's responses.  Raises ConfigError or CheckpointError."""
-    return load_tokenizer(policy.tokenizer, policy.eos_source)
-
-
-def require_layout(policy: Policy, parallel: ParallelConfig, max_length: int, vocab_size: int) -> None:
-    """Raises CheckpointError where the model does not fit the layout, contexts of `max_length` tokens or the tokenizer."""
-    hf_config: Mapping[str, object] = policy.hf_config
-    if problems := check_shape(str(policy.directory), hf_config, parallel, max_length, vocab_size):
-        raise CheckpointError("\n".join(problems))
 
 
 def load_policy(

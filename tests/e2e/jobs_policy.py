@@ -11,7 +11,8 @@ import torch.distributed as dist
 from oppo_megatron.config.model import ParallelConfig, RuntimeConfig
 from oppo_megatron.config.run import TrainSettings
 from oppo_megatron.policy.finding import Choice, find_policy, read_run
-from oppo_megatron.policy.loading import build_place, load_policy, policy_tokenizer, require_layout
+from oppo_megatron.policy.fitting import policy_tokenizer, require_layout
+from oppo_megatron.policy.loading import build_place, load_policy
 from oppo_megatron.records import Prompt
 from oppo_megatron.runtime.mcore.hf_source import open_weights
 from oppo_megatron.runtime.mcore.hf_weights import export_weights, load_weights

@@ -1,0 +1,301 @@
+"""`oppo generate`: a trained policy answers prompts, a file of them, or in a conversation."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from oppo_megatron.config.model import ParallelConfig, RuntimeConfig
+    from oppo_megatron.config.ppo import RolloutConfig
+    from oppo_megatron.data.tokenizer import Tokenizer
+    from oppo_megatron.policy.finding import Policy
+    from oppo_megatron.policy.prompts import Asked, Wording
+    from oppo_megatron.policy.request import Conversation, Drawing, OutputFile, Request, Terminal
+
+ENTRY = "oppo_megatron.policy.entry:run_rank"
+MAX_TOKENS, CHAT_LENGTH = 256, 4096
+LEAST = {
+    "samples": 1, "tp": 1, "pp": 1, "dp": 1, "batch": 1, "max_tokens": 1, "seed": 0, "top_k": 0, "context": 2,
+}  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_policy_arguments(parser)
+    asked = parser.add_argument_group("what is asked (one of these)")
+    asked.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times")
+    asked.add_argument(
+        "--input",
+        type=Path,
+        metavar="FILE",
+        help="a .txt file with a prompt a line, or rows as `oppo train` reads them",
+    )
+    asked.add_argument("--chat", action="store_true", help="a conversation by the chat template; Ctrl-C ends an answer")
+    asked.add_argument("--column", metavar="NAME", help="--input: column of the prompt, where it is not a known name")
+    asked.add_argument(
+        "--template",
+        metavar="TEXT",
+        help="text around each prompt, `{prompt}` stands for it (default: as in the run that the policy comes from)",
+    )
+    asked.add_argument("--as-chat", action="store_true", help="prompts are a user's turn, put into the chat template")
+    asked.add_argument("--system", metavar="TEXT", help="--chat, --as-chat: what the system says first")
+    answers = parser.add_argument_group("where responses go (default: the standard output)")
+    answers.add_argument(
+        "--output", type=Path, metavar="FILE.jsonl", help="a line of JSON a response, in the prompts' order"
+    )
+    answers.add_argument("--resume", action="store_true", help="--output: go on where an interrupted call was")
+    answers.add_argument("--json", action="store_true", help="lines of JSON on the standard output, too")
+    _add_drawing(parser)
+
+
+def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which policy, and how it is laid out."""
+    parser.add_argument(
+        "directory",
+        type=Path,
+        metavar="DIR",
+        help="an export or another Hugging Face directory, adapters, a Megatron directory, a run's checkpoint, or a run: its "
+        "final weights, else its last checkpoint",
+    )
+    policy = parser.add_argument_group("policy")
+    policy.add_argument("--tokenizer", type=Path, metavar="PATH", help="default: that of DIR, or of its run")
+    policy.add_argument("--chat-template", metavar="JINJA", help="default: that of the run or the tokenizer")
+    policy.add_argument("--base", type=Path, metavar="DIR", help="adapters: the model that they stand beside")
+    policy.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: as in the run, or as stored")
+    layout = parser.add_argument_group("layout")
+    for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("dp", "data")):
+        layout.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{what}-parallel size (default: 1)")
+    layout.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda where there is one"
+    )
+    layout.add_argument(
+        "--batch",
+        type=int,
+        default=32,
+        metavar="N",
+        help="sequences that a replica decodes at once (default: %(default)s)",
+    )
+    layout.add_argument("--kv-cache-mb", type=float, metavar="MB", help="bound of a rank's KV cache (default: none)")
+    layout.add_argument(
+        "--context", type=int, metavar="N",
+        help=f"most tokens of prompt and response (default: what is needed; --chat: {CHAT_LENGTH}, or less where the model has)",
+    )  # fmt: skip
+
+
+def _add_drawing(parser: argparse.ArgumentParser) -> None:
+    drawing = parser.add_argument_group("drawing")
+    drawing.add_argument("-n", "--samples", type=int, default=1, metavar="N", help="responses a prompt (default: 1)")
+    drawing.add_argument(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help=f"most tokens of a response (default: as in the run, or {MAX_TOKENS})",
+    )
+    drawing.add_argument("--greedy", action="store_true", help="the likeliest token each time: the default")
+    drawing.add_argument(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="draw at this temperature (1 with -n, --top-k or --top-p; 0: greedy)",
+    )
+    drawing.add_argument("--top-k", type=int, metavar="K", help="draw among the K likeliest (default: all)")
+    drawing.add_argument("--top-p", type=float, metavar="P", help="draw among the fewest with this mass (default: 1)")
+    drawing.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (default: %(default)s)")
+    drawing.add_argument(
+        "--stop", action="append", metavar="TEXT", help="end a response with this text; may be given several times"
+    )
+    drawing.add_argument(
+        "--stop-id", action="append", type=int, metavar="ID", help="end a response with this token id, too"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises an OppoError, before ranks are started, for what cannot be asked."""
+    from oppo_megatron.cli.launch import check_world_size, external_ranks, launch
+
+    request = make_request(args)
+    if request is None:
+        print(f"oppo generate: {args.output} is whole: nothing to do", file=sys.stderr)
+        return 0
+    num_ranks = request.parallel.num_ranks
+    check_world_size(num_ranks)
+    if external_ranks(os.environ) is None or os.environ.get("RANK", "0") == "0":
+        print(request.policy.told, file=sys.stderr, flush=True)
+    return launch("generate", request, num_ranks, ENTRY)
+
+
+def make_request(args: argparse.Namespace) -> Request | None:
+    """What the ranks are given, every check made; None where the output is whole already."""
+    from oppo_megatron.data.stops import require_stop_texts
+    from oppo_megatron.policy.answers import require_output
+    from oppo_megatron.policy.finding import Choice, find_policy
+    from oppo_megatron.policy.fitting import policy_tokenizer, require_layout
+    from oppo_megatron.policy.prompts import numbered
+    from oppo_megatron.policy.request import OutputFile, Request
+
+    _require_consistent(args)
+    policy = find_policy(args.directory, Choice(args.tokenizer, args.chat_template, args.base, args.dtype))
+    drawing, tokenizer = _drawing(args, policy), policy_tokenizer(policy)
+    require_stop_texts(drawing.stop, tokenizer, "--stop", "--stop-id")
+    to = _destination(args, policy, drawing)
+    if isinstance(to, OutputFile) and not require_output(to):
+        return None
+    asked = _asked(args, _wording(args, policy), tokenizer)
+    max_length = _max_length(args, policy, asked, drawing.max_tokens, tokenizer)
+    parallel, runtime = _layout(args)
+    require_layout(policy, parallel, max_length, tokenizer.vocab_size)
+    prompts = tuple(numbered(asked, args.samples, tokenizer, max_length, drawing.max_tokens))
+    return Request(policy, parallel, runtime, drawing, prompts, args.samples, args.batch, max_length, to)
+
+
+def _require_consistent(args: argparse.Namespace) -> None:
+    """Raises ConfigError with all that does not go together."""
+    from oppo_megatron.errors import ConfigError
+
+    problems = []
+    given = [
+        name for name, value in (("--prompt", args.prompt), ("--input", args.input), ("--chat", args.chat)) if value
+    ]
+    if len(given) != 1:
+        problems.append(
+            f"{' and '.join(given) or 'nothing'} is given, but one of --prompt, --input and --chat is needed"
+        )
+    problems += _out_of_range(args)
+    drawn = [name for name in ("temperature", "top_k", "top_p") if getattr(args, name)]
+    if args.greedy and drawn:
+        problems.append(f"--greedy and --{drawn[0].replace('_', '-')} exclude each other; drop one of them")
+    if args.samples > 1 and (args.greedy or args.temperature == 0):
+        problems.append(f"{args.samples} greedy responses would be the same; drop -n, or give a --temperature above 0")
+    if args.stop and "" in args.stop:
+        problems.append("--stop is empty, which would end every response at once; give a text, or drop it")
+    problems += _inconsistent_texts(args)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _out_of_range(args: argparse.Namespace) -> list[str]:
+    problems = []
+    for name, least in LEAST.items():
+        value = getattr(args, name)
+        if value is not None and value < least:
+            problems.append(f"--{name.replace('_', '-')} is {value}, but must be at least {least}")
+    if args.temperature is not None and not 0 <= args.temperature < float("inf"):
+        problems.append(f"--temperature is {args.temperature:g}, but must be 0 (greedy) or more")
+    if args.top_p is not None and not 0 < args.top_p <= 1:
+        problems.append(f"--top-p is {args.top_p:g}, but must be above 0 and at most 1")
+    if args.kv_cache_mb is not None and not args.kv_cache_mb > 0:
+        problems.append(f"--kv-cache-mb is {args.kv_cache_mb:g}, but must be above 0")
+    return problems
+
+
+def _inconsistent_texts(args: argparse.Namespace) -> list[str]:
+    problems = []
+    if args.template is not None and "{prompt}" not in args.template:
+        problems.append(f"--template {args.template!r:.60} has no {{prompt}}, where the prompt is put; add it")
+    if args.template is not None and (args.as_chat or args.chat):
+        problems.append("--template is for prompts as they are; drop it with --chat and --as-chat")
+    if args.system is not None and not (args.as_chat or args.chat):
+        problems.append("--system is part of a chat; add --as-chat, or drop it")
+    if args.column is not None and args.input is None:
+        problems.append("--column is of an --input; give one, or drop it")
+    if args.resume and args.output is None:
+        problems.append("--resume goes on with an --output; give one, or drop it")
+    if args.chat and (args.output is not None or args.json or args.samples > 1):
+        problems.append("--chat is shown in the terminal, one answer a turn; drop --output, --json and -n")
+    if args.json and args.output is not None:
+        problems.append("--json is for the standard output; --output has JSON anyway: drop one of them")
+    return problems
+
+
+def _rollout(policy: Policy) -> RolloutConfig | None:
+    from oppo_megatron.config.run import TrainSettings
+
+    return policy.run.rollout if isinstance(policy.run, TrainSettings) else None
+
+
+def _drawing(args: argparse.Namespace, policy: Policy) -> Drawing:
+    """Greedy unless something else is said; responses end as in the run that the policy comes from, where there is one."""
+    from oppo_megatron.policy.request import Drawing
+
+    rollout = _rollout(policy)
+    draws = args.samples > 1 or args.top_k is not None or args.top_p is not None
+    temperature = args.temperature if args.temperature is not None else 1.0 if draws and not args.greedy else 0.0
+    stop, stop_ids = args.stop, args.stop_id
+    if rollout is not None:
+        stop, stop_ids = (
+            rollout.stop if stop is None else stop,
+            rollout.stop_token_ids if stop_ids is None else stop_ids,
+        )
+    longest = MAX_TOKENS if rollout is None else rollout.max_response_tokens
+    return Drawing(
+        max_tokens=longest if args.max_tokens is None else args.max_tokens,
+        temperature=temperature,
+        top_k=args.top_k or 0,
+        top_p=1.0 if args.top_p is None else args.top_p,
+        seed=args.seed,
+        stop=tuple(stop or ()),
+        stop_token_ids=tuple(stop_ids or ()),
+    )
+
+
+def _destination(args: argparse.Namespace, policy: Policy, drawing: Drawing) -> Terminal | OutputFile | Conversation:
+    from oppo_megatron.policy.chat import parent_input
+    from oppo_megatron.policy.request import Conversation, OutputFile, Terminal, settings_of
+
+    if args.chat:
+        started_here = args.tp * args.pp * args.dp > 1 and "RANK" not in os.environ
+        return Conversation(args.system, parent_input() if started_here else None)
+    if args.output is not None:
+        return OutputFile(args.output, settings_of(policy, drawing, args.samples), args.resume)
+    return Terminal(args.json)
+
+
+def _wording(args: argparse.Namespace, policy: Policy) -> Wording:
+    from oppo_megatron.policy.prompts import Wording
+
+    template = args.template
+    if template is None:
+        template = "{prompt}" if policy.run is None else policy.run.data.prompt_template
+    return Wording(template, args.as_chat or args.chat, args.system)
+
+
+def _asked(args: argparse.Namespace, wording: Wording, tokenizer: Tokenizer) -> list[Asked]:
+    """Nothing of a conversation, but that there is a template for it."""
+    from oppo_megatron.config.paths import missing_path
+    from oppo_megatron.errors import DataError
+    from oppo_megatron.policy.prompts import prompts_of_file, prompts_of_texts
+
+    if args.chat:
+        prompts_of_texts(["?"], wording, tokenizer)
+        return []
+    if args.prompt is not None:
+        return prompts_of_texts(args.prompt, wording, tokenizer)
+    if not args.input.exists():
+        raise DataError(missing_path("--input", args.input))
+    return prompts_of_file(args.input, args.column, wording, tokenizer)
+
+
+def _max_length(
+    args: argparse.Namespace, policy: Policy, asked: list[Asked], max_tokens: int, tokenizer: Tokenizer
+) -> int:
+    from oppo_megatron.config.shape import check_model, max_positions
+    from oppo_megatron.errors import CheckpointError
+
+    if problems := check_model(str(args.directory), policy.hf_config):
+        raise CheckpointError("\n".join(problems))
+    if args.context is not None:
+        return int(args.context)
+    most = max_positions(policy.hf_config)
+    if args.chat:
+        return min(most, max(CHAT_LENGTH, 2 * max_tokens))
+    return min(most, max(len(tokenizer.encode(each.text)) for each in asked) + max_tokens)
+
+
+def _layout(args: argparse.Namespace) -> tuple[ParallelConfig, RuntimeConfig]:
+    from oppo_megatron.config.model import ParallelConfig, RuntimeConfig
+
+    runtime = RuntimeConfig(device=args.device, kv_cache_mb=args.kv_cache_mb)
+    return ParallelConfig(tp=args.tp, pp=args.pp, dp=args.dp), runtime

@@ -1,0 +1,186 @@
+"""Where responses go: the terminal, or a file that is whole or not there.  No torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from oppo_megatron.errors import ConfigError, DataError
+from oppo_megatron.policy.request import OutputFile
+from oppo_megatron.records import Prompt, Rollout
+
+Decode = Callable[[Sequence[int]], str]
+INCOMPLETE = "\ufffd"
+SHOW_EVERY_S = 2.0
+
+
+class GrowingText:
+    """Prints a response while it grows; half a character waits for its other half."""
+
+    def __init__(self, decode: Decode, out: TextIO):
+        self._decode, self._out, self._shown = decode, out, ""
+
+    def show(self, tokens: Sequence[int], last: bool) -> None:
+        text = self._decode(tokens)
+        ready = text if last else text.rstrip(INCOMPLETE)
+        self._out.write(ready[len(self._shown) :])
+        self._out.flush()
+        self._shown = max(self._shown, ready, key=len)
+
+
+def answer_of(rollout: Rollout, samples: int, decode: Decode) -> dict[str, Any]:
+    """A line of the output."""
+    prompt = rollout.prompt
+    return {
+        "row": prompt.row,
+        "sample": prompt.seq_id % samples,
+        "prompt": prompt.text,
+        "response": decode(rollout.tokens),
+        "finish_reason": rollout.finish_reason,
+        "tokens": len(rollout.tokens),
+        "fields": prompt.fields,
+    }
+
+
+def partial_path(path: Path) -> Path:
+    """Where responses are while some are missing."""
+    return path.with_name(f"{path.name}.partial")
+
+
+def require_output(to: OutputFile) -> bool:
+    """Whether anything is left to do.  Raises ConfigError where what is there would be lost, or is of other settings."""
+    partial = partial_path(to.path)
+    if to.path.exists():
+        if to.resume:
+            return False
+        raise ConfigError(f"--output {to.path} is there already; name another file, or remove it")
+    if not to.path.parent.is_dir():
+        raise ConfigError(f"--output {to.path}: there is no folder {to.path.parent}; make it, or name another")
+    if not partial.exists():
+        return True
+    if not to.resume:
+        raise ConfigError(
+            f"{partial} holds the responses of an interrupted call; add --resume to go on from them, or remove it"
+        )
+    _require_same(partial, to.settings)
+    return True
+
+
+def _require_same(partial: Path, settings: Mapping[str, Any]) -> None:
+    then = _read(partial)[0]
+    changed = [
+        f"{name} was {then.get(name)!r}, is {settings.get(name)!r}"
+        for name in sorted({*then, *settings})
+        if then.get(name) != settings.get(name)
+    ]
+    if changed:
+        raise ConfigError(
+            f"{partial} was begun with other settings: {'; '.join(changed)}; go on with those, or remove the file"
+        )
+
+
+class ResponseFile:
+    """A JSONL file of responses, in the order of prompts once all are there; until then what has ended lies beside it."""
+
+    def __init__(self, to: OutputFile, prompts: Sequence[Prompt], samples: int, decode: Decode):
+        """Raises DataError where what is there answers other prompts."""
+        self._to, self._samples, self._decode = to, samples, decode
+        self._prompts = {(prompt.row, prompt.seq_id % samples): prompt for prompt in prompts}
+        self._done: dict[tuple[int, int], str] = {}
+        partial = partial_path(to.path)
+        if partial.exists():
+            for answer in _read(partial)[1:]:
+                self._take(answer, partial)
+
+    @property
+    def left(self) -> list[Prompt]:
+        """Prompts that have no response yet."""
+        return [prompt for key, prompt in self._prompts.items() if key not in self._done]
+
+    def __len__(self) -> int:
+        return len(self._done)
+
+    @contextmanager
+    def writing(self) -> Iterator[Callable[[Rollout], None]]:
+        """Takes responses; with the block's regular end the file is whole."""
+        partial = partial_path(self._to.path)
+        with _naming(partial):
+            with partial.open("w", encoding="utf-8") as file:
+                lines = [json.dumps(self._to.settings), *self._done.values()]
+                file.write("".join(f"{line}\n" for line in lines))
+
+                def write(rollout: Rollout) -> None:
+                    line = json.dumps(answer_of(rollout, self._samples, self._decode), ensure_ascii=False, default=str)
+                    file.write(line + "\n")
+                    file.flush()
+                    self._done[rollout.prompt.row, rollout.seq_id % self._samples] = line
+
+                yield write
+            aside = self._to.path.with_name(f".{self._to.path.name}.{os.getpid()}")
+            aside.write_text("".join(f"{self._done[key]}\n" for key in self._prompts), encoding="utf-8")
+            os.replace(aside, self._to.path)
+            partial.unlink()
+
+    def _take(self, answer: Mapping[str, Any], partial: Path) -> None:
+        key = answer.get("row"), answer.get("sample")
+        prompt = self._prompts.get(key)  # type: ignore[arg-type]
+        if prompt is None or prompt.text != answer.get("prompt"):
+            raise DataError(
+                f"{partial} has a response to row {key[0]} to another prompt than --input has there now; give the file that "
+                "it was begun with, or remove it"
+            )
+        self._done[prompt.row, prompt.seq_id % self._samples] = json.dumps(answer, ensure_ascii=False)
+
+
+def _read(partial: Path) -> list[dict[str, Any]]:
+    """The lines that are whole; a process that was killed may have left half of the last.  Raises DataError."""
+    lines: list[dict[str, Any]] = []
+    with partial.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                content = json.loads(line)
+            except ValueError as error:
+                raise DataError(
+                    f"{partial}, line {number}: not JSON ({error}); remove the file, and begin anew"
+                ) from error
+            if not isinstance(content, dict):
+                raise DataError(f"{partial}, line {number}: no JSON object; remove the file, and begin anew")
+            lines.append(content)
+    return lines or [{}]
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """An error of the file system says of which file it is, also where a disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+
+
+class Meter:
+    """Tells on the standard error how far it is: now and then, and at the end."""
+
+    def __init__(self, done: int, total: int, clock: Callable[[], float] = time.monotonic):
+        self._before, self._total, self._clock = done, total, clock
+        self._count, self._tokens = done, 0
+        self._begun = self._shown = clock()
+
+    def add(self, rollout: Rollout) -> None:
+        self._count += 1
+        self._tokens += len(rollout.tokens)
+        now = self._clock()
+        if now - self._shown >= SHOW_EVERY_S or self._count == self._total:
+            self._shown = now
+            rate = self._tokens / max(now - self._begun, 1e-9)
+            print(f"{self._count}/{self._total} responses  tok/s {rate:.0f}", file=sys.stderr, flush=True)

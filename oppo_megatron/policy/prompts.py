@@ -1,0 +1,111 @@
+"""Prompts from the command line or a file, as text and tokens.  No torch when imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from oppo_megatron.config.data import ColumnsConfig, DataConfig
+from oppo_megatron.data.prompts import load_prompts
+from oppo_megatron.data.rows import Quarantine
+from oppo_megatron.data.tokenizer import Tokenizer
+from oppo_megatron.errors import DataError
+from oppo_megatron.records import Prompt
+
+WITHOUT_LIMIT = 2**40  # tokens: how long a prompt may be is asked with its response
+
+
+@dataclass(frozen=True)
+class Wording:
+    """What is put around a prompt: `template`, whose `{prompt}` it is; or the tokenizer's chat template, as a user's turn."""
+
+    template: str = "{prompt}"
+    as_chat: bool = False
+    system: str | None = None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt; `row` counts those of the file, or of the command line; `fields` are the row's other columns."""
+
+    row: int
+    text: str
+    fields: dict[str, Any]
+
+
+def user_turn(text: str, system: str | None) -> list[dict[str, str]]:
+    """The messages of a conversation that begins with `text`."""
+    return [*opening(system), {"role": "user", "content": text}]
+
+
+def opening(system: str | None) -> list[dict[str, str]]:
+    return [] if system is None else [{"role": "system", "content": system}]
+
+
+def prompts_of_texts(texts: Iterable[str], wording: Wording, tokenizer: Tokenizer) -> list[Asked]:
+    """Raises ConfigError where there is no chat template."""
+    return [Asked(row, _worded(text, wording, tokenizer), {}) for row, text in enumerate(texts)]
+
+
+def prompts_of_file(path: Path, column: str | None, wording: Wording, tokenizer: Tokenizer) -> list[Asked]:
+    """A prompt a line of a `.txt` file; of another, rows with a prompt or messages, as `oppo train` reads them.
+
+    Raises DataError or ConfigError for rows that cannot be used.
+    """
+    if path.suffix == ".txt":
+        return prompts_of_texts(_lines(path), wording, tokenizer)
+    config = DataConfig(
+        path=path,
+        columns=ColumnsConfig(prompt=column),
+        prompt_template="{prompt}" if wording.as_chat else wording.template,
+        max_prompt_tokens=WITHOUT_LIMIT,
+    )
+    rows = load_prompts(config, tokenizer, quarantine=Quarantine()).rows
+    as_chat = Wording(as_chat=wording.as_chat, system=wording.system)
+    return [Asked(row.row, _worded(row.text, as_chat, tokenizer), row.fields) for row in rows]
+
+
+def numbered(
+    asked: Sequence[Asked], samples: int, tokenizer: Tokenizer, max_length: int, max_tokens: int
+) -> list[Prompt]:
+    """Each prompt `samples` times, by numbers of its own.
+
+    Raises DataError for a prompt without a token, or with too many for a response of `max_tokens` within `max_length`.
+    """
+    prompts = []
+    for place, each in enumerate(asked):
+        tokens = tuple(tokenizer.encode(each.text))
+        if not tokens:
+            raise DataError(f"prompt {each.row} ({each.text!r}) has no token; give it some text")
+        require_room(f"prompt {each.row}", len(tokens), max_length, max_tokens)
+        for sample in range(samples):
+            prompts.append(Prompt(place * samples + sample, each.row, each.text, tokens, each.fields))
+    return prompts
+
+
+def require_room(what: str, num_tokens: int, max_length: int, max_tokens: int) -> None:
+    """Raises DataError."""
+    if num_tokens + max_tokens > max_length:
+        raise DataError(
+            f"{what} has {num_tokens} tokens, which with {max_tokens} of a response (--max-tokens) are more than {max_length}; "
+            "shorten it, or lower --max-tokens; --context raises the bound up to what the model was made for"
+        )
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
+    found = [line for line in lines if line.strip()]
+    if not found:
+        raise DataError(f"{path} has no line that is not blank; write a prompt on each")
+    return found
+
+
+def _worded(text: str, wording: Wording, tokenizer: Tokenizer) -> str:
+    if wording.as_chat:
+        return tokenizer.render_chat(user_turn(text, wording.system))
+    return wording.template.replace("{prompt}", text)

@@ -1,0 +1,76 @@
+"""What is asked of a policy, as the ranks are given it.  Pure."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from oppo_megatron.config.model import ParallelConfig, RuntimeConfig
+from oppo_megatron.policy.finding import Policy
+from oppo_megatron.records import Prompt
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How tokens are drawn (temperature 0: greedy) and where responses end, beside the ids that end the policy's responses."""
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Terminal:
+    """Responses go to the standard output: as they grow where there is one, else as they end; `as_json`: a line of JSON each."""
+
+    as_json: bool = False
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """Responses go to a JSONL file; `settings` are those of which they are a function."""
+
+    path: Path
+    settings: dict[str, Any]
+    resume: bool = False
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Turns are read from `source` (None: the standard input) and answered; it begins with `system`, where there is one."""
+
+    system: str | None = None
+    source: str | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """`prompts` have `seq_id` = place * `samples` + sample; a conversation has none.
+
+    `max_length`: tokens of the longest prompt and its response.  `num_slots`: sequences that a replica decodes at once.
+    """
+
+    policy: Policy
+    parallel: ParallelConfig
+    runtime: RuntimeConfig
+    drawing: Drawing
+    prompts: tuple[Prompt, ...]
+    samples: int
+    num_slots: int
+    max_length: int
+    to: Terminal | OutputFile | Conversation
+
+
+def settings_of(policy: Policy, drawing: Drawing, samples: int) -> dict[str, Any]:
+    """What responses are a function of, beside the prompts, in plain JSON types."""
+    return {
+        "policy": str(policy.model.checkpoint or policy.directory),
+        "dtype": policy.model.dtype,
+        "samples": samples,
+        **{name: list(value) if isinstance(value, tuple) else value for name, value in asdict(drawing).items()},
+    }

@@ -1,0 +1,239 @@
+"""`oppo generate`: prompts, files and conversations, as a user asks them, beside transformers' own `generate`."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oppo_megatron.cli.main import main
+from oppo_megatron.policy import answers, entry
+from tests.support.hf import save_tiny
+from tests.support.ppo import SHAPE
+from tests.support.tokenizers import save_byte_level
+
+TEXTS = [f"Q: {a} plus {b}?\nA: the sum is {a + b}." for a in range(20) for b in range(20)]
+TEMPLATE = (
+    "{% for m in messages %}<|turn|>{{ m.role }}: {{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant:{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of transformers with a byte-level tokenizer, a chat template, and a second id that ends responses."""
+    directory = tmp_path_factory.mktemp("policy") / "export"
+    sizes = {name: value for name, value in SHAPE.items() if name != "model_type"} | {"vocab_size": 320}
+    model = save_tiny(directory, "qwen2", seed=3, **sizes)
+    save_byte_level(directory, TEXTS, 320, chat_template=TEMPLATE)
+    model.generation_config.eos_token_id = [0, 79]
+    model.generation_config.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def ask(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    capsys.readouterr()
+    assert main(["generate", *map(str, words)]) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def lines(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def by_transformers(export: Path, texts: list[str], max_tokens: int) -> list[str]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(export),
+        AutoModelForCausalLM.from_pretrained(export).float().eval(),
+    )
+    found = []
+    for text in texts:
+        ids = tokenizer(text, return_tensors="pt")
+        out = model.generate(**ids, do_sample=False, max_new_tokens=max_tokens, pad_token_id=0)
+        found.append(tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
+    return found
+
+
+def test_greedy_answers_are_those_of_transformers(export: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = [text[: 9 + i] for i, text in enumerate(TEXTS[::60])]
+    asked = [word for text in texts for word in ("--prompt", text)]
+    found = lines(ask(capsys, export, "--json", "--max-tokens", 30, *asked))
+    due = by_transformers(export, texts, 30)
+    assert [each["response"] for each in found] == due
+    assert [(each["row"], each["prompt"]) for each in found] == list(enumerate(texts))
+    assert {each["finish_reason"] for each in found} == {"eos", "length"}
+    assert ask(capsys, export, "--max-tokens", 30, "--prompt", texts[0]) == due[0] + "\n", "shown while it grows"
+    assert ask(capsys, export, "--max-tokens", 30, *asked[:4]) == f"--- prompt 0\n{due[0]}\n--- prompt 1\n{due[1]}\n"
+
+
+def test_a_layout_and_a_file_change_nothing(export: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    drawn = ["-n", 3, "--seed", 7, "--top-k", 9, "--max-tokens", 20, "--stop", "1"]
+    source = tmp_path / "prompts.txt"
+    source.write_text("\n\n".join(TEXTS[:5]).replace("\nA", " A") + "\n")
+    ask(capsys, export, "--input", source, "--output", tmp_path / "one.jsonl", *drawn, "--batch", 2)
+    ask(capsys, export, "--input", source, "--output", tmp_path / "two.jsonl", *drawn, "--tp", 2)
+    found = lines((tmp_path / "one.jsonl").read_text())
+    assert (tmp_path / "one.jsonl").read_bytes() == (tmp_path / "two.jsonl").read_bytes()
+    assert [(each["row"], each["sample"]) for each in found] == [(i, k) for i in range(5) for k in range(3)]
+    assert len({each["response"] for each in found if each["row"] == 0}) == 3
+    assert all(("1" in each["response"]) == (each["finish_reason"] == "stop") for each in found)
+
+
+def test_rows_keep_their_columns_and_messages_have_the_template(
+    export: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    source = tmp_path / "rows.jsonl"
+    rows = [
+        {"messages": [{"role": "user", "content": "hi"}], "answer": "9"},
+        {"messages": [{"role": "user", "content": "x"}]},
+    ]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = lines(ask(capsys, export, "--input", source, "--json", "--max-tokens", 4))
+    assert found[0]["prompt"] == "<|turn|>user: hi<|end|>\n<|turn|>assistant:" and found[0]["fields"] == {"answer": "9"}
+    as_chat = lines(ask(capsys, export, "--prompt", "hi", "--as-chat", "--json", "--max-tokens", 4))
+    assert as_chat[0]["response"] == found[0]["response"] and as_chat[0]["prompt"] == found[0]["prompt"]
+    worded = lines(ask(capsys, export, "--prompt", "hi", "--template", "<{prompt}>", "--json", "--max-tokens", 4))
+    assert worded[0]["prompt"] == "<hi>"
+
+
+def test_an_interrupted_file_goes_on_where_it_was(
+    export: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, whole, cut = (tmp_path / name for name in ("in.txt", "whole.jsonl", "cut.jsonl"))
+    source.write_text("\n".join(text.replace("\n", " ") for text in TEXTS[:12]))
+    words = [export, "--input", source, "--max-tokens", 12, "--temperature", 0.8, "--batch", 3]
+    ask(capsys, *words, "--output", whole)
+    add, count = answers.Meter.add, 0
+
+    def interrupted(meter: answers.Meter, rollout: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == 5:
+            raise KeyboardInterrupt
+        add(meter, rollout)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(answers.Meter, "add", interrupted)
+        assert main(["generate", *map(str, words), "--output", str(cut)]) == 130
+    partial = tmp_path / "cut.jsonl.partial"
+    assert not cut.exists() and len(partial.read_text().splitlines()) == 1 + 5
+    partial.write_text(partial.read_text() + '{"row": 11, "sam')  # a process that was killed
+    for changed, told in [
+        ([], "add --resume to go on"),
+        (["--resume", "--seed", "3"], "seed was 0, is 3; go on with those, or remove the file"),
+    ]:
+        assert main(["generate", *map(str, words), "--output", str(cut), *changed]) == 2
+        assert told in capsys.readouterr().err
+    ask(capsys, *words, "--output", cut, "--resume")
+    assert cut.read_bytes() == whole.read_bytes() and not partial.exists()
+    assert main(["generate", *map(str, words), "--output", str(cut), "--resume"]) == 0
+    assert "nothing to do" in capsys.readouterr().err
+    assert main(["generate", *map(str, words), "--output", str(cut)]) == 2
+    assert "is there already; name another file" in capsys.readouterr().err
+
+
+def chat(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, turns: list[str], *words: object) -> str:
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{turn}\n" for turn in turns)))
+    return ask(capsys, *words)
+
+
+def test_a_conversation_is_answered_turn_by_turn(
+    export: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [export, "--max-tokens", 8]
+    said = chat(capsys, monkeypatch, ["hi", "", "more", "/reset", "hi"], *words, "--chat", "--system", "Be brief.")
+    first = lines(ask(capsys, *words, "--prompt", "hi", "--as-chat", "--system", "Be brief.", "--json"))[0]
+    turns = [("system", "Be brief."), ("user", "hi"), ("assistant", first["response"]), ("user", "more")]
+    second = "".join(f"<|turn|>{role}: {content}<|end|>\n" for role, content in turns) + "<|turn|>assistant:"
+    then = lines(ask(capsys, *words, "--prompt", second, "--json"))[0]
+    assert said == f"{first['response']}\n{then['response']}\n{first['response']}\n"
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_chat(
+    export: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    show, interrupts = answers.GrowingText.show, iter([True])
+
+    def interrupted(text: answers.GrowingText, tokens: list[int], last: bool) -> None:
+        show(text, tokens, last)
+        if next(interrupts, False):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    whole = chat(capsys, monkeypatch, ["hi"], export, "--max-tokens", 40, "--chat")
+    monkeypatch.setattr(entry.GrowingText, "show", interrupted)
+    cut, again = (
+        chat(capsys, monkeypatch, ["hi", "/reset", "hi"], export, "--max-tokens", 40, "--chat").rsplit(whole, 1)[0],
+        whole,
+    )
+    assert len(cut) < len(whole) and whole.startswith(cut.rstrip("\n")) and again
+
+
+def test_a_conversation_over_two_ranks(export: Path, tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    words = [sys.executable, "-m", "oppo_megatron", "generate", str(export), "--chat", "--max-tokens", "8"]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    said = [
+        subprocess.run(
+            [*words, *layout],
+            input="hi\nmore\n",
+            text=True,
+            capture_output=True,
+            env=environment,
+            timeout=300,
+            check=True,
+        ).stdout
+        for layout in ([], ["--pp", "2"])
+    ]
+    assert said[0] == said[1] and said[0].count("\n") >= 2
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "nothing is given, but one of --prompt, --input and --chat is needed"),
+        (["--prompt", "x", "--chat"], "--prompt and --chat is given, but one of"),
+        (["--prompt", ""], "prompt 0 ('') has no token; give it some text"),
+        (["--prompt", "x", "-n", "0"], "--samples is 0, but must be at least 1"),
+        (["--prompt", "x", "-n", "2", "--greedy"], "2 greedy responses would be the same; drop -n"),
+        (["--prompt", "x", "--greedy", "--top-k", "3"], "--greedy and --top-k exclude each other"),
+        (["--prompt", "x", "--temperature", "-1"], "--temperature is -1, but must be 0 (greedy) or more"),
+        (["--prompt", "x", "--temperature", "nan"], "--temperature is nan, but must be"),
+        (["--prompt", "x", "--top-p", "0"], "--top-p is 0, but must be above 0"),
+        (["--prompt", "x", "--stop", "<|end|>"], "give its id in --stop-id: [0]"),
+        (["--prompt", "x", "--stop", ""], "--stop is empty"),
+        (["--prompt", "x", "--template", "y"], "has no {prompt}"),
+        (["--prompt", "x", "--system", "y"], "add --as-chat"),
+        (["--prompt", "x", "--column", "y"], "--column is of an --input"),
+        (["--prompt", "x", "--resume"], "--resume goes on with an --output"),
+        (["--chat", "--json"], "--chat is shown in the terminal"),
+        (["--prompt", "x", "--tp", "3"], "4 attention heads do not"),
+        (["--prompt", "x", "--max-tokens", "999"], "--context raises the bound up to what the model was made for"),
+        (["--prompt", "x", "--context", "9999"], "256"),
+        (["--input", "gone.jsonl"], "does not exist"),
+        (["--prompt", "x", "--output", "no/where.jsonl"], "there is no folder"),
+        (["--prompt", "x", "--tokenizer", "gone"], "gone"),
+        (["--prompt", "x", "--chat-template", "{% if", "--as-chat"], "template"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_loaded(
+    export: Path, words: list[str], told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(entry, "run_rank", None)
+    assert main(["generate", str(export), *words]) == 2
+    error = capsys.readouterr().err
+    assert told in error and "Traceback" not in error
