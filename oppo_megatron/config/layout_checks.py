@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, lcm
 from typing import Any
 
 from oppo_megatron.config.checks import max_context, minibatch_rows, most_sequences
-from oppo_megatron.config.layouts import Limits, Sizes, format_ranks, suggestion
+from oppo_megatron.config.layouts import Limits, Sizes, fills_shards, format_ranks, suggestion
 from oppo_megatron.config.memory import slot_tokens
 from oppo_megatron.config.model import ActorConfig, ParallelConfig, RoleConfig, TrainedRoleConfig, TrainingLayoutConfig
 from oppo_megatron.config.places import (
@@ -251,9 +251,9 @@ def _check_training(config: TrainConfig, name: str, place: Place, shape: Shape |
     train, rows = role.train, minibatch_rows(config)
     limits = _training_limits(config, role, shape)
     asked = _Asked(f"{name}.train", Sizes.of(place, train.vpp), len(place.ranks), limits)
-    problems = []
-    if asked.sizes != Sizes.of(role_places(config)[name]):  # else its divisions are reported there
-        problems += _divisions(asked, shape)
+    problems, serving = [], role_places(config)[name]
+    if asked.sizes != Sizes.of(serving):  # else its divisions are reported there
+        problems += _divisions(asked, shape) or _check_common_rows(asked, serving, shape)
     if place.dp > rows:
         problems.append(
             f"{name} is trained with dp {place.dp}, but a minibatch has {rows} row{'s' * (rows > 1)} (rollout.batch_size "
@@ -276,6 +276,17 @@ def _check_training(config: TrainConfig, name: str, place: Place, shape: Shape |
             f"attention, which this runtime does not use; set it to 1 and use tp or sequence_parallel{asked.near}"
         )
     return problems
+
+
+def _check_common_rows(asked: _Asked, serving: Place, shape: Shape | None) -> list[str]:
+    """Weights that move between layouts have as many rows of the vocabulary as the tensor ranks of both divide."""
+    train, serve, multiple = asked.sizes.tp, serving.tp, lcm(asked.sizes.tp, serving.tp)
+    if shape is None or all(fills_shards(shape["vocab_size"], tp, multiple) for tp in (train, serve)):
+        return []
+    return [
+        f"{asked.name}: vocab_size {shape['vocab_size']}, filled up to a multiple of {multiple} that tp {train} and tp {serve} "
+        "divide, leaves a tensor rank without a token; train and serve with equal tp, or lower one"
+    ]
 
 
 def _check_kv_budget(config: TrainConfig, name: str, place: Place, shape: Shape | None) -> list[str]:

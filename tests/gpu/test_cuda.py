@@ -160,7 +160,7 @@ def decoding(
                 model,
                 model.new_cache(9, layout=layout),
                 sampling=Sampling(seed=3),
-                stopping=OwnLimits(None, 50),
+                stopping=OwnLimits((), 50),
                 links=Links({}),
                 micro_batch_tokens=200,
                 timeout_s=60.0,

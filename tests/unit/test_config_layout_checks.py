@@ -197,6 +197,16 @@ def test_each_division_is_told_once_for_a_role_that_trains_where_it_serves() -> 
     assert all(problem.endswith("nearest that fit 5 ranks: tp 1 x pp 1 x dp 5") for problem in problems)
 
 
+def test_tensor_ranks_of_both_layouts_have_a_token() -> None:
+    changes = {"placement": {"actor": {"tp": 3, "dp": 4}}, "actor.train": {"tp": 4, "dp": 3}}
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 12}
+    assert problems_of(changes, vocab_size=28, **heads) == []
+    assert problems_of(changes, vocab_size=25, **heads) == [
+        "actor.train: vocab_size 25, filled up to a multiple of 12 that tp 4 and tp 3 divide, leaves a tensor rank without a "
+        "token; train and serve with equal tp, or lower one"
+    ]
+
+
 def test_all_problems_come_at_once() -> None:
     changes = {
         **EIGHT,

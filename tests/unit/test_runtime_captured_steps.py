@@ -49,10 +49,10 @@ def world() -> Iterator[None]:
         yield
 
 
-def new_model(path: DecodePath, dtype: str) -> RoleModel:
+def new_model(path: DecodePath, dtype: str, **changes: Any) -> RoleModel:
     groups = build_groups([0], 1, 1, "actor")
     assert groups is not None
-    config = ModelConfig(init=SHAPE, dtype=dtype)
+    config = ModelConfig(init=SHAPE | changes, dtype=dtype)
     return load_role(config, groups, head="lm", max_length=64, device=CPU, path=path).requires_grad_(False)
 
 
@@ -61,7 +61,7 @@ def new_rounds(model: RoleModel, sampling: Sampling, sync_steps: int, layout: KV
         model,
         model.new_cache(9, layout=layout),
         sampling=sampling,
-        stopping=OwnLimits(17, 50),
+        stopping=OwnLimits((17,), 50),
         links=Links({}),
         micro_batch_tokens=200,
         timeout_s=60.0,
@@ -91,14 +91,18 @@ def decode(model: RoleModel, rounds: RoundRunner) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("layout", ["dense", "paged"])
-@pytest.mark.parametrize("path", ["lean", "module"])
+@pytest.mark.parametrize(
+    ("path", "changes"),
+    [("lean", {}), ("module", {}), ("lean", {"model_type": "mistral", "sliding_window": 9})],
+    ids=["lean", "module", "sliding window"],
+)
 def test_replayed_steps_draw_what_computed_steps_draw(
-    world: None, path: DecodePath, layout: KVLayout, monkeypatch: pytest.MonkeyPatch
+    world: None, path: DecodePath, changes: dict[str, Any], layout: KVLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In bfloat16 and with torch's norm, as on a GPU: there the lean layers hold no copies of weights that an update would
     leave behind."""
     monkeypatch.setattr(lean, "fixed_norm", torch_norm)
-    model = new_model(path, "bfloat16")
+    model = new_model(path, "bfloat16", **changes)
     for sampling in SAMPLINGS:
         expected = decode(model, new_rounds(model, sampling, 4, layout))
         rounds = new_rounds(model, sampling, 4, layout)
