@@ -11,6 +11,12 @@ from collections.abc import Sequence
 EXIT_REQUEUE = 75
 """Exit code of a run that was told to stop, and is to be started again (EX_TEMPFAIL of sysexits.h)."""
 
+EXIT_INTERRUPTED = 130
+"""Exit code of a command that Ctrl-C ended before there was anything to save, or a second time."""
+
+INTERRUPTED = "interrupted: ending after the chunk under way, what is trained is saved; Ctrl-C once more ends at once, unsaved"
+"""What a run says at the first Ctrl-C."""
+
 EXIT_ROLLBACK = 76
 """Exit code of ranks whose guards go back to a checkpoint: our own launcher starts them again.  Others see EXIT_REQUEUE."""
 

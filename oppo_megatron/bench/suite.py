@@ -115,10 +115,12 @@ class Suite:
 
 
 def bare(config: TrainConfig) -> TrainConfig:
-    """The configuration without held-out evaluation and final weights, which are no part of a step; with the trace, which
-    is read."""
+    """The configuration without held-out evaluation, final weights and checkpoints that it does not ask for, which are no
+    part of a step; with the trace, which is read."""
     logging = config.logging.model_copy(update={"trace": True})
-    return config.model_copy(update={"evaluation": None, "save_weights": False, "logging": logging})
+    checkpoint = config.checkpoint.model_copy(update={"every_minutes": 0.0, "final": False})
+    changes = {"evaluation": None, "save_weights": False, "logging": logging, "checkpoint": checkpoint}
+    return config.model_copy(update=changes)
 
 
 def all_lines(runs: Sequence[Run]) -> list[Lines]:

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from oppo_megatron.cli.main import EXIT_INTERRUPTED
+    from oppo_megatron.errors import EXIT_INTERRUPTED
 
     stages = plan(args.out, find_configs(args.configs), args.seed, args.quick)
     started = time.monotonic()

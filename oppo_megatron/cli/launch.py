@@ -20,8 +20,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from oppo_megatron.cli.signals import SignalRelay
-from oppo_megatron.errors import EXIT_REQUEUE, EXIT_ROLLBACK, ConfigError, OppoError, StallError, WorldError
+from oppo_megatron.cli.signals import SignalRelay, interrupts_from_here_alone
+from oppo_megatron.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_REQUEUE,
+    EXIT_ROLLBACK,
+    ConfigError,
+    OppoError,
+    StallError,
+    WorldError,
+)
 from oppo_megatron.processes import signals_held
 
 if TYPE_CHECKING:
@@ -184,16 +192,18 @@ def _launch_local(entry: str, kind: str, config: Any, world_size: int) -> int:
             local_addr="127.0.0.1",
         )
         if hasattr(agent, "signals_to_handle"):  # an older agent ends its ranks by SIGTERM, and they have 30 s to save
-            agent.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"  # SIGTERM is the relay's
+            agent.signals_to_handle = "SIGHUP,SIGQUIT"  # SIGTERM and SIGINT are the relay's
         warden = Warden(Path(failures), meeting.point(world_size), Limits.of(config), relay.told_s)
         try:
-            with relay.listening(), warden.guarding():
+            with relay.listening(), warden.guarding(), interrupts_from_here_alone():
                 elastic_launch(agent, _local_rank)(entry, kind, config, failures)
         except ChildFailedError as error:
             if any(failed.exitcode == EXIT_REQUEUE for failed in error.failures.values()):
                 return EXIT_REQUEUE
             if any(failed.exitcode == EXIT_ROLLBACK for failed in error.failures.values()):
                 return relay.code or EXIT_ROLLBACK
+            if relay.code == EXIT_INTERRUPTED:
+                raise KeyboardInterrupt("not saved") from error
             return relay.code or _report(Path(failures), error, warden.last_words())
         except SignalException as error:
             if error.sigval == signal.SIGINT:

@@ -6,7 +6,7 @@ A command's module has two functions, and imports nothing heavy outside them:
     run(args: argparse.Namespace) -> int                       does the work, returns the exit code
 
 Exit codes: 0 done, 1 a defect, 2 wrong input (any `OppoError`, an unusable path, a wrong argument), 75 told to stop and saved
-(start it again with --resume), 130 interrupted.
+(start it again with --resume), 130 interrupted and not saved.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from typing import NamedTuple
 
 from oppo_megatron import __version__
 from oppo_megatron.cli.debug import add_debug_argument
-from oppo_megatron.errors import OppoError
+from oppo_megatron.errors import EXIT_INTERRUPTED, OppoError
 
 EXIT_DEFECT = 1
 EXIT_WRONG_INPUT = 2
-EXIT_INTERRUPTED = 130
 
 
 class Command(NamedTuple):
@@ -96,8 +95,9 @@ def _serve(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return EXIT_WRONG_INPUT
-    except KeyboardInterrupt:
-        print(f"oppo {args.command}: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        told = "; ".join(["interrupted", *map(str, interrupt.args)])
+        print(f"oppo {args.command}: {told}", file=sys.stderr)
         return EXIT_INTERRUPTED
 
 

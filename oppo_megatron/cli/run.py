@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from oppo_megatron.errors import EXIT_REQUEUE
 
 if TYPE_CHECKING:
     from oppo_megatron.config.run import SupervisedConfig, TrainConfig, TrainSettings
@@ -54,10 +57,21 @@ def run_kind(kind: str, args: argparse.Namespace) -> int:
     if _resumes(config) and _ended_here(config, run):
         print(f"oppo {kind}: {run.path} holds this very run, and it has ended: nothing to do", file=sys.stderr)
         return 0
-    run.require_unfinished()
-    if not _resumes(config):
+    if _resumes(config):
+        require_more_steps(config, run)
+    else:
+        run.require_unfinished()
         run.require_no_checkpoints()
-    return _launch(kind, config, getattr(args, "max_restarts", 0), getattr(args, "agent", "auto"))
+    code = _launch(kind, config, getattr(args, "max_restarts", 0), getattr(args, "agent", "auto"))
+    if code == EXIT_REQUEUE and os.environ.get("RANK", "0") == "0":
+        print(f"oppo {kind}: saved; continue with: {_continuing(kind, args)}", file=sys.stderr, flush=True)
+    return code
+
+
+def _continuing(kind: str, args: argparse.Namespace) -> str:
+    """The command that goes on where this one was told to stop."""
+    overrides = [each for each in args.overrides if not each.startswith("checkpoint.resume=")]
+    return shlex.join(["oppo", kind, str(args.config), *overrides, "--resume"])
 
 
 def _launch(kind: str, config: TrainConfig | SupervisedConfig, restarts: int, agent: str) -> int:
@@ -113,6 +127,27 @@ def _resumes(config: TrainConfig | SupervisedConfig) -> bool:
     from oppo_megatron.config.run import TrainConfig
 
     return isinstance(config, TrainConfig) and config.checkpoint.resume
+
+
+def require_more_steps(config: TrainConfig | SupervisedConfig, run: RunDirectory) -> None:
+    """Raises ConfigError where the finished run in its directory cannot be continued by this configuration."""
+    from oppo_megatron.config.run import TrainConfig
+    from oppo_megatron.errors import ConfigError
+
+    if not run.finished:
+        return
+    steps = config.steps if isinstance(config, TrainConfig) else None
+    ended = run.ended_after
+    if not run.has_checkpoints:
+        raise ConfigError(
+            f"run_dir: {run.path} holds a finished run without checkpoints (checkpoint.final was off), which cannot be given "
+            "more steps; choose another run_dir, or start from its weights"
+        )
+    if steps is not None and ended is not None and steps <= ended:
+        raise ConfigError(
+            f"steps is {steps}, and the run in {run.path} has ended after {ended}: there is nothing to train; set steps to more "
+            f"than {ended} to go on with it, or choose another run_dir"
+        )
 
 
 def _ended_here(config: TrainConfig | SupervisedConfig, run: RunDirectory) -> bool:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
 from types import FrameType
 from typing import NoReturn
 
-from oppo_megatron.errors import EXIT_REQUEUE
+from oppo_megatron.errors import EXIT_INTERRUPTED, EXIT_REQUEUE, INTERRUPTED
 
-PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
+PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 def child_pids() -> list[int]:
@@ -23,11 +25,11 @@ def child_pids() -> list[int]:
 
 
 class SignalRelay:
-    """Tells the ranks to save the run and to end (SIGUSR1); a second SIGTERM ends them at once.
+    """Tells the ranks to save the run and to end (SIGUSR1); a second SIGTERM or SIGINT (Ctrl-C) ends them at once.
 
     Where a signal was sent to the whole process group, the ranks have had it already: SIGUSR1 asks for nothing twice.
-    `code` is what a run ends with whose ranks were told, and could not save: 75 (start it again), else 0.  `listeners` are the
-    processes to tell, `everyone` those to end.
+    `code` is what a run ends with whose ranks were told, and could not save: 75 (start it again), 130 after SIGINT, else 0.
+    `listeners` are the processes to tell, `everyone` those to end.
     """
 
     def __init__(
@@ -60,14 +62,28 @@ class SignalRelay:
         _send(self._listeners(), signal.SIGUSR1)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        self.code = EXIT_REQUEUE
+        self.code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_REQUEUE
         if self._told_at is None:
             self._told_at = time.monotonic()
-        self._terms += number == signal.SIGTERM
+            if number == signal.SIGINT:
+                print(INTERRUPTED, file=sys.stderr, flush=True)
+        self._terms += number != signal.SIGUSR1
         if self._terms > 1:
             _send(self._everyone(), signal.SIGKILL)
             os._exit(128 + number)
         self.tell()
+
+
+@contextmanager
+def interrupts_from_here_alone() -> Iterator[None]:
+    """Processes that the main thread starts in the block do not hear SIGINT, which a terminal sends to all of its processes: who
+    has started them hears it, by another thread, and tells them."""
+    resource_tracker.ensure_running()  # it would let the signal through again where it is started later
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 @contextmanager

@@ -12,7 +12,11 @@ from oppo_megatron.config.base import Section, Unit
 class CheckpointConfig(Section):
     """The state of a run in `checkpoints/`, from which `oppo train --resume` continues exactly."""
 
-    every_steps: int = Field(0, ge=0, description="save after every so many steps; 0: only where the run is preempted")
+    every_steps: int = Field(0, ge=0, description="save after every so many steps; 0: as `every_minutes` says")
+    every_minutes: Annotated[float, Unit("minutes")] = Field(
+        15.0, ge=0, description="save after a step that ends so long after the last checkpoint; 0: never"
+    )
+    final: bool = Field(True, description="save after the last step, so that the run can be given more steps later")
     keep: Annotated[int, Unit("checkpoints")] = Field(2, ge=1, description="checkpoints kept: the last so many")
     keep_best: bool = Field(False, description="keep the one with the highest mean reward of a step, too")
     caches: bool = Field(
@@ -31,9 +35,9 @@ class CheckpointConfig(Section):
 
 
 class PreemptConfig(Section):
-    """SIGTERM or SIGUSR1: the run is saved after the chunk under way, and ends with exit code 75."""
+    """SIGTERM, SIGUSR1 or SIGINT (Ctrl-C): the run is saved after the chunk under way, and ends with exit code 75."""
 
-    enabled: bool = Field(True, description="false: SIGTERM ends the run at once")
+    enabled: bool = Field(True, description="false: SIGTERM and Ctrl-C end the run at once")
     deadline_s: float = Field(
         120.0, gt=0, description="a run that could not be saved within so many seconds ends unsaved"
     )

@@ -168,7 +168,8 @@ class FixedDelta(DeltaController):
         return {}
 
     def _recall(self, state: dict[str, Any]) -> None:
-        pass
+        """A delta that is fixed by the configuration stays as configured."""
+        self._value = self._config.initial
 
 
 @dataclass(frozen=True)

@@ -123,8 +123,10 @@ class OvercommitScheduler:
 
     def load_state_dict(self, state: dict[str, Any], rollouts: Iterable[Rollout]) -> None:
         """Continue from `state`.  The prompts must be those of the run, from `position` on."""
-        self._num_consumed, self._due = state["num_consumed"], state["due"]
-        self._position = state["position"]
+        self._num_consumed, self._position = state["num_consumed"], state["position"]
+        self._due = state["due"]
+        if self._every is not None:  # where backfill was off before, the clock has passed what was due
+            self._due = max(self._due, state["buffer"]["clock"])
         self._controller.load_state_dict(state["delta"])
         self.buffer.load_state_dict(state["buffer"] | {"closed": self._next_prompt is None}, rollouts)
         self.buffer.set_delta(self._controller.value)

@@ -51,6 +51,7 @@ def probe_config(settings: TrainSettings, placement: PlacementConfig, run_dir: P
         "logging": LoggingConfig(console="off", trace=False),
         "evaluation": None,
         "save_weights": False,
+        "checkpoint": config.checkpoint.model_copy(update={"every_minutes": 0.0, "final": False}),
     }
     return config.model_copy(update=changes)
 

@@ -12,6 +12,7 @@ from oppo_megatron.checkpoint.space import clear_when_full
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import EXIT_REQUEUE, EXIT_ROLLBACK, CapacityError
+from oppo_megatron.overcommit.ahead import NEW_RUN
 from oppo_megatron.runtime.exhaustion import is_out_of_memory
 from oppo_megatron.runtime.world import World, choose_device, open_world
 from oppo_megatron.schedule.weaving.costs_file import costs_tree
@@ -27,6 +28,7 @@ from oppo_megatron.train.run_dir import RunDirectory, write_json
 from oppo_megatron.train.saving.finding import Found, find_checkpoint
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.saver import Saver
+from oppo_megatron.train.saving.telling import tell_of_nothing
 from oppo_megatron.train.setup import build_trainer
 from oppo_megatron.train.supervised import run_reward_model, run_sft
 from oppo_megatron.train.weights import save_role
@@ -86,14 +88,15 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preem
     """
     found = find_checkpoint(config, world)
     saver = Saver(config, world, inputs.prompts, preemption)
-    if found is not None:  # before anything of the run is cut off
-        saver.require_same_run(found)
-    _prepare(config, world, found)
     rollbacks = Rollbacks.of_run(
         RunDirectory(config.run_dir), inputs.prompts, config.seed, config.data.shuffle, resumed=found is not None
     )
+    ahead, start = NEW_RUN, [tell_of_nothing(config.run_dir)] if config.checkpoint.resume else []
+    if found is not None:  # before anything of the run is cut off, or its settings written anew
+        ahead, start = saver.require_same_run(found, rollbacks.left_out), saver.describe(found)
+    _prepare(config, world, found)
     with world.activity.doing("building models and caches"):
-        trainer = build_trainer(config, world, inputs, saver, rollbacks, 0 if found is None else found.position)
+        trainer = build_trainer(config, world, inputs, saver, rollbacks, ahead)
     with ExitStack() as stack:
         stack.enter_context(clear_when_full(config.run_dir))
         stack.callback(inputs.rewards.close)
@@ -101,18 +104,21 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preem
             if inputs.quarantine:
                 inputs.quarantine.write(RunDirectory(config.run_dir).quarantine)
             stack.enter_context(trainer.journal)
-            notes = [*describe_inputs(inputs), *(rollback.describe() for rollback in rollbacks.done)]
+            notes = [*start, *describe_inputs(inputs), *(rollback.describe() for rollback in rollbacks.done)]
             trainer.journal.progress.note("\n".join(notes))
         if found is not None:
             saver.restore(trainer, found)
         if not trainer.run():
             return False
-    with world.activity.doing("writing weights and summary"):
+        with world.activity.doing("writing weights"):
+            _save_weights(config, trainer, inputs)
+        saver.save_end(trainer)
+    with world.activity.doing("summary"):
         _finish(config, trainer, inputs)
     return True
 
 
-def _finish(config: TrainConfig, trainer: PPOTrainer, inputs: Inputs) -> None:
+def _save_weights(config: TrainConfig, trainer: PPOTrainer, inputs: Inputs) -> None:
     run = RunDirectory(config.run_dir)
     if config.save_weights and trainer.actor is not None:
         save_role(trainer.actor.role.trained.chunks, run.weights / "actor", inputs.tokenizer, config.actor.checkpoint)
@@ -120,6 +126,10 @@ def _finish(config: TrainConfig, trainer: PPOTrainer, inputs: Inputs) -> None:
         save_role(
             trainer.critic.role.trained.chunks, run.weights / "critic", inputs.tokenizer, config.critic.checkpoint
         )
+
+
+def _finish(config: TrainConfig, trainer: PPOTrainer, inputs: Inputs) -> None:
+    run = RunDirectory(config.run_dir)
     trainer.memory.look()
     memory = trainer.memory.of_all_ranks()
     dist.barrier()

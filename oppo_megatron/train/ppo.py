@@ -82,22 +82,27 @@ class PPOTrainer:
         """Train until the prompts end and every rollout has been trained; False: told to stop, and saved."""
         if self.done == 0 and self.phase is None:
             self._evaluate(0, last=False)
-        while not self.scheduler.done:
+        while not self.over:
             step = self.done + 1
             with self.world.activity.doing(f"step {step}"):
                 complete = self._step(step)
             if not complete:
                 self.saver.save(self)
                 return False
-            self._evaluate(self.done, last=self.scheduler.done)
+            self._evaluate(self.done, last=self.over)
             if self.saver.due(self.done):
                 self.saver.save(self)
-                if self.saver.stopping and not self.scheduler.done:
+                if self.saver.stopping and not self.over:
                     return False
         self.settle()
         self.spans.flush()
         self.saver.conclude(self)
         return True
+
+    @property
+    def over(self) -> bool:
+        """All steps are made; a run that was resumed with fewer steps or smaller batches may have rollouts left."""
+        return self.scheduler.done or self.done == self.config.steps
 
     def settle(self) -> None:
         """Every rank meets: the critic's last update has ended, and the last step's line is whole."""

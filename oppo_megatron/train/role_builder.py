@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from oppo_megatron.config.checks import max_context
 from oppo_megatron.config.places import named_roles, shares_weights
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.data.prompts import PromptStream
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.runtime.executor import Executor, Station
 from oppo_megatron.runtime.exhaustion import Allowances
@@ -42,7 +40,7 @@ class RoleBuilder:
     world: World
     topology: Topology
     tokenizer: Tokenizer
-    prompts: PromptStream
+    total_steps: int  # of the run
     lengths: Quantile | None  # of a length trace
     allowances: Allowances
 
@@ -54,12 +52,6 @@ class RoleBuilder:
             layout = "dense" if any(find_kernel(device, dtype) is None for dtype in dtypes) else "paged"
             settled = runtime.model_copy(update={"kv_layout": layout})
             self.config = self.config.model_copy(update={"runtime": settled})
-
-    @property
-    def total_steps(self) -> int:
-        """PPO steps of the run; where rollbacks leave out prompts of the last epoch, it ends some before."""
-        assert self.prompts.planned is not None
-        return math.ceil(self.prompts.planned / self.config.rollout.batch_size)
 
     @property
     def kv_budget_bytes(self) -> int | None:

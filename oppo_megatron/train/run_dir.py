@@ -8,6 +8,7 @@ hosts.json        where each rank ran             schedules.txt     each round's
 guilty/           batches that a guard found fault with, for `oppo replay`
 rollbacks.jsonl   what was left out where a guard went back to a checkpoint
 stacks/           what each rank's threads were at where the run stood still
+ended-step-<n>/   summary, weights and trace of the run that had ended there, before it was given more steps
 placement.json    what `placement.mode: auto` measured, in the runs under placement/; later attempts use it again
 """
 
@@ -156,13 +157,38 @@ class RunDirectory:
             os.close(handle)
 
     def reopen(self, step: int, saved_at: float) -> None:
-        """Go on after `step` steps: cut off what an interrupted run wrote beyond its checkpoint of `saved_at` (epoch seconds)."""
+        """Go on after `step` steps: cut off what an interrupted run wrote beyond its checkpoint of `saved_at` (epoch seconds).
+
+        What a finished run has come to is moved to `ended-step-<n>/`, and is lost by nothing that happens later.
+        """
+        if self.finished:
+            self._set_ending_aside()
         if self.weights.exists():  # the run had come to its end, and was ended while it wrote them
             shutil.rmtree(self.weights)
         for path in (self.metrics, self.rollouts):
             _keep_lines(path, lambda line: line["step"] <= step)
         for path in self.rank_traces():
             _keep_lines(path, lambda span: span["end"] <= saved_at)
+
+    @property
+    def ended_after(self) -> int | None:
+        """Steps of the finished run that is here; None where there is none, or its summary does not say."""
+        if not self.finished:
+            return None
+        try:
+            steps = json.loads(self.summary.read_text(encoding="utf-8"))["steps"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None
+        return steps if isinstance(steps, int) else None
+
+    def _set_ending_aside(self) -> None:
+        """`summary.json` goes last: until then the run counts as finished, and what is left is moved by the next call."""
+        steps = self.ended_after
+        folder = self.path / ("ended" if steps is None else f"ended-step-{steps:06d}")
+        folder.mkdir(exist_ok=True)
+        for product in (self.weights, self.trace, self.summary):
+            if product.exists():
+                product.rename(folder / product.name)
 
     def _next_attempt(self) -> Path:
         number = 1

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
-
 from oppo_megatron.config.checks import longest_chunk
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.chunk import ChunkTuner
 from oppo_megatron.control.delta import make_delta_controller
 from oppo_megatron.control.kl import KLController
 from oppo_megatron.data.prompts import PromptSet, PromptStream
+from oppo_megatron.overcommit.ahead import NEW_RUN, Ahead
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
 from oppo_megatron.runtime.world import World
@@ -34,14 +33,16 @@ from oppo_megatron.train.score_exchange import ScoreExchange
 
 
 def build_trainer(
-    config: TrainConfig, world: World, inputs: Inputs, saver: Saver, rollbacks: Rollbacks, start: int = 0
+    config: TrainConfig, world: World, inputs: Inputs, saver: Saver, rollbacks: Rollbacks, ahead: Ahead = NEW_RUN
 ) -> PPOTrainer:
-    """Groups, models, optimizers and books of this rank; prompts come from position `start` on."""
-    prompts = prompt_stream(config, inputs.prompts, start, rollbacks.left_out)
+    """Groups, models, optimizers and books of this rank, for what of the run is `ahead`."""
+    prompts = prompt_stream(config, inputs.prompts, ahead)
+    assert prompts.planned is not None
+    total_steps = ahead.total_steps(config.steps, prompts.planned, config.rollout.batch_size)
     with world.activity.doing("process groups", waits=True):
         topology = build_topology(config)
     memory = MemoryMeter.begin(world.device)
-    builder = RoleBuilder(config, world, topology, inputs.tokenizer, prompts, inputs.lengths, memory.allowances)
+    builder = RoleBuilder(config, world, topology, inputs.tokenizer, total_steps, inputs.lengths, memory.allowances)
     keeps_journal = world.rank == topology.site.source
     tracer = _tracer(config, world.rank, topology.site)
     trackers = open_trackers(config.logging, config.run_dir) if keeps_journal else None  # may refuse to begin
@@ -69,8 +70,8 @@ def build_trainer(
         actor=actor,
         critic=critic,
         evaluator=_evaluator(config, inputs, builder),
-        guard=Guard(config, world.rank, world.device, topology.site, builder.total_steps, rollbacks),
-        journal=trackers and Journal(builder.config, builder.total_steps, inputs.tokenizer, world.device, trackers),
+        guard=Guard(config, world.rank, world.device, topology.site, total_steps, rollbacks),
+        journal=trackers and Journal(builder.config, total_steps, inputs.tokenizer, world.device, trackers),
         saver=saver,
     )
 
@@ -94,12 +95,14 @@ def _evaluator(config: TrainConfig, inputs: Inputs, builder: RoleBuilder) -> Eva
     return Evaluator(config.evaluation, inputs.heldout, inputs.tokenizer, stopping, config.runtime, slots, budget)
 
 
-def prompt_stream(
-    config: TrainConfig, prompts: PromptSet, start: int = 0, left_out: Set[int] = frozenset()
-) -> PromptStream:
+def prompt_stream(config: TrainConfig, prompts: PromptSet, ahead: Ahead = NEW_RUN) -> PromptStream:
     """Exactly the prompts that will be trained: admission ends early enough that none is left over."""
-    limit = None if config.steps is None else config.steps * config.rollout.batch_size
-    epochs = config.data_epochs or (1 if config.steps is None else None)
     return PromptStream(
-        prompts, config.seed, epochs=epochs, limit=limit, shuffle=config.data.shuffle, start=start, left_out=left_out
+        prompts,
+        config.seed,
+        epochs=config.data_epochs or (1 if config.steps is None else None),
+        limit=ahead.limit(config.steps, config.rollout.batch_size),
+        shuffle=config.data.shuffle,
+        start=ahead.position,
+        left_out=ahead.left_out,
     )

@@ -97,7 +97,7 @@ def libraries_armed(fault: Fault) -> Iterator[None]:
 def restored(config: TrainConfig, world: World, inputs: Inputs, found: Found) -> PPOTrainer:
     """A fresh trainer that continues from `found`, without a journal's files."""
     saver = Saver(config, world, inputs.prompts, Preemption(config.preempt))
-    trainer = build_trainer(config, world, inputs, saver, _no_rollbacks(config, inputs), found.position)
+    trainer = build_trainer(config, world, inputs, saver, _no_rollbacks(config, inputs), found.ahead(frozenset()))
     saver.restore(trainer, found)
     return trainer
 

@@ -31,14 +31,17 @@ from oppo_megatron.train.saving import writing
 from oppo_megatron.train.score_exchange import ScoreExchange
 
 
-def start(config: dict[str, Any], *options: str, module: str = "oppo_megatron train") -> subprocess.Popen[str]:
-    """`oppo train` of a configuration, which is written beside the run directory."""
+def start(
+    config: dict[str, Any], *options: str, module: str = "oppo_megatron train", new_session: bool = False
+) -> subprocess.Popen[str]:
+    """`oppo train` of a configuration, which is written beside the run directory; with `new_session` in a process group of its
+    own."""
     run_dir = Path(config["run_dir"])
     path = run_dir.with_name(f"{run_dir.name}.yaml")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", *module.split(), str(path), *options]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=new_session)
 
 
 def num_lines(config: dict[str, Any]) -> int:

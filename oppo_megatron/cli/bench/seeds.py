@@ -37,8 +37,7 @@ def _seeds(args: argparse.Namespace) -> int:
     from oppo_megatron.bench.suite import BenchError, BenchStopped
     from oppo_megatron.bench.table import format_table
     from oppo_megatron.cli import demo
-    from oppo_megatron.cli.main import EXIT_INTERRUPTED
-    from oppo_megatron.errors import EXIT_REQUEUE, ConfigError
+    from oppo_megatron.errors import EXIT_INTERRUPTED, EXIT_REQUEUE, ConfigError
     from oppo_megatron.train.logs.metrics_log import read_metrics
     from oppo_megatron.train.machine import describe_machine
     from oppo_megatron.train.run_dir import RunDirectory, write_json

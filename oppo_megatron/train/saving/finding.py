@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from oppo_megatron.checkpoint.store import CheckpointStore, Position
 from oppo_megatron.config.checkpoint import read_hf_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import CheckpointError
+from oppo_megatron.overcommit.ahead import Ahead
 from oppo_megatron.runtime.mcore.checkpoint_index import INDEX
 from oppo_megatron.runtime.world import World
 from oppo_megatron.train.run_dir import RunDirectory
@@ -23,15 +25,23 @@ from oppo_megatron.train.saving.state_schema import read_lines, read_state
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint to continue from."""
+    """A checkpoint to continue from; `rollouts` are the lines of those that were in the buffer."""
 
     folder: Path
     state: dict[str, Any]
+    rollouts: list[dict[str, Any]]
 
     @property
     def position(self) -> int:
         """Where the run was in the stream of prompts."""
         return int(self.state["scheduler"]["position"])
+
+    def held(self, left_out: Set[int]) -> list[dict[str, Any]]:
+        """The rollouts that the run goes on with; those of prompts at the positions `left_out` are given up."""
+        return [line for line in self.rollouts if line["seq_id"] not in left_out]
+
+    def ahead(self, left_out: Set[int]) -> Ahead:
+        return Ahead(int(self.state["done"]), self.position, len(self.held(left_out)), left_out)
 
 
 def find_checkpoint(config: TrainConfig, world: World) -> Found | None:
@@ -55,7 +65,8 @@ def find_checkpoint(config: TrainConfig, world: World) -> Found | None:
         if damage is None:
             _set_aside(store, damages, position, world)
             folder = store.folder(position)
-            return Found(folder, read_state(folder / STATE))
+            state = read_state(folder / STATE)
+            return Found(folder, state, read_lines(folder / ROLLOUTS, state, vocab_size))
         damages.append((position, damage))
     if damages:
         told = "; ".join(f"{position.name}: {damage}" for position, damage in damages)

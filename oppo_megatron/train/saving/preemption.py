@@ -1,7 +1,7 @@
 """Told to stop: signals are noted, and every rank learns of them at the same place of the run.
 
-SIGUSR1 and the first SIGTERM ask for a checkpoint.  A second SIGTERM, or a deadline that passes, ends the process at once: the
-last checkpoint is whole, for a checkpoint that is being written has no name yet.
+SIGUSR1 and the first SIGTERM or SIGINT (Ctrl-C) ask for a checkpoint.  A second one of these two, or a deadline that passes,
+ends the process at once: the last checkpoint is whole, for a checkpoint that is being written has no name yet.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ import torch
 import torch.distributed as dist
 
 from oppo_megatron.config.reliability import PreemptConfig
-from oppo_megatron.errors import EXIT_REQUEUE
+from oppo_megatron.errors import EXIT_REQUEUE, INTERRUPTED
 from oppo_megatron.runtime.activity import Activity
 from oppo_megatron.runtime.peers import waiting_for
+
+HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class Preemption:
@@ -41,8 +43,7 @@ class Preemption:
         if not self.config.enabled or threading.current_thread() is not threading.main_thread():
             yield
             return
-        numbers = (signal.SIGTERM, signal.SIGUSR1)
-        before = {number: signal.signal(number, _leave_to_the_thread) for number in numbers}
+        before = {number: signal.signal(number, _leave_to_the_thread) for number in HEARD}
         reads, writes = os.pipe()
         os.set_blocking(writes, False)
         earlier = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
@@ -86,13 +87,27 @@ class Preemption:
             self.ask()
         return bool(told.item())
 
+    def agreed_with(self, mine: bool, activity: Activity | None = None) -> tuple[bool, bool]:
+        """`agreed` of the world, and whether `mine` is true on any rank: one message for both."""
+        if dist.get_world_size() == 1:
+            return self.asked, mine
+        told = torch.tensor([int(self.asked), int(mine)])
+        with waiting_for("ranks that may have been told to stop", activity):
+            dist.all_reduce(told, op=dist.ReduceOp.MAX)
+        asked, any_rank = map(bool, told.tolist())
+        if asked:
+            self.ask()
+        return asked, any_rank
+
     def _hear(self, reads: int) -> None:
         """In a thread of its own: the main one may be in a call that waits for a peer, and then runs no handler."""
         with open(reads, "rb", buffering=0) as numbers:
             while number := numbers.read(1):
-                if number[0] not in (signal.SIGTERM, signal.SIGUSR1):
+                if number[0] not in HEARD:
                     continue
-                self._terms += number[0] == signal.SIGTERM
+                self._terms += number[0] != signal.SIGUSR1
+                if number[0] == signal.SIGINT and self._terms == 1 and dist.get_rank() == 0:
+                    print(INTERRUPTED, file=sys.stderr, flush=True)
                 if self._terms > 1:
                     os._exit(128 + number[0])
                 self.ask()

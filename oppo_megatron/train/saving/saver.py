@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,9 +17,10 @@ import torch
 import torch.distributed as dist
 
 from oppo_megatron.checkpoint.store import CheckpointStore, Position
-from oppo_megatron.config.checkpoint import read_hf_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.prompts import PromptSet, PromptStream
+from oppo_megatron.errors import CheckpointError
+from oppo_megatron.overcommit.ahead import Ahead, require_bounded_deferrals, require_resumable
 from oppo_megatron.runtime.activity import Activity
 from oppo_megatron.runtime.mcore.checkpoint import load_models
 from oppo_megatron.runtime.peers import waiting_for
@@ -26,7 +28,7 @@ from oppo_megatron.runtime.process_groups import new_group
 from oppo_megatron.runtime.world import World
 from oppo_megatron.train.run_dir import RunDirectory
 from oppo_megatron.train.saving.caches import load_caches, require_sound_books
-from oppo_megatron.train.saving.files import MODELS, ROLLOUTS, cache_path
+from oppo_megatron.train.saving.files import MODELS, cache_path
 from oppo_megatron.train.saving.finding import Found
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.snapshot import Best, take_snapshot, trained_models
@@ -34,10 +36,17 @@ from oppo_megatron.train.saving.state import (
     adapter_state,
     data_state,
     layout_of,
-    read_rollouts,
+    make_rollouts,
     require_same_adapters,
     require_same_data,
     restore_trainer,
+)
+from oppo_megatron.train.saving.telling import (
+    config_state,
+    read_config_state,
+    source_state,
+    tell_of_changes,
+    tell_of_start,
 )
 from oppo_megatron.train.saving.writing import CheckpointWriting
 
@@ -81,9 +90,12 @@ class Saver:
         self._group = new_group(range(world.size), "checkpoints", backend="gloo")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Pending | None = None
+        self._told = {"config": config_state(config), "sources": source_state(config)}
         self._data: dict[str, Any] | None = None
         self._cost = Cost()
         self._best: Best | None = None
+        self._saved: Position | None = None
+        self._saved_at, self._overdue = time.monotonic(), False
 
     def told_to_stop(self, group: dist.ProcessGroup) -> bool:
         """Before a round, on the ranks of the actor alone: the chunk tells the others."""
@@ -91,7 +103,10 @@ class Saver:
 
     def meet(self, trainer: PPOTrainer, reward: float) -> None:
         """All ranks have met for a step's scores, of mean `reward`: was any told to stop, and is the last checkpoint whole?"""
-        self.stopping, self.reward = self.preemption.agreed(None, self.world.activity), reward
+        every_s = 60.0 * self.config.checkpoint.every_minutes
+        overdue = bool(every_s) and time.monotonic() - self._saved_at >= every_s
+        self.stopping, self._overdue = self.preemption.agreed_with(overdue, self.world.activity)
+        self.reward = reward
         if self._pending is not None:
             written = torch.tensor([int(self._pending.written.done())])
             with waiting_for("ranks that write a checkpoint", self.world.activity):
@@ -102,12 +117,22 @@ class Saver:
     def due(self, step: int) -> bool:
         """After a step."""
         every = self.config.checkpoint.every_steps
-        return self.stopping or bool(every and step % every == 0)
+        return self.stopping or self._overdue or bool(every and step % every == 0)
 
     def take_cost(self) -> Cost:
         """Of checkpoints, since the last call."""
         cost, self._cost = self._cost, Cost()
         return cost
+
+    def save_end(self, trainer: PPOTrainer) -> None:
+        """After the last step, behind the weights: a disk that is full now costs no more than the way on from here."""
+        if not self.config.checkpoint.final or self._saved == Position(trainer.done):
+            return
+        try:
+            self.save(trainer)
+        except CheckpointError as error:
+            if trainer.journal is not None:
+                trainer.journal.progress.note(f"the run has ended, but cannot be given more steps later: {error}")
 
     def save(self, trainer: PPOTrainer) -> None:
         """Write the run's state between two rounds; when this returns the checkpoint is whole, or the run may go on.
@@ -124,6 +149,7 @@ class Saver:
         position = Position(trainer.done, -1 if trainer.phase is None else trainer.scheduler.buffer.clock)
         last = self.stopping or trainer.phase is not None  # the run is to stop with this one
         behind = self.config.checkpoint.asynchronous and not last
+        self._saved_at, self._overdue = time.monotonic(), False
         with waiting_for(f"checkpoint {position.name}", self.world.activity, waits=False):
             writing = self._prepare(trainer, position, behind=behind)
             written = self._thread.submit(_timed, writing) if behind else _done((writing.run(), 0.0))
@@ -146,19 +172,37 @@ class Saver:
         waited_s = time.monotonic() - started
         cost = Cost(pending.waited_s + waited_s, num_bytes, max(0.0, took_s - waited_s))
         self._cost = self._cost.plus(cost)
+        self._saved = pending.position
         trainer.guard.rollbacks.checkpoint = pending.position.name, pending.place
         if trainer.journal is not None:
             trainer.journal.saved(pending.position.name, *cost)
 
-    def require_same_run(self, found: Found) -> None:
-        """Raises CheckpointError where a checkpoint's run has other prompts, another order of them, or other adapters."""
+    def require_same_run(self, found: Found, left_out: Set[int]) -> Ahead:
+        """What is left of a checkpoint's run, as it is configured now; `left_out` are positions in the stream of prompts.
+
+        Raises CheckpointError where it has other prompts, another order of them, other adapters, or had more steps, and where
+        rollouts in flight could not be trained within `overlap.max_deferrals`.
+        """
         require_same_data(found.state["data"], self._data_now())
         require_same_adapters(found.state["adapters"], adapter_state(self.config))
+        ahead = found.ahead(left_out)
+        require_resumable(ahead.done, self.config.steps)
+        if ahead.done != self.config.steps:
+            deferrals = [line["deferrals"] for line in found.held(left_out)]
+            require_bounded_deferrals(deferrals, self.config.rollout.batch_size, self.config.overlap.max_deferrals)
+        return ahead
+
+    def describe(self, found: Found) -> list[str]:
+        """From where the run goes on, and which settings are not what they were."""
+        state, run = found.state, RunDirectory(self.config.run_dir)
+        then = state.get("config") or read_config_state(run.config)
+        told = tell_of_changes(then, self._told["config"], state.get("sources", {}), self._told["sources"])
+        return [tell_of_start(run.path, found.folder.name, state["done"], state["saved_at"]), *told]
 
     def restore(self, trainer: PPOTrainer, found: Found) -> None:
         """Continue from a checkpoint.  Raises CheckpointError for other data, models or a damaged file."""
         state = found.state
-        self.require_same_run(found)
+        self.require_same_run(found, trainer.guard.rollbacks.left_out)
         self._best = None if state["best"] is None else (state["best"][0], Position(*state["best"][1]))
         updates = {name: state["updates"] for name in ("actor", "critic")}
         models = trained_models(trainer)
@@ -170,15 +214,15 @@ class Saver:
             if part is not None:
                 part.role.publish()
         stream = PromptStream(self.prompts, self.config.seed, shuffle=self.config.data.shuffle)
-        vocab_size = read_hf_config(self.config.actor)["vocab_size"]
-        rollouts = read_rollouts(found.folder / ROLLOUTS, state, vocab_size, stream)
         rollbacks = trainer.guard.rollbacks
-        held = [rollout for rollout in rollouts if rollout.seq_id not in rollbacks.left_out]
+        held = make_rollouts(found.held(rollbacks.left_out), stream)
         restore_trainer(trainer, state, held)
         rollbacks.checkpoint = found.folder.name, found.position
-        if len(held) == len(rollouts):
+        if len(held) == len(found.rollouts):
             self._restore_caches(trainer, found)
-        elif trainer.phase is not None:  # the step under way has lost rollouts, and may have too few left
+        buffer = trainer.scheduler.buffer
+        lost = len(held) < len(found.rollouts)
+        if trainer.phase is not None and (lost or len(buffer) < buffer.target):  # as where the batch is larger now
             trainer.rounds.admit(trainer.scheduler.refill())
 
     def _restore_caches(self, trainer: PPOTrainer, found: Found) -> None:
@@ -201,7 +245,7 @@ class Saver:
         return CheckpointWriting(
             self.store,
             self._group,
-            take_snapshot(trainer, position, self._data_now(), self._best, copied=behind),
+            take_snapshot(trainer, position, self._told | {"data": self._data_now()}, self._best, copied=behind),
             keep=checkpoint.keep,
             keep_best=checkpoint.keep_best,
             warn=None if journal is None else journal.progress.note,

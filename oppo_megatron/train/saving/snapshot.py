@@ -38,11 +38,11 @@ class Snapshot:
 
 
 def take_snapshot(
-    trainer: PPOTrainer, position: Position, data: Mapping[str, Any], best: Best | None, *, copied: bool
+    trainer: PPOTrainer, position: Position, run: Mapping[str, Any], best: Best | None, *, copied: bool
 ) -> Snapshot:
     """Collective of the world.  `copied`: into memory of its own, so that the run may go on while it is written.
 
-    `data` is what `data_state` says of the prompts.
+    `run` is what tells the run: its `data` by `data_state`, its `config` and the `sources` of its functions by `telling.py`.
     """
     caches, state, rollouts = trainer.config.checkpoint.caches, None, None
     models = gather_models(trained_models(trainer), copied=copied)
@@ -51,8 +51,8 @@ def take_snapshot(
         tree = trainer_state(trainer) | {
             "saved_at": time.time(),
             "caches": caches,
-            "data": data,
             "best": None if best is None else [best[0], [best[1].step, best[1].clock]],
+            **run,
         }
         state = json.dumps(tree, indent=1)
         rollouts = "".join(rollout_lines(trainer.scheduler.buffer.rollouts))

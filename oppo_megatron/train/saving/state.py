@@ -7,9 +7,8 @@ by their positions in the stream, which (seed, data) fix; the data's fingerprint
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -22,7 +21,7 @@ from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.records import Rollout
 from oppo_megatron.train.logs.journal import StepFacts
-from oppo_megatron.train.saving.state_schema import LATER_FACTS, read_lines
+from oppo_megatron.train.saving.state_schema import LATER_FACTS
 
 if TYPE_CHECKING:
     from oppo_megatron.train.ppo import PPOTrainer
@@ -154,7 +153,6 @@ def rollout_lines(rollouts: Iterable[Rollout]) -> Iterator[str]:
         yield json.dumps(line) + "\n"
 
 
-def read_rollouts(path: Path, state: dict[str, Any], vocab_size: int, prompts: PromptStream) -> list[Rollout]:
-    """The rollouts that `rollout_lines` wrote beside `state`.  Raises CheckpointError where they are not fit for it."""
-    lines = read_lines(path, state, vocab_size)
+def make_rollouts(lines: Iterable[Mapping[str, Any]], prompts: PromptStream) -> list[Rollout]:
+    """The rollouts that `rollout_lines` wrote; `prompts` are the run's."""
     return [Rollout(prompts.at(line["seq_id"]), **{name: line[name] for name in ROLLOUT_FIELDS}) for line in lines]

@@ -168,6 +168,8 @@ class _State(_Strict):
     caches: bool
     data: _Data
     best: tuple[float, tuple[Count, Clock]] | None
+    config: dict[str, Any] | None = None  # later versions write both
+    sources: dict[str, str] = {}
 
 
 class _Line(_Strict):

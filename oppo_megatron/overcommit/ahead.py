@@ -1,0 +1,74 @@
+"""What is left of a run that goes on from a checkpoint: how many prompts it still admits, and whether it may.
+
+A step trains B rollouts, so `steps` steps need (steps - done) * B more, of which the buffer holds some already.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+
+from oppo_megatron.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """`done` steps are trained, prompts before `position` of the stream admitted, of which `held` rollouts are not trained yet.
+
+    `left_out` are positions that are passed over.  A run that begins has none of these.
+    """
+
+    done: int = 0
+    position: int = 0
+    held: int = 0
+    left_out: Set[int] = frozenset()
+
+    @property
+    def given(self) -> int:
+        """Prompts of the stream admitted so far."""
+        return self.position - sum(each < self.position for each in self.left_out)
+
+    def limit(self, steps: int | None, batch_size: int) -> int | None:
+        """Prompts of the stream, those admitted included, that `steps` steps in all need; None where data alone end the run."""
+        if steps is None:
+            return None
+        return self.given + max(0, (steps - self.done) * batch_size - self.held)
+
+    def total_steps(self, steps: int | None, planned: int, batch_size: int) -> int:
+        """Steps of the whole run, of a stream of `planned` prompts; only the last may have fewer than `batch_size` rows."""
+        by_data = self.done + math.ceil((planned - self.given + self.held) / batch_size)
+        return by_data if steps is None else min(steps, by_data)
+
+
+NEW_RUN = Ahead()
+
+
+def require_resumable(done: int, steps: int | None) -> None:
+    """Raises CheckpointError where the checkpoint is of a later step than the run is to have."""
+    if steps is not None and steps < done:
+        raise CheckpointError(
+            f"steps is {steps}, but the checkpoint was saved after step {done}: there is no way back to fewer steps; set "
+            f"steps to {done} to end the run there, or higher to go on"
+        )
+
+
+def require_bounded_deferrals(deferrals: Sequence[int], batch_size: int, max_deferrals: int) -> None:
+    """Raises CheckpointError where rollouts of so many deferrals could not all be trained in time in batches of `batch_size`.
+
+    A batch leaves at most `batch_size` of 2 * `batch_size` rollouts behind, so that all of them fit into the next one; and
+    those that must be in the next batch now have to fit into it, too.
+    """
+    forced = sum(each >= max_deferrals for each in deferrals)
+    needed = max(forced, math.ceil(len(deferrals) / 2))
+    if max(deferrals, default=0) > max_deferrals:
+        raise CheckpointError(
+            f"overlap.max_deferrals is {max_deferrals}, but the checkpoint holds a rollout that was deferred "
+            f"{max(deferrals)} times; resume with overlap.max_deferrals={max(deferrals)} or more"
+        )
+    if needed > batch_size:
+        raise CheckpointError(
+            f"rollout.batch_size is {batch_size}, but the checkpoint holds {len(deferrals)} rollouts, {forced} of which may not "
+            f"be deferred again: not all could be trained within overlap.max_deferrals={max_deferrals}; resume with "
+            f"rollout.batch_size={needed} or more"
+        )

@@ -1,0 +1,165 @@
+"""A run that is continued with other settings, given more steps after its end, or interrupted from a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from oppo_megatron.cli.main import main
+from oppo_megatron.errors import EXIT_REQUEUE
+from tests.e2e.started import num_lines, start, wait_until
+from tests.e2e.test_resume import CARRIED, assert_bit_equal, checkpoints
+from tests.support.layouts import deep
+from tests.support.ppo import Outcome, Workspace, read_outcome, run_ppo_ranks
+
+STEPS = 4
+CHANGES = {
+    "rollout.batch_size": 8,
+    "overlap.delta": {"rule": "fixed", "initial": 2, "max": 4},
+    "logging": {"console": "plain", "rollouts": True},
+    "checkpoint": {"every_steps": 1, "keep": 9},
+}
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    return Workspace.create(tmp_path_factory.mktemp("changed"))
+
+
+@pytest.fixture(scope="module")
+def ended(workspace: Workspace) -> dict[str, Any]:
+    """The configuration of a run of four steps that has come to its end."""
+    config = deep(workspace, "ended", **CARRIED | {"steps": STEPS} | CHANGES)
+    run_ppo_ranks(config)
+    return config
+
+
+@pytest.fixture
+def at_step_3(ended: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    """A copy of that run as it was after its third step."""
+    config = ended | {"run_dir": str(tmp_path / "run")}
+    run = Path(config["run_dir"])
+    shutil.copytree(ended["run_dir"], run)
+    (run / "summary.json").unlink()
+    shutil.rmtree(run / "checkpoints" / "step-000004")
+    return config
+
+
+def typed(config: dict[str, Any], *overrides: str) -> int:
+    """`oppo train CONFIG OVERRIDES --resume`, in this process."""
+    path = Path(config["run_dir"]).with_suffix(".yaml")
+    path.write_text(yaml.safe_dump(config))
+    return main(["train", str(path), *overrides, "--resume"])
+
+
+def batch_sizes(config: dict[str, Any]) -> list[int]:
+    rows = [json.loads(line) for line in (Path(config["run_dir"]) / "rollouts.jsonl").read_text().splitlines()]
+    return [sum(row["step"] == step for row in rows) for step in range(1, max(row["step"] for row in rows) + 1)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sizes"),
+    [
+        (["steps=4", "rollout.batch_size=16"], [8, 8, 8, 16]),
+        (["rollout.batch_size=4"], [8, 8, 8, 4]),
+        (["steps=6"], [8] * 6),
+        (["steps=3"], [8] * 3),
+    ],
+    ids=lambda each: " ".join(map(str, each)),
+)
+def test_steps_are_steps(
+    at_step_3: dict[str, Any], overrides: list[str], sizes: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert typed(at_step_3, *overrides) == 0
+    told = capsys.readouterr().out
+    assert "continued from checkpoint step-000003" in told and "after 3 steps" in told
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if (key, value) != ("steps", "4"):
+            assert f"changed: {key}: {4 if key == 'steps' else 8} -> {value}" in told
+    assert batch_sizes(at_step_3) == sizes
+    summary = json.loads((Path(at_step_3["run_dir"]) / "summary.json").read_text())
+    assert summary["steps"] == len(sizes)
+    assert max(row["deferrals"] for row in read_outcome(Path(at_step_3["run_dir"])).rollouts) <= 4
+
+
+def test_fewer_steps_than_are_done_are_refused_and_nothing_is_lost(
+    at_step_3: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(at_step_3["run_dir"])
+    before = (run / "metrics.jsonl").read_bytes()
+    assert typed(at_step_3, "steps=2") == 2
+    assert "steps is 2, but the checkpoint was saved after step 3" in capsys.readouterr().err
+    assert (run / "metrics.jsonl").read_bytes() == before and not (run / "summary.json").exists()
+
+
+def test_a_finished_run_is_given_more_steps(
+    ended: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its weights lie aside untouched; the same settings, or no more steps, leave it alone."""
+    config = ended | {"run_dir": str(tmp_path / "run")}
+    run = Path(config["run_dir"])
+    shutil.copytree(ended["run_dir"], run)
+    weights = (run / "weights" / "actor" / "model.safetensors").read_bytes()
+    assert typed(config, "actor.optimizer.lr=0.001") == 2
+    assert "has ended after 4: there is nothing to train; set steps to more than 4" in capsys.readouterr().err
+    assert typed(config, "steps=6", "actor.optimizer.lr=0.001", "ppo.kl.coefficient=0.5") == 0
+    told = capsys.readouterr().out
+    for change in ("steps: 4 -> 6", "actor.optimizer.lr: 0.002 -> 0.001", "ppo.kl.coefficient: 0.05 -> 0.5"):
+        assert f"changed: {change}" in told
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert [line["lr"] for line in lines] == [0.002] * 4 + [0.001] * 2
+    assert [line["kl_coefficient"] for line in lines] == [0.05] * 4 + [0.5] * 2
+    aside = run / "ended-step-000004"
+    assert (aside / "weights" / "actor" / "model.safetensors").read_bytes() == weights
+    assert json.loads((aside / "summary.json").read_text())["steps"] == 4
+    assert (run / "weights" / "actor" / "model.safetensors").read_bytes() != weights
+
+
+def test_the_end_is_a_checkpoint_unless_it_is_not_wanted(workspace: Workspace) -> None:
+    config = deep(workspace, "final", **{"steps": 2})
+    run_ppo_ranks(config)
+    assert checkpoints(config) == ["step-000002"]
+    config = deep(workspace, "no-final", **{"steps": 1, "checkpoint.final": False})
+    run_ppo_ranks(config)
+    assert not (Path(config["run_dir"]) / "checkpoints").exists()
+    assert typed(config, "steps=2") == 2
+
+
+def test_checkpoints_come_by_the_clock_too(workspace: Workspace) -> None:
+    config = deep(workspace, "clock", **{"steps": 3, "checkpoint": {"every_minutes": 1e-9, "keep": 9}})
+    run_ppo_ranks(config)
+    assert checkpoints(config) == ["step-000001", "step-000002", "step-000003"]
+
+
+def test_a_folder_without_a_run_is_told_of(workspace: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    config = deep(workspace, "anew", **{"steps": 1, "logging.console": "plain"})
+    assert typed(config) == 0
+    assert "has no checkpoint to continue from: a new run begins" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_and_says_how_to_go_on(workspace: Workspace) -> None:
+    """As a terminal does it: all processes of the group get the signal."""
+    changes = CARRIED | {"steps": 12, "placement": {"mode": "disaggregated"}, "runtime.threads_per_rank": 1}
+    config = deep(workspace, "interrupted", **changes)
+    run = start(config, new_session=True)
+    wait_until(run, lambda: num_lines(config) >= 1)
+    os.killpg(run.pid, signal.SIGINT)
+    _, told = run.communicate(timeout=60)
+    assert run.returncode == EXIT_REQUEUE, told
+    lines = told.splitlines()
+    assert lines[0].startswith("interrupted: ending after the chunk under way") and len(lines) == 2, told
+    assert lines[1].startswith("oppo train: saved; continue with: oppo train ") and lines[1].endswith("--resume")
+    assert "Traceback" not in told
+    config["checkpoint"] = {"resume": True}
+    plain: Outcome = run_ppo_ranks(deep(workspace, "uninterrupted", **changes))
+    assert_bit_equal(run_ppo_ranks(config), plain)

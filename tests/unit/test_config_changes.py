@@ -1,0 +1,61 @@
+"""A continued run tells each setting that has changed, and where the checkpoint's value stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oppo_megatron.config.changes import changed_settings
+from oppo_megatron.config.load import config_yaml
+from tests.support.configs import least_config
+
+
+def tree(**sections: Any) -> dict[str, Any]:
+    return dict(yaml.safe_load(config_yaml(least_config(Path("runs/x"), **sections))))
+
+
+def test_settings_that_changed_are_told() -> None:
+    now = tree(steps=9, actor={"checkpoint": "a", "optimizer": {"lr": 2e-6}}, ppo={"kl": {"coefficient": 0.2}})
+    told = changed_settings(tree(), now)
+    assert "steps: null -> 9" in told and "ppo.kl.coefficient: 0.05 -> 0.2" in told
+    assert any(line.startswith("actor.optimizer.lr: ") and line.endswith("-> 2e-06") for line in told)
+    assert len(told) == 3
+
+
+def test_what_goes_on_from_the_checkpoint_is_said() -> None:
+    now = tree(actor={"checkpoint": "other"}, overlap={"delta": {"initial": 3}, "chunk": {"tokens": 48}})
+    told = "\n".join(changed_settings(tree(), now))
+    assert "actor.checkpoint: a -> other (the actor's weights are those of the checkpoint)" in told
+    assert "overlap.delta.initial: 4 -> 3 (delta goes on from the checkpoint)" in told
+    assert "(the chunk size goes on from the checkpoint)" in told
+    fixed = tree(overlap={"delta": {"rule": "fixed", "initial": 3}})
+    assert not any("goes on" in line for line in changed_settings(tree(overlap={"delta": {"rule": "fixed"}}), fixed))
+
+
+def test_parts_of_a_list_and_sections_that_come_or_go_are_told_one_by_one() -> None:
+    parts = [{"kind": "verifier", "name": "gsm8k", "weight": 0.5}, {"kind": "verifier", "name": "arithmetic"}]
+    told = changed_settings(tree(), tree(rewards=parts))
+    assert "rewards.0.weight: 1.0 -> 0.5" in told and "rewards.1.name: absent -> arithmetic" in told
+
+
+def test_where_it_is_continued_is_no_change() -> None:
+    now = tree() | {"run_dir": "elsewhere"}
+    now["checkpoint"] = now["checkpoint"] | {"resume": True}
+    assert changed_settings(tree(), now) == []
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.text(max_size=3),
+    lambda inner: st.dictionaries(st.sampled_from("abc"), inner, max_size=3) | st.lists(inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.sampled_from("abc"), PLAIN), st.dictionaries(st.sampled_from("abc"), PLAIN))
+def test_nothing_is_told_of_what_is_equal_and_something_of_all_else(then: dict[str, Any], now: dict[str, Any]) -> None:
+    assert changed_settings(then, then) == []
+    assert bool(changed_settings(then, now)) == (then != now)

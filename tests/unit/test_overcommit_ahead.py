@@ -1,0 +1,173 @@
+"""A run that goes on with other `steps`, another batch size, delta or cap of deferrals: its steps are the ones asked for, every
+batch has its size and no rollout waits longer than it may, or it is refused with a remedy that holds."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oppo_megatron.data.prompts import PromptSet, PromptStream
+from oppo_megatron.errors import CheckpointError
+from oppo_megatron.overcommit.ahead import NEW_RUN, Ahead, require_bounded_deferrals, require_resumable
+from oppo_megatron.overcommit.buffer import RolloutBuffer
+from oppo_megatron.overcommit.scheduler import OvercommitScheduler
+from oppo_megatron.records import Decision, Rollout, StepSignals
+from tests.unit.test_data_prompts import plain_set
+from tests.unit.test_overcommit_simulation import Log, decode_round
+
+NO_SIGNALS = StepSignals(0.0, 0.0, 1.0, 0.0)
+
+
+@dataclass
+class Settings:
+    """Of a run, as it is started or resumed."""
+
+    steps: int
+    batch_size: int
+    deltas: list[int]
+    max_deferrals: int
+    backfill_every: int | None
+
+
+class Deltas:
+    """Delta of step t is deltas[t % len(deltas)], also where a run goes on."""
+
+    def __init__(self, deltas: list[int]):
+        self.deltas, self.num_steps = deltas, 0
+
+    @property
+    def value(self) -> int:
+        return self.deltas[self.num_steps % len(self.deltas)]
+
+    def observe(self, step: int, signals: StepSignals) -> Decision:
+        self.num_steps += 1
+        return Decision(self.value, f"script, step {step}", True)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_steps": self.num_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_steps = state["num_steps"]
+
+
+class Run:
+    """The product's stream, buffer and scheduler, around a decode engine of which only lengths matter."""
+
+    def __init__(self, prompts: PromptSet, plan: Settings, lengths: list[int], ahead: Ahead = NEW_RUN):
+        limit = ahead.limit(plan.steps, plan.batch_size)
+        stream = PromptStream(prompts, 1, limit=limit, start=ahead.position, left_out=ahead.left_out)
+        self.buffer = RolloutBuffer(
+            plan.batch_size, plan.deltas[0], plan.max_deferrals, backfill=plan.backfill_every is not None
+        )
+        self.scheduler = OvercommitScheduler(stream, self.buffer, Deltas(plan.deltas), plan.backfill_every)
+        self.plan, self.lengths, self.done, self.batches, self.rounds = plan, lengths, ahead.done, [], 0
+
+    def step(self, *, rounds: int | None = None) -> bool:
+        """A step of rounds of three decode steps; False where it is left after so many `rounds`."""
+        self.scheduler.begin_step()
+        return self.finish(rounds)
+
+    def finish(self, rounds: int | None = None) -> bool:
+        """What is left of the step under way."""
+        while not self.buffer.readiness().ready:
+            if rounds == 0:
+                return False
+            self.scheduler.backfill()
+            decode_round(self.buffer, self.lengths, 0, self.rounds, self.scheduler.chunk(3), Log())
+            self.rounds, rounds = self.rounds + 1, None if rounds is None else rounds - 1
+        self.batches.append(self.scheduler.take_batch())
+        self.done += 1
+        self.scheduler.end_step(self.done, NO_SIGNALS)
+        return True
+
+    def resumed(self, prompts: PromptSet, plan: Settings) -> Run:
+        """As `Saver.restore` does."""
+        held = self.buffer.rollouts
+        ahead = Ahead(self.done, self.scheduler.position, len(held))
+        require_resumable(self.done, plan.steps)
+        if self.done != plan.steps:
+            require_bounded_deferrals([each.deferrals for each in held], plan.batch_size, plan.max_deferrals)
+        run = Run(prompts, plan, self.lengths, ahead)
+        run.scheduler.load_state_dict(self.scheduler.state_dict(), held)
+        return run
+
+
+@st.composite
+def plans(draw: st.DrawFn, most: int) -> Settings:
+    batch_size = draw(st.integers(1, 6))
+    deltas = draw(st.lists(st.integers(0, batch_size), min_size=1, max_size=4))
+    every = draw(st.none() | st.integers(1, 5))
+    return Settings(draw(st.integers(1, most)), batch_size, deltas, draw(st.integers(1, 3)), every)
+
+
+@given(first=plans(4), then=plans(7), after=st.integers(0, 4), rounds=st.none() | st.integers(0, 4), data=st.data())
+@settings(max_examples=300)
+def test_a_resumed_run_makes_the_steps_that_are_asked_for(
+    first: Settings, then: Settings, after: int, rounds: int | None, data: st.DataObject
+) -> None:
+    prompts = plain_set(150)
+    lengths = data.draw(st.lists(st.integers(1, 12), min_size=150, max_size=150))
+    run = Run(prompts, first, lengths)
+    while run.done < min(after, first.steps):
+        assert run.step()
+    under_way = run.done < first.steps and rounds is not None and not run.step(rounds=rounds)
+    done, held = run.done, [each.deferrals for each in run.buffer.rollouts]
+    try:
+        resumed = run.resumed(prompts, then)
+    except CheckpointError as refused:
+        assert_remedy_holds(str(refused), done, held, then)
+        return
+    if under_way and len(resumed.buffer) < resumed.buffer.target:
+        resumed.scheduler.refill()
+    if under_way and resumed.done < then.steps:
+        assert resumed.finish()
+    while resumed.done < then.steps:
+        assert not resumed.scheduler.done, "the prompts ended before the steps"
+        assert resumed.step()
+    assert all(len(batch) == then.batch_size for batch in resumed.batches)
+    assert len(resumed.batches) == then.steps - done
+    assert all(each.deferrals <= then.max_deferrals for batch in resumed.batches for each in batch)
+    assert_each_prompt_once([*run.batches, *resumed.batches], resumed.buffer.rollouts)
+    if (then.steps - done) * then.batch_size >= len(held):
+        assert resumed.scheduler.done, "a prompt was admitted that is not trained"
+
+
+def assert_remedy_holds(message: str, done: int, held: list[int], then: Settings) -> None:
+    """What the refusal names is accepted."""
+    number = int(re.findall(r"(?:set steps to |=)(\d+)(?: or more| to end)", message)[0])
+    if message.startswith("steps"):
+        require_resumable(done, number)
+    elif message.startswith("overlap.max_deferrals"):
+        try:
+            require_bounded_deferrals(held, then.batch_size, number)
+        except CheckpointError as error:
+            assert "rollout.batch_size" in str(error)
+    else:
+        require_bounded_deferrals(held, number, then.max_deferrals)
+
+
+def assert_each_prompt_once(batches: list[list[Rollout]], left: list[Rollout]) -> None:
+    taken = [each.seq_id for batch in batches for each in batch] + [each.seq_id for each in left]
+    assert sorted(taken) == list(range(len(taken)))
+
+
+def test_what_is_left_of_an_unchanged_run_is_what_was_to_come() -> None:
+    """Positions that rollbacks left out count for nothing, before and behind the checkpoint."""
+    ahead = Ahead(done=2, position=15, held=4, left_out=frozenset({3, 20}))
+    assert ahead.given == 14 and ahead.limit(5, 5) == 14 + 3 * 5 - 4
+    assert NEW_RUN.limit(5, 5) == 25 and NEW_RUN.limit(None, 5) is None
+    assert NEW_RUN.total_steps(None, 23, 5) == 5 and ahead.total_steps(None, 14 + 11, 5) == 5
+
+
+@pytest.mark.parametrize(("steps", "refused"), [(None, False), (3, False), (4, False), (2, True)])
+def test_fewer_steps_than_are_done_are_refused(steps: int | None, refused: bool) -> None:
+    if not refused:
+        require_resumable(3, steps)
+        return
+    with pytest.raises(CheckpointError, match=r"steps is 2, but the checkpoint was saved after step 3.*set steps to 3"):
+        require_resumable(3, steps)
