@@ -60,13 +60,13 @@ def service_lines(kind: str, path: Path, overrides: Sequence[str], *, skip_data:
 def data_lines(settings: TrainSettings | SupervisedConfig) -> list[str]:
     """Read all rows as the run would.  Raises DataError or RewardError; returns what became of them."""
     from oppo_megatron.config.run import TrainSettings
-    from oppo_megatron.train.inputs import describe_inputs, read_inputs
+    from oppo_megatron.train.inputs import describe_first, describe_inputs, read_inputs
 
     if not isinstance(settings, TrainSettings):
         return _supervised_lines(settings)
     inputs = read_inputs(settings)
     inputs.rewards.close()
-    return describe_inputs(inputs)
+    return [*describe_inputs(inputs), *describe_first(inputs.quarantine)]
 
 
 def _supervised_lines(settings: SupervisedConfig) -> list[str]:
@@ -74,7 +74,7 @@ def _supervised_lines(settings: SupervisedConfig) -> list[str]:
     from oppo_megatron.data.rows import Quarantine
     from oppo_megatron.data.supervised import load_completions, load_pairs, num_duplicates
     from oppo_megatron.data.tokenizer import load_tokenizer
-    from oppo_megatron.train.inputs import describe_quarantine
+    from oppo_megatron.train.inputs import describe_first, describe_quarantine
 
     quarantine, load = Quarantine(), load_completions if isinstance(settings, SFTConfig) else load_pairs
     rows = load(
@@ -85,7 +85,7 @@ def _supervised_lines(settings: SupervisedConfig) -> list[str]:
         quarantine=quarantine,
     )
     found = f"data: {len(rows)} rows, {num_duplicates(rows)} of them duplicates; {len(quarantine)} rows set aside"
-    return [found, *describe_quarantine(quarantine)]
+    return [found, *describe_quarantine(quarantine), *describe_first(quarantine)]
 
 
 def guess_kind(path: Path) -> str:

@@ -14,7 +14,7 @@ from oppo_megatron.config.kernels import find_available, layer_problem
 from oppo_megatron.config.lora import LoraConfig
 from oppo_megatron.config.model import ModelConfig, OptimizerConfig, RoleConfig, RuntimeConfig
 from oppo_megatron.config.overlap import OverlapConfig
-from oppo_megatron.config.paths import check_exists
+from oppo_megatron.config.paths import check_exists, check_files
 from oppo_megatron.config.ppo import ForcedLengthsConfig, RolloutConfig
 from oppo_megatron.config.reward_checks import check_part, check_waits
 from oppo_megatron.config.run import SupervisedConfig, TrainConfig
@@ -244,7 +244,7 @@ def check_data(name: str, data: DataConfig, templates: Sequence[str]) -> list[st
     paths = data.path if isinstance(data.path, list) else [data.path]
     problems = [f"{name}.path is an empty list; name at least one file"] if not paths else []
     for path in paths:
-        problems += check_exists(f"{name}.path", path)
+        problems += check_files(f"{name}.path", path)
     for part in templates:
         template = data.prompt_template if part == "prompt" else data.completion_template
         if "{" + part + "}" not in template:

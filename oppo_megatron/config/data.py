@@ -30,10 +30,22 @@ class ColumnsConfig(Section):
 
 
 class DataConfig(Section):
-    """A JSONL file, a list of them, or a Hugging Face data set directory."""
+    """Files of rows (JSONL, JSON, CSV, Parquet, also compressed), and how they are read (docs/data.md)."""
 
-    path: Path | list[Path] = Field(..., description="JSONL file, list of them, or Hugging Face data set directory")
+    path: Path | list[Path] = Field(
+        ...,
+        description="JSONL, JSON, CSV, TSV or Parquet, also compressed; a pattern, a list or a folder of such files; or a "
+        "folder of `save_to_disk`",
+    )
+    format: Literal["auto", "columns", "alpaca", "sharegpt", "messages", "hh"] = Field(
+        "auto",
+        description="how prompt and answers stand in a row: told from the columns, a column each, Alpaca's instruction and "
+        "input, ShareGPT's conversations, lists of role and content, Human/Assistant dialogues in chosen and rejected",
+    )
     columns: ColumnsConfig = ColumnsConfig()
+    turns: Literal["last", "all"] = Field(
+        "last", description="of a dialogue, the assistant's turns to learn: the last, or each, as a row of its own (`oppo sft`)"
+    )
     prompt_template: str = Field("{prompt}", description="text around each prompt; `{prompt}` stands for it")
     completion_template: str = Field(
         "{completion}", description="text around each completion, chosen or rejected answer"

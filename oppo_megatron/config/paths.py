@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import glob
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,23 @@ def missing_path(what: str, path: Path) -> str:
 def check_exists(what: str, path: Path) -> list[str]:
     """A problem where `path` is missing, else nothing."""
     return [] if path.exists() else [missing_path(what, path)]
+
+
+def check_files(what: str, path: Path) -> list[str]:
+    """A problem where `path` is missing and, where it is a pattern, matches no file."""
+    if path.exists():
+        return []
+    if glob.has_magic(str(path)):
+        if any(Path(found).is_file() for found in glob.iglob(str(path), recursive=True)):
+            return []
+        return [f"{what} `{path}` is a pattern that no file matches (looked from {Path.cwd()}); correct it"]
+    problem = missing_path(what, path)
+    if len(path.parts) == 2 and not path.is_absolute() and not path.suffix and not path.parent.exists():
+        problem += (
+            "; if it names a data set of the Hugging Face hub, fetch it first: "
+            f"`datasets.load_dataset('{path}').save_to_disk('{path.name}')`"
+        )
+    return [problem]
 
 
 def named_paths(value: Any, key: str = "") -> Iterator[tuple[str, Path]]:

@@ -1,14 +1,14 @@
 """Which column of a row plays which part, and the forms its value may take.
 
-Known names, in the order in which they are tried (GSM8K's, TRL's, OpenAI's):
+Known names, in the order in which they are tried (GSM8K's, TRL's, OpenAI's, Alpaca's, ShareGPT's):
 
-    prompt      prompt, question, instruction, query, messages
+    prompt      prompt, question, instruction, query, messages, conversations, conversation
     completion  completion, response, answer, output
     chosen      chosen
     rejected    rejected
 
-A value is text or a list of messages, `{"role": ..., "content": ...}`.  Where there is no prompt column but chosen and
-rejected are whole dialogues, the prompt is what they begin with in common.
+A value is text or a list of messages, `{"role": ..., "content": ...}` or `{"from": ..., "value": ...}`.  Where there is no
+prompt column but chosen and rejected are whole dialogues, the prompt is what they begin with in common.
 """
 
 from __future__ import annotations
@@ -27,12 +27,16 @@ Message = dict[str, Any]
 Value = str | list[Message]
 
 KNOWN_NAMES: dict[str, tuple[str, ...]] = {
-    "prompt": ("prompt", "question", "instruction", "query", "messages"),
+    "prompt": ("prompt", "question", "instruction", "query", "messages", "conversations", "conversation"),
     "completion": ("completion", "response", "answer", "output"),
     "chosen": ("chosen",),
     "rejected": ("rejected",),
 }
-ASSISTANT_MARK = "\n\nAssistant:"
+ASSISTANT_MARK, HUMAN_MARK = "\n\nAssistant:", "\n\nHuman:"
+ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
+         "model": "assistant", "bot": "assistant", "function_response": "tool", "observation": "tool"}  # fmt: skip
+"""Words for those who speak in ShareGPT's files, and the chat templates' own for them."""
+KNOWN_ROLES = ("user", "assistant", "system", "tool")
 
 
 def find_column(part: str, columns: ColumnsConfig, rows: Sequence[Row]) -> str | None:
@@ -59,8 +63,23 @@ def require_column(part: str, columns: ColumnsConfig, rows: Sequence[Row]) -> st
         names = KNOWN_NAMES[part]
         counts = Counter(name for row in rows for name in row.values)
         there_are = _there_are(counts, names, part)
+        wrapped = _wrapped(rows)
+        if wrapped is not None:
+            there_are = (
+                f"its only object has the rows in {wrapped!r}: write that list as the file, "
+                f"`jq .{wrapped} {rows[0].file} > rows.json`."
+            )
         raise DataError(f"{rows[0].file} has no column for the {part} (looked for {', '.join(names)}); {there_are}")
     return found
+
+
+def _wrapped(rows: Sequence[Row]) -> str | None:
+    """The column that holds all rows, where the file is one object around them."""
+    lists = [name for name, value in rows[0].values.items() if isinstance(value, list) and len(value) > 1]
+    return next(
+        (name for name in lists if len(rows) == 1 and all(isinstance(item, dict) for item in rows[0].values[name])),
+        None,
+    )
 
 
 def _there_are(counts: Counter[str], wanted: Sequence[str], part: str) -> str:
@@ -77,8 +96,14 @@ def read_value(row: Row, column: str) -> Value:
     value = row.values[column]
     if isinstance(value, str):
         return _checked_text(value, f"column {column!r}")
+    if isinstance(value, dict) and ("role" in value or "from" in value):
+        value = [value]
     if isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
-        return [_checked_message(item, f"message {i} of column {column!r}") for i, item in enumerate(value, start=1)]
+        spoken = [item for i, item in enumerate(value) if i or not _is_silent_system(item)]
+        return [
+            _checked_message(item, f"message {i} of column {column!r}")
+            for i, item in enumerate(spoken, start=1 + len(value) - len(spoken))
+        ]
     if value == [] or value is None:
         raise DataError(f"column {column!r} is empty ({value!r})")
     raise DataError(f"column {column!r} is neither text nor a list of messages, but {type(value).__name__}")
@@ -97,16 +122,35 @@ def _checked_text(text: str, what: str) -> str:
 
 
 def _checked_message(message: Message, what: str) -> Message:
-    role, content = message.get("role"), message.get("content")
+    role, content = role_of(message), _content_of(message)
     if not isinstance(role, str) or not role:
-        raise DataError(f"{what} has no role")
+        raise DataError(f"{what} has no role (it has: {', '.join(message) or 'nothing'}); give it role and content")
+    if "role" not in message and role not in KNOWN_ROLES:
+        raise DataError(f"{what} is from {role!r:.60}; known are human, gpt and system, {', '.join(KNOWN_ROLES)}")
     if isinstance(content, list):
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
             raise DataError(f"{what} has content that is not text")
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise DataError(f"{what} has no text content")
-    return {**message, "content": _checked_text(content, what)}
+    others = {name: value for name, value in message.items() if name not in ("from", "value", "weight")}
+    return {**others, "role": role, "content": _checked_text(content, what)}
+
+
+def role_of(message: Message) -> Any:
+    """Who speaks, in the words of chat templates, of either style of keys."""
+    role = message.get("role") or message.get("from")
+    return ROLES.get(role, role) if isinstance(role, str) else role
+
+
+def _content_of(message: Message) -> Any:
+    return message.get("value") if message.get("content") is None else message["content"]
+
+
+def _is_silent_system(message: Message) -> bool:
+    """ShareGPT's files write an empty system message where there is none."""
+    role, content = role_of(message), _content_of(message)
+    return role == "system" and isinstance(content, str) and not content.strip()
 
 
 def split_last_turn(messages: list[Message]) -> tuple[list[Message], list[Message]]:
@@ -118,6 +162,26 @@ def split_last_turn(messages: list[Message]) -> tuple[list[Message], list[Messag
     if len(messages) == 1:
         raise DataError("the messages hold an assistant's turn and nothing before it")
     return messages[:-1], messages[-1:]
+
+
+def split_turns(messages: list[Message]) -> list[tuple[list[Message], list[Message]]]:
+    """(what comes before, the turn) of each assistant's turn that has something before it."""
+    turns = [i for i, message in enumerate(messages) if i and message["role"] == "assistant"]
+    return [(messages[:i], messages[i : i + 1]) for i in turns]
+
+
+def split_dialogue(text: str, what: str) -> list[tuple[str, str]]:
+    """The same of a text in which "\\n\\nHuman:" and "\\n\\nAssistant:" take turns.  Raises DataError where none is left."""
+    found, end = [], 0
+    while (place := text.find(ASSISTANT_MARK, end)) >= 0:
+        end = place + len(ASSISTANT_MARK)
+        next_turn = text.find(HUMAN_MARK, end)
+        answer = text[end : next_turn if next_turn >= 0 else len(text)]
+        found.append((text[:end], _checked_text(answer, f"{what}: an assistant's turn")))
+        end = len(text) if next_turn < 0 else next_turn
+    if not found:
+        raise DataError(f"{what} is no dialogue with a turn after {ASSISTANT_MARK!r}, and there is no prompt column")
+    return found
 
 
 def split_pair(chosen: Value, rejected: Value) -> tuple[Value, Value, Value]:

@@ -8,19 +8,24 @@ from typing import Any
 
 from oppo_megatron.config.data import DataConfig
 from oppo_megatron.data.columns import (
+    ASSISTANT_MARK,
+    HUMAN_MARK,
     Value,
     align,
-    find_column,
     read_value,
-    require_column,
+    split_dialogue,
     split_last_turn,
     split_pair,
+    split_turns,
 )
+from oppo_megatron.data.formats import Layout, Wanted, recognise
 from oppo_megatron.data.rows import Row, RowProblems, read_rows
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.errors import DataError
 
-Extract = Callable[[Row], tuple[Value, Sequence[Value]]]
+Answered = tuple[Value, Sequence[Value]]
+"""A prompt and its answers."""
+Extract = Callable[[Row], Sequence[Answered]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,85 +41,130 @@ class Example:
 def read_prompts(config: DataConfig, tokenizer: Tokenizer, problems: RowProblems) -> list[Example]:
     """Prompts without answers.  A trailing assistant turn of a message list is not part of the prompt."""
     rows = read_rows(config, problems, ["prompt"])
-    column = find_column("prompt", config.columns, rows)
-    has_pair = all(find_column(part, config.columns, rows) for part in ("chosen", "rejected"))
-    if column is None and has_pair:
-        extract = _pair_extractor(config, rows)
-        return _render(rows, lambda row: (extract(row)[0], ()), None, config, tokenizer, problems)
-    name = require_column("prompt", config.columns, rows)
+    layout = recognise(config, rows, "prompt")
 
-    def prompt_only(row: Row) -> tuple[Value, Sequence[Value]]:
-        value = read_value(row, name)
-        return (value if isinstance(value, str) else split_last_turn(value)[0]), ()
+    def prompt_only(row: Row) -> Sequence[Answered]:
+        if layout.prompt is None:
+            return [(_pair(row, layout)[0], ())]
+        value = _prompt(row, layout)
+        return [(value if isinstance(value, str) else split_last_turn(value)[0], ())]
 
-    return _render(rows, prompt_only, name, config, tokenizer, problems)
+    return _render(rows, prompt_only, layout, "prompt", config, tokenizer, problems)
 
 
 def read_completions(config: DataConfig, tokenizer: Tokenizer, problems: RowProblems) -> list[Example]:
-    """Prompts with one completion: its column, or the last assistant turn of a message list."""
+    """Prompts with one completion: its column, or assistant turns of a dialogue, as `config.turns` says."""
     rows = read_rows(config, problems, ["prompt", "completion"])
-    prompt = require_column("prompt", config.columns, rows)
-    completion = find_column("completion", config.columns, rows)
-    if completion is None and not any(isinstance(row.values.get(prompt), list) for row in rows):
-        require_column("completion", config.columns, rows)
+    layout = recognise(config, rows, "completion")
 
-    def with_completion(row: Row) -> tuple[Value, Sequence[Value]]:
-        value = read_value(row, prompt)
-        if completion is not None:
-            return value, (read_value(row, completion),)
-        before, turn = (value, None) if isinstance(value, str) else split_last_turn(value)
-        if not turn:
-            raise DataError(f"no completion: column {prompt!r} does not end with an assistant's turn")
-        return before, (turn,)
+    def with_completion(row: Row) -> Sequence[Answered]:
+        if layout.prompt is None or layout.completion is None:
+            return _turns(row, layout, config.turns)
+        prompt, (answer,) = _without_prompt(_prompt(row, layout), [read_value(row, layout.completion)])
+        return [(prompt, (answer,))]
 
-    return _render(rows, with_completion, prompt, config, tokenizer, problems)
+    return _render(rows, with_completion, layout, "completion", config, tokenizer, problems)
 
 
 def read_pairs(config: DataConfig, tokenizer: Tokenizer, problems: RowProblems) -> list[Example]:
     """Prompts with a chosen and a rejected answer."""
     rows = read_rows(config, problems, ["prompt", "completion"])
-    column = find_column("prompt", config.columns, rows)
-    return _render(rows, _pair_extractor(config, rows), column, config, tokenizer, problems)
+    layout = recognise(config, rows, "pair")
+    examples = _render(rows, lambda row: [_pair(row, layout)], layout, "pair", config, tokenizer, problems)
+    same = sum(example.answers[0] == example.answers[1] for example in examples)
+    longer = sum(any(HUMAN_MARK in answer for answer in example.answers) for example in examples)
+    if same:
+        problems.quarantine.note(
+            f"{same} of {len(examples)} pairs have the same text as chosen and rejected: they teach nothing"
+        )
+    if longer and layout.format == "hh":
+        problems.quarantine.note(
+            f"{longer} of {len(examples)} pairs part before their last turn: their answers hold all turns from there on"
+        )
+    return examples
 
 
-def _pair_extractor(config: DataConfig, rows: Sequence[Row]) -> Extract:
-    prompt = find_column("prompt", config.columns, rows)
-    chosen = require_column("chosen", config.columns, rows)
-    rejected = require_column("rejected", config.columns, rows)
+def _prompt(row: Row, layout: Layout) -> Value:
+    """What is asked: text with what is added to it, or messages with the system's in front."""
+    assert layout.prompt is not None, "asked for where there is a column"
+    value = read_value(row, layout.prompt)
+    added = row.values.get(layout.added or "")
+    if isinstance(value, str):
+        if added is not None and not isinstance(added, str):
+            raise DataError(f"column {layout.added!r} is no text, but {type(added).__name__}")
+        return f"{value}\n\n{added}" if added and added.strip() else value
+    system = row.values.get(layout.system or "")
+    if isinstance(system, str) and system.strip() and value[0]["role"] != "system":
+        return [{"role": "system", "content": system}, *value]
+    return value
 
-    def pair(row: Row) -> tuple[Value, Sequence[Value]]:
-        answers = read_value(row, chosen), read_value(row, rejected)
-        if prompt is not None:
-            return read_value(row, prompt), answers
-        common, *rests = split_pair(*answers)
-        return common, rests
 
-    return pair
+def _turns(row: Row, layout: Layout, turns: str) -> Sequence[Answered]:
+    """Assistant's turns of a dialogue: the last, or all of them."""
+    column = layout.prompt or layout.chosen
+    assert column is not None, "rows without a prompt have dialogues"
+    value = _prompt(row, layout) if layout.prompt else read_value(row, column)
+    if isinstance(value, str) and layout.format != "hh":
+        raise DataError(f"no completion: column {column!r} does not end with an assistant's turn")
+    if isinstance(value, str):
+        found: list[Answered] = [(before, (turn,)) for before, turn in split_dialogue(value, f"column {column!r}")]
+        if turns == "last" and value.rfind(HUMAN_MARK) > value.rfind(ASSISTANT_MARK):
+            raise DataError(f"no completion: column {column!r} does not end with an assistant's turn")
+        return found if turns == "all" else found[-1:]
+    if turns == "all" and (every := split_turns(value)):
+        return [(before, (turn,)) for before, turn in every]
+    before, turn = split_last_turn(value)
+    if not turn:
+        raise DataError(f"no completion: column {column!r} does not end with an assistant's turn")
+    return [(before, (turn,))]
+
+
+def _pair(row: Row, layout: Layout) -> Answered:
+    assert layout.chosen and layout.rejected, "without a prompt there are both"
+    answers = [read_value(row, layout.chosen), read_value(row, layout.rejected)]
+    if layout.prompt is not None:
+        return _without_prompt(_prompt(row, layout), answers)
+    common, *rests = split_pair(*answers)
+    return common, rests
+
+
+def _without_prompt(prompt: Value, answers: list[Value]) -> Answered:
+    """Where text answers are whole dialogues that repeat the prompt's, what comes after it."""
+    if not isinstance(prompt, str) or ASSISTANT_MARK not in prompt:
+        return prompt, answers
+    if not all(
+        isinstance(answer, str) and len(answer) > len(prompt) and answer.startswith(prompt) for answer in answers
+    ):
+        return prompt, answers
+    return prompt, [answer[len(prompt) :] for answer in answers]
 
 
 def _render(
     rows: Sequence[Row],
     extract: Extract,
-    prompt_column: str | None,
+    layout: Layout,
+    wanted: Wanted,
     config: DataConfig,
     tokenizer: Tokenizer,
     problems: RowProblems,
 ) -> list[Example]:
     examples: list[Example] = []
+    problems.quarantine.note(f"{rows[0].file}: {layout.describe(wanted, config.turns)}")
     for row in rows:
         try:
-            prompt, answers = _texts(*align(*extract(row)), tokenizer)
+            texts = [_texts(*align(*answered), tokenizer) for answered in extract(row)]
         except DataError as refusal:
-            problems.report(row.file, row.line, str(refusal), config.bad_rows)
+            problems.report(row.file, row.line, str(refusal), config.bad_rows, once=True)
             continue
-        examples.append(
-            Example(
-                row,
-                config.prompt_template.replace("{prompt}", prompt),
-                tuple(config.completion_template.replace("{completion}", answer) for answer in answers),
-                {name: value for name, value in row.values.items() if name != prompt_column},
-            )
-        )
+        fields = {name: value for name, value in row.values.items() if name != layout.prompt}
+        for prompt, answers in texts:
+            prompt = config.prompt_template.replace("{prompt}", prompt)
+            filled = tuple(config.completion_template.replace("{completion}", answer) for answer in answers)
+            examples.append(Example(row, prompt, filled, fields))
+    if examples and not problems.quarantine.first:
+        names = {"prompt": ["prompt"], "completion": ["prompt", "completion"], "pair": ["prompt", "chosen", "rejected"]}
+        parts = (examples[0].prompt, *examples[0].answers)
+        problems.quarantine.first = dict(zip(names[wanted], parts, strict=True))
     return examples
 
 

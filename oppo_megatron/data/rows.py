@@ -1,4 +1,4 @@
-"""Rows of a data set: JSONL files or a saved Hugging Face data set, each row with the place it came from.
+"""Rows of a data set, whatever its files are written in, each row with the place it came from.
 
 A refused row is never dropped in silence.  Under policy `error` all refused rows are gathered into one `DataError`;
 under `quarantine` they are set aside, with file, line and reason, and reading goes on.
@@ -7,23 +7,20 @@ under `quarantine` they are set aside, with file, line and reason, and reading g
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from oppo_megatron.config.checks import check_data
 from oppo_megatron.config.data import DataConfig
+from oppo_megatron.data.files import data_files, file_rows
 from oppo_megatron.errors import ConfigError, DataError
 
 Policy = Literal["error", "quarantine"]
 NUM_SHOWN = 20
-BOM = b"\xef\xbb\xbf"
-GZIP = b"\x1f\x8b"
-DEEPEST = 100
-"""Lists and objects within each other in a row; so that whoever writes the row again finds it within its own limits, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +35,16 @@ class Row:
 
 @dataclass(slots=True)
 class Quarantine:
-    """Rows that were refused and set aside; each entry has `file`, `line` and `reason`."""
+    """What became of the rows of data sets as they were read.
+
+    `entries`: those that were refused and set aside, each with `file`, `line` and `reason`.  `notes`: a line for each thing that
+    was understood of a data set and could have been understood otherwise.  `first`: the first row of the first data set as the
+    model sees it, by part (prompt, completion, ...).
+    """
 
     entries: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    first: dict[str, str] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -48,6 +52,11 @@ class Quarantine:
     def add(self, file: str, line: int, reason: str) -> None:
         """Set one row aside."""
         self.entries.append({"file": file, "line": line, "reason": reason})
+
+    def note(self, line: str) -> None:
+        """Tell once how something of a data set was understood."""
+        if line not in self.notes:
+            self.notes.append(line)
 
     def write(self, path: Path) -> None:
         """Write the entries as JSONL, replacing the file as a whole."""
@@ -68,37 +77,57 @@ class RowProblems:
         self._configured = configured
         self.num_errors = 0
         self.num_quarantined = 0
-        self._shown: list[str] = []
+        self._shown: dict[tuple[str, int], str] = {}
+        self._same: dict[str, tuple[str, int]] = {}
+        self._more: Counter[tuple[str, int]] = Counter()
         self._settings: list[str] = []
 
-    def report(self, file: str, line: int, reason: str, policy: Policy, setting: str = "data.bad_rows") -> None:
-        """Note one refused row.  `setting` is what the user would change to set such rows aside."""
+    def report(
+        self, file: str, line: int, reason: str, policy: Policy, setting: str = "data.bad_rows", *, once: bool = False
+    ) -> None:
+        """Note one refused row.  `setting` is what the user would change to set such rows aside.
+
+        `once`: what is said alike of several rows is shown for the first of them, with the number of the others.
+        """
         if policy == "quarantine":
             self.num_quarantined += 1
             self.quarantine.add(file, line, reason)
             return
         self.num_errors += 1
-        if len(self._shown) < NUM_SHOWN:
-            self._shown.append(f"  {file}:{line}: {reason}")
+        if once and reason in self._same:
+            self._more[self._same[reason]] += 1
+        elif len(self._shown) < NUM_SHOWN:
+            self._shown[file, line] = reason
+            self._same[reason] = file, line
         if setting not in self._settings:
             self._settings.append(setting)
 
-    def raise_errors(self) -> None:
-        """Raise one `DataError` for all rows refused under policy `error`, if any."""
+    def raise_errors(self, *, any_left: bool = True) -> None:
+        """Raise one `DataError` for all rows refused under policy `error`, if any.
+
+        Where no other is left (`any_left`), to set them aside is no remedy.
+        """
         if not self.num_errors:
             return
         rows = "1 row" if self.num_errors == 1 else f"{self.num_errors} rows"
-        shown = "" if self.num_errors <= NUM_SHOWN else f", the first {NUM_SHOWN} are shown"
+        num_told = len(self._shown) + self._more.total()
+        shown = "" if self.num_errors == num_told else f", the first {NUM_SHOWN} are shown"
         remedy = " and ".join(f"{setting}=quarantine" for setting in self._settings)
         raise DataError(
             f"{rows} cannot be used{shown}:\n"
-            + "\n".join(self._shown)
+            + "\n".join(f"  {_and_more(*place, self._more[place])}: {reason}" for place, reason in self._shown.items())
             + (
                 f"\nCorrect them, or set {remedy} to go on without such rows."
-                if self._configured
+                if self._configured and any_left
                 else "\nCorrect them."
             )
         )
+
+
+def _and_more(file: str, line: int, num_more: int) -> str:
+    if not num_more:
+        return f"{file}:{line}"
+    return f"{file}:{line} and {num_more} more {'row' if num_more == 1 else 'rows'}"
 
 
 def read_rows(config: DataConfig, problems: RowProblems, templates: Sequence[str] = ()) -> list[Row]:
@@ -113,9 +142,9 @@ def read_rows(config: DataConfig, problems: RowProblems, templates: Sequence[str
     paths = config.path if isinstance(config.path, list) else [config.path]
     rows: list[Row] = []
     num_seen = 0
-    for path in paths:
-        read = _directory_rows(path) if path.is_dir() else _jsonl_rows(path)
-        for line, content in read:
+    files = [file for path in paths for file in data_files(path, problems.quarantine.note)]
+    for path in files:
+        for line, content in file_rows(path):
             if config.max_rows is not None and num_seen == config.max_rows:
                 break
             if isinstance(content, DataError):
@@ -124,14 +153,14 @@ def read_rows(config: DataConfig, problems: RowProblems, templates: Sequence[str
                 rows.append(Row(num_seen, str(path), line, content))
             num_seen += 1
     if not rows:
-        problems.raise_errors()
+        problems.raise_errors(any_left=False)
         raise DataError(_nothing_left(paths, problems, num_seen))
     return rows
 
 
 def require_some(usable: int, config: DataConfig, problems: RowProblems) -> None:
     """Raise the gathered errors, or a `DataError` if every row was set aside."""
-    problems.raise_errors()
+    problems.raise_errors(any_left=usable > 0)
     if not usable:
         paths = config.path if isinstance(config.path, list) else [config.path]
         raise DataError(_nothing_left(paths, problems, problems.num_quarantined))
@@ -140,167 +169,10 @@ def require_some(usable: int, config: DataConfig, problems: RowProblems) -> None
 def _nothing_left(paths: list[Path], problems: RowProblems, num_seen: int) -> str:
     names = ", ".join(str(path) for path in paths)
     if num_seen == 0:
-        return f"data.path={names} holds no row; at least one is needed: name a file with one JSON object a line."
+        return f"data.path={names} holds no row; at least one is needed: name a file with rows in it (docs/data.md)."
     first = problems.quarantine.entries[-problems.num_quarantined]
     return (
         f"data.path={names}: all {num_seen} rows were set aside, none is left; the first "
         f"({first['file']}:{first['line']}) because: {first['reason']}. Correct the "
         "file, or the settings that the reasons name."
     )
-
-
-def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | DataError]]:
-    """(line number from 1, the object or why it is refused).  Blank lines at the end of the file are no rows."""
-    blank: list[int] = []
-    with path.open("rb") as stream:
-        for line, raw in enumerate(stream, start=1):
-            if not raw.strip():
-                blank.append(line)
-                continue
-            yield from ((number, DataError("the line is blank")) for number in blank)
-            blank.clear()
-            try:
-                yield line, _parse(raw.removeprefix(BOM) if line == 1 else raw)
-            except DataError as refusal:
-                yield line, refusal
-
-
-def _parse(raw: bytes) -> dict[str, Any]:
-    _check_bytes(raw)
-    try:
-        value = json.loads(
-            raw.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_distinct
-        )
-    except UnicodeDecodeError as error:
-        raise DataError(f"not UTF-8 (byte {error.start} of the line)") from error
-    except json.JSONDecodeError as error:
-        raise DataError(f"not JSON ({error.msg} at column {error.colno})") from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"not JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise DataError(f'a JSON {type(value).__name__}, not an object; each row is written {{"column": value, ...}}')
-    _check_depth(value)
-    if b"\\u" in raw:  # what is no text can come in by an escape only
-        _check_texts(value)
-    return value
-
-
-def _check_bytes(raw: bytes) -> None:
-    """Name what the JSON reader would call an unexpected character."""
-    if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise DataError("not UTF-8 but UTF-16, by its byte order mark; save the file as UTF-8")
-    if raw.startswith(GZIP):
-        raise DataError("compressed by gzip; unpack the file")
-    if (place := raw.find(b"\0")) >= 0:
-        raise DataError(f"a NUL byte (byte {place} of the line); the file is binary, damaged, or UTF-16")
-    if raw.startswith(BOM):
-        raise DataError("a byte order mark, which only the first line of a file may begin with; remove it")
-
-
-def _check_depth(row: dict[str, Any]) -> None:
-    """Raise DataError for columns that are nested beyond `DEEPEST`."""
-    level: list[Any] = [row]
-    for _ in range(DEEPEST + 1):
-        level = [part for item in level for part in (item.values() if isinstance(item, dict) else item) if _holds(part)]
-        if not level:
-            return
-    raise DataError(f"lists or objects are nested deeper than {DEEPEST}; leave them out, or flatten them")
-
-
-def _holds(value: Any) -> bool:
-    return isinstance(value, (dict, list, tuple))
-
-
-def _check_texts(row: dict[str, Any]) -> None:
-    """Raise DataError for a column with NUL or half of a surrogate pair, which neither UTF-8 nor a tokenizer takes."""
-    for column, value in row.items():
-        for text in _texts([column, value]):
-            if (place := text.find("\0")) >= 0:
-                raise DataError(f"column {column!r:.60} has a NUL at character {place}")
-            try:
-                text.encode("utf-8")
-            except UnicodeEncodeError as error:
-                raise DataError(
-                    f"column {column!r:.60} is not text: half of a surrogate pair at character {error.start}"
-                ) from error
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Every text in a JSON value, names included, however deep it is."""
-    left = [value]
-    while left:
-        item = left.pop()
-        if isinstance(item, str):
-            yield item
-        elif isinstance(item, dict):
-            left += [*item, *item.values()]
-        elif isinstance(item, (list, tuple)):
-            left += item
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object whose names are all different: of two values of one name, JSON does not say which is meant."""
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        twice = next(name for i, (name, _) in enumerate(pairs) if any(name == other for other, _ in pairs[:i]))
-        raise ValueError(f"the name {twice!r:.60} comes twice in one object")
-    return value
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text} is no finite number")
-    return number
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
-
-
-def _readable(path: Path, loaded: Iterable[Any]) -> Iterator[dict[str, Any]]:
-    """The rows; DataError where the files behind them are damaged, which shows as they are read."""
-    rows = iter(loaded)
-    while True:
-        try:
-            row = next(rows, None)
-        except Exception as error:
-            raise DataError(f"data.path={path}: cannot be read ({error}); write it again with save_to_disk.") from error
-        if row is None:
-            return
-        yield dict(row)
-
-
-def _directory_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | DataError]]:
-    """Rows of a directory that `datasets.Dataset.save_to_disk` wrote, numbered from 1."""
-    if not any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
-        inside = ", ".join(sorted(file.name for file in path.glob("*.jsonl"))) or "none"
-        raise DataError(
-            f"data.path={path} is a directory but not a saved Hugging Face data set (it has no state.json or "
-            "dataset_dict.json). Name one written by `save_to_disk`, or JSONL files (in this directory: "
-            f"{inside})."
-        )
-    try:
-        import datasets
-    except ImportError as error:
-        raise DataError(
-            f"data.path={path} is a Hugging Face data set, and reading one needs the `datasets` package: "
-            "`pip install oppo-megatron[datasets]`, or write the rows as JSONL (`Dataset.to_json`)."
-        ) from error
-    try:
-        loaded = datasets.load_from_disk(str(path))
-    except Exception as error:
-        raise DataError(f"data.path={path}: cannot be opened ({error}); write it again with save_to_disk.") from error
-    if isinstance(loaded, dict):
-        if "train" not in loaded and len(loaded) != 1:
-            raise DataError(
-                f"data.path={path} holds the splits {', '.join(loaded)}; name the directory of one, {path}/SPLIT."
-            )
-        loaded = loaded["train"] if "train" in loaded else next(iter(loaded.values()))
-    for line, row in enumerate(_readable(path, loaded), start=1):
-        try:
-            _check_depth(row)
-            _check_texts(row)
-            yield line, row
-        except DataError as refusal:
-            yield line, refusal

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from oppo_megatron.runtime.stopping import Quantile
 
 SHOWN_REASONS = 3
+SHOWN_CHARACTERS = 200
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,20 @@ def describe_inputs(inputs: Inputs) -> list[str]:
 
 
 def describe_quarantine(quarantine: Quarantine) -> list[str]:
-    """The first rows that were set aside, and why."""
+    """How the rows were understood, and the first that were set aside with their reasons."""
     first = [f"  {entry['file']}:{entry['line']}: {entry['reason']}" for entry in quarantine.entries[:SHOWN_REASONS]]
     left = len(quarantine) - len(first)
-    return first + ([f"  and {left} more"] if left else [])
+    return [*quarantine.notes, *first, *([f"  and {left} more"] if left else [])]
+
+
+def describe_first(quarantine: Quarantine) -> list[str]:
+    """The first row as the model reads it, each part on a line; of a long part its beginning and its end."""
+    lines = []
+    for part, text in quarantine.first.items():
+        shown = (
+            repr(text)
+            if len(text) <= 2 * SHOWN_CHARACTERS
+            else (f"{text[:SHOWN_CHARACTERS]!r} ... {text[-SHOWN_CHARACTERS:]!r} ({len(text)} characters)")
+        )
+        lines.append(f"  {part}: {shown}")
+    return ["the first row as the model reads it:", *lines] if lines else []

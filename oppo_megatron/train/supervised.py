@@ -108,7 +108,7 @@ def train_supervised(config: SupervisedConfig, task: Task[RowT], world: World) -
     with ExitStack() as stack:
         report = trackers and _Report(config, task.title, steps, run, trackers, stack)
         if report:
-            report.tell_of_rows(rows, len(quarantine), run)
+            report.tell_of_rows(rows, quarantine, run)
         trained = TrainedModel(model, config.optimizer, steps)
         model.register_forward_pre_hook(lambda *_: world.activity.beat())  # a micro-batch is a sign of life
         for step, figures in enumerate(_steps(config, task, rows, trained, spans, world.activity), start=1):
@@ -205,10 +205,12 @@ class _Report:
         self._trackers.log(step, fields)
         self._progress.update(step, fields)
 
-    def tell_of_rows(self, rows: Sequence[Any], num_quarantined: int, run: RunDirectory) -> None:
-        """Which rows are not trained on, or more than once."""
-        if num_quarantined:
-            self._progress.note(f"{num_quarantined} rows set aside, {len(rows)} left; see {run.quarantine}")
+    def tell_of_rows(self, rows: Sequence[Any], quarantine: Quarantine, run: RunDirectory) -> None:
+        """How the rows are read, and which are not trained on, or more than once."""
+        for note in quarantine.notes:
+            self._progress.note(note)
+        if quarantine:
+            self._progress.note(f"{len(quarantine)} rows set aside, {len(rows)} left; see {run.quarantine}")
         if duplicates := num_duplicates(rows):
             self._progress.note(f"{duplicates} of {len(rows)} rows are duplicates of others")
 

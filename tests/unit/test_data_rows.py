@@ -147,8 +147,12 @@ def test_missing_empty_and_wrong_places(tmp_path: Path) -> None:
         read([tmp_path / "one", empty, tmp_path / "two"])
     assert len(caught.value.problems) == 2
     assert all(name in problem for name, problem in zip(("one", "two"), caught.value.problems, strict=True))
-    with pytest.raises(DataError, match=r"not a saved Hugging Face data set.*empty\.jsonl"):
+    with pytest.raises(DataError, match="holds no row"):
         read(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "README.md").write_text("rows")
+    with pytest.raises(DataError, match=r"not a saved Hugging Face data set.*no file in it ends with \.jsonl"):
+        read(tmp_path / "folder")
     with pytest.raises(ConfigError, match="empty list"):
         read([])
 

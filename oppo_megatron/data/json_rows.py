@@ -1,0 +1,202 @@
+"""Rows written as JSON: an object a line, an array of objects, or objects that go over several lines."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from oppo_megatron.errors import DataError
+
+BOM = b"\xef\xbb\xbf"
+GZIP = b"\x1f\x8b"
+DEEPEST = 100
+"""Lists and objects within each other in a row; so that whoever writes the row again finds it within its own limits, too."""
+SPACES = " \t\r\n"
+
+Numbered = tuple[int, "dict[str, Any] | DataError"]
+"""The line, from 1, on which a row begins (in a table without lines: the row), and the row or why it is refused."""
+
+
+def json_lines(stream: Iterable[bytes]) -> Iterator[Numbered]:
+    """A row a line.  Blank lines at the end of the file are no rows."""
+    blank: list[int] = []
+    for line, raw in enumerate(stream, start=1):
+        if not raw.strip():
+            blank.append(line)
+            continue
+        yield from ((number, DataError("the line is blank")) for number in blank)
+        blank.clear()
+        try:
+            yield line, parse(raw.removeprefix(BOM) if line == 1 else raw)
+        except DataError as refusal:
+            yield line, refusal
+
+
+def spans_lines(first: bytes, second: bytes) -> bool:
+    """Whether a file is an array, or has objects over several lines, by its first two lines that are not blank."""
+    first, second = first.removeprefix(BOM).strip(), second.strip()
+    if first == b"[":
+        return True
+    if not first.startswith((b"[", b"{")) or _is_json(second, dict):
+        return False
+    if first.startswith(b"["):
+        return not _is_json(first, list) or not second
+    return _is_unfinished(first)
+
+
+def _is_unfinished(text: bytes) -> bool:
+    """Whether a JSON reader would go on behind the line's end."""
+    try:
+        json.JSONDecoder().raw_decode(text.decode("utf-8", errors="replace"))
+    except json.JSONDecodeError as error:
+        return error.pos >= len(error.doc)
+    except (ValueError, RecursionError):
+        return False
+    return False
+
+
+def json_values(text: str, file: str) -> Iterator[Numbered]:
+    """The objects of an array, or those that follow each other.  Raises DataError where the rest cannot be read."""
+    decoder, place, line = json.JSONDecoder(), _skip(text, 0, SPACES + "\ufeff"), 1
+    is_array, counted = text.startswith("[", place), 0
+    place = _skip(text, place + 1, SPACES) if is_array else place
+    while place < len(text) and not (is_array and text.startswith("]", place)):
+        line, counted = line + text.count("\n", counted, place), place
+        try:
+            _, end = decoder.raw_decode(text, place)
+        except (ValueError, RecursionError) as error:
+            raise _beyond_reading(text, file, line, error, is_array) from error
+        try:
+            yield line, parse(text[place:end].encode())
+        except DataError as refusal:
+            yield line, refusal
+        place = _skip(text, end, SPACES)
+        if is_array and text.startswith(",", place):
+            place = _skip(text, place + 1, SPACES)
+        elif is_array and not text.startswith("]", place):
+            line += text.count("\n", counted, place)
+            raise DataError(f"{file}:{line}: the array has no comma or ] behind an object; correct it, or write JSONL")
+    if is_array and text[place + 1 :].strip():
+        line += text.count("\n", counted, place)
+        raise DataError(f"{file}:{line}: there is more behind the array's ]; remove it, or write an object a line")
+
+
+def _beyond_reading(text: str, file: str, line: int, error: Exception, is_array: bool) -> DataError:
+    if isinstance(error, json.JSONDecodeError):
+        reason = f"{error.msg} at line {error.lineno} column {error.colno}"
+    else:
+        reason = str(error)
+    what = "the array" if is_array else "the file, whose objects go over several lines,"
+    return DataError(
+        f"{file}:{line}: not JSON ({reason}); {what} cannot be read beyond this row: correct it, or write one object a line, "
+        "of which each stands by itself"
+    )
+
+
+def _is_json(text: bytes, kind: type) -> bool:
+    try:
+        return isinstance(json.loads(text), kind)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _skip(text: str, place: int, characters: str) -> int:
+    while place < len(text) and text[place] in characters:
+        place += 1
+    return place
+
+
+def parse(raw: bytes) -> dict[str, Any]:
+    """The object written in `raw`.  Raises DataError."""
+    _check_bytes(raw)
+    try:
+        value = json.loads(
+            raw.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_distinct
+        )
+    except UnicodeDecodeError as error:
+        raise DataError(f"not UTF-8 (byte {error.start} of the line)") from error
+    except json.JSONDecodeError as error:
+        raise DataError(f"not JSON ({error.msg} at column {error.colno})") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise DataError(f'a JSON {type(value).__name__}, not an object; each row is written {{"column": value, ...}}')
+    check_depth(value)
+    if b"\\u" in raw:  # what is no text can come in by an escape only
+        check_texts(value)
+    return value
+
+
+def _check_bytes(raw: bytes) -> None:
+    """Name what the JSON reader would call an unexpected character."""
+    if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise DataError("not UTF-8 but UTF-16, by its byte order mark; save the file as UTF-8")
+    if raw.startswith(GZIP):
+        raise DataError("compressed by gzip; unpack the file")
+    if (place := raw.find(b"\0")) >= 0:
+        raise DataError(f"a NUL byte (byte {place} of the line); the file is binary, damaged, or UTF-16")
+    if raw.startswith(BOM):
+        raise DataError("a byte order mark, which only the first line of a file may begin with; remove it")
+
+
+def check_depth(row: dict[str, Any]) -> None:
+    """Raise DataError for columns that are nested beyond `DEEPEST`."""
+    level: list[Any] = [row]
+    for _ in range(DEEPEST + 1):
+        level = [part for item in level for part in (item.values() if isinstance(item, dict) else item) if _holds(part)]
+        if not level:
+            return
+    raise DataError(f"lists or objects are nested deeper than {DEEPEST}; leave them out, or flatten them")
+
+
+def _holds(value: Any) -> bool:
+    return isinstance(value, (dict, list, tuple))
+
+
+def check_texts(row: dict[str, Any]) -> None:
+    """Raise DataError for a column with NUL or half of a surrogate pair, which neither UTF-8 nor a tokenizer takes."""
+    for column, value in row.items():
+        for text in _texts([column, value]):
+            if (place := text.find("\0")) >= 0:
+                raise DataError(f"column {column!r:.60} has a NUL at character {place}")
+            try:
+                text.encode("utf-8")
+            except UnicodeEncodeError as error:
+                raise DataError(
+                    f"column {column!r:.60} is not text: half of a surrogate pair at character {error.start}"
+                ) from error
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a JSON value, names included, however deep it is."""
+    left = [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, dict):
+            left += [*item, *item.values()]
+        elif isinstance(item, (list, tuple)):
+            left += item
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose names are all different: of two values of one name, JSON does not say which is meant."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        twice = next(name for i, (name, _) in enumerate(pairs) if any(name == other for other, _ in pairs[:i]))
+        raise ValueError(f"the name {twice!r:.60} comes twice in one object")
+    return value
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is no finite number")
+    return number
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
