@@ -14,7 +14,9 @@ EXIT_REQUEUE = 75
 EXIT_INTERRUPTED = 130
 """Exit code of a command that Ctrl-C ended before there was anything to save, or a second time."""
 
-INTERRUPTED = "interrupted: ending after the chunk under way, what is trained is saved; Ctrl-C once more ends at once, unsaved"
+INTERRUPTED = (
+    "interrupted: ending after the chunk under way, what is trained is saved; Ctrl-C once more ends at once, unsaved"
+)
 """What a run says at the first Ctrl-C."""
 
 EXIT_ROLLBACK = 76

@@ -92,7 +92,7 @@ def _add_drawing(parser: argparse.ArgumentParser) -> None:
         "--max-tokens",
         type=int,
         metavar="N",
-        help=f"most tokens of a response (default: as in the run, or {MAX_TOKENS})",
+        help=f"most tokens of a response (default: as in the run, or {MAX_TOKENS}; less where the model has no room)",
     )
     drawing.add_argument("--greedy", action="store_true", help="the likeliest token each time: the default")
     drawing.add_argument(
@@ -138,13 +138,15 @@ def make_request(args: argparse.Namespace) -> Request | None:
 
     _require_consistent(args)
     policy = find_policy(args.directory, Choice(args.tokenizer, args.chat_template, args.base, args.dtype))
-    drawing, tokenizer = _drawing(args, policy), policy_tokenizer(policy)
+    tokenizer = policy_tokenizer(policy)
+    asked = _asked(args, _wording(args, policy), tokenizer)
+    longest = max((len(tokenizer.encode(each.text)) for each in asked), default=0)
+    max_length, max_tokens = _room(args, policy, longest)
+    drawing = _drawing(args, policy, max_tokens)
     require_stop_texts(drawing.stop, tokenizer, "--stop", "--stop-id")
     to = _destination(args, policy, drawing)
     if isinstance(to, OutputFile) and not require_output(to):
         return None
-    asked = _asked(args, _wording(args, policy), tokenizer)
-    max_length = _max_length(args, policy, asked, drawing.max_tokens, tokenizer)
     parallel, runtime = _layout(args)
     require_layout(policy, parallel, max_length, tokenizer.vocab_size)
     prompts = tuple(numbered(asked, args.samples, tokenizer, max_length, drawing.max_tokens))
@@ -169,6 +171,9 @@ def _require_consistent(args: argparse.Namespace) -> None:
         problems.append(f"--greedy and --{drawn[0].replace('_', '-')} exclude each other; drop one of them")
     if args.samples > 1 and (args.greedy or args.temperature == 0):
         problems.append(f"{args.samples} greedy responses would be the same; drop -n, or give a --temperature above 0")
+    for i in args.stop_id or ():
+        if i < 0:
+            problems.append(f"--stop-id is {i}, but ids are numbers from 0 on; correct or drop it")
     if args.stop and "" in args.stop:
         problems.append("--stop is empty, which would end every response at once; give a text, or drop it")
     problems += _inconsistent_texts(args)
@@ -216,7 +221,7 @@ def _rollout(policy: Policy) -> RolloutConfig | None:
     return policy.run.rollout if isinstance(policy.run, TrainSettings) else None
 
 
-def _drawing(args: argparse.Namespace, policy: Policy) -> Drawing:
+def _drawing(args: argparse.Namespace, policy: Policy, max_tokens: int) -> Drawing:
     """Greedy unless something else is said; responses end as in the run that the policy comes from, where there is one."""
     from oppo_megatron.policy.request import Drawing
 
@@ -229,9 +234,8 @@ def _drawing(args: argparse.Namespace, policy: Policy) -> Drawing:
             rollout.stop if stop is None else stop,
             rollout.stop_token_ids if stop_ids is None else stop_ids,
         )
-    longest = MAX_TOKENS if rollout is None else rollout.max_response_tokens
     return Drawing(
-        max_tokens=longest if args.max_tokens is None else args.max_tokens,
+        max_tokens=max_tokens,
         temperature=temperature,
         top_k=args.top_k or 0,
         top_p=1.0 if args.top_p is None else args.top_p,
@@ -278,20 +282,20 @@ def _asked(args: argparse.Namespace, wording: Wording, tokenizer: Tokenizer) -> 
     return prompts_of_file(args.input, args.column, wording, tokenizer)
 
 
-def _max_length(
-    args: argparse.Namespace, policy: Policy, asked: list[Asked], max_tokens: int, tokenizer: Tokenizer
-) -> int:
+def _room(args: argparse.Namespace, policy: Policy, longest_prompt: int) -> tuple[int, int]:
+    """Most tokens of prompt and response, and of a response: where that is not said, no more than the model has room for."""
     from oppo_megatron.config.shape import check_model, max_positions
     from oppo_megatron.errors import CheckpointError
 
     if problems := check_model(str(args.directory), policy.hf_config):
         raise CheckpointError("\n".join(problems))
-    if args.context is not None:
-        return int(args.context)
-    most = max_positions(policy.hf_config)
+    most, rollout = max_positions(policy.hf_config), _rollout(policy)
+    usual = MAX_TOKENS if rollout is None else rollout.max_response_tokens
     if args.chat:
-        return min(most, max(CHAT_LENGTH, 2 * max_tokens))
-    return min(most, max(len(tokenizer.encode(each.text)) for each in asked) + max_tokens)
+        length = args.context or min(most, max(CHAT_LENGTH, 2 * (args.max_tokens or 0)))
+        return length, args.max_tokens or min(usual, length // 2)
+    tokens = args.max_tokens or max(1, min(usual, (args.context or most) - longest_prompt))
+    return args.context or min(most, longest_prompt + tokens), tokens
 
 
 def _layout(args: argparse.Namespace) -> tuple[ParallelConfig, RuntimeConfig]:

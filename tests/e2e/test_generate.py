@@ -79,6 +79,14 @@ def test_greedy_answers_are_those_of_transformers(export: Path, capsys: pytest.C
     assert ask(capsys, export, "--max-tokens", 30, *asked[:4]) == f"--- prompt 0\n{due[0]}\n--- prompt 1\n{due[1]}\n"
 
 
+def test_a_response_has_the_room_that_the_model_has(export: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompt = "Q: " + "x" * 240
+    (found,) = lines(ask(capsys, export, "--prompt", prompt, "--json", "--stop-id", 999))
+    assert found["finish_reason"] in ("eos", "length") and found["tokens"] <= 256 - 240
+    assert main(["generate", str(export), "--prompt", prompt * 2]) == 2
+    assert "shorten it" in capsys.readouterr().err
+
+
 def test_a_layout_and_a_file_change_nothing(export: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     drawn = ["-n", 3, "--seed", 7, "--top-k", 9, "--max-tokens", 20, "--stop", "1"]
     source = tmp_path / "prompts.txt"
@@ -222,6 +230,7 @@ def test_a_conversation_over_two_ranks(export: Path, tmp_path: Path) -> None:
         (["--prompt", "x", "--resume"], "--resume goes on with an --output"),
         (["--chat", "--json"], "--chat is shown in the terminal"),
         (["--prompt", "x", "--tp", "3"], "4 attention heads do not"),
+        (["--prompt", "x", "--stop-id", "-3"], "--stop-id is -3, but ids are numbers from 0 on"),
         (["--prompt", "x", "--max-tokens", "999"], "--context raises the bound up to what the model was made for"),
         (["--prompt", "x", "--context", "9999"], "256"),
         (["--input", "gone.jsonl"], "does not exist"),
