@@ -44,7 +44,7 @@ class Choice:
 class Policy:
     """`told`: a line that says what was taken.  `run`: the settings of the run that it comes from, where there is one.
 
-    `adapters`: the `models/` of a checkpoint that holds adapters alone, which the model of `model` has beside it.
+    `adapters`: of a checkpoint that holds adapters alone, its `models/` and their name in it; `model` is what they stand beside.
     """
 
     directory: Path
@@ -53,7 +53,7 @@ class Policy:
     hf_config: dict[str, Any]
     tokenizer: TokenizerConfig
     run: RunConfig | None = None
-    adapters: Path | None = None
+    adapters: tuple[Path, str] | None = None
 
     @property
     def eos_source(self) -> Path | None:
@@ -69,7 +69,7 @@ class _Weights:
     model: TrainedRoleConfig
     told: str
     own: Path | None = None  # what lies here belongs to the weights
-    adapters: Path | None = None
+    adapters: tuple[Path, str] | None = None
 
 
 def find_policy(directory: Path, choice: Choice = Choice()) -> Policy:
@@ -156,7 +156,7 @@ def _of_checkpoint(folder: Path, run: RunConfig | None, choice: Choice) -> _Weig
     began = {} if choice.base is None else {"checkpoint": choice.base, "init": None}
     model = own.model_copy(update={"dtype": choice.dtype or own.dtype, **began})
     beside = model.checkpoint or "the weights that the run drew"
-    return _Weights(model, f"{told}, adapters beside {beside}", adapters=folder / MODELS)
+    return _Weights(model, f"{told}, adapters beside {beside}", adapters=(folder / MODELS, role))
 
 
 def _of_directory(directory: Path, run: RunConfig | None, choice: Choice) -> _Weights:

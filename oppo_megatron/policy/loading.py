@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from oppo_megatron.config.model import ParallelConfig, RuntimeConfig
 from oppo_megatron.config.places import Place
 from oppo_megatron.data.tokenizer import Tokenizer
-from oppo_megatron.policy.finding import ROLES, Policy
+from oppo_megatron.policy.finding import Policy
 from oppo_megatron.runtime.activity import Activity
 from oppo_megatron.runtime.completions import PromptDecoder
 from oppo_megatron.runtime.links import Links, build_links
@@ -89,5 +89,5 @@ def load_policy(
         layers=runtime.layers,
     )
     if policy.adapters is not None:
-        load_adapters(policy.adapters, ROLES[0], model)
+        load_adapters(*policy.adapters, model)
     return LoadedPolicy(model.requires_grad_(False), tokenizer, place, runtime)
