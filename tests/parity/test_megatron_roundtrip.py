@@ -95,6 +95,20 @@ def test_nemo_aligner_naming_and_back(tmp_path: Path, name: str) -> None:
     assert Path(config["tokenizer"]["type"], "tokenizer.json").is_file()
     assert run(tmp_path / "nemo", tmp_path / "back", "--as", AS[head]) == 0
     assert_same_tensors(tmp_path / "hf", tmp_path / "back")
+    given, back = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("hf", "back"))
+    assert [back.get(key) for key in ("model_type", "sliding_window")] == [
+        given.get(key) for key in ("model_type", "sliding_window")
+    ]
+
+
+def test_windows_in_some_layers_only_are_not_said_in_nemos_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_tiny(tmp_path / "hf", "qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=2)
+    assert run(tmp_path / "hf", tmp_path / "nemo", "--to", "nemo", "--as", "causal-lm") == 2
+    assert "sliding window in some of its layers" in capsys.readouterr().err
+    assert run(tmp_path / "hf", tmp_path / "dist", "--to", "megatron", "--as", "causal-lm") == 0
+    assert json.loads((tmp_path / "dist" / "config.json").read_text())["sliding_window"] == 8
 
 
 @pytest.fixture(scope="module")
