@@ -246,11 +246,12 @@ def _drawing(args: argparse.Namespace, policy: Policy, max_tokens: int) -> Drawi
 
 
 def _destination(args: argparse.Namespace, policy: Policy, drawing: Drawing) -> Terminal | OutputFile | Conversation:
+    from oppo_megatron.cli.launch import external_ranks
     from oppo_megatron.policy.chat import parent_input
     from oppo_megatron.policy.request import Conversation, OutputFile, Terminal, settings_of
 
     if args.chat:
-        started_here = args.tp * args.pp * args.dp > 1 and "RANK" not in os.environ
+        started_here = args.tp * args.pp * args.dp > 1 and external_ranks(os.environ) is None
         return Conversation(args.system, parent_input() if started_here else None)
     if args.output is not None:
         return OutputFile(args.output, settings_of(policy, drawing, args.samples), args.resume)

@@ -44,7 +44,8 @@ class DataConfig(Section):
     )
     columns: ColumnsConfig = ColumnsConfig()
     turns: Literal["last", "all"] = Field(
-        "last", description="of a dialogue, the assistant's turns to learn: the last, or each, as a row of its own (`oppo sft`)"
+        "last",
+        description="of a dialogue, the assistant's turns to learn: the last, or each, as a row of its own (`oppo sft`)",
     )
     prompt_template: str = Field("{prompt}", description="text around each prompt; `{prompt}` stands for it")
     completion_template: str = Field(

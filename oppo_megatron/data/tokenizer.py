@@ -225,8 +225,12 @@ class SentencePieceTokenizer:
             shutil.copyfile(self._path, target)
 
 
-def _no_chat_template(path: Path) -> ConfigError:
-    return ConfigError(
+class NoChatTemplateError(ConfigError):
+    """Messages are to be rendered by a template that the tokenizer does not have."""
+
+
+def _no_chat_template(path: Path) -> NoChatTemplateError:
+    return NoChatTemplateError(
         f"the data holds chat messages, and the tokenizer at {path} has no chat template; set "
         "tokenizer.chat_template to a Jinja template over `messages`, or name a text column in data.columns"
     )

@@ -163,9 +163,23 @@ def _of_directory(directory: Path, run: RunConfig | None, choice: Choice) -> _We
     """An export, a Megatron checkpoint, or adapters."""
     if (directory / ADAPTER_CONFIG).is_file() and not (directory / SHAPE).is_file():
         return _of_adapters(directory, run, choice)
+    if not (directory / SHAPE).is_file() and find_megatron(directory) is None:
+        raise CheckpointError(_no_policy(directory))
     model = _model(directory, None if run is None else _role_of(run), choice)
     kind = "Hugging Face directory" if find_megatron(directory) is None else "Megatron checkpoint"
     return _Weights(model, f"{kind} {directory}", own=directory)
+
+
+def _no_policy(directory: Path) -> str:
+    """What to name in place of a folder that is none of what holds a policy."""
+    inner = sorted(
+        path.name for path in directory.iterdir() if any((path / name).is_file() for name in (RUN_CONFIG, SHAPE))
+    )
+    remedy = f"name one of {', '.join(f'`{directory / name}`' for name in inner[:3])}" if inner else "name one of these"
+    return (
+        f"`{directory}` holds no policy: it is no run ({RUN_CONFIG}), no checkpoint of one, no Hugging Face or Megatron folder "
+        f"({SHAPE}), and no adapters ({ADAPTER_CONFIG}); {remedy}"
+    )
 
 
 def _of_adapters(directory: Path, run: RunConfig | None, choice: Choice) -> _Weights:

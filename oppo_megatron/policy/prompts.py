@@ -10,8 +10,8 @@ from typing import Any
 from oppo_megatron.config.data import ColumnsConfig, DataConfig
 from oppo_megatron.data.prompts import load_prompts
 from oppo_megatron.data.rows import Quarantine
-from oppo_megatron.data.tokenizer import Tokenizer
-from oppo_megatron.errors import DataError
+from oppo_megatron.data.tokenizer import NoChatTemplateError, Tokenizer
+from oppo_megatron.errors import ConfigError, DataError
 from oppo_megatron.records import Prompt
 
 WITHOUT_LIMIT = 2**40  # tokens: how long a prompt may be is asked with its response
@@ -107,5 +107,11 @@ def _lines(path: Path) -> list[str]:
 
 def _worded(text: str, wording: Wording, tokenizer: Tokenizer) -> str:
     if wording.as_chat:
-        return tokenizer.render_chat(user_turn(text, wording.system))
+        try:
+            return tokenizer.render_chat(user_turn(text, wording.system))
+        except NoChatTemplateError as error:
+            raise ConfigError(
+                "--chat and --as-chat put turns into a chat template, and the policy's tokenizer has none; give one with "
+                "--chat-template, or ask with --prompt as it is"
+            ) from error
     return wording.template.replace("{prompt}", text)

@@ -210,6 +210,14 @@ def test_a_conversation_over_two_ranks(export: Path, tmp_path: Path) -> None:
     assert said[0] == said[1] and said[0].count("\n") >= 2
 
 
+def test_a_chat_needs_a_template(export: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--chat"], ["--prompt", "x", "--as-chat"]):
+        plain = save_byte_level(tmp_path / "tokenizer", TEXTS, 320)
+        assert main(["generate", str(export), "--tokenizer", str(plain), *words]) == 2
+        error = capsys.readouterr().err
+        assert "tokenizer has none; give one with --chat-template" in error and "data.columns" not in error
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

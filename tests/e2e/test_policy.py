@@ -163,8 +163,10 @@ def test_what_is_taken_is_told_and_what_is_no_policy_is_refused(run: Path, tmp_p
         find_policy(run.parent / "wole")
     with pytest.raises(CheckpointError, match=r"is a file; a policy is a directory"):
         find_policy(run / "config.yaml")
-    with pytest.raises(CheckpointError, match=r"config.json"):
-        find_policy(tmp_path / "unfinished" / "..")
+    for place, remedy in ((tmp_path / "unfinished" / "..", "unfinished`"), (run / "stacks", "name one of these")):
+        place.mkdir(exist_ok=True)
+        with pytest.raises(CheckpointError, match=f"holds no policy: it is no run.*{remedy}"):
+            find_policy(place)
     assert find_policy(run, Choice(dtype="bfloat16")).model.dtype == "bfloat16"
 
 

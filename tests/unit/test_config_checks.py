@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from oppo_megatron.config.checks import (
+    check_stop_ids,
     check_supervised,
     check_train,
     longest_chunk,
@@ -194,6 +195,12 @@ def test_all_broken_rules_come_at_once(settings: dict[str, Any]) -> None:
     for key, value in {"ppo.minibatches": 3, "overlap.delta.max": 9, "data.path": []}.items():
         put(settings, key, value)
     assert len(check_train(TrainConfig.model_validate(settings))) == 3
+
+
+def test_stop_ids_are_of_the_vocabulary(settings: dict[str, Any]) -> None:
+    put(settings, "rollout.stop_token_ids", [9, 64, 63])
+    (problem,) = check_stop_ids(TrainConfig.model_validate(settings).rollout, 64)
+    assert problem.startswith("rollout.stop_token_ids has 64, but the actor's vocabulary ends at 63")
 
 
 def test_forced_lengths_of_two_kinds_and_their_settings_come_at_once(settings: dict[str, Any]) -> None:
