@@ -48,6 +48,7 @@ pytestmark = [
 
 def test_cached_steps_equal_the_full_forward() -> None:
     check_cached_steps("cuda")
+    check_cached_steps("cuda", model_type="mistral", sliding_window=9)
 
 
 def test_draws_never_leave_the_support() -> None:
@@ -90,11 +91,11 @@ def test_every_part_of_the_benchmark_gives_its_figures(tmp_path: Path) -> None:
     check_bench(tmp_path, "cuda")
 
 
-def check_cached_steps(device: str) -> None:
+def check_cached_steps(device: str, **changes: Any) -> None:
     with open_world(RuntimeConfig(device=device)) as world:
         groups = build_groups([0], 1, 1, "actor")
         assert groups is not None
-        model = load_role(ModelConfig(init=SHAPE), groups, head="lm", max_length=64, device=world.device)
+        model = load_role(ModelConfig(init=SHAPE | changes), groups, head="lm", max_length=64, device=world.device)
         tokens_T = torch.randint(0, 288, (50,), device=world.device)
         with torch.no_grad():
             full_TV = model(tokens_T, PackedPlan([50], model.rope))
@@ -310,9 +311,10 @@ def check_paged_kernel(device: str) -> None:
         outputs = []
         for cache in caches:
             plan = cache.begin(range(3), lens)
-            outputs.append(plan.attend(0, q, k, v, 64**-0.5).float())
+            outputs += [plan.attend(0, q, k, v, 64**-0.5, window).float() for window in (None, 1, 100)]
             cache.commit(plan)
-        assert float((outputs[0] - outputs[1]).abs().max()) < 0.02
+        for gathered, by_kernel in zip(outputs[:3], outputs[3:], strict=True):
+            assert float((gathered - by_kernel).abs().max()) < 0.02
 
 
 def _run(config: TrainConfig, device: str) -> Outcome:
