@@ -8,6 +8,7 @@ from pathlib import Path
 
 from oppo_megatron.errors import DataError
 from oppo_megatron.report.blocks import Section
+from oppo_megatron.report.learning import heldout_section, learning_section
 from oppo_megatron.report.machine import memory_section, step_section, utilization_section
 from oppo_megatron.report.overview import overview
 from oppo_megatron.report.page import Page, render
@@ -57,6 +58,8 @@ def make_sections(records: Sequence[RunRecord]) -> list[Section]:
     makers = (
         overview,
         reward_section,
+        heldout_section,
+        learning_section,
         step_section,
         utilization_section,
         deferral_section,

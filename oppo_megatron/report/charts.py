@@ -11,6 +11,7 @@ Style = Literal["plain", "faint", "stepped", "dashed", "dotted"]
 MAX_POINTS = 2000
 MAX_BARS = 120
 STROKE = 2.0
+SAME = 1e-9
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,10 @@ class Line:
 
 @dataclass(frozen=True)
 class LineChart:
-    """Lines over one x axis.  `name` becomes the file's name and the element's id; labels name quantity and unit."""
+    """Lines over one x axis.  `name` becomes the file's name and the element's id; labels name quantity and unit.
+
+    `note` says how to read it.
+    """
 
     name: str
     title: str
@@ -56,6 +60,7 @@ class LineChart:
     y_label: str
     lines: Sequence[Line]
     from_zero: bool = False
+    note: str = ""
 
     def widths(self) -> list[float]:
         """Stroke of each line: wider where later ones lie exactly over it, so that its colour is seen on both sides."""
@@ -121,6 +126,8 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
 def extent(values: Sequence[float], from_zero: bool = False) -> tuple[float, float]:
     """What an axis has to show, with some air above and below; never empty."""
     low, high = (min(values), max(values)) if values else (0.0, 1.0)
+    if high - low <= SAME * max(abs(low), abs(high)):  # but for rounding, as of the mean of a constant
+        high = low
     if from_zero:
         low, high = min(low, 0.0), max(high, 0.0)
     air = 0.06 * (high - low) or abs(high) * 0.1 or 1.0

@@ -97,8 +97,12 @@ def _figure(chart: Chart) -> str:
     hover = ' data-hover="1"' if isinstance(chart, LineChart) else ""
     return (
         f'<figure class="panel{wide}" data-chart="{escape(chart.name)}"{hover}><figcaption>{_text(chart.title)}</figcaption>'
-        f"{chart_svg(chart)}{_legend(chart)}</figure>"
+        f"{chart_svg(chart)}{_legend(chart)}{_note(chart)}</figure>"
     )
+
+
+def _note(chart: Chart) -> str:
+    return f'<p class="note">{_prose(chart.note)}</p>' if isinstance(chart, LineChart) and chart.note else ""
 
 
 def _legend(chart: Chart) -> str:

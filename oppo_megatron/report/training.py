@@ -19,6 +19,12 @@ LENGTHS: dict[str, tuple[str, Style]] = {
     "trained_len_max": ("trained, longest", "dotted"),
 }
 MAX_DECISIONS = 300
+CURVE_NOTES = {
+    "reward": "Healthy: it rises, then levels off, with the KL below still small. A sudden rise together with KL or response "
+    "length is a weakness of the reward that was found; a fall is an update that went too far, or a critic that lags.",
+    "loss": "Healthy: it falls fast, then slowly. A step down at each new epoch means rows learned by heart; peaks or a rise "
+    "mean a learning rate that is too high.",
+}
 STEP_AXIS, SECONDS_AXIS = "PPO step", "seconds since the start"
 
 
@@ -53,7 +59,7 @@ def reward_section(records: Sequence[RunRecord]) -> Section:
                 axis = "training step" if kind == "supervised" and x_key == "step" else axis
                 lines = [line for i, record in shown for line in curves(record, key, x_key, i)]
                 title = f"{word.capitalize()} against {suffix}"
-                section.charts.append(LineChart(f"{word}-{suffix}", title, axis, label, lines))
+                section.charts.append(LineChart(f"{word}-{suffix}", title, axis, label, lines, note=CURVE_NOTES[word]))
     return section
 
 

@@ -26,7 +26,8 @@ from tests.support.pages import Element, embedded, parse
 from tests.support.runs import append, metrics_line, rollout, step_spans, write_run
 
 PARTS = [
-    "overview", "reward", "steps", "timeline", "utilization", "deferrals", "control", "lengths", "bins", "memory", "samples",
+    "overview", "reward", "heldout", "learning", "steps", "timeline", "utilization", "deferrals", "control", "lengths", "bins",
+    "memory", "samples",
 ]  # fmt: skip
 
 
@@ -106,7 +107,9 @@ def test_what_was_not_recorded_is_said_in_its_place(tmp_path: Path) -> None:
     run.trace.unlink()
     run.summary.unlink()
     said = notes(page_of(run, out=tmp_path / "out"))
-    assert set(said) == {"timeline", "utilization", "deferrals", "control", "lengths", "bins", "memory", "samples"}
+    assert set(said) == {
+        "heldout", "learning", "timeline", "utilization", "deferrals", "control", "lengths", "bins", "memory", "samples",
+    }  # fmt: skip
     assert "logging.trace=true" in said["timeline"] and "logging.rollouts=true" in said["samples"]
 
 
@@ -263,7 +266,7 @@ def test_command_writes_the_page_and_the_pictures(tmp_path: Path, capsys: pytest
     pictures = {path.stem for path in out.glob("*.png")}
     assert pictures == {
         "reward-steps", "reward-seconds", "steps-mean", "steps-0", "timeline", "utilization", "deferrals", "delta", "chunk",
-        "lengths-0", "length-gap", "bins", "bins-0", "memory-0",
+        "lengths-0", "length-gap", "bins", "bins-0", "memory-0", "heldout-0", "heldout-1", *LEARNING,
     }  # fmt: skip
     assert all((out / f"{name}.png").read_bytes().startswith(b"\x89PNG") for name in pictures)
     assert main(["report", str(run.path), "--step", "99", "--no-png"]) == 2
@@ -333,3 +336,42 @@ def test_a_single_step(tmp_path: Path) -> None:
 def test_a_legend_fits_its_picture() -> None:
     parts = [label for label, _ in ALL_PARTS.values()]
     assert _legend_columns(parts) == 3 and _legend_columns(["a", "b"]) == 2 and _legend_columns(["n" * 90] * 3) == 1
+
+
+LEARNING = {
+    "kl", "kl-coefficient", "entropy", "clip-fraction", "approx-kl", "actor-loss", "response-length", "truncated",
+    "explained-variance", "value", "critic-loss", "critic-clip-fraction", "grad-norm", "lr",
+}  # fmt: skip
+
+
+def test_every_figure_of_learning_has_a_chart_that_says_what_is_healthy(tmp_path: Path) -> None:
+    page = page_of(write_run(tmp_path / "first"), write_run(tmp_path / "second", steps=6), out=tmp_path / "out")
+    charts = embedded(page, "charts")
+    assert charts.keys() >= LEARNING
+    assert [line["ys"][:2] for line in charts["kl"]["lines"]] == [[0.1, 0.2]] * 2
+    for part in ("heldout", "learning"):
+        for figure in section(page, part).all("figure"):
+            (note,) = figure.all("p", **{"class": "note"})
+            assert "Healthy" in note.text() or "schedule" in note.text() or "adaptive" in note.text()
+
+
+def test_heldout_metrics_stand_over_the_steps_with_the_one_before_training(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    summary = json.loads(run.summary.read_text())
+    before = {"mean": {"pkg.judge:score": 0.05}, "error": {"pkg.judge:score": 0.01}}
+    write_json(run.summary, summary | {"heldout": {"0": before}})
+    charts = embedded(page_of(run, out=tmp_path / "out"), "charts")
+    (line,) = charts["heldout-0"]["lines"]
+    assert line["xs"] == [0, 1, 2, 3, 4] and line["ys"][:2] == [0.05, 0.1]
+    assert line["notes"][:2] == ["± 0.01", "± 0.02"]
+
+
+def test_a_supervised_run_shows_its_own_figures(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "rm")
+    run.path.mkdir()
+    for step in (1, 2, 3):
+        figures = {"loss": 0.7, "accuracy": 0.6, "margin": 0.1, "lr": 1e-4, "grad_norm": 1.0, "time_s": step}
+        append(run.metrics, {"step": step, **figures, "heldout": {"loss": 0.69, "accuracy": 0.55}})
+    charts = embedded(page_of(run, out=tmp_path / "out"), "charts")
+    assert charts.keys() >= {"loss-steps", "pair-accuracy", "pair-margin", "grad-norm", "lr", "heldout-0", "heldout-1"}
+    assert "kl" not in charts
