@@ -43,7 +43,7 @@ def test_layouts_resumed_one_from_the_other_are_the_plain_run(tmp_path: Path) ->
 
 def test_exports_have_the_rows_of_the_vocabulary_alone(tmp_path: Path) -> None:
     workspace = Workspace.create(tmp_path)
-    config = odd(workspace, "tp", steps=1, placement={"mode": "colocated", "actor": {"tp": 2, "pp": 2}})
+    config = odd(workspace, "tp", steps=1, placement={"mode": "colocated", "actor": {"tp": 2}})
     config["checkpoint"] = {"every_steps": 1}
     outcome = run_ppo_ranks(config)
     assert outcome.actor["model.embed_tokens.weight"].shape == (283, 32)
