@@ -61,7 +61,7 @@ def new_rounds(model: RoleModel, sampling: Sampling, sync_steps: int, layout: KV
         model,
         model.new_cache(9, layout=layout),
         sampling=sampling,
-        stopping=OwnLimits((17,), 50),
+        stopping=OwnLimits((17, 41), 50),
         links=Links({}),
         micro_batch_tokens=200,
         timeout_s=60.0,
