@@ -18,7 +18,8 @@ class Prompt:
     """One tokenized prompt in the order in which the data iterator gives it.
 
     `seq_id` is unique over the run (the position in the stream of prompts, epochs counted on); `row` is the index of
-    the row in the data set; `fields` keeps the row's other columns for verifiers (the expected answer, say).
+    the row in the data set; `fields` keeps the row's other columns for verifiers (the expected answer, say); `place` is
+    the row's file:line, for messages.
     """
 
     seq_id: int
@@ -26,6 +27,7 @@ class Prompt:
     text: str
     tokens: tuple[int, ...]
     fields: dict[str, Any] = field(default_factory=dict)
+    place: str = field(default="", compare=False)
 
 
 @dataclass(slots=True)

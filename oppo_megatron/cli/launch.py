@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 ENTRY = "oppo_megatron.train.entry:run_rank"
 EXIT_DEFECT = 1
+ISOLATE = "correct the function; with `isolate: true` it runs in a process of its own, whose end is an error and not the run's"
 MONITOR_S = 0.1  # how often the agent looks at the ranks; it tells of the first that it finds ended
 LINGER_S = 5 * MONITOR_S  # so that a rank that was killed is found before those that saw it go
 
@@ -260,8 +261,9 @@ def _kind_of(error: Exception) -> Literal["input", "defect", "symptom"]:
 
 def _report(failures: Path, error: ChildFailedError, last_words: Mapping[int, str]) -> int:
     """Show the one failure that came first: a stall, a signal, wrong input (as RankError), or the traceback of a defect."""
-    from oppo_megatron.train.liveness.failures import read_failures
+    from oppo_megatron.train.liveness.failures import ended_within, read_failures
 
+    within = ended_within(failures)
     killed = [
         failed for failed in error.failures.values() if failed.exitcode < 0 and failed.exitcode != -signal.SIGTERM
     ]
@@ -269,7 +271,11 @@ def _report(failures: Path, error: ChildFailedError, last_words: Mapping[int, st
     if stalls := [failure.message for failure in written if failure.kind == "stall"]:
         raise RankStalled(stalls[0])
     if killed:
-        raise RankKilled(_killed(killed[0].local_rank, -killed[0].exitcode, written, last_words))
+        raise RankKilled(_killed(killed[0].local_rank, -killed[0].exitcode, written, last_words, within))
+    silent = [first for first in error.failures.values() if first.local_rank in within]
+    if silent and silent[0].local_rank not in {failure.rank for failure in written}:
+        rank, code = silent[0].local_rank, silent[0].exitcode
+        raise RankError(f"rank {rank} ended with exit code {code} in {within[rank]}; {ISOLATE}")
     if not written:
         first = error.get_first_failure()[1]
         print(f"rank {first.local_rank} ended with exit code {first.exitcode} and no message", file=sys.stderr)
@@ -283,17 +289,19 @@ def _report(failures: Path, error: ChildFailedError, last_words: Mapping[int, st
     raise (RankStalled if failure.kind == "symptom" else RankError)(f"rank {failure.rank}: {failure.message}")
 
 
-def _killed(rank: int, number: int, written: Sequence[Failure], last_words: Mapping[int, str]) -> str:
+def _killed(
+    rank: int, number: int, written: Sequence[Failure], last_words: Mapping[int, str], within: Mapping[int, str]
+) -> str:
     """Which rank was ended by which signal, and what the others waited for, or were at."""
     told = {failure.rank: failure.message for failure in written if failure.kind in ("symptom", "input")}
     for failure in written:  # it may have met the loss of its peer where nothing expects it
         if failure.kind == "defect":
             told.setdefault(failure.rank, failure.message.rstrip().rpartition("\n")[2])
     at = f"; it was last heard of in: {last_words[rank]}" if rank in last_words else ""
-    lines = [
-        f"rank {rank} was ended by {signal.Signals(number).name}{at}; SIGKILL mostly means that memory ran out "
-        "(lower runtime.micro_batch_tokens or rollout.batch_size)"
-    ]
+    remedy = "SIGKILL mostly means that memory ran out (lower runtime.micro_batch_tokens or rollout.batch_size)"
+    if rank in within:
+        at, remedy = f" in {within[rank]}", ISOLATE
+    lines = [f"rank {rank} was ended by {signal.Signals(number).name}{at}; {remedy}"]
     for other in sorted({*told, *last_words} - {rank}):
         lines.append(f"rank {other}: {told[other] if other in told else 'last heard of in: ' + last_words[other]}")
     return "\n".join(lines)

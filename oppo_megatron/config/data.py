@@ -66,8 +66,8 @@ class RewardPart(Section):
     """One summand of the reward: `weight` times what `kind` gives for a finished response.
 
     kind: `model` the reward model's scalar; `verifier` a rule by `name` (`arithmetic`, `gsm8k`) that compares the
-    response with column `answer`; `python` a user's callable `entry_point` = `package.module:function`, called with
-    (prompt, response, fields); `http` a reward service at `url` (docs/rewards.md).
+    response with column `answer`; `python` a user's function `entry_point` = `package.module:function` or
+    `file.py:function`, called with (prompt, response, fields); `http` a reward service at `url` (docs/rewards.md).
     """
 
     kind: Literal["model", "verifier", "python", "http"] = Field(
@@ -76,7 +76,7 @@ class RewardPart(Section):
     weight: Annotated[float, Unit("factor")] = Field(1.0, description="factor of this part in the sum")
     name: Literal["arithmetic", "gsm8k"] | None = Field(None, description="the rule (verifier)")
     answer: str = Field("answer", description="column that holds the expected answer (verifier)")
-    entry_point: str | None = Field(None, description="`package.module:function` (python)")
+    entry_point: str | None = Field(None, description="`package.module:function` or `folder/file.py:function` (python)")
     options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments for the entry point")
     isolate: bool = Field(False, description="call it in a process of its own, under `limits` (python)")
     limits: IsolationConfig = IsolationConfig()

@@ -18,6 +18,7 @@ OWNER = {
     "token_env": "http",
     "remote": "http",
 }
+_ENTRY_POINT = re.compile(r"(?:[\w.]+|.+\.py):[\w.]+")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -26,9 +27,10 @@ def check_part(name: str, part: RewardPart) -> list[str]:
     problems = list(_misplaced(name, part))
     if part.kind == "verifier" and part.name is None:
         problems.append(f"{name} is a verifier without a `name`; add `name: arithmetic` or `name: gsm8k`")
-    if part.kind == "python" and not re.fullmatch(r"[\w.]+:[\w.]+", part.entry_point or ""):
+    if part.kind == "python" and not _ENTRY_POINT.fullmatch(part.entry_point or ""):
         problems.append(
-            f"{name}.entry_point is {part.entry_point!r}, but must be `package.module:function`; name the callable"
+            f"{name}.entry_point is {part.entry_point!r}, but must be `package.module:function` or "
+            "`folder/file.py:function`; name the function"
         )
     if part.kind == "python" and not part.isolate and _is_given(part, "limits"):
         problems.append(f"{name} has limits, but they hold only with `isolate: true`; add it or remove them")

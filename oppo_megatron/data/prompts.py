@@ -86,7 +86,7 @@ def _refused(example: Example, num_tokens: int, config: DataConfig, problems: Ro
         if check is not None:
             check(example.fields)
     except OppoError as error:
-        problems.report(file, line, str(error), config.bad_rows)
+        problems.report(file, line, str(error), config.bad_rows, once=True)
         return True
     if num_tokens == 0:
         problems.report(file, line, "the prompt has no token", config.bad_rows)
@@ -153,7 +153,7 @@ class PromptStream(Iterator[Prompt]):
             self._order = epoch_order(len(self._prompts), self._seed, epoch, self._shuffle)
             self._epoch = epoch
         row = self._prompts.rows[self._order[place]]
-        return Prompt(position, row.row, row.text, row.tokens, row.fields)
+        return Prompt(position, row.row, row.text, row.tokens, row.fields, row.place)
 
 
 def _beyond(count: int, left_out: Set[int]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import numbers
 import os
@@ -17,6 +18,7 @@ from oppo_megatron.rewards.entry_point import load_entry_point
 from oppo_megatron.rewards.isolation import IsolatedFunction
 from oppo_megatron.rewards.protocol import ScoreItem, check_fields, read_token
 from oppo_megatron.rewards.remote import RemoteReward
+from oppo_megatron.rewards.user_code import SHOWN_CHARACTERS, ProcessExit, said_of, staying
 from oppo_megatron.rewards.verifiers import expected_answer, verify
 
 
@@ -47,11 +49,30 @@ class VerifierReward:
     def _expected(self, fields: Mapping[str, Any]) -> Any:
         if self.answer not in fields:
             there = ", ".join(fields) or "none"
+            near = difflib.get_close_matches(self.answer, fields, n=1)
+            named = f", the nearest is `answer: {near[0]}`" if near else ""
             raise RewardError(
                 f"the row has no column {self.answer!r} with the expected answer (it has: {there}); name the column "
-                "as `answer` beside the verifier"
+                f"as `answer` beside the verifier{named}"
             )
         return fields[self.answer]
+
+
+@dataclass(frozen=True, slots=True)
+class UserFunction:
+    """A user's function, called in this process; RewardError where it raises, or asks to end the process."""
+
+    entry_point: str
+    function: ResponseReward
+
+    def __call__(self, prompt: str, response: str, fields: Mapping[str, Any]) -> float:
+        try:
+            with staying():
+                return self.function(prompt, response, fields)
+        except (SystemExit, ProcessExit) as error:
+            raise RewardError(f"it asked to end the process ({said_of(error)}); return a number, or raise") from error
+        except Exception as error:
+            raise RewardError(said_of(error)) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +135,8 @@ def _function(
         isolated = IsolatedFunction(part.entry_point, part.options, part.limits, inherited)
         isolated.check()
         return isolated
-    function = load_entry_point(part.entry_point)
-    return partial(function, **part.options) if part.options else function
+    function = load_entry_point(part.entry_point, part.options)
+    return UserFunction(part.entry_point, partial(function, **part.options) if part.options else function)
 
 
 class RewardSum:
@@ -128,6 +149,11 @@ class RewardSum:
     def needs_model(self) -> bool:
         """Whether a reward model's score is one of the parts."""
         return any(summand.function is None for summand in self.summands)
+
+    @property
+    def user_functions(self) -> list[str]:
+        """The user's functions that run in this process, by label: a crash of native code in one is the process's end."""
+        return [summand.label for summand in self.summands if isinstance(summand.function, UserFunction)]
 
     @property
     def asks_services(self) -> bool:
@@ -171,12 +197,19 @@ class RewardSum:
         return self.evaluate(prompt, response, fields, model_score, seq_id).total
 
     def evaluate(
-        self, prompt: str, response: str, fields: Mapping[str, Any], model_score: float | None, seq_id: int
+        self,
+        prompt: str,
+        response: str,
+        fields: Mapping[str, Any],
+        model_score: float | None,
+        seq_id: int,
+        place: str = "",
     ) -> Reward:
         """The reward of one response and its parts; waits for what was requested, and requests what was not.
 
-        Raises `RewardError` naming sequence, part and value.
+        Raises `RewardError` naming sequence, `place` (file:line of the prompt's row), part and value.
         """
+        sequence = f"sequence {seq_id} (of {place})" if place else f"sequence {seq_id}"
         parts: dict[str, float] = {}
         self.request([ScoreItem(seq_id, prompt, response, fields)])
         for summand in self.summands:
@@ -186,19 +219,28 @@ class RewardSum:
             elif summand.function is not None:
                 try:
                     value = summand.function(prompt, response, fields)
-                except Exception as error:
+                except RewardError as error:
                     raise RewardError(
-                        f"sequence {seq_id}: reward part {summand.label!r} failed with {type(error).__name__}: {error}; "
-                        "it must give a number for every response: correct the function, or the row's columns"
-                    ) from error
-            parts[summand.label] = _finite(value, f"sequence {seq_id}: reward part {summand.label!r}")
+                        f"{sequence}: reward part {summand.label!r} failed: {error}; it must give a number for every "
+                        "response: correct the function, or the row's columns"
+                    ) from (error.__cause__ or error)
+            parts[summand.label] = _finite(value, f"{sequence}: reward part {summand.label!r}")
         total = sum(summand.weight * parts[summand.label] for summand in self.summands)
-        return Reward(_finite(total, f"sequence {seq_id}: the weighted sum of {parts}"), parts)
+        return Reward(_finite(total, f"{sequence}: the weighted sum of {parts}"), parts)
 
 
 def _finite(value: Any, what: str) -> float:
     if not isinstance(value, numbers.Real):
-        raise RewardError(f"{what} gave {value!r} ({type(value).__name__}), not a number; give one finite float")
+        remedy = "give one finite float"
+        if value is None:
+            remedy += ": without `return` a function gives None"
+        elif hasattr(value, "item"):
+            remedy += ": `.item()` makes one of an array or tensor with one value"
+        elif isinstance(value, (list, tuple, dict)):
+            remedy += ": it is called once for each response"
+        raise RewardError(
+            f"{what} gave {repr(value)[:SHOWN_CHARACTERS]} ({type(value).__name__}), not a number; {remedy}"
+        )
     try:
         number = float(value)
     except OverflowError:

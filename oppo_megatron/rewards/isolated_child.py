@@ -14,6 +14,7 @@ from typing import Any
 
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.rewards.entry_point import load_entry_point
+from oppo_megatron.rewards.user_code import said_of
 
 MAX_ANSWER_BYTES = 1 << 16
 SHOWN_CHARACTERS = 1000
@@ -30,7 +31,7 @@ def main(reads: int, writes: int) -> None:
         _limit(resource.RLIMIT_CORE, 0)
         _limit(resource.RLIMIT_AS, task["memory_bytes"])
         try:
-            function = load_entry_point(task["entry_point"])
+            function = load_entry_point(task["entry_point"], task["options"])
         except ConfigError as error:
             _answer(answers, task, {"error": error.problems[0]})
             return
@@ -51,7 +52,7 @@ def _call(function: Any, call: dict[str, Any], options: dict[str, Any]) -> dict[
             return {"error": f"it gave {str(value)[:SHOWN_CHARACTERS]} ({type(value).__name__}), not a number"}
         return {"value": float(value)}
     except Exception as error:  # a user's function may raise anything; all of it is an answer
-        return {"error": f"{type(error).__name__}: {str(error)[:SHOWN_CHARACTERS]}"}
+        return {"error": said_of(error)}
 
 
 def _answer(answers: io.BufferedWriter, call: dict[str, Any], answer: dict[str, Any]) -> None:

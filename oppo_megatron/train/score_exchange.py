@@ -6,7 +6,8 @@ Legend: B rollouts of the batch, T their response tokens (packed), P parts of th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -24,6 +25,7 @@ from oppo_megatron.runtime.rounds import RoundRunner
 from oppo_megatron.runtime.stream import share
 from oppo_megatron.train.actor import Actor
 from oppo_megatron.train.critic import CRITIC_STATS, Critic
+from oppo_megatron.train.liveness.failures import noted
 
 TIMES = ("score", "wait_tokens")
 
@@ -158,8 +160,10 @@ class ScoreExchange:
             for i, rollout in enumerate(batch):
                 item, score = self._item(rollout), None if model_B is None else float(model_B[i])
                 try:
-                    with self.activity.doing(f"reward of sequence {item.seq_id}"):
-                        reward = self.rewards.evaluate(item.prompt, item.response, item.fields, score, item.seq_id)
+                    with self._scoring(item, rollout.prompt.place):
+                        reward = self.rewards.evaluate(
+                            item.prompt, item.response, item.fields, score, item.seq_id, rollout.prompt.place
+                        )
                 except NonFiniteRewardError as error:
                     self.refusal = self.refusal or str(error)
                     rows.append([math.nan] * (1 + len(labels)))
@@ -168,6 +172,17 @@ class ScoreExchange:
             table = torch.tensor(rows, dtype=torch.float64).flatten()
         shared = self._shared("rewards", table, len(batch) * (1 + len(labels)), self._leader).view(len(batch), -1)
         return shared[:, 0], dict(zip(labels, shared[:, 1:].mean(0).tolist(), strict=True))
+
+    @contextmanager
+    def _scoring(self, item: ScoreItem, place: str) -> Iterator[None]:
+        """For who asks what this rank is at, or was at as it ended."""
+        what, functions = f"reward of sequence {item.seq_id}", " and ".join(map(repr, self.rewards.user_functions))
+        with self.activity.doing(what):
+            if not functions:
+                yield
+                return
+            with noted(self.rank, f"the reward function {functions}, called for sequence {item.seq_id} (of {place})"):
+                yield
 
 
 def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:

@@ -7,12 +7,14 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
 FOLDER = "OPPO_FAILURES"
 """Environment variable: where a rank that `oppo` has started leaves its `Failure`."""
+CALLS = ".calls"
 EXIT_STALLED = 2  # as every error that is no defect
 
 
@@ -41,6 +43,24 @@ def read_failures(folder: Path) -> Iterator[Failure]:
     """What the ranks have left."""
     for path in sorted(folder.glob("*.json")):
         yield Failure(**json.loads(path.read_text(encoding="utf-8")))
+
+
+@contextmanager
+def noted(rank: int, what: str, environment: Mapping[str, str] = os.environ) -> Iterator[None]:
+    """While the block calls a user's code, a file says so: native code may end the process, and nothing else would tell."""
+    path = Path(environment[FOLDER]) / f"{rank}{CALLS}" if FOLDER in environment else None
+    if path is not None:
+        path.write_text(what, encoding="utf-8")
+    try:
+        yield
+    finally:
+        if path is not None:
+            path.unlink()
+
+
+def ended_within(folder: Path) -> dict[int, str]:
+    """What each rank had called and has not come back from."""
+    return {int(path.stem): path.read_text(encoding="utf-8") for path in folder.glob(f"*{CALLS}")}
 
 
 def end_stalled(rank: int, command: str, message: str, environment: Mapping[str, str] = os.environ) -> NoReturn:

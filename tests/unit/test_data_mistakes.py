@@ -1,0 +1,109 @@
+"""Mistakes with rows and columns: each ends in one message with the value, the rule and a remedy, before a model is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oppo_megatron.config.data import DataConfig, RewardPart
+from oppo_megatron.data.prompts import load_prompts
+from oppo_megatron.data.rows import Quarantine
+from oppo_megatron.data.supervised import load_completions, load_pairs
+from oppo_megatron.errors import ConfigError, DataError
+from oppo_megatron.rewards.functions import build_reward_functions
+from tests.support.tokenizers import CharacterTokenizer
+
+USER, REPLY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
+
+
+def load(kind: str, path: Path | list[Path], **settings: Any) -> Any:
+    config, tokenizer, aside = DataConfig(path=path, **settings), CharacterTokenizer(), Quarantine()
+    if kind == "train":
+        return load_prompts(config, tokenizer, quarantine=aside)
+    reader = load_completions if kind == "sft" else load_pairs
+    return reader(config, tokenizer, max_tokens=1000, long_rows="error", quarantine=aside)
+
+
+MISTAKES: dict[str, tuple[str, list[Any], dict[str, Any], str]] = {
+    "no prompt column": ("train", [{"text": "a"}], {}, "no column for the prompt .*it has: text. .*data.columns.prompt"),
+    "a near name": ("train", [{"promt": "a"}], {}, "The nearest is 'promt': set data.columns.prompt=promt"),
+    "a column that is set wrongly": ("train", [{"prompt": "a"}], {"columns": {"prompt": "Prompt"}}, "The nearest is 'prompt'"),
+    "no completion": ("sft", [{"prompt": "a"}], {}, "no column for the completion .*set data.columns.completion|Set data"),
+    "no rejected": ("rm", [{"prompt": "a", "chosen": "b"}], {}, "no column for the rejected .*it has: prompt, chosen"),
+    "rows under a key": ("train", [{"data": [{"prompt": "a"}, {"prompt": "b"}]}], {}, r"jq \.data .*rows\.json"),
+    "empty prompts": ("train", [{"prompt": " "}, {"prompt": "a"}], {}, "1: column 'prompt' is empty.*bad_rows=quarantine"),
+    "nothing but empty prompts": ("train", [{"prompt": ""}], {}, r"column 'prompt' is empty\nCorrect them\.$"),
+    "numbers as prompts": ("train", [{"prompt": 5}], {}, "neither text nor a list of messages, but int"),
+    "a list of texts": ("train", [{"prompt": ["a", "b"]}], {}, "neither text nor a list of messages, but list"),
+    "messages without roles": ("train", [{"messages": [{"content": "a"}]}], {}, "has no role .it has: content.; give it role"),
+    "an unknown speaker": ("train", [{"conversations": [{"from": "robot", "value": "a"}]}], {}, "from 'robot'; known are human"),
+    "a message without text": ("train", [{"messages": [{"role": "user"}]}], {}, "message 1 of column 'messages' has no text"),
+    "a message with a picture": (
+        "train", [{"messages": [{"role": "user", "content": [{"type": "image"}]}]}], {}, "has content that is not text"),
+    "an answer alone": ("sft", [{"messages": [REPLY]}], {}, "an assistant's turn and nothing before it"),
+    "a dialogue that ends with a question": ("sft", [{"messages": [USER]}], {}, "does not end with an assistant's turn"),
+    "a number as Alpaca's input": (
+        "sft", [{"instruction": "a", "input": "x", "output": "b"}, {"instruction": "a", "input": 5, "output": "b"}], {},
+        "rows.jsonl:2: column 'input' is no text, but int"),
+    "pairs without a prompt": ("rm", [{"chosen": "a", "rejected": "b"}], {}, "no prompt column, and chosen and rejected share"),
+    "text against messages": ("rm", [{"chosen": "a", "rejected": [USER, REPLY]}], {}, "one is text and the other a list"),
+    "pairs with nothing in common": (
+        "rm", [{"chosen": [USER, REPLY], "rejected": [REPLY, USER]}], {}, "have no beginning in common"),
+    "an empty answer": ("rm", [{"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant:"}], {},
+                        "the rejected answer after the common dialogue is empty"),
+    "hh, but Alpaca": ("sft", [{"instruction": "a", "output": "b"}], {"format": "hh"}, "no column for the|no HH dialogues"),
+    "sharegpt, but messages": ("sft", [{"messages": [USER, REPLY]}], {"format": "sharegpt"}, "ShareGPT|no column for the"),
+    "a template without its place": ("sft", [{"prompt": "a", "completion": "b"}], {"prompt_template": "Q"}, "must contain"),
+    "a long prompt": ("train", [{"prompt": "a" * 9}], {"max_prompt_tokens": 5}, "has 9 tokens, more than data.max_prompt_tokens=5"),
+    "a long row": ("sft", [{"prompt": "a" * 1000, "completion": "b"}], {}, "have 1002 tokens, more than max_tokens=1000"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_with_rows(tmp_path: Path, mistake: str) -> None:
+    kind, rows, settings, says = MISTAKES[mistake]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises((DataError, ConfigError), match=f"(?s){says}") as caught:
+        load(kind, path, **settings)
+    assert str(caught.value).count("rows.jsonl") <= 2
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("absent.jsonl", "does not exist"),
+        ("rows.json", "did you mean `.*rows.jsonl`"),
+        ("nowhere/*.jsonl", "is a pattern that no file matches"),
+        ("empty", "no file in it ends with"),
+    ],
+)
+def test_a_mistake_with_paths(tmp_path: Path, name: str, says: str) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "empty").mkdir()
+    with pytest.raises((DataError, ConfigError), match=says):
+        load("train", tmp_path / name)
+
+
+def test_a_verifiers_missing_column_is_said_once_with_the_nearest(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a", "answers": "1"}\n' * 50)
+    check = build_reward_functions([RewardPart(kind="verifier", name="gsm8k")]).check
+    with pytest.raises(DataError) as caught:
+        load_prompts(DataConfig(path=path), CharacterTokenizer(), quarantine=Quarantine(), check=check)
+    said = str(caught.value)
+    assert said.startswith("50 rows cannot be used:\n") and said.count("no column 'answer'") == 1
+    assert "rows.jsonl:1 and 49 more rows" in said and "the nearest is `answer: answers`" in said
+    assert said.endswith("Correct them."), "to set all rows aside is no remedy"
+
+
+def test_a_chat_template_that_refuses_is_said_once(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "tool", "content": "x"}]}) + "\n" + '{"prompt": "a"}\n')
+    path.write_text((json.dumps({"messages": [{"role": "tool", "content": "x"}]}) + "\n") * 30)
+    with pytest.raises(DataError, match="rows.jsonl:1 and 29 more rows: no tools here") as caught:
+        load("train", path)
+    assert str(caught.value).count("no tools here") == 1
