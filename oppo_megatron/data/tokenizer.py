@@ -145,8 +145,10 @@ class HuggingFaceTokenizer:
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
             )
-        except jinja2.TemplateError as error:
-            raise DataError(f"the chat template refuses the messages: {error}") from error
+        except jinja2.TemplateSyntaxError as error:
+            raise _broken_template(error) from error
+        except Exception as error:  # a template may make any mistake of Python's
+            raise _refused_by_template(error) from error
         return str(rendered)
 
     def save(self, directory: Path) -> None:
@@ -208,15 +210,15 @@ class SentencePieceTokenizer:
         environment.globals["raise_exception"] = raise_exception
         try:
             template = environment.from_string(self._chat_template)
-        except jinja2.TemplateError as error:
-            raise ConfigError(f"tokenizer.chat_template is not a Jinja template ({error}); correct it") from error
+        except jinja2.TemplateSyntaxError as error:
+            raise _broken_template(error) from error
         try:
             # Control symbols are never read from text: the template's have none.
             return template.render(
                 messages=list(messages), add_generation_prompt=generation_prompt, bos_token="", eos_token=""
             )
-        except jinja2.TemplateError as error:
-            raise DataError(f"the chat template refuses the messages: {error}") from error
+        except Exception as error:  # a template may make any mistake of Python's
+            raise _refused_by_template(error) from error
 
     def save(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -227,6 +229,20 @@ class SentencePieceTokenizer:
 
 class NoChatTemplateError(ConfigError):
     """Messages are to be rendered by a template that the tokenizer does not have."""
+
+
+def _broken_template(error: Any) -> ConfigError:
+    return ConfigError(
+        f"tokenizer.chat_template, or the tokenizer's own, is not a Jinja template (line {error.lineno}: {error.message}); "
+        "correct it, or set tokenizer.chat_template"
+    )
+
+
+def _refused_by_template(error: Exception) -> DataError:
+    import jinja2
+
+    what = str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
+    return DataError(f"the chat template refuses the messages: {what}; correct them, or set tokenizer.chat_template")
 
 
 def _no_chat_template(path: Path) -> NoChatTemplateError:

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from oppo_megatron.config.data import DataConfig, RewardPart
+from oppo_megatron.config.data import DataConfig, RewardPart, TokenizerConfig
 from oppo_megatron.data.prompts import load_prompts
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised import load_completions, load_pairs
+from oppo_megatron.data.tokenizer import load_tokenizer, train_sentencepiece
 from oppo_megatron.errors import ConfigError, DataError
 from oppo_megatron.rewards.functions import build_reward_functions
-from tests.support.tokenizers import CharacterTokenizer
+from tests.support.tokenizers import CharacterTokenizer, save_byte_level
 
 USER, REPLY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
 
@@ -57,7 +58,7 @@ MISTAKES: dict[str, tuple[str, list[Any], dict[str, Any], str]] = {
     "hh, but Alpaca": ("sft", [{"instruction": "a", "output": "b"}], {"format": "hh"}, "no column for the|no HH dialogues"),
     "sharegpt, but messages": ("sft", [{"messages": [USER, REPLY]}], {"format": "sharegpt"}, "ShareGPT|no column for the"),
     "a template without its place": ("sft", [{"prompt": "a", "completion": "b"}], {"prompt_template": "Q"}, "must contain"),
-    "a long prompt": ("train", [{"prompt": "a" * 9}], {"max_prompt_tokens": 5}, "has 9 tokens, more than data.max_prompt_tokens=5"),
+    "a long prompt": ("train", [{"prompt": "a" * 9}], {"max_prompt_tokens": 5}, "9 tokens, more than data.max_prompt_tokens=5"),
     "a long row": ("sft", [{"prompt": "a" * 1000, "completion": "b"}], {}, "have 1002 tokens, more than max_tokens=1000"),
 }  # fmt: skip
 
@@ -107,3 +108,32 @@ def test_a_chat_template_that_refuses_is_said_once(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="rows.jsonl:1 and 29 more rows: no tools here") as caught:
         load("train", path)
     assert str(caught.value).count("no tools here") == 1
+
+
+TEMPLATES = {
+    "not Jinja": ("{% for m in messages %}{{ m.content }", r"\(line 1: .*correct it, or set tokenizer.chat_template"),
+    "no filter of this name": ("{{ messages | shout }}", "No filter named 'shout'"),
+    "a mistake of types": (
+        "{{ messages[0]['content'] + 1 }}",
+        "refuses the messages: TypeError: .*set tokenizer.chat_template",
+    ),
+    "a division": ("{{ 1 / 0 }}", "refuses the messages: ZeroDivisionError"),
+    "a part that is not there": ("{{ messages[0].tools.name }}", "refuses the messages: .*has no attribute 'tools'"),
+    "messages that it refuses": ("{{ raise_exception('no users') }}", "refuses the messages: no users; correct them"),
+}
+
+
+@pytest.mark.parametrize("hugging_face", [False, True], ids=["sentencepiece", "transformers"])
+@pytest.mark.parametrize("mistake", TEMPLATES)
+def test_a_broken_chat_template_is_said_once(tmp_path: Path, mistake: str, hugging_face: bool) -> None:
+    template, says = TEMPLATES[mistake]
+    if hugging_face:
+        save_byte_level(tmp_path / "tokenizer", ["hello there"], eos_token="<|end|>")
+    else:
+        (tmp_path / "tokenizer").mkdir()
+        train_sentencepiece(["hello there"] * 9, tmp_path / "tokenizer" / "tokenizer.model", 275)
+    tokenizer = load_tokenizer(TokenizerConfig(path=tmp_path / "tokenizer", chat_template=template))
+    (tmp_path / "rows.jsonl").write_text((json.dumps({"messages": [USER]}) + "\n") * 30)
+    with pytest.raises((DataError, ConfigError), match=says) as caught:
+        load_prompts(DataConfig(path=tmp_path / "rows.jsonl"), tokenizer, quarantine=Quarantine())
+    assert len(str(caught.value).splitlines()) <= 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -47,15 +48,32 @@ def read_failures(folder: Path) -> Iterator[Failure]:
 
 @contextmanager
 def noted(rank: int, what: str, environment: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """While the block calls a user's code, a file says so: native code may end the process, and nothing else would tell."""
-    path = Path(environment[FOLDER]) / f"{rank}{CALLS}" if FOLDER in environment else None
-    if path is not None:
-        path.write_text(what, encoding="utf-8")
+    """While the block calls a user's code, a file says so: native code may end the process, and nothing else would tell.
+
+    Where nobody would read the file, a crash has the stack written to stderr, with the user's line.
+    """
+    if FOLDER not in environment:
+        with _stack_on_crash():
+            yield
+        return
+    path = Path(environment[FOLDER]) / f"{rank}{CALLS}"
+    path.write_text(what, encoding="utf-8")
     try:
         yield
     finally:
-        if path is not None:
-            path.unlink()
+        path.unlink()
+
+
+@contextmanager
+def _stack_on_crash() -> Iterator[None]:
+    if faulthandler.is_enabled() or sys.__stderr__ is None:
+        yield
+        return
+    faulthandler.enable(sys.__stderr__, all_threads=False)
+    try:
+        yield
+    finally:
+        faulthandler.disable()
 
 
 def ended_within(folder: Path) -> dict[int, str]:
