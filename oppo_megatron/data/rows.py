@@ -80,6 +80,7 @@ class RowProblems:
         self._shown: dict[tuple[str, int], str] = {}
         self._same: dict[str, tuple[str, int]] = {}
         self._more: Counter[tuple[str, int]] = Counter()
+        self._last: dict[tuple[str, int], str] = {}
         self._settings: list[str] = []
 
     def report(
@@ -96,6 +97,7 @@ class RowProblems:
         self.num_errors += 1
         if once and reason in self._same:
             self._more[self._same[reason]] += 1
+            self._last[self._same[reason]] = f"{file}:{line}"
         elif len(self._shown) < NUM_SHOWN:
             self._shown[file, line] = reason
             self._same[reason] = file, line
@@ -115,7 +117,7 @@ class RowProblems:
         remedy = " and ".join(f"{setting}=quarantine" for setting in self._settings)
         raise DataError(
             f"{rows} cannot be used{shown}:\n"
-            + "\n".join(f"  {_and_more(*place, self._more[place])}: {reason}" for place, reason in self._shown.items())
+            + "\n".join(self._line(place, reason) for place, reason in self._shown.items())
             + (
                 f"\nCorrect them, or set {remedy} to go on without such rows."
                 if self._configured and any_left
@@ -123,11 +125,11 @@ class RowProblems:
             )
         )
 
-
-def _and_more(file: str, line: int, num_more: int) -> str:
-    if not num_more:
-        return f"{file}:{line}"
-    return f"{file}:{line} and {num_more} more {'row' if num_more == 1 else 'rows'}"
+    def _line(self, place: tuple[str, int], reason: str) -> str:
+        line, more = f"  {place[0]}:{place[1]}: {reason}", self._more[place]
+        if not more:
+            return line
+        return f"{line} [and {more} more {'row' if more == 1 else 'rows'}, the last {self._last[place]}]"
 
 
 def read_rows(config: DataConfig, problems: RowProblems, templates: Sequence[str] = ()) -> list[Row]:

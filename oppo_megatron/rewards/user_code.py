@@ -37,7 +37,8 @@ def _users_frame(error: BaseException) -> traceback.FrameSummary | None:
         frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith((OWN, "<frozen"))
     ]
     theirs = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
-    return (theirs or frames or [None])[-1]
+    found = theirs or frames
+    return found[-1] if found else None
 
 
 @contextlib.contextmanager

@@ -97,7 +97,7 @@ def test_a_verifiers_missing_column_is_said_once_with_the_nearest(tmp_path: Path
         load_prompts(DataConfig(path=path), CharacterTokenizer(), quarantine=Quarantine(), check=check)
     said = str(caught.value)
     assert said.startswith("50 rows cannot be used:\n") and said.count("no column 'answer'") == 1
-    assert "rows.jsonl:1 and 49 more rows" in said and "the nearest is `answer: answers`" in said
+    assert "[and 49 more rows, the last " in said and "the nearest is `answer: answers`" in said
     assert said.endswith("Correct them."), "to set all rows aside is no remedy"
 
 
@@ -105,7 +105,9 @@ def test_a_chat_template_that_refuses_is_said_once(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"messages": [{"role": "tool", "content": "x"}]}) + "\n" + '{"prompt": "a"}\n')
     path.write_text((json.dumps({"messages": [{"role": "tool", "content": "x"}]}) + "\n") * 30)
-    with pytest.raises(DataError, match="rows.jsonl:1 and 29 more rows: no tools here") as caught:
+    with pytest.raises(
+        DataError, match=r"rows.jsonl:1: no tools here \[and 29 more rows, the last .*rows.jsonl:30\]"
+    ) as caught:
         load("train", path)
     assert str(caught.value).count("no tools here") == 1
 
