@@ -116,6 +116,12 @@ def external_ranks(environment: Mapping[str, str]) -> dict[str, str] | None:
     return ranks | _master(environment)
 
 
+def speaks_for_all(environment: Mapping[str, str]) -> bool:
+    """Whether this process is to say what is to be said once: it has started all ranks, or is the first of another launcher's."""
+    ranks = external_ranks(environment)
+    return ranks is None or ranks["RANK"] == "0"
+
+
 def _slurm_local_size(environment: Mapping[str, str]) -> str:
     """Tasks on this node.  Slurm lists those of each node in turn: `8(x2),4`."""
     tasks: list[str] = []

@@ -37,7 +37,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_kind(kind: str, args: argparse.Namespace) -> int:
     """Serve one of `KINDS`: returns the exit code, raises ConfigError before anything expensive starts."""
-    from oppo_megatron.cli.launch import check_world_size
+    from oppo_megatron.cli.launch import check_world_size, speaks_for_all
     from oppo_megatron.cli.rank_table import rank_table
     from oppo_megatron.config.load import config_yaml
     from oppo_megatron.train.logs.trackers import check_trackers
@@ -63,7 +63,7 @@ def run_kind(kind: str, args: argparse.Namespace) -> int:
         run.require_unfinished()
         run.require_no_checkpoints()
     code = _launch(kind, config, getattr(args, "max_restarts", 0), getattr(args, "agent", "auto"))
-    if code == EXIT_REQUEUE and os.environ.get("RANK", "0") == "0":
+    if code == EXIT_REQUEUE and speaks_for_all(os.environ):
         print(f"oppo {kind}: saved; continue with: {_continuing(kind, args)}", file=sys.stderr, flush=True)
     return code
 

@@ -115,6 +115,11 @@ class TrainSettings(Section):
     def _common_dtype(cls, data: Any) -> Any:
         return _with_common_dtype(data, ("actor", "critic", "reference", "reward"))
 
+    @property
+    def passes(self) -> int | None:
+        """Passes over the prompts behind which the run ends, whatever its steps; None: there is no such end."""
+        return self.data_epochs or (1 if self.steps is None else None)
+
     def settled(self) -> TrainConfig | None:
         """The configuration that runs are built on; None where its placement is still to be measured."""
         if self.placement.mode == "auto":

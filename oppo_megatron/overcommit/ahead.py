@@ -53,6 +53,27 @@ def require_resumable(done: int, steps: int | None) -> None:
         )
 
 
+def require_prompts(ahead: Ahead, most: int | None, num_rows: int) -> None:
+    """Raises CheckpointError where the run has admitted prompts behind `most`, the end of the passes over `num_rows` prompts."""
+    if most is not None and ahead.position > most:
+        passes = math.ceil(ahead.position / num_rows)
+        raise CheckpointError(
+            f"data_epochs comes to {most // num_rows}, but the checkpoint's run was at prompt {ahead.position}, in pass "
+            f"{passes} over {num_rows} prompts: there is no way back to fewer; set data_epochs to {passes} or "
+            "more, or give steps without it"
+        )
+
+
+def require_work(ahead: Ahead, steps: int | None, most: int | None, batch_size: int) -> None:
+    """Raises CheckpointError where a run that has ended is given nothing to train beyond its end; `most` as above."""
+    ends = [end for end in (ahead.limit(steps, batch_size), most) if end is not None]
+    if ahead.total_steps(steps, min(ends), batch_size) <= ahead.done:
+        raise CheckpointError(
+            f"the run has ended after {ahead.done} steps, and with these settings there is nothing more to train; set steps, or "
+            "data_epochs where it is what ends the run, to more, or choose another run_dir"
+        )
+
+
 def require_bounded_deferrals(deferrals: Sequence[int], batch_size: int, max_deferrals: int) -> None:
     """Raises CheckpointError where rollouts of so many deferrals could not all be trained in time in batches of `batch_size`.
 

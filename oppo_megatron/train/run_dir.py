@@ -20,7 +20,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from numbers import Integral, Real
 from pathlib import Path, PurePath
@@ -183,12 +183,20 @@ class RunDirectory:
 
     def _set_ending_aside(self) -> None:
         """`summary.json` goes last: until then the run counts as finished, and what is left is moved by the next call."""
-        steps = self.ended_after
-        folder = self.path / ("ended" if steps is None else f"ended-step-{steps:06d}")
+        products = [product for product in (self.weights, self.trace, self.summary) if product.exists()]
+        folder = self._place_of_ending({product.name for product in products})
         folder.mkdir(exist_ok=True)
-        for product in (self.weights, self.trace, self.summary):
-            if product.exists():
-                product.rename(folder / product.name)
+        for product in products:
+            product.rename(folder / product.name)
+
+    def _place_of_ending(self, names: Set[str]) -> Path:
+        """A folder that has none of the `names`: a run may have ended after the same step before, and gone on in vain."""
+        steps = self.ended_after
+        name, number = "ended" if steps is None else f"ended-step-{steps:06d}", 1
+        while any((self.path / name / each).exists() for each in names):
+            number += 1
+            name = f"{name if number == 2 else name.rpartition('-')[0]}-{number}"
+        return self.path / name
 
     def _next_attempt(self) -> Path:
         number = 1

@@ -100,7 +100,7 @@ def prompt_stream(config: TrainConfig, prompts: PromptSet, ahead: Ahead = NEW_RU
     return PromptStream(
         prompts,
         config.seed,
-        epochs=config.data_epochs or (1 if config.steps is None else None),
+        epochs=config.passes,
         limit=ahead.limit(config.steps, config.rollout.batch_size),
         shuffle=config.data.shuffle,
         start=ahead.position,

@@ -124,6 +124,40 @@ def test_a_finished_run_is_given_more_steps(
     assert (run / "weights" / "actor" / "model.safetensors").read_bytes() != weights
 
 
+def test_a_run_that_ended_after_the_same_step_again_is_kept_beside_the_first(
+    ended: dict[str, Any], tmp_path: Path
+) -> None:
+    """It was given a step more, which was lost; then it was ended as before, and given the step again."""
+    config = ended | {"run_dir": str(tmp_path / "run")}
+    run = Path(config["run_dir"])
+    shutil.copytree(ended["run_dir"], run)
+    assert typed(config, "steps=5") == 0
+    shutil.rmtree(run / "checkpoints" / "step-000005")
+    (run / "summary.json").unlink()
+    assert typed(config, "steps=4") == typed(config, "steps=5") == 0
+    for name in ("ended-step-000004", "ended-step-000004-2"):
+        assert json.loads((run / name / "summary.json").read_text())["steps"] == 4
+        assert (run / name / "weights" / "actor").is_dir()
+
+
+def test_passes_over_the_prompts_end_a_run_and_more_of_them_go_on(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """64 prompts in batches of 24: fewer passes than have begun, and no more for a run that has ended, are refused."""
+    changes = CHANGES | {"steps": None, "data_epochs": 1, "rollout.batch_size": 24, "rollout.max_response_tokens": 10}
+    config = deep(workspace, "passes", **CARRIED | changes)
+    run_ppo_ranks(config)
+    run = Path(config["run_dir"])
+    assert typed(config, "actor.optimizer.lr=0.001") == 2
+    assert "ended after 3 steps, and with these settings there is nothing more to train" in capsys.readouterr().err
+    assert run.joinpath("weights").is_dir() and not list(run.glob("ended-*"))
+    assert typed(config, "data_epochs=2") == 0
+    assert batch_sizes(config) == [24, 24, 16, 24, 24, 16]
+    (run / "summary.json").unlink()
+    assert typed(config, "data_epochs=1") == 2
+    assert "set data_epochs to 2 or more" in capsys.readouterr().err
+
+
 def test_the_end_is_a_checkpoint_unless_it_is_not_wanted(workspace: Workspace) -> None:
     config = deep(workspace, "final", **{"steps": 2})
     run_ppo_ranks(config)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from oppo_megatron.cli.launch import check_world_size, external_ranks, launch
+from oppo_megatron.cli.launch import check_world_size, external_ranks, launch, speaks_for_all
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import EXIT_REQUEUE, EXIT_ROLLBACK, ConfigError
 from tests.support.configs import least_config
@@ -42,6 +42,11 @@ def test_srun() -> None:
 def test_srun_with_nodes_of_different_size(tasks: str, node: str, expected: str) -> None:
     ranks = external_ranks({**SRUN, "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": node})
     assert ranks is not None and ranks["LOCAL_WORLD_SIZE"] == expected
+
+
+def test_one_process_speaks_for_all() -> None:
+    for environment, speaks in ({}, True), (SRUN, False), (SRUN | {"SLURM_PROCID": "0"}, True), (TORCHRUN, False):
+        assert speaks_for_all(environment) == speaks
 
 
 @pytest.mark.parametrize("environment", [{}, {"SLURM_PROCID": "0"}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}])

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 
 from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.errors import CheckpointError
-from oppo_megatron.overcommit.ahead import NEW_RUN, Ahead, require_bounded_deferrals, require_resumable
+from oppo_megatron.overcommit.ahead import (
+    NEW_RUN,
+    Ahead,
+    require_bounded_deferrals,
+    require_prompts,
+    require_resumable,
+    require_work,
+)
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
 from oppo_megatron.records import Decision, Rollout, StepSignals
@@ -171,3 +178,26 @@ def test_fewer_steps_than_are_done_are_refused(steps: int | None, refused: bool)
         return
     with pytest.raises(CheckpointError, match=r"steps is 2, but the checkpoint was saved after step 3.*set steps to 3"):
         require_resumable(3, steps)
+
+
+@pytest.mark.parametrize(("passes", "refused"), [(None, False), (2, False), (3, False), (1, True)])
+def test_fewer_passes_than_have_begun_are_refused(passes: int | None, refused: bool) -> None:
+    ahead, most = Ahead(done=5, position=102, held=2), None if passes is None else passes * 64
+    if not refused:
+        require_prompts(ahead, most, 64)
+        return
+    with pytest.raises(CheckpointError, match=r"comes to 1, but .* at prompt 102, in pass 2 over 64.*set data_epochs to 2"):
+        require_prompts(ahead, most, 64)
+
+
+@pytest.mark.parametrize(
+    ("steps", "passes", "work"), [(4, None, False), (5, None, True), (None, 1, False), (None, 2, True), (9, 1, False)]
+)
+def test_a_run_that_has_ended_needs_more_to_train(steps: int | None, passes: int | None, work: bool) -> None:
+    """Four steps of 16 have taken all of 64 prompts."""
+    ahead, most = Ahead(done=4, position=64), None if passes is None else passes * 64
+    if work:
+        require_work(ahead, steps, most, 16)
+        return
+    with pytest.raises(CheckpointError, match="ended after 4 steps, and with these settings there is nothing more"):
+        require_work(ahead, steps, most, 16)

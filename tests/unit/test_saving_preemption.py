@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 import pytest
 import torch.distributed as dist
 
 from oppo_megatron.config.reliability import PreemptConfig
-from oppo_megatron.train.saving.preemption import Preemption
+from oppo_megatron.train.saving.preemption import ECHO_S, TORCHRUN, Preemption
 
 
 @pytest.mark.parametrize(("ranks", "fails", "ignored"), [(2, True, True), (2, False, False), (1, True, False)])
@@ -27,3 +28,28 @@ def test_a_rank_that_fails_among_peers_lives_to_say_why(
     finally:
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, before)
+
+
+@pytest.mark.parametrize(
+    ("by_torchrun", "apart_s", "ended"), [(False, 0.0, True), (True, 0.0, False), (True, ECHO_S, True)]
+)
+def test_the_second_ctrl_c_ends_a_rank_but_not_the_echo_of_the_first(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], by_torchrun: bool, apart_s: float, ended: bool
+) -> None:
+    """A terminal sends it to torchrun and its ranks, and torchrun passes it on to the ranks."""
+    times, codes = iter([100.0, 100.0 + apart_s]), []
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr("oppo_megatron.train.saving.preemption.time.monotonic", lambda: next(times, 200.0))
+    monkeypatch.setattr(os, "_exit", codes.append)
+    if by_torchrun:
+        monkeypatch.setenv(TORCHRUN, "7")
+    else:
+        monkeypatch.delenv(TORCHRUN, raising=False)
+    preemption = Preemption(PreemptConfig())
+    reads, writes = os.pipe()
+    os.write(writes, bytes([signal.SIGINT, signal.SIGINT]))
+    os.close(writes)
+    preemption._hear(reads)
+    preemption.saved()
+    assert preemption.asked and codes == ([130] if ended else [])
+    assert capfd.readouterr().err.count("interrupted: ending after the chunk under way") == 1

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -24,6 +25,12 @@ from oppo_megatron.runtime.peers import waiting_for
 
 HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
+TORCHRUN = "TORCHELASTIC_RUN_ID"
+"""Environment variable of ranks that torch's agent has started."""
+
+ECHO_S = 2.0
+"""torchrun passes on what it is sent.  A terminal or a scheduler has sent it to the ranks, too: so long it is the same signal."""
+
 
 class Preemption:
     """One rank's ear.  `asked`: this process was told; what the ranks agreed on is theirs who ask."""
@@ -31,7 +38,7 @@ class Preemption:
     def __init__(self, config: PreemptConfig):
         self.config = config
         self.asked = False
-        self._terms = 0
+        self._terms, self._first_at = 0, 0.0
         self._deadline: threading.Timer | None = None
 
     @contextmanager
@@ -105,12 +112,22 @@ class Preemption:
             while number := numbers.read(1):
                 if number[0] not in HEARD:
                     continue
-                self._terms += number[0] != signal.SIGUSR1
-                if number[0] == signal.SIGINT and self._terms == 1 and dist.get_rank() == 0:
-                    print(INTERRUPTED, file=sys.stderr, flush=True)
+                self._terms += self._counts(number[0])
                 if self._terms > 1:
                     os._exit(128 + number[0])
+                if number[0] == signal.SIGINT and not self.asked and dist.get_rank() == 0:
+                    print(INTERRUPTED, file=sys.stderr, flush=True)
                 self.ask()
+
+    def _counts(self, number: int) -> bool:
+        """Whether the signal is one of those of which the second ends the process."""
+        if number == signal.SIGUSR1:
+            return False
+        now = time.monotonic()
+        if self._terms == 0:
+            self._first_at = now
+            return True
+        return TORCHRUN not in os.environ or now - self._first_at >= ECHO_S
 
     def _too_late(self) -> None:
         print(

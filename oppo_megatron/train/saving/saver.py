@@ -20,7 +20,13 @@ from oppo_megatron.checkpoint.store import CheckpointStore, Position
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.errors import CheckpointError
-from oppo_megatron.overcommit.ahead import Ahead, require_bounded_deferrals, require_resumable
+from oppo_megatron.overcommit.ahead import (
+    Ahead,
+    require_bounded_deferrals,
+    require_prompts,
+    require_resumable,
+    require_work,
+)
 from oppo_megatron.runtime.activity import Activity
 from oppo_megatron.runtime.mcore.checkpoint import load_models
 from oppo_megatron.runtime.peers import waiting_for
@@ -180,13 +186,19 @@ class Saver:
     def require_same_run(self, found: Found, left_out: Set[int]) -> Ahead:
         """What is left of a checkpoint's run, as it is configured now; `left_out` are positions in the stream of prompts.
 
-        Raises CheckpointError where it has other prompts, another order of them, other adapters, or had more steps, and where
-        rollouts in flight could not be trained within `overlap.max_deferrals`.
+        Raises CheckpointError where it has other prompts, another order of them, other adapters, had more steps or passes over
+        the prompts, or has ended and has nothing left to train, and where rollouts in flight could not be trained within
+        `overlap.max_deferrals`.
         """
         require_same_data(found.state["data"], self._data_now())
         require_same_adapters(found.state["adapters"], adapter_state(self.config))
         ahead = found.ahead(left_out)
         require_resumable(ahead.done, self.config.steps)
+        num_rows, passes = len(self.prompts), self.config.passes
+        most = None if passes is None else passes * num_rows
+        require_prompts(ahead, most, num_rows)
+        if RunDirectory(self.config.run_dir).finished:
+            require_work(ahead, self.config.steps, most, self.config.rollout.batch_size)
         if ahead.done != self.config.steps:
             deferrals = [line["deferrals"] for line in found.held(left_out)]
             require_bounded_deferrals(deferrals, self.config.rollout.batch_size, self.config.overlap.max_deferrals)
