@@ -1,10 +1,36 @@
-"""Processor cores of this process, for code with torch and without."""
+"""Processor cores and memory that this process may have, for code with torch and without."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+GROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def usable_cores() -> int:
     """Cores that this process may run on, which a container or a job may have fewer of than the machine."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def host_bytes() -> int:
+    """The most that all processes here can hold together: the host's memory, or what a job or a container may have of it."""
+    return min([psutil.virtual_memory().total, *_group_limits(MEMBERSHIP, GROUPS)])
+
+
+def _group_limits(membership: Path, groups: Path) -> Iterator[int]:
+    """The bounds of the control groups that this process is in, of either version, and of those around them."""
+    lines = membership.read_text().splitlines() if membership.exists() else []
+    for controllers, path in (line.split(":", 2)[1:] for line in lines):
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root, file = (groups / "memory", "memory.limit_in_bytes") if controllers else (groups, "memory.max")
+        inside = root / path.lstrip("/")
+        for group in (inside, *inside.parents):
+            if root not in (group, *group.parents):
+                break
+            if (group / file).is_file() and (limit := (group / file).read_text().strip()).isdigit():
+                yield int(limit)  # "max": none

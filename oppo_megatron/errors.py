@@ -6,6 +6,7 @@ breaks and the remedy.  `assert` is for our own bugs; these are for what a user 
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 
 EXIT_REQUEUE = 75
@@ -22,6 +23,9 @@ INTERRUPTED = (
 EXIT_ROLLBACK = 76
 """Exit code of ranks whose guards go back to a checkpoint: our own launcher starts them again.  Others see EXIT_REQUEUE."""
 
+DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Error numbers of a write that finds no place."""
+
 
 class OppoError(Exception):
     """Root of every error that this package raises on purpose."""
@@ -34,6 +38,15 @@ class ConfigError(OppoError, ValueError):
         self.problems: list[str] = [problems] if isinstance(problems, str) else list(problems)
         head = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         super().__init__(f"{head} in the configuration:\n" + "\n".join(f"  - {p}" for p in self.problems))
+
+
+class InputError(ConfigError):
+    """What was given beside the settings cannot be used: a file's text, a folder, an argument, a package that is not there."""
+
+    def __init__(self, problems: Sequence[str] | str):
+        super().__init__(problems)
+        told = self.problems[0] if len(self.problems) == 1 else "\n".join(["", *(f"  - {p}" for p in self.problems)])
+        self.args = (told,)
 
 
 class DataError(OppoError, ValueError):

@@ -14,6 +14,7 @@ import torch
 
 from oppo_megatron.config.holdings import lasting_memory
 from oppo_megatron.config.load import config_yaml
+from oppo_megatron.config.memory import shortage
 from oppo_megatron.config.places import world_size
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.validate import train_problems
@@ -21,7 +22,6 @@ from oppo_megatron.errors import EXIT_REQUEUE, ConfigError, OppoError
 from oppo_megatron.runtime.held_memory import device_bytes
 from oppo_megatron.train.logs.metrics_log import read_metrics
 from oppo_megatron.train.machine import describe_machine
-from oppo_megatron.train.memory import shortage
 from oppo_megatron.train.run_dir import RunDirectory, write_json
 
 Launch = Callable[[str, TrainConfig, int], int]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from oppo_megatron.errors import CheckpointError
-
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+from oppo_megatron.errors import DISK_FULL, CheckpointError
 
 
 @contextmanager
@@ -19,7 +16,7 @@ def clear_when_full(root: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in FULL:
+        if error.errno not in DISK_FULL:
             raise
         raise CheckpointError(
             f"{root}: what the run writes finds no place ({error.strerror}; {megabytes(free_bytes(root))} are free); free some, "

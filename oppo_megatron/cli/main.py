@@ -21,7 +21,8 @@ from typing import NamedTuple
 
 from oppo_megatron import __version__
 from oppo_megatron.cli.debug import add_debug_argument
-from oppo_megatron.errors import EXIT_INTERRUPTED, OppoError
+from oppo_megatron.cli.parser import Parser
+from oppo_megatron.errors import DISK_FULL, EXIT_INTERRUPTED, OppoError
 
 EXIT_DEFECT = 1
 EXIT_WRONG_INPUT = 2
@@ -87,8 +88,13 @@ def _serve(args: argparse.Namespace) -> int:
         print(f"oppo {args.command}{_rank_label()}: {error}", file=sys.stderr)
         return EXIT_WRONG_INPUT
     except OSError as error:
-        if error.filename is None or args.debug:
+        if args.debug or (error.filename is None and error.errno not in DISK_FULL):
             raise
+        if error.errno in DISK_FULL:
+            where = f"{error.filename}: " if error.filename else ""
+            told = f"{where}the disk has no place ({error.strerror}); free some, or write to another disk, then start again"
+            print(f"oppo {args.command}{_rank_label()}: {told}", file=sys.stderr)
+            return EXIT_WRONG_INPUT
         print(
             f"oppo {args.command}{_rank_label()}: {error.filename}: {error.strerror}; "
             "it must be readable, or writable; correct its rights, or name another path (--debug shows where)",
@@ -102,7 +108,7 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="oppo", description="PPO-based RLHF on Megatron-core, overlapped.")
+    parser = Parser(prog="oppo", description="PPO-based RLHF on Megatron-core, overlapped.")
     parser.add_argument("--version", action="version", version=f"oppo {__version__}")
     parser.set_defaults(debug=False)
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

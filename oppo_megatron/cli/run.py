@@ -39,11 +39,13 @@ def run_kind(kind: str, args: argparse.Namespace) -> int:
     """Serve one of `KINDS`: returns the exit code, raises ConfigError before anything expensive starts."""
     from oppo_megatron.cli.launch import check_world_size, speaks_for_all
     from oppo_megatron.cli.rank_table import rank_table
+    from oppo_megatron.cli.ready import require_ready
     from oppo_megatron.config.load import config_yaml
-    from oppo_megatron.train.logs.trackers import check_trackers
     from oppo_megatron.train.run_dir import RunDirectory
 
     settings = load_settings(kind, args.config, args.overrides)
+    if not args.dry_run:
+        require_ready(settings, placed(settings, measure=False))
     config = placed(settings, measure=not args.dry_run)
     if config is None:
         print(config_yaml(settings), *unplaced(settings), sep="\n")
@@ -52,20 +54,24 @@ def run_kind(kind: str, args: argparse.Namespace) -> int:
     if args.dry_run:
         print(config_yaml(config), *rank_table(config), sep="\n")
         return 0
-    check_trackers(config.logging)
     run = RunDirectory(config.run_dir)
     if _resumes(config) and _ended_here(config, run):
         print(f"oppo {kind}: {run.path} holds this very run, and it has ended: nothing to do", file=sys.stderr)
         return 0
-    if _resumes(config):
-        require_more_steps(config, run)
-    else:
-        run.require_unfinished()
-        run.require_no_checkpoints()
+    tell_of_start(kind, config)
     code = _launch(kind, config, getattr(args, "max_restarts", 0), getattr(args, "agent", "auto"))
     if code == EXIT_REQUEUE and speaks_for_all(os.environ):
         print(f"oppo {kind}: saved; continue with: {_continuing(kind, args)}", file=sys.stderr, flush=True)
     return code
+
+
+def tell_of_start(kind: str, config: TrainConfig | SupervisedConfig) -> None:
+    """The first line of a run, before anything that takes seconds is loaded: how many ranks are started, and where it writes."""
+    if config.logging.console == "off" or os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0":
+        return
+    size = world_size(config)
+    told = f"starting {size} rank{'s' if size > 1 else ''}, run directory {config.run_dir}"
+    print(f"oppo {kind}: {told}", file=sys.stderr, flush=True)
 
 
 def _continuing(kind: str, args: argparse.Namespace) -> str:
@@ -123,20 +129,29 @@ def _goes_back(config: TrainConfig | SupervisedConfig) -> bool:
     return isinstance(config, TrainConfig) and bool(rollback_rules(config))
 
 
-def _resumes(config: TrainConfig | SupervisedConfig) -> bool:
-    from oppo_megatron.config.run import TrainConfig
+def require_startable(config: TrainSettings | SupervisedConfig, run: RunDirectory) -> None:
+    """Raises ConfigError where what the run directory holds would be written over, or cannot be continued."""
+    if not _resumes(config):
+        run.require_unfinished()
+        run.require_no_checkpoints()
+    elif not _ended_here(config, run):  # of this very run there is nothing to do, and to say so is no fault
+        require_more_steps(config, run)
 
-    return isinstance(config, TrainConfig) and config.checkpoint.resume
+
+def _resumes(config: TrainSettings | SupervisedConfig) -> bool:
+    from oppo_megatron.config.run import TrainSettings
+
+    return isinstance(config, TrainSettings) and config.checkpoint.resume
 
 
-def require_more_steps(config: TrainConfig | SupervisedConfig, run: RunDirectory) -> None:
+def require_more_steps(config: TrainSettings | SupervisedConfig, run: RunDirectory) -> None:
     """Raises ConfigError where the finished run in its directory cannot be continued by this configuration."""
-    from oppo_megatron.config.run import TrainConfig
+    from oppo_megatron.config.run import TrainSettings
     from oppo_megatron.errors import ConfigError
 
     if not run.finished:
         return
-    steps = config.steps if isinstance(config, TrainConfig) else None
+    steps = config.steps if isinstance(config, TrainSettings) else None
     ended = run.ended_after
     if not run.has_checkpoints:
         raise ConfigError(
@@ -150,7 +165,7 @@ def require_more_steps(config: TrainConfig | SupervisedConfig, run: RunDirectory
         )
 
 
-def _ended_here(config: TrainConfig | SupervisedConfig, run: RunDirectory) -> bool:
+def _ended_here(config: TrainSettings | SupervisedConfig, run: RunDirectory) -> bool:
     """Whether the run of this configuration has come to its end in its directory.
 
     Who starts a run again until it is over must be told so: it may have been told to stop in the moment of its end.

@@ -40,14 +40,11 @@ def load_service(kind: str, path: Path, overrides: Sequence[str]) -> ServeReward
 
 def run_service(args: argparse.Namespace) -> int:
     """Serve until told to stop.  Raises ConfigError before anything is served."""
-    from oppo_megatron.errors import ConfigError
+    from oppo_megatron.cli.ready import require_service_packages
 
     config = load_service(args.command, args.config, args.overrides)
-    try:
-        from oppo_megatron.serving.server import serve
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"`oppo {args.command}` needs the package {error.name}; install it: pip install 'oppo-megatron[serve]'"
-        ) from error
+    require_service_packages(args.command)
+    from oppo_megatron.serving.server import serve
+
     serve(config, os.environ, partial(print, flush=True))
     return 0

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from oppo_megatron.cli.rank_table import rank_table
+from oppo_megatron.cli.ready import require_ready, require_service_packages, unreached_services
 from oppo_megatron.cli.run import KINDS, load_settings, placed, unplaced
 from oppo_megatron.cli.serving import SERVICES, load_service
 
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    kind = args.kind or guess_kind(args.config)
+    kind = args.kind or guess_kind(args.config, args.overrides)
     lines = service_lines if kind in SERVICES else run_lines
     for line in lines(kind, args.config, args.overrides, skip_data=args.skip_data):
         print(line)
@@ -42,6 +43,7 @@ def run_lines(kind: str, path: Path, overrides: Sequence[str], *, skip_data: boo
     """Check the configuration of a run: its ranks, and what became of the rows."""
     settings = load_settings(kind, path, overrides)
     config = placed(settings, measure=False)
+    require_ready(settings, config)
     yield from unplaced(settings) if config is None else rank_table(config)
     if not skip_data:
         yield from data_lines(settings)
@@ -52,6 +54,7 @@ def service_lines(kind: str, path: Path, overrides: Sequence[str], *, skip_data:
     from oppo_megatron.serving.checking import try_parts
 
     config = load_service(kind, path, overrides)
+    require_service_packages(kind)
     yield f"listens on {config.host}, port {config.port}, {'with' if config.token_env else 'without'} a token"
     if not skip_data:
         yield from try_parts(config, os.environ)
@@ -66,7 +69,7 @@ def data_lines(settings: TrainSettings | SupervisedConfig) -> list[str]:
         return _supervised_lines(settings)
     inputs = read_inputs(settings)
     inputs.rewards.close()
-    return [*describe_inputs(inputs), *describe_first(inputs.quarantine)]
+    return [*describe_inputs(inputs), *describe_first(inputs.quarantine), *unreached_services(settings)]
 
 
 def _supervised_lines(settings: SupervisedConfig) -> list[str]:
@@ -88,15 +91,15 @@ def _supervised_lines(settings: SupervisedConfig) -> list[str]:
     return [found, *describe_quarantine(quarantine), *describe_first(quarantine)]
 
 
-def guess_kind(path: Path) -> str:
-    """The command that most of the file's keys belong to; where several have as many, one that they are enough for.
+def guess_kind(path: Path, overrides: Sequence[str] = ()) -> str:
+    """The command that most of the keys belong to; where several have as many, one that they are enough for.
 
-    `rm` where a model starts from a fresh scalar head.
+    The overrides' keys count beside the file's.  `rm` where a model starts from a fresh scalar head.
     """
     from oppo_megatron.config.describe import COMMANDS
     from oppo_megatron.config.load import read_tree
 
-    tree = read_tree(path)
+    tree = read_tree(path, overrides)
     keys = set(tree)
 
     def fit(kind: str) -> tuple[int, bool]:

@@ -127,6 +127,23 @@ def lasting_memory(config: TrainConfig | SupervisedConfig, *, on_cpu: bool) -> l
     return [memory.lasting for memory in rank_memory(holdings).values()]
 
 
+def written_bytes(config: TrainConfig | SupervisedConfig) -> float:
+    """Bytes of a run's final weights, and of one checkpoint where it makes any; not of adapters, which are small beside these."""
+    if isinstance(config, SupervisedConfig):
+        return sum(held.memory.weights for held in supervised_holdings(config) if held.seat.replica == 0)
+    saves = config.checkpoint
+    checkpoints = bool(saves.final or saves.every_steps or saves.every_minutes)
+    weights = state = 0.0
+    for held in train_holdings(config, on_cpu=False):
+        role = named_roles(config)[held.role.partition(".")[0]]
+        if not isinstance(role, TrainedRoleConfig) or role.lora is not None:
+            continue
+        state += held.memory.optimizer if held.seat.replica == 0 or role.train.distributed_optimizer else 0
+        trains = held.memory.optimizer > 0
+        weights += max(held.memory.weights, held.memory.copy) if trains and held.seat.replica == 0 else 0
+    return weights * config.save_weights + (weights + state) * checkpoints
+
+
 def rank_memory(holdings: Sequence[Holding]) -> dict[int, Memory]:
     """What all roles of each rank take together, by rank."""
     ranks = groupby(holdings, key=lambda holding: holding.rank)

@@ -21,7 +21,8 @@ from oppo_megatron.config.base import Section
 from oppo_megatron.config.explain import explain, wrong_paths
 from oppo_megatron.config.paths import missing_path
 from oppo_megatron.config.secrets import shown_secrets
-from oppo_megatron.errors import ConfigError
+from oppo_megatron.config.yaml_remedies import encoding_remedy, yaml_remedy
+from oppo_megatron.errors import ConfigError, InputError
 
 MOST_NODES = 100_000  # keys and values of one file, aliases written out
 
@@ -83,16 +84,24 @@ def config_yaml(config: Section) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(_plain(config.model_dump())))
 
 
-def read_tree(path: str | Path) -> dict[Any, Any]:
-    """The file's mapping as written, interpolations unresolved."""
-    tree = OmegaConf.to_container(_read_yaml(Path(path)))
+def read_tree(path: str | Path, overrides: Sequence[str] = ()) -> dict[Any, Any]:
+    """The file's mapping with the overrides that can be laid over it, interpolations unresolved."""
+    read = _read_yaml(Path(path))
+    _apply_overrides(read, overrides)  # what is wrong with them, `load_config` says
+    tree = OmegaConf.to_container(read)
     assert isinstance(tree, dict), "_read_yaml returns mappings only"
     return tree
 
 
 def _read_yaml(path: Path) -> DictConfig:
-    if not path.is_file():
-        raise ConfigError(missing_path("the configuration file", path))
+    if path.is_dir():
+        found = sorted(entry.name for entry in path.iterdir() if entry.suffix in (".yaml", ".yml"))
+        named = (
+            f"name a file in it, as {path / found[0]}" if found else "it holds no .yaml file; `oppo init` writes one"
+        )
+        raise InputError(f"{path} is a folder, and a configuration is a file; {named}")
+    if not path.exists():
+        raise InputError(missing_path("the configuration file", path))
     try:
         _check_size(path)
         tree = OmegaConf.load(path)
@@ -100,22 +109,30 @@ def _read_yaml(path: Path) -> DictConfig:
         mark = error.problem_mark or error.context_mark
         where = f"{path}, line {mark.line + 1}, column {mark.column + 1}" if mark else str(path)
         what = ", ".join(part for part in (error.context, error.problem) if part)
-        raise ConfigError(f"{where}: not valid YAML ({what}); correct the syntax there") from error
+        raise InputError(f"{where}: not valid YAML ({what}); {yaml_remedy(what)}") from error
     except RecursionError as error:
         raise ConfigError(
             f"{path} is nested too deeply; a configuration has sections within sections, no more"
         ) from error
     except ConfigError:
         raise
+    except UnicodeError as error:
+        raise InputError(f"{path}: its text is not UTF-8 ({error}); {encoding_remedy(path)}") from error
     except (yaml.YAMLError, ValueError, AttributeError, TypeError) as error:  # the latter of tags such as `!!int x`
         reason = str(error).partition("\n")[0]
-        raise ConfigError(f"{path}: not a readable YAML text ({reason}); save it as UTF-8 YAML") from error
+        raise InputError(f"{path}: not a readable YAML text ({reason}); save it as UTF-8 YAML") from error
     except OSError as error:
-        raise ConfigError(f"{path} is not a YAML mapping ({error}); write `key: value` lines") from error
+        if error.errno is not None:
+            raise InputError(
+                f"{path} cannot be read ({error.strerror}); give this user the right to read it"
+            ) from error
+        raise InputError(
+            f"{path} is not a YAML mapping ({error}); write `key: value` lines, with a space behind each colon"
+        ) from error
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {str(error).splitlines()[0]}; correct the reference there") from error
     if not isinstance(tree, DictConfig):
-        raise ConfigError(f"{path} holds a list; a configuration is a mapping of `key: value` lines")
+        raise InputError(f"{path} holds a list; a configuration is a mapping of `key: value` lines")
     return tree
 
 

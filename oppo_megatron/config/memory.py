@@ -230,3 +230,14 @@ def _layer_activations(shape: Shape, tp: int, train: TrainingLayoutConfig) -> tu
     normed = query + key if shape["model_type"] == "qwen3" else 0
     whole = outside + query + key + key + query + normed  # rotated queries and keys, values, output as computed
     return whole, {"none": whole, "selective": outside + query + 2 * key, "full": hidden}[train.recompute]
+
+
+def shortage(lasting: Sequence[float], available: int, who: str, where: str) -> str | None:
+    """What is wrong where the ranks' `lasting` bytes together are more than are `available`."""
+    if sum(lasting) <= available:
+        return None
+    return (
+        f"weights, gradients, optimizer and KV caches of {who} take {sum(lasting) / 2**30:,.1f} GiB on {where}, which has "
+        f"{available / 2**30:,.1f} GiB of memory: `--dry-run` shows what takes it; use smaller models or more machines, or "
+        "lower rollout.batch_size, overlap.delta.max or runtime.kv_cache_mb"
+    )

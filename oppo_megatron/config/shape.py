@@ -115,7 +115,12 @@ def check_head(name: str, hf_config: Mapping[str, Any], *, scalar: bool, fresh_h
     if scalar and not classifier and not fresh_head:
         return [
             f"{name}: its checkpoint is a {architecture or 'model of unknown class'}, but a scalar head is needed; "
-            f"use a *ForSequenceClassification checkpoint, or set `{name}.fresh_head: true` to start from a new head"
+            "use a *ForSequenceClassification checkpoint, "
+            + (
+                "as `oppo rm` trains one (`weights/` of its run_dir): a frozen model's new head would score at random"
+                if name == "reward"
+                else f"or set `{name}.fresh_head: true` to start from a new head"
+            )
         ]
     names = hf_config.get("id2label")
     labels = hf_config.get("num_labels", len(names) if isinstance(names, (dict, list)) and names else None)

@@ -82,11 +82,33 @@ def load_tokenizer(config: TokenizerConfig, model: Path | None = None) -> Tokeni
             f"tokenizer.path={path} does not exist (looked from {Path.cwd()}); name a Hugging Face tokenizer "
             "directory or a sentencepiece .model file, or train one with `oppo tokenizer`"
         )
+    if config.chat_template is not None:
+        _require_template(config.chat_template)
     tokenizer = _open_tokenizer(path, config.chat_template)
     directories = [directory for directory in (path, model) if directory is not None and directory.is_dir()]
     named = [i for directory in directories for i in model_eos_ids(directory)]
     tokenizer.eos_ids = distinct([tokenizer.eos_id, *named])
     return tokenizer
+
+
+def _require_template(template: str) -> None:
+    """Raises ConfigError where its syntax is wrong, once and before any row is rendered.
+
+    Names of filters and tags are those of whoever renders it.
+    """
+    import jinja2
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    try:
+        ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
+    except jinja2.TemplateSyntaxError as error:
+        if "unknown tag" in str(error):
+            return
+        lines = template.splitlines()
+        text = lines[error.lineno - 1].strip() if error.lineno <= len(lines) else ""
+        raise ConfigError(
+            f"tokenizer.chat_template, line {error.lineno}: not a Jinja template ({error.message}); correct `{text}`"
+        ) from error
 
 
 def _open_tokenizer(path: Path, chat_template: str | None) -> Tokenizer:

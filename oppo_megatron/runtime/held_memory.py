@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import torch
 
+from oppo_megatron.cores import host_bytes
+
 STATUS = Path("/proc/self/status")
-GROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def held_bytes(device: torch.device) -> int:
@@ -34,22 +34,7 @@ def device_bytes(device: torch.device) -> int:
     """The most that all processes on the device can hold together: of the host, what a job or a container may have of it."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    return min([psutil.virtual_memory().total, *_group_limits(MEMBERSHIP, GROUPS)])
-
-
-def _group_limits(membership: Path, groups: Path) -> Iterator[int]:
-    """The bounds of the control groups that this process is in, of either version, and of those around them."""
-    lines = membership.read_text().splitlines() if membership.exists() else []
-    for controllers, path in (line.split(":", 2)[1:] for line in lines):
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        root, file = (groups / "memory", "memory.limit_in_bytes") if controllers else (groups, "memory.max")
-        inside = root / path.lstrip("/")
-        for group in (inside, *inside.parents):
-            if root not in (group, *group.parents):
-                break
-            if (group / file).is_file() and (limit := (group / file).read_text().strip()).isdigit():
-                yield int(limit)  # "max": none
+    return host_bytes()
 
 
 def _peak_resident(status: Path) -> int:

@@ -41,7 +41,7 @@ def run_rank(kind: str, config: Any) -> int:
     """
     choose_device(config.runtime)
     stacks_on_request()
-    with _told_of_memory():
+    with _told_of_memory(), clear_when_full(config.run_dir):
         if kind == "sft":
             run_sft(config)
         elif kind == "rm":
@@ -98,7 +98,6 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preem
     with world.activity.doing("building models and caches"):
         trainer = build_trainer(config, world, inputs, saver, rollbacks, ahead)
     with ExitStack() as stack:
-        stack.enter_context(clear_when_full(config.run_dir))
         stack.callback(inputs.rewards.close)
         if trainer.journal is not None:
             if inputs.quarantine:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from oppo_megatron.config.holdings import lasting_memory
+from oppo_megatron.config.memory import shortage
 from oppo_megatron.config.run import SupervisedConfig, TrainConfig
 from oppo_megatron.errors import CapacityError
 from oppo_megatron.runtime.exhaustion import Allowances
@@ -17,7 +18,7 @@ from oppo_megatron.runtime.hosts import format_ranks
 from oppo_megatron.runtime.world import World
 from oppo_megatron.train.score_exchange import by_rank
 
-MEBIBYTE, GIBIBYTE = 2**20, 2**30
+MEBIBYTE = 2**20
 
 
 def require_memory(config: TrainConfig | SupervisedConfig, world: World) -> None:
@@ -32,17 +33,6 @@ def require_memory(config: TrainConfig | SupervisedConfig, world: World) -> None
     )
     if problem:
         raise CapacityError(problem)
-
-
-def shortage(lasting: Sequence[float], available: int, who: str, where: str) -> str | None:
-    """What is wrong where the ranks' `lasting` bytes together are more than are `available`."""
-    if sum(lasting) <= available:
-        return None
-    return (
-        f"weights, gradients, optimizer and KV caches of {who} take {sum(lasting) / GIBIBYTE:,.1f} GiB on {where}, which has "
-        f"{available / GIBIBYTE:,.1f} GiB of memory: `--dry-run` shows what takes it; use smaller models or more machines, or "
-        "lower rollout.batch_size, overlap.delta.max or runtime.kv_cache_mb"
-    )
 
 
 @dataclass

@@ -26,6 +26,7 @@ from numbers import Integral, Real
 from pathlib import Path, PurePath
 from typing import Any, TextIO
 
+from oppo_megatron.checkpoint.space import free_bytes, megabytes
 from oppo_megatron.checkpoint.store import CheckpointStore
 from oppo_megatron.errors import ConfigError, DataError
 
@@ -103,6 +104,15 @@ class RunDirectory:
             raise ConfigError(
                 f"run_dir: {self.path} holds the checkpoints of a run that did not finish; continue it with --resume "
                 "(checkpoint.resume=true), choose another run_dir, or remove this one"
+            )
+
+    def require_space(self, needed: int) -> None:
+        """Raises ConfigError where the file system of the directory has fewer than `needed` bytes free."""
+        if (free := free_bytes(self.path)) < needed:
+            raise ConfigError(
+                f"run_dir: {self.path}: {megabytes(free)} are free on its disk, but the run writes at least about "
+                f"{megabytes(needed)}: one checkpoint where it makes any, and its weights; free some, or choose a run_dir on a "
+                "larger disk"
             )
 
     def prepare(self, overwrite: bool = False) -> RunDirectory:

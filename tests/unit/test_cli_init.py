@@ -173,4 +173,5 @@ def test_the_reward_function_is_one(folder: Path, capsys: pytest.CaptureFixture[
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert module.score("q", "it is 42", {"answer": 42}) == 1.0 and module.score("q", "no", {"answer": 42}) == 0.0
-    assert module.score("q", "word " * 50, {}) == 0.0 > module.score("q", "word", {})
+    with pytest.raises(KeyError, match="column `answer`, and this row has .*'solution'.*write in my_reward.py"):
+        module.score("q", "word " * 50, {"solution": 42})

@@ -267,6 +267,7 @@ def test_a_run_that_goes_back_is_started_again(
     monkeypatch.setattr(launcher, "launch", launched)
     monkeypatch.setattr(run, "load_settings", lambda *_: config)
     monkeypatch.setattr(run, "placed", lambda *_, **__: config)
+    monkeypatch.setattr("oppo_megatron.cli.ready.require_ready", lambda *_: None)  # its files are not there
     args = argparse.Namespace(config=None, overrides=[], dry_run=False, max_restarts=restarts)
     if code is None:
         with pytest.raises(launcher.RankKilled):

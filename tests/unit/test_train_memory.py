@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from oppo_megatron.config.holdings import lasting_memory
+from oppo_megatron.config.memory import shortage
 from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.cores import _group_limits
 from oppo_megatron.errors import CapacityError
-from oppo_megatron.runtime.held_memory import _group_limits, _peak_resident, device_bytes, held_bytes, peak_bytes
+from oppo_megatron.runtime.held_memory import _peak_resident, device_bytes, held_bytes, peak_bytes
 from oppo_megatron.runtime.hosts import RankHost
 from oppo_megatron.runtime.world import World
-from oppo_megatron.train.memory import MemoryByRank, MemoryMeter, require_memory, shortage
+from oppo_megatron.train.memory import MemoryByRank, MemoryMeter, require_memory
 from tests.support.configs import least_config
 
 CPU = torch.device("cpu")

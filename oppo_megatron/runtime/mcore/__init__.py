@@ -2,6 +2,8 @@
 
 import warnings
 
+from oppo_megatron.runtime.mcore.quick_import import import_megatron
+
 # megatron-core says in every process, as it is imported, which optional packages are absent; `oppo doctor` says it once.
 _remarks = (".*Apex", ".*Transformer Engine", "full scope is deprecated", "If you are using transformer_engine")
 for _message in _remarks:
@@ -10,3 +12,4 @@ for _message in _remarks:
 for _message in ("`load_state_dict` is deprecated", "Please use DTensor instead"):
     warnings.filterwarnings("ignore", message=_message, category=FutureWarning)
 del _message, _remarks
+import_megatron()

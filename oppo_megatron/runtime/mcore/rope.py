@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from oppo_megatron.runtime.shape import ModelShape
 
@@ -29,6 +27,10 @@ def _frequencies(shape: ModelShape) -> tuple[Tensor, float]:
     if kind == "default":
         exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.int64).float() / shape.head_dim
         return 1.0 / (float(shape.rope["rope_theta"]) ** exponents), 1.0
+    # Most models need none of it, and to load the library takes a second.
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     config = AutoConfig.for_model(**dict(shape.hf))
     return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
 

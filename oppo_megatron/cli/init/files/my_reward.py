@@ -1,9 +1,11 @@
-"""The reward of one response."""
+"""The reward of one response: write yours here."""
 
 
 def score(prompt: str, response: str, fields: dict) -> float:
     """A finite number for a finished response.  `fields` holds the row's other columns.  To raise ends the run."""
-    answer = fields.get("answer")
-    if answer is not None:
-        return 1.0 if str(answer) in response else 0.0
-    return -abs(len(response.split()) - 50) / 50
+    if "answer" not in fields:
+        raise KeyError(
+            f"my_reward.py looks for the column `answer`, and this row has {sorted(fields)}: give the rows that column, "
+            "or write in my_reward.py how a response is scored without it"
+        )
+    return 1.0 if str(fields["answer"]) in response else 0.0

@@ -1,0 +1,37 @@
+"""A parser of arguments that names the nearest word where it does not know one."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from typing import NoReturn
+
+CHOICE = re.compile(r"(?P<head>.*)invalid choice: '?(?P<given>.*?)'? \(choose from (?P<choices>.*)\)", re.DOTALL)
+UNKNOWN = re.compile(r"unrecognized arguments: (?P<given>.*)", re.DOTALL)
+
+
+class Parser(argparse.ArgumentParser):
+    """Its subparsers are of this class too."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(self._with_nearest(message))
+
+    def _with_nearest(self, message: str) -> str:
+        if found := CHOICE.fullmatch(message):
+            choices = [choice.strip("'") for choice in found["choices"].split(", ")]
+            if near := difflib.get_close_matches(found["given"], choices, n=1):
+                return f"{found['head']}`{found['given']}` is none of them; did you mean `{near[0]}`?"
+        if found := UNKNOWN.fullmatch(message):
+            options = re.findall(r"--[\w-]+", self.format_help())
+            near = [
+                nearest
+                for word in found["given"].split()
+                if word.startswith("-")
+                for nearest in difflib.get_close_matches(word.partition("=")[0], options, n=1)
+            ]
+            if near:
+                return f"{message}; did you mean {', '.join(f'`{each}`' for each in near)}?"
+            if "CONFIG.yaml" in self.format_usage():
+                return f"{message}; settings are given as a.b=c, without dashes (--help shows the options)"
+        return message

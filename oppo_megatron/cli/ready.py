@@ -1,0 +1,111 @@
+"""What `oppo train`, `oppo sft` and `oppo rm` refuse before any rank starts, and `oppo validate` with them: one function.
+
+What a configuration's own text, files and shapes refuse, `load_settings` finds; this is what the machine refuses.  It loads
+no torch, unless the run is to compute on CUDA devices.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from oppo_megatron.errors import ConfigError, InputError
+
+if TYPE_CHECKING:
+    from oppo_megatron.config.run import SupervisedConfig, TrainConfig, TrainSettings
+
+SERVICE_PACKAGES = ("fastapi", "uvicorn")
+LEAST_FREE = 2**20
+"""Bytes that any run writes: its configuration, metrics, trace and tokenizers."""
+REACH_S = 2.0
+
+
+def require_ready(settings: TrainSettings | SupervisedConfig, config: TrainConfig | SupervisedConfig | None) -> None:
+    """Raises ConfigError with all that this machine refuses of a run; `config` is None where its ranks are still to be chosen."""
+    from oppo_megatron.cli.launch import check_world_size
+    from oppo_megatron.cli.run import require_startable, world_size
+    from oppo_megatron.config.holdings import written_bytes
+    from oppo_megatron.train.logs.trackers import check_trackers
+    from oppo_megatron.train.run_dir import RunDirectory
+
+    problems: list[str] = []
+
+    def collect(check: Callable[..., None], *given: object) -> None:
+        try:
+            check(*given)
+        except ConfigError as error:
+            problems.extend(error.problems)
+
+    run = RunDirectory(settings.run_dir)
+    collect(check_trackers, settings.logging)
+    collect(require_startable, config or settings, run)
+    if config is not None:
+        collect(check_world_size, world_size(config))
+    problems += _device_problems(settings.runtime.device)
+    if not problems and config is not None:
+        problems += _memory_problems(config)
+        collect(run.require_space, LEAST_FREE + int(written_bytes(config)))
+    if problems:
+        raise InputError(problems)
+
+
+def require_service_packages(kind: str) -> None:
+    """Raises ConfigError where what a service listens with is not installed."""
+    if missing := [name for name in SERVICE_PACKAGES if find_spec(name) is None]:
+        raise InputError(
+            f"`oppo {kind}` needs {' and '.join(missing)}, which this Python lacks; install what services need: "
+            "pip install 'oppo-megatron[serve]', or pip install '.[serve]' in a copy of the source"
+        )
+
+
+def unreached_services(settings: TrainSettings) -> Iterator[str]:
+    """A warning for each reward service that takes no connection now; it may be started until the run asks it."""
+    for number, part in enumerate(settings.rewards):
+        if part.kind != "http" or part.url is None:
+            continue
+        url = urlsplit(part.url)
+        port = url.port or (443 if url.scheme == "https" else 80)
+        try:
+            socket.create_connection((url.hostname or "", port), timeout=REACH_S).close()
+        except OSError as error:
+            yield (
+                f"warning: rewards.{number}.url: {url.hostname}:{port} takes no connection now ({error.strerror or error}); "
+                "start the service before the run, or correct the address"
+            )
+
+
+def _device_problems(device: str) -> Iterator[str]:
+    from oppo_megatron.cli.measure import cuda_devices
+
+    if device == "cuda" and not cuda_devices():
+        yield "runtime.device is 'cuda', but torch finds no CUDA device here; set runtime.device=cpu or auto"
+
+
+def _surely_on_cpu(device: str) -> bool:
+    """Whether processors compute, as far as can be told without torch: where there is no driver, it finds no device."""
+    if device == "auto":
+        try:
+            ctypes.CDLL("libcuda.so.1")
+        except OSError:
+            return True
+    return device == "cpu"
+
+
+def _memory_problems(config: TrainConfig | SupervisedConfig) -> Iterator[str]:
+    """Where the ranks of a run on this host's processors hold more for certain than it has.  Other launchers' ranks ask
+    for themselves, each knowing its neighbours; so do those on devices.
+    """
+    from oppo_megatron.cli.launch import external_ranks
+    from oppo_megatron.config.holdings import lasting_memory
+    from oppo_megatron.config.memory import shortage
+    from oppo_megatron.cores import host_bytes
+
+    if _surely_on_cpu(config.runtime.device) and external_ranks(os.environ) is None:
+        held = lasting_memory(config, on_cpu=True)
+        if problem := shortage(held, host_bytes(), "all ranks", socket.gethostname()):
+            yield problem

@@ -1,0 +1,284 @@
+"""What a user may get wrong before a run: `oppo validate` and `oppo train` refuse it in the same words, with a remedy."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from oppo_megatron.cli import validate
+from oppo_megatron.cli.main import main
+from oppo_megatron.data.tokenizer import train_sentencepiece
+from oppo_megatron.errors import InputError
+
+SHAPE = {
+    "model_type": "qwen2", "vocab_size": 304, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}  # fmt: skip
+TRAIN = {
+    "run_dir": "run", "tokenizer": {"path": "t.model"}, "placement": {"mode": "single"},
+    "data": {"path": "rows.jsonl", "max_prompt_tokens": 40}, "actor": {"init": SHAPE}, "critic": {"init": SHAPE},
+    "rewards": [{"kind": "verifier", "name": "arithmetic"}], "rollout": {"batch_size": 8, "max_response_tokens": 20},
+    "runtime": {"device": "cpu"},
+}  # fmt: skip
+SFT = {
+    "run_dir": "run", "tokenizer": {"path": "t.model"}, "data": {"path": "rows.jsonl"}, "model": {"init": SHAPE},
+    "max_tokens": 64, "runtime": {"device": "cpu"},
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    texts = [f"what is {n} plus {n}? it is {2 * n} = + - * 0123456789" for n in range(60)]
+    train_sentencepiece(texts, tmp_path / "t.model", 300)
+    row = {"prompt": "1+1=", "answer": "2", "completion": "it is 2"}
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 8)
+    (tmp_path / "train.yaml").write_text(yaml.safe_dump(TRAIN))
+    (tmp_path / "sft.yaml").write_text(yaml.safe_dump(SFT))
+    return tmp_path
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a command says that ends with exit code 2."""
+    try:
+        code = main(arguments)
+    except SystemExit as error:  # argparse
+        code = int(error.code or 0)
+    said = capsys.readouterr().err
+    assert code == 2 and "Traceback" not in said, said
+    return said
+
+
+def both_refuse(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What `oppo validate` says, and `oppo train` in the same words."""
+    said = refused(capsys, "validate", *arguments)
+    assert refused(capsys, "train", *arguments).partition(":")[2] == said.partition(":")[2]
+    return said
+
+
+def test_what_is_right_is_taken(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "train.yaml"]) == 0 and main(["validate", "sft.yaml"]) == 0
+
+
+def test_a_run_directory_that_is_taken(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "run").mkdir()
+    (folder / "run" / "summary.json").write_text("{}")
+    assert "holds a finished run" in both_refuse(capsys, "train.yaml")
+    assert "holds a finished run" in refused(capsys, "validate", "sft.yaml")
+    assert "holds a finished run" in refused(capsys, "sft", "sft.yaml")
+
+
+def test_a_run_directory_that_cannot_be_made(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "rows.jsonl" in both_refuse(capsys, "train.yaml", "run_dir=rows.jsonl/run")
+    assert "is a file, but must be a folder" in both_refuse(capsys, "train.yaml", "run_dir=rows.jsonl")
+
+
+def test_a_run_directory_without_rights(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)  # the superuser has them all
+    assert "choose a folder that you may write" in both_refuse(capsys, "train.yaml")
+
+
+def test_no_cuda_device(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oppo_megatron.cli.measure.cuda_devices", lambda: 0)
+    assert "torch finds no CUDA device here; set runtime.device=cpu" in both_refuse(
+        capsys, "train.yaml", "runtime.device=cuda"
+    )
+
+
+def test_a_package_that_is_not_installed(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    asked = ["logging.wandb_project=p", "run_dir=taken"]
+    (folder / "taken").mkdir()
+    (folder / "taken" / "summary.json").write_text("{}")
+    said = both_refuse(capsys, "train.yaml", *asked)
+    assert "pip install wandb" in said and "holds a finished run" in said  # all at once
+    assert "pip install tensorboard" in refused(capsys, "validate", "sft.yaml", "logging.tensorboard=true")
+
+
+@pytest.mark.parametrize("kind", ["serve-reward", "serve-scorer"])
+def test_a_service_without_its_packages(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr("oppo_megatron.cli.ready.SERVICE_PACKAGES", ("no_such_package",))
+    monkeypatch.setattr(validate, "load_service", lambda *_: SimpleNamespace(host="h", port=1, token_env=None))
+    monkeypatch.setattr("oppo_megatron.cli.serving.load_service", lambda *_: None)
+    (folder / "s.yaml").write_text("port: 1\n")
+    for said in (refused(capsys, "validate", "s.yaml", "--kind", kind), refused(capsys, kind, "s.yaml")):
+        assert "pip install 'oppo-megatron[serve]'" in said and "pip install '.[serve]'" in said
+
+
+def test_too_little_space_and_memory(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("oppo_megatron.train.run_dir.free_bytes", lambda _: 2**20)
+    assert "1.0 MB are free on its disk, but the run writes at least about" in both_refuse(capsys, "train.yaml")
+    monkeypatch.undo()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("oppo_megatron.cores.host_bytes", lambda: 2**10)
+    assert "of memory: `--dry-run` shows what takes it" in both_refuse(capsys, "train.yaml")
+
+
+def test_a_service_that_is_not_there_is_a_warning(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parts = "rewards=[{kind: http, url: 'http://127.0.0.1:9/score'}]"
+    assert main(["validate", "train.yaml", parts]) == 0
+    assert "127.0.0.1:9 takes no connection now" in capsys.readouterr().out
+
+
+def test_overrides_count_for_the_kind_of_a_file(folder: Path) -> None:
+    assert validate.guess_kind(folder / "sft.yaml") == "sft"
+    assert validate.guess_kind(folder / "sft.yaml", ["model.fresh_head=true"]) == "rm"
+    (folder / "rm.yaml").write_text(yaml.safe_dump({**SFT, "model": {"init": SHAPE, "fresh_head": True}}))
+    assert validate.guess_kind(folder / "rm.yaml", ["model.fresh_head=false"]) == "sft"
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        (b"steps: 1\n\tseed: 2\n", "YAML takes no tabs"),
+        (b"seed: 1\nseed: 2\n", "given twice in one section"),
+        ("run_dir: caf\u00e9\n".encode("latin1"), "iconv -f LATIN1 -t UTF-8 c.yaml"),
+        ("run_dir: run\n".encode("utf-16"), "iconv -f UTF-16 -t UTF-8 c.yaml"),
+        (b"run_dir: a: b\n", "is put in quotes"),
+        (b"actor: {init: x\n", "bracket or brace is not closed"),
+        (b"run_dir: 'run\n", "quotation mark is not closed"),
+        (b"run_dir: @here\n", "put the value in quotes"),
+        (b"run_dir run\nsteps: 3\n", "its colon and a space"),
+        (b"- 1\n- 2\n", "holds a list"),
+    ],
+)
+def test_text_that_is_no_yaml(folder: Path, capsys: pytest.CaptureFixture[str], text: bytes, remedy: str) -> None:
+    (folder / "c.yaml").write_bytes(text)
+    for command in ("train", "validate"):
+        said = refused(capsys, command, "c.yaml")
+        assert remedy in said and "c.yaml" in said and "in the configuration" not in said
+
+
+def test_windows_line_ends_and_json_are_taken(folder: Path) -> None:
+    (folder / "c.yaml").write_bytes(yaml.safe_dump(TRAIN).replace("\n", "\r\n").encode())
+    (folder / "c.json").write_text(json.dumps(TRAIN))
+    assert main(["validate", "c.yaml"]) == 0 and main(["validate", "c.json"]) == 0
+
+
+def test_a_folder_for_a_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "is a folder, and a configuration is a file; name a file in it, as sft.yaml" in refused(capsys, "train", ".")
+    assert "did you mean" in refused(capsys, "train", "trian.yaml")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "nearest"),
+    [
+        (("trian",), "`train`"),
+        (("train", "train.yaml", "--resme"), "`--resume`"),
+        (("bench", "decod"), "`decode`"),
+        (("init", "gsm8"), "`gsm8k`"),
+        (("validate", "train.yaml", "--kind", "trian"), "`train`"),
+        (("validate", "train.yaml", "rollout.batch_sise=4"), "`batch_size`"),
+    ],
+)
+def test_the_nearest_word(
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], nearest: str
+) -> None:
+    said = refused(capsys, *arguments)
+    assert "did you mean" in said and nearest in said.replace("rollout.", "")
+
+
+def test_settings_with_dashes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "settings are given as a.b=c" in refused(capsys, "train", "train.yaml", "--zzz", "3")
+
+
+def test_a_frozen_reward_model_is_not_told_to_begin_with_a_new_head(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "m").mkdir()
+    (folder / "m" / "config.json").write_text(json.dumps({**SHAPE, "architectures": ["Qwen2ForCausalLM"]}))
+    parts = ["rewards=[{kind: model}]", "reward={checkpoint: m}"]
+    said = both_refuse(capsys, "train.yaml", *parts)
+    assert "`oppo rm` trains one" in said and "reward.fresh_head" not in said
+
+
+def test_a_broken_chat_template_is_said_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    template = "{% for m in messages %}\n{{ m.content }\n{% endfor %}"
+    (folder / "train.yaml").write_text(
+        yaml.safe_dump({**TRAIN, "tokenizer": {"path": "t.model", "chat_template": template}})
+    )
+    said = refused(capsys, "validate", "train.yaml")
+    assert said.count("not a Jinja template") == 1 and "tokenizer.chat_template, line 2" in said
+    assert "{{ m.content }" in said
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_full_disk_anywhere_is_a_sentence(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("oppo_megatron.cli.ready.require_ready", full)
+    said = refused(capsys, "train", "train.yaml")
+    assert "the disk has no place" in said and "free some" in said and len(said.splitlines()) == 1
+
+
+def test_several_problems_of_a_kind_are_listed() -> None:
+    assert str(InputError("x is no folder")) == "x is no folder"
+    assert str(InputError(["a", "b"])) == "\n  - a\n  - b"
+
+
+FIRST_LINE = """
+import sys
+from oppo_megatron.cli import launch
+from oppo_megatron.cli.main import main
+def started(*_, **__):
+    print(sorted({"torch", "megatron", "transformers", "pandas", "datasets"} & set(sys.modules)))
+    return 0
+launch.launch = started
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("kind", ["train", "sft"])
+def test_the_first_line_comes_before_torch_is_loaded(folder: Path, kind: str) -> None:
+    command = [sys.executable, "-c", FIRST_LINE, kind, f"{kind}.yaml"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert ended.stderr == f"oppo {kind}: starting 1 rank, run directory run\n" and ended.stdout == "[]\n"
+
+
+def test_a_rank_does_not_load_what_it_never_calls() -> None:
+    unused = (
+        "transformers", "tensorboard", "wandb", "pandas", "datasets", "pyarrow", "matplotlib", "scipy", "sklearn", "networkx",
+        "torch._dynamo", "torch._inductor", "torch.utils.tensorboard",
+    )  # fmt: skip
+    look = f"import sys, oppo_megatron.train.entry; print(sorted(set({unused!r}) & set(sys.modules)))"
+    ended = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, timeout=240, check=True)
+    assert ended.stdout == "[]\n"
+
+
+def test_compiling_at_the_first_call_gives_what_compiling_at_once_does() -> None:
+    import torch
+
+    from oppo_megatron.runtime.mcore.quick_import import compiled_when_called
+
+    @compiled_when_called(backend="eager", fullgraph=True)
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @compiled_when_called(backend="eager", fullgraph=True)
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        return inner(x) + 1
+
+    assert outer(torch.tensor([1.0, 2.0])).tolist() == [3.0, 5.0]
+    assert inner.__name__ == "inner"
