@@ -62,8 +62,11 @@ def read_config_state(path: Path) -> dict[str, Any]:
 
 
 def _source(entry_point: str) -> Path | None:
+    name = entry_point.rpartition(":")[0]
+    if name.endswith(".py"):
+        return Path(name) if Path(name).is_file() else None
     try:
-        spec = find_spec(entry_point.partition(":")[0])
+        spec = find_spec(name)
     except (ImportError, ValueError, AttributeError):
         return None  # what is wrong with it is said where the function is loaded
     path = Path(spec.origin) if spec is not None and spec.origin else None
