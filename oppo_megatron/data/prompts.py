@@ -61,7 +61,7 @@ def load_prompts(
     A prompt of more than `max_prompt_tokens` is an error, keeps its END (`truncate`), or is set aside, as
     `long_prompts` says. Raises `DataError` with every refused row at once, or if no row is left.
     """
-    problems = RowProblems(quarantine)
+    problems, is_first = RowProblems(quarantine), not quarantine.first
     rows: list[PromptRow] = []
     num_truncated = 0
     for example in read_prompts(config, tokenizer, problems):
@@ -76,6 +76,8 @@ def load_prompts(
         place = f"{example.row.file}:{example.row.line}"
         rows.append(PromptRow(example.row.index, place, text, tuple(tokens), example.fields))
     require_some(len(rows), config, problems)
+    if is_first:
+        quarantine.first = {"prompt": rows[0].text}
     num_duplicates = len(rows) - len({row.tokens for row in rows})
     return PromptSet(rows, num_duplicates, num_truncated, problems.num_quarantined)
 

@@ -41,18 +41,24 @@ def load_completions(
 
     Raises `DataError` with every refused row at once, or if no row is left.
     """
-    problems = RowProblems(quarantine)
+    problems, is_first = RowProblems(quarantine), not quarantine.first
     examples = read_completions(config, tokenizer, problems)
-    return [Completion(*parts) for parts in _tokenize(examples, config, tokenizer, max_tokens, long_rows, problems)]
+    rows = [Completion(*parts) for parts in _tokenize(examples, config, tokenizer, max_tokens, long_rows, problems)]
+    if is_first and _fills(rows[0], max_tokens):
+        quarantine.first = {part: tokenizer.decode(ids) for part, ids in rows[0]._asdict().items()}
+    return rows
 
 
 def load_pairs(
     config: DataConfig, tokenizer: Tokenizer, *, max_tokens: int, long_rows: LongRows, quarantine: Quarantine
 ) -> list[Pair]:
     """Rows for the reward model; `max_tokens` bounds prompt + the longer answer.  Otherwise as `load_completions`."""
-    problems = RowProblems(quarantine)
+    problems, is_first = RowProblems(quarantine), not quarantine.first
     examples = read_pairs(config, tokenizer, problems)
-    return [Pair(*parts) for parts in _tokenize(examples, config, tokenizer, max_tokens, long_rows, problems)]
+    rows = [Pair(*parts) for parts in _tokenize(examples, config, tokenizer, max_tokens, long_rows, problems)]
+    if is_first and _fills(rows[0], max_tokens):
+        quarantine.first = {part: tokenizer.decode(ids) for part, ids in rows[0]._asdict().items()}
+    return rows
 
 
 def _tokenize(
@@ -79,6 +85,12 @@ def _tokenize(
             problems.report(example.row.file, example.row.line, reason, long_rows, setting="long_rows")
     require_some(len(tokenized), config, problems)
     return tokenized
+
+
+def _fills(row: Completion | Pair, max_tokens: int) -> bool:
+    """Whether a row is as long as it may be: one that was cut is."""
+    prompt, *answers = row
+    return len(prompt) + max(len(answer) for answer in answers) >= max_tokens
 
 
 def _ended(tokens: list[int], tokenizer: Tokenizer) -> list[int]:

@@ -11,7 +11,9 @@ import pytest
 
 from oppo_megatron.config.data import DataConfig
 from oppo_megatron.data.examples import read_completions, read_pairs, read_prompts
+from oppo_megatron.data.prompts import load_prompts
 from oppo_megatron.data.rows import Quarantine, RowProblems
+from oppo_megatron.data.supervised import load_completions
 from oppo_megatron.errors import DataError
 from tests.support.tokenizers import CharacterTokenizer
 
@@ -166,3 +168,16 @@ def test_real_dialogues_compressed(
         for example in examples:
             assert example.prompt.endswith("\n\nAssistant:") and example.prompt.startswith("\n\nHuman:")
             assert all("\n\nHuman:" not in answer for answer in example.answers)
+
+
+def test_the_first_row_is_shown_as_it_was_cut(tmp_path: Path) -> None:
+    path, quarantine = tmp_path / "rows.jsonl", Quarantine()
+    path.write_text('{"prompt": ""}\n{"prompt": "abcdef", "completion": "ghi"}\n')
+    config = DataConfig(path=path, max_prompt_tokens=3, long_prompts="truncate", bad_rows="quarantine")
+    load_prompts(config, CharacterTokenizer(), quarantine=quarantine)
+    assert quarantine.first == {"prompt": "def"}
+    load_completions(config, CharacterTokenizer(), max_tokens=8, long_rows="truncate", quarantine=quarantine)
+    assert quarantine.first == {"prompt": "def"}, "of the first data set that was read"
+    quarantine = Quarantine()
+    load_completions(config, CharacterTokenizer(), max_tokens=8, long_rows="truncate", quarantine=quarantine)
+    assert quarantine.first == {"prompt": "cdef", "completion": "ghi"}, "cut to 8 tokens, EOS counted"
