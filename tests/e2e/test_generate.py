@@ -189,6 +189,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(
     assert len(cut) < len(whole) and whole.startswith(cut.rstrip("\n")) and again
 
 
+@pytest.mark.long
 def test_a_conversation_over_two_ranks(export: Path, tmp_path: Path) -> None:
     import subprocess
     import sys
