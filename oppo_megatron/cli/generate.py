@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 ENTRY = "oppo_megatron.policy.entry:run_rank"
 MAX_TOKENS, CHAT_LENGTH = 256, 4096
 LEAST = {
-    "samples": 1, "tp": 1, "pp": 1, "dp": 1, "batch": 1, "max_tokens": 1, "seed": 0, "top_k": 0, "context": 2,
+    "samples": 1, "max_prompts": 1, "tp": 1, "pp": 1, "dp": 1, "batch": 1, "max_tokens": 1, "seed": 0, "top_k": 0, "context": 2,
 }  # fmt: skip
 
 
@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a .txt file with a prompt a line, or rows as `oppo train` reads them",
     )
     asked.add_argument("--chat", action="store_true", help="a conversation by the chat template; Ctrl-C ends an answer")
+    asked.add_argument("--max-prompts", type=int, metavar="N", help="--input: the first N prompts (default: all)")
     asked.add_argument("--column", metavar="NAME", help="--input: column of the prompt, where it is not a known name")
     asked.add_argument(
         "--template",
@@ -48,14 +49,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     answers.add_argument("--resume", action="store_true", help="--output: go on where an interrupted call was")
     answers.add_argument("--json", action="store_true", help="lines of JSON on the standard output, too")
-    _add_drawing(parser)
+    add_drawing_arguments(parser)
 
 
-def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which policy, and how it is laid out."""
+def add_policy_arguments(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
+    """Which policy, or `several`, and how it is laid out."""
     parser.add_argument(
         "directory",
         type=Path,
+        nargs="+" if several else None,
         metavar="DIR",
         help="an export or another Hugging Face directory, adapters, a Megatron directory, a run's checkpoint, or a run: its "
         "final weights, else its last checkpoint",
@@ -85,7 +87,7 @@ def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def _add_drawing(parser: argparse.ArgumentParser) -> None:
+def add_drawing_arguments(parser: argparse.ArgumentParser) -> None:
     drawing = parser.add_argument_group("drawing")
     drawing.add_argument("-n", "--samples", type=int, default=1, metavar="N", help="responses a prompt (default: 1)")
     drawing.add_argument(
@@ -280,7 +282,7 @@ def _asked(args: argparse.Namespace, wording: Wording, tokenizer: Tokenizer) -> 
         return prompts_of_texts(args.prompt, wording, tokenizer)
     if not args.input.exists():
         raise DataError(missing_path("--input", args.input))
-    return prompts_of_file(args.input, args.column, wording, tokenizer)
+    return prompts_of_file(args.input, args.column, wording, tokenizer, args.max_prompts)
 
 
 def _room(args: argparse.Namespace, policy: Policy, longest_prompt: int) -> tuple[int, int]:

@@ -41,6 +41,7 @@ COMMANDS = (
     Command("sft", "oppo_megatron.cli.sft", "fine-tune an actor on prompt/completion rows"),
     Command("rm", "oppo_megatron.cli.rm", "train a reward model on chosen/rejected rows"),
     Command("generate", "oppo_megatron.cli.generate", "let a trained policy answer prompts or chat"),
+    Command("eval", "oppo_megatron.cli.eval", "judge trained policies on held-out prompts, side by side"),
     Command("tokenizer", "oppo_megatron.cli.tokenizer", "train a sentencepiece tokenizer on JSONL rows"),
     Command("convert", "oppo_megatron.cli.convert", "rewrite weights: Hugging Face, Megatron, NeMo-Aligner"),
     Command("placement", "oppo_megatron.cli.placement", "measure which placement is fastest on this machine"),

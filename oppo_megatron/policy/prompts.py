@@ -49,18 +49,23 @@ def prompts_of_texts(texts: Iterable[str], wording: Wording, tokenizer: Tokenize
     return [Asked(row, _worded(text, wording, tokenizer), {}) for row, text in enumerate(texts)]
 
 
-def prompts_of_file(path: Path, column: str | None, wording: Wording, tokenizer: Tokenizer) -> list[Asked]:
+def prompts_of_file(
+    path: Path, column: str | None, wording: Wording, tokenizer: Tokenizer, most: int | None = None
+) -> list[Asked]:
     """A prompt a line of a `.txt` file; of another, rows with a prompt or messages, as `oppo train` reads them.
+
+    The first `most` of them, where it is given.
 
     Raises DataError or ConfigError for rows that cannot be used.
     """
     if path.suffix == ".txt":
-        return prompts_of_texts(_lines(path), wording, tokenizer)
+        return prompts_of_texts(_lines(path)[:most], wording, tokenizer)
     config = DataConfig(
         path=path,
         columns=ColumnsConfig(prompt=column),
         prompt_template="{prompt}" if wording.as_chat else wording.template,
         max_prompt_tokens=WITHOUT_LIMIT,
+        max_rows=most,
     )
     rows = load_prompts(config, tokenizer, quarantine=Quarantine()).rows
     as_chat = Wording(as_chat=wording.as_chat, system=wording.system)

@@ -36,6 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "train": SHARED | {"runtime", "algorithms", "data", "rewards", "overcommit", "control", "schedule", "checkpoint"},
     "policy": SHARED | {"runtime", "data", "schedule", "checkpoint"},
     "serving": SHARED | {"rewards", "runtime", "data"},
+    "evaluation": SHARED | {"rewards", "serving", "data"},
     "integrations": SHARED | {"train", "runtime", "control", "checkpoint", "rewards"},
     "report": SHARED | {"train"},
     "bench": SHARED
@@ -43,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     # `data` for the commands that prepare files and train nothing (tokenizer, demo).
     "cli": SHARED
     | {"processes", "bench", "report", "train", "sim", "schedule", "placing", "integrations", "data", "serving"}
-    | {"policy"},
+    | {"policy", "evaluation"},
 }
 TORCH_FREE = {
     "errors",

@@ -1,0 +1,256 @@
+"""`oppo eval`: policies answer held-out prompts, and reward parts or verifiers judge the responses."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from oppo_megatron.cli.generate import add_drawing_arguments, add_policy_arguments
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from oppo_megatron.config.serve import ServeRewardConfig
+    from oppo_megatron.evaluation.comparing import Judged
+    from oppo_megatron.evaluation.grading import Answer, Grader
+    from oppo_megatron.policy.request import Request
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_policy_arguments(parser, several=True)
+    asked = parser.add_argument_group("held-out prompts")
+    asked.add_argument(
+        "--data", type=Path, required=True, metavar="FILE", help="rows with a prompt, as `oppo train` reads them"
+    )
+    asked.add_argument("--max-prompts", type=int, metavar="N", help="the first N prompts (default: all)")
+    asked.add_argument("--column", metavar="NAME", help="column of the prompt, where it is not a known name")
+    asked.add_argument(
+        "--template",
+        metavar="TEXT",
+        help="text around each prompt, `{prompt}` stands for it (default: as in the run that a policy comes from)",
+    )
+    asked.add_argument("--as-chat", action="store_true", help="prompts are a user's turn, put into the chat template")
+    asked.add_argument("--system", metavar="TEXT", help="--as-chat: what the system says first")
+    judges = parser.add_argument_group("what judges a response (at least one; each is a line of the table)")
+    judges.add_argument("--verifier", choices=("arithmetic", "gsm8k"), help="a rule that compares with --answer")
+    judges.add_argument("--answer", default="answer", metavar="NAME", help="--verifier: column (default: %(default)s)")
+    judges.add_argument("--reward-model", type=Path, metavar="DIR", help="a reward model, with its tokenizer")
+    judges.add_argument("--function", action="append", metavar="PKG.MOD:FN", help="a function (prompt, response, fields)")
+    judges.add_argument("--url", action="append", metavar="URL", help="a reward service")
+    judges.add_argument(
+        "--rewards",
+        type=Path,
+        metavar="FILE.yaml",
+        help="`rewards` (and `reward`, `tokenizer`) as in a configuration of `oppo train`, which may be the file",
+    )
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write eval.json and every response with its scores")
+    add_drawing_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises an OppoError, before anything is decoded, for what cannot be judged."""
+    from oppo_megatron.evaluation.comparing import as_json, as_table
+    from oppo_megatron.evaluation.grading import Grader
+
+    _require_consistent(args)
+    grader = Grader(_judges(args), os.environ, summed=args.rewards is not None)
+    _agree_on_prompts(args)
+    with ExitStack() as stack:
+        folder = args.out or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder.mkdir(parents=True, exist_ok=True)
+        requests = [_request(args, directory, _file(folder, place)) for place, directory in enumerate(args.directory)]
+        _require_same_prompts(requests, args.directory)
+        for request in requests:
+            grader.check({prompt.row: prompt.fields for prompt in request.prompts}, request.max_length)
+        for request in requests:
+            if code := _decode(request):
+                return code
+        policies = _judge(args, grader, [_answers(_file(folder, place)) for place in range(len(requests))])
+        if args.out is not None:
+            _write(args, policies, grader.labels)
+    if args.json:
+        print(json.dumps(as_json(policies, grader.labels, _settings(args))))
+    else:
+        print(as_table(policies, grader.labels))
+    return 0
+
+
+def _require_consistent(args: argparse.Namespace) -> None:
+    from oppo_megatron.cli.launch import external_ranks
+    from oppo_megatron.config.paths import missing_path
+    from oppo_megatron.errors import ConfigError, DataError
+
+    problems = []
+    if external_ranks(os.environ) is not None:
+        problems.append("oppo eval starts its ranks itself; call it without a launcher, with --tp, --pp and --dp")
+    if not (args.verifier or args.reward_model or args.function or args.url or args.rewards):
+        problems.append(
+            "nothing judges the responses; give --verifier, --reward-model, --function, --url or --rewards"
+        )
+    resolved = [directory.resolve() for directory in args.directory]
+    if len(set(resolved)) < len(resolved):
+        problems.append("a DIR is given twice; name each policy once")
+    if args.out is not None and args.out.exists() and not (args.out.is_dir() and not any(args.out.iterdir())):
+        problems.append(f"--out {args.out} is there already, and is no empty folder; name another, or remove it")
+    if problems:
+        raise ConfigError(problems)
+    if not args.data.exists():
+        raise DataError(missing_path("--data", args.data))
+
+
+def _judges(args: argparse.Namespace) -> ServeRewardConfig:
+    """The parts of --rewards, then those of the other options."""
+    from pydantic import ValidationError
+
+    from oppo_megatron.config.load import read_tree
+    from oppo_megatron.config.serve import ServeRewardConfig
+    from oppo_megatron.errors import ConfigError
+
+    tree = {} if args.rewards is None else read_tree(args.rewards)
+    parts: list[Any] = list(tree.get("rewards") or [])
+    if args.rewards is not None and not parts:
+        raise ConfigError(f"{args.rewards} has no `rewards`; give a file with a list of reward parts under this key")
+    reward, tokenizer = tree.get("reward"), tree.get("tokenizer")
+    if args.verifier:
+        parts.append({"kind": "verifier", "name": args.verifier, "answer": args.answer})
+    if args.reward_model is not None:
+        if reward is not None:
+            raise ConfigError(f"{args.rewards} has a reward model already; drop --reward-model, or that part")
+        parts.append({"kind": "model"})
+        reward, tokenizer = {"checkpoint": args.reward_model}, {"path": args.reward_model}
+    parts += [{"kind": "python", "entry_point": name} for name in args.function or ()]
+    parts += [{"kind": "http", "url": url} for url in args.url or ()]
+    wanted: dict[str, Any] = {"rewards": parts, "runtime": {"device": args.device}}
+    if any(isinstance(part, dict) and part.get("kind") == "model" for part in parts):
+        wanted |= {"reward": reward, "tokenizer": tokenizer}
+    try:
+        config = ServeRewardConfig.model_validate(wanted)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise ConfigError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}; correct {args.rewards}") from error
+    return _with_model(config, args)
+
+
+def _with_model(config: ServeRewardConfig, args: argparse.Namespace) -> ServeRewardConfig:
+    """With the length that the reward model reads; its files are looked at before a policy is loaded."""
+    from oppo_megatron.config.checkpoint import read_hf_config
+    from oppo_megatron.config.checks import check_source
+    from oppo_megatron.config.shape import check_head, max_positions
+    from oppo_megatron.data.tokenizer import load_tokenizer
+    from oppo_megatron.errors import ConfigError
+
+    if not any(part.kind == "model" for part in config.rewards):
+        return config
+    if config.reward is None or config.tokenizer is None:
+        raise ConfigError(
+            f"{args.rewards}: a part of kind model needs `reward` (the model) and `tokenizer` (its own); add them"
+        )
+    where = "--reward-model" if args.reward_model is not None else "reward"
+    if problems := check_source(where, config.reward):
+        raise ConfigError(problems)
+    hf_config = read_hf_config(config.reward)
+    if problems := check_head(where, hf_config, scalar=True, fresh_head=False):
+        raise ConfigError(problems)
+    load_tokenizer(config.tokenizer)
+    return config.model_copy(update={"max_tokens": max_positions(hf_config)})
+
+
+def _agree_on_prompts(args: argparse.Namespace) -> None:
+    """All policies are asked with the same text and length: that of the runs that they come from, where these agree."""
+    from oppo_megatron.config.run import TrainSettings
+    from oppo_megatron.errors import ConfigError
+    from oppo_megatron.policy.finding import Choice, find_policy
+
+    choice = Choice(args.tokenizer, args.chat_template, args.base, args.dtype)
+    runs = [run for directory in args.directory if (run := find_policy(directory, choice).run) is not None]
+    if args.template is None and not args.as_chat:
+        templates = sorted({run.data.prompt_template for run in runs})
+        if len(templates) > 1:
+            raise ConfigError(f"the policies' runs have other prompt templates ({templates}); choose with --template")
+        args.template = templates[0] if templates else None
+    lengths = [run.rollout.max_response_tokens for run in runs if isinstance(run, TrainSettings)]
+    if args.max_tokens is None and lengths:
+        args.max_tokens = max(lengths)
+
+
+def _file(folder: Path, place: int) -> Path:
+    return folder / f"responses-{place}.jsonl"
+
+
+def _request(args: argparse.Namespace, directory: Path, output: Path) -> Request:
+    """As `oppo generate DIR --input DATA --output FILE` asks."""
+    from oppo_megatron.cli.generate import make_request
+
+    asked = {"directory": directory, "prompt": None, "input": args.data, "chat": False, "output": output}
+    request = make_request(argparse.Namespace(**{**vars(args), **asked, "resume": False, "json": False}))
+    assert request is not None, "the file is new"
+    return request
+
+
+def _require_same_prompts(requests: Sequence[Request], directories: Sequence[Path]) -> None:
+    """Raises DataError where two policies would not be asked the same."""
+    from oppo_megatron.errors import DataError
+
+    texts = [[prompt.text for prompt in request.prompts] for request in requests]
+    for directory, other in zip(directories, texts, strict=True):
+        if other != texts[0]:
+            raise DataError(
+                f"{directory} would be asked other prompts than {directories[0]}, as by another chat template; give one with "
+                "--template or --chat-template"
+            )
+
+
+def _decode(request: Request) -> int:
+    """The exit code; 0: the responses are written."""
+    from oppo_megatron.cli.generate import ENTRY
+    from oppo_megatron.cli.launch import launch
+
+    print(request.policy.told, file=sys.stderr, flush=True)
+    return launch("eval", request, request.parallel.num_ranks, ENTRY)
+
+
+def _answers(path: Path) -> list[Answer]:
+    from oppo_megatron.evaluation.grading import Answer
+
+    return [
+        Answer(
+            line["row"], line["sample"], line["prompt"], line["response"], line["finish_reason"], line["tokens"], line["fields"]
+        )
+        for line in map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    ]
+
+
+def _judge(args: argparse.Namespace, grader: Grader, answers: Sequence[Sequence[Answer]]) -> list[Judged]:
+    from oppo_megatron.evaluation.comparing import Judged
+
+    print(f"judging {sum(map(len, answers))} responses by {', '.join(grader.labels)}", file=sys.stderr, flush=True)
+    names = [str(directory) for directory in args.directory]
+    with grader.opened() as grade:
+        flat = grade([answer for of_policy in answers for answer in of_policy])
+    grades = iter(flat)
+    return [Judged(name, of, [next(grades) for _ in of]) for name, of in zip(names, answers, strict=True)]
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What the figures are a function of."""
+    names = ("data", "max_prompts", "template", "as_chat", "samples", "max_tokens", "temperature", "top_k", "top_p", "seed")
+    return {name: str(value) if isinstance(value := getattr(args, name), Path) else value for name in names}
+
+
+def _write(args: argparse.Namespace, policies: Sequence[Judged], labels: Sequence[str]) -> None:
+    """`eval.json`, and into each file of responses the scores."""
+    from oppo_megatron.evaluation.comparing import as_json
+
+    for place, policy in enumerate(policies):
+        path = _file(args.out, place)
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        scored = [{**line, "scores": grade} for line, grade in zip(lines, policy.grades, strict=True)]
+        path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in scored), encoding="utf-8")
+    (args.out / "eval.json").write_text(json.dumps(as_json(policies, labels, _settings(args)), indent=1) + "\n")

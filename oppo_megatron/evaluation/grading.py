@@ -1,0 +1,95 @@
+"""Responses to held-out prompts, scored by every part of a reward by itself.  No torch when imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from oppo_megatron.config.serve import ServeRewardConfig
+from oppo_megatron.data.tokenizer import load_tokenizer
+from oppo_megatron.errors import ConfigError, DataError, RewardError
+from oppo_megatron.rewards.functions import build_reward_functions
+from oppo_megatron.rewards.protocol import Item
+
+SUM = "reward"
+"""The weighted sum, where it is asked for and has more than one part."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A response, as `oppo generate` writes it."""
+
+    row: int
+    sample: int
+    prompt: str
+    response: str
+    finish_reason: str
+    num_tokens: int
+    fields: Mapping[str, Any]
+
+
+Grade = Callable[[Sequence[Answer]], list[dict[str, float]]]
+"""For each answer what every part gives it, by the part's label, and their weighted sum where it is asked for."""
+
+
+class Grader:
+    """`parts` tried before anything is decoded.  Raises ConfigError for those that cannot be had."""
+
+    def __init__(self, config: ServeRewardConfig, environment: Mapping[str, str], *, summed: bool):
+        """`summed`: the parts are those of one reward, whose sum is a figure, too."""
+        self._config, self._summed = config, summed and len(config.rewards) > 1
+        self._rewards = build_reward_functions(config.rewards, environment)
+
+    @property
+    def labels(self) -> list[str]:
+        labels = [summand.label for summand in self._rewards.summands]
+        return [*labels, SUM] if self._summed else labels
+
+    def check(self, rows: Mapping[int, Mapping[str, Any]], longest: int) -> None:
+        """Raises DataError for the first row, of its columns by number, that could not be scored.
+
+        ConfigError where the reward model does not read `longest` tokens, those of a prompt and its response.
+        """
+        if self._rewards.needs_model and longest > self._config.max_tokens:
+            raise ConfigError(
+                f"prompts and responses have up to {longest} tokens, but the reward model reads {self._config.max_tokens}; lower "
+                "--max-tokens, or take a reward model of longer context"
+            )
+        for row, fields in rows.items():
+            try:
+                self._rewards.check(fields)
+            except RewardError as error:
+                raise DataError(f"row {row} of the data cannot be scored: {error}") from error
+
+    @contextmanager
+    def opened(self) -> Iterator[Grade]:
+        """With the reward model on this process, where there is one.  Raises ConfigError or CheckpointError."""
+        with ExitStack() as stack:
+            stack.callback(self._rewards.close)
+            if not self._rewards.needs_model:
+                yield lambda answers: self._grade(answers, [None] * len(answers))
+                return
+            from oppo_megatron.serving.model_scorer import open_model
+
+            model = stack.enter_context(open_model(self._config))
+            yield lambda answers: self._grade(answers, model.scores(self._items(answers)))
+
+    def _items(self, answers: Sequence[Answer]) -> list[Item]:
+        """With the ids that the reward model's tokenizer has for the texts; a response that was cut has no end."""
+        assert self._config.tokenizer is not None
+        tokenizer = load_tokenizer(self._config.tokenizer)
+        items = []
+        for number, each in enumerate(answers):
+            end = [tokenizer.eos_id] if each.finish_reason == "eos" else []
+            tokens = [*tokenizer.encode(each.prompt), *tokenizer.encode(each.response), *end]
+            items.append(Item(id=number, prompt=each.prompt, response=each.response, tokens=tokens))
+        return items
+
+    def _grade(self, answers: Sequence[Answer], model_scores: Sequence[float | None]) -> list[dict[str, float]]:
+        graded = []
+        for number, (each, score) in enumerate(zip(answers, model_scores, strict=True)):
+            reward = self._rewards.evaluate(each.prompt, each.response, each.fields, score, number)
+            graded.append({**reward.parts, SUM: reward.total} if self._summed else dict(reward.parts))
+        return graded

@@ -1,0 +1,113 @@
+"""`oppo eval`: policies beside each other, judged by a rule, a function and a reward model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from oppo_megatron.cli.main import main
+from tests.support.hf import save_tiny
+from tests.support.ppo import SHAPE
+from tests.support.tokenizers import save_byte_level
+
+TEXTS = [f"Q: {a} plus {b}?\nA: the sum is {a + b}." for a in range(20) for b in range(20)]
+SIZES = {name: value for name, value in SHAPE.items() if name != "model_type"} | {"vocab_size": 320}
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two policies, a reward model, and held-out rows."""
+    folder = tmp_path_factory.mktemp("judged")
+    for name, head, seed in (("before", "lm", 1), ("after", "lm", 2), ("reward", "scalar", 3)):
+        save_tiny(folder / name, "qwen2", head, seed=seed, **SIZES)
+        save_byte_level(folder / name, TEXTS, 320)
+    rows = [{"prompt": text.split("the")[0], "answer": str(number)} for number, text in enumerate(TEXTS[:12])]
+    (folder / "heldout.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def length_of(prompt: str, response: str, fields: object) -> float:
+    return float(len(response))
+
+
+def judge(work: Path, *words: object) -> int:
+    return main(["eval", *map(str, words), "--data", str(work / "heldout.jsonl"), "--max-tokens", "12"])
+
+
+def test_two_policies_by_every_judge(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    judges = ("--verifier", "gsm8k", "--function", f"{__name__}:length_of", "--reward-model", work / "reward")
+    out = tmp_path / "out"
+    assert judge(work, work / "before", work / "after", *judges, "--out", out) == 0, capsys.readouterr().err
+    table = capsys.readouterr().out
+    written = json.loads((out / "eval.json").read_text())["policies"]
+    labels = ["gsm8k", "model", f"{__name__}:length_of", "response tokens"]
+    assert all(set(policy["metrics"]) == set(labels) for policy in written)
+    assert all(any(line.startswith(label) for line in table.splitlines()) for label in labels)
+    for place, policy in enumerate(written):
+        lines = [json.loads(line) for line in (out / f"responses-{place}.jsonl").read_text().splitlines()]
+        assert len(lines) == policy["prompts"] == 12
+        by_model = policy["metrics"]["model"]
+        assert by_model["mean"] == pytest.approx(sum(line["scores"]["model"] for line in lines) / 12)
+        assert [line["scores"][labels[2]] for line in lines] == [len(line["response"]) for line in lines]
+        assert [line["scores"]["model"] for line in lines] == pytest.approx(by_transformers(work, lines), abs=1e-4)
+    difference = written[1]["metrics"]["model"]["mean"] - written[0]["metrics"]["model"]["mean"]
+    assert written[1]["difference"]["model"]["mean"] == pytest.approx(difference)
+
+
+def by_transformers(work: Path, lines: list[dict[str, str]]) -> list[float]:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    model = AutoModelForSequenceClassification.from_pretrained(work / "reward").float().eval()
+    tokenizer, scores = AutoTokenizer.from_pretrained(work / "reward"), []
+    for line in lines:
+        ids = tokenizer(line["prompt"]).input_ids + tokenizer(line["response"]).input_ids
+        ids += [tokenizer.eos_token_id] if line["finish_reason"] == "eos" else []
+        hidden = model.model(torch.tensor([ids])).last_hidden_state
+        scores.append(model.score(hidden)[0, -1, 0].item())
+    return scores
+
+
+def test_a_reward_of_a_file_has_its_sum(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parts = f"rewards: [{{kind: verifier, name: gsm8k}}, {{kind: python, weight: 0.5, entry_point: '{__name__}:length_of'}}]\n"
+    (tmp_path / "rewards.yaml").write_text(parts)
+    assert judge(work, work / "before", "--rewards", tmp_path / "rewards.yaml", "--json", "--max-prompts", 3) == 0
+    (policy,) = json.loads(capsys.readouterr().out)["policies"]
+    metrics = policy["metrics"]
+    assert metrics["reward"]["mean"] == pytest.approx(
+        metrics["gsm8k"]["mean"] + 0.5 * metrics[f"{__name__}:length_of"]["mean"]
+    )
+    assert metrics["reward"]["n"] == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "nothing judges the responses"),
+        (["--verifier", "gsm8k", "--answer", "solution"], "no column 'solution'"),
+        (["--reward-model", "{work}/after"], "a scalar head is needed"),
+        (["--reward-model", "{work}/nowhere"], "nowhere"),
+        (["--function", "no.module:here"], "no.module"),
+        (["--rewards", "{work}/empty.yaml"], "has no `rewards`"),
+        (["--verifier", "gsm8k", "--max-prompts", "0"], "--max-prompts is 0"),
+        (["--verifier", "gsm8k", "--out", "{work}"], "no empty folder"),
+        (["{work}/before", "--verifier", "gsm8k"], "given twice"),
+        (["--reward-model", "{work}/reward", "--max-tokens", "100000"], "100000"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_decoded(
+    work: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: str
+) -> None:
+    (work / "empty.yaml").write_text("steps: 3\n")
+    data = ["--data", str(work / "heldout.jsonl")]
+    assert main(["eval", str(work / "before"), *(word.format(work=work) for word in words), *data]) == 2
+    error = capsys.readouterr().err
+    assert told in error and "Traceback" not in error and "responses  tok/s" not in error, error
