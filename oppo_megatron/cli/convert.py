@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from oppo_megatron.integrations.huggingface import Conversion
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,36 +56,49 @@ def _add_changes(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="--to hf: largest file, in MiB (default: %(default)s)",
     )
-    parser.add_argument("--check", action="store_true", help="compare both directories' outputs in transformers")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="compare SRC and DST: outputs in transformers; all tensors where one is of Megatron or adapters are merged",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Raises CheckpointError if SRC cannot be read as what DST is to be, or DST is not empty."""
     from oppo_megatron.config.megatron import find_megatron
     from oppo_megatron.errors import ConfigError
-    from oppo_megatron.integrations.huggingface import Conversion, compare_outputs, convert
+    from oppo_megatron.integrations.huggingface import Conversion, convert
 
     head: Literal["lm", "scalar"] = "scalar" if args.target == "reward" else "lm"
-    if args.check and args.adapter is not None:
-        raise ConfigError("--check compares SRC with DST, which --adapter makes another model; drop one of them")
     megatron = args.src.is_dir() and find_megatron(args.src, args.config) is not None
     if args.config is not None and args.src.exists() and not megatron:
         raise ConfigError(f"--config says the shape of a Megatron checkpoint, which {args.src} is not; drop it")
-    if args.check and (args.to != "hf" or megatron):
-        raise ConfigError(
-            "--check computes SRC and DST in transformers, which reads Hugging Face's directories alone; drop it"
-        )
     what = Conversion(
         head, args.to, args.dtype, args.fresh_head_seed, args.max_shard_mb << 20, args.config, args.adapter
     )
     num_tensors = convert(args.src, args.dst, what)
     print(f"wrote {args.dst}: {num_tensors} tensors as {args.target}")
     if args.check:
-        difference_of, difference = compare_outputs(args.src, args.dst, head, args.fresh_head_seed is not None)
-        print(
-            f"largest difference of {difference_of} between {args.src} and {args.dst} in transformers: {difference:.3g}"
-        )
+        both_hf = args.to == "hf" and not megatron and args.adapter is None
+        print(_compared_outputs(args, head) if both_hf else _compared_weights(args, what))
     return 0
+
+
+def _compared_outputs(args: argparse.Namespace, head: str) -> str:
+    """Of two Hugging Face directories."""
+    from oppo_megatron.integrations.huggingface import compare_outputs
+
+    of, difference = compare_outputs(args.src, args.dst, head, args.fresh_head_seed is not None)
+    return f"largest difference of {of} between {args.src} and {args.dst} in transformers: {difference:.3g}"
+
+
+def _compared_weights(args: argparse.Namespace, what: Conversion) -> str:
+    """Where one of both is of Megatron, or adapters are merged."""
+    from oppo_megatron.integrations.huggingface import compare_weights
+
+    num_tensors, difference = compare_weights(args.src, args.dst, what)
+    merged = f" with the adapters of {args.adapter}" if args.adapter is not None else ""
+    return f"largest difference of {num_tensors} tensors between {args.src}{merged} and {args.dst}, read back: {difference:.3g}"
 
 
 def _seed(text: str) -> int:

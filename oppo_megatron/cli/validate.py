@@ -45,17 +45,35 @@ def run_lines(kind: str, path: Path, overrides: Sequence[str], *, skip_data: boo
     config = placed(settings, measure=False)
     require_ready(settings, config)
     yield from unplaced(settings) if config is None else rank_table(config)
+    yield from tokenizer_lines(settings)
     if not skip_data:
         yield from data_lines(settings)
 
 
+def tokenizer_lines(settings: TrainSettings | SupervisedConfig) -> list[str]:
+    """With what the tokenizer was compared, after the checks found it the same."""
+    from oppo_megatron.config.model import PlacementConfig
+    from oppo_megatron.config.run import RewardModelConfig, TrainSettings
+    from oppo_megatron.config.validate import Role, compare_with_roles, train_roles
+
+    if isinstance(settings, TrainSettings):
+        roles = list(train_roles(settings.settled() or settings.with_placement(PlacementConfig(mode="single"))))
+    else:
+        roles = [Role("model", settings.model, scalar=isinstance(settings, RewardModelConfig))]
+    return compare_with_roles(settings.tokenizer, roles)[1]
+
+
 def service_lines(kind: str, path: Path, overrides: Sequence[str], *, skip_data: bool) -> Iterator[str]:
     """Check the configuration of a service: its address, and what it scores with."""
+    from oppo_megatron.config.serve import ServeRewardConfig
+    from oppo_megatron.config.validate import Role, compare_with_roles
     from oppo_megatron.serving.checking import try_parts
 
     config = load_service(kind, path, overrides)
     require_service_packages(kind)
     yield f"listens on {config.host}, port {config.port}, {'with' if config.token_env else 'without'} a token"
+    if isinstance(config, ServeRewardConfig) and config.reward is not None and config.tokenizer is not None:
+        yield from compare_with_roles(config.tokenizer, [Role("reward", config.reward, scalar=True)])[1]
     if not skip_data:
         yield from try_parts(config, os.environ)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from oppo_megatron.config.checkpoint import check_weights, read_hf_config, tokenizer_vocab_size
@@ -11,11 +12,12 @@ from oppo_megatron.config.checks import check_source, check_stop_ids, check_supe
 from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.config.layout_checks import check_auto_placement, check_layouts, check_supervised_layout
 from oppo_megatron.config.megatron import find_megatron
-from oppo_megatron.config.model import ModelConfig, PlacementConfig
+from oppo_megatron.config.model import ModelConfig, PlacementConfig, TrainedRoleConfig
 from oppo_megatron.config.places import named_roles
 from oppo_megatron.config.run import RewardModelConfig, SupervisedConfig, TrainConfig, TrainSettings
 from oppo_megatron.config.serve import ServeRewardConfig, ServeScorerConfig, check_serve, check_serve_scorer
 from oppo_megatron.config.shape import check_head, check_model, check_use
+from oppo_megatron.config.vocabularies import compare_tokenizers
 from oppo_megatron.errors import CheckpointError, ConfigError
 
 
@@ -52,6 +54,7 @@ def train_problems(settings: TrainSettings) -> list[str]:
             shapes[role.name] = shape
     problems += check_auto_placement(settings) if settled is None else check_layouts(settled, shapes)
     problems += check_shared_vocabulary(shapes)
+    problems += compare_with_roles(config.tokenizer, train_roles(config))[0]
     if isinstance(vocab := shapes.get("actor", {}).get("vocab_size"), int):
         problems += check_stop_ids(settings.rollout, vocab)
     return list(dict.fromkeys(problems))
@@ -63,6 +66,7 @@ def supervised_problems(config: SupervisedConfig) -> list[str]:
     vocab_size = _vocab_size(config.tokenizer, problems)
     role = Role("model", config.model, scalar=isinstance(config, RewardModelConfig))
     shape = _check_role(role, config.max_tokens, vocab_size, problems)
+    problems += compare_with_roles(config.tokenizer, [role])[0]
     return problems if shape is None else problems + check_supervised_layout(config, shape)
 
 
@@ -76,8 +80,27 @@ def service_problems(config: ServeRewardConfig | ServeScorerConfig) -> list[str]
         if config.reward is not None and config.tokenizer is not None:
             vocab_size = _vocab_size(config.tokenizer, problems)
     if config.reward is not None:
-        _check_role(Role("reward", config.reward, scalar=True), config.max_tokens, vocab_size, problems)
+        role = Role("reward", config.reward, scalar=True)
+        _check_role(role, config.max_tokens, vocab_size, problems)
+        if isinstance(config, ServeRewardConfig) and config.tokenizer is not None:
+            problems += compare_with_roles(config.tokenizer, [role])[0]
     return problems
+
+
+def compare_with_roles(tokenizer: TokenizerConfig, roles: Iterable[Role]) -> tuple[list[str], list[str]]:
+    """Problems of the roles' directories that come with another tokenizer; and in a line each, what was compared."""
+    if not tokenizer.path.exists():
+        return [], []  # reported by the cross-checks
+    directories: dict[str, Path] = {}
+    for role in roles:
+        lora = role.model.lora if isinstance(role.model, TrainedRoleConfig) else None
+        for setting, directory in (
+            ("checkpoint", role.model.checkpoint),
+            ("lora.adapter", None if lora is None else lora.adapter),
+        ):
+            if directory is not None and directory.is_dir() and directory not in directories.values():
+                directories[f"{role.name}.{setting}"] = directory
+    return compare_tokenizers(tokenizer.path, directories)
 
 
 def train_roles(config: TrainConfig) -> Iterator[Role]:

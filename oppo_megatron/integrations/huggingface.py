@@ -51,19 +51,7 @@ def convert(src: Path, dst: Path, what: Conversion) -> int:
     """
     dst = dst.resolve()  # `.` has no name, and a link is not what is to be replaced
     require_empty(dst)
-    fresh = what.fresh_head_seed is not None
-    if fresh and what.head == "lm":
-        raise ConfigError(
-            "--fresh-head-seed draws a scalar head, which a causal-lm lacks. Add --as reward or drop the flag."
-        )
-    adapters = None if what.adapter is None else lora_of(what.adapter)
-    brought = what.head == "scalar" and what.adapter is not None and has_head(what.adapter)
-    model = ModelConfig(checkpoint=src, fresh_head=fresh or brought, init_seed=what.fresh_head_seed or 0)
-    shape, source = open_weights(model, what.head, what.shape_file)
-    if fresh and not isinstance(source, FreshHead):
-        raise CheckpointError(f"{src} has a scalar head already, which is kept. Drop --fresh-head-seed.")
-    if adapters is not None:
-        source = merged(source, shape, what.head, adapters)
+    shape, source = _open_source(src, what)
     dtype = getattr(torch, what.dtype) if what.dtype else common_dtype(shape, source, what.head)
     if what.to == "hf":
         rewrite_weights(
@@ -77,6 +65,24 @@ def convert(src: Path, dst: Path, what: Conversion) -> int:
         )
         return len(hf_tensors(shape, what.head))
     return _convert_to_megatron(shape, source, src, dst, what, dtype)
+
+
+def _open_source(src: Path, what: Conversion) -> tuple[ModelShape, TensorSource]:
+    """The tensors that are to be written: those of `src`, a fresh head or merged adapters included."""
+    fresh = what.fresh_head_seed is not None
+    if fresh and what.head == "lm":
+        raise ConfigError(
+            "--fresh-head-seed draws a scalar head, which a causal-lm lacks. Add --as reward or drop the flag."
+        )
+    adapters = None if what.adapter is None else lora_of(what.adapter)
+    brought = what.head == "scalar" and what.adapter is not None and has_head(what.adapter)
+    model = ModelConfig(checkpoint=src, fresh_head=fresh or brought, init_seed=what.fresh_head_seed or 0)
+    shape, source = open_weights(model, what.head, what.shape_file)
+    if fresh and not isinstance(source, FreshHead):
+        raise CheckpointError(f"{src} has a scalar head already, which is kept. Drop --fresh-head-seed.")
+    if adapters is not None:
+        source = merged(source, shape, what.head, adapters)
+    return shape, source
 
 
 def _convert_to_megatron(
@@ -114,6 +120,22 @@ def compare_outputs(src: Path, dst: Path, head: str, fresh_head: bool, num_token
         return result.last_hidden_state if fresh_head else result.logits
 
     return what, float((outputs(src) - outputs(dst)).abs().max())
+
+
+def compare_weights(src: Path, dst: Path, what: Conversion) -> tuple[int, float]:
+    """How many tensors of `dst` were read back, and their largest absolute difference from those of `src`.
+
+    Of any format; adapters of `what` are merged into those of `src`, and of a fresh head both have the same.
+    """
+    shape, source = _open_source(src, what)
+    _, written = open_weights(ModelConfig(checkpoint=dst), what.head)
+    tensors = hf_tensors(shape, what.head)
+
+    def difference(name: str, size: tuple[int, ...]) -> float:
+        whole = tuple(slice(0, length) for length in size)
+        return float((source.read(name, whole).double() - written.read(name, whole).double()).abs().max())
+
+    return len(tensors), max(difference(name, size) for name, size in tensors.items())
 
 
 def write_random_checkpoint(

@@ -141,14 +141,16 @@ def test_decoding_computes_as_training_and_the_reference_as_the_base(
         assert (outputs - expected[way.split(",")[0]]).abs().max() < 2e-5, way
 
 
-def test_merging_equals_pefts(models: dict[str, str], adapters: dict[str, Path], tmp_path: Path) -> None:
+def test_merging_equals_pefts(
+    models: dict[str, str], adapters: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, target in (("qwen2", "causal-lm"), ("qwen3-scalar", "reward")):
         arguments = [models[name], str(tmp_path / name), "--adapter", str(adapters[name]), "--as", target]
-        assert main(["convert", *arguments]) == 0
+        assert main(["convert", *arguments, "--check"]) == 0
+        assert capsys.readouterr().out.rstrip().endswith("read back: 0")
         theirs = peft.PeftModel.from_pretrained(load_hf(models[name]), adapters[name]).merge_and_unload().state_dict()
         found = tensors_of(tmp_path / name)
         assert all((found[key] - theirs[key]).abs().max() < 1e-5 for key in found)
-        assert main(["convert", *arguments, "--check"]) == 2
         assert main(["convert", str(adapters[name]), str(tmp_path / "no")]) == 2
 
 

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as torch_checkpoint
 
 from oppo_megatron.cli.main import main
 from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.errors import CheckpointError
+from oppo_megatron.integrations.huggingface import Conversion, compare_weights
 from oppo_megatron.runtime.mcore.hf_source import open_weights
 from tests.parity.test_hf_roundtrip import assert_same_tensors
 from tests.support.checkpoint_mutations import Evil
@@ -42,13 +44,37 @@ def test_megatron_core_loads_what_convert_writes(tmp_path: Path, name: str, tp: 
     save_tiny(tmp_path / "hf", family, head, **changes)
     flags = ["--to", "megatron", "--as", AS[head]]
     assert run(tmp_path / "hf", tmp_path / "dist", *flags) == 0
-    assert run(tmp_path / "hf", tmp_path / "other", *flags, "--check") == 2
     assert run(tmp_path / "hf", tmp_path / "other", *flags, "--config", tmp_path / "hf" / "config.json") == 2
     run_ranks(
         tp * pp, "tests.parity.megatron_jobs:load_by_megatron", hf=str(tmp_path / "hf"), src=str(tmp_path / "dist"),
         dst=str(tmp_path / "back"), tp=tp, pp=pp, head=head, prefix="",
     )  # fmt: skip
     assert_same_tensors(tmp_path / "hf", tmp_path / "back")
+
+
+@pytest.mark.parametrize("to", ["megatron", "nemo"])
+def test_check_compares_all_tensors_both_ways(tmp_path: Path, to: str, capsys: pytest.CaptureFixture[str]) -> None:
+    save_tiny(tmp_path / "hf", "llama", "lm")
+    assert run(tmp_path / "hf", tmp_path / "dist", "--to", to, "--check") == 0
+    assert run(tmp_path / "dist", tmp_path / "back", "--check") == 0
+    assert run(tmp_path / "dist", tmp_path / "again", "--to", "megatron", "--check") == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "largest difference of " in line]
+    assert len(lines) == 3 and all("tensors between" in line and line.endswith("read back: 0") for line in lines)
+    assert run(tmp_path / "hf", tmp_path / "half", "--to", to, "--check", "--dtype", "bfloat16") == 0
+    assert 0 < float(capsys.readouterr().out.rsplit(" ", 1)[1]) < 1e-2
+    assert run(tmp_path / "hf", tmp_path / "rm", "--to", to, "--as", "reward", "--fresh-head-seed", "3", "--check") == 0
+    assert capsys.readouterr().out.rstrip().endswith("read back: 0")
+
+
+def test_check_sees_another_tensor(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "b", "llama", "lm")
+    shutil.copytree(tmp_path / "b", tmp_path / "a")
+    tensors = load_file(tmp_path / "a/model.safetensors")
+    tensors["model.norm.weight"][0] += 0.5
+    save_file(tensors, tmp_path / "a/model.safetensors", metadata={"format": "pt"})
+    assert run(tmp_path / "b", tmp_path / "dist", "--to", "megatron") == 0
+    assert compare_weights(tmp_path / "b", tmp_path / "dist", Conversion("lm"))[1] == 0
+    assert compare_weights(tmp_path / "a", tmp_path / "dist", Conversion("lm"))[1] == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(
