@@ -44,6 +44,13 @@ MONITOR_S = 0.1  # how often the agent looks at the ranks; it tells of the first
 LINGER_S = 5 * MONITOR_S  # so that a rank that was killed is found before those that saw it go
 
 
+NUMBERS = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT",
+    "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NNODES", "SLURM_NODEID", "SLURM_JOB_ID",
+)  # fmt: skip
+"""Variables of a launcher that hold a number each."""
+
+
 class RankError(OppoError, RuntimeError):
     """A rank of this run failed; the message is that rank's own."""
 
@@ -93,9 +100,10 @@ def check_world_size(expected: int) -> None:
 
 def external_ranks(environment: Mapping[str, str]) -> dict[str, str] | None:
     """RANK and its companions as torchrun or srun gave them; None where nobody started ranks for us."""
+    _require_numbers(environment)
     if "RANK" in environment or "WORLD_SIZE" in environment:
         ranks = {"RANK": environment.get("RANK", ""), "WORLD_SIZE": environment.get("WORLD_SIZE", "")}
-        wrong = [name for name, value in ranks.items() if not value.isdigit()]
+        wrong = [name for name, value in ranks.items() if not value]
         if wrong:
             raise ConfigError(f"{' and '.join(wrong)} is no number here; set RANK and WORLD_SIZE, or neither")
         ranks["LOCAL_RANK"] = environment.get("LOCAL_RANK", ranks["RANK"])
@@ -120,6 +128,16 @@ def speaks_for_all(environment: Mapping[str, str]) -> bool:
     """Whether this process is to say what is to be said once: it has started all ranks, or is the first of another launcher's."""
     ranks = external_ranks(environment)
     return ranks is None or ranks["RANK"] == "0"
+
+
+def _require_numbers(environment: Mapping[str, str]) -> None:
+    """Raises ConfigError where a variable that numbers ranks, nodes or ports holds something else."""
+    wrong = {name: environment[name] for name in NUMBERS if not environment.get(name, "0").isdigit()}
+    if wrong:
+        raise ConfigError(
+            f"{' and '.join(wrong)} is no number here ({', '.join(map(repr, wrong.values()))}), but counts ranks, nodes, ports; "
+            "set it as torchrun or srun does (RANK and WORLD_SIZE, or neither), or unset it"
+        )
 
 
 def _slurm_local_size(environment: Mapping[str, str]) -> str:

@@ -197,6 +197,25 @@ def test_the_nearest_word(
     assert "did you mean" in said and nearest in said.replace("rollout.", "")
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"RANK": "x", "WORLD_SIZE": "1"},
+        {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "x"},
+        {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "here"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "x"},
+        {"SLURM_PROCID": "x", "SLURM_NTASKS": "2"},
+    ],
+)
+def test_a_launcher_whose_variables_are_no_numbers(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, given: dict[str, str]
+) -> None:
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert "is no number" in refused(capsys, "train", "train.yaml")
+    assert "is no number" in refused(capsys, "validate", "train.yaml")
+
+
 def test_settings_with_dashes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "settings are given as a.b=c" in refused(capsys, "train", "train.yaml", "--zzz", "3")
 
