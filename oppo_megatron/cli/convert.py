@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from oppo_megatron.integrations.huggingface import Conversion
@@ -27,6 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--adapter", type=Path, metavar="DIR", help="peft directory of LoRA adapters of SRC, which are merged into DST"
+    )
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="PATH", help="goes with the weights; default: that of SRC, or of the run it is from"
     )
     _add_changes(parser)
 
@@ -76,12 +84,54 @@ def run(args: argparse.Namespace) -> int:
     what = Conversion(
         head, args.to, args.dtype, args.fresh_head_seed, args.max_shard_mb << 20, args.config, args.adapter
     )
-    num_tensors = convert(args.src, args.dst, what)
+    with tempfile.TemporaryDirectory() as folder:
+        num_tensors = convert(args.src, args.dst, what, partial(_beside, args, Path(folder)))
     print(f"wrote {args.dst}: {num_tensors} tensors as {args.target}")
     if args.check:
         both_hf = args.to == "hf" and not megatron and args.adapter is None
         print(_compared_outputs(args, head) if both_hf else _compared_weights(args, what))
     return 0
+
+
+def _beside(
+    args: argparse.Namespace, folder: Path, family: str, found: Sequence[Path]
+) -> tuple[Sequence[Path], Mapping[str, Any]]:
+    """Tokenizer and generation settings of SRC for DST: as they are, or in `folder` made whole, with their ids."""
+    from oppo_megatron.config.data import TokenizerConfig
+    from oppo_megatron.data.beside_weights import special_ids, write_beside
+    from oppo_megatron.data.tokenizer import load_tokenizer
+
+    scored = args.target == "reward"
+    path, template = (args.tokenizer, None) if args.tokenizer is not None else _tokenizer_of(args.src)
+    whole = any(file.name == "tokenizer.json" for file in found)
+    if path is None or (path == args.src and whole and (not scored or _pads(args.src))):
+        if path is None:
+            print(f"{args.src} has no tokenizer, and {args.dst} gets none; name one with --tokenizer", file=sys.stderr)
+        return found, {}
+    tokenizer = load_tokenizer(TokenizerConfig(path=path, chat_template=template), args.src)
+    ids = special_ids(tokenizer, scored=scored)
+    if told := write_beside(folder, tokenizer, ids, family, scored=scored, source=args.src):
+        print(told, file=sys.stderr)
+    return sorted(folder.iterdir()), ids
+
+
+def _tokenizer_of(src: Path) -> tuple[Path | None, str | None]:
+    """What lies with the weights, else that of the run whose checkpoint they are in; with its chat template."""
+    from oppo_megatron.policy.finding import TOKENIZER_FILES, run_of
+
+    if any((src / name).is_file() for name in TOKENIZER_FILES):
+        return src, None
+    run = run_of(src)
+    return (None, None) if run is None else (run.tokenizer.path, run.tokenizer.chat_template)
+
+
+def _pads(src: Path) -> bool:
+    """Whether the directory names a token of padding that ends no answer."""
+    from oppo_megatron.config.eos import model_eos_ids
+
+    path = src / "config.json"
+    pad = json.loads(path.read_bytes()).get("pad_token_id") if path.is_file() else None
+    return pad is not None and pad not in model_eos_ids(src)
 
 
 def _compared_outputs(args: argparse.Namespace, head: str) -> str:

@@ -7,16 +7,16 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.config.eos import distinct, model_eos_ids
+from oppo_megatron.data.fast_tokenizer import SPACE_MARK, chat_template_of, disagreement, fast_files, is_made_from
 from oppo_megatron.errors import ConfigError, DataError
 
 SENTENCEPIECE_NAME = "tokenizer.model"
-# Sentencepiece writes a space as this character, so text that holds the character itself needs care.
-SPACE_MARK = "\u2581"
 UNKNOWN_ID_TEXT = "\ufffd"
 # What makes decode(encode(text)) == text for any text; and the special tokens.
 LOSSLESS: dict[str, Any] = {
@@ -43,6 +43,8 @@ class Tokenizer(Protocol):
     eos_id: int
     eos_ids: tuple[int, ...]
     bos_id: int | None
+    pad_id: int | None
+    other_ids: tuple[int, ...]  # of further special tokens, that of unknown text first
     vocab_size: int
 
     def encode(self, text: str) -> list[int]:
@@ -62,8 +64,12 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def save(self, directory: Path) -> None:
-        """Write the files from which `load_tokenizer` makes this tokenizer again."""
+    def save(self, directory: Path, *, pad_id: int | None = None) -> str | None:
+        """Write the files from which `load_tokenizer` and `transformers.AutoTokenizer` make this tokenizer again, with its chat
+        template; where it has no padding token, or one that ends a response, `pad_id` is it.
+
+        Returns a sentence where transformers will not read texts as this tokenizer does, else None.
+        """
         ...
 
 
@@ -114,6 +120,8 @@ def _require_template(template: str) -> None:
 def _open_tokenizer(path: Path, chat_template: str | None) -> Tokenizer:
     if path.is_file():
         return SentencePieceTokenizer(path, chat_template)
+    if is_made_from(path, model := path / SENTENCEPIECE_NAME):
+        return SentencePieceTokenizer(model, chat_template or chat_template_of(path))
     is_hugging_face = any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     if not is_hugging_face and (path / SENTENCEPIECE_NAME).is_file():
         return SentencePieceTokenizer(path / SENTENCEPIECE_NAME, chat_template)
@@ -144,6 +152,9 @@ class HuggingFaceTokenizer:
         self.eos_id: int = loaded.eos_token_id
         self.eos_ids: tuple[int, ...] = (self.eos_id,)
         self.bos_id: int | None = loaded.bos_token_id
+        self.pad_id: int | None = loaded.pad_token_id
+        unknown = [] if loaded.unk_token_id is None else [loaded.unk_token_id]
+        self.other_ids: tuple[int, ...] = distinct([*unknown, *loaded.all_special_ids])
         self.vocab_size: int = max(loaded.get_vocab().values()) + 1
 
     def encode(self, text: str) -> list[int]:
@@ -173,8 +184,17 @@ class HuggingFaceTokenizer:
             raise _refused_by_template(error) from error
         return str(rendered)
 
-    def save(self, directory: Path) -> None:
-        self._loaded.save_pretrained(str(directory))
+    def save(self, directory: Path, *, pad_id: int | None = None) -> str | None:
+        copy = deepcopy(self._loaded)
+        if self._chat_template is not None:
+            copy.chat_template = self._chat_template
+        if pad_id is not None and pad_id != self.pad_id:
+            copy.pad_token = copy.convert_ids_to_tokens(pad_id)
+        copy.save_pretrained(str(directory))
+        model = self._directory / SENTENCEPIECE_NAME  # for programs that read sentencepiece's own files
+        if model.is_file() and not (directory / SENTENCEPIECE_NAME).exists():
+            shutil.copyfile(model, directory / SENTENCEPIECE_NAME)
+        return None
 
 
 class SentencePieceTokenizer:
@@ -197,7 +217,10 @@ class SentencePieceTokenizer:
         self._chat_template = chat_template
         self.eos_id: int = self._processor.eos_id()
         self.eos_ids: tuple[int, ...] = (self.eos_id,)
-        self.bos_id: int | None = self._processor.bos_id() if self._processor.bos_id() >= 0 else None
+        self.bos_id, self.pad_id = (
+            i if i >= 0 else None for i in (self._processor.bos_id(), self._processor.pad_id())
+        )
+        self.other_ids: tuple[int, ...] = (self._processor.unk_id(),)
         self.vocab_size: int = self._processor.get_piece_size()
         self._space_mark_ids = self._find_space_mark_ids()
 
@@ -242,11 +265,20 @@ class SentencePieceTokenizer:
         except Exception as error:  # a template may make any mistake of Python's
             raise _refused_by_template(error) from error
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path, *, pad_id: int | None = None) -> str | None:
         directory.mkdir(parents=True, exist_ok=True)
         target = directory / SENTENCEPIECE_NAME
         if not (target.exists() and target.samefile(self._path)):
             shutil.copyfile(self._path, target)
+        files = fast_files(self._path.read_bytes(), self._chat_template, pad_id)
+        if files is None or disagreement(files, self.encode) is not None:
+            return (
+                f"{self._path}: transformers cannot cut up texts exactly as this sentencepiece model does, so it gets no "
+                f"tokenizer.json; load {SENTENCEPIECE_NAME} with the sentencepiece package"
+            )
+        for name, text in files.items():
+            (directory / name).write_text(text, encoding="utf-8")
+        return None
 
 
 class NoChatTemplateError(ConfigError):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,8 +43,15 @@ class Conversion:
     adapter: Path | None = None
 
 
-def convert(src: Path, dst: Path, what: Conversion) -> int:
+Beside = Callable[[str, Sequence[Path]], tuple[Sequence[Path], Mapping[str, Any]]]
+"""Of a model's family, and the files of tokenizer and generation beside it: those to lie beside the new weights, and ids for
+their `config.json`."""
+
+
+def convert(src: Path, dst: Path, what: Conversion, beside: Beside | None = None) -> int:
     """Write `src`, of Hugging Face or Megatron, anew at `dst`; returns the number of tensors.
+
+    `beside`: what goes with the weights; None: the files of tokenizer and generation settings that lie beside `src`.
 
     Raises CheckpointError if `src` cannot be read as what `dst` is to be, or `dst` is not empty; ConfigError for what cannot
     be asked for together.
@@ -52,6 +59,8 @@ def convert(src: Path, dst: Path, what: Conversion) -> int:
     dst = dst.resolve()  # `.` has no name, and a link is not what is to be replaced
     require_empty(dst)
     shape, source = _open_source(src, what)
+    files, ids = (side_files(src), {}) if beside is None else beside(shape.family, side_files(src))
+    shape = replace(shape, hf={**shape.hf, **ids})
     dtype = getattr(torch, what.dtype) if what.dtype else common_dtype(shape, source, what.head)
     if what.to == "hf":
         rewrite_weights(
@@ -61,10 +70,10 @@ def convert(src: Path, dst: Path, what: Conversion) -> int:
             head=what.head,
             dtype=dtype,
             max_shard_bytes=what.max_shard_bytes,
-            extra_files=side_files(src),
+            extra_files=files,
         )
         return len(hf_tensors(shape, what.head))
-    return _convert_to_megatron(shape, source, src, dst, what, dtype)
+    return _convert_to_megatron(shape, source, files, dst, what, dtype)
 
 
 def _open_source(src: Path, what: Conversion) -> tuple[ModelShape, TensorSource]:
@@ -86,7 +95,7 @@ def _open_source(src: Path, what: Conversion) -> tuple[ModelShape, TensorSource]
 
 
 def _convert_to_megatron(
-    shape: ModelShape, source: TensorSource, src: Path, dst: Path, what: Conversion, dtype: torch.dtype
+    shape: ModelShape, source: TensorSource, files: Sequence[Path], dst: Path, what: Conversion, dtype: torch.dtype
 ) -> int:
     nemo = what.to == "nemo"
     # NeMo names the tokenizer by its place: DST, whose files lie beside the weights.
@@ -96,7 +105,7 @@ def _convert_to_megatron(
     def write(weights: Path) -> int:
         return write_dist(shape, source, weights, head=what.head, dtype=dtype, naming=ALIGNER if nemo else MEGATRON)
 
-    return write_directory(dst, NEMO_WEIGHTS if nemo else "", texts, side_files(src), write)
+    return write_directory(dst, NEMO_WEIGHTS if nemo else "", texts, files, write)
 
 
 def compare_outputs(src: Path, dst: Path, head: str, fresh_head: bool, num_tokens: int = 32) -> tuple[str, float]:

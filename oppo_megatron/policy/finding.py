@@ -114,6 +114,12 @@ def read_run(directory: Path) -> RunConfig:
         ) from error
 
 
+def run_of(directory: Path) -> RunConfig | None:
+    """The settings of the run that a directory lies in; None where it is of no run.  Raises ConfigError as `read_run`."""
+    above = _run_above(directory)
+    return None if above is None else read_run(above)
+
+
 def _run_above(directory: Path) -> Path | None:
     """The run directory that this is, or lies in."""
     resolved = directory.resolve()

@@ -120,7 +120,10 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preem
 def _save_weights(config: TrainConfig, trainer: PPOTrainer, inputs: Inputs) -> None:
     run = RunDirectory(config.run_dir)
     if config.save_weights and trainer.actor is not None:
-        save_role(trainer.actor.role.trained.chunks, run.weights / "actor", inputs.tokenizer, config.actor.checkpoint)
+        stops = config.rollout.stop_token_ids
+        save_role(
+            trainer.actor.role.trained.chunks, run.weights / "actor", inputs.tokenizer, config.actor.checkpoint, stops
+        )
     if config.save_weights and trainer.critic is not None:
         save_role(
             trainer.critic.role.trained.chunks, run.weights / "critic", inputs.tokenizer, config.critic.checkpoint

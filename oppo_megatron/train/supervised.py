@@ -115,7 +115,7 @@ def train_supervised(config: SupervisedConfig, task: Task[RowT], world: World) -
             if report:
                 report.step(step, figures)
     with spans.span("save", role="model", step=steps):
-        save_role(model, run.weights, tokenizer)
+        save_role(model, run.weights, tokenizer, config.model.checkpoint)
     spans.flush()
     dist.barrier()  # the weights and every rank's trace are whole
     if is_owner:

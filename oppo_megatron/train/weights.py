@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import torch.distributed as dist
+
 from oppo_megatron.checkpoint.space import free_bytes, megabytes
+from oppo_megatron.data.beside_weights import special_ids, write_beside
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.runtime.mcore.hf_weights import export_weights
@@ -13,10 +19,13 @@ from oppo_megatron.runtime.mcore.lora_weights import export_adapters
 from oppo_megatron.runtime.mcore.training import Chunks, as_chunks
 
 
-def save_role(model: Chunks, directory: Path, tokenizer: Tokenizer, base: Path | None = None) -> None:
+def save_role(
+    model: Chunks, directory: Path, tokenizer: Tokenizer, base: Path | None = None, stop_token_ids: Sequence[int] = ()
+) -> None:
     """Every rank of the role makes the call; it returns when the directory is whole.
 
     Of a model with adapters these are written, as a peft directory that names `base` as what they stand beside.
+    `stop_token_ids` end a response beside the tokenizer's own; `base` is also where other settings of generation come from.
 
     Raises CheckpointError on the rank that writes where it cannot.
     """
@@ -25,11 +34,16 @@ def save_role(model: Chunks, directory: Path, tokenizer: Tokenizer, base: Path |
     groups = first.groups
     over = {"tp_group": groups.collection.tp, "pp_group": groups.collection.pp, "dp_group": groups.collection.dp}
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save(Path(folder))
+        scored = first.head == "scalar"
+        ids = special_ids(tokenizer, stop_token_ids, scored=scored)
+        told = write_beside(Path(folder), tokenizer, ids, first.shape.family, scored=scored, source=base)
+        if told is not None and groups.output_rank == dist.get_rank():
+            print(told, file=sys.stderr, flush=True)
         files = sorted(Path(folder).iterdir())
+        shape = replace(first.shape, hf={**first.shape.hf, **ids})
         try:
             if first.adapters is None:
-                export_weights(chunks, first.shape, directory, head=first.head, extra_files=files, **over)
+                export_weights(chunks, shape, directory, head=first.head, extra_files=files, **over)
             else:
                 export_adapters(chunks, directory, base, extra_files=files, **over)
         except OSError as error:

@@ -13,6 +13,8 @@ class CharacterTokenizer:
     eos_id = 3
     eos_ids = (3,)
     bos_id = None
+    pad_id = None
+    other_ids = ()
     vocab_size = 0x110000
 
     def encode(self, text: str) -> list[int]:
@@ -27,7 +29,7 @@ class CharacterTokenizer:
         turns = "".join(f"<{message['role']}>{message['content']}\3\n" for message in messages)
         return turns + ("<assistant>" if generation_prompt else "")
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path, *, pad_id: int | None = None) -> str | None:
         raise NotImplementedError("tests do not save it")
 
 

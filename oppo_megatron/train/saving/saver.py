@@ -136,6 +136,7 @@ class Saver:
             return
         try:
             self.save(trainer)
+            self.conclude(trainer)
         except CheckpointError as error:
             if trainer.journal is not None:
                 trainer.journal.progress.note(f"the run has ended, but cannot be given more steps later: {error}")

@@ -1,0 +1,158 @@
+"""A sentencepiece model as the files that `transformers.AutoTokenizer` loads, with the ids and texts of the engine.
+
+Pieces keep a space as a space (sentencepiece writes U+2581), so that text which holds U+2581 itself is not mixed up with it.
+Control symbols are never read from text, as in `SentencePieceTokenizer`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+SPACE_MARK = "\u2581"
+"""Sentencepiece writes a space as this character, so text that holds the character itself needs care."""
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
+"""Types of a piece (sentencepiece_model.proto)."""
+
+UNIGRAM, BPE, CHAR = 1, 2, 4
+"""Types of a model."""
+
+UNBOUNDED = int(1e30)
+"""`model_max_length` of a tokenizer that cuts nothing."""
+
+TOKENIZER, CONFIG = "tokenizer.json", "tokenizer_config.json"
+MADE_FROM = "made_from_sentencepiece"
+"""Key of the configuration: digests of the model and of what was made of it."""
+
+WITHOUT_CONTROLS = "{% set bos_token = '' %}{% set eos_token = '' %}"
+"""Before a chat template: control symbols in it would be read as text, and are put in by id."""
+
+CHECKED = (
+    "", " ", "a", " a", "a ", "  a  b   ", "a\nb", "\n\n", "\t", "a\tb", "Hello, world!", "1+1=2 100 3.14", "x\r\ny",
+    "Caf\u00e9 na\u00efve", "\u4f60\u597d", "\u0645\u0631\u062d\u0628\u0627", "\U0001f600\U0001f9d1\u200d\U0001f680",
+    "\u2581", "a\u2581b \u2581 c", "\u00a0x\u3000y", "<s>x</s><unk><pad>", "<0x41>", "e\u0301", "\ufb01 \u2460 \u212b",
+    "aaaa aaaaa aaaaaaa", "\u200b", "A\u0000B", "Q: 12+3-4=?\nA: 11\n", "The quick brown fox jumps over the lazy dog.",
+    "def f(x):\n    return x ** 2\n",
+)  # fmt: skip
+"""Texts on which what was made must agree with sentencepiece."""
+
+
+def fast_files(model: bytes, chat_template: str | None, pad_id: int | None = None) -> dict[str, str] | None:
+    """`tokenizer.json` and `tokenizer_config.json` of a serialized sentencepiece model, as texts; `pad_id`: of padding.
+
+    None where its texts cannot be cut up exactly so: a model of words, or one that changes what it reads.
+    """
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto = sentencepiece_model_pb2.ModelProto()
+    proto.ParseFromString(model)
+    if not _keeps_text(proto):
+        return None
+    text = _tokenizer(proto).to_str(pretty=True)
+    config = _config(proto, chat_template, pad_id) | {MADE_FROM: {"model": _digest(model), "tokenizer": _digest(text.encode())}}
+    return {TOKENIZER: text, CONFIG: json.dumps(config, indent=2, ensure_ascii=False) + "\n"}
+
+
+def is_made_from(directory: Path, model: Path) -> bool:
+    """Whether the files of the directory are what `fast_files` makes of the sentencepiece model beside them, unchanged since."""
+    try:
+        made = json.loads((directory / CONFIG).read_text(encoding="utf-8"))[MADE_FROM]
+        files = {"model": model.read_bytes(), "tokenizer": (directory / TOKENIZER).read_bytes()}
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return bool(made == {name: _digest(content) for name, content in files.items()})
+
+
+def chat_template_of(directory: Path) -> str | None:
+    """That of files for which `is_made_from` holds, as it was given to `fast_files`."""
+    template = json.loads((directory / CONFIG).read_text(encoding="utf-8")).get("chat_template")
+    return None if template is None else str(template).removeprefix(WITHOUT_CONTROLS)
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def disagreement(files: Mapping[str, str], encode: Callable[[str], list[int]]) -> str | None:
+    """A text that `files` cut up otherwise than `encode` does, or do not give back; None where all checked ones agree."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(files[TOKENIZER])
+    tokenizer.encode_special_tokens = True
+    for text in CHECKED:
+        ids = encode(text)
+        if tokenizer.encode(text, add_special_tokens=False).ids != ids or tokenizer.decode(ids) != text:
+            return text
+    return None
+
+
+def _keeps_text(proto: Any) -> bool:
+    """Whether the model reads texts as they are: nothing is normalized, put before them or left out."""
+    normalizer, trainer = proto.normalizer_spec, proto.trainer_spec
+    changes = (
+        normalizer.precompiled_charsmap, normalizer.add_dummy_prefix, normalizer.remove_extra_whitespaces,
+        not normalizer.escape_whitespaces, trainer.treat_whitespace_as_suffix, not trainer.byte_fallback,
+    )  # fmt: skip
+    return trainer.model_type in (UNIGRAM, BPE, CHAR) and not any(changes)
+
+
+def _tokenizer(proto: Any) -> Any:
+    from tokenizers import AddedToken, Tokenizer, decoders, models
+
+    pieces = [(_text(piece), piece.score) for piece in proto.pieces]
+    unknown = next((_text(piece) for piece in proto.pieces if piece.type == UNKNOWN), None)
+    if proto.trainer_spec.model_type == UNIGRAM:
+        unknown_id = next(i for i, piece in enumerate(proto.pieces) if piece.type == UNKNOWN)
+        made = Tokenizer(models.Unigram(pieces, unknown_id, byte_fallback=True))
+    else:
+        vocabulary = {text: i for i, (text, _) in enumerate(pieces)}
+        made = Tokenizer(models.BPE(vocabulary, _merges(proto), unk_token=unknown, byte_fallback=True))
+    shown = [decoders.Replace(unknown, proto.trainer_spec.unk_surface)] if unknown else []
+    made.decoder = decoders.Sequence([*shown, decoders.ByteFallback(), decoders.Fuse()])
+    controls = [_text(piece) for piece in proto.pieces if piece.type == CONTROL]
+    made.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in controls])
+    made.add_tokens([AddedToken(_text(p), normalized=False) for p in proto.pieces if p.type == USER_DEFINED])
+    return made
+
+
+def _text(piece: Any) -> str:
+    """What a piece stands for; those of bytes, control symbols and unknown text keep their names."""
+    return str(piece.piece).replace(SPACE_MARK, " ") if piece.type in (NORMAL, USER_DEFINED) else str(piece.piece)
+
+
+def _merges(proto: Any) -> list[tuple[str, str]]:
+    """Pairs in the order in which sentencepiece would join them: the piece of the highest score first."""
+    if proto.trainer_spec.model_type == CHAR:
+        return []
+    joined = {_text(piece): (-piece.score, i) for i, piece in enumerate(proto.pieces) if piece.type == NORMAL}
+    pairs = [
+        (order, cut, (text[:cut], text[cut:]))
+        for text, order in joined.items()
+        for cut in range(1, len(text))
+        if text[:cut] in joined and text[cut:] in joined
+    ]
+    return [pair for _, _, pair in sorted(pairs, key=lambda each: (each[0], -each[1]))]
+
+
+def _config(proto: Any, chat_template: str | None, pad_id: int | None) -> dict[str, Any]:
+    """`tokenizer_config.json`: nothing is put before or behind a text."""
+    trainer, ids = proto.trainer_spec, {}
+    for name in ("bos", "eos", "pad"):
+        number = getattr(trainer, f"{name}_id") if name != "pad" or pad_id is None else pad_id
+        if 0 <= number < len(proto.pieces) and proto.pieces[number].type in (CONTROL, UNKNOWN):
+            ids[f"{name}_token"] = _text(proto.pieces[number])
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **ids,
+        "add_bos_token": False,
+        "add_eos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "split_special_tokens": True,  # a control symbol in a text is text
+        "model_max_length": UNBOUNDED,
+    }
+    if chat_template is not None:
+        config["chat_template"] = WITHOUT_CONTROLS + chat_template
+    return config

@@ -1,0 +1,184 @@
+"""What a run writes is the trained policy in transformers: its tokenizer, ends and greedy answers, from the export alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oppo_megatron.cli.main import main
+from oppo_megatron.config.data import TokenizerConfig
+from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer, train_sentencepiece
+from tests.support.layouts import deep
+from tests.support.ppo import Workspace
+from tests.support.ranks import run_ranks
+from tests.support.tokenizers import save_byte_level
+
+NUM_PROMPTS, MAX_TOKENS = 200, 16
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[me]{% endif %}"
+TEXTS = [f"{a} + {b}  =\n" + "\u2581caf\u00e9 <s>" * (a % 3 == 0) for a in range(20) for b in range(10)]
+KINDS = ("sentencepiece", "byte-level BPE", "sentencepiece, chat", "byte-level BPE, chat")
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    return Workspace.create(tmp_path_factory.mktemp("exports"))
+
+
+def trained(workspace: Workspace, kind: str) -> dict[str, Any]:
+    """The configuration of a run of one step with this kind of tokenizer, which is made where it has not been yet."""
+    name = "".join(c for c in kind if c.isalnum())
+    config = deep(workspace, name, steps=1, **{"rollout.stop_token_ids": [40]})
+    directory = workspace.root / f"tokenizer-{name}"
+    if "BPE" in kind:
+        config["tokenizer"] = {"path": str(directory)}
+    if "chat" in kind:
+        config["tokenizer"]["chat_template"] = TEMPLATE
+        rows = workspace.root / f"{name}.jsonl"
+        asked = [{"messages": [{"role": "user", "content": text}], "answer": "1"} for text in TEXTS[:24]]
+        rows.write_text("".join(json.dumps(row) + "\n" for row in asked))
+        config["data"]["path"] = str(rows)
+    if (Path(config["run_dir"]) / "summary.json").exists():
+        return config
+    if "BPE" in kind:
+        save_byte_level(directory, TEXTS, 280)
+    run_ranks(1, "tests.e2e.jobs:train", config=config)
+    return config
+
+
+def prompts_of(kind: str, tokenizer: Tokenizer) -> list[str]:
+    if "chat" not in kind:
+        return TEXTS
+    return [tokenizer.render_chat([{"role": "user", "content": text}]) for text in TEXTS]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_answers_are_the_engines_own(workspace: Workspace, kind: str) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    config = trained(workspace, kind)
+    export = Path(config["run_dir"]) / "weights" / "actor"
+    own = load_tokenizer(TokenizerConfig(**config["tokenizer"]))
+    prompts = prompts_of(kind, own)
+    assert len(prompts) == NUM_PROMPTS
+    (answers,) = run_ranks(
+        1, "tests.e2e.jobs_policy:answers",
+        directories=[export], texts=prompts, parallel={"tp": 1, "pp": 1, "dp": 1}, max_tokens=MAX_TOKENS,
+        sampling={"temperature": 0.0}, num_slots=32,
+    )[0]  # fmt: skip
+    engine = {number: tokens for number, tokens, _ in answers}
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    model = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32).eval()
+    ended = ties = 0
+    for number, (text, prompt) in enumerate(zip(TEXTS, prompts, strict=True)):
+        if "chat" in kind:
+            asked = [{"role": "user", "content": text}]
+            ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+        else:
+            ids = tokenizer(prompt).input_ids
+        assert ids == own.encode(prompt)
+        with torch.no_grad():
+            out = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=MAX_TOKENS)[0, len(ids) :].tolist()
+        if out != engine[number]:
+            ties += 1
+            assert is_tie(model, ids, out, engine[number]), f"{prompt!r}: transformers {out}, engine {engine[number]}"
+        assert tokenizer.decode(out, skip_special_tokens=True) == own.decode(out) or "\ufffd" in own.decode(out)
+        ended += len(out) < MAX_TOKENS
+    assert 0 < ended, "some answers must end by themselves"
+    assert ties <= NUM_PROMPTS // 100
+
+
+def is_tie(model: Any, ids: list[int], one: list[int], other: list[int]) -> bool:
+    """Whether two answers part at a token for which rounding decides."""
+    place = next(i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*ids, *one[:place]]])).logits[0, -1]
+    return bool((logits[one[place]] - logits[other[place]]).abs() < 1e-5)
+
+
+def test_ids_of_ends_and_padding_are_written(workspace: Workspace) -> None:
+    """A policy ends where it ended in training, stop ids included; a critic pads with what ends no answer."""
+    config = trained(workspace, "sentencepiece")
+    weights = Path(config["run_dir"]) / "weights"
+    own = load_tokenizer(TokenizerConfig(**config["tokenizer"]))
+    for name in ("config.json", "generation_config.json"):
+        found = json.loads((weights / "actor" / name).read_text())
+        assert found["eos_token_id"] == [own.eos_id, 40] and found["bos_token_id"] == own.bos_id
+        assert found["pad_token_id"] == own.pad_id == 3
+    critic = json.loads((weights / "critic" / "config.json").read_text())
+    assert critic["pad_token_id"] not in (None, own.eos_id) and not (weights / "critic" / "generation_config.json").exists()
+
+
+def test_scores_of_a_padded_batch_are_those_of_each_answer(workspace: Workspace) -> None:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    config = trained(workspace, "byte-level BPE")
+    critic = Path(config["run_dir"]) / "weights" / "critic"
+    tokenizer = AutoTokenizer.from_pretrained(critic)
+    model = AutoModelForSequenceClassification.from_pretrained(critic, dtype=torch.float32).eval()
+    texts = [text + tokenizer.eos_token for text in ("1", "2 + 3 =", "a longer one")]
+    with torch.no_grad():
+        together = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits[:, 0]
+        alone = torch.cat([model(**tokenizer(text, return_tensors="pt")).logits[:, 0] for text in texts])
+    torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("to", ["hf", "megatron", "nemo"])
+def test_convert_takes_the_tokenizer_of_the_run_along(workspace: Workspace, tmp_path: Path, to: str) -> None:
+    """From a checkpoint, which has none beside its weights."""
+    from transformers import AutoTokenizer
+
+    config = trained(workspace, "sentencepiece, chat")
+    run = Path(config["run_dir"])
+    source, converted = run / "checkpoints" / "step-000001" / "models" / "actor", tmp_path / "converted"
+    assert main(["convert", str(source), str(converted), "--to", to]) == 0
+    ours, theirs = (AutoTokenizer.from_pretrained(place) for place in (converted, run / "weights" / "actor"))
+    asked = [{"role": "user", "content": TEXTS[0]}]
+    assert ours(TEXTS[0]).input_ids == theirs(TEXTS[0]).input_ids
+    assert ours.apply_chat_template(asked, tokenize=False) == theirs.apply_chat_template(asked, tokenize=False)
+    found = json.loads((converted / "config.json").read_text())
+    assert (found["eos_token_id"], found["pad_token_id"]) == (ours.eos_token_id, ours.pad_token_id)
+
+
+def test_a_policy_turned_into_a_reward_model_gets_a_token_to_pad_with(workspace: Workspace, tmp_path: Path) -> None:
+    config = trained(workspace, "byte-level BPE")
+    actor, reward = Path(config["run_dir"]) / "weights" / "actor", tmp_path / "reward"
+    assert main(["convert", str(actor), str(reward), "--as", "reward", "--fresh-head-seed", "3"]) == 0
+    found = json.loads((reward / "config.json").read_text())
+    own = load_tokenizer(TokenizerConfig(**config["tokenizer"]))
+    assert found["pad_token_id"] is not None and found["pad_token_id"] not in own.eos_ids
+
+
+def test_a_model_of_words_or_unigrams_keeps_its_own_file_and_says_so(tmp_path: Path) -> None:
+    train_sentencepiece(TEXTS, tmp_path / "t.model", 279, model_type="unigram")
+    tokenizer = load_tokenizer(TokenizerConfig(path=tmp_path / "t.model"))
+    told = tokenizer.save(tmp_path / "saved")
+    assert told is not None and "no tokenizer.json" in told
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["tokenizer.model"]
+
+
+texts = st.text(st.characters(codec="utf-8") | st.sampled_from(" \n\t\u2581<s>/019ab"), max_size=30)
+
+
+@given(text=texts)
+@settings(max_examples=400)
+def test_any_text_is_cut_up_and_put_together_alike(bpe: tuple[Tokenizer, Any], text: str) -> None:
+    ours, theirs = bpe
+    ids = ours.encode(text)
+    assert theirs(text).input_ids == ids and theirs.decode(ids) == ours.decode(ids) == text
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Any]:
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("bpe")
+    train_sentencepiece(TEXTS, folder / "t.model", 283)
+    ours = load_tokenizer(TokenizerConfig(path=folder / "t.model"))
+    assert ours.save(folder / "saved") is None
+    return ours, AutoTokenizer.from_pretrained(folder / "saved")
