@@ -68,8 +68,8 @@ def _check_rollback(config: TrainConfig) -> list[str]:
     if not rules or config.checkpoint.every_steps:
         return []
     return [
-        f"guards: {' and '.join(rules)} goes back to the last checkpoint (rollback), but checkpoint.every_steps is 0 and the "
-        "run writes none; set checkpoint.every_steps, or choose skip or stop"
+        f"guards: {' and '.join(rules)} goes back to the last checkpoint (rollback), but checkpoint.every_steps is 0, and "
+        "those by the clock are too rare for it; set checkpoint.every_steps, or choose skip or stop"
     ]
 
 

@@ -141,6 +141,7 @@ def test_who_starts_again_is_said(
     monkeypatch.setattr(run, "launch_again", lambda *_: by.append("torch's") or 0)
     monkeypatch.setattr(run, "load_settings", lambda *_: config)
     monkeypatch.setattr(run, "placed", lambda *_, **__: config)
+    monkeypatch.setattr("oppo_megatron.cli.ready.require_ready", lambda *_: None)  # its files are not there
     args = argparse.Namespace(config=None, overrides=[], dry_run=False, max_restarts=3, agent=agent)
     if said is None:
         with pytest.raises(ConfigError, match="--agent nvrx: nvidia-resiliency-ext is not installed"):
