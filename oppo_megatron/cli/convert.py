@@ -34,7 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--adapter", type=Path, metavar="DIR", help="peft directory of LoRA adapters of SRC, which are merged into DST"
     )
     parser.add_argument(
-        "--tokenizer", type=Path, metavar="PATH", help="goes with the weights; default: that of SRC, or of the run it is from"
+        "--tokenizer",
+        type=Path,
+        metavar="PATH",
+        help="goes with the weights; default: that of the adapters, of SRC, or of the run it is from",
     )
     _add_changes(parser)
 
@@ -98,11 +101,12 @@ def _beside(
 ) -> tuple[Sequence[Path], Mapping[str, Any]]:
     """Tokenizer and generation settings of SRC for DST: as they are, or in `folder` made whole, with their ids."""
     from oppo_megatron.config.data import TokenizerConfig
+    from oppo_megatron.config.eos import GENERATION_CONFIG
     from oppo_megatron.data.beside_weights import special_ids, write_beside
     from oppo_megatron.data.tokenizer import load_tokenizer
 
     scored = args.target == "reward"
-    path, template = (args.tokenizer, None) if args.tokenizer is not None else _tokenizer_of(args.src)
+    path, template = (args.tokenizer, None) if args.tokenizer is not None else _tokenizer_of(args.src, args.adapter)
     whole = any(file.name == "tokenizer.json" for file in found)
     if path is None or (path == args.src and whole and (not scored or _pads(args.src))):
         if path is None:
@@ -110,17 +114,21 @@ def _beside(
         return found, {}
     tokenizer = load_tokenizer(TokenizerConfig(path=path, chat_template=template), args.src)
     ids = special_ids(tokenizer, scored=scored)
-    if told := write_beside(folder, tokenizer, ids, family, scored=scored, source=args.src):
+    settles = args.adapter is not None and (args.adapter / GENERATION_CONFIG).is_file()
+    source = args.adapter if settles else args.src
+    if told := write_beside(folder, tokenizer, ids, family, scored=scored, source=source):
         print(told, file=sys.stderr)
     return sorted(folder.iterdir()), ids
 
 
-def _tokenizer_of(src: Path) -> tuple[Path | None, str | None]:
-    """What lies with the weights, else that of the run whose checkpoint they are in; with its chat template."""
+def _tokenizer_of(src: Path, adapter: Path | None) -> tuple[Path | None, str | None]:
+    """What lies with the adapters, which were trained with it, or the weights; else that of the run whose checkpoint they are in,
+    with its chat template."""
     from oppo_megatron.policy.finding import TOKENIZER_FILES, run_of
 
-    if any((src / name).is_file() for name in TOKENIZER_FILES):
-        return src, None
+    for directory in (adapter, src):
+        if directory is not None and any((directory / name).is_file() for name in TOKENIZER_FILES):
+            return directory, None
     run = run_of(src)
     return (None, None) if run is None else (run.tokenizer.path, run.tokenizer.chat_template)
 

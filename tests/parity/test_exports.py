@@ -14,13 +14,16 @@ from hypothesis import strategies as st
 from oppo_megatron.cli.main import main
 from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer, train_sentencepiece
+from tests.support.hf import save_tiny
 from tests.support.layouts import deep
 from tests.support.ppo import Workspace
 from tests.support.ranks import run_ranks
 from tests.support.tokenizers import save_byte_level
 
 NUM_PROMPTS, MAX_TOKENS = 200, 16
-TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[me]{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[me]{% endif %}"
+)
 TEXTS = [f"{a} + {b}  =\n" + "\u2581caf\u00e9 <s>" * (a % 3 == 0) for a in range(20) for b in range(10)]
 KINDS = ("sentencepiece", "byte-level BPE", "sentencepiece, chat", "byte-level BPE, chat")
 
@@ -83,7 +86,9 @@ def test_greedy_answers_are_the_engines_own(workspace: Workspace, kind: str) -> 
             ids = tokenizer(prompt).input_ids
         assert ids == own.encode(prompt)
         with torch.no_grad():
-            out = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=MAX_TOKENS)[0, len(ids) :].tolist()
+            out = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=MAX_TOKENS)[
+                0, len(ids) :
+            ].tolist()
         if out != engine[number]:
             ties += 1
             assert is_tie(model, ids, out, engine[number]), f"{prompt!r}: transformers {out}, engine {engine[number]}"
@@ -111,7 +116,10 @@ def test_ids_of_ends_and_padding_are_written(workspace: Workspace) -> None:
         assert found["eos_token_id"] == [own.eos_id, 40] and found["bos_token_id"] == own.bos_id
         assert found["pad_token_id"] == own.pad_id == 3
     critic = json.loads((weights / "critic" / "config.json").read_text())
-    assert critic["pad_token_id"] not in (None, own.eos_id) and not (weights / "critic" / "generation_config.json").exists()
+    assert (
+        critic["pad_token_id"] not in (None, own.eos_id)
+        and not (weights / "critic" / "generation_config.json").exists()
+    )
 
 
 def test_scores_of_a_padded_batch_are_those_of_each_answer(workspace: Workspace) -> None:
@@ -182,3 +190,24 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Any]:
     ours = load_tokenizer(TokenizerConfig(path=folder / "t.model"))
     assert ours.save(folder / "saved") is None
     return ours, AutoTokenizer.from_pretrained(folder / "saved")
+
+
+def test_merged_adapters_keep_the_tokenizer_that_they_were_trained_with(workspace: Workspace, tmp_path: Path) -> None:
+    import peft
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    base, adapter, merged = tmp_path / "base", tmp_path / "adapter", tmp_path / "merged"
+    model = save_tiny(base, "llama", vocab_size=300)
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings).save_pretrained(adapter)
+    path = Path(trained(workspace, "sentencepiece")["tokenizer"]["path"])
+    tokenizer = load_tokenizer(TokenizerConfig(path=path, chat_template=TEMPLATE))
+    assert tokenizer.save(adapter) is None
+    (adapter / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7], "temperature": 0.7}))
+    assert main(["convert", str(base), str(merged), "--adapter", str(adapter), "--check"]) == 0
+    ours = AutoTokenizer.from_pretrained(merged)
+    assert [ours(text).input_ids for text in TEXTS] == [tokenizer.encode(text) for text in TEXTS]
+    assert ours.chat_template == AutoTokenizer.from_pretrained(adapter).chat_template
+    written = json.loads((merged / "generation_config.json").read_text())
+    assert set(written["eos_token_id"]) == {2, 7} and written["temperature"] == 0.7
+    assert AutoModelForCausalLM.from_pretrained(merged).config.vocab_size == model.config.vocab_size
