@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 
+from oppo_megatron.checkpoint.space import clear_when_full
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.prompts import PromptStream
 from oppo_megatron.errors import OppoError
@@ -111,7 +112,7 @@ def run_with_small_files(config: dict[str, Any], num_bytes: int, within: str) ->
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     module, _, name = within.partition(":")
     try:
-        with _limited(module, name, num_bytes) if within else contextlib.nullcontext():
+        with clear_when_full(checked.run_dir), _limited(module, name, num_bytes) if within else contextlib.nullcontext():
             run_ppo(checked, world, read_inputs(checked), Preemption(checked.preempt))
     except OppoError as error:
         return type(error).__name__, str(error)
