@@ -18,8 +18,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from oppo_megatron.cli.launch import quiet_torch
     from oppo_megatron.config.load import load_config
+    from oppo_megatron.config.paths import missing_path
     from oppo_megatron.config.run import TrainSettings
+    from oppo_megatron.errors import InputError
 
+    if not args.batch.is_file() and not args.batch.with_suffix(".jsonl").is_file():
+        raise InputError(missing_path("the guilty batch", args.batch))
     quiet_torch()
     from oppo_megatron.train.guards.guilty import read_guilty
     from oppo_megatron.train.guards.replay import one_process, replay

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from oppo_megatron.cli.kinds import require_kind
 from oppo_megatron.errors import EXIT_REQUEUE
 
 if TYPE_CHECKING:
@@ -206,6 +207,7 @@ def load_settings(kind: str, path: Path, overrides: Sequence[str]) -> TrainSetti
     from oppo_megatron.config.validate import supervised_problems, train_problems
     from oppo_megatron.data.length_trace import trace_problems
 
+    require_kind(kind, path, overrides)
     if kind == "train":
         return load_config(
             TrainSettings,

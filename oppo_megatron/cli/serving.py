@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from oppo_megatron.cli.kinds import require_kind
+
 if TYPE_CHECKING:
     from oppo_megatron.config.serve import ServeRewardConfig, ServeScorerConfig
-
-SERVICES = ("serve-reward", "serve-scorer")
 
 
 def add_serving_arguments(parser: argparse.ArgumentParser, *, path: str, settings: str, page: str) -> None:
@@ -33,6 +33,7 @@ def load_service(kind: str, path: Path, overrides: Sequence[str]) -> ServeReward
     from oppo_megatron.config.serve import ServeRewardConfig, ServeScorerConfig
     from oppo_megatron.config.validate import service_problems
 
+    require_kind(kind, path, overrides)
     if kind == "serve-reward":
         return load_config(ServeRewardConfig, path, overrides, check=service_problems)
     return load_config(ServeScorerConfig, path, overrides, check=service_problems)

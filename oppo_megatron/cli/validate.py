@@ -8,10 +8,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from oppo_megatron.cli.kinds import SERVICES, guess_kind
 from oppo_megatron.cli.rank_table import rank_table
 from oppo_megatron.cli.ready import require_ready, require_service_packages, unreached_services
 from oppo_megatron.cli.run import KINDS, load_settings, placed, unplaced
-from oppo_megatron.cli.serving import SERVICES, load_service
+from oppo_megatron.cli.serving import load_service
 
 if TYPE_CHECKING:
     from oppo_megatron.config.run import SupervisedConfig, TrainSettings
@@ -107,23 +108,3 @@ def _supervised_lines(settings: SupervisedConfig) -> list[str]:
     )
     found = f"data: {len(rows)} rows, {num_duplicates(rows)} of them duplicates; {len(quarantine)} rows set aside"
     return [found, *describe_quarantine(quarantine), *describe_first(quarantine)]
-
-
-def guess_kind(path: Path, overrides: Sequence[str] = ()) -> str:
-    """The command that most of the keys belong to; where several have as many, one that they are enough for.
-
-    The overrides' keys count beside the file's.  `rm` where a model starts from a fresh scalar head.
-    """
-    from oppo_megatron.config.describe import COMMANDS
-    from oppo_megatron.config.load import read_tree
-
-    tree = read_tree(path, overrides)
-    keys = set(tree)
-
-    def fit(kind: str) -> tuple[int, bool]:
-        fields = COMMANDS[kind].model_fields
-        return len(keys & set(fields)), all(name in keys for name, field in fields.items() if field.is_required())
-
-    kind = max(("train", "sft", *SERVICES), key=fit)
-    model = tree.get("model")
-    return "rm" if kind == "sft" and isinstance(model, dict) and model.get("fresh_head") else kind

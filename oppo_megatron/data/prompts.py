@@ -94,8 +94,9 @@ def _refused(example: Example, num_tokens: int, config: DataConfig, problems: Ro
         problems.report(file, line, "the prompt has no token", config.bad_rows)
         return True
     if num_tokens > config.max_prompt_tokens and config.long_prompts != "truncate":
-        reason = f"the prompt has {num_tokens} tokens, more than data.max_prompt_tokens={config.max_prompt_tokens}"
-        problems.report(file, line, reason, config.long_prompts, setting="data.long_prompts")
+        longer = f"more than data.max_prompt_tokens={config.max_prompt_tokens}; raise it, or set data.long_prompts=truncate"
+        reason = f"the prompt has {num_tokens} tokens, {longer}"
+        problems.report(file, line, reason, config.long_prompts, setting="data.long_prompts", once=longer)
         return True
     return False
 

@@ -84,23 +84,25 @@ class RowProblems:
         self._settings: list[str] = []
 
     def report(
-        self, file: str, line: int, reason: str, policy: Policy, setting: str = "data.bad_rows", *, once: bool = False
+        self, file: str, line: int, reason: str, policy: Policy, setting: str = "data.bad_rows", *, once: bool | str = False
     ) -> None:
         """Note one refused row.  `setting` is what the user would change to set such rows aside.
 
-        `once`: what is said alike of several rows is shown for the first of them, with the number of the others.
+        `once`: what is said alike of several rows, or has this text in common, is shown for the first of them, with the number
+        of the others.
         """
+        alike = once if isinstance(once, str) else reason
         if policy == "quarantine":
             self.num_quarantined += 1
             self.quarantine.add(file, line, reason)
             return
         self.num_errors += 1
-        if once and reason in self._same:
-            self._more[self._same[reason]] += 1
-            self._last[self._same[reason]] = f"{file}:{line}"
+        if once and alike in self._same:
+            self._more[self._same[alike]] += 1
+            self._last[self._same[alike]] = f"{file}:{line}"
         elif len(self._shown) < NUM_SHOWN:
             self._shown[file, line] = reason
-            self._same[reason] = file, line
+            self._same[alike] = file, line
         if setting not in self._settings:
             self._settings.append(setting)
 
