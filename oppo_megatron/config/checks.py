@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from oppo_megatron.config.checkpoint import check_adapter
 from oppo_megatron.config.data import DataConfig, RewardPart
+from oppo_megatron.config.evaluation import check_evaluation
 from oppo_megatron.config.kernels import find_available, layer_problem
 from oppo_megatron.config.lora import LoraConfig
 from oppo_megatron.config.model import ModelConfig, OptimizerConfig, RoleConfig, RuntimeConfig
@@ -35,6 +36,7 @@ def check_train(config: TrainConfig) -> list[str]:
         *check_exists("tokenizer.path", config.tokenizer.path),
         *check_data("data", config.data, templates=("prompt",)),
         *(check_data("evaluation.data", config.evaluation.data, templates=("prompt",)) if config.evaluation else []),
+        *check_evaluation(config),
         *_check_optimizer("actor", config.actor.optimizer),
         *_check_optimizer("critic", config.critic.optimizer),
         *check_layers(config.runtime, adapters=bool(adapters(config))),

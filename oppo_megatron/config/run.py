@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from oppo_megatron.config.base import Section, Unit
 from oppo_megatron.config.data import DataConfig, RewardPart, TokenizerConfig
+from oppo_megatron.config.evaluation import EarlyStopConfig, EvaluationConfig
 from oppo_megatron.config.guards import GuardsConfig
 from oppo_megatron.config.model import (
     ActorConfig,
@@ -69,16 +70,6 @@ class LoggingConfig(Section):
         return "off" if value is False else value
 
 
-class EvaluationConfig(Section):
-    """Greedy decoding of held-out prompts, scored by a verifier."""
-
-    data: DataConfig
-    verifier: Literal["arithmetic", "gsm8k"] = Field(..., description="the rule that judges a response")
-    answer: str = Field("answer", description="column that holds the expected answer")
-    max_prompts: Annotated[int, Unit("prompts")] = Field(200, ge=1, description="use the first so many prompts")
-    every_steps: int = Field(0, ge=0, description="0: only before the first and after the last step")
-
-
 class TrainSettings(Section):
     """`oppo train` as a configuration file may say it: the placement may be `auto`."""
 
@@ -104,6 +95,7 @@ class TrainSettings(Section):
     runtime: RuntimeConfig = RuntimeConfig()
     logging: LoggingConfig = LoggingConfig()
     evaluation: EvaluationConfig | None = None
+    early_stop: EarlyStopConfig | None = None
     guards: GuardsConfig = GuardsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     preempt: PreemptConfig = PreemptConfig()

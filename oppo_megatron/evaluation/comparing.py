@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from oppo_megatron.evaluation.estimates import Estimate, estimate, paired_difference
+from oppo_megatron.control.estimates import Estimate, estimate, paired_difference
 from oppo_megatron.evaluation.grading import Answer
 
 LENGTH = "response tokens"

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from oppo_megatron.config.checks import check_rewards
 from oppo_megatron.config.data import RewardPart
+from oppo_megatron.config.evaluation import part_labels
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.rewards.entry_point import load_entry_point
 from oppo_megatron.rewards.isolation import IsolatedFunction
@@ -100,14 +101,8 @@ def build_reward_functions(parts: Sequence[RewardPart], environment: Mapping[str
     has_model = any(part.kind == "model" for part in parts)
     found = check_rewards(parts, has_reward_model=has_model)
     summands: list[Summand] = []
-    labels: set[str] = set()
     secrets = frozenset(part.token_env for part in parts if part.token_env is not None)
-    for part in parts if not found else ():
-        address = (part.url or "").partition("://")[2]
-        name = {"model": "model", "verifier": part.name, "python": part.entry_point, "http": address}[part.kind]
-        assert name is not None, "check_rewards asks for it"
-        label = name if name not in labels else f"{name}#{len(labels) + 1}"
-        labels.add(label)
+    for part, label in zip(parts, part_labels(parts), strict=True) if not found else ():
         try:
             summands.append(Summand(label, part.weight, _function(part, label, environment, secrets)))
         except ConfigError as error:

@@ -99,6 +99,8 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preem
         trainer = build_trainer(config, world, inputs, saver, rollbacks, ahead)
     with ExitStack() as stack:
         stack.callback(inputs.rewards.close)
+        if inputs.judges is not None:
+            stack.callback(inputs.judges.close)
         if trainer.journal is not None:
             if inputs.quarantine:
                 inputs.quarantine.write(RunDirectory(config.run_dir).quarantine)

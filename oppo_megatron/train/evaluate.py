@@ -1,58 +1,156 @@
-"""Held-out accuracy: greedy decoding, judged by a verifier."""
+"""Held-out prompts answered by the actor as it is, and judged by rules, functions, services and the run's reward model.
+
+Legend: N responses, K metrics.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
+from oppo_megatron.config.evaluation import EarlyStopConfig, EvaluationConfig
 from oppo_megatron.config.model import RuntimeConfig
-from oppo_megatron.config.run import EvaluationConfig
+from oppo_megatron.control.early_stop import EarlyStop
+from oppo_megatron.control.estimates import estimate
 from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.data.tokenizer import Tokenizer
-from oppo_megatron.records import Prompt
-from oppo_megatron.rewards.verifiers import verify
-from oppo_megatron.runtime.activity import Activity
+from oppo_megatron.records import Prompt, Rollout
+from oppo_megatron.rewards.functions import RewardSum
+from oppo_megatron.runtime.batch import join_rows, pack_sequences
 from oppo_megatron.runtime.completions import PromptDecoder
-from oppo_megatron.runtime.links import Links
-from oppo_megatron.runtime.mcore.model import RoleModel
+from oppo_megatron.runtime.mcore.training import forward_rows
 from oppo_megatron.runtime.sampler import Sampling
 from oppo_megatron.runtime.stopping import Stopping
 
+if TYPE_CHECKING:
+    from oppo_megatron.train.ppo import PPOTrainer
+
+Figures = dict[str, tuple[float, float | None]]
+"""Mean and standard error of each metric."""
+
 
 class Evaluator:
-    """Decodes the held-out prompts with the actor as it is, on a cache of its own that lives only as long.
+    """Decodes on a cache of its own that lives only as long, of at most `max_slots` slots and `kv_budget_bytes` (None: no limit).
 
-    The cache has at most `max_slots` slots and `kv_budget_bytes` (None: no limit).
+    Every rank of the world makes the calls, with the same result.
     """
 
     def __init__(
         self,
         config: EvaluationConfig,
+        early_stop: EarlyStopConfig | None,
         prompts: PromptSet,
+        judges: RewardSum,
         tokenizer: Tokenizer,
         stopping: Stopping,
         runtime: RuntimeConfig,
+        seed: int,
         max_slots: int,
         kv_budget_bytes: int | None,
     ):
-        self.config, self.tokenizer, self.stopping, self.runtime = config, tokenizer, stopping, runtime
-        self.max_slots, self.kv_budget_bytes = max_slots, kv_budget_bytes
+        self.config, self.judges, self.tokenizer, self.stopping = config, judges, tokenizer, stopping
+        self.runtime, self.max_slots, self.kv_budget_bytes = runtime, max_slots, kv_budget_bytes
+        self.sampling = Sampling(temperature=config.temperature, seed=seed)
+        self.stop = None if early_stop is None else EarlyStop(early_stop)
         count = min(len(prompts), config.max_prompts)
-        self.prompts: Sequence[Prompt] = list(PromptStream(prompts, 0, epochs=1, limit=count, shuffle=False))
+        once = PromptStream(prompts, 0, epochs=1, limit=count, shuffle=False)
+        self.prompts: Sequence[Prompt] = [
+            replace(prompt, seq_id=place * config.samples + sample)
+            for place, prompt in enumerate(once)
+            for sample in range(config.samples)
+        ]
 
-    def accuracy(self, model: RoleModel, links: Links, activity: Activity) -> float:
-        """Share of the prompts answered right.  Every rank of the actor makes the call and gets the same answer."""
+    @property
+    def over(self) -> bool:
+        """Whether the run is to end early."""
+        return self.stop is not None and self.stop.due
+
+    def due(self, step: int, last: bool) -> bool:
+        """Before the first step, after the last, and every so often."""
+        every = self.config.every_steps
+        return step == 0 or last or bool(every and step % every == 0)
+
+    def measure(self, trainer: PPOTrainer, step: int) -> Figures:
+        """What the metrics are after `step` steps; early stopping learns of them.
+
+        Raises RewardError, on the rank that keeps the journal, where a judge fails.
+        """
+        rollouts = None if trainer.actor is None else self._decode(trainer)
+        scores_N = self._model_scores(trainer, rollouts) if self.judges.needs_model else None
+        table = None
+        if trainer.journal is not None:
+            assert rollouts is not None
+            table = torch.tensor([value for pair in self._judge(rollouts, scores_N) for value in pair], dtype=torch.float64)
+        names, source = self.config.names, trainer.rounds.planner.site.source
+        shared = trainer.exchange.shared("held-out metrics", table, 2 * len(names), source).tolist()
+        figures = {
+            name: (shared[2 * k], shared[2 * k + 1] if shared[2 * k + 1] >= 0 else None) for k, name in enumerate(names)
+        }
+        if self.stop is not None:
+            self.stop.observe(step, figures[self.stop.config.metric][0])
+        return figures
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Of early stopping, in plain JSON types."""
+        return None if self.stop is None else self.stop.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        if self.stop is not None and state is not None:
+            self.stop.load_state_dict(dict(state))
+
+    def _decode(self, trainer: PPOTrainer) -> list[Rollout]:
+        """In the order of the prompts."""
+        assert trainer.actor is not None
         decoder = PromptDecoder(
-            model,
-            links,
+            trainer.actor.role.serving,
+            trainer.rounds.executor.links,
             self.runtime,
             num_slots=min(len(self.prompts), self.max_slots),
-            sampling=Sampling(temperature=0.0),
+            sampling=self.sampling,
             stopping=self.stopping,
             kv_budget_bytes=self.kv_budget_bytes,
-            activity=activity,
+            activity=trainer.world.activity,
         )
-        right = 0.0
-        for rollout in decoder.decode(self.prompts):
-            response = self.tokenizer.decode(rollout.tokens)
-            right += verify(self.config.verifier, response, rollout.prompt.fields[self.config.answer])
-        return right / len(self.prompts)
+        return sorted(decoder.decode(self.prompts), key=lambda rollout: rollout.seq_id)
+
+    def _model_scores(self, trainer: PPOTrainer, rollouts: Sequence[Rollout] | None) -> Tensor:
+        """The reward model's scores [N] on every rank; its replicas share the sequences, each in one full forward pass."""
+        exchange, source, prompts = trainer.exchange, trainer.rounds.planner.site.source, self.prompts
+        speaks = trainer.world.rank == source
+        responses = [rollout.tokens for rollout in rollouts or ()]
+        mine = torch.tensor([len(tokens) for tokens in responses]) if speaks else None
+        lengths = [int(n) for n in exchange.shared("held-out lengths", mine, len(prompts), source).tolist()]
+        mine = torch.tensor([token for tokens in responses for token in tokens]) if speaks else None
+        flat = exchange.shared("held-out responses", mine, sum(lengths), source).long().split(lengths)
+        place, scores_N = exchange.places["reward"], torch.empty(len(prompts), dtype=torch.float64, device=exchange.device)
+        seat = place.seat(trainer.world.rank)
+        for replica in range(place.dp):
+            rows, scores = range(replica, len(prompts), place.dp), None
+            if seat is not None and seat.replica == replica and rows:
+                sequences = [[*prompts[i].tokens, *flat[i].tolist()] for i in rows]
+                batches = pack_sequences(sequences, self.runtime.micro_batch_tokens, exchange.device)
+                model = trainer.rounds.scoring["reward"].model
+                with torch.no_grad():
+                    outputs = forward_rows(model, batches, lambda _, scores_S: scores_S.float())
+                scores = join_rows(outputs, [1] * len(rows), batches) if outputs else None
+            scores_N[replica :: place.dp] = exchange.shared(
+                "held-out scores", scores, len(rows), place.output_rank(replica)
+            )
+        return scores_N
+
+    def _judge(self, rollouts: Sequence[Rollout], scores_N: Tensor | None) -> list[tuple[float, float]]:
+        """Mean and standard error (below 0: none) of each metric, in the order of their names."""
+        columns: list[dict[int, list[float]]] = [{} for _ in self.config.names]
+        for i, rollout in enumerate(rollouts):
+            prompt, response = rollout.prompt, self.tokenizer.decode(rollout.tokens)
+            score = None if scores_N is None else float(scores_N[i])
+            parts = self.judges.evaluate(prompt.text, response, prompt.fields, score, rollout.seq_id).parts
+            measured = [*parts.values(), float(len(rollout.tokens)), float(rollout.finish_reason == "length")]
+            for column, value in zip(columns, measured, strict=True):
+                column.setdefault(rollout.seq_id // self.config.samples, []).append(value)
+        found = [estimate(column) for column in columns]
+        return [(each.mean, -1.0 if each.error is None else each.error) for each in found]

@@ -11,7 +11,7 @@ from oppo_megatron.data.prompts import PromptSet, load_prompts
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.stops import require_stop_texts
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
-from oppo_megatron.rewards.functions import RewardSum, VerifierReward, build_reward_functions
+from oppo_megatron.rewards.functions import RewardSum, build_reward_functions
 
 if TYPE_CHECKING:
     from oppo_megatron.runtime.stopping import Quantile
@@ -28,6 +28,7 @@ class Inputs:
     rewards: RewardSum
     prompts: PromptSet
     heldout: PromptSet | None
+    judges: RewardSum | None  # of held-out responses
     quarantine: Quarantine
     lengths: Quantile | None  # of a length trace
 
@@ -51,11 +52,11 @@ def read_inputs(config: TrainSettings) -> Inputs:
     require_stop_texts(config.rollout.stop, tokenizer, "rollout.stop", "rollout.stop_token_ids")
     rewards, quarantine = build_reward_functions(config.rewards), Quarantine()
     prompts = load_prompts(config.data, tokenizer, quarantine=quarantine, check=rewards.check)
-    heldout = None
+    heldout = judges = None
     if config.evaluation is not None:
-        judge = VerifierReward(config.evaluation.verifier, config.evaluation.answer)
-        heldout = load_prompts(config.evaluation.data, tokenizer, quarantine=quarantine, check=judge.check)
-    return Inputs(tokenizer, rewards, prompts, heldout, quarantine, lengths)
+        judges = build_reward_functions(config.evaluation.judges)
+        heldout = load_prompts(config.evaluation.data, tokenizer, quarantine=quarantine, check=judges.check)
+    return Inputs(tokenizer, rewards, prompts, heldout, judges, quarantine, lengths)
 
 
 def describe_inputs(inputs: Inputs) -> list[str]:

@@ -101,8 +101,9 @@ class PPOTrainer:
 
     @property
     def over(self) -> bool:
-        """All steps are made; a run that was resumed with fewer steps or smaller batches may have rollouts left."""
-        return self.scheduler.done or self.done == self.config.steps
+        """Nothing is left to train; a run that was resumed with fewer steps, or ends early, may have rollouts left."""
+        stopped = self.evaluator is not None and self.evaluator.over
+        return self.scheduler.done or self.done == self.config.steps or stopped
 
     def settle(self) -> None:
         """Every rank meets: the critic's last update has ended, and the last step's line is whole."""
@@ -380,16 +381,16 @@ class PPOTrainer:
         meter.forget(COSTS_KEPT)
 
     def _evaluate(self, step: int, last: bool) -> None:
-        """Held-out accuracy before the first step, after the last, and every so often."""
-        if self.evaluator is None or self.actor is None:
+        """Held-out metrics before the first step, after the last, and every so often."""
+        if self.evaluator is None or not self.evaluator.due(step, last):
             return
-        every = self.evaluator.config.every_steps
-        if step == 0 or last or (every and step % every == 0):
-            activity = self.world.activity
-            with (
-                self.spans.span("evaluate", role="actor", step=step),
-                activity.doing(f"evaluation after step {step}"),
-            ):
-                accuracy = self.evaluator.accuracy(self.actor.role.serving, self.rounds.executor.links, activity)
-            if self.journal is not None:
-                self.journal.evaluation(step, accuracy)
+        role = "actor" if self.actor is not None else "scorer"
+        with (
+            self.spans.span("evaluate", role=role, step=step),
+            self.world.activity.doing(f"evaluation after step {step}"),
+        ):
+            figures = self.evaluator.measure(self, step)
+        if self.journal is not None:
+            self.journal.evaluation(step, figures)
+            if self.evaluator.stop is not None and self.evaluator.over:
+                self.journal.stopped_early(self.evaluator.stop.describe())

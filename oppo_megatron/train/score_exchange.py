@@ -81,7 +81,7 @@ class ScoreExchange:
         totals_B, parts = self._rewards(batch, model_B)
         times = [seconds.get(name, 0.0) for name in TIMES] + list(work)
         mine = torch.tensor(times, dtype=torch.float64) if self.rank == self._leader else None
-        busy_s, idle_s, *leaders_work = self._shared("times", mine, len(times), self._leader).tolist()
+        busy_s, idle_s, *leaders_work = self.shared("times", mine, len(times), self._leader).tolist()
         logp_T = torch.tensor([x for r in batch for x in r.logprobs], dtype=torch.float32, device=self.device)
         scored = ScoredBatch(
             behaviour_logp_T=logp_T,
@@ -113,7 +113,7 @@ class ScoreExchange:
         if self.rank == self._leader:
             assert critic is not None
             mine = torch.tensor([critic.stats[name] for name in CRITIC_STATS], dtype=torch.float64)
-        stats = self._shared("critic's statistics", mine, len(CRITIC_STATS), self._leader)
+        stats = self.shared("critic's statistics", mine, len(CRITIC_STATS), self._leader)
         return dict(zip(CRITIC_STATS, stats.tolist(), strict=True))
 
     def _ess(self, actor: Actor | None) -> float:
@@ -122,14 +122,14 @@ class ScoreExchange:
         if self.rank == source:
             assert actor is not None
             mine = torch.tensor([actor.ess], dtype=torch.float64)
-        return float(self._shared("effective sample size", mine, 1, source))
+        return float(self.shared("effective sample size", mine, 1, source))
 
     @property
     def _leader(self) -> int:
         """The rank that speaks for the scorers."""
         return self.places["critic"].ranks[0]
 
-    def _shared(self, what: str, values: Tensor | None, size: int, source: int) -> Tensor:
+    def shared(self, what: str, values: Tensor | None, size: int, source: int) -> Tensor:
         """`share`, ended when this returns: nothing else is marked as a wait, for in it this rank may hang by itself."""
         with self.activity.doing(what, waits=True):
             shared = share(values, size, source, self.device)
@@ -146,7 +146,7 @@ class ScoreExchange:
             source, mine = place.output_rank(replica), None
             if self.rank == source:
                 mine = rounds.scoring[role].collect([batch[i] for i in rows])
-            shared = self._shared(f"outputs of {role}", mine, sum(sizes[i] for i in rows), source)
+            shared = self.shared(f"outputs of {role}", mine, sum(sizes[i] for i in rows), source)
             pieces |= dict(zip(rows, shared.split([sizes[i] for i in rows]), strict=True))
         return torch.cat([pieces[i] for i in range(len(batch))])
 
@@ -170,7 +170,7 @@ class ScoreExchange:
                     continue
                 rows.append([reward.total, *reward.parts.values()])
             table = torch.tensor(rows, dtype=torch.float64).flatten()
-        shared = self._shared("rewards", table, len(batch) * (1 + len(labels)), self._leader).view(len(batch), -1)
+        shared = self.shared("rewards", table, len(batch) * (1 + len(labels)), self._leader).view(len(batch), -1)
         return shared[:, 0], dict(zip(labels, shared[:, 1:].mean(0).tolist(), strict=True))
 
     @contextmanager

@@ -88,11 +88,14 @@ def _tracer(config: TrainConfig, rank: int, site: Site) -> RoundTracer:
 
 
 def _evaluator(config: TrainConfig, inputs: Inputs, builder: RoleBuilder) -> Evaluator | None:
-    if inputs.heldout is None or config.evaluation is None:
+    if inputs.heldout is None or inputs.judges is None or config.evaluation is None:
         return None
     slots, budget = builder.num_slots("actor"), builder.kv_budget_bytes
     stopping = builder.heldout_stopping
-    return Evaluator(config.evaluation, inputs.heldout, inputs.tokenizer, stopping, config.runtime, slots, budget)
+    judges, tokenizer, runtime = inputs.judges, inputs.tokenizer, config.runtime
+    return Evaluator(
+        config.evaluation, config.early_stop, inputs.heldout, judges, tokenizer, stopping, runtime, config.seed, slots, budget
+    )
 
 
 def prompt_stream(config: TrainConfig, prompts: PromptSet, ahead: Ahead = NEW_RUN) -> PromptStream:

@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "train": SHARED | {"runtime", "algorithms", "data", "rewards", "overcommit", "control", "schedule", "checkpoint"},
     "policy": SHARED | {"runtime", "data", "schedule", "checkpoint"},
     "serving": SHARED | {"rewards", "runtime", "data"},
-    "evaluation": SHARED | {"rewards", "serving", "data"},
+    "evaluation": SHARED | {"control", "rewards", "serving", "data"},
     "integrations": SHARED | {"train", "runtime", "control", "checkpoint", "rewards"},
     "report": SHARED | {"train"},
     "bench": SHARED

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
+from oppo_megatron.control.estimates import estimate, paired_difference
 from oppo_megatron.evaluation.comparing import LENGTH, Judged, as_json, as_table
-from oppo_megatron.evaluation.estimates import estimate, paired_difference
 from oppo_megatron.evaluation.grading import Answer
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from oppo_megatron.algorithms.experience import Experience
+from oppo_megatron.config.evaluation import ACCURACY
 from oppo_megatron.config.holdings import planned_memory
 from oppo_megatron.config.places import role_places
 from oppo_megatron.config.run import TrainConfig
@@ -89,6 +90,8 @@ class Journal:
         self.trackers = trackers
         self.progress = Progress(config.logging.console, total_steps, "ppo")
         self.accuracy: dict[int, float] = {}
+        self.heldout: dict[int, dict[str, Any]] = {}
+        self.stopped: str | None = None
         self.started = time.monotonic()
 
     def __enter__(self) -> Journal:
@@ -150,18 +153,35 @@ class Journal:
 
     def state_dict(self) -> dict[str, Any]:
         """What is not in metrics.jsonl, in plain JSON types."""
-        return {"elapsed_s": time.monotonic() - self.started, "accuracy": list(self.accuracy.items())}
+        figures = {"accuracy": list(self.accuracy.items()), "heldout": list(self.heldout.items()), "stopped": self.stopped}
+        return {"elapsed_s": time.monotonic() - self.started, **figures}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`: time that passed between the runs does not count."""
         self.started = time.monotonic() - state["elapsed_s"]
         self.accuracy = dict(state["accuracy"])
+        self.heldout, self.stopped = dict(state.get("heldout", ())), state.get("stopped")
 
-    def evaluation(self, step: int, accuracy: float) -> None:
-        """Held-out accuracy after `step` steps."""
-        self.accuracy[step] = accuracy
-        self.trackers.log(step, {"heldout_accuracy": accuracy})
-        self.progress.note(f"held-out accuracy after {step} steps: {accuracy:.1%}")
+    def evaluation(self, step: int, figures: Mapping[str, tuple[float, float | None]]) -> None:
+        """Mean and standard error of the held-out metrics after `step` steps."""
+        fields = {
+            "heldout": {name: mean for name, (mean, _) in figures.items()},
+            "heldout_error": {name: error for name, (_, error) in figures.items()},
+        }
+        self.heldout[step] = fields
+        if step:
+            self.log.extend(step, fields)
+        if ACCURACY in figures:
+            self.accuracy[step] = figures[ACCURACY][0]
+            self.progress.note(f"held-out accuracy after {step} steps: {figures[ACCURACY][0]:.1%}")
+        self.trackers.log(step, fields)
+        told = ", ".join(f"{name} {mean:.4g}" for name, (mean, _) in figures.items() if name != ACCURACY)
+        self.progress.note(f"held out after {step} steps: {told}")
+
+    def stopped_early(self, why: str) -> None:
+        """A held-out metric ends the run."""
+        self.stopped = why
+        self.progress.note(why)
 
     def summarise(
         self, rows: Mapping[str, Mapping[str, int]], memory: MemoryByRank, rollbacks: Mapping[str, int]
@@ -175,6 +195,8 @@ class Journal:
             "accuracy_before": accuracy[0] if accuracy else None,
             "accuracy_after": accuracy[-1] if accuracy else None,
             "heldout_accuracy": {str(step): value for step, value in self.accuracy.items()},
+            "heldout": {str(step): {"mean": v["heldout"], "error": v["heldout_error"]} for step, v in self.heldout.items()},
+            "stopped_early": self.stopped,
             "total_s": time.monotonic() - self.started,
             "rows": rows,
             **rollbacks,

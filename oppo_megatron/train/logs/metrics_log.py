@@ -44,6 +44,10 @@ class MetricsLog:
         self._last_step = step
         self._lines[step] = {"step": step, **fields}
 
+    def extend(self, step: int, fields: Mapping[str, Any]) -> None:
+        """Add to the line of `step`, which still waits."""
+        self._lines[step].update(fields)
+
     def complete(self, step: int, more_fields: Mapping[str, Any] | None = None) -> None:
         """Add what was still to come to the line of `step`; it is written as soon as every earlier line is."""
         assert step in self._lines and step not in self._ready, f"line {step} is not pending"

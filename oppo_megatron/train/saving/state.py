@@ -58,6 +58,7 @@ def trainer_state(trainer: PPOTrainer) -> dict[str, Any]:
         "scheduler": trainer.scheduler.state_dict(),
         "chunk": trainer.chunk_tuner.state_dict(),
         "kl": trainer.kl.state_dict(),
+        "early_stop": None if trainer.evaluator is None else trainer.evaluator.state_dict(),
         "guard": trainer.guard.state_dict(),
         "memory": {"decode": planner.actor.most, "ranks": trainer.memory.by_rank.state_dict()},
         "actor": {"version": actor.version, "ess": actor.ess},
@@ -79,6 +80,8 @@ def restore_trainer(trainer: PPOTrainer, state: dict[str, Any], rollouts: Iterab
     trainer.scheduler.load_state_dict(state["scheduler"], rollouts)
     trainer.chunk_tuner.load_state_dict(state["chunk"])
     trainer.kl.load_state_dict(state["kl"])
+    if trainer.evaluator is not None:
+        trainer.evaluator.load_state_dict(state.get("early_stop"))
     trainer.guard.load_state_dict(state["guard"])
     if trainer.actor is not None:
         trainer.actor.version, trainer.actor.ess = state["actor"]["version"], state["actor"]["ess"]

@@ -121,6 +121,14 @@ class _Phase(_Strict):
 class _Journal(_Strict):
     elapsed_s: float
     accuracy: list[tuple[Count, float]]
+    heldout: list[tuple[Count, dict[str, dict[str, float | None]]]] = []
+    stopped: str | None = None
+
+
+class _EarlyStop(_Strict):
+    best: tuple[Count, float] | None
+    worse: Count
+    last: tuple[Count, float] | None
 
 
 class _Place(_Strict):
@@ -170,6 +178,7 @@ class _State(_Strict):
     best: tuple[float, tuple[Count, Clock]] | None
     config: dict[str, Any] | None = None  # later versions write both
     sources: dict[str, str] = {}
+    early_stop: _EarlyStop | None = None
 
 
 class _Line(_Strict):
