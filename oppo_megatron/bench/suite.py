@@ -119,7 +119,7 @@ def bare(config: TrainConfig) -> TrainConfig:
     part of a step; with the trace, which is read."""
     logging = config.logging.model_copy(update={"trace": True})
     checkpoint = config.checkpoint.model_copy(update={"every_minutes": 0.0, "final": False})
-    changes = {"evaluation": None, "save_weights": False, "logging": logging, "checkpoint": checkpoint}
+    changes = {"evaluation": None, "early_stop": None, "save_weights": False, "logging": logging, "checkpoint": checkpoint}
     return config.model_copy(update=changes)
 
 

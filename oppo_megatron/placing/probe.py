@@ -50,6 +50,7 @@ def probe_config(settings: TrainSettings, placement: PlacementConfig, run_dir: P
         "overlap": config.overlap.model_copy(update={"chunk": chunk}),
         "logging": LoggingConfig(console="off", trace=False),
         "evaluation": None,
+        "early_stop": None,
         "save_weights": False,
         "checkpoint": config.checkpoint.model_copy(update={"every_minutes": 0.0, "final": False}),
     }
