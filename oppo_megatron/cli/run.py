@@ -29,8 +29,20 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """CONFIG, overrides and --dry-run."""
+    """CONFIG, overrides, --dry-run, and how a run is continued."""
     add_config_arguments(parser)
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue from the last whole checkpoint of run_dir, where it has one (checkpoint.resume=true)",
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="where a rank is killed or the run stands still, continue from the last whole checkpoint, up to N times",
+    )
     parser.add_argument(
         "--dry-run", action="store_true", help="print the resolved configuration and the ranks, then stop"
     )
@@ -44,6 +56,8 @@ def run_kind(kind: str, args: argparse.Namespace) -> int:
     from oppo_megatron.config.load import config_yaml
     from oppo_megatron.train.run_dir import RunDirectory
 
+    if getattr(args, "resume", False):
+        args.overrides = [*args.overrides, "checkpoint.resume=true"]
     settings = load_settings(kind, args.config, args.overrides)
     if not args.dry_run:
         require_ready(settings, placed(settings, measure=False))
@@ -56,11 +70,11 @@ def run_kind(kind: str, args: argparse.Namespace) -> int:
         print(config_yaml(config), *rank_table(config), sep="\n")
         return 0
     run = RunDirectory(config.run_dir)
-    if _resumes(config) and _ended_here(config, run):
+    if config.checkpoint.resume and _ended_here(config, run):
         print(f"oppo {kind}: {run.path} holds this very run, and it has ended: nothing to do", file=sys.stderr)
         return 0
     tell_of_start(kind, config)
-    code = _launch(kind, config, getattr(args, "max_restarts", 0), getattr(args, "agent", "auto"))
+    code = _launch(kind, config, args.max_restarts, getattr(args, "agent", "auto"))
     if code == EXIT_REQUEUE and speaks_for_all(os.environ):
         print(f"oppo {kind}: saved; continue with: {_continuing(kind, args)}", file=sys.stderr, flush=True)
     return code
@@ -132,17 +146,11 @@ def _goes_back(config: TrainConfig | SupervisedConfig) -> bool:
 
 def require_startable(config: TrainSettings | SupervisedConfig, run: RunDirectory) -> None:
     """Raises ConfigError where what the run directory holds would be written over, or cannot be continued."""
-    if not _resumes(config):
+    if not config.checkpoint.resume:
         run.require_unfinished()
         run.require_no_checkpoints()
     elif not _ended_here(config, run):  # of this very run there is nothing to do, and to say so is no fault
         require_more_steps(config, run)
-
-
-def _resumes(config: TrainSettings | SupervisedConfig) -> bool:
-    from oppo_megatron.config.run import TrainSettings
-
-    return isinstance(config, TrainSettings) and config.checkpoint.resume
 
 
 def require_more_steps(config: TrainSettings | SupervisedConfig, run: RunDirectory) -> None:
@@ -152,7 +160,8 @@ def require_more_steps(config: TrainSettings | SupervisedConfig, run: RunDirecto
 
     if not run.finished:
         return
-    steps = config.steps if isinstance(config, TrainSettings) else None
+    steps = config.steps if isinstance(config, TrainSettings) else config.max_steps
+    key = "steps" if isinstance(config, TrainSettings) else "max_steps"
     ended = run.ended_after
     if not run.has_checkpoints:
         raise ConfigError(
@@ -161,7 +170,7 @@ def require_more_steps(config: TrainSettings | SupervisedConfig, run: RunDirecto
         )
     if steps is not None and ended is not None and steps <= ended:
         raise ConfigError(
-            f"steps is {steps}, and the run in {run.path} has ended after {ended}: there is nothing to train; set steps to more "
+            f"{key} is {steps}, and the run in {run.path} has ended after {ended}: there is nothing to train; set {key} to more "
             f"than {ended} to go on with it, or choose another run_dir"
         )
 
@@ -190,10 +199,6 @@ def _ended_here(config: TrainSettings | SupervisedConfig, run: RunDirectory) -> 
 
 def resuming(config: TrainConfig | SupervisedConfig) -> TrainConfig | SupervisedConfig:
     """The same run, continued where it has a checkpoint."""
-    from oppo_megatron.config.run import TrainConfig
-
-    if not isinstance(config, TrainConfig):
-        return config
     return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": True})})
 
 

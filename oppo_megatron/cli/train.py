@@ -10,18 +10,6 @@ from oppo_megatron.cli.run import add_run_arguments, run_kind
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser)
     parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="continue from the last whole checkpoint of run_dir, where it has one (checkpoint.resume=true)",
-    )
-    parser.add_argument(
-        "--max-restarts",
-        type=int,
-        default=0,
-        metavar="N",
-        help="where a rank is killed or the run stands still, continue from the last whole checkpoint, up to N times",
-    )
-    parser.add_argument(
         "--agent",
         choices=("auto", "nvrx", "torch"),
         default="auto",
@@ -31,6 +19,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.resume:
-        args.overrides = [*args.overrides, "checkpoint.resume=true"]
     return run_kind("train", args)

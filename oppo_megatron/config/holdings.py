@@ -129,11 +129,14 @@ def lasting_memory(config: TrainConfig | SupervisedConfig, *, on_cpu: bool) -> l
 
 def written_bytes(config: TrainConfig | SupervisedConfig) -> float:
     """Bytes of a run's final weights, and of one checkpoint where it makes any; not of adapters, which are small beside these."""
-    if isinstance(config, SupervisedConfig):
-        return sum(held.memory.weights for held in supervised_holdings(config) if held.seat.replica == 0)
     saves = config.checkpoint
     checkpoints = bool(saves.final or saves.every_steps or saves.every_minutes)
     weights = state = 0.0
+    if isinstance(config, SupervisedConfig):
+        holdings = supervised_holdings(config)
+        weights = sum(held.memory.weights for held in holdings if held.seat.replica == 0)
+        state = sum(held.memory.optimizer for held in holdings)  # sharded over the replicas
+        return weights + (weights + state) * checkpoints
     for held in train_holdings(config, on_cpu=False):
         role = named_roles(config)[held.role.partition(".")[0]]
         if not isinstance(role, TrainedRoleConfig) or role.lora is not None:

@@ -10,7 +10,7 @@ from oppo_megatron.config.base import Section, Unit
 
 
 class CheckpointConfig(Section):
-    """The state of a run in `checkpoints/`, from which `oppo train --resume` continues exactly."""
+    """The state of a run in `checkpoints/`, from which `--resume` continues exactly."""
 
     every_steps: int = Field(0, ge=0, description="save after every so many steps; 0: as `every_minutes` says")
     every_minutes: Annotated[float, Unit("minutes")] = Field(
@@ -18,11 +18,10 @@ class CheckpointConfig(Section):
     )
     final: bool = Field(True, description="save after the last step, so that the run can be given more steps later")
     keep: Annotated[int, Unit("checkpoints")] = Field(2, ge=1, description="checkpoints kept: the last so many")
-    keep_best: bool = Field(False, description="keep the one with the highest mean reward of a step, too")
-    caches: bool = Field(
-        True,
-        description="save the KV caches of sequences in flight, and use them: on the same layout the run continues to the "
-        "bit; false: they are computed again, and the run continues to rounding",
+    keep_best: bool = Field(
+        False,
+        description="keep the best one, too: of `train` that with the highest mean reward of a step, of `sft` and `rm` that "
+        "with the lowest loss of held-out rows",
     )
     asynchronous: bool = Field(
         False,
@@ -31,6 +30,16 @@ class CheckpointConfig(Section):
     )
     resume: bool = Field(
         False, description="continue from the last whole checkpoint of `run_dir`, where it has one (`--resume`)"
+    )
+
+
+class TrainCheckpointConfig(CheckpointConfig):
+    """The state of a PPO run in `checkpoints/`, from which `oppo train --resume` continues exactly."""
+
+    caches: bool = Field(
+        True,
+        description="save the KV caches of sequences in flight, and use them: on the same layout the run continues to the "
+        "bit; false: they are computed again, and the run continues to rounding",
     )
 
 

@@ -26,7 +26,7 @@ from oppo_megatron.config.model import (
 )
 from oppo_megatron.config.overlap import OverlapConfig
 from oppo_megatron.config.ppo import PPOConfig, RolloutConfig
-from oppo_megatron.config.reliability import CheckpointConfig, PreemptConfig, StallConfig
+from oppo_megatron.config.reliability import CheckpointConfig, PreemptConfig, StallConfig, TrainCheckpointConfig
 
 
 def _with_common_dtype(data: Any, roles: Sequence[str]) -> Any:
@@ -97,7 +97,7 @@ class TrainSettings(Section):
     evaluation: EvaluationConfig | None = None
     early_stop: EarlyStopConfig | None = None
     guards: GuardsConfig = GuardsConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
+    checkpoint: TrainCheckpointConfig = TrainCheckpointConfig()
     preempt: PreemptConfig = PreemptConfig()
     stall: StallConfig = StallConfig()
     save_weights: bool = Field(True, description="write the final weights of actor and critic to `weights/`")
@@ -147,6 +147,8 @@ class SupervisedConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     logging: LoggingConfig = LoggingConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    preempt: PreemptConfig = PreemptConfig()
     stall: StallConfig = StallConfig()
 
     @model_validator(mode="before")

@@ -117,30 +117,52 @@ def num_duplicates(rows: Sequence[Any]) -> int:
     return len(rows) - len({tuple(tuple(part) for part in row) for row in rows})
 
 
-def num_batches(num_rows: int, batch_size: int, epochs: float, max_steps: int | None) -> int:
-    """How many batches `batches` gives."""
-    steps = math.ceil(math.ceil(epochs * num_rows) / batch_size)
+class Passed(NamedTuple):
+    """How far a run is: steps made, and rows that they have taken, each as often as it was."""
+
+    steps: int = 0
+    rows: int = 0
+
+    def step(self, num_rows: int) -> Passed:
+        return Passed(self.steps + 1, self.rows + num_rows)
+
+
+BEGINNING = Passed()
+
+
+def num_batches(
+    num_rows: int, batch_size: int, epochs: float, max_steps: int | None, passed: Passed = BEGINNING
+) -> int:
+    """Steps of the whole run: those made, and the batches that `batches` gives from there."""
+    left = max(0, math.ceil(epochs * num_rows) - passed.rows)
+    steps = passed.steps + math.ceil(left / batch_size)
     return steps if max_steps is None else min(steps, max_steps)
 
 
 def batches(
-    num_rows: int, batch_size: int, seed: int, epochs: float, max_steps: int | None, shuffle: bool = True
+    num_rows: int,
+    batch_size: int,
+    seed: int,
+    epochs: float,
+    max_steps: int | None,
+    shuffle: bool = True,
+    passed: Passed = BEGINNING,
 ) -> Iterator[list[int]]:
-    """Row indices of each optimizer step.
+    """Row indices of each optimizer step from `passed` on.
 
     The epochs' permutations follow each other without a gap, so every batch is full but the last.  A fraction of an
     epoch is the beginning of its permutation.
     """
     if num_rows < 1:
         raise DataError("there is no row to make batches of; at least one is needed.")
-    num_indices = math.ceil(epochs * num_rows)
-    steps = num_batches(num_rows, batch_size, epochs, max_steps)
-    pending: list[int] = []
-    epoch = 0
-    for step in range(steps):
-        size = min(batch_size, num_indices - step * batch_size)
+    left = math.ceil(epochs * num_rows) - passed.rows
+    epoch, first = divmod(passed.rows, num_rows)
+    pending = epoch_order(num_rows, seed, epoch, shuffle)[first:]
+    for _ in range(passed.steps, num_batches(num_rows, batch_size, epochs, max_steps, passed)):
+        size = min(batch_size, left)
+        left -= size
         while len(pending) < size:
-            pending.extend(epoch_order(num_rows, seed, epoch, shuffle))
             epoch += 1
+            pending.extend(epoch_order(num_rows, seed, epoch, shuffle))
         yield pending[:size]
         pending = pending[size:]

@@ -42,13 +42,9 @@ def run_rank(kind: str, config: Any) -> int:
     choose_device(config.runtime)
     stacks_on_request()
     with _told_of_memory(), clear_when_full(config.run_dir):
-        if kind == "sft":
-            run_sft(config)
-        elif kind == "rm":
-            run_reward_model(config)
-        else:
+        if kind == "train":
             return _run_train(config)
-    return 0
+        return 0 if (run_sft if kind == "sft" else run_reward_model)(config) else EXIT_REQUEUE
 
 
 def _run_train(config: TrainConfig) -> int:

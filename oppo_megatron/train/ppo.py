@@ -96,7 +96,7 @@ class PPOTrainer:
                     return False
         self.settle()
         self.spans.flush()
-        self.saver.conclude(self)
+        self.saver.conclude()
         return True
 
     @property
@@ -204,7 +204,7 @@ class PPOTrainer:
             scored, report = self.exchange.gather(batch, self.rounds, self.actor, self.critic, seconds, self.clock.work)
             memory = self._memory()
             self.rounds.planner.actor.most = memory.decode_most
-            self.saver.meet(self, float(scored.scores_B.double().mean()))
+            self.saver.meet(float(scored.scores_B.double().mean()))
         self.clock.meet()
         facts.scores, facts.kl_coefficient, facts.rewards = report, self.kl.value, scored.scores_B.tolist()
         facts.memory = memory.bounds()
@@ -284,7 +284,7 @@ class PPOTrainer:
     def _settle(self, breach: Breach | None, evidence: Evidence) -> None:
         """Raises where the run is to stop, or to go back: to the checkpoint that is being written, if there is one."""
         if breach is not None:
-            self.saver.conclude(self)
+            self.saver.conclude()
         self.guard.settle(breach, evidence, self.scheduler.position)
 
     def _evidence(

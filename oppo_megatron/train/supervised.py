@@ -20,7 +20,7 @@ from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.run import RewardModelConfig, SFTConfig, SupervisedConfig
 from oppo_megatron.config.shape import check_shape
 from oppo_megatron.data.rows import Quarantine
-from oppo_megatron.data.supervised import batches, num_batches, num_duplicates
+from oppo_megatron.data.supervised import BEGINNING, Passed, batches
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.runtime.activity import Activity
@@ -35,17 +35,19 @@ from oppo_megatron.runtime.world import World, open_world
 from oppo_megatron.schedule.packing import Packing, balance, packing_figures
 from oppo_megatron.train.hosts import share_run_directory
 from oppo_megatron.train.liveness.watching import watched
-from oppo_megatron.train.logs.console import Progress
-from oppo_megatron.train.logs.metrics_log import MetricsLog, read_metrics
+from oppo_megatron.train.logs.supervised import Report, summary
 from oppo_megatron.train.logs.trace import SpanRecorder, merge_traces
-from oppo_megatron.train.logs.trackers import Tracker, open_trackers
+from oppo_megatron.train.logs.trackers import open_trackers
 from oppo_megatron.train.memory import require_memory
 from oppo_megatron.train.reward_model import RewardModelling
 from oppo_megatron.train.run_dir import RunDirectory, write_json
+from oppo_megatron.train.saving.preemption import Preemption
+from oppo_megatron.train.saving.supervised import FoundSupervised, SupervisedSaver, find_supervised
+from oppo_megatron.train.saving.telling import tell_of_nothing
 from oppo_megatron.train.sft import FineTuning
 from oppo_megatron.train.weights import save_role
 
-RowT = TypeVar("RowT")
+RowT = TypeVar("RowT", bound=tuple[list[int], ...])
 
 
 class Task(Protocol[RowT]):
@@ -67,60 +69,120 @@ class Task(Protocol[RowT]):
         ...
 
 
-def run_sft(config: SFTConfig) -> None:
+def run_sft(config: SFTConfig) -> bool:
     """Fine-tune a causal LM on completions.  Called on every rank; see `train_supervised`."""
-    with open_world(config.runtime) as world, watched(world, config.stall, config.run_dir, "sft"):
-        require_memory(config, world)
-        train_supervised(config, FineTuning(), world)
+    return _run(config, FineTuning())
 
 
-def run_reward_model(config: RewardModelConfig) -> None:
+def run_reward_model(config: RewardModelConfig) -> bool:
     """Train a scalar head and the model below it on preferences.  Called on every rank; see `train_supervised`."""
-    with open_world(config.runtime) as world, watched(world, config.stall, config.run_dir, "rm"):
+    return _run(config, RewardModelling())
+
+
+def _run(config: SupervisedConfig, task: Task[RowT]) -> bool:
+    preemption = Preemption(config.preempt)
+    with (
+        open_world(config.runtime) as world,
+        watched(world, config.stall, config.run_dir, task.title),
+        preemption.listening(),
+    ):
         require_memory(config, world)
-        train_supervised(config, RewardModelling(), world)
+        return train_supervised(config, task, world, preemption)
 
 
-def train_supervised(config: SupervisedConfig, task: Task[RowT], world: World) -> None:
-    """Train, then write weights and summary into `config.run_dir`.
+def train_supervised(config: SupervisedConfig, task: Task[RowT], world: World, preemption: Preemption) -> bool:
+    """Train, then write weights and summary into `config.run_dir`; False where it was told to stop before, and saved.
 
     Raises, before the model is built, ConfigError (number of ranks, shape, tokenizer, a run directory that holds a
-    finished run) or DataError; then CheckpointError for weights that do not fit, NumericsError for a gradient that is
-    not finite.
+    finished run), DataError, or CheckpointError for a checkpoint that this run cannot go on from; then CheckpointError for
+    weights that do not fit, NumericsError for a gradient that is not finite.
     """
     groups = _build_groups(config, world)
     tokenizer = load_tokenizer(config.tokenizer, config.model.checkpoint)
     _check_model(config, tokenizer)
-    run, quarantine = RunDirectory(config.run_dir), Quarantine()
-    is_owner = world.rank == groups.output_rank
-    if is_owner:
-        run.prepare()
-        dump_config(config, run.config)
-    rows = task.load(config, tokenizer, quarantine)
-    if is_owner and quarantine:
-        quarantine.write(run.quarantine)
-    share_run_directory(run, world, owner=is_owner, show=config.logging.console != "off")
-    trackers = open_trackers(config.logging, run) if is_owner else None  # may refuse to begin
-    spans = SpanRecorder(world.rank, run if config.logging.trace else None)
-    with spans.span("load", role="model", step=0):
-        model = _load(config, task.head, groups, world)
-    steps = num_batches(len(rows), config.batch_size, config.epochs, config.max_steps)
+    run, quarantine, is_owner = RunDirectory(config.run_dir), Quarantine(), world.rank == groups.output_rank
     with ExitStack() as stack:
-        report = trackers and _Report(config, task.title, steps, run, trackers, stack)
+        if is_owner:
+            stack.enter_context(run.held())
+        rows = task.load(config, tokenizer, quarantine)
+        saver = SupervisedSaver(config, task.title, world, rows, preemption)
+        found, start = _continued(config, saver, world)
+        if is_owner:
+            _prepare(config, run, found, quarantine)
+        share_run_directory(run, world, owner=is_owner, show=config.logging.console != "off")
+        trackers = open_trackers(config.logging, run) if is_owner else None  # may refuse to begin
+        spans = SpanRecorder(world.rank, run if config.logging.trace else None)
+        with spans.span("load", role="model", step=0):
+            model = _load(config, task.head, groups, world)
+        began, before_s = (BEGINNING, 0.0) if found is None else (found.passed, found.state["elapsed_s"])
+        steps = saver.num_steps(began)
+        report = trackers and Report(config, task.title, steps, trackers, stack, before_s)
         if report:
-            report.tell_of_rows(rows, quarantine, run)
+            report.begin(start, rows, quarantine)
         trained = TrainedModel(model, config.optimizer, steps)
         model.register_forward_pre_hook(lambda *_: world.activity.beat())  # a micro-batch is a sign of life
-        for step, figures in enumerate(_steps(config, task, rows, trained, spans, world.activity), start=1):
-            if report:
-                report.step(step, figures)
-    with spans.span("save", role="model", step=steps):
-        save_role(model, run.weights, tokenizer, config.model.checkpoint)
-    spans.flush()
-    dist.barrier()  # the weights and every rank's trace are whole
-    if is_owner:
-        merge_traces(run)
-        write_json(run.summary, _summary(run, task.title, rows, len(quarantine)))
+        if found is not None:
+            saver.restore(trained, found)
+        taken = _steps(config, task, rows, trained, spans, world.activity, began)
+        passed = _train(taken, trained, saver, report, began, steps)
+        if passed.steps < steps:
+            return False
+        with spans.span("save", role="model", step=steps), world.activity.doing("writing weights"):
+            save_role(model, run.weights, tokenizer, config.model.checkpoint)
+        saver.save_end(trained, passed, report)
+        spans.flush()
+        dist.barrier()  # the weights and every rank's trace are whole
+        if is_owner:
+            merge_traces(run)
+            write_json(run.summary, summary(run, task.title, rows, len(quarantine)))
+    return True
+
+
+def _train(
+    taken: Iterator[tuple[Passed, dict[str, Any]]],
+    trained: TrainedModel,
+    saver: SupervisedSaver,
+    report: Report | None,
+    passed: Passed,
+    steps: int,
+) -> Passed:
+    """Make the steps and save them; where the run comes to before it ends, or is told to stop."""
+    for passed, figures in taken:
+        if report:
+            report.step(passed.steps, figures, saver.take_cost())
+        saver.look_around()
+        if saver.due(passed.steps):
+            saver.save(trained, passed, report)
+            if saver.stopping and passed.steps < steps:
+                break
+    saver.conclude()
+    return passed
+
+
+def _continued(
+    config: SupervisedConfig, saver: SupervisedSaver, world: World
+) -> tuple[FoundSupervised | None, list[str]]:
+    """The checkpoint that the run goes on from, and what is said of that; nothing of the run has been touched."""
+    found = find_supervised(config, world)
+    if found is None:
+        return None, [tell_of_nothing(config.run_dir)] if config.checkpoint.resume else []
+    saver.require_same_run(found)
+    start = saver.describe(found)
+    dist.barrier()  # no rank looks at the directory any more
+    return found, start
+
+
+def _prepare(
+    config: SupervisedConfig, run: RunDirectory, found: FoundSupervised | None, quarantine: Quarantine
+) -> None:
+    """The run directory, by the rank that owns it."""
+    if found is None:
+        run.prepare()
+    else:
+        run.reopen(found.state["done"], found.state["saved_at"])
+    dump_config(config, run.config)
+    if quarantine:
+        quarantine.write(run.quarantine)
 
 
 def _load(config: SupervisedConfig, head: Head, groups: RoleGroups, world: World) -> RoleModel:
@@ -154,15 +216,17 @@ def _steps(
     trained: TrainedModel,
     spans: SpanRecorder,
     activity: Activity,
-) -> Iterator[dict[str, Any]]:
-    """Make the optimizer steps of the run; the figures of each."""
+    passed: Passed,
+) -> Iterator[tuple[Passed, dict[str, Any]]]:
+    """Make the optimizer steps of the run that are left; how far it is after each, and its figures."""
     groups, device = trained.model.groups, next(trained.model.parameters()).device
     allowance = Allowances().train
     order = batches(
-        len(rows), config.batch_size, config.seed, config.epochs, config.max_steps, shuffle=config.data.shuffle
+        len(rows), config.batch_size, config.seed, config.epochs, config.max_steps, config.data.shuffle, passed
     )
-    for step, index in enumerate(order, start=1):
-        start = time.monotonic()
+    for index in order:
+        start, passed = time.monotonic(), passed.step(len(index))
+        step = passed.steps
         chosen = [rows[i] for i in index]
         lengths = [task.num_tokens(row) for row in chosen]
         shares, budget = balance(lengths, groups.dp), config.runtime.micro_batch_tokens
@@ -176,64 +240,15 @@ def _steps(
         packing = Packing.of([[lengths[i] for i in share] for share in shares], allowance.within(budget))
         spans.flush()
         step_s, num_tokens = time.monotonic() - start, sum(lengths)
-        yield {
-            "step_s": step_s,
-            **means(report.stats),
-            "tokens": num_tokens,
-            "tokens_per_s": num_tokens / step_s,
-            "lr": report.lr,
-            "grad_norm": report.grad_norm,
-            **packing_figures([packing]),
-        }
-
-
-class _Report:
-    """Figures of each step to the metrics log, the console and the trackers, until `stack` closes."""
-
-    def __init__(
-        self, config: SupervisedConfig, title: str, steps: int, run: RunDirectory, trackers: Tracker, stack: ExitStack
-    ):
-        self._start = time.monotonic()
-        self._log = stack.enter_context(MetricsLog(run.metrics))
-        self._trackers = trackers
-        stack.callback(self._trackers.close)
-        self._progress = stack.enter_context(Progress(config.logging.console, steps, title))
-
-    def step(self, step: int, figures: dict[str, Any]) -> None:
-        fields = {"time_s": time.monotonic() - self._start, **figures}
-        self._log.write(step, fields)
-        self._trackers.log(step, fields)
-        self._progress.update(step, fields)
-
-    def tell_of_rows(self, rows: Sequence[Any], quarantine: Quarantine, run: RunDirectory) -> None:
-        """How the rows are read, and which are not trained on, or more than once."""
-        for note in quarantine.notes:
-            self._progress.note(note)
-        if quarantine:
-            self._progress.note(f"{len(quarantine)} rows set aside, {len(rows)} left; see {run.quarantine}")
-        if duplicates := num_duplicates(rows):
-            self._progress.note(f"{duplicates} of {len(rows)} rows are duplicates of others")
-
-
-def _summary(run: RunDirectory, title: str, rows: Sequence[Any], num_quarantined: int) -> dict[str, Any]:
-    """Final figures.  Losses (and accuracies) are of the first and of the last tenth of the steps."""
-    lines = read_metrics(run.metrics)
-    tenth = max(1, len(lines) // 10)
-    learned = [name for name in ("loss", "accuracy", "margin") if name in lines[0]]
-    ends = {"first": lines[:tenth], "last": lines[-tenth:]}
-    tokens, seconds = sum(line["tokens"] for line in lines), sum(line["step_s"] for line in lines)
-    return {
-        "kind": title,
-        "steps": len(lines),
-        "rows": len(rows),
-        "duplicates": num_duplicates(rows),
-        "quarantined": num_quarantined,
-        "time_s": lines[-1]["time_s"],
-        "tokens": tokens,
-        "tokens_per_s": tokens / seconds,
-        **{
-            f"{name}_{end}": sum(line[name] for line in part) / len(part)
-            for name in learned
-            for end, part in ends.items()
-        },
-    }
+        yield (
+            passed,
+            {
+                "step_s": step_s,
+                **means(report.stats),
+                "tokens": num_tokens,
+                "tokens_per_s": num_tokens / step_s,
+                "lr": report.lr,
+                "grad_norm": report.grad_norm,
+                **packing_figures([packing]),
+            },
+        )

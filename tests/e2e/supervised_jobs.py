@@ -7,17 +7,37 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from oppo_megatron.config.reliability import PreemptConfig
 from oppo_megatron.config.run import RewardModelConfig, SFTConfig
+from oppo_megatron.runtime.activity import Activity
 from oppo_megatron.runtime.world import World
 from oppo_megatron.train.reward_model import RewardModelling
+from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.sft import FineTuning
 from oppo_megatron.train.supervised import train_supervised
 
 
-def train(kind: str, settings: dict[str, Any]) -> None:
+def train(kind: str, settings: dict[str, Any], stop_after: int | None = None) -> None:
     """As `run_sft` and `run_reward_model`, in the process group that the test's ranks already have."""
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    preemption = Preemption(PreemptConfig())
+    if stop_after is not None:
+        preemption = StopAfter(stop_after)
     if kind == "sft":
-        train_supervised(SFTConfig(**settings), FineTuning(), world)
+        train_supervised(SFTConfig(**settings), FineTuning(), world, preemption)
     else:
-        train_supervised(RewardModelConfig(**settings), RewardModelling(), world)
+        train_supervised(RewardModelConfig(**settings), RewardModelling(), world, preemption)
+
+
+class StopAfter(Preemption):
+    """Told to stop within step `step`, on the last rank alone."""
+
+    def __init__(self, step: int):
+        super().__init__(PreemptConfig())
+        self.left = step
+
+    def agreed_with(self, mine: bool, activity: Activity | None = None) -> tuple[bool, bool]:
+        self.left -= 1
+        if not self.left and dist.get_rank() == dist.get_world_size() - 1:
+            self.ask()
+        return super().agreed_with(mine, activity)

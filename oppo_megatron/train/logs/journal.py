@@ -146,11 +146,6 @@ class Journal:
         self.log.complete(step, late)
         self.trackers.log(step, late)
 
-    def saved(self, name: str, waited_s: float, num_bytes: int, hidden_s: float) -> None:
-        """A checkpoint is whole."""
-        beside = f", {hidden_s:.1f} s of writing beside the run" if hidden_s else ""
-        self.progress.note(f"checkpoint {name}: {num_bytes / 2**20:.1f} MB in {waited_s:.1f} s{beside}")
-
     def state_dict(self) -> dict[str, Any]:
         """What is not in metrics.jsonl, in plain JSON types."""
         figures = {"accuracy": list(self.accuracy.items()), "heldout": list(self.heldout.items()), "stopped": self.stopped}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -21,6 +21,8 @@ from oppo_megatron.runtime.world import World
 from oppo_megatron.train.run_dir import RunDirectory
 from oppo_megatron.train.saving.files import CACHES, MODELS, ROLLOUTS, STATE
 from oppo_megatron.train.saving.state_schema import read_lines, read_state
+
+FoundT = TypeVar("FoundT")
 
 
 @dataclass(frozen=True)
@@ -45,28 +47,37 @@ class Found:
 
 
 def find_checkpoint(config: TrainConfig, world: World) -> Found | None:
+    """The last whole checkpoint of `oppo train`'s run directory; as `find_whole`."""
+    vocab_size = read_hf_config(config.actor)["vocab_size"]
+
+    def read(folder: Path) -> Found:
+        state = read_state(folder / STATE)
+        return Found(folder, state, read_lines(folder / ROLLOUTS, state, vocab_size))
+
+    run = RunDirectory(config.run_dir)
+    return find_whole(run, world, (STATE, ROLLOUTS), read) if config.checkpoint.resume else None
+
+
+def find_whole(run: RunDirectory, world: World, files: Sequence[str], read: Callable[[Path], FoundT]) -> FoundT | None:
     """The last whole checkpoint of the run directory, the same on every rank; None where a new run is to begin.
+
+    It has these `files`, and `read` makes of it what is returned; where it raises CheckpointError, it is not whole.
 
     Every rank makes the call, and reads a share of the files.  Damaged ones are told of and set aside.  Raises
     CheckpointError where there are checkpoints, and none is whole; OtherFormatError, with nothing set aside, for one that
     another version wrote.
     """
-    if not config.checkpoint.resume:
-        return None
-    store = CheckpointStore(RunDirectory(config.run_dir).checkpoints)
+    store = CheckpointStore(run.checkpoints)
     if world.rank == 0:
         store.recover()
     offered: list[Any] = [store.positions()]
     dist.broadcast_object_list(offered, src=0)
     damages: list[tuple[Position, str]] = []
-    vocab_size = read_hf_config(config.actor)["vocab_size"]
     for position in reversed(offered[0]):
-        damage = _damage(store.folder(position), world, vocab_size)
+        damage = _damage(store.folder(position), world, files, read)
         if damage is None:
             _set_aside(store, damages, position, world)
-            folder = store.folder(position)
-            state = read_state(folder / STATE)
-            return Found(folder, state, read_lines(folder / ROLLOUTS, state, vocab_size))
+            return read(store.folder(position))
         damages.append((position, damage))
     if damages:
         told = "; ".join(f"{position.name}: {damage}" for position, damage in damages)
@@ -87,15 +98,15 @@ def _set_aside(store: CheckpointStore, damages: list[tuple[Position, str]], chos
             store.set_aside(position)
 
 
-def _damage(folder: Path, world: World, vocab_size: int) -> str | None:
+def _damage(folder: Path, world: World, files: Sequence[str], read: Callable[[Path], object]) -> str | None:
     """What is wrong with a checkpoint, as found by any rank.  Raises OtherFormatError, on all ranks."""
     mine: str | OtherFormatError | None
     try:
         entries = read_manifest(folder)
-        mine = find_misfits(folder, entries, (STATE, ROLLOUTS, f"{MODELS}/{INDEX}"), (MODELS, CACHES))
+        mine = find_misfits(folder, entries, (*files, f"{MODELS}/{INDEX}"), (MODELS, CACHES))
         mine = mine or find_damage(folder, entries, world.rank, world.size)
         if mine is None and world.rank == 0:  # where what was written is no state of a run, the one before may be
-            read_lines(folder / ROLLOUTS, read_state(folder / STATE), vocab_size)
+            read(folder)
     except OtherFormatError as error:
         mine = error
     except CheckpointError as error:

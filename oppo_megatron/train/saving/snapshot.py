@@ -13,18 +13,19 @@ from oppo_megatron.checkpoint.store import Position
 from oppo_megatron.runtime.mcore.checkpoint import ModelShards, gather_models
 from oppo_megatron.runtime.mcore.training import TrainedModel
 from oppo_megatron.train.saving.caches import CacheContents, gather_caches
+from oppo_megatron.train.saving.files import ROLLOUTS, STATE
 from oppo_megatron.train.saving.state import rollout_lines, trainer_state
 
 if TYPE_CHECKING:
     from oppo_megatron.train.ppo import PPOTrainer
 
 Best = tuple[float, Position]
-"""A step's mean reward, and the checkpoint after it."""
+"""How good a checkpoint is (the higher the better: the mean reward of its step), and which."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One rank's part.  `state` and `rollouts` are the files' texts, on the rank that keeps the journal alone.
+    """One rank's part.  `texts`: what files hold, by name, on the rank that tells of the run; on the others none.
 
     `best`: the checkpoint that is kept beside the last ones.
     """
@@ -32,8 +33,7 @@ class Snapshot:
     position: Position
     models: ModelShards
     caches: CacheContents | None
-    state: str | None
-    rollouts: str | None
+    texts: Mapping[str, str]
     best: Best | None
 
 
@@ -44,19 +44,30 @@ def take_snapshot(
 
     `run` is what tells the run: its `data` by `data_state`, its `config` and the `sources` of its functions by `telling.py`.
     """
-    caches, state, rollouts = trainer.config.checkpoint.caches, None, None
+    caches, texts = trainer.config.checkpoint.caches, {}
     models = gather_models(trained_models(trainer), copied=copied)
     held = gather_caches(trainer.rounds, copied=copied) if caches else None
     if trainer.journal is not None:
         tree = trainer_state(trainer) | {
             "saved_at": time.time(),
             "caches": caches,
-            "best": None if best is None else [best[0], [best[1].step, best[1].clock]],
+            "best": best_state(best),
             **run,
         }
-        state = json.dumps(tree, indent=1)
-        rollouts = "".join(rollout_lines(trainer.scheduler.buffer.rollouts))
-    return Snapshot(position, models, held, state, rollouts, best)
+        lines = "".join(rollout_lines(trainer.scheduler.buffer.rollouts))
+        texts = {STATE: json.dumps(tree, indent=1), ROLLOUTS: lines}
+    return Snapshot(position, models, held, texts, best)
+
+
+def best_state(best: Best | None) -> list[Any] | None:
+    """In plain JSON types."""
+    return None if best is None else [best[0], [best[1].step, best[1].clock]]
+
+
+def best_of(state: Mapping[str, Any]) -> Best | None:
+    """What `best_state` made of it."""
+    best = state["best"]
+    return None if best is None else (best[0], Position(*best[1]))
 
 
 def trained_models(trainer: PPOTrainer) -> dict[str, TrainedModel]:

@@ -111,17 +111,17 @@ def data_state(config: TrainConfig, prompts: PromptSet) -> dict[str, Any]:
     return {"seed": config.seed, "shuffle": config.data.shuffle, "rows": len(prompts), "fingerprint": fingerprint}
 
 
-def require_same_data(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raises CheckpointError, naming what has changed."""
-    for name, words in (("seed", "seed"), ("shuffle", "data.shuffle"), ("rows", "the number of usable prompts")):
+def require_same_data(saved: dict[str, Any], now: dict[str, Any], noun: str = "prompts") -> None:
+    """Raises CheckpointError, naming what has changed; `noun` is what the data are."""
+    for name, words in (("seed", "seed"), ("shuffle", "data.shuffle"), ("rows", f"the number of usable {noun}")):
         if saved[name] != now[name]:
             raise CheckpointError(
-                f"{words} is {now[name]}, but the checkpoint's run has {saved[name]}: the prompts would come in another "
+                f"{words} is {now[name]}, but the checkpoint's run has {saved[name]}: the {noun} would come in another "
                 "order; resume with what the run began with, or start a new run in another run_dir"
             )
     if saved["fingerprint"] != now["fingerprint"]:
         raise CheckpointError(
-            "the prompts (their tokens, texts or other columns) are not those that the checkpoint's run began with: "
+            f"the {noun} (their tokens, texts or other columns) are not those that the checkpoint's run began with: "
             f"fingerprint {now['fingerprint'][:12]}, not {saved['fingerprint'][:12]}; resume with the same data, tokenizer "
             "and template, or start a new run in another run_dir"
         )

@@ -202,7 +202,7 @@ def read_state(path: Path) -> dict[str, Any]:
         _check_state(_State.model_validate_json(text))
         return dict(json.loads(text))
     except (OSError, ValueError, RecursionError) as error:
-        raise _unusable(path, error) from error
+        raise unusable(path, error) from error
 
 
 def read_lines(path: Path, state: dict[str, Any], vocab_size: int) -> list[dict[str, Any]]:
@@ -217,7 +217,7 @@ def read_lines(path: Path, state: dict[str, Any], vocab_size: int) -> list[dict[
         if len({seq_id for _, seq_id in order}) < len(order) or order != sorted(order):
             raise ValueError("rollouts are not in the order of their admission, each once")
     except (OSError, ValueError, RecursionError) as error:
-        raise _unusable(path, error, f" line {len(lines) + 1}:") from error
+        raise unusable(path, error, f" line {len(lines) + 1}:") from error
     return lines
 
 
@@ -260,7 +260,8 @@ def _check_rollout(line: _Line, state: dict[str, Any], vocab_size: int) -> None:
         raise ValueError(f"finished at clock {line.finish_clock} with {len(line.tokens)} tokens")
 
 
-def _unusable(path: Path, error: Exception, where: str = "") -> CheckpointError:
+def unusable(path: Path, error: Exception, where: str = "") -> CheckpointError:
+    """The error of a file that was written as no run writes it."""
     reason = str(error)
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False, include_input=False)[0]

@@ -16,7 +16,7 @@ from oppo_megatron.errors import CheckpointError
 from oppo_megatron.runtime.activity import Activity
 from oppo_megatron.runtime.mcore.checkpoint import write_models
 from oppo_megatron.train.saving.caches import write_caches
-from oppo_megatron.train.saving.files import CACHES, MODELS, ROLLOUTS, STATE, cache_path
+from oppo_megatron.train.saving.files import CACHES, MODELS, cache_path
 from oppo_megatron.train.saving.snapshot import Snapshot
 
 ResultT = TypeVar("ResultT")
@@ -89,9 +89,8 @@ class CheckpointWriting:
         snapshot, folder = self.snapshot, self.store.aside(self.snapshot.position)
         if snapshot.caches is not None:
             write_caches(cache_path(folder, self.group.rank()), snapshot.caches)
-        if snapshot.state is not None and snapshot.rollouts is not None:
-            (folder / STATE).write_text(snapshot.state, encoding="utf-8")
-            (folder / ROLLOUTS).write_text(snapshot.rollouts, encoding="utf-8")
+        for name, text in snapshot.texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
 
     def _seal(self) -> dict[str, Entry]:
         """All files on the disk, each rank's share of them described by it."""

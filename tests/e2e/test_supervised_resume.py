@@ -1,0 +1,107 @@
+"""`oppo sft` and `oppo rm` are interrupted, continued and extended: the same run to the bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from oppo_megatron.checkpoint.store import CheckpointStore
+from oppo_megatron.errors import EXIT_REQUEUE, CheckpointError
+from tests.e2e.test_supervised import inputs, metrics, run, settings, tensors_of
+from tests.support.ranks import run_ranks
+
+__all__ = ["inputs"]
+SCHEDULE = {"optimizer": {"lr": 5e-3, "decay": "linear", "warmup_steps": 2}, "epochs": 3, "batch_size": 10}
+LAYOUTS = [{"tp": 2}, {"pp": 2}, {"dp": 2}]
+
+
+def figures(run_dir: Path) -> list[dict[str, Any]]:
+    """What the lines say of learning: no seconds, no checkpoints."""
+    told = ("step", "loss", "accuracy", "margin", "lr", "grad_norm", "tokens")
+    return [{name: line[name] for name in told if name in line} for line in metrics(run_dir)]
+
+
+def require_equal(run_dir: Path, whole: Path) -> None:
+    assert figures(run_dir) == figures(whole)
+    ours, theirs = tensors_of(run_dir / "weights"), tensors_of(whole / "weights")
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("kind, layout", [("sft", LAYOUTS[0]), ("rm", LAYOUTS[1]), ("sft", LAYOUTS[2])])
+def test_a_run_that_was_told_to_stop_goes_on_as_if_it_had_not_been(
+    inputs: Path, tmp_path: Path, kind: str, layout: dict[str, int]
+) -> None:
+    def train(name: str, **changes: Any) -> None:
+        chosen = settings(inputs, kind, tmp_path / name, parallel=layout, **SCHEDULE)
+        if kind == "rm":
+            chosen["model"] = {"checkpoint": inputs / "qwen2", "fresh_head": True}
+        stop_after = changes.pop("stop_after", None)
+        run_ranks(2, "tests.e2e.supervised_jobs:train", kind=kind, settings=chosen | changes, stop_after=stop_after)
+
+    train("whole")
+    train("parts", stop_after=3)
+    parts = tmp_path / "parts"
+    assert [line["step"] for line in metrics(parts)] == [1, 2, 3] and not (parts / "summary.json").exists()
+    assert [position.step for position in CheckpointStore(parts / "checkpoints").positions()] == [3]
+    train("parts", checkpoint={"resume": True})
+    require_equal(parts, tmp_path / "whole")
+
+
+def test_a_finished_run_is_given_more_steps(inputs: Path, tmp_path: Path) -> None:
+    """The schedule is constant, so a run that was asked for all its steps at once is the same; `asynchronous`, too."""
+    steps = {"optimizer": {"lr": 5e-3}, "batch_size": 8, "epochs": 4}
+    run("sft", settings(inputs, "sft", tmp_path / "whole", **steps, max_steps=7))
+    chosen = settings(inputs, "sft", tmp_path / "more", **steps, checkpoint={"every_steps": 2, "asynchronous": True})
+    run("sft", {**chosen, "max_steps": 4})
+    resumed = {**chosen, "checkpoint": {**chosen["checkpoint"], "resume": True}}
+    with pytest.raises(CheckpointError, match="nothing to train"):
+        run("sft", {**resumed, "max_steps": 4})
+    with pytest.raises(CheckpointError, match="seed"):
+        run("sft", {**resumed, "seed": 9, "max_steps": 7})
+    run("sft", {**resumed, "max_steps": 7})
+    require_equal(tmp_path / "more", tmp_path / "whole")
+    assert (tmp_path / "more" / "ended-step-000004" / "weights").is_dir()
+    kept = [position.step for position in CheckpointStore(tmp_path / "more" / "checkpoints").positions()]
+    assert kept == [6, 7], "checkpoint.keep is 2, and the last step is saved"
+
+
+def test_an_epoch_that_ended_with_a_short_batch_is_followed_by_another(inputs: Path, tmp_path: Path) -> None:
+    chosen = settings(inputs, "sft", tmp_path / "run", batch_size=10)
+    first = run("sft", chosen)
+    assert len(first) == 3
+    lines = run("sft", {**chosen, "epochs": 2, "checkpoint": {"resume": True}})
+    assert len(lines) == 6, "24 rows are left: batches of 10, 10 and 4"
+    assert sum(line["tokens"] for line in lines) == 2 * sum(line["tokens"] for line in first)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_save_and_say_how_to_go_on(inputs: Path, tmp_path: Path, number: signal.Signals) -> None:
+    run_dir, config = tmp_path / "run", tmp_path / "sft.yaml"
+    chosen = settings(inputs, "sft", run_dir, epochs=4000, batch_size=8, parallel={"dp": 2})
+    config.write_text(yaml.safe_dump(json.loads(json.dumps(chosen, default=str))))
+    command = [sys.executable, "-m", "oppo_megatron", "sft", str(config)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
+    until = time.monotonic() + 120
+    while not (run_dir / "metrics.jsonl").exists() or not (run_dir / "metrics.jsonl").read_text():
+        assert process.poll() is None and time.monotonic() < until
+        time.sleep(0.1)
+    process.send_signal(number)
+    _, told = process.communicate(timeout=120)
+    assert process.returncode == EXIT_REQUEUE, told
+    assert f"oppo sft: saved; continue with: oppo sft {config} --resume" in told
+    done = len(metrics(run_dir))
+    more = [*command, "--resume", f"max_steps={done + 2}", "logging.console=plain"]
+    again = subprocess.run(more, capture_output=True, text=True, timeout=240, check=False)
+    assert again.returncode == 0, again.stderr
+    assert f"continued from checkpoint step-{done:06d}" in again.stdout and "changed: max_steps" in again.stdout
+    assert [line["step"] for line in metrics(run_dir)] == list(range(1, done + 3))
