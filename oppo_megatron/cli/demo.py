@@ -46,13 +46,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from oppo_megatron.errors import EXIT_INTERRUPTED
+    from oppo_megatron.errors import EXIT_INTERRUPTED, EXIT_REQUEUE
 
     stages = plan(args.out, find_configs(args.configs), args.seed, args.quick)
     started = time.monotonic()
     try:
         for number, stage in enumerate(stages, start=1):
             code = _run_stage(stage, f"[{number}/{len(stages)}] {stage.title}", args.fresh)
+            if code == EXIT_REQUEUE:  # told to stop while it trained
+                raise KeyboardInterrupt
             if code:
                 return code
         from oppo_megatron.cli.demo_report import write_report
@@ -129,7 +131,7 @@ def _run_stage(stage: Stage, title: str, fresh: bool) -> int:
     print(title, flush=True)
     started = time.monotonic()
     code = stage.run()
-    print(f"    {'failed' if code else 'done'} after {time.monotonic() - started:.1f} s", flush=True)
+    print(f"    {'not finished' if code else 'done'} after {time.monotonic() - started:.1f} s", flush=True)
     return code
 
 

@@ -19,7 +19,7 @@ REPLICAS = {
     "actor.train": {"distributed_optimizer": True},
 }
 JOB = "tests.e2e.jobs_checkpoint:run_with_a_slow_disk"
-FIVE_STEPS = CARRIED | {"steps": 5, "checkpoint": {"every_steps": 2, "keep": 9, "final": False}}
+FIVE_STEPS = CARRIED | {"steps": 5, "checkpoint.every_steps": 2, "checkpoint.keep": 9, "checkpoint.final": False}
 
 
 @pytest.fixture(scope="module")
