@@ -18,11 +18,6 @@ class CheckpointConfig(Section):
     )
     final: bool = Field(True, description="save after the last step, so that the run can be given more steps later")
     keep: Annotated[int, Unit("checkpoints")] = Field(2, ge=1, description="checkpoints kept: the last so many")
-    keep_best: bool = Field(
-        False,
-        description="keep the best one, too: of `train` that with the highest mean reward of a step, of `sft` and `rm` that "
-        "with the lowest loss of held-out rows",
-    )
     asynchronous: bool = Field(
         False,
         description="the run waits only until what the checkpoint holds has been copied (a second time in the host's memory: "
@@ -36,6 +31,7 @@ class CheckpointConfig(Section):
 class TrainCheckpointConfig(CheckpointConfig):
     """The state of a PPO run in `checkpoints/`, from which `oppo train --resume` continues exactly."""
 
+    keep_best: bool = Field(False, description="keep the one with the highest mean reward of a step, too")
     caches: bool = Field(
         True,
         description="save the KV caches of sequences in flight, and use them: on the same layout the run continues to the "

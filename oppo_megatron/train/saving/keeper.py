@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from oppo_megatron.checkpoint.store import CheckpointStore, Position
-from oppo_megatron.config.reliability import CheckpointConfig
+from oppo_megatron.config.reliability import CheckpointConfig, TrainCheckpointConfig
 from oppo_megatron.runtime.activity import Activity
 from oppo_megatron.runtime.peers import waiting_for
 from oppo_megatron.runtime.process_groups import new_group
@@ -129,7 +129,7 @@ class CheckpointKeeper:
                 self._group,
                 work.take(behind),
                 keep=self.rules.keep,
-                keep_best=self.rules.keep_best,
+                keep_best=isinstance(self.rules, TrainCheckpointConfig) and self.rules.keep_best,
                 warn=work.warn,
                 activity=Activity() if behind else self.world.activity,
             )
