@@ -16,7 +16,7 @@ EXIT_INTERRUPTED = 130
 """Exit code of a command that Ctrl-C ended before there was anything to save, or a second time."""
 
 INTERRUPTED = (
-    "interrupted: ending after the chunk under way, what is trained is saved; Ctrl-C once more ends at once, unsaved"
+    "interrupted: the run ends soon, and what it has trained is saved; Ctrl-C once more ends it at once, unsaved"
 )
 """What a run says at the first Ctrl-C."""
 
