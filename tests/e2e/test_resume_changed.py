@@ -55,6 +55,7 @@ def at_step_3(ended: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
 def typed(config: dict[str, Any], *overrides: str) -> int:
     """`oppo train CONFIG OVERRIDES --resume`, in this process."""
     path = Path(config["run_dir"]).with_suffix(".yaml")
+    path.parent.mkdir(exist_ok=True)
     path.write_text(yaml.safe_dump(config))
     return main(["train", str(path), *overrides, "--resume"])
 

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from oppo_megatron.config.reliability import PreemptConfig
-from oppo_megatron.train.saving.preemption import ECHO_S, TORCHRUN, Preemption
+from oppo_megatron.train.saving.preemption import ECHO_S, HEARD, TORCHRUN, Preemption
 
 
 @pytest.mark.parametrize(("ranks", "fails", "ignored"), [(2, True, True), (2, False, False), (1, True, False)])
@@ -18,7 +18,7 @@ def test_a_rank_that_fails_among_peers_lives_to_say_why(
 ) -> None:
     """torch's agent, which has seen its peer end, sends it SIGTERM at that very moment."""
     monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in HEARD}
     try:
         with pytest.raises(ZeroDivisionError) if fails else Preemption(PreemptConfig()).listening():
             if fails:
@@ -26,8 +26,8 @@ def test_a_rank_that_fails_among_peers_lives_to_say_why(
                     raise ZeroDivisionError
         assert (signal.getsignal(signal.SIGTERM) is signal.SIG_IGN) == ignored
     finally:
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize(
