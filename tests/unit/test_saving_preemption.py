@@ -30,6 +30,20 @@ def test_a_rank_that_fails_among_peers_lives_to_say_why(
             signal.signal(number, handler)
 
 
+def test_a_process_without_peers_hears_ctrl_c_again_once_its_run_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    before = {number: signal.getsignal(number) for number in HEARD}
+    try:
+        preemption = Preemption(PreemptConfig())
+        with preemption.listening():
+            preemption.ask()
+        assert signal.getsignal(signal.SIGINT) is before[signal.SIGINT]
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 @pytest.mark.parametrize(
     ("by_torchrun", "apart_s", "ended"), [(False, 0.0, True), (True, 0.0, False), (True, ECHO_S, True)]
 )

@@ -61,9 +61,11 @@ class Preemption:
             failed = False
         finally:
             self.saved()
-            ends = self.asked or (failed and dist.get_world_size() > 1)
+            among_peers = dist.get_world_size() > 1
+            ends = self.asked or (failed and among_peers)
             for number, handler in before.items():
-                signal.signal(number, signal.SIG_IGN if ends else handler)
+                heard = not ends or (number == signal.SIGINT and not among_peers)  # a terminal's user has the last word
+                signal.signal(number, handler if heard else signal.SIG_IGN)
             signal.set_wakeup_fd(earlier)
             os.close(writes)
 
