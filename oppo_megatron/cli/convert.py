@@ -80,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
     from oppo_megatron.errors import ConfigError
     from oppo_megatron.integrations.huggingface import Conversion, convert
 
+    _refuse_run(args.src)
     head: Literal["lm", "scalar"] = "scalar" if args.target == "reward" else "lm"
     megatron = args.src.is_dir() and find_megatron(args.src, args.config) is not None
     if args.config is not None and args.src.exists() and not megatron:
@@ -94,6 +95,19 @@ def run(args: argparse.Namespace) -> int:
         both_hf = args.to == "hf" and not megatron and args.adapter is None
         print(_compared_outputs(args, head) if both_hf else _compared_weights(args, what))
     return 0
+
+
+def _refuse_run(src: Path) -> None:
+    """Raises InputError for a run, which has several weights, and names those."""
+    from oppo_megatron.errors import InputError
+    from oppo_megatron.policy.finding import CHECKPOINTS, RUN_CONFIG, WEIGHTS
+
+    if not (src / RUN_CONFIG).is_file() or (src / "config.json").is_file():
+        return
+    weights = src / WEIGHTS
+    found = [weights] if (weights / "config.json").is_file() else sorted(path.parent for path in weights.glob("*/config.json"))
+    named = " or ".join(map(str, found)) or f"models of one of its checkpoints (in {src / CHECKPOINTS})"
+    raise InputError(f"{src} is a run, which is no weights itself; name {named}")
 
 
 def _beside(

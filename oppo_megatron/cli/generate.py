@@ -140,6 +140,7 @@ def make_request(args: argparse.Namespace) -> Request | None:
 
     _require_consistent(args)
     policy = find_policy(args.directory, Choice(args.tokenizer, args.chat_template, args.base, args.dtype))
+    _require_of_use(args, policy)
     tokenizer = policy_tokenizer(policy)
     asked = _asked(args, _wording(args, policy), tokenizer)
     longest = max((len(tokenizer.encode(each.text)) for each in asked), default=0)
@@ -156,8 +157,8 @@ def make_request(args: argparse.Namespace) -> Request | None:
 
 
 def _require_consistent(args: argparse.Namespace) -> None:
-    """Raises ConfigError with all that does not go together."""
-    from oppo_megatron.errors import ConfigError
+    """Raises InputError with all that does not go together."""
+    from oppo_megatron.errors import InputError
 
     problems = []
     given = [
@@ -180,7 +181,21 @@ def _require_consistent(args: argparse.Namespace) -> None:
         problems.append("--stop is empty, which would end every response at once; give a text, or drop it")
     problems += _inconsistent_texts(args)
     if problems:
-        raise ConfigError(problems)
+        raise InputError(problems)
+
+
+def _require_of_use(args: argparse.Namespace, policy: Policy) -> None:
+    """Raises InputError for what is given, and would change nothing of what this policy says."""
+    from oppo_megatron.errors import InputError
+
+    problems, vocab_size = [], int(policy.hf_config["vocab_size"])
+    if args.base is not None and policy.adapters is None and policy.model.lora is None:
+        problems.append(f"--base is {args.base}, but {args.directory} holds whole weights and no adapters; drop it")
+    for i in args.stop_id or ():
+        if i >= vocab_size:
+            problems.append(f"--stop-id is {i}, but the policy's vocabulary ends at {vocab_size - 1}; correct or drop it")
+    if problems:
+        raise InputError(problems)
 
 
 def _out_of_range(args: argparse.Namespace) -> list[str]:

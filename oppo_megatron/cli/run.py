@@ -146,11 +146,32 @@ def _goes_back(config: TrainConfig | SupervisedConfig) -> bool:
 
 def require_startable(config: TrainSettings | SupervisedConfig, run: RunDirectory) -> None:
     """Raises ConfigError where what the run directory holds would be written over, or cannot be continued."""
+    from oppo_megatron.config.paths import named_paths
+
+    run.require_own()
+    run.require_apart(named_paths(config))
+    if config.checkpoint.resume:
+        require_same_command(config, run)
     if not config.checkpoint.resume:
         run.require_unfinished()
         run.require_no_checkpoints()
     elif not _ended_here(config, run):  # of this very run there is nothing to do, and to say so is no fault
         require_more_steps(config, run)
+
+
+def require_same_command(config: TrainSettings | SupervisedConfig, run: RunDirectory) -> None:
+    """Raises ConfigError where the run to continue is of PPO, and the configuration is not, or the other way round."""
+    from oppo_megatron.config.run import TrainSettings
+    from oppo_megatron.errors import ConfigError
+
+    wanted, wrote = "actor" if isinstance(config, TrainSettings) else "model", run.settings().keys()
+    if wanted in wrote or not wrote & {"actor", "model"}:
+        return
+    theirs = "`oppo train`" if "actor" in wrote else "`oppo sft` or `oppo rm`"
+    raise ConfigError(
+        f"run_dir: {run.path} holds a run of {theirs}, which another command cannot continue; choose another run_dir, or give "
+        "that command its own configuration"
+    )
 
 
 def require_more_steps(config: TrainSettings | SupervisedConfig, run: RunDirectory) -> None:
@@ -184,14 +205,11 @@ def _ended_here(config: TrainSettings | SupervisedConfig, run: RunDirectory) -> 
 
     from oppo_megatron.config.load import config_yaml
 
-    if not (run.finished and run.config.is_file()):
-        return False
-    try:
-        then, now = yaml.safe_load(run.config.read_bytes()), yaml.safe_load(config_yaml(config))
-    except (yaml.YAMLError, RecursionError):  # what is there cannot be compared, and is not written over
+    then, now = run.settings(), yaml.safe_load(config_yaml(config))
+    if not (run.finished and then):
         return False
     for tree in (then, now):
-        if not isinstance(tree, dict) or not isinstance(tree.get("checkpoint", {}), dict):
+        if not isinstance(tree.get("checkpoint", {}), dict):
             return False
         tree.get("checkpoint", {}).pop("resume", None)
     return bool(then == now)

@@ -24,6 +24,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 MOST_POSITIONS = 2**62  # so that a factor beyond reason stays a number
 DEFAULT_POSITIONS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
 DEFAULT_WINDOW = 4096
+HEADS_LEARNED = ("critic", "model")  # of roles that training can give a head to begin with
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -118,7 +119,7 @@ def check_head(name: str, hf_config: Mapping[str, Any], *, scalar: bool, fresh_h
             "use a *ForSequenceClassification checkpoint, "
             + (
                 "as `oppo rm` trains one (`weights/` of its run_dir): a frozen model's new head would score at random"
-                if name == "reward"
+                if name not in HEADS_LEARNED
                 else f"or set `{name}.fresh_head: true` to start from a new head"
             )
         ]

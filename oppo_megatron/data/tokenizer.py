@@ -17,6 +17,8 @@ from oppo_megatron.data.fast_tokenizer import SPACE_MARK, chat_template_of, disa
 from oppo_megatron.errors import ConfigError, DataError
 
 SENTENCEPIECE_NAME = "tokenizer.model"
+TOKENIZER_PATTERNS = ("*token*", "*vocab*", "*.model")
+"""Of files one of which lies in the directory of any tokenizer that transformers reads."""
 UNKNOWN_ID_TEXT = "\ufffd"
 # What makes decode(encode(text)) == text for any text; and the special tokens.
 LOSSLESS: dict[str, Any] = {
@@ -125,6 +127,11 @@ def _open_tokenizer(path: Path, chat_template: str | None) -> Tokenizer:
     is_hugging_face = any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     if not is_hugging_face and (path / SENTENCEPIECE_NAME).is_file():
         return SentencePieceTokenizer(path / SENTENCEPIECE_NAME, chat_template)
+    if path.is_dir() and not any(any(path.glob(pattern)) for pattern in TOKENIZER_PATTERNS):
+        raise ConfigError(
+            f"tokenizer.path={path} holds no tokenizer (tokenizer.json, tokenizer_config.json or {SENTENCEPIECE_NAME}); name the "
+            "folder or the .model file that does"
+        )
     return HuggingFaceTokenizer(path, chat_template)
 
 

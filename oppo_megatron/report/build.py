@@ -11,7 +11,7 @@ from oppo_megatron.report.blocks import Section
 from oppo_megatron.report.learning import heldout_section, learning_section
 from oppo_megatron.report.machine import memory_section, step_section, utilization_section
 from oppo_megatron.report.overview import overview
-from oppo_megatron.report.page import Page, render
+from oppo_megatron.report.page import HEADING, Page, render
 from oppo_megatron.report.png import draw
 from oppo_megatron.report.records import RunRecord, read_runs
 from oppo_megatron.report.samples import sample_responses
@@ -37,6 +37,7 @@ def write_report(
 
     `steps` are those whose timeline is to be kept whole, however long the runs are.  Raises DataError.
     """
+    _require_no_other(out / PAGE)
     records = read_runs(paths)
     _check_steps(records, steps)
     sections = make_sections(records)
@@ -69,6 +70,12 @@ def make_sections(records: Sequence[RunRecord]) -> list[Section]:
         memory_section,
     )
     return [make(records) for make in makers]
+
+
+def _require_no_other(page: Path) -> None:
+    """Raises DataError where the page would be written over one that is no report."""
+    if page.exists() and not (page.is_file() and HEADING in page.read_text(encoding="utf-8", errors="replace")):
+        raise DataError(f"{page} is there already, and is no report; name another folder with --out")
 
 
 def _check_steps(records: Sequence[RunRecord], steps: Sequence[int]) -> None:

@@ -19,6 +19,9 @@ from oppo_megatron.report.svg import chart_svg, hover_data
 LONGEST_TEXT = 4000
 UNSHOWABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]")
 
+HEADING = "<h1>Run report</h1>"
+"""What tells a page of ours from others."""
+
 
 @dataclass
 class Page:
@@ -50,7 +53,7 @@ def render(page: Page) -> str:
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
         "script-src 'unsafe-inline'; img-src data:\">"
         f"<title>{names}: run report</title><style>{css_variables()}{_file('page.css')}</style></head><body>"
-        f'<header><h1>Run report</h1><p class="runs">{names}</p><nav>{links}</nav></header><main>{body}</main>'
+        f'<header>{HEADING}<p class="runs">{names}</p><nav>{links}</nav></header><main>{body}</main>'
         f"<footer>oppo_megatron {escape(__version__)}</footer>"
         f"{_data('charts', charts)}{_data('timelines', page.timelines)}"
         f"<script>{_file('page.js')}</script></body></html>\n"

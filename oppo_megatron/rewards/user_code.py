@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sysconfig
 import threading
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+IMPORTING = str(Path(importlib.__file__).parent)
 OWN = str(Path(__file__).resolve().parent)
 LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
 SHOWN_CHARACTERS = 500
@@ -32,9 +34,11 @@ def said_of(error: BaseException) -> str:
 
 
 def _users_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """The innermost line that is neither ours nor a library's; a library's where no other is there."""
+    """The innermost line that is neither ours nor a library's; a library's where no other is there, but no import's own."""
     frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith((OWN, "<frozen"))
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((OWN, IMPORTING, "<frozen"))
     ]
     theirs = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
     found = theirs or frames

@@ -20,11 +20,13 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from numbers import Integral, Real
 from pathlib import Path, PurePath
 from typing import Any, TextIO
+
+import yaml
 
 from oppo_megatron.checkpoint.space import free_bytes, megabytes
 from oppo_megatron.checkpoint.store import CheckpointStore
@@ -41,6 +43,10 @@ PRODUCTS = (
     "weights", "tensorboard", "wandb", "schedules.txt", "costs.json", "guilty", "rollbacks.jsonl",
     "checkpoints",
 )  # fmt: skip
+
+
+RESOLVED = frozenset({"run_dir", "logging", "checkpoint", "preempt", "stall"})
+"""Sections that each run's own `config.yaml` has, where a user writes down those alone that are to differ."""
 
 
 class RunDirectory:
@@ -94,6 +100,36 @@ class RunDirectory:
                 "written over; choose another run_dir, or remove this one"
             )
 
+    def require_own(self) -> None:
+        """Raises ConfigError where files here are named as a run's, and no run wrote them: a run would remove them."""
+        if self.hosts.exists() or self.metrics.exists() or self.has_checkpoints or RESOLVED <= self.settings().keys():
+            return
+        if others := [name for name in PRODUCTS if (self.path / name).exists()]:
+            raise ConfigError(
+                f"run_dir: {self.path} holds {', '.join(others)}, which no run wrote, and a run would write over; choose a "
+                "folder of the run's own, as in run_dir=runs/first"
+            )
+
+    def require_apart(self, named: Iterable[tuple[str, Path]]) -> None:
+        """Raises ConfigError where a path that a configuration names, by its key, lies among what the run here writes."""
+        products = {(self.path / name).resolve() for name in PRODUCTS}
+        problems = [
+            f"{key} is {path}, which lies among what the run in {self.path} writes, and moves or removes where it begins or goes "
+            "on; name what the run began with to go on with it, or choose another run_dir to start from this"
+            for key, path in named
+            if products & {path.resolve(), *path.resolve().parents}
+        ]
+        if problems:
+            raise ConfigError(problems)
+
+    def settings(self) -> dict[str, Any]:
+        """What the run's `config.yaml` says, unchecked; nothing where there is none that can be read."""
+        try:
+            tree = yaml.safe_load(self.config.read_bytes()) if self.config.is_file() else None
+        except (yaml.YAMLError, RecursionError, ValueError):
+            return {}
+        return tree if isinstance(tree, dict) else {}
+
     @property
     def has_checkpoints(self) -> bool:
         return bool(CheckpointStore(self.checkpoints).positions())
@@ -124,6 +160,7 @@ class RunDirectory:
         if not overwrite:
             self.require_unfinished()
             self.require_no_checkpoints()
+            self.require_own()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:

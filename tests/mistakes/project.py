@@ -1,11 +1,14 @@
-"""A small project as a user has one: weights, a tokenizer, data, configurations, a run that has ended."""
+"""A small project as a user has one: weights, a tokenizer, data, configurations, runs: ended, interrupted, of `oppo sft`."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import shutil
 from pathlib import Path
 
+from oppo_megatron.cli.main import main
 from oppo_megatron.data.tokenizer import train_sentencepiece
 from tests.support.hf import save_tiny
 from tests.support.runs import write_run
@@ -72,6 +75,12 @@ def build(folder: Path) -> None:
     ):  # fmt: skip
         (folder / name).write_text(text)
     write_run(folder / "runs" / "done")
+    with contextlib.chdir(folder):
+        assert main(["train", "train.yaml", "run_dir=runs/ppo", "steps=2"]) == 0
+        assert main(["sft", "sft.yaml", "run_dir=runs/tuned", "max_steps=2"]) == 0
+    shutil.copytree(folder / "runs" / "ppo", folder / "runs" / "cut")
+    (folder / "runs" / "cut" / "summary.json").unlink()
+    shutil.rmtree(folder / "runs" / "cut" / "weights")
 
 
 def _write_rows(path: Path, rows: list[dict[str, str]]) -> None:

@@ -82,7 +82,7 @@ def find_whole(run: RunDirectory, world: World, files: Sequence[str], read: Call
     if damages:
         told = "; ".join(f"{position.name}: {damage}" for position, damage in damages)
         raise CheckpointError(
-            f"{store.root}: none of its checkpoints is whole ({told}); restore one from a copy, or remove them and begin anew"
+            f"{store.root}: none of its checkpoints is whole ({told}); restore one from a copy, or begin anew in another run_dir"
         )
     return None
 
