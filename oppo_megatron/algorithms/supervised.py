@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -26,14 +27,20 @@ def preference_loss(scores_P2: Tensor, num_pairs: int) -> tuple[Tensor, dict[str
     Statistics: `loss`, `accuracy` (whether the chosen answer scores higher; a tie is a miss), `margin` (chosen -
     rejected).
     """
-    margin_P = scores_P2[:, 0] - scores_P2[:, 1]
-    losses_P = -logsigmoid(margin_P)
+    _, losses_P, right_P, margin_P = preference_table(scores_P2).unbind(-1)
     return losses_P.sum() / num_pairs, {
         "count": count(margin_P),
         "loss": total(losses_P),
-        "accuracy": total(margin_P > 0),
+        "accuracy": total(right_P),
         "margin": total(margin_P),
     }
+
+
+def preference_table(scores_P2: Tensor) -> Tensor:
+    """Of each pair: 1, its loss, whether the chosen answer scores higher, and by how much [P, 4]."""
+    margin_P = scores_P2[:, 0] - scores_P2[:, 1]
+    right_P = (margin_P > 0).to(margin_P.dtype)
+    return torch.stack([torch.ones_like(margin_P), -logsigmoid(margin_P), right_P, margin_P], -1)
 
 
 def means(stats: Mapping[str, float]) -> dict[str, float]:

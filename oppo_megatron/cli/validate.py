@@ -6,7 +6,7 @@ import argparse
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from oppo_megatron.cli.kinds import SERVICES, guess_kind
 from oppo_megatron.cli.rank_table import rank_table
@@ -92,19 +92,23 @@ def data_lines(settings: TrainSettings | SupervisedConfig) -> list[str]:
 
 
 def _supervised_lines(settings: SupervisedConfig) -> list[str]:
+    from oppo_megatron.config.data import DataConfig
     from oppo_megatron.config.run import SFTConfig
+    from oppo_megatron.data.heldout import read_heldout
     from oppo_megatron.data.rows import Quarantine
     from oppo_megatron.data.supervised import load_completions, load_pairs, num_duplicates
     from oppo_megatron.data.tokenizer import load_tokenizer
     from oppo_megatron.train.inputs import describe_first, describe_quarantine
 
     quarantine, load = Quarantine(), load_completions if isinstance(settings, SFTConfig) else load_pairs
-    rows = load(
-        settings.data,
-        load_tokenizer(settings.tokenizer, settings.model.checkpoint),
-        max_tokens=settings.max_tokens,
-        long_rows=settings.long_rows,
-        quarantine=quarantine,
-    )
+    tokenizer = load_tokenizer(settings.tokenizer, settings.model.checkpoint)
+
+    def read(data: DataConfig) -> list[Any]:
+        longest, policy = settings.max_tokens, settings.long_rows
+        return load(data, tokenizer, max_tokens=longest, long_rows=policy, quarantine=quarantine)
+
+    rows, held = read_heldout(settings.evaluation, settings.seed, read(settings.data), read)
     found = f"data: {len(rows)} rows, {num_duplicates(rows)} of them duplicates; {len(quarantine)} rows set aside"
+    if settings.evaluation is not None:
+        found += f"; {len(held)} rows held out, of which {min(len(held), settings.evaluation.max_rows)} are measured"
     return [found, *describe_quarantine(quarantine), *describe_first(quarantine)]

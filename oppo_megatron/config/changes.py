@@ -20,11 +20,9 @@ def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
 
     Where the run goes on with what its checkpoint holds, the line says that.  Both are plain trees of resolved settings.
     """
-    old, new = dict(_leaves(then)), dict(_leaves(now))
-    changed = [key for key in {**new, **old} if old.get(key, _ABSENT) != new.get(key, _ABSENT)]
     return [
-        f"{key}: {_shown(old.get(key, _ABSENT))} -> {_shown(new.get(key, _ABSENT))}{_kept(key, now)}"
-        for key in changed
+        f"{key}: {_shown(old)} -> {_shown(new)}{_kept(key, now)}"
+        for key, old, new in _differences(then, now)
         if key not in WITHOUT_EFFECT
     ]
 
@@ -46,16 +44,22 @@ def _kept(key: str, now: Mapping[str, Any]) -> str:
 _ABSENT = object()
 
 
-def _leaves(tree: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys with their values; a list is one value, but for a list of sections."""
-    if isinstance(tree, Mapping) and tree:
-        for name, value in tree.items():
-            yield from _leaves(value, f"{key}.{name}" if key else str(name))
-    elif isinstance(tree, list) and any(isinstance(item, Mapping) for item in tree):
-        for index, item in enumerate(tree):
-            yield from _leaves(item, f"{key}.{index}")
-    else:
-        yield key, tree
+def _differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Dotted keys with both values; a section or a list that is on one side alone is one value."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for name in {**new, **old}:
+            below = f"{key}.{name}" if key else str(name)
+            yield from _differences(old.get(name, _ABSENT), new.get(name, _ABSENT), below)
+    elif _are_sections(old) and _are_sections(new):
+        for index in range(max(len(old), len(new))):
+            pair = (part[index] if index < len(part) else _ABSENT for part in (old, new))
+            yield from _differences(*pair, f"{key}.{index}")
+    elif (None if old is _ABSENT else old) != (None if new is _ABSENT else new):  # null says no more than nothing does
+        yield key, old, new
+
+
+def _are_sections(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) for item in value)
 
 
 def _at(tree: Mapping[str, Any], key: str) -> Any:
@@ -68,5 +72,14 @@ def _at(tree: Mapping[str, Any], key: str) -> Any:
 def _shown(value: Any) -> str:
     if value is _ABSENT:
         return "absent"
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    text = _plain(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def _plain(value: Any) -> str:
+    """As YAML has it in one line; of a section what is set."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name}: {_plain(item)}" for name, item in value.items() if item is not None) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_plain, value)) + "]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from oppo_megatron.config.checkpoint import check_adapter
 from oppo_megatron.config.data import DataConfig, RewardPart
-from oppo_megatron.config.evaluation import check_evaluation
+from oppo_megatron.config.evaluation import check_evaluation, check_heldout
 from oppo_megatron.config.kernels import find_available, layer_problem
 from oppo_megatron.config.lora import LoraConfig
 from oppo_megatron.config.model import ModelConfig, OptimizerConfig, RoleConfig, RuntimeConfig
@@ -85,6 +85,12 @@ def check_supervised(config: SupervisedConfig) -> list[str]:
         *check_data("data", config.data, templates=("prompt", "completion")),
         *_check_optimizer("model", config.optimizer, key="optimizer"),
         *check_layers(config.runtime, adapters=False),
+        *check_heldout(config),
+        *(
+            check_data("evaluation.data", config.evaluation.data, templates=("prompt", "completion"))
+            if config.evaluation and config.evaluation.data
+            else []
+        ),
     ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -18,6 +18,17 @@ class CheckpointConfig(Section):
     )
     final: bool = Field(True, description="save after the last step, so that the run can be given more steps later")
     keep: Annotated[int, Unit("checkpoints")] = Field(2, ge=1, description="checkpoints kept: the last so many")
+    keep_best: bool = Field(
+        False, description="save after each step that is the best so far, keep that one, too, and write its weights to `best/`"
+    )
+    best_metric: str | None = Field(
+        None,
+        description="the held-out metric that names the best step; null: that of `early_stop`, else the first of `evaluation` "
+        "(of sft and rm `loss`); without one, of `oppo train`: `reward`, the mean reward of a step, among those that are saved",
+    )
+    best_mode: Literal["max", "min"] | None = Field(
+        None, description="whether higher or lower is better; null: lower for `loss` and `truncated`, higher for others"
+    )
     asynchronous: bool = Field(
         False,
         description="the run waits only until what the checkpoint holds has been copied (a second time in the host's memory: "
@@ -31,7 +42,6 @@ class CheckpointConfig(Section):
 class TrainCheckpointConfig(CheckpointConfig):
     """The state of a PPO run in `checkpoints/`, from which `oppo train --resume` continues exactly."""
 
-    keep_best: bool = Field(False, description="keep the one with the highest mean reward of a step, too")
     caches: bool = Field(
         True,
         description="save the KV caches of sequences in flight, and use them: on the same layout the run continues to the "

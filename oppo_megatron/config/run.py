@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
 from oppo_megatron.config.base import Section, Unit
 from oppo_megatron.config.data import DataConfig, RewardPart, TokenizerConfig
-from oppo_megatron.config.evaluation import EarlyStopConfig, EvaluationConfig
+from oppo_megatron.config.evaluation import (
+    ACCURACY,
+    LOSS,
+    MARGIN,
+    REWARD,
+    EarlyStopConfig,
+    EvaluationConfig,
+    HeldoutConfig,
+)
 from oppo_megatron.config.guards import GuardsConfig
 from oppo_megatron.config.model import (
     ActorConfig,
@@ -107,6 +115,13 @@ class TrainSettings(Section):
     def _common_dtype(cls, data: Any) -> Any:
         return _with_common_dtype(data, ("actor", "critic", "reference", "reward"))
 
+    ALWAYS_MEASURED: ClassVar[str | None] = REWARD
+
+    @property
+    def measured(self) -> list[str]:
+        """The held-out metrics that are measured while the run goes on, in their order."""
+        return self.evaluation.names if self.evaluation is not None and self.evaluation.every_steps else []
+
     @property
     def passes(self) -> int | None:
         """Passes over the prompts behind which the run ends, whatever its steps; None: there is no such end."""
@@ -144,6 +159,8 @@ class SupervisedConfig(Section):
     tokenizer: TokenizerConfig
     data: DataConfig
     model: ModelConfig
+    evaluation: HeldoutConfig | None = None
+    early_stop: EarlyStopConfig | None = None
     optimizer: OptimizerConfig = OptimizerConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     logging: LoggingConfig = LoggingConfig()
@@ -156,10 +173,22 @@ class SupervisedConfig(Section):
     def _common_dtype(cls, data: Any) -> Any:
         return _with_common_dtype(data, ("model",))
 
+    METRICS: ClassVar[tuple[str, ...]] = ()
+    ALWAYS_MEASURED: ClassVar[str | None] = None
+
+    @property
+    def measured(self) -> list[str]:
+        """The held-out metrics that are measured while the run goes on, in their order."""
+        return list(self.METRICS) if self.evaluation is not None and self.evaluation.every_steps else []
+
 
 class SFTConfig(SupervisedConfig):
     """`oppo sft`: next-token loss on completions."""
 
+    METRICS = (LOSS, ACCURACY)
+
 
 class RewardModelConfig(SupervisedConfig):
     """`oppo rm`: Bradley-Terry loss on chosen / rejected pairs."""
+
+    METRICS = (LOSS, ACCURACY, MARGIN)

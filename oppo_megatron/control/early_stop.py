@@ -35,7 +35,8 @@ class EarlyStop:
     def observe(self, step: int, value: float) -> bool:
         """The metric after `step` steps; whether it is the best so far."""
         self.last = Best(step, value)
-        better = not math.isnan(value) and (self.best is None or self._gain(value) > self.config.min_delta)
+        gain = math.inf if self.best is None else self.config.standard.gain(value, self.best.value)
+        better = not math.isnan(value) and gain > self.config.min_delta
         if better:
             self.best, self.worse = self.last, 0
         else:
@@ -59,8 +60,3 @@ class EarlyStop:
         """Continue from `state`."""
         self.best, self.last = (None if state[name] is None else Best(*state[name]) for name in ("best", "last"))
         self.worse = state["worse"]
-
-    def _gain(self, value: float) -> float:
-        assert self.best is not None
-        gain = value - self.best.value
-        return gain if self.config.mode == "max" else -gain

@@ -10,6 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
+Figures = dict[str, tuple[float, float | None]]
+"""Mean and standard error of each metric."""
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -35,3 +38,31 @@ def paired_difference(before: Mapping[int, Sequence[float]], after: Mapping[int,
 def _of(means: Sequence[float]) -> Estimate:
     error = stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None
     return Estimate(fmean(means), error, len(means))
+
+
+def moments_of(table: Sequence[Sequence[float]], width: int) -> list[float]:
+    """Of rows of `width` numbers what can be added up over ranks: their count, their sums, and the sums of their products with
+    the first number and with themselves."""
+    sums, by_weight, squares = [0.0] * width, [0.0] * width, [0.0] * width
+    for row in table:
+        for column, value in enumerate(row):
+            sums[column] += value
+            by_weight[column] += row[0] * value
+            squares[column] += value * value
+    return [float(len(table)), *sums, *by_weight, *squares]
+
+
+def ratios(moments: Sequence[float], width: int) -> list[tuple[float, float | None]]:
+    """Of each number behind the first: its mean a unit of the first (what a row weighs), and that mean's standard error.
+
+    A row is what was drawn.  The ratio estimator's error, of sums v and weights w over n rows with m = sum v / sum w, is
+    sqrt(n / (n - 1) * sum (v - m w)^2) / sum w; None of a single row.
+    """
+    n, parts = moments[0], [moments[1 + k * width : 1 + (k + 1) * width] for k in range(3)]
+    sums, by_weight, squares = parts
+    weight, found = sums[0], list[tuple[float, float | None]]()
+    for column in range(1, width):
+        mean = sums[column] / weight
+        spread = max(0.0, squares[column] - 2 * mean * by_weight[column] + mean * mean * squares[0])
+        found.append((mean, math.sqrt(n / (n - 1) * spread) / weight if n > 1 else None))
+    return found

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from oppo_megatron.checkpoint.space import clear_when_full
+from oppo_megatron.checkpoint.store import Position
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import EXIT_REQUEUE, EXIT_ROLLBACK, CapacityError
@@ -28,6 +30,7 @@ from oppo_megatron.train.run_dir import RunDirectory, write_json
 from oppo_megatron.train.saving.finding import Found, find_checkpoint
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.saver import Saver
+from oppo_megatron.train.saving.snapshot import trained_models
 from oppo_megatron.train.saving.telling import tell_of_nothing
 from oppo_megatron.train.setup import build_trainer
 from oppo_megatron.train.supervised import run_reward_model, run_sft
@@ -108,24 +111,22 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preem
         if not trainer.run():
             return False
         with world.activity.doing("writing weights"):
-            _save_weights(config, trainer, inputs)
+            _save_weights(config, trainer, inputs, RunDirectory(config.run_dir).weights)
         saver.save_end(trainer)
+        with world.activity.doing("writing the best step's weights"):
+            if config.save_weights and saver.load_best(trained_models(trainer), Position(trainer.done)):
+                _save_weights(config, trainer, inputs, RunDirectory(config.run_dir).best)
     with world.activity.doing("summary"):
         _finish(config, trainer, inputs)
     return True
 
 
-def _save_weights(config: TrainConfig, trainer: PPOTrainer, inputs: Inputs) -> None:
-    run = RunDirectory(config.run_dir)
+def _save_weights(config: TrainConfig, trainer: PPOTrainer, inputs: Inputs, folder: Path) -> None:
     if config.save_weights and trainer.actor is not None:
         stops = config.rollout.stop_token_ids
-        save_role(
-            trainer.actor.role.trained.chunks, run.weights / "actor", inputs.tokenizer, config.actor.checkpoint, stops
-        )
+        save_role(trainer.actor.role.trained.chunks, folder / "actor", inputs.tokenizer, config.actor.checkpoint, stops)
     if config.save_weights and trainer.critic is not None:
-        save_role(
-            trainer.critic.role.trained.chunks, run.weights / "critic", inputs.tokenizer, config.critic.checkpoint
-        )
+        save_role(trainer.critic.role.trained.chunks, folder / "critic", inputs.tokenizer, config.critic.checkpoint)
 
 
 def _finish(config: TrainConfig, trainer: PPOTrainer, inputs: Inputs) -> None:
@@ -138,7 +139,7 @@ def _finish(config: TrainConfig, trainer: PPOTrainer, inputs: Inputs) -> None:
         planner = trainer.rounds.planner
         if planner.generator == "woven":
             write_json(run.costs, costs_tree(planner.costs))
-        trainer.journal.summarise(inputs.counts(), memory, trainer.guard.rollbacks.summary())
+        trainer.journal.summarise(inputs.counts(), memory, trainer.guard.rollbacks.summary(), trainer.saver.best)
 
 
 def _prepare(config: TrainConfig, world: World, found: Found | None) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from oppo_megatron.config.evaluation import EarlyStopConfig, EvaluationConfig
 from oppo_megatron.config.model import RuntimeConfig
 from oppo_megatron.control.early_stop import EarlyStop
-from oppo_megatron.control.estimates import estimate
+from oppo_megatron.control.estimates import Figures, estimate
 from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.records import Prompt, Rollout
@@ -28,10 +28,6 @@ from oppo_megatron.runtime.stopping import Stopping
 
 if TYPE_CHECKING:
     from oppo_megatron.train.ppo import PPOTrainer
-
-Figures = dict[str, tuple[float, float | None]]
-"""Mean and standard error of each metric."""
-
 
 class Evaluator:
     """Decodes on a cache of its own that lives only as long, of at most `max_slots` slots and `kv_budget_bytes` (None: no limit).
@@ -68,6 +64,10 @@ class Evaluator:
     def over(self) -> bool:
         """Whether the run is to end early."""
         return self.stop is not None and self.stop.due
+
+    def describe_end(self) -> str | None:
+        """Why the run ends early, if it does."""
+        return self.stop.describe() if self.stop is not None and self.stop.due else None
 
     def due(self, step: int, last: bool) -> bool:
         """Before the first step, after the last, and every so often."""

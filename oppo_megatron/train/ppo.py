@@ -97,6 +97,8 @@ class PPOTrainer:
         self.settle()
         self.spans.flush()
         self.saver.conclude()
+        if self.journal is not None:
+            self.journal.end(None if self.evaluator is None else self.evaluator.describe_end())
         return True
 
     @property
@@ -204,7 +206,7 @@ class PPOTrainer:
             scored, report = self.exchange.gather(batch, self.rounds, self.actor, self.critic, seconds, self.clock.work)
             memory = self._memory()
             self.rounds.planner.actor.most = memory.decode_most
-            self.saver.meet(float(scored.scores_B.double().mean()))
+            self.saver.meet(step, float(scored.scores_B.double().mean()))
         self.clock.meet()
         facts.scores, facts.kl_coefficient, facts.rewards = report, self.kl.value, scored.scores_B.tolist()
         facts.memory = memory.bounds()
@@ -390,7 +392,6 @@ class PPOTrainer:
             self.world.activity.doing(f"evaluation after step {step}"),
         ):
             figures = self.evaluator.measure(self, step)
+        self.saver.look_at(step, figures)
         if self.journal is not None:
             self.journal.evaluation(step, figures)
-            if self.evaluator.stop is not None and self.evaluator.over:
-                self.journal.stopped_early(self.evaluator.stop.describe())

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from oppo_megatron.algorithms.supervised import preference_loss
+from oppo_megatron.algorithms.supervised import preference_loss, preference_table
 from oppo_megatron.config.run import SupervisedConfig
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised import Pair, load_pairs
@@ -20,6 +20,7 @@ from oppo_megatron.runtime.mcore.model import Head
 from oppo_megatron.runtime.mcore.training import Loss
 from oppo_megatron.runtime.vocab_shards import VocabShards
 from oppo_megatron.schedule.packing import pack_by_tokens
+from oppo_megatron.train.heldout import Measure
 
 
 class RewardModelling:
@@ -53,3 +54,11 @@ class RewardModelling:
             return preference_loss(scores_S.view(-1, 2), len(rows))
 
         return share
+
+    def measure(self, rows: Sequence[Pair], vocab: VocabShards) -> Measure:
+        """Of each pair 1; its loss; whether the chosen answer scores higher; and by how much."""
+
+        def table(batch: MicroBatch, scores_S: Tensor) -> Tensor:
+            return preference_table(scores_S.view(-1, 2)).double()
+
+        return table

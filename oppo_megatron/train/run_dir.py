@@ -40,7 +40,7 @@ HELD_WAIT_S = 20.0
 
 PRODUCTS = (
     "config.yaml", "hosts.json", "metrics.jsonl", "rollouts.jsonl", "trace.json", "summary.json", "quarantine.jsonl",
-    "weights", "tensorboard", "wandb", "schedules.txt", "costs.json", "guilty", "rollbacks.jsonl",
+    "weights", "best", "tensorboard", "wandb", "schedules.txt", "costs.json", "guilty", "rollbacks.jsonl",
     "checkpoints",
 )  # fmt: skip
 
@@ -67,6 +67,7 @@ class RunDirectory:
         self.summary = self.path / "summary.json"
         self.quarantine = self.path / "quarantine.jsonl"
         self.weights = self.path / "weights"
+        self.best = self.path / "best"
         self.tensorboard = self.path / "tensorboard"
         self.wandb = self.path / "wandb"
         self.guilty = self.path / "guilty"
@@ -101,8 +102,12 @@ class RunDirectory:
             )
 
     def require_own(self) -> None:
-        """Raises ConfigError where files here are named as a run's, and no run wrote them: a run would remove them."""
-        if self.hosts.exists() or self.metrics.exists() or self.has_checkpoints or RESOLVED <= self.settings().keys():
+        """Raises ConfigError where files here are named as a run's, and no run wrote them: a run would remove them.
+
+        A run that has ended here is another matter: see `require_unfinished`.
+        """
+        signs = (self.hosts, self.metrics, self.summary)
+        if any(sign.exists() for sign in signs) or self.has_checkpoints or RESOLVED <= self.settings().keys():
             return
         if others := [name for name in PRODUCTS if (self.path / name).exists()]:
             raise ConfigError(
@@ -210,8 +215,9 @@ class RunDirectory:
         """
         if self.finished:
             self._set_ending_aside()
-        if self.weights.exists():  # the run had come to its end, and was ended while it wrote them
-            shutil.rmtree(self.weights)
+        for weights in (self.weights, self.best):
+            if weights.exists():  # the run had come to its end, and was ended while it wrote them
+                shutil.rmtree(weights)
         for path in (self.metrics, self.rollouts):
             _keep_lines(path, lambda line: line["step"] <= step)
         for path in self.rank_traces():
@@ -230,7 +236,7 @@ class RunDirectory:
 
     def _set_ending_aside(self) -> None:
         """`summary.json` goes last: until then the run counts as finished, and what is left is moved by the next call."""
-        products = [product for product in (self.weights, self.trace, self.summary) if product.exists()]
+        products = [product for product in (self.weights, self.best, self.trace, self.summary) if product.exists()]
         folder = self._place_of_ending({product.name for product in products})
         folder.mkdir(exist_ok=True)
         for product in products:

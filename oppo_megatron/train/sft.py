@@ -18,8 +18,9 @@ from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.runtime.batch import MicroBatch, pack_responses
 from oppo_megatron.runtime.mcore.model import Head
 from oppo_megatron.runtime.mcore.training import Loss
-from oppo_megatron.runtime.mcore.vocab_parallel import token_logprobs
+from oppo_megatron.runtime.mcore.vocab_parallel import are_likeliest, token_logprobs
 from oppo_megatron.runtime.vocab_shards import VocabShards
+from oppo_megatron.train.heldout import Measure
 
 
 class FineTuning:
@@ -51,3 +52,15 @@ class FineTuning:
             return next_token_loss(logp_R, num_tokens)
 
         return share
+
+    def measure(self, rows: Sequence[Completion], vocab: VocabShards) -> Measure:
+        """Of each row its completion's tokens; their negative log-probs, summed; and how many are the likeliest."""
+
+        def table(batch: MicroBatch, logits_RV: Tensor) -> Tensor:
+            logp_R, _ = token_logprobs(logits_RV, batch.targets_R, vocab)
+            right_R = are_likeliest(logits_RV, batch.targets_R, vocab)
+            columns_R3 = torch.stack([torch.ones_like(logp_R), -logp_R, right_R.to(logp_R.dtype)], -1).double()
+            pieces = columns_R3.split([len(rows[i].completion) for i in batch.index])
+            return torch.stack([piece.sum(0) for piece in pieces])
+
+        return table

@@ -1,4 +1,4 @@
-"""`oppo sft` and `oppo rm`: one training loop; a task says how rows become micro-batches and what their loss is.
+"""`oppo sft` and `oppo rm`, from the configuration to the weights.
 
 Every rank reads all rows, and a replica trains its share of each batch.  The model's output rank (first of the last
 pipeline stage) has the loss, so it alone owns the run directory; the weights in it are written by the model's first rank.
@@ -6,67 +6,45 @@ pipeline stage) has the loss, so it alone owns the run directory; the weights in
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 
-from oppo_megatron.algorithms.supervised import means
+from oppo_megatron.checkpoint.store import Position
 from oppo_megatron.config.checkpoint import read_hf_config
+from oppo_megatron.config.data import DataConfig
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.run import RewardModelConfig, SFTConfig, SupervisedConfig
 from oppo_megatron.config.shape import check_shape
+from oppo_megatron.data.heldout import read_heldout
 from oppo_megatron.data.rows import Quarantine
-from oppo_megatron.data.supervised import BEGINNING, Passed, batches
+from oppo_megatron.data.supervised import BEGINNING
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.runtime.activity import Activity
-from oppo_megatron.runtime.batch import MicroBatch
-from oppo_megatron.runtime.exhaustion import Allowances, in_smaller_ones
+from oppo_megatron.runtime.exhaustion import Allowances
 from oppo_megatron.runtime.mcore.groups import RoleGroups, build_groups
 from oppo_megatron.runtime.mcore.model import Head, RoleModel
-from oppo_megatron.runtime.mcore.training import Loss, StepReport, TrainedModel
+from oppo_megatron.runtime.mcore.training import TrainedModel
 from oppo_megatron.runtime.roles import load_role
-from oppo_megatron.runtime.vocab_shards import VocabShards
 from oppo_megatron.runtime.world import World, open_world
-from oppo_megatron.schedule.packing import Packing, balance, packing_figures
+from oppo_megatron.train.heldout import Heldout
 from oppo_megatron.train.hosts import share_run_directory
 from oppo_megatron.train.liveness.watching import watched
-from oppo_megatron.train.logs.supervised import Report, summary
+from oppo_megatron.train.logs.supervised import Report
 from oppo_megatron.train.logs.trace import SpanRecorder, merge_traces
 from oppo_megatron.train.logs.trackers import open_trackers
 from oppo_megatron.train.memory import require_memory
 from oppo_megatron.train.reward_model import RewardModelling
-from oppo_megatron.train.run_dir import RunDirectory, write_json
+from oppo_megatron.train.run_dir import RunDirectory
 from oppo_megatron.train.saving.preemption import Preemption
-from oppo_megatron.train.saving.supervised import FoundSupervised, SupervisedSaver, find_supervised
+from oppo_megatron.train.saving.supervised import MODEL, FoundSupervised, SupervisedSaver, find_supervised
 from oppo_megatron.train.saving.telling import tell_of_nothing
 from oppo_megatron.train.sft import FineTuning
+from oppo_megatron.train.supervised_loop import SupervisedTrainer, Task
 from oppo_megatron.train.weights import save_role
 
 RowT = TypeVar("RowT", bound=tuple[list[int], ...])
-
-
-class Task(Protocol[RowT]):
-    """What tells one kind of supervised training from another."""
-
-    title: str
-    head: Head
-
-    def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[RowT]: ...
-
-    def num_tokens(self, row: RowT) -> int:
-        """Tokens that the model reads of a row."""
-        ...
-
-    def micro_batches(self, rows: Sequence[RowT], budget: int, device: torch.device) -> list[MicroBatch]: ...
-
-    def loss(self, rows: Sequence[RowT], vocab: VocabShards) -> Loss:
-        """Mean loss of the batch `rows`; its statistics are sums with their `count`."""
-        ...
 
 
 def run_sft(config: SFTConfig) -> bool:
@@ -100,63 +78,95 @@ def train_supervised(config: SupervisedConfig, task: Task[RowT], world: World, p
     groups = _build_groups(config, world)
     tokenizer = load_tokenizer(config.tokenizer, config.model.checkpoint)
     _check_model(config, tokenizer)
-    run, quarantine, is_owner = RunDirectory(config.run_dir), Quarantine(), world.rank == groups.output_rank
     with ExitStack() as stack:
-        if is_owner:
-            stack.enter_context(run.held())
-        rows = task.load(config, tokenizer, quarantine)
-        saver = SupervisedSaver(config, task.title, world, rows, preemption)
-        found, start = _continued(config, saver, world)
-        if is_owner:
-            _prepare(config, run, found, quarantine)
-        share_run_directory(run, world, owner=is_owner, show=config.logging.console != "off")
-        trackers = open_trackers(config.logging, run) if is_owner else None  # may refuse to begin
-        spans = SpanRecorder(world.rank, run if config.logging.trace else None)
-        with spans.span("load", role="model", step=0):
-            model = _load(config, task.head, groups, world)
-        began, before_s = (BEGINNING, 0.0) if found is None else (found.passed, found.state["elapsed_s"])
-        steps = saver.num_steps(began)
-        report = trackers and Report(config, task.title, steps, trackers, stack, before_s)
-        if report:
-            report.begin(start, rows, quarantine)
-        trained = TrainedModel(model, config.optimizer, steps)
-        model.register_forward_pre_hook(lambda *_: world.activity.beat())  # a micro-batch is a sign of life
-        if found is not None:
-            saver.restore(trained, found)
-        taken = _steps(config, task, rows, trained, spans, world.activity, began)
-        passed = _train(taken, trained, saver, report, began, steps)
-        if passed.steps < steps:
+        trainer = _build(config, task, tokenizer, groups, world, preemption, stack)
+        if not trainer.run():
             return False
-        with spans.span("save", role="model", step=steps), world.activity.doing("writing weights"):
-            save_role(model, run.weights, tokenizer, config.model.checkpoint)
-        saver.save_end(trained, passed, report)
-        spans.flush()
+        _write(config, trainer, tokenizer)
         dist.barrier()  # the weights and every rank's trace are whole
-        if is_owner:
-            merge_traces(run)
-            write_json(run.summary, summary(run, task.title, rows, len(quarantine)))
+        if trainer.report:
+            merge_traces(config.run_dir)
+            trainer.report.write_summary(trainer.saver.best)
     return True
 
 
-def _train(
-    taken: Iterator[tuple[Passed, dict[str, Any]]],
-    trained: TrainedModel,
+def _build(
+    config: SupervisedConfig,
+    task: Task[RowT],
+    tokenizer: Tokenizer,
+    groups: RoleGroups,
+    world: World,
+    preemption: Preemption,
+    stack: ExitStack,
+) -> SupervisedTrainer[RowT]:
+    """All that the steps need, at the beginning of the run or as its checkpoint says; the `stack` closes it."""
+    run, quarantine, is_owner = RunDirectory(config.run_dir), Quarantine(), world.rank == groups.output_rank
+    if is_owner:
+        stack.enter_context(run.held())
+    rows, heldout = _load_rows(config, task, tokenizer, quarantine, world)
+    saver = SupervisedSaver(config, task.title, world, rows, preemption)
+    found, start = _continued(config, saver, world)
+    if is_owner:
+        _prepare(config, run, found, quarantine)
+    share_run_directory(run, world, owner=is_owner, show=config.logging.console != "off")
+    trackers = open_trackers(config.logging, run) if is_owner else None  # may refuse to begin
+    spans = SpanRecorder(world.rank, run if config.logging.trace else None)
+    with spans.span("load", role="model", step=0):
+        model = _load(config, task.head, groups, world)
+    began, before_s = (BEGINNING, 0.0) if found is None else (found.passed, found.state["elapsed_s"])
+    steps = saver.num_steps(began)
+    report = trackers and Report(config, task.title, steps, trackers, stack, before_s)
+    if report:
+        report.begin(start, rows, 0 if heldout is None else len(heldout.rows), quarantine)
+    trained = TrainedModel(model, config.optimizer, steps)
+    model.register_forward_pre_hook(lambda *_: world.activity.beat())  # a micro-batch is a sign of life
+    if found is not None:
+        _restore(found, saver, trained, heldout, report)
+    return SupervisedTrainer(
+        config, task, rows, heldout, trained, saver, report, spans, world.activity, Allowances().train, began, steps
+    )
+
+
+def _load_rows(
+    config: SupervisedConfig, task: Task[RowT], tokenizer: Tokenizer, quarantine: Quarantine, world: World
+) -> tuple[list[RowT], Heldout[RowT] | None]:
+    """The rows to train on, and those that are held out."""
+
+    def read(data: DataConfig) -> list[RowT]:
+        return task.load(config.model_copy(update={"data": data}), tokenizer, quarantine)
+
+    evaluation = config.evaluation
+    rows, held = read_heldout(evaluation, config.seed, read(config.data), read)
+    if evaluation is None:
+        return rows, None
+    return rows, Heldout(evaluation, config.early_stop, task, held, config.METRICS, world)
+
+
+def _restore(
+    found: FoundSupervised,
     saver: SupervisedSaver,
+    trained: TrainedModel,
+    heldout: Heldout[RowT] | None,
     report: Report | None,
-    passed: Passed,
-    steps: int,
-) -> Passed:
-    """Make the steps and save them; where the run comes to before it ends, or is told to stop."""
-    for passed, figures in taken:
-        if report:
-            report.step(passed.steps, figures, saver.take_cost())
-        saver.look_around()
-        if saver.due(passed.steps):
-            saver.save(trained, passed, report)
-            if saver.stopping and passed.steps < steps:
-                break
-    saver.conclude()
-    return passed
+) -> None:
+    saver.restore(trained, found)
+    if heldout is not None:
+        heldout.load_state_dict(found.state.get("early_stop"))
+    if report is not None:
+        report.heldout.load_state_dict(found.state.get("heldout", ()))
+
+
+def _write(config: SupervisedConfig, trainer: SupervisedTrainer[RowT], tokenizer: Tokenizer) -> None:
+    """What the run has come to: the weights, a checkpoint to go on from, and the best step's weights."""
+    run = RunDirectory(config.run_dir)
+    trained, passed, base = trainer.trained, trainer.passed, config.model.checkpoint
+    with trainer.spans.span("save", role="model", step=passed.steps), trainer.activity.doing("writing weights"):
+        save_role(trained.chunks, run.weights, tokenizer, base)
+    trainer.saver.save_end(trained, passed, trainer.report, trainer.early_stop)
+    with trainer.activity.doing("writing the best step's weights"):
+        if trainer.saver.load_best({MODEL: trained}, Position(passed.steps)):
+            save_role(trained.chunks, run.best, tokenizer, base)
+    trainer.spans.flush()
 
 
 def _continued(
@@ -207,48 +217,3 @@ def _check_model(config: SupervisedConfig, tokenizer: Tokenizer) -> None:
     shape = read_hf_config(config.model)
     if problems := check_shape("model", shape, config.parallel, config.max_tokens, tokenizer.vocab_size):
         raise ConfigError(problems)
-
-
-def _steps(
-    config: SupervisedConfig,
-    task: Task[RowT],
-    rows: Sequence[RowT],
-    trained: TrainedModel,
-    spans: SpanRecorder,
-    activity: Activity,
-    passed: Passed,
-) -> Iterator[tuple[Passed, dict[str, Any]]]:
-    """Make the optimizer steps of the run that are left; how far it is after each, and its figures."""
-    groups, device = trained.model.groups, next(trained.model.parameters()).device
-    allowance = Allowances().train
-    order = batches(
-        len(rows), config.batch_size, config.seed, config.epochs, config.max_steps, config.data.shuffle, passed
-    )
-    for index in order:
-        start, passed = time.monotonic(), passed.step(len(index))
-        step = passed.steps
-        chosen = [rows[i] for i in index]
-        lengths = [task.num_tokens(row) for row in chosen]
-        shares, budget = balance(lengths, groups.dp), config.runtime.micro_batch_tokens
-        mine, loss = [chosen[i] for i in shares[groups.dp_rank]], task.loss(chosen, trained.model.vocab)
-
-        def make(most: int, mine: list[RowT] = mine, loss: Loss = loss) -> StepReport:
-            return trained.step(task.micro_batches(mine, most, device), loss)
-
-        with spans.span("update", role="model", step=step), activity.doing(f"update, step {step}"):
-            report = in_smaller_ones(make, budget, allowance, trained.begun, trained.bound_to_peers)
-        packing = Packing.of([[lengths[i] for i in share] for share in shares], allowance.within(budget))
-        spans.flush()
-        step_s, num_tokens = time.monotonic() - start, sum(lengths)
-        yield (
-            passed,
-            {
-                "step_s": step_s,
-                **means(report.stats),
-                "tokens": num_tokens,
-                "tokens_per_s": num_tokens / step_s,
-                "lr": report.lr,
-                "grad_norm": report.grad_norm,
-                **packing_figures([packing]),
-            },
-        )

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 
 from tests.support.ppo import SHAPE
 from tests.support.tokenizers import save_byte_level
@@ -77,3 +79,32 @@ def test_a_resumed_run_goes_on_counting(tmp_path: Path) -> None:
     summary = summary_of(path)
     assert summary["steps"] == 3 and "step 3" in summary["stopped_early"]
     assert summary["heldout"].keys() == {"0", "1", "2", "3"}
+
+
+def test_the_step_that_is_best_by_a_held_out_metric_is_kept_and_its_weights_are_written(tmp_path: Path) -> None:
+    """The shorter the better; more steps keep what was the best, and the same weights."""
+    best = {"keep_best": True, "keep": 1, "best_metric": "judge:brevity"}
+    path = write_job(tmp_path, checkpoint=best, placement={"mode": "single"}, overlap={"inter": False, "intra": False})
+    told = train(path, "evaluation.max_prompts=4", "actor.optimizer.lr=0.05")
+    summary = summary_of(path)
+    values = {int(step): entry["mean"]["judge:brevity"] for step, entry in summary["heldout"].items() if step != "0"}
+    step = max(values, key=lambda n: (values[n], -n))
+    assert summary["best"] == {"step": step, "metric": "judge:brevity", "value": values[step]}
+    assert f"best step {step}: judge:brevity {values[step]:.4g}" in told
+    run = tmp_path / "run"
+    kept = {folder.name for folder in (run / "checkpoints").iterdir() if folder.is_dir()}
+    assert kept == {f"step-{step:06d}", "step-000004"}
+    converted = [
+        sys.executable,
+        "-m",
+        "oppo_megatron",
+        "convert",
+        str(run / "checkpoints" / f"step-{step:06d}" / "models" / "actor"),
+    ]
+    done = subprocess.run(
+        [*converted, str(tmp_path / "again")], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (run / "best" / "actor", tmp_path / "again"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert (run / "best" / "critic" / "config.json").exists()

@@ -144,12 +144,12 @@ def test_kv_bytes_by_hand() -> None:
         ("Qwen2ForCausalLM", False, False, ""),
         ("Qwen2ForSequenceClassification", True, False, ""),
         ("Qwen2ForCausalLM", True, True, ""),
-        ("Qwen2ForCausalLM", True, False, "set `x.fresh_head: true`"),
+        ("Qwen2ForCausalLM", True, False, "set `critic.fresh_head: true`"),
         ("Qwen2ForSequenceClassification", False, False, "without a language-model head"),
     ],
 )
 def test_heads_of_checkpoints(architecture: str, scalar: bool, fresh: bool, expected: str) -> None:
-    problems = check_head("x", {**QWEN, "architectures": [architecture]}, scalar=scalar, fresh_head=fresh)
+    problems = check_head("critic", {**QWEN, "architectures": [architecture]}, scalar=scalar, fresh_head=fresh)
     assert expected in problems[0] if expected else problems == []
 
 

@@ -12,13 +12,16 @@ from typing import Any
 import torch
 
 from oppo_megatron.algorithms.experience import Experience
-from oppo_megatron.config.evaluation import ACCURACY
+from oppo_megatron.checkpoint.store import Position
+from oppo_megatron.config.evaluation import ACCURACY, best_standard
 from oppo_megatron.config.holdings import planned_memory
 from oppo_megatron.config.places import role_places
 from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.control.estimates import Figures
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.records import Rollout
 from oppo_megatron.train.logs.console import Progress
+from oppo_megatron.train.logs.heldout import HeldoutLog
 from oppo_megatron.train.logs.metrics_log import MetricsLog, read_metrics, summarise
 from oppo_megatron.train.logs.trace import SpanRecorder
 from oppo_megatron.train.logs.trackers import Tracker
@@ -90,7 +93,7 @@ class Journal:
         self.trackers = trackers
         self.progress = Progress(config.logging.console, total_steps, "ppo")
         self.accuracy: dict[int, float] = {}
-        self.heldout: dict[int, dict[str, Any]] = {}
+        self.heldout = HeldoutLog(best_standard(config))
         self.stopped: str | None = None
         self.started = time.monotonic()
 
@@ -148,40 +151,45 @@ class Journal:
 
     def state_dict(self) -> dict[str, Any]:
         """What is not in metrics.jsonl, in plain JSON types."""
-        figures = {"accuracy": list(self.accuracy.items()), "heldout": list(self.heldout.items()), "stopped": self.stopped}
+        figures = {"accuracy": list(self.accuracy.items()), "heldout": self.heldout.state_dict()}
         return {"elapsed_s": time.monotonic() - self.started, **figures}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`: time that passed between the runs does not count."""
         self.started = time.monotonic() - state["elapsed_s"]
         self.accuracy = dict(state["accuracy"])
-        self.heldout, self.stopped = dict(state.get("heldout", ())), state.get("stopped")
+        self.heldout.load_state_dict(state.get("heldout", ()))
 
-    def evaluation(self, step: int, figures: Mapping[str, tuple[float, float | None]]) -> None:
+    def evaluation(self, step: int, figures: Figures) -> None:
         """Mean and standard error of the held-out metrics after `step` steps."""
-        fields = {
-            "heldout": {name: mean for name, (mean, _) in figures.items()},
-            "heldout_error": {name: error for name, (_, error) in figures.items()},
-        }
-        self.heldout[step] = fields
+        fields = self.heldout.record(step, figures)
         if step:
             self.log.extend(step, fields)
         if ACCURACY in figures:
             self.accuracy[step] = figures[ACCURACY][0]
             self.progress.note(f"held-out accuracy after {step} steps: {figures[ACCURACY][0]:.1%}")
         self.trackers.log(step, fields)
-        told = ", ".join(f"{name} {mean:.4g}" for name, (mean, _) in figures.items() if name != ACCURACY)
-        self.progress.note(f"held out after {step} steps: {told}")
+        if told := HeldoutLog.describe(step, {name: pair for name, pair in figures.items() if name != ACCURACY}):
+            self.progress.note(told)
 
-    def stopped_early(self, why: str) -> None:
-        """A held-out metric ends the run."""
-        self.stopped = why
-        self.progress.note(why)
+    def end(self, stopped: str | None) -> None:
+        """The last step has been made; `stopped`: why the run ends early, if it does."""
+        self.stopped = stopped
+        for note in (stopped, self.heldout.describe_best()):
+            if note is not None:
+                self.progress.note(note)
 
     def summarise(
-        self, rows: Mapping[str, Mapping[str, int]], memory: MemoryByRank, rollbacks: Mapping[str, int]
+        self,
+        rows: Mapping[str, Mapping[str, int]],
+        memory: MemoryByRank,
+        rollbacks: Mapping[str, int],
+        best: tuple[float, Position] | None,
     ) -> None:
-        """Write summary.json: the last file of a run, the sign that it finished.  `rows` counts what was read."""
+        """Write summary.json: the last file of a run, the sign that it finished.
+
+        `rows` counts what was read; `best` is the best checkpoint.
+        """
         self.log.close()
         self.progress.note(memory.describe(self.planned_bytes))
         summary = summarise(read_metrics(self.run_dir.metrics))
@@ -190,7 +198,7 @@ class Journal:
             "accuracy_before": accuracy[0] if accuracy else None,
             "accuracy_after": accuracy[-1] if accuracy else None,
             "heldout_accuracy": {str(step): value for step, value in self.accuracy.items()},
-            "heldout": {str(step): {"mean": v["heldout"], "error": v["heldout_error"]} for step, v in self.heldout.items()},
+            **self.heldout.summary(best),
             "stopped_early": self.stopped,
             "total_s": time.monotonic() - self.started,
             "rows": rows,

@@ -7,13 +7,17 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from oppo_megatron.checkpoint.store import Position
+from oppo_megatron.config.evaluation import best_standard
 from oppo_megatron.config.run import SupervisedConfig
+from oppo_megatron.control.estimates import Figures
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised import num_duplicates
 from oppo_megatron.train.logs.console import Progress
+from oppo_megatron.train.logs.heldout import HeldoutLog
 from oppo_megatron.train.logs.metrics_log import MetricsLog, read_metrics
 from oppo_megatron.train.logs.trackers import Tracker
-from oppo_megatron.train.run_dir import RunDirectory
+from oppo_megatron.train.run_dir import RunDirectory, write_json
 
 
 class Report:
@@ -31,38 +35,68 @@ class Report:
         stack: ExitStack,
         elapsed_s: float,
     ):
+        self._title, self._num_quarantined = title, 0
+        self._rows: Sequence[Any] = ()
         self._start, self._run = time.monotonic() - elapsed_s, RunDirectory(config.run_dir)
         self._log = stack.enter_context(MetricsLog(self._run.metrics))
         self._trackers = trackers
         stack.callback(self._trackers.close)
         self._progress = stack.enter_context(Progress(config.logging.console, steps, title))
         self.note = self._progress.note
+        self.heldout = HeldoutLog(best_standard(config))
+        self._stopped: str | None = None
 
     @property
     def elapsed_s(self) -> float:
         return time.monotonic() - self._start
 
-    def step(self, step: int, figures: dict[str, Any], saved: tuple[float, int, float]) -> None:
-        """`saved`: what checkpoints have cost since the last step: seconds waited, bytes, seconds beside the run."""
+    def step(self, step: int, figures: dict[str, Any], saved: tuple[float, int, float], heldout: Figures | None) -> None:
+        """`saved`: what checkpoints have cost since the last step: seconds waited, bytes, seconds beside the run.
+
+        `heldout`: where they were measured after the step.
+        """
         waited_s, num_bytes, hidden_s = saved
         costs = {"checkpoint_s": waited_s, "checkpoint_bytes": num_bytes, "checkpoint_hidden_s": hidden_s}
         fields = {"time_s": self.elapsed_s, **figures, **costs}
-        self._log.write(step, fields)
-        self._trackers.log(step, fields)
+        measured = {} if heldout is None else self.heldout.record(step, heldout)
+        self._log.write(step, fields | measured)
+        self._trackers.log(step, fields | measured)
         self._progress.update(step, fields)
+        if heldout is not None:
+            self.note(HeldoutLog.describe(step, heldout))
 
-    def begin(self, start: Sequence[str], rows: Sequence[Any], quarantine: Quarantine) -> None:
+    def before(self, heldout: Figures) -> None:
+        """Held-out metrics before the first step."""
+        self._trackers.log(0, self.heldout.record(0, heldout))
+        self.note(HeldoutLog.describe(0, heldout))
+
+    def end(self, stopped: str | None) -> None:
+        """The last step has been made; `stopped`: why the run ends early, if it does."""
+        self._stopped = stopped
+        for note in (stopped, self.heldout.describe_best()):
+            if note is not None:
+                self.note(note)
+
+    def begin(self, start: Sequence[str], rows: Sequence[Any], num_heldout: int, quarantine: Quarantine) -> None:
         """From where the run goes on, how its rows are read, and which are not trained on, or more than once."""
+        self._rows, self._num_quarantined = rows, len(quarantine)
         for note in [*start, *quarantine.notes]:
             self.note(note)
+        if num_heldout:
+            self.note(f"{num_heldout} rows are held out and measured, {len(rows)} are there to train on")
         if quarantine:
             self.note(f"{len(quarantine)} rows set aside, {len(rows)} left; see {self._run.quarantine}")
         if duplicates := num_duplicates(rows):
             self.note(f"{duplicates} of {len(rows)} rows are duplicates of others")
 
+    def write_summary(self, best: tuple[float, Position] | None) -> None:
+        """The last file of a run, the sign that it finished; `best` is the best checkpoint."""
+        told = {**self.heldout.summary(best), "stopped_early": self._stopped}
+        write_json(self._run.summary, _figures(self._run, self._title, self._rows, self._num_quarantined) | told)
 
-def summary(run: RunDirectory, title: str, rows: Sequence[Any], num_quarantined: int) -> dict[str, Any]:
-    """Final figures.  Losses (and accuracies) are of the first and of the last tenth of the steps."""
+
+def _figures(run: RunDirectory, title: str, rows: Sequence[Any], num_quarantined: int) -> dict[str, Any]:
+    """Of all steps.  Losses (and accuracies) are of the first and of the last tenth of the steps."""
     lines = read_metrics(run.metrics)
     tenth = max(1, len(lines) // 10)
     learned = [name for name in ("loss", "accuracy", "margin") if name in lines[0]]

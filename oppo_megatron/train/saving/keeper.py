@@ -6,9 +6,10 @@ over a group of their own, and the ranks find at a later step's meeting that it 
 
 from __future__ import annotations
 
+import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +19,17 @@ import torch
 import torch.distributed as dist
 
 from oppo_megatron.checkpoint.store import CheckpointStore, Position
-from oppo_megatron.config.reliability import CheckpointConfig, TrainCheckpointConfig
+from oppo_megatron.config.evaluation import REWARD, Standard
+from oppo_megatron.config.reliability import CheckpointConfig
+from oppo_megatron.control.estimates import Figures
 from oppo_megatron.runtime.activity import Activity
+from oppo_megatron.runtime.mcore.checkpoint import load_models
+from oppo_megatron.runtime.mcore.training import TrainedModel
 from oppo_megatron.runtime.peers import waiting_for
 from oppo_megatron.runtime.process_groups import new_group
 from oppo_megatron.runtime.world import World
 from oppo_megatron.train.run_dir import RunDirectory
+from oppo_megatron.train.saving.files import MODELS, STATE
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.snapshot import Best, Snapshot
 from oppo_megatron.train.saving.writing import CheckpointWriting
@@ -73,10 +79,15 @@ class Pending:
 
 
 class CheckpointKeeper:
-    """One rank's part.  Calls are collective of the world but for `due` and `take_cost`."""
+    """One rank's part.  Calls are collective of the world but for `due`, `measured` and `take_cost`.
 
-    def __init__(self, config: CheckpointConfig, run_dir: Path, world: World, preemption: Preemption):
-        self.rules, self.world, self.preemption = config, world, preemption
+    `standard`: what tells the best checkpoint, where anything does.
+    """
+
+    def __init__(
+        self, config: CheckpointConfig, standard: Standard | None, run_dir: Path, world: World, preemption: Preemption
+    ):
+        self.rules, self.standard, self.world, self.preemption = config, standard, world, preemption
         self.store = CheckpointStore(RunDirectory(run_dir).checkpoints)
         self.stopping = False
         self.best: Best | None = None
@@ -86,6 +97,7 @@ class CheckpointKeeper:
         self._pending: Pending | None = None
         self._cost = Cost()
         self._saved_at, self._overdue = time.monotonic(), False
+        self._measured: tuple[int, float] | None = None
 
     def look_around(self) -> None:
         """All ranks have met: was any told to stop, and is the last checkpoint whole?"""
@@ -101,18 +113,56 @@ class CheckpointKeeper:
 
     def due(self, step: int) -> bool:
         """After a step."""
-        every = self.rules.every_steps
-        return self.stopping or self._overdue or bool(every and step % every == 0)
+        every, standard = self.rules.every_steps, self.standard
+        # By rewards, which come with every step and are uncertain, the best of those that are saved anyway is enough.
+        best = self.rules.keep_best and standard is not None and standard.metric != REWARD and self._is_best(step)
+        return self.stopping or self._overdue or best or bool(every and step % every == 0)
 
     def take_cost(self) -> Cost:
         """Of checkpoints, since the last call."""
         cost, self._cost = self._cost, Cost()
         return cost
 
-    def judge(self, position: Position, value: float) -> None:
-        """The checkpoint at `position` is the best so far if `value` is the highest."""
-        if math.isfinite(value) and (self.best is None or value > self.best[0]):
-            self.best = value, position
+    def measured(self, step: int, value: float) -> None:
+        """What the `standard` looks at was so much after `step` steps."""
+        self._measured = step, value
+
+    def look_at(self, step: int, figures: Figures) -> None:
+        """Held-out metrics after `step` steps."""
+        if self.standard is not None and self.standard.metric in figures:
+            self.measured(step, figures[self.standard.metric][0])
+
+    def load_best(self, models: Mapping[str, TrainedModel], now: Position) -> bool:
+        """Make `models`, which are as they were at `now`, those of the best checkpoint; False where none is kept.
+
+        The run has ended: what tells of its course is not touched.
+        """
+        if not self.rules.keep_best or self.best is None:
+            return False
+        folder = self.store.folder(self.best[1])
+        if self.best[1] != now:
+            updates = json.loads((folder / STATE).read_text(encoding="utf-8"))["updates"]
+            with waiting_for("models of the best checkpoint", self.world.activity, waits=False):
+                load_models(folder / MODELS, models, dict.fromkeys(models, updates))
+        return True
+
+    def judge(self, position: Position) -> None:
+        """The checkpoint at `position` is the best so far if what was measured there says so."""
+        if position.clock < 0 and self._is_best(position.step):
+            assert self._measured is not None
+            self.best = self._measured[1], position
+
+    def resume_best(self, best: Best | None, metric: str | None) -> None:
+        """What a checkpoint says of the best one, by `metric`; one that another figure told, or that is gone, is none."""
+        same = self.standard is not None and metric == self.standard.metric
+        self.best = best if same and best is not None and self.store.folder(best[1]).is_dir() else None
+
+    def _is_best(self, step: int) -> bool:
+        """Whether what was measured after the step is better than the best checkpoint."""
+        if self._measured is None or self._measured[0] != step or not math.isfinite(value := self._measured[1]):
+            return False
+        assert self.standard is not None
+        return self.best is None or self.standard.gain(value, self.best[0]) > 0
 
     def write(self, work: Work, started: float) -> None:
         """Write a checkpoint; when this returns it is whole, or the run may go on.  The one before is whole.
@@ -129,7 +179,7 @@ class CheckpointKeeper:
                 self._group,
                 work.take(behind),
                 keep=self.rules.keep,
-                keep_best=isinstance(self.rules, TrainCheckpointConfig) and self.rules.keep_best,
+                keep_best=self.rules.keep_best,
                 warn=work.warn,
                 activity=Activity() if behind else self.world.activity,
             )

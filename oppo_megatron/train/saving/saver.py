@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from oppo_megatron.checkpoint.store import Position
+from oppo_megatron.config.evaluation import REWARD, best_standard
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.errors import CheckpointError
@@ -54,9 +55,8 @@ class Saver(CheckpointKeeper):
     """One rank's part.  Calls are collective of the world but for `due`, `take_cost` and `told_to_stop`."""
 
     def __init__(self, config: TrainConfig, world: World, prompts: PromptSet, preemption: Preemption):
-        super().__init__(config.checkpoint, config.run_dir, world, preemption)
+        super().__init__(config.checkpoint, best_standard(config), config.run_dir, world, preemption)
         self.config, self.prompts = config, prompts
-        self.reward = 0.0
         self._told = {"config": config_state(config), "sources": source_state(config)}
         self._data: dict[str, Any] | None = None
 
@@ -64,9 +64,10 @@ class Saver(CheckpointKeeper):
         """Before a round, on the ranks of the actor alone: the chunk tells the others."""
         return self.preemption.agreed(group, self.world.activity)
 
-    def meet(self, reward: float) -> None:
-        """All ranks have met for a step's scores, of mean `reward`."""
-        self.reward = reward
+    def meet(self, step: int, reward: float) -> None:
+        """All ranks have met for the scores of a step, of mean `reward`."""
+        if self.standard is not None and self.standard.metric == REWARD:
+            self.measured(step, reward)
         self.look_around()
 
     def save_end(self, trainer: PPOTrainer) -> None:
@@ -91,11 +92,11 @@ class Saver(CheckpointKeeper):
         trainer.memory.of_all_ranks()
         position = Position(trainer.done, -1 if trainer.phase is None else trainer.scheduler.buffer.clock)
         place, journal = trainer.scheduler.position, trainer.journal
-        if position.clock < 0:
-            self.judge(position, self.reward)
+        self.judge(position)
 
         def take(copied: bool) -> Snapshot:
-            return take_snapshot(trainer, position, self._told | {"data": self._data_now()}, self.best, copied=copied)
+            told = self._told | {"data": self._data_now(), "best_metric": self.standard and self.standard.metric}
+            return take_snapshot(trainer, position, told, self.best, copied=copied)
 
         def whole(cost: Cost) -> None:
             trainer.guard.rollbacks.checkpoint = position.name, place
@@ -137,7 +138,7 @@ class Saver(CheckpointKeeper):
         """Continue from a checkpoint.  Raises CheckpointError for other data, models or a damaged file."""
         state = found.state
         self.require_same_run(found, trainer.guard.rollbacks.left_out)
-        self.best = best_of(state)
+        self.resume_best(best_of(state), state.get("best_metric", REWARD))
         updates = {name: state["updates"] for name in ("actor", "critic")}
         models = trained_models(trainer)
         with waiting_for("models of the checkpoint", self.world.activity, waits=False):

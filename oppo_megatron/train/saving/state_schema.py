@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
+from oppo_megatron.config.evaluation import REWARD
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.records import FinishReason, StepSignals
 from oppo_megatron.train.logs.journal import StepFacts
@@ -122,10 +123,10 @@ class _Journal(_Strict):
     elapsed_s: float
     accuracy: list[tuple[Count, float]]
     heldout: list[tuple[Count, dict[str, dict[str, float | None]]]] = []
-    stopped: str | None = None
+    stopped: str | None = None  # older checkpoints have it; it is found anew
 
 
-class _EarlyStop(_Strict):
+class EarlyStopState(_Strict):
     best: tuple[Count, float] | None
     worse: Count
     last: tuple[Count, float] | None
@@ -178,7 +179,8 @@ class _State(_Strict):
     best: tuple[float, tuple[Count, Clock]] | None
     config: dict[str, Any] | None = None  # later versions write both
     sources: dict[str, str] = {}
-    early_stop: _EarlyStop | None = None
+    best_metric: str | None = REWARD
+    early_stop: EarlyStopState | None = None
 
 
 class _Line(_Strict):

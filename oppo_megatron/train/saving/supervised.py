@@ -14,6 +14,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from oppo_megatron.checkpoint.store import Position
+from oppo_megatron.config.evaluation import best_standard
 from oppo_megatron.config.run import SupervisedConfig
 from oppo_megatron.data.supervised import Passed, num_batches
 from oppo_megatron.errors import CheckpointError
@@ -29,7 +30,7 @@ from oppo_megatron.train.saving.keeper import CheckpointKeeper, Cost, Work
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.snapshot import Snapshot, best_of, best_state
 from oppo_megatron.train.saving.state import require_same_data
-from oppo_megatron.train.saving.state_schema import unusable
+from oppo_megatron.train.saving.state_schema import EarlyStopState, unusable
 from oppo_megatron.train.saving.telling import config_state, tell_of_changes, tell_of_start
 
 MODEL = "model"
@@ -60,6 +61,9 @@ class _State(_Strict):
     saved_at: float
     data: _Data
     best: tuple[float, tuple[Count, Annotated[int, Field(ge=-1)]]] | None
+    best_metric: str | None = None
+    heldout: list[tuple[Count, dict[str, dict[str, float | None]]]] = []
+    early_stop: EarlyStopState | None = None
     config: dict[str, Any]
 
 
@@ -101,7 +105,7 @@ class SupervisedSaver(CheckpointKeeper):
         rows: Sequence[tuple[list[int], ...]],
         preemption: Preemption,
     ):
-        super().__init__(config.checkpoint, config.run_dir, world, preemption)
+        super().__init__(config.checkpoint, best_standard(config), config.run_dir, world, preemption)
         self.config, self.kind = config, kind
         self._config, self._num_rows = config_state(config), len(rows)
         self._data = {
@@ -139,16 +143,19 @@ class SupervisedSaver(CheckpointKeeper):
 
     def restore(self, trained: TrainedModel, found: FoundSupervised) -> None:
         """Weights, optimizer and schedule.  Raises CheckpointError for other models or a damaged file."""
-        self.best = best_of(found.state)
+        self.resume_best(best_of(found.state), found.state.get("best_metric"))
         updates = found.state["updates"]
         with waiting_for("model of the checkpoint", self.world.activity, waits=False):
             load_models(found.folder / MODELS, {MODEL: trained}, {MODEL: updates})
         trained.resume_schedule(updates)
 
-    def save(self, trained: TrainedModel, passed: Passed, report: Report | None) -> None:
+    def save(
+        self, trained: TrainedModel, passed: Passed, report: Report | None, early_stop: dict[str, Any] | None
+    ) -> None:
         """Write the run's state between two steps, as `write` does."""
         self.conclude()
         position, started = Position(passed.steps), time.monotonic()
+        self.judge(position)
 
         def take(copied: bool) -> Snapshot:
             models = gather_models({MODEL: trained}, copied=copied)
@@ -163,6 +170,9 @@ class SupervisedSaver(CheckpointKeeper):
                 "saved_at": time.time(),
                 "data": self._data,
                 "best": best_state(self.best),
+                "best_metric": self.standard and self.standard.metric,
+                "heldout": report.heldout.state_dict(),
+                "early_stop": early_stop,
                 "config": self._config,
             }
             return Snapshot(position, models, None, {STATE: json.dumps(state, indent=1)}, self.best)
@@ -173,12 +183,14 @@ class SupervisedSaver(CheckpointKeeper):
 
         self.write(Work(position, take, whole, None if report is None else report.note, self.stopping), started)
 
-    def save_end(self, trained: TrainedModel, passed: Passed, report: Report | None) -> None:
+    def save_end(
+        self, trained: TrainedModel, passed: Passed, report: Report | None, early_stop: dict[str, Any] | None
+    ) -> None:
         """After the last step, behind the weights: a disk that is full now costs no more than the way on from here."""
         if not self.rules.final or self.saved == Position(passed.steps):
             return
         try:
-            self.save(trained, passed, report)
+            self.save(trained, passed, report, early_stop)
             self.conclude()
         except CheckpointError as error:
             if report is not None:

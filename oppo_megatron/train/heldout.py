@@ -1,0 +1,93 @@
+"""Rows that supervised training does not see, and what the model as it is makes of them.
+
+Legend: N rows, K metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from oppo_megatron.config.evaluation import EarlyStopConfig, HeldoutConfig
+from oppo_megatron.control.early_stop import EarlyStop
+from oppo_megatron.control.estimates import Figures, moments_of, ratios
+from oppo_megatron.runtime.batch import MicroBatch
+from oppo_megatron.runtime.mcore.training import TrainedModel, forward_rows
+from oppo_megatron.runtime.peers import waiting_for
+from oppo_megatron.runtime.vocab_shards import VocabShards
+from oppo_megatron.runtime.world import World
+from oppo_megatron.train.score_exchange import sum_over_ranks
+
+RowT = TypeVar("RowT", bound=tuple[list[int], ...])
+RowC = TypeVar("RowC", bound=tuple[list[int], ...], contravariant=True)
+
+Measure = Callable[[MicroBatch, Tensor], Tensor]
+"""(micro-batch, output of its rows) -> [N, 1 + K] in float64: what each row weighs, and each metric's sum over it."""
+
+
+class Measured(Protocol[RowC]):
+    """What a task says of rows that are measured."""
+
+    def micro_batches(self, rows: Sequence[RowC], budget: int, device: torch.device) -> list[MicroBatch]: ...
+
+    def measure(self, rows: Sequence[RowC], vocab: VocabShards) -> Measure: ...
+
+
+class Heldout(Generic[RowT]):
+    """The held-out rows of a run.  Every rank of the world makes the calls, with the same result."""
+
+    def __init__(
+        self,
+        config: HeldoutConfig,
+        stop: EarlyStopConfig | None,
+        task: Measured[RowT],
+        rows: Sequence[RowT],
+        metrics: Sequence[str],
+        world: World,
+    ):
+        self.every, self.task, self.metrics, self.world = config.every_steps, task, metrics, world
+        self.rows = rows[: config.max_rows]
+        self.stop = None if stop is None else EarlyStop(stop)
+
+    @property
+    def over(self) -> bool:
+        """Whether the run is to end early."""
+        return self.stop is not None and self.stop.due
+
+    def describe_end(self) -> str | None:
+        """Why the run ends early, if it does."""
+        return self.stop.describe() if self.stop is not None and self.stop.due else None
+
+    def due(self, step: int, last: bool) -> bool:
+        """Before the first step, after the last, and every so often."""
+        return step == 0 or last or bool(self.every and step % self.every == 0)
+
+    def measure(self, trained: TrainedModel, step: int, budget: int) -> Figures:
+        """The metrics after `step` steps, in micro-batches of at most `budget` tokens; early stopping learns of them.
+
+        The replicas share the rows.
+        """
+        groups = trained.model.groups
+        mine = self.rows[groups.dp_rank :: groups.dp]
+        batches = self.task.micro_batches(mine, budget, next(trained.model.parameters()).device)
+        tables = forward_rows(trained.chunks, batches, self.task.measure(mine, trained.model.vocab))
+        speaks = groups.is_last_stage and groups.tp_rank == 0  # one rank for each replica
+        rows = torch.cat(tables).tolist() if speaks and tables else []
+        width = 1 + len(self.metrics)
+        with waiting_for(f"held-out metrics after step {step}", self.world.activity):
+            moments = sum_over_ranks(moments_of(rows, width), self.world.device)
+        figures = dict(zip(self.metrics, ratios(moments, width), strict=True))
+        if self.stop is not None:
+            self.stop.observe(step, figures[self.stop.config.metric][0])
+        return figures
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Of early stopping, in plain JSON types."""
+        return None if self.stop is None else self.stop.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        if self.stop is not None and state is not None:
+            self.stop.load_state_dict(dict(state))

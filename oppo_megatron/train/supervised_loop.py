@@ -1,0 +1,157 @@
+"""The loop of `oppo sft` and `oppo rm`, on every rank; a task says how rows become micro-batches and what their loss is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from oppo_megatron.algorithms.supervised import means
+from oppo_megatron.config.run import SupervisedConfig
+from oppo_megatron.control.estimates import Figures
+from oppo_megatron.data.rows import Quarantine
+from oppo_megatron.data.supervised import Passed, batches
+from oppo_megatron.data.tokenizer import Tokenizer
+from oppo_megatron.runtime.activity import Activity
+from oppo_megatron.runtime.batch import MicroBatch
+from oppo_megatron.runtime.exhaustion import Allowance, in_smaller_ones
+from oppo_megatron.runtime.mcore.model import Head
+from oppo_megatron.runtime.mcore.training import Loss, StepReport, TrainedModel
+from oppo_megatron.runtime.vocab_shards import VocabShards
+from oppo_megatron.schedule.packing import Packing, balance, packing_figures
+from oppo_megatron.train.heldout import Heldout, Measure
+from oppo_megatron.train.logs.supervised import Report
+from oppo_megatron.train.logs.trace import SpanRecorder
+from oppo_megatron.train.saving.supervised import SupervisedSaver
+
+RowT = TypeVar("RowT", bound=tuple[list[int], ...])
+
+
+class Task(Protocol[RowT]):
+    """What tells one kind of supervised training from another."""
+
+    title: str
+    head: Head
+
+    def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[RowT]: ...
+
+    def num_tokens(self, row: RowT) -> int:
+        """Tokens that the model reads of a row."""
+        ...
+
+    def micro_batches(self, rows: Sequence[RowT], budget: int, device: torch.device) -> list[MicroBatch]: ...
+
+    def loss(self, rows: Sequence[RowT], vocab: VocabShards) -> Loss:
+        """Mean loss of the batch `rows`; its statistics are sums with their `count`."""
+        ...
+
+    def measure(self, rows: Sequence[RowT], vocab: VocabShards) -> Measure:
+        """Of each of `rows` what it weighs, and the sums of the held-out metrics over it."""
+        ...
+
+
+@dataclass
+class SupervisedTrainer(Generic[RowT]):
+    """One rank's view of the run.  `steps` are those of the whole run; the `report` is that of one rank, others have none."""
+
+    config: SupervisedConfig
+    task: Task[RowT]
+    rows: Sequence[RowT]
+    heldout: Heldout[RowT] | None
+    trained: TrainedModel
+    saver: SupervisedSaver
+    report: Report | None
+    spans: SpanRecorder
+    activity: Activity
+    allowance: Allowance
+    passed: Passed
+    steps: int
+
+    def run(self) -> bool:
+        """Make the steps that are left, measure and save; False where the run was told to stop, and is saved."""
+        if self.passed.steps == 0:
+            figures = self._measure()
+            if self.report and figures is not None:
+                self.report.before(figures)
+        for index in self._order():
+            if self.over:  # a run that is resumed may have been
+                break
+            figures = self._step(index)
+            heldout = self._measure()
+            if self.report:
+                self.report.step(self.passed.steps, figures, self.saver.take_cost(), heldout)
+            self.saver.look_around()
+            if self.saver.due(self.passed.steps):
+                self.saver.save(self.trained, self.passed, self.report, self.early_stop)
+                if self.saver.stopping and not self.over:
+                    return False
+        self.saver.conclude()
+        if self.report:
+            self.report.end(None if self.heldout is None else self.heldout.describe_end())
+        return True
+
+    @property
+    def over(self) -> bool:
+        """Nothing is left to train, or a held-out metric ends the run."""
+        return self.passed.steps >= self.steps or (self.heldout is not None and self.heldout.over)
+
+    @property
+    def early_stop(self) -> dict[str, Any] | None:
+        """Of a checkpoint."""
+        return None if self.heldout is None else self.heldout.state_dict()
+
+    def _order(self) -> Iterator[list[int]]:
+        config = self.config
+        return batches(
+            len(self.rows),
+            config.batch_size,
+            config.seed,
+            config.epochs,
+            config.max_steps,
+            config.data.shuffle,
+            self.passed,
+        )
+
+    def _measure(self) -> Figures | None:
+        """The held-out metrics as they are now, where they are due."""
+        step = self.passed.steps
+        if self.heldout is None or not self.heldout.due(step, last=step >= self.steps):
+            return None
+        budget = self.allowance.within(self.config.runtime.micro_batch_tokens)
+        with (
+            self.spans.span("evaluate", role="model", step=step),
+            self.activity.doing(f"evaluation after step {step}"),
+        ):
+            figures = self.heldout.measure(self.trained, step, budget)
+        self.saver.look_at(step, figures)
+        return figures
+
+    def _step(self, index: Sequence[int]) -> dict[str, Any]:
+        """Train on a batch; the figures of the step."""
+        start, self.passed = time.monotonic(), self.passed.step(len(index))
+        step, chosen = self.passed.steps, [self.rows[i] for i in index]
+        groups, device = self.trained.model.groups, next(self.trained.model.parameters()).device
+        lengths, budget = [self.task.num_tokens(row) for row in chosen], self.config.runtime.micro_batch_tokens
+        shares = balance(lengths, groups.dp)
+        mine, loss = [chosen[i] for i in shares[groups.dp_rank]], self.task.loss(chosen, self.trained.model.vocab)
+
+        def make(most: int) -> StepReport:
+            return self.trained.step(self.task.micro_batches(mine, most, device), loss)
+
+        with self.spans.span("update", role="model", step=step), self.activity.doing(f"update, step {step}"):
+            report = in_smaller_ones(make, budget, self.allowance, self.trained.begun, self.trained.bound_to_peers)
+        packing = Packing.of([[lengths[i] for i in share] for share in shares], self.allowance.within(budget))
+        self.spans.flush()
+        step_s, num_tokens = time.monotonic() - start, sum(lengths)
+        return {
+            "step_s": step_s,
+            **means(report.stats),
+            "tokens": num_tokens,
+            "tokens_per_s": num_tokens / step_s,
+            "lr": report.lr,
+            "grad_norm": report.grad_norm,
+            **packing_figures([packing]),
+        }

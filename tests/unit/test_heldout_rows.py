@@ -1,0 +1,141 @@
+"""Held-out rows of supervised training: which they are, what is made of their figures, what names the best step."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from typing import Any
+
+import pytest
+
+from oppo_megatron.checkpoint.store import Position
+from oppo_megatron.config.evaluation import Standard, best_standard, check_heldout
+from oppo_megatron.config.run import RewardModelConfig, SFTConfig
+from oppo_megatron.control.estimates import moments_of, ratios
+from oppo_megatron.data.heldout import split_rows
+from oppo_megatron.errors import DataError
+from oppo_megatron.train.logs.heldout import HeldoutLog
+
+Row = tuple[list[int], list[int]]
+
+
+def rows_of(prompts: list[int]) -> list[Row]:
+    return [([prompt], [place]) for place, prompt in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("fraction", [0.05, 0.1, 0.5, 0.9])
+def test_rows_of_a_prompt_stay_together_and_nothing_is_lost(fraction: float) -> None:
+    rows = rows_of([n % 60 for n in range(200)])
+    training, held = split_rows(rows, fraction, seed=5)
+    assert sorted([*training, *held], key=lambda row: row[1]) == rows
+    assert not {row[0][0] for row in training} & {row[0][0] for row in held}
+    assert training == sorted(training, key=lambda row: row[1]) and held == sorted(held, key=lambda row: row[1])
+    assert 0 < len(held) <= max(1, round(fraction * len(rows)))
+
+
+def test_different_prompts_are_held_out_to_the_row_and_by_the_seed() -> None:
+    rows = rows_of(list(range(100)))
+    chosen = [split_rows(rows, 0.2, seed)[1] for seed in (1, 1, 2)]
+    assert [len(held) for held in chosen] == [20, 20, 20]
+    assert chosen[0] == chosen[1] != chosen[2]
+
+
+def test_more_rows_behind_them_leave_held_out_prompts_held_out_mostly() -> None:
+    before, after = (split_rows(rows_of(list(range(n))), 0.2, 1)[1] for n in (1000, 1010))
+    assert len({row[0][0] for row in before} & {row[0][0] for row in after}) >= 0.95 * len(before)
+
+
+@pytest.mark.parametrize("prompts", [[1, 1, 1, 1], [1], [1, 1, 2, 2]])
+def test_a_share_that_cannot_be_held_out_is_refused(prompts: list[int]) -> None:
+    with pytest.raises(DataError, match="evaluation.data"):
+        split_rows(rows_of(prompts), 0.25, 1)
+
+
+def test_means_and_errors_are_those_of_the_statistics_book() -> None:
+    rng = random.Random(1)
+    table = [[1.0, rng.random(), float(rng.random() > 0.4)] for _ in range(50)]
+    parts = [moments_of(table[:20], 3), moments_of(table[20:], 3), moments_of([], 3)]
+    found = ratios([sum(each) for each in zip(*parts, strict=True)], 3)
+    for column, (mean, error) in enumerate(found, start=1):
+        values = [row[column] for row in table]
+        assert mean == pytest.approx(statistics.fmean(values))
+        assert error == pytest.approx(statistics.stdev(values) / math.sqrt(50))
+    assert ratios(moments_of([[4.0, 2.0]], 2), 2) == [(0.5, None)]
+
+
+def test_the_error_of_a_mean_a_token_is_that_of_many_draws_of_rows() -> None:
+    """Rows of unlike lengths: the estimate of one sample is near the spread of the means of 4000 others."""
+    rng = random.Random(2)
+
+    def draw() -> list[list[float]]:
+        lengths = [rng.randint(1, 30) for _ in range(200)]
+        return [[float(n), n * rng.gauss(2.0, 0.5)] for n in lengths]
+
+    means = [ratios(moments_of(draw(), 2), 2)[0][0] for _ in range(4000)]
+    (_, error), *_ = ratios(moments_of(draw(), 2), 2)
+    assert error == pytest.approx(statistics.stdev(means), rel=0.15)
+
+
+def config(kind: type[SFTConfig | RewardModelConfig], **changes: Any) -> SFTConfig | RewardModelConfig:
+    tree = {"run_dir": "r", "tokenizer": {"path": "t"}, "data": {"path": "d"}, "model": {"checkpoint": "m"}}
+    return kind.model_validate(tree | changes)
+
+
+HALF = {"fraction": 0.5}
+OFTEN = {**HALF, "every_steps": 5}
+FILE = {"data": {"path": "h"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "standard"),
+    [
+        ({}, None),
+        ({"evaluation": HALF}, None),
+        ({"evaluation": OFTEN}, Standard("loss", "min")),
+        ({"evaluation": OFTEN, "checkpoint": {"best_metric": "accuracy"}}, Standard("accuracy", "max")),
+        ({"evaluation": OFTEN, "early_stop": {"metric": "accuracy"}}, Standard("accuracy", "max")),
+        ({"evaluation": OFTEN, "checkpoint": {"best_metric": "loss", "best_mode": "max"}}, Standard("loss", "max")),
+    ],
+)
+def test_what_names_the_best_step(changes: dict[str, Any], standard: Standard | None) -> None:
+    chosen = config(SFTConfig, **changes)
+    assert best_standard(chosen) == standard and check_heldout(chosen) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "words"),
+    [
+        (SFTConfig, {"evaluation": {}}, "neither of data and fraction"),
+        (SFTConfig, {"evaluation": {**HALF, **FILE}}, "both of data and fraction"),
+        (SFTConfig, {"evaluation": OFTEN, "early_stop": {"metric": "margin"}}, "choose from loss, accuracy"),
+        (SFTConfig, {"evaluation": FILE, "early_stop": {"metric": "loss"}}, "set evaluation.every_steps"),
+        (SFTConfig, {"checkpoint": {"keep_best": True}}, "set evaluation.every_steps"),
+        (RewardModelConfig, {"evaluation": OFTEN, "checkpoint": {"best_metric": "los"}}, "loss, accuracy, margin"),
+        (SFTConfig, {"evaluation": OFTEN, "checkpoint": {"best_metric": "reward"}}, "choose from loss, accuracy"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(kind: Any, changes: dict[str, Any], words: str) -> None:
+    problems = check_heldout(config(kind, **changes))
+    assert len(problems) == 1 and words in problems[0]
+
+
+def test_the_first_of_equal_steps_is_the_best_and_step_0_is_none() -> None:
+    log = HeldoutLog(Standard("loss", "min"))
+    for step, loss in enumerate([0.5, 3.0, math.nan, 2.0, 2.0, 2.5]):
+        log.record(step, {"loss": (loss, None), "accuracy": (1.0, 0.1)})
+    assert log.best() == (3, 2.0) and log.describe_best() == "best step 3: loss 2"
+    other = HeldoutLog(Standard("accuracy", "max"))
+    other.load_state_dict(log.state_dict())
+    assert other.summary(None)["best"] == {"step": 1, "metric": "accuracy", "value": 1.0}
+    third = other.summary(None)["heldout"]["3"]
+    assert third == {"mean": {"loss": 2.0, "accuracy": 1.0}, "error": {"loss": None, "accuracy": 0.1}}
+    rewards = HeldoutLog(Standard("reward", "max"))
+    assert rewards.summary((0.25, Position(4)))["best"] == {"step": 4, "metric": "reward", "value": 0.25}
+    assert rewards.summary(None)["best"] is None and HeldoutLog(None).summary(None)["best"] is None
+
+
+def test_every_command_says_which_metrics_it_has() -> None:
+    assert config(SFTConfig, evaluation=OFTEN).measured == ["loss", "accuracy"]
+    assert config(RewardModelConfig, evaluation=OFTEN).measured == ["loss", "accuracy", "margin"]
+    assert config(RewardModelConfig, evaluation=HALF).measured == []
