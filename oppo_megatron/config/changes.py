@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import zip_longest
 from typing import Any
 
 WITHOUT_EFFECT = ("run_dir", "checkpoint.resume")
@@ -51,9 +52,8 @@ def _differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, 
             below = f"{key}.{name}" if key else str(name)
             yield from _differences(old.get(name, _ABSENT), new.get(name, _ABSENT), below)
     elif _are_sections(old) and _are_sections(new):
-        for index in range(max(len(old), len(new))):
-            pair = (part[index] if index < len(part) else _ABSENT for part in (old, new))
-            yield from _differences(*pair, f"{key}.{index}")
+        for index, (one, other) in enumerate(zip_longest(old, new, fillvalue=_ABSENT)):
+            yield from _differences(one, other, f"{key}.{index}")
     elif (None if old is _ABSENT else old) != (None if new is _ABSENT else new):  # null says no more than nothing does
         yield key, old, new
 
