@@ -52,9 +52,12 @@ def check_layers(runtime: RuntimeConfig, *, adapters: bool) -> list[str]:
     return [f"runtime.layers is transformer_engine, but {problem}; set it to auto or torch"]
 
 
-def adapters(config: TrainConfig) -> dict[str, LoraConfig]:
+def adapters(config: TrainConfig | SupervisedConfig) -> dict[str, LoraConfig]:
     """The adapters of the roles that have some."""
-    trained = {"actor": config.actor.lora, "critic": config.critic.lora}
+    if isinstance(config, SupervisedConfig):
+        trained = {"model": config.model.lora}
+    else:
+        trained = {"actor": config.actor.lora, "critic": config.critic.lora}
     return {name: lora for name, lora in trained.items() if lora is not None}
 
 
@@ -84,7 +87,8 @@ def check_supervised(config: SupervisedConfig) -> list[str]:
         *check_exists("tokenizer.path", config.tokenizer.path),
         *check_data("data", config.data, templates=("prompt", "completion")),
         *_check_optimizer("model", config.optimizer, key="optimizer"),
-        *check_layers(config.runtime, adapters=False),
+        *check_layers(config.runtime, adapters=bool(adapters(config))),
+        *(problem for name, lora in adapters(config).items() for problem in check_adapter(name, lora)),
         *check_heldout(config),
         *(
             check_data("evaluation.data", config.evaluation.data, templates=("prompt", "completion"))

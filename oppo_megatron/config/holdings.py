@@ -30,7 +30,7 @@ from oppo_megatron.config.memory import (
     training_kernel_bytes,
     training_state,
 )
-from oppo_megatron.config.model import ModelConfig, TrainedRoleConfig, TrainingLayoutConfig
+from oppo_megatron.config.model import LearningModelConfig, ModelConfig, TrainedRoleConfig, TrainingLayoutConfig
 from oppo_megatron.config.places import (
     Place,
     Seat,
@@ -75,7 +75,7 @@ class _Model:
 
     @classmethod
     def of(cls, model: ModelConfig, *, scalar: bool, shared: bool = False) -> _Model:
-        lora = model.lora if isinstance(model, TrainedRoleConfig) else None
+        lora = model.lora if isinstance(model, LearningModelConfig) else None
         return cls(read_hf_config(model), model.dtype, scalar, lora, shared)
 
     def laid_out(self, *places: Place) -> _Model:

@@ -90,6 +90,15 @@ class ModelConfig(Section):
     )
 
 
+class LearningModelConfig(ModelConfig):
+    """A model that is trained."""
+
+    lora: LoraConfig | None = Field(
+        None,
+        description="train low-rank adapters beside the model's weights, which stay as they are; null: train all weights",
+    )
+
+
 class OptimizerConfig(Section):
     """Adam and its schedule, through megatron-core's optimizer."""
 
@@ -126,13 +135,9 @@ class RoleConfig(ModelConfig):
         return text
 
 
-class TrainedRoleConfig(RoleConfig):
+class TrainedRoleConfig(RoleConfig, LearningModelConfig):
     """A trained role (critic)."""
 
-    lora: LoraConfig | None = Field(
-        None,
-        description="train low-rank adapters beside the role's weights, which stay as they are; null: train all weights",
-    )
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainingLayoutConfig = TrainingLayoutConfig()
 

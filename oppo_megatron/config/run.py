@@ -23,6 +23,7 @@ from oppo_megatron.config.guards import GuardsConfig
 from oppo_megatron.config.model import (
     ActorConfig,
     Dtype,
+    LearningModelConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -158,7 +159,7 @@ class SupervisedConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     tokenizer: TokenizerConfig
     data: DataConfig
-    model: ModelConfig
+    model: LearningModelConfig
     evaluation: HeldoutConfig | None = None
     early_stop: EarlyStopConfig | None = None
     optimizer: OptimizerConfig = OptimizerConfig()

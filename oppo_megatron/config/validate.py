@@ -12,7 +12,7 @@ from oppo_megatron.config.checks import check_source, check_stop_ids, check_supe
 from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.config.layout_checks import check_auto_placement, check_layouts, check_supervised_layout
 from oppo_megatron.config.megatron import find_megatron
-from oppo_megatron.config.model import ModelConfig, PlacementConfig, TrainedRoleConfig
+from oppo_megatron.config.model import LearningModelConfig, ModelConfig, PlacementConfig
 from oppo_megatron.config.places import named_roles
 from oppo_megatron.config.run import RewardModelConfig, SupervisedConfig, TrainConfig, TrainSettings
 from oppo_megatron.config.serve import ServeRewardConfig, ServeScorerConfig, check_serve, check_serve_scorer
@@ -93,7 +93,7 @@ def compare_with_roles(tokenizer: TokenizerConfig, roles: Iterable[Role]) -> tup
         return [], []  # reported by the cross-checks
     directories: dict[str, Path] = {}
     for role in roles:
-        lora = role.model.lora if isinstance(role.model, TrainedRoleConfig) else None
+        lora = role.model.lora if isinstance(role.model, LearningModelConfig) else None
         for setting, directory in (
             ("checkpoint", role.model.checkpoint),
             ("lora.adapter", None if lora is None else lora.adapter),

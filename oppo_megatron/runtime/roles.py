@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from oppo_megatron.config.kernels import LayerKind, Layers, find_available, layer_kind
-from oppo_megatron.config.model import DecodePath, Dtype, ModelConfig, TrainedRoleConfig, TrainingLayoutConfig
+from oppo_megatron.config.model import DecodePath, Dtype, LearningModelConfig, ModelConfig, TrainingLayoutConfig
 from oppo_megatron.runtime.mcore.groups import RoleGroups
 from oppo_megatron.runtime.mcore.hf_source import TensorSource, open_weights
 from oppo_megatron.runtime.mcore.hf_weights import load_weights
@@ -81,13 +81,13 @@ def without_adapters(adapted: RoleModel, groups: RoleGroups, dtype: Dtype) -> Ro
 def _open(config: ModelConfig, head: Head, vocab_multiple: int) -> tuple[ModelShape, TensorSource]:
     """Shape and weights of a role, and whether its adapters fit.  Reads headers only."""
     shape, source = open_weights(config, head)
-    if isinstance(config, TrainedRoleConfig) and config.lora is not None and config.lora.adapter is not None:
+    if isinstance(config, LearningModelConfig) and config.lora is not None and config.lora.adapter is not None:
         open_adapters(config.lora.adapter, adapter_parts(shape, config.lora, head))
     return replace(shape, vocab_multiple=vocab_multiple), source
 
 
 def _layer_kind(config: ModelConfig, wanted: Layers, device: torch.device) -> LayerKind:
-    adapters = isinstance(config, TrainedRoleConfig) and config.lora is not None
+    adapters = isinstance(config, LearningModelConfig) and config.lora is not None
     return layer_kind(wanted, find_available(device.type == "cuda"), adapters=adapters)
 
 
@@ -96,6 +96,6 @@ def _fill(model: RoleModel, source: TensorSource, config: ModelConfig) -> None:
         model, model.shape, source, head=model.head,
         tp_rank=model.groups.tp_rank, tp_size=model.groups.tp, pp_rank=model.stage, pp_size=model.num_stages,
     )  # fmt: skip
-    if isinstance(config, TrainedRoleConfig) and config.lora is not None:
+    if isinstance(config, LearningModelConfig) and config.lora is not None:
         attach_adapters(model, config.lora)
         fill_adapters(model, config.lora, config.init_seed)

@@ -85,7 +85,9 @@ def test_held_out_figures_are_those_of_transformers_and_none_of_the_rows_is_trai
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs), "the held-out rows have no part in training"
 
 
-@pytest.mark.parametrize(("kind", "layout"), [("sft", {"tp": 2}), ("rm", {"pp": 2}), ("sft", {"dp": 2}), ("rm", {"dp": 2})])
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("sft", {"tp": 2}), ("rm", {"pp": 2}), ("sft", {"dp": 2}), ("rm", {"dp": 2})]
+)
 def test_two_ranks_measure_the_same(inputs: Path, tmp_path: Path, kind: str, layout: dict[str, int]) -> None:
     chosen = settings(inputs, kind, tmp_path / "one", batch_size=6, evaluation={**HALF, "max_rows": 11})
     run(kind, chosen)

@@ -45,7 +45,11 @@ class HeldoutLog:
     def describe_best(self) -> str | None:
         """A line that names the best step."""
         found = self.best()
-        return None if found is None or self.standard is None else f"best step {found[0]}: {self.standard.metric} {found[1]:.4g}"
+        return (
+            None
+            if found is None or self.standard is None
+            else f"best step {found[0]}: {self.standard.metric} {found[1]:.4g}"
+        )
 
     def summary(self, kept: tuple[float, Position] | None) -> dict[str, Any]:
         """Fields of the summary; `kept` is the best checkpoint, which names the best step where no held-out metric does."""
@@ -54,7 +58,9 @@ class HeldoutLog:
         if found is not None and self.standard is not None:
             best = {"step": found[0], "metric": self.standard.metric, "value": found[1]}
         return {
-            "heldout": {str(step): {"mean": v["heldout"], "error": v["heldout_error"]} for step, v in self._by_step.items()},
+            "heldout": {
+                str(step): {"mean": v["heldout"], "error": v["heldout_error"]} for step, v in self._by_step.items()
+            },
             "best": best,
         }
 

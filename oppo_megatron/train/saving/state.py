@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from oppo_megatron.config.checks import adapters
-from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.config.run import SupervisedConfig, TrainConfig
 from oppo_megatron.control.chunk import DecodeLaw
 from oppo_megatron.control.signals import Occupancy
 from oppo_megatron.data.prompts import PromptSet, PromptStream
@@ -127,7 +127,7 @@ def require_same_data(saved: dict[str, Any], now: dict[str, Any], noun: str = "p
         )
 
 
-def adapter_state(config: TrainConfig) -> dict[str, Any]:
+def adapter_state(config: TrainConfig | SupervisedConfig) -> dict[str, Any]:
     """What the tensors of adapters do not say of them, by role."""
     return {
         name: {"rank": lora.rank, "alpha": lora.alpha, "targets": list(lora.projections)}

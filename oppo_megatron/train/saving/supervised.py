@@ -29,7 +29,7 @@ from oppo_megatron.train.saving.finding import find_whole
 from oppo_megatron.train.saving.keeper import CheckpointKeeper, Cost, Work
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.snapshot import Snapshot, best_of, best_state
-from oppo_megatron.train.saving.state import require_same_data
+from oppo_megatron.train.saving.state import adapter_state, require_same_adapters, require_same_data
 from oppo_megatron.train.saving.state_schema import EarlyStopState, unusable
 from oppo_megatron.train.saving.telling import config_state, tell_of_changes, tell_of_start
 
@@ -61,6 +61,7 @@ class _State(_Strict):
     saved_at: float
     data: _Data
     best: tuple[float, tuple[Count, Annotated[int, Field(ge=-1)]]] | None
+    adapters: dict[str, Any] = {}
     best_metric: str | None = None
     heldout: list[tuple[Count, dict[str, dict[str, float | None]]]] = []
     early_stop: EarlyStopState | None = None
@@ -123,6 +124,7 @@ class SupervisedSaver(CheckpointKeeper):
                 f"{found.folder} is of a run of `oppo {state['kind']}`; resume it with that, or choose another run_dir"
             )
         require_same_data(state["data"], self._data, noun="rows")
+        require_same_adapters(state.get("adapters", {}), adapter_state(self.config))
         steps = self.num_steps(found.passed)
         if steps < state["done"] or (steps == state["done"] and RunDirectory(self.config.run_dir).finished):
             raise CheckpointError(
@@ -169,6 +171,7 @@ class SupervisedSaver(CheckpointKeeper):
                 "elapsed_s": report.elapsed_s,
                 "saved_at": time.time(),
                 "data": self._data,
+                "adapters": adapter_state(self.config),
                 "best": best_state(self.best),
                 "best_metric": self.standard and self.standard.metric,
                 "heldout": report.heldout.state_dict(),
