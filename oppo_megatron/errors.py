@@ -16,7 +16,7 @@ EXIT_INTERRUPTED = 130
 """Exit code of a command that Ctrl-C ended before there was anything to save, or a second time."""
 
 INTERRUPTED = (
-    "interrupted: the run ends soon, and what it has trained is saved; Ctrl-C once more ends it at once, unsaved"
+    "interrupted: the run saves what it has trained, and ends soon; Ctrl-C once more ends it at once, unsaved"
 )
 """What a run says at the first Ctrl-C."""
 
@@ -32,21 +32,15 @@ class OppoError(Exception):
 
 
 class ConfigError(OppoError, ValueError):
-    """One or more settings are wrong.  `problems` holds each as one sentence; the message shows all of them."""
+    """What a user has given is wrong: settings, arguments, files or packages that they name.
+
+    `problems` holds each as one sentence; the message shows all of them.
+    """
 
     def __init__(self, problems: Sequence[str] | str):
         self.problems: list[str] = [problems] if isinstance(problems, str) else list(problems)
-        head = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
-        super().__init__(f"{head} in the configuration:\n" + "\n".join(f"  - {p}" for p in self.problems))
-
-
-class InputError(ConfigError):
-    """What was given beside the settings cannot be used: a file's text, a folder, an argument, a package that is not there."""
-
-    def __init__(self, problems: Sequence[str] | str):
-        super().__init__(problems)
-        told = self.problems[0] if len(self.problems) == 1 else "\n".join(["", *(f"  - {p}" for p in self.problems)])
-        self.args = (told,)
+        several = "\n".join([f"{len(self.problems)} problems:", *(f"  - {problem}" for problem in self.problems)])
+        super().__init__(self.problems[0] if len(self.problems) == 1 else several)
 
 
 class DataError(OppoError, ValueError):

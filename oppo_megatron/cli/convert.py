@@ -98,8 +98,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _refuse_run(src: Path) -> None:
-    """Raises InputError for a run, which has several weights, and names those."""
-    from oppo_megatron.errors import InputError
+    """Raises ConfigError for a run, which has several weights, and names those."""
+    from oppo_megatron.errors import ConfigError
     from oppo_megatron.policy.finding import CHECKPOINTS, RUN_CONFIG, WEIGHTS
 
     if not (src / RUN_CONFIG).is_file() or (src / "config.json").is_file():
@@ -107,7 +107,7 @@ def _refuse_run(src: Path) -> None:
     weights = src / WEIGHTS
     found = [weights] if (weights / "config.json").is_file() else sorted(path.parent for path in weights.glob("*/config.json"))
     named = " or ".join(map(str, found)) or f"models of one of its checkpoints (in {src / CHECKPOINTS})"
-    raise InputError(f"{src} is a run, which is no weights itself; name {named}")
+    raise ConfigError(f"{src} is a run, which is no weights itself; name {named}")
 
 
 def _beside(

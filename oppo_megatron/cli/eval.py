@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 def _require_consistent(args: argparse.Namespace) -> None:
     from oppo_megatron.cli.launch import external_ranks
     from oppo_megatron.config.paths import missing_path
-    from oppo_megatron.errors import DataError, InputError
+    from oppo_megatron.errors import ConfigError, DataError
 
     problems = []
     if external_ranks(os.environ) is not None:
@@ -100,7 +100,7 @@ def _require_consistent(args: argparse.Namespace) -> None:
     if args.out is not None and args.out.exists() and not (args.out.is_dir() and not any(args.out.iterdir())):
         problems.append(f"--out {args.out} is there already, and is no empty folder; name another, or remove it")
     if problems:
-        raise InputError(problems)
+        raise ConfigError(problems)
     if not args.data.exists():
         raise DataError(missing_path("--data", args.data))
 

@@ -157,8 +157,8 @@ def make_request(args: argparse.Namespace) -> Request | None:
 
 
 def _require_consistent(args: argparse.Namespace) -> None:
-    """Raises InputError with all that does not go together."""
-    from oppo_megatron.errors import InputError
+    """Raises ConfigError with all that does not go together."""
+    from oppo_megatron.errors import ConfigError
 
     problems = []
     given = [
@@ -181,12 +181,12 @@ def _require_consistent(args: argparse.Namespace) -> None:
         problems.append("--stop is empty, which would end every response at once; give a text, or drop it")
     problems += _inconsistent_texts(args)
     if problems:
-        raise InputError(problems)
+        raise ConfigError(problems)
 
 
 def _require_of_use(args: argparse.Namespace, policy: Policy) -> None:
-    """Raises InputError for what is given, and would change nothing of what this policy says."""
-    from oppo_megatron.errors import InputError
+    """Raises ConfigError for what is given, and would change nothing of what this policy says."""
+    from oppo_megatron.errors import ConfigError
 
     problems, vocab_size = [], int(policy.hf_config["vocab_size"])
     if args.base is not None and policy.adapters is None and policy.model.lora is None:
@@ -195,7 +195,7 @@ def _require_of_use(args: argparse.Namespace, policy: Policy) -> None:
         if i >= vocab_size:
             problems.append(f"--stop-id is {i}, but the policy's vocabulary ends at {vocab_size - 1}; correct or drop it")
     if problems:
-        raise InputError(problems)
+        raise ConfigError(problems)
 
 
 def _out_of_range(args: argparse.Namespace) -> list[str]:

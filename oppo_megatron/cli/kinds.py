@@ -24,23 +24,22 @@ def guess_kind(path: Path, overrides: Sequence[str] = ()) -> str:
 
 
 def require_kind(kind: str, path: Path, overrides: Sequence[str]) -> None:
-    """Raises InputError for an empty file, and for one that lacks what `kind` needs and has all that another command needs."""
+    """Raises ConfigError for an empty file, and for one that lacks what `kind` needs and has all that another command needs."""
     from oppo_megatron.config.load import read_tree
-    from oppo_megatron.errors import ConfigError, InputError
+    from oppo_megatron.errors import ConfigError
 
+    read_tree(path)  # what is wrong with the file itself is said alone
     try:
         keys, other = set(read_tree(path, overrides)), guess_kind(path, overrides)
-    except InputError:
-        raise
     except ConfigError:
         return  # what is wrong with an override is said with all else
     if not keys:
-        raise InputError(
+        raise ConfigError(
             f"{path} is empty; write the settings of `oppo {kind}` into it, or begin with one that `oppo init` writes (--list)"
         )
     alike = {kind, other} <= set(SUPERVISED)
     if not alike and other != kind and _required(kind) - keys and not _required(other) - keys:
-        raise InputError(
+        raise ConfigError(
             f"{path} is a configuration for `oppo {other}`, by its keys, and not for `oppo {kind}`; run `oppo {other} {path}`, "
             "or name another file"
         )

@@ -34,8 +34,10 @@ from oppo_megatron.processes import signals_held
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig
 
     from oppo_megatron.train.liveness.failures import Failure
+    from oppo_megatron.train.liveness.local_ranks import LocalMeeting
 
 ENTRY = "oppo_megatron.train.entry:run_rank"
 EXIT_DEFECT = 1
@@ -196,7 +198,7 @@ def _run_entry(entry: str, kind: str, config: Any) -> int:
 def _launch_local(entry: str, kind: str, config: Any, world_size: int) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.launcher.api import elastic_launch
 
     from oppo_megatron.train.liveness.local_ranks import LocalMeeting
     from oppo_megatron.train.liveness.warden import Limits, Warden
@@ -206,18 +208,7 @@ def _launch_local(entry: str, kind: str, config: Any, world_size: int) -> int:
         logging.getLogger(noisy).setLevel(logging.CRITICAL)
     meeting, relay = LocalMeeting.open(str(os.getpid())), SignalRelay()
     with tempfile.TemporaryDirectory(prefix="oppo-") as failures:
-        agent = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=world_size,
-            **meeting.settings(),
-            max_restarts=0,
-            monitor_interval=MONITOR_S,
-            start_method="spawn",
-            local_addr="127.0.0.1",
-        )
-        if hasattr(agent, "signals_to_handle"):  # an older agent ends its ranks by SIGTERM, and they have 30 s to save
-            agent.signals_to_handle = "SIGHUP,SIGQUIT"  # SIGTERM and SIGINT are the relay's
+        agent = _agent(world_size, meeting, Path(failures))
         warden = Warden(Path(failures), meeting.point(world_size), Limits.of(config), relay.told_s)
         try:
             with relay.listening(), warden.guarding(), interrupts_from_here_alone():
@@ -228,13 +219,34 @@ def _launch_local(entry: str, kind: str, config: Any, world_size: int) -> int:
             if any(failed.exitcode == EXIT_ROLLBACK for failed in error.failures.values()):
                 return relay.code or EXIT_ROLLBACK
             if relay.code == EXIT_INTERRUPTED:
-                raise KeyboardInterrupt("not saved") from error
+                raise KeyboardInterrupt("nothing new was saved") from error
             return relay.code or _report(Path(failures), error, warden.last_words())
         except SignalException as error:
             if error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from error
             return 128 + int(error.sigval)
     return 0
+
+
+def _agent(world_size: int, meeting: LocalMeeting, folder: Path) -> LaunchConfig:
+    """Settings of torch's agent over the ranks of this machine; `folder` is for its own files."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
+
+    agent = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=world_size,
+        **meeting.settings(),
+        max_restarts=0,
+        monitor_interval=MONITOR_S,
+        start_method="spawn",
+        local_addr="127.0.0.1",
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "agent")),  # its own choice is a folder in /tmp, which it leaves there
+    )
+    if hasattr(agent, "signals_to_handle"):  # an older agent ends its ranks by SIGTERM, and they have 30 s to save
+        agent.signals_to_handle = "SIGHUP,SIGQUIT"  # SIGTERM and SIGINT are the relay's
+    return agent
 
 
 def _local_rank(entry: str, kind: str, config: Any, failures: str) -> None:

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from oppo_megatron.errors import ConfigError, InputError
+from oppo_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
     from oppo_megatron.config.run import SupervisedConfig, TrainConfig, TrainSettings
@@ -51,13 +51,13 @@ def require_ready(settings: TrainSettings | SupervisedConfig, config: TrainConfi
         problems += _memory_problems(config)
         collect(run.require_space, LEAST_FREE + int(written_bytes(config)))
     if problems:
-        raise InputError(problems)
+        raise ConfigError(problems)
 
 
 def require_service_packages(kind: str) -> None:
     """Raises ConfigError where what a service listens with is not installed."""
     if missing := [name for name in SERVICE_PACKAGES if find_spec(name) is None]:
-        raise InputError(
+        raise ConfigError(
             f"`oppo {kind}` needs {' and '.join(missing)}, which this Python lacks; install what services need: "
             "pip install 'oppo-megatron[serve]', or pip install '.[serve]' in a copy of the source"
         )

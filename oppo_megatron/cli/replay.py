@@ -20,10 +20,10 @@ def run(args: argparse.Namespace) -> int:
     from oppo_megatron.config.load import load_config
     from oppo_megatron.config.paths import missing_path
     from oppo_megatron.config.run import TrainSettings
-    from oppo_megatron.errors import InputError
+    from oppo_megatron.errors import ConfigError
 
     if not args.batch.is_file() and not args.batch.with_suffix(".jsonl").is_file():
-        raise InputError(missing_path("the guilty batch", args.batch))
+        raise ConfigError(missing_path("the guilty batch", args.batch))
     quiet_torch()
     from oppo_megatron.train.guards.guilty import read_guilty
     from oppo_megatron.train.guards.replay import one_process, replay

@@ -74,9 +74,11 @@ def run_kind(kind: str, args: argparse.Namespace) -> int:
         print(f"oppo {kind}: {run.path} holds this very run, and it has ended: nothing to do", file=sys.stderr)
         return 0
     tell_of_start(kind, config)
+    before = run.last_saved()
     code = _launch(kind, config, args.max_restarts, getattr(args, "agent", "auto"))
     if code == EXIT_REQUEUE and speaks_for_all(os.environ):
-        print(f"oppo {kind}: saved; continue with: {_continuing(kind, args)}", file=sys.stderr, flush=True)
+        saved = "saved" if run.last_saved() != before else "not saved in time"
+        print(f"oppo {kind}: {saved}; continue with: {_continuing(kind, args)}", file=sys.stderr, flush=True)
     return code
 
 

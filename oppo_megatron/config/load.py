@@ -22,7 +22,7 @@ from oppo_megatron.config.explain import explain, wrong_paths
 from oppo_megatron.config.paths import missing_path
 from oppo_megatron.config.secrets import shown_secrets
 from oppo_megatron.config.yaml_remedies import encoding_remedy, yaml_remedy
-from oppo_megatron.errors import ConfigError, InputError
+from oppo_megatron.errors import ConfigError
 
 MOST_NODES = 100_000  # keys and values of one file, aliases written out
 
@@ -99,9 +99,9 @@ def _read_yaml(path: Path) -> DictConfig:
         named = (
             f"name a file in it, as {path / found[0]}" if found else "it holds no .yaml file; `oppo init` writes one"
         )
-        raise InputError(f"{path} is a folder, and a configuration is a file; {named}")
+        raise ConfigError(f"{path} is a folder, and a configuration is a file; {named}")
     if not path.exists():
-        raise InputError(missing_path("the configuration file", path))
+        raise ConfigError(missing_path("the configuration file", path))
     try:
         _check_size(path)
         tree = OmegaConf.load(path)
@@ -109,7 +109,7 @@ def _read_yaml(path: Path) -> DictConfig:
         mark = error.problem_mark or error.context_mark
         where = f"{path}, line {mark.line + 1}, column {mark.column + 1}" if mark else str(path)
         what = ", ".join(part for part in (error.context, error.problem) if part)
-        raise InputError(f"{where}: not valid YAML ({what}); {yaml_remedy(what)}") from error
+        raise ConfigError(f"{where}: not valid YAML ({what}); {yaml_remedy(what)}") from error
     except RecursionError as error:
         raise ConfigError(
             f"{path} is nested too deeply; a configuration has sections within sections, no more"
@@ -117,22 +117,22 @@ def _read_yaml(path: Path) -> DictConfig:
     except ConfigError:
         raise
     except UnicodeError as error:
-        raise InputError(f"{path}: its text is not UTF-8 ({error}); {encoding_remedy(path)}") from error
+        raise ConfigError(f"{path}: its text is not UTF-8 ({error}); {encoding_remedy(path)}") from error
     except (yaml.YAMLError, ValueError, AttributeError, TypeError) as error:  # the latter of tags such as `!!int x`
         reason = str(error).partition("\n")[0]
-        raise InputError(f"{path}: not a readable YAML text ({reason}); save it as UTF-8 YAML") from error
+        raise ConfigError(f"{path}: not a readable YAML text ({reason}); save it as UTF-8 YAML") from error
     except OSError as error:
         if error.errno is not None:
-            raise InputError(
+            raise ConfigError(
                 f"{path} cannot be read ({error.strerror}); give this user the right to read it"
             ) from error
-        raise InputError(
+        raise ConfigError(
             f"{path} is not a YAML mapping ({error}); write `key: value` lines, with a space behind each colon"
         ) from error
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {str(error).splitlines()[0]}; correct the reference there") from error
     if not isinstance(tree, DictConfig):
-        raise InputError(f"{path} holds a list; a configuration is a mapping of `key: value` lines")
+        raise ConfigError(f"{path} holds a list; a configuration is a mapping of `key: value` lines")
     return tree
 
 

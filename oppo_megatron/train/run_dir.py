@@ -135,6 +135,13 @@ class RunDirectory:
             return {}
         return tree if isinstance(tree, dict) else {}
 
+    def last_saved(self) -> tuple[str, int] | None:
+        """Name and time (ns) of the last checkpoint, which are others once another has been written; None where there is none."""
+        store = CheckpointStore(self.checkpoints)
+        folders = [store.folder(position) for position in store.positions()]
+        times = [(folder.stat().st_mtime_ns, folder.name) for folder in folders if folder.exists()]
+        return max(times)[::-1] if times else None
+
     @property
     def has_checkpoints(self) -> bool:
         return bool(CheckpointStore(self.checkpoints).positions())

@@ -192,7 +192,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(workspace: Workspace) -> None:
     _, told = run.communicate(timeout=60)
     assert run.returncode == EXIT_REQUEUE, told
     lines = told.splitlines()
-    assert lines[0].startswith("interrupted: the run ends soon") and len(lines) == 2, told
+    assert lines[0].startswith("interrupted: the run saves what it has trained") and len(lines) == 2, told
     assert lines[1].startswith("oppo train: saved; continue with: oppo train ") and lines[1].endswith("--resume")
     assert "Traceback" not in told
     config["checkpoint"] = {"resume": True}

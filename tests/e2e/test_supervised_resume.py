@@ -90,7 +90,11 @@ def test_signals_save_and_say_how_to_go_on(inputs: Path, tmp_path: Path, number:
     chosen = settings(inputs, "sft", run_dir, epochs=4000, batch_size=8, parallel={"dp": 2})
     config.write_text(yaml.safe_dump(json.loads(json.dumps(chosen, default=str))))
     command = [sys.executable, "-m", "oppo_megatron", "sft", str(config)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(scratch)}, start_new_session=True
+    )
     until = time.monotonic() + 120
     while not (run_dir / "metrics.jsonl").exists() or not (run_dir / "metrics.jsonl").read_text():
         assert process.poll() is None and time.monotonic() < until
@@ -99,9 +103,27 @@ def test_signals_save_and_say_how_to_go_on(inputs: Path, tmp_path: Path, number:
     _, told = process.communicate(timeout=120)
     assert process.returncode == EXIT_REQUEUE, told
     assert f"oppo sft: saved; continue with: oppo sft {config} --resume" in told
+    assert not [*scratch.glob("oppo-*"), *scratch.glob("torchelastic*")], "nothing is left of the launcher"
     done = len(metrics(run_dir))
     more = [*command, "--resume", f"max_steps={done + 2}", "logging.console=plain"]
     again = subprocess.run(more, capture_output=True, text=True, timeout=240, check=False)
     assert again.returncode == 0, again.stderr
     assert f"continued from checkpoint step-{done:06d}" in again.stdout and "changed: max_steps" in again.stdout
     assert [line["step"] for line in metrics(run_dir)] == list(range(1, done + 3))
+
+
+def test_a_run_that_could_not_be_saved_in_time_does_not_say_that_it_was(inputs: Path, tmp_path: Path) -> None:
+    run_dir, config = tmp_path / "run", tmp_path / "sft.yaml"
+    chosen = settings(inputs, "sft", run_dir, epochs=4000, batch_size=8, preempt={"deadline_s": 1e-6})
+    config.write_text(yaml.safe_dump(json.loads(json.dumps(chosen, default=str))))
+    command = [sys.executable, "-m", "oppo_megatron", "sft", str(config), "--max-restarts", "1"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 120
+    while not (run_dir / "metrics.jsonl").exists() or not (run_dir / "metrics.jsonl").read_text():
+        assert process.poll() is None and time.monotonic() < until
+        time.sleep(0.1)
+    process.terminate()
+    _, told = process.communicate(timeout=120)
+    assert process.returncode == EXIT_REQUEUE, told
+    assert "nothing was saved within preempt.deadline_s" in told
+    assert "oppo sft: not saved in time; continue with: " in told and not (run_dir / "checkpoints").exists()

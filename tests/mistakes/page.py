@@ -70,7 +70,7 @@ def row(mistake: Mistake, answer: str, folder: Path) -> str:
 def _plain(answer: str, folder: Path) -> str:
     answer = re.sub(r"usage: .*?(?=^oppo)", "", answer.replace(f"{folder}/", ""), flags=re.DOTALL | re.MULTILINE)
     lines = [line.strip().removeprefix("- ") for line in answer.splitlines()]
-    kept = [line for line in lines if line and not line.endswith("in the configuration:") and ": starting " not in line]
+    kept = [line for line in lines if line and not re.search(r": \d+ problems:$", line) and ": starting " not in line]
     said = re.sub(r"^oppo [a-z-]+(?: \[rank \d+\])?: ", "", re.sub(r"\s+", " ", " ".join(kept)))
     return said if len(said) <= LONGEST else said[:LONGEST].rpartition(" ")[0] + " ..."
 

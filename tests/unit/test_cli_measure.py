@@ -193,7 +193,7 @@ torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB
 @pytest.mark.parametrize(
     ("code", "output", "expected"),
     [
-        (2, "warning\noppo train: 1 problem in the configuration:\n  - no\n", "1 problem in the configuration: - no"),
+        (2, "warning\noppo train: 2 problems:\n  - no\n", "2 problems: - no"),
         (1, TRACEBACK, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"),
         (-9, "", "ended by SIGKILL, which mostly means that memory ran out"),
         (-6, "terminate called", "ended by SIGABRT"),

@@ -16,7 +16,7 @@ import yaml
 from oppo_megatron.cli import validate
 from oppo_megatron.cli.main import main
 from oppo_megatron.data.tokenizer import train_sentencepiece
-from oppo_megatron.errors import InputError
+from oppo_megatron.errors import ConfigError
 
 SHAPE = {
     "model_type": "qwen2", "vocab_size": 304, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
@@ -253,8 +253,8 @@ def test_a_full_disk_anywhere_is_a_sentence(
 
 
 def test_several_problems_of_a_kind_are_listed() -> None:
-    assert str(InputError("x is no folder")) == "x is no folder"
-    assert str(InputError(["a", "b"])) == "\n  - a\n  - b"
+    assert str(ConfigError("x is no folder")) == "x is no folder"
+    assert str(ConfigError(["a", "b"])) == "2 problems:\n  - a\n  - b"
 
 
 FIRST_LINE = """

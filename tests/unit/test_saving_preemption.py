@@ -66,4 +66,4 @@ def test_the_second_ctrl_c_ends_a_rank_but_not_the_echo_of_the_first(
     preemption._hear(reads)
     preemption.saved()
     assert preemption.asked and codes == ([130] if ended else [])
-    assert capfd.readouterr().err.count("interrupted: the run ends soon") == 1
+    assert capfd.readouterr().err.count("interrupted: the run saves what it has trained") == 1

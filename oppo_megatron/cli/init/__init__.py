@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from oppo_megatron.errors import InputError
+from oppo_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
     from oppo_megatron.cli.init.cases import Case
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     given = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
     if wrong := [f"--{name}" for name in given if name not in case.paths]:
         takes = ", ".join(f"--{name}" for name in case.paths) or "none of these"
-        raise InputError(f"{' and '.join(wrong)}: case `{case.name}` has no place for it; it takes {takes}")
+        raise ConfigError(f"{' and '.join(wrong)}: case `{case.name}` has no place for it; it takes {takes}")
     config = args.out or Path("ppo.yaml" if case.kind == "train" else f"{case.kind}.yaml")
     _write(case, config, given, args.force)
     print("\n".join(_told(case, config)))
@@ -61,10 +61,10 @@ def _chosen(name: str | None) -> Case:
     from oppo_megatron.cli.init.cases import CASES
 
     if name is None:
-        raise InputError(f"no case was given; choose one of {', '.join(CASES)} (`oppo init --list` says what they are)")
+        raise ConfigError(f"no case was given; choose one of {', '.join(CASES)} (`oppo init --list` says what they are)")
     if name not in CASES:
         near = difflib.get_close_matches(name, CASES, n=1)
-        raise InputError(
+        raise ConfigError(
             f"`{name}` is not a case; "
             + (f"did you mean `{near[0]}`?" if near else f"choose one of {', '.join(CASES)}")
         )
@@ -72,16 +72,16 @@ def _chosen(name: str | None) -> Case:
 
 
 def _write(case: Case, config: Path, given: Mapping[str, str], force: bool) -> None:
-    """Write the files of the case, or none of them: raises InputError where one is there and `force` is not given."""
+    """Write the files of the case, or none of them: raises ConfigError where one is there and `force` is not given."""
     if config.suffix not in SUFFIXES:
-        raise InputError(f"--out is `{config}`, but a configuration ends in .yaml; name a file, as in --out ppo.yaml")
+        raise ConfigError(f"--out is `{config}`, but a configuration ends in .yaml; name a file, as in --out ppo.yaml")
     texts = dict(case.texts(config, given))
     data = [config.parent / "data" / f"{name}.jsonl" for name in PROBLEMS if case.makes_data]
     if there := [str(path) for path in (*texts, *data) if path.exists() or path.is_symlink()]:
         folders = [path for path in there if Path(path).is_dir()]
         if folders or not force:
             remedy = "name another with --out" if folders else "--force overwrites, --out names another file"
-            raise InputError(f"{', '.join(folders or there)} is there already; {remedy}")
+            raise ConfigError(f"{', '.join(folders or there)} is there already; {remedy}")
     for path, text in texts.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
