@@ -188,15 +188,13 @@ def split_pair(chosen: Value, rejected: Value) -> tuple[Value, Value, Value]:
     """(prompt, chosen, rejected) of two whole dialogues without a prompt column.
 
     Messages: the prompt is the messages that both begin with.  Text: their common beginning up to its last
-    "\\n\\nAssistant:".
+    "\\n\\nAssistant:"; what follows may be empty.
     """
     if isinstance(chosen, str) and isinstance(rejected, str):
         common = os.path.commonprefix([chosen, rejected])
         end = common.rfind(ASSISTANT_MARK) + len(ASSISTANT_MARK)
         if end < len(ASSISTANT_MARK):
             raise DataError(f"no prompt column, and chosen and rejected share no dialogue up to {ASSISTANT_MARK!r}")
-        _checked_text(chosen[end:], "the chosen answer after the common dialogue")
-        _checked_text(rejected[end:], "the rejected answer after the common dialogue")
         return common[:end], chosen[end:], rejected[end:]
     if isinstance(chosen, str) or isinstance(rejected, str):
         raise DataError("no prompt column, and of chosen and rejected one is text and the other a list of messages")

@@ -45,7 +45,7 @@ def read_prompts(config: DataConfig, tokenizer: Tokenizer, problems: RowProblems
 
     def prompt_only(row: Row) -> Sequence[Answered]:
         if layout.prompt is None:
-            return [(_pair(row, layout)[0], ())]
+            return [(split_pair(*_pair_columns(row, layout))[0], ())]
         value = _prompt(row, layout)
         return [(value if isinstance(value, str) else split_last_turn(value)[0], ())]
 
@@ -119,13 +119,20 @@ def _turns(row: Row, layout: Layout, turns: str) -> Sequence[Answered]:
     return [(before, (turn,))]
 
 
-def _pair(row: Row, layout: Layout) -> Answered:
+def _pair_columns(row: Row, layout: Layout) -> tuple[Value, Value]:
     assert layout.chosen and layout.rejected, "without a prompt there are both"
-    answers = [read_value(row, layout.chosen), read_value(row, layout.rejected)]
+    return read_value(row, layout.chosen), read_value(row, layout.rejected)
+
+
+def _pair(row: Row, layout: Layout) -> Answered:
+    chosen, rejected = _pair_columns(row, layout)
     if layout.prompt is not None:
-        return _without_prompt(_prompt(row, layout), answers)
-    common, *rests = split_pair(*answers)
-    return common, rests
+        return _without_prompt(_prompt(row, layout), [chosen, rejected])
+    common, chosen, rejected = split_pair(chosen, rejected)
+    for name, answer in (("chosen", chosen), ("rejected", rejected)):
+        if isinstance(answer, str) and not answer.strip():
+            raise DataError(f"the {name} answer after the common dialogue is empty")
+    return common, [chosen, rejected]
 
 
 def _without_prompt(prompt: Value, answers: list[Value]) -> Answered:

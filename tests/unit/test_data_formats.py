@@ -131,6 +131,14 @@ def test_dialogues_that_part_early_are_counted_and_kept_whole(tmp_path: Path) ->
     assert read(read_completions, tmp_path, early)[0] == [(HEAD, " Yes.")]
 
 
+def test_an_empty_answer_is_no_fault_of_the_prompt(tmp_path: Path) -> None:
+    row = {"chosen": HEAD + " Yes.", "rejected": HEAD}
+    assert read(read_prompts, tmp_path, row)[0] == [(HEAD,)]
+    assert read(read_completions, tmp_path, row)[0] == [(HEAD, " Yes.")]
+    with pytest.raises(DataError, match="the rejected answer after the common dialogue is empty"):
+        read(read_pairs, tmp_path, row)
+
+
 @pytest.mark.parametrize("name", ["alpaca", "sharegpt", "messages", "hh"])
 def test_a_format_that_does_not_fit_is_refused_with_what_it_needs(tmp_path: Path, name: str) -> None:
     with pytest.raises(
@@ -160,7 +168,7 @@ def test_real_dialogues_compressed(
     path = tmp_path / f"{name}.jsonl.gz"
     path.write_bytes(gzip.compress((shared_data / f"{name}.jsonl").read_bytes(), 1))
     config = DataConfig(path=path, bad_rows="quarantine")
-    for reader, num in ((read_prompts, num_rows - 3), (read_pairs, num_rows - 3), (read_completions, num_learned)):
+    for reader, num in ((read_prompts, num_rows), (read_pairs, num_rows - 3), (read_completions, num_learned)):
         problems = RowProblems(Quarantine())
         examples = reader(config, CharacterTokenizer(), problems)
         assert len(examples) == num and len(problems.quarantine) == num_rows - num
