@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--data", type=Path, required=True, metavar="FILE", help="rows with a prompt, as `oppo train` reads them"
     )
     asked.add_argument("--max-prompts", type=int, metavar="N", help="the first N prompts (default: all)")
+    asked.add_argument("--max-prompt-tokens", type=int, metavar="N", help="leave out prompts of more tokens")
     asked.add_argument("--column", metavar="NAME", help="column of the prompt, where it is not a known name")
     asked.add_argument(
         "--template",
@@ -67,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         requests = [_request(args, directory, _file(folder, place)) for place, directory in enumerate(args.directory)]
         _require_same_prompts(requests, args.directory)
+        if requests[0].left_out:
+            print(requests[0].left_out, file=sys.stderr, flush=True)
         for request in requests:
             grader.check({prompt.row: prompt.fields for prompt in request.prompts}, request.max_length)
         for request in requests:
@@ -240,7 +243,10 @@ def _judge(args: argparse.Namespace, grader: Grader, answers: Sequence[Sequence[
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """What the figures are a function of."""
-    names = ("data", "max_prompts", "template", "as_chat", "samples", "max_tokens", "temperature", "top_k", "top_p", "seed")
+    names = (
+        "data", "max_prompts", "max_prompt_tokens", "template", "as_chat", "samples", "max_tokens", "temperature", "top_k",
+        "top_p", "seed",
+    )  # fmt: skip
     return {name: str(value) if isinstance(value := getattr(args, name), Path) else value for name in names}
 
 

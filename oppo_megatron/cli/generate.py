@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 ENTRY = "oppo_megatron.policy.entry:run_rank"
 MAX_TOKENS, CHAT_LENGTH = 256, 4096
 LEAST = {
-    "samples": 1, "max_prompts": 1, "tp": 1, "pp": 1, "dp": 1, "batch": 1, "max_tokens": 1, "seed": 0, "top_k": 0, "context": 2,
+    "samples": 1, "max_prompts": 1, "max_prompt_tokens": 1, "tp": 1, "pp": 1, "dp": 1, "batch": 1, "max_tokens": 1, "seed": 0,
+    "top_k": 0, "context": 2,
 }  # fmt: skip
 
 
@@ -35,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     asked.add_argument("--chat", action="store_true", help="a conversation by the chat template; Ctrl-C ends an answer")
     asked.add_argument("--max-prompts", type=int, metavar="N", help="--input: the first N prompts (default: all)")
+    asked.add_argument("--max-prompt-tokens", type=int, metavar="N", help="--input: leave out prompts of more tokens")
     asked.add_argument("--column", metavar="NAME", help="--input: column of the prompt, where it is not a known name")
     asked.add_argument(
         "--template",
@@ -125,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
     num_ranks = request.parallel.num_ranks
     check_world_size(num_ranks)
     if external_ranks(os.environ) is None or os.environ.get("RANK", "0") == "0":
-        print(request.policy.told, file=sys.stderr, flush=True)
+        print(request.policy.told, *filter(None, [request.left_out]), sep="\n", file=sys.stderr, flush=True)
     return launch("generate", request, num_ranks, ENTRY)
 
 
@@ -142,7 +144,7 @@ def make_request(args: argparse.Namespace) -> Request | None:
     policy = find_policy(args.directory, Choice(args.tokenizer, args.chat_template, args.base, args.dtype))
     _require_of_use(args, policy)
     tokenizer = policy_tokenizer(policy)
-    asked = _asked(args, _wording(args, policy), tokenizer)
+    asked, left_out = _asked(args, _wording(args, policy), tokenizer)
     longest = max((len(tokenizer.encode(each.text)) for each in asked), default=0)
     max_length, max_tokens = _room(args, policy, longest)
     drawing = _drawing(args, policy, max_tokens)
@@ -152,8 +154,9 @@ def make_request(args: argparse.Namespace) -> Request | None:
         return None
     parallel, runtime = _layout(args)
     require_layout(policy, parallel, max_length, tokenizer.vocab_size)
-    prompts = tuple(numbered(asked, args.samples, tokenizer, max_length, drawing.max_tokens))
-    return Request(policy, parallel, runtime, drawing, prompts, args.samples, args.batch, max_length, to)
+    of_file = args.input is not None
+    prompts = tuple(numbered(asked, args.samples, tokenizer, max_length, drawing.max_tokens, of_file=of_file))
+    return Request(policy, parallel, runtime, drawing, prompts, args.samples, args.batch, max_length, to, left_out)
 
 
 def _require_consistent(args: argparse.Namespace) -> None:
@@ -221,8 +224,9 @@ def _inconsistent_texts(args: argparse.Namespace) -> list[str]:
         problems.append("--template is for prompts as they are; drop it with --chat and --as-chat")
     if args.system is not None and not (args.as_chat or args.chat):
         problems.append("--system is part of a chat; add --as-chat, or drop it")
-    if args.column is not None and args.input is None:
-        problems.append("--column is of an --input; give one, or drop it")
+    for name in ("column", "max_prompt_tokens"):
+        if getattr(args, name) is not None and args.input is None:
+            problems.append(f"--{name.replace('_', '-')} is of an --input; give one, or drop it")
     if args.resume and args.output is None:
         problems.append("--resume goes on with an --output; give one, or drop it")
     if args.chat and (args.output is not None or args.json or args.samples > 1):
@@ -284,20 +288,24 @@ def _wording(args: argparse.Namespace, policy: Policy) -> Wording:
     return Wording(template, args.as_chat or args.chat, args.system)
 
 
-def _asked(args: argparse.Namespace, wording: Wording, tokenizer: Tokenizer) -> list[Asked]:
-    """Nothing of a conversation, but that there is a template for it."""
+def _asked(args: argparse.Namespace, wording: Wording, tokenizer: Tokenizer) -> tuple[list[Asked], str]:
+    """Nothing of a conversation, but that there is a template for it; and what is said of prompts that are left out."""
     from oppo_megatron.config.paths import missing_path
     from oppo_megatron.errors import DataError
-    from oppo_megatron.policy.prompts import prompts_of_file, prompts_of_texts
+    from oppo_megatron.policy.prompts import prompts_of_file, prompts_of_texts, within
 
     if args.chat:
         prompts_of_texts(["?"], wording, tokenizer)
-        return []
+        return [], ""
     if args.prompt is not None:
-        return prompts_of_texts(args.prompt, wording, tokenizer)
+        return prompts_of_texts(args.prompt, wording, tokenizer), ""
     if not args.input.exists():
         raise DataError(missing_path("--input", args.input))
-    return prompts_of_file(args.input, args.column, wording, tokenizer, args.max_prompts)
+    bound = args.max_prompt_tokens
+    rows = prompts_of_file(args.input, args.column, wording, tokenizer, None if bound else args.max_prompts)
+    short = within(rows, bound, tokenizer)
+    left_out = f"{len(rows) - len(short)} of {len(rows)} prompts have more than {bound} tokens and are left out"
+    return short[: args.max_prompts], left_out if len(short) < len(rows) else ""
 
 
 def _room(args: argparse.Namespace, policy: Policy, longest_prompt: int) -> tuple[int, int]:

@@ -72,30 +72,45 @@ def prompts_of_file(
     return [Asked(row.row, _worded(row.text, as_chat, tokenizer), row.fields) for row in rows]
 
 
+def within(asked: Sequence[Asked], most_tokens: int | None, tokenizer: Tokenizer) -> list[Asked]:
+    """Those of at most `most_tokens`, where it is given.  Raises DataError where none is."""
+    if most_tokens is None:
+        return list(asked)
+    lengths = [len(tokenizer.encode(each.text)) for each in asked]
+    kept = [each for each, length in zip(asked, lengths, strict=True) if length <= most_tokens]
+    if not kept:
+        raise DataError(
+            f"all {len(asked)} prompts have more than {most_tokens} tokens (the least: {min(lengths)}); raise --max-prompt-tokens"
+        )
+    return kept
+
+
 def numbered(
-    asked: Sequence[Asked], samples: int, tokenizer: Tokenizer, max_length: int, max_tokens: int
+    asked: Sequence[Asked], samples: int, tokenizer: Tokenizer, max_length: int, max_tokens: int, *, of_file: bool
 ) -> list[Prompt]:
-    """Each prompt `samples` times, by numbers of its own.
+    """Each prompt `samples` times, by numbers of its own; `of_file`: they are rows of a file.
 
     Raises DataError for a prompt without a token, or with too many for a response of `max_tokens` within `max_length`.
     """
     prompts = []
+    room = max_length - max_tokens
+    remedy = f"leave such rows out (--max-prompt-tokens {room})" if of_file and room > 0 else "shorten it"
     for place, each in enumerate(asked):
         tokens = tuple(tokenizer.encode(each.text))
         if not tokens:
             raise DataError(f"prompt {each.row} ({each.text!r}) has no token; give it some text")
-        require_room(f"prompt {each.row}", len(tokens), max_length, max_tokens)
+        require_room(f"prompt {each.row}", len(tokens), max_length, max_tokens, remedy)
         for sample in range(samples):
             prompts.append(Prompt(place * samples + sample, each.row, each.text, tokens, each.fields))
     return prompts
 
 
-def require_room(what: str, num_tokens: int, max_length: int, max_tokens: int) -> None:
+def require_room(what: str, num_tokens: int, max_length: int, max_tokens: int, remedy: str = "shorten it") -> None:
     """Raises DataError."""
     if num_tokens + max_tokens > max_length:
         raise DataError(
             f"{what} has {num_tokens} tokens, which with {max_tokens} of a response (--max-tokens) are more than {max_length}; "
-            "shorten it, or lower --max-tokens; --context raises the bound up to what the model was made for"
+            f"{remedy}, or lower --max-tokens; --context raises the bound up to what the model was made for"
         )
 
 

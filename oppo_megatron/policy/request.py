@@ -53,6 +53,7 @@ class Request:
     """`prompts` have `seq_id` = place * `samples` + sample; a conversation has none.
 
     `max_length`: tokens of the longest prompt and its response.  `num_slots`: sequences that a replica decodes at once.
+    `left_out`: what is said of prompts that were too long to be asked; empty: there were none.
     """
 
     policy: Policy
@@ -64,6 +65,7 @@ class Request:
     num_slots: int
     max_length: int
     to: Terminal | OutputFile | Conversation
+    left_out: str = ""
 
 
 def settings_of(policy: Policy, drawing: Drawing, samples: int) -> dict[str, Any]:

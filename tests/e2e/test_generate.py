@@ -255,3 +255,22 @@ def test_mistakes_are_told_before_anything_is_loaded(
     assert main(["generate", str(export), *words]) == 2
     error = capsys.readouterr().err
     assert told in error and "Traceback" not in error
+
+
+def test_prompts_that_are_too_long_are_left_out(
+    export: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ["a" * 600, TEXTS[0], "b" * 600, TEXTS[1]]))
+    asked = ["generate", str(export), "--input", str(rows), "--json", "--max-tokens", "8"]
+    assert main(asked) == 2
+    refused = capsys.readouterr().err
+    remedy = refused.split("leave such rows out (")[1].split(")")[0]
+    assert main([*asked, *remedy.split(), "--max-prompts", "1"]) == 0
+    told = capsys.readouterr()
+    assert [line["row"] for line in lines(told.out)] == [1]
+    assert f"2 of 4 prompts have more than {remedy.split()[1]} tokens and are left out" in told.err
+    assert main([*asked, "--max-prompt-tokens", "2"]) == 2
+    assert "all 4 prompts have more than 2 tokens" in capsys.readouterr().err
+    assert main(["generate", str(export), "--prompt", "a", "--max-prompt-tokens", "2"]) == 2
+    assert "--max-prompt-tokens is of an --input" in capsys.readouterr().err
