@@ -107,8 +107,12 @@ def _supervised_lines(settings: SupervisedConfig) -> list[str]:
         longest, policy = settings.max_tokens, settings.long_rows
         return load(data, tokenizer, max_tokens=longest, long_rows=policy, quarantine=quarantine)
 
-    rows, held = read_heldout(settings.evaluation, settings.seed, read(settings.data), read)
-    found = f"data: {len(rows)} rows, {num_duplicates(rows)} of them duplicates; {len(quarantine)} rows set aside"
+    every = read(settings.data)
+    set_aside = len(quarantine)
+    rows, held = read_heldout(settings.evaluation, settings.seed, every, read)
+    found = f"data: {len(rows)} rows, {num_duplicates(rows)} of them duplicates; {set_aside} rows set aside"
     if settings.evaluation is not None:
         found += f"; {len(held)} rows held out, of which {min(len(held), settings.evaluation.max_rows)} are measured"
+    if further := len(quarantine) - set_aside:
+        found += f"; {further} more of the held-out files set aside"
     return [found, *describe_quarantine(quarantine), *describe_first(quarantine)]

@@ -67,7 +67,16 @@ def test_rows_of_supervised_training_too(folder: Path, capsys: pytest.CaptureFix
     assert main(["validate", "sft.yaml"]) == 2
     assert "rows.jsonl:4: not UTF-8" in capsys.readouterr().err
     assert main(["validate", "sft.yaml", "data.bad_rows=quarantine"]) == 0
-    assert "data: 4 rows, 1 of them duplicates; 2 rows set aside" in capsys.readouterr().out
+    assert "data: 4 rows, 1 of them duplicates; 2 rows set aside\n" in capsys.readouterr().out
+
+
+def test_rows_set_aside_of_held_out_files_are_counted_apart(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    held_out = "evaluation={data: {path: rows.jsonl, bad_rows: quarantine}}"
+    assert main(["validate", "sft.yaml", "data.bad_rows=quarantine", held_out]) == 0
+    said = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("data: "))
+    assert said.startswith("data: 4 rows, 1 of them duplicates; 2 rows set aside; ") and said.endswith(
+        "4 rows held out, of which 4 are measured; 2 more of the held-out files set aside"
+    )
 
 
 def test_services_too(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

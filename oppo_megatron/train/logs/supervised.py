@@ -85,7 +85,8 @@ class Report:
         if num_heldout:
             self.note(f"{num_heldout} rows are held out and measured, {len(rows)} are there to train on")
         if quarantine:
-            self.note(f"{len(quarantine)} rows set aside, {len(rows)} left; see {self._run.quarantine}")
+            left = "held-out ones counted" if num_heldout else f"{len(rows)} left"
+            self.note(f"{len(quarantine)} rows set aside, {left}; see {self._run.quarantine}")
         if duplicates := num_duplicates(rows):
             self.note(f"{duplicates} of {len(rows)} rows are duplicates of others")
 
