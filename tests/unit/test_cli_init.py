@@ -22,6 +22,7 @@ SHAPE = {
 ROW = {
     "prompt": "1+1=", "question": "1+1=", "answer": "2 #### 2", "completion": "2", "chosen": "2", "rejected": "3",
 }  # fmt: skip
+HELD_OUT = {"gsm8k": ["gsm8k_test.jsonl"], "hh": ["heldout.jsonl"]}
 
 
 @pytest.fixture(autouse=True)
@@ -63,11 +64,10 @@ def test_only_files_are_missing_and_they_are_named(case: str, capsys: pytest.Cap
     assert main(["validate", config, "--kind", CASES[case].kind]) == 2
     problems = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  - ")]
     assert problems and all("does not exist" in problem for problem in problems)
-    if not CASES[case].makes_data:
-        supply = {line.partition("  (")[0] for line in section(told, "yet to supply:")}
-        assert supply == {problem.split("`")[1] for problem in problems} == {
-            *CASES[case].paths.values(), *(["gsm8k_test.jsonl"] if case == "gsm8k" else []),
-        }  # fmt: skip
+    missing = {problem.split("`")[1] for problem in problems}
+    supply = set(section(told, "yet to supply:")) if "yet to supply:" in told else set()
+    assert {line.partition("  (")[0] for line in supply} == {*CASES[case].paths.values(), *HELD_OUT.get(case, [])}
+    assert missing == {line.partition("  (")[0] for line in supply} | set(CASES[case].made)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -80,7 +80,7 @@ def test_files_are_short_commented_and_of_known_keys(case: str, capsys: pytest.C
         assert all(line.find("  # ") in (-1, 31) for line in text.splitlines() if line.startswith("run_dir")), "aligned"
         tree = yaml.safe_load(text)
         shape = tree.get("model", {}).pop("init", None)  # a config.json's keys, not ours
-        assert (shape is not None) == (case == "arithmetic" and path.name == "sft.yaml")
+        assert (shape is not None) == (case in ("arithmetic", "hh") and path.name == "sft.yaml")
         for key in every_key(tree):
             assert key.rpartition(".")[2].isdigit() or main(["config", "--explain", key]) == 0, key
 
@@ -91,7 +91,7 @@ def test_with_the_files_supplied_it_is_valid(case: str, folder: Path, capsys: py
 
     texts = [f"what is {n} plus {n}? it is {2 * n} = + - * 0123456789" for n in range(60)]
     train_sentencepiece(texts, folder / "t.model", 300)
-    for name in {*CASES[case].paths.values(), "gsm8k_test.jsonl"}:
+    for name in {*CASES[case].paths.values(), *HELD_OUT.get(case, [])}:
         Path(name).parent.mkdir(exist_ok=True)
         if name.endswith(".jsonl"):
             Path(name).write_text(json.dumps(ROW) + "\n")
@@ -105,7 +105,7 @@ def test_with_the_files_supplied_it_is_valid(case: str, folder: Path, capsys: py
     none = [f"{role}.checkpoint=null" for role in ("actor", "critic", "reward")]
     if CASES[case].kind != "train":
         shape, none = [f"model.init={json.dumps(SHAPE)}"], ["model.checkpoint=null"]
-    elif case != "reward-model":
+    elif case not in ("reward-model", "hh"):
         shape, none = shape[:2], none[:2]
     assert main(["validate", config, *shape, *none, "tokenizer.path=t.model"]) == 0, capsys.readouterr().err
     assert f"valid configuration for `oppo {CASES[case].kind}`" in capsys.readouterr().out

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{' and '.join(wrong)}: case `{case.name}` has no place for it; it takes {takes}")
     config = args.out or Path("ppo.yaml" if case.kind == "train" else f"{case.kind}.yaml")
     _write(case, config, given, args.force)
-    print("\n".join(_told(case, config)))
+    print("\n".join(_told(case, config, given)))
     return 0
 
 
@@ -93,32 +93,35 @@ def _write(case: Case, config: Path, given: Mapping[str, str], force: bool) -> N
         write_dataset(config.parent / "data", 1, sizes, imperfect=0.6, flaw=misreported_solution, shape=shape)
 
 
-def _told(case: Case, config: Path) -> Iterator[str]:
+def _told(case: Case, config: Path, given: Mapping[str, str]) -> Iterator[str]:
     """What was written, what the user has yet to supply, and the next commands."""
     yield f"{config}: {case.about}"
     beside = [*case.files, *(["data/"] if case.makes_data else [])]
     yield from (f"{config.parent / name}{'/' * name.endswith('/')}: written beside it" for name in beside)
-    if missing := {} if case.makes_data else _missing(case, config):
+    if missing := _missing(case, config):
         yield "yet to supply:"
         for path, keys in missing.items():
             yield f"  {path}  ({', '.join(keys)})"
     yield "next:"
     here = config.parent
+    paths = {name: shlex.quote(given.get(name, str(here / path))) for name, path in case.paths.items()}
     for command in case.commands:
         prefix = "" if here == Path(".") else f"{here}/"
         if command.startswith("export "):
             prefix = prefix or "."
-        yield "  " + command.format(config=shlex.quote(str(config)), here=shlex.quote(prefix) if prefix else "")
+        quoted = shlex.quote(prefix) if prefix else ""
+        yield "  " + command.format(config=shlex.quote(str(config)), here=quoted, **paths)
 
 
 def _missing(case: Case, config: Path) -> dict[Path, list[str]]:
-    """Files and folders that the configuration names and the disk lacks, with the keys that name them."""
+    """Files and folders that the configuration names, the disk lacks and no next command makes, with their keys."""
     from oppo_megatron.config.describe import COMMANDS
     from oppo_megatron.config.load import load_config
     from oppo_megatron.config.paths import named_paths
 
+    made = {config.parent / path for path in case.made}
     missing: dict[Path, list[str]] = {}
     for key, path in named_paths(load_config(COMMANDS[case.kind], config)):
-        if key != "run_dir" and not path.exists():
+        if key != "run_dir" and path not in made and not path.exists():
             missing.setdefault(path, []).append(key)
     return missing

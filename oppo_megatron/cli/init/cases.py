@@ -22,8 +22,8 @@ class Case:
     """A starting point.
 
     `files` are written beside the configuration, which is made from `template`; `paths` are what the user may name, with
-    what stands there otherwise, in the configuration's folder; `commands` come behind it, `{config}` for its path and
-    `{here}` for its folder and a slash.
+    what stands there otherwise, in the configuration's folder; `commands` come behind it, `{config}` for its path,
+    `{here}` for its folder and a slash, the name of a path for that; `made` are the paths in that folder that they make.
     """
 
     name: str
@@ -34,6 +34,7 @@ class Case:
     commands: tuple[str, ...]
     files: Mapping[str, str]
     makes_data: bool = False
+    made: tuple[str, ...] = ()
 
     def texts(self, config: Path, paths: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
         """Each file to write and its text, the configuration first; `paths` in place of those of the case."""
@@ -98,7 +99,17 @@ CASES = {
                 "oppo tokenizer {here}data/sft.jsonl --out {here}tokenizer.model --vocab-size 284",
                 "oppo sft {here}sft.yaml", *_TRAIN,
             ),
-            {"sft.yaml": "arithmetic-sft.yaml"}, makes_data=True,
+            {"sft.yaml": "arithmetic-sft.yaml"}, makes_data=True, made=("tokenizer.model", "runs/sft/weights"),
+        ),
+        Case(
+            "hh", "from HH's pairs to SFT, a reward model and PPO against it, on two CPU cores", "train", "hh.yaml",
+            {"data": "train.jsonl"},
+            (
+                "oppo tokenizer {data} --out {here}tokenizer.model --vocab-size 2048",
+                "oppo sft {here}sft.yaml", "oppo rm {here}rm.yaml", *_TRAIN,
+            ),
+            {"sft.yaml": "hh-sft.yaml", "rm.yaml": "hh-rm.yaml"},
+            made=("runs/sft/weights", "runs/rm/weights"),
         ),
     )
 }  # fmt: skip
