@@ -142,7 +142,6 @@ def make_request(args: argparse.Namespace) -> Request | None:
 
     _require_consistent(args)
     policy = find_policy(args.directory, Choice(args.tokenizer, args.chat_template, args.base, args.dtype))
-    _require_of_use(args, policy)
     tokenizer = policy_tokenizer(policy)
     asked, left_out = _asked(args, _wording(args, policy), tokenizer)
     longest = max((len(tokenizer.encode(each.text)) for each in asked), default=0)
@@ -154,6 +153,7 @@ def make_request(args: argparse.Namespace) -> Request | None:
         return None
     parallel, runtime = _layout(args)
     require_layout(policy, parallel, max_length, tokenizer.vocab_size)
+    _require_of_use(args, policy)
     of_file = args.input is not None
     prompts = tuple(numbered(asked, args.samples, tokenizer, max_length, drawing.max_tokens, of_file=of_file))
     return Request(policy, parallel, runtime, drawing, prompts, args.samples, args.batch, max_length, to, left_out)

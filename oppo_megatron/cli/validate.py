@@ -94,7 +94,7 @@ def data_lines(settings: TrainSettings | SupervisedConfig) -> list[str]:
 def _supervised_lines(settings: SupervisedConfig) -> list[str]:
     from oppo_megatron.config.data import DataConfig
     from oppo_megatron.config.run import SFTConfig
-    from oppo_megatron.data.heldout import read_heldout
+    from oppo_megatron.data.heldout import describe_seen, read_heldout
     from oppo_megatron.data.rows import Quarantine
     from oppo_megatron.data.supervised import load_completions, load_pairs, num_duplicates
     from oppo_megatron.data.tokenizer import load_tokenizer
@@ -115,4 +115,5 @@ def _supervised_lines(settings: SupervisedConfig) -> list[str]:
         found += f"; {len(held)} rows held out, of which {min(len(held), settings.evaluation.max_rows)} are measured"
     if further := len(quarantine) - set_aside:
         found += f"; {further} more of the held-out files set aside"
-    return [found, *describe_quarantine(quarantine), *describe_first(quarantine)]
+    seen = describe_seen((row[0] for row in held), (row[0] for row in rows))
+    return [found, *seen, *describe_quarantine(quarantine), *describe_first(quarantine)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from oppo_megatron.config.data import DataConfig
@@ -52,3 +52,12 @@ def split_rows(rows: Sequence[RowT], fraction: float, seed: int) -> tuple[list[R
             "evaluation.data, or give more rows"
         )
     return [row for place, row in enumerate(rows) if place not in held], [rows[place] for place in sorted(held)]
+
+
+def describe_seen(held: Iterable[Sequence[int]], trained: Iterable[Sequence[int]]) -> list[str]:
+    """A line where prompts that are held out, as tokens, are trained on, too."""
+    ours, theirs = list(map(tuple, held)), set(map(tuple, trained))
+    seen = sum(prompt in theirs for prompt in ours)
+    if not seen:
+        return []
+    return [f"{seen} of {len(ours)} held-out prompts are trained on, too: figures of these say little of other prompts"]

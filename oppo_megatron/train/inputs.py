@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from oppo_megatron.config.run import TrainSettings
+from oppo_megatron.data.heldout import describe_seen
 from oppo_megatron.data.length_trace import forced_quantile
 from oppo_megatron.data.prompts import PromptSet, load_prompts
 from oppo_megatron.data.rows import Quarantine
@@ -66,6 +67,8 @@ def describe_inputs(inputs: Inputs) -> list[str]:
         f"max_prompt_tokens; {count['quarantined']} rows set aside"
         for name, count in inputs.counts().items()
     ]
+    if inputs.heldout is not None:
+        lines += describe_seen((row.tokens for row in inputs.heldout.rows), (row.tokens for row in inputs.prompts.rows))
     return lines + describe_quarantine(inputs.quarantine)
 
 

@@ -117,7 +117,7 @@ def _build(
     steps = saver.num_steps(began)
     report = trackers and Report(config, task.title, steps, trackers, stack, before_s)
     if report:
-        report.begin(start, rows, 0 if heldout is None else len(heldout.rows), quarantine)
+        report.begin(start, rows, () if heldout is None else heldout.rows, quarantine)
     trained = TrainedModel(model, config.optimizer, steps)
     model.register_forward_pre_hook(lambda *_: world.activity.beat())  # a micro-batch is a sign of life
     if found is not None:

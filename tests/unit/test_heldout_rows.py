@@ -13,7 +13,7 @@ from oppo_megatron.checkpoint.store import Position
 from oppo_megatron.config.evaluation import Standard, best_standard, check_heldout
 from oppo_megatron.config.run import RewardModelConfig, SFTConfig
 from oppo_megatron.control.estimates import moments_of, ratios
-from oppo_megatron.data.heldout import split_rows
+from oppo_megatron.data.heldout import describe_seen, split_rows
 from oppo_megatron.errors import DataError
 from oppo_megatron.train.logs.heldout import HeldoutLog
 
@@ -44,6 +44,14 @@ def test_different_prompts_are_held_out_to_the_row_and_by_the_seed() -> None:
 def test_more_rows_behind_them_leave_held_out_prompts_held_out_mostly() -> None:
     before, after = (split_rows(rows_of(list(range(n))), 0.2, 1)[1] for n in (1000, 1010))
     assert len({row[0][0] for row in before} & {row[0][0] for row in after}) >= 0.95 * len(before)
+
+
+def test_prompts_that_are_trained_on_too_are_counted() -> None:
+    rows = rows_of(list(range(50)))
+    training, held = split_rows(rows, 0.2, 1)
+    assert describe_seen((row[0] for row in held), (row[0] for row in training)) == []
+    (told,) = describe_seen([[1, 2], [3], [3]], [[3], [1]])
+    assert told.startswith("2 of 3 held-out prompts are trained on, too")
 
 
 @pytest.mark.parametrize("prompts", [[1, 1, 1, 1], [1], [1, 1, 2, 2]])

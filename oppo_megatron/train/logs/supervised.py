@@ -11,6 +11,7 @@ from oppo_megatron.checkpoint.store import Position
 from oppo_megatron.config.evaluation import best_standard
 from oppo_megatron.config.run import SupervisedConfig
 from oppo_megatron.control.estimates import Figures
+from oppo_megatron.data.heldout import describe_seen
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised import num_duplicates
 from oppo_megatron.train.logs.console import Progress
@@ -77,13 +78,15 @@ class Report:
             if note is not None:
                 self.note(note)
 
-    def begin(self, start: Sequence[str], rows: Sequence[Any], num_heldout: int, quarantine: Quarantine) -> None:
+    def begin(self, start: Sequence[str], rows: Sequence[Any], held: Sequence[Any], quarantine: Quarantine) -> None:
         """From where the run goes on, how its rows are read, and which are not trained on, or more than once."""
         self._rows, self._num_quarantined = rows, len(quarantine)
         for note in [*start, *quarantine.notes]:
             self.note(note)
-        if num_heldout:
-            self.note(f"{num_heldout} rows are held out and measured, {len(rows)} are there to train on")
+        if held:
+            self.note(f"{len(held)} rows are held out and measured, {len(rows)} are there to train on")
+        for note in describe_seen((row[0] for row in held), (row[0] for row in rows)):
+            self.note(note)
         if quarantine:
             left = "held-out ones counted" if num_heldout else f"{len(rows)} left"
             self.note(f"{len(quarantine)} rows set aside, {left}; see {self._run.quarantine}")

@@ -139,14 +139,15 @@ def require_same_adapters(saved: dict[str, Any], now: dict[str, Any]) -> None:
     """Raises CheckpointError, naming what has changed: with another scale, or fewer pairs, it would be another policy."""
     for name in sorted(saved.keys() | now.keys()):
         if saved.get(name) != now.get(name):
+            ours, theirs = _described(now.get(name), "null"), _described(saved.get(name), "none")
             raise CheckpointError(
-                f"{name}.lora is {_described(now.get(name))}, but the checkpoint's run has {_described(saved.get(name))}; resume "
-                "with what the run began with, or start a new run in another run_dir"
+                f"{name}.lora is {ours}, but the checkpoint's run has {theirs}; resume with what the run began with, or start a "
+                "new run in another run_dir"
             )
 
 
-def _described(lora: dict[str, Any] | None) -> str:
-    return "absent" if lora is None else ", ".join(f"{key} {value}" for key, value in lora.items())
+def _described(lora: dict[str, Any] | None, lacking: str) -> str:
+    return lacking if lora is None else ", ".join(f"{key} {value}" for key, value in lora.items())
 
 
 def rollout_lines(rollouts: Iterable[Rollout]) -> Iterator[str]:
