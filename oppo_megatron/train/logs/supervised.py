@@ -88,7 +88,7 @@ class Report:
         for note in describe_seen((row[0] for row in held), (row[0] for row in rows)):
             self.note(note)
         if quarantine:
-            left = "held-out ones counted" if num_heldout else f"{len(rows)} left"
+            left = "held-out ones counted" if held else f"{len(rows)} left"
             self.note(f"{len(quarantine)} rows set aside, {left}; see {self._run.quarantine}")
         if duplicates := num_duplicates(rows):
             self.note(f"{duplicates} of {len(rows)} rows are duplicates of others")
