@@ -20,7 +20,8 @@ PAGES = [
     *sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md")),
 ]  # fmt: skip
 WRAPPERS = r"(?:srun|torchrun|exec)\b.*?\s"
-IN_A_BLOCK = re.compile(rf"^(?:\$ )?(?:{WRAPPERS}|\w+=\S* )*oppo (?P<words>[a-z-].*)$")
+SAYS = r"[\w-]+: "  # `oppo train: saved; ...` is output
+IN_A_BLOCK = re.compile(rf"^(?:\$ )?(?:{WRAPPERS}|\w+=\S* )*oppo (?!{SAYS})(?P<words>[a-z-].*)$")
 INLINE = re.compile(r"`(?:[\w]+=\S* )*oppo (?P<words>[a-z-][^`]*)`")
 NOT_WORDS = re.compile(r"\[[^\]]*\.\.\.\]|…|\.\.\.")
 
