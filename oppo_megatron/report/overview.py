@@ -60,10 +60,19 @@ def overview(records: Sequence[RunRecord]) -> Section:
         values = [figure.get(key) for figure in figures]
         if any(isinstance(value, int | float) for value in values):
             rows.append([label, *(form(value) if isinstance(value, int | float) else "–" for value in values)])
+    if any(bests := [_best(figure.get("best")) for figure in figures]):
+        rows.append(["best step, held out", *(best or "–" for best in bests)])
     section.tables.append(Table("", ["", *(record.name for record in records)], rows))
     if len(records) > 1:
         section.tables += _differences(records)
     return section
+
+
+def _best(found: Any) -> str:
+    """The step and its figure, as the summary names them; nothing where it names none."""
+    if not isinstance(found, Mapping) or not isinstance(found.get("value"), int | float):
+        return ""
+    return f"{found.get('step')} ({found.get('metric')} {found['value']:.4g})"
 
 
 def _figures(record: RunRecord) -> dict[str, Any]:

@@ -123,6 +123,11 @@ def test_a_run_without_a_step_and_one_of_sft(tmp_path: Path) -> None:
     assert embedded(page, "charts")["loss-steps"]["lines"][0]["ys"] == [2.0]
 
 
+def test_the_best_step_is_named(tmp_path: Path) -> None:
+    overview = section(page_of(write_run(tmp_path / "run"), out=tmp_path / "out"), "overview").text()
+    assert "best step, held out" in overview and "3 (pkg.judge:score 0.3)" in overview
+
+
 def test_a_run_that_goes_on(tmp_path: Path) -> None:
     """Spans still lie in the ranks' files, and every file may end within a line."""
     run = write_run(tmp_path / "run", finished=False)
@@ -130,7 +135,7 @@ def test_a_run_that_goes_on(tmp_path: Path) -> None:
         with path.open("a") as file:
             file.write('{"step": 5, "tru')
     page = page_of(run, out=tmp_path / "out")
-    assert "not finished" in section(page, "overview").text()
+    assert "not finished" in section(page, "overview").text() and "best step" not in section(page, "overview").text()
     (timeline,) = embedded(page, "timelines")
     assert [step[0] for step in timeline["steps"]] == [1, 2, 3, 4]
     assert section(page, "samples").all("article")
