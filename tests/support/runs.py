@@ -12,7 +12,6 @@ from oppo_megatron.train.logs.metrics_log import MetricsLog, summarise
 from oppo_megatron.train.logs.trace import Span, SpanRecorder, merge_traces
 from oppo_megatron.train.run_dir import RUN_FORMAT, RunDirectory, encode_json, write_json
 
-
 BEST = {"best": {"step": 3, "metric": "pkg.judge:score", "value": 0.3}}
 
 
