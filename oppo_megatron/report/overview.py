@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -103,8 +104,12 @@ def steps_done(record: RunRecord) -> str:
 
 
 def _differences(records: Sequence[RunRecord]) -> list[Table]:
-    """The settings that are not the same in all runs."""
-    flat = [dict(_flat(record.config)) for record in records]
+    """The settings that are not the same in all runs, of the sections that more than one of them has: those that another
+    command alone has are no difference.
+    """
+    sections = Counter(name for record in records for name in record.config)
+    shared = [{name: value for name, value in record.config.items() if sections[name] > 1} for record in records]
+    flat = [dict(_flat(settings)) for settings in shared]
     keys = sorted({key for settings in flat for key in settings} - {"run_dir"})
     rows = []
     for key in keys:

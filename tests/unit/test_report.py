@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from oppo_megatron.cli.main import main
 from oppo_megatron.errors import DataError
@@ -121,6 +122,17 @@ def test_a_run_without_a_step_and_one_of_sft(tmp_path: Path) -> None:
     assert set(notes(page)) >= set(PARTS[1:]) - {"timeline"}
     assert "no step has ended yet" in section(page, "reward").text()
     assert embedded(page, "charts")["loss-steps"]["lines"][0]["ys"] == [2.0]
+
+
+def test_settings_that_another_command_alone_has_are_no_difference(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, rollouts=False) for name in ("sft", "rm", "ppo")]
+    common = {"seed": 1, "data": {"path": "rows.jsonl", "turns": "last"}}
+    for run, own in zip(runs, ({"epochs": 3}, {"epochs": 1}, {"ppo": {"gamma": 1.0}, "seed": 2}), strict=True):
+        run.config.write_text(yaml.safe_dump(common | own | {"run_dir": str(run.path)}))
+    rows = section(page_of(*runs, out=tmp_path / "out"), "overview").all("tr")
+    cells = {row.all("th")[0].text(): [cell.text() for cell in row.all("td")] for row in rows if row.all("td")}
+    assert cells["epochs"] == ["3", "1", "–"] and cells["seed"] == ["1", "1", "2"]
+    assert not {"ppo.gamma", "data.path", "data.turns", "run_dir"} & cells.keys()
 
 
 def test_the_best_step_is_named(tmp_path: Path) -> None:
