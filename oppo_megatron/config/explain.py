@@ -36,7 +36,7 @@ def _sentence(kind: type[Section], path: Path, details: list[ErrorDetails]) -> s
     if first["type"] == "missing":
         return f"`{name}` is missing; add it{_described(kind, path)}"
     rules = " or ".join(dict.fromkeys(_rule(detail) for detail in details))
-    return f"`{name}` is {_shown(first['input'])}, but must be {rules}; {_remedy(first)}"
+    return f"`{name}` is {_shown(first['input'])}, but must be {rules}; {_remedy(details)}"
 
 
 def _rule(detail: ErrorDetails) -> str:
@@ -51,11 +51,16 @@ def _rule(detail: ErrorDetails) -> str:
     return message.partition(", unable to")[0]
 
 
-def _remedy(detail: ErrorDetails) -> str:
-    if detail["type"] == "literal_error":
+def _remedy(details: list[ErrorDetails]) -> str:
+    """The nearest of the words that a setting takes, where one is near; else what the first detail asks for."""
+    for detail in (each for each in details if each["type"] == "literal_error"):
         choices = [str(choice).strip("'") for choice in detail["ctx"]["expected"].replace(" or ", ", ").split(", ")]
         near = difflib.get_close_matches(str(detail["input"]), choices, n=1)
-        return f"did you mean `{near[0]}`?" if near else "choose one of these"
+        if near:
+            return f"did you mean `{near[0]}`?"
+    detail = details[0]
+    if detail["type"] == "literal_error":
+        return "choose one of these"
     if "than" in detail["type"] or "finite" in detail["type"]:
         return "give a value in that range"
     return "correct the value"

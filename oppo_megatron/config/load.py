@@ -100,7 +100,7 @@ def _read_yaml(path: Path) -> DictConfig:
             f"name a file in it, as {path / found[0]}" if found else "it holds no .yaml file; `oppo init` writes one"
         )
         raise ConfigError(f"{path} is a folder, and a configuration is a file; {named}")
-    if not path.exists():
+    if not path.is_file():
         raise ConfigError(missing_path("the configuration file", path))
     try:
         _check_size(path)

@@ -4,15 +4,32 @@ from __future__ import annotations
 
 import difflib
 import glob
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from oppo_megatron.config.base import Section
 
+SPECIAL = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+"""What may stand in a file's place, and would be waited for or read without end."""
+
+
+def irregular_path(what: str, path: Path, remedy: str = "write its content to a file, and name that") -> str | None:
+    """One sentence where `path` is there, and is neither a file nor a folder; else None."""
+    kind = SPECIAL.get(stat.S_IFMT(path.stat().st_mode)) if path.exists() else None
+    if kind is None:
+        return None
+    return f"{what} `{path}` is {kind}, and not a regular file; {remedy}"
+
 
 def missing_path(what: str, path: Path) -> str:
-    """One sentence: `path` does not exist, where the trail ends, and which sibling has the nearest name."""
+    """One sentence: `path` does not exist, where the trail ends, and which sibling has the nearest name.
+
+    What is there, and is neither a file nor a folder, is named for what it is.
+    """
+    if irregular := irregular_path(what, path):
+        return irregular
     existing = next((parent for parent in path.parents if parent.exists()), Path(path.anchor))
     wanted = path.relative_to(existing).parts[0]
     if not existing.is_dir():
@@ -24,14 +41,16 @@ def missing_path(what: str, path: Path) -> str:
 
 
 def check_exists(what: str, path: Path) -> list[str]:
-    """A problem where `path` is missing, else nothing."""
+    """A problem where `path` is missing, or neither a file nor a folder; else nothing."""
+    if irregular := irregular_path(what, path):
+        return [irregular]
     return [] if path.exists() else [missing_path(what, path)]
 
 
 def check_files(what: str, path: Path) -> list[str]:
-    """A problem where `path` is missing and, where it is a pattern, matches no file."""
+    """A problem where `path` is missing and, where it is a pattern, matches no file; or is neither a file nor a folder."""
     if path.exists():
-        return []
+        return check_exists(what, path)
     if glob.has_magic(str(path)):
         if any(Path(found).is_file() for found in glob.iglob(str(path), recursive=True)):
             return []

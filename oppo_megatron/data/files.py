@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from oppo_megatron.config.paths import irregular_path
 from oppo_megatron.data.json_rows import BOM, Numbered, check_depth, check_texts, json_lines, json_values, spans_lines
 from oppo_megatron.data.tables import PYARROW, csv_rows, delimiter_of, parquet_rows
 from oppo_megatron.errors import DataError
@@ -105,6 +106,8 @@ def file_rows(path: Path) -> Iterator[Numbered]:
 
 def _opened(path: Path) -> BinaryIO:
     """The file's content, unpacked as its first bytes say, whatever its name says."""
+    if irregular := irregular_path("the file of rows", path):
+        raise DataError(irregular)
     with path.open("rb") as raw:
         start = raw.read(8)
     if start.startswith(b"\x1f\x8b"):

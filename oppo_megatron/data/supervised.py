@@ -5,7 +5,7 @@ batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from oppo_megatron.config.data import DataConfig
@@ -44,8 +44,8 @@ def load_completions(
     problems, is_first = RowProblems(quarantine), not quarantine.first
     examples = read_completions(config, tokenizer, problems)
     rows = [Completion(*parts) for parts in _tokenize(examples, config, tokenizer, max_tokens, long_rows, problems)]
-    if is_first and _fills(rows[0], max_tokens):
-        quarantine.first = {part: tokenizer.decode(ids) for part, ids in rows[0]._asdict().items()}
+    if is_first:
+        quarantine.first = _as_trained(quarantine.first, rows[0], tokenizer)
     return rows
 
 
@@ -56,8 +56,8 @@ def load_pairs(
     problems, is_first = RowProblems(quarantine), not quarantine.first
     examples = read_pairs(config, tokenizer, problems)
     rows = [Pair(*parts) for parts in _tokenize(examples, config, tokenizer, max_tokens, long_rows, problems)]
-    if is_first and _fills(rows[0], max_tokens):
-        quarantine.first = {part: tokenizer.decode(ids) for part, ids in rows[0]._asdict().items()}
+    if is_first:
+        quarantine.first = _as_trained(quarantine.first, rows[0], tokenizer)
     return rows
 
 
@@ -87,10 +87,17 @@ def _tokenize(
     return tokenized
 
 
-def _fills(row: Completion | Pair, max_tokens: int) -> bool:
-    """Whether a row is as long as it may be: one that was cut is."""
-    prompt, *answers = row
-    return len(prompt) + max(len(answer) for answer in answers) >= max_tokens
+def _as_trained(texts: Mapping[str, str], row: Completion | Pair, tokenizer: Tokenizer) -> dict[str, str]:
+    """The parts of `row` as text: those of `texts` that are its very tokens, the others read back from them.
+
+    A row may have been cut, at its length or after its EOS, and `texts` may be of one that was set aside.
+    """
+
+    def shown(part: str, ids: list[int]) -> str:
+        whole = tokenizer.encode(texts[part])
+        return texts[part] if ids in (whole, [*whole, tokenizer.eos_id]) else tokenizer.decode(ids)
+
+    return {part: shown(part, ids) for part, ids in row._asdict().items()}
 
 
 def _ended(tokens: list[int], tokenizer: Tokenizer) -> list[int]:

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 
 from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.config.eos import distinct, model_eos_ids
+from oppo_megatron.config.paths import irregular_path
 from oppo_megatron.data.fast_tokenizer import SPACE_MARK, chat_template_of, disagreement, fast_files, is_made_from
 from oppo_megatron.errors import ConfigError, DataError
 
@@ -90,6 +91,9 @@ def load_tokenizer(config: TokenizerConfig, model: Path | None = None) -> Tokeni
             f"tokenizer.path={path} does not exist (looked from {Path.cwd()}); name a Hugging Face tokenizer "
             "directory or a sentencepiece .model file, or train one with `oppo tokenizer`"
         )
+    for file in (path, *path.glob("*.json")):  # what reads them would wait for a pipe
+        if irregular := irregular_path("tokenizer.path:", file):
+            raise ConfigError(irregular)
     if config.chat_template is not None:
         _require_template(config.chat_template)
     tokenizer = _open_tokenizer(path, config.chat_template)

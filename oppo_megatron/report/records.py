@@ -91,7 +91,9 @@ def read_run(path: str | os.PathLike[str], name: str | None = None, *, spans: bo
 
 
 def check_run_directory(path: str | os.PathLike[str]) -> None:
-    """Raises DataError where `path` is not what a run wrote, or was written by a later version of this package."""
+    """Raises DataError where `path` is not what a run wrote, or was written by a later version of this package, and
+    ConfigError where a file in it is a pipe, a socket or a device.
+    """
     run = RunDirectory(path)
     if not run.path.is_dir():
         what = "a file" if run.path.exists() else "no such directory"
@@ -100,6 +102,7 @@ def check_run_directory(path: str | os.PathLike[str]) -> None:
         inside = sorted(entry.parent.name for entry in run.path.glob("*/metrics.jsonl"))
         remedy = f"it holds the runs {', '.join(inside)}: name those" if inside else "give the run_dir of a run"
         raise DataError(f"{run.path}: no run directory, for it has neither metrics.jsonl nor config.yaml; {remedy}")
+    run.require_regular()
     written = _read_json(run.hosts).get("format", RUN_FORMAT)
     if not isinstance(written, int) or written > RUN_FORMAT:
         raise DataError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 import numbers
 import os
@@ -134,6 +135,11 @@ def _function(
     return UserFunction(part.entry_point, partial(function, **part.options) if part.options else function)
 
 
+def _about(user: UserFunction) -> str:
+    function = user.function.func if isinstance(user.function, partial) else user.function
+    return (inspect.getdoc(function) or "").partition("\n")[0]
+
+
 class RewardSum:
     """The weighted sum of the parts.  A part that fails or gives no finite number is an error, never a score."""
 
@@ -144,6 +150,11 @@ class RewardSum:
     def needs_model(self) -> bool:
         """Whether a reward model's score is one of the parts."""
         return any(summand.function is None for summand in self.summands)
+
+    def describe(self) -> list[str]:
+        """What each user's function that runs in this process says of itself: the first line of its docstring."""
+        told = ((part.label, _about(part.function)) for part in self.summands if isinstance(part.function, UserFunction))
+        return [f"reward {label}: {about}" for label, about in told if about]
 
     @property
     def user_functions(self) -> list[str]:

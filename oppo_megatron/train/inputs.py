@@ -61,7 +61,7 @@ def read_inputs(config: TrainSettings) -> Inputs:
 
 
 def describe_inputs(inputs: Inputs) -> list[str]:
-    """A line for each set, and the first rows that were set aside with their reasons."""
+    """A line for each set, the first rows that were set aside with their reasons, and what the user's rewards say they are."""
     lines = [
         f"{name}: {count['prompts']} prompts, {count['duplicates']} of them duplicates, {count['truncated']} cut at "
         f"max_prompt_tokens; {count['quarantined']} rows set aside"
@@ -69,7 +69,7 @@ def describe_inputs(inputs: Inputs) -> list[str]:
     ]
     if inputs.heldout is not None:
         lines += describe_seen((row.tokens for row in inputs.heldout.rows), (row.tokens for row in inputs.prompts.rows))
-    return lines + describe_quarantine(inputs.quarantine)
+    return [*lines, *describe_quarantine(inputs.quarantine), *inputs.rewards.describe()]
 
 
 def describe_quarantine(quarantine: Quarantine) -> list[str]:

@@ -30,6 +30,7 @@ import yaml
 
 from oppo_megatron.checkpoint.space import free_bytes, megabytes
 from oppo_megatron.checkpoint.store import CheckpointStore
+from oppo_megatron.config.paths import irregular_path
 from oppo_megatron.errors import ConfigError, DataError
 
 RUN_FORMAT = 1
@@ -101,11 +102,19 @@ class RunDirectory:
                 "written over; choose another run_dir, or remove this one"
             )
 
+    def require_regular(self) -> None:
+        """Raises ConfigError where a pipe, a socket or a device is named as a run's file: to read it would never end."""
+        remedy = "remove it, or put what the run wrote in its place"
+        found = [irregular_path("the run's file", self.path / name, remedy) for name in PRODUCTS]
+        if problems := [problem for problem in found if problem is not None]:
+            raise ConfigError(problems)
+
     def require_own(self) -> None:
         """Raises ConfigError where files here are named as a run's, and no run wrote them: a run would remove them.
 
         A run that has ended here is another matter: see `require_unfinished`.
         """
+        self.require_regular()
         signs = (self.hosts, self.metrics, self.summary)
         if any(sign.exists() for sign in signs) or self.has_checkpoints or RESOLVED <= self.settings().keys():
             return

@@ -12,7 +12,9 @@ import yaml
 
 from oppo_megatron.cli.init.cases import CASES
 from oppo_megatron.cli.main import _parse, main
+from oppo_megatron.config.data import RewardPart
 from oppo_megatron.config.explain import dotted
+from oppo_megatron.rewards.functions import build_reward_functions
 
 LONGEST_CONFIG = 60
 SHAPE = {
@@ -172,6 +174,9 @@ def test_the_reward_function_is_one(folder: Path, capsys: pytest.CaptureFixture[
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    told = build_reward_functions([RewardPart(kind="python", entry_point=f"{module.__file__}:score")]).describe()
+    about = "1 where the response contains the row's `answer`, else 0, as `oppo init` wrote it; write your own."
+    assert len(told) == 1 and told[0].endswith(f": {about}")
     assert module.score("q", "it is 42", {"answer": 42}) == 1.0 and module.score("q", "no", {"answer": 42}) == 0.0
     with pytest.raises(KeyError, match="column `answer`, and this row has .*'solution'.*write in my_reward.py"):
         module.score("q", "word " * 50, {"solution": 42})

@@ -64,6 +64,21 @@ def test_what_a_chat_template_writes_after_its_eos_is_left_out(tmp_path: Path) -
     ]
 
 
+def test_the_first_row_is_shown_as_it_is_trained_on(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    quarantine = Quarantine()
+    [(_, completion)] = completions(write(tmp_path / "c.jsonl", {"messages": turns}), quarantine=quarantine)
+    shown = TOKENIZER.decode(completion)
+    assert quarantine.first == {"prompt": "<user>hi\3\n<assistant>", "completion": shown} and not shown.endswith("\n")
+
+
+def test_a_row_that_was_set_aside_is_not_shown(tmp_path: Path) -> None:
+    quarantine = Quarantine()
+    rows = [{"question": "long " * 20, "answer": "a"}, {"question": "q", "answer": "abc"}]
+    completions(write(tmp_path / "c.jsonl", *rows), 20, "quarantine", quarantine)
+    assert quarantine.first["prompt"] == "q" and quarantine.first["completion"].startswith("abc")
+
+
 def test_pairs(tmp_path: Path) -> None:
     config = write(tmp_path / "p.jsonl", {"prompt": "q", "chosen": "yes", "rejected": "no"})
     loaded = load_pairs(config, TOKENIZER, max_tokens=5, long_rows="error", quarantine=Quarantine())

@@ -2,7 +2,10 @@
 
 
 def score(prompt: str, response: str, fields: dict) -> float:
-    """A finite number for a finished response.  `fields` holds the row's other columns.  To raise ends the run."""
+    """1 where the response contains the row's `answer`, else 0, as `oppo init` wrote it; write your own.
+
+    Give a finite number for a finished response.  `fields` holds the row's other columns.  To raise ends the run.
+    """
     if "answer" not in fields:
         raise KeyError(
             f"my_reward.py looks for the column `answer`, and this row has {sorted(fields)}: give the rows that column, "
