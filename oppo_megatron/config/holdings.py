@@ -114,17 +114,19 @@ class _Model:
         return self._adapters(place) + (self.shape["hidden_size"] if self.scalar and stage == place.pp - 1 else 0)
 
 
-def planned_memory(config: TrainConfig, *, on_cpu: bool) -> list[float]:
-    """Bytes that a PPO run is to take of each rank's memory beside interpreter and libraries, in the order of ranks."""
-    return [memory.total for memory in rank_memory(train_holdings(config, on_cpu=on_cpu)).values()]
+def planned_memory(config: TrainConfig | SupervisedConfig, *, on_cpu: bool) -> list[float]:
+    """Bytes that a run is to take of each rank's memory beside interpreter and libraries, in the order of ranks."""
+    return [memory.total for memory in rank_memory(holdings_of(config, on_cpu=on_cpu)).values()]
 
 
 def lasting_memory(config: TrainConfig | SupervisedConfig, *, on_cpu: bool) -> list[float]:
     """Bytes that each rank of a run holds for certain between updates, in the order of ranks."""
-    holdings = (
-        supervised_holdings(config) if isinstance(config, SupervisedConfig) else train_holdings(config, on_cpu=on_cpu)
-    )
-    return [memory.lasting for memory in rank_memory(holdings).values()]
+    return [memory.lasting for memory in rank_memory(holdings_of(config, on_cpu=on_cpu)).values()]
+
+
+def holdings_of(config: TrainConfig | SupervisedConfig, *, on_cpu: bool) -> list[Holding]:
+    """What every rank of a run holds."""
+    return supervised_holdings(config) if isinstance(config, SupervisedConfig) else train_holdings(config, on_cpu=on_cpu)
 
 
 def written_bytes(config: TrainConfig | SupervisedConfig) -> float:
@@ -133,10 +135,12 @@ def written_bytes(config: TrainConfig | SupervisedConfig) -> float:
     checkpoints = bool(saves.final or saves.every_steps or saves.every_minutes)
     weights = state = 0.0
     if isinstance(config, SupervisedConfig):
+        if config.model.lora is not None:
+            return 0.0
         holdings = supervised_holdings(config)
         weights = sum(held.memory.weights for held in holdings if held.seat.replica == 0)
         state = sum(held.memory.optimizer for held in holdings)  # sharded over the replicas
-        return weights + (weights + state) * checkpoints
+        return weights * (1 + saves.keep_best) + (weights + state) * checkpoints
     for held in train_holdings(config, on_cpu=False):
         role = named_roles(config)[held.role.partition(".")[0]]
         if not isinstance(role, TrainedRoleConfig) or role.lora is not None:
@@ -144,7 +148,7 @@ def written_bytes(config: TrainConfig | SupervisedConfig) -> float:
         state += held.memory.optimizer if held.seat.replica == 0 or role.train.distributed_optimizer else 0
         trains = held.memory.optimizer > 0
         weights += max(held.memory.weights, held.memory.copy) if trains and held.seat.replica == 0 else 0
-    return weights * config.save_weights + (weights + state) * checkpoints
+    return weights * config.save_weights * (1 + saves.keep_best) + (weights + state) * checkpoints
 
 
 def rank_memory(holdings: Sequence[Holding]) -> dict[int, Memory]:

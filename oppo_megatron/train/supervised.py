@@ -22,7 +22,6 @@ from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised import BEGINNING
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.runtime.exhaustion import Allowances
 from oppo_megatron.runtime.mcore.groups import RoleGroups, build_groups
 from oppo_megatron.runtime.mcore.model import Head, RoleModel
 from oppo_megatron.runtime.mcore.training import TrainedModel
@@ -34,7 +33,7 @@ from oppo_megatron.train.liveness.watching import watched
 from oppo_megatron.train.logs.supervised import Report
 from oppo_megatron.train.logs.trace import SpanRecorder, merge_traces
 from oppo_megatron.train.logs.trackers import open_trackers
-from oppo_megatron.train.memory import require_memory
+from oppo_megatron.train.memory import MemoryMeter, require_memory
 from oppo_megatron.train.reward_model import RewardModelling
 from oppo_megatron.train.run_dir import RunDirectory
 from oppo_megatron.train.saving.preemption import Preemption
@@ -111,20 +110,23 @@ def _build(
     share_run_directory(run, world, owner=is_owner, show=config.logging.console != "off")
     trackers = open_trackers(config.logging, run) if is_owner else None  # may refuse to begin
     spans = SpanRecorder(world.rank, run if config.logging.trace else None)
+    memory = MemoryMeter.begin(world.device)
     with spans.span("load", role="model", step=0):
         model = _load(config, task.head, groups, world)
     began, before_s = (BEGINNING, 0.0) if found is None else (found.passed, found.state["elapsed_s"])
     steps = saver.num_steps(began)
-    report = trackers and Report(config, task.title, steps, trackers, stack, before_s)
+    report = trackers and Report(config, task.title, steps, world.device, trackers, stack, before_s)
     if report:
         report.begin(start, rows, () if heldout is None else heldout.rows, quarantine)
     trained = TrainedModel(model, config.optimizer, steps)
     model.register_forward_pre_hook(lambda *_: world.activity.beat())  # a micro-batch is a sign of life
-    if found is not None:
-        _restore(found, saver, trained, heldout, report)
-    return SupervisedTrainer(
-        config, task, rows, heldout, trained, saver, report, spans, world.activity, Allowances().train, began, steps
+    trainer = SupervisedTrainer(
+        config, task, rows, heldout, trained, saver, report, spans, world.activity, memory, began, steps
     )
+    if found is not None:
+        saver.restore(trained, found)
+        trainer.resume(found.state)
+    return trainer
 
 
 def _load_rows(
@@ -142,27 +144,13 @@ def _load_rows(
     return rows, Heldout(evaluation, config.early_stop, task, held, config.METRICS, world)
 
 
-def _restore(
-    found: FoundSupervised,
-    saver: SupervisedSaver,
-    trained: TrainedModel,
-    heldout: Heldout[RowT] | None,
-    report: Report | None,
-) -> None:
-    saver.restore(trained, found)
-    if heldout is not None:
-        heldout.load_state_dict(found.state.get("early_stop"))
-    if report is not None:
-        report.heldout.load_state_dict(found.state.get("heldout", ()))
-
-
 def _write(config: SupervisedConfig, trainer: SupervisedTrainer[RowT], tokenizer: Tokenizer) -> None:
     """What the run has come to: the weights, a checkpoint to go on from, and the best step's weights."""
     run = RunDirectory(config.run_dir)
     trained, passed, base = trainer.trained, trainer.passed, config.model.checkpoint
     with trainer.spans.span("save", role="model", step=passed.steps), trainer.activity.doing("writing weights"):
         save_role(trained.chunks, run.weights, tokenizer, base)
-    trainer.saver.save_end(trained, passed, trainer.report, trainer.early_stop)
+    trainer.saver.save_end(trained, passed, trainer.report, trainer.beside)
     with trainer.activity.doing("writing the best step's weights"):
         if trainer.saver.load_best({MODEL: trained}, Position(passed.steps)):
             save_role(trained.chunks, run.best, tokenizer, base)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from oppo_megatron.algorithms.supervised import means
 from oppo_megatron.config.run import SupervisedConfig
@@ -17,7 +18,7 @@ from oppo_megatron.data.supervised import Passed, batches
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.runtime.activity import Activity
 from oppo_megatron.runtime.batch import MicroBatch
-from oppo_megatron.runtime.exhaustion import Allowance, in_smaller_ones
+from oppo_megatron.runtime.exhaustion import in_smaller_ones
 from oppo_megatron.runtime.mcore.model import Head
 from oppo_megatron.runtime.mcore.training import Loss, StepReport, TrainedModel
 from oppo_megatron.runtime.vocab_shards import VocabShards
@@ -25,6 +26,7 @@ from oppo_megatron.schedule.packing import Packing, balance, packing_figures
 from oppo_megatron.train.heldout import Heldout, Measure
 from oppo_megatron.train.logs.supervised import Report
 from oppo_megatron.train.logs.trace import SpanRecorder
+from oppo_megatron.train.memory import MemoryMeter
 from oppo_megatron.train.saving.supervised import SupervisedSaver
 
 RowT = TypeVar("RowT", bound=tuple[list[int], ...])
@@ -66,7 +68,7 @@ class SupervisedTrainer(Generic[RowT]):
     report: Report | None
     spans: SpanRecorder
     activity: Activity
-    allowance: Allowance
+    memory: MemoryMeter
     passed: Passed
     steps: int
 
@@ -81,16 +83,21 @@ class SupervisedTrainer(Generic[RowT]):
                 break
             figures = self._step(index)
             heldout = self._measure()
+            if heldout is not None:
+                figures |= self.memory.by_rank.peak_fields()
             if self.report:
                 self.report.step(self.passed.steps, figures, self.saver.take_cost(), heldout)
             self.saver.look_around()
             if self.saver.due(self.passed.steps):
-                self.saver.save(self.trained, self.passed, self.report, self.early_stop)
+                self.memory.of_all_ranks()
+                self.saver.save(self.trained, self.passed, self.report, self.beside)
                 if self.saver.stopping and not self.over:
                     return False
         self.saver.conclude()
+        self.memory.look()
+        memory = self.memory.of_all_ranks()
         if self.report:
-            self.report.end(None if self.heldout is None else self.heldout.describe_end())
+            self.report.end(None if self.heldout is None else self.heldout.describe_end(), memory)
         return True
 
     @property
@@ -99,9 +106,20 @@ class SupervisedTrainer(Generic[RowT]):
         return self.passed.steps >= self.steps or (self.heldout is not None and self.heldout.over)
 
     @property
-    def early_stop(self) -> dict[str, Any] | None:
-        """Of a checkpoint."""
-        return None if self.heldout is None else self.heldout.state_dict()
+    def beside(self) -> dict[str, Any]:
+        """What a checkpoint holds beside the model and the place in the data; memory as the ranks said last."""
+        stop = None if self.heldout is None else self.heldout.state_dict()
+        return {"early_stop": stop, "memory": self.memory.by_rank.state_dict()}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Go on with what a checkpoint holds beside them; bounds of memory are those of as many ranks, or none."""
+        if self.heldout is not None:
+            self.heldout.load_state_dict(state.get("early_stop"))
+        if self.report is not None:
+            self.report.heldout.load_state_dict(state.get("heldout", ()))
+        ranks = state.get("memory", ())
+        if len(ranks) == dist.get_world_size():
+            self.memory.allowances.resume(ranks[dist.get_rank()])
 
     def _order(self) -> Iterator[list[int]]:
         config = self.config
@@ -120,13 +138,15 @@ class SupervisedTrainer(Generic[RowT]):
         step = self.passed.steps
         if self.heldout is None or not self.heldout.due(step, last=step >= self.steps):
             return None
-        budget = self.allowance.within(self.config.runtime.micro_batch_tokens)
+        budget = self.memory.allowances.train.within(self.config.runtime.micro_batch_tokens)
         with (
             self.spans.span("evaluate", role="model", step=step),
             self.activity.doing(f"evaluation after step {step}"),
         ):
             figures = self.heldout.measure(self.trained, step, budget)
         self.saver.look_at(step, figures)
+        self.memory.look()
+        self.memory.of_all_ranks()
         return figures
 
     def _step(self, index: Sequence[int]) -> dict[str, Any]:
@@ -135,15 +155,15 @@ class SupervisedTrainer(Generic[RowT]):
         step, chosen = self.passed.steps, [self.rows[i] for i in index]
         groups, device = self.trained.model.groups, next(self.trained.model.parameters()).device
         lengths, budget = [self.task.num_tokens(row) for row in chosen], self.config.runtime.micro_batch_tokens
-        shares = balance(lengths, groups.dp)
+        shares, allowance = balance(lengths, groups.dp), self.memory.allowances.train
         mine, loss = [chosen[i] for i in shares[groups.dp_rank]], self.task.loss(chosen, self.trained.model.vocab)
 
         def make(most: int) -> StepReport:
             return self.trained.step(self.task.micro_batches(mine, most, device), loss)
 
         with self.spans.span("update", role="model", step=step), self.activity.doing(f"update, step {step}"):
-            report = in_smaller_ones(make, budget, self.allowance, self.trained.begun, self.trained.bound_to_peers)
-        packing = Packing.of([[lengths[i] for i in share] for share in shares], self.allowance.within(budget))
+            report = in_smaller_ones(make, budget, allowance, self.trained.begun, self.trained.bound_to_peers)
+        packing = Packing.of([[lengths[i] for i in share] for share in shares], allowance.within(budget))
         self.spans.flush()
         step_s, num_tokens = time.monotonic() - start, sum(lengths)
         return {

@@ -13,6 +13,7 @@ from oppo_megatron.checkpoint.store import CheckpointStore
 from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.data.heldout import split_rows
 from oppo_megatron.data.tokenizer import load_tokenizer
+from oppo_megatron.train.memory import MemoryMeter
 from tests.e2e.test_supervised import (
     COLUMNS,
     Settings,
@@ -132,3 +133,24 @@ def test_a_run_ends_early_and_is_the_same_when_it_is_interrupted(inputs: Path, t
         assert again[key] == told[key]
     run("sft", {**parts, "early_stop": None, "checkpoint": {"resume": True}})
     assert summary(tmp_path / "parts")["stopped_early"] is None and len(metrics(tmp_path / "parts")) == 24
+
+
+def test_memory_is_told_and_what_there_was_none_for_is_not_tried_again(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = MemoryMeter.begin
+
+    def short(device: torch.device) -> MemoryMeter:
+        meter = begin(device)
+        meter.allowances.train.most = 200
+        return meter
+
+    chosen = settings(inputs, "sft", tmp_path / "run", batch_size=6, max_steps=1, evaluation=HALF)
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryMeter, "begin", short)
+        (line,) = run("sft", chosen)
+    told = summary(tmp_path / "run")
+    assert told["memory_peak_mb"][0] >= told["memory_base_mb"][0] > 0 and told["memory_planned_mb"][0] > 0
+    assert line["memory_peak_mb"] <= told["memory_peak_mb"] and told["memory_train_tokens"] == 200
+    run("sft", {**chosen, "max_steps": 2, "checkpoint": {"resume": True}})
+    assert summary(tmp_path / "run")["memory_train_tokens"] == 200

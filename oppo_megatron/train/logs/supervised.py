@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import torch
+
 from oppo_megatron.checkpoint.store import Position
 from oppo_megatron.config.evaluation import best_standard
+from oppo_megatron.config.holdings import planned_memory
 from oppo_megatron.config.run import SupervisedConfig
 from oppo_megatron.control.estimates import Figures
 from oppo_megatron.data.heldout import describe_seen
@@ -18,6 +21,7 @@ from oppo_megatron.train.logs.console import Progress
 from oppo_megatron.train.logs.heldout import HeldoutLog
 from oppo_megatron.train.logs.metrics_log import MetricsLog, read_metrics
 from oppo_megatron.train.logs.trackers import Tracker
+from oppo_megatron.train.memory import MemoryByRank
 from oppo_megatron.train.run_dir import RunDirectory, write_json
 
 
@@ -32,12 +36,14 @@ class Report:
         config: SupervisedConfig,
         title: str,
         steps: int,
+        device: torch.device,
         trackers: Tracker,
         stack: ExitStack,
         elapsed_s: float,
     ):
         self._title, self._num_quarantined = title, 0
         self._rows: Sequence[Any] = ()
+        self._planned_bytes = planned_memory(config, on_cpu=device.type == "cpu")
         self._start, self._run = time.monotonic() - elapsed_s, RunDirectory(config.run_dir)
         self._log = stack.enter_context(MetricsLog(self._run.metrics))
         self._trackers = trackers
@@ -46,6 +52,7 @@ class Report:
         self.note = self._progress.note
         self.heldout = HeldoutLog(best_standard(config))
         self._stopped: str | None = None
+        self._memory: dict[str, Any] = {}
 
     @property
     def elapsed_s(self) -> float:
@@ -71,10 +78,10 @@ class Report:
         self._trackers.log(0, self.heldout.record(0, heldout))
         self.note(HeldoutLog.describe(0, heldout))
 
-    def end(self, stopped: str | None) -> None:
+    def end(self, stopped: str | None, memory: MemoryByRank) -> None:
         """The last step has been made; `stopped`: why the run ends early, if it does."""
-        self._stopped = stopped
-        for note in (stopped, self.heldout.describe_best()):
+        self._stopped, self._memory = stopped, memory.summary(self._planned_bytes)
+        for note in (stopped, self.heldout.describe_best(), memory.describe(self._planned_bytes)):
             if note is not None:
                 self.note(note)
 
@@ -95,7 +102,7 @@ class Report:
 
     def write_summary(self, best: tuple[float, Position] | None) -> None:
         """The last file of a run, the sign that it finished; `best` is the best checkpoint."""
-        told = {**self.heldout.summary(best), "stopped_early": self._stopped}
+        told = {**self.heldout.summary(best), "stopped_early": self._stopped, **self._memory}
         write_json(self._run.summary, _figures(self._run, self._title, self._rows, self._num_quarantined) | told)
 
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -65,6 +65,7 @@ class _State(_Strict):
     best_metric: str | None = None
     heldout: list[tuple[Count, dict[str, dict[str, float | None]]]] = []
     early_stop: EarlyStopState | None = None
+    memory: list[tuple[Count, Count, Count]] = []
     config: dict[str, Any]
 
 
@@ -152,9 +153,9 @@ class SupervisedSaver(CheckpointKeeper):
         trained.resume_schedule(updates)
 
     def save(
-        self, trained: TrainedModel, passed: Passed, report: Report | None, early_stop: dict[str, Any] | None
+        self, trained: TrainedModel, passed: Passed, report: Report | None, beside: Mapping[str, Any]
     ) -> None:
-        """Write the run's state between two steps, as `write` does."""
+        """Write the run's state between two steps, and `beside` it, as `write` does."""
         self.conclude()
         position, started = Position(passed.steps), time.monotonic()
         self.judge(position)
@@ -175,7 +176,7 @@ class SupervisedSaver(CheckpointKeeper):
                 "best": best_state(self.best),
                 "best_metric": self.standard and self.standard.metric,
                 "heldout": report.heldout.state_dict(),
-                "early_stop": early_stop,
+                **beside,
                 "config": self._config,
             }
             return Snapshot(position, models, None, {STATE: json.dumps(state, indent=1)}, self.best)
@@ -187,13 +188,13 @@ class SupervisedSaver(CheckpointKeeper):
         self.write(Work(position, take, whole, None if report is None else report.note, self.stopping), started)
 
     def save_end(
-        self, trained: TrainedModel, passed: Passed, report: Report | None, early_stop: dict[str, Any] | None
+        self, trained: TrainedModel, passed: Passed, report: Report | None, beside: Mapping[str, Any]
     ) -> None:
         """After the last step, behind the weights: a disk that is full now costs no more than the way on from here."""
         if not self.rules.final or self.saved == Position(passed.steps):
             return
         try:
-            self.save(trained, passed, report, early_stop)
+            self.save(trained, passed, report, beside)
             self.conclude()
         except CheckpointError as error:
             if report is not None:
