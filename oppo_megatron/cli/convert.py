@@ -122,7 +122,7 @@ def _beside(
     scored = args.target == "reward"
     path, template = (args.tokenizer, None) if args.tokenizer is not None else _tokenizer_of(args.src, args.adapter)
     whole = any(file.name == "tokenizer.json" for file in found)
-    if path is None or (path == args.src and whole and (not scored or _pads(args.src))):
+    if path is None or (path == args.src and whole and (_pads(args.src) if scored else _ends(args.src))):
         if path is None:
             print(f"{args.src} has no tokenizer, and {args.dst} gets none; name one with --tokenizer", file=sys.stderr)
         return found, {}
@@ -145,6 +145,15 @@ def _tokenizer_of(src: Path, adapter: Path | None) -> tuple[Path | None, str | N
             return directory, None
     run = run_of(src)
     return (None, None) if run is None else (run.tokenizer.path, run.tokenizer.chat_template)
+
+
+def _ends(src: Path) -> bool:
+    """Whether the directory names what ends a response, or its tokenizer has nothing to name."""
+    from oppo_megatron.config.eos import model_eos_ids
+
+    path = src / "tokenizer_config.json"
+    named = json.loads(path.read_bytes()).get("eos_token") if path.is_file() else None
+    return bool(model_eos_ids(src)) or not named
 
 
 def _pads(src: Path) -> bool:

@@ -162,6 +162,23 @@ def test_a_policy_turned_into_a_reward_model_gets_a_token_to_pad_with(workspace:
     assert found["pad_token_id"] is not None and found["pad_token_id"] not in own.eos_ids
 
 
+def test_a_whole_tokenizer_gives_its_end_to_weights_that_name_none(tmp_path: Path) -> None:
+    source, converted = tmp_path / "source", tmp_path / "converted"
+    save_tiny(source, "llama", vocab_size=320)
+    save_byte_level(source, TEXTS, 320)
+    for name in ("config.json", "generation_config.json"):
+        if (file := source / name).is_file():
+            named = {key: value for key, value in json.loads(file.read_text()).items() if not key.endswith("_token_id")}
+            file.write_text(json.dumps(named))
+    assert main(["convert", str(source), str(converted)]) == 0
+    end = load_tokenizer(TokenizerConfig(path=source)).eos_id
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((converted / name).read_text())["eos_token_id"] == end
+    (source / "tokenizer_config.json").write_text("{}")  # a tokenizer that has no end is taken as it is
+    assert main(["convert", str(source), str(tmp_path / "again")]) == 0
+    assert "eos_token_id" not in json.loads((tmp_path / "again" / "config.json").read_text())
+
+
 def test_a_model_of_words_or_unigrams_keeps_its_own_file_and_says_so(tmp_path: Path) -> None:
     train_sentencepiece(TEXTS, tmp_path / "t.model", 279, model_type="unigram")
     tokenizer = load_tokenizer(TokenizerConfig(path=tmp_path / "t.model"))
