@@ -67,3 +67,10 @@ def test_files_folders_and_what_is_missing_are_no_such(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert not any(irregular_path("it", tmp_path / name) for name in ("file", ".", "missing"))
     assert "is a device" in (irregular_path("it", Path(os.devnull)) or "")
+
+
+def test_a_pipe_among_the_files_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model").mkdir()
+    pipe(tmp_path / "model" / "config.json")
+    assert main(["convert", str(tmp_path / "model"), str(tmp_path / "out"), "--to", "megatron"]) == 2
+    assert "config.json` is a pipe, and not a regular file; fetch or save it again" in capsys.readouterr().err

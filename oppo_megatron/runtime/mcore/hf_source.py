@@ -17,6 +17,7 @@ from oppo_megatron.config.checkpoint import is_inside
 from oppo_megatron.config.lora import refuse_adapters
 from oppo_megatron.config.megatron import find_megatron
 from oppo_megatron.config.model import ModelConfig
+from oppo_megatron.config.paths import irregular_path
 from oppo_megatron.errors import CheckpointError, ConfigError
 from oppo_megatron.runtime.mcore.dist_source import DistSource
 from oppo_megatron.runtime.mcore.hf_layout import LM_HEAD, SCALAR_HEAD, Head, hf_tensors
@@ -235,6 +236,8 @@ def side_files(directory: Path) -> list[Path]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON mapping from a file, or CheckpointError."""
+    if irregular := irregular_path("the model's file", path, "fetch or save it again"):
+        raise CheckpointError(irregular)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
