@@ -8,13 +8,18 @@ import statistics
 from typing import Any
 
 import pytest
+import torch
+from torch._subclasses import FakeTensorMode
 
+from oppo_megatron.algorithms.supervised import preference_table
 from oppo_megatron.checkpoint.store import Position
 from oppo_megatron.config.evaluation import Standard, best_standard, check_heldout
 from oppo_megatron.config.run import RewardModelConfig, SFTConfig
 from oppo_megatron.control.estimates import moments_of, ratios
 from oppo_megatron.data.heldout import describe_seen, split_rows
 from oppo_megatron.errors import DataError
+from oppo_megatron.runtime.mcore.vocab_parallel import are_likeliest
+from oppo_megatron.runtime.vocab_shards import VocabShards
 from oppo_megatron.train.logs.heldout import HeldoutLog
 
 Row = tuple[list[int], list[int]]
@@ -147,3 +152,15 @@ def test_every_command_says_which_metrics_it_has() -> None:
     assert config(SFTConfig, evaluation=OFTEN).measured == ["loss", "accuracy"]
     assert config(RewardModelConfig, evaluation=OFTEN).measured == ["loss", "accuracy", "margin"]
     assert config(RewardModelConfig, evaluation=HALF).measured == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_measured_stays_on_the_models_device(dtype: torch.dtype) -> None:
+    """On tensors of a GPU that is not there: devices and types fit, and nothing waits for a value."""
+    with FakeTensorMode(), torch.no_grad():
+        cuda = torch.device("cuda")
+        targets_R = torch.empty(5, dtype=torch.int64, device=cuda)
+        right_R = are_likeliest(torch.empty(5, 16, device=cuda, dtype=dtype), targets_R, VocabShards())
+        assert (right_R.device.type, right_R.dtype, tuple(right_R.shape)) == ("cuda", torch.bool, (5,))
+        table = preference_table(torch.empty(4, 2, device=cuda, dtype=dtype))
+        assert (table.device.type, table.dtype, tuple(table.shape)) == ("cuda", dtype, (4, 4))

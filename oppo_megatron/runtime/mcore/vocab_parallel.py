@@ -92,8 +92,9 @@ def are_likeliest(logits_RV: Tensor, targets_R: Tensor, shards: VocabShards) -> 
     """Whether no token of the whole vocabulary is likelier than the target, [R], equal on every rank of the shards."""
     local_R = targets_R - shards.first
     here_R = (local_R >= 0) & (local_R < logits_RV.shape[-1])
-    target_R = logits_RV.gather(-1, local_R.clamp(0, logits_RV.shape[-1] - 1)[:, None])[:, 0]
-    both_2R = torch.stack([logits_RV.amax(-1), target_R.where(here_R, -torch.inf)])
+    target_R = logits_RV.gather(-1, local_R.clamp(0, logits_RV.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
+    top_R, target_R = logits_RV.amax(-1), target_R.where(here_R, -torch.inf)
     if shards.size > 1:
-        dist.all_reduce(both_2R, op=dist.ReduceOp.MAX, group=shards.group)
-    return both_2R[0] == both_2R[1]
+        for over_all_R in (top_R, target_R):
+            dist.all_reduce(over_all_R, op=dist.ReduceOp.MAX, group=shards.group)
+    return top_R == target_R
