@@ -161,12 +161,12 @@ def test_two_changed_lines_make_the_chain_start_from_a_checkpoint(shared_data: P
         done = call("oppo", command, example / f"{stage}.yaml", *overrides, timeout_s=300, GSM8K_OUT=str(out))
         assert done.returncode == 0, done.stdout + done.stderr
     trained = AutoModelForCausalLM.from_pretrained(out / "ppo/weights/actor", dtype=torch.float32)
+    ours, theirs = (AutoTokenizer.from_pretrained(folder) for folder in (out / "ppo/weights/actor", checkpoint))
+    end = theirs.eos_token_id  # which the given config.json does not name
     assert trained.config.to_dict() | {"dtype": None} == given.config.to_dict() | {
-        "dtype": None, "_name_or_path": trained.config._name_or_path
+        "dtype": None, "_name_or_path": trained.config._name_or_path, "eos_token_id": end, "pad_token_id": end
     }  # fmt: skip
-    assert AutoTokenizer.from_pretrained(out / "ppo/weights/actor").encode("a\n1") == AutoTokenizer.from_pretrained(
-        checkpoint
-    ).encode("a\n1")
+    assert ours.encode("a\n1") == theirs.encode("a\n1") and ours.eos_token_id == end
 
 
 @pytest.mark.parametrize("missing", FILES)
