@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from oppo_megatron.config.checkpoint import check_adapter
 from oppo_megatron.config.data import DataConfig, RewardPart
-from oppo_megatron.config.evaluation import check_evaluation, check_heldout
+from oppo_megatron.config.evaluation_checks import check_evaluation, check_heldout
 from oppo_megatron.config.kernels import find_available, layer_problem
 from oppo_megatron.config.lora import LoraConfig
 from oppo_megatron.config.model import ModelConfig, OptimizerConfig, RoleConfig, RuntimeConfig

@@ -13,7 +13,8 @@ from torch._subclasses import FakeTensorMode
 
 from oppo_megatron.algorithms.supervised import preference_table
 from oppo_megatron.checkpoint.store import Position
-from oppo_megatron.config.evaluation import Standard, best_standard, check_heldout
+from oppo_megatron.config.evaluation import Standard
+from oppo_megatron.config.evaluation_checks import best_standard, check_heldout
 from oppo_megatron.config.run import RewardModelConfig, SFTConfig
 from oppo_megatron.control.estimates import moments_of, ratios
 from oppo_megatron.data.heldout import describe_seen, split_rows

@@ -13,7 +13,8 @@ import torch
 
 from oppo_megatron.algorithms.experience import Experience
 from oppo_megatron.checkpoint.store import Position
-from oppo_megatron.config.evaluation import ACCURACY, best_standard
+from oppo_megatron.config.evaluation import ACCURACY
+from oppo_megatron.config.evaluation_checks import best_standard
 from oppo_megatron.config.holdings import planned_memory
 from oppo_megatron.config.places import role_places
 from oppo_megatron.config.run import TrainConfig

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from oppo_megatron.checkpoint.store import Position
-from oppo_megatron.config.evaluation import best_standard
+from oppo_megatron.config.evaluation_checks import best_standard
 from oppo_megatron.config.holdings import planned_memory
 from oppo_megatron.config.run import SupervisedConfig
 from oppo_megatron.control.estimates import Figures

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from oppo_megatron.checkpoint.store import Position
-from oppo_megatron.config.evaluation import REWARD, best_standard
+from oppo_megatron.config.evaluation import REWARD
+from oppo_megatron.config.evaluation_checks import best_standard
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.errors import CheckpointError

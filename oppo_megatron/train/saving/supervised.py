@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from oppo_megatron.checkpoint.store import Position
-from oppo_megatron.config.evaluation import best_standard
+from oppo_megatron.config.evaluation_checks import best_standard
 from oppo_megatron.config.run import SupervisedConfig
 from oppo_megatron.data.supervised import Passed, num_batches
 from oppo_megatron.errors import CheckpointError
