@@ -64,6 +64,18 @@ def test_what_a_chat_template_writes_after_its_eos_is_left_out(tmp_path: Path) -
     ]
 
 
+def test_an_end_of_turn_that_ends_no_response_is_followed_by_the_eos(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CharacterTokenizer, "eos_id", 4)
+    monkeypatch.setattr(CharacterTokenizer, "eos_ids", (4,))
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    config = write(tmp_path / "c.jsonl", {"messages": turns})
+    assert completions(config) == [(ids("<user>hi\3\n<assistant>"), ids("yo\3\n\4"))]
+    monkeypatch.setattr(CharacterTokenizer, "eos_ids", (4, 3))
+    assert completions(config) == [(ids("<user>hi\3\n<assistant>"), ids("yo\3"))]
+
+
 def test_the_first_row_is_shown_as_it_is_trained_on(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
     quarantine = Quarantine()
