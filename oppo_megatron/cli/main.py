@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from oppo_megatron import __version__
 from oppo_megatron.cli.debug import add_debug_argument
+from oppo_megatron.cli.interrupts import interrupts_behind_imports
 from oppo_megatron.cli.parser import Parser
 from oppo_megatron.errors import DISK_FULL, EXIT_INTERRUPTED, OppoError
 
@@ -66,9 +67,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.  A rank that failed among its peers does not return."""
     from oppo_megatron.cli.launch import is_among_peers, leave
 
-    args = _parse(list(sys.argv[1:] if argv is None else argv))
     try:
-        code = _serve(args)
+        with interrupts_behind_imports():
+            code = _serve(_parse(list(sys.argv[1:] if argv is None else argv)))
+    except KeyboardInterrupt:  # while it was found out what to do
+        print("oppo: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
     except Exception:
         if not is_among_peers():
             raise

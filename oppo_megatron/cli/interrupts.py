@@ -1,0 +1,79 @@
+"""Ctrl-C while a command still imports what it needs.
+
+Libraries with halves in C++ or Rust do not expect an exception of a signal's handler then: pydantic makes a SchemaError of a
+KeyboardInterrupt, others drop it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+IMPORTING = "<frozen importlib._bootstrap>"
+AGAIN_S = 0.05
+MOST_S = 30.0
+"""An import that takes longer is interrupted all the same."""
+
+
+@contextmanager
+def interrupts_behind_imports() -> Iterator[None]:
+    """SIGINT that comes during an import becomes a KeyboardInterrupt behind it.
+
+    Only where SIGINT has Python's own handler, and in a process's main thread.
+    """
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    ):
+        yield
+        return
+    interrupts = _Interrupts()
+    before = signal.signal(signal.SIGINT, interrupts.hear)
+    try:
+        yield
+    finally:
+        waits = interrupts.taken_back()
+        signal.signal(signal.SIGINT, before)
+    if waits:
+        raise KeyboardInterrupt
+
+
+class _Interrupts:
+    """One process's handler: an interrupt is sent anew until no import is under way."""
+
+    def __init__(self) -> None:
+        self._first: float | None = None
+        self._next = 0.0
+        self._again: threading.Timer | None = None
+
+    def hear(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if now < self._next:
+            return  # one is on its way
+        self._first = now if self._first is None else self._first
+        if now - self._first > MOST_S or not _is_importing(frame):
+            raise KeyboardInterrupt
+        self._next = now + AGAIN_S
+        self._again = threading.Timer(AGAIN_S, os.kill, (os.getpid(), signal.SIGINT))
+        self._again.daemon = True
+        self._again.start()
+
+    def taken_back(self) -> bool:
+        """Whether an interrupt still waits, which then does not come."""
+        if self._again is None or not self._again.is_alive():
+            return False
+        self._again.cancel()
+        return True
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename == IMPORTING:
+            return True
+        frame = frame.f_back
+    return False
