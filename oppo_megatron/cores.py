@@ -18,7 +18,7 @@ def usable_cores() -> int:
 
 def host_bytes() -> int:
     """The most that all processes here can hold together: the host's memory, or what a job or a container may have of it."""
-    return min([psutil.virtual_memory().total, *_group_limits(MEMBERSHIP, GROUPS)])
+    return min([int(psutil.virtual_memory().total), *_group_limits(MEMBERSHIP, GROUPS)])
 
 
 def _group_limits(membership: Path, groups: Path) -> Iterator[int]:

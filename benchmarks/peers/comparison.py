@@ -19,19 +19,19 @@ from benchmarks.peers import outcome
 from benchmarks.peers.hf_generate import measure_generate, require_cuda
 from benchmarks.peers.outcome import Ours
 from benchmarks.peers.work import build_work, export_models, require_same_work
+from oppo_megatron.bench.machine import describe_machine
 from oppo_megatron.bench.overlap import MODES, PLACEMENTS, placed, switched
 from oppo_megatron.bench.suite import BenchError, BenchStopped, Lines, Suite
 from oppo_megatron.bench.table import format_table
 from oppo_megatron.cli.bench.common import add_run_arguments, chosen, count, load_base, names, new_suite
 from oppo_megatron.cli.signals import ending_by_signal
-from oppo_megatron.config.places import decodes_and_scores, role_places, world_size
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.config.validate import train_problems
 from oppo_megatron.cores import usable_cores
 from oppo_megatron.errors import ConfigError, OppoError
+from oppo_megatron.layout.places import decodes_and_scores, role_places, world_size
+from oppo_megatron.preflight.validate import train_problems
 from oppo_megatron.processes import started
-from oppo_megatron.train.machine import describe_machine
-from oppo_megatron.train.run_dir import write_json
+from oppo_megatron.rundir.directory import write_json
 
 SCRIPT = Path(__file__).with_name("trl_ppo.py")
 PEER_PYTHON = Path(".venv-trl/bin/python")

@@ -13,7 +13,7 @@ from typing import Any
 
 from oppo_megatron.bench.figures import steady
 from oppo_megatron.bench.suite import Lines
-from oppo_megatron.train.logs.plots import SPAN_COLOURS, new_figure
+from oppo_megatron.report.plots import SPAN_COLOURS, new_figure
 
 TRL = "TRL"
 COLUMNS = {

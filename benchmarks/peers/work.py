@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 
-from oppo_megatron.config.places import named_roles
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.prompts import PromptStream
+from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.errors import ConfigError
+from oppo_megatron.layout.places import named_roles
+from oppo_megatron.mcore.naming.hf_layout import Head
+from oppo_megatron.mcore.weights.hf_source import open_weights
+from oppo_megatron.mcore.weights.hf_weights import rewrite_weights
 from oppo_megatron.records import Prompt
-from oppo_megatron.runtime.mcore.hf_layout import Head
-from oppo_megatron.runtime.mcore.hf_source import open_weights
-from oppo_megatron.runtime.mcore.hf_weights import rewrite_weights
-from oppo_megatron.runtime.stopping import Stopping
 from oppo_megatron.train.inputs import read_inputs
 
 HEADS: dict[str, Head] = {"actor": "lm", "reference": "lm", "critic": "scalar", "reward": "scalar"}

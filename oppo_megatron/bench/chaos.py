@@ -26,14 +26,14 @@ from typing import Any
 import psutil
 
 from oppo_megatron.bench.chaos_check import differences
+from oppo_megatron.bench.machine import describe_machine
 from oppo_megatron.config.load import dump_config
-from oppo_megatron.config.places import role_places, world_size
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import OppoError
+from oppo_megatron.layout.places import role_places, world_size
 from oppo_megatron.processes import started
-from oppo_megatron.train.logs.metrics_log import read_metrics
-from oppo_megatron.train.machine import describe_machine
-from oppo_megatron.train.run_dir import RunDirectory, write_json
+from oppo_megatron.rundir.directory import RunDirectory, write_json
+from oppo_megatron.rundir.metrics_log import read_metrics
 
 STARTING_SHARE = 0.2
 POLL_S = 0.01
@@ -49,7 +49,7 @@ PHASES = (
     ("update", r"train/(update|actor|critic)\.py|in _update$|in _train$"),
     ("scores", r"train/score_exchange\.py|in _score$"),
     ("evaluation", r"train/evaluate\.py"),
-    ("decode", r"runtime/(rounds|executor|generation|scoring|stream)\.py"),
+    ("decode", r"engine/(rounds|executor|generation|scoring|stream)\.py"),
     ("ending", r"in _finish$"),
     ("a step", r"train/ppo\.py"),
 )

@@ -7,8 +7,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from oppo_megatron.train.logs.metrics_log import read_metrics
-from oppo_megatron.train.run_dir import RunDirectory
+from oppo_megatron.rundir.directory import RunDirectory
+from oppo_megatron.rundir.metrics_log import read_metrics
 
 SHOWN = 5
 FREE = ("_s", "_bytes", "_mb", "bubble_share")  # endings of figures that are times or sizes, different in any two runs

@@ -11,7 +11,7 @@ from oppo_megatron.bench.limit import run_with_limits
 from oppo_megatron.bench.pictures import draw_chunks
 from oppo_megatron.bench.suite import Lines, Run, Runs, Suite, all_lines
 from oppo_megatron.bench.work import require_same_work, work_figures
-from oppo_megatron.config.checks import longest_chunk
+from oppo_megatron.config.derived import longest_chunk
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.chunk import first_settled_step
 from oppo_megatron.errors import ConfigError

@@ -24,30 +24,30 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from oppo_megatron.bench.limit import Response, decode_batches, decode_seconds
+from oppo_megatron.bench.machine import describe_machine
 from oppo_megatron.bench.peaks import measure_peaks
 from oppo_megatron.bench.pictures import draw_decode
-from oppo_megatron.config.checks import check_forced_lengths
+from oppo_megatron.cluster.world import World, open_world
 from oppo_megatron.config.explain import explain
 from oppo_megatron.config.model import DecodePath, Dtype, ModelConfig, RuntimeConfig
 from oppo_megatron.config.ppo import ForcedLengthsConfig, RolloutConfig
 from oppo_megatron.data.length_trace import forced_quantile
+from oppo_megatron.engine.links import Links
+from oppo_megatron.engine.rounds import Decoding, decoder
+from oppo_megatron.engine.sampler import Sampling
+from oppo_megatron.engine.stopping import Stopping, log_normal
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.integrations.bare_loop import BareLoop, plain, prepacked
+from oppo_megatron.mcore.cpu.prepacked import can_prepack
+from oppo_megatron.mcore.groups import RoleGroups, build_groups
+from oppo_megatron.mcore.model import RoleModel
+from oppo_megatron.mcore.roles import load_role
+from oppo_megatron.mcore.stage import step
+from oppo_megatron.mcore.static_peer import StaticContextDecoder
+from oppo_megatron.mcore.weights.hf_weights import export_weights
+from oppo_megatron.preflight.settings import check_forced_lengths
 from oppo_megatron.records import Prompt, Rollout
-from oppo_megatron.runtime.links import Links
-from oppo_megatron.runtime.mcore.groups import RoleGroups, build_groups
-from oppo_megatron.runtime.mcore.hf_weights import export_weights
-from oppo_megatron.runtime.mcore.model import RoleModel
-from oppo_megatron.runtime.mcore.prepacked import can_prepack
-from oppo_megatron.runtime.mcore.stage import step
-from oppo_megatron.runtime.mcore.static_peer import StaticContextDecoder
-from oppo_megatron.runtime.roles import load_role
-from oppo_megatron.runtime.rounds import Decoding, decoder
-from oppo_megatron.runtime.sampler import Sampling
-from oppo_megatron.runtime.stopping import Stopping, log_normal
-from oppo_megatron.runtime.world import World, open_world
-from oppo_megatron.train.machine import describe_machine
-from oppo_megatron.train.run_dir import write_json
+from oppo_megatron.rundir.directory import write_json
 
 COLUMNS = {
     "peer": "peer", "batch": "batch", "tokens/s": "tokens_per_s", "min": "min", "max": "max", "x bare": "over_bare",

@@ -10,19 +10,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from oppo_megatron.config.checks import longest_chunk
-from oppo_megatron.config.places import role_places
+from oppo_megatron.config.derived import longest_chunk
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.chunk import ChunkTuner, StepCost
 from oppo_megatron.control.delta import make_delta_controller
 from oppo_megatron.control.kl import KLController
 from oppo_megatron.control.signals import Occupancy, length_gap
 from oppo_megatron.data.length_trace import forced_quantile
+from oppo_megatron.engine.chunk_codec import ChunkDecoder, ChunkEncoder
+from oppo_megatron.engine.stopping import Stopping
+from oppo_megatron.layout.places import role_places
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
 from oppo_megatron.records import Chunk, ChunkRow, Prompt, Rollout, StepSignals
-from oppo_megatron.runtime.chunk_codec import ChunkDecoder, ChunkEncoder
-from oppo_megatron.runtime.stopping import Stopping
 from oppo_megatron.schedule.plan import delta_rule, plan_step, round_generator
 from oppo_megatron.schedule.planning.merge import merge_rows
 from oppo_megatron.schedule.planning.planner import PlannedRound

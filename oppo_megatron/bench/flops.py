@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from oppo_megatron.config.shape import DTYPE_BYTES, head_dim, num_kv_heads
+from oppo_megatron.layout.shape import DTYPE_BYTES, head_dim, num_kv_heads
 
 Shape = Mapping[str, Any]
 """A `config.json` that the checks let through."""

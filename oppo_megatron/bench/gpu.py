@@ -18,17 +18,17 @@ from statistics import median
 from typing import Any
 
 from oppo_megatron.bench.flops import weight_bytes
+from oppo_megatron.bench.machine import describe_machine
 from oppo_megatron.bench.overlap import MODES
 from oppo_megatron.bench.processes import run_within
-from oppo_megatron.config.holdings import train_holdings
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.model import Dtype
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.random_prompts import write_random_prompts
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.train.logs.metrics_log import read_metrics
-from oppo_megatron.train.machine import describe_machine
-from oppo_megatron.train.run_dir import RunDirectory, write_json
+from oppo_megatron.layout.holdings import train_holdings
+from oppo_megatron.rundir.directory import RunDirectory, write_json
+from oppo_megatron.rundir.metrics_log import read_metrics
 
 Shape = Mapping[str, Any]
 """A `config.json`."""

@@ -22,25 +22,25 @@ from oppo_megatron.bench.decode import HuggingFace
 from oppo_megatron.bench.flops import weight_bytes
 from oppo_megatron.bench.gpu import GpuWork
 from oppo_megatron.bench.limit import Response, decode_steps
+from oppo_megatron.cluster.world import choose_device, open_world
 from oppo_megatron.config.model import KVLayout, ModelConfig, ParallelConfig, RuntimeConfig
 from oppo_megatron.config.overlap import WeaveConfig
-from oppo_megatron.config.places import Place
 from oppo_megatron.config.ppo import ForcedLengthsConfig
-from oppo_megatron.config.shape import kv_bytes_per_token
+from oppo_megatron.engine.executor import Executor, Station
+from oppo_megatron.engine.generation import DecodeStation
+from oppo_megatron.engine.links import Links
+from oppo_megatron.engine.rounds import Decoding, RoundRunner, decoder
+from oppo_megatron.engine.sampler import Sampling
+from oppo_megatron.engine.scoring import ScorerRole, ScoringStation
+from oppo_megatron.engine.stopping import Stopping, log_normal
 from oppo_megatron.integrations.huggingface import write_random_checkpoint
+from oppo_megatron.layout.places import Place
+from oppo_megatron.layout.shape import kv_bytes_per_token
+from oppo_megatron.mcore.groups import RoleGroups, build_groups
+from oppo_megatron.mcore.kv.paged import PagedKVCache
+from oppo_megatron.mcore.model import DTYPES, Head, RoleModel
+from oppo_megatron.mcore.roles import load_role
 from oppo_megatron.records import Prompt, Rollout
-from oppo_megatron.runtime.executor import Executor, Station
-from oppo_megatron.runtime.generation import DecodeStation
-from oppo_megatron.runtime.links import Links
-from oppo_megatron.runtime.mcore.groups import RoleGroups, build_groups
-from oppo_megatron.runtime.mcore.model import DTYPES, Head, RoleModel
-from oppo_megatron.runtime.mcore.paged_cache import PagedKVCache
-from oppo_megatron.runtime.roles import load_role
-from oppo_megatron.runtime.rounds import Decoding, RoundRunner, decoder
-from oppo_megatron.runtime.sampler import Sampling
-from oppo_megatron.runtime.scoring import ScorerRole, ScoringStation
-from oppo_megatron.runtime.stopping import Stopping, log_normal
-from oppo_megatron.runtime.world import choose_device, open_world
 from oppo_megatron.schedule.planning.books import ActorBook, ScoringBook
 from oppo_megatron.schedule.planning.planner import RoundPlanner
 from oppo_megatron.schedule.rounds import Site

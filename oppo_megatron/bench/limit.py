@@ -22,15 +22,15 @@ from oppo_megatron.bench.flops import causal_pairs, forward_flops, training_flop
 from oppo_megatron.bench.peaks import Peaks, measure_peaks
 from oppo_megatron.bench.suite import Run, Runs, Suite
 from oppo_megatron.bench.table import format_table
-from oppo_megatron.config.checkpoint import read_hf_config
-from oppo_megatron.config.checks import most_sequences
+from oppo_megatron.config.derived import most_sequences
 from oppo_megatron.config.model import Dtype, ParallelConfig
-from oppo_megatron.config.places import named_roles, world_size
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.config.shape import kv_bytes_per_token
 from oppo_megatron.errors import ConfigError
+from oppo_megatron.layout.places import named_roles, world_size
+from oppo_megatron.layout.shape import kv_bytes_per_token
+from oppo_megatron.modeldir.headers import read_hf_config
+from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.train.inputs import read_inputs
-from oppo_megatron.train.run_dir import RunDirectory
 from oppo_megatron.train.setup import prompt_stream
 
 COLUMNS = {

@@ -18,9 +18,9 @@ from oppo_megatron.bench.figures import median_of, share, steady
 from oppo_megatron.bench.pictures import draw_overhead
 from oppo_megatron.bench.scaling import with_batch
 from oppo_megatron.bench.suite import Runs, Suite, all_lines
-from oppo_megatron.config.checkpoint import read_hf_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
+from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.report.utilization import untraced_percent
 
 TINY = {

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from oppo_megatron.bench.flops import Shape, head_linear, layer_linears
-from oppo_megatron.config.memory import MOST_ROWS
-from oppo_megatron.runtime.mcore.prepacked import can_prepack, product
+from oppo_megatron.layout.memory import MOST_ROWS
+from oppo_megatron.mcore.cpu.prepacked import can_prepack, product
 
 SQUARES = (512, 1024, 2048)
 LARGE_BYTES = 256 * 2**20

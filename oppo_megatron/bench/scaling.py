@@ -16,14 +16,14 @@ from oppo_megatron.bench.overlap import placed, switched
 from oppo_megatron.bench.pictures import draw_scaling
 from oppo_megatron.bench.suite import Runs, Suite, all_lines
 from oppo_megatron.bench.work import require_same_work, work_figures, work_lines
-from oppo_megatron.config.checkpoint import read_hf_config
-from oppo_megatron.config.checks import max_context
-from oppo_megatron.config.memory import stage_parameters
+from oppo_megatron.config.derived import max_context
 from oppo_megatron.config.model import ParallelConfig
-from oppo_megatron.config.places import world_size
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.config.shape import num_kv_heads
 from oppo_megatron.errors import ConfigError
+from oppo_megatron.layout.memory import stage_parameters
+from oppo_megatron.layout.places import world_size
+from oppo_megatron.layout.shape import num_kv_heads
+from oppo_megatron.modeldir.headers import read_hf_config
 
 MODES = ("sequential", "full")
 COLUMNS = {

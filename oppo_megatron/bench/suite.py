@@ -12,17 +12,17 @@ from typing import Any
 
 import torch
 
-from oppo_megatron.config.holdings import lasting_memory
+from oppo_megatron.bench.machine import describe_machine
+from oppo_megatron.cluster.held_memory import device_bytes
 from oppo_megatron.config.load import config_yaml
-from oppo_megatron.config.memory import shortage
-from oppo_megatron.config.places import world_size
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.config.validate import train_problems
 from oppo_megatron.errors import EXIT_REQUEUE, ConfigError, OppoError
-from oppo_megatron.runtime.held_memory import device_bytes
-from oppo_megatron.train.logs.metrics_log import read_metrics
-from oppo_megatron.train.machine import describe_machine
-from oppo_megatron.train.run_dir import RunDirectory, write_json
+from oppo_megatron.layout.holdings import lasting_memory
+from oppo_megatron.layout.memory import shortage
+from oppo_megatron.layout.places import world_size
+from oppo_megatron.preflight.validate import train_problems
+from oppo_megatron.rundir.directory import RunDirectory, write_json
+from oppo_megatron.rundir.metrics_log import read_metrics
 
 Launch = Callable[[str, TrainConfig, int], int]
 """(kind of run, checked configuration, ranks) -> exit code."""

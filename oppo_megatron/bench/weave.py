@@ -13,9 +13,9 @@ from oppo_megatron.bench.suite import Suite, all_lines
 from oppo_megatron.bench.work import require_same_work, work_figures
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ScheduleError
+from oppo_megatron.rundir.directory import RunDirectory
+from oppo_megatron.rundir.trace import Span, read_trace
 from oppo_megatron.schedule.actions import Op, parse_action
-from oppo_megatron.train.logs.trace import Span, read_trace
-from oppo_megatron.train.run_dir import RunDirectory
 
 WEAVES: dict[str, dict[str, Any]] = {
     "sequential": {"intra": False},

@@ -76,9 +76,9 @@ def _add_changes(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Raises CheckpointError if SRC cannot be read as what DST is to be, or DST is not empty."""
-    from oppo_megatron.config.megatron import find_megatron
     from oppo_megatron.errors import ConfigError
     from oppo_megatron.integrations.huggingface import Conversion, convert
+    from oppo_megatron.modeldir.megatron import find_megatron
 
     _refuse_run(args.src)
     head: Literal["lm", "scalar"] = "scalar" if args.target == "reward" else "lm"
@@ -115,9 +115,9 @@ def _beside(
 ) -> tuple[Sequence[Path], Mapping[str, Any]]:
     """Tokenizer and generation settings of SRC for DST: as they are, or in `folder` made whole, with their ids."""
     from oppo_megatron.config.data import TokenizerConfig
-    from oppo_megatron.config.eos import GENERATION_CONFIG
     from oppo_megatron.data.beside_weights import special_ids, write_beside
     from oppo_megatron.data.tokenizer import load_tokenizer
+    from oppo_megatron.modeldir.eos import GENERATION_CONFIG
 
     scored = args.target == "reward"
     path, template = (args.tokenizer, None) if args.tokenizer is not None else _tokenizer_of(args.src, args.adapter)
@@ -149,7 +149,7 @@ def _tokenizer_of(src: Path, adapter: Path | None) -> tuple[Path | None, str | N
 
 def _ends(src: Path) -> bool:
     """Whether the directory names what ends a response, or its tokenizer has nothing to name."""
-    from oppo_megatron.config.eos import model_eos_ids
+    from oppo_megatron.modeldir.eos import model_eos_ids
 
     path = src / "tokenizer_config.json"
     named = json.loads(path.read_bytes()).get("eos_token") if path.is_file() else None
@@ -158,7 +158,7 @@ def _ends(src: Path) -> bool:
 
 def _pads(src: Path) -> bool:
     """Whether the directory names a token of padding that ends no answer."""
-    from oppo_megatron.config.eos import model_eos_ids
+    from oppo_megatron.modeldir.eos import model_eos_ids
 
     path = src / "config.json"
     pad = json.loads(path.read_bytes()).get("pad_token_id") if path.is_file() else None

@@ -154,8 +154,8 @@ def _make_tokenizer(directory: Path, data: Path) -> int:
     """Train it, and measure with it how long right solutions are."""
     from oppo_megatron.config.data import TokenizerConfig
     from oppo_megatron.data.tokenizer import load_tokenizer, train_sentencepiece
-    from oppo_megatron.train.logs.metrics_log import iter_json_lines
-    from oppo_megatron.train.run_dir import write_json
+    from oppo_megatron.rundir.directory import write_json
+    from oppo_megatron.rundir.metrics_log import iter_json_lines
 
     path = directory / "tokenizer.model"
     pairs = list(iter_json_lines(data / "pairs.jsonl"))
@@ -174,7 +174,8 @@ def _make_tokenizer(directory: Path, data: Path) -> int:
 
 def _train(kind: str, file: Path, overrides: Sequence[str]) -> int:
     from oppo_megatron.cli.launch import launch
-    from oppo_megatron.cli.run import load_checked, world_size
+    from oppo_megatron.cli.run import load_checked
+    from oppo_megatron.layout.places import world_size
 
     config = load_checked(kind, file, overrides)
     return launch(kind, config, world_size(config))

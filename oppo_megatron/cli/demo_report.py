@@ -10,9 +10,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from oppo_megatron.train.logs.metrics_log import read_metrics
-from oppo_megatron.train.logs.plots import plot_reward, plot_timeline
-from oppo_megatron.train.run_dir import RunDirectory, write_json
+from oppo_megatron.report.plots import plot_reward, plot_timeline
+from oppo_megatron.rundir.directory import RunDirectory, write_json
+from oppo_megatron.rundir.metrics_log import read_metrics
 
 FIGURES = (
     "step_s", "scoring_hidden", "reward_first", "reward_last", "accuracy_before", "accuracy_after", "deferred",

@@ -11,8 +11,8 @@ from importlib.util import find_spec
 
 from packaging.requirements import Requirement
 
-from oppo_megatron.config.kernels import find_available, kernel_table
 from oppo_megatron.cores import usable_cores
+from oppo_megatron.layout.kernels import find_available, kernel_table
 
 
 @dataclass(frozen=True)

@@ -143,11 +143,11 @@ def _judges(args: argparse.Namespace) -> ServeRewardConfig:
 
 def _with_model(config: ServeRewardConfig, args: argparse.Namespace) -> ServeRewardConfig:
     """With the length that the reward model reads; its files are looked at before a policy is loaded."""
-    from oppo_megatron.config.checkpoint import read_hf_config
-    from oppo_megatron.config.checks import check_source
-    from oppo_megatron.config.shape import check_head, max_positions
     from oppo_megatron.data.tokenizer import load_tokenizer
     from oppo_megatron.errors import ConfigError
+    from oppo_megatron.layout.shape import check_head, max_positions
+    from oppo_megatron.modeldir.headers import read_hf_config
+    from oppo_megatron.preflight.settings import check_source
 
     if not any(part.kind == "model" for part in config.rewards):
         return config

@@ -2,7 +2,7 @@
 
     oppo train       listens to signals, keeps the store in which ft_launcher meets itself, reads the verdict
       ft_launcher    starts the worker again where it fails, up to N times
-        worker       starts all ranks by this package's own launcher, with its watchdogs and warden (`ft_worker.py`)
+        worker       starts all ranks by this package's own launcher, with its watchdogs and supervisor (`ft_worker.py`)
 
 For ft_launcher every exit code but 0 is a failure: also that of a run that was told to stop, or that has found wrong input.  So
 the worker fails only where the run is to be started again from its last checkpoint; else it leaves a verdict, and ends with 0.
@@ -124,8 +124,8 @@ def restarts_by_ft_launcher(agent: str, restarts: int) -> bool:
 def launch_restarting(config: TrainConfig, restarts: int) -> int:
     """Run all ranks to the end, with so many restarts; returns the exit code.  Raises RankError as `launch` does."""
     from oppo_megatron.cli.launch import RankError
+    from oppo_megatron.cluster.local_ranks import LocalMeeting
     from oppo_megatron.config.load import dump_config
-    from oppo_megatron.train.liveness.local_ranks import LocalMeeting
 
     meeting = LocalMeeting.open(str(os.getpid()))
     with tempfile.TemporaryDirectory(prefix="oppo-") as folder:

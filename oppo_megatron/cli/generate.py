@@ -310,8 +310,8 @@ def _asked(args: argparse.Namespace, wording: Wording, tokenizer: Tokenizer) -> 
 
 def _room(args: argparse.Namespace, policy: Policy, longest_prompt: int) -> tuple[int, int]:
     """Most tokens of prompt and response, and of a response: where that is not said, no more than the model has room for."""
-    from oppo_megatron.config.shape import check_model, max_positions
     from oppo_megatron.errors import CheckpointError
+    from oppo_megatron.layout.shape import check_model, max_positions
 
     if problems := check_model(str(args.directory), policy.hf_config):
         raise CheckpointError("\n".join(problems))

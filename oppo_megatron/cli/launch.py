@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig
 
-    from oppo_megatron.train.liveness.failures import Failure
-    from oppo_megatron.train.liveness.local_ranks import LocalMeeting
+    from oppo_megatron.cluster.liveness.failures import Failure
+    from oppo_megatron.cluster.local_ranks import LocalMeeting
 
 ENTRY = "oppo_megatron.train.entry:run_rank"
 EXIT_DEFECT = 1
@@ -200,8 +200,8 @@ def _launch_local(entry: str, kind: str, config: Any, world_size: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
-    from oppo_megatron.train.liveness.local_ranks import LocalMeeting
-    from oppo_megatron.train.liveness.warden import Limits, Warden
+    from oppo_megatron.cluster.liveness.supervisor import Limits, Supervisor
+    from oppo_megatron.cluster.local_ranks import LocalMeeting
 
     # The agent tells of a failed rank at length and of each one that it then ends; ours come from the rank, below.
     for noisy in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
@@ -209,9 +209,9 @@ def _launch_local(entry: str, kind: str, config: Any, world_size: int) -> int:
     meeting, relay = LocalMeeting.open(str(os.getpid())), SignalRelay()
     with tempfile.TemporaryDirectory(prefix="oppo-") as failures:
         agent = _agent(world_size, meeting, Path(failures))
-        warden = Warden(Path(failures), meeting.point(world_size), Limits.of(config), relay.told_s)
+        supervisor = Supervisor(Path(failures), meeting.point(world_size), Limits.of(config), relay.told_s)
         try:
-            with relay.listening(), warden.guarding(), interrupts_from_here_alone():
+            with relay.listening(), supervisor.guarding(), interrupts_from_here_alone():
                 elastic_launch(agent, _local_rank)(entry, kind, config, failures)
         except ChildFailedError as error:
             if any(failed.exitcode == EXIT_REQUEUE for failed in error.failures.values()):
@@ -220,7 +220,7 @@ def _launch_local(entry: str, kind: str, config: Any, world_size: int) -> int:
                 return relay.code or EXIT_ROLLBACK
             if relay.code == EXIT_INTERRUPTED:
                 raise KeyboardInterrupt("nothing new was saved") from error
-            return relay.code or _report(Path(failures), error, warden.last_words())
+            return relay.code or _report(Path(failures), error, supervisor.last_words())
         except SignalException as error:
             if error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from error
@@ -251,7 +251,7 @@ def _agent(world_size: int, meeting: LocalMeeting, folder: Path) -> LaunchConfig
 
 def _local_rank(entry: str, kind: str, config: Any, failures: str) -> None:
     """One spawned rank.  Leaves a Failure file instead of a traceback, for the parent to show."""
-    from oppo_megatron.train.liveness.failures import FOLDER, Failure
+    from oppo_megatron.cluster.liveness.failures import FOLDER, Failure
 
     rank, folder, code = int(os.environ["RANK"]), Path(failures), 0
     os.environ[FOLDER] = failures
@@ -297,7 +297,7 @@ def _kind_of(error: Exception) -> Literal["input", "defect", "symptom"]:
 
 def _report(failures: Path, error: ChildFailedError, last_words: Mapping[int, str]) -> int:
     """Show the one failure that came first: a stall, a signal, wrong input (as RankError), or the traceback of a defect."""
-    from oppo_megatron.train.liveness.failures import ended_within, read_failures
+    from oppo_megatron.cluster.liveness.failures import ended_within, read_failures
 
     within = ended_within(failures)
     killed = [

@@ -25,9 +25,9 @@ from oppo_megatron.processes import started
 if TYPE_CHECKING:
     from oppo_megatron.config.model import RuntimeConfig
     from oppo_megatron.config.run import TrainConfig, TrainSettings
-    from oppo_megatron.placing.candidates import Candidate, Machine, Options
-    from oppo_megatron.placing.probe import Run
-    from oppo_megatron.placing.trials import Trial
+    from oppo_megatron.layout.placing.candidates import Candidate, Machine, Options
+    from oppo_megatron.layout.placing.probe import Run
+    from oppo_megatron.layout.placing.trials import Trial
 
 Tell = Callable[[str], None]
 START = (
@@ -44,9 +44,9 @@ def settle(settings: TrainSettings, *, measure: bool) -> TrainConfig | None:
     None if it would have to be measured and `measure` is false.  Raises ConfigError where ranks are there already or the
     run directory holds a finished run, PlacementError where no placement could run.
     """
-    from oppo_megatron.placing.candidates import Candidate, find_candidates
-    from oppo_megatron.placing.probe import fingerprint
-    from oppo_megatron.train.run_dir import RunDirectory
+    from oppo_megatron.layout.placing.candidates import Candidate, find_candidates
+    from oppo_megatron.layout.placing.probe import fingerprint
+    from oppo_megatron.rundir.directory import RunDirectory
 
     if (config := settings.settled()) is not None:
         return config
@@ -73,11 +73,11 @@ def measure_placements(
 
     `tell` hears what is measured, `tell_runs` what came of each run.
     """
-    from oppo_megatron.placing.candidates import auto_settings
-    from oppo_megatron.placing.choice import choose, to_record
-    from oppo_megatron.placing.probe import fingerprint
-    from oppo_megatron.placing.trials import measure_all
-    from oppo_megatron.train.run_dir import RunDirectory, write_json
+    from oppo_megatron.layout.placing.candidates import auto_settings
+    from oppo_megatron.layout.placing.choice import choose, to_record
+    from oppo_megatron.layout.placing.probe import fingerprint
+    from oppo_megatron.layout.placing.trials import measure_all
+    from oppo_megatron.rundir.directory import RunDirectory, write_json
 
     run = RunDirectory(settings.run_dir)
     if run.placement_runs.exists():
@@ -110,9 +110,9 @@ class Prober:
     def __call__(self, candidate: Candidate, turn: int) -> Run:
         """Raises PlacementError where the run fails, with its reason."""
         from oppo_megatron.config.load import dump_config
-        from oppo_megatron.placing.probe import probe_config, read_run
-        from oppo_megatron.train.logs.metrics_log import read_metrics
-        from oppo_megatron.train.run_dir import RunDirectory
+        from oppo_megatron.layout.placing.probe import probe_config, read_run
+        from oppo_megatron.rundir.directory import RunDirectory
+        from oppo_megatron.rundir.metrics_log import read_metrics
 
         name = f"{re.sub('[^a-z0-9]+', '-', candidate.name).strip('-')}-{turn}"
         file, log = self.folder / f"{name}.yaml", self.folder / f"{name}.log"
@@ -148,7 +148,7 @@ def failure(code: int, output: str) -> str:
 
 def this_machine(runtime: RuntimeConfig) -> Machine:
     """The CUDA devices that the run may use, else the cores."""
-    from oppo_megatron.placing.candidates import Machine
+    from oppo_megatron.layout.placing.candidates import Machine
 
     if runtime.device != "cpu" and (devices := cuda_devices()):
         return Machine("cuda", devices)
@@ -182,7 +182,7 @@ def refuse_given_ranks(what: str) -> None:
 
 def read_choice(path: Path, key: str) -> Candidate | None:
     """What was chosen when the same was measured before; None where it was not.  Raises ConfigError for another file."""
-    from oppo_megatron.placing.candidates import Candidate
+    from oppo_megatron.layout.placing.candidates import Candidate
 
     if not path.exists():
         return None
@@ -195,7 +195,7 @@ def read_choice(path: Path, key: str) -> Candidate | None:
 
 def describe_work(settings: TrainSettings, options: Options) -> str:
     """One line: what is measured, and which of it leaves cores idle by the number of threads that is set."""
-    from oppo_megatron.placing.candidates import auto_settings
+    from oppo_megatron.layout.placing.candidates import auto_settings
 
     names = ", ".join(candidate.name for candidate in options.candidates)
     work = f"measuring {names} on {options.machine}, {auto_settings(settings).steps} steps each"
@@ -211,7 +211,7 @@ def describe_work(settings: TrainSettings, options: Options) -> str:
 
 def describe_options(settings: TrainSettings) -> list[str]:
     """The lines of `--dry-run`, `oppo validate` and `oppo schedule`: what would be measured, and what not."""
-    from oppo_megatron.placing.candidates import auto_settings, find_candidates
+    from oppo_megatron.layout.placing.candidates import auto_settings, find_candidates
 
     options, auto = find_candidates(settings, this_machine(settings.runtime)), auto_settings(settings)
     head = (

@@ -32,8 +32,8 @@ def run(args: argparse.Namespace) -> int:
     from oppo_megatron.cli.measure import measure_placements, refuse_given_ranks, this_machine
     from oppo_megatron.cli.run import load_settings
     from oppo_megatron.config.run import TrainSettings
-    from oppo_megatron.placing.candidates import find_candidates
-    from oppo_megatron.train.run_dir import RunDirectory
+    from oppo_megatron.layout.placing.candidates import find_candidates
+    from oppo_megatron.rundir.directory import RunDirectory
 
     refuse_given_ranks("`oppo placement` starts ranks of its own")
     settings = load_settings("train", args.config, [*args.overrides, *AUTO])

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from oppo_megatron.config.layouts import format_ranks
+from oppo_megatron.layout.layouts import format_ranks
 
 if TYPE_CHECKING:
-    from oppo_megatron.config.holdings import Holding
-    from oppo_megatron.config.memory import Memory
     from oppo_megatron.config.model import RuntimeConfig
     from oppo_megatron.config.run import SupervisedConfig, TrainConfig
+    from oppo_megatron.layout.holdings import Holding
+    from oppo_megatron.layout.memory import Memory
 
 Row = tuple[str, ...]
 MEMORY_HEADINGS: Row = (
@@ -29,8 +29,8 @@ MEBIBYTE = 2**20
 
 def rank_table(config: TrainConfig | SupervisedConfig) -> list[str]:
     """The lines of the table: memory, then batch sizes, a row for each rank and below it one for each of its roles."""
-    from oppo_megatron.config.holdings import supervised_holdings, train_holdings
     from oppo_megatron.config.run import TrainConfig
+    from oppo_megatron.layout.holdings import supervised_holdings, train_holdings
 
     if isinstance(config, TrainConfig):
         holdings = train_holdings(config, on_cpu=_on_cpu(config.runtime))
@@ -54,7 +54,7 @@ def _on_cpu(runtime: RuntimeConfig) -> bool:
 
 
 def _memory_rows(holdings: Sequence[Holding]) -> list[Row]:
-    from oppo_megatron.config.holdings import rank_memory
+    from oppo_megatron.layout.holdings import rank_memory
 
     rows, totals = [], rank_memory(holdings)
     for rank, group in groupby(holdings, key=lambda holding: holding.rank):

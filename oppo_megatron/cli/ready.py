@@ -28,10 +28,11 @@ REACH_S = 2.0
 def require_ready(settings: TrainSettings | SupervisedConfig, config: TrainConfig | SupervisedConfig | None) -> None:
     """Raises ConfigError with all that this machine refuses of a run; `config` is None where its ranks are still to be chosen."""
     from oppo_megatron.cli.launch import check_world_size
-    from oppo_megatron.cli.run import require_startable, world_size
-    from oppo_megatron.config.holdings import written_bytes
+    from oppo_megatron.cli.startable import require_startable
+    from oppo_megatron.layout.holdings import written_bytes
+    from oppo_megatron.layout.places import world_size
+    from oppo_megatron.rundir.directory import RunDirectory
     from oppo_megatron.train.logs.trackers import check_trackers
-    from oppo_megatron.train.run_dir import RunDirectory
 
     problems: list[str] = []
 
@@ -101,9 +102,9 @@ def _memory_problems(config: TrainConfig | SupervisedConfig) -> Iterator[str]:
     for themselves, each knowing its neighbours; so do those on devices.
     """
     from oppo_megatron.cli.launch import external_ranks
-    from oppo_megatron.config.holdings import lasting_memory
-    from oppo_megatron.config.memory import shortage
     from oppo_megatron.cores import host_bytes
+    from oppo_megatron.layout.holdings import lasting_memory
+    from oppo_megatron.layout.memory import shortage
 
     if _surely_on_cpu(config.runtime.device) and external_ranks(os.environ) is None:
         held = lasting_memory(config, on_cpu=True)

@@ -15,7 +15,6 @@ from oppo_megatron.errors import EXIT_REQUEUE
 
 if TYPE_CHECKING:
     from oppo_megatron.config.run import SupervisedConfig, TrainConfig, TrainSettings
-    from oppo_megatron.train.run_dir import RunDirectory
 
 KINDS = ("train", "sft", "rm")
 
@@ -53,8 +52,10 @@ def run_kind(kind: str, args: argparse.Namespace) -> int:
     from oppo_megatron.cli.launch import check_world_size, speaks_for_all
     from oppo_megatron.cli.rank_table import rank_table
     from oppo_megatron.cli.ready import require_ready
+    from oppo_megatron.cli.startable import ended_here
     from oppo_megatron.config.load import config_yaml
-    from oppo_megatron.train.run_dir import RunDirectory
+    from oppo_megatron.layout.places import world_size
+    from oppo_megatron.rundir.directory import RunDirectory
 
     if getattr(args, "resume", False):
         args.overrides = [*args.overrides, "checkpoint.resume=true"]
@@ -70,7 +71,7 @@ def run_kind(kind: str, args: argparse.Namespace) -> int:
         print(config_yaml(config), *rank_table(config), sep="\n")
         return 0
     run = RunDirectory(config.run_dir)
-    if config.checkpoint.resume and _ended_here(config, run):
+    if config.checkpoint.resume and ended_here(config, run):
         print(f"oppo {kind}: {run.path} holds this very run, and it has ended: nothing to do", file=sys.stderr)
         return 0
     tell_of_start(kind, config)
@@ -84,6 +85,8 @@ def run_kind(kind: str, args: argparse.Namespace) -> int:
 
 def tell_of_start(kind: str, config: TrainConfig | SupervisedConfig) -> None:
     """The first line of a run, before anything that takes seconds is loaded: how many ranks are started, and where it writes."""
+    from oppo_megatron.layout.places import world_size
+
     if config.logging.console == "off" or os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0":
         return
     size = world_size(config)
@@ -101,6 +104,7 @@ def _launch(kind: str, config: TrainConfig | SupervisedConfig, restarts: int, ag
     """With as many restarts, by `agent`, which is of no account where another launcher has started the ranks."""
     from oppo_megatron.cli.launch import external_ranks, launch
     from oppo_megatron.config.run import TrainConfig
+    from oppo_megatron.layout.places import world_size
 
     if restarts > 0 and isinstance(config, TrainConfig) and external_ranks(os.environ) is None:
         from oppo_megatron.cli.ft_launcher import launch_restarting, restarts_by_ft_launcher
@@ -118,6 +122,7 @@ def launch_again(kind: str, config: TrainConfig | SupervisedConfig, restarts: in
     """
     from oppo_megatron.cli.launch import RankKilled, RankStalled, launch
     from oppo_megatron.errors import EXIT_ROLLBACK, ConfigError
+    from oppo_megatron.layout.places import world_size
 
     if restarts < 0:
         raise ConfigError(f"--max-restarts is {restarts}; it must be 0 or more")
@@ -140,81 +145,10 @@ def launch_again(kind: str, config: TrainConfig | SupervisedConfig, restarts: in
 
 def _goes_back(config: TrainConfig | SupervisedConfig) -> bool:
     """Whether a guard of the run may go back to a checkpoint; its ranks then need processes of their own."""
-    from oppo_megatron.config.checks import rollback_rules
+    from oppo_megatron.config.derived import rollback_rules
     from oppo_megatron.config.run import TrainConfig
 
     return isinstance(config, TrainConfig) and bool(rollback_rules(config))
-
-
-def require_startable(config: TrainSettings | SupervisedConfig, run: RunDirectory) -> None:
-    """Raises ConfigError where what the run directory holds would be written over, or cannot be continued."""
-    from oppo_megatron.config.paths import named_paths
-
-    run.require_own()
-    run.require_apart(named_paths(config))
-    if config.checkpoint.resume:
-        require_same_command(config, run)
-    if not config.checkpoint.resume:
-        run.require_unfinished()
-        run.require_no_checkpoints()
-    elif not _ended_here(config, run):  # of this very run there is nothing to do, and to say so is no fault
-        require_more_steps(config, run)
-
-
-def require_same_command(config: TrainSettings | SupervisedConfig, run: RunDirectory) -> None:
-    """Raises ConfigError where the run to continue is of PPO, and the configuration is not, or the other way round."""
-    from oppo_megatron.config.run import TrainSettings
-    from oppo_megatron.errors import ConfigError
-
-    wanted, wrote = "actor" if isinstance(config, TrainSettings) else "model", run.settings().keys()
-    if wanted in wrote or not wrote & {"actor", "model"}:
-        return
-    theirs = "`oppo train`" if "actor" in wrote else "`oppo sft` or `oppo rm`"
-    raise ConfigError(
-        f"run_dir: {run.path} holds a run of {theirs}, which another command cannot continue; choose another run_dir, or give "
-        "that command its own configuration"
-    )
-
-
-def require_more_steps(config: TrainSettings | SupervisedConfig, run: RunDirectory) -> None:
-    """Raises ConfigError where the finished run in its directory cannot be continued by this configuration."""
-    from oppo_megatron.config.run import TrainSettings
-    from oppo_megatron.errors import ConfigError
-
-    if not run.finished:
-        return
-    steps = config.steps if isinstance(config, TrainSettings) else config.max_steps
-    key = "steps" if isinstance(config, TrainSettings) else "max_steps"
-    ended = run.ended_after
-    if not run.has_checkpoints:
-        raise ConfigError(
-            f"run_dir: {run.path} holds a finished run without checkpoints (checkpoint.final was off), which cannot be given "
-            "more steps; choose another run_dir, or start from its weights"
-        )
-    if steps is not None and ended is not None and steps <= ended:
-        raise ConfigError(
-            f"{key} is {steps}, and the run in {run.path} has ended after {ended}: there is nothing to train; set {key} to more "
-            f"than {ended} to go on with it, or choose another run_dir"
-        )
-
-
-def _ended_here(config: TrainSettings | SupervisedConfig, run: RunDirectory) -> bool:
-    """Whether the run of this configuration has come to its end in its directory.
-
-    Who starts a run again until it is over must be told so: it may have been told to stop in the moment of its end.
-    """
-    import yaml
-
-    from oppo_megatron.config.load import config_yaml
-
-    then, now = run.settings(), yaml.safe_load(config_yaml(config))
-    if not (run.finished and then):
-        return False
-    for tree in (then, now):
-        if not isinstance(tree.get("checkpoint", {}), dict):
-            return False
-        tree.get("checkpoint", {}).pop("resume", None)
-    return bool(then == now)
 
 
 def resuming(config: TrainConfig | SupervisedConfig) -> TrainConfig | SupervisedConfig:
@@ -229,8 +163,8 @@ def load_settings(kind: str, path: Path, overrides: Sequence[str]) -> TrainSetti
     """
     from oppo_megatron.config.load import load_config
     from oppo_megatron.config.run import RewardModelConfig, SFTConfig, TrainSettings
-    from oppo_megatron.config.validate import supervised_problems, train_problems
     from oppo_megatron.data.length_trace import trace_problems
+    from oppo_megatron.preflight.validate import supervised_problems, train_problems
 
     require_kind(kind, path, overrides)
     if kind == "train":
@@ -283,11 +217,3 @@ def unplaced(settings: TrainSettings | SupervisedConfig) -> list[str]:
 
     assert isinstance(settings, TrainSettings), "the placement of others is written down"
     return describe_options(settings)
-
-
-def world_size(config: TrainConfig | SupervisedConfig) -> int:
-    """Ranks that the configuration asks for."""
-    from oppo_megatron.config import places
-    from oppo_megatron.config.run import TrainConfig
-
-    return places.world_size(config) if isinstance(config, TrainConfig) else config.parallel.num_ranks

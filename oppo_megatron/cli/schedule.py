@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     from typing import cast
 
     from oppo_megatron.cli.run import load_settings, placed, unplaced
-    from oppo_megatron.config.places import role_places
+    from oppo_megatron.layout.places import role_places
     from oppo_megatron.schedule.checking.checker import check_timeline
     from oppo_megatron.schedule.checking.timeline import simulate
     from oppo_megatron.schedule.planning.preview import preview

@@ -31,7 +31,7 @@ def load_service(kind: str, path: Path, overrides: Sequence[str]) -> ServeReward
     """The configuration of one of `SERVICES`, every check made.  Raises ConfigError with all problems."""
     from oppo_megatron.config.load import load_config
     from oppo_megatron.config.serve import ServeRewardConfig, ServeScorerConfig
-    from oppo_megatron.config.validate import service_problems
+    from oppo_megatron.preflight.validate import service_problems
 
     require_kind(kind, path, overrides)
     if kind == "serve-reward":

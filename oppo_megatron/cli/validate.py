@@ -55,7 +55,7 @@ def tokenizer_lines(settings: TrainSettings | SupervisedConfig) -> list[str]:
     """With what the tokenizer was compared, after the checks found it the same."""
     from oppo_megatron.config.model import PlacementConfig
     from oppo_megatron.config.run import RewardModelConfig, TrainSettings
-    from oppo_megatron.config.validate import Role, compare_with_roles, train_roles
+    from oppo_megatron.preflight.validate import Role, compare_with_roles, train_roles
 
     if isinstance(settings, TrainSettings):
         roles = list(train_roles(settings.settled() or settings.with_placement(PlacementConfig(mode="single"))))
@@ -67,7 +67,7 @@ def tokenizer_lines(settings: TrainSettings | SupervisedConfig) -> list[str]:
 def service_lines(kind: str, path: Path, overrides: Sequence[str], *, skip_data: bool) -> Iterator[str]:
     """Check the configuration of a service: its address, and what it scores with."""
     from oppo_megatron.config.serve import ServeRewardConfig
-    from oppo_megatron.config.validate import Role, compare_with_roles
+    from oppo_megatron.preflight.validate import Role, compare_with_roles
     from oppo_megatron.serving.checking import try_parts
 
     config = load_service(kind, path, overrides)

@@ -85,3 +85,11 @@ class RewardPart(Section):
         None, description="environment variable with the service's bearer token; null: none is sent (http)"
     )
     remote: RemoteRewardConfig = RemoteRewardConfig()
+
+
+KNOWN_NAMES: dict[str, tuple[str, ...]] = {
+    "prompt": ("prompt", "question", "instruction", "query", "messages", "conversations", "conversation"),
+    "completion": ("completion", "response", "answer", "output"),
+    "chosen": ("chosen",),
+    "rejected": ("rejected",),
+}

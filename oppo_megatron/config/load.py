@@ -93,7 +93,7 @@ def read_tree(path: str | Path, overrides: Sequence[str] = ()) -> dict[Any, Any]
     return tree
 
 
-def _read_yaml(path: Path) -> DictConfig:
+def _require_file(path: Path) -> None:
     if path.is_dir():
         found = sorted(entry.name for entry in path.iterdir() if entry.suffix in (".yaml", ".yml"))
         named = (
@@ -102,6 +102,10 @@ def _read_yaml(path: Path) -> DictConfig:
         raise ConfigError(f"{path} is a folder, and a configuration is a file; {named}")
     if not path.is_file():
         raise ConfigError(missing_path("the configuration file", path))
+
+
+def _read_yaml(path: Path) -> DictConfig:
+    _require_file(path)
     try:
         _check_size(path)
         tree = OmegaConf.load(path)

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveInt, field_validator
 
 from oppo_megatron.config.base import Section, Unit
-from oppo_megatron.config.kernels import Layers
 from oppo_megatron.config.lora import LoraConfig
 
+Layers = Literal["auto", "torch", "transformer_engine"]
 _RANKS = re.compile("{0}(-{0})?(,{0}(-{0})?)*".format("[0-9]{1,18}"))
 Dtype = Literal["float32", "bfloat16"]
 DecodePath = Literal["packed", "lean", "module"]

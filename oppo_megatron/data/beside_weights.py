@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from oppo_megatron.config.eos import GENERATION_CONFIG, distinct
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.errors import CheckpointError
+from oppo_megatron.modeldir.eos import GENERATION_CONFIG, distinct
 
 
 def special_ids(tokenizer: Tokenizer, stop_token_ids: Sequence[int] = (), *, scored: bool = False) -> dict[str, Any]:

@@ -19,19 +19,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from oppo_megatron.config.data import ColumnsConfig
+from oppo_megatron.config.data import KNOWN_NAMES, ColumnsConfig
 from oppo_megatron.data.rows import Row
 from oppo_megatron.errors import DataError
 
 Message = dict[str, Any]
 Value = str | list[Message]
 
-KNOWN_NAMES: dict[str, tuple[str, ...]] = {
-    "prompt": ("prompt", "question", "instruction", "query", "messages", "conversations", "conversation"),
-    "completion": ("completion", "response", "answer", "output"),
-    "chosen": ("chosen",),
-    "rejected": ("rejected",),
-}
 ASSISTANT_MARK, HUMAN_MARK = "\n\nAssistant:", "\n\nHuman:"
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
          "model": "assistant", "bot": "assistant", "function_response": "tool", "observation": "tool"}  # fmt: skip

@@ -153,7 +153,7 @@ def _rows(stream: BinaryIO, path: Path, start: bytes, first: bytes, second: byte
 
 def _table_delimiter(first: bytes, name: str) -> str | None:
     """What separates the columns, where the file is a table: by its name, or by known column names in its first line."""
-    from oppo_megatron.data.columns import KNOWN_NAMES
+    from oppo_megatron.config.data import KNOWN_NAMES
 
     header = first.decode("utf-8-sig", errors="replace")
     if header.lstrip().startswith(("{", "[")) or "\0" in header or not header:

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from oppo_megatron.config.data import DataConfig
-from oppo_megatron.data.columns import ASSISTANT_MARK, KNOWN_NAMES, find_column, require_column, role_of
+from oppo_megatron.config.data import KNOWN_NAMES, DataConfig
+from oppo_megatron.data.columns import ASSISTANT_MARK, find_column, require_column, role_of
 from oppo_megatron.data.rows import Row
 from oppo_megatron.errors import DataError
 

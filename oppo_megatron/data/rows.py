@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from oppo_megatron.config.checks import check_data
 from oppo_megatron.config.data import DataConfig
 from oppo_megatron.data.files import data_files, file_rows
 from oppo_megatron.errors import ConfigError, DataError
+from oppo_megatron.preflight.settings import check_data
 
 Policy = Literal["error", "quarantine"]
 NUM_SHOWN = 20

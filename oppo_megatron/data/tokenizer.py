@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from oppo_megatron.config.data import TokenizerConfig
-from oppo_megatron.config.eos import distinct, model_eos_ids
 from oppo_megatron.config.paths import irregular_path
 from oppo_megatron.data.fast_tokenizer import SPACE_MARK, chat_template_of, disagreement, fast_files, is_made_from
 from oppo_megatron.errors import ConfigError, DataError
+from oppo_megatron.modeldir.eos import distinct, model_eos_ids
 
 SENTENCEPIECE_NAME = "tokenizer.model"
 TOKENIZER_PATTERNS = ("*token*", "*vocab*", "*.model")

@@ -11,18 +11,18 @@ from typing import Any, Literal
 import torch
 import yaml
 
-from oppo_megatron.config.lora import lora_of
-from oppo_megatron.config.megatron import NEMO_WEIGHTS
 from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.errors import CheckpointError, ConfigError
-from oppo_megatron.runtime.mcore.dist_writer import ALIGNER, MEGATRON, write_directory, write_dist
-from oppo_megatron.runtime.mcore.hf_layout import Head, hf_tensors
-from oppo_megatron.runtime.mcore.hf_source import FreshHead, TensorSource, open_weights, side_files
-from oppo_megatron.runtime.mcore.hf_weights import common_dtype, rewrite_weights
-from oppo_megatron.runtime.mcore.hf_writer import MAX_SHARD_BYTES, hf_config, require_empty
-from oppo_megatron.runtime.mcore.lora_weights import has_head, merged
-from oppo_megatron.runtime.mcore.nemo_config import CONFIG_NAME, nemo_config
-from oppo_megatron.runtime.shape import ModelShape
+from oppo_megatron.mcore.naming.hf_layout import Head, hf_tensors
+from oppo_megatron.mcore.shape import ModelShape
+from oppo_megatron.mcore.weights.dist_writer import ALIGNER, MEGATRON, write_directory, write_dist
+from oppo_megatron.mcore.weights.hf_source import FreshHead, TensorSource, open_weights, side_files
+from oppo_megatron.mcore.weights.hf_weights import common_dtype, rewrite_weights
+from oppo_megatron.mcore.weights.hf_writer import MAX_SHARD_BYTES, hf_config, require_empty
+from oppo_megatron.mcore.weights.lora_weights import has_head, merged
+from oppo_megatron.mcore.weights.nemo_config import CONFIG_NAME, nemo_config
+from oppo_megatron.modeldir.adapters import lora_of
+from oppo_megatron.modeldir.megatron import NEMO_WEIGHTS
 
 Target = Literal["hf", "megatron", "nemo"]
 

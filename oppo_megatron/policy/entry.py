@@ -10,7 +10,12 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
+from oppo_megatron.cluster.world import World, choose_device, open_world
 from oppo_megatron.config.model import RuntimeConfig
+from oppo_megatron.engine.completions import PromptDecoder
+from oppo_megatron.engine.sampler import Sampling
+from oppo_megatron.engine.stop_text import StopText
+from oppo_megatron.engine.stopping import Stopping, all_ids
 from oppo_megatron.policy.answers import Decode, GrowingText, Meter, ResponseFile, answer_of
 from oppo_megatron.policy.chat import Messages, converse, open_lines, until_interrupted
 from oppo_megatron.policy.fitting import policy_tokenizer
@@ -18,11 +23,6 @@ from oppo_megatron.policy.loading import LoadedPolicy, build_place, load_policy
 from oppo_megatron.policy.prompts import require_room
 from oppo_megatron.policy.request import Conversation, Drawing, OutputFile, Request, Terminal
 from oppo_megatron.records import Prompt, Rollout
-from oppo_megatron.runtime.completions import PromptDecoder
-from oppo_megatron.runtime.sampler import Sampling
-from oppo_megatron.runtime.stop_text import StopText
-from oppo_megatron.runtime.stopping import Stopping, all_ids
-from oppo_megatron.runtime.world import World, choose_device, open_world
 
 SHOWN_STEPS = 4
 """Decode steps between two looks at a response that is shown while it grows."""

@@ -8,18 +8,18 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from oppo_megatron.checkpoint.manifest import MANIFEST, find_damage, read_manifest
-from oppo_megatron.checkpoint.store import CheckpointStore, Position
-from oppo_megatron.config.checkpoint import read_hf_config
 from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.config.load import read_tree
-from oppo_megatron.config.lora import ADAPTER_CONFIG, lora_of, read_adapter_config
-from oppo_megatron.config.megatron import SHAPE, find_megatron
 from oppo_megatron.config.model import Dtype, ModelConfig, TrainedRoleConfig
 from oppo_megatron.config.paths import missing_path
 from oppo_megatron.config.run import SFTConfig, TrainSettings
-from oppo_megatron.config.shape import check_head
 from oppo_megatron.errors import CheckpointError, ConfigError
+from oppo_megatron.layout.shape import check_head
+from oppo_megatron.modeldir.adapters import ADAPTER_CONFIG, lora_of, read_adapter_config
+from oppo_megatron.modeldir.headers import read_hf_config
+from oppo_megatron.modeldir.megatron import SHAPE, find_megatron
+from oppo_megatron.rundir.checkpoints import CheckpointStore, Position
+from oppo_megatron.rundir.manifest import MANIFEST, find_damage, read_manifest
 
 RUN_CONFIG, WEIGHTS, CHECKPOINTS, MODELS = "config.yaml", "weights", "checkpoints", "models"
 ROLES = ("actor", "model")

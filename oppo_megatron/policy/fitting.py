@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from oppo_megatron.config.model import ParallelConfig
-from oppo_megatron.config.shape import check_shape
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from oppo_megatron.errors import CheckpointError
+from oppo_megatron.layout.shape import check_shape
 from oppo_megatron.policy.finding import Policy
 
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from oppo_megatron.cluster.activity import Activity
+from oppo_megatron.cluster.world import World
 from oppo_megatron.config.model import ParallelConfig, RuntimeConfig
-from oppo_megatron.config.places import Place
 from oppo_megatron.data.tokenizer import Tokenizer
+from oppo_megatron.engine.completions import PromptDecoder
+from oppo_megatron.engine.links import Links, build_links
+from oppo_megatron.engine.sampler import Sampling
+from oppo_megatron.engine.stopping import Stopping
+from oppo_megatron.layout.places import Place
+from oppo_megatron.mcore.groups import RoleGroups, build_groups
+from oppo_megatron.mcore.model import RoleModel
+from oppo_megatron.mcore.roles import load_role
+from oppo_megatron.mcore.weights.checkpoint import load_adapters
 from oppo_megatron.policy.finding import Policy
-from oppo_megatron.runtime.activity import Activity
-from oppo_megatron.runtime.completions import PromptDecoder
-from oppo_megatron.runtime.links import Links, build_links
-from oppo_megatron.runtime.mcore.checkpoint import load_adapters
-from oppo_megatron.runtime.mcore.groups import RoleGroups, build_groups
-from oppo_megatron.runtime.mcore.model import RoleModel
-from oppo_megatron.runtime.roles import load_role
-from oppo_megatron.runtime.sampler import Sampling
-from oppo_megatron.runtime.stopping import Stopping
-from oppo_megatron.runtime.world import World
 from oppo_megatron.schedule.rounds import Site
 
 

@@ -12,6 +12,7 @@ from oppo_megatron.report.learning import heldout_section, learning_section
 from oppo_megatron.report.machine import memory_section, step_section, utilization_section
 from oppo_megatron.report.overview import overview
 from oppo_megatron.report.page import HEADING, Page, render
+from oppo_megatron.report.plots import draw_windows
 from oppo_megatron.report.png import draw
 from oppo_megatron.report.records import RunRecord, read_runs
 from oppo_megatron.report.samples import sample_responses
@@ -23,9 +24,8 @@ from oppo_megatron.report.training import (
     length_section,
     reward_section,
 )
-from oppo_megatron.train.logs.plots import draw_windows
-from oppo_megatron.train.logs.windows import step_window
-from oppo_megatron.train.run_dir import write_text
+from oppo_megatron.rundir.directory import write_text
+from oppo_megatron.rundir.windows import step_window
 
 PAGE = "index.html"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from oppo_megatron.train.logs.plots import OTHER_COLOUR, RUN_COLOURS, SPAN_COLOURS
+from oppo_megatron.report.plots import OTHER_COLOUR, RUN_COLOURS, SPAN_COLOURS
 
 RUN_COLOURS_DARK = ("#56B4E9", "#E98A45", "#2FC49B", "#E3A3C6", "#F0B73C", "#9AD0F0", "#F2F2F2")
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from oppo_megatron.train.logs.trace import Span
+from oppo_megatron.rundir.trace import Span
 
 SHORTEST_S = 1.0
 

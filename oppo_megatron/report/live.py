@@ -14,8 +14,8 @@ from typing import Any
 from oppo_megatron.errors import DataError
 from oppo_megatron.report.downtime import without_downtime
 from oppo_megatron.report.records import RunRecord, read_run
-from oppo_megatron.train.logs.trace import Span, read_trace
-from oppo_megatron.train.run_dir import RunDirectory
+from oppo_megatron.rundir.directory import RunDirectory
+from oppo_megatron.rundir.trace import Span, read_trace
 
 END_OF_TRACE = 512 * 1024
 END_OF_ROLLOUTS = 2 * 1024 * 1024

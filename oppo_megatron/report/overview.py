@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from oppo_megatron.clock import format_duration
 from oppo_megatron.report.blocks import Section, Table
 from oppo_megatron.report.charts import short
 from oppo_megatron.report.records import RunRecord, number
 from oppo_megatron.report.training import deferred_counts
-from oppo_megatron.train.logs.console import format_duration
-from oppo_megatron.train.logs.metrics_log import summarise
+from oppo_megatron.rundir.metrics_log import summarise
 
 Form = Callable[[Any], str]
 

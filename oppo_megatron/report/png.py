@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from oppo_megatron.report.charts import BarChart, Chart, LineChart
 from oppo_megatron.report.colours import COLOURS
-from oppo_megatron.train.logs.plots import new_figure
+from oppo_megatron.report.plots import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

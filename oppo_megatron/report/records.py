@@ -14,9 +14,9 @@ import yaml
 
 from oppo_megatron.errors import DataError
 from oppo_megatron.report.downtime import without_downtime
-from oppo_megatron.train.logs.metrics_log import read_metrics
-from oppo_megatron.train.logs.trace import Span, read_spans
-from oppo_megatron.train.run_dir import RUN_FORMAT, RunDirectory
+from oppo_megatron.rundir.directory import RUN_FORMAT, RunDirectory
+from oppo_megatron.rundir.metrics_log import read_metrics
+from oppo_megatron.rundir.trace import Span, read_spans
 
 Line = Mapping[str, Any]
 

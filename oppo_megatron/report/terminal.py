@@ -11,20 +11,20 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from oppo_megatron.clock import format_duration
 from oppo_megatron.errors import DataError
 from oppo_megatron.report.charts import short
 from oppo_megatron.report.colours import COLOURS
 from oppo_megatron.report.live import Glance
 from oppo_megatron.report.machine import USES, memory_peaks, steady
 from oppo_megatron.report.page import show
+from oppo_megatron.report.plots import moving_mean
 from oppo_megatron.report.records import RunRecord, number
 from oppo_megatron.report.step_split import ALL_PARTS, split_step
 from oppo_megatron.report.timelines import colour_of
 from oppo_megatron.report.training import QUARTERS, deferred_counts
 from oppo_megatron.report.utilization import shares
-from oppo_megatron.train.logs.console import format_duration
-from oppo_megatron.train.logs.plots import moving_mean
-from oppo_megatron.train.logs.windows import StepWindow, step_bounds, step_window
+from oppo_megatron.rundir.windows import StepWindow, step_bounds, step_window
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 # Kinds of work can be told apart without colour, too.

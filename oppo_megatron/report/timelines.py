@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from oppo_megatron.report.records import RunRecord
-from oppo_megatron.train.logs.trace import Span
-from oppo_megatron.train.logs.windows import WAITING, StepWindow, all_windows, median_step
+from oppo_megatron.rundir.trace import Span
+from oppo_megatron.rundir.windows import WAITING, StepWindow, all_windows, median_step
 
 SPANS_OF_PAGE = 240_000
 SPANS_IN_FULL = 6_000

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from oppo_megatron.errors import DataError
-from oppo_megatron.train.logs.trace import Span, read_trace
-from oppo_megatron.train.run_dir import RunDirectory
+from oppo_megatron.rundir.directory import RunDirectory
+from oppo_megatron.rundir.trace import Span, read_trace
 
 KINDS = ("decode", "score", "update")
 

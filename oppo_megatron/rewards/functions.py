@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from oppo_megatron.config.checks import check_rewards
 from oppo_megatron.config.data import RewardPart
 from oppo_megatron.config.evaluation import part_labels
 from oppo_megatron.errors import ConfigError, RewardError
+from oppo_megatron.preflight.settings import check_rewards
 from oppo_megatron.rewards.entry_point import load_entry_point
 from oppo_megatron.rewards.isolation import IsolatedFunction
 from oppo_megatron.rewards.protocol import ScoreItem, check_fields, read_token

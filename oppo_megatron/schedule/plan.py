@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from oppo_megatron.config.overlap import DeltaConfig, OverlapConfig
-from oppo_megatron.config.places import decodes_and_scores
+from oppo_megatron.layout.places import decodes_and_scores
 from oppo_megatron.schedule.rounds import Site
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from oppo_megatron.config.places import Place
+from oppo_megatron.layout.places import Place
 
 
 class Growth(NamedTuple):

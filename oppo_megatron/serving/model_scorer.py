@@ -14,10 +14,10 @@ import torch
 from oppo_megatron.config.serve import ServeRewardConfig
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from oppo_megatron.errors import RewardError
+from oppo_megatron.mcore.batch import join_rows, pack_sequences
+from oppo_megatron.mcore.model import RoleModel
+from oppo_megatron.mcore.training import forward_rows
 from oppo_megatron.rewards.protocol import Item
-from oppo_megatron.runtime.batch import join_rows, pack_sequences
-from oppo_megatron.runtime.mcore.model import RoleModel
-from oppo_megatron.runtime.mcore.training import forward_rows
 from oppo_megatron.serving.reward_model import open_reward_model
 
 

@@ -7,14 +7,14 @@ from contextlib import contextmanager
 
 import torch
 
-from oppo_megatron.config.checkpoint import read_hf_config
+from oppo_megatron.cluster.world import choose_device, open_world
 from oppo_megatron.config.model import ParallelConfig, RoleConfig, RuntimeConfig
-from oppo_megatron.config.shape import check_shape
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.runtime.mcore.groups import build_groups
-from oppo_megatron.runtime.mcore.model import RoleModel
-from oppo_megatron.runtime.roles import load_role
-from oppo_megatron.runtime.world import choose_device, open_world
+from oppo_megatron.layout.shape import check_shape
+from oppo_megatron.mcore.groups import build_groups
+from oppo_megatron.mcore.model import RoleModel
+from oppo_megatron.mcore.roles import load_role
+from oppo_megatron.modeldir.headers import read_hf_config
 
 
 @contextmanager

@@ -15,10 +15,10 @@ import torch
 
 from oppo_megatron.config.serve import ServeScorerConfig
 from oppo_megatron.errors import CapacityError, RewardError
+from oppo_megatron.mcore.model import RoleModel
+from oppo_megatron.mcore.out_of_memory import Exhausted, attempt
+from oppo_megatron.mcore.stage import step
 from oppo_megatron.rewards.streaming import checksum
-from oppo_megatron.runtime.exhaustion import Exhausted, attempt
-from oppo_megatron.runtime.mcore.model import RoleModel
-from oppo_megatron.runtime.mcore.stage import step
 from oppo_megatron.serving.reward_model import open_reward_model
 from oppo_megatron.serving.stream_app import Known, Piece
 

@@ -17,13 +17,13 @@ from oppo_megatron.algorithms.losses import ActorTargets, actor_loss
 from oppo_megatron.algorithms.packing import tokens_of_rows
 from oppo_megatron.algorithms.staleness import ratio_base
 from oppo_megatron.config.ppo import PPOConfig
+from oppo_megatron.mcore.batch import MicroBatch, join_rows, pack_responses
+from oppo_megatron.mcore.groups import RoleGroups
+from oppo_megatron.mcore.layers.vocab_parallel import token_logprobs
+from oppo_megatron.mcore.out_of_memory import Allowance, Allowances, in_smaller_ones
+from oppo_megatron.mcore.training import forward_rows
+from oppo_megatron.mcore.vocab_shards import VocabShards
 from oppo_megatron.records import Rollout
-from oppo_megatron.runtime.batch import MicroBatch, join_rows, pack_responses
-from oppo_megatron.runtime.exhaustion import Allowance, Allowances, in_smaller_ones
-from oppo_megatron.runtime.mcore.groups import RoleGroups
-from oppo_megatron.runtime.mcore.training import forward_rows
-from oppo_megatron.runtime.mcore.vocab_parallel import token_logprobs
-from oppo_megatron.runtime.vocab_shards import VocabShards
 from oppo_megatron.schedule.packing import balance
 from oppo_megatron.train.trained_role import TrainedRole
 from oppo_megatron.train.update import UpdateSettings, begin_update, run_update, stats_dict, update_packing

@@ -14,9 +14,9 @@ from torch import Tensor
 from oppo_megatron.algorithms.experience import Experience
 from oppo_megatron.algorithms.losses import value_loss
 from oppo_megatron.config.ppo import PPOConfig
+from oppo_megatron.mcore.batch import MicroBatch
+from oppo_megatron.mcore.out_of_memory import Allowance, Allowances
 from oppo_megatron.records import Rollout
-from oppo_megatron.runtime.batch import MicroBatch
-from oppo_megatron.runtime.exhaustion import Allowance, Allowances
 from oppo_megatron.train.trained_role import TrainedRole
 from oppo_megatron.train.update import UpdateSettings, run_update, stats_dict
 

@@ -9,24 +9,24 @@ from typing import Any
 
 import torch.distributed as dist
 
-from oppo_megatron.checkpoint.space import clear_when_full
-from oppo_megatron.checkpoint.store import Position
+from oppo_megatron.cluster.liveness.stacks import stacks_on_request
+from oppo_megatron.cluster.liveness.watching import watched
+from oppo_megatron.cluster.world import World, choose_device, open_world
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import EXIT_REQUEUE, EXIT_ROLLBACK, CapacityError
+from oppo_megatron.mcore.out_of_memory import is_out_of_memory
 from oppo_megatron.overcommit.ahead import NEW_RUN
-from oppo_megatron.runtime.exhaustion import is_out_of_memory
-from oppo_megatron.runtime.world import World, choose_device, open_world
+from oppo_megatron.rundir.checkpoints import Position
+from oppo_megatron.rundir.directory import RunDirectory, write_json
+from oppo_megatron.rundir.space import clear_when_full
+from oppo_megatron.rundir.trace import merge_traces
 from oppo_megatron.schedule.weaving.costs_file import costs_tree
 from oppo_megatron.train.guards.rollback import RollBack, Rollbacks
 from oppo_megatron.train.hosts import share_run_directory
 from oppo_megatron.train.inputs import Inputs, describe_inputs, read_inputs
-from oppo_megatron.train.liveness.stacks import stacks_on_request
-from oppo_megatron.train.liveness.watching import watched
-from oppo_megatron.train.logs.trace import merge_traces
 from oppo_megatron.train.memory import require_memory
 from oppo_megatron.train.ppo import PPOTrainer
-from oppo_megatron.train.run_dir import RunDirectory, write_json
 from oppo_megatron.train.saving.finding import Found, find_checkpoint
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.saver import Saver

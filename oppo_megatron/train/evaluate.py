@@ -7,27 +7,40 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from oppo_megatron.cluster.world import World
 from oppo_megatron.config.evaluation import EarlyStopConfig, EvaluationConfig
 from oppo_megatron.config.model import RuntimeConfig
 from oppo_megatron.control.early_stop import EarlyStop
 from oppo_megatron.control.estimates import Figures, estimate
 from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.data.tokenizer import Tokenizer
+from oppo_megatron.engine.completions import PromptDecoder
+from oppo_megatron.engine.rounds import RoundRunner
+from oppo_megatron.engine.sampler import Sampling
+from oppo_megatron.engine.stopping import Stopping
+from oppo_megatron.mcore.batch import join_rows, pack_sequences
+from oppo_megatron.mcore.training import forward_rows
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.rewards.functions import RewardSum
-from oppo_megatron.runtime.batch import join_rows, pack_sequences
-from oppo_megatron.runtime.completions import PromptDecoder
-from oppo_megatron.runtime.mcore.training import forward_rows
-from oppo_megatron.runtime.sampler import Sampling
-from oppo_megatron.runtime.stopping import Stopping
+from oppo_megatron.train.actor import Actor
+from oppo_megatron.train.logs.journal import Journal
+from oppo_megatron.train.score_exchange import ScoreExchange
 
-if TYPE_CHECKING:
-    from oppo_megatron.train.ppo import PPOTrainer
+
+class Loop(Protocol):
+    """The PPO loop on one rank, as far as held-out prompts concern it."""
+
+    world: World
+    rounds: RoundRunner
+    exchange: ScoreExchange
+    actor: Actor | None
+    journal: Journal | None
+
 
 class Evaluator:
     """Decodes on a cache of its own that lives only as long, of at most `max_slots` slots and `kv_budget_bytes` (None: no limit).
@@ -74,19 +87,21 @@ class Evaluator:
         every = self.config.every_steps
         return step == 0 or last or bool(every and step % every == 0)
 
-    def measure(self, trainer: PPOTrainer, step: int) -> Figures:
+    def measure(self, loop: Loop, step: int) -> Figures:
         """What the metrics are after `step` steps; early stopping learns of them.
 
         Raises RewardError, on the rank that keeps the journal, where a judge fails.
         """
-        rollouts = None if trainer.actor is None else self._decode(trainer)
-        scores_N = self._model_scores(trainer, rollouts) if self.judges.needs_model else None
+        rollouts = None if loop.actor is None else self._decode(loop)
+        scores_N = self._model_scores(loop, rollouts) if self.judges.needs_model else None
         table = None
-        if trainer.journal is not None:
+        if loop.journal is not None:
             assert rollouts is not None
-            table = torch.tensor([value for pair in self._judge(rollouts, scores_N) for value in pair], dtype=torch.float64)
-        names, source = self.config.names, trainer.rounds.planner.site.source
-        shared = trainer.exchange.shared("held-out metrics", table, 2 * len(names), source).tolist()
+            table = torch.tensor(
+                [value for pair in self._judge(rollouts, scores_N) for value in pair], dtype=torch.float64
+            )
+        names, source = self.config.names, loop.rounds.planner.site.source
+        shared = loop.exchange.shared("held-out metrics", table, 2 * len(names), source).tolist()
         figures = {
             name: (shared[2 * k], shared[2 * k + 1] if shared[2 * k + 1] >= 0 else None) for k, name in enumerate(names)
         }
@@ -102,38 +117,41 @@ class Evaluator:
         if self.stop is not None and state is not None:
             self.stop.load_state_dict(dict(state))
 
-    def _decode(self, trainer: PPOTrainer) -> list[Rollout]:
+    def _decode(self, loop: Loop) -> list[Rollout]:
         """In the order of the prompts."""
-        assert trainer.actor is not None
+        assert loop.actor is not None
         decoder = PromptDecoder(
-            trainer.actor.role.serving,
-            trainer.rounds.executor.links,
+            loop.actor.role.serving,
+            loop.rounds.executor.links,
             self.runtime,
             num_slots=min(len(self.prompts), self.max_slots),
             sampling=self.sampling,
             stopping=self.stopping,
             kv_budget_bytes=self.kv_budget_bytes,
-            activity=trainer.world.activity,
+            activity=loop.world.activity,
         )
         return sorted(decoder.decode(self.prompts), key=lambda rollout: rollout.seq_id)
 
-    def _model_scores(self, trainer: PPOTrainer, rollouts: Sequence[Rollout] | None) -> Tensor:
+    def _model_scores(self, loop: Loop, rollouts: Sequence[Rollout] | None) -> Tensor:
         """The reward model's scores [N] on every rank; its replicas share the sequences, each in one full forward pass."""
-        exchange, source, prompts = trainer.exchange, trainer.rounds.planner.site.source, self.prompts
-        speaks = trainer.world.rank == source
+        exchange, source, prompts = loop.exchange, loop.rounds.planner.site.source, self.prompts
+        speaks = loop.world.rank == source
         responses = [rollout.tokens for rollout in rollouts or ()]
         mine = torch.tensor([len(tokens) for tokens in responses]) if speaks else None
         lengths = [int(n) for n in exchange.shared("held-out lengths", mine, len(prompts), source).tolist()]
         mine = torch.tensor([token for tokens in responses for token in tokens]) if speaks else None
         flat = exchange.shared("held-out responses", mine, sum(lengths), source).long().split(lengths)
-        place, scores_N = exchange.places["reward"], torch.empty(len(prompts), dtype=torch.float64, device=exchange.device)
-        seat = place.seat(trainer.world.rank)
+        place, scores_N = (
+            exchange.places["reward"],
+            torch.empty(len(prompts), dtype=torch.float64, device=exchange.device),
+        )
+        seat = place.seat(loop.world.rank)
         for replica in range(place.dp):
             rows, scores = range(replica, len(prompts), place.dp), None
             if seat is not None and seat.replica == replica and rows:
                 sequences = [[*prompts[i].tokens, *flat[i].tolist()] for i in rows]
                 batches = pack_sequences(sequences, self.runtime.micro_batch_tokens, exchange.device)
-                model = trainer.rounds.scoring["reward"].model
+                model = loop.rounds.scoring["reward"].model
                 with torch.no_grad():
                     outputs = forward_rows(model, batches, lambda _, scores_S: scores_S.float())
                 scores = join_rows(outputs, [1] * len(rows), batches) if outputs else None

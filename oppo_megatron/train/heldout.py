@@ -11,14 +11,14 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from oppo_megatron.cluster.peers import waiting_for
+from oppo_megatron.cluster.world import World
 from oppo_megatron.config.evaluation import EarlyStopConfig, HeldoutConfig
 from oppo_megatron.control.early_stop import EarlyStop
 from oppo_megatron.control.estimates import Figures, moments_of, ratios
-from oppo_megatron.runtime.batch import MicroBatch
-from oppo_megatron.runtime.mcore.training import TrainedModel, forward_rows
-from oppo_megatron.runtime.peers import waiting_for
-from oppo_megatron.runtime.vocab_shards import VocabShards
-from oppo_megatron.runtime.world import World
+from oppo_megatron.mcore.batch import MicroBatch
+from oppo_megatron.mcore.training import TrainedModel, forward_rows
+from oppo_megatron.mcore.vocab_shards import VocabShards
 from oppo_megatron.train.score_exchange import sum_over_ranks
 
 RowT = TypeVar("RowT", bound=tuple[list[int], ...])

@@ -8,10 +8,10 @@ from dataclasses import asdict
 
 import torch.distributed as dist
 
+from oppo_megatron.cluster.hosts import describe_hosts
+from oppo_megatron.cluster.world import World
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.runtime.hosts import describe_hosts
-from oppo_megatron.runtime.world import World
-from oppo_megatron.train.run_dir import RUN_FORMAT, RunDirectory, write_json
+from oppo_megatron.rundir.directory import RUN_FORMAT, RunDirectory, write_json
 
 VISIBLE_WITHIN_S = 60.0  # network file systems show a new file late
 

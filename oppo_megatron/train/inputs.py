@@ -15,7 +15,7 @@ from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from oppo_megatron.rewards.functions import RewardSum, build_reward_functions
 
 if TYPE_CHECKING:
-    from oppo_megatron.runtime.stopping import Quantile
+    from oppo_megatron.engine.stopping import Quantile
 
 SHOWN_REASONS = 3
 SHOWN_CHARACTERS = 200

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from oppo_megatron.config.holdings import lasting_memory
-from oppo_megatron.config.memory import shortage
+from oppo_megatron.cluster.held_memory import device_bytes, held_bytes, peak_bytes
+from oppo_megatron.cluster.hosts import format_ranks
+from oppo_megatron.cluster.world import World
 from oppo_megatron.config.run import SupervisedConfig, TrainConfig
 from oppo_megatron.errors import CapacityError
-from oppo_megatron.runtime.exhaustion import Allowances
-from oppo_megatron.runtime.held_memory import device_bytes, held_bytes, peak_bytes
-from oppo_megatron.runtime.hosts import format_ranks
-from oppo_megatron.runtime.world import World
+from oppo_megatron.layout.holdings import lasting_memory
+from oppo_megatron.layout.memory import shortage
+from oppo_megatron.mcore.out_of_memory import Allowances
 from oppo_megatron.train.score_exchange import by_rank
 
 MEBIBYTE = 2**20

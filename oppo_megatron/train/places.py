@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from oppo_megatron.config.places import Place, role_places, training_places
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.runtime.links import Links, build_links
-from oppo_megatron.runtime.mcore.groups import RoleGroups, build_groups
+from oppo_megatron.engine.links import Links, build_links
+from oppo_megatron.layout.places import Place, role_places, training_places
+from oppo_megatron.mcore.groups import RoleGroups, build_groups
 from oppo_megatron.schedule.rounds import Site
 
 

@@ -23,16 +23,17 @@ import torch
 import torch.distributed as dist
 
 from oppo_megatron.algorithms.experience import Experience, ScoredBatch
+from oppo_megatron.cluster.peers import waiting_for
+from oppo_megatron.cluster.world import World
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.chunk import ChunkTuner, DecodeLaw, StepCost
 from oppo_megatron.control.guards import Breach
 from oppo_megatron.control.kl import KLController
 from oppo_megatron.control.signals import Occupancy, length_gap
+from oppo_megatron.engine.rounds import Decoding, RoundRunner
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
 from oppo_megatron.records import Rollout, StepSignals
-from oppo_megatron.runtime.peers import waiting_for
-from oppo_megatron.runtime.rounds import Decoding, RoundRunner
-from oppo_megatron.runtime.world import World
+from oppo_megatron.rundir.trace import SpanRecorder
 from oppo_megatron.schedule.plan import StepPlan, plan_step
 from oppo_megatron.schedule.weaving.costs import CostMeter, Costs
 from oppo_megatron.train.actor import Actor
@@ -42,10 +43,9 @@ from oppo_megatron.train.evaluate import Evaluator
 from oppo_megatron.train.guards.guard import Evidence, Guard
 from oppo_megatron.train.logs.journal import Journal, StepFacts
 from oppo_megatron.train.logs.round_trace import RoundTracer
-from oppo_megatron.train.logs.trace import SpanRecorder
 from oppo_megatron.train.memory import MemoryByRank, MemoryMeter
+from oppo_megatron.train.saving.phase import RolloutPhase
 from oppo_megatron.train.saving.saver import Saver
-from oppo_megatron.train.saving.state import RolloutPhase
 from oppo_megatron.train.score_exchange import ScoreExchange, ScoreReport, sum_over_ranks
 from oppo_megatron.train.update import UpdateSettings
 

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from oppo_megatron.config.checks import max_context
-from oppo_megatron.config.places import named_roles, shares_weights
+from oppo_megatron.cluster.world import World
+from oppo_megatron.config.derived import max_context
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.tokenizer import Tokenizer
-from oppo_megatron.runtime.executor import Executor, Station
-from oppo_megatron.runtime.exhaustion import Allowances
-from oppo_megatron.runtime.generation import DecodeStation
-from oppo_megatron.runtime.mcore.model import DTYPES, Head, RoleModel
-from oppo_megatron.runtime.mcore.paged_kernels import find_kernel
-from oppo_megatron.runtime.mcore.sequence_cache import SequenceCache
-from oppo_megatron.runtime.roles import load_role, without_adapters
-from oppo_megatron.runtime.rounds import RoundRunner
-from oppo_megatron.runtime.sampler import Sampling
-from oppo_megatron.runtime.scoring import ScorerRole, ScoringStation
-from oppo_megatron.runtime.stopping import Quantile, Stopping
-from oppo_megatron.runtime.stream import ChunkOutlet, ListenStation
-from oppo_megatron.runtime.world import World
+from oppo_megatron.engine.executor import Executor, Station
+from oppo_megatron.engine.generation import DecodeStation
+from oppo_megatron.engine.rounds import RoundRunner
+from oppo_megatron.engine.sampler import Sampling
+from oppo_megatron.engine.scoring import ScorerRole, ScoringStation
+from oppo_megatron.engine.stopping import Quantile, Stopping
+from oppo_megatron.engine.stream import ChunkOutlet, ListenStation
+from oppo_megatron.layout.places import named_roles, shares_weights
+from oppo_megatron.mcore.kv.paged_kernels import find_kernel
+from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
+from oppo_megatron.mcore.model import DTYPES, Head, RoleModel
+from oppo_megatron.mcore.out_of_memory import Allowances
+from oppo_megatron.mcore.roles import load_role, without_adapters
 from oppo_megatron.schedule.plan import round_generator
 from oppo_megatron.schedule.planning.setup import cache_slots, new_planner, share_of_sequences
 from oppo_megatron.train.actor import Actor

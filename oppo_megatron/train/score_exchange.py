@@ -15,17 +15,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oppo_megatron.algorithms.experience import ScoredBatch
-from oppo_megatron.config.places import Place
+from oppo_megatron.cluster.activity import Activity
+from oppo_megatron.cluster.liveness.failures import noted
 from oppo_megatron.data.tokenizer import Tokenizer
+from oppo_megatron.engine.rounds import RoundRunner
+from oppo_megatron.engine.stream import share
+from oppo_megatron.layout.places import Place
 from oppo_megatron.records import Rollout
 from oppo_megatron.rewards.functions import NonFiniteRewardError, RewardSum
 from oppo_megatron.rewards.protocol import ScoreItem
-from oppo_megatron.runtime.activity import Activity
-from oppo_megatron.runtime.rounds import RoundRunner
-from oppo_megatron.runtime.stream import share
 from oppo_megatron.train.actor import Actor
 from oppo_megatron.train.critic import CRITIC_STATS, Critic
-from oppo_megatron.train.liveness.failures import noted
 
 TIMES = ("score", "wait_tokens")
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from oppo_megatron.config.checks import longest_chunk
+from oppo_megatron.cluster.world import World
+from oppo_megatron.config.derived import longest_chunk
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.chunk import ChunkTuner
 from oppo_megatron.control.delta import make_delta_controller
@@ -11,7 +12,8 @@ from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.overcommit.ahead import NEW_RUN, Ahead
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
-from oppo_megatron.runtime.world import World
+from oppo_megatron.rundir.directory import RunDirectory
+from oppo_megatron.rundir.trace import SpanRecorder
 from oppo_megatron.schedule.plan import delta_rule
 from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.schedule.weaving.costs import CostMeter
@@ -21,13 +23,11 @@ from oppo_megatron.train.guards.rollback import Rollbacks
 from oppo_megatron.train.inputs import Inputs
 from oppo_megatron.train.logs.journal import Journal
 from oppo_megatron.train.logs.round_trace import RoundTracer
-from oppo_megatron.train.logs.trace import SpanRecorder
 from oppo_megatron.train.logs.trackers import open_trackers
 from oppo_megatron.train.memory import MemoryMeter
 from oppo_megatron.train.places import build_topology
 from oppo_megatron.train.ppo import PPOTrainer
 from oppo_megatron.train.role_builder import RoleBuilder
-from oppo_megatron.train.run_dir import RunDirectory
 from oppo_megatron.train.saving.saver import Saver
 from oppo_megatron.train.score_exchange import ScoreExchange
 
@@ -47,22 +47,15 @@ def build_trainer(
     tracer = _tracer(config, world.rank, topology.site)
     trackers = open_trackers(config.logging, config.run_dir) if keeps_journal else None  # may refuse to begin
     actor, critic = builder.actor(), builder.critic()
-    overlap, period = config.overlap, config.overlap.admission_period
-    scheduler = OvercommitScheduler(
-        prompts,
-        RolloutBuffer(config.rollout.batch_size, 0, overlap.max_deferrals, backfill=period is not None),
-        make_delta_controller(delta_rule(overlap)),
-        period,
-    )
     return PPOTrainer(
         config=config,
         world=world,
-        scheduler=scheduler,
+        scheduler=_scheduler(config, prompts),
         rounds=builder.rounds(actor, critic, tracer),
         exchange=ScoreExchange(
             world.rank, world.device, topology.site.places, inputs.rewards, inputs.tokenizer, world.activity
         ),
-        chunk_tuner=ChunkTuner(overlap.chunk, longest_chunk(config)),
+        chunk_tuner=ChunkTuner(config.overlap.chunk, longest_chunk(config)),
         kl=KLController(config.ppo.kl),
         spans=tracer.spans,
         tracer=tracer,
@@ -74,6 +67,12 @@ def build_trainer(
         journal=trackers and Journal(builder.config, total_steps, inputs.tokenizer, world.device, trackers),
         saver=saver,
     )
+
+
+def _scheduler(config: TrainConfig, prompts: PromptStream) -> OvercommitScheduler:
+    overlap, period = config.overlap, config.overlap.admission_period
+    buffer = RolloutBuffer(config.rollout.batch_size, 0, overlap.max_deferrals, backfill=period is not None)
+    return OvercommitScheduler(prompts, buffer, make_delta_controller(delta_rule(overlap)), period)
 
 
 def _tracer(config: TrainConfig, rank: int, site: Site) -> RoundTracer:

@@ -15,11 +15,11 @@ from oppo_megatron.config.run import SupervisedConfig
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised import Completion, load_completions
 from oppo_megatron.data.tokenizer import Tokenizer
-from oppo_megatron.runtime.batch import MicroBatch, pack_responses
-from oppo_megatron.runtime.mcore.model import Head
-from oppo_megatron.runtime.mcore.training import Loss
-from oppo_megatron.runtime.mcore.vocab_parallel import are_likeliest, token_logprobs
-from oppo_megatron.runtime.vocab_shards import VocabShards
+from oppo_megatron.mcore.batch import MicroBatch, pack_responses
+from oppo_megatron.mcore.layers.vocab_parallel import are_likeliest, token_logprobs
+from oppo_megatron.mcore.model import Head
+from oppo_megatron.mcore.training import Loss
+from oppo_megatron.mcore.vocab_shards import VocabShards
 from oppo_megatron.train.heldout import Measure
 
 

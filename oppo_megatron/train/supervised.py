@@ -11,31 +11,31 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from oppo_megatron.checkpoint.store import Position
-from oppo_megatron.config.checkpoint import read_hf_config
+from oppo_megatron.cluster.liveness.watching import watched
+from oppo_megatron.cluster.world import World, open_world
 from oppo_megatron.config.data import DataConfig
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.run import RewardModelConfig, SFTConfig, SupervisedConfig
-from oppo_megatron.config.shape import check_shape
 from oppo_megatron.data.heldout import read_heldout
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised import BEGINNING
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.runtime.mcore.groups import RoleGroups, build_groups
-from oppo_megatron.runtime.mcore.model import Head, RoleModel
-from oppo_megatron.runtime.mcore.training import TrainedModel
-from oppo_megatron.runtime.roles import load_role
-from oppo_megatron.runtime.world import World, open_world
+from oppo_megatron.layout.shape import check_shape
+from oppo_megatron.mcore.groups import RoleGroups, build_groups
+from oppo_megatron.mcore.model import Head, RoleModel
+from oppo_megatron.mcore.roles import load_role
+from oppo_megatron.mcore.training import TrainedModel
+from oppo_megatron.modeldir.headers import read_hf_config
+from oppo_megatron.rundir.checkpoints import Position
+from oppo_megatron.rundir.directory import RunDirectory
+from oppo_megatron.rundir.trace import SpanRecorder, merge_traces
 from oppo_megatron.train.heldout import Heldout
 from oppo_megatron.train.hosts import share_run_directory
-from oppo_megatron.train.liveness.watching import watched
 from oppo_megatron.train.logs.supervised import Report
-from oppo_megatron.train.logs.trace import SpanRecorder, merge_traces
 from oppo_megatron.train.logs.trackers import open_trackers
 from oppo_megatron.train.memory import MemoryMeter, require_memory
 from oppo_megatron.train.reward_model import RewardModelling
-from oppo_megatron.train.run_dir import RunDirectory
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.supervised import MODEL, FoundSupervised, SupervisedSaver, find_supervised
 from oppo_megatron.train.saving.telling import tell_of_nothing

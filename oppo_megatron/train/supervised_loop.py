@@ -11,21 +11,21 @@ import torch
 import torch.distributed as dist
 
 from oppo_megatron.algorithms.supervised import means
+from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.config.run import SupervisedConfig
 from oppo_megatron.control.estimates import Figures
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised import Passed, batches
 from oppo_megatron.data.tokenizer import Tokenizer
-from oppo_megatron.runtime.activity import Activity
-from oppo_megatron.runtime.batch import MicroBatch
-from oppo_megatron.runtime.exhaustion import in_smaller_ones
-from oppo_megatron.runtime.mcore.model import Head
-from oppo_megatron.runtime.mcore.training import Loss, StepReport, TrainedModel
-from oppo_megatron.runtime.vocab_shards import VocabShards
+from oppo_megatron.mcore.batch import MicroBatch
+from oppo_megatron.mcore.model import Head
+from oppo_megatron.mcore.out_of_memory import in_smaller_ones
+from oppo_megatron.mcore.training import Loss, StepReport, TrainedModel
+from oppo_megatron.mcore.vocab_shards import VocabShards
+from oppo_megatron.rundir.trace import SpanRecorder
 from oppo_megatron.schedule.packing import Packing, balance, packing_figures
 from oppo_megatron.train.heldout import Heldout, Measure
 from oppo_megatron.train.logs.supervised import Report
-from oppo_megatron.train.logs.trace import SpanRecorder
 from oppo_megatron.train.memory import MemoryMeter
 from oppo_megatron.train.saving.supervised import SupervisedSaver
 

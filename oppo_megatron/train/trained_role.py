@@ -10,14 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from oppo_megatron.config.kernels import Layers
-from oppo_megatron.config.model import DecodePath, TrainedRoleConfig
-from oppo_megatron.runtime.mcore.groups import RoleGroups
-from oppo_megatron.runtime.mcore.model import Head, RoleModel
-from oppo_megatron.runtime.mcore.reallocate import MoveReport, Reallocation
-from oppo_megatron.runtime.mcore.training import TrainedModel
-from oppo_megatron.runtime.mcore.undo import Undo
-from oppo_megatron.runtime.roles import load_role, load_training
+from oppo_megatron.config.model import DecodePath, Layers, TrainedRoleConfig
+from oppo_megatron.mcore.groups import RoleGroups
+from oppo_megatron.mcore.model import Head, RoleModel
+from oppo_megatron.mcore.roles import load_role, load_training
+from oppo_megatron.mcore.training import TrainedModel
+from oppo_megatron.mcore.undo import Undo
+from oppo_megatron.mcore.weights.weight_sync import MoveReport, Reallocation
 
 
 @dataclass

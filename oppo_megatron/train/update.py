@@ -15,10 +15,10 @@ from torch import Tensor
 from oppo_megatron.algorithms.packing import tokens_of_rows
 from oppo_megatron.algorithms.stats import TokenStats
 from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.mcore.batch import MicroBatch, pack_responses, split_rows
+from oppo_megatron.mcore.out_of_memory import Allowance, Allowances, in_smaller_ones
+from oppo_megatron.mcore.training import StepReport, TrainedModel
 from oppo_megatron.records import Rollout
-from oppo_megatron.runtime.batch import MicroBatch, pack_responses, split_rows
-from oppo_megatron.runtime.exhaustion import Allowance, Allowances, in_smaller_ones
-from oppo_megatron.runtime.mcore.training import StepReport, TrainedModel
 from oppo_megatron.schedule.packing import Packing, balance, packing_figures
 
 UpdateLoss = Callable[[MicroBatch, Tensor, int, bool], tuple[Tensor, dict[str, Tensor]]]

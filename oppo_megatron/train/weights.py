@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from oppo_megatron.checkpoint.space import free_bytes, megabytes
 from oppo_megatron.data.beside_weights import special_ids, write_beside
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.errors import CheckpointError
-from oppo_megatron.runtime.mcore.hf_weights import export_weights
-from oppo_megatron.runtime.mcore.lora_weights import export_adapters
-from oppo_megatron.runtime.mcore.training import Chunks, as_chunks
+from oppo_megatron.mcore.training import Chunks, as_chunks
+from oppo_megatron.mcore.weights.hf_weights import export_weights
+from oppo_megatron.mcore.weights.lora_weights import export_adapters
+from oppo_megatron.rundir.space import free_bytes, megabytes
 
 
 def save_role(

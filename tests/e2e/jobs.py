@@ -14,12 +14,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from oppo_megatron.cluster.world import World
 from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.engine.executor import Executor, Station
+from oppo_megatron.engine.rounds import RoundRunner
 from oppo_megatron.errors import OppoError
-from oppo_megatron.runtime.executor import Executor, Station
-from oppo_megatron.runtime.mcore.training import TrainedModel
-from oppo_megatron.runtime.rounds import RoundRunner
-from oppo_megatron.runtime.world import World
+from oppo_megatron.mcore.training import TrainedModel
 from oppo_megatron.schedule.actions import Action
 from oppo_megatron.train.critic import Critic
 from oppo_megatron.train.entry import run_ppo

@@ -20,16 +20,16 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 
-from oppo_megatron.checkpoint.space import clear_when_full
+from oppo_megatron.cluster.world import World, open_world
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.prompts import PromptStream
 from oppo_megatron.errors import OppoError
-from oppo_megatron.runtime.world import World, open_world
+from oppo_megatron.rundir.directory import RunDirectory
+from oppo_megatron.rundir.space import clear_when_full
 from oppo_megatron.train.entry import run_ppo
 from oppo_megatron.train.guards.rollback import Rollbacks
 from oppo_megatron.train.inputs import Inputs, read_inputs
 from oppo_megatron.train.ppo import PPOTrainer
-from oppo_megatron.train.run_dir import RunDirectory
 from oppo_megatron.train.saving import writing
 from oppo_megatron.train.saving.files import ROLLOUTS
 from oppo_megatron.train.saving.finding import Found, find_checkpoint

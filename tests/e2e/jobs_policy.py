@@ -8,19 +8,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from oppo_megatron.cluster.world import World
 from oppo_megatron.config.model import ParallelConfig, RuntimeConfig
 from oppo_megatron.config.run import TrainSettings
+from oppo_megatron.engine.sampler import Sampling
+from oppo_megatron.engine.stop_text import StopText
+from oppo_megatron.engine.stopping import Stopping
+from oppo_megatron.mcore.model import build_model
+from oppo_megatron.mcore.weights.hf_source import open_weights
+from oppo_megatron.mcore.weights.hf_weights import export_weights, load_weights
 from oppo_megatron.policy.finding import Choice, find_policy, read_run
 from oppo_megatron.policy.fitting import policy_tokenizer, require_layout
 from oppo_megatron.policy.loading import build_place, load_policy
 from oppo_megatron.records import Prompt
-from oppo_megatron.runtime.mcore.hf_source import open_weights
-from oppo_megatron.runtime.mcore.hf_weights import export_weights, load_weights
-from oppo_megatron.runtime.mcore.model import build_model
-from oppo_megatron.runtime.sampler import Sampling
-from oppo_megatron.runtime.stop_text import StopText
-from oppo_megatron.runtime.stopping import Stopping
-from oppo_megatron.runtime.world import World
 
 Response = tuple[int, list[int], str | None]
 

@@ -20,11 +20,11 @@ import torch.distributed as dist
 import yaml
 
 from oppo_megatron.cli.launch import launch
-from oppo_megatron.config import places
 from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.engine.executor import Executor
 from oppo_megatron.errors import OppoError
-from oppo_megatron.runtime.executor import Executor
-from oppo_megatron.runtime.mcore.training import TrainedModel
+from oppo_megatron.layout import places
+from oppo_megatron.mcore.training import TrainedModel
 from oppo_megatron.train import entry
 from oppo_megatron.train.evaluate import Evaluator
 from oppo_megatron.train.saving import writing

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from oppo_megatron.cluster.activity import Activity
+from oppo_megatron.cluster.world import World
 from oppo_megatron.config.reliability import PreemptConfig
 from oppo_megatron.config.run import RewardModelConfig, SFTConfig
-from oppo_megatron.runtime.activity import Activity
-from oppo_megatron.runtime.world import World
 from oppo_megatron.train.reward_model import RewardModelling
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.sft import FineTuning

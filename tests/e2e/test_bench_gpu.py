@@ -15,10 +15,10 @@ from oppo_megatron.bench.decode import FirstToken
 from oppo_megatron.bench.gpu import SHARES, SIZES, GpuBench, GpuWork, agenda, set_side_by_side, trl_rows
 from oppo_megatron.bench.processes import run_within
 from oppo_megatron.cli.main import main
-from oppo_megatron.config.shape import check_model
 from oppo_megatron.data.random_prompts import write_random_prompts
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.integrations.huggingface import write_random_checkpoint
+from oppo_megatron.layout.shape import check_model
 
 TINY = {**SIZES["0.5B"], "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 WORK = GpuWork(

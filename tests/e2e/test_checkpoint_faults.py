@@ -22,8 +22,8 @@ from typing import Any
 
 import pytest
 
-from oppo_megatron.checkpoint.manifest import require_whole
-from oppo_megatron.checkpoint.store import CheckpointStore
+from oppo_megatron.rundir.checkpoints import CheckpointStore
+from oppo_megatron.rundir.manifest import require_whole
 from tests.e2e.jobs_checkpoint import call, die_while_saving, resume_to_the_end, weights_digest
 from tests.support.checkpoint_mutations import canary
 from tests.support.file_faults import CACHE_FILE, COMMON_FILE, AtByte, AtEvent, Fault

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from oppo_megatron.train.logs.metrics_log import read_metrics
-from oppo_megatron.train.logs.trace import read_trace
+from oppo_megatron.rundir.metrics_log import read_metrics
+from oppo_megatron.rundir.trace import read_trace
 from tests.support.layouts import deep
 from tests.support.ppo import Workspace
 from tests.support.ranks import run_ranks

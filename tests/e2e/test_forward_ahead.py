@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from oppo_megatron.train.logs.trace import Span, read_trace
+from oppo_megatron.rundir.trace import Span, read_trace
 from tests.support.ppo import Outcome, Workspace, run_ppo_ranks, weight_distance
 
 PAIR = {"placement.mode": "disaggregated"}

@@ -18,9 +18,9 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Qwen2Tokenizer
 
 from oppo_megatron.config.load import load_config
-from oppo_megatron.config.places import world_size
 from oppo_megatron.config.run import RewardModelConfig, SFTConfig, TrainConfig
-from oppo_megatron.train.logs.trace import read_trace
+from oppo_megatron.layout.places import world_size
+from oppo_megatron.rundir.trace import read_trace
 from tests.support.hf import save_tiny
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "gsm8k"

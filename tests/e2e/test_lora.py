@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
-from oppo_megatron.config.holdings import train_holdings
-from oppo_megatron.config.places import world_size
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.config.validate import train_problems
 from oppo_megatron.errors import CheckpointError
-from oppo_megatron.runtime.mcore.hf_source import open_directory
+from oppo_megatron.layout.holdings import train_holdings
+from oppo_megatron.layout.places import world_size
+from oppo_megatron.mcore.weights.hf_source import open_directory
+from oppo_megatron.preflight.validate import train_problems
 from tests.support.layouts import DEEP, STEADY_ADAM, deep
 from tests.support.ppo import Workspace
 from tests.support.ranks import run_ranks

@@ -13,8 +13,8 @@ from oppo_megatron.config.ppo import PPOConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.length_trace import forced_quantile
 from oppo_megatron.data.tokenizer import load_tokenizer
+from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.errors import RewardError
-from oppo_megatron.runtime.stopping import Stopping
 from tests.support.ppo import Workspace, run_ppo_ranks
 from tests.support.ranks import run_ranks
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from oppo_megatron.checkpoint.manifest import find_damage, read_manifest
-from oppo_megatron.checkpoint.store import CheckpointStore
 from oppo_megatron.config.reliability import PreemptConfig
 from oppo_megatron.errors import EXIT_REQUEUE
+from oppo_megatron.rundir.checkpoints import CheckpointStore
+from oppo_megatron.rundir.manifest import find_damage, read_manifest
 from oppo_megatron.train.saving.preemption import Preemption
 from tests.e2e.started import num_lines, rank_pids, start, still_there, wait_until
 from tests.e2e.test_resume import CARRIED, assert_bit_equal

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from oppo_megatron.config.places import world_size
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.prompts import PromptStream
+from oppo_megatron.layout.places import world_size
 from oppo_megatron.train.guards.guilty import read_guilty
 from oppo_megatron.train.inputs import read_inputs
 from tests.support.ppo import Outcome, Workspace, read_outcome

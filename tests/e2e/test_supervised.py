@@ -22,7 +22,7 @@ from oppo_megatron.data.arithmetic import DatasetSizes, Shape, write_dataset
 from oppo_megatron.data.supervised import Pair
 from oppo_megatron.data.tokenizer import load_tokenizer, train_sentencepiece
 from oppo_megatron.errors import CapacityError, CheckpointError, ConfigError, DataError
-from oppo_megatron.train.logs.trace import read_trace
+from oppo_megatron.rundir.trace import read_trace
 from oppo_megatron.train.reward_model import RewardModelling
 from oppo_megatron.train.supervised import run_reward_model, run_sft
 from tests.support.hf import SIZES, save_tiny

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from oppo_megatron.checkpoint.store import CheckpointStore
 from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.data.heldout import split_rows
 from oppo_megatron.data.tokenizer import load_tokenizer
+from oppo_megatron.rundir.checkpoints import CheckpointStore
 from oppo_megatron.train.memory import MemoryMeter
 from tests.e2e.test_supervised import (
     COLUMNS,

@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from oppo_megatron.checkpoint.store import CheckpointStore
 from oppo_megatron.cli.main import main
-from oppo_megatron.config.holdings import supervised_holdings
 from oppo_megatron.config.run import RewardModelConfig, SFTConfig
-from oppo_megatron.config.validate import supervised_problems
 from oppo_megatron.errors import CheckpointError
+from oppo_megatron.layout.holdings import supervised_holdings
+from oppo_megatron.preflight.validate import supervised_problems
+from oppo_megatron.rundir.checkpoints import CheckpointStore
 from tests.e2e.test_supervised import (
     OPTIMIZER,
     Settings,

@@ -15,8 +15,8 @@ import pytest
 import torch
 import yaml
 
-from oppo_megatron.checkpoint.store import CheckpointStore
 from oppo_megatron.errors import EXIT_REQUEUE, CheckpointError
+from oppo_megatron.rundir.checkpoints import CheckpointStore
 from tests.e2e.test_supervised import inputs, metrics, run, settings, tensors_of
 from tests.support.ranks import run_ranks
 

@@ -208,8 +208,8 @@ from oppo_megatron.errors import OppoError
 def run(kind, config):
     import torch
     import torch.distributed as dist
-    from oppo_megatron.runtime.process_groups import new_group
-    from oppo_megatron.runtime.world import open_world
+    from oppo_megatron.cluster.process_groups import new_group
+    from oppo_megatron.cluster.world import open_world
     with open_world(config) as world:
         pair = new_group([0, 1], desc="pair")
         if world.rank == 1 and kind == "killed":

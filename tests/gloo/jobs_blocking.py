@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint
 
-from oppo_megatron.runtime.activity import Activity, Doing
-from oppo_megatron.runtime.executor import Executor
-from oppo_megatron.runtime.links import Links
+from oppo_megatron.cluster.activity import Activity, Doing
+from oppo_megatron.engine.executor import Executor
+from oppo_megatron.engine.links import Links
 from oppo_megatron.schedule.actions import Action, Op
 
 LATE_S = 0.4

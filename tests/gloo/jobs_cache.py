@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oppo_megatron.runtime.mcore.kv_cache import KVCache
-from oppo_megatron.runtime.mcore.lean import LeanStage
-from oppo_megatron.runtime.mcore.model import RoleModel
-from oppo_megatron.runtime.mcore.stage import step
+from oppo_megatron.mcore.kv.dense import KVCache
+from oppo_megatron.mcore.lean import LeanStage
+from oppo_megatron.mcore.model import RoleModel
+from oppo_megatron.mcore.stage import step
 from tests.gloo.models import MAX_LENGTH, PATHS, Whole, full_outputs, gather_logits, load, world_groups
 
 

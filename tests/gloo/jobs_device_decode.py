@@ -9,18 +9,18 @@ from unittest import mock
 
 from oppo_megatron.config.model import DecodePath, KVLayout
 from oppo_megatron.config.overlap import WeaveConfig
-from oppo_megatron.config.places import Place
+from oppo_megatron.engine import device_decode
+from oppo_megatron.engine.links import build_links
+from oppo_megatron.engine.rounds import RoundRunner, decoder
+from oppo_megatron.engine.sampler import Sampling
+from oppo_megatron.engine.stop_text import StopText
+from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.errors import NumericsError
+from oppo_megatron.layout.places import Place
+from oppo_megatron.mcore.kv import sequence_cache
+from oppo_megatron.mcore.kv.paged import PagedKVCache
+from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.records import Chunk, Prompt, Rollout
-from oppo_megatron.runtime import device_decode
-from oppo_megatron.runtime.links import build_links
-from oppo_megatron.runtime.mcore import sequence_cache
-from oppo_megatron.runtime.mcore.model import RoleModel
-from oppo_megatron.runtime.mcore.paged_cache import PagedKVCache
-from oppo_megatron.runtime.rounds import RoundRunner, decoder
-from oppo_megatron.runtime.sampler import Sampling
-from oppo_megatron.runtime.stop_text import StopText
-from oppo_megatron.runtime.stopping import Stopping
 from oppo_megatron.schedule.rounds import Site
 from tests.gloo.jobs_generation import NEVER, decode_round
 from tests.gloo.models import MAX_LENGTH, load, world_groups

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oppo_megatron.config.places import Place
+from oppo_megatron.engine.executor import Executor
+from oppo_megatron.engine.links import build_links
 from oppo_megatron.errors import StallError
-from oppo_megatron.runtime.executor import Executor
-from oppo_megatron.runtime.links import build_links
+from oppo_megatron.layout.places import Place
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
 from oppo_megatron.schedule.rounds import Site
 

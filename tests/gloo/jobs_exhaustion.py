@@ -14,22 +14,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oppo_megatron.config.model import ModelConfig, OptimizerConfig, TrainingLayoutConfig
-from oppo_megatron.config.places import Place
+from oppo_megatron.engine import generation, scoring
+from oppo_megatron.engine.device_decode import DeviceLane
+from oppo_megatron.engine.links import build_links
+from oppo_megatron.engine.rounds import decoder
+from oppo_megatron.engine.sampler import Sampling
+from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.errors import CapacityError
+from oppo_megatron.layout.places import Place
+from oppo_megatron.mcore import out_of_memory as exhaustion
+from oppo_megatron.mcore.batch import MicroBatch
+from oppo_megatron.mcore.layers.vocab_parallel import token_logprobs
+from oppo_megatron.mcore.model import RoleModel
+from oppo_megatron.mcore.out_of_memory import Allowance, Allowances
+from oppo_megatron.mcore.roles import load_role, load_training
+from oppo_megatron.mcore.stage import step
+from oppo_megatron.mcore.training import TrainedModel
 from oppo_megatron.records import Prompt, Rollout
-from oppo_megatron.runtime import exhaustion, generation, scoring
-from oppo_megatron.runtime.batch import MicroBatch
-from oppo_megatron.runtime.device_decode import DeviceLane
-from oppo_megatron.runtime.exhaustion import Allowance, Allowances
-from oppo_megatron.runtime.links import build_links
-from oppo_megatron.runtime.mcore.model import RoleModel
-from oppo_megatron.runtime.mcore.stage import step
-from oppo_megatron.runtime.mcore.training import TrainedModel
-from oppo_megatron.runtime.mcore.vocab_parallel import token_logprobs
-from oppo_megatron.runtime.roles import load_role, load_training
-from oppo_megatron.runtime.rounds import decoder
-from oppo_megatron.runtime.sampler import Sampling
-from oppo_megatron.runtime.stopping import Stopping
 from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.train.update import UpdateSettings, run_update
 from tests.gloo import jobs_device_decode, jobs_scoring

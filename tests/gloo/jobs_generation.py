@@ -9,16 +9,16 @@ from typing import Any
 import torch
 
 from oppo_megatron.config.overlap import WeaveConfig
-from oppo_megatron.config.places import Place
+from oppo_megatron.engine.links import build_links
+from oppo_megatron.engine.rounds import Decoding, RoundRunner, decoder
+from oppo_megatron.engine.sampler import Sampling
+from oppo_megatron.engine.stopping import Stopping
+from oppo_megatron.layout.places import Place
+from oppo_megatron.mcore.batch import join_rows, pack_responses
+from oppo_megatron.mcore.layers.vocab_parallel import token_logprobs
+from oppo_megatron.mcore.model import RoleModel
+from oppo_megatron.mcore.training import forward_rows
 from oppo_megatron.records import Chunk, Prompt, Rollout
-from oppo_megatron.runtime.batch import join_rows, pack_responses
-from oppo_megatron.runtime.links import build_links
-from oppo_megatron.runtime.mcore.model import RoleModel
-from oppo_megatron.runtime.mcore.training import forward_rows
-from oppo_megatron.runtime.mcore.vocab_parallel import token_logprobs
-from oppo_megatron.runtime.rounds import Decoding, RoundRunner, decoder
-from oppo_megatron.runtime.sampler import Sampling
-from oppo_megatron.runtime.stopping import Stopping
 from oppo_megatron.schedule.actions import Action
 from oppo_megatron.schedule.rounds import Site
 from tests.gloo.models import CPU, PATHS, gather_logits, load, world_groups

@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oppo_megatron.config.layouts import vocab_rows
-from oppo_megatron.runtime.mcore.vocab_parallel import token_logprobs
-from oppo_megatron.runtime.vocab_shards import VocabShards
+from oppo_megatron.layout.layouts import vocab_rows
+from oppo_megatron.mcore.layers.vocab_parallel import token_logprobs
+from oppo_megatron.mcore.vocab_shards import VocabShards
 from tests.gloo.models import gather_logits
 
 

@@ -9,10 +9,10 @@ import torch
 
 from oppo_megatron.config.lora import LoraConfig
 from oppo_megatron.config.model import OptimizerConfig, TrainedRoleConfig, TrainingLayoutConfig
-from oppo_megatron.runtime.mcore.hf_layout import Head
-from oppo_megatron.runtime.mcore.lora_weights import export_adapters
-from oppo_megatron.runtime.mcore.training import TrainedModel
-from oppo_megatron.runtime.roles import load_role, load_training, without_adapters
+from oppo_megatron.mcore.naming.hf_layout import Head
+from oppo_megatron.mcore.roles import load_role, load_training, without_adapters
+from oppo_megatron.mcore.training import TrainedModel
+from oppo_megatron.mcore.weights.lora_weights import export_adapters
 from tests.gloo.jobs_training import Minibatch, cached_outputs, full_outputs, loss_of
 from tests.gloo.models import CPU, MAX_LENGTH, PATHS, gather_logits, world_groups
 

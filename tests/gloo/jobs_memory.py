@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 from oppo_megatron.config.model import OptimizerConfig, TrainingLayoutConfig
-from oppo_megatron.runtime.mcore.attention import PackedPlan
-from oppo_megatron.runtime.mcore.groups import build_groups
-from oppo_megatron.runtime.mcore.model import Head, build_chunks, build_model
-from oppo_megatron.runtime.mcore.training import TrainedModel
-from oppo_megatron.runtime.shape import ModelShape
+from oppo_megatron.mcore.groups import build_groups
+from oppo_megatron.mcore.layers.attention import PackedPlan
+from oppo_megatron.mcore.model import Head, build_chunks, build_model
+from oppo_megatron.mcore.shape import ModelShape
+from oppo_megatron.mcore.training import TrainedModel
 
 Count = tuple[int, int, list[int], int]
 """(stage, parameters, numbers of the layers, bytes of a KV cache of 3 slots)"""

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oppo_megatron.config.model import OptimizerConfig, TrainingLayoutConfig
-from oppo_megatron.runtime.mcore.attention import PackedPlan
-from oppo_megatron.runtime.mcore.model import RoleModel
-from oppo_megatron.runtime.mcore.training import TrainedModel
+from oppo_megatron.mcore.layers.attention import PackedPlan
+from oppo_megatron.mcore.model import RoleModel
+from oppo_megatron.mcore.training import TrainedModel
 from tests.gloo.jobs_training import Minibatch, cached_outputs, full_outputs, loss_of
 from tests.gloo.models import load, world_groups
 

@@ -12,18 +12,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oppo_megatron.config.overlap import WeaveConfig
-from oppo_megatron.config.places import Place
+from oppo_megatron.engine.executor import Executor
+from oppo_megatron.engine.links import Links, build_links
+from oppo_megatron.engine.rounds import Decoding, RoundRunner
+from oppo_megatron.engine.scoring import ScoringStation
+from oppo_megatron.layout.places import Place
+from oppo_megatron.mcore.batch import join_rows, pack_responses
+from oppo_megatron.mcore.groups import RoleGroups
+from oppo_megatron.mcore.kv.dense import KVCache
+from oppo_megatron.mcore.layers.vocab_parallel import token_logprobs
+from oppo_megatron.mcore.model import RoleModel
+from oppo_megatron.mcore.training import forward_rows
 from oppo_megatron.records import Prompt, Rollout
-from oppo_megatron.runtime.batch import join_rows, pack_responses
-from oppo_megatron.runtime.executor import Executor
-from oppo_megatron.runtime.links import Links, build_links
-from oppo_megatron.runtime.mcore.groups import RoleGroups
-from oppo_megatron.runtime.mcore.kv_cache import KVCache
-from oppo_megatron.runtime.mcore.model import RoleModel
-from oppo_megatron.runtime.mcore.training import forward_rows
-from oppo_megatron.runtime.mcore.vocab_parallel import token_logprobs
-from oppo_megatron.runtime.rounds import Decoding, RoundRunner
-from oppo_megatron.runtime.scoring import ScoringStation
 from oppo_megatron.schedule.planning.books import ActorBook, ScoringBook
 from oppo_megatron.schedule.planning.planner import RoundPlanner
 from oppo_megatron.schedule.rounds import Site

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oppo_megatron.config.places import Place
+from oppo_megatron.engine.chunk_codec import ChunkEncoder
+from oppo_megatron.engine.executor import Executor, Station
+from oppo_megatron.engine.links import build_links
+from oppo_megatron.engine.stream import ChunkOutlet, ListenStation, share
 from oppo_megatron.errors import StreamError
+from oppo_megatron.layout.places import Place
 from oppo_megatron.records import Chunk, ChunkRow, Prompt, Rollout
-from oppo_megatron.runtime.chunk_codec import ChunkEncoder
-from oppo_megatron.runtime.executor import Executor, Station
-from oppo_megatron.runtime.links import build_links
-from oppo_megatron.runtime.stream import ChunkOutlet, ListenStation, share
 from oppo_megatron.schedule.actions import Action, Schedule
 from oppo_megatron.schedule.rounds import Round, Site
 from oppo_megatron.schedule.weaving.communication import add_communication

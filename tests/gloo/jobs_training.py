@@ -16,16 +16,16 @@ from torch import Tensor
 from oppo_megatron.config.model import ModelConfig, OptimizerConfig, TrainingLayoutConfig
 from oppo_megatron.config.ppo import PPOConfig
 from oppo_megatron.errors import NumericsError
+from oppo_megatron.mcore import training
+from oppo_megatron.mcore.batch import MicroBatch, pack_responses, split_rows
+from oppo_megatron.mcore.groups import RoleGroups
+from oppo_megatron.mcore.layers.vocab_parallel import token_logprobs
+from oppo_megatron.mcore.model import Head, RoleModel
+from oppo_megatron.mcore.roles import load_training
+from oppo_megatron.mcore.stage import step
+from oppo_megatron.mcore.training import Loss, TrainedModel, forward_rows
+from oppo_megatron.mcore.weights.hf_weights import export_weights
 from oppo_megatron.records import Prompt, Rollout
-from oppo_megatron.runtime.batch import MicroBatch, pack_responses, split_rows
-from oppo_megatron.runtime.mcore import training
-from oppo_megatron.runtime.mcore.groups import RoleGroups
-from oppo_megatron.runtime.mcore.hf_weights import export_weights
-from oppo_megatron.runtime.mcore.model import Head, RoleModel
-from oppo_megatron.runtime.mcore.stage import step
-from oppo_megatron.runtime.mcore.training import Loss, TrainedModel, forward_rows
-from oppo_megatron.runtime.mcore.vocab_parallel import token_logprobs
-from oppo_megatron.runtime.roles import load_training
 from oppo_megatron.schedule.packing import balance
 from oppo_megatron.train.actor import Actor
 from oppo_megatron.train.trained_role import TrainedRole

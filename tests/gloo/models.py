@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oppo_megatron.config.model import DecodePath, ModelConfig
-from oppo_megatron.runtime.batch import MicroBatch
-from oppo_megatron.runtime.mcore.groups import RoleGroups, build_groups
-from oppo_megatron.runtime.mcore.model import Head, RoleModel
-from oppo_megatron.runtime.mcore.training import forward_rows
-from oppo_megatron.runtime.roles import load_role
-from oppo_megatron.runtime.vocab_shards import VocabShards
+from oppo_megatron.mcore.batch import MicroBatch
+from oppo_megatron.mcore.groups import RoleGroups, build_groups
+from oppo_megatron.mcore.model import Head, RoleModel
+from oppo_megatron.mcore.roles import load_role
+from oppo_megatron.mcore.training import forward_rows
+from oppo_megatron.mcore.vocab_shards import VocabShards
 
 CPU = torch.device("cpu")
 MAX_LENGTH = 32

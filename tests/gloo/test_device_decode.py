@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from oppo_megatron.runtime.sampler import Sampling
+from oppo_megatron.engine.sampler import Sampling
 from tests.gloo.conftest import save_small
 from tests.gloo.jobs_device_decode import Course, Way
 from tests.support.ranks import run_ranks

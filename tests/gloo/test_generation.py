@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from oppo_megatron.config.places import Place
-from oppo_megatron.runtime.sampler import Sampling
+from oppo_megatron.engine.sampler import Sampling
+from oppo_megatron.layout.places import Place
 from oppo_megatron.schedule.actions import Action
 from tests.gloo.conftest import save_small
 from tests.gloo.jobs_generation import EOS, MAX_RESPONSE, PROMPTS, VARIANTS
 from tests.support.ranks import run_ranks
-from tests.unit.test_runtime_sampler import plain_truncation
+from tests.unit.test_engine_sampler import plain_truncation
 
 SAMPLINGS = {
     "whole": Sampling(seed=7),

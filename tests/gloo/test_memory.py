@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from oppo_megatron.config.layouts import Sizes
-from oppo_megatron.config.memory import (
+from oppo_megatron.config.model import ParallelConfig, TrainingLayoutConfig
+from oppo_megatron.layout.layouts import Sizes
+from oppo_megatron.layout.memory import (
     TrainingBatch,
     kv_cache_bytes,
     stage_layers,
@@ -15,7 +16,6 @@ from oppo_megatron.config.memory import (
     training_activations,
     training_state,
 )
-from oppo_megatron.config.model import ParallelConfig, TrainingLayoutConfig
 from tests.support.hf import tiny_config
 from tests.support.ranks import run_ranks
 

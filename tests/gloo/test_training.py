@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from oppo_megatron.config.model import OptimizerConfig, TrainingLayoutConfig
-from oppo_megatron.runtime.mcore.training import _scheduler
+from oppo_megatron.mcore.training import _scheduler
 from tests.gloo.conftest import save_small
 from tests.gloo.jobs_training import ENTROPY_WEIGHT, TEMPERATURE, Minibatch
 from tests.support.ranks import run_ranks

@@ -14,26 +14,26 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from oppo_megatron.bench.gpu import GpuBench
+from oppo_megatron.cluster.world import open_world
 from oppo_megatron.config.model import ModelConfig, RuntimeConfig
 from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.engine.device_decode import DeviceLane, Row
+from oppo_megatron.engine.links import Links
+from oppo_megatron.engine.rounds import Decoding, RoundRunner, decoder
+from oppo_megatron.engine.sampler import Sampling, draw
+from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.integrations.huggingface import write_random_checkpoint
+from oppo_megatron.mcore.cuda_graphs import WARM_UPS, CapturedSteps, run_eagerly
+from oppo_megatron.mcore.groups import build_groups
+from oppo_megatron.mcore.kv.paged import PagedKVCache
+from oppo_megatron.mcore.kv.paged_kernels import find_kernel
+from oppo_megatron.mcore.layers.attention import PackedPlan
+from oppo_megatron.mcore.model import RoleModel
+from oppo_megatron.mcore.out_of_memory import Exhausted, attempt
+from oppo_megatron.mcore.roles import load_role
+from oppo_megatron.mcore.stage import step
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.records import Prompt
-from oppo_megatron.runtime.device_decode import DeviceLane, Row
-from oppo_megatron.runtime.exhaustion import Exhausted, attempt
-from oppo_megatron.runtime.links import Links
-from oppo_megatron.runtime.mcore.attention import PackedPlan
-from oppo_megatron.runtime.mcore.cuda_graphs import WARM_UPS, CapturedSteps, run_eagerly
-from oppo_megatron.runtime.mcore.groups import build_groups
-from oppo_megatron.runtime.mcore.model import RoleModel
-from oppo_megatron.runtime.mcore.paged_cache import PagedKVCache
-from oppo_megatron.runtime.mcore.paged_kernels import find_kernel
-from oppo_megatron.runtime.mcore.stage import step
-from oppo_megatron.runtime.roles import load_role
-from oppo_megatron.runtime.rounds import Decoding, RoundRunner, decoder
-from oppo_megatron.runtime.sampler import Sampling, draw
-from oppo_megatron.runtime.stopping import Stopping
-from oppo_megatron.runtime.world import open_world
 from oppo_megatron.train.entry import run_ppo
 from oppo_megatron.train.inputs import read_inputs
 from oppo_megatron.train.saving.preemption import Preemption

@@ -74,4 +74,3 @@ ENVIRONMENT: tuple[Mistake, ...] = (
     Mistake("a tracker that is not installed", ("train", "train.yaml", "logging.wandb_project=mine"), ("wandb",)),
     Mistake("a continued run with other prompts", ("train", "train.yaml", "--resume", "run_dir=runs/done"), ("runs/done",)),
 )  # fmt: skip
-

@@ -16,9 +16,9 @@ from oppo_megatron.cli.main import main
 from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.integrations import huggingface
-from oppo_megatron.runtime.mcore.hf_source import open_weights
-from oppo_megatron.runtime.mcore.hf_weights import rewrite_weights
-from oppo_megatron.runtime.mcore.hf_writer import HfWriter
+from oppo_megatron.mcore.weights.hf_source import open_weights
+from oppo_megatron.mcore.weights.hf_weights import rewrite_weights
+from oppo_megatron.mcore.weights.hf_writer import HfWriter
 from tests.support.hf import save_tiny
 from tests.support.ranks import run_ranks
 

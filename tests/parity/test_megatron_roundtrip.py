@@ -16,7 +16,7 @@ from oppo_megatron.cli.main import main
 from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.integrations.huggingface import Conversion, compare_weights
-from oppo_megatron.runtime.mcore.hf_source import open_weights
+from oppo_megatron.mcore.weights.hf_source import open_weights
 from tests.parity.test_hf_roundtrip import assert_same_tensors
 from tests.support.checkpoint_mutations import Evil
 from tests.support.hf import save_tiny

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from oppo_megatron.checkpoint.manifest import MANIFEST, list_files, seal, write_manifest
+from oppo_megatron.rundir.manifest import MANIFEST, list_files, seal, write_manifest
 
 CANARY = "canary"  # what a pickle that is let run makes in the working directory's place named below
 VALUES: tuple[Any, ...] = (

@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
-from oppo_megatron.train.logs.metrics_log import MetricsLog, summarise
-from oppo_megatron.train.logs.trace import Span, SpanRecorder, merge_traces
-from oppo_megatron.train.run_dir import RUN_FORMAT, RunDirectory, encode_json, write_json
+from oppo_megatron.rundir.directory import RUN_FORMAT, RunDirectory, encode_json, write_json
+from oppo_megatron.rundir.metrics_log import MetricsLog, summarise
+from oppo_megatron.rundir.trace import Span, SpanRecorder, merge_traces
 
 BEST = {"best": {"step": 3, "metric": "pkg.judge:score", "value": 0.3}}
 

@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from oppo_megatron.config.places import Place
+from oppo_megatron.layout.places import Place
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
 from oppo_megatron.schedule.rounds import Batch, Growth, KVBudget, Round, Site
 

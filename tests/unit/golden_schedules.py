@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from oppo_megatron.config.places import Place
+from oppo_megatron.layout.places import Place
 from oppo_megatron.schedule.actions import Schedule
 from oppo_megatron.schedule.rounds import Batch, Growth, Round, Site
 from oppo_megatron.schedule.weaving.communication import add_communication

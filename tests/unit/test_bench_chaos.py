@@ -11,7 +11,7 @@ import pytest
 
 from oppo_megatron.bench.chaos import phase_of
 from oppo_megatron.bench.chaos_check import differences
-from oppo_megatron.train.run_dir import RunDirectory
+from oppo_megatron.rundir.directory import RunDirectory
 
 ENTRY = '  File "/x/oppo_megatron/train/entry.py", line 40 in run_rank\n  File "/x/oppo_megatron/cli/launch.py", line 9 in f\n'
 THREAD = 'Thread 0x1 (most recent call first):\n  File "/usr/lib/threading.py", line 5 in wait\n\n'
@@ -22,10 +22,10 @@ THREAD = 'Thread 0x1 (most recent call first):\n  File "/usr/lib/threading.py", 
     [
         ("train/saving/writing.py:9:_seal train/saving/saver.py:8:save", "saving", "train/saving/writing.py in _seal"),
         ("train/saving/state.py:9:lines train/saving/saver.py:8:save", "saving", "train/saving/state.py in lines"),
-        ("runtime/stream.py:3:take runtime/rounds.py:1:run train/ppo.py:7:_rollout", "decode", "runtime/stream.py in take"),
-        ("runtime/mcore/training.py:3:step train/update.py:1:run_update", "update", "runtime/mcore/training.py in step"),
+        ("engine/stream.py:3:take engine/rounds.py:1:run train/ppo.py:7:_rollout", "decode", "engine/stream.py in take"),
+        ("mcore/training.py:3:step train/update.py:1:run_update", "update", "mcore/training.py in step"),
         ("train/saving/caches.py:3:load train/saving/saver.py:1:restore", "restoring", "train/saving/caches.py in load"),
-        ("runtime/rendezvous.py:3:meet runtime/world.py:1:open_world", "start-up", "runtime/rendezvous.py in meet"),
+        ("cluster/rendezvous.py:3:meet cluster/world.py:1:open_world", "start-up", "cluster/rendezvous.py in meet"),
     ],
 )  # fmt: skip
 def test_what_a_rank_was_at(frames: str, phase: str, where: str) -> None:

@@ -20,14 +20,14 @@ from oppo_megatron.bench.flops import (
 )
 from oppo_megatron.bench.limit import Response, decode_batches, decode_steps
 from oppo_megatron.bench.peaks import Peaks, measure_peaks
-from oppo_megatron.config.memory import stage_parameters
+from oppo_megatron.cluster.world import open_world
 from oppo_megatron.config.model import ModelConfig, RuntimeConfig
-from oppo_megatron.runtime.mcore.attention import PackedPlan
-from oppo_megatron.runtime.mcore.groups import RoleGroups, build_groups
-from oppo_megatron.runtime.mcore.model import Head, RoleModel
-from oppo_megatron.runtime.mcore.stage import step
-from oppo_megatron.runtime.roles import load_role
-from oppo_megatron.runtime.world import open_world
+from oppo_megatron.layout.memory import stage_parameters
+from oppo_megatron.mcore.groups import RoleGroups, build_groups
+from oppo_megatron.mcore.layers.attention import PackedPlan
+from oppo_megatron.mcore.model import Head, RoleModel
+from oppo_megatron.mcore.roles import load_role
+from oppo_megatron.mcore.stage import step
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,

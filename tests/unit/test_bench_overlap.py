@@ -15,15 +15,15 @@ from oppo_megatron.bench.overlap import MODES, compare, placed, remarks, switche
 from oppo_megatron.bench.suite import Run, bare
 from oppo_megatron.bench.table import format_table
 from oppo_megatron.config.model import ParallelConfig
-from oppo_megatron.config.places import world_size
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.random_prompts import write_random_prompts
 from oppo_megatron.data.tokenizer import SentencePieceTokenizer
 from oppo_megatron.errors import DataError
+from oppo_megatron.layout.places import world_size
 from oppo_megatron.report.utilization import kind_of, utilization
+from oppo_megatron.rundir.directory import RunDirectory
+from oppo_megatron.rundir.trace import Span, SpanRecorder, merge_traces
 from oppo_megatron.schedule.plan import plan_step
-from oppo_megatron.train.logs.trace import Span, SpanRecorder, merge_traces
-from oppo_megatron.train.run_dir import RunDirectory
 
 
 def line(step_s: float, busy: float = 2.0, exposed: float = 1.0, tokens: int = 100, **more: float) -> dict[str, Any]:

@@ -16,17 +16,18 @@ from oppo_megatron.bench.pictures import draw_chunks, draw_deltas, draw_scaling
 from oppo_megatron.bench.suite import BenchError, BenchStopped, Run, Suite
 from oppo_megatron.bench.weave import weave_figures
 from oppo_megatron.bench.work import require_same_work, work_figures, work_lines
-from oppo_megatron.config.checkpoint import read_hf_config
-from oppo_megatron.config.checks import check_overlap, max_context
+from oppo_megatron.config.derived import max_context
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.overlap import ChunkConfig
-from oppo_megatron.config.places import role_places, world_size
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.config.shape import check_shape
 from oppo_megatron.control.chunk import ChunkTuner, StepCost, first_settled_step
 from oppo_megatron.control.delta import RULES
 from oppo_megatron.errors import EXIT_REQUEUE, ConfigError
-from oppo_megatron.train.logs.trace import Span
+from oppo_megatron.layout.places import role_places, world_size
+from oppo_megatron.layout.shape import check_shape
+from oppo_megatron.modeldir.headers import read_hf_config
+from oppo_megatron.preflight.settings import check_overlap
+from oppo_megatron.rundir.trace import Span
 from tests.unit.test_bench_overlap import made
 
 SHAPE = {

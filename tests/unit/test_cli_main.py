@@ -11,7 +11,7 @@ from oppo_megatron.cli import main as cli
 from oppo_megatron.cli.main import COMMANDS, main
 from oppo_megatron.config.load import dump_config, load_config
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.train.run_dir import RunDirectory
+from oppo_megatron.rundir.directory import RunDirectory
 
 CONFIG = """
 run_dir: run

@@ -11,9 +11,9 @@ import pytest
 from oppo_megatron.cli.main import main
 from oppo_megatron.cli.schedule import GENERATORS
 from oppo_megatron.config.load import load_config
-from oppo_megatron.config.places import Place
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
+from oppo_megatron.layout.places import Place
 from oppo_megatron.schedule.actions import Op, parse_schedule
 from oppo_megatron.schedule.planning.preview import preview
 from oppo_megatron.schedule.weaving import generators

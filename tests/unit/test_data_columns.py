@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from oppo_megatron.config.data import ColumnsConfig, DataConfig
-from oppo_megatron.data.columns import KNOWN_NAMES, find_column, require_column
+from oppo_megatron.config.data import KNOWN_NAMES, ColumnsConfig, DataConfig
+from oppo_megatron.data.columns import find_column, require_column
 from oppo_megatron.data.examples import read_completions, read_pairs, read_prompts
 from oppo_megatron.data.rows import Quarantine, Row, RowProblems
 from oppo_megatron.errors import ConfigError, DataError

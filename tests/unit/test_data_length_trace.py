@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from oppo_megatron.config.ppo import ForcedLengthsConfig, RolloutConfig
 from oppo_megatron.data.length_trace import LengthTrace, forced_quantile, read_length_trace, trace_problems
+from oppo_megatron.engine.sampler import uniforms
+from oppo_megatron.engine.stopping import LENGTH_DRAW, Stopping
 from oppo_megatron.errors import DataError
-from oppo_megatron.runtime.sampler import uniforms
-from oppo_megatron.runtime.stopping import LENGTH_DRAW, Stopping
 
 AZURE, DEEPSEEK = "trace_azure_2023_conv.csv", "trace_servegen_deepseek_r1_hist.csv"
 REQUESTS = "TIMESTAMP,ContextTokens,GeneratedTokens\n"

@@ -125,7 +125,7 @@ def test_a_service_without_its_packages(
 def test_too_little_space_and_memory(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("oppo_megatron.train.run_dir.free_bytes", lambda _: 2**20)
+    monkeypatch.setattr("oppo_megatron.rundir.directory.free_bytes", lambda _: 2**20)
     assert "1.0 MB are free on its disk, but the run writes at least about" in both_refuse(capsys, "train.yaml")
     monkeypatch.undo()
     monkeypatch.chdir(folder)
@@ -289,7 +289,7 @@ def test_a_rank_does_not_load_what_it_never_calls() -> None:
 def test_compiling_at_the_first_call_gives_what_compiling_at_once_does() -> None:
     import torch
 
-    from oppo_megatron.runtime.mcore.quick_import import compiled_when_called
+    from oppo_megatron.mcore.quick_import import compiled_when_called
 
     @compiled_when_called(backend="eager", fullgraph=True)
     def inner(x: torch.Tensor) -> torch.Tensor:

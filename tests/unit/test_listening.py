@@ -13,16 +13,16 @@ from pathlib import Path
 import psutil
 import pytest
 
+from oppo_megatron.cluster.loopback import is_loopback, loopback_store
+from oppo_megatron.cluster.world import open_world
 from oppo_megatron.config.model import RuntimeConfig
-from oppo_megatron.runtime.loopback import is_loopback, loopback_store
-from oppo_megatron.runtime.world import open_world
 
 ENTRY = """
 import os
 import torch
 import torch.distributed as dist
 from oppo_megatron.config.model import RuntimeConfig
-from oppo_megatron.runtime.world import open_world
+from oppo_megatron.cluster.world import open_world
 from tests.unit.test_listening import listening
 
 def run(kind, config):

@@ -21,18 +21,18 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from oppo_megatron.config.checkpoint import check_weights, read_hf_config, tokenizer_vocab_size
 from oppo_megatron.config.data import DataConfig
 from oppo_megatron.config.load import dump_config, load_config
 from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.config.run import TrainSettings
-from oppo_megatron.config.shape import check_head, check_model, check_use
-from oppo_megatron.config.validate import train_problems
 from oppo_megatron.data.prompts import load_prompts
 from oppo_megatron.data.rows import Quarantine
+from oppo_megatron.engine.chunk_codec import HEADER_SIZE, MAGIC, ChunkDecoder, ChunkEncoder
 from oppo_megatron.errors import CheckpointError, ConfigError, DataError, StreamError
+from oppo_megatron.layout.shape import check_head, check_model, check_use
+from oppo_megatron.modeldir.headers import check_weights, read_hf_config, tokenizer_vocab_size
+from oppo_megatron.preflight.validate import train_problems
 from oppo_megatron.records import Chunk, ChunkRow
-from oppo_megatron.runtime.chunk_codec import HEADER_SIZE, MAGIC, ChunkDecoder, ChunkEncoder
 from tests.support.mutations import mutants, time_limit
 from tests.support.tokenizers import CharacterTokenizer
 

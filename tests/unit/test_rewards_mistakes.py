@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from oppo_megatron.cluster.liveness.failures import FOLDER, ended_within, noted
 from oppo_megatron.config.data import RewardPart
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.rewards.functions import build_reward_functions
-from oppo_megatron.train.liveness.failures import FOLDER, ended_within, noted
 
 MODULE = """\
 import json, os, sys
@@ -154,7 +154,7 @@ def test_what_a_process_had_called_as_it_ended_is_left_for_its_parent(tmp_path: 
         assert ended_within(tmp_path) == {2: "a function"}
     assert ended_within(tmp_path) == {}
     crash = (
-        "import ctypes\nfrom oppo_megatron.train.liveness.failures import noted\n"
+        "import ctypes\nfrom oppo_megatron.cluster.liveness.failures import noted\n"
         "with noted(3, 'the reward function f'):\n    ctypes.string_at(0)\n"
     )
     code = subprocess.run([sys.executable, "-c", crash], env={**os.environ, FOLDER: str(tmp_path)}).returncode

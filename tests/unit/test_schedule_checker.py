@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oppo_megatron.config.places import Place
 from oppo_megatron.errors import ScheduleError
+from oppo_megatron.layout.places import Place
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule, parse_action, parse_schedule
 from oppo_megatron.schedule.checking.checker import Fault, FaultKind, check, require_sound
 from oppo_megatron.schedule.checking.timeline import simulate

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oppo_megatron.config.places import Place
+from oppo_megatron.layout.places import Place
 from oppo_megatron.schedule.actions import Op
 from oppo_megatron.schedule.checking.timeline import COMPUTE, simulate
 from oppo_megatron.schedule.rounds import Growth, Round, Site

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oppo_megatron.config.places import Place
+from oppo_megatron.layout.places import Place
 from oppo_megatron.schedule.actions import Action, Op, Schedule, parse_schedule
 from oppo_megatron.schedule.checking.checker import check
 from oppo_megatron.schedule.checking.timeline import Timeline, simulate

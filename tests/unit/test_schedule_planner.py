@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oppo_megatron.config.overlap import OverlapConfig, WeaveConfig
-from oppo_megatron.config.places import Place
+from oppo_megatron.layout.places import Place
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.records import ChunkRow, Prompt, Rollout
 from oppo_megatron.schedule.actions import Op, Schedule

@@ -15,7 +15,7 @@ from oppo_megatron.config.paths import check_files, irregular_path
 from oppo_megatron.data.files import file_rows
 from oppo_megatron.data.tokenizer import load_tokenizer
 from oppo_megatron.errors import ConfigError, DataError
-from oppo_megatron.train.run_dir import RunDirectory
+from oppo_megatron.rundir.directory import RunDirectory
 from tests.support.runs import write_run
 
 REMEDY = "remove it, or put what the run wrote in its place"

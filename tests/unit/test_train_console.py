@@ -6,7 +6,8 @@ import io
 
 import pytest
 
-from oppo_megatron.train.logs.console import Progress, describe, format_duration
+from oppo_megatron.clock import format_duration
+from oppo_megatron.train.logs.console import Progress, describe
 
 
 class Clock:

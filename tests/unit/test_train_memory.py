@@ -9,14 +9,14 @@ import psutil
 import pytest
 import torch
 
-from oppo_megatron.config.holdings import lasting_memory
-from oppo_megatron.config.memory import shortage
+from oppo_megatron.cluster.held_memory import _peak_resident, device_bytes, held_bytes, peak_bytes
+from oppo_megatron.cluster.hosts import RankHost
+from oppo_megatron.cluster.world import World
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.cores import _group_limits
 from oppo_megatron.errors import CapacityError
-from oppo_megatron.runtime.held_memory import _peak_resident, device_bytes, held_bytes, peak_bytes
-from oppo_megatron.runtime.hosts import RankHost
-from oppo_megatron.runtime.world import World
+from oppo_megatron.layout.holdings import lasting_memory
+from oppo_megatron.layout.memory import shortage
 from oppo_megatron.train.memory import MemoryByRank, MemoryMeter, require_memory
 from tests.support.configs import least_config
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from oppo_megatron.config.places import Place
+from oppo_megatron.layout.places import Place
+from oppo_megatron.rundir.trace import SpanRecorder
 from oppo_megatron.schedule.actions import Action, Op, Payload
 from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.schedule.weaving.costs import CostMeter, Costs, Linear
 from oppo_megatron.train.logs.round_trace import RoundTracer
-from oppo_megatron.train.logs.trace import SpanRecorder
 
 PLACES = {"actor": Place((0, 1, 2, 3), pp=4), "critic": Place((2, 3), pp=2), "reward": Place((0, 1, 2, 3), tp=2, pp=2)}
 STAGES = {"actor": 4, "critic": 2, "reward": 2}

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from oppo_megatron.mcore.batch import MicroBatch
+from oppo_megatron.mcore.out_of_memory import Begun
+from oppo_megatron.mcore.training import StepReport
 from oppo_megatron.records import Prompt, Rollout
-from oppo_megatron.runtime.batch import MicroBatch
-from oppo_megatron.runtime.exhaustion import Begun
-from oppo_megatron.runtime.mcore.training import StepReport
 from oppo_megatron.train.update import UpdateSettings, run_update, update_packing
 
 CPU = torch.device("cpu")

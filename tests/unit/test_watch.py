@@ -15,7 +15,7 @@ from oppo_megatron.cli.main import main
 from oppo_megatron.report.live import glance, last_objects
 from oppo_megatron.report.terminal import FRAME, draw, rows_of, spark
 from oppo_megatron.report.watch import screens, watch
-from oppo_megatron.train.run_dir import write_json
+from oppo_megatron.rundir.directory import write_json
 from tests.support.runs import append, metrics_line, rollout, write_run
 
 

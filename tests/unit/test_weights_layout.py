@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from oppo_megatron.errors import CheckpointError, ConfigError
-from oppo_megatron.runtime.mcore.hf_layout import (
+from oppo_megatron.mcore.naming.hf_layout import (
     EMBEDDING,
     LM_HEAD,
     hf_tensors,
@@ -18,9 +18,9 @@ from oppo_megatron.runtime.mcore.hf_layout import (
     param_shapes,
     stage_parts,
 )
-from oppo_megatron.runtime.mcore.hf_source import RandomSource, SafetensorsSource, read_shape
-from oppo_megatron.runtime.mcore.hf_weights import load_weights, put_part, take_part
-from oppo_megatron.runtime.shape import ModelShape
+from oppo_megatron.mcore.shape import ModelShape
+from oppo_megatron.mcore.weights.hf_source import RandomSource, SafetensorsSource, read_shape
+from oppo_megatron.mcore.weights.hf_weights import load_weights, put_part, take_part
 from tests.support.hf import save_tiny, tiny_config
 
 LAYOUTS = [(tp, pp) for tp in (1, 2, 4) for pp in (1, 2)]

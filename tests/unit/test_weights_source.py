@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.errors import CheckpointError, ConfigError
-from oppo_megatron.runtime.mcore.hf_layout import Head, hf_tensors
-from oppo_megatron.runtime.mcore.hf_source import (
+from oppo_megatron.mcore.naming.hf_layout import Head, hf_tensors
+from oppo_megatron.mcore.weights.hf_source import (
     RandomSource,
     SafetensorsSource,
     check_source,

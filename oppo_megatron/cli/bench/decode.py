@@ -45,8 +45,8 @@ def _decode(args: argparse.Namespace) -> int:
     from oppo_megatron.bench.limit import peak_lines
     from oppo_megatron.bench.table import format_table
     from oppo_megatron.config.model import ParallelConfig
-    from oppo_megatron.config.shape import check_shape
     from oppo_megatron.errors import ConfigError
+    from oppo_megatron.layout.shape import check_shape
 
     possible = available_peers()
     chosen = args.peers or possible

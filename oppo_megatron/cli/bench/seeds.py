@@ -32,15 +32,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _seeds(args: argparse.Namespace) -> int:
+    from oppo_megatron.bench.machine import describe_machine
     from oppo_megatron.bench.pictures import draw_seeds
     from oppo_megatron.bench.seeds import COLUMNS, compare, remarks, reward_half
     from oppo_megatron.bench.suite import BenchError, BenchStopped
     from oppo_megatron.bench.table import format_table
     from oppo_megatron.cli import demo
     from oppo_megatron.errors import EXIT_INTERRUPTED, EXIT_REQUEUE, ConfigError
-    from oppo_megatron.train.logs.metrics_log import read_metrics
-    from oppo_megatron.train.machine import describe_machine
-    from oppo_megatron.train.run_dir import RunDirectory, write_json
+    from oppo_megatron.rundir.directory import RunDirectory, write_json
+    from oppo_megatron.rundir.metrics_log import read_metrics
 
     if len(set(args.seeds)) < 2:
         raise ConfigError(

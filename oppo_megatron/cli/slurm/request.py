@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from oppo_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
-    from oppo_megatron.config.places import Place
     from oppo_megatron.config.run import TrainConfig
+    from oppo_megatron.layout.places import Place
 
 GPUS_PER_NODE = 8
 LONGEST_SIGNAL_S = 65535  # what sbatch takes behind the @ of --signal
@@ -112,7 +112,7 @@ class Job:
 
 def plan_job(config: TrainConfig, options: JobOptions) -> Job:
     """Raises ConfigError, with all problems, where configuration and nodes do not fit."""
-    from oppo_megatron.config.places import role_places, training_places
+    from oppo_megatron.layout.places import role_places, training_places
 
     problems = [*_option_problems(options), *_time_problems(config, options)]
     parts: list[Part] = []
@@ -196,8 +196,8 @@ def _time_problems(config: TrainConfig, options: JobOptions) -> Iterator[str]:
 
 def _split(config: TrainConfig, options: JobOptions, problems: list[str]) -> list[tuple[str, int, PartOptions]]:
     """Name, number of ranks and options of each component; what does not fit goes into `problems`."""
-    from oppo_megatron.config.layouts import format_ranks
-    from oppo_megatron.config.places import role_places, world_size
+    from oppo_megatron.layout.layouts import format_ranks
+    from oppo_megatron.layout.places import role_places, world_size
 
     if not options.hetero:
         return [("", world_size(config), options.part)]

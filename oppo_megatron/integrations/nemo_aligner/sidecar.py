@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from oppo_megatron.checkpoint.manifest import list_files, require_whole, seal, write_manifest
-from oppo_megatron.checkpoint.store import CheckpointStore, Position
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.integrations.nemo_aligner.pool import Row
+from oppo_megatron.rundir.checkpoints import CheckpointStore, Position
+from oppo_megatron.rundir.manifest import list_files, require_whole, seal, write_manifest
 
 FORMAT = 1
 

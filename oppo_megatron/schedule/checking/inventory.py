@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from oppo_megatron.config.places import Place
 from oppo_megatron.errors import ScheduleError
+from oppo_megatron.layout.places import Place
 from oppo_megatron.schedule.actions import Action, Op, Payload
 from oppo_megatron.schedule.rounds import Round, Site
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from oppo_megatron.config.places import Seat
+from oppo_megatron.layout.places import Seat
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
 from oppo_megatron.schedule.checking.faults import Fault, FaultKind
 from oppo_megatron.schedule.checking.timeline import batch_of, seats_of

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from oppo_megatron.config.checks import max_context
-from oppo_megatron.config.places import role_places
+from oppo_megatron.config.derived import max_context
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
+from oppo_megatron.layout.places import role_places
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.schedule.actions import Schedule
 from oppo_megatron.schedule.checking.timeline import Timeline, simulate

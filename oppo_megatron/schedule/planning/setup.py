@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import ceil
 
-from oppo_megatron.config.checkpoint import read_hf_config
-from oppo_megatron.config.checks import max_context, most_sequences
-from oppo_megatron.config.memory import kv_slots, slot_tokens
-from oppo_megatron.config.places import Place, named_roles
+from oppo_megatron.config.derived import max_context, most_sequences
 from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.layout.memory import kv_slots, slot_tokens
+from oppo_megatron.layout.places import Place, named_roles
+from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.schedule.plan import late_scorers
 from oppo_megatron.schedule.planning.books import ActorBook, ScoringBook
 from oppo_megatron.schedule.planning.planner import RoundPlanner

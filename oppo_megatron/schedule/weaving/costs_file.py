@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from oppo_megatron.config.places import Place
 from oppo_megatron.errors import ConfigError
+from oppo_megatron.layout.places import Place
 from oppo_megatron.schedule.weaving.costs import Costs, Linear, Lines
 
 EXAMPLE = '{"decode": [0.002, 5e-5], "prefill": {"critic": [0.002, 2e-5]}, "message_s": 5e-5}'

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from heapq import heapify, heappop, heapreplace
 
-from oppo_megatron.config.places import Place
+from oppo_megatron.layout.places import Place
 from oppo_megatron.schedule.actions import Action, Op, Schedule
 from oppo_megatron.schedule.rounds import Batch, Round, Site
 from oppo_megatron.schedule.weaving.costs import Costs

@@ -15,16 +15,16 @@ import torch
 import torch.distributed as dist
 
 from oppo_megatron.algorithms.experience import Experience, ScoredBatch, build_experience
+from oppo_megatron.cluster.peers import waiting_for
 from oppo_megatron.config.load import config_yaml
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.guards import CODE_SIZE, NO_BREACH, Breach, Rules, decode, gravest
 from oppo_megatron.errors import NumericsError, RewardError
 from oppo_megatron.records import Rollout
-from oppo_megatron.runtime.peers import waiting_for
+from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.train.guards.guilty import Facts, GuiltyBatch
 from oppo_megatron.train.guards.rollback import Rollbacks
-from oppo_megatron.train.run_dir import RunDirectory
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from torch import Tensor
 from oppo_megatron.algorithms.experience import ScoredBatch
 from oppo_megatron.errors import DataError
 from oppo_megatron.records import Prompt, Rollout
-from oppo_megatron.train.logs.metrics_log import iter_json_lines
-from oppo_megatron.train.run_dir import atomic_writer, encode_json
+from oppo_megatron.rundir.directory import atomic_writer, encode_json
+from oppo_megatron.rundir.metrics_log import iter_json_lines
 
 FORMAT = "oppo guilty batch 1"
 TENSORS = {

@@ -7,15 +7,15 @@ from dataclasses import asdict, dataclass
 import torch
 
 from oppo_megatron.algorithms.experience import Experience, build_experience
-from oppo_megatron.config.checkpoint import read_hf_config
-from oppo_megatron.config.checks import max_context
+from oppo_megatron.cluster.world import World, choose_device, open_world
+from oppo_megatron.config.derived import max_context
 from oppo_megatron.config.model import PlacementConfig, TrainingLayoutConfig
 from oppo_megatron.config.run import TrainConfig, TrainSettings
-from oppo_megatron.config.shape import check_use
 from oppo_megatron.control.guards import Breach, Rules, gravest
 from oppo_megatron.errors import ConfigError, NumericsError
-from oppo_megatron.runtime.mcore.model import Head
-from oppo_megatron.runtime.world import World, choose_device, open_world
+from oppo_megatron.layout.shape import check_use
+from oppo_megatron.mcore.model import Head
+from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.train.actor import Actor
 from oppo_megatron.train.critic import Critic
 from oppo_megatron.train.guards.guilty import GuiltyBatch

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from oppo_megatron.cluster.peers import waiting_for
 from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.errors import CheckpointError
-from oppo_megatron.runtime.peers import waiting_for
-from oppo_megatron.train.logs.metrics_log import iter_json_lines
-from oppo_megatron.train.run_dir import RunDirectory, atomic_writer, encode_json
+from oppo_megatron.rundir.directory import RunDirectory, atomic_writer, encode_json
+from oppo_megatron.rundir.metrics_log import iter_json_lines
 
 
 class RollBack(Exception):

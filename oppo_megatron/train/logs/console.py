@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from oppo_megatron.clock import format_duration
+
 PLAIN_INTERVAL_S = 2.0
 
 
@@ -99,16 +101,6 @@ def describe(fields: Mapping[str, Any]) -> list[str]:
     """Short labels and values of the fields that are known and present, in reading order."""
     derived = {**fields, **_derived(fields)}
     return [f"{label} {form(derived[name])}" for name, label, form in SHOWN if derived.get(name) is not None]
-
-
-def format_duration(seconds: float) -> str:
-    """7s, 3m07s, 2h05m."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
 def _derived(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from oppo_megatron.checkpoint.store import Position
 from oppo_megatron.config.evaluation import Standard
 from oppo_megatron.control.estimates import Figures
+from oppo_megatron.rundir.checkpoints import Position
 
 
 class HeldoutLog:

@@ -12,22 +12,22 @@ from typing import Any
 import torch
 
 from oppo_megatron.algorithms.experience import Experience
-from oppo_megatron.checkpoint.store import Position
+from oppo_megatron.config.derived import best_standard
 from oppo_megatron.config.evaluation import ACCURACY
-from oppo_megatron.config.evaluation_checks import best_standard
-from oppo_megatron.config.holdings import planned_memory
-from oppo_megatron.config.places import role_places
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.estimates import Figures
 from oppo_megatron.data.tokenizer import Tokenizer
+from oppo_megatron.layout.holdings import planned_memory
+from oppo_megatron.layout.places import role_places
 from oppo_megatron.records import Rollout
+from oppo_megatron.rundir.checkpoints import Position
+from oppo_megatron.rundir.directory import RunDirectory, encode_json, write_json
+from oppo_megatron.rundir.metrics_log import MetricsLog, read_metrics, summarise
+from oppo_megatron.rundir.trace import SpanRecorder
 from oppo_megatron.train.logs.console import Progress
 from oppo_megatron.train.logs.heldout import HeldoutLog
-from oppo_megatron.train.logs.metrics_log import MetricsLog, read_metrics, summarise
-from oppo_megatron.train.logs.trace import SpanRecorder
 from oppo_megatron.train.logs.trackers import Tracker
 from oppo_megatron.train.memory import MemoryByRank
-from oppo_megatron.train.run_dir import RunDirectory, encode_json, write_json
 from oppo_megatron.train.score_exchange import ScoreReport
 
 NUM_LENGTH_BINS = 4

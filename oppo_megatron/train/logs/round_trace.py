@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from oppo_megatron.rundir.trace import Span, SpanRecorder
 from oppo_megatron.schedule.actions import Action, Op, Payload
 from oppo_megatron.schedule.planning.planner import PlannedRound
 from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.schedule.weaving.costs import CostMeter
-from oppo_megatron.train.logs.trace import Span, SpanRecorder
 
 WAIT, WAIT_TOKENS, DECODE, SCORE = "wait", "wait_tokens", "decode", "score"
 SHORTEST_WAIT_S = 0.5e-3

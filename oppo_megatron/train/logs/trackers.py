@@ -12,7 +12,7 @@ import yaml
 
 from oppo_megatron.config.run import LoggingConfig
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.train.run_dir import RunDirectory, write_text
+from oppo_megatron.rundir.directory import RunDirectory, write_text
 
 
 class Sink(Protocol):

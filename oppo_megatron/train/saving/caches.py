@@ -12,11 +12,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from oppo_megatron.config.checkpoint import read_header
+from oppo_megatron.engine.rounds import RoundRunner
 from oppo_megatron.errors import CapacityError, CheckpointError
+from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
+from oppo_megatron.modeldir.headers import read_header
 from oppo_megatron.records import Rollout
-from oppo_megatron.runtime.mcore.sequence_cache import SequenceCache
-from oppo_megatron.runtime.rounds import RoundRunner
 
 CACHED, OUTPUT = "kv", "out"
 

@@ -10,15 +10,15 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from oppo_megatron.checkpoint.manifest import OtherFormatError, find_damage, find_misfits, read_manifest
-from oppo_megatron.checkpoint.store import CheckpointStore, Position
-from oppo_megatron.config.checkpoint import read_hf_config
+from oppo_megatron.cluster.world import World
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import CheckpointError
+from oppo_megatron.mcore.weights.checkpoint_index import INDEX
+from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.overcommit.ahead import Ahead
-from oppo_megatron.runtime.mcore.checkpoint_index import INDEX
-from oppo_megatron.runtime.world import World
-from oppo_megatron.train.run_dir import RunDirectory
+from oppo_megatron.rundir.checkpoints import CheckpointStore, Position
+from oppo_megatron.rundir.directory import RunDirectory
+from oppo_megatron.rundir.manifest import OtherFormatError, find_damage, find_misfits, read_manifest
 from oppo_megatron.train.saving.files import CACHES, MODELS, ROLLOUTS, STATE
 from oppo_megatron.train.saving.state_schema import read_lines, read_state
 

@@ -18,17 +18,17 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from oppo_megatron.checkpoint.store import CheckpointStore, Position
+from oppo_megatron.cluster.activity import Activity
+from oppo_megatron.cluster.peers import waiting_for
+from oppo_megatron.cluster.process_groups import new_group
+from oppo_megatron.cluster.world import World
 from oppo_megatron.config.evaluation import REWARD, Standard
 from oppo_megatron.config.reliability import CheckpointConfig
 from oppo_megatron.control.estimates import Figures
-from oppo_megatron.runtime.activity import Activity
-from oppo_megatron.runtime.mcore.checkpoint import load_models
-from oppo_megatron.runtime.mcore.training import TrainedModel
-from oppo_megatron.runtime.peers import waiting_for
-from oppo_megatron.runtime.process_groups import new_group
-from oppo_megatron.runtime.world import World
-from oppo_megatron.train.run_dir import RunDirectory
+from oppo_megatron.mcore.training import TrainedModel
+from oppo_megatron.mcore.weights.checkpoint import load_models
+from oppo_megatron.rundir.checkpoints import CheckpointStore, Position
+from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.train.saving.files import MODELS, STATE
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.snapshot import Best, Snapshot

@@ -18,10 +18,10 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from oppo_megatron.cluster.activity import Activity
+from oppo_megatron.cluster.peers import waiting_for
 from oppo_megatron.config.reliability import PreemptConfig
 from oppo_megatron.errors import EXIT_REQUEUE, INTERRUPTED
-from oppo_megatron.runtime.activity import Activity
-from oppo_megatron.runtime.peers import waiting_for
 
 HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Set
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
-from oppo_megatron.checkpoint.store import Position
+from oppo_megatron.cluster.peers import waiting_for
+from oppo_megatron.cluster.world import World
+from oppo_megatron.config.derived import best_standard
 from oppo_megatron.config.evaluation import REWARD
-from oppo_megatron.config.evaluation_checks import best_standard
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.errors import CheckpointError
+from oppo_megatron.mcore.weights.checkpoint import load_models
 from oppo_megatron.overcommit.ahead import (
     Ahead,
     require_bounded_deferrals,
@@ -21,10 +23,8 @@ from oppo_megatron.overcommit.ahead import (
     require_resumable,
     require_work,
 )
-from oppo_megatron.runtime.mcore.checkpoint import load_models
-from oppo_megatron.runtime.peers import waiting_for
-from oppo_megatron.runtime.world import World
-from oppo_megatron.train.run_dir import RunDirectory
+from oppo_megatron.rundir.checkpoints import Position
+from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.train.saving.caches import load_caches, require_sound_books
 from oppo_megatron.train.saving.files import MODELS, cache_path
 from oppo_megatron.train.saving.finding import Found
@@ -47,9 +47,7 @@ from oppo_megatron.train.saving.telling import (
     tell_of_changes,
     tell_of_start,
 )
-
-if TYPE_CHECKING:
-    from oppo_megatron.train.ppo import PPOTrainer
+from oppo_megatron.train.saving.trainer import Trainer
 
 
 class Saver(CheckpointKeeper):
@@ -71,7 +69,7 @@ class Saver(CheckpointKeeper):
             self.measured(step, reward)
         self.look_around()
 
-    def save_end(self, trainer: PPOTrainer) -> None:
+    def save_end(self, trainer: Trainer) -> None:
         """After the last step, behind the weights: a disk that is full now costs no more than the way on from here."""
         if not self.rules.final or self.saved == Position(trainer.done):
             return
@@ -82,7 +80,7 @@ class Saver(CheckpointKeeper):
             if trainer.journal is not None:
                 trainer.journal.progress.note(f"the run has ended, but cannot be given more steps later: {error}")
 
-    def save(self, trainer: PPOTrainer) -> None:
+    def save(self, trainer: Trainer) -> None:
         """Write the run's state between two rounds, as `write` does."""
         self.conclude()
         started = time.monotonic()
@@ -135,7 +133,7 @@ class Saver(CheckpointKeeper):
         told = tell_of_changes(then, self._told["config"], state.get("sources", {}), self._told["sources"])
         return [tell_of_start(run.path, found.folder.name, state["done"], state["saved_at"]), *told]
 
-    def restore(self, trainer: PPOTrainer, found: Found) -> None:
+    def restore(self, trainer: Trainer, found: Found) -> None:
         """Continue from a checkpoint.  Raises CheckpointError for other data, models or a damaged file."""
         state = found.state
         self.require_same_run(found, trainer.guard.rollbacks.left_out)
@@ -161,7 +159,7 @@ class Saver(CheckpointKeeper):
         if trainer.phase is not None and (lost or len(buffer) < buffer.target):  # as where the batch is larger now
             trainer.rounds.admit(trainer.scheduler.refill())
 
-    def _restore_caches(self, trainer: PPOTrainer, found: Found) -> None:
+    def _restore_caches(self, trainer: Trainer, found: Found) -> None:
         """Where layout and options allow, then and now; else everything is prefilled again, with what each sequence has."""
         there = self.config.checkpoint.caches and found.state["caches"]
         if not there or found.state["layout"] != layout_of(trainer):

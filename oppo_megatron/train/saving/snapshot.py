@@ -7,17 +7,15 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from oppo_megatron.checkpoint.store import Position
-from oppo_megatron.runtime.mcore.checkpoint import ModelShards, gather_models
-from oppo_megatron.runtime.mcore.training import TrainedModel
+from oppo_megatron.mcore.training import TrainedModel
+from oppo_megatron.mcore.weights.checkpoint import ModelShards, gather_models
+from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.train.saving.caches import CacheContents, gather_caches
 from oppo_megatron.train.saving.files import ROLLOUTS, STATE
 from oppo_megatron.train.saving.state import rollout_lines, trainer_state
-
-if TYPE_CHECKING:
-    from oppo_megatron.train.ppo import PPOTrainer
+from oppo_megatron.train.saving.trainer import Trainer
 
 Best = tuple[float, Position]
 """How good a checkpoint is (the higher the better: the mean reward of its step), and which."""
@@ -38,7 +36,7 @@ class Snapshot:
 
 
 def take_snapshot(
-    trainer: PPOTrainer, position: Position, run: Mapping[str, Any], best: Best | None, *, copied: bool
+    trainer: Trainer, position: Position, run: Mapping[str, Any], best: Best | None, *, copied: bool
 ) -> Snapshot:
     """Collective of the world.  `copied`: into memory of its own, so that the run may go on while it is written.
 
@@ -70,7 +68,7 @@ def best_of(state: Mapping[str, Any]) -> Best | None:
     return None if best is None else (best[0], Position(*best[1]))
 
 
-def trained_models(trainer: PPOTrainer) -> dict[str, TrainedModel]:
+def trained_models(trainer: Trainer) -> dict[str, TrainedModel]:
     """Those of this rank, by role."""
     parts = {"actor": trainer.actor, "critic": trainer.critic}
     return {name: part.role.trained for name, part in parts.items() if part is not None}

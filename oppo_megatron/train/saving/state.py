@@ -8,48 +8,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields
+from typing import Any
 
 import torch.distributed as dist
 
-from oppo_megatron.config.checks import adapters
+from oppo_megatron.config.derived import adapters
 from oppo_megatron.config.run import SupervisedConfig, TrainConfig
-from oppo_megatron.control.chunk import DecodeLaw
-from oppo_megatron.control.signals import Occupancy
 from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.records import Rollout
-from oppo_megatron.train.logs.journal import StepFacts
-from oppo_megatron.train.saving.state_schema import LATER_FACTS
-
-if TYPE_CHECKING:
-    from oppo_megatron.train.ppo import PPOTrainer
+from oppo_megatron.train.saving.phase import RolloutPhase
+from oppo_megatron.train.saving.trainer import Trainer
 
 ROLLOUT_FIELDS = tuple(each.name for each in fields(Rollout) if each.name != "prompt")
 
 
-@dataclass
-class RolloutPhase:
-    """The rollout phase of a step under way: it began at logical clock `begun`, and took `spent_s` before an interruption."""
-
-    facts: StepFacts
-    occupancy: Occupancy
-    begun: int
-    spent_s: float = 0.0
-    law: DecodeLaw = field(default_factory=DecodeLaw)  # of the rounds since the last interruption
-
-    def state_dict(self) -> dict[str, Any]:
-        facts = {name: value for name, value in asdict(self.facts).items() if name not in LATER_FACTS}
-        return {"facts": facts, "occupancy": self.occupancy.state_dict(), "begun": self.begun, "spent_s": self.spent_s}
-
-    @classmethod
-    def from_state(cls, state: dict[str, Any]) -> RolloutPhase:
-        occupancy = Occupancy.from_state(state["occupancy"])
-        return cls(StepFacts(**state["facts"]), occupancy, state["begun"], state["spent_s"])
-
-
-def trainer_state(trainer: PPOTrainer) -> dict[str, Any]:
+def trainer_state(trainer: Trainer) -> dict[str, Any]:
     """Between two rounds, on the rank that keeps the journal, in plain JSON types."""
     actor, planner, journal = trainer.actor, trainer.rounds.planner, trainer.journal
     assert actor is not None and journal is not None
@@ -74,7 +49,7 @@ def trainer_state(trainer: PPOTrainer) -> dict[str, Any]:
     }
 
 
-def restore_trainer(trainer: PPOTrainer, state: dict[str, Any], rollouts: Iterable[Rollout]) -> None:
+def restore_trainer(trainer: Trainer, state: dict[str, Any], rollouts: Iterable[Rollout]) -> None:
     """On every rank, before its first round; books and caches are `restore_caches`'s."""
     trainer.done = trainer.settled = state["done"]
     trainer.scheduler.load_state_dict(state["scheduler"], rollouts)
@@ -95,7 +70,7 @@ def restore_trainer(trainer: PPOTrainer, state: dict[str, Any], rollouts: Iterab
         trainer.memory.allowances.resume(state["memory"]["ranks"][dist.get_rank()])
 
 
-def layout_of(trainer: PPOTrainer) -> dict[str, Any]:
+def layout_of(trainer: Trainer) -> dict[str, Any]:
     """Which rank holds what of every role; caches fit where it is the same."""
     planner = trainer.rounds.planner
     books = {"actor": planner.actor, **planner.scorers}

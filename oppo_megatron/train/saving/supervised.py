@@ -13,17 +13,17 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from oppo_megatron.checkpoint.store import Position
-from oppo_megatron.config.evaluation_checks import best_standard
+from oppo_megatron.cluster.peers import waiting_for
+from oppo_megatron.cluster.world import World
+from oppo_megatron.config.derived import best_standard
 from oppo_megatron.config.run import SupervisedConfig
 from oppo_megatron.data.supervised import Passed, num_batches
 from oppo_megatron.errors import CheckpointError
-from oppo_megatron.runtime.mcore.checkpoint import gather_models, load_models
-from oppo_megatron.runtime.mcore.training import TrainedModel
-from oppo_megatron.runtime.peers import waiting_for
-from oppo_megatron.runtime.world import World
+from oppo_megatron.mcore.training import TrainedModel
+from oppo_megatron.mcore.weights.checkpoint import gather_models, load_models
+from oppo_megatron.rundir.checkpoints import Position
+from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.train.logs.supervised import Report
-from oppo_megatron.train.run_dir import RunDirectory
 from oppo_megatron.train.saving.files import MODELS, STATE
 from oppo_megatron.train.saving.finding import find_whole
 from oppo_megatron.train.saving.keeper import CheckpointKeeper, Cost, Work
@@ -152,9 +152,7 @@ class SupervisedSaver(CheckpointKeeper):
             load_models(found.folder / MODELS, {MODEL: trained}, {MODEL: updates})
         trained.resume_schedule(updates)
 
-    def save(
-        self, trained: TrainedModel, passed: Passed, report: Report | None, beside: Mapping[str, Any]
-    ) -> None:
+    def save(self, trained: TrainedModel, passed: Passed, report: Report | None, beside: Mapping[str, Any]) -> None:
         """Write the run's state between two steps, and `beside` it, as `write` does."""
         self.conclude()
         position, started = Position(passed.steps), time.monotonic()
@@ -187,9 +185,7 @@ class SupervisedSaver(CheckpointKeeper):
 
         self.write(Work(position, take, whole, None if report is None else report.note, self.stopping), started)
 
-    def save_end(
-        self, trained: TrainedModel, passed: Passed, report: Report | None, beside: Mapping[str, Any]
-    ) -> None:
+    def save_end(self, trained: TrainedModel, passed: Passed, report: Report | None, beside: Mapping[str, Any]) -> None:
         """After the last step, behind the weights: a disk that is full now costs no more than the way on from here."""
         if not self.rules.final or self.saved == Position(passed.steps):
             return

@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from oppo_megatron.checkpoint.manifest import Entry, list_files, seal, write_manifest
-from oppo_megatron.checkpoint.space import shortage, unwritten
-from oppo_megatron.checkpoint.store import CheckpointStore
+from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.errors import CheckpointError
-from oppo_megatron.runtime.activity import Activity
-from oppo_megatron.runtime.mcore.checkpoint import write_models
+from oppo_megatron.mcore.weights.checkpoint import write_models
+from oppo_megatron.rundir.checkpoints import CheckpointStore
+from oppo_megatron.rundir.manifest import Entry, list_files, seal, write_manifest
+from oppo_megatron.rundir.space import shortage, unwritten
 from oppo_megatron.train.saving.caches import write_caches
 from oppo_megatron.train.saving.files import CACHES, MODELS, cache_path
 from oppo_megatron.train.saving.snapshot import Snapshot

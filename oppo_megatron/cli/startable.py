@@ -1,0 +1,80 @@
+"""Whether a run may start, or go on, in the directory that it is given."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from oppo_megatron.config.run import SupervisedConfig, TrainSettings
+    from oppo_megatron.rundir.directory import RunDirectory
+
+
+def require_startable(config: TrainSettings | SupervisedConfig, run: RunDirectory) -> None:
+    """Raises ConfigError where what the run directory holds would be written over, or cannot be continued."""
+    from oppo_megatron.config.paths import named_paths
+
+    run.require_own()
+    run.require_apart(named_paths(config))
+    if config.checkpoint.resume:
+        require_same_command(config, run)
+    if not config.checkpoint.resume:
+        run.require_unfinished()
+        run.require_no_checkpoints()
+    elif not ended_here(config, run):  # of this very run there is nothing to do, and to say so is no fault
+        require_more_steps(config, run)
+
+
+def require_same_command(config: TrainSettings | SupervisedConfig, run: RunDirectory) -> None:
+    """Raises ConfigError where the run to continue is of PPO, and the configuration is not, or the other way round."""
+    from oppo_megatron.config.run import TrainSettings
+    from oppo_megatron.errors import ConfigError
+
+    wanted, wrote = "actor" if isinstance(config, TrainSettings) else "model", run.settings().keys()
+    if wanted in wrote or not wrote & {"actor", "model"}:
+        return
+    theirs = "`oppo train`" if "actor" in wrote else "`oppo sft` or `oppo rm`"
+    raise ConfigError(
+        f"run_dir: {run.path} holds a run of {theirs}, which another command cannot continue; choose another run_dir, or give "
+        "that command its own configuration"
+    )
+
+
+def require_more_steps(config: TrainSettings | SupervisedConfig, run: RunDirectory) -> None:
+    """Raises ConfigError where the finished run in its directory cannot be continued by this configuration."""
+    from oppo_megatron.config.run import TrainSettings
+    from oppo_megatron.errors import ConfigError
+
+    if not run.finished:
+        return
+    steps = config.steps if isinstance(config, TrainSettings) else config.max_steps
+    key = "steps" if isinstance(config, TrainSettings) else "max_steps"
+    ended = run.ended_after
+    if not run.has_checkpoints:
+        raise ConfigError(
+            f"run_dir: {run.path} holds a finished run without checkpoints (checkpoint.final was off), which cannot be given "
+            "more steps; choose another run_dir, or start from its weights"
+        )
+    if steps is not None and ended is not None and steps <= ended:
+        raise ConfigError(
+            f"{key} is {steps}, and the run in {run.path} has ended after {ended}: there is nothing to train; set {key} to more "
+            f"than {ended} to go on with it, or choose another run_dir"
+        )
+
+
+def ended_here(config: TrainSettings | SupervisedConfig, run: RunDirectory) -> bool:
+    """Whether the run of this configuration has come to its end in its directory.
+
+    Who starts a run again until it is over must be told so: it may have been told to stop in the moment of its end.
+    """
+    import yaml
+
+    from oppo_megatron.config.load import config_yaml
+
+    then, now = run.settings(), yaml.safe_load(config_yaml(config))
+    if not (run.finished and then):
+        return False
+    for tree in (then, now):
+        if not isinstance(tree.get("checkpoint", {}), dict):
+            return False
+        tree.get("checkpoint", {}).pop("resume", None)
+    return bool(then == now)

@@ -1,0 +1,249 @@
+"""How the ranks of a run find each other, or say within a deadline who did not come.
+
+Each rank registers in a store at MASTER_ADDR:MASTER_PORT under its number.  The last to come, or the first to meet a
+fault or the deadline, writes the outcome, which ends the wait of all: "" or what went wrong.
+
+    size       number of ranks, as the first to come was told it     settled    counts who wanted to write the outcome
+    count/R    how often rank R came     rank/R    its RankHost      outcome    "" or a fault
+    arrived    ranks that came                                       entered    processes that came, a rank twice too
+    told       processes that know the outcome
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from oppo_megatron.cluster.hosts import RankHost, format_ranks
+from oppo_megatron.cluster.loopback import is_loopback, loopback_store
+from oppo_megatron.errors import WorldError
+
+POLL_S = 0.1
+OWN_KNOCK_S = 2.0  # how long the owner of the store tries its own address, which only helps to choose a network
+LINGER_S = 5.0  # how long the owner of the store stays for those that have not yet read the outcome
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """All ranks have come.  `local_address` is this rank's own on the network that leads to the meeting point."""
+
+    store: dist.Store
+    hosts: tuple[RankHost, ...]
+    local_address: str | None
+
+
+@dataclass(frozen=True)
+class MeetingPoint:
+    """Where `size` ranks meet.  `opens`: this rank opens it (else rank 0 does, or a torchrun agent)."""
+
+    address: str
+    port: int
+    size: int
+    name: str
+    opens: bool
+    opener: str
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str], rank: int, size: int) -> MeetingPoint:
+        """From MASTER_ADDR and MASTER_PORT.  torchrun's agent keeps a store of its own there; srun's ranks make one.
+
+        Runs that meet at one address by mistake are told apart by the launcher's name of the run.
+        """
+        agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        run = environment.get("TORCHELASTIC_RUN_ID") or environment.get("SLURM_JOB_ID", "run")
+        attempt = environment.get("TORCHELASTIC_RESTART_COUNT") or environment.get("SLURM_STEP_ID", "0")
+        return cls(
+            address=environment["MASTER_ADDR"],
+            port=int(environment["MASTER_PORT"]),
+            size=size,
+            name=f"oppo/{run}/{attempt}",
+            opens=rank == 0 and not agent,
+            opener="the torchrun agent of node 0" if agent else "rank 0",
+        )
+
+    def __str__(self) -> str:
+        return f"{self.address}:{self.port}"
+
+
+def meet(me: RankHost, point: MeetingPoint, timeout_s: float) -> Meeting:
+    """Wait until all ranks have come.  Raises WorldError, on each rank that came, at `timeout_s` at the latest."""
+    return _Arrival(me, point, timeout_s).meet()
+
+
+def within(seconds: float, work: Callable[[], ResultT]) -> ResultT:
+    """What `work()` returns or raises; TimeoutError if it takes longer.
+
+    torch's connecting calls may overrun the timeout that they are given, and cannot be interrupted.  The thread that
+    still waits ends with the process.
+    """
+    done: list[ResultT] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            done.append(work())
+        except BaseException as error:  # raised below, in the caller's thread
+            failed.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(max(0.0, seconds))
+    if failed:
+        raise failed[0]
+    if not done:
+        raise TimeoutError
+    return done[0]
+
+
+class _Arrival:
+    """One rank's way to the meeting point and its wait there."""
+
+    def __init__(self, me: RankHost, point: MeetingPoint, timeout_s: float):
+        self.me, self.point, self.timeout_s = me, point, timeout_s
+        self.deadline = time.monotonic() + timeout_s
+        self.refusal = ""  # why the meeting point's address did not answer
+
+    def meet(self) -> Meeting:
+        if self.point.opens:
+            server, local_address = self._open(), self._knock(OWN_KNOCK_S)
+        else:
+            server, local_address = None, self._find()
+        store = dist.PrefixStore(self.point.name, server or self._connect())
+        try:
+            fault = self._register(store) or self._outcome(store)
+            store.add("told", 1)
+            if fault and self.point.opens:
+                self._linger(store)
+        except dist.DistError as error:
+            raise WorldError(
+                f"{self.me} lost the meeting point {self.point}: {self.point.opener}, which opened it, has ended; "
+                "its own error says why"
+            ) from error
+        if fault:
+            raise WorldError(fault)
+        places = store.multi_get([f"rank/{rank}" for rank in range(self.point.size)])
+        return Meeting(store, tuple(RankHost.decode(place) for place in places), local_address)
+
+    def _left_s(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def _open(self) -> dist.TCPStore:
+        """Open the store: on the loopback where the ranks meet there, else on all of this host's addresses."""
+        point = self.point
+        timeout = timedelta(seconds=self.timeout_s)
+        try:
+            if is_loopback(point.address):
+                return loopback_store(point.port, timeout)
+            # Without address: the store's own connection to it must not depend on MASTER_ADDR being right.
+            return dist.TCPStore("localhost", point.port, None, True, timeout, wait_for_workers=False)
+        except (dist.DistError, OSError) as error:
+            raise WorldError(
+                f"{self.me} cannot open the meeting point at port {point.port}: {_reason(error)}; "
+                "give all ranks a MASTER_PORT that is free on this host"
+            ) from error
+
+    def _knock(self, seconds: float) -> str | None:
+        """This end's address of a connection to the meeting point; None, with a `refusal`, where nothing answers."""
+        try:
+            with socket.create_connection((self.point.address, self.point.port), timeout=seconds) as connection:
+                self.refusal = ""
+                return str(connection.getsockname()[0])
+        except OSError as error:
+            self.refusal = error.strerror or str(error)
+            return None
+
+    def _find(self) -> str:
+        """Wait until something listens at the meeting point; returns this end's address."""
+        while (left_s := self._left_s()) > 0:
+            address = self._knock(left_s)
+            if address is not None:
+                return address
+            time.sleep(min(POLL_S, left_s))
+        raise WorldError(
+            f"{self.me} found no meeting point of the {self.point.size} ranks at {self.point} within "
+            f"{self.timeout_s:g} s ({self.refusal}); {self.point.opener} opens it. See that it has been started, that "
+            "MASTER_ADDR and MASTER_PORT are the same for all ranks and name its host, and that no firewall is between"
+        )
+
+    def _connect(self) -> dist.TCPStore:
+        timeout = timedelta(seconds=max(POLL_S, self._left_s()))
+        try:
+            return within(
+                self._left_s(),
+                lambda: dist.TCPStore(
+                    self.point.address, self.point.port, None, False, timeout, wait_for_workers=False
+                ),
+            )
+        except (dist.DistError, TimeoutError) as error:
+            raise WorldError(
+                f"{self.me} was answered at {self.point}, but not by the meeting point of a run: another program has "
+                f"that port. {self.point.opener} did not open it; give all ranks another MASTER_PORT"
+            ) from error
+
+    def _register(self, store: dist.Store) -> str | None:
+        """Say that this rank has come.  Returns a fault if it may not stay."""
+        me, size, fault = self.me, str(self.point.size), None
+        store.add("entered", 1)
+        expected = store.compare_set("size", "", size).decode()
+        if expected != size:
+            fault = f"{me} was started as one of {size} ranks, an earlier one as one of {expected}; start all alike"
+        elif store.add(f"count/{me.rank}", 1) > 1:
+            first = RankHost.decode(store.get(f"rank/{me.rank}"))
+            fault = (
+                f"rank {me.rank} came twice to {self.point}: from host {first.host} (process {first.pid}) and from "
+                f"host {me.host} (process {me.pid}); give each process a RANK of its own, and each run a MASTER_PORT"
+            )
+        if fault is not None:
+            self._settle(store, fault)
+            return fault
+        store.set(f"rank/{me.rank}", me.encode())
+        if store.add("arrived", 1) == self.point.size:
+            self._settle(store, "")
+        return None
+
+    def _settle(self, store: dist.Store, outcome: str) -> None:
+        """The first to settle decides."""
+        if store.add("settled", 1) == 1:
+            store.set("outcome", outcome)
+
+    def _outcome(self, store: dist.Store) -> str:
+        while not store.check(["outcome"]):
+            if self._left_s() <= 0:
+                self._settle(store, self._absence(store))
+            time.sleep(POLL_S)
+        return store.get("outcome").decode()
+
+    def _absence(self, store: dist.Store) -> str:
+        missing = [rank for rank in range(self.point.size) if not store.check([f"rank/{rank}"])]
+        astray = f" MASTER_ADDR does not lead to this host from here ({self.refusal})." if self.refusal else ""
+        came = self.point.size - len(missing)
+        plural = "s" if len(missing) > 1 else ""
+        return (
+            f"{self.me} waited {self.timeout_s:g} s at {self.point}, and {came} of {self.point.size} ranks came: "
+            f"rank{plural} {format_ranks(missing)} missing.{astray} See that every machine has been started, with the same "
+            "MASTER_ADDR and MASTER_PORT, and what the missing ranks report; ranks that only need longer (reading "
+            "data, say) need a larger runtime.rendezvous_timeout_s"
+        )
+
+    def _linger(self, store: dist.Store) -> None:
+        """The store ends with this process: first let the others read the outcome."""
+        until = time.monotonic() + LINGER_S
+        with contextlib.suppress(dist.DistError):
+            while store.add("told", 0) < store.add("entered", 0) and time.monotonic() < until:
+                time.sleep(POLL_S)
+
+
+def _reason(error: Exception) -> str:
+    """The last, and only telling, clause of the store's message, or the system's."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror.lower()
+    return str(error).rpartition("message: ")[2].strip() or type(error).__name__

@@ -1,0 +1,179 @@
+"""This process's place among the ranks: device, threads, hosts, and the default process group."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from oppo_megatron.cluster.activity import Activity
+from oppo_megatron.cluster.hosts import RankHost
+from oppo_megatron.cluster.loopback import LOOPBACK
+from oppo_megatron.cluster.peers import first_clause, is_lost_peer
+from oppo_megatron.cluster.rendezvous import MeetingPoint, meet, within
+from oppo_megatron.config.model import RuntimeConfig
+from oppo_megatron.cores import usable_cores
+from oppo_megatron.errors import ConfigError, WorldError
+
+CONNECT_S = 10.0  # at least so long for connecting, however late the last rank came
+
+
+@dataclass(frozen=True)
+class World:
+    """Rank, number of ranks, the device that this rank computes on, and where each rank runs, in order of ranks.
+
+    `activity` is what this rank does, for its watchdog.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    hosts: tuple[RankHost, ...] = ()
+    activity: Activity = field(default_factory=Activity, compare=False)
+
+
+def choose_device(config: RuntimeConfig) -> None:
+    """Called first in a rank's process: with `runtime.device: cpu` its GPUs are hidden, from megatron-core too.
+
+    megatron-core takes the current CUDA device wherever there is one, whatever the models' tensors are on.
+    """
+    if config.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+@contextlib.contextmanager
+def open_world(config: RuntimeConfig, environment: Mapping[str, str] = os.environ) -> Iterator[World]:
+    """Join the ranks named by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without them be a world of one.
+
+    gloo on CPU, NCCL on GPU (with gloo for CPU tensors).  Raises WorldError where not all ranks come within
+    `runtime.rendezvous_timeout_s`, and where a message or collective fails or is later than `runtime.timeout_s`.
+    """
+    rank, size = int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
+    local_rank, local_size = int(environment.get("LOCAL_RANK", rank)), int(environment.get("LOCAL_WORLD_SIZE", size))
+    device = _device(config, local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    undo = _set_torch(config.threads_per_rank or max(1, usable_cores() // local_size))
+    me, preferred = _this_host(rank, device, environment), False
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    hosts: tuple[RankHost, ...] = (me,)
+    if size == 1:
+        preferred = _alone(backend, config)
+    else:
+        hosts = _join(me, MeetingPoint.from_environment(environment, rank, size), backend, config)
+    failed = True
+    try:
+        yield World(rank, size, device, hosts, Activity(by_stack=device.type == "cpu"))
+        failed = False
+    except RuntimeError as error:
+        if not is_lost_peer(error):
+            raise
+        raise WorldError(
+            f"{me} lost its peers{_waiting_in(error)} ({first_clause(error)}): another rank has ended, as its own "
+            f"error tells, or a message was later than runtime.timeout_s, which is {config.timeout_s:g}"
+        ) from error
+    finally:
+        # A rank that failed must say so before its peers notice that it has gone, and leaving the group could wait for
+        # messages that no one will take: where there are peers, the end of the process leaves it.
+        if size == 1 or not failed:
+            dist.destroy_process_group()
+        undo()  # a world of one may be a call within another program
+        if preferred:
+            del os.environ["GLOO_SOCKET_IFNAME"]  # a later world may be of several hosts
+
+
+def _set_torch(threads: int) -> Callable[[], None]:
+    """torch's settings of the whole process; what sets them back."""
+    threads_before, plans_before = torch.get_num_threads(), torch.backends.cuda.cudnn_sdp_enabled()
+    torch.set_num_threads(threads)
+    # cuDNN's attention makes a plan for every shape that it meets, for up to a second; chunks and responses have all lengths.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+    def undo() -> None:
+        torch.set_num_threads(threads_before)
+        torch.backends.cuda.enable_cudnn_sdp(plans_before)
+
+    return undo
+
+
+def _alone(backend: str, config: RuntimeConfig) -> bool:
+    """A group of this process alone.  Whether an interface has been preferred for it: gloo listens even without peers."""
+    preferred = _prefer_interface_of(LOOPBACK)
+    timeout = timedelta(seconds=config.timeout_s)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    return preferred
+
+
+def _device(config: RuntimeConfig, local_rank: int) -> torch.device:
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("runtime.device is 'cuda', but torch finds no CUDA device; set runtime.device=cpu or auto.")
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def _this_host(rank: int, device: torch.device, environment: Mapping[str, str]) -> RankHost:
+    """`node` as torchrun (GROUP_RANK) or srun (SLURM_NODEID) numbers it."""
+    node = environment.get("GROUP_RANK") or environment.get("SLURM_NODEID")
+    return RankHost(rank, socket.gethostname(), node, str(device), torch.get_num_threads(), os.getpid())
+
+
+def _join(me: RankHost, point: MeetingPoint, backend: str, config: RuntimeConfig) -> tuple[RankHost, ...]:
+    """Meet all ranks and connect to them, within one deadline (the last to come may have some seconds more)."""
+    deadline = time.monotonic() + config.rendezvous_timeout_s
+    meeting = meet(me, point, config.rendezvous_timeout_s)
+    if meeting.local_address is not None:
+        # The network that leads to the meeting point: a host's name often resolves to its loopback, for itself alone.
+        _prefer_interface_of(meeting.local_address)
+    timeout = timedelta(seconds=config.timeout_s)
+    meeting.store.set_timeout(timeout)
+    store = dist.PrefixStore("groups", meeting.store)
+    try:
+        within(
+            max(deadline - time.monotonic(), min(CONNECT_S, config.rendezvous_timeout_s)),
+            lambda: dist.init_process_group(backend, store=store, rank=me.rank, world_size=point.size, timeout=timeout),
+        )
+    except (RuntimeError, TimeoutError) as error:
+        network = os.environ.get("GLOO_SOCKET_IFNAME", "chosen by gloo")
+        raise WorldError(
+            f"all {point.size} ranks met at {point}, but {me} could not connect to the others within "
+            f"{config.rendezvous_timeout_s:g} s ({first_clause(error)}); its network interface is {network}. See that "
+            "the hosts reach each other on it at any port, or name another in GLOO_SOCKET_IFNAME"
+        ) from error
+    return meeting.hosts
+
+
+def _prefer_interface_of(address: str) -> bool:
+    """Let gloo use the network that has an address, unless the user names one; whether that was done."""
+    interface = _interface_of(address)
+    if interface is None or "GLOO_SOCKET_IFNAME" in os.environ:
+        return False
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    return True
+
+
+def _interface_of(address: str) -> str | None:
+    """The network interface that has an address."""
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address for entry in entries):
+            return name
+    return None
+
+
+def _waiting_in(error: Exception) -> str:
+    """Which of this package's functions was waiting."""
+    package = str(Path(__file__).parents[1])
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(package)]
+    if len(frames) < 2:  # this module's own frame alone
+        return ""
+    return f" in {frames[-1].name}, {Path(frames[-1].filename).relative_to(package)}:{frames[-1].lineno}"

@@ -1,0 +1,76 @@
+"""Figures and names that follow from several settings together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from oppo_megatron.config.evaluation import Standard
+from oppo_megatron.config.lora import LoraConfig
+from oppo_megatron.config.model import RoleConfig
+from oppo_megatron.config.run import SupervisedConfig, TrainConfig, TrainSettings
+
+
+def adapters(config: TrainConfig | SupervisedConfig) -> dict[str, LoraConfig]:
+    """The adapters of the roles that have some."""
+    if isinstance(config, SupervisedConfig):
+        trained = {"model": config.model.lora}
+    else:
+        trained = {"actor": config.actor.lora, "critic": config.critic.lora}
+    return {name: lora for name, lora in trained.items() if lora is not None}
+
+
+def rollback_rules(config: TrainConfig) -> list[str]:
+    """The guards that go back to a checkpoint where they are broken."""
+    gap_limit = config.ppo.gap_limit(config.actor.dtype, config.rollout.temperature)
+    return [rule for rule, action in config.guards.in_force(gap_limit).items() if action == "rollback"]
+
+
+def max_context(config: TrainConfig) -> int:
+    """Tokens of the longest sequence that a role may see, held-out prompts included."""
+    data = [config.data] + ([config.evaluation.data] if config.evaluation else [])
+    return max(each.max_prompt_tokens for each in data) + config.rollout.max_response_tokens
+
+
+def most_sequences(config: TrainConfig) -> int:
+    """Sequences that are decoded, and scored, at once: the batch and, where steps overlap, the largest delta.
+
+    With backfill the buffer holds up to 2B, but no more than these are unfinished and need a slot of the actor.  A scorer
+    reads the last tokens of a finished one in the next round, and then frees its slot: for that one round, what came in
+    its place waits.
+    """
+    delta = config.overlap.delta
+    return config.rollout.batch_size + (max(delta.max, delta.initial) if config.overlap.inter else 0)
+
+
+def longest_chunk(config: TrainConfig) -> int:
+    """Decode steps that a round has at most: no more than a response has tokens, and none beyond an admission."""
+    period, longest = config.overlap.admission_period, config.rollout.max_response_tokens
+    return longest if period is None else min(period, longest)
+
+
+def minibatch_rows(config: TrainConfig) -> int:
+    """Rollouts of one optimizer step."""
+    return max(1, config.rollout.batch_size // config.ppo.minibatches)
+
+
+def scorers(config: TrainConfig) -> Iterator[tuple[str, RoleConfig]]:
+    """The scorer roles that the configuration spells out (a null reference is the actor's start)."""
+    if config.reference is not None:
+        yield "reference", config.reference
+    if config.reward is not None:
+        yield "reward", config.reward
+    yield "critic", config.critic
+
+
+def best_standard(config: TrainSettings | SupervisedConfig) -> Standard | None:
+    """What names the best step: as `checkpoint.best_metric` says, else what stops early, else the first held-out metric.
+
+    Where nothing is measured while the run goes on, it is the mean reward of a step's batch, and of sft and rm nothing.
+    """
+    rules, names = config.checkpoint, config.measured
+    if rules.best_metric is not None:
+        return Standard.of(rules.best_metric, rules.best_mode)
+    if config.early_stop is not None:
+        return config.early_stop.standard
+    metric = names[0] if names else config.ALWAYS_MEASURED
+    return None if metric is None else Standard.of(metric, rules.best_mode)

@@ -1,0 +1,119 @@
+"""Prompts decoded to their ends by the ranks of one model: held-out evaluation, `oppo generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+
+from oppo_megatron.cluster.activity import Activity
+from oppo_megatron.config.model import RuntimeConfig
+from oppo_megatron.engine.links import Links
+from oppo_megatron.engine.rounds import Decoding, RoundRunner, decoder
+from oppo_megatron.engine.sampler import Sampling
+from oppo_megatron.engine.stopping import Stopping
+from oppo_megatron.mcore.model import RoleModel
+from oppo_megatron.records import Prompt, Rollout
+
+ROUND_STEPS = 64
+
+
+class PromptDecoder:
+    """Decodes on a cache of its own.  Every rank of the model makes the same calls, with the same prompts, and gets the same.
+
+    A response depends on the seed of `sampling` and on its prompt's `seq_id` and tokens alone, not on what else is decoded, in
+    which layout, or in rounds of how many steps.
+    """
+
+    def __init__(
+        self,
+        model: RoleModel,
+        links: Links,
+        runtime: RuntimeConfig,
+        *,
+        num_slots: int,
+        sampling: Sampling,
+        stopping: Stopping,
+        kv_budget_bytes: int | None = None,
+        round_steps: int = ROUND_STEPS,
+        activity: Activity | None = None,
+    ):
+        """`num_slots`: sequences that a replica decodes at once, where `kv_budget_bytes` (None: no limit) holds as many.
+
+        `round_steps`: decode steps after which prompts may take the places of those that have ended.
+        """
+        self._model, self._links, self._runtime, self._activity = model, links, runtime, activity
+        self._num_slots, self._kv_budget_bytes = num_slots, kv_budget_bytes
+        self.sampling, self.stopping, self.round_steps = sampling, stopping, round_steps
+        self._rounds: RoundRunner | None = None
+        self._clock = 0
+
+    def decode(self, prompts: Iterable[Prompt]) -> Iterator[Rollout]:
+        """Their responses in the order in which they end; prompts are taken as places become free.
+
+        Raises CapacityError where the budget holds no sequence.
+        """
+        for rollouts in self.rounds(prompts):
+            yield from sorted((r for r in rollouts if r.finished), key=_order)
+
+    def rounds(self, prompts: Iterable[Prompt]) -> Iterator[list[Rollout]]:
+        """After each round what it has decoded, for whoever looks at responses while they grow; otherwise as `decode`.
+
+        Whoever leaves before the end gives the rest up.
+        """
+        rounds, waiting = self._rounds or self._new_rounds(), iter(prompts)
+        assert rounds.decode is not None
+        self._rounds = None  # what is given up is in these caches and books
+        places = rounds.decode.cache.num_slots * self._model.groups.dp
+        active: list[Rollout] = []
+        while True:
+            active = [r for r in active if not r.finished]
+            active += [Rollout(prompt, admission=0) for prompt in islice(waiting, places - len(active))]
+            if not active:
+                break
+            yield self._round(rounds, active)
+        rounds.executor.drain()
+        self._rounds = rounds
+
+    def _round(self, rounds: RoundRunner, active: list[Rollout]) -> list[Rollout]:
+        decoding = Decoding(self._clock, 0, lambda: _AllEnded(active))
+        chunk = rounds.run(active, [], self.round_steps, decoding)
+        assert chunk is not None
+        self._clock, by_id = chunk.clock, {r.seq_id: r for r in active}
+        for row in chunk.rows:
+            by_id[row.seq_id].extend(row)
+        rounds.recorded(active)
+        return active
+
+    def _new_rounds(self) -> RoundRunner:
+        model, runtime = self._model, self._runtime
+        cache = model.new_cache(self._num_slots, self._kv_budget_bytes, runtime.kv_layout)
+        return decoder(
+            model,
+            cache,
+            sampling=self.sampling,
+            stopping=self.stopping,
+            links=self._links,
+            micro_batch_tokens=runtime.micro_batch_tokens,
+            timeout_s=runtime.timeout_s,
+            sync_steps=runtime.sync_steps(cache.device.type),
+            activity=self._activity,
+        )
+
+
+class _AllEnded:
+    """Ends a round before its last step where no response goes on."""
+
+    def __init__(self, active: Sequence[Rollout]):
+        self._going_on = {r.seq_id for r in active}
+
+    @property
+    def ready(self) -> bool:
+        return not self._going_on
+
+    def finish(self, seq_id: int) -> None:
+        self._going_on.remove(seq_id)
+
+
+def _order(rollout: Rollout) -> tuple[int, int]:
+    assert rollout.finish_clock is not None
+    return rollout.finish_clock, rollout.seq_id

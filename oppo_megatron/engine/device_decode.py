@@ -1,0 +1,154 @@
+"""Decode steps that the host only starts: tokens, positions and what was drawn stay on the device for a number of steps.
+
+A step is the model over one token of each row, the draw, and the bookkeeping, all of them operations of the device.  A row that
+has ended runs on without effect: what it was drawn is not looked at, and its position stands still.  After `sync_steps` steps,
+or when no row can go on, the host reads what was drawn, closes the gaps among the rows (`DecodeStation`), and loads again.
+
+So that steps come in few shapes, rows are filled up to a number of `batch_bucket`, and the positions attended to up to a bound
+of the cache.  A step of a shape may therefore be captured and replayed (`mcore/cuda_graphs.py`).
+
+Legend: B rows of a step, M cache slots, K steps of a window, R rows that mean something, E ids that end a response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from oppo_megatron.engine.device_uniforms import uniforms_at
+from oppo_megatron.engine.sampler import Sampling, draw_at, row_state
+from oppo_megatron.mcore.cuda_graphs import StepRunner
+from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
+from oppo_megatron.mcore.model import RoleModel
+
+SMALL_BATCHES = (1, 2, 4, 8, 16, 24, 32)
+LARGE_BATCH = 16
+
+
+@dataclass(frozen=True)
+class Row:
+    """A sequence that goes on: `token` is its last, response position `position` is drawn next, below `limit`."""
+
+    seq_id: int
+    token: int
+    position: int
+    limit: int
+
+
+class DeviceLane:
+    """The rows of one decode micro-batch."""
+
+    def __init__(
+        self,
+        model: RoleModel,
+        cache: SequenceCache,
+        run: StepRunner,
+        *,
+        sampling: Sampling,
+        eos_ids: Sequence[int],
+        sync_steps: int,
+        name: int,
+    ):
+        """`run` makes or replays a step; `name` tells this lane's tensors from those of others."""
+        self._model, self._cache, self._run, self._name = model, cache, run, name
+        self._sampling, self._eos_ids = sampling, sorted(eos_ids)
+        self._places = cache.step_rows()
+        device, most = cache.device, cache.num_slots
+        self._state_4M = torch.zeros(4, most, dtype=torch.int64, device=device)
+        self._chain_M = torch.zeros(most, dtype=torch.int64, device=device)
+        self._ended_M = torch.zeros(most, dtype=torch.bool, device=device)
+        self._drawn_4KM = torch.zeros(4, sync_steps, most, dtype=torch.float64, device=device)
+        self._eos_E1 = torch.tensor(self._eos_ids, dtype=torch.int64, device=device)[:, None]
+        self._step_1 = torch.zeros(1, dtype=torch.int64, device=device)
+        self._sync_steps = sync_steps
+        self._rows: Sequence[Row] = ()
+        self._done = self._window = 0
+
+    @property
+    def loaded(self) -> bool:
+        """Whether rows are on the device that may go on."""
+        return self._done < self._window
+
+    def load(self, rows: Sequence[Row], steps: int) -> None:
+        """Rows for the next window, of at most `steps` steps.  They lie in neighbouring slots."""
+        cache = self._cache
+        self._rows, self._done = list(rows), 0
+        self._window = min(self._sync_steps, steps, max(row.limit - row.position for row in rows))
+        past = [cache.length(row.seq_id) for row in rows]
+        for row, length in zip(rows, past, strict=True):
+            # The last token of a response is not cached, so that the last position is never attended to by one that goes on.
+            assert length + row.limit - row.position < cache.max_length, (row, length, cache.max_length)
+            cache.reserve(row.seq_id, min(self._window + 1, cache.max_length - length))
+        slots = [cache.slot(row.seq_id) for row in rows]
+        assert slots == list(range(slots[0], slots[0] + len(slots))), "a micro-batch keeps neighbouring slots"
+        self._size = min(batch_bucket(len(rows)), cache.num_slots - slots[0])
+        self._reach = self._places.reach(max(past) + self._window)
+        filled = self._size - len(rows)
+        # What fills up the rows writes where the first one will not write in this window, and has nothing yet.
+        aside = min(past[0] + self._window, cache.max_length - 1)
+        self._places.load([*slots, *[slots[0]] * filled])
+        state = [(row.token, length, row.position, row.limit) for row, length in zip(rows, past, strict=True)]
+        self._load_state([*state, *[(0, aside, 0, 0)] * filled])
+
+    def step(self) -> None:
+        """One more token of each row that goes on."""
+        assert self.loaded
+        with torch.inference_mode():
+            self._run((self._name, self._size, self._reach, self._places.key), self._advance)
+        self._done += 1
+
+    def read(self) -> list[list[list[float]]]:
+        """Of each step of the window tokens, log-probs, sampling log-probs and masses of the rows; the host waits for them.
+
+        What stands behind a row's end means nothing, its mass included, which is finite where a token came of a distribution.
+        """
+        assert self._done and not self.loaded
+        drawn_K4R: list[list[list[float]]]
+        drawn_K4R = self._drawn_4KM[:, : self._done, : len(self._rows)].permute(1, 0, 2).tolist()
+        return drawn_K4R
+
+    def give_up(self) -> list[list[list[float]]]:
+        """A step, or the loading of rows, could not be done: what the window's steps before it have drawn, as `read` says it."""
+        self._window = self._done
+        return self.read() if self._done else []
+
+    def _load_state(self, state: list[tuple[int, int, int, int]]) -> None:
+        seq_ids = [row.seq_id for row in self._rows]
+        chain = np.array([row_state(self._sampling.seed, i) for i in seq_ids], dtype=np.uint64).view(np.int64)
+        size, num_rows = len(state), len(seq_ids)
+        self._state_4M[:, :size] = torch.tensor(state).T
+        self._chain_M[:num_rows] = torch.from_numpy(chain)
+        self._ended_M[:num_rows] = False
+        self._ended_M[num_rows:size] = True
+        self._step_1.zero_()
+
+    def _advance(self) -> None:
+        """One step, by operations of the device alone."""
+        size = self._size
+        token_B, cached_B, position_B, limit_B = self._state_4M[:, :size].unbind(0)
+        ended_B = self._ended_M[:size]
+        logits_BV = self._model(token_B, self._places.plan(cached_B, self._reach))
+        drawn = draw_at(logits_BV, self._sampling, uniforms_at(self._chain_M[:size], position_B), self._model.vocab)
+        table = drawn.tokens, drawn.logprobs, drawn.sampling_logprobs, drawn.masses
+        drawn_41B = torch.stack([x.double() for x in table]).unsqueeze(1)
+        self._drawn_4KM[:, :, :size].index_copy_(1, self._step_1, drawn_41B)
+        self._step_1 += 1
+        going_on_B = ~ended_B
+        token_B.copy_(torch.where(going_on_B, drawn.tokens, token_B))
+        cached_B += going_on_B
+        position_B += going_on_B
+        ended_B |= position_B >= limit_B
+        if self._eos_ids:
+            is_eos_EB = token_B == self._eos_E1
+            ended_B |= is_eos_EB[0] if len(self._eos_ids) == 1 else is_eos_EB.any(0)
+
+
+def batch_bucket(rows: int) -> int:
+    """The rows of a step for `rows` of them: one of few numbers."""
+    for size in SMALL_BATCHES:
+        if rows <= size:
+            return size
+    return -(-rows // LARGE_BATCH) * LARGE_BATCH

@@ -1,0 +1,176 @@
+"""Carries out one rank's part of a schedule.  It knows no policy: what to do, and in which order, is in the actions.
+
+Consumes a list of actions; each is done by the `Station` of its role on this rank.  Sends are asynchronous: a rank waits
+for one only when it is many rounds old, or at the end of a step (`drain`); a recv waits until its message is here.
+Nothing else waits, but for the tensor-parallel collectives inside a stage and the gather of the replicas' chunks.  What a
+rank waits for in vain ends with a StallError that names the action.
+
+On a GPU each station has a CUDA stream of its own, so that decoding and prefill run side by side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from oppo_megatron.clock import SteadyClock
+from oppo_megatron.cluster.activity import Activity
+from oppo_megatron.cluster.peers import is_lost_peer, stalled
+from oppo_megatron.engine.links import Links
+from oppo_megatron.errors import StallError
+from oppo_megatron.schedule.actions import Action, Op
+
+
+class Station(Protocol):
+    """One role on this rank: it has the model, the cache and the round's sequences."""
+
+    def live(self, action: Action) -> bool:
+        """False where the action is void: its sequences have ended.  All ranks that it concerns say the same."""
+
+    def compute(self, action: Action) -> int:
+        """Do a decode, sample, prefill, score or gather.  Returns the number of tokens (rows) that it was about."""
+
+    def outbox(self, action: Action) -> Sequence[Tensor]:
+        """What a send carries."""
+
+    def inbox(self, action: Action) -> Iterator[Tensor]:
+        """Buffers for a recv, each filled before the next is asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shifted:
+    """An action of a round that is `shift` rounds later than its chunk says."""
+
+    action: Action
+    shift: int
+
+    def __str__(self) -> str:
+        return str(replace(self.action, chunk=self.action.chunk + self.shift))
+
+
+ROUNDS_IN_FLIGHT = 64
+"""How many rounds what is sent may be on its way.  A listener is behind for as long as the critic's update takes; beyond
+that, a rank does not heap up buffers for a peer that does not take them."""
+
+Observer = Callable[[Action, float, float, int], None]
+"""Told of every action that was done: start, end (by the executor's clock), number of tokens (0 for messages)."""
+
+
+@dataclass
+class Executor:
+    """One rank's executor.  `timeout_s` is the longest that a message may be late."""
+
+    rank: int
+    stations: Mapping[str, Station]
+    links: Links
+    timeout_s: float
+    device: torch.device
+    observe: Observer
+    activity: Activity = field(default_factory=Activity)
+    clock: Callable[[], float] = field(default_factory=SteadyClock)
+    # By round: its shift, and what it sent.
+    _sent: deque[tuple[int, list[tuple[Action, Any, Tensor]]]] = field(default_factory=deque)
+    _num_rounds: int = 0
+
+    def __post_init__(self) -> None:
+        cuda = self.device.type == "cuda"
+        self._streams = {role: torch.cuda.Stream(self.device) for role in self.stations} if cuda else {}
+
+    def run(self, actions: Sequence[Action], shift: int = 0) -> None:
+        """Do the actions of a round in order.  Raises StallError, naming the action, where a peer does not come.
+
+        `shift`: how many rounds later this is than their chunks say, for that name (`Schedule.shifted`).
+        """
+        self._num_rounds += 1
+        self._sent.append((shift, []))
+        for stream in self._streams.values():
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+        with self.activity.doing(f"round {shift + 1}"):
+            for action in actions:
+                self._do(action, shift)
+        for stream in self._streams.values():
+            torch.cuda.current_stream(self.device).wait_stream(stream)
+        self._release(ROUNDS_IN_FLIGHT)
+
+    def _do(self, action: Action, shift: int) -> None:
+        station = self.stations[action.role]
+        if not station.live(action):
+            return
+        self.activity.now_at(_Shifted(action, shift), action.op is Op.RECV)
+        start, size = self.clock(), 0
+        with self._stream(action.role):
+            if action.op is Op.SEND:
+                self._send(action, station)
+            elif action.op is Op.RECV:
+                self._receive(action, station)
+            else:
+                size = self._compute(action, station)
+        self.observe(action, start, self.clock(), size)
+
+    def drain(self) -> None:
+        """Wait until everything has been sent, so that buffers and executor may go: with it would go what is on its way."""
+        self._release(0)
+
+    def _release(self, rounds: int) -> None:
+        """Wait for all that was sent before the last `rounds` rounds.  (gloo cannot tell what has left without waiting.)"""
+        while len(self._sent) > rounds:
+            shift, sends = self._sent.popleft()
+            for action, work, _ in sends:
+                with self.activity.doing(_Shifted(action, shift), waits=True):
+                    self._wait(action, work, shift)
+
+    def _send(self, action: Action, station: Station) -> None:
+        for tensor in station.outbox(action):
+            with self._naming(action):
+                work = dist.isend(tensor, action.peer, group=self.links.of(action), tag=self._tag(action))
+            self._sent[-1][1].append((action, work, tensor))
+
+    def _receive(self, action: Action, station: Station) -> None:
+        for buffer in station.inbox(action):
+            with self._naming(action):
+                work = dist.irecv(buffer, action.peer, group=self.links.of(action), tag=self._tag(action))
+            self._wait(action, work)
+
+    def _tag(self, action: Action) -> int:
+        """Both ends give it, so that (on gloo; NCCL has no tags) no message is taken for one that was lost."""
+        step = 0 if action.step is None else action.step + 1
+        return ((self._num_rounds << 18) + (step << 6) + action.micro_batch) % 2**31
+
+    def _compute(self, action: Action, station: Station) -> int:
+        try:
+            return station.compute(action)
+        except RuntimeError as error:
+            if is_lost_peer(error):
+                raise self._stalled(action, error) from error
+            raise
+
+    def _wait(self, action: Action, work: Any, shift: int | None = None) -> None:
+        with self._naming(action, shift):
+            work.wait(timedelta(seconds=self.timeout_s))
+
+    @contextlib.contextmanager
+    def _naming(self, action: Action, shift: int | None = None) -> Iterator[None]:
+        start = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._stalled(action, error, shift, time.monotonic() - start) from error
+
+    def _stalled(
+        self, action: Action, error: RuntimeError, shift: int | None = None, seconds: float | None = None
+    ) -> StallError:
+        """`shift`: that of the action's round, by default of the present one."""
+        shift = self._sent[-1][0] if shift is None else shift
+        return stalled(self.rank, str(_Shifted(action, shift)), error, self.timeout_s, seconds)
+
+    def _stream(self, role: str) -> contextlib.AbstractContextManager[Any]:
+        return torch.cuda.stream(self._streams[role]) if self._streams else contextlib.nullcontext()

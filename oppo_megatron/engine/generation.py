@@ -1,0 +1,357 @@
+"""The actor on one rank, decoding.
+
+Legend: R rows (running sequences of a micro-batch), V vocabulary, T packed tokens.
+
+Every rank of a replica keeps the same books: the last pipeline stage draws the tokens, identically on its tensor ranks, and the
+other stages receive them.  A decode micro-step is exactly one token of each running sequence of a micro-batch.
+
+Where one rank holds all layers (or tensor ranks of one stage), micro-steps may run on the device for a while before their
+tokens are read (`device_decode.py`); what comes of a round is the same.
+
+A micro-step is *void*, and skipped by every rank of the replica alike, once its micro-batch has no running sequence or the
+batch was complete by the micro-batch's own step before (in the order of steps, then micro-batches: what a rank may have heard
+of later micro-steps must not count, for others have not).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from oppo_megatron.engine.device_decode import DeviceLane, Row
+from oppo_megatron.engine.growing import DRAWN, Drawn, Growing, beside, joined
+from oppo_megatron.engine.pieces import by_rows, obstacle, prefill
+from oppo_megatron.engine.sampler import Sampling, draw, no_distribution
+from oppo_megatron.engine.stopping import Stopping
+from oppo_megatron.engine.stream import ChunkOutlet
+from oppo_megatron.mcore.cuda_graphs import CapturedSteps, run_eagerly
+from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
+from oppo_megatron.mcore.model import RoleModel
+from oppo_megatron.mcore.out_of_memory import Allowances, Done, attempt
+from oppo_megatron.mcore.stage import step
+from oppo_megatron.records import Chunk, ChunkRow, Rollout
+from oppo_megatron.schedule.actions import Action, Op, Payload
+from oppo_megatron.schedule.planning.books import ReplicaWork
+from oppo_megatron.schedule.planning.merge import StopSignal, merge_rows
+from oppo_megatron.schedule.rounds import Batch
+
+ResultT = TypeVar("ResultT")
+
+
+class DecodeStation:
+    """The actor's station: prefills prompts, decodes micro-steps, and says what a round has produced."""
+
+    def __init__(
+        self,
+        model: RoleModel,
+        cache: SequenceCache,
+        *,
+        sampling: Sampling,
+        stopping: Stopping,
+        outlet: ChunkOutlet | None = None,
+        sync_steps: int = 1,
+        allowances: Allowances | None = None,
+    ):
+        """`outlet` makes the messages for ranks without the actor, on the rank that sends them.
+
+        Drawn tokens are read once in `sync_steps` micro-steps, where the model has a single pipeline stage; else in each.
+        `allowances` bound what this rank prefills and decodes at once, where memory does not suffice for what is planned.
+        """
+        self.model, self.cache, self.outlet = model, cache, outlet
+        self.sampling, self.stopping = sampling, stopping
+        self.allowances = allowances or Allowances()
+        self._weight = next(model.parameters())
+        self._sync_steps = sync_steps if model.groups.pp == 1 else 1
+        self._resident: dict[int, DeviceLane] = {}  # by micro-batch
+        captures = self._sync_steps > 1 and cache.device.type == "cuda"
+        self.captured = CapturedSteps(cache.device, model.parameters) if captures else None
+
+    def order(self, seq_ids: Sequence[int]) -> list[int]:
+        """The open sequences among `seq_ids` in the order of their slots; the others as they come."""
+        return sorted(seq_ids, key=lambda i: self.cache.slot(i) if i in self.cache else self.cache.num_slots)
+
+    def invalidate(self) -> None:
+        """The weights changed: what is cached is to be computed again."""
+        for seq_id in self.cache.seq_ids:
+            self.cache.truncate(seq_id, 0)
+
+    def resume(self, stored: Mapping[int, Tensor]) -> None:
+        """Open sequences with what was cached of them, in the order of their slots."""
+        for seq_id, cached in stored.items():
+            self.cache.restore(seq_id, cached)
+
+    def begin(
+        self,
+        work: ReplicaWork,
+        rollouts: Sequence[Rollout],
+        readiness: Callable[[], StopSignal],
+        *,
+        index: int,
+        clock: int,
+        version: int,
+        halt: bool = False,
+    ) -> None:
+        """A round of this replica's `work` begins.  `readiness()` is a fresh signal of what the batch still waits for.
+
+        `halt` is passed on with the chunk.
+        """
+        self._halt = halt
+        for seq_id in work.open:
+            self.cache.open(seq_id)
+        running = {g.seq_id for batch in work.decode for g in batch}
+        held = {r.seq_id: r for r in rollouts if r.seq_id in running}
+        growing = {i: Growing(r, self.stopping.limit(i), version) for i, r in held.items()}
+        self._index, self._start, self._local, self._stop = index, clock, readiness(), readiness()
+        self._prefill: list[Batch] = work.prefill
+        self._lanes = [[growing[g.seq_id] for g in batch] for batch in work.decode]
+        self._steps = [max(g.new for g in batch) for batch in work.decode]
+        self._rows: list[ChunkRow] = [g.row for g in growing.values()]
+        self._growing = growing
+        self._merged: Chunk | None = None
+        self._ended: dict[int, int] = {}  # micro-batch -> first void step
+        self._ready: tuple[int, int] | None = None  # (step, micro-batch) whose tokens completed the batch
+        self._hidden: dict[int, Tensor] = {}
+        self._drawn: dict[int, Drawn] = {}
+        self._tables: dict[int, Drawn] = {}  # what the rows of a step that was made in pieces have drawn
+        self._by_step: set[int] = set()  # micro-batches that are left to the host for the rest of the round
+        if self.captured is not None:
+            self.captured.renew()
+
+    def live(self, action: Action) -> bool:
+        return action.step is None or action.step < self._ended.get(action.micro_batch, action.step + 1)
+
+    def compute(self, action: Action) -> int:
+        if action.op is Op.GATHER:
+            self._gather()
+            return 0
+        if action.op is Op.PREFILL:
+            return self._prefill_step(action.micro_batch)
+        if action.op is Op.DECODE:
+            return self._decode_step(action) if self._sync_steps == 1 else self._device_step(action)
+        return self._sample(action) if self._sync_steps == 1 else self._read(action)
+
+    def outbox(self, action: Action) -> Sequence[Tensor]:
+        if action.payload is Payload.CHUNK:
+            assert self.outlet is not None
+            return self.outlet.message(self._merge())
+        if action.payload is Payload.TOKENS:
+            return [torch.tensor(self._drawn[action.micro_batch], dtype=torch.float64, device=self.cache.device)]
+        return [self._hidden[action.micro_batch].contiguous()]
+
+    def inbox(self, action: Action) -> Iterator[Tensor]:
+        if action.payload is Payload.TOKENS:
+            shape = DRAWN, len(self._lanes[action.micro_batch])
+            table_3R = torch.empty(shape, dtype=torch.float64, device=self.cache.device)
+            yield table_3R
+            self._absorb(action, [table_3R.tolist()])
+        else:
+            hidden = self._weight.new_empty(self._num_tokens(action), 1, self.model.shape.hidden_size)
+            yield hidden
+            self._hidden[action.micro_batch] = hidden
+
+    def end(self) -> Chunk:
+        """The round's chunk, of all replicas; what has finished, or was decoded beyond it, leaves this one's cache."""
+        chunk = self._merge()
+        finished = []
+        for row in chunk.rows:
+            growing = self._growing.get(row.seq_id)
+            if growing is None:
+                continue
+            if row.finish_clock is not None:
+                finished.append(row.seq_id)
+            else:
+                length = growing.num_prompt_tokens + row.offset + len(row.tokens) - 1
+                self.cache.truncate(row.seq_id, min(length, self.cache.length(row.seq_id)))
+        for seq_id in sorted(finished, key=self.cache.slot, reverse=True):
+            self.cache.close(seq_id)
+        return chunk
+
+    def _merge(self) -> Chunk:
+        if self._merged is None:
+            self._merged = merge_rows(self._index, self._start, self._rows, self._stop)
+            self._merged.halt = self._halt
+        return self._merged
+
+    def _num_tokens(self, action: Action) -> int:
+        if action.step is not None:
+            return len(self._lanes[action.micro_batch])
+        return sum(g.new for g in self._prefill[action.micro_batch])
+
+    def _prefill_step(self, micro_batch: int) -> int:
+        batch = tuple(sorted(self._prefill[micro_batch], key=lambda g: self.cache.slot(g.seq_id)))
+        hidden_T = None if self.model.pre_process else self._hidden[micro_batch]
+        pieces = prefill(self.cache, batch, hidden_T, self._advance, self.allowances.score, obstacle(self.model))
+        self._hidden[micro_batch] = joined([out for _, out in pieces])
+        return sum(growth.new for growth in batch)
+
+    def _advance(self, batch: Batch, hidden_T: Tensor | None, whole: bool) -> Tensor:
+        """Prompts, or what is stale, of which no output is wanted."""
+        tokens = [t for g in batch for t in self._growing[g.seq_id].tokens[g.past : g.past + g.new]]
+        no_rows = torch.empty(0, dtype=torch.int64, device=self.cache.device)
+        return self._stage([g.seq_id for g in batch], [g.new for g in batch], tokens, hidden_T, no_rows)
+
+    def _decode_step(self, action: Action) -> int:
+        micro_batch, lane = action.micro_batch, self._lanes[action.micro_batch]
+        hidden_R = None if self.model.pre_process else self._hidden[micro_batch]
+        pieces = self._in_pieces(lane, hidden_R, self._decode_rows, self._uncache)
+        tensors = [piece for piece in pieces if isinstance(piece, Tensor)]
+        if tensors:
+            self._hidden[micro_batch] = joined(tensors)
+        else:
+            self._tables[micro_batch] = beside([piece for piece in pieces if not isinstance(piece, Tensor)])
+        return len(lane)
+
+    def _in_pieces(
+        self,
+        lane: list[Growing],
+        inputs_R: Tensor | None,
+        work: Callable[[list[Growing], Tensor | None, bool], ResultT],
+        undo: Callable[[list[Growing]], None],
+    ) -> list[ResultT]:
+        return by_rows(lane, inputs_R, work, undo, self.allowances.decode, obstacle(self.model), Growing.describe)
+
+    def _uncache(self, lane: list[Growing]) -> None:
+        """The last tokens are cached no longer: those that a decode step begins with."""
+        for growing in lane:
+            self.cache.truncate(growing.seq_id, len(growing.tokens) - 1)
+
+    def _decode_rows(self, lane: list[Growing], hidden_R: Tensor | None, whole: bool) -> Tensor | Drawn:
+        """This stage's output for one more token.  On the last one, of a piece: what it draws."""
+        tokens = [g.tokens[-1] for g in lane]
+        out = self._stage([g.seq_id for g in lane], [1] * len(lane), tokens, hidden_R, None)
+        return out if whole or not self.model.groups.is_last_stage else self._draw(lane, out, whole)
+
+    def _stage(
+        self, seq_ids: list[int], lens: list[int], tokens: list[int], hidden_T: Tensor | None, rows_R: Tensor | None
+    ) -> Tensor:
+        inputs = hidden_T
+        if inputs is None:
+            inputs = torch.tensor(tokens, dtype=torch.int64, device=self.cache.device)
+        return step(self.model, self.cache, seq_ids, lens, inputs, rows_R)
+
+    def _draw(self, lane: list[Growing], logits_RV: Tensor | None, whole: bool) -> Drawn:
+        assert logits_RV is not None
+        return draw(
+            logits_RV, self.sampling, [g.seq_id for g in lane], [g.position for g in lane], self.model.vocab
+        ).read()
+
+    def _sample(self, action: Action) -> int:
+        micro_batch = action.micro_batch
+        drawn = self._tables.pop(micro_batch, None)
+        if drawn is None:
+            lane, logits_RV = self._lanes[micro_batch], self._hidden[micro_batch]
+            drawn = beside(self._in_pieces(lane, logits_RV, self._draw, lambda _: None))
+        self._drawn[micro_batch] = drawn
+        return self._absorb(action, [drawn])
+
+    def _device_step(self, action: Action) -> int:
+        """Decode and draw without looking at what was drawn; where memory runs out, the host takes over for this round."""
+        micro_batch, lane = action.micro_batch, self._lanes[action.micro_batch]
+        if micro_batch not in self._by_step:
+            outcome = attempt(lambda: self._start_step(action))
+            if isinstance(outcome, Done):
+                return len(lane)
+            self._take_over(action, outcome.told)
+        return self._decode_step(action) if self.live(action) else 0
+
+    def _start_step(self, action: Action) -> None:
+        assert action.step is not None
+        lane, resident = self._lanes[action.micro_batch], self._resident_lane(action.micro_batch)
+        if not resident.loaded:
+            rows = [Row(g.seq_id, g.tokens[-1], g.position, g.limit) for g in lane]
+            resident.load(rows, self._steps[action.micro_batch] - action.step)
+        resident.step()
+
+    def _take_over(self, action: Action, told: str) -> None:
+        """Take up what the steps before `action` have drawn on the device."""
+        assert action.step is not None
+        lane = self._lanes[action.micro_batch]
+        name = lane[0].describe() if len(lane) == 1 else None
+        self.allowances.decode.lower(len(lane), told, last=name, obstacle=obstacle(self.model))
+        self._by_step.add(action.micro_batch)
+        resident = self._resident.get(action.micro_batch)
+        drawn = [] if resident is None else resident.give_up()
+        if drawn:
+            self._absorb(replace(action, step=action.step - 1), drawn, resident=True)
+
+    def _read(self, action: Action) -> int:
+        """Look at what was drawn, where it is time to."""
+        if action.micro_batch in self._by_step:
+            return self._sample(action)
+        lane, resident = self._lanes[action.micro_batch], self._resident[action.micro_batch]
+        return len(lane) if resident.loaded else self._absorb(action, resident.read(), resident=True)
+
+    def _resident_lane(self, micro_batch: int) -> DeviceLane:
+        if micro_batch not in self._resident:
+            self._resident[micro_batch] = DeviceLane(
+                self.model,
+                self.cache,
+                self.captured or run_eagerly,
+                sampling=self.sampling,
+                eos_ids=self.stopping.eos_ids,
+                sync_steps=self._sync_steps,
+                name=micro_batch,
+            )
+        return self._resident[micro_batch]
+
+    def _absorb(self, action: Action, drawn: Sequence[Drawn], resident: bool = False) -> int:
+        """What the last micro-steps drew joins the sequences; those that end leave the micro-batch.
+
+        They keep their slots to the end of the round: their end may lie beyond the chunk's, and then they go on.
+        `resident`: the cache has not been told yet.
+        """
+        assert action.step is not None
+        lane, first = self._lanes[action.micro_batch], action.step + 1 - len(drawn)
+        rows, ends = list(lane), dict[int, int]()
+        for step_, table in enumerate(drawn, start=first):
+            for growing, token, logprob, sampling_logprob, *mass in zip(rows, *table, strict=True):
+                if growing.seq_id in ends:
+                    continue
+                if not all(map(math.isfinite, mass)):
+                    raise no_distribution(self.sampling, growing.seq_id, growing.position)
+                if growing.append(int(token), logprob, sampling_logprob, self.stopping, self._start):
+                    ends[growing.seq_id] = step_
+        if resident:
+            for growing in rows:
+                self.cache.advance(growing.seq_id, ends.get(growing.seq_id, action.step) + 1 - first)
+        self._leave(action.micro_batch, ends)
+        here = (action.step, action.micro_batch)
+        if not lane or (self._ready is not None and self._ready <= here):
+            self._ended[action.micro_batch] = action.step + 1
+        return len(rows)
+
+    def _leave(self, micro_batch: int, ends: Mapping[int, int]) -> None:
+        """Take ended sequences, by id the micro-step of their end, out of the micro-batch, in the order of their ends.
+
+        What was decoded after the batch was complete counts for nothing: no one leaves any more.
+        """
+        lane = self._lanes[micro_batch]
+        for step_ in sorted(set(ends.values())):
+            if self._ready is not None and self._ready <= (step_ - 1, micro_batch):
+                return
+            for growing in [g for g in lane if ends.get(g.seq_id) == step_]:
+                last = lane[-1]
+                lane[lane.index(growing)] = last
+                lane.pop()
+                self.cache.exchange(growing.seq_id, last.seq_id)  # so that the micro-batch keeps neighbouring slots
+                self._hear(growing.seq_id, (step_, micro_batch))
+
+    def _hear(self, seq_id: int, where: tuple[int, int]) -> None:
+        """Count a finished sequence, where no other replica has a say in when the batch is complete."""
+        if self.model.groups.dp > 1:
+            return
+        self._local.finish(seq_id)
+        if self._local.ready and self._ready is None:
+            self._ready = where
+
+    def _gather(self) -> None:
+        groups = self.model.groups
+        rows: list[list[ChunkRow]] = [[] for _ in range(groups.dp)]
+        dist.all_gather_object(rows, self._rows, group=groups.collection.dp)
+        self._rows = [row for replica in rows for row in replica]

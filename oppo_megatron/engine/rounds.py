@@ -1,0 +1,179 @@
+"""One rank's part in the rounds of a run: planned from the books, carried out by the executor.
+
+A round decodes a chunk of the active rollouts and scores what came before: `run`, then the buffer records the chunk, then
+`recorded`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from oppo_megatron.cluster.activity import Activity
+from oppo_megatron.config.overlap import WeaveConfig
+from oppo_megatron.engine.executor import Executor
+from oppo_megatron.engine.generation import DecodeStation
+from oppo_megatron.engine.links import Links
+from oppo_megatron.engine.sampler import Sampling
+from oppo_megatron.engine.scoring import ScoringStation
+from oppo_megatron.engine.stopping import Stopping
+from oppo_megatron.engine.stream import ChunkOutlet, ListenStation
+from oppo_megatron.layout.places import Place
+from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
+from oppo_megatron.mcore.model import RoleModel
+from oppo_megatron.records import Chunk, Rollout
+from oppo_megatron.schedule.planning.books import ActorBook, ReplicaWork
+from oppo_megatron.schedule.planning.merge import StopSignal
+from oppo_megatron.schedule.planning.planner import PlannedRound, RoundPlanner
+from oppo_megatron.schedule.rounds import Site
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """What a round needs to know of the decoding: where the logical clock stands, the policy's version, when to end.
+
+    `halt`: the run is to stop after this round, which the chunk tells the ranks that only listen.
+    """
+
+    clock: int
+    version: int
+    readiness: Callable[[], StopSignal]
+    halt: bool = False
+
+
+@dataclass
+class RoundRunner:
+    """The stations of this rank, and the planner that says what they do.
+
+    `decode` is None on ranks without the actor, `listen` on ranks with it; `scoring` are the scorer roles held here.
+    `seats` is the replica that this rank is part of, by role.
+    `planning_s` is what all rounds so far took to plan and check.
+    """
+
+    planner: RoundPlanner
+    executor: Executor
+    seats: Mapping[str, int]
+    decode: DecodeStation | None
+    listen: ListenStation | None
+    scoring: Mapping[str, ScoringStation] = field(default_factory=dict)
+    on_plan: Callable[[PlannedRound], None] | None = None
+    num_rounds: int = 0
+    planning_s: float = 0.0
+
+    def run(
+        self,
+        active: Sequence[Rollout],
+        score: Sequence[Rollout],
+        chunk_tokens: int,
+        decoding: Decoding,
+        readable: Set[int] | None = None,
+    ) -> Chunk | None:
+        """Decode up to `chunk_tokens` of each of `active`, and score what is new of `score` (the critic: of `readable` in it).
+
+        Returns the chunk, the same on every rank; None where `active` is empty.  Raises ScheduleError before anything
+        has run, StallError where a peer does not come.
+        """
+        self.num_rounds += 1
+        order = self.decode.order if self.decode is not None else list
+        started = time.monotonic()
+        planned = self.planner.plan(self.num_rounds, active, score, chunk_tokens, order, readable)
+        self.planning_s += time.monotonic() - started
+        if self.on_plan is not None:
+            self.on_plan(planned)
+        self._begin(planned, active, score, decoding)
+        self.executor.run(planned.schedule.of(self.executor.rank), shift=planned.round.index - 1)
+        for name, station in self.scoring.items():
+            if name in planned.works:
+                station.end()
+        return self._end() if active else None
+
+    def recorded(self, rollouts: Sequence[Rollout]) -> None:
+        """The chunk has been recorded in the rollouts that were active."""
+        self.planner.actor.record(rollouts)
+
+    def owes(self, rollouts: Sequence[Rollout]) -> bool:
+        """Whether a scorer, here or elsewhere, has not read all of the rollouts."""
+        return any(book.owes(rollouts) for book in self.planner.scorers.values())
+
+    def admit(self, rollouts: Sequence[Rollout]) -> None:
+        """New rollouts."""
+        for end in self._stream_ends():
+            end.admit(rollouts)
+
+    def retire(self, rollouts: Sequence[Rollout]) -> None:
+        """Rollouts whose scores are everywhere: nothing of them is needed any more."""
+        for end in self._stream_ends():
+            end.retire(rollouts)
+        for rollout in rollouts:
+            for book in self.planner.scorers.values():
+                book.forget(rollout.seq_id)
+            for station in self.scoring.values():
+                station.forget(rollout.seq_id)
+
+    def actor_changed(self) -> None:
+        """The actor's weights changed: its cache is stale."""
+        self.planner.actor.invalidate()
+        if self.decode is not None:
+            self.decode.invalidate()
+
+    def critic_changed(self) -> None:
+        """The critic's weights changed: what it has computed of carried rollouts is stale."""
+        self.planner.scorers["critic"].reset()
+        if "critic" in self.scoring:
+            self.scoring["critic"].reset()
+
+    def _begin(
+        self, planned: PlannedRound, active: Sequence[Rollout], score: Sequence[Rollout], decoding: Decoding
+    ) -> None:
+        works = planned.works
+        for name, station in self.scoring.items():
+            if name in works:
+                station.begin(works[name][self.seats[name]], score)
+        if self.decode is not None and active:
+            mine: ReplicaWork = works["actor"][self.seats["actor"]]
+            index = planned.round.index
+            self.decode.begin(
+                mine, active, decoding.readiness,
+                index=index, clock=decoding.clock, version=decoding.version, halt=decoding.halt,
+            )  # fmt: skip
+
+    def _end(self) -> Chunk:
+        end = self.decode or self.listen
+        assert end is not None
+        return end.end()
+
+    def _stream_ends(self) -> list[ListenStation | ChunkOutlet]:
+        outlet = None if self.decode is None else self.decode.outlet
+        return [end for end in (self.listen, outlet) if end is not None]
+
+
+def decoder(
+    model: RoleModel,
+    cache: SequenceCache,
+    *,
+    sampling: Sampling,
+    stopping: Stopping,
+    links: Links,
+    micro_batch_tokens: int,
+    timeout_s: float,
+    sync_steps: int = 1,
+    activity: Activity | None = None,
+) -> RoundRunner:
+    """Rounds that only decode, on the ranks of one model (held-out evaluation, benchmarks)."""
+    groups = model.groups
+    place = Place(groups.ranks, groups.tp, groups.pp, groups.dp)
+    rank = dist.get_rank()
+    seat = place.seat(rank)
+    assert seat is not None, "only ranks that hold the model decode with it"
+    station = DecodeStation(model, cache, sampling=sampling, stopping=stopping, sync_steps=sync_steps)
+    book = ActorBook(place.dp, cache.num_slots, stopping.limit)
+    planner = RoundPlanner(
+        Site({"actor": place}), "sequential", WeaveConfig(), micro_batch_tokens, cache.max_length, book, {}
+    )
+    executor = Executor(
+        rank, {"actor": station}, links, timeout_s, cache.device, lambda *_: None, activity or Activity()
+    )
+    return RoundRunner(planner, executor, {"actor": seat.replica}, station, None)

@@ -1,0 +1,218 @@
+"""Drawing tokens with counter-based randomness.
+
+Legend: R rows (one a sequence), V vocabulary (this tensor rank's shard), S tensor ranks, K candidates kept by top-k, or blocks
+of W tokens of the shard.
+
+The random number of a token is a hash of (seed, sequence id, response position), so a sequence's draws do not depend on
+the chunk size, on what else is in the batch, on the placement, or on a restart.  A token is found by inverting the
+cumulative distribution at that number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from oppo_megatron.config.ppo import RolloutConfig
+from oppo_megatron.errors import NumericsError
+from oppo_megatron.mcore.vocab_shards import VocabShards
+
+WORD = 2**64 - 1
+BELOW_ONE = 1 - 2.0**-24
+"""A float32 times this number is the next one below it."""
+
+BLOCK = 64
+"""Tokens of a block.  The cumulative sum over a vocabulary is slow; over its blocks, and over one of them, it is not."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn.  Temperature 0 is greedy; top_k 0 and top_p 1 keep the whole vocabulary."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    @classmethod
+    def of(cls, rollout: RolloutConfig, seed: int) -> Sampling:
+        return cls(rollout.temperature, rollout.top_k, rollout.top_p, seed)
+
+
+@dataclass
+class Draw:
+    """Tokens [R], two log-probs [R] of each, and a number [R] that is finite exactly where the row was a distribution.
+
+    `logprobs` is under the whole vocabulary at the configured temperature (1 when greedy): the quantity that the
+    training forward recomputes, so PPO's ratio compares like with like and is 1 before the first update.
+    `sampling_logprobs` is under the distribution after top-k and top-p, whose support changes with the weights: no
+    ratio of it is defined.
+    """
+
+    tokens: Tensor
+    logprobs: Tensor
+    sampling_logprobs: Tensor
+    masses: Tensor
+
+    def require_finite(self, sampling: Sampling, seq_ids: Sequence[int], positions: Sequence[int]) -> None:
+        """Raises NumericsError for the first row that gave no distribution."""
+        for mass, seq_id, position in zip(self.masses.tolist(), seq_ids, positions, strict=True):
+            if not math.isfinite(mass):
+                raise no_distribution(sampling, seq_id, position)
+
+    def read(self) -> list[list[float]]:
+        """Tokens, log-probs and sampling log-probs for the host."""
+        return [self.tokens.tolist(), self.logprobs.tolist(), self.sampling_logprobs.tolist()]
+
+
+def no_distribution(sampling: Sampling, seq_id: int, position: int) -> NumericsError:
+    """The error for logits that give no distribution."""
+    return NumericsError(
+        f"sequence {seq_id}, response token {position}: the logits at temperature {sampling.temperature:g} are not finite, "
+        "but must give a distribution; check the actor's weights, lower the learning rate if training has diverged, or "
+        "raise the temperature (0 is greedy)"
+    )
+
+
+def uniforms(seed: int, seq_ids: Sequence[int], positions: Sequence[int]) -> list[float]:
+    """One number in [0, 1) per (seed, sequence id, position): 53 bits of a splitmix64 chain (Steele et al. 2014).
+
+    In Python's integers: numpy takes some forty calls, which for the rows of a step are dearer.
+    """
+    rows = zip(seq_ids, positions, strict=True)
+    return [(_mix(row_state(seed, seq_id) ^ position) >> 11) * 2.0**-53 for seq_id, position in rows]
+
+
+@lru_cache(maxsize=2**16)
+def row_state(seed: int, seq_id: int) -> int:
+    """In 64 bits: the chain up to the sequence id, which all draws of a sequence have in common."""
+    return _mix(_mix(seed) ^ seq_id)
+
+
+def _mix(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & WORD
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & WORD
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & WORD
+    return x ^ (x >> 31)
+
+
+def draw(
+    logits_RV: Tensor,
+    sampling: Sampling,
+    seq_ids: Sequence[int],
+    positions: Sequence[int],
+    shards: VocabShards | None = None,
+) -> Draw:
+    """Draw one token a row from float32 logits, this rank's shard of them where there are `shards`.
+
+    Every rank of the shards makes the call and gets the same answer.  Raises NumericsError for a row that gives no distribution.
+    """
+    u_R = torch.tensor(uniforms(sampling.seed, seq_ids, positions), dtype=torch.float64, device=logits_RV.device)
+    drawn = draw_at(logits_RV, sampling, u_R, shards)
+    drawn.require_finite(sampling, seq_ids, positions)
+    return drawn
+
+
+def draw_at(logits_RV: Tensor, sampling: Sampling, u_R: Tensor, shards: VocabShards | None = None) -> Draw:
+    """`draw` at given numbers in [0, 1), by operations of the device alone: whether rows were distributions is not asked."""
+    shards = shards or VocabShards()
+    logits_RV = shards.filled_up(logits_RV)
+    if sampling.temperature == 0:
+        return _greedy(logits_RV, shards)
+    scaled_RV = logits_RV if sampling.temperature == 1 else logits_RV / sampling.temperature
+    u_R1 = u_R.float()[:, None]
+    if sampling.top_k == 0 and sampling.top_p == 1:
+        return _whole(scaled_RV, u_R1, shards)
+    return _truncated(scaled_RV, u_R1, sampling, shards)
+
+
+def _greedy(logits_RV: Tensor, shards: VocabShards) -> Draw:
+    best_R, token_R = logits_RV.max(-1)
+    mass_R = torch.logsumexp(logits_RV, -1)
+    if shards.size > 1:
+        best_SR, token_SR, mass_SR = shards.gather(
+            torch.stack([best_R, shards.globally(token_R).to(best_R), mass_R])
+        ).unbind(1)
+        best_R, shard_R = best_SR.max(0)
+        token_R = token_SR.gather(0, shard_R[None])[0].long()
+        mass_R = torch.logsumexp(mass_SR, 0)
+    return Draw(token_R, best_R - mass_R, torch.zeros_like(best_R), mass_R)
+
+
+def _whole(scaled_RV: Tensor, u_R1: Tensor, shards: VocabShards) -> Draw:
+    """From the whole vocabulary: first the block of tokens that the number falls into, then the token within.
+
+    Ranks exchange the masses of their blocks, never their logits.
+    """
+    probs_RV = torch.softmax(scaled_RV, -1)  # of this shard
+    blocks_RKW = _in_blocks(probs_RV)
+    num_blocks, mass_RS = blocks_RKW.shape[1], blocks_RKW.sum(-1)
+    log_share_R1: Tensor | None = None
+    if shards.size > 1:
+        local_R1 = torch.logsumexp(scaled_RV, -1, keepdim=True)
+        all_SRK = shards.gather(torch.cat([local_R1, mass_RS], -1))
+        log_share_SR1 = all_SRK[:, :, :1] - torch.logsumexp(all_SRK[:, :, :1], 0)
+        mass_RS = (all_SRK[:, :, 1:] * log_share_SR1.exp()).transpose(0, 1).flatten(1)
+        log_share_R1 = log_share_SR1[shards.rank]
+    cumulative_RS = mass_RS.cumsum(-1)
+    target_R1 = u_R1 * cumulative_RS[:, -1:]
+    block_R1 = _invert(cumulative_RS, target_R1)
+    rest_R1 = target_R1 - (cumulative_RS.gather(-1, block_R1) - mass_RS.gather(-1, block_R1))
+    local_R1 = block_R1 % num_blocks
+    inner_RW = blocks_RKW.gather(1, local_R1[:, :, None].expand(-1, -1, blocks_RKW.shape[2]))[:, 0]
+    if log_share_R1 is not None:
+        inner_RW = inner_RW * log_share_R1.exp()
+    place_R1 = _invert(inner_RW.cumsum(-1), rest_R1.clamp_min(0))
+    token_R1 = (local_R1 * blocks_RKW.shape[2] + place_R1).clamp_max(probs_RV.shape[-1] - 1)  # of no distribution: any
+    logprob_R1 = probs_RV.gather(-1, token_R1).log()
+    if log_share_R1 is not None:
+        mine_R1 = block_R1 // num_blocks == shards.rank
+        found_2R1 = torch.stack([shards.globally(token_R1).double(), (logprob_R1 + log_share_R1).double()])
+        token_R1, logprob_R1 = shards.add(found_2R1.where(mine_R1, 0.0)).unbind(0)
+    logprob_R = logprob_R1[:, 0].float()
+    return Draw(token_R1[:, 0].long(), logprob_R, logprob_R, cumulative_RS[:, -1])
+
+
+def _truncated(scaled_RV: Tensor, u_R1: Tensor, sampling: Sampling, shards: VocabShards) -> Draw:
+    """From the candidates that top-k and top-p leave.  Ranks exchange their best k; without top-k, all logits."""
+    vocab = scaled_RV.shape[-1] * shards.size
+    mass_R1 = torch.logsumexp(scaled_RV, -1, keepdim=True)
+    if shards.size > 1:
+        mass_R1 = torch.logsumexp(shards.gather(mass_R1), 0)
+    num_kept = min(sampling.top_k or vocab, vocab)
+    kept_RK, ids_RK = scaled_RV.topk(min(num_kept, scaled_RV.shape[-1]), dim=-1)
+    if shards.size > 1:
+        kept_RK, ids_RK = shards.gather(kept_RK), shards.gather(shards.globally(ids_RK))
+        kept_RK, ids_RK = (x.transpose(0, 1).flatten(1) for x in (kept_RK, ids_RK))
+        kept_RK, places_RK = kept_RK.topk(num_kept, dim=-1)
+        ids_RK = ids_RK.gather(-1, places_RK)
+    probs_RK = torch.softmax(kept_RK, -1)
+    if sampling.top_p < 1:
+        # The smallest set that reaches top_p: a candidate stays if those before it have not reached it yet.
+        before_RK = probs_RK.cumsum(-1) - probs_RK
+        probs_RK = probs_RK.masked_fill(before_RK >= sampling.top_p, 0.0)
+    cumulative_RK = probs_RK.cumsum(-1)
+    place_R1 = _invert(cumulative_RK, u_R1 * cumulative_RK[:, -1:])
+    sampled_R = (probs_RK.gather(-1, place_R1) / probs_RK.sum(-1, keepdim=True)).log()[:, 0]
+    logprob_R = (kept_RK.gather(-1, place_R1) - mass_R1)[:, 0]
+    return Draw(ids_RK.gather(-1, place_R1)[:, 0], logprob_R, sampled_R, mass_R1[:, 0])
+
+
+def _in_blocks(probs_RV: Tensor) -> Tensor:
+    """[R, K, W]: the vocabulary in blocks of `BLOCK` tokens, the last one filled up with probability 0."""
+    missing = -probs_RV.shape[-1] % BLOCK
+    padded_RV = torch.nn.functional.pad(probs_RV, (0, missing)) if missing else probs_RV
+    return padded_RV.view(len(probs_RV), -1, BLOCK)
+
+
+def _invert(cumulative_RK: Tensor, target_R1: Tensor) -> Tensor:
+    """Index [R, 1] at which the cumulative sum first exceeds the target; never one of probability 0."""
+    # The target may have been rounded up to the total, which no element exceeds: then it is the first to reach it.
+    below_R1 = torch.minimum(target_R1, cumulative_RK[:, -1:] * BELOW_ONE)
+    # A row that is no distribution finds no element; its index has to be one all the same.
+    return torch.searchsorted(cumulative_RK, below_R1, right=True).clamp_max_(cumulative_RK.shape[-1] - 1)

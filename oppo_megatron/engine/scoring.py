@@ -1,0 +1,172 @@
+"""The scorers on one rank: reward, reference and critic, each prefilling the sequences chunk by chunk while the actor decodes.
+
+Legend: T tokens of a response, P tokens of its prompt, R output rows of a call.
+
+Response token t (0-based) stands at position P + t.  Its reference log-prob and its value V(s_t) come from position
+P + t - 1, so reference and critic never need the last token; the reward model reads all and scores at the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from oppo_megatron.engine.pieces import Pieces, obstacle, prefill
+from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
+from oppo_megatron.mcore.layers.vocab_parallel import token_logprobs
+from oppo_megatron.mcore.model import RoleModel
+from oppo_megatron.mcore.out_of_memory import Allowance, Allowances, Done, attempt, halves
+from oppo_megatron.mcore.stage import step
+from oppo_megatron.records import Rollout
+from oppo_megatron.schedule.actions import Action, Op
+from oppo_megatron.schedule.planning.books import ReplicaWork
+from oppo_megatron.schedule.rounds import Batch
+
+ScorerRole = Literal["reward", "reference", "critic"]
+
+
+class ScoringStation:
+    """One scoring role on this rank, with its KV cache and the outputs that it has so far.
+
+    Does what the role's `ScoringBook` plans; keeps, on the last stage, one output a response token (reference, critic) or
+    one a response (reward).
+    """
+
+    def __init__(
+        self,
+        role: ScorerRole,
+        model: RoleModel,
+        cache: SequenceCache,
+        *,
+        temperature: float,
+        allowance: Allowance | None = None,
+    ):
+        """`allowance` bounds the tokens of a micro-batch on this rank, where memory does not suffice for the planned ones."""
+        self.role, self.model, self.cache, self.temperature = role, model, cache, temperature
+        self.allowance = allowance or Allowances().score
+        self._outputs: dict[int, list[Tensor]] = {}
+        self._weight = next(model.parameters())
+
+    def reset(self) -> None:
+        """The weights changed: forget all outputs and all that is cached."""
+        self._outputs.clear()
+        for seq_id in self.cache.seq_ids:
+            self.cache.close(seq_id)
+
+    def forget(self, seq_id: int) -> None:
+        """The sequence has been trained."""
+        self._outputs.pop(seq_id, None)
+
+    def outputs(self) -> dict[int, Tensor]:
+        """What has been computed so far, by sequence, each [R]."""
+        return {seq_id: torch.cat(pieces) for seq_id, pieces in self._outputs.items()}
+
+    def resume(self, stored: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> None:
+        """Open sequences with what was cached, in the order of their slots, and take up what had been computed."""
+        for seq_id, cached in stored.items():
+            self.cache.restore(seq_id, cached)
+        self._outputs = {seq_id: [values.to(self.cache.device)] for seq_id, values in outputs.items()}
+
+    def collect(self, rollouts: Sequence[Rollout]) -> Tensor:
+        """Outputs of finished rollouts of this replica, concatenated in their order; last stage only."""
+        pieces = [piece for r in rollouts for piece in self._outputs[r.seq_id]]
+        return torch.cat(pieces) if pieces else torch.empty(0, device=self.cache.device)
+
+    def begin(self, work: ReplicaWork, rollouts: Sequence[Rollout]) -> None:
+        """A round of this replica's `work` begins."""
+        for seq_id in work.evict:
+            self.cache.close(seq_id)
+        for seq_id in work.open:
+            self.cache.open(seq_id)
+        wanted = {g.seq_id for batch in work.prefill for g in batch}
+        self._sequences = {r.seq_id: [*r.prompt.tokens, *r.tokens] for r in rollouts if r.seq_id in wanted}
+        self._batches = [self._by_slot(batch) for batch in work.prefill]
+        self._done = work.done
+        self._hidden: Tensor | None = None
+        self._pieces: Pieces = []
+
+    def end(self) -> None:
+        """Finished sequences, whose outputs are complete, give up their slots."""
+        for seq_id in self._done:
+            self.cache.close(seq_id)
+
+    def live(self, action: Action) -> bool:
+        return True
+
+    def compute(self, action: Action) -> int:
+        batch = self._batches[action.micro_batch]
+        return self._score(batch) if action.op is Op.SCORE else self._prefill(batch)
+
+    def outbox(self, action: Action) -> Sequence[Tensor]:
+        assert self._hidden is not None
+        return [self._hidden.contiguous()]
+
+    def inbox(self, action: Action) -> Iterator[Tensor]:
+        num_tokens = sum(g.new for g in self._batches[action.micro_batch])
+        hidden = self._weight.new_empty(num_tokens, 1, self.model.shape.hidden_size)
+        yield hidden
+        self._hidden = hidden
+
+    def _by_slot(self, batch: Batch) -> Batch:
+        """Neighbouring slots next to each other: the cache then reads a slice."""
+        return tuple(sorted(batch, key=lambda g: self.cache.slot(g.seq_id)))
+
+    def _prefill(self, batch: Batch) -> int:
+        hidden_T = None if self.model.pre_process else self._hidden
+        pieces = prefill(self.cache, batch, hidden_T, self._advance, self.allowance, obstacle(self.model))
+        whole, last_stage = len(pieces) == 1, self.model.groups.is_last_stage
+        self._pieces = [] if whole or not last_stage else pieces
+        self._hidden = pieces[0][1] if whole else None if last_stage else torch.cat([out for _, out in pieces])
+        return sum(growth.new for growth in batch)
+
+    def _advance(self, batch: Batch, hidden_T: Tensor | None, whole: bool) -> Tensor:
+        """This stage's output.  On the last one, of a piece: what is kept of it, for all pieces together may be too much."""
+        tokens = [t for g in batch for t in self._sequences[g.seq_id][g.past : g.past + g.new]]
+        rows: list[int] = []
+        end = 0
+        for growth in batch:
+            end += growth.new
+            rows += range(end - growth.rows, end)
+        device = self.cache.device
+        inputs = torch.tensor(tokens, dtype=torch.int64, device=device) if self.model.pre_process else hidden_T
+        assert inputs is not None
+        rows_R = torch.tensor(rows, dtype=torch.int64, device=device)
+        seq_ids, lens = [g.seq_id for g in batch], [g.new for g in batch]
+        out = step(self.model, self.cache, seq_ids, lens, inputs, rows_R)
+        return out if whole or not self.model.groups.is_last_stage else self._reduce(batch, out)
+
+    def _score(self, batch: Batch) -> int:
+        """The last stage's output rows become log-probs, values or scores of their sequences."""
+        if not self._pieces:
+            assert self._hidden is not None
+            self._pieces = self._reduced(batch, self._hidden)
+        for part, out_R in self._pieces:
+            for growth, piece in zip(part, out_R.split([g.rows for g in part]), strict=True):
+                self._outputs.setdefault(growth.seq_id, []).append(piece)
+        self._pieces = []
+        return sum(g.rows for g in batch)
+
+    def _reduced(self, batch: Batch, out_R: Tensor) -> Pieces:
+        """`_reduce`, in pieces where memory does not suffice."""
+        outcome = attempt(lambda: self._reduce(batch, out_R))
+        if isinstance(outcome, Done):
+            return [(batch, outcome.result)]
+        tokens = sum(growth.new for growth in batch)
+        last = f"sequence {batch[0].seq_id}, {batch[0].past + 1} tokens long," if tokens == 1 else None
+        self.allowance.lower(tokens, outcome.told, last=last, obstacle=obstacle(self.model))
+        first, second = halves(batch)
+        at = sum(growth.rows for growth in first)
+        return [*self._reduced(first, out_R[:at]), *self._reduced(second, out_R[at:])]
+
+    def _reduce(self, batch: Batch, out_R: Tensor) -> Tensor:
+        """What is kept of the output rows: the reference's log-probs of the tokens that followed, else the rows themselves."""
+        if self.role != "reference":
+            return out_R
+        ends = [g.past + g.new for g in batch]
+        targets = [self._sequences[g.seq_id][e - g.rows + 1 : e + 1] for g, e in zip(batch, ends, strict=True)]
+        targets_R = torch.tensor([t for part in targets for t in part], dtype=torch.int64, device=out_R.device)
+        with torch.inference_mode():
+            return token_logprobs(out_R, targets_R, self.model.vocab, self.temperature)[0]

@@ -1,0 +1,84 @@
+"""Where a response ends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import NormalDist
+
+from oppo_megatron.config.ppo import ForcedLengthsConfig, RolloutConfig
+from oppo_megatron.engine.sampler import uniforms
+from oppo_megatron.engine.stop_text import Decode, StopText
+from oppo_megatron.records import FinishReason
+
+LENGTH_DRAW = 2**63  # stands where a token's position stands in its draw, so that no token shares the number
+KEPT_LENGTHS = 65536  # a length is asked for in every round
+Quantile = Callable[[float], float]
+"""Inverse of a distribution function: from a share in [0, 1) to a length in tokens."""
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """A response ends at one of `eos_ids`, with one of the strings of `text`, or at its limit.
+
+    With `forced` lengths it ends at its limit only.
+    """
+
+    eos_ids: tuple[int, ...]
+    max_response_tokens: int
+    forced: Quantile | None = None
+    seed: int = 0
+    text: StopText | None = None
+    _drawn: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @classmethod
+    def of(
+        cls,
+        rollout: RolloutConfig,
+        eos_ids: Sequence[int],
+        seed: int,
+        trace: Quantile | None = None,
+        decode: Decode | None = None,
+    ) -> Stopping:
+        """`eos_ids` and `decode` are the tokenizer's; without `decode` the texts of `rollout.stop` end nothing.
+
+        `trace` has the lengths of the file that `rollout.forced_lengths.trace` names, where it names one.
+        """
+        forced = rollout.forced_lengths
+        if forced is None:
+            text = StopText(rollout.stop, decode) if rollout.stop and decode is not None else None
+            return cls(all_ids(eos_ids, rollout.stop_token_ids), rollout.max_response_tokens, text=text)
+        assert (trace is None) == (forced.trace is None), "the lengths of a trace are read before"
+        return cls((), rollout.max_response_tokens, trace or log_normal(forced), seed)
+
+    def reason(self, response: Sequence[int], limit: int) -> FinishReason | None:
+        """Why the response ends with its last token, if it does; `limit`: its largest length."""
+        if response[-1] in self.eos_ids:
+            return "eos"
+        if self.text is not None and self.text.ends(response):
+            return "stop"
+        return "length" if len(response) == limit else None
+
+    def limit(self, seq_id: int) -> int:
+        """Largest response of the sequence, in tokens; a forced one is a function of (seed, sequence id) alone."""
+        if self.forced is None:
+            return self.max_response_tokens
+        if seq_id not in self._drawn:
+            if len(self._drawn) >= KEPT_LENGTHS:
+                self._drawn.clear()
+            length = self.forced(uniforms(self.seed, [seq_id], [LENGTH_DRAW])[0])
+            self._drawn[seq_id] = min(max(round(length), 1), self.max_response_tokens)
+        return self._drawn[seq_id]
+
+
+def all_ids(eos_ids: Sequence[int], stop_token_ids: Sequence[int]) -> tuple[int, ...]:
+    """Each id that ends a response, once."""
+    return tuple(dict.fromkeys([*eos_ids, *stop_token_ids]))
+
+
+def log_normal(forced: ForcedLengthsConfig) -> Quantile:
+    """Lengths whose logarithm is normal, with a median in tokens."""
+    assert forced.median is not None, "checked with the configuration"
+    median, sigma = forced.median, 1.0 if forced.sigma is None else forced.sigma
+    return lambda u: median * math.exp(sigma * NormalDist().inv_cdf(max(u, 2.0**-53)))

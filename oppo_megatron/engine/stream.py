@@ -1,0 +1,98 @@
+"""The token stream from the actor to the ranks that do not hold it, and the way back for what the scorers found.
+
+    actor's first output rank  --- chunk (isend to each) --->  every listening rank
+    every rank                 <-- outputs, stats (broadcast from the rank that has them)
+
+Where every rank holds the actor nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from oppo_megatron.engine.chunk_codec import HEADER_SIZE, ChunkDecoder, ChunkEncoder
+from oppo_megatron.records import Chunk, Rollout
+from oppo_megatron.schedule.actions import Action
+
+
+class ChunkOutlet:
+    """The sending end, on the actor's first output rank."""
+
+    def __init__(self, device: torch.device):
+        self.device, self._encoder = device, ChunkEncoder()
+        self._encoded: tuple[Chunk, list[Tensor]] | None = None
+
+    def admit(self, rollouts: Sequence[Rollout]) -> None:
+        """New sequences, known at both ends."""
+        for rollout in rollouts:
+            self._encoder.open(rollout.seq_id, rollout.prompt.tokens, rollout.tokens)
+
+    def retire(self, rollouts: Sequence[Rollout]) -> None:
+        """Sequences that have been trained."""
+        for rollout in rollouts:
+            self._encoder.close(rollout.seq_id)
+
+    def message(self, chunk: Chunk) -> list[Tensor]:
+        """Header and payload; encoded once for all listeners."""
+        if self._encoded is None or self._encoded[0] is not chunk:
+            words = self._encoder.encode(chunk)
+            self._encoded = chunk, [torch.from_numpy(part).to(self.device) for part in words if len(part)]
+        return self._encoded[1]
+
+
+class ListenStation:
+    """The receiving end, in the actor's place on a rank that does not hold it."""
+
+    def __init__(self, device: torch.device):
+        self.device, self._decoder = device, ChunkDecoder()
+        self._chunk: Chunk | None = None
+
+    def admit(self, rollouts: Sequence[Rollout]) -> None:
+        """New sequences, known at both ends."""
+        for rollout in rollouts:
+            self._decoder.open(rollout.seq_id, rollout.prompt.tokens, rollout.tokens)
+
+    def retire(self, rollouts: Sequence[Rollout]) -> None:
+        """Sequences that have been trained."""
+        for rollout in rollouts:
+            self._decoder.close(rollout.seq_id)
+
+    def live(self, action: Action) -> bool:
+        return True
+
+    def compute(self, action: Action) -> int:
+        raise AssertionError(f"{action}: this rank does not hold the actor")
+
+    def outbox(self, action: Action) -> Sequence[Tensor]:
+        raise AssertionError(f"{action}: this rank does not hold the actor")
+
+    def inbox(self, action: Action) -> Iterator[Tensor]:
+        """Header, then payload.  Raises StreamError if the chunk is not the next one, whole."""
+        header = torch.empty(HEADER_SIZE, dtype=torch.int64, device=self.device)
+        yield header
+        words = header.cpu().numpy()
+        payload = torch.empty(self._decoder.payload_size(words), dtype=torch.int64, device=self.device)
+        if payload.numel():
+            yield payload
+        self._chunk = self._decoder.decode(words, payload.cpu().numpy())
+
+    def end(self) -> Chunk:
+        """The round's chunk."""
+        assert self._chunk is not None
+        chunk, self._chunk = self._chunk, None
+        return chunk
+
+
+def share(values: Tensor | None, size: int, source: int, device: torch.device) -> Tensor:
+    """A vector of `size` numbers from rank `source` to every rank of the world, in float64."""
+    vector = torch.empty(size, dtype=torch.float64, device=device)
+    if dist.get_rank() == source:
+        assert values is not None and values.numel() == size
+        vector.copy_(values)
+    if dist.get_world_size() > 1:
+        dist.broadcast(vector, source)
+    return vector

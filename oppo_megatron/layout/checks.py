@@ -1,0 +1,371 @@
+"""Do the layouts fit: the ranks given to the roles, the models, the batch, and each other?  Every problem is a sentence."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import ceil, lcm
+from typing import Any
+
+from oppo_megatron.config.derived import max_context, minibatch_rows, most_sequences
+from oppo_megatron.config.model import ActorConfig, ParallelConfig, RoleConfig, TrainedRoleConfig, TrainingLayoutConfig
+from oppo_megatron.config.run import SupervisedConfig, TrainConfig, TrainSettings
+from oppo_megatron.layout.layouts import Limits, Sizes, fills_shards, format_ranks, suggestion
+from oppo_megatron.layout.memory import slot_tokens
+from oppo_megatron.layout.places import (
+    Place,
+    decodes_and_scores,
+    named_roles,
+    parse_ranks,
+    role_places,
+    training_places,
+    world_size,
+)
+from oppo_megatron.layout.shape import check_divisions, kv_bytes_per_token, model_limits
+
+Shape = Mapping[str, Any]
+"""A role's `config.json`."""
+MOST_RANKS = 2**16
+MEBIBYTE = 2**20
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A layout that the configuration asks of a role: `name` as errors call it, `num_ranks` that the role has."""
+
+    name: str
+    sizes: Sizes
+    num_ranks: int
+    limits: Limits | None
+
+    @property
+    def near(self) -> str:
+        return suggestion(self.sizes, self.num_ranks, self.limits)
+
+
+def check_layouts(config: TrainConfig, shapes: Mapping[str, Shape]) -> list[str]:
+    """Every problem of a PPO run's ranks and layouts.  `shapes` holds those config.jsons that could be read."""
+    if enormous := _check_magnitude(config):
+        return enormous
+    wrong_ranks = {name: found for name, role in _sections(config) if (found := _check_ranks(config, name, role))}
+    problems = [problem for found in wrong_ranks.values() for problem in found]
+    config = _without_ranks(config, wrong_ranks)
+    problems += [*_check_pools(config, shapes), *_check_counts(config, shapes)]
+    for name, place in role_places(config).items():
+        problems += _check_serving(config, name, place, shapes.get(name))
+        problems += _check_kv_budget(config, name, place, shapes.get(name))
+    for name, place in training_places(config).items():
+        problems += _check_training(config, name, place, shapes.get(name))
+    if not wrong_ranks:
+        problems += _check_gaps(config)
+    return problems + _check_woven(config)
+
+
+def check_auto_placement(settings: TrainSettings) -> list[str]:
+    """What leaves `placement.mode: auto` nothing to choose: ranks and layouts that are written down."""
+    placement, auto = settings.placement, settings.placement.auto
+    written = {} if placement.actor.num_ranks == 1 else {"placement.actor": str(Sizes.of(placement.actor))}
+    if placement.scorer is not None:
+        written["placement.scorer"] = str(Sizes.of(placement.scorer))
+    if placement.reference != "scorer":
+        written["placement.reference"] = placement.reference
+    for name, role in _sections(settings):
+        written |= _own_layouts(name, role)
+    problems = [
+        f"{key} is {value}, but placement.mode auto chooses the ranks and layouts of all roles; remove it, or choose "
+        "disaggregated, colocated or single"
+        for key, value in written.items()
+    ]
+    if auto is not None and len(set(auto.candidates)) < len(auto.candidates):
+        problems.append(
+            f"placement.auto.candidates is {auto.candidates}, but each mode may appear once; remove the repeated ones"
+        )
+    return problems
+
+
+def _own_layouts(name: str, role: RoleConfig) -> dict[str, str]:
+    """What a role says of its own ranks and layouts, by key."""
+    said: dict[str, object] = {f"{name}.ranks": role.ranks}
+    layouts = {f"{name}.parallel": role.parallel}
+    if isinstance(role, ActorConfig):
+        layouts["actor.generate"] = role.generate
+    if isinstance(role, TrainedRoleConfig):
+        train = role.train
+        said |= {f"{name}.train.{size}": getattr(train, size) for size in ("tp", "pp", "dp")}
+        said[f"{name}.train.vpp"] = train.vpp if train.vpp > 1 else None
+    said |= {key: None if layout is None else Sizes.of(layout) for key, layout in layouts.items()}
+    return {key: str(value) for key, value in said.items() if value is not None}
+
+
+def check_supervised_layout(config: SupervisedConfig, shape: Shape) -> list[str]:
+    """Every problem of the one layout of `oppo sft` and `oppo rm`."""
+    sizes = Sizes.of(config.parallel)
+    if sizes.num_ranks > MOST_RANKS:
+        return [_enormous("parallel", config.parallel)]
+    limits = model_limits(shape, config.batch_size)
+    problems = check_divisions("model", shape, sizes, sizes.num_ranks, limits)
+    if sizes.dp > config.batch_size:
+        problems.append(
+            f"parallel.dp is {sizes.dp}, but a batch has {config.batch_size} rows (batch_size) and each replica needs "
+            f"one; lower dp or raise batch_size{suggestion(sizes, sizes.num_ranks, limits)}"
+        )
+    return problems
+
+
+def _sections(config: TrainSettings) -> Iterator[tuple[str, RoleConfig]]:
+    """The roles that the configuration spells out."""
+    roles = (("actor", config.actor), ("reference", config.reference), ("critic", config.critic))
+    yield from ((name, role) for name, role in (*roles, ("reward", config.reward)) if role is not None)
+
+
+def _settings(config: TrainConfig) -> Iterator[tuple[str, ParallelConfig]]:
+    """Every layout that is written down, by its key."""
+    placed = {"placement.actor": config.placement.actor, "placement.scorer": config.placement.scorer}
+    parallel = {f"{name}.parallel": role.parallel for name, role in _sections(config)}
+    for key, layout in {**placed, **parallel, "actor.generate": config.actor.generate}.items():
+        if layout is not None:
+            yield key, layout
+
+
+def _check_magnitude(config: TrainConfig) -> list[str]:
+    """Before ranks are counted one by one: there must not be absurdly many."""
+    problems = [_enormous(key, layout) for key, layout in _settings(config) if layout.num_ranks > MOST_RANKS]
+    for name, role in _sections(config):
+        if role.ranks is not None and any(
+            int(number) >= MOST_RANKS for number in role.ranks.replace("-", ",").split(",")
+        ):
+            problems.append(f"{name}.ranks is {role.ranks}, but ranks end at {MOST_RANKS - 1}; name those of this run")
+    return problems
+
+
+def _enormous(key: str, layout: ParallelConfig) -> str:
+    return f"{key} is {Sizes.of(layout)} = {layout.num_ranks} ranks, but at most {MOST_RANKS} are allowed; lower it"
+
+
+def _check_ranks(config: TrainConfig, name: str, role: RoleConfig) -> list[str]:
+    """The text of `<role>.ranks`: only where there is a choice, counting up (as process groups do), no rank twice."""
+    if role.ranks is None:
+        return []
+    key = f"{name}.ranks"
+    if config.placement.mode == "single":
+        return [
+            f"{key} is {role.ranks}, but placement.mode single has one process; "
+            "remove it, or choose disaggregated or colocated"
+        ]
+    for part in role.ranks.split(","):
+        first, dash, last = part.partition("-")
+        if dash and int(first) > int(last):
+            return [f"{key} is {role.ranks}, but {part} counts down; write {last}-{first}"]
+    twice = [rank for rank, times in sorted(Counter(parse_ranks(role.ranks)).items()) if times > 1]
+    if twice:
+        return [
+            f"{key} is {role.ranks}, but a rank holds one part of a role and {_ranks(twice)} named twice; name each once"
+        ]
+    if (ordered := sorted(parse_ranks(role.ranks))) != list(parse_ranks(role.ranks)):
+        return [
+            f"{key} is {role.ranks}, but a role's parts lie on its ranks in counting order; write {format_ranks(ordered)}"
+        ]
+    return []
+
+
+def _without_ranks(config: TrainConfig, roles: Mapping[str, object]) -> TrainConfig:
+    """The configuration as if `roles` named no ranks, so that what else is wrong with them can be told."""
+    changed = {name: role.model_copy(update={"ranks": None}) for name, role in _sections(config) if name in roles}
+    return config.model_copy(update=changed)
+
+
+def _check_pools(config: TrainConfig, shapes: Mapping[str, Shape]) -> list[str]:
+    """What `placement` itself says."""
+    placement = config.placement
+    pools = [("placement.actor", placement.actor), ("placement.scorer", placement.scorer)]
+    if placement.mode == "single":
+        return [
+            f"{key} is {Sizes.of(pool)}, but placement.mode single has one process; "
+            "set its sizes to 1, or choose disaggregated or colocated"
+            for key, pool in pools
+            if pool is not None and pool.num_ranks != 1
+        ]
+    scorer, num_ranks = placement.scorer, placement.actor.num_ranks
+    if placement.mode == "disaggregated" or scorer is None or scorer.num_ranks == num_ranks:
+        return []
+    limits = _limits(config, "critic", shapes.get("critic"))
+    return [
+        f"placement.scorer is {Sizes.of(scorer)} = {scorer.num_ranks} ranks, but colocated scorers share the actor's "
+        f"{num_ranks} ({Sizes.of(placement.actor)}); make tp x pp x dp equal to that, or choose disaggregated"
+        + suggestion(Sizes.of(scorer), num_ranks, limits)
+    ]
+
+
+def _check_counts(config: TrainConfig, shapes: Mapping[str, Shape]) -> list[str]:
+    """Each layout that a role names for itself against the number of its ranks."""
+    problems = []
+    places, training = role_places(config), training_places(config)
+    for name, role in named_roles(config).items():
+        ranks, limits = places[name].ranks, _limits(config, name, shapes.get(name))
+        if role.parallel is not None:
+            problems += _check_count(_Asked(f"{name}.parallel", Sizes.of(role.parallel), len(ranks), limits))
+        if name == "actor" and config.actor.generate is not None:
+            problems += _check_count(_Asked("actor.generate", Sizes.of(config.actor.generate), len(ranks), limits))
+        if isinstance(role, TrainedRoleConfig) and _names_sizes(role.train):
+            place, limits = training[name], _training_limits(config, role, shapes.get(name))
+            problems += _check_count(_Asked(f"{name}.train", Sizes.of(place, role.train.vpp), len(ranks), limits))
+    return problems
+
+
+def _check_count(asked: _Asked) -> list[str]:
+    sizes, num_ranks = asked.sizes, asked.num_ranks
+    if sizes.num_ranks == num_ranks:
+        return []
+    replica = sizes.tp * sizes.pp
+    unequal = f", which equal replicas of {replica} do not fill" if num_ranks % replica else ""
+    null = " (sizes left null are those of the role)" if asked.name.endswith(".train") else ""
+    return [
+        f"{asked.name} is tp {sizes.tp} x pp {sizes.pp} x dp {sizes.dp} = {sizes.num_ranks} ranks{null}, but the role "
+        f"has {num_ranks}{unequal}; make tp x pp x dp equal to that, or give the role other ranks{asked.near}"
+    ]
+
+
+def _names_sizes(train: TrainingLayoutConfig) -> bool:
+    return any(size is not None for size in (train.tp, train.pp, train.dp))
+
+
+def _check_serving(config: TrainConfig, name: str, place: Place, shape: Shape | None) -> list[str]:
+    """The layout in which a role decodes or scores."""
+    sequences = most_sequences(config)
+    asked = _Asked(name, Sizes.of(place), len(place.ranks), _limits(config, name, shape))
+    problems = _divisions(asked, shape)
+    if place.dp > sequences:
+        delta = f" + overlap.delta.max {sequences - config.rollout.batch_size}" if config.overlap.inter else ""
+        work = "1 sequence is" if sequences == 1 else f"{sequences} sequences are"
+        problems.append(
+            f"{name} has dp {place.dp}, but at most {work} in work at once (rollout.batch_size "
+            f"{config.rollout.batch_size}{delta}) and each replica needs one; lower dp or raise the batch size{asked.near}"
+        )
+    return problems
+
+
+def _check_training(config: TrainConfig, name: str, place: Place, shape: Shape | None) -> list[str]:
+    """The layout in which a role is updated, and the schedule of its update."""
+    role = config.actor if name == "actor" else config.critic
+    train, rows = role.train, minibatch_rows(config)
+    limits = _training_limits(config, role, shape)
+    asked = _Asked(f"{name}.train", Sizes.of(place, train.vpp), len(place.ranks), limits)
+    problems, serving = [], role_places(config)[name]
+    if asked.sizes != Sizes.of(serving):  # else its divisions are reported there
+        problems += _divisions(asked, shape) or _check_common_rows(asked, serving, shape)
+    if place.dp > rows:
+        problems.append(
+            f"{name} is trained with dp {place.dp}, but a minibatch has {rows} row{'s' * (rows > 1)} (rollout.batch_size "
+            f"{config.rollout.batch_size} / ppo.minibatches {config.ppo.minibatches}) and each replica needs one; lower "
+            f"{name}.train.dp or ppo.minibatches{asked.near}"
+        )
+    if train.vpp > 1 and place.pp == 1:
+        problems.append(
+            f"{name}.train.vpp is {train.vpp}, but 1F1B interleaves the virtual stages of at least 2 ranks and pp is 1; "
+            f"set vpp to 1 or raise {name}.train.pp{asked.near}"
+        )
+    if train.sequence_parallel and place.tp == 1:
+        problems.append(
+            f"{name}.train.sequence_parallel is true, but it shards over tensor ranks and tp is 1; "
+            f"set it to false or raise {name}.train.tp{asked.near}"
+        )
+    if train.cp > 1:
+        problems.append(
+            f"{name}.train.cp is {train.cp}, but megatron-core's context parallelism needs transformer-engine's "
+            f"attention, which this runtime does not use; set it to 1 and use tp or sequence_parallel{asked.near}"
+        )
+    return problems
+
+
+def _check_common_rows(asked: _Asked, serving: Place, shape: Shape | None) -> list[str]:
+    """Weights that move between layouts have as many rows of the vocabulary as the tensor ranks of both divide."""
+    train, serve, multiple = asked.sizes.tp, serving.tp, lcm(asked.sizes.tp, serving.tp)
+    if shape is None or all(fills_shards(shape["vocab_size"], tp, multiple) for tp in (train, serve)):
+        return []
+    return [
+        f"{asked.name}: vocab_size {shape['vocab_size']}, filled up to a multiple of {multiple} that tp {train} and tp {serve} "
+        "divide, leaves a tensor rank without a token; train and serve with equal tp, or lower one"
+    ]
+
+
+def _check_kv_budget(config: TrainConfig, name: str, place: Place, shape: Shape | None) -> list[str]:
+    """The cache of each rank holds a sequence, and as many as one micro-batch of a scorer's prefill has at the least."""
+    budget_mb, weave = config.runtime.kv_cache_mb, config.overlap.weave
+    if budget_mb is None or shape is None:
+        return []
+    context, sizes, most = max_context(config), Sizes.of(place), 1
+    if name != "actor" and config.overlap.intra and isinstance(weave.prefill_tokens, int):
+        most = ceil(min(weave.prefill_tokens, config.runtime.micro_batch_tokens) / context)
+
+    def count(layout: Sizes) -> int:
+        return min(most, ceil(most_sequences(config) / layout.dp))
+
+    def needed_mb(layout: Sizes) -> float:
+        dtype, tokens = named_roles(config)[name].dtype, slot_tokens(context, config.runtime.kv_layout)
+        return count(layout) * tokens * kv_bytes_per_token(shape, layout, dtype) / MEBIBYTE
+
+    if needed_mb(sizes) <= budget_mb:
+        return []
+    what, lower = f"one sequence of {context} tokens needs", "the prompt or response limit"
+    if count(sizes) > 1:
+        lower = "overlap.weave.prefill_tokens"
+        what = (
+            f"a micro-batch of {lower} {weave.prefill_tokens} has at least {count(sizes)} sequences of {context} tokens, "
+            "which need"
+        )
+    limits = _limits(config, name, shape)
+    near = suggestion(sizes, len(place.ranks), limits, lambda other: needed_mb(other) <= budget_mb)
+    return [
+        f"{name}: runtime.kv_cache_mb is {budget_mb:g}, but {what} {needed_mb(sizes):.3g} MiB on each rank; "
+        f"raise the budget or lower {lower}{near}"
+    ]
+
+
+def _divisions(asked: _Asked, shape: Shape | None) -> list[str]:
+    if shape is None or asked.limits is None:
+        return []
+    return check_divisions(asked.name, shape, asked.sizes, asked.num_ranks, asked.limits)
+
+
+def _limits(config: TrainConfig, name: str, shape: Shape | None) -> Limits | None:
+    """The limits of serving, and those of training where that takes its sizes from here."""
+    if shape is None:
+        return None
+    role, sequences, min_tp = named_roles(config)[name], most_sequences(config), 1
+    if isinstance(role, TrainedRoleConfig) and (name != "actor" or config.actor.generate is None):
+        sequences = min(sequences, minibatch_rows(config)) if role.train.dp is None else sequences
+        min_tp = 2 if role.train.sequence_parallel and role.train.tp is None else 1
+    return model_limits(shape, sequences, min_tp)
+
+
+def _training_limits(config: TrainConfig, role: TrainedRoleConfig, shape: Shape | None) -> Limits | None:
+    min_tp = 2 if role.train.sequence_parallel else 1
+    return None if shape is None else model_limits(shape, minibatch_rows(config), min_tp)
+
+
+def _check_gaps(config: TrainConfig) -> list[str]:
+    """Every rank from 0 to the highest holds something."""
+    held = {rank: name for name, place in role_places(config).items() for rank in place.ranks}
+    idle = [rank for rank in range(world_size(config)) if rank not in held]
+    if not idle:
+        return []
+    return [
+        f"{_ranks(idle)} without a role, but a run has ranks 0 to the highest, {max(held)} of {held[max(held)]}, "
+        "and each must hold one; number the roles' ranks without gaps, or change placement"
+    ]
+
+
+def _ranks(ranks: list[int]) -> str:
+    """`rank 3 is`, `ranks 1,4-5 are`."""
+    one = len(ranks) == 1
+    return f"rank{'' if one else 's'} {format_ranks(ranks)} {'is' if one else 'are'}"
+
+
+def _check_woven(config: TrainConfig) -> list[str]:
+    if not config.overlap.intra or config.overlap.schedule != "woven" or decodes_and_scores(role_places(config)):
+        return []
+    return [
+        "overlap.schedule is woven, but no rank holds both the actor and a scorer, so there is nothing to weave; "
+        "choose auto or intra, or placement.mode colocated"
+    ]

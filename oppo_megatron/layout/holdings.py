@@ -1,0 +1,329 @@
+"""Which rank holds what: roles, their shares, the memory they take and the batches they see.  Pure, from the settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from math import ceil, lcm
+
+from oppo_megatron.config.derived import longest_chunk, max_context, minibatch_rows, most_sequences
+from oppo_megatron.config.lora import LoraConfig
+from oppo_megatron.config.model import LearningModelConfig, ModelConfig, TrainedRoleConfig, TrainingLayoutConfig
+from oppo_megatron.config.run import RewardModelConfig, SupervisedConfig, TrainConfig
+from oppo_megatron.layout.layouts import Sizes, vocab_rows
+from oppo_megatron.layout.memory import (
+    FEW_ROWS,
+    Memory,
+    Shape,
+    TrainingBatch,
+    adapter_parameters,
+    cached_activations,
+    kernel_bytes,
+    kv_cache_bytes,
+    kv_slots,
+    packed_parameters,
+    prefill_sizes,
+    slot_tokens,
+    stage_layers,
+    stage_parameters,
+    training_activations,
+    training_kernel_bytes,
+    training_state,
+)
+from oppo_megatron.layout.places import (
+    Place,
+    Seat,
+    decodes_and_scores,
+    has_own_training_weights,
+    named_roles,
+    role_places,
+    shares_weights,
+    training_places,
+)
+from oppo_megatron.layout.shape import DTYPE_BYTES
+from oppo_megatron.modeldir.headers import read_hf_config
+
+SCALAR_ROLES = ("critic", "reward")
+
+
+@dataclass(frozen=True)
+class Holding:
+    """One role's share on one rank.  `role` is `actor.train` where training has weights of its own.
+
+    `layers` (from 0) are a range for each virtual stage; `batches` are sizes in words, by their heading.
+    """
+
+    rank: int
+    role: str
+    seat: Seat
+    sizes: Sizes
+    layers: list[range]
+    memory: Memory
+    batches: dict[str, str]
+
+
+@dataclass(frozen=True)
+class _Model:
+    """What the arithmetic needs to know of a role's model."""
+
+    shape: Shape
+    dtype: str
+    scalar: bool
+    lora: LoraConfig | None = None
+    shared: bool = False  # the reference, over the actor's weights
+
+    @classmethod
+    def of(cls, model: ModelConfig, *, scalar: bool, shared: bool = False) -> _Model:
+        lora = model.lora if isinstance(model, LearningModelConfig) else None
+        return cls(read_hf_config(model), model.dtype, scalar, lora, shared)
+
+    def laid_out(self, *places: Place) -> _Model:
+        """With a vocabulary that the tensor ranks of every layout divide, as weights that move between layouts have it."""
+        tp = lcm(*(place.tp for place in places))
+        return replace(self, shape={**self.shape, "vocab_size": vocab_rows(self.shape["vocab_size"], tp) * tp})
+
+    def weights(self, place: Place, stage: int) -> int:
+        if self.shared:
+            return 0
+        return (self.parameters(place, stage) + self._adapters(place)) * DTYPE_BYTES[self.dtype]
+
+    def packed(self, place: Place, stage: int) -> int:
+        if self.shared:
+            return 0
+        return packed_parameters(self.shape, place.tp, place.pp, stage, scalar=self.scalar) * DTYPE_BYTES[self.dtype]
+
+    def makes_logits(self, place: Place, seat: Seat) -> bool:
+        return not self.scalar and seat.stage == place.pp - 1
+
+    def parameters(self, place: Place, stage: int) -> int:
+        return stage_parameters(self.shape, place.tp, place.pp, stage, scalar=self.scalar)
+
+    def trained(self, place: Place, stage: int, train: TrainingLayoutConfig, batch: TrainingBatch) -> Memory:
+        state = training_state(self._trainable(place, stage), self.dtype, place.dp, train)
+        sizes = Sizes.of(place, train.vpp)
+        kept = training_activations(self.shape, sizes, stage, self.dtype, train, batch, self.scalar)
+        return replace(state, activations=kept)
+
+    def _adapters(self, place: Place) -> int:
+        return 0 if self.lora is None else adapter_parameters(self.shape, place.tp, place.pp, self.lora)
+
+    def _trainable(self, place: Place, stage: int) -> int:
+        if self.lora is None:
+            return self.parameters(place, stage)
+        return self._adapters(place) + (self.shape["hidden_size"] if self.scalar and stage == place.pp - 1 else 0)
+
+
+def planned_memory(config: TrainConfig | SupervisedConfig, *, on_cpu: bool) -> list[float]:
+    """Bytes that a run is to take of each rank's memory beside interpreter and libraries, in the order of ranks."""
+    return [memory.total for memory in rank_memory(holdings_of(config, on_cpu=on_cpu)).values()]
+
+
+def lasting_memory(config: TrainConfig | SupervisedConfig, *, on_cpu: bool) -> list[float]:
+    """Bytes that each rank of a run holds for certain between updates, in the order of ranks."""
+    return [memory.lasting for memory in rank_memory(holdings_of(config, on_cpu=on_cpu)).values()]
+
+
+def holdings_of(config: TrainConfig | SupervisedConfig, *, on_cpu: bool) -> list[Holding]:
+    """What every rank of a run holds."""
+    return supervised_holdings(config) if isinstance(config, SupervisedConfig) else train_holdings(config, on_cpu=on_cpu)
+
+
+def written_bytes(config: TrainConfig | SupervisedConfig) -> float:
+    """Bytes of a run's final weights, and of one checkpoint where it makes any; not of adapters, which are small beside these."""
+    saves = config.checkpoint
+    checkpoints = bool(saves.final or saves.every_steps or saves.every_minutes)
+    weights = state = 0.0
+    if isinstance(config, SupervisedConfig):
+        if config.model.lora is not None:
+            return 0.0
+        holdings = supervised_holdings(config)
+        weights = sum(held.memory.weights for held in holdings if held.seat.replica == 0)
+        state = sum(held.memory.optimizer for held in holdings)  # sharded over the replicas
+        return weights * (1 + saves.keep_best) + (weights + state) * checkpoints
+    for held in train_holdings(config, on_cpu=False):
+        role = named_roles(config)[held.role.partition(".")[0]]
+        if not isinstance(role, TrainedRoleConfig) or role.lora is not None:
+            continue
+        state += held.memory.optimizer if held.seat.replica == 0 or role.train.distributed_optimizer else 0
+        trains = held.memory.optimizer > 0
+        weights += max(held.memory.weights, held.memory.copy) if trains and held.seat.replica == 0 else 0
+    return weights * config.save_weights * (1 + saves.keep_best) + (weights + state) * checkpoints
+
+
+def rank_memory(holdings: Sequence[Holding]) -> dict[int, Memory]:
+    """What all roles of each rank take together, by rank."""
+    ranks = groupby(holdings, key=lambda holding: holding.rank)
+    return {rank: Memory.of_rank([each.memory for each in held]) for rank, held in ranks}
+
+
+def train_holdings(config: TrainConfig, *, on_cpu: bool) -> list[Holding]:
+    """Every share of every rank of a PPO run, by rank.  The configuration has passed its checks.
+
+    `on_cpu`: whether the ranks compute on processors, where decoding has weights of its own (`runtime.decode_path`).
+    """
+    training = training_places(config)
+    holdings: list[Holding] = []
+    for name, place in role_places(config).items():
+        role = named_roles(config)[name]
+        shared = name == "reference" and shares_weights(config)
+        model = _Model.of(role, scalar=name in SCALAR_ROLES, shared=shared).laid_out(place, training.get(name, place))
+        served = _serving(config, name, place, model, packed=on_cpu and config.runtime.decode_path == "packed")
+        if not isinstance(role, TrainedRoleConfig):
+            holdings += served
+            continue
+        trained = list(_training(config, name, training[name], model, role.train, on_cpu=on_cpu))
+        if has_own_training_weights(place, training[name], role.train.vpp):
+            holdings += [*served, *trained]
+        else:
+            holdings += [_both(*pair) for pair in zip(served, trained, strict=True)]
+    return sorted(holdings, key=lambda holding: holding.rank)
+
+
+def supervised_holdings(config: SupervisedConfig) -> list[Holding]:
+    """The model's share on every rank of `oppo sft` or `oppo rm`."""
+    layout = config.parallel
+    place = Place(tuple(range(layout.num_ranks)), layout.tp, layout.pp, layout.dp)
+    model = _Model.of(config.model, scalar=isinstance(config, RewardModelConfig))
+    sequences = 2 if model.scalar else 1  # a chosen and a rejected completion
+    rows, tokens = ceil(config.batch_size / place.dp), config.runtime.micro_batch_tokens
+    batch = TrainingBatch(tokens, rows * sequences * config.max_tokens)
+    shown = {"rows a batch": config.batch_size, "rows a replica": rows, "micro-batch tokens": tokens}
+    batches = {heading: str(size) for heading, size in shown.items()}
+    held = []
+    for seat, rank in _seats(place):
+        memory = model.trained(place, seat.stage, TrainingLayoutConfig(), batch)
+        memory = replace(memory, weights=model.weights(place, seat.stage))
+        held.append(Holding(rank, "model", seat, Sizes.of(place), _layers(model, place, seat), memory, batches))
+    return sorted(held, key=lambda holding: holding.rank)
+
+
+def _serving(config: TrainConfig, name: str, place: Place, model: _Model, *, packed: bool) -> Iterator[Holding]:
+    """Decoding or scoring: weights, cache, and what a call holds."""
+    sequences, context = ceil(most_sequences(config) / place.dp), max_context(config)
+    context = slot_tokens(context, config.runtime.kv_layout)
+    budget_mb = config.runtime.kv_cache_mb
+    slots = kv_slots(model.shape, place, model.dtype, slots=sequences, context=context, budget_mb=budget_mb)
+    cached = slots
+    if name == "actor" and config.evaluation is not None:  # held-out prompts are answered over a cache of their own
+        cached += min(slots, config.evaluation.max_prompts)
+    cache = kv_cache_bytes(model.shape, place, model.dtype, slots=cached, context=context, budget_mb=None)
+    tokens = min(config.runtime.micro_batch_tokens, slots * context)
+    batches = _serving_batches(config, name, sequences, slots)
+    for seat, rank in _seats(place):
+        memory = Memory(
+            weights=model.weights(place, seat.stage),
+            packed=model.packed(place, seat.stage) if packed else 0,
+            kernels=_kernels(name, tokens, slots, makes_logits=model.makes_logits(place, seat)) if packed else 0,
+            kv_cache=cache,
+            activations=_of_a_call(name, model, place, seat, tokens, slots),
+        )
+        yield Holding(rank, name, seat, Sizes.of(place), _layers(model, place, seat), memory, batches)
+
+
+def _training(
+    config: TrainConfig, name: str, place: Place, model: _Model, train: TrainingLayoutConfig, *, on_cpu: bool
+) -> Iterator[Holding]:
+    """The update, with weights of its own."""
+    rows = ceil(minibatch_rows(config) / place.dp)
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    batch = TrainingBatch(config.runtime.micro_batch_tokens, rows * longest)
+    tokens = min(batch.micro_batch_tokens, batch.replica_tokens)
+    kernels = training_kernel_bytes(tokens) if on_cpu and model.dtype == "bfloat16" else 0
+    for seat, rank in _seats(place):
+        memory = model.trained(place, seat.stage, train, batch)
+        memory = replace(memory, copy=model.weights(place, seat.stage), kernels=kernels)
+        layers = stage_layers(model.shape, place.pp, seat.stage, train.vpp)
+        batches = _training_batches(config, rows)
+        yield Holding(rank, f"{name}.train", seat, Sizes.of(place, train.vpp), layers, memory, batches)
+
+
+def _of_a_call(name: str, model: _Model, place: Place, seat: Seat, tokens: int, slots: int) -> float:
+    """Bytes that the largest cached call holds: the actor's has logits where it decodes, the reference's where it reads."""
+
+    def held(tokens: int, rows: int, *, draws: bool = False) -> float:
+        rows = rows if model.makes_logits(place, seat) else 0
+        return cached_activations(model.shape, place.tp, model.dtype, tokens=tokens, rows=rows, draws=draws)
+
+    return max(held(tokens, 0), held(slots, slots, draws=True)) if name == "actor" else held(tokens, tokens)
+
+
+def _kernels(name: str, tokens: int, slots: int, *, makes_logits: bool) -> int:
+    """Bytes of the kernels of a role's products: the actor decodes any number of sequences, all roles read up to `tokens`."""
+    read, decoded = prefill_sizes(tokens), min(slots, FEW_ROWS) if name == "actor" else 0
+    return kernel_bytes(read + decoded, (decoded if name == "actor" else read) if makes_logits else 0)
+
+
+def _both(served: Holding, trained: Holding) -> Holding:
+    """Serving and training over the same weights."""
+    memory = Memory.of_rank([served.memory, replace(trained.memory, copy=0)])
+    return replace(served, memory=memory, batches=served.batches | trained.batches)
+
+
+def _serving_batches(config: TrainConfig, name: str, sequences: int, slots: int) -> dict[str, str]:
+    """`sequences` are the most that a replica has, `slots` those of them that its cache holds at once."""
+    batch, tokens = config.rollout.batch_size, config.runtime.micro_batch_tokens
+    decode, prefill = _cut(config, slots)
+    return {
+        "rollout batch B": str(batch),
+        "B + delta": _span([batch + delta for delta in _deltas(config)]),
+        "sequences a replica": str(sequences),
+        "KV slots": str(slots),
+        "decode m-batches": decode if name == "actor" else "-",
+        "micro-batch tokens": str(tokens),
+        "chunk C": _span(_chunks(config)),
+        "prefill tokens": "-" if name == "actor" else prefill,
+    }
+
+
+def _deltas(config: TrainConfig) -> list[int]:
+    """The sizes between which delta moves."""
+    delta = config.overlap.delta
+    if not config.overlap.inter:
+        return [0]
+    return [delta.initial] if delta.rule == "fixed" else [delta.min, delta.max]
+
+
+def _chunks(config: TrainConfig) -> list[int]:
+    """The chunk sizes that a run may use."""
+    chunk, longest = config.overlap.chunk, longest_chunk(config)
+    return [min(size, longest) for size in (chunk.tokens, *(chunk.candidates if chunk.adaptive else []))]
+
+
+def _cut(config: TrainConfig, slots: int) -> tuple[str, str]:
+    """Decode micro-batches of a replica, and tokens of a scorer's prefill micro-batch; `auto` where measured times decide."""
+    weave, places, most = config.overlap.weave, role_places(config), config.runtime.micro_batch_tokens
+    woven = config.overlap.intra and config.overlap.schedule != "intra" and decodes_and_scores(places)
+    measured = woven and places["actor"].pp > 1
+    decode = "auto" if measured else "1"
+    prefill = "auto" if measured else str(most)
+    if weave.micro_batches != "auto":
+        decode = str(min(weave.micro_batches, slots))
+    if weave.prefill_tokens != "auto":
+        prefill = str(min(weave.prefill_tokens, most))
+    return decode, prefill
+
+
+def _span(sizes: Sequence[int]) -> str:
+    least, most = min(sizes), max(sizes)
+    return str(least) if least == most else f"{least}-{most}"
+
+
+def _training_batches(config: TrainConfig, rows: int) -> dict[str, str]:
+    return {
+        "rollout batch B": str(config.rollout.batch_size),
+        "minibatch rows": str(minibatch_rows(config)),
+        "rows a replica": str(rows),
+        "micro-batch tokens": str(config.runtime.micro_batch_tokens),
+    }
+
+
+def _seats(place: Place) -> Iterator[tuple[Seat, int]]:
+    for rank in place.ranks:
+        seat = place.seat(rank)
+        assert seat is not None, "a place has a seat for each of its ranks"
+        yield seat, rank
+
+
+def _layers(model: _Model, place: Place, seat: Seat) -> list[range]:
+    return stage_layers(model.shape, place.pp, seat.stage)

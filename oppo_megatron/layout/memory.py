@@ -1,0 +1,243 @@
+"""What a model takes of a rank's memory, counted from its `config.json` and layout.  Pure; nothing is loaded.
+
+Parameters, their packed copies, gradients, optimizer state and KV cache are exact; activations are an estimate (see
+`training_activations` and `cached_activations`), and so are a CPU's kernels (`kernel_bytes`).  Not counted: interpreter and
+libraries, communication buffers, the host's copy by which a guard takes an update back, the allocator's own loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from oppo_megatron.config.lora import LoraConfig
+from oppo_megatron.config.model import KVLayout, TrainingLayoutConfig
+from oppo_megatron.layout.layouts import HasSizes, Sizes, vocab_rows
+from oppo_megatron.layout.shape import DTYPE_BYTES, head_dim, kv_bytes_per_token, num_kv_heads
+
+Shape = Mapping[str, Any]
+"""A `config.json` that the checks let through."""
+FP32 = 4
+BLOCK_TOKENS = 256
+"""Positions of a block of a paged KV cache: the least that FlashAttention-2 takes."""
+FEW_ROWS, ROW_MULTIPLE, MOST_ROWS = 128, 32, 4096
+"""Packed products take up to `FEW_ROWS` as they come, more in multiples; beyond `MOST_ROWS` there is no packed product."""
+WHOLE_MULTIPLE = 64
+"""Calls over whole sequences in bfloat16 on a CPU come in multiples of so many rows, those of the output layer too."""
+KERNEL_BYTES, MOST_KERNELS = 2**19, 1024
+"""What oneDNN keeps of a product of given sizes (two buffers of code, measured), and of how many such products."""
+WHOLE_KERNEL_BYTES = 2**20
+"""The same of a product over whole sequences in bfloat16."""
+DRAWING_COPIES = 3
+"""Float32 tensors as large as a step's logits that drawing tokens holds beside them."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank by kind.
+
+    `copy`: weights held a second time, because training has a layout of its own.  `packed`: weights held once more in the
+    order in which a CPU's products read them (`runtime.decode_path: packed`), `kernels`: what its library prepares for
+    them.  `activations`: the most that one forward and backward pass, or one cached call, holds while it runs.
+    """
+
+    weights: float = 0
+    copy: float = 0
+    packed: float = 0
+    kernels: float = 0
+    gradients: float = 0
+    optimizer: float = 0
+    kv_cache: float = 0
+    activations: float = 0
+
+    @property
+    def total(self) -> float:
+        return float(sum(vars(self).values()))
+
+    @property
+    def lasting(self) -> float:
+        """What is held at once between updates on any processor, which is known exactly: no packed copies, no estimates."""
+        return self.weights + self.copy + self.gradients + self.optimizer + self.kv_cache
+
+    @classmethod
+    def of_rank(cls, roles: Sequence[Memory]) -> Memory:
+        """What the roles of a rank take together.
+
+        They compute in turn, so of activations only the largest counts; and of kernels, which models of one shape share.
+        """
+        kinds = [vars(memory) for memory in roles]
+        sums = {kind: sum(memory[kind] for memory in kinds) for kind in kinds[0]}
+        return cls(**sums | {kind: max(memory[kind] for memory in kinds) for kind in ("kernels", "activations")})
+
+
+def stage_layers(shape: Shape, pp: int, stage: int, vpp: int = 1) -> list[range]:
+    """The layers (from 0) of one pipeline stage, a range for each of its virtual stages."""
+    size = shape["num_hidden_layers"] // (pp * vpp)
+    return [range(first, first + size) for first in ((chunk * pp + stage) * size for chunk in range(vpp))]
+
+
+def stage_parameters(shape: Shape, tp: int, pp: int, stage: int, *, scalar: bool) -> int:
+    """Parameters that one tensor rank of a stage holds.  Virtual stages change which layers these are, not how many."""
+    hidden, embedding = shape["hidden_size"], vocab_rows(shape["vocab_size"], tp) * shape["hidden_size"]
+    count = shape["num_hidden_layers"] // pp * _layer_parameters(shape, tp)
+    if stage == 0:
+        count += embedding
+    if stage == pp - 1:
+        shared = shape.get("tie_word_embeddings", False) and pp == 1  # two stages keep a copy each
+        head = hidden if scalar else 0 if shared else embedding
+        count += hidden + head  # the last norm
+    return int(count)
+
+
+def adapter_parameters(shape: Shape, tp: int, pp: int, lora: LoraConfig) -> int:
+    """Parameters of adapters that one tensor rank of a stage holds: in each layer, of each target's A and B."""
+    hidden, ffn, dim = shape["hidden_size"], shape["intermediate_size"], head_dim(shape)
+    queries, keys = shape["num_attention_heads"] * dim // tp, num_kv_heads(shape) * dim // tp
+    sizes = {
+        "q_proj": hidden + queries, "k_proj": hidden + keys, "v_proj": hidden + keys, "o_proj": queries + hidden,
+        "gate_proj": hidden + ffn // tp, "up_proj": hidden + ffn // tp, "down_proj": ffn // tp + hidden,
+    }  # fmt: skip
+    return int(shape["num_hidden_layers"] // pp * lora.rank * sum(sizes[target] for target in lora.projections))
+
+
+def packed_parameters(shape: Shape, tp: int, pp: int, stage: int, *, scalar: bool) -> int:
+    """Of `stage_parameters` those of matrix products, the vocabulary's included, tied to the embeddings or not."""
+    head = vocab_rows(shape["vocab_size"], tp) * shape["hidden_size"] if stage == pp - 1 and not scalar else 0
+    return int(shape["num_hidden_layers"] // pp * _product_parameters(shape, tp) + head)
+
+
+def prefill_sizes(tokens: int) -> int:
+    """How many numbers of rows packed products may meet in calls of up to `tokens` tokens, but for rare ones of few rows."""
+    return max(0, -(-min(tokens, MOST_ROWS) // ROW_MULTIPLE) - FEW_ROWS // ROW_MULTIPLE)
+
+
+def kernel_bytes(layer_sizes: int, head_sizes: int) -> int:
+    """Bytes of the kernels of a layer's four products for so many numbers of rows, and of the vocabulary's for others."""
+    return min(4 * layer_sizes + head_sizes, MOST_KERNELS) * KERNEL_BYTES
+
+
+def training_kernel_bytes(tokens: int) -> int:
+    """Bytes of the kernels of an update in bfloat16 on a CPU, in micro-batches of up to `tokens` tokens.
+
+    A layer's four products and the output layer's, each with those of its two gradients, for every number of rows.
+    """
+    sizes = -(-tokens // WHOLE_MULTIPLE)
+    return min(3 * 5 * sizes, MOST_KERNELS) * WHOLE_KERNEL_BYTES
+
+
+def _product_parameters(shape: Shape, tp: int) -> int:
+    """Weights of a layer's four products: queries, keys and values; attention's output; gate and up; down."""
+    hidden, ffn, dim = shape["hidden_size"], shape["intermediate_size"], head_dim(shape)
+    query, keys_values = shape["num_attention_heads"] * dim // tp, 2 * num_kv_heads(shape) * dim // tp
+    return int(hidden * (query + keys_values) + query * hidden + 3 * hidden * ffn // tp)
+
+
+def _layer_parameters(shape: Shape, tp: int) -> int:
+    hidden, dim = shape["hidden_size"], head_dim(shape)
+    query, keys_values = shape["num_attention_heads"] * dim // tp, 2 * num_kv_heads(shape) * dim // tp
+    count = _product_parameters(shape, tp) + 2 * hidden
+    if shape["model_type"] == "qwen2":
+        count += query + keys_values  # biases
+    if shape["model_type"] == "qwen3":
+        count += 2 * dim  # norms of queries and keys
+    return int(count)
+
+
+def training_state(num_parameters: int, dtype: str, dp: int, train: TrainingLayoutConfig) -> Memory:
+    """Main gradients in float32; Adam's two moments and, beside bfloat16 weights, float32 ones (over dp where sharded)."""
+    held = 2 * FP32 + (FP32 if dtype == "bfloat16" else 0)
+    shards = dp if train.distributed_optimizer else 1
+    return Memory(gradients=num_parameters * FP32, optimizer=num_parameters * held / shards)
+
+
+def slot_tokens(context: int, kv_layout: KVLayout) -> int:
+    """Positions that a cache has for a sequence of at most `context` tokens: whole blocks where it is paged."""
+    return -(-context // BLOCK_TOKENS) * BLOCK_TOKENS if kv_layout == "paged" else context
+
+
+def kv_slots(shape: Shape, layout: HasSizes, dtype: str, *, slots: int, context: int, budget_mb: float | None) -> int:
+    """How many of `slots` sequences of `context` tokens (`slot_tokens`) the budget holds."""
+    if budget_mb is None:
+        return slots
+    return min(slots, int(budget_mb * 2**20) // (context * kv_bytes_per_token(shape, layout, dtype)))
+
+
+def kv_cache_bytes(
+    shape: Shape, layout: HasSizes, dtype: str, *, slots: int, context: int, budget_mb: float | None
+) -> int:
+    """A slot of `context` tokens for each of `slots` sequences, as many of them as the budget holds."""
+    held = kv_slots(shape, layout, dtype, slots=slots, context=context, budget_mb=budget_mb)
+    return held * context * kv_bytes_per_token(shape, layout, dtype)
+
+
+@dataclass(frozen=True)
+class TrainingBatch:
+    """Tokens of one packed micro-batch, and of all rows that a replica has in an optimizer step: both upper bounds."""
+
+    micro_batch_tokens: int
+    replica_tokens: int
+
+
+def training_activations(
+    shape: Shape, sizes: Sizes, stage: int, dtype: str, train: TrainingLayoutConfig, batch: TrainingBatch, scalar: bool
+) -> float:
+    """Bytes that the forward pass keeps for the backward on a rank: an estimate of the largest amount at once.
+
+    A layer keeps, of each token, what both norms take and give (over tp with sequence parallelism); the rotated queries
+    and keys, the values, the attention's output as computed and as joined, queries and keys before their norms where it has
+    any, and three tensors of the feed-forward size (gate and up projection, product), these over tp.  Recomputation keeps
+    less: `selective` of attention its input (queries, keys, values) and joined output, `full` a layer's input only, beside
+    one layer that is being computed again.  1F1B has at most pp - stage micro-batches in flight (interleaved:
+    2 (pp - stage - 1) + (vpp - 1) pp + 1 of one virtual stage each), and no more tokens than the minibatch.  The last stage
+    of a language model adds the logits of one micro-batch and their gradient, in float32.
+    """
+    width = DTYPE_BYTES[dtype]
+    tokens = min(batch.micro_batch_tokens, batch.replica_tokens)
+    whole, kept = _layer_activations(shape, sizes.tp, train)
+    if sizes.vpp == 1:
+        in_flight, layers = sizes.pp - stage, shape["num_hidden_layers"] // sizes.pp
+    else:
+        in_flight = 2 * (sizes.pp - stage - 1) + (sizes.vpp - 1) * sizes.pp + 1
+        layers = shape["num_hidden_layers"] // (sizes.pp * sizes.vpp)
+    held = min(in_flight * tokens, sizes.vpp * batch.replica_tokens)
+    total = held * layers * kept * width
+    if train.recompute == "full":
+        total += tokens * whole * width
+    if stage == sizes.pp - 1 and not scalar:
+        total += tokens * vocab_rows(shape["vocab_size"], sizes.tp) * 2 * FP32
+    return float(total)
+
+
+def cached_activations(shape: Shape, tp: int, dtype: str, *, tokens: int, rows: int, draws: bool) -> float:
+    """Bytes that a decode step or a prefill micro-batch of `tokens` tokens holds at most: an estimate.
+
+    Of each token the hidden state twice and a layer's four tensors of the feed-forward size; of the `rows` whose logits are
+    made (0 with a scalar head) those, in float32 and as computed, and where tokens are drawn from them what that takes.
+    """
+    width = DTYPE_BYTES[dtype]
+    computed = 0 if dtype == "float32" else width
+    kept = tokens * (2 * shape["hidden_size"] + 4 * shape["intermediate_size"] / tp) * width
+    logit = FP32 + computed + (DRAWING_COPIES * FP32 if draws else 0)
+    return float(kept + rows * vocab_rows(shape["vocab_size"], tp) * logit)
+
+
+def _layer_activations(shape: Shape, tp: int, train: TrainingLayoutConfig) -> tuple[float, float]:
+    """Numbers of one token in one layer: all that a backward pass needs, and what is kept until then."""
+    hidden = shape["hidden_size"] / (tp if train.sequence_parallel else 1)
+    query, key = (heads * head_dim(shape) / tp for heads in (shape["num_attention_heads"], num_kv_heads(shape)))
+    outside = 4 * hidden + query + 3 * shape["intermediate_size"] / tp  # `query`: the output as joined
+    normed = query + key if shape["model_type"] == "qwen3" else 0
+    whole = outside + query + key + key + query + normed  # rotated queries and keys, values, output as computed
+    return whole, {"none": whole, "selective": outside + query + 2 * key, "full": hidden}[train.recompute]
+
+
+def shortage(lasting: Sequence[float], available: int, who: str, where: str) -> str | None:
+    """What is wrong where the ranks' `lasting` bytes together are more than are `available`."""
+    if sum(lasting) <= available:
+        return None
+    return (
+        f"weights, gradients, optimizer and KV caches of {who} take {sum(lasting) / 2**30:,.1f} GiB on {where}, which has "
+        f"{available / 2**30:,.1f} GiB of memory: `--dry-run` shows what takes it; use smaller models or more machines, or "
+        "lower rollout.batch_size, overlap.delta.max or runtime.kv_cache_mb"
+    )

@@ -1,0 +1,162 @@
+"""Where each role lives: its ranks, and which share of the model each of them holds.  Pure; every rank computes the same.
+
+Ranks of a role are numbered as megatron-core does: tensor ranks next to each other, then replicas, then pipeline stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from oppo_megatron.config.model import ParallelConfig, RoleConfig, TrainedRoleConfig
+from oppo_megatron.config.run import SupervisedConfig, TrainConfig
+
+Layout = tuple[int, int, int]
+"""(tp, pp, dp)"""
+
+
+class Seat(NamedTuple):
+    """What one rank holds of a role: replica `replica`, pipeline stage `stage`, tensor shard `shard`."""
+
+    replica: int
+    stage: int
+    shard: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """The ranks of a role and its layout over them.  `len(ranks) == tp * pp * dp`."""
+
+    ranks: tuple[int, ...]
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+
+    @property
+    def layout(self) -> Layout:
+        return self.tp, self.pp, self.dp
+
+    def rank(self, replica: int, stage: int, shard: int) -> int:
+        return self.ranks[(stage * self.dp + replica) * self.tp + shard]
+
+    def stage_ranks(self, replica: int, stage: int) -> tuple[int, ...]:
+        """The tensor ranks of one stage of one replica: they act together."""
+        first = (stage * self.dp + replica) * self.tp
+        return self.ranks[first : first + self.tp]
+
+    def replica_ranks(self, replica: int) -> tuple[int, ...]:
+        """All ranks of one replica, first stage first."""
+        return tuple(rank for stage in range(self.pp) for rank in self.stage_ranks(replica, stage))
+
+    def seat(self, rank: int) -> Seat | None:
+        """What `rank` holds of the role, or None."""
+        if rank not in self.ranks:
+            return None
+        outer, shard = divmod(self.ranks.index(rank), self.tp)
+        stage, replica = divmod(outer, self.dp)
+        return Seat(replica, stage, shard)
+
+    def output_rank(self, replica: int = 0) -> int:
+        """The rank that speaks for a replica's outputs: first tensor rank of the last stage."""
+        return self.rank(replica, self.pp - 1, 0)
+
+
+def role_places(config: TrainConfig) -> dict[str, Place]:
+    """Where each role decodes or scores.  Actor first, then reference, critic, and the reward model where there is one."""
+    pool, generate = pools(config), config.actor.generate
+    actor = _place(config.actor, pool["actor"])
+    if generate is not None:
+        actor = _over(actor.ranks, generate)
+    beside = {"reference": actor} if config.placement.reference == "actor" else {}
+    scorers = {name: role for name, role in named_roles(config).items() if name != "actor"}
+    return {"actor": actor} | {name: _place(role, beside.get(name, pool["scorer"])) for name, role in scorers.items()}
+
+
+def training_places(config: TrainConfig) -> dict[str, Place]:
+    """Where actor and critic are updated: the same ranks, possibly in another layout."""
+    pool = pools(config)
+    return {
+        "actor": training_place(_place(config.actor, pool["actor"]), config.actor),
+        "critic": training_place(_place(config.critic, pool["scorer"]), config.critic),
+    }
+
+
+def training_place(place: Place, role: TrainedRoleConfig) -> Place:
+    """`place` in the role's training layout."""
+    train = role.train
+    return Place(place.ranks, train.tp or place.tp, train.pp or place.pp, train.dp or place.dp)
+
+
+def has_own_training_weights(serving: Place, training: Place, vpp: int) -> bool:
+    """Whether a trained role holds its weights twice: virtual stages give a rank other layers than serving does."""
+    return serving != training or vpp > 1
+
+
+def pools(config: TrainConfig) -> dict[str, Place]:
+    """The ranks and layouts that the placement gives to the actor and to the scorers, for roles that name none."""
+    placement = config.placement
+    if placement.mode == "single":
+        return {"actor": Place((0,)), "scorer": Place((0,))}
+    actor = _over(tuple(range(placement.actor.num_ranks)), placement.actor)
+    if placement.mode == "colocated":
+        return {"actor": actor, "scorer": _over(actor.ranks, placement.scorer or placement.actor)}
+    scorer, first = placement.scorer or ParallelConfig(), len(actor.ranks)
+    return {"actor": actor, "scorer": _over(tuple(range(first, first + scorer.num_ranks)), scorer)}
+
+
+def world_size(config: TrainConfig | SupervisedConfig) -> int:
+    """Ranks of a run; of PPO 0 .. the highest that a role names."""
+    if isinstance(config, SupervisedConfig):
+        return config.parallel.num_ranks
+    return 1 + max(rank for place in role_places(config).values() for rank in place.ranks)
+
+
+def shares_weights(config: TrainConfig) -> bool:
+    """Whether the reference is the actor without its adapters, over the very same weights: where both are on the same ranks."""
+    places = role_places(config)
+    return config.actor.lora is not None and config.reference is None and places["reference"] == places["actor"]
+
+
+def decodes_and_scores(places: Mapping[str, Place]) -> bool:
+    """Whether any rank holds both the actor and a scorer."""
+    actor = set(places["actor"].ranks)
+    return any(actor & set(place.ranks) for name, place in places.items() if name != "actor")
+
+
+def named_roles(config: TrainConfig) -> Mapping[str, RoleConfig]:
+    """The roles' sections by name; a null reference is the actor's model in the scorers' place."""
+    roles: dict[str, RoleConfig] = {
+        "actor": config.actor,
+        "reference": config.reference or RoleConfig(**config.actor.model_dump(include=set(_MODEL_FIELDS))),
+        "critic": config.critic,
+    }
+    return roles if config.reward is None else roles | {"reward": config.reward}
+
+
+def parse_ranks(text: str) -> tuple[int, ...]:
+    """`0-2,5` -> (0, 1, 2, 5)."""
+    return tuple(_expand(text))
+
+
+_MODEL_FIELDS = ("checkpoint", "init", "init_seed", "fresh_head", "dtype")
+
+
+def _expand(text: str) -> Iterator[int]:
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        yield from range(int(first), int(last or first) + 1)
+
+
+def _place(role: RoleConfig, pool: Place) -> Place:
+    """The role's own ranks and layout, each where given.  Ranks without a layout: the pool's if it fits, else replicas."""
+    ranks = pool.ranks if role.ranks is None else parse_ranks(role.ranks)
+    if role.parallel is not None:
+        return _over(ranks, role.parallel)
+    if len(ranks) == len(pool.ranks):
+        return Place(ranks, pool.tp, pool.pp, pool.dp)
+    return Place(ranks, 1, 1, len(ranks))
+
+
+def _over(ranks: tuple[int, ...], layout: ParallelConfig) -> Place:
+    return Place(ranks, layout.tp, layout.pp, layout.dp)

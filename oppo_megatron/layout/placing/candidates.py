@@ -1,0 +1,202 @@
+"""Which placements a machine and a configuration admit: those that `placement.mode: auto` measures.
+
+With W ranks, as many as the machine has CUDA devices or cores:
+
+    single           one process; on CUDA only where there is one device, else the others would lie idle
+    disaggregated    actor | scorers: W-1 | 1, three quarters | one, half | half; on CPU also 1 | 1 with W/2 threads each
+    colocated        all roles on W ranks
+
+Each in the layout of least and of largest tensor parallelism that the models admit, without pipelines; a disaggregated one
+of least tensor parallelism also with the reference on the actor's ranks, for the two sides are seldom equally busy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from oppo_megatron.config.model import AutoPlacementConfig, ParallelConfig, PlacementConfig, PlacementMode
+from oppo_megatron.config.run import TrainSettings
+from oppo_megatron.errors import ConfigError
+from oppo_megatron.layout.checks import check_layouts
+from oppo_megatron.layout.layouts import divisors
+from oppo_megatron.layout.places import named_roles
+from oppo_megatron.modeldir.headers import read_hf_config
+
+BESIDE = " (reference: actor)"
+"""Behind the name of a disaggregated placement, with the reference on the actor's ranks."""
+
+MODES: tuple[PlacementMode, ...] = ("single", "disaggregated", "colocated")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What ranks can be placed on: `units` CUDA devices, or processor cores."""
+
+    device: Literal["cpu", "cuda"]
+    units: int
+
+    def __str__(self) -> str:
+        what = "core" if self.device == "cpu" else "CUDA device"
+        return f"{self.units} {what}{'s' * (self.units > 1)}"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A placement that can be measured."""
+
+    placement: PlacementConfig
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> Candidate:
+        """What a `placement.json` chose."""
+        return cls(PlacementConfig.model_validate(record["chosen"]["placement"]))
+
+    @property
+    def name(self) -> str:
+        """`single`, `disaggregated dp 3 | 1`, `disaggregated 1 | 1 (reference: actor)`, `colocated tp 2 x dp 2`."""
+        placement = self.placement
+        if placement.mode == "single":
+            return "single"
+        actor, scorer = _sizes(placement.actor), _sizes(placement.scorer or ParallelConfig())
+        if placement.mode == "colocated":
+            return f"colocated {actor}"
+        return f"disaggregated {actor} | {scorer}{BESIDE * (placement.reference == 'actor')}"
+
+    @property
+    def num_ranks(self) -> int:
+        placement = self.placement
+        if placement.mode != "disaggregated" or placement.scorer is None:
+            return placement.actor.num_ranks
+        return placement.actor.num_ranks + placement.scorer.num_ranks
+
+    def yaml_tree(self) -> dict[str, Any]:
+        """What a configuration says to have this placement."""
+        placement = self.placement
+        parts = {"actor": placement.actor, "scorer": placement.scorer} if placement.mode != "single" else {}
+        layouts = {key: part.model_dump() for key, part in parts.items() if part is not None}
+        reference = {"reference": placement.reference} if placement.reference != "scorer" else {}
+        return {"mode": placement.mode, **layouts, **reference}
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Placements that are not measured, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Options:
+    """All that could be measured on this machine, in a fixed order, and what could not."""
+
+    machine: Machine
+    candidates: tuple[Candidate, ...]
+    left_out: tuple[LeftOut, ...]
+
+
+def auto_settings(settings: TrainSettings) -> AutoPlacementConfig:
+    """`placement.auto`, or its defaults."""
+    return settings.placement.auto or AutoPlacementConfig()
+
+
+def find_candidates(settings: TrainSettings, machine: Machine) -> Options:
+    """The placements of a checked configuration with `placement.mode: auto`.  Raises ConfigError where there is none."""
+    auto, num_ranks = auto_settings(settings), most_ranks(settings, machine)
+    finder = _Finder(settings, machine, num_ranks)
+    found = [option for mode in MODES if mode in auto.candidates for option in finder.options(mode)]
+    candidates = tuple(option for option in found if isinstance(option, Candidate))
+    left_out = tuple(option for option in found if isinstance(option, LeftOut))
+    if not candidates:
+        reasons = "; ".join(f"{option.name}: {option.reason}" for option in left_out)
+        raise ConfigError(
+            f"placement.mode is auto, but none of {', '.join(auto.candidates)} is possible on {machine} ({reasons}); "
+            "change placement.auto.ranks, add to placement.auto.candidates, or choose a placement yourself"
+        )
+    return Options(machine, candidates, left_out)
+
+
+def most_ranks(settings: TrainSettings, machine: Machine) -> int:
+    """Ranks that the machine is divided into (W)."""
+    asked, threads = auto_settings(settings).ranks, settings.runtime.threads_per_rank
+    if machine.device == "cuda":
+        if asked is not None and asked > machine.units:
+            raise ConfigError(
+                f"placement.auto.ranks is {asked}, but there are {machine} and each rank needs one of its own; "
+                f"lower it to {machine.units} or fewer"
+            )
+        return asked or machine.units
+    return asked or max(1, machine.units // max(1, threads))
+
+
+class _Finder:
+    """Tries layouts against the checks that every configuration has to pass."""
+
+    def __init__(self, settings: TrainSettings, machine: Machine, num_ranks: int):
+        self.settings, self.machine, self.num_ranks = settings, machine, num_ranks
+        roles = named_roles(settings.with_placement(PlacementConfig(mode="single")))
+        self.shapes: Mapping[str, Mapping[str, Any]] = {name: read_hf_config(role) for name, role in roles.items()}
+
+    def options(self, mode: PlacementMode) -> Iterator[Candidate | LeftOut]:
+        if mode == "single":
+            if self.machine.device == "cuda" and self.num_ranks > 1:
+                yield LeftOut(mode, f"one process uses one of {self.machine}")
+            else:
+                yield from self._fitting(mode, [PlacementConfig(mode=mode)])
+        elif self.num_ranks == 1:
+            needs = "needs a rank for the actor and another for the scorers, and there is one"
+            yield LeftOut(mode, needs if mode == "disaggregated" else "is the same as single on one rank")
+        elif mode == "colocated":
+            yield from self._fitting("colocated", [_colocated(actor) for actor in _layouts(self.num_ranks)])
+        else:
+            for actors, scorers in self._splits():
+                yield from self._split(actors, scorers)
+
+    def _split(self, actors: int, scorers: int) -> Iterator[Candidate | LeftOut]:
+        """So many ranks of the actor and of the scorers; the reference on either side."""
+        pairs = [(actor, scorer) for actor in _layouts(actors) for scorer in _layouts(scorers)]
+        name = f"disaggregated {actors} | {scorers}"
+        found = list(self._fitting(name, [_disaggregated(*pair) for pair in pairs]))
+        yield from found
+        if isinstance(found[0], Candidate):
+            moved = found[0].placement.model_copy(update={"reference": "actor"})
+            yield from self._fitting(name + BESIDE, [moved])
+
+    def _splits(self) -> list[tuple[int, int]]:
+        """Ranks of the actor and of the scorers, each split once."""
+        ranks = self.num_ranks
+        scorers = dict.fromkeys((1, max(1, ranks // 4), ranks // 2))
+        splits = [(ranks - count, count) for count in scorers]
+        if self.machine.device == "cpu" and self.settings.runtime.threads_per_rank == 0:
+            splits.insert(0, (1, 1))
+        return list(dict.fromkeys(splits))
+
+    def _fitting(self, name: str, placements: list[PlacementConfig]) -> Iterator[Candidate | LeftOut]:
+        """Those of least and of largest tensor parallelism that pass the checks, else why the first does not."""
+        problems = [check_layouts(self.settings.with_placement(placement), self.shapes) for placement in placements]
+        fitting = [placement for placement, found in zip(placements, problems, strict=True) if not found]
+        if not fitting:
+            yield LeftOut(name, problems[0][0].partition(";")[0])
+        for placement in fitting[:1] + fitting[1:][-1:]:
+            yield Candidate(placement)
+
+
+def _layouts(num_ranks: int) -> list[ParallelConfig]:
+    """Tensor ranks and replicas over exactly so many ranks, least tensor parallelism first."""
+    return [ParallelConfig(tp=tp, dp=num_ranks // tp) for tp in divisors(num_ranks)]
+
+
+def _colocated(actor: ParallelConfig) -> PlacementConfig:
+    return PlacementConfig(mode="colocated", actor=actor)
+
+
+def _disaggregated(actor: ParallelConfig, scorer: ParallelConfig) -> PlacementConfig:
+    return PlacementConfig(mode="disaggregated", actor=actor, scorer=scorer)
+
+
+def _sizes(layout: ParallelConfig) -> str:
+    """`tp 2 x dp 2`; sizes of 1 are left out."""
+    sizes = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp}
+    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1"

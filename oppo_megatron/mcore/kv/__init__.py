@@ -1,0 +1,1 @@
+"""KV caches of a pipeline stage, and attention over them."""

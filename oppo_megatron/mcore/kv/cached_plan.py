@@ -1,0 +1,276 @@
+"""How the tokens of a call attend to what is cached: what dense and paged caches have in common.
+
+Legend: T packed tokens of a call, S sequences of the call, C longest chunk of the call, B rows of a decode step, G key/value
+heads of this rank, N query heads, R query heads a key/value head, L cached positions, D head dimension, X = R + 2 (query
+heads, key, value).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from oppo_megatron.mcore.cpu.stretches import CALL_NUMBERS, stretches
+from oppo_megatron.mcore.layers.rope import apply_rope
+from oppo_megatron.mcore.layers.windows import WindowedAttention, binding
+
+FEW_TOKENS = 48
+"""New tokens a sequence, on average, below which a CPU attends for all sequences of a call at once: padding is then little,
+and calls are many."""
+
+
+class Cache(Protocol):
+    """What a plan takes of the cache whose sequences it continues: its rotary tables (cosine, sine), type and device."""
+
+    rope: tuple[Tensor, Tensor]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class CachedPlan(ABC):
+    """An `AttentionPlan` that continues sequences from their cache.  Computed once a call, used by every layer."""
+
+    qkv_format = "thd"
+
+    def __init__(self, cache: Cache, pos_T: Tensor):
+        cos_LD, sin_LD = cache.rope
+        self.cos_T1D, self.sin_T1D = cos_LD[pos_T].unsqueeze(1), sin_LD[pos_T].unsqueeze(1)
+
+    def attend(
+        self, layer: int, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None = None
+    ) -> Tensor:
+        q_TND = apply_rope(q_TND, self.cos_T1D, self.sin_T1D).to(v_TGD.dtype)
+        k_TGD = apply_rope(k_TGD, self.cos_T1D, self.sin_T1D).to(v_TGD.dtype)
+        q_TGRD = q_TND.view(len(q_TND), k_TGD.shape[1], -1, q_TND.shape[-1])
+        return self._attention(layer, q_TGRD, k_TGD, v_TGD, scale, window)
+
+    def attend_grouped(self, layer: int, qkv_TGXD: Tensor, window: int | None = None) -> Tensor:
+        """As `attend`, of queries, keys and values that lie side by side: X = the group's query heads, the key, the value."""
+        cos, sin = self.cos_T1D.unsqueeze(1), self.sin_T1D.unsqueeze(1)
+        qk_TGXD = apply_rope(qkv_TGXD[:, :, :-1], cos, sin).to(qkv_TGXD.dtype)
+        scale = qkv_TGXD.shape[-1] ** -0.5
+        return self._attention(layer, qk_TGXD[:, :, :-1], qk_TGXD[:, :, -1], qkv_TGXD[:, :, -1], scale, window)
+
+    @abstractmethod
+    def _attention(
+        self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        """Cache the new keys and values and attend to all that the sequences have -> [T, N * D]."""
+
+
+class CallPlan(CachedPlan):
+    """Any number of new tokens of each sequence, whose lengths the host knows."""
+
+    def __init__(self, cache: Cache, slots: list[int], past: list[int], lens: list[int]):
+        self.slots, self.past, self.lens = slots, past, lens
+        self.decode = max(lens) == 1
+        self.longest = max(p + n for p, n in zip(past, lens, strict=True))
+        self._dtype, self._device = cache.dtype, cache.device
+        self._together: dict[int | None, list[_Together]] = {}  # by window, made in the first layer that has it
+        self.slots_S, self.past_S, self.lens_S = torch.tensor([slots, past, lens], device=cache.device).unbind(0)
+        if self.decode:
+            self.pos_T = self.past_S
+        else:
+            first_S = torch.cumsum(self.lens_S, 0) - self.lens_S
+            self.col_T = torch.arange(len(self.row_T), device=cache.device) - first_S[self.row_T]
+            self.pos_T = self.past_S[self.row_T] + self.col_T
+        super().__init__(cache, self.pos_T)
+
+    @cached_property
+    def row_T(self) -> Tensor:
+        """The sequence of each token, by its number in the call."""
+        number_S = torch.arange(len(self.lens), device=self._device)
+        return number_S if self.decode else torch.repeat_interleave(number_S, self.lens_S, output_size=sum(self.lens))
+
+    def _attention(
+        self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        k_SGLD, v_SGLD = self._extend(layer, k_TGD, v_TGD)
+        window = binding(window, self.longest)
+        if self._device.type == "cpu" and sum(self.lens) >= FEW_TOKENS * len(self.lens):
+            return self._attend_each(q_TGRD, k_SGLD, v_SGLD, scale, window)
+        return self._attend_together(q_TGRD, k_SGLD, v_SGLD, scale, window)
+
+    @abstractmethod
+    def _extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
+        """Cache k and v; all that is cached of the call's sequences, each [S, G, longest, D]."""
+
+    def _stretches(self, cached_SGLD: Tensor) -> list[slice]:
+        """Sequences that attend together: on a CPU neighbours of like length, elsewhere all."""
+        if self._device.type != "cpu":
+            return [slice(0, len(self.lens))]
+        _, groups, _, dim = cached_SGLD.shape
+        reaches = [past + new for past, new in zip(self.past, self.lens, strict=True)]
+        return stretches(reaches, CALL_NUMBERS / (2 * groups * dim))
+
+    @cached_property
+    def _masks(self) -> list[Tensor | None]:
+        """[C, L] of each sequence, 0 or minus infinity; None where all its tokens are new."""
+        return [
+            torch.full((new, past + new), -torch.inf, dtype=self._dtype).triu_(past + 1) if past else None
+            for past, new in zip(self.past, self.lens, strict=True)
+        ]
+
+    @cached_property
+    def _through_window(self) -> WindowedAttention:
+        return WindowedAttention(self._dtype, self._device)
+
+    def _attend_each(self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float, window: int | None) -> Tensor:
+        """One sequence after the other, as long as each is: nothing is padded, and what is not visible is skipped."""
+        q_NTD, outputs, first = q_TGRD.flatten(1, 2).transpose(0, 1), [], 0
+
+        def core(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+            )
+
+        for s, new in enumerate(self.lens):
+            reach = self.past[s] + new
+            q_1NCD = q_NTD[None, :, first : first + new]
+            k_1GLD, v_1GLD = (cached[s : s + 1, :, :reach] for cached in (k_SGLD, v_SGLD))
+            bound = binding(window, reach)
+            if bound is None:
+                out_1NCD = core(q_1NCD, k_1GLD, v_1GLD, self._masks[s])
+            else:
+                out_1NCD = self._through_window.attend(core, q_1NCD, k_1GLD, v_1GLD, bound)
+            outputs.append(out_1NCD[0].transpose(0, 1).flatten(1))
+            first += new
+        return torch.cat(outputs)
+
+    def _attend_together(
+        self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        """Few new tokens of each sequence: many sequences in a call, as far as their longest."""
+        parts = self._together.get(window)
+        if parts is None:
+            parts = [self._padded(rows, q_TGRD.shape[2], window) for rows in self._stretches(k_SGLD)]
+            self._together[window] = parts
+        outputs = [
+            part.attend(q_TGRD[part.tokens], k_SGLD[part.rows, :, part.keys], v_SGLD[part.rows, :, part.keys], scale)
+            for part in parts
+        ]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _padded(self, rows: slice, repeat: int, window: int | None) -> _Together:
+        """`repeat` query heads a key head."""
+        past, lens = self.past[rows], self.lens[rows]
+        reach = max(p + n for p, n in zip(past, lens, strict=True))
+        keys = slice(0 if window is None else max(0, min(past) + 1 - window), reach)
+        if self.decode:
+            alike = min(past) == max(past)
+            mask = None if alike else beyond_mask(self.past_S[rows], keys, self._dtype, window)
+            return _Together(rows, rows, keys, mask)
+        first = sum(self.lens[: rows.start])
+        tokens = slice(first, first + sum(lens))
+        position_SC = self.past_S[rows, None] + torch.arange(max(lens), device=self._device)
+        visible_SCL = ~hidden_keys(position_SC, keys, window)
+        mask = visible_SCL[:, None].repeat(1, 1, repeat, 1)
+        return _Together(rows, tokens, keys, mask, (self.row_T[tokens] - rows.start, self.col_T[tokens]))
+
+
+@dataclass(frozen=True)
+class _Together:
+    """Neighbouring sequences of a call that attend together, to the cached positions `keys`.
+
+    `places` are sequence and column of each token, where sequences have several new ones.
+    """
+
+    rows: slice
+    tokens: slice
+    keys: slice
+    mask: Tensor | None
+    places: tuple[Tensor, Tensor] | None = None
+
+    def attend(self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float) -> Tensor:
+        """-> [T, N * D].  Only queries are padded to the longest chunk, and only here."""
+        if self.places is None or self.mask is None:
+            return attend_one(q_TGRD, k_SGLD, v_SGLD, self.mask, scale)
+        num_seqs, groups, _, dim = k_SGLD.shape
+        repeat = q_TGRD.shape[2]
+        chunk = self.mask.shape[2] // repeat
+        q_SCGRD = q_TGRD.new_zeros(num_seqs, chunk, groups, repeat, dim)
+        q_SCGRD[self.places] = q_TGRD
+        q_SGQD = q_SCGRD.permute(0, 2, 3, 1, 4).reshape(num_seqs, groups, repeat * chunk, dim)
+        out = F.scaled_dot_product_attention(q_SGQD, k_SGLD, v_SGLD, attn_mask=self.mask, scale=scale)
+        out_SCGRD = out.view(num_seqs, groups, repeat, chunk, dim).permute(0, 3, 1, 2, 4)
+        return out_SCGRD[self.places].reshape(len(q_TGRD), -1)
+
+
+class StepPlan(CachedPlan):
+    """One new token of each row, at positions that only the device knows; every shape is known beforehand.
+
+    `reach` is a bound on the positions that are attended to.  Made of operations of the device alone, so that it may be
+    captured in a CUDA graph and replayed while the numbers behind `position_B` change.
+    """
+
+    def __init__(self, cache: Cache, position_B: Tensor, reach: int):
+        super().__init__(cache, position_B)
+        self.position_B, self.reach, self._dtype = position_B, reach, cache.dtype
+        self._masks: dict[int | None, Tensor] = {}  # by window
+
+    def _attention(
+        self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        window = binding(window, self.reach)
+        mask = self._masks.get(window)
+        if mask is None:
+            mask = self._masks[window] = beyond_mask(self.position_B, slice(0, self.reach), self._dtype, window)
+        return attend_one(q_TGRD, *self._extend(layer, k_TGD, v_TGD), mask, scale)
+
+    @abstractmethod
+    def _extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
+        """Cache k and v; what is cached of the rows, each [B, G, reach, D]."""
+
+
+class StepRows(ABC):
+    """Where the rows of decode steps lie in a cache, in tensors that keep their place from step to step."""
+
+    @abstractmethod
+    def load(self, slots: Sequence[int]) -> None:
+        """The slots of the rows from now on; several rows may be given the same one."""
+
+    @property
+    @abstractmethod
+    def key(self) -> Hashable:
+        """What of the rows is not in tensors: a captured step holds for rows of the same key."""
+
+    @abstractmethod
+    def reach(self, longest: int) -> int:
+        """A bound on positions of at least `longest`, which takes few values."""
+
+    @abstractmethod
+    def plan(self, position_B: Tensor, reach: int) -> StepPlan:
+        """A step of the first B rows."""
+
+
+def hidden_keys(position: Tensor, keys: slice, window: int | None) -> Tensor:
+    """[..., L]: which of the cached positions `keys` a token at `position` [...] does not attend to.
+
+    Each attends to one at the least, also where it stands behind all of them, as those do that only fill up a call.
+    """
+    key_L, position_1 = torch.arange(keys.start, keys.stop, device=position.device), position.unsqueeze(-1)
+    beyond = key_L > position_1
+    return beyond if window is None else beyond | (key_L <= (position_1 - window).clamp(max=keys.stop - 2))
+
+
+def beyond_mask(position_S: Tensor, keys: slice, dtype: torch.dtype, window: int | None) -> Tensor:
+    """[S, 1, 1, L]: 0 up to a sequence's position, no further back than its window, and minus infinity elsewhere."""
+    hidden_SL = hidden_keys(position_S, keys, window)
+    mask_SL = torch.zeros(hidden_SL.shape, dtype=dtype, device=position_S.device)
+    return mask_SL.masked_fill_(hidden_SL, -torch.inf)[:, None, None]
+
+
+def attend_one(q_SGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """One new token a sequence -> [S, N * D].
+
+    The query heads of a group take the place of query positions, so grouped heads need no copy of keys.
+    """
+    out = F.scaled_dot_product_attention(q_SGRD, k_SGLD, v_SGLD, attn_mask=mask, scale=scale)
+    return out.reshape(len(q_SGRD), -1)

@@ -1,0 +1,128 @@
+"""The dense key/value cache: a slot of `max_length` positions for each sequence.
+
+A decode step over sequences in neighbouring slots reads one slice and never gathers.  In return a sequence that changes its
+slot is copied.
+
+Legend: T packed tokens of a call, S sequences of the call, B rows of a decode step, M slots, G key/value heads of this rank,
+L cached positions, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from oppo_megatron.mcore.kv.cached_plan import CallPlan, StepPlan, StepRows
+from oppo_megatron.mcore.kv.sequence_cache import SequenceCache, slots_within
+
+
+class KVCache(SequenceCache):
+    """Storage k, v: per layer [M, G, L, D].  Raises CapacityError when the byte budget does not hold one sequence."""
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        num_slots: int,
+        max_length: int,
+        rope: tuple[Tensor, Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        budget_bytes: int | None = None,
+    ):
+        slot_bytes = 2 * num_layers * num_kv_heads * max_length * head_dim * dtype.itemsize
+        num_slots = slots_within(budget_bytes, slot_bytes, num_slots, max_length)
+        super().__init__(num_slots, max_length, rope, dtype, device)
+        shape = (num_slots, num_kv_heads, max_length, head_dim)
+        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+
+    def step_rows(self) -> StepRows:
+        return _DenseRows(self)
+
+    def _plan(self, slots: list[int], past: list[int], lens: list[int]) -> DensePlan:
+        return DensePlan(self, slots, past, lens)
+
+    def _move(self, source: int, target: int, length: int) -> None:
+        for store in (*self.k, *self.v):
+            store[target, :, :length] = store[source, :, :length]
+
+    def _swap(self, one: int, other: int, length: int) -> None:
+        for store in (*self.k, *self.v):
+            store[[one, other], :, :length] = store[[other, one], :, :length]
+
+    def _extend(self, slot: int, length: int) -> None:
+        """Every position is there from the beginning."""
+
+    def _shorten(self, slot: int, length: int) -> None:
+        """And stays."""
+
+    def _read(self, slot: int, length: int) -> Tensor:
+        return torch.stack([store[slot, :, :length].transpose(0, 1) for store in (*self.k, *self.v)])
+
+    def _write(self, slot: int, stored: Tensor) -> None:
+        for store, values_LGD in zip((*self.k, *self.v), stored, strict=True):
+            store[slot, :, : len(values_LGD)] = values_LGD.transpose(0, 1)
+
+
+class DensePlan(CallPlan):
+    """A call over slots of a `KVCache`."""
+
+    def __init__(self, cache: KVCache, slots: list[int], past: list[int], lens: list[int]):
+        super().__init__(cache, slots, past, lens)
+        self.cache = cache
+        lo, hi = min(slots), max(slots) + 1
+        self.span = (lo, hi) if slots == list(range(lo, hi)) else None
+        self._slot_T = self.slots_S if self.decode else self.slots_S[self.row_T]
+
+    def _extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
+        views = []
+        for store, new_TGD in ((self.cache.k[layer], k_TGD), (self.cache.v[layer], v_TGD)):
+            store[self._slot_T, :, self.pos_T] = new_TGD
+            if self.span is not None:
+                views.append(store[self.span[0] : self.span[1], :, : self.longest])
+            else:
+                views.append(store[:, :, : self.longest].index_select(0, self.slots_S))
+        return views[0], views[1]
+
+
+class _DenseRows(StepRows):
+    """Rows in neighbouring slots, which a step reads as one slice."""
+
+    def __init__(self, cache: KVCache):
+        self._cache = cache
+        self._slot_M = torch.zeros(cache.num_slots, dtype=torch.int64, device=cache.device)
+        self._first = 0
+
+    def load(self, slots: Sequence[int]) -> None:
+        self._first = min(slots)
+        self._slot_M[: len(slots)] = torch.tensor(slots)
+
+    @property
+    def key(self) -> Hashable:
+        return self._first
+
+    def reach(self, longest: int) -> int:
+        return self._cache.bucket(longest)
+
+    def plan(self, position_B: Tensor, reach: int) -> StepPlan:
+        return _DenseStep(self._cache, self._slot_M[: len(position_B)], self._first, position_B, reach)
+
+
+class _DenseStep(StepPlan):
+    """Rows that write into `slot_B`, and read from `first` on."""
+
+    def __init__(self, cache: KVCache, slot_B: Tensor, first: int, position_B: Tensor, reach: int):
+        super().__init__(cache, position_B, reach)
+        self._cache, self._slot_B, self._span = cache, slot_B, slice(first, first + len(slot_B))
+
+    def _extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
+        views = []
+        for store, new_BGD in ((self._cache.k[layer], k_TGD), (self._cache.v[layer], v_TGD)):
+            store[self._slot_B, :, self.position_B] = new_BGD
+            views.append(store[self._span, :, : self.reach])
+        return views[0], views[1]

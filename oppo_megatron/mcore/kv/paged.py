@@ -1,0 +1,184 @@
+"""The paged key/value cache: a pool of blocks, and for each sequence a table of those that it has.
+
+A sequence that changes its slot takes its table along: nothing is copied.  A block is taken when a sequence grows into it
+and given back when it is rolled back or closed; the pool has enough for all slots at full length.
+
+Legend: T packed tokens of a call, S sequences of the call, B rows of a decode step, M slots, P blocks, K positions of a block,
+W blocks of a table, G key/value heads of this rank, L cached positions, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from oppo_megatron.layout.memory import BLOCK_TOKENS
+from oppo_megatron.mcore.kv.cached_plan import CallPlan, StepPlan, StepRows
+from oppo_megatron.mcore.kv.paged_kernels import PagedCall, PagedKernel
+from oppo_megatron.mcore.kv.sequence_cache import SequenceCache, slots_within
+
+
+class PagedKVCache(SequenceCache):
+    """Storage k, v: per layer [P, K, G, D].  Raises CapacityError when the byte budget does not hold one sequence.
+
+    `kernel` attends over tables; without one, what the tables name is gathered and attended to as in a dense cache.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        num_slots: int,
+        max_length: int,
+        rope: tuple[Tensor, Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        budget_bytes: int | None = None,
+        block_tokens: int = BLOCK_TOKENS,
+        kernel: PagedKernel | None = None,
+    ):
+        self.block_tokens, self.kernel = block_tokens, kernel
+        self.width = -(-max_length // block_tokens)
+        slot_bytes = 2 * num_layers * num_kv_heads * self.width * block_tokens * head_dim * dtype.itemsize
+        num_slots = slots_within(budget_bytes, slot_bytes, num_slots, max_length)
+        super().__init__(num_slots, max_length, rope, dtype, device)
+        shape = (num_slots * self.width, block_tokens, num_kv_heads, head_dim)
+        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self._free = list(range(shape[0]))[::-1]  # the next one last
+        self._tables: list[list[int]] = [[] for _ in range(num_slots)]
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self._free)
+
+    def tables(self, slots: Sequence[int], width: int) -> Tensor:
+        """Int32 [S, W] on the host: the blocks of each slot; behind the last that it has, any."""
+        rows = [self._tables[slot][:width] for slot in slots]
+        return torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.int32)
+
+    def step_rows(self) -> StepRows:
+        return _PagedRows(self)
+
+    def _plan(self, slots: list[int], past: list[int], lens: list[int]) -> CallPlan:
+        return _PagedPlan(self, slots, past, lens)
+
+    def _move(self, source: int, target: int, length: int) -> None:
+        self._tables[target], self._tables[source] = self._tables[source], []
+
+    def _swap(self, one: int, other: int, length: int) -> None:
+        self._tables[one], self._tables[other] = self._tables[other], self._tables[one]
+
+    def _extend(self, slot: int, length: int) -> None:
+        table = self._tables[slot]
+        while len(table) * self.block_tokens < length:
+            table.append(self._free.pop())
+
+    def _shorten(self, slot: int, length: int) -> None:
+        table, kept = self._tables[slot], -(-length // self.block_tokens)
+        while len(table) > kept:
+            self._free.append(table.pop())
+
+    def _read(self, slot: int, length: int) -> Tensor:
+        table = self._tables[slot]
+        return torch.stack([pool[table].flatten(0, 1)[:length] for pool in (*self.k, *self.v)])
+
+    def _write(self, slot: int, stored: Tensor) -> None:
+        position_L = torch.arange(stored.shape[1])
+        block_L = torch.tensor(self._tables[slot], dtype=torch.int64)[position_L // self.block_tokens]
+        for pool, values_LGD in zip((*self.k, *self.v), stored, strict=True):
+            pool[block_L, position_L % self.block_tokens] = values_LGD
+
+
+class _Places:
+    """Where new tokens are written, and what the tables of their sequences name."""
+
+    def __init__(self, cache: PagedKVCache, table_SW: Tensor, row_T: Tensor, pos_T: Tensor):
+        self._cache, self._table_SW = cache, table_SW
+        self._block_T = table_SW[row_T, pos_T // cache.block_tokens].long()
+        self._offset_T = pos_T % cache.block_tokens
+
+    def write(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
+        """Cache k and v; the whole pools."""
+        pools = self._cache.k[layer], self._cache.v[layer]
+        for pool, new_TGD in zip(pools, (k_TGD, v_TGD), strict=True):
+            pool[self._block_T, self._offset_T] = new_TGD
+        return pools
+
+    def extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Cache k and v; the first `length` positions of every table, gathered, each [S, G, L, D]."""
+        table_SW = self._table_SW[:, : -(-length // self._cache.block_tokens)]
+        k, v = (pool[table_SW].flatten(1, 2)[:, :length].transpose(1, 2) for pool in self.write(layer, k_TGD, v_TGD))
+        return k, v
+
+
+class _PagedPlan(CallPlan):
+    """A call over slots of a `PagedKVCache`."""
+
+    def __init__(self, cache: PagedKVCache, slots: list[int], past: list[int], lens: list[int]):
+        super().__init__(cache, slots, past, lens)
+        self._kernel, width = cache.kernel, -(-self.longest // cache.block_tokens)
+        table_SW = cache.tables(slots, width).to(cache.device)
+        self._places = _Places(cache, table_SW, self.row_T, self.pos_T)
+        lens_S = self.lens_S.int()
+        self._call = PagedCall(table_SW, lens_S, self.past_S.int() + lens_S, max(lens), self.longest)
+
+    def _attention(
+        self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        if self._kernel is None:
+            return super()._attention(layer, q_TGRD, k_TGD, v_TGD, scale, window)
+        pools = self._places.write(layer, k_TGD, v_TGD)
+        return self._kernel(q_TGRD.flatten(1, 2), *pools, self._call, scale, window).flatten(1)
+
+    def _extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
+        return self._places.extend(layer, k_TGD, v_TGD, self.longest)
+
+
+class _PagedRows(StepRows):
+    """Rows by their tables."""
+
+    def __init__(self, cache: PagedKVCache):
+        self._cache = cache
+        shape = cache.num_slots, cache.width
+        self._table_MW = torch.zeros(shape, dtype=torch.int32, device=cache.device)
+        self._number_M = torch.arange(cache.num_slots, device=cache.device)
+
+    def load(self, slots: Sequence[int]) -> None:
+        self._table_MW[: len(slots)] = self._cache.tables(slots, self._cache.width)
+
+    @property
+    def key(self) -> Hashable:
+        return None
+
+    def reach(self, longest: int) -> int:
+        """A kernel reads what is there, whatever the bound; to gather takes time for all of it."""
+        return self._cache.bucket(longest) if self._cache.kernel is None else self._cache.max_length
+
+    def plan(self, position_B: Tensor, reach: int) -> StepPlan:
+        num_rows = len(position_B)
+        return _PagedStep(self._cache, self._table_MW[:num_rows], self._number_M[:num_rows], position_B, reach)
+
+
+class _PagedStep(StepPlan):
+    def __init__(self, cache: PagedKVCache, table_BW: Tensor, number_B: Tensor, position_B: Tensor, reach: int):
+        super().__init__(cache, position_B, reach)
+        self._kernel = cache.kernel
+        self._places = _Places(cache, table_BW, number_B, position_B)
+        length_B = position_B.int() + 1
+        self._call = PagedCall(table_BW, torch.ones_like(length_B), length_B, 1, reach)
+
+    def _attention(
+        self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        if self._kernel is None:
+            return super()._attention(layer, q_TGRD, k_TGD, v_TGD, scale, window)
+        pools = self._places.write(layer, k_TGD, v_TGD)
+        return self._kernel(q_TGRD.flatten(1, 2), *pools, self._call, scale, window).flatten(1)
+
+    def _extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
+        return self._places.extend(layer, k_TGD, v_TGD, self.reach)

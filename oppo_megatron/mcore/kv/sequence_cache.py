@@ -1,0 +1,183 @@
+"""The books of a key/value cache of one pipeline stage; where keys and values lie is a matter of its layout.
+
+Life of a sequence:  open -> (begin .. commit)* -> [truncate -> (begin .. commit)*]* -> close
+
+Sequences are known by id and have a slot each, the first ones without a gap: closing one moves another into its slot.  All
+bookkeeping is a function of the calls made, so every tensor- and pipeline-parallel rank keeps the same books without a message.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from oppo_megatron.errors import CapacityError, CheckpointError
+from oppo_megatron.mcore.kv.cached_plan import CallPlan, StepRows
+
+REACH = 256
+"""A decode step whose positions the host does not know attends to a multiple of so many."""
+
+
+class SequenceCache(ABC):
+    """`num_slots` sequences of up to `max_length` tokens, each with a length of its own."""
+
+    def __init__(
+        self, num_slots: int, max_length: int, rope: tuple[Tensor, Tensor], dtype: torch.dtype, device: torch.device
+    ):
+        self.num_slots, self.max_length = num_slots, max_length
+        self.rope, self.dtype, self.device = rope, dtype, device
+        self._slots: dict[int, int] = {}
+        self._ids: list[int] = []
+        self._lengths: list[int] = []
+
+    def __contains__(self, seq_id: int) -> bool:
+        return seq_id in self._slots
+
+    @property
+    def num_free(self) -> int:
+        return self.num_slots - len(self._slots)
+
+    @property
+    def seq_ids(self) -> list[int]:
+        """The open sequences in the order of their slots."""
+        return list(self._ids)
+
+    def slot(self, seq_id: int) -> int:
+        """Where the sequence lies now.  A call whose sequences come in the order of neighbouring slots is the cheapest."""
+        return self._slots[seq_id]
+
+    def length(self, seq_id: int) -> int:
+        """Tokens cached for the sequence."""
+        return self._lengths[self._slots[seq_id]]
+
+    def open(self, seq_id: int) -> None:
+        """Give the sequence a slot, empty."""
+        assert seq_id not in self._slots, f"sequence {seq_id} is already open"
+        if not self.num_free:
+            raise CapacityError(
+                f"sequence {seq_id} finds no free slot among {self.num_slots}; admission must wait for one to close."
+            )
+        self._slots[seq_id] = len(self._ids)
+        self._ids.append(seq_id)
+        self._lengths.append(0)
+
+    def close(self, seq_id: int) -> None:
+        """Free the sequence's slot; the sequence in the last one moves into the gap."""
+        slot, last = self._slots.pop(seq_id), len(self._ids) - 1
+        self._shorten(slot, 0)
+        mover, length = self._ids.pop(), self._lengths.pop()
+        if slot == last:
+            return
+        self._move(last, slot, length)
+        self._slots[mover], self._ids[slot], self._lengths[slot] = slot, mover, length
+
+    def exchange(self, one: int, other: int) -> None:
+        """Two sequences change slots: so those that go on can be kept side by side, and the other keeps what it has."""
+        a, b = self._slots[one], self._slots[other]
+        if a == b:
+            return
+        self._swap(a, b, max(self._lengths[a], self._lengths[b]))
+        self._slots[one], self._slots[other] = b, a
+        self._ids[a], self._ids[b] = other, one
+        self._lengths[a], self._lengths[b] = self._lengths[b], self._lengths[a]
+
+    def truncate(self, seq_id: int, length: int) -> None:
+        """Roll the sequence back to its first `length` tokens."""
+        assert 0 <= length <= self.length(seq_id), (seq_id, length, self.length(seq_id))
+        slot = self._slots[seq_id]
+        self._shorten(slot, length)
+        self._lengths[slot] = length
+
+    def begin(self, seq_ids: Sequence[int], lens: Sequence[int]) -> CallPlan:
+        """Plan a call that appends lens[s] tokens to sequence seq_ids[s].  Order of the tokens: as given."""
+        for seq_id, new in zip(seq_ids, lens, strict=True):
+            self.reserve(seq_id, new)
+        slots = [self._slots[i] for i in seq_ids]
+        return self._plan(slots, [self._lengths[s] for s in slots], list(lens))
+
+    def commit(self, plan: CallPlan) -> None:
+        """The planned tokens are in the cache on every layer of this stage."""
+        for slot, start, new in zip(plan.slots, plan.past, plan.lens, strict=True):
+            self._lengths[slot] = start + new
+
+    def reserve(self, seq_id: int, new: int) -> None:
+        """Have a place for `new` more tokens.  Raises CapacityError beyond `max_length`."""
+        slot = self._slots[seq_id]
+        start = self._lengths[slot]
+        if start + new > self.max_length:
+            raise CapacityError(
+                f"sequence {seq_id}: {start} cached + {new} new tokens exceed the cache's {self.max_length} positions."
+            )
+        self._extend(slot, start + new)
+
+    def advance(self, seq_id: int, new: int) -> None:
+        """Decode steps of `step_rows` have cached `new` more tokens."""
+        self._lengths[self._slots[seq_id]] += new
+
+    def stored(self, seq_id: int) -> Tensor:
+        """What is cached of the sequence: keys and values by layer, [2 * layers, length, G, D]."""
+        return self._read(self._slots[seq_id], self.length(seq_id))
+
+    def restore(self, seq_id: int, stored: Tensor) -> None:
+        """Open the sequence with what `stored` gave.  Raises CheckpointError for what another model's cache gave."""
+        self.open(seq_id)
+        slot = self._slots[seq_id]
+        ours = self._read(slot, 0)
+        fits = stored.dim() == 4 and stored.shape[0] == ours.shape[0] and stored.shape[2:] == ours.shape[2:]
+        if not fits or stored.dtype != ours.dtype:
+            raise CheckpointError(
+                f"the cache of sequence {seq_id} is {stored.dtype} {list(stored.shape)}, this model's is {ours.dtype} "
+                f"{list(ours.shape)} with a length in the second place; resume with checkpoint.caches=false"
+            )
+        self.reserve(seq_id, stored.shape[1])
+        self._write(slot, stored.to(self.device))
+        self._lengths[slot] = stored.shape[1]
+
+    def bucket(self, longest: int) -> int:
+        """`longest` rounded up, so that it takes few values."""
+        return min(-(-longest // REACH) * REACH, self.max_length)
+
+    @abstractmethod
+    def step_rows(self) -> StepRows:
+        """Static places for up to `num_slots` rows of decode steps."""
+
+    @abstractmethod
+    def _plan(self, slots: list[int], past: list[int], lens: list[int]) -> CallPlan: ...
+
+    @abstractmethod
+    def _move(self, source: int, target: int, length: int) -> None:
+        """What lies in one slot goes to another, which is empty."""
+
+    @abstractmethod
+    def _swap(self, one: int, other: int, length: int) -> None: ...
+
+    @abstractmethod
+    def _extend(self, slot: int, length: int) -> None:
+        """Have places for the first `length` tokens of the slot."""
+
+    @abstractmethod
+    def _read(self, slot: int, length: int) -> Tensor:
+        """The first `length` tokens of the slot, [2 * layers, length, G, D]."""
+
+    @abstractmethod
+    def _write(self, slot: int, stored: Tensor) -> None:
+        """What `_read` gave, into a slot that has places for it."""
+
+    @abstractmethod
+    def _shorten(self, slot: int, length: int) -> None:
+        """Only the first `length` tokens of the slot are wanted from now on."""
+
+
+def slots_within(budget_bytes: int | None, slot_bytes: int, asked: int, max_length: int) -> int:
+    """How many of the slots the budget holds.  Raises CapacityError where it holds none."""
+    held = asked if budget_bytes is None else min(asked, budget_bytes // slot_bytes)
+    if held < 1:
+        raise CapacityError(
+            f"a KV cache of {budget_bytes:,} bytes cannot hold one sequence of {max_length} tokens, which takes "
+            f"{slot_bytes:,} bytes on this rank. Raise runtime.kv_cache_mb to at least {-(-slot_bytes // 2**20)}, "
+            "or lower data.max_prompt_tokens or rollout.max_response_tokens."
+        )
+    return held

@@ -1,0 +1,115 @@
+"""Attention over packed tokens: what a transformer layer asks of the sequences that its tokens belong to.
+
+Legend: T packed tokens, N query heads, G key/value heads of this tensor rank, D head dimension, S sequences of the call.
+
+A layer hands its q, k, v to an `AttentionPlan`, which knows where each token stands.  `PackedPlan` below holds whole
+sequences and no cache (training, full forward); `kv_cache.CachedPlan` continues sequences from their cache (decode and chunked
+prefill).  Both run through the same layers, so decode, scoring and training share one model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from oppo_megatron.mcore.layers.rope import apply_rope
+from oppo_megatron.mcore.layers.windows import WindowedAttention, binding
+
+
+class AttentionPlan(Protocol):
+    """Positions of a call's tokens, and how they attend.  Travels through megatron's layers as `packed_seq_params`."""
+
+    qkv_format: str
+    cos_T1D: Tensor
+    sin_T1D: Tensor
+
+    def attend(
+        self, layer: int, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None = None
+    ) -> Tensor:
+        """Rotated, causal attention of one layer -> [T, N * D].  `layer` counts from 0 on this pipeline stage.
+
+        `window`: tokens that each token attends to, the last of which is itself; None: all before it, too.
+        """
+
+
+class PackedPlan:
+    """Whole sequences side by side, causal within each, no padding and no cache; differentiable.
+
+    `lengths` are token counts S; the tokens of sequence s follow those of s - 1.
+    """
+
+    qkv_format = "thd"
+
+    def __init__(self, lengths: Sequence[int], rope: tuple[Tensor, Tensor]):
+        cos_LD, sin_LD = rope
+        self.lengths = list(lengths)
+        self._through_window: WindowedAttention | None = None  # made where a window binds
+        positions_T = torch.cat([torch.arange(n, device=cos_LD.device) for n in self.lengths])
+        self.cos_T1D, self.sin_T1D = cos_LD[positions_T].unsqueeze(1), sin_LD[positions_T].unsqueeze(1)
+
+    def attend(
+        self, layer: int, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None = None
+    ) -> Tensor:
+        q_TND = apply_rope(q_TND, self.cos_T1D, self.sin_T1D).to(v_TGD.dtype)
+        k_TGD = apply_rope(k_TGD, self.cos_T1D, self.sin_T1D).to(v_TGD.dtype)
+        v_TGD = v_TGD.contiguous()  # as a view it would keep the queries and keys beside it until the backward pass
+        outputs = []
+
+        def core(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+            if q.device.type == "cpu" and q.dtype == torch.bfloat16:
+                return _HalfOnCpu.apply(q, k, v, scale, mask)
+            return _attention(q, k, v, scale, mask)
+
+        for q, k, v in zip(*(x.split(self.lengths) for x in (q_TND, k_TGD, v_TGD)), strict=True):
+            q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+            bound = binding(window, q.shape[2])
+            out = core(q, k, v) if bound is None else self._windowed(v_TGD).attend(core, q, k, v, bound)
+            outputs.append(out[0].transpose(0, 1))
+        return torch.cat(outputs).flatten(1)
+
+    def _windowed(self, like: Tensor) -> WindowedAttention:
+        if self._through_window is None:
+            self._through_window = WindowedAttention(like.dtype, like.device)
+        return self._through_window
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Tensor:
+    """torch's, causal without a mask."""
+    grouped = q.shape[1] != k.shape[1]
+    if grouped and mask is not None and q.device.type == "cuda":  # whose fast kernels with masks know no groups
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        grouped = False
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )
+
+
+class _HalfOnCpu(torch.autograd.Function):
+    """torch's attention in bfloat16 on a CPU, causal without a mask, with its backward pass in float32.
+
+    In bfloat16 that takes up to three times as long, and prepares kernels for every length that it meets, of which hundreds of
+    megabytes are kept.  The forward pass is the one that cached calls make.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Tensor:
+        out, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale
+        )
+        ctx.save_for_backward(q, k, v, out, log_sums)
+        ctx.scale, ctx.mask = scale, mask
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q, k, v, out, log_sums = ctx.saved_tensors
+        tensors = [x.float() for x in (grad, q, k, v, out)]
+        mask = None if ctx.mask is None else ctx.mask.float()
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *tensors, log_sums, 0.0, mask is None, attn_mask=mask, scale=ctx.scale
+        )
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None

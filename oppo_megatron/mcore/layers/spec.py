@@ -1,0 +1,112 @@
+"""The modules that our layer spec puts in place of megatron-core's own, and nothing else.
+
+Legend: T packed tokens, H hidden, N query heads, G key/value heads of this tensor rank, R = N / G, D head dimension.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import checkpoint
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from oppo_megatron.layout.kernels import LayerKind
+from oppo_megatron.mcore.layers.biased_linear import BiasedLinear
+from oppo_megatron.mcore.layers.marks import mark
+from oppo_megatron.mcore.layers.rms_norm import rms_norm
+from oppo_megatron.mcore.layers.swiglu import swiglu
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm with the constructor that megatron's specs call."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any):
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        mark(self.weight, "sequence_parallel", config.sequence_parallel)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class PlannedSelfAttention(SelfAttention):
+    """Self attention whose middle part, between the projections, belongs to the call's `AttentionPlan`."""
+
+    stage_layer = 0  # set by the model: index of this layer on its pipeline stage
+    window: int | None = None  # set by the model, where its sequences may be longer
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None, *, packed_seq_params: Any, **_: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        q, k, v = self.get_query_key_value_tensors(hidden_states)
+        scale = self.hidden_size_per_attention_head**-0.5
+
+        def attend(q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
+            return packed_seq_params.attend(self.stage_layer, q_TND, k_TGD, v_TGD, scale, self.window)
+
+        if self.checkpoint_core_attention and self.training:
+            out = checkpoint(attend, False, q[:, 0], k[:, 0], v[:, 0])
+        else:
+            out = attend(q[:, 0], k[:, 0], v[:, 0])
+        return self.linear_proj(out.unsqueeze(1))
+
+
+class ScalarHead(torch.nn.Module):
+    """One number a token, in the place and with the calling convention of `GPTModel.output_layer`; replicated over TP."""
+
+    sequence_parallel = False
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+
+    def forward(self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
+        return F.linear(hidden.float(), self.weight.float()), None
+
+
+def block_spec(config: TransformerConfig, num_layers: int, kind: LayerKind = "torch") -> TransformerBlockSubmodules:
+    """Spec of one pipeline stage of `num_layers` layers, final norm included; attention's middle part is the plan's.
+
+    `kind`: whose linear layers and norms.  transformer-engine's are the ones that do not fuse a norm into the product behind
+    it, so that parameters have the same names, which loading, saving and cached calls go by.
+    """
+    linears = (BiasedLinear, ColumnParallelLinear, RowParallelLinear)
+    norm: Any = RMSNorm
+    if kind == "transformer_engine":
+        from megatron.core.extensions import transformer_engine as te
+
+        linears = (te.TEColumnParallelLinear, te.TEColumnParallelLinear, te.TERowParallelLinear)
+        norm = te.TENorm
+    return _block(config, num_layers, linears, norm)
+
+
+def _block(
+    config: TransformerConfig, num_layers: int, linears: tuple[Any, Any, Any], norm: Any
+) -> TransformerBlockSubmodules:
+    """`linears`: of queries, keys and values; of gate and up; row-parallel."""
+    qkv, column, row = linears
+    layer: ModuleSpec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    parts = layer.submodules
+    parts.input_layernorm = norm
+    parts.pre_mlp_layernorm = norm
+    parts.self_attention.module = PlannedSelfAttention
+    parts.self_attention.submodules.core_attention = IdentityOp
+    parts.self_attention.submodules.linear_qkv = qkv
+    parts.self_attention.submodules.linear_proj = row
+    parts.mlp.submodules.linear_fc1 = column
+    parts.mlp.submodules.linear_fc2 = row
+    parts.mlp.submodules.activation_func = swiglu
+    if config.qk_layernorm:
+        parts.self_attention.submodules.q_layernorm = norm
+        parts.self_attention.submodules.k_layernorm = norm
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)

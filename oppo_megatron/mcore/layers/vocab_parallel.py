@@ -1,0 +1,100 @@
+"""Log-probs and entropy from vocabulary-parallel logits, the tensor ranks given, in float32.
+
+megatron's unfused cross entropy reads the global tensor-parallel group, and its fused one rounds gradients to bfloat16.
+Both hold several numbers in float32 for each logit.  Here some rows at a time are, and what is kept for the backward pass are
+the logits themselves.
+
+Legend: R rows, V vocabulary shard of this rank, q the distribution softmax(logits / temperature) over the whole vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from oppo_megatron.mcore.vocab_shards import VocabShards
+
+CACHED_NUMBERS, FEW_KERNELS = 2**17, 2**26
+"""Numbers that are worked on at once: on a CPU what its cache holds, on a GPU enough that kernels are few."""
+
+
+class _LogProbEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits_RV: Tensor, targets_R: Tensor, shards: VocabShards, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        shard = logits_RV.shape[-1]
+        local_R = targets_R - shards.first
+        here_R = (local_R >= 0) & (local_R < shard)
+        local_R = local_R.clamp(0, shard - 1)
+        top_R = logits_RV.amax(-1).float() / temperature
+        if shards.size > 1:
+            dist.all_reduce(top_R, op=dist.ReduceOp.MAX, group=shards.group)
+        sums_3R = top_R.new_empty(3, len(top_R))
+        for rows in _blocks(logits_RV):
+            shifted_BV = _scaled(logits_RV[rows], temperature).sub_(top_R[rows, None])
+            sums_3R[1, rows] = shifted_BV.gather(-1, local_R[rows, None])[:, 0] * here_R[rows]
+            mass_BV = shifted_BV.exp()
+            sums_3R[0, rows] = mass_BV.sum(-1)
+            sums_3R[2, rows] = mass_BV.mul_(shifted_BV).sum(-1)
+        if shards.size > 1:
+            dist.all_reduce(sums_3R, group=shards.group)
+        mass_R, target_R, weighted_R = sums_3R
+        log_mass_R = mass_R.log()
+        entropy_R = log_mass_R - weighted_R / mass_R
+        ctx.save_for_backward(logits_RV, local_R, here_R, top_R, log_mass_R, entropy_R)
+        ctx.temperature = temperature
+        return target_R - log_mass_R, entropy_R
+
+    @staticmethod
+    def backward(ctx: Any, grad_logp_R: Tensor, grad_entropy_R: Tensor) -> tuple[Tensor, None, None, None]:
+        logits_RV, local_R, here_R, top_R, log_mass_R, entropy_R = ctx.saved_tensors
+        pulled_R = grad_logp_R * here_R
+        grad_RV = torch.empty_like(logits_RV)
+        for rows in _blocks(logits_RV):
+            logq_BV = _scaled(logits_RV[rows], ctx.temperature).sub_(top_R[rows, None]).sub_(log_mass_R[rows, None])
+            # d logp / dx = onehot - q;  d H / dx = -q (log q + H)
+            inner_BV = (logq_BV + entropy_R[rows, None]).mul_(grad_entropy_R[rows, None]).add_(grad_logp_R[rows, None])
+            grad_BV = logq_BV.exp_().mul_(inner_BV).neg_()
+            grad_BV.scatter_add_(-1, local_R[rows, None], pulled_R[rows, None])
+            grad_RV[rows] = grad_BV if ctx.temperature == 1.0 else grad_BV.div_(ctx.temperature)
+        return grad_RV, None, None, None
+
+
+def _blocks(logits_RV: Tensor) -> Iterator[slice]:
+    """Rows that are worked on together."""
+    num_rows, width = logits_RV.shape
+    size = max(1, (CACHED_NUMBERS if logits_RV.device.type == "cpu" else FEW_KERNELS) // width)
+    return (slice(first, first + size) for first in range(0, num_rows, size))
+
+
+def _scaled(logits_BV: Tensor, temperature: float) -> Tensor:
+    """A float32 copy, divided by the temperature."""
+    copied_BV = logits_BV.to(torch.float32, copy=True)
+    return copied_BV if temperature == 1.0 else copied_BV.div_(temperature)
+
+
+def token_logprobs(
+    logits_RV: Tensor, targets_R: Tensor, shards: VocabShards, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """(log q(target), entropy of q), each [R], equal on every rank of the shards.  V are this rank's tokens.
+
+    A temperature of 0 (greedy decoding) stands for the distribution at temperature 1.
+    """
+    return _LogProbEntropy.apply(logits_RV, targets_R, shards, temperature or 1.0)
+
+
+def are_likeliest(logits_RV: Tensor, targets_R: Tensor, shards: VocabShards) -> Tensor:
+    """Whether no token of the whole vocabulary is likelier than the target, [R], equal on every rank of the shards."""
+    local_R = targets_R - shards.first
+    here_R = (local_R >= 0) & (local_R < logits_RV.shape[-1])
+    target_R = logits_RV.gather(-1, local_R.clamp(0, logits_RV.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
+    top_R, target_R = logits_RV.amax(-1), target_R.where(here_R, -torch.inf)
+    if shards.size > 1:
+        for over_all_R in (top_R, target_R):
+            dist.all_reduce(over_all_R, op=dist.ReduceOp.MAX, group=shards.group)
+    return top_R == target_R

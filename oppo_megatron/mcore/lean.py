@@ -1,0 +1,129 @@
+"""Cached calls of a stage in few operations, over the parameters of its megatron modules.
+
+megatron's modules make some fifteen nested calls a layer, which dominate a decode step of few tokens.  Training and full
+forwards take them; so does `decode_path: module`, the oracle of the parity tests.
+
+Legend: T packed tokens, H hidden, G key/value heads of this tensor rank, R query heads a key/value head, X = R + 2 (the query
+heads, the key, the value), D head dimension, V vocabulary shard.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from oppo_megatron.mcore.cpu.prepacked import product
+from oppo_megatron.mcore.kv.cached_plan import CachedPlan
+from oppo_megatron.mcore.layers.rms_norm import Norm, fixed_norm
+from oppo_megatron.mcore.lora import Adapters, adapters_of
+
+Product = Callable[[Tensor], Tensor]
+
+
+class LeanStage:
+    """The layers of a stage, and its final norm on the last one.  It is made again when the weights have changed.
+
+    What it holds beside the weights themselves are copies for the CPU: captured steps (`cuda_graphs.py`) rely on there being
+    none on a GPU.
+    """
+
+    def __init__(self, layers: Sequence[Any], final_norm: Any | None, tp_group: dist.ProcessGroup, *, packed: bool):
+        """`packed`: over copies of the weights that are laid out for the CPU's products."""
+        self._bare = [_lean_layer(layer, packed) for layer in layers]
+        self.layers = [_adapted(bare, layer) for bare, layer in zip(self._bare, layers, strict=True)]
+        self.final_norm = None if final_norm is None else fixed_norm(final_norm.weight, final_norm.eps)
+        self.tp_group = tp_group if tp_group.size() > 1 else None
+
+    def without_adapters(self, tp_group: dist.ProcessGroup) -> LeanStage:
+        """The same products without what adapters add to them, for a model of its own group."""
+        stage = copy.copy(self)
+        stage.layers, stage.tp_group = self._bare, tp_group if tp_group.size() > 1 else None
+        return stage
+
+    def __call__(self, x_TH: Tensor, plan: CachedPlan) -> Tensor:
+        """The hidden states behind the stage, [T, H]."""
+        for number, layer in enumerate(self.layers):
+            x_TH = x_TH + self._reduced(layer.attend(x_TH, plan, number))
+            x_TH = x_TH + self._reduced(layer.transform(x_TH))
+        return x_TH if self.final_norm is None else self.final_norm(x_TH)
+
+    def _reduced(self, x_TH: Tensor) -> Tensor:
+        if self.tp_group is not None:
+            dist.all_reduce(x_TH, group=self.tp_group)
+        return x_TH
+
+
+@dataclass(frozen=True)
+class _LeanLayer:
+    """What a layer computes with, without the modules around it."""
+
+    norm: Norm
+    qkv: Product
+    head_norms: tuple[Norm, Norm] | None  # of queries and keys
+    proj: Product
+    mlp_norm: Norm
+    gate_up: Product
+    down: Product
+    shape_GXD: tuple[int, int, int]
+    window: int | None
+
+    def attend(self, x_TH: Tensor, plan: CachedPlan, number: int) -> Tensor:
+        qkv_TGXD = self.qkv(self.norm(x_TH)).view(-1, *self.shape_GXD)
+        if self.head_norms is not None:
+            queries, keys = self.head_norms
+            parts = queries(qkv_TGXD[:, :, :-2]), keys(qkv_TGXD[:, :, -2:-1]), qkv_TGXD[:, :, -1:]
+            qkv_TGXD = torch.cat(parts, dim=2)
+        return self.proj(plan.attend_grouped(number, qkv_TGXD, self.window))
+
+    def transform(self, x_TH: Tensor) -> Tensor:
+        gate, up = self.gate_up(self.mlp_norm(x_TH)).chunk(2, dim=-1)
+        return self.down(F.silu(gate).mul_(up))
+
+
+def _lean_layer(layer: Any, packed: bool) -> _LeanLayer:
+    attention, mlp = layer.self_attention, layer.mlp
+    norms = None
+    if layer.config.qk_layernorm:
+        query, key = attention.q_layernorm, attention.k_layernorm
+        norms = fixed_norm(query.weight, query.eps), fixed_norm(key.weight, key.eps)
+    groups, dim = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
+    return _LeanLayer(
+        norm=fixed_norm(layer.input_layernorm.weight, layer.input_layernorm.eps),
+        qkv=product(attention.linear_qkv.weight, _bias(attention.linear_qkv), packed=packed),
+        head_norms=norms,
+        proj=product(attention.linear_proj.weight, packed=packed),
+        mlp_norm=fixed_norm(layer.pre_mlp_layernorm.weight, layer.pre_mlp_layernorm.eps),
+        gate_up=product(mlp.linear_fc1.weight, packed=packed),
+        down=product(mlp.linear_fc2.weight, packed=packed),
+        shape_GXD=(groups, attention.num_attention_heads_per_partition // groups + 2, dim),
+        window=attention.window,
+    )
+
+
+def _bias(linear: Any) -> Tensor | None:
+    """transformer-engine's layers have an empty tensor where there is none."""
+    bias = linear.bias
+    return None if bias is None or bias.numel() == 0 else bias
+
+
+def _adapted(bare: _LeanLayer, layer: Any) -> _LeanLayer:
+    """The layer with what its adapters add, before any sum over tensor ranks; they are read as they are in each call."""
+    attention, mlp = layer.self_attention, layer.mlp
+    return replace(
+        bare,
+        qkv=_with(bare.qkv, adapters_of(attention, "linear_qkv")),
+        proj=_with(bare.proj, adapters_of(attention, "linear_proj")),
+        gate_up=_with(bare.gate_up, adapters_of(mlp, "linear_fc1")),
+        down=_with(bare.down, adapters_of(mlp, "linear_fc2")),
+    )
+
+
+def _with(bare: Product, adapters: Adapters | None) -> Product:
+    return bare if adapters is None else lambda x_TI: bare(x_TI) + adapters.cached(x_TI)

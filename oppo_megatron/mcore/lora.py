@@ -1,0 +1,180 @@
+"""Low-rank adapters beside megatron-core's parallel products, of which only they are trained.
+
+y = W x + s B A x (Hu et al. 2021).  A product that Hugging Face has in several (queries, keys and values; gate and up) has a
+pair for each of its targets, so that every pair is a tensor of a peft directory.  Over tensor ranks a column-parallel
+product has A whole and B cut by rows, a row-parallel one A cut by columns and B whole:
+
+    column   A x is the same on all ranks; the gradient of what B takes is summed over them
+    row      B A x is summed with the product (cached calls), or A x is, which is smaller (training)
+
+With sequence parallelism what is whole meets a share of the tokens on each rank, and its gradient is summed by megatron.
+
+Legend: T packed tokens, I inputs, O outputs and K rank of a pair, G key/value heads of this tensor rank, R query heads of
+each, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from oppo_megatron.config.lora import LoraConfig
+from oppo_megatron.mcore.layers.marks import mark
+from oppo_megatron.mcore.naming.lora_layout import PRODUCTS, pair_sizes
+from oppo_megatron.mcore.shape import ModelShape
+
+Join = Callable[[Mapping[str, Tensor]], Tensor]
+
+
+class Pair(torch.nn.Module):
+    """A and B of one target on this rank, values not yet set."""
+
+    def __init__(self, sizes: tuple[tuple[int, int], tuple[int, int]], cut: Literal["rows", "columns"], like: Tensor):
+        """`sizes` of A and B on this rank; `cut`: B by rows, or A by columns."""
+        super().__init__()
+        (rank, inputs), (outputs, _) = sizes
+        self.lora_A = torch.nn.Parameter(like.new_empty(rank, inputs))
+        self.lora_B = torch.nn.Parameter(like.new_empty(outputs, rank))
+        sharded, dim = (self.lora_B, 0) if cut == "rows" else (self.lora_A, 1)
+        set_tensor_model_parallel_attributes(sharded, True, dim, 1)
+
+    @property
+    def whole(self) -> torch.nn.Parameter:
+        """The one that all tensor ranks have alike."""
+        return self.lora_A if getattr(self.lora_B, "tensor_model_parallel", False) else self.lora_B
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The tensor ranks that share a product."""
+
+    group: dist.ProcessGroup
+    sequence_parallel: bool
+
+
+class Adapters(torch.nn.Module):
+    """The pairs of one product, in training and in cached calls."""
+
+    def __init__(
+        self, pairs: Mapping[str, Pair], cut: Literal["rows", "columns"], join: Join, scale: float, ranks: Ranks
+    ):
+        super().__init__()
+        for name, pair in pairs.items():
+            self.add_module(name, pair)
+            if ranks.sequence_parallel:
+                mark(pair.whole, "sequence_parallel", True)
+        self._names, self._cut, self._join, self._scale, self._ranks = list(pairs), cut, join, scale, ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What is added to the product's output in a forward pass by megatron's modules, for the input of such a module."""
+        return self._join({name: self._one(self.get_submodule(name), x) for name in self._names})
+
+    def cached(self, x_TI: Tensor) -> Tensor:
+        """What is added to this rank's own product, before any sum over tensor ranks."""
+        return self._join({name: self._product(self.get_submodule(name), x_TI) for name in self._names})
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The pairs with their places in the whole model, for megatron-core's `dist_checkpointing`."""
+        assert metadata is not None
+        matrix, axis = ("lora_B", 0) if self._cut == "rows" else ("lora_A", 1)
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {f"{name}.{matrix}": axis for name in self._names},
+            sharded_offsets,
+            tp_group=self._ranks.group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        return sharded
+
+    def _product(self, pair: Any, x_TI: Tensor) -> Tensor:
+        return F.linear(F.linear(x_TI, pair.lora_A), pair.lora_B) * self._scale
+
+    def _one(self, pair: Any, x: Tensor) -> Tensor:
+        z, group = F.linear(x, pair.lora_A), self._ranks.group
+        if self._cut == "rows" and self._ranks.sequence_parallel:
+            z = gather_from_sequence_parallel_region(z, tensor_parallel_output_grad=True, group=group)
+        elif self._cut == "rows":
+            z = copy_to_tensor_model_parallel_region(z, group=group)
+        elif self._ranks.sequence_parallel:
+            z = reduce_scatter_to_sequence_parallel_region(z, group=group)
+        else:
+            z = reduce_from_tensor_model_parallel_region(z, group=group)
+        return F.linear(z, pair.lora_B) * self._scale
+
+
+def attach_adapters(model: Any, lora: LoraConfig) -> None:
+    """Give a built stage adapters, values not yet set; of its other weights only a scalar head is trained on.
+
+    `model` is a RoleModel: adapters stand beside the product that they belong to, as `linear_qkv_lora`.
+    """
+    model.requires_grad_(False)
+    if model.head == "scalar" and model.post_process:
+        model.output_layer.weight.requires_grad_(True)
+    ranks = Ranks(model.groups.collection.tp, bool(model.config.sequence_parallel))
+    for layer in model.decoder.layers:
+        for product in PRODUCTS:
+            targets = [target for target in product.targets if target in lora.projections]
+            if not targets:
+                continue
+            owner = layer.get_submodule(product.owner)
+            linear = getattr(owner, product.linear)
+            sizes = pair_sizes(model.shape, lora.rank, model.groups.tp)
+            pairs: dict[str, Pair] = {target: Pair(sizes[target], product.cut, linear.weight) for target in targets}
+            join = _join(product.targets, model.shape, model.groups.tp)
+            adapters = Adapters(pairs, product.cut, join, lora.scale, ranks)
+            owner.add_module(f"{product.linear}_lora", adapters)
+            linear.register_forward_hook(lambda _, args, out, a=adapters: (out[0] + a(args[0]), *out[1:]))
+    model.adapters = lora
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of a model is one of its adapters'."""
+    return name.endswith((".lora_A", ".lora_B"))
+
+
+def adapters_of(owner: Any, linear: str) -> Adapters | None:
+    """The adapters of the product `linear` of an attention or MLP module, where it has some."""
+    found = getattr(owner, f"{linear}_lora", None)
+    assert found is None or isinstance(found, Adapters)
+    return found
+
+
+def _join(targets: Sequence[str], shape: ModelShape, tp: int) -> Join:
+    """From the outputs of a product's targets, zeros where one has no pair, to those of the product."""
+    if len(targets) == 1:
+        return lambda parts: parts[targets[0]]
+    sizes = pair_sizes(shape, 1, tp)
+    widths = {target: sizes[target][1][0] for target in targets}
+
+    def filled(parts: Mapping[str, Tensor]) -> list[Tensor]:
+        like = next(iter(parts.values()))
+        return [parts[t] if t in parts else like.new_zeros(*like.shape[:-1], widths[t]) for t in targets]
+
+    if "q_proj" not in targets:
+        return lambda parts: torch.cat(filled(parts), dim=-1)
+    groups = shape.num_kv_heads // tp
+
+    def by_group(parts: Mapping[str, Tensor]) -> Tensor:
+        grouped = [
+            part.unflatten(-1, (groups, -1)) for part in filled(parts)
+        ]  # [..., G, R D], [..., G, D], [..., G, D]
+        return torch.cat(grouped, dim=-1).flatten(-2)
+
+    return by_group

@@ -1,0 +1,382 @@
+"""A role's model: one pipeline stage of a megatron-core `GPTModel`, driven by an attention plan.
+
+A model that serves (decodes, scores) is one stage a rank.  A model that is trained may be several chunks a rank (virtual
+stages), shard its activations over the tensor ranks and compute them again in the backward pass.
+
+Legend: T packed tokens, H hidden, V vocabulary, R rows of interest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.random import initialize_rng_tracker
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
+from torch import Tensor
+
+from oppo_megatron.config.lora import LoraConfig
+from oppo_megatron.config.model import DecodePath, KVLayout, TrainingLayoutConfig
+from oppo_megatron.errors import CapacityError
+from oppo_megatron.layout.kernels import LayerKind
+from oppo_megatron.layout.memory import WHOLE_MULTIPLE
+from oppo_megatron.mcore import compat
+from oppo_megatron.mcore.cpu.prepacked import can_prepack, product
+from oppo_megatron.mcore.groups import RoleGroups
+from oppo_megatron.mcore.kv.cached_plan import CachedPlan
+from oppo_megatron.mcore.kv.dense import KVCache
+from oppo_megatron.mcore.kv.paged import PagedKVCache
+from oppo_megatron.mcore.kv.paged_kernels import find_kernel
+from oppo_megatron.mcore.layers.attention import AttentionPlan, PackedPlan
+from oppo_megatron.mcore.layers.marks import mark
+from oppo_megatron.mcore.layers.rope import rope_tables
+from oppo_megatron.mcore.layers.spec import ScalarHead, block_spec
+from oppo_megatron.mcore.layers.windows import binding
+from oppo_megatron.mcore.lean import LeanStage
+from oppo_megatron.mcore.shape import ModelShape
+from oppo_megatron.mcore.vocab_shards import VocabShards
+
+Head = Literal["lm", "scalar"]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class RoleModel(GPTModel):
+    """Stage `stage` of `num_stages`, on this rank.  `head` is "lm" (vocabulary-parallel logits) or "scalar" (a number a token).
+
+    Stages are virtual: chunk c of pipeline rank p is stage c * pp + p.  Without interleaving there is only chunk 0.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        groups: RoleGroups,
+        config: TransformerConfig,
+        head: Head,
+        max_length: int,
+        chunk: int = 0,
+        layers: LayerKind = "torch",
+    ):
+        num_chunks = config.virtual_pipeline_model_parallel_size
+        num_stages, stage = groups.pp * (num_chunks or 1), chunk * groups.pp + groups.pp_rank
+        first, last = stage == 0, stage == num_stages - 1
+        super().__init__(
+            config=config,
+            transformer_layer_spec=block_spec(config, shape.num_layers // num_stages, layers),
+            vocab_size=shape.vocab_rows(groups.tp) * groups.tp,
+            max_sequence_length=max_length,
+            pre_process=first,
+            post_process=last,
+            parallel_output=True,
+            share_embeddings_and_output_weights=shape.tied_embeddings and head == "lm",
+            position_embedding_type="none",  # the attention plan rotates queries and keys
+            pg_collection=groups.collection,
+            vp_stage=None if num_chunks is None else chunk,
+        )
+        self.shape, self.groups, self.head = shape, groups, head
+        self.vocab = VocabShards(groups.collection.tp, shape.vocab_rows(groups.tp), shape.vocab_size)
+        self.stage, self.num_stages = stage, num_stages
+        self.max_length = max_length
+        self.adapters: LoraConfig | None = None  # set where it is given some
+        self._path: DecodePath = "module"
+        self._lean: LeanStage | None = None
+        self._lean_head: Callable[[Tensor], Tensor] | None = None
+        self._fit_modules(last)
+
+    def _fit_modules(self, last: bool) -> None:
+        """What megatron-core's modules do not know of: the head, which layer of the stage each is, and its window."""
+        if self.head == "scalar" and last:
+            self.output_layer = ScalarHead(self.config)
+        elif self.config.sequence_parallel and last:
+            _take_gathered_input(self.output_layer)
+        for index, layer in enumerate(self.decoder.layers):
+            layer.self_attention.stage_layer = index
+            layer.self_attention.window = binding(self.shape.windows[layer.layer_number - 1], self.max_length)
+
+    @property
+    def token_multiple(self) -> int:
+        """The tokens of a call over whole sequences come in multiples of this number."""
+        return math.lcm(self.groups.tp if self.config.sequence_parallel else 1, self._row_multiple)
+
+    @property
+    def _row_multiple(self) -> int:
+        """In bfloat16 a CPU's library prepares kernels for every number of rows that it meets, for as long as some products
+        take, and keeps a MiB of each: there are to be few of them."""
+        weight = next(self.parameters())
+        return WHOLE_MULTIPLE if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 else 1
+
+    def decode_by(self, path: DecodePath) -> None:
+        """How cached calls compute from now on; the weights are set."""
+        self._path = path
+        self._lean = self._lean_head = None
+        self.weights_changed()
+
+    def weights_change(self) -> None:
+        """The weights are about to change: the memory of what has been made of them is free for the update.
+
+        What has been made of weights beside adapters stays right: they do not change, and adapters are read as they are.
+        """
+        if self.adapters is None:
+            self._lean = self._lean_head = None
+
+    def weights_changed(self) -> None:
+        """The weights have other values now: what has been made of them is made again."""
+        if self._path == "module":
+            self._lean = None
+            return
+        if self.adapters is not None and self._lean is not None:
+            return
+        packed = self._path == "packed" and all(can_prepack(p) for p in self.parameters())
+        self._lean = LeanStage(
+            self.decoder.layers, self.decoder.final_layernorm, self.groups.collection.tp, packed=packed
+        )
+        if self.post_process and self.head == "lm":
+            tied = self.share_embeddings_and_output_weights
+            weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+            self._lean_head = product(weight, packed=packed)
+
+    def compute_as(self, adapted: RoleModel) -> None:
+        """Cached calls over what `adapted`, whose weights this model shares, has made of them, without its adapters."""
+        self._path, self._lean_head = adapted._path, adapted._lean_head
+        if adapted._lean is not None:
+            self._lean = adapted._lean.without_adapters(self.groups.collection.tp)
+
+    def set_rope(self, device: torch.device) -> None:
+        """Make the rotary tables on the device that the parameters are on."""
+        self.rope = rope_tables(self.shape, self.max_length, device)
+
+    def forward(self, tokens_T: Tensor | None, plan: AttentionPlan, rows_R: Tensor | None = None) -> Tensor:
+        """Hidden states [T, 1, H] before the last stage; on it logits [R, V / tp] or scalars [R] of the rows (null: all T).
+
+        Where tp does not divide V, the last rank has fewer logits: those of rows that belong to no token are left out (`vocab`).
+        Stages after the first take their input from `set_input_tensor`.  Logits are float32 where a cached call may draw from
+        them; those of whole sequences are as computed, so that what is made of them need not hold them twice.
+        """
+        if self._lean is not None and isinstance(plan, CachedPlan):
+            return self._cached_forward(self._lean, tokens_T, plan, rows_R)
+        hidden = self.embedding(tokens_T.unsqueeze(0), None) if self.pre_process and tokens_T is not None else None
+        if hidden is not None and self.adapters is not None and torch.is_grad_enabled():
+            hidden.requires_grad_()  # of frozen embeddings; without, layers that are computed again would have no gradient
+        hidden = self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=plan)
+        if not self.post_process:
+            return hidden
+        if (
+            self.config.sequence_parallel
+        ):  # a shard of the vocabulary gives a part of the gradient, the scalar head all of it
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=self.head == "lm", group=self.groups.collection.tp
+            )
+        whole = isinstance(plan, PackedPlan)
+        if rows_R is not None:
+            hidden = hidden[F.pad(rows_R, (0, -len(rows_R) % self._row_multiple)) if whole else rows_R]
+        tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        out, _ = self.output_layer(hidden, weight=tied)
+        out = out if rows_R is None else out[: len(rows_R)]
+        if self.head == "scalar":
+            return out[:, 0, 0]
+        logits_RV = self.vocab.of_tokens(out[:, 0])
+        return logits_RV if whole else logits_RV.float()
+
+    def _cached_forward(
+        self, stage: LeanStage, tokens_T: Tensor | None, plan: CachedPlan, rows_R: Tensor | None
+    ) -> Tensor:
+        if self.pre_process and tokens_T is not None:
+            words = self.embedding.word_embeddings
+            # The module's reduction costs more than the look-up, also where there is nothing to reduce.
+            hidden_TH = words(tokens_T) if self.groups.tp > 1 else F.embedding(tokens_T, words.weight)
+        else:
+            hidden_TH = self.decoder.input_tensor[:, 0]
+        hidden_TH = stage(hidden_TH, plan)
+        if not self.post_process:
+            return hidden_TH.unsqueeze(1)
+        if rows_R is not None:
+            hidden_TH = hidden_TH[rows_R]
+        if self.head == "scalar":
+            return self.output_layer(hidden_TH)[0][:, 0]
+        assert self._lean_head is not None
+        return self.vocab.of_tokens(self._lean_head(hidden_TH)).float()
+
+    def tie_embeddings_and_output_weights_state_dict(
+        self,
+        sharded_state_dict: dict[str, Any],
+        output_layer_weight_key: str,
+        first_stage_word_emb_key: str,
+        metadata: dict[str, Any],
+    ) -> None:
+        """In a checkpoint, the last stage's output layer is a copy of the embedding.  As in megatron-core's `LanguageModel`,
+        which numbers the copies by its global groups; a role has its own (`metadata["dp_cp_group"]`)."""
+        if not self.post_process or self.pre_process:
+            return
+        replicas = metadata["dp_cp_group"]
+        sharded_state_dict[output_layer_weight_key] = make_tp_sharded_tensor_for_checkpoint(
+            tensor=self.shared_embedding_or_output_weight(),
+            key=first_stage_word_emb_key,
+            replica_id=(1, 0, replicas.rank()),
+            allow_shape_mismatch=True,
+            tp_group=self.groups.collection.tp,
+            dp_cp_group=replicas,
+        )
+
+    def new_cache(
+        self, num_slots: int, budget_bytes: int | None = None, layout: KVLayout = "dense"
+    ) -> KVCache | PagedKVCache:
+        """A KV cache for this stage's layers.  Raises CapacityError if the budget holds no sequence."""
+        weight = next(self.parameters())
+        sizes: dict[str, Any] = {
+            "num_layers": len(self.decoder.layers),
+            "num_kv_heads": self.shape.num_kv_heads // self.groups.tp,
+            "head_dim": self.shape.head_dim,
+            "num_slots": num_slots,
+            "max_length": self.max_length,
+            "rope": self.rope,
+            "dtype": weight.dtype,
+            "device": weight.device,
+            "budget_bytes": budget_bytes,
+        }
+        kernel = find_kernel(weight.device, weight.dtype)
+        if layout == "paged" or (layout == "auto" and kernel is not None):
+            return PagedKVCache(**sizes, kernel=kernel)
+        return KVCache(**sizes)
+
+
+def _take_gathered_input(output_layer: ColumnParallelLinear) -> None:
+    """Let the vocabulary's projection see rows that the model has gathered, and leave the sum of its gradients to it."""
+    output_layer.sequence_parallel = output_layer.allreduce_dgrad = False
+    output_layer.disable_grad_reduce = True
+
+
+def transformer_config(
+    shape: ModelShape, groups: RoleGroups, dtype: torch.dtype, layout: TrainingLayoutConfig | None = None
+) -> TransformerConfig:
+    """megatron-core's configuration, to serve or to be trained in `layout`.  Fusions for apex or CUDA only are off."""
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.ffn_size,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_kv_heads,
+        kv_channels=shape.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.norm_eps,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=groups.tp,
+        pipeline_model_parallel_size=groups.pp,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=True,
+        perform_initialization=False,  # every weight comes from a checkpoint or a seeded source
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        use_te_activation_func=True,  # the layer spec's own, whoever made it
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+        variable_seq_lengths=layout is None or layout.vpp == 1,  # packed micro-batches differ in length
+        moe_token_dispatcher_type="alltoall",  # noqa: S106  (no secret: megatron asks for it beside variable lengths)
+        calculate_per_token_loss=True,  # losses are shares of a minibatch's: they add up, over replicas too
+        **({} if layout is None else _training_options(layout, groups)),
+    )
+
+
+def _training_options(layout: TrainingLayoutConfig, groups: RoleGroups) -> dict[str, Any]:
+    assert layout.vpp == 1 or groups.pp > 1, "one pipeline stage cannot be interleaved"
+    options: dict[str, Any] = {"sequence_parallel": layout.sequence_parallel and groups.tp > 1}
+    if layout.vpp > 1:
+        options |= {
+            "virtual_pipeline_model_parallel_size": layout.vpp,
+            # Batched messages between two stages, each the other's neighbour on both sides, would be taken for each other.
+            "batch_p2p_comm": False,
+            "overlap_p2p_comm": True,
+        }
+    if layout.recompute != "none":
+        options |= {"recompute_granularity": layout.recompute}
+    if layout.recompute == "full":
+        options |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    return options
+
+
+def build_model(
+    shape: ModelShape,
+    groups: RoleGroups,
+    *,
+    head: Head,
+    max_length: int,
+    dtype: str,
+    device: torch.device,
+    layers: LayerKind = "torch",
+) -> RoleModel:
+    """This rank's stage, weights not yet set.  Raises CapacityError if the model has fewer positions than `max_length`."""
+    _prepare(shape, max_length)
+    return _finished(
+        RoleModel(shape, groups, transformer_config(shape, groups, DTYPES[dtype]), head, max_length, 0, layers), device
+    )
+
+
+def build_chunks(
+    shape: ModelShape,
+    groups: RoleGroups,
+    layout: TrainingLayoutConfig,
+    *,
+    head: Head,
+    max_length: int,
+    dtype: str,
+    device: torch.device,
+    layers: LayerKind = "torch",
+) -> list[RoleModel]:
+    """This rank's chunks of a model that is trained, weights not yet set; otherwise as `build_model`."""
+    _prepare(shape, max_length)
+    config = transformer_config(shape, groups, DTYPES[dtype], layout)  # megatron wants one object for all chunks
+    models = (RoleModel(shape, groups, config, head, max_length, chunk, layers) for chunk in range(layout.vpp))
+    return [_finished(model, device) for model in models]
+
+
+def _prepare(shape: ModelShape, max_length: int) -> None:
+    if max_length > shape.max_positions:
+        raise CapacityError(
+            f"sequences of {max_length} tokens exceed the model's {shape.max_positions} positions; lower "
+            "data.max_prompt_tokens or rollout.max_response_tokens."
+        )
+    compat.install()
+    compat.make_scratch_memory()
+    initialize_rng_tracker(inference_rng_tracker=True)  # nothing is drawn inside the model: there is no dropout
+
+
+def _finished(model: RoleModel, device: torch.device) -> RoleModel:
+    model = model.to(device)
+    _mark_shards(model)
+    model.set_rope(device)
+    return model
+
+
+def _mark_shards(model: RoleModel) -> None:
+    """Say which parameters are tensor-parallel shards, so that gradient norms count each weight once.
+
+    megatron marks weights while it initialises them, which this runtime does not let it do.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding)) and module.weight is not None:
+            stride = 2 if name.endswith("linear_fc1") else 1  # gate and up are sharded separately
+            set_tensor_model_parallel_attributes(module.weight, True, 0, stride)
+        elif isinstance(module, RowParallelLinear):
+            set_tensor_model_parallel_attributes(module.weight, True, 1, 1)
+        elif name.endswith("linear_fc1"):  # transformer-engine has marked its own, which knows nothing of gate and up
+            mark(module.weight, "partition_stride", 2)

@@ -1,0 +1,1 @@
+"""How Hugging Face, peft and Megatron name the tensors of a model."""

@@ -1,0 +1,162 @@
+"""Where each Hugging Face tensor lives in a megatron-core model: one description for loading and for exporting.
+
+Pure: neither torch nor megatron is needed.  Legend: H hidden, F ffn, V vocabulary, D head dim, N query heads,
+G key/value groups, R = N / G query heads of one group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from oppo_megatron.errors import ConfigError
+from oppo_megatron.mcore.shape import ModelShape
+
+Head = Literal["lm", "scalar"]
+EMBEDDING = "model.embed_tokens.weight"
+LM_HEAD = "lm_head.weight"
+SCALAR_HEAD = "score.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One Hugging Face tensor, and where a rank keeps its share of it.
+
+    The tensor is cut evenly along `cut` over the tensor-parallel ranks (None: each keeps all of it).  A rank's share,
+    read along its first dimension, fills the ranges `rows` of the first dimension of the parameter `param`, in order.
+    Of a vocabulary that the ranks do not divide the last rank's share is smaller: the rows behind it stay zero.
+    """
+
+    hf_name: str
+    hf_shape: tuple[int, ...]
+    cut: int | None
+    param: str
+    rows: tuple[slice, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the parameter that this part fills."""
+        return sum(r.stop - r.start for r in self.rows)
+
+    def share(self, tp_rank: int, tp_size: int) -> tuple[slice, ...]:
+        """The region of the Hugging Face tensor that tensor-parallel rank `tp_rank` keeps."""
+        region = [slice(0, size) for size in self.hf_shape]
+        if self.cut is not None:
+            whole = self.hf_shape[self.cut]
+            size = self.num_rows if self.cut == 0 else whole // tp_size
+            region[self.cut] = slice(min(tp_rank * size, whole), min((tp_rank + 1) * size, whole))
+        return tuple(region)
+
+
+def layout_problems(shape: ModelShape, tp_size: int, pp_size: int) -> list[str]:
+    """One sentence for each size that does not divide over the layout; empty if all do."""
+    sizes = [
+        ("num_attention_heads", shape.num_heads, "tp", tp_size),
+        ("num_key_value_heads", shape.num_kv_heads, "tp", tp_size),
+        ("intermediate_size", shape.ffn_size, "tp", tp_size),
+        ("num_hidden_layers", shape.num_layers, "pp", pp_size),
+    ]
+    return [
+        f"{name} = {size} does not divide by {axis} = {ranks}: each rank must hold an equal share. "
+        f"Choose {axis} among the divisors of {size}."
+        for name, size, axis, ranks in sizes
+        if size % ranks
+    ]
+
+
+def stage_parts(shape: ModelShape, head: Head, *, tp_size: int = 1, pp_rank: int = 0, pp_size: int = 1) -> list[Part]:
+    """Every part of one pipeline stage, in the model's order.  The same for all its tensor-parallel ranks.
+
+    Raises ConfigError if the sizes do not divide over the layout.
+    """
+    if problems := layout_problems(shape, tp_size, pp_size):
+        raise ConfigError(problems)
+    hidden = shape.hidden_size
+    first, last = pp_rank == 0, pp_rank == pp_size - 1
+    parts = []
+    if first:
+        parts.append(_vocab_part(shape, EMBEDDING, "embedding.word_embeddings.weight", tp_size))
+    per_stage = shape.num_layers // pp_size
+    for layer in range(per_stage):
+        parts += _layer_parts(
+            shape, tp_size, f"model.layers.{pp_rank * per_stage + layer}.", f"decoder.layers.{layer}."
+        )
+    if last:
+        parts.append(_part("model.norm.weight", (hidden,), None, "decoder.final_layernorm.weight", tp_size))
+        if head == "scalar":
+            parts.append(_part(SCALAR_HEAD, (1, hidden), None, "output_layer.weight", tp_size))
+        elif not (shape.tied_embeddings and first):  # tied: a stage without the embedding keeps a copy of it
+            name = EMBEDDING if shape.tied_embeddings else LM_HEAD
+            parts.append(_vocab_part(shape, name, "output_layer.weight", tp_size))
+    return parts
+
+
+def hf_tensors(shape: ModelShape, head: Head) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of the Hugging Face checkpoint, in the model's order."""
+    return {part.hf_name: part.hf_shape for part in stage_parts(shape, head)}
+
+
+def param_shapes(parts: Sequence[Part], tp_size: int = 1) -> dict[str, tuple[int, ...]]:
+    """Name and local shape of every parameter that `parts` fill."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for part in parts:
+        rows, *_ = shapes.get(part.param, (0,))
+        columns = (region.stop - region.start for region in part.share(0, tp_size)[1:])
+        shapes[part.param] = (rows + part.num_rows, *columns)
+    return shapes
+
+
+def _part(hf_name: str, hf_shape: tuple[int, ...], cut: int | None, param: str, tp_size: int) -> Part:
+    """A part that fills the whole parameter."""
+    rows = hf_shape[0] // tp_size if cut == 0 else hf_shape[0]
+    return Part(hf_name, hf_shape, cut, param, (slice(0, rows),))
+
+
+def _vocab_part(shape: ModelShape, hf_name: str, param: str, tp_size: int) -> Part:
+    """A row a token."""
+    return Part(hf_name, (shape.vocab_size, shape.hidden_size), 0, param, (slice(0, shape.vocab_rows(tp_size)),))
+
+
+def _layer_parts(shape: ModelShape, tp_size: int, hf: str, ours: str) -> list[Part]:
+    hidden, ffn, head_dim = shape.hidden_size, shape.ffn_size, shape.head_dim
+    heads_width = shape.num_heads * head_dim
+    attention, hf_attention = f"{ours}self_attention.", f"{hf}self_attn."
+    fc1, gate = f"{ours}mlp.linear_fc1.weight", ffn // tp_size
+    parts = [
+        _part(f"{hf}input_layernorm.weight", (hidden,), None, f"{ours}input_layernorm.weight", tp_size),
+        *_qkv_parts(shape, tp_size, hf_attention, attention),
+        _part(f"{hf_attention}o_proj.weight", (hidden, heads_width), 1, f"{attention}linear_proj.weight", tp_size),
+    ]
+    if shape.qk_norm:
+        parts += [
+            _part(f"{hf_attention}{x}_norm.weight", (head_dim,), None, f"{attention}{x}_layernorm.weight", tp_size)
+            for x in "qk"
+        ]
+    return [
+        *parts,
+        _part(f"{hf}post_attention_layernorm.weight", (hidden,), None, f"{ours}pre_mlp_layernorm.weight", tp_size),
+        Part(f"{hf}mlp.gate_proj.weight", (ffn, hidden), 0, fc1, (slice(0, gate),)),
+        Part(f"{hf}mlp.up_proj.weight", (ffn, hidden), 0, fc1, (slice(gate, 2 * gate),)),
+        _part(f"{hf}mlp.down_proj.weight", (hidden, ffn), 1, f"{ours}mlp.linear_fc2.weight", tp_size),
+    ]
+
+
+def _qkv_parts(shape: ModelShape, tp_size: int, hf: str, ours: str) -> list[Part]:
+    """Query, key and value are one parameter: for each group its R query heads, then its key head, its value head."""
+    heads_per_group = shape.num_heads // shape.num_kv_heads
+    width = (heads_per_group + 2) * shape.head_dim
+
+    def rows(first_head: int, num_heads: int) -> tuple[slice, ...]:
+        start, size = first_head * shape.head_dim, num_heads * shape.head_dim
+        groups = range(shape.num_kv_heads // tp_size)
+        return tuple(slice(group * width + start, group * width + start + size) for group in groups)
+
+    heads = {"q": (shape.num_heads, rows(0, heads_per_group))}
+    heads |= {x: (shape.num_kv_heads, rows(heads_per_group + i, 1)) for i, x in enumerate("kv")}
+    kinds = {"weight": (shape.hidden_size,), **({"bias": ()} if shape.qkv_bias else {})}
+    return [
+        Part(f"{hf}{x}_proj.{kind}", (num * shape.head_dim, *columns), 0, f"{ours}linear_qkv.{kind}", ranges)
+        for kind, columns in kinds.items()
+        for x, (num, ranges) in heads.items()
+    ]

@@ -1,0 +1,358 @@
+"""Training and cache-free forward of a role through megatron-core's own DDP, optimizer, scheduler and pipeline schedules.
+
+A rank holds one model chunk, or several where the pipeline is interleaved: chunk c of stage p is virtual stage c * pp + p.
+
+Legend: R rows of interest of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig as McoreOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from torch import Tensor
+
+from oppo_megatron.config.model import OptimizerConfig, TrainingLayoutConfig
+from oppo_megatron.errors import NumericsError
+from oppo_megatron.mcore import compat
+from oppo_megatron.mcore.batch import MicroBatch
+from oppo_megatron.mcore.groups import RoleGroups
+from oppo_megatron.mcore.layers.attention import PackedPlan
+from oppo_megatron.mcore.model import RoleModel
+from oppo_megatron.mcore.out_of_memory import Begun
+
+Loss = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
+"""(micro-batch, output of its rows) -> (its share of the minibatch's loss, summed statistics).
+
+The minibatch is that of all replicas: shares add up over micro-batches and over replicas.
+"""
+
+Chunks = RoleModel | Sequence[RoleModel]
+"""The model chunks of this rank, in the order of their layers; a chunk alone may stand for itself."""
+
+
+@dataclass
+class StepReport:
+    """One optimizer step.  `stats` are sums over the micro-batches (maxima where the name begins with `max_`).
+
+    They are those of all replicas, and known on last-stage ranks only; on the others the mapping is empty.
+    """
+
+    grad_norm: float
+    lr: float
+    stats: dict[str, float]
+
+
+@dataclass
+class Ahead:
+    """A micro-batch whose forward pass has been made before its turn, and the output, with its graph, until it is taken."""
+
+    batch: MicroBatch
+    output: Tensor | None
+
+    def take(self, batch: MicroBatch) -> Tensor | None:
+        """The output, which is not held here any longer, if it is of this micro-batch."""
+        if batch.index != self.batch.index or not torch.equal(batch.tokens_T, self.batch.tokens_T):
+            return None
+        output, self.output = self.output, None
+        return output
+
+
+def _run(
+    modules: Sequence[torch.nn.Module],
+    chunks: Sequence[RoleModel],
+    batches: Sequence[MicroBatch],
+    finish: Loss,
+    begun: Begun,
+    forward_only: bool,
+    ahead: Ahead | None = None,
+) -> list[dict[str, Tensor]]:
+    """Drive the pipeline over the micro-batches.  Returns what `finish` reported for each, on the last stage.
+
+    `modules` are the chunks or what wraps them; `begun` is told of each micro-batch.  Dummies run like the others, but
+    weigh nothing and report nothing.  The micro-batch that has been run `ahead` is not run again.
+    """
+    first = chunks[0]
+    groups, interleaved = first.groups, len(chunks) > 1
+    batches = _filled(batches, groups.pp if interleaved else 1, first.rope[0].device)
+    sizes = [_multiple(len(b.tokens_T), first.token_multiple) for b in batches]
+    if interleaved:  # its messages do not say how long they are
+        sizes = [max(sizes)] * len(sizes)
+
+    work = list(zip(batches, sizes, strict=True))
+    reports = get_forward_backward_func(groups.pp, len(chunks) if interleaved else None)(
+        forward_step_func=_forward_step(first, finish, begun, ahead),
+        data_iterator=[iter(work) for _ in modules] if interleaved else iter(work),
+        model=list(modules) if interleaved else modules[0],
+        num_microbatches=len(batches),
+        seq_length=max(sizes),
+        micro_batch_size=1,
+        forward_only=forward_only,
+        p2p_communicator=P2PCommunicator(groups.collection.pp, first.config),
+        pg_collection=groups.collection,
+    )
+    if not groups.is_last_stage:
+        return []
+    return [report for report, batch in zip(reports, batches, strict=True) if not batch.is_dummy]
+
+
+def _forward(model: RoleModel, module: torch.nn.Module, batch: MicroBatch, size: int) -> Tensor:
+    """The output of a chunk, which `module` wraps, for a micro-batch made up to `size` tokens."""
+    lengths, tokens_T = batch.padded(size, model.max_length)
+    out: Tensor = module(tokens_T, PackedPlan(lengths, model.rope), batch.rows_R)
+    return out
+
+
+def _forward_step(model: RoleModel, finish: Loss, begun: Begun, ahead: Ahead | None) -> Callable[..., Any]:
+    """The function by which megatron's schedules run a micro-batch through a chunk, and get its loss on the last stage."""
+
+    def forward_step(
+        work_left: Iterator[tuple[MicroBatch, int]], module: torch.nn.Module
+    ) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        batch, size = next(work_left)
+        begun.note(len(batch.index), len(batch.tokens_T))
+        out = None if ahead is None else ahead.take(batch)
+        if out is None:
+            out = _forward(model, module, batch, size)
+
+        def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            share, stats = (output.sum() * 0.0, {}) if batch.is_dummy else finish(batch, output)
+            return share, torch.zeros((), dtype=torch.int, device=share.device), stats  # losses are sums: no count
+
+        return out, loss
+
+    return forward_step
+
+
+def _filled(batches: Sequence[MicroBatch], multiple: int, device: torch.device) -> list[MicroBatch]:
+    """With dummies behind them, so that there is at least one and the number is a multiple of `multiple`."""
+    missing = _multiple(max(len(batches), 1), multiple) - len(batches)
+    return [*batches, *[MicroBatch.dummy(device)] * missing]
+
+
+def _multiple(number: int, of: int) -> int:
+    return -(-number // of) * of
+
+
+def as_chunks(model: Chunks) -> list[RoleModel]:
+    """The chunks as a list."""
+    return [model] if isinstance(model, RoleModel) else list(model)
+
+
+@torch.no_grad()
+def forward_rows(
+    model: Chunks,
+    batches: Sequence[MicroBatch],
+    finish: Callable[[MicroBatch, Tensor], Tensor],
+    begun: Begun | None = None,
+) -> list[Tensor]:
+    """Full forward of every micro-batch without a cache.  On the last stage: finish(batch, rows' output) of each; else [].
+
+    The micro-batches are this replica's; replicas do not wait for each other.  `begun` is told of each.
+    """
+    if not batches:
+        return []
+
+    def as_loss(batch: MicroBatch, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return output.new_zeros(()), {"out": finish(batch, output)}
+
+    chunks = as_chunks(model)
+    reports = _run(chunks, chunks, batches, as_loss, begun or Begun(), forward_only=True)
+    return [report["out"] for report in reports]
+
+
+class TrainedModel:
+    """A role's chunks on this rank with their optimizer, which updates them in place; `model` is the first of them."""
+
+    def __init__(
+        self, model: Chunks, config: OptimizerConfig, total_steps: int, layout: TrainingLayoutConfig | None = None
+    ):
+        layout = layout or TrainingLayoutConfig()
+        self.chunks = as_chunks(model)
+        self.model = self.chunks[0]
+        settings, groups = self.model.config, self.model.groups
+        assert all(chunk.config is settings for chunk in self.chunks), "megatron reads one configuration for all chunks"
+        assert len(self.chunks) == layout.vpp, (len(self.chunks), layout.vpp)
+        replicas = groups.dp > 1
+        self.sharded = sharded = replicas and layout.distributed_optimizer
+        self.ddp = [
+            DistributedDataParallel(
+                settings,
+                DistributedDataParallelConfig(
+                    grad_reduce_in_fp32=True,
+                    use_distributed_optimizer=sharded,
+                    overlap_grad_reduce=replicas and layout.overlap_grad_reduce,
+                ),
+                chunk,
+                disable_bucketing=number > 0,
+                pg_collection=groups.collection,
+            )
+            for number, chunk in enumerate(self.chunks)
+        ]
+        self.optimizer = _optimizer(self.ddp, config, groups, sharded)
+        self.scheduler = _scheduler(self.optimizer, config, total_steps)
+        settings.finalize_model_grads_func = self._finalize
+        self.begun, self._broken_off = Begun(), False
+        self._ahead: Ahead | None = None
+        settings.no_sync_func = [ddp.no_sync for ddp in self.ddp] if len(self.ddp) > 1 else self.ddp[0].no_sync
+        settings.grad_scale_func = self.optimizer.scale_loss if settings.bf16 else None
+
+    @property
+    def goes_ahead(self) -> bool:
+        """Whether a forward pass needs neither another stage's output nor another micro-batch's turn."""
+        return self.model.groups.pp == 1 and len(self.chunks) == 1
+
+    def ahead(self, batch: MicroBatch) -> None:
+        """Run the forward pass of a micro-batch that the next `step` is given among others: it goes on from there.
+
+        All tensor ranks of the replica make the call, and none where not `goes_ahead`.  Takes the memory that the step takes
+        for the micro-batch, until then; the weights must not change in between.
+        """
+        assert self.goes_ahead
+        self._ahead = None
+        self.begun.note(len(batch.index), len(batch.tokens_T))
+        model, ddp = self.model, self.ddp[0]
+        ddp.train()
+        try:
+            self._ahead = Ahead(
+                batch, _forward(model, ddp, batch, _multiple(len(batch.tokens_T), model.token_multiple))
+            )
+        finally:
+            ddp.eval()
+
+    def forget_ahead(self) -> None:
+        """The step for which `ahead` was called will not be made."""
+        self._ahead = None
+
+    def step(self, batches: Sequence[MicroBatch], loss: Loss) -> StepReport:
+        """Forward, backward and one optimizer step on this replica's share of a minibatch, which may be empty.
+
+        All ranks of all replicas make the call.  The micro-batches' losses add up, over the replicas too, to the
+        minibatch's; the gradient and its norm are those of the sum.  Raises NumericsError, before the weights change, if
+        the norm is not finite.
+        """
+        for ddp in self.ddp:
+            ddp.train()
+            if self._broken_off:  # what a step that ran out of memory has noted of its last micro-batch
+                for bucket in ddp.bucket_groups:
+                    bucket.per_param_grad_ready_counts = {}
+            ddp.zero_grad_buffer()
+        self._broken_off = True
+        self.optimizer.zero_grad()
+        lr = self.optimizer.param_groups[0]["lr"]
+        ahead, self._ahead = self._ahead, None
+        try:
+            reports = _run(self.ddp, self.chunks, batches, loss, self.begun, forward_only=False, ahead=ahead)
+            self._broken_off = False
+            norm = self._checked_step()
+        finally:
+            for ddp in self.ddp:
+                ddp.eval()
+        return StepReport(norm, lr, _total(reports, self.model.groups))
+
+    def bound_to_peers(self) -> str | None:
+        """Why this rank cannot make the step's micro-batches again while others are at theirs; None where it can."""
+        groups = self.model.groups
+        if groups.tp > 1 or groups.pp > 1:
+            return "the other ranks of its tensor- or pipeline-parallel group compute the same micro-batch"
+        if any(bucket.grad_reduce_handle is not None for ddp in self.ddp for bucket in ddp.bucket_groups):
+            return "gradients of its last micro-batch are on their way to other replicas; set train.overlap_grad_reduce to false"
+        return None
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps done."""
+        return int(self.scheduler.num_steps)
+
+    def resume_schedule(self, updates: int) -> None:
+        """So many optimizer steps are done: the learning rate goes on from there."""
+        self.scheduler.num_steps = updates
+        self.scheduler.step(increment=0)
+
+    def _finalize(
+        self, model: list[torch.nn.Module], num_tokens: Tensor | None, *, pg_collection: Any, force_all_reduce: bool
+    ) -> None:
+        """Sum the gradients over replicas and over the copies of shared weights; never divided by a token count."""
+        self.begun.forget()
+        finalize_model_grads(model, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
+
+    def _checked_step(self) -> float:
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        if not math.isfinite(norm):
+            raise NumericsError(
+                f"the gradient norm is {norm}: the update is not applied. Lower the learning rate, or look at the batch's "
+                "rewards and log-prob gap in metrics.jsonl."
+            )
+        _, norm, _ = self.optimizer.step()
+        self.scheduler.step(increment=1)
+        return norm
+
+
+def _total(reports: Iterable[Mapping[str, Tensor]], groups: RoleGroups) -> dict[str, float]:
+    """Statistics of all micro-batches of all replicas, on last-stage ranks."""
+    own = _added([{name: float(value) for name, value in report.items()} for report in reports])
+    if groups.dp == 1 or not groups.is_last_stage:
+        return own
+    found: list[Any] = [None] * groups.dp
+    dist.all_gather_object(found, own, group=groups.collection.dp)  # a replica without rows knows no names
+    return _added(found)
+
+
+def _added(reports: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for report in reports:
+        for name, value in report.items():
+            both = (total.get(name, value), value)
+            total[name] = max(both) if name.startswith("max_") else total.get(name, 0.0) + value
+    return total
+
+
+def _optimizer(ddp: list[DistributedDataParallel], config: OptimizerConfig, groups: RoleGroups, sharded: bool) -> Any:
+    """Adam over all chunks; `sharded`: each replica keeps the state of a share of the weights."""
+    settings = ddp[0].config
+    optimizer_config = McoreOptimizerConfig(
+        optimizer="adam", lr=config.lr, min_lr=config.min_lr, weight_decay=config.weight_decay,
+        adam_beta1=config.beta1, adam_beta2=config.beta2, adam_eps=config.eps, clip_grad=config.clip_grad,
+        bf16=settings.bf16, params_dtype=settings.params_dtype, use_distributed_optimizer=sharded,
+    )  # fmt: skip
+    with compat.optimizer_world(groups.all):
+        optimizer = get_megatron_optimizer(
+            optimizer_config,
+            ddp,
+            config_overrides=get_standard_config_overrides(optimizer_config),
+            use_gloo_process_groups=False,
+            pg_collection=groups.collection,
+        )
+    for each in optimizer.chained_optimizers:
+        if isinstance(each.optimizer, torch.optim.AdamW):  # where megatron found no other
+            for group in each.optimizer.param_groups:
+                group["fused"] = True  # one pass over weights and moments, in place of a dozen
+    return optimizer
+
+
+def _scheduler(optimizer: Any, config: OptimizerConfig, total_steps: int) -> OptimizerParamScheduler:
+    return OptimizerParamScheduler(
+        optimizer,
+        # megatron starts a warm-up at init_lr: the first step is to be one of the ramp, not one that does nothing.
+        init_lr=config.lr / config.warmup_steps if config.warmup_steps else config.lr,
+        max_lr=config.lr,
+        min_lr=config.min_lr if config.decay != "constant" else min(config.min_lr, config.lr),
+        lr_warmup_steps=config.warmup_steps,
+        lr_decay_steps=max(total_steps, config.warmup_steps + 1),
+        lr_decay_style=config.decay,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=max(total_steps, 1),
+        wd_incr_style="constant",
+    )

@@ -1,0 +1,313 @@
+"""Trained models in a checkpoint of megatron-core (`dist_checkpointing`, format torch_dist), for any layout to load.
+
+Weights and optimizer state are written under megatron-core's own names (`optimizer.state.exp_avg.<weight>`), as tensors of
+the whole model in pieces.  Two things are done here, because megatron-core 0.16.1 does them otherwise:
+  - A distributed optimizer, which has flat shares of the state on each replica, is gathered to the shapes of the weights
+    and written as any other optimizer.  megatron-core's own way needs Apex or TE to load (distrib_optimizer.py:640), and
+    groups of gloo to save.
+  - Files are written by this process.  megatron-core forks writers (filesystem_async.py:266), which a process with CUDA,
+    or with the threads of a process group, must not.
+What is no tensor (counts of steps) is the caller's to keep: rank 0 alone would write it, and rank 0 may not hold the model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from torch import Tensor
+from torch.distributed import checkpoint as torch_checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.nn import Parameter
+
+from oppo_megatron.cluster.peers import is_lost_peer
+from oppo_megatron.errors import CheckpointError
+from oppo_megatron.mcore.model import RoleModel
+from oppo_megatron.mcore.training import TrainedModel
+from oppo_megatron.mcore.weights.checkpoint_index import INDEX, read_plain_index
+from oppo_megatron.mcore.weights.hf_writer import hf_config
+from oppo_megatron.modeldir.megatron import SHAPE
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MASTER = "fp32_param"
+
+
+@dataclass(frozen=True)
+class ModelShards:
+    """What this rank writes of trained models: torch's own form of tensors with their places, and what is no tensor.
+
+    `shapes`: the `config.json` of each model whose first rank this is, which tensors do not say.  `num_bytes`: about what it
+    comes to on the disk; what replicas hold alike is the first one's.
+    """
+
+    sharded: dict[str, Any]
+    common: dict[str, Any]
+    shapes: dict[str, dict[str, Any]]
+    num_bytes: int
+
+
+def gather_models(models: Mapping[str, TrainedModel], *, copied: bool) -> ModelShards:
+    """Models by name, with their optimizers.  Every rank of the world makes the call, with the models that it holds.
+
+    `copied`: into memory of their own, so that they may be trained while they are written.
+    """
+    tree: dict[str, Any] = {}
+    for name, model in models.items():
+        shards = _Shards(name, model, gather=True)
+        shards.prepare(0)  # where nothing has been updated yet; else it changes nothing
+        tree |= shards.tree()
+    sharded, common = save_preprocess(tree)
+    renamed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=copied)
+    if copied:
+        for pieces in renamed.values():
+            for piece in pieces:
+                piece.data = piece.data.detach().to("cpu", copy=True)
+    shapes = {
+        name: hf_config(first.shape, first.head, next(first.parameters()).dtype)
+        for name, first in ((name, model.model) for name, model in models.items())
+        if dist.get_rank() == first.groups.ranks[0]
+    }
+    return ModelShards(mcore_to_pyt_state_dict(renamed, False), common, shapes, _size_bytes(models))
+
+
+def write_models(folder: Path, shards: ModelShards, group: dist.ProcessGroup) -> None:
+    """Write into an empty folder what megatron-core's own strategy writes, in this process.
+
+    Every rank of `group`, which is the world, makes the call.  Raises CheckpointError on all ranks where a shard could not be
+    written, OSError on one rank alone for what only it writes: behind the last message, so that the ranks can still agree.
+    """
+    try:
+        torch_checkpoint.save(
+            shards.sharded,
+            storage_writer=_Writer(folder, overwrite=True),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+            process_group=group,
+        )
+    except CheckpointException as error:
+        raise CheckpointError(_reason(error)) from error
+    for name, shape in shards.shapes.items():  # by this folder a role of another run names these weights
+        (folder / name).mkdir()
+        (folder / name / SHAPE).write_text(json.dumps(shape, indent=2) + "\n", encoding="utf-8")
+    if group.rank() == 0:
+        TorchCommonSaveStrategy("torch", 1).save_common(shards.common, folder)
+        save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+
+
+def _size_bytes(models: Mapping[str, TrainedModel]) -> int:
+    total = 0
+    for model in models.values():
+        if model.model.groups.collection.dp.rank() == 0:
+            for chunk in model.chunks:
+                for param in filter(_is_trained, chunk.parameters()):
+                    states = len(MOMENTS) + (param.dtype != torch.float32)
+                    total += param.numel() * (param.element_size() + states * torch.float32.itemsize)
+    return total
+
+
+def load_models(folder: Path, models: Mapping[str, TrainedModel], updates: Mapping[str, int]) -> None:
+    """Set weights and optimizers to what a checkpoint has; otherwise as `gather_models`.
+
+    `updates` are optimizer steps done.  Raises CheckpointError where the models are not those of the checkpoint.
+    """
+    shards = [_Shards(name, model, gather=False) for name, model in models.items()]
+    tree: dict[str, Any] = {}
+    for each in shards:
+        each.prepare(updates[each.name], fresh=True)
+        tree |= each.tree()
+    read_plain_index(folder / INDEX)
+    try:
+        loaded = dist_checkpointing.load(tree, str(folder))
+    except (Exception, CheckpointException) as error:  # malformed files lead to many kinds; torch's is no Exception
+        if isinstance(error, RuntimeError) and is_lost_peer(error):
+            raise
+        raise CheckpointError(
+            f"{folder}: the checkpoint does not hold the models of this configuration ({_reason(error)}); resume with the models "
+            "that the run began with (layouts may differ), or start a new run in another run_dir"
+        ) from error
+    for each in shards:
+        each.take(loaded)
+
+
+def load_adapters(folder: Path, name: str, model: RoleModel) -> None:
+    """Set the adapters of a model in evaluation to what the checkpoint has of model `name`, whatever layout wrote it.
+
+    Every rank of the model makes the call.  Raises CheckpointError where the checkpoint does not have them.
+    """
+    prefix = f"{name}."
+    weights = model.sharded_state_dict(prefix=prefix, metadata={"dp_cp_group": model.groups.collection.dp_cp})
+    adapters = {key: param for key, param in model.named_parameters() if _is_trained(param)}
+    read_plain_index(folder / INDEX)
+    try:
+        loaded = dist_checkpointing.load({key: weights[f"{prefix}{key}"] for key in adapters}, str(folder))
+    except (Exception, CheckpointException) as error:  # as in `load_models`
+        if isinstance(error, RuntimeError) and is_lost_peer(error):
+            raise
+        raise CheckpointError(
+            f"{folder}: the checkpoint does not hold the adapters of {name} ({_reason(error)}); name another of the run"
+        ) from error
+    with torch.no_grad():
+        for key, param in adapters.items():
+            param.copy_(loaded[key])
+    model.weights_changed()
+
+
+class _Writer(torch_checkpoint.FileSystemWriter):
+    """torch's, which tells what the system refused: torch's own archive writer covers that with an error of its own."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            before: BaseException | None = error
+            while before is not None and not isinstance(before, OSError):
+                before = before.__cause__ or before.__context__
+            if before is None:
+                raise
+            raise before from None
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What this rank's optimizer has of a weight: its elements start .. end, flat."""
+
+    start: int
+    end: int
+    state: dict[str, Any]
+    master: Tensor | None  # the float32 weight behind one of low precision
+
+
+class _Shards:
+    """The tensors of one model on this rank, under the names of the checkpoint."""
+
+    def __init__(self, name: str, model: TrainedModel, gather: bool):
+        """`gather`: with the values; else with memory to load them into."""
+        self.name, self._model, self._gather = name, model, gather
+        self._pieces = dict(_pieces(model.optimizer))
+
+    def prepare(self, updates: int, fresh: bool = False) -> None:
+        """Give weights that have none the state that their first update would; `fresh`: count `updates` as done."""
+        for optimizer in self._model.optimizer.chained_optimizers:
+            inner = optimizer.optimizer
+            by_group = not isinstance(inner, (torch.optim.Adam, torch.optim.AdamW))  # fused ones count steps there
+            for group in inner.param_groups:
+                if by_group and fresh:
+                    group["step"] = updates
+                for param in group["params"]:
+                    state = inner.state[param]
+                    for moment in MOMENTS:
+                        state.setdefault(moment, torch.zeros_like(param.data))
+                    if not by_group and (fresh or "step" not in state):
+                        state["step"] = torch.tensor(float(updates), device=param.device)  # as fused AdamW has it
+        self._pieces = dict(_pieces(self._model.optimizer))
+
+    def tree(self) -> dict[str, Any]:
+        """Tensors with their places in the whole model."""
+        groups = self._model.model.groups
+        tree: dict[str, Any] = {}
+        for number, chunk in enumerate(self._model.chunks):
+            prefix = f"{self.name}."
+            weights = chunk.sharded_state_dict(prefix=prefix, metadata={"dp_cp_group": groups.collection.dp_cp})
+            for key, param in self._weights(number):
+                tree[key] = weights[key.removeprefix(f"{number}:")]
+                for part, values in self._state(param).items():
+                    sharded = make_sharded_optimizer_tensor(tree[key], values, f"optimizer.state.{part}")
+                    tree[f"{part}:{key}"] = sharded
+        return tree
+
+    def take(self, loaded: Mapping[str, Any]) -> None:
+        """Put what was loaded where it belongs."""
+        with torch.no_grad():
+            for number in range(len(self._model.chunks)):
+                for key, param in self._weights(number):
+                    param.data.copy_(loaded[key])
+                    piece = self._pieces.get(param)
+                    if piece is None:
+                        continue
+                    for part, target in _parts(piece).items():
+                        target.copy_(loaded[f"{part}:{key}"].flatten()[piece.start : piece.end].view(target.shape))
+
+    def _weights(self, number: int) -> Iterator[tuple[str, Parameter]]:
+        """Those that are trained: what adapters stand beside is where the model came from."""
+        for name, param in self._model.chunks[number].named_parameters():
+            if _is_trained(param):
+                yield f"{number}:{self.name}.{name}", param
+
+    def _state(self, param: Parameter) -> dict[str, Tensor]:
+        """The optimizer's state of a whole weight, as this tensor and pipeline rank has it, in the shape of the weight."""
+        piece, group = self._pieces.get(param), self._model.model.groups.collection.dp
+        names = [*MOMENTS, *([MASTER] if param.dtype != torch.float32 else [])]
+        found = {} if piece is None else _parts(piece)
+        sharded = self._model.sharded
+        if not sharded and self._gather:
+            return {name: found[name] for name in names}
+        whole: dict[str, Tensor] = {}
+        for name in names:
+            values = torch.zeros(param.shape, dtype=torch.float32, device=param.device if self._gather else "cpu")
+            if self._gather:
+                if piece is not None:
+                    values.view(-1)[piece.start : piece.end] = found[name].flatten()
+                dist.all_reduce(values, group=group)  # zeros elsewhere: the sum is exact
+            whole[name] = values.cpu()
+        return whole
+
+
+def _is_trained(param: Parameter) -> bool:
+    return param.requires_grad
+
+
+def _reason(error: BaseException) -> str:
+    """What torch tells of the ranks' errors at length, in a line."""
+    failures = getattr(error, "failures", None) or {}
+    first = next((wrapped[0] for wrapped in failures.values()), error)
+    return next(iter(str(first).splitlines()), type(first).__name__)
+
+
+def _parts(piece: _Piece) -> dict[str, Tensor]:
+    parts = {moment: piece.state[moment] for moment in MOMENTS}
+    return parts if piece.master is None else parts | {MASTER: piece.master.data}
+
+
+def _pieces(chained: Any) -> Iterator[tuple[Parameter, _Piece]]:
+    """What each optimizer of megatron-core has of its weights."""
+    for optimizer in chained.chained_optimizers:
+        if hasattr(optimizer, "gbuf_ranges"):
+            yield from _sharded_pieces(optimizer)
+            continue
+        state = optimizer.optimizer.state
+        for param in _model_params(optimizer):
+            main = getattr(param, "main_param", None)
+            yield param, _Piece(0, param.numel(), state[param if main is None else main], main)
+
+
+def _sharded_pieces(optimizer: Any) -> Iterator[tuple[Parameter, _Piece]]:
+    """Of a distributed optimizer: the shares of weights that this replica updates."""
+    for param, (group, order) in optimizer.model_param_group_index_map.items():
+        share = optimizer._get_model_param_range_map(param)["param"]
+        main = optimizer.optimizer.param_groups[group]["params"][order]
+        low = param.dtype != torch.float32
+        yield param, _Piece(share.start, share.end, optimizer.optimizer.state[main], main if low else None)
+
+
+def _model_params(optimizer: Any) -> Iterator[Parameter]:
+    if hasattr(optimizer, "float16_groups"):
+        for groups in (optimizer.float16_groups, optimizer.fp32_from_fp32_groups):
+            for group in groups:
+                yield from group
+    else:
+        for group in optimizer.optimizer.param_groups:
+            yield from group["params"]

@@ -1,0 +1,222 @@
+"""Hugging Face tensors read out of a Megatron `torch_dist` checkpoint, whatever layout wrote it, a saved piece at a time.
+
+The index is read with a closed table of classes (`checkpoint_index.py`) and each piece by torch's reader of tensors alone
+(`weights_only`): no pickle of the folder can call anything.  `common.pt`, which has a program's arguments, is not opened.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from oppo_megatron.errors import CheckpointError
+from oppo_megatron.mcore.naming.dist_layout import ALIGNER_BIAS, ALIGNER_HEAD, HEAD, is_weight, saved_names
+from oppo_megatron.mcore.naming.hf_layout import LM_HEAD, SCALAR_HEAD, Part, param_shapes, stage_parts
+from oppo_megatron.mcore.shape import ModelShape
+from oppo_megatron.mcore.weights.checkpoint_index import read_plain_index
+from oppo_megatron.modeldir.megatron import TORCH_INDEX, MegatronFolder
+
+WORD_EMBEDDING = "embedding.word_embeddings.weight"
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_PADDED = (WORD_EMBEDDING, HEAD)
+_SHOWN_PROBLEMS = 8
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a Hugging Face tensor lies: in the saved tensor `key`, of a stacked one in layer `layer`."""
+
+    part: Part
+    key: str
+    layer: int | None
+
+
+class DistSource:
+    """A `TensorSource`.  Opening reads the index and compares it with the shape; rows of a padded vocabulary are left out."""
+
+    def __init__(self, folder: MegatronFolder, shape: ModelShape):
+        self._folder = folder.weights
+        self._index = read_plain_index(self._folder / TORCH_INDEX)
+        saved = {name: entry for name, entry in self._index.state_dict_metadata.items() if hasattr(entry, "chunks")}
+        self._prefix = _prefix(saved, folder)
+        self._saved = {
+            name.removeprefix(self._prefix): entry
+            for name, entry in saved.items()
+            if name.startswith(self._prefix) and is_weight(name.removeprefix(self._prefix))
+        }
+        self._pieces = {(key.fqn, tuple(key.offset or ())): info for key, info in self._index.storage_data.items()}
+        self._places = dict(self._find(shape))
+        self._load = functools.lru_cache(maxsize=2)(self._load_piece)  # q, k and v, or gate and up, lie in one piece
+        self._require_no_bias()
+
+    def names(self) -> Collection[str]:
+        return self._places.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._place(name).part.hf_shape
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        dtype = self._saved[self._place(name).key].properties.dtype
+        return dtype if dtype in _FLOATS else None
+
+    def read(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
+        place = self._place(name)
+        rows = region[0].indices(place.part.hf_shape[0])
+        pieces = [self._read_rows(place, *span, region[1:]) for span in _spans(place.part, rows[0], rows[1])]
+        return torch.cat(pieces)
+
+    def _place(self, name: str) -> _Place:
+        if name not in self._places:
+            raise CheckpointError(f"{self._folder}: no tensor that {name} is made of")
+        return self._places[name]
+
+    def _find(self, shape: ModelShape) -> Iterator[tuple[str, _Place]]:
+        """Each Hugging Face tensor that is there.  Raises CheckpointError for tensors of other shapes or of no place."""
+        parts = {part.hf_name: part for head in ("lm", "scalar") for part in stage_parts(shape, head)}
+        shapes = {part.param: () for part in parts.values()} | param_shapes(
+            [part for name, part in parts.items() if name not in (LM_HEAD, SCALAR_HEAD)]
+        )
+        problems, depths = [], dict[str, int | None]()
+        for name, part in parts.items():
+            place = self._place_of(name, part)
+            if place is None:
+                continue
+            depths[place.key] = shape.num_layers if place.layer is not None else None
+            if place.layer is not None and place.layer >= self._saved[place.key].size[0]:
+                continue
+            size, due = self._size(place), part.hf_shape if name in (LM_HEAD, SCALAR_HEAD) else shapes[part.param]
+            if size == due or (part.param in _PADDED and size[1:] == due[1:] and size[0] > due[0]):
+                yield name, place
+            else:
+                layer = "" if place.layer is None else f" (layer {place.layer})"
+                problems.append(f"{place.key}{layer} has shape {list(size)}, config.json asks for {list(due)}")
+        problems += self._count_problems(depths)
+        if problems:
+            more = [f"... and {len(problems) - _SHOWN_PROBLEMS} more"] if len(problems) > _SHOWN_PROBLEMS else []
+            lines = "\n".join(f"  - {problem}" for problem in problems[:_SHOWN_PROBLEMS] + more)
+            raise CheckpointError(
+                f"{self._folder}: the weights do not fit the model:\n{lines}\nUse the config.json that belongs to them."
+            )
+
+    def _count_problems(self, depths: Mapping[str, int | None]) -> Iterator[str]:
+        """Tensors and layers that nobody reads, or that lack.  `depths`: due layers of each key that is read, None: no stack."""
+        for key in sorted(self._saved.keys() - depths.keys() - {ALIGNER_BIAS}):
+            tied = ", which ties it to the embeddings (tie_word_embeddings)" if key == HEAD else ""
+            yield f"{key} has no place in the model of config.json{tied}"
+        for key, layers in depths.items():
+            if layers is not None and self._saved[key].size[0] != layers:
+                yield f"{key} holds {self._saved[key].size[0]} layers, config.json asks for {layers}"
+
+    def _place_of(self, name: str, part: Part) -> _Place | None:
+        if name == SCALAR_HEAD and ALIGNER_HEAD in self._saved:
+            return _Place(part, ALIGNER_HEAD, None)
+        for key, layer in saved_names(part.param):
+            if key in self._saved:
+                if name in (LM_HEAD, SCALAR_HEAD) and (self._saved[key].size[0] == 1) != (name == SCALAR_HEAD):
+                    return None  # one key for both heads: its rows tell them apart
+                return _Place(part, key, layer)
+        return None
+
+    def _size(self, place: _Place) -> tuple[int, ...]:
+        """Of one layer where layers are stacked."""
+        size = tuple(self._saved[place.key].size)
+        return size if place.layer is None else size[1:]
+
+    def _require_no_bias(self) -> None:
+        """NeMo-Aligner's scalar head has a bias, which a *ForSequenceClassification has not."""
+        if ALIGNER_BIAS in self._saved:
+            bias = self._region(ALIGNER_BIAS, tuple((0, size) for size in self._saved[ALIGNER_BIAS].size))
+            if bool(bias.any()):
+                raise CheckpointError(
+                    f"{self._folder}: the bias of its scalar head is {float(bias.flatten()[0]):g}, but a scalar head has none "
+                    "here: every score would lack it. Train the head without, or set it to 0 and shift the rewards"
+                )
+
+    def _read_rows(self, place: _Place, start: int, stop: int, columns: tuple[slice, ...]) -> torch.Tensor:
+        sizes = place.part.hf_shape[1:]
+        spans = [(start, stop), *(region.indices(size)[:2] for region, size in zip(columns, sizes, strict=True))]
+        if place.layer is None:
+            return self._region(place.key, tuple(spans))
+        return self._region(place.key, ((place.layer, place.layer + 1), *spans))[0]
+
+    def _region(self, key: str, spans: tuple[tuple[int, int], ...]) -> torch.Tensor:
+        """The box `spans` (start, stop of each dimension) of a saved tensor, from the pieces that it overlaps."""
+        entry = self._saved[key]
+        out = torch.empty([stop - start for start, stop in spans], dtype=entry.properties.dtype)
+        filled = 0
+        for chunk in entry.chunks:
+            both = [
+                (max(start, offset), min(stop, offset + size))
+                for (start, stop), offset, size in zip(spans, chunk.offsets, chunk.sizes, strict=True)
+            ]
+            if any(start >= stop for start, stop in both):
+                continue
+            piece = self._load(f"{self._prefix}{key}", tuple(chunk.offsets), tuple(chunk.sizes))
+            target = tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(both, spans, strict=True))
+            source = tuple(slice(a - offset, b - offset) for (a, b), offset in zip(both, chunk.offsets, strict=True))
+            out[target] = piece[source]
+            filled += prod(b - a for a, b in both)
+        if filled != out.numel():
+            raise CheckpointError(
+                f"{self._folder}: its pieces give {filled} of {out.numel()} elements of {key}; copy it whole from where it "
+                "was saved, or save it again"
+            )
+        return out
+
+    def _load_piece(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+        info = self._pieces.get((name, offsets))
+        if info is None or getattr(info, "transform_descriptors", None):
+            how = "is nowhere in it" if info is None else "is compressed, which is not read"
+            raise CheckpointError(f"{self._folder}: the piece of {name} at {list(offsets)} {how}; save it again")
+        path = self._folder / info.relative_path
+        with path.open("rb") as file:
+            file.seek(info.offset)
+            content = file.read(info.length)
+        try:
+            tensor: Any = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        except Exception as error:  # whatever damaged bytes lead torch's readers to
+            raise CheckpointError(
+                f"{path}: the piece of {name} at {list(offsets)} cannot be read ({type(error).__name__}: {str(error):.100}); "
+                "copy the file again"
+            ) from error
+        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != sizes:
+            raise CheckpointError(
+                f"{path}: the piece of {name} at {list(offsets)} is not what the index says; copy it again"
+            )
+        return tensor
+
+
+def _spans(part: Part, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """The rows of the parameter that hold rows start .. stop of a Hugging Face tensor, in order."""
+    first = 0
+    for rows in part.rows:
+        size = rows.stop - rows.start
+        low, high = max(start - first, 0), min(stop - first, size)
+        if low < high:
+            yield rows.start + low, rows.start + high
+        first += size
+
+
+def _prefix(saved: Collection[str], folder: MegatronFolder) -> str:
+    """What the model's keys begin with: nothing in Megatron-LM, `model.` in NeMo, the role in a run of ours."""
+    found = [name.removesuffix(WORD_EMBEDDING) for name in saved if name.endswith(WORD_EMBEDDING)]
+    prefixes = sorted(prefix for prefix in found if not prefix.startswith("optimizer."))
+    if folder.prefix is not None:
+        prefixes = [prefix for prefix in prefixes if prefix == folder.prefix]
+    if len(prefixes) == 1:
+        return prefixes[0]
+    if prefixes:
+        raise CheckpointError(
+            f"{folder.weights}: holds several models ({', '.join(prefixes)}); save the one that is meant alone"
+        )
+    whose = "" if folder.prefix is None else f" of {folder.prefix.removesuffix('.')}"
+    raise CheckpointError(
+        f"{folder.weights}: no tensor {folder.prefix or ''}{WORD_EMBEDDING}: it does not hold the whole model{whose} (only its "
+        "adapters, perhaps, or another kind of model); name one that does"
+    )

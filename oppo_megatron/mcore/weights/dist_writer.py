@@ -1,0 +1,150 @@
+"""A model written as a Megatron `torch_dist` checkpoint from any source of tensors, without a model and without ranks.
+
+One parameter is in memory at a time: what is to be written is planned from the shapes, and read when its turn comes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from torch.distributed.checkpoint import FileSystemWriter, SavePlan, save
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from oppo_megatron.mcore.naming.dist_layout import ALIGNER_BIAS, ALIGNER_HEAD, HEAD, saved_names
+from oppo_megatron.mcore.naming.hf_layout import Head, Part, param_shapes, stage_parts
+from oppo_megatron.mcore.shape import ModelShape
+from oppo_megatron.mcore.weights.hf_source import TensorSource
+from oppo_megatron.mcore.weights.hf_weights import put_part
+from oppo_megatron.mcore.weights.hf_writer import aside, require_empty
+from oppo_megatron.rundir.manifest import sync_folder
+
+
+@dataclass(frozen=True)
+class Naming:
+    """How a program's checkpoints name what megatron-core's modules have: the prefix of keys, and the scalar head.
+
+    `keeps_output`: a model with a scalar head has its output layer still, unused, and cannot be loaded without.
+    """
+
+    prefix: str = ""
+    scalar_head: str = HEAD
+    scalar_bias: str | None = None
+    keeps_output: bool = False
+
+
+MEGATRON = Naming()
+ALIGNER = Naming("model.", ALIGNER_HEAD, ALIGNER_BIAS, keeps_output=True)
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A parameter's place in the saved tensor `key` of shape `size`: all of it, or one layer.  Zeros without parts."""
+
+    key: str
+    size: tuple[int, ...]
+    layer: int | None
+    parts: Sequence[Part]
+
+    @property
+    def param_size(self) -> tuple[int, ...]:
+        return self.size if self.layer is None else self.size[1:]
+
+    @property
+    def offset(self) -> tuple[int, ...]:
+        return (self.layer or 0,) + (0,) * (len(self.size) - 1)
+
+
+def write_dist(
+    shape: ModelShape, source: TensorSource, weights: Path, *, head: Head, dtype: torch.dtype, naming: Naming = MEGATRON
+) -> int:
+    """Write the tensors of `source` into the folder `weights`, which must not exist; returns their number.
+
+    The number is of parameters as they are saved, with layers stacked.
+    """
+    planned = list(_planned(shape, head, naming))
+    weights.mkdir(parents=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # no_dist asks for that
+        save({}, storage_writer=FileSystemWriter(weights), planner=_LazyPlanner(planned, source, dtype), no_dist=True)
+    torch.save({}, weights / COMMON_STATE_FNAME)
+    (weights / CONFIG_FNAME).write_text(json.dumps(asdict(CheckpointingConfig("torch_dist", 1))), encoding="utf-8")
+    sync_folder(weights)
+    return len({saved.key for saved in planned})
+
+
+def write_directory(
+    directory: Path, sub: str, texts: Mapping[str, str], extra_files: Iterable[Path], write: Callable[[Path], int]
+) -> int:
+    """Make `directory` with weights in its folder `sub`, and texts and other files by name; whole or not at all.
+
+    `write` makes the folder that it is called with, and what it returns is returned.  Raises CheckpointError if the directory
+    already holds something.
+    """
+    require_empty(directory)
+    partial = aside(directory)
+    shutil.rmtree(partial, ignore_errors=True)  # of a run that was stopped while it wrote
+    try:
+        written = write(partial / sub)
+        for path in extra_files:
+            shutil.copyfile(path, partial / path.name)
+        for name, text in texts.items():
+            (partial / name).write_text(text, encoding="utf-8")
+        os.replace(partial, directory)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    sync_folder(directory.parent)
+    return written
+
+
+def _planned(shape: ModelShape, head: Head, naming: Naming) -> Iterator[_Saved]:
+    parts = stage_parts(shape, head)
+    sizes = param_shapes(parts)
+    for param, group in itertools.groupby(parts, key=lambda part: part.param):
+        (key, layer), *_ = saved_names(param)
+        if key == HEAD and head == "scalar":
+            key = naming.scalar_head
+        size = sizes[param] if layer is None else (shape.num_layers, *sizes[param])
+        yield _Saved(naming.prefix + key, size, layer, list(group))
+    if head == "scalar" and naming.scalar_bias is not None:
+        yield _Saved(naming.prefix + naming.scalar_bias, (1,), None, [])
+    if head == "scalar" and naming.keeps_output and not shape.tied_embeddings:
+        yield _Saved(naming.prefix + HEAD, (shape.vocab_size, shape.hidden_size), None, [])
+
+
+class _LazyPlanner(DefaultSavePlanner):
+    """Plans tensors that are not there yet: torch's writer asks for each when it writes it."""
+
+    def __init__(self, planned: Sequence[_Saved], source: TensorSource, dtype: torch.dtype):
+        super().__init__(flatten_state_dict=False)
+        self._planned = {(saved.key, saved.offset): saved for saved in planned}
+        self._source, self._dtype = source, dtype
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan([self._item(saved) for saved in self._planned.values()])
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        saved = self._planned[write_item.index.fqn, tuple(cast(torch.Size, write_item.index.offset))]
+        param = torch.zeros(saved.param_size, dtype=self._dtype)
+        for part in saved.parts:
+            put_part(param, part, self._source.read(part.hf_name, part.share(0, 1)))
+        return param if saved.layer is None else param[None]
+
+    def _item(self, saved: _Saved) -> WriteItem:
+        offset = torch.Size(saved.offset)
+        chunk = ChunkStorageMetadata(offset, torch.Size(saved.size if saved.layer is None else (1, *saved.size[1:])))
+        data = TensorWriteData(chunk, TensorProperties(dtype=self._dtype), torch.Size(saved.size))
+        return WriteItem(MetadataIndex(saved.key, offset), WriteItemType.SHARD, tensor_data=data)

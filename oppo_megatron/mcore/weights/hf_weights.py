@@ -1,0 +1,239 @@
+"""Weights between Hugging Face tensors and the parameters of one rank, a tensor's share at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from oppo_megatron.errors import CheckpointError
+from oppo_megatron.mcore.naming.hf_layout import Head, Part, hf_tensors, param_shapes, stage_parts
+from oppo_megatron.mcore.shape import ModelShape
+from oppo_megatron.mcore.weights.hf_source import TensorSource, require_source
+from oppo_megatron.mcore.weights.hf_writer import MAX_SHARD_BYTES, HfWriter, hf_config
+
+
+@torch.no_grad()
+def load_weights(
+    model: torch.nn.Module,
+    shape: ModelShape,
+    source: TensorSource,
+    *,
+    head: Head,
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    pp_rank: int = 0,
+    pp_size: int = 1,
+) -> None:
+    """Fill every parameter of one stage in place, cast to the parameter's dtype and device.
+
+    A model chunk of an interleaved pipeline is a stage like any other, number chunk * pp + pp_rank of vpp * pp.
+
+    `model` is the bare model, before DDP wraps it and before an optimizer copies its parameters.  Reads only this
+    rank's share of each tensor, one at a time.  Raises CheckpointError if the source or the model does not fit `shape`.
+    """
+    require_source(shape, source, head, "load_weights")
+    parts = stage_parts(shape, head, tp_size=tp_size, pp_rank=pp_rank, pp_size=pp_size)
+    params = matching_params(model, parts, tp_size)
+    for part in parts:
+        put_part(params[part.param], part, source.read(part.hf_name, part.share(tp_rank, tp_size)))
+
+
+@torch.no_grad()
+def export_weights(
+    model: torch.nn.Module | Sequence[torch.nn.Module],
+    shape: ModelShape,
+    directory: Path,
+    *,
+    head: Head,
+    tp_group: dist.ProcessGroup | None = None,
+    pp_group: dist.ProcessGroup | None = None,
+    dp_group: dist.ProcessGroup | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    extra_files: Iterable[Path] = (),
+) -> None:
+    """Write the model as a Hugging Face directory (atomically, see HfWriter).  Every rank of the model makes the call.
+
+    Each tensor is gathered over the tensor-parallel group and sent down the pipeline group to the rank that is first in
+    both, which writes it; replicas after the first only wait.  The call returns when the directory is whole.  `model` is
+    this rank's stage, or its chunks.  Groups may be None where their size is one; `dtype` defaults to the parameters'.
+    """
+    chunks = [model] if isinstance(model, torch.nn.Module) else model
+
+    def parts_of(tp_size: int, stage: int, num_stages: int) -> list[Part]:
+        return stage_parts(shape, head, tp_size=tp_size, pp_rank=stage, pp_size=num_stages)
+
+    def writer(found: torch.dtype) -> HfWriter:
+        out, tensors = dtype or found, hf_tensors(shape, head)
+        config = hf_config(shape, head, out)
+        return HfWriter(directory, tensors, config, out, max_shard_bytes=max_shard_bytes, extra_files=extra_files)
+
+    gather_parts(chunks, parts_of, writer, tp_group, pp_group, dp_group)
+
+
+PartsOf = Callable[[int, int, int], list[Part]]
+"""(tensor ranks, stage, stages) -> the parts of the stage."""
+
+
+@torch.no_grad()
+def gather_parts(
+    chunks: Sequence[torch.nn.Module],
+    parts_of: PartsOf,
+    writer: Callable[[torch.dtype], HfWriter],
+    tp_group: dist.ProcessGroup | None,
+    pp_group: dist.ProcessGroup | None,
+    dp_group: dist.ProcessGroup | None,
+    *,
+    whole: bool = True,
+) -> None:
+    """Collect the parts of a model on its first rank, tensor by tensor, in what `writer` makes for the dtype found.
+
+    Every rank of the model makes the call, which returns when all is written.  `whole`: the parts are all parameters.
+    """
+    if _place(dp_group)[0] == 0:
+        _gather_replica(chunks, parts_of, writer, tp_group, pp_group, whole)
+    for group in (pp_group, tp_group, dp_group):
+        if group is not None:
+            dist.barrier(group)
+
+
+def _gather_replica(
+    chunks: Sequence[torch.nn.Module],
+    parts_of: PartsOf,
+    make_writer: Callable[[torch.dtype], HfWriter],
+    tp_group: dist.ProcessGroup | None,
+    pp_group: dist.ProcessGroup | None,
+    whole: bool,
+) -> None:
+    """One replica's part in `gather_parts`."""
+    (tp_rank, tp_size), (pp_rank, pp_size) = _place(tp_group), _place(pp_group)
+    num_stages = pp_size * len(chunks)
+    params = {}  # of each virtual stage on this rank
+    for stage, chunk in zip(range(pp_rank, num_stages, pp_size), chunks, strict=True):
+        params[stage] = matching_params(chunk, parts_of(tp_size, stage, num_stages), tp_size, whole=whole)
+    stored = next(iter(params[pp_rank].values()))
+    writer: HfWriter | None = None
+    with contextlib.ExitStack() as stack:
+        if tp_rank == pp_rank == 0:
+            writer = stack.enter_context(make_writer(stored.dtype))
+        for stage, part in _owned_parts(parts_of, tp_size, num_stages):
+            tensor, owner = None, stage % pp_size
+            if owner == pp_rank:
+                tensor = _gather(take_part(params[stage][part.param], part), part, tp_group)
+            if tp_rank == 0 and owner > 0:
+                tensor = _to_first_stage(tensor, owner, part, pp_group, stored)
+            if writer is not None:
+                assert tensor is not None
+                writer.write(part.hf_name, tensor)
+
+
+@torch.no_grad()
+def rewrite_weights(
+    shape: ModelShape,
+    source: TensorSource,
+    directory: Path,
+    *,
+    head: Head,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    extra_files: Iterable[Path] = (),
+) -> None:
+    """Write a source as a Hugging Face directory, through this runtime's layout but without a model.
+
+    One parameter is in memory at a time.  `dtype` defaults to the narrowest that holds every tensor exactly.
+    """
+    parts = stage_parts(shape, head)
+    shapes = param_shapes(parts)
+    out_dtype = dtype or common_dtype(shape, source, head)
+    config, tensors = hf_config(shape, head, out_dtype), hf_tensors(shape, head)
+    with HfWriter(
+        directory, tensors, config, out_dtype, max_shard_bytes=max_shard_bytes, extra_files=extra_files
+    ) as writer:
+        for name, of_param in itertools.groupby(parts, key=lambda part: part.param):
+            param, held = torch.empty(shapes[name], dtype=out_dtype), list(of_param)
+            for part in held:
+                put_part(param, part, source.read(part.hf_name, part.share(0, 1)))
+            for part in held:
+                writer.write(part.hf_name, take_part(param, part))
+
+
+def common_dtype(shape: ModelShape, source: TensorSource, head: Head) -> torch.dtype:
+    """The narrowest dtype that holds every tensor of a source exactly."""
+    dtypes = [found for name in hf_tensors(shape, head) if (found := source.dtype(name)) is not None]
+    return functools.reduce(torch.promote_types, dtypes)
+
+
+def put_part(param: torch.Tensor, part: Part, share: torch.Tensor) -> None:
+    """Store a rank's share of a Hugging Face tensor in its rows of the parameter, and zeros where it has fewer."""
+    first = 0
+    for rows in part.rows:
+        piece = share[first : first + rows.stop - rows.start]
+        param[rows.start : rows.start + len(piece)].copy_(piece)
+        param[rows.start + len(piece) : rows.stop].zero_()
+        first += len(piece)
+
+
+def take_part(param: torch.Tensor, part: Part) -> torch.Tensor:
+    """A rank's share of a Hugging Face tensor, from its rows of the parameter: the inverse of `put_part`, with its zeros."""
+    return torch.cat([param[rows] for rows in part.rows])
+
+
+def matching_params(
+    model: torch.nn.Module, parts: list[Part], tp_size: int, *, whole: bool = True
+) -> dict[str, torch.nn.Parameter]:
+    """The parameters that `parts` fill, after checking that they are there; `whole`: and that there are no others."""
+    filled = {part.param for part in parts}
+    params = {name: param for name, param in model.named_parameters() if whole or name in filled}
+    expected, found = param_shapes(parts, tp_size), {name: tuple(p.shape) for name, p in params.items()}
+    if wrong := sorted({name for name, _ in expected.items() ^ found.items()}):
+        lines = "".join(f"\n  - {name}: model {found.get(name)}, layout {expected.get(name)}" for name in wrong)
+        raise CheckpointError(
+            f"the model's parameters are not those of its shape and head:{lines}\n"
+            "Build the model from the same shape, head and parallel sizes."
+        )
+    return params
+
+
+def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    return (0, 1) if group is None else (group.rank(), group.size())
+
+
+def _owned_parts(parts_of: PartsOf, tp_size: int, num_stages: int) -> list[tuple[int, Part]]:
+    """Every Hugging Face tensor once, with the first stage that holds it (a tied embedding is held by two)."""
+    owned: dict[str, tuple[int, Part]] = {}
+    for stage in range(num_stages):
+        for part in parts_of(tp_size, stage, num_stages):
+            owned.setdefault(part.hf_name, (stage, part))
+    return list(owned.values())
+
+
+def _gather(share: torch.Tensor, part: Part, tp_group: dist.ProcessGroup | None) -> torch.Tensor | None:
+    """The whole tensor on the group's first rank, without rows behind its end; None on the others."""
+    rank, size = _place(tp_group)
+    if size == 1 or part.cut is None:
+        return share[: part.hf_shape[0]] if rank == 0 else None
+    shares = [torch.empty_like(share) for _ in range(size)] if rank == 0 else None
+    assert tp_group is not None
+    dist.gather(share, shares, dst=dist.get_global_rank(tp_group, 0), group=tp_group)
+    return torch.cat(shares, dim=part.cut)[: part.hf_shape[0]] if shares is not None else None
+
+
+def _to_first_stage(
+    tensor: torch.Tensor | None, owner: int, part: Part, pp_group: dist.ProcessGroup | None, like: torch.Tensor
+) -> torch.Tensor | None:
+    """Send stage `owner`'s tensor to the first stage.  Returns it there, None elsewhere."""
+    assert pp_group is not None
+    if pp_group.rank() == owner:
+        assert tensor is not None
+        dist.send(tensor, dist.get_global_rank(pp_group, 0), group=pp_group)
+    elif pp_group.rank() == 0:
+        tensor = like.new_empty(part.hf_shape)
+        dist.recv(tensor, dist.get_global_rank(pp_group, owner), group=pp_group)
+        return tensor
+    return None

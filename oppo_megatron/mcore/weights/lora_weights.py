@@ -1,0 +1,174 @@
+"""Adapters between peft directories and the parameters of one rank, and merged into the weights that they stand beside."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from oppo_megatron.config.lora import LoraConfig
+from oppo_megatron.errors import CheckpointError
+from oppo_megatron.mcore.naming.hf_layout import SCALAR_HEAD, Head, Part
+from oppo_megatron.mcore.naming.lora_layout import PEFT, adapter_parts
+from oppo_megatron.mcore.shape import ModelShape
+from oppo_megatron.mcore.weights.hf_source import DrawnSource, SafetensorsSource, TensorSource
+from oppo_megatron.mcore.weights.hf_weights import gather_parts, matching_params, put_part
+from oppo_megatron.mcore.weights.hf_writer import FileNames, HfWriter
+from oppo_megatron.modeldir.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+
+ADAPTER_FILES = FileNames(ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+TASKS: dict[Head, str] = {"lm": "CAUSAL_LM", "scalar": "SEQ_CLS"}
+_SHOWN = 4
+
+
+class FreshAdapters(DrawnSource):
+    """What adapters start from: A uniform within 1 / sqrt(inputs), as peft draws it; B zero."""
+
+    def __init__(self, parts: Collection[Part], seed: int):
+        super().__init__({part.hf_name: part.hf_shape for part in parts if ".lora_" in part.hf_name}, seed)
+
+    def draw(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
+        if ".lora_A." in name:
+            bound = 1 / math.sqrt(tensor.shape[1])
+            tensor.uniform_(-bound, bound, generator=generator)
+
+
+def open_adapters(directory: Path, parts: Collection[Part]) -> TensorSource:
+    """The tensors of a peft directory.  Raises CheckpointError unless they are those of `parts`; a scalar head may lack."""
+    source = SafetensorsSource(directory, ADAPTER_WEIGHTS)
+    due = {part.hf_name: part.hf_shape for part in parts}
+    optional = {f"{PEFT}{SCALAR_HEAD}"}
+    problems = [f"{name} is missing" for name in sorted(due.keys() - set(source.names()) - optional)]
+    problems += [f"{name} is not one of the adapters' tensors" for name in sorted(set(source.names()) - due.keys())]
+    problems += [
+        f"{name} has shape {list(source.shape(name))}, the model and its rank ask for {list(shape)}"
+        for name, shape in due.items()
+        if name in source.names() and source.shape(name) != shape
+    ]
+    if problems:
+        shown = "; ".join(problems[:_SHOWN]) + (
+            f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        )
+        raise CheckpointError(
+            f"{directory}: the adapters do not fit the model: {shown}. Use those of this model and these targets."
+        )
+    return source
+
+
+def has_head(directory: Path) -> bool:
+    """Whether the adapters of a peft directory bring a scalar head along."""
+    return f"{PEFT}{SCALAR_HEAD}" in SafetensorsSource(directory, ADAPTER_WEIGHTS).names()
+
+
+@torch.no_grad()
+def fill_adapters(model: Any, lora: LoraConfig, seed: int) -> None:
+    """Set the adapters of a stage, a RoleModel, to where they start.
+
+    Raises CheckpointError for a directory that does not fit the model.
+    """
+    everything = adapter_parts(model.shape, lora, model.head)
+    source = FreshAdapters(everything, seed) if lora.adapter is None else open_adapters(lora.adapter, everything)
+    tp = model.groups.tp
+    parts = adapter_parts(model.shape, lora, model.head, tp_size=tp, pp_rank=model.stage, pp_size=model.num_stages)
+    params = matching_params(model, parts, tp, whole=False)
+    for part in parts:
+        if part.hf_name in source.names():
+            put_part(params[part.param], part, source.read(part.hf_name, part.share(model.groups.tp_rank, tp)))
+
+
+def export_adapters(
+    chunks: Sequence[Any],
+    directory: Path,
+    base: Path | None,
+    *,
+    tp_group: dist.ProcessGroup | None,
+    pp_group: dist.ProcessGroup | None,
+    dp_group: dist.ProcessGroup | None,
+    extra_files: Iterable[Path] = (),
+) -> None:
+    """Write the adapters of a model, its RoleModel chunks on this rank, as a peft directory; otherwise as `export_weights`.
+
+    `base`: the directory of the weights that they stand beside; None where these were drawn.
+    """
+    first = chunks[0]
+    lora, shape, head = first.adapters, first.shape, first.head
+    assert lora is not None
+
+    def parts_of(tp_size: int, stage: int, num_stages: int) -> list[Part]:
+        return adapter_parts(shape, lora, head, tp_size=tp_size, pp_rank=stage, pp_size=num_stages)
+
+    def writer(dtype: torch.dtype) -> HfWriter:
+        tensors = {part.hf_name: part.hf_shape for part in parts_of(1, 0, 1)}
+        config = peft_config(lora, head, base)
+        return HfWriter(
+            directory, tensors, config, dtype,
+            max_shard_bytes=sys.maxsize, extra_files=extra_files, names=ADAPTER_FILES,
+        )  # fmt: skip
+
+    gather_parts(chunks, parts_of, writer, tp_group, pp_group, dp_group, whole=False)
+
+
+def peft_config(lora: LoraConfig, head: Head, base: Path | None) -> dict[str, Any]:
+    """The `adapter_config.json` of adapters."""
+    return {
+        "peft_type": "LORA",
+        "task_type": TASKS[head],
+        "base_model_name_or_path": "" if base is None else str(base.absolute()),
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(lora.projections),
+        "modules_to_save": [SCALAR_HEAD.removesuffix(".weight")] if head == "scalar" else None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+class MergedSource:
+    """A model's tensors with W + s B A in place of each W that has adapters, and their scalar head in place of its own."""
+
+    def __init__(self, base: TensorSource, adapters: TensorSource, scale: float):
+        self._base, self._adapters, self._scale = base, adapters, scale
+
+    def names(self) -> Collection[str]:
+        head = {SCALAR_HEAD} if f"{PEFT}{SCALAR_HEAD}" in self._adapters.names() else set()
+        return {*self._base.names(), *head}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._of(name)[0].shape(self._of(name)[1])
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        source, stored = self._of(name)
+        return source.dtype(stored)
+
+    def read(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
+        source, stored = self._of(name)
+        weight, pair = source.read(stored, region), PEFT + name.removesuffix("weight")
+        if f"{pair}lora_A.weight" not in self._adapters.names():
+            return weight
+        a, b = (self._whole(f"{pair}lora_{matrix}.weight") for matrix in "AB")
+        return (weight.float() + (b @ a)[region] * self._scale).to(weight.dtype)
+
+    def _of(self, name: str) -> tuple[TensorSource, str]:
+        head = name == SCALAR_HEAD and PEFT + name in self._adapters.names()
+        return (self._adapters, PEFT + name) if head else (self._base, name)
+
+    def _whole(self, name: str) -> torch.Tensor:
+        rows, columns = self._adapters.shape(name)
+        return self._adapters.read(name, (slice(0, rows), slice(0, columns))).float()
+
+
+def merged(base: TensorSource, shape: ModelShape, head: Head, lora: LoraConfig) -> MergedSource:
+    """`base` with the adapters of `lora.adapter` in it.  Raises CheckpointError where they do not fit."""
+    assert lora.adapter is not None
+    adapters = open_adapters(lora.adapter, adapter_parts(shape, lora, head))
+    return MergedSource(base, adapters, lora.scale)

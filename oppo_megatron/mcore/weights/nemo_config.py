@@ -1,0 +1,85 @@
+"""The `model_config.yaml` that NeMo 1 and NeMo-Aligner read beside `model_weights/`: what of a model its weights do not say.
+
+Keys and values are those that NeMo's own converters of Llama, Mistral and Qwen2 write.  What a training run decides (batch sizes,
+layouts, data, optimizer) stands in the configuration of that run, which NeMo-Aligner merges over this one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from oppo_megatron.errors import ConfigError
+from oppo_megatron.mcore.naming.hf_layout import Head
+from oppo_megatron.mcore.shape import ModelShape
+
+TARGETS = {
+    "lm": "nemo.collections.nlp.models.language_modeling.megatron_gpt_model.MegatronGPTModel",
+    "scalar": "nemo_aligner.models.nlp.gpt.megatron_gpt_reward_model.MegatronGPTRewardModel",
+}
+CONFIG_NAME = "model_config.yaml"
+
+
+def nemo_config(shape: ModelShape, head: Head, tokenizer: str) -> dict[str, Any]:
+    """The mapping; `tokenizer` is a Hugging Face tokenizer's folder or name.
+
+    Raises ConfigError for what NeMo 1's configuration cannot say.
+    """
+    scaling, window = _scaling(shape), _window(shape)
+    return {
+        "target": TARGETS[head],
+        "mcore_gpt": True,
+        "transformer_engine": True,
+        "encoder_seq_length": shape.max_positions,
+        "max_position_embeddings": shape.max_positions,
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "ffn_hidden_size": shape.ffn_size,
+        "num_attention_heads": shape.num_heads,
+        "num_query_groups": shape.num_kv_heads,
+        "kv_channels": shape.head_dim,
+        "init_method_std": shape.init_std,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "ffn_dropout": 0.0,
+        "normalization": "rmsnorm",
+        "layernorm_epsilon": shape.norm_eps,
+        "bias": False,
+        "qkv_bias": shape.qkv_bias,
+        "activation": "fast-swiglu",
+        "position_embedding_type": "rope",
+        "rotary_percentage": 1.0,
+        "rotary_base": shape.rope["rope_theta"],
+        **scaling,
+        **window,
+        "share_embeddings_and_output_weights": shape.tied_embeddings,
+        "make_vocab_size_divisible_by": _divisor(shape.vocab_size),
+        "apply_query_key_layer_scaling": False,
+        "tokenizer": {"library": "huggingface", "type": tokenizer, "use_fast": True},
+    }
+
+
+def _scaling(shape: ModelShape) -> dict[str, Any]:
+    kind = shape.rope["rope_type"]
+    if shape.qk_norm or kind not in ("default", "linear"):
+        what = "norms of queries and keys" if shape.qk_norm else f"RoPE of the kind {kind}"
+        raise ConfigError(
+            f"the model has {what}, which NeMo 1's model_config.yaml cannot say; convert --to megatron, and import that "
+            "with a program that computes it"
+        )
+    return {"seq_len_interpolation_factor": shape.rope["factor"]} if kind == "linear" else {}
+
+
+def _window(shape: ModelShape) -> dict[str, Any]:
+    """NeMo counts the positions before a token's own and behind it."""
+    window, *others = set(shape.windows)
+    if others:
+        raise ConfigError(
+            "the model has a sliding window in some of its layers, which NeMo 1's model_config.yaml cannot say; convert --to "
+            "megatron, and import that with a program that computes it"
+        )
+    return {} if window is None else {"window_size": [window - 1, 0]}
+
+
+def _divisor(vocab_size: int) -> int:
+    """The largest power of two up to 128 by which NeMo may pad the vocabulary without adding a row."""
+    return next(size for size in (128, 64, 32, 16, 8, 4, 2, 1) if vocab_size % size == 0)

@@ -1,0 +1,275 @@
+"""A trained role's weights, carried from the layout that updates them to the layout that decodes or scores with them.
+
+The plan and its execution are megatron-core's (`megatron.core.resharding`).  Four things are added, because megatron-core
+0.16.1 plans over all ranks of the world, knows one module a rank, may fetch what a rank has itself, and stages a whole model
+at once:
+  - `_RoleWorld` narrows "the world" to the role's own ranks;
+  - `_Weights` names parameters alike in every layout: layers of all model chunks by their number in the model, and the
+    copy of tied embeddings that a last stage keeps by the name of the embeddings;
+  - `_nearest_replica` prefers the weights that the receiving rank trains itself;
+  - the plan is cut into rounds of bounded size.
+Where both layouts are the same there is nothing to carry: the two models are given the same parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from megatron.core.resharding import execution, planner, utils
+from megatron.core.resharding.copy_services.base import CopyService
+from megatron.core.resharding.utils import ParameterMetadata, ReshardPlan, TransferOp
+from torch import Tensor
+from torch.nn import Parameter
+
+from oppo_megatron.mcore.lora import is_adapter
+from oppo_megatron.mcore.model import RoleModel
+
+ROUND_BYTES = 64 << 20
+"""What a round stages for each pair of ranks; a piece of a tensor that is larger is a round of its own."""
+
+
+@dataclass(frozen=True)
+class MoveReport:
+    """One move.  `bytes_moved` went from one rank to another, summed over all ranks of the role; `seconds` on this rank."""
+
+    bytes_moved: int
+    seconds: float
+
+
+class Reallocation:
+    """The way from the model chunks that are trained to the model that serves.
+
+    Every rank of the role makes it at the same point, after both models are built, and so does each `move`; no other rank
+    takes part.  Both models are on the same ranks and of one dtype.  On CUDA devices the tensors travel as they are, so the
+    role's groups must be NCCL's.
+    """
+
+    def __init__(self, training: Sequence[RoleModel], serving: RoleModel, round_bytes: int = ROUND_BYTES):
+        ours, theirs = serving.groups, training[0].groups
+        assert sorted(ours.ranks) == sorted(theirs.ranks), (ours.ranks, theirs.ranks)
+        self.shared = len(training) == 1 and (ours.ranks, ours.tp, ours.pp) == (theirs.ranks, theirs.tp, theirs.pp)
+        if self.shared:
+            share_parameters(training[0], serving)
+            return
+        self._source, self._target = _trained_weights(training), _serving_weights(serving)
+        self._world, self._service = _RoleWorld(ours.all), GroupCopy(ours.all)
+        plan = self._plan()
+        self._rounds = list(_rounds(plan, self._source, self._target, round_bytes))
+        self._bytes = self._bytes_between_ranks(plan)
+
+    def move(self) -> MoveReport:
+        """Copy the trained weights, bit for bit, into the tensors of the serving model; its storages stay where they are."""
+        if self.shared:
+            return MoveReport(0, 0.0)
+        began = time.perf_counter()
+        with self._world.in_place_of_the_world():
+            for part in self._rounds:
+                execution.execute_reshard_plan(part, self._source, self._target, self._service)
+        device = next(iter(self._target.named.values())).device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return MoveReport(self._bytes, time.perf_counter() - began)
+
+    def _plan(self) -> ReshardPlan:
+        dtypes = {p.dtype for weights in (self._source, self._target) for p in weights.named.values()}
+        assert len(dtypes) == 1, f"weights of different dtypes cannot be carried bit for bit: {dtypes}"
+        nearest = mock.patch.object(planner, "select_src_metadata_balanced", _nearest_replica)
+        with self._world.in_place_of_the_world(), nearest:
+            plan = planner.build_centralized_reshard_plan(self._source, self._target)
+        filled: dict[str, int] = defaultdict(int)
+        for op in plan.recv_ops:
+            filled[op.param_name] += self._target.piece(op).numel()
+        assert filled == {name: p.numel() for name, p in self._target.named.items()}, "the plan leaves a gap"
+        return plan
+
+    def _bytes_between_ranks(self, plan: ReshardPlan) -> int:
+        me = self._world.get_rank()
+        received = [0] * self._world.get_world_size()
+        own = sum(self._target.piece(op).nbytes for op in plan.recv_ops if op.peer_rank != me)
+        self._world.all_gather_object(received, own)
+        return sum(received)
+
+
+def share_parameters(training: RoleModel, serving: RoleModel) -> None:
+    """Make the parameters of `serving` the very `Parameter` objects of `training`; its own are dropped.
+
+    A serving model without adapters may share the other weights of one that has some.
+
+    DDP and the optimizers of megatron put other storages into parameters (`param.data = ...`) but keep the objects, so
+    that the two stay one whether this is done before or after they are built.
+    """
+    trained = dict(training.named_parameters())
+    for path, old in list(serving.named_parameters()):
+        new, (owner, _, name) = trained.pop(path), path.rpartition(".")
+        assert new.shape == old.shape and new.dtype == old.dtype, (path, old.shape, new.shape)
+        setattr(serving.get_submodule(owner), name, new)
+    lacking = sorted(name for name in trained if serving.adapters is not None or not is_adapter(name))
+    assert not lacking, f"parameters that the serving model lacks: {lacking}"
+
+
+class GroupCopy(CopyService):
+    """Copies between the ranks of one group, in which peers are numbered.  Those of a pair match in the order submitted."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self._group = group
+        self._sends: list[tuple[Tensor, int]] = []
+        self._receives: list[tuple[Tensor, int]] = []
+
+    def submit_send(self, src_tensor: Tensor, dest_rank: int) -> None:
+        """Send a contiguous tensor to a peer, or to this rank itself."""
+        self._sends.append((src_tensor, dest_rank))
+
+    def submit_recv(self, dest_tensor: Tensor, src_rank: int) -> None:
+        """Receive into a contiguous tensor from a peer, or from this rank itself."""
+        self._receives.append((dest_tensor, src_rank))
+
+    def run(self) -> None:
+        """Make all submitted copies; the received tensors may be read when it returns."""
+        me = self._group.rank()
+        own = ([tensor for tensor, peer in copies if peer == me] for copies in (self._receives, self._sends))
+        for target, source in zip(*own, strict=True):
+            target.copy_(source)
+        transfers = [*self._operations(dist.isend, self._sends), *self._operations(dist.irecv, self._receives)]
+        for work in dist.batch_isend_irecv(transfers) if transfers else ():
+            work.wait()
+        self._sends.clear()
+        self._receives.clear()
+
+    def _operations(self, call: Any, copies: Iterable[tuple[Tensor, int]]) -> Iterator[dist.P2POp]:
+        for tensor, peer in copies:
+            if peer != self._group.rank():
+                yield dist.P2POp(call, tensor, dist.get_global_rank(self._group, peer), self._group)
+
+
+class _Weights:
+    """A rank's parameters by names that are the same in every layout, with the interface that the planner reads."""
+
+    def __init__(self, model: RoleModel, named: dict[str, Parameter]):
+        self.named, self.pg_collection = named, model.pg_collection
+
+    def named_parameters(self, recurse: bool = True) -> Iterable[tuple[str, Parameter]]:
+        return self.named.items()
+
+    def named_modules(self) -> tuple[()]:
+        """None: the planner would look in them for the layers' numbers, which the names have already."""
+        return ()
+
+    def piece(self, op: TransferOp) -> Tensor:
+        """This rank's side of a transfer."""
+        return self.named[op.param_name].data[op.my_slice]
+
+
+def _trained_weights(chunks: Sequence[RoleModel]) -> _Weights:
+    """The chunks' parameters.  The second copy of tied embeddings equals the first and need not be sent."""
+    named = {name: p for chunk in chunks for name, p in _by_layer_number(chunk) if name != _tied_copy(chunk)}
+    return _Weights(chunks[0], named)
+
+
+def _serving_weights(model: RoleModel) -> _Weights:
+    """The model's parameters.  A last stage's copy of tied embeddings is filled from the embeddings."""
+    embedding = "embedding.word_embeddings.weight"
+    named = {embedding if name == _tied_copy(model) else name: p for name, p in _by_layer_number(model)}
+    return _Weights(model, named)
+
+
+def _tied_copy(model: RoleModel) -> str | None:
+    """The parameter that repeats the embeddings on a stage that does not have them."""
+    return "output_layer.weight" if model.share_embeddings_and_output_weights and not model.pre_process else None
+
+
+def _by_layer_number(model: RoleModel) -> Iterator[tuple[str, Parameter]]:
+    numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
+    scalar = "output_layer.weight" if model.head == "scalar" else None
+    for name, param in model.named_parameters():
+        if model.adapters is not None and not is_adapter(name) and name != scalar:
+            continue  # frozen: both models have loaded it
+        parts = name.split(".")
+        if parts[:2] == ["decoder", "layers"]:
+            parts[2] = str(numbers[int(parts[2])])
+        yield ".".join(parts), param
+
+
+def _rounds(plan: ReshardPlan, source: _Weights, target: _Weights, round_bytes: int) -> Iterator[ReshardPlan]:
+    """The plan in parts that stage at most `round_bytes` for each pair of ranks, or one piece that is larger.
+
+    The two ranks of a pair see its transfers in the same order and in the same sizes, hence in the same rounds.
+    """
+    sends, receives = _cut(plan.send_ops, source, round_bytes), _cut(plan.recv_ops, target, round_bytes)
+    for send_ops, recv_ops in itertools.zip_longest(sends, receives):
+        yield ReshardPlan(send_ops or [], recv_ops or [])
+
+
+def _cut(ops: Iterable[TransferOp], weights: _Weights, limit: int) -> list[list[TransferOp]]:
+    rounds: dict[int, list[TransferOp]] = defaultdict(list)
+    last: dict[int, int] = defaultdict(int)
+    staged: dict[int, int] = defaultdict(int)
+    for op in ops:
+        size, peer = weights.piece(op).nbytes, op.peer_rank
+        if staged[peer] and staged[peer] + size > limit:
+            last[peer], staged[peer] = last[peer] + 1, 0
+        staged[peer] += size
+        rounds[last[peer]].append(op)
+    return [rounds[index] for index in range(len(rounds))]
+
+
+def _nearest_replica(
+    sources: Sequence[ParameterMetadata], target: ParameterMetadata, target_rank: int
+) -> ParameterMetadata:
+    """Of the trained replicas that hold a parameter: the one that the receiving rank is in, else each in turn.
+
+    resharding/utils.py:322 takes the first wherever the replicas are one group: from pure data parallelism every rank would
+    ask rank 0 for weights that it has itself.
+    """
+    own = [source for source in sources if source.owner_rank == target_rank]
+    return own[0] if own else sources[target_rank % len(sources)]
+
+
+class _RoleWorld:
+    """What the resharding modules call of `torch.distributed`, with the ranks of one group as the world.
+
+    resharding/planner.py:261-337 gathers over WORLD and lets its rank 0 plan, resharding/execution.py:59 waits for WORLD:
+    ranks that hold other models would have to take part.  Ranks are numbered within the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup):
+        self._group = group
+        self._numbers = {rank: number for number, rank in enumerate(dist.get_process_group_ranks(group))}
+
+    @contextlib.contextmanager
+    def in_place_of_the_world(self) -> Iterator[None]:
+        """Within it the resharding modules, and they alone, see this world."""
+        with (
+            mock.patch.object(planner, "dist", self),
+            mock.patch.object(planner, "torch", SimpleNamespace(distributed=self)),
+            mock.patch.object(utils, "dist", self),
+            mock.patch.object(execution, "dist", self),
+        ):
+            yield
+
+    def get_rank(self) -> int:
+        return self._group.rank()
+
+    def get_world_size(self) -> int:
+        return self._group.size()
+
+    def get_process_group_ranks(self, group: dist.ProcessGroup) -> list[int]:
+        return [self._numbers[rank] for rank in dist.get_process_group_ranks(group)]
+
+    def all_gather_object(self, objects: list[Any], own: Any) -> None:
+        dist.all_gather_object(objects, own, group=self._group)
+
+    def broadcast_object_list(self, objects: list[Any], src: int) -> None:
+        dist.broadcast_object_list(objects, dist.get_global_rank(self._group, src), group=self._group)
+
+    def barrier(self) -> None:
+        """Nothing: what a rank has sent and received is complete, and ranks need not have equally many rounds."""

@@ -1,0 +1,116 @@
+"""A peft directory's adapters: whether they are those that the settings describe.  Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from oppo_megatron.config.lora import LoraConfig
+from oppo_megatron.config.paths import missing_path
+from oppo_megatron.errors import CheckpointError
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PLAIN: Mapping[str, tuple[Any, ...]] = {
+    "bias": ("none", None),
+    "use_dora": (False, None),
+    "use_rslora": (False, None),
+    "use_qalora": (False, None),
+    "fan_in_fan_out": (False, None),
+    "lora_bias": (False, None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "layers_to_transform": (None,),
+    "layer_replication": (None,),
+    "exclude_modules": (None, []),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None,),
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),  # others change the base weights
+    **dict.fromkeys(
+        ("alora_invocation_tokens", "use_bdlora", "arrow_config", "kasa_config", "velora_config", "monteclora_config"),
+        (None,),
+    ),
+}
+"""Of peft's LoRA, the options that are not computed here, with the values that leave them off."""
+
+
+def adapter_problems(name: str, lora: LoraConfig) -> list[str]:
+    """What keeps the adapters of `lora.adapter` from being those that `lora`, the section `name`, describes, a sentence each."""
+    if lora.adapter is None:
+        return []
+    try:
+        found = read_adapter_config(lora.adapter)
+    except CheckpointError as error:
+        return [f"{name}.adapter: {error}"]
+    where = f"{name}.adapter `{lora.adapter}`"
+    problems = _uncomputed(where, found)
+    due = {"r": ("rank", lora.rank), "lora_alpha": ("alpha", lora.alpha)}
+    problems += [
+        f"{where}: its {theirs} is {found.get(theirs)!r:.40}, but {name}.{ours} is {value:g}; they must be equal"
+        for theirs, (ours, value) in due.items()
+        if found.get(theirs) != value
+    ]
+    targets = found.get("target_modules")
+    if not isinstance(targets, list) or set(map(str, targets)) != set(lora.projections):
+        shown = sorted(map(str, targets)) if isinstance(targets, list) else targets
+        problems.append(
+            f"{where}: its target_modules are {shown!r:.120}, but {name}.targets are {sorted(lora.projections)}; "
+            "they must be equal"
+        )
+    return problems
+
+
+def _uncomputed(where: str, found: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{where}: its {option} is {found[option]!r:.60}, which is not computed here; merge it into its base with peft, or "
+        "train it without"
+        for option, plain in PLAIN.items()
+        if option in found and found[option] not in plain
+    ]
+
+
+def lora_of(directory: Path) -> LoraConfig:
+    """The settings of a peft directory's adapters.  Raises CheckpointError for one that is not of LoRA, or not computed here."""
+    found = read_adapter_config(directory)
+    try:
+        lora = LoraConfig(
+            rank=found.get("r"), alpha=found.get("lora_alpha"), targets=found.get("target_modules"), adapter=directory
+        )
+    except ValidationError as error:
+        told = "; ".join(f"{each['loc'][0]}: {each['msg']}" for each in error.errors())
+        raise CheckpointError(
+            f"`{directory / ADAPTER_CONFIG}` describes adapters that are not computed here ({told})"
+        ) from error
+    if problems := _uncomputed(f"`{directory}`", found):
+        raise CheckpointError("\n".join(problems))
+    return lora
+
+
+def refuse_adapters(directory: Path) -> None:
+    """Raises CheckpointError for a peft directory, which is no model, where a model is needed."""
+    if (directory / ADAPTER_CONFIG).is_file() and not (directory / "config.json").is_file():
+        raise CheckpointError(
+            f"`{directory}` holds adapters, which are no model: name their base as the checkpoint and this as `lora.adapter`, or "
+            f"merge them (`oppo convert BASE DST --adapter {directory}`)"
+        )
+
+
+def read_adapter_config(directory: Path) -> dict[str, Any]:
+    """The `adapter_config.json` of LoRA adapters.  Raises CheckpointError."""
+    path = directory / ADAPTER_CONFIG
+    for file in (path, directory / ADAPTER_WEIGHTS):
+        if not file.is_file():
+            raise CheckpointError(missing_path("the adapter's file (peft's, as safetensors)", file))
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"`{path}` is not valid JSON ({error}); save the adapter again") from error
+    kind = content.get("peft_type") if isinstance(content, dict) else None
+    if kind != "LORA":
+        raise CheckpointError(
+            f"`{path}`: peft_type is {kind!r:.40}, but LORA alone is computed; name an adapter of LoRA"
+        )
+    return dict(content)

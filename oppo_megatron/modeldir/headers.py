@@ -1,0 +1,206 @@
+"""What can be known of a Hugging Face checkpoint and of a tokenizer without loading them: headers, sizes.  Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+from oppo_megatron.config.lora import LoraConfig
+from oppo_megatron.config.model import ModelConfig
+from oppo_megatron.config.paths import missing_path
+from oppo_megatron.errors import CheckpointError
+from oppo_megatron.modeldir.adapters import ADAPTER_WEIGHTS, adapter_problems, refuse_adapters
+from oppo_megatron.modeldir.megatron import find_megatron
+
+INDEX_NAME = "model.safetensors.index.json"
+DTYPE_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
+    "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+}  # fmt: skip
+
+
+def read_hf_config(model: ModelConfig) -> dict[str, Any]:
+    """The `config.json` mapping of a role.  Raises CheckpointError with one sentence where there is none."""
+    if isinstance(model.init, dict):
+        return model.init
+    if model.init is not None:
+        return _read_json(model.init, "the model configuration")
+    assert model.checkpoint is not None, "a role has a checkpoint or an init; checked before"
+    if not model.checkpoint.exists():
+        raise CheckpointError(missing_path("the checkpoint", model.checkpoint))
+    if not model.checkpoint.is_dir():
+        remedy = "name the folder that holds its config.json"
+        if model.checkpoint.suffix == ".nemo":
+            remedy = f"unpack it (tar -xf) and {remedy}"
+        raise CheckpointError(f"checkpoint `{model.checkpoint}` is a file; {remedy}")
+    refuse_adapters(model.checkpoint)
+    megatron = find_megatron(model.checkpoint)
+    path = model.checkpoint / "config.json" if megatron is None else megatron.shape
+    return _read_json(path, "the checkpoint's configuration")
+
+
+def check_weights(name: str, directory: Path) -> list[str]:
+    """Problems of the files in a checkpoint: absent, truncated, not safetensors.  Of Megatron's, those of its folder."""
+    try:
+        if find_megatron(directory) is not None:
+            return []
+        files = weight_files(directory)
+    except CheckpointError as error:
+        return [f"{name}: {error}"]
+    problems = []
+    for file in files:
+        try:
+            read_header(file)
+        except CheckpointError as error:
+            problems.append(f"{name}: {error}")
+    return problems
+
+
+def check_adapter(name: str, lora: LoraConfig) -> list[str]:
+    """Problems of the adapters that a role starts from: of other settings, absent, truncated, not safetensors."""
+    if problems := adapter_problems(f"{name}.lora", lora):
+        return problems
+    try:
+        if lora.adapter is not None:
+            read_header(lora.adapter / ADAPTER_WEIGHTS)
+    except CheckpointError as error:
+        return [f"{name}.lora.adapter: {error}"]
+    return []
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, by its index where it has one."""
+    index = directory / INDEX_NAME
+    if index.exists():
+        weight_map = _read_json(index, "the checkpoint's index").get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"`{index}` has no `weight_map`; fetch the checkpoint again")
+        strange = [file for file in weight_map.values() if not is_inside(file)]
+        if strange:
+            raise CheckpointError(
+                f"`{index}` maps a tensor to {strange[0]!r:.60}, which is no file of its folder; fetch the checkpoint again"
+            )
+        return [directory / file for file in sorted(set(weight_map.values()))]
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        other = sorted(entry.name for pattern in ("*.bin", "*.pt") for entry in directory.glob(pattern))
+        hint = f" (it has {', '.join(other[:3])}: save the model again with safe_serialization=True)" if other else ""
+        raise CheckpointError(f"`{directory}` has no *.safetensors file{hint}; weights are read from safetensors only")
+    return files
+
+
+def is_inside(file: object) -> bool:
+    """Whether an index's entry is the name of a file below its own folder."""
+    return (
+        isinstance(file, str) and file.isprintable() and not Path(file).is_absolute() and ".." not in Path(file).parts
+    )
+
+
+def read_header(file: Path) -> dict[str, Any]:
+    """Tensor name -> {dtype, shape, data_offsets} of one safetensors file.
+
+    Raises CheckpointError for a header that is not whole, or that its tensors do not fill the file as it says.
+    """
+    if not file.is_file():
+        raise CheckpointError(missing_path("the weight file", file))
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
+        if 8 + length > size:
+            raise CheckpointError(f"`{file}` is truncated: {size} bytes do not hold its header; fetch or save it again")
+        try:
+            header = json.loads(stream.read(length).decode("utf-8"), object_pairs_hook=_distinct)
+            tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            end = 8 + length + _data_size(tensors)
+            _check_metadata(header.get("__metadata__"))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"`{file}` is not a safetensors file ({error}); fetch or save it again") from error
+    if size < end:
+        raise CheckpointError(
+            f"`{file}` is truncated: it has {size} bytes, its header names {end}; fetch or save it again"
+        )
+    if size > end:
+        raise CheckpointError(f"`{file}` has {size} bytes, its header names {end}; fetch or save it again")
+    return tensors
+
+
+def _data_size(tensors: dict[str, Any]) -> int:
+    """Bytes of all tensors, which must lie one behind the other.  Raises ValueError, TypeError or KeyError."""
+    spans = []
+    for name, entry in tensors.items():
+        (start, end), shape, bits = entry["data_offsets"], entry["shape"], DTYPE_BITS[entry["dtype"]]
+        if not all(type(number) is int and 0 <= number < 2**63 for number in (start, end, *shape)):
+            raise ValueError(f"{name!r:.60} has a size or place that is no whole number")
+        if (end - start) * 8 != math.prod(shape) * bits:
+            raise ValueError(f"{name!r:.60} has {end - start} bytes, but its shape {shape!r:.60} asks for others")
+        spans.append((start, end))
+    place = 0
+    for start, end in sorted(spans):
+        if start != place:
+            raise ValueError(f"bytes {min(start, place)} to {max(start, place)} belong to no tensor, or to two")
+        place = end
+    return place
+
+
+def _check_metadata(metadata: Any) -> None:
+    if metadata is not None and not all(isinstance(text, str) for text in metadata.values()):
+        raise ValueError("its metadata are not all text")
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("a name comes twice")
+    return dict(pairs)
+
+
+def tokenizer_vocab_size(path: Path) -> int | None:
+    """Largest token id + 1 that the tokenizer at `path` gives; None where only the tokenizer itself could tell.
+
+    Raises CheckpointError where the tokenizer's files cannot be read.
+    """
+    if path.is_file():
+        return _sentencepiece_size(path)
+    if (path / "tokenizer.json").is_file():
+        tokenizer = _read_json(path / "tokenizer.json", "the tokenizer")
+        try:
+            vocab = (tokenizer.get("model") or {}).get("vocab") or {}
+            ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
+            ids += [token["id"] for token in tokenizer.get("added_tokens") or []]
+            return max(ids) + 1 if ids else None
+        except (AttributeError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"`{path / 'tokenizer.json'}` is not a tokenizer ({type(error).__name__}: {error}); "
+                "fetch or save it again"
+            ) from error
+    if (path / "tokenizer.model").is_file():
+        return _sentencepiece_size(path / "tokenizer.model")
+    return None
+
+
+def _sentencepiece_size(path: Path) -> int:
+    from sentencepiece import SentencePieceProcessor
+
+    try:
+        return int(SentencePieceProcessor(model_file=str(path)).vocab_size())
+    except (RuntimeError, OSError) as error:
+        raise CheckpointError(
+            f"`{path}` is not a sentencepiece model; name a `.model` file or a Hugging Face tokenizer folder"
+        ) from error
+
+
+def _read_json(path: Path, what: str) -> dict[str, Any]:
+    if not path.is_file():
+        raise CheckpointError(missing_path(what, path))
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"`{path}` is not valid JSON ({error}); fetch or save it again") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(
+            f"`{path}` holds a {type(content).__name__}, but must be a JSON object; fetch or save it again"
+        )
+    return content

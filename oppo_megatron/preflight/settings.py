@@ -1,0 +1,263 @@
+"""Cross-checks: rules that tie several settings together.  Nothing is loaded; of paths only existence is asked.
+
+Ranks and layouts are checked in `layout/checks.py`, because what fits depends on the models' shapes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from oppo_megatron.config.data import DataConfig, RewardPart
+from oppo_megatron.config.derived import adapters, rollback_rules, scorers
+from oppo_megatron.config.model import ModelConfig, OptimizerConfig, RuntimeConfig
+from oppo_megatron.config.overlap import OverlapConfig
+from oppo_megatron.config.paths import check_exists, check_files
+from oppo_megatron.config.ppo import ForcedLengthsConfig, RolloutConfig
+from oppo_megatron.config.run import SupervisedConfig, TrainConfig
+from oppo_megatron.layout.kernels import find_available, layer_problem
+from oppo_megatron.modeldir.headers import check_adapter
+from oppo_megatron.preflight.heldout import check_evaluation, check_heldout
+from oppo_megatron.preflight.reward_parts import check_part, check_waits
+
+
+def check_train(config: TrainConfig) -> list[str]:
+    """Every broken rule of `oppo train`'s settings, a sentence each."""
+    return [
+        *_check_run_dir(config),
+        *_check_batch(config),
+        *check_overlap(config.overlap, config.rollout.batch_size),
+        *check_forced_lengths(config.rollout.forced_lengths),
+        *check_stops(config.rollout),
+        *_check_sources(config),
+        *check_rewards(config.rewards, has_reward_model=config.reward is not None),
+        *check_waits(config.rewards, config.runtime.timeout_s, config.stall.deadline_s),
+        *_check_rollback(config),
+        *check_exists("tokenizer.path", config.tokenizer.path),
+        *check_data("data", config.data, templates=("prompt",)),
+        *(check_data("evaluation.data", config.evaluation.data, templates=("prompt",)) if config.evaluation else []),
+        *check_evaluation(config),
+        *_check_optimizer("actor", config.actor.optimizer),
+        *_check_optimizer("critic", config.critic.optimizer),
+        *check_layers(config.runtime, adapters=bool(adapters(config))),
+        *(problem for name, lora in adapters(config).items() for problem in check_adapter(name, lora)),
+    ]
+
+
+def check_layers(runtime: RuntimeConfig, *, adapters: bool) -> list[str]:
+    """Layers that are asked for by name must be there."""
+    problem = layer_problem(find_available(cuda=runtime.device != "cpu"), adapters=adapters)
+    if runtime.layers != "transformer_engine" or problem is None:
+        return []
+    return [f"runtime.layers is transformer_engine, but {problem}; set it to auto or torch"]
+
+
+def _check_rollback(config: TrainConfig) -> list[str]:
+    """A guard that goes back needs checkpoints to go back to."""
+    rules = rollback_rules(config)
+    if not rules or config.checkpoint.every_steps:
+        return []
+    return [
+        f"guards: {' and '.join(rules)} goes back to the last checkpoint (rollback), but checkpoint.every_steps is 0, and "
+        "those by the clock are too rare for it; set checkpoint.every_steps, or choose skip or stop"
+    ]
+
+
+def check_supervised(config: SupervisedConfig) -> list[str]:
+    """Every broken rule of `oppo sft`'s or `oppo rm`'s settings."""
+    return [
+        *_check_run_dir(config),
+        *_check_micro_batch(config.runtime.micro_batch_tokens, config.max_tokens, "max_tokens"),
+        *check_source("model", config.model),
+        *check_exists("tokenizer.path", config.tokenizer.path),
+        *check_data("data", config.data, templates=("prompt", "completion")),
+        *_check_optimizer("model", config.optimizer, key="optimizer"),
+        *check_layers(config.runtime, adapters=bool(adapters(config))),
+        *(problem for name, lora in adapters(config).items() for problem in check_adapter(name, lora)),
+        *check_heldout(config),
+        *(
+            check_data("evaluation.data", config.evaluation.data, templates=("prompt", "completion"))
+            if config.evaluation and config.evaluation.data
+            else []
+        ),
+    ]
+
+
+def check_overlap(overlap: OverlapConfig, batch_size: int) -> list[str]:
+    """delta's order and bound (only where it is used), the chunk candidates, and when backfill admits."""
+    problems = _check_backfill(overlap)
+    delta, candidates = overlap.delta, overlap.chunk.candidates
+    if overlap.inter and not delta.min <= delta.initial <= delta.max:
+        problems.append(
+            f"overlap.delta has min {delta.min}, initial {delta.initial}, max {delta.max}, "
+            "but min <= initial <= max must hold; reorder them"
+        )
+    if overlap.inter and delta.max > batch_size:
+        problems.append(
+            f"overlap.delta.max is {delta.max}, but must not exceed rollout.batch_size {batch_size} "
+            "(more carried rollouts than a batch holds could all fall due at once); lower it"
+        )
+    if overlap.inter and delta.rule == "measured" and delta.target_waste + delta.dead_band >= 1:
+        problems.append(
+            f"overlap.delta has target_waste {delta.target_waste:g} and dead_band {delta.dead_band:g}, but their sum must be "
+            "below 1 (no decode batch is emptier, so delta would never grow); lower one"
+        )
+    if len(set(candidates)) < len(candidates):
+        problems.append(
+            f"overlap.chunk.candidates is {candidates}, but each size may appear once; remove the repeated ones"
+        )
+    return problems
+
+
+def _check_backfill(overlap: OverlapConfig) -> list[str]:
+    problems, every, tokens = [], overlap.backfill_every, overlap.chunk.tokens
+    if overlap.backfill and not overlap.inter:
+        problems.append(
+            "overlap.backfill is true, but overlap.inter is false, and without it a step ends with the rollouts that it began "
+            "with; set inter to true or backfill to false"
+        )
+    if overlap.backfill and every is not None and every % tokens:
+        problems.append(
+            f"overlap.backfill_every is {every}, but must be a multiple of overlap.chunk.tokens {tokens} (rounds end where "
+            f"prompts enter); set it to {-(-every // tokens) * tokens}, or the chunk to a divisor of it"
+        )
+    return problems
+
+
+def check_forced_lengths(forced: ForcedLengthsConfig | None) -> list[str]:
+    """Exactly one kind of lengths, no setting of the other kind, and a trace that exists."""
+    if forced is None:
+        return []
+    name, problems = "rollout.forced_lengths", []
+    if (forced.median is None) == (forced.trace is None):
+        given = "neither" if forced.median is None else "both"
+        problems.append(
+            f"{name} has {given} of median and trace, but needs exactly one; give the median of log-normal lengths or a "
+            "CSV file, and set the other to null"
+        )
+    if forced.trace is None:
+        for setting, value, default in (("column", forced.column, None), ("scale", forced.scale, "auto")):
+            if value != default:
+                problems.append(f"{name}.{setting} is {value!r}, but only a trace has it; remove it or name a trace")
+        return problems
+    if forced.sigma is not None:
+        problems.append(f"{name}.sigma is {forced.sigma:g}, but lengths of a trace have their own spread; remove it")
+    return problems + check_exists(f"{name}.trace", forced.trace)
+
+
+def check_stops(rollout: RolloutConfig) -> list[str]:
+    """Ids and texts that could end a response; forced lengths leave none to end."""
+    problems = [
+        f"rollout.stop_token_ids has {i}, but ids are numbers from 0 on; correct or remove it"
+        for i in rollout.stop_token_ids
+        if i < 0
+    ]
+    if "" in rollout.stop:
+        problems.append("rollout.stop has an empty text, which would end every response at once; remove it")
+    return problems + [
+        f"rollout.{name} is set, but with rollout.forced_lengths a response ends at its length only; remove one of them"
+        for name, value in (("stop", rollout.stop), ("stop_token_ids", rollout.stop_token_ids))
+        if value and rollout.forced_lengths is not None
+    ]
+
+
+def check_stop_ids(rollout: RolloutConfig, vocab_size: int) -> list[str]:
+    """Ids that the actor can draw."""
+    return [
+        f"rollout.stop_token_ids has {i}, but the actor's vocabulary ends at {vocab_size - 1}; correct or remove it"
+        for i in rollout.stop_token_ids
+        if i >= vocab_size
+    ]
+
+
+def check_source(name: str, model: ModelConfig) -> list[str]:
+    """Exactly one of checkpoint and init, and the one given exists."""
+    if (model.checkpoint is None) == (model.init is None):
+        given = "neither" if model.checkpoint is None else "both"
+        return [
+            f"{name} has {given} of checkpoint and init, but needs exactly one; give the folder of weights or a shape"
+        ]
+    if model.checkpoint is not None:
+        return check_exists(f"{name}.checkpoint", model.checkpoint)
+    return [] if model.init is None or isinstance(model.init, dict) else check_exists(f"{name}.init", model.init)
+
+
+def check_rewards(parts: Sequence[RewardPart], *, has_reward_model: bool) -> list[str]:
+    """Each part has what its kind needs and nothing else; the reward model is there if and only if it is used."""
+    problems = [problem for index, part in enumerate(parts) for problem in check_part(f"rewards.{index}", part)]
+    num_models = sum(part.kind == "model" for part in parts)
+    if num_models > 1:
+        problems.append(f"rewards names the reward model {num_models} times, but once is allowed; add their weights up")
+    if num_models and not has_reward_model:
+        problems.append(
+            "rewards has a part of kind model, but there is no `reward` section; add it with the model's checkpoint"
+        )
+    if has_reward_model and not num_models:
+        problems.append(
+            "a `reward` section is given, but no part of rewards has kind model; add `- kind: model` or remove it"
+        )
+    return problems
+
+
+def check_data(name: str, data: DataConfig, templates: Sequence[str]) -> list[str]:
+    """The files exist, and each used template has the place for its text."""
+    paths = data.path if isinstance(data.path, list) else [data.path]
+    problems = [f"{name}.path is an empty list; name at least one file"] if not paths else []
+    for path in paths:
+        problems += check_files(f"{name}.path", path)
+    for part in templates:
+        template = data.prompt_template if part == "prompt" else data.completion_template
+        if "{" + part + "}" not in template:
+            problems.append(
+                f"{name}.{part}_template is {template!r}, but must contain `{{{part}}}` where the text goes; add it"
+            )
+    return problems
+
+
+def _check_run_dir(config: TrainConfig | SupervisedConfig) -> list[str]:
+    if config.run_dir.exists() and not config.run_dir.is_dir():
+        return [f"run_dir `{config.run_dir}` is a file, but must be a folder; name another"]
+    existing = next(path for path in (config.run_dir, *config.run_dir.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        return [
+            f"run_dir `{config.run_dir}`: nothing can be written in `{existing}`; choose a folder that you may write"
+        ]
+    return []
+
+
+def _check_batch(config: TrainConfig) -> list[str]:
+    batch, minibatches = config.rollout.batch_size, config.ppo.minibatches
+    problems = []
+    if batch % minibatches:
+        fitting = ", ".join(str(count) for count in range(1, batch + 1) if batch % count == 0)
+        problems.append(
+            f"ppo.minibatches {minibatches} does not divide rollout.batch_size {batch}; choose from {fitting}"
+        )
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    what = "data.max_prompt_tokens + rollout.max_response_tokens"
+    return problems + _check_micro_batch(config.runtime.micro_batch_tokens, longest, what)
+
+
+def _check_micro_batch(micro_batch_tokens: int, longest: int, what: str) -> list[str]:
+    if micro_batch_tokens >= longest:
+        return []
+    return [
+        f"runtime.micro_batch_tokens is {micro_batch_tokens}, but one sequence may have {longest} tokens ({what}) "
+        "and must fit; raise it or lower the limits"
+    ]
+
+
+def _check_sources(config: TrainConfig) -> list[str]:
+    roles: list[tuple[str, ModelConfig]] = [("actor", config.actor), *scorers(config)]
+    problems = [problem for name, role in roles for problem in check_source(name, role)]
+    for name, role in roles:
+        if role.fresh_head and name in ("actor", "reference"):
+            problems.append(f"{name}.fresh_head is true, but only reward and critic have a scalar head; remove it")
+    return problems
+
+
+def _check_optimizer(name: str, optimizer: OptimizerConfig, key: str | None = None) -> list[str]:
+    if optimizer.min_lr <= optimizer.lr:
+        return []
+    where = key or f"{name}.optimizer"
+    return [f"{where}.min_lr is {optimizer.min_lr}, but must not exceed lr {optimizer.lr}; lower it"]

@@ -1,0 +1,163 @@
+"""All checks before anything expensive starts: settings, files, shapes.  One ConfigError holds everything found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from oppo_megatron.config.data import TokenizerConfig
+from oppo_megatron.config.derived import max_context
+from oppo_megatron.config.model import LearningModelConfig, ModelConfig, PlacementConfig
+from oppo_megatron.config.run import RewardModelConfig, SupervisedConfig, TrainConfig, TrainSettings
+from oppo_megatron.config.serve import ServeRewardConfig, ServeScorerConfig
+from oppo_megatron.errors import CheckpointError, ConfigError
+from oppo_megatron.layout.checks import check_auto_placement, check_layouts, check_supervised_layout
+from oppo_megatron.layout.places import named_roles
+from oppo_megatron.layout.shape import check_head, check_model, check_use
+from oppo_megatron.modeldir.headers import check_weights, read_hf_config, tokenizer_vocab_size
+from oppo_megatron.modeldir.megatron import find_megatron
+from oppo_megatron.modeldir.vocabularies import compare_tokenizers
+from oppo_megatron.preflight.serving import check_serve, check_serve_scorer
+from oppo_megatron.preflight.settings import check_source, check_stop_ids, check_supervised, check_train
+
+
+@dataclass(frozen=True)
+class Role:
+    """A model as one role uses it: its source, and whether it ends in a scalar head."""
+
+    name: str
+    model: ModelConfig
+    scalar: bool
+
+
+def validate_train(config: TrainConfig) -> None:
+    """Raise one ConfigError with every problem of a PPO configuration, its files and its models' shapes."""
+    _raise(train_problems(config))
+
+
+def validate_supervised(config: SupervisedConfig) -> None:
+    """Raise one ConfigError with every problem of an SFT or reward-model configuration."""
+    _raise(supervised_problems(config))
+
+
+def train_problems(settings: TrainSettings) -> list[str]:
+    """Every problem of a PPO configuration, a sentence each.  What `auto` can be placed on is not asked here."""
+    settled = settings.settled()
+    # Until the layouts, no check looks at the placement.
+    config = settled or settings.with_placement(PlacementConfig(mode="single"))
+    problems = check_train(config)
+    vocab_size = _vocab_size(config.tokenizer, problems)
+    shapes: dict[str, Mapping[str, Any]] = {}
+    for role in train_roles(config):
+        shape = _check_role(role, max_context(config), vocab_size, problems)
+        if shape is not None:
+            shapes[role.name] = shape
+    problems += check_auto_placement(settings) if settled is None else check_layouts(settled, shapes)
+    problems += check_shared_vocabulary(shapes)
+    problems += compare_with_roles(config.tokenizer, train_roles(config))[0]
+    if isinstance(vocab := shapes.get("actor", {}).get("vocab_size"), int):
+        problems += check_stop_ids(settings.rollout, vocab)
+    return list(dict.fromkeys(problems))
+
+
+def supervised_problems(config: SupervisedConfig) -> list[str]:
+    """Every problem of an SFT or reward-model configuration."""
+    problems = check_supervised(config)
+    vocab_size = _vocab_size(config.tokenizer, problems)
+    role = Role("model", config.model, scalar=isinstance(config, RewardModelConfig))
+    shape = _check_role(role, config.max_tokens, vocab_size, problems)
+    problems += compare_with_roles(config.tokenizer, [role])[0]
+    return problems if shape is None else problems + check_supervised_layout(config, shape)
+
+
+def service_problems(config: ServeRewardConfig | ServeScorerConfig) -> list[str]:
+    """Every problem of a service's configuration."""
+    vocab_size = None
+    if isinstance(config, ServeScorerConfig):
+        problems = check_serve_scorer(config)
+    else:
+        problems = check_serve(config)
+        if config.reward is not None and config.tokenizer is not None:
+            vocab_size = _vocab_size(config.tokenizer, problems)
+    if config.reward is not None:
+        role = Role("reward", config.reward, scalar=True)
+        _check_role(role, config.max_tokens, vocab_size, problems)
+        if isinstance(config, ServeRewardConfig) and config.tokenizer is not None:
+            problems += compare_with_roles(config.tokenizer, [role])[0]
+    return problems
+
+
+def compare_with_roles(tokenizer: TokenizerConfig, roles: Iterable[Role]) -> tuple[list[str], list[str]]:
+    """Problems of the roles' directories that come with another tokenizer; and in a line each, what was compared."""
+    if not tokenizer.path.exists():
+        return [], []  # reported by the cross-checks
+    directories: dict[str, Path] = {}
+    for role in roles:
+        lora = role.model.lora if isinstance(role.model, LearningModelConfig) else None
+        for setting, directory in (
+            ("checkpoint", role.model.checkpoint),
+            ("lora.adapter", None if lora is None else lora.adapter),
+        ):
+            if directory is not None and directory.is_dir() and directory not in directories.values():
+                directories[f"{role.name}.{setting}"] = directory
+    return compare_tokenizers(tokenizer.path, directories)
+
+
+def train_roles(config: TrainConfig) -> Iterator[Role]:
+    """The roles of a PPO run; a null reference is the actor's start in the scorers' place."""
+    for name, model in named_roles(config).items():
+        yield Role(name, model, scalar=name in ("critic", "reward"))
+
+
+def check_shared_vocabulary(shapes: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Every id that the actor can draw must exist in each scorer, and mean the same to the reference."""
+    actor = shapes.get("actor", {}).get("vocab_size")
+    problems = []
+    for name, shape in shapes.items():
+        vocab = shape.get("vocab_size")
+        if not isinstance(actor, int) or not isinstance(vocab, int):
+            continue
+        if name == "reference" and vocab != actor:
+            problems.append(
+                f"reference: its vocabulary has {vocab} entries, but must equal the actor's {actor}; use one family"
+            )
+        elif vocab < actor:
+            problems.append(
+                f"{name}: its vocabulary has {vocab} entries, but the actor can draw any of {actor}; "
+                "use models that share a tokenizer and pad their embeddings alike"
+            )
+    return problems
+
+
+def _check_role(role: Role, context: int, vocab_size: int | None, problems: list[str]) -> Mapping[str, Any] | None:
+    """Add what is wrong with the role's files and shape to `problems`; its config.json where it is usable."""
+    if check_source(role.name, role.model):
+        return None  # reported by the cross-checks
+    try:
+        hf_config = read_hf_config(role.model)
+    except CheckpointError as error:
+        problems.append(f"{role.name}: {error}")
+        return None
+    problems += check_use(role.name, hf_config, context, vocab_size)
+    if role.model.checkpoint is not None:
+        if find_megatron(role.model.checkpoint) is None:  # of Megatron's the tensors alone say what the head is
+            problems += check_head(role.name, hf_config, scalar=role.scalar, fresh_head=role.model.fresh_head)
+        problems += check_weights(role.name, role.model.checkpoint)
+    return None if check_model(role.name, hf_config) else hf_config
+
+
+def _vocab_size(tokenizer: TokenizerConfig, problems: list[str]) -> int | None:
+    if not tokenizer.path.exists():
+        return None  # reported by the cross-checks
+    try:
+        return tokenizer_vocab_size(tokenizer.path)
+    except CheckpointError as error:
+        problems.append(f"tokenizer: {error}")
+        return None
+
+
+def _raise(problems: list[str]) -> None:
+    if problems:
+        raise ConfigError(problems)

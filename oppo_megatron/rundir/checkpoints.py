@@ -1,0 +1,117 @@
+"""The checkpoints of a run: `checkpoints/step-<steps done>`, or `step-<steps done>-clock-<decode steps>` within a step.
+
+A checkpoint is written into a folder whose name begins with a dot and is renamed when it is whole, so that what has a
+checkpoint's name is one, unless a disk has failed since: the manifest tells.
+
+    .step-000003             being written, or left by a writer that was killed    .removed-step-000001    on its way out
+    .replaced-step-000003    whole, and out of the way of its successor; the name is given back where there is none
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from oppo_megatron.rundir.manifest import sync_folder
+
+NAME = re.compile(r"step-(\d+)(?:-clock-(\d+))?")
+ASIDE, REPLACED, REMOVED = ".", ".replaced-", ".removed-"
+
+
+@dataclass(frozen=True, order=True)
+class Position:
+    """Where in a run: `step` steps are done; `clock` is the logical clock within the next one, -1 between steps."""
+
+    step: int
+    clock: int = -1
+
+    @property
+    def name(self) -> str:
+        """Of the checkpoint's folder."""
+        return f"step-{self.step:06d}" + ("" if self.clock < 0 else f"-clock-{self.clock:08d}")
+
+    @classmethod
+    def of(cls, name: str) -> Position | None:
+        """None for what is not a checkpoint's name."""
+        match = NAME.fullmatch(name)
+        position = None if match is None else cls(int(match[1]), -1 if match[2] is None else int(match[2]))
+        return None if position is None or position.name != name else position
+
+
+class CheckpointStore:
+    """Below `root`.  One rank writes the folders' names, all ranks files into them."""
+
+    def __init__(self, root: Path):
+        self.root = root
+
+    def positions(self) -> list[Position]:
+        """Those of the checkpoints that are here, the latest last."""
+        names = (path.name for path in self.root.iterdir() if path.is_dir()) if self.root.is_dir() else iter(())
+        # One whose successor has not got its name yet counts: `recover` gives it back.
+        found = {Position.of(name.removeprefix(REPLACED)) for name in names}
+        return sorted(position for position in found if position is not None)
+
+    def folder(self, position: Position) -> Path:
+        """Of a checkpoint that is whole."""
+        return self.root / position.name
+
+    def aside(self, position: Position) -> Path:
+        """Where a checkpoint is written."""
+        return self.root / f"{ASIDE}{position.name}"
+
+    def begin(self, position: Position) -> Path:
+        """An empty folder to write the checkpoint into; what interrupted writers left is removed."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        self.recover()
+        folder = self.aside(position)
+        folder.mkdir()
+        return folder
+
+    def recover(self) -> None:
+        """Clear up behind a process that was killed: what has no checkpoint's name goes, what has lost it gets it back."""
+        for left in self.root.glob(f"{REPLACED}step-*"):
+            whole = self.root / left.name.removeprefix(REPLACED)
+            if not whole.exists():
+                left.rename(whole)
+        for left in self._aside():
+            shutil.rmtree(left)
+        if self.root.is_dir():
+            sync_folder(self.root)
+
+    def abandon(self, position: Position) -> None:
+        """The checkpoint could not be written: nothing is left of it."""
+        shutil.rmtree(self.aside(position), ignore_errors=True)
+
+    def commit(self, position: Position) -> Path:
+        """The checkpoint's files and its manifest are on the disk: give it its name."""
+        folder = self.folder(position)
+        replaced = self.root / f"{REPLACED}{position.name}"
+        if folder.exists():  # a resumed run has come here again
+            folder.rename(replaced)
+        self.aside(position).rename(folder)
+        sync_folder(self.root)
+        if replaced.exists():
+            shutil.rmtree(replaced)
+        return folder
+
+    def prune(self, keep: int, best: Position | None = None) -> list[Position]:
+        """Remove all but the last `keep`, and but for `best`.  Returns what was removed."""
+        removed = [position for position in self.positions()[:-keep] if position != best]
+        for position in removed:
+            trash = self.root / f"{REMOVED}{position.name}"
+            self.folder(position).rename(trash)  # a checkpoint's name never stands for half of one
+            shutil.rmtree(trash)
+        return removed
+
+    def set_aside(self, position: Position) -> None:
+        """A damaged checkpoint is one no longer, but is kept for a look at it, as `damaged-...`."""
+        target = self.root / f"damaged-{position.name}"
+        if target.exists():
+            shutil.rmtree(target)
+        self.folder(position).rename(target)
+
+    def _aside(self) -> Iterator[Path]:
+        yield from (path for path in self.root.glob(f"{ASIDE}*step-*") if path.is_dir())

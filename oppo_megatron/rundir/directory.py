@@ -1,0 +1,360 @@
+"""The run directory: where each product of a run lies, and how a file is written so that a crash leaves no half of it.
+
+config.yaml       resolved configuration          summary.json      figures of the whole run; marks it finished
+checkpoints/      what `--resume` continues from
+metrics.jsonl     a line a step                   quarantine.jsonl  rows refused and why
+trace.json        what each rank did, and when    weights/          final weights
+hosts.json        where each rank ran             schedules.txt     each round's schedule (`logging.actions`)
+guilty/           batches that a guard found fault with, for `oppo replay`
+rollbacks.jsonl   what was left out where a guard went back to a checkpoint
+stacks/           what each rank's threads were at where the run stood still
+ended-step-<n>/   summary, weights and trace of the run that had ended there, before it was given more steps
+placement.json    what `placement.mode: auto` measured, in the runs under placement/; later attempts use it again
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
+from numbers import Integral, Real
+from pathlib import Path, PurePath
+from typing import Any, TextIO
+
+import yaml
+
+from oppo_megatron.config.paths import irregular_path
+from oppo_megatron.errors import ConfigError, DataError
+from oppo_megatron.rundir.checkpoints import CheckpointStore
+from oppo_megatron.rundir.space import free_bytes, megabytes
+
+RUN_FORMAT = 1
+"""Of the files of a run directory; `hosts.json` has it.  Raised when files of an earlier version would be misread."""
+
+HELD_WAIT_S = 20.0
+"""Ranks that were killed a moment ago may still be ending."""
+
+PRODUCTS = (
+    "config.yaml", "hosts.json", "metrics.jsonl", "rollouts.jsonl", "trace.json", "summary.json", "quarantine.jsonl",
+    "weights", "best", "tensorboard", "wandb", "schedules.txt", "costs.json", "guilty", "rollbacks.jsonl",
+    "checkpoints",
+)  # fmt: skip
+
+
+RESOLVED = frozenset({"run_dir", "logging", "checkpoint", "preempt", "stall"})
+"""Sections that each run's own `config.yaml` has, where a user writes down those alone that are to differ."""
+
+
+class RunDirectory:
+    """Paths of one run.  Making one touches no disk, so every rank may; `prepare` is for the one that owns the run.
+
+    Accepted wherever a path is (`os.PathLike`).
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path)
+        self.config = self.path / "config.yaml"
+        self.hosts = self.path / "hosts.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.rollouts = self.path / "rollouts.jsonl"
+        self.trace = self.path / "trace.json"
+        self.schedules = self.path / "schedules.txt"
+        self.costs = self.path / "costs.json"
+        self.summary = self.path / "summary.json"
+        self.quarantine = self.path / "quarantine.jsonl"
+        self.weights = self.path / "weights"
+        self.best = self.path / "best"
+        self.tensorboard = self.path / "tensorboard"
+        self.wandb = self.path / "wandb"
+        self.guilty = self.path / "guilty"
+        self.rollbacks = self.path / "rollbacks.jsonl"
+        self.placement = self.path / "placement.json"
+        self.placement_runs = self.path / "placement"
+        self.checkpoints = self.path / "checkpoints"
+        self.stacks = self.path / "stacks"
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    @property
+    def finished(self) -> bool:
+        """Whether a run ended here: `summary.json` is the last thing a run writes."""
+        return self.summary.exists()
+
+    def rank_trace(self, rank: int) -> Path:
+        """The spans of one rank until `merge_traces` puts all into `trace.json`."""
+        return self.path / f"trace.rank{rank}.jsonl"
+
+    def rank_traces(self) -> list[Path]:
+        """The per-rank span files that exist, in the order of ranks."""
+        return sorted(self.path.glob("trace.rank*.jsonl"), key=lambda path: int(path.name.split(".")[1][len("rank") :]))
+
+    def require_unfinished(self) -> None:
+        """Raises ConfigError if a finished run is here."""
+        if self.finished:
+            raise ConfigError(
+                f"run_dir: {self.path} holds a finished run (it has a summary.json) and a finished run is not "
+                "written over; choose another run_dir, or remove this one"
+            )
+
+    def require_regular(self) -> None:
+        """Raises ConfigError where a pipe, a socket or a device is named as a run's file: to read it would never end."""
+        remedy = "remove it, or put what the run wrote in its place"
+        found = [irregular_path("the run's file", self.path / name, remedy) for name in PRODUCTS]
+        if problems := [problem for problem in found if problem is not None]:
+            raise ConfigError(problems)
+
+    def require_own(self) -> None:
+        """Raises ConfigError where files here are named as a run's, and no run wrote them: a run would remove them.
+
+        A run that has ended here is another matter: see `require_unfinished`.
+        """
+        self.require_regular()
+        signs = (self.hosts, self.metrics, self.summary)
+        if any(sign.exists() for sign in signs) or self.has_checkpoints or RESOLVED <= self.settings().keys():
+            return
+        if others := [name for name in PRODUCTS if (self.path / name).exists()]:
+            raise ConfigError(
+                f"run_dir: {self.path} holds {', '.join(others)}, which no run wrote, and a run would write over; choose a "
+                "folder of the run's own, as in run_dir=runs/first"
+            )
+
+    def require_apart(self, named: Iterable[tuple[str, Path]]) -> None:
+        """Raises ConfigError where a path that a configuration names, by its key, lies among what the run here writes."""
+        products = {(self.path / name).resolve() for name in PRODUCTS}
+        problems = [
+            f"{key} is {path}, which lies among what the run in {self.path} writes, and moves or removes where it begins or goes "
+            "on; name what the run began with to go on with it, or choose another run_dir to start from this"
+            for key, path in named
+            if products & {path.resolve(), *path.resolve().parents}
+        ]
+        if problems:
+            raise ConfigError(problems)
+
+    def settings(self) -> dict[str, Any]:
+        """What the run's `config.yaml` says, unchecked; nothing where there is none that can be read."""
+        try:
+            tree = yaml.safe_load(self.config.read_bytes()) if self.config.is_file() else None
+        except (yaml.YAMLError, RecursionError, ValueError):
+            return {}
+        return tree if isinstance(tree, dict) else {}
+
+    def last_saved(self) -> tuple[str, int] | None:
+        """Name and time (ns) of the last checkpoint, which are others once another has been written; None where there is none."""
+        store = CheckpointStore(self.checkpoints)
+        folders = [store.folder(position) for position in store.positions()]
+        times = [(folder.stat().st_mtime_ns, folder.name) for folder in folders if folder.exists()]
+        return max(times)[::-1] if times else None
+
+    @property
+    def has_checkpoints(self) -> bool:
+        return bool(CheckpointStore(self.checkpoints).positions())
+
+    def require_no_checkpoints(self) -> None:
+        """Raises ConfigError where a run that begins anew would leave checkpoints behind."""
+        if self.has_checkpoints:
+            raise ConfigError(
+                f"run_dir: {self.path} holds the checkpoints of a run that did not finish; continue it with --resume "
+                "(checkpoint.resume=true), choose another run_dir, or remove this one"
+            )
+
+    def require_space(self, needed: int) -> None:
+        """Raises ConfigError where the file system of the directory has fewer than `needed` bytes free."""
+        if (free := free_bytes(self.path)) < needed:
+            raise ConfigError(
+                f"run_dir: {self.path}: {megabytes(free)} are free on its disk, but the run writes at least about "
+                f"{megabytes(needed)}: one checkpoint where it makes any, and its weights; free some, or choose a run_dir on a "
+                "larger disk"
+            )
+
+    def prepare(self, overwrite: bool = False) -> RunDirectory:
+        """Create the directory, empty of an earlier run's products, and return self.
+
+        A finished run is removed only with `overwrite`.  What an interrupted run had measured is moved to
+        `attempt-<n>/`. Files that are not a run's products are left alone.  Raises ConfigError.
+        """
+        if not overwrite:
+            self.require_unfinished()
+            self.require_no_checkpoints()
+            self.require_own()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"run_dir: {self.path} cannot be created ({error.strerror}); it must be a directory that this user "
+                "may write; choose another run_dir"
+            ) from error
+        leftovers = [self.path / name for name in PRODUCTS if (self.path / name).exists()] + self.rank_traces()
+        if self.metrics in leftovers and not overwrite:
+            attempt = self._next_attempt()
+            for leftover in leftovers:
+                leftover.rename(attempt / leftover.name)
+        else:
+            for leftover in leftovers:
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        return self
+
+    @contextmanager
+    def held(self, wait_s: float = HELD_WAIT_S) -> Iterator[None]:
+        """For one process at a time, until the block or the process ends; where the file system has no locks, for any.
+
+        Raises ConfigError where another has it: two would cut off, and remove, what the other writes.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self.path, os.O_RDONLY)
+        except OSError:  # `prepare` says what is wrong with it
+            yield
+            return
+        try:
+            until = time.monotonic() + wait_s
+            while not _locked(handle):
+                if time.monotonic() > until:
+                    raise ConfigError(
+                        f"run_dir: another run is at work in {self.path}, and has been for {wait_s:g} s; wait for its end, end "
+                        "it, or choose another run_dir"
+                    )
+                time.sleep(0.1)
+            yield
+        finally:
+            os.close(handle)
+
+    def reopen(self, step: int, saved_at: float) -> None:
+        """Go on after `step` steps: cut off what an interrupted run wrote beyond its checkpoint of `saved_at` (epoch seconds).
+
+        What a finished run has come to is moved to `ended-step-<n>/`, and is lost by nothing that happens later.
+        """
+        if self.finished:
+            self._set_ending_aside()
+        for weights in (self.weights, self.best):
+            if weights.exists():  # the run had come to its end, and was ended while it wrote them
+                shutil.rmtree(weights)
+        for path in (self.metrics, self.rollouts):
+            _keep_lines(path, lambda line: line["step"] <= step)
+        for path in self.rank_traces():
+            _keep_lines(path, lambda span: span["end"] <= saved_at)
+
+    @property
+    def ended_after(self) -> int | None:
+        """Steps of the finished run that is here; None where there is none, or its summary does not say."""
+        if not self.finished:
+            return None
+        try:
+            steps = json.loads(self.summary.read_text(encoding="utf-8"))["steps"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None
+        return steps if isinstance(steps, int) else None
+
+    def _set_ending_aside(self) -> None:
+        """`summary.json` goes last: until then the run counts as finished, and what is left is moved by the next call."""
+        products = [product for product in (self.weights, self.best, self.trace, self.summary) if product.exists()]
+        folder = self._place_of_ending({product.name for product in products})
+        folder.mkdir(exist_ok=True)
+        for product in products:
+            product.rename(folder / product.name)
+
+    def _place_of_ending(self, names: Set[str]) -> Path:
+        """A folder that has none of the `names`: a run may have ended after the same step before, and gone on in vain."""
+        steps = self.ended_after
+        name, number = "ended" if steps is None else f"ended-step-{steps:06d}", 1
+        while any((self.path / name / each).exists() for each in names):
+            number += 1
+            name = f"{name if number == 2 else name.rpartition('-')[0]}-{number}"
+        return self.path / name
+
+    def _next_attempt(self) -> Path:
+        number = 1
+        while (attempt := self.path / f"attempt-{number}").exists():
+            number += 1
+        attempt.mkdir()
+        return attempt
+
+
+def _locked(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks, or without those of folders
+        pass
+    return True
+
+
+def _keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
+    """Rewrite a JSONL file with the lines that are wanted; one that a crash cut short is none."""
+    if not path.exists():
+        return
+    with atomic_writer(path) as file, path.open("rb") as old:
+        for number, line in enumerate(old, start=1):
+            if not line.endswith(b"\n"):
+                continue
+            try:
+                if wanted(json.loads(line)):
+                    file.write(line.decode("utf-8"))
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                raise DataError(
+                    f"{path}, line {number}: not a line that a run writes ({type(error).__name__}: {error}); only the last "
+                    "one may be cut short; remove or repair it, then continue with --resume"
+                ) from error
+
+
+@contextmanager
+def atomic_writer(path: str | os.PathLike[str]) -> Iterator[TextIO]:
+    """A text file that appears at `path` whole, or (the block raises) not at all: written aside, synced, renamed."""
+    target = Path(path)
+    aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        with aside.open("w", encoding="utf-8") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, target)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a whole text file atomically."""
+    with atomic_writer(path) as file:
+        file.write(text)
+
+
+def write_json(path: str | os.PathLike[str], value: Mapping[str, Any]) -> None:
+    """Write one JSON object atomically, indented for reading; see `encode_json` for numbers that are not finite."""
+    write_text(path, encode_json(value, indent=2) + "\n")
+
+
+def encode_json(value: Mapping[str, Any], indent: int | None = None) -> str:
+    """A JSON object as text.  NaN and infinities, which JSON lacks, become null; `non_finite` lists their keys."""
+    non_finite: list[str] = []
+    plain = _plain(value, "", non_finite)
+    if non_finite:
+        plain["non_finite"] = non_finite
+    return json.dumps(plain, indent=indent, allow_nan=False, ensure_ascii=False)
+
+
+def _plain(value: Any, key: str, non_finite: list[str]) -> Any:
+    """`value` in JSON's own types; the dotted keys of numbers that are not finite are added to `non_finite`."""
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        if math.isfinite(value):
+            return float(value)
+        non_finite.append(key)
+        return None
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {
+            str(name): _plain(item, f"{key}.{name}" if key else str(name), non_finite) for name, item in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, f"{key}.{index}", non_finite) for index, item in enumerate(value)]
+    raise TypeError(f"{key}: {type(value).__name__} has no JSON form; give a number, text, path, list or mapping")

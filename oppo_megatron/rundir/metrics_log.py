@@ -1,0 +1,162 @@
+"""`metrics.jsonl`: one JSON object a step, written in step order, and the figures of a whole run drawn from it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from types import TracebackType
+from typing import Any, final
+
+from oppo_megatron.errors import DataError
+from oppo_megatron.rundir.directory import encode_json
+
+MAX_PENDING = 8
+MEAN_FIELDS = ("step_s", "decode_s", "train_s", "score_exposed_s", "critic_update_s", "critic_exposed_s")
+
+
+@final
+class MetricsLog:
+    """Appends the lines of a run.
+
+    A line may be completed later than the next one is begun (the critic's update of step n ends while the actor decodes
+    step n + 1), so a line lives thus:
+
+        stage(step) -> pending -> complete(step) -> ready -> written, once every earlier line is
+
+    `close` writes what still waits; a line that was never completed then carries `"incomplete": true`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path)
+        self._file = self.path.open("a", encoding="utf-8")
+        self._lines: dict[int, dict[str, Any]] = {}  # by step, in step order
+        self._ready: set[int] = set()
+        self._last_step: int | None = None
+
+    def stage(self, step: int, fields: Mapping[str, Any]) -> None:
+        """Begin the line of `step`, which is later than any begun before."""
+        assert self._last_step is None or step > self._last_step, f"line {step} begun after line {self._last_step}"
+        assert len(self._lines) < MAX_PENDING, f"lines {list(self._lines)} wait to be completed"
+        self._last_step = step
+        self._lines[step] = {"step": step, **fields}
+
+    def extend(self, step: int, fields: Mapping[str, Any]) -> None:
+        """Add to the line of `step`, which still waits."""
+        self._lines[step].update(fields)
+
+    def complete(self, step: int, more_fields: Mapping[str, Any] | None = None) -> None:
+        """Add what was still to come to the line of `step`; it is written as soon as every earlier line is."""
+        assert step in self._lines and step not in self._ready, f"line {step} is not pending"
+        self._lines[step].update(more_fields or {})
+        self._ready.add(step)
+        while self._lines and (first := next(iter(self._lines))) in self._ready:
+            self._ready.remove(first)
+            self._write(self._lines.pop(first))
+
+    def write(self, step: int, fields: Mapping[str, Any]) -> None:
+        """A line that is whole at once."""
+        self.stage(step, fields)
+        self.complete(step)
+
+    def close(self) -> None:
+        """Write the lines that wait, in step order, and close the file.  May be called again."""
+        for step, line in self._lines.items():
+            self._write(line if step in self._ready else {**line, "incomplete": True})
+        self._lines.clear()
+        self._file.close()
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        self._file.write(encode_json(line) + "\n")
+        self._file.flush()
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def iter_json_lines(
+    path: str | os.PathLike[str], wanted: Callable[[bytes], bool] | None = None
+) -> Iterator[dict[str, Any]]:
+    """The objects of a JSONL file.  A last line that a crash cut short is left out; another bad line is a DataError.
+
+    Lines that are not `wanted` are passed over unread.
+    """
+    if not Path(path).is_file():
+        raise DataError(
+            f"{os.fspath(path)}: no such file; expected the lines that a run writes; check the run directory"
+        )
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip() or (wanted is not None and not wanted(line)):
+                continue
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                if not file.read(1):
+                    return
+                raise DataError(
+                    f"{os.fspath(path)}, line {number}: not JSON ({error}); only the last line of a run may be cut "
+                    "short; remove or repair the line"
+                ) from error
+            if not isinstance(value, dict):
+                raise DataError(
+                    f"{os.fspath(path)}, line {number}: a {type(value).__name__}; each line must be a JSON object; "
+                    "repair the line"
+                )
+            yield value
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The lines of a `metrics.jsonl`, a run that was killed included.  Raises DataError."""
+    return list(iter_json_lines(path))
+
+
+def summarise(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The figures of a run.  A figure whose fields no line has is None.
+
+    Times, `tokens_per_s` and `scoring_hidden` leave out the first step, which warms up, where there are more than
+    three.
+    `scoring_hidden` is the share of the scorers' busy seconds that other work hid: 1 - exposed / busy, at least 0.
+    `reward_first` and `reward_last` are means of `reward_mean` over the first and last tenth of the steps, at least 3.
+    `deferred` counts the trained sequences by how often they were carried over a step.
+    """
+    steady = lines[1:] if len(lines) > 3 else lines
+    rewards = _values(lines, "reward_mean")
+    tail = max(3, len(rewards) // 10)
+    exposed_share = _ratio(steady, "score_exposed_s", "score_busy_s")
+    deferred: Counter[str] = Counter()
+    for line in lines:
+        deferred.update(line.get("deferred") or {})
+    return {
+        "steps": len(lines),
+        **{name: _mean(_values(steady, name)) for name in MEAN_FIELDS},
+        "scoring_hidden": None if exposed_share is None else max(0.0, 1.0 - exposed_share),
+        "tokens_per_s": _ratio(steady, "tokens", "step_s"),
+        "reward_first": _mean(rewards[:tail]),
+        "reward_last": _mean(rewards[-tail:]),
+        "skipped_steps": sum(line.get("skipped") is not None for line in lines),
+        "deferred": {times: deferred[times] for times in sorted(deferred, key=int)},
+    }
+
+
+def _values(lines: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    return [line[name] for line in lines if line.get(name) is not None]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None
+
+
+def _ratio(lines: Sequence[Mapping[str, Any]], above: str, below: str) -> float | None:
+    """sum(above) / sum(below) over the lines that have both; None where the lower sum is 0."""
+    both = [line for line in lines if line.get(above) is not None and line.get(below) is not None]
+    total = sum(line[below] for line in both)
+    return sum(line[above] for line in both) / total if total else None

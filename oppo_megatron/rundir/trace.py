@@ -1,0 +1,186 @@
+"""What each rank did and when: spans recorded while training, merged into one file for Perfetto or chrome://tracing."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from oppo_megatron.clock import SteadyClock
+from oppo_megatron.errors import DataError
+from oppo_megatron.rundir.directory import RunDirectory, atomic_writer
+from oppo_megatron.rundir.metrics_log import iter_json_lines
+
+MAX_BUFFERED_SPANS = 4096
+KEPT_STEPS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What one rank did for one role, from `start` to `end` (seconds on the clock that all ranks share)."""
+
+    rank: int
+    role: str
+    name: str
+    step: int
+    start: float
+    end: float
+
+
+class SpanRecorder:
+    """Times the spans of one rank.  Used from one thread; spans of one role may nest but not cross.
+
+    Memory is bounded: a full buffer is flushed, and totals are kept for the last `KEPT_STEPS` steps.  Without a
+    `run_dir` nothing is written and only totals are kept.  `clock` must be common to all ranks (seconds since the
+    epoch) and never go back; null: a `SteadyClock`.
+    """
+
+    def __init__(
+        self, rank: int, run_dir: str | os.PathLike[str] | None = None, clock: Callable[[], float] | None = None
+    ) -> None:
+        self.rank = rank
+        self._path = None if run_dir is None else RunDirectory(run_dir).rank_trace(rank)
+        self.clock = clock or SteadyClock()
+        self._buffer: list[Span] = []
+        self._totals: dict[int, dict[tuple[str, str], float]] = {}  # step -> (role, name) -> seconds
+
+    @contextmanager
+    def span(self, name: str, *, role: str, step: int) -> Iterator[None]:
+        """Record the block, also where it raises."""
+        start = self.clock()
+        try:
+            yield
+        finally:
+            span = Span(self.rank, role, name, step, start, self.clock())
+            self.count(span)
+            self.write(span)
+
+    def totals(self, step: int, role: str | None = None) -> dict[str, float]:
+        """Seconds by span name in one of the last `KEPT_STEPS` steps, of a role or of all; nested spans each count."""
+        seconds: dict[str, float] = {}
+        for (span_role, name), value in self._totals.get(step, {}).items():
+            if role is None or span_role == role:
+                seconds[name] = seconds.get(name, 0.0) + value
+        return seconds
+
+    def flush(self) -> None:
+        """Append the buffered spans to this rank's file, a JSON object a line.  Meant for the end of each step."""
+        if self._path is not None and self._buffer:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(asdict(span)) + "\n" for span in self._buffer)
+            self._buffer.clear()
+
+    def count(self, span: Span) -> None:
+        """Add the span to the totals of its step."""
+        totals = self._totals.setdefault(span.step, {})
+        key = (span.role, span.name)
+        totals[key] = totals.get(key, 0.0) + span.end - span.start
+        if len(self._totals) > KEPT_STEPS:
+            del self._totals[min(self._totals)]
+
+    def write(self, span: Span) -> None:
+        """Put the span into the trace."""
+        if self._path is not None:
+            self._buffer.append(span)
+            if len(self._buffer) >= MAX_BUFFERED_SPANS:
+                self.flush()
+
+
+def merge_traces(run_dir: str | os.PathLike[str]) -> Path | None:
+    """Merge the per-rank files into `trace.json` (Trace Event Format), remove them, and return its path.
+
+    A process a rank and a thread a (rank, role); times in microseconds from the first span of the run.  For one rank,
+    after every rank's last flush.  Returns None where no rank recorded anything.  Spans are read twice instead of held
+    in memory.
+    """
+    run = RunDirectory(run_dir)
+    files = run.rank_traces()
+    origin, lanes = float("inf"), set()
+    for span in _read_spans(files):
+        origin = min(origin, span.start)
+        lanes.add((span.rank, span.role))
+    if not lanes:
+        return None
+    thread_of = {lane: number for number, lane in enumerate(sorted(lanes), start=1)}
+    with atomic_writer(run.trace) as file:
+        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+        file.write(",\n".join(json.dumps(event) for event in _lane_names(thread_of)))
+        for span in _read_spans(files):
+            file.write(",\n" + json.dumps(_event(span, thread_of[span.rank, span.role], origin)))
+        file.write("\n]}\n")
+    for path in files:
+        path.unlink()
+    return run.trace
+
+
+def read_trace(path: str | os.PathLike[str]) -> list[Span]:
+    """The spans of a `trace.json` that `merge_traces` wrote, in seconds from the run's start.  Raises DataError."""
+    try:
+        events = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
+        return [_span(event) for event in events if event["ph"] == "X"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{os.fspath(path)}: no readable trace ({type(error).__name__}: {error}); expected the trace.json of a run "
+            "with logging.trace on; check the path, or run again with it on"
+        ) from error
+
+
+def read_spans(run_dir: str | os.PathLike[str]) -> list[Span]:
+    """All spans that a run has recorded so far, in seconds from the first; empty where it recorded none.
+
+    From `trace.json`, or, while the run goes on or where it was ended early, from the ranks' own files.  Raises
+    DataError.
+    """
+    run = RunDirectory(run_dir)
+    if run.trace.exists():
+        return read_trace(run.trace)
+    try:
+        spans = list(_read_spans(run.rank_traces()))
+    except (DataError, TypeError) as error:
+        if run.trace.exists():  # merged in this very moment
+            return read_trace(run.trace)
+        raise DataError(f"{run.path}: no readable spans ({error}); remove or repair its trace.rank*.jsonl") from error
+    origin = min((span.start for span in spans), default=0.0)
+    return [replace(span, start=span.start - origin, end=span.end - origin) for span in spans]
+
+
+def _span(event: dict[str, Any]) -> Span:
+    start, end = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+    return Span(event["pid"], event["cat"], event["name"], event["args"]["step"], start, end)
+
+
+def _read_spans(files: Iterable[Path]) -> Iterator[Span]:
+    for path in files:
+        for line in iter_json_lines(path):
+            yield Span(**line)
+
+
+def _lane_names(thread_of: dict[tuple[int, str], int]) -> list[dict[str, Any]]:
+    """Metadata events that name a rank's process and a role's thread."""
+    processes = [
+        {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}}
+        for rank in sorted({rank for rank, _ in thread_of})
+    ]
+    threads = [
+        {"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": role}}
+        for (rank, role), thread in thread_of.items()
+    ]
+    return processes + threads
+
+
+def _event(span: Span, thread: int, origin: float) -> dict[str, Any]:
+    """A complete ("X") event; microseconds, to the nanosecond."""
+    return {
+        "ph": "X",
+        "name": span.name,
+        "cat": span.role,
+        "pid": span.rank,
+        "tid": thread,
+        "ts": round((span.start - origin) * 1e6, 3),
+        "dur": round((span.end - span.start) * 1e6, 3),
+        "args": {"step": span.step},
+    }

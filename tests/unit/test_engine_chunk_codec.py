@@ -1,0 +1,202 @@
+"""Chunks on the wire: what is sent is what arrives, and whatever else arrives is an error that says where."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oppo_megatron.engine.chunk_codec import ChunkDecoder, ChunkEncoder
+from oppo_megatron.errors import StreamError
+from oppo_megatron.records import Chunk, ChunkRow
+
+PROMPTS = {7: (1, 2, 3), 12: (9,), 30: (4, 4)}
+FLOAT = st.floats(allow_nan=False, max_value=0.0)
+
+
+def ends() -> tuple[ChunkEncoder, ChunkDecoder]:
+    encoder, decoder = ChunkEncoder(), ChunkDecoder()
+    for seq_id, prompt in PROMPTS.items():
+        encoder.open(seq_id, prompt)
+        decoder.open(seq_id, prompt)
+    return encoder, decoder
+
+
+def row(seq_id: int, offset: int, tokens: list[int], version: int = 3, **finish: object) -> ChunkRow:
+    logprobs = [-0.5 - 0.25 * t for t in tokens]
+    return ChunkRow(seq_id, offset, tokens, logprobs, [x / 2 for x in logprobs], version, **finish)
+
+
+def messages() -> list[Chunk]:
+    return [
+        Chunk(0, 2, [row(7, 0, [5, 6]), row(12, 0, [8, 1], finish_clock=2, finish_reason="eos")]),
+        Chunk(1, 4, [row(7, 2, [7, 9]), row(30, 0, [2])]),
+        Chunk(2, 6, [row(30, 1, [1, 3], finish_clock=6, finish_reason="length"), row(7, 4, [1])]),
+    ]
+
+
+def receive(decoder: ChunkDecoder, message: tuple[np.ndarray, np.ndarray]) -> Chunk:
+    header, payload = message
+    assert decoder.payload_size(header) == len(payload)
+    return decoder.decode(header, payload)
+
+
+@st.composite
+def streams(draw: st.DrawFn) -> list[Chunk]:
+    """Chunks of three growing sequences, some finishing, some chunks empty."""
+    offsets, chunks, clock = dict.fromkeys(PROMPTS, 0), [], 0
+    for index in range(draw(st.integers(1, 5))):
+        clock += draw(st.integers(0, 9))
+        rows = []
+        for seq_id in draw(st.permutations(sorted(offsets)).map(lambda ids: ids[: draw(st.integers(0, len(ids)))])):
+            count = draw(st.integers(0, 4))
+            floats = st.lists(FLOAT, min_size=count, max_size=count)
+            tokens = draw(st.lists(st.integers(0, 2**31), min_size=count, max_size=count))
+            reason = draw(st.sampled_from([None, None, "eos", "length"]))
+            finish = (None, None) if reason is None else (clock, reason)
+            version = draw(st.integers(0, 99))
+            rows.append(ChunkRow(seq_id, offsets[seq_id], tokens, draw(floats), draw(floats), version, *finish))
+            offsets[seq_id] += count
+            if reason:
+                del offsets[seq_id]
+        chunks.append(Chunk(index, clock, rows))
+    return chunks
+
+
+@settings(deadline=None)
+@given(streams())
+def test_what_is_sent_arrives(chunks: list[Chunk]) -> None:
+    encoder, decoder = ends()
+    assert [receive(decoder, encoder.encode(chunk)) for chunk in chunks] == chunks
+
+
+def test_every_bit_of_a_log_prob_arrives() -> None:
+    encoder, decoder = ends()
+    values = [-0.1, -5e-324, -math.inf, -0.0]
+    sent = Chunk(0, 4, [ChunkRow(7, 0, [1, 2, 3, 4], values, values[::-1], 0)])
+    got = receive(decoder, encoder.encode(sent)).rows[0]
+    assert np.array(got.logprobs).tobytes() == np.array(values).tobytes()
+    assert np.array(got.sampling_logprobs).tobytes() == np.array(values[::-1]).tobytes()
+
+
+@pytest.mark.parametrize("bit", [0, 1, 31, 40, 63])
+def test_each_flipped_word_is_an_error(bit: int) -> None:
+    sent = messages()
+    encoder, _ = ends()
+    wire = [encoder.encode(chunk) for chunk in sent]
+    num_words = [len(wire[1][0]), len(wire[1][1])]
+    for part in (0, 1):
+        for word in range(num_words[part]):
+            _, decoder = ends()
+            receive(decoder, wire[0])
+            bad = [wire[1][0].copy(), wire[1][1].copy()]
+            bad[part].view(np.uint64)[word] ^= np.uint64(1 << bit)
+            with pytest.raises(StreamError) as caught:
+                decoder.payload_size(bad[0])
+                decoder.decode(*bad)
+            if part == 1:
+                assert re.search(r"sequence -?\d+, offset -?\d+", str(caught.value))
+
+
+def test_a_corrupted_token_names_its_sequence_and_offset() -> None:
+    encoder, decoder = ends()
+    first, second, _ = (encoder.encode(chunk) for chunk in messages())
+    receive(decoder, first)
+    tokens = 2 * 7  # the tokens follow two rows of seven words
+    second[1][tokens + 2] += 1  # the only token of the second row
+    with pytest.raises(StreamError, match=r"sequence 30, offset 0 .*corrupted"):
+        receive(decoder, second)
+
+
+def test_a_lost_message_is_an_error() -> None:
+    encoder, decoder = ends()
+    first, _, third = (encoder.encode(chunk) for chunk in messages())
+    receive(decoder, first)
+    with pytest.raises(StreamError, match="lost.*message 2 came where 1 was due.*sequence 7 at offset 2"):
+        receive(decoder, third)
+
+
+def test_a_lost_message_is_an_error_though_no_sequence_is_open() -> None:
+    encoder, decoder = ChunkEncoder(), ChunkDecoder()
+    encoder.encode(Chunk(0, 0))
+    with pytest.raises(StreamError, match="message 1 came where 0 was due"):
+        decoder.payload_size(encoder.encode(Chunk(1, 0))[0])
+
+
+def test_a_repeated_message_is_an_error() -> None:
+    encoder, decoder = ends()
+    first = encoder.encode(messages()[0])
+    receive(decoder, first)
+    with pytest.raises(StreamError, match="repeated.*message 0 came where 1 was due.*sequence 7 at offset 2"):
+        receive(decoder, first)
+
+
+def test_reordered_messages_are_an_error() -> None:
+    encoder, decoder = ends()
+    first, second, _ = (encoder.encode(chunk) for chunk in messages())
+    with pytest.raises(StreamError, match="message 1 came where 0 was due"):
+        receive(decoder, second)
+    receive(decoder, first)
+
+
+def test_a_chunk_out_of_its_place_is_an_error_though_message_numbers_agree() -> None:
+    for skipped, word in ((messages()[0], "lost"), (None, "repeated")):
+        encoder, decoder = ends()
+        other, _ = ends()
+        if skipped:
+            encoder.encode(skipped)  # this end counts on from a chunk that the other end never saw
+            encoder._next_index = 0
+            wire = encoder.encode(messages()[1])
+            where = "sequence 7, offset 2"
+        else:
+            receive(decoder, encoder.encode(messages()[0]))
+            other._next_index = 1
+            wire = other.encode(messages()[0])
+            where = "sequence 7, offset 0"
+        with pytest.raises(StreamError, match=f"{where} .*{word}"):
+            receive(decoder, wire)
+
+
+def test_different_prompts_at_the_two_ends_are_found() -> None:
+    encoder, decoder = ends()
+    decoder.close(7)
+    decoder.open(7, (1, 2, 4))
+    with pytest.raises(StreamError, match="sequence 7, offset 0 .*different prompts"):
+        receive(decoder, encoder.encode(messages()[0]))
+
+
+def test_a_sequence_that_is_not_open_is_named() -> None:
+    encoder, decoder = ends()
+    decoder.close(12)
+    with pytest.raises(StreamError, match="sequence 12, offset 0 .*not open"):
+        receive(decoder, encoder.encode(messages()[0]))
+
+
+def test_a_message_of_something_else_is_an_error() -> None:
+    encoder, decoder = ends()
+    header, payload = encoder.encode(messages()[0])
+    with pytest.raises(StreamError, match="out of step"):
+        decoder.payload_size(payload[: len(header)])
+
+
+def test_a_cut_payload_is_an_error() -> None:
+    encoder, decoder = ends()
+    header, payload = encoder.encode(messages()[0])
+    for cut in (payload[:-1], payload[:0], np.append(payload, 0)):
+        with pytest.raises(StreamError, match="words"):
+            decoder.decode(header, cut)
+
+
+def test_closed_sequences_leave_nothing_behind() -> None:
+    encoder, decoder = ends()
+    for books in (encoder, decoder):
+        for seq_id in PROMPTS:
+            books.close(seq_id)
+        assert books._ledgers == {}
+        books.open(7, (5,))
+    chunk = Chunk(0, 1, [row(7, 0, [1])])
+    assert receive(decoder, encoder.encode(chunk)) == chunk

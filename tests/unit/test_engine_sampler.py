@@ -1,0 +1,209 @@
+"""Drawing tokens: the random numbers, the inverse of the cumulative distribution, and top-k / top-p."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oppo_megatron.config.ppo import RolloutConfig
+from oppo_megatron.engine import sampler
+from oppo_megatron.engine.device_uniforms import uniforms_at
+from oppo_megatron.engine.sampler import Sampling, draw, draw_at, row_state, uniforms
+from oppo_megatron.errors import NumericsError
+
+MASK = 2**64 - 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 1e-45])
+def test_logits_that_are_no_distribution_are_an_error(temperature: float) -> None:
+    logits_RV = torch.tensor([[1.0, 2.0], [3.0, 1.0]])
+    if temperature != 1e-45:
+        logits_RV[1, 0] = math.nan
+    row = 0 if temperature == 1e-45 else 1
+    with pytest.raises(NumericsError, match=f"sequence {[5, 9][row]}, response token {[2, 7][row]}.*not finite"):
+        draw(logits_RV, Sampling(temperature=temperature), [5, 9], [2, 7])
+
+
+UINT32 = st.integers(0, 2**32 - 1)
+
+
+def splitmix64(x: int) -> int:
+    """Steele, Lea and Flood 2014, in exact integers."""
+    x = (x + 0x9E3779B97F4A7C15) & MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+    return x ^ (x >> 31)
+
+
+def plain_uniform(seed: int, seq_id: int, position: int) -> float:
+    state = splitmix64(seed)
+    state = splitmix64(state ^ seq_id)
+    state = splitmix64(state ^ position)
+    return (state >> 11) / 2**53
+
+
+def plain_truncation(logits: list[float], sampling: Sampling) -> list[float]:
+    """The distribution a token is drawn from, by sorting a row in Python floats; 0 outside its support."""
+    scaled = [x / sampling.temperature for x in logits]
+    order = sorted(range(len(scaled)), key=lambda i: -scaled[i])[: sampling.top_k or None]
+    weights = {i: math.exp(scaled[i] - scaled[order[0]]) for i in order}
+    total, reached, kept = sum(weights.values()), 0.0, {}
+    for i in order:
+        kept[i] = weights[i]
+        reached += weights[i] / total
+        if reached >= sampling.top_p:
+            break
+    return [kept.get(i, 0.0) / sum(kept.values()) for i in range(len(logits))]
+
+
+def with_uniform(monkeypatch: pytest.MonkeyPatch, u: float) -> None:
+    monkeypatch.setattr(sampler, "uniforms", lambda seed, seq_ids, positions: [u] * len(seq_ids))
+
+
+@given(seed=UINT32, pairs=st.lists(st.tuples(UINT32, UINT32), min_size=1, max_size=8))
+def test_uniforms_equal_splitmix64_in_exact_integers(seed: int, pairs: list[tuple[int, int]]) -> None:
+    expected = [plain_uniform(seed, *pair) for pair in pairs]
+    assert uniforms(seed, [p[0] for p in pairs], [p[1] for p in pairs]) == expected
+
+
+def test_splitmix64_reference_is_the_published_generator() -> None:
+    assert splitmix64(0) == 0xE220A8397B1DCDAF  # first output of the generator seeded with 0
+
+
+def test_uniforms_are_distinct_and_uniform() -> None:
+    pairs = [(seq, position) for seq in range(50) for position in range(100)]
+    values = np.concatenate([uniforms(seed, *zip(*pairs, strict=True)) for seed in range(4)])
+    assert len(set(values.tolist())) == len(values) == 20_000
+    assert 0 <= values.min() and values.max() < 1
+    counts = np.histogram(values, bins=64, range=(0, 1))[0]
+    chi2 = ((counts - len(values) / 64) ** 2 / (len(values) / 64)).sum()
+    assert chi2 < 63 + 4 * math.sqrt(2 * 63)
+    table = values.reshape(4, 50, 100)
+    for axis in range(3):  # neighbours in seed, sequence or position are not related
+        left, right = np.delete(table, -1, axis).ravel(), np.delete(table, 0, axis).ravel()
+        assert abs(np.corrcoef(left, right)[0, 1]) < 4 / math.sqrt(len(left))
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(seed=5),
+        Sampling(0.7, seed=5),
+        Sampling(1.3, top_k=4, seed=5),
+        Sampling(1.0, top_k=6, top_p=0.7, seed=5),
+    ],
+)
+def test_frequencies_follow_the_distribution(sampling: Sampling) -> None:
+    logits = [0.3, -1.0, 2.0, 1.1, -0.5, 0.0, 1.7, -2.5]
+    num = 20_000
+    tokens = draw(torch.tensor(logits).expand(num, -1), sampling, range(num), [3] * num).tokens
+    expected = np.array(plain_truncation(logits, sampling)) * num
+    counts = np.bincount(tokens.numpy(), minlength=len(logits))
+    inside = expected > 0
+    assert counts[~inside].sum() == 0
+    freedom = inside.sum() - 1
+    assert ((counts - expected)[inside] ** 2 / expected[inside]).sum() < freedom + 4 * math.sqrt(2 * freedom)
+
+
+@settings(deadline=None)
+@given(
+    logits=st.lists(st.floats(-20, 20, width=32), min_size=1, max_size=12, unique=True),
+    temperature=st.sampled_from([0.5, 1.0, 1.7]),
+    top_k=st.integers(0, 14),
+    top_p=st.sampled_from([0.05, 0.5, 0.9, 1.0]),
+    seq_id=UINT32,
+)
+def test_draw_inverts_the_truncated_distribution(
+    logits: list[float], temperature: float, top_k: int, top_p: float, seq_id: int
+) -> None:
+    sampling = Sampling(temperature, top_k, top_p, seed=11)
+    result = draw(torch.tensor([logits]), sampling, [seq_id], [2])
+    token, logprob = int(result.tokens), float(result.logprobs)
+    probs = plain_truncation(logits, sampling)
+    scaled = np.array(logits) / temperature
+    assert logprob == pytest.approx(scaled[token] - np.logaddexp.reduce(scaled), abs=1e-5)
+    order = sorted(range(len(logits)), key=lambda i: -logits[i]) if (top_k or top_p < 1) else range(len(logits))
+    ends = np.cumsum([probs[i] for i in order])
+    u = plain_uniform(11, seq_id, 2)
+    edges = np.concatenate([ends, np.cumsum([math.exp(x - scaled.max()) for x in sorted(scaled)[::-1]])])
+    clear_cut = np.abs(ends - u).min() > 1e-5 and np.abs(edges - top_p).min() > 1e-6
+    if clear_cut:  # away from the rounding of a boundary the token is determined
+        assert token == list(order)[int(np.searchsorted(ends, u, side="right"))]
+        assert float(result.sampling_logprobs) == pytest.approx(math.log(probs[token]), abs=1e-4)
+
+
+@pytest.mark.parametrize("u", [0.0, 2.0**-53, 0.5, 1 - 2.0**-53])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_k=5), Sampling(top_p=0.6)])
+def test_tokens_of_probability_zero_are_never_drawn(
+    monkeypatch: pytest.MonkeyPatch, u: float, sampling: Sampling
+) -> None:
+    with_uniform(monkeypatch, u)
+    rows = torch.full((3, 9), -300.0)  # exp underflows to 0 in float32
+    for row, alive in zip(rows, ([4], [2, 6], [1, 3, 7]), strict=True):
+        row[alive] = torch.tensor([1.0, 0.0, 0.5])[: len(alive)]
+    result = draw(rows, sampling, range(3), range(3))
+    for token, alive in zip(result.tokens.tolist(), ([4], [2, 6], [1, 3, 7]), strict=True):
+        assert token in alive
+    assert torch.isfinite(result.logprobs).all() and torch.isfinite(result.sampling_logprobs).all()
+
+
+def test_the_last_number_before_one_draws_the_last_possible_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_uniform(monkeypatch, 1 - 2.0**-53)  # 1.0 in float32
+    flat = torch.zeros(1, 50_000)
+    assert int(draw(flat, Sampling(), [0], [0]).tokens) > 49_990
+    with_uniform(monkeypatch, 0.0)
+    assert int(draw(flat, Sampling(), [0], [0]).tokens) == 0
+
+
+def test_greedy_takes_the_best_token_whatever_the_seed() -> None:
+    logits = torch.randn(6, 20, generator=torch.Generator().manual_seed(0))
+    for seed in range(3):
+        result = draw(logits, Sampling(0.0, top_k=3, top_p=0.5, seed=seed), range(6), range(6))
+        assert torch.equal(result.tokens, logits.argmax(-1))
+        expected = torch.log_softmax(logits.double(), -1).amax(-1)
+        assert (result.logprobs - expected).abs().max() < 1e-6
+        assert torch.equal(result.sampling_logprobs, torch.zeros(6))
+
+
+def test_a_row_draws_the_same_alone_and_among_others() -> None:
+    logits = torch.randn(16, 40, generator=torch.Generator().manual_seed(1))
+    for sampling in (Sampling(seed=3), Sampling(0.8, top_k=7, top_p=0.9, seed=3)):
+        together = draw(logits, sampling, range(16), range(100, 116)).tokens.tolist()
+        alone = [int(draw(logits[i : i + 1], sampling, [i], [100 + i]).tokens) for i in range(16)]
+        assert together == alone
+        assert together != draw(logits, sampling, range(16), range(101, 117)).tokens.tolist()
+
+
+def test_sampling_takes_the_rollout_section() -> None:
+    section = RolloutConfig(batch_size=1, max_response_tokens=4, temperature=0.6, top_k=9, top_p=0.8)
+    assert Sampling.of(section, 42) == Sampling(0.6, 9, 0.8, 42)
+
+
+UINT64 = st.integers(0, MASK)
+
+
+@given(seed=UINT64, pairs=st.lists(st.tuples(UINT64, st.integers(0, 2**63 - 1)), min_size=1, max_size=8))
+def test_numbers_made_on_the_device_are_those_of_the_host(seed: int, pairs: list[tuple[int, int]]) -> None:
+    seq_ids, positions = [p[0] for p in pairs], [p[1] for p in pairs]
+    states_R = torch.from_numpy(np.array([row_state(seed, i) for i in seq_ids], dtype=np.uint64).view(np.int64))
+    assert uniforms_at(states_R, torch.tensor(positions)).tolist() == uniforms(seed, seq_ids, positions)
+
+
+def test_a_row_that_is_no_distribution_leaves_the_others_alone() -> None:
+    """On the device nobody looks before the tokens are read: the draw itself has to go through."""
+    for sampling in (Sampling(), Sampling(top_k=4), Sampling(top_p=0.7), Sampling(0.0)):
+        logits_RV = torch.randn(5, 300, generator=torch.Generator().manual_seed(2))
+        u_R = torch.tensor([0.1, 0.3, 0.5, 0.7, 0.9])
+        expected = draw_at(logits_RV, sampling, u_R)
+        logits_RV[1], logits_RV[3, 7] = math.inf, math.nan
+        found = draw_at(logits_RV, sampling, u_R)
+        assert found.masses.isfinite().tolist() == [True, False, True, False, True]
+        sound = [0, 2, 4]
+        assert torch.equal(found.tokens[sound], expected.tokens[sound])
+        assert torch.equal(found.logprobs[sound], expected.logprobs[sound])
+        assert ((found.tokens >= 0) & (found.tokens < 300)).all()

@@ -1,0 +1,293 @@
+"""Ranks and layouts of a run: each broken rule is the one problem, all come at once, and what is suggested passes."""
+
+from __future__ import annotations
+
+import re
+import time
+from copy import deepcopy
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oppo_megatron.config.run import SFTConfig, TrainConfig
+from oppo_megatron.layout.checks import check_layouts, check_supervised_layout
+
+SHAPE: dict[str, Any] = {
+    "model_type": "qwen2",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 96,
+    "max_position_embeddings": 256,
+}
+ROLES = ("actor", "reference", "critic", "reward")
+
+
+def configure(changes: dict[str, Any]) -> TrainConfig:
+    config: dict[str, Any] = {
+        "run_dir": "run",
+        "tokenizer": {"path": "tok"},
+        "data": {"path": "rows.jsonl", "max_prompt_tokens": 28},
+        "actor": {"init": SHAPE},
+        "reference": {"init": SHAPE},
+        "critic": {"init": SHAPE},
+        "reward": {"init": SHAPE},
+        "rewards": [{"kind": "model"}],
+        "rollout": {"batch_size": 8, "max_response_tokens": 100},
+        "overlap": {"delta": {"initial": 0, "max": 4}},
+    }
+    for key, value in deepcopy(changes).items():
+        *sections, last = key.split(".")
+        place = config
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[last] = value
+    return TrainConfig.model_validate(config)
+
+
+def problems_of(changes: dict[str, Any], **shape: Any) -> list[str]:
+    return check_layouts(configure(changes), dict.fromkeys(ROLES, {**SHAPE, **shape}))
+
+
+COLOCATED = {"placement.mode": "colocated"}
+EIGHT = {"placement": {"mode": "colocated", "actor": {"tp": 2, "pp": 2, "dp": 2}}}
+TWO = "tp 2 x pp 1 x dp 1"
+
+BROKEN: list[tuple[dict[str, Any], str]] = [
+    ({"placement": {"mode": "single", "actor": {"tp": 2}}}, f"placement.actor is {TWO}, but placement.mode single has one"),
+    ({"placement": {"mode": "single", "scorer": {"tp": 2}}}, "placement.scorer is tp 2 x pp 1 x dp 1, but placement.mode"),
+    ({"placement.mode": "single", "critic.ranks": "0"}, "critic.ranks is 0, but placement.mode single has one process"),
+    ({"placement.mode": "single", "critic.parallel": {"pp": 2}}, "critic.parallel is tp 1 x pp 2 x dp 1 = 2 ranks, but"),
+    ({"actor.parallel": {"tp": 2}}, "actor.parallel is tp 2 x pp 1 x dp 1 = 2 ranks, but the role has 1"),
+    (
+        {"placement.scorer": {"tp": 2}, "critic.parallel": {"dp": 3}},
+        "critic.parallel is tp 1 x pp 1 x dp 3 = 3 ranks, but the role has 2; make tp x pp x dp equal to that, or give the "
+        "role other ranks; nearest that fit 2 ranks: tp 1 x pp 1 x dp 2, tp 1 x pp 2 x dp 1, tp 2 x pp 1 x dp 1",
+    ),
+    (
+        {"placement.scorer": {"dp": 3}, "reward.parallel": {"tp": 2}},
+        "reward.parallel is tp 2 x pp 1 x dp 1 = 2 ranks, but the role has 3, which equal replicas of 2 do not fill",
+    ),
+    ({**EIGHT, "actor.generate": {"dp": 4}}, "actor.generate is tp 1 x pp 1 x dp 4 = 4 ranks, but the role has 8"),
+    (
+        {**EIGHT, "critic.train": {"tp": 4}},
+        "critic.train is tp 4 x pp 2 x dp 2 = 16 ranks (sizes left null are those of the role), but the role has 8",
+    ),
+    (
+        {"placement": {"mode": "colocated", "actor": {"pp": 4}, "scorer": {"pp": 2}}},
+        "placement.scorer is tp 1 x pp 2 x dp 1 = 2 ranks, but colocated scorers share the actor's 4 (tp 1 x pp 4 x dp 1)",
+    ),
+    ({"critic.ranks": "1,1"}, "critic.ranks is 1,1, but a rank holds one part of a role and rank 1 is named twice"),
+    ({"critic.ranks": "1-3,2-4"}, "ranks 2-3 are named twice; name each once"),
+    ({"critic.ranks": "2-1"}, "critic.ranks is 2-1, but 2-1 counts down; write 1-2"),
+    (
+        {"critic.ranks": "3,1-2"},
+        "critic.ranks is 3,1-2, but a role's parts lie on its ranks in counting order; write 1-3",
+    ),
+    ({"critic.ranks": "5"}, "ranks 2-4 are without a role, but a run has ranks 0 to the highest, 5 of critic, and each"),
+    ({"critic.ranks": "99999999999"}, "critic.ranks is 99999999999, but ranks end at 65535"),
+    ({"placement.actor": {"tp": 10**9}}, "= 1000000000 ranks, but at most 65536 are allowed"),
+    ({**EIGHT, "actor.train": {"tp": 1, "pp": 8, "dp": 1, "vpp": 2}}, "actor.train: 8 layers do not divide by pp 8 x vpp 2"),
+    ({**COLOCATED, "actor.train.vpp": 2}, "actor.train.vpp is 2, but 1F1B interleaves the virtual stages of at least 2"),
+    ({"critic.train.sequence_parallel": True}, "critic.train.sequence_parallel is true, but it shards over tensor ranks"),
+    ({"actor.train.cp": 2}, "actor.train.cp is 2, but megatron-core's context parallelism needs transformer-engine's"),
+    (
+        {"placement.actor": {"dp": 8}, "ppo.minibatches": 2},
+        "actor is trained with dp 8, but a minibatch has 4 rows (rollout.batch_size 8 / ppo.minibatches 2) and each replica "
+        "needs one; lower actor.train.dp or ppo.minibatches; nearest that fit 8 ranks: tp 1 x pp 2 x dp 4",
+    ),
+    (
+        {"placement.scorer": {"dp": 16}, "critic.parallel": {"tp": 4, "pp": 4}, "reward.ranks": "0", "reference.ranks": "0-15"},
+        "reference has dp 16, but at most 12 sequences are in work at once (rollout.batch_size 8 + overlap.delta.max 4)",
+    ),
+    ({"overlap.schedule": "woven"}, "overlap.schedule is woven, but no rank holds both the actor and a scorer"),
+    (
+        # 128 tokens x 2 x 8 layers x 4 heads x 8 x 4 bytes = 256 KiB; the other roles have half the layers
+        {
+            "placement": {"actor": {"dp": 2}, "scorer": {"pp": 2}},
+            "runtime.kv_cache_mb": 0.2,
+        },
+        "actor: runtime.kv_cache_mb is 0.2, but one sequence of 128 tokens needs 0.25 MiB on each rank; raise the budget or "
+        "lower the prompt or response limit; nearest that fit 2 ranks: tp 1 x pp 2 x dp 1, tp 2 x pp 1 x dp 1",
+    ),
+    (
+        {"placement.actor": {"tp": 4}, "critic.ranks": "0-3", "reward.ranks": "0-3", "placement.scorer": {"tp": 1},
+         "critic.parallel": {"tp": 4}, "reward.parallel": {"tp": 4}, "runtime.kv_cache_mb": 0.25,
+         "overlap.weave.prefill_tokens": 129},
+        "reference: runtime.kv_cache_mb is 0.25, but a micro-batch of overlap.weave.prefill_tokens 129 has at least 2 "
+        "sequences of 128 tokens, which need 0.5 MiB on each rank; raise the budget or lower overlap.weave.prefill_tokens; "
+        "no layout fits 1 rank, the nearest numbers that one fits are 2, 4, 6",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "expected"), BROKEN, ids=lambda value: str(value)[:60])
+def test_broken_rule_is_the_one_problem(changes: dict[str, Any], expected: str) -> None:
+    problems = problems_of(changes)
+    assert len(problems) == 1 and expected in problems[0], problems
+
+
+GOOD: list[dict[str, Any]] = [
+    {},
+    EIGHT,
+    {"placement": {"mode": "single", "actor": {}, "scorer": {"pp": 1}}},
+    {"placement": {"actor": {"tp": 2}, "scorer": {"pp": 2}}, "critic.parallel": {"tp": 2}},
+    {"placement.actor": {"tp": 2}, "critic.ranks": "2-3", "reward.ranks": "4", "reference.ranks": "4"},
+    {"placement.actor": {"pp": 2}, "critic.ranks": "1-2", "reward.ranks": "0-1", "reference.ranks": "1"},
+    {"placement.actor": {"pp": 2}, "critic.ranks": "1-2", "reward.ranks": "0-1", "overlap.schedule": "woven"},
+    {**EIGHT, "placement.scorer": {"pp": 4, "dp": 2}, "overlap.schedule": "woven"},
+    {**EIGHT, "actor.generate": {"tp": 4, "dp": 2}, "actor.train": {"dp": 1, "pp": 4, "vpp": 2}},
+    {**EIGHT, "critic.train": {"vpp": 4, "sequence_parallel": True, "recompute": "full"}},
+    {"overlap.schedule": "woven", "overlap.intra": False},
+    {"placement.actor": {"dp": 12}, "actor.train": {"dp": 3, "pp": 4}},
+    {"runtime.kv_cache_mb": 0.25, "overlap.weave.prefill_tokens": 128},
+]
+
+
+@pytest.mark.parametrize("changes", GOOD, ids=lambda value: str(value)[:60])
+def test_unusual_but_right(changes: dict[str, Any]) -> None:
+    assert problems_of(changes) == []
+
+
+@pytest.mark.parametrize("dp", [4, 2])
+def test_a_layout_suggested_for_the_cache_holds_the_larger_micro_batch_of_fewer_replicas(dp: int) -> None:
+    """With 4 replicas a micro-batch has 2 of 8 sequences, with 2 it has 4."""
+
+    def problems(layout: dict[str, int]) -> list[str]:
+        cache = {"overlap.inter": False, "runtime.kv_cache_mb": 0.4, "overlap.weave.prefill_tokens": 512}
+        return problems_of({"placement": {"mode": "colocated", "actor": layout}, **cache})
+
+    found = problems({"pp": 4 // dp, "dp": dp})
+    assert len(found) == 3, "the scorers"
+    suggested = re.findall(r"tp (\d+) x pp (\d+) x dp (\d+)", found[0].partition("nearest that fit")[2])
+    assert suggested
+    for tp, pp, replicas in suggested:
+        assert problems({"tp": int(tp), "pp": int(pp), "dp": int(replicas)}) == []
+
+
+def test_prefill_micro_batches_are_no_larger_than_every_other() -> None:
+    """micro_batch_tokens bounds them: 128 of them are one sequence, however many more prefill_tokens allows."""
+    small = {"runtime.kv_cache_mb": 0.25, "overlap.weave.prefill_tokens": 10**6}
+    assert problems_of({**small, "runtime.micro_batch_tokens": 128}) == []
+    assert len(problems_of(small)) == 3
+
+
+def test_one_is_one() -> None:
+    changes = {"placement.actor": {"dp": 2}, "rollout.batch_size": 1, "overlap.inter": False}
+    text = "\n".join(problems_of(changes))
+    assert "at most 1 sequence is in work" in text and "a minibatch has 1 row (" in text
+
+
+def test_without_overlap_no_delta_counts() -> None:
+    changes = {"placement.actor": {"dp": 9}, "actor.train": {"dp": 1, "pp": 3, "tp": 3}, "overlap.inter": False}
+    text = "\n".join(problems_of(changes, num_hidden_layers=9, num_attention_heads=6, num_key_value_heads=3))
+    assert "at most 8 sequences are in work at once (rollout.batch_size 8) and" in text
+
+
+def test_each_division_is_told_once_for_a_role_that_trains_where_it_serves() -> None:
+    problems = problems_of({"placement.actor": {"tp": 5}})
+    assert [p.split(";")[0] for p in problems] == [
+        f"actor: {what} not divide by tp 5"
+        for what in ("8 attention heads do", "4 key/value heads do", "intermediate_size 96 does")
+    ]
+    assert all(problem.endswith("nearest that fit 5 ranks: tp 1 x pp 1 x dp 5") for problem in problems)
+
+
+def test_tensor_ranks_of_both_layouts_have_a_token() -> None:
+    changes = {"placement": {"actor": {"tp": 3, "dp": 4}}, "actor.train": {"tp": 4, "dp": 3}}
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 12}
+    assert problems_of(changes, vocab_size=28, **heads) == []
+    assert problems_of(changes, vocab_size=25, **heads) == [
+        "actor.train: vocab_size 25, filled up to a multiple of 12 that tp 4 and tp 3 divide, leaves a tensor rank without a "
+        "token; train and serve with equal tp, or lower one"
+    ]
+
+
+def test_all_problems_come_at_once() -> None:
+    changes = {
+        **EIGHT,
+        "critic.ranks": "0-7,3",
+        "reference.parallel": {"pp": 3},
+        "reward.ranks": "7-0",
+        "actor.generate": {"tp": 8},
+        "actor.train": {"tp": 1, "vpp": 9, "sequence_parallel": True, "cp": 4},
+        "runtime.kv_cache_mb": 0.001,
+        "overlap.schedule": "woven",
+    }
+    text = "\n".join(problems_of(changes))
+    for expected in (
+        "rank 3 is named twice",
+        "reference.parallel is tp 1 x pp 3 x dp 1 = 3 ranks",
+        "7-0 counts down",
+        "actor: 4 key/value heads do not divide by tp 8",
+        "actor.train is tp 1 x pp 2 x dp 2 = 4 ranks",
+        "8 layers do not divide by pp 2 x vpp 9",
+        "actor.train.sequence_parallel is true",
+        "actor.train.cp is 4",
+        "critic: runtime.kv_cache_mb",
+    ):
+        assert expected in text
+
+
+def test_absurd_numbers_are_refused_at_once() -> None:
+    start = time.monotonic()
+    changes = {"actor.parallel": {"tp": 10**9, "pp": 10**9}, "critic.ranks": "0-99999999999", "reward.ranks": "7-5"}
+    assert len(problems_of(changes)) == 2
+    assert time.monotonic() - start < 1
+
+
+def test_a_model_that_cannot_be_read_is_no_layout_problem() -> None:
+    assert check_layouts(configure({"placement.actor": {"tp": 7}}), {}) == []
+    (problem,) = check_layouts(configure({"actor.parallel": {"tp": 7}}), {})
+    assert "nearest" not in problem
+
+
+SMALL = st.integers(1, 4)
+
+
+@given(SMALL, SMALL, SMALL, st.integers(1, 3), st.integers(1, 8), st.booleans())
+@settings(max_examples=200)
+def test_a_layout_passes_if_and_only_if_everything_divides(
+    tp: int, pp: int, dp: int, vpp: int, num_ranks: int, sharded: bool
+) -> None:
+    """The critic on `num_ranks` ranks of its own, trained in a layout drawn at random; then the suggestions in turn."""
+    shape = {"num_hidden_layers": 6, "num_attention_heads": 12, "num_key_value_heads": 6, "intermediate_size": 90}
+
+    def problems(tp: int, pp: int, dp: int, vpp: int) -> list[str]:
+        train = {"tp": tp, "pp": pp, "dp": dp, "vpp": vpp, "sequence_parallel": sharded}
+        own = {"critic.ranks": f"2-{num_ranks + 1}" if num_ranks > 1 else "2", "critic.parallel": {"dp": num_ranks}}
+        return problems_of({**own, "critic.train": train, "ppo.minibatches": 4}, **shape)
+
+    rules = [
+        tp * pp * dp == num_ranks,
+        all(count % tp == 0 for count in (12, 6, 90, 96)),
+        6 % pp == 0 and 6 % (pp * vpp) == 0,
+        vpp == 1 or pp > 1,
+        dp <= 2,  # 8 rollouts in 4 minibatches
+        tp > 1 or not sharded,
+    ]
+    found = problems(tp, pp, dp, vpp)
+    assert bool(found) == (not all(rules))
+    for problem in found:
+        for text in re.findall(r"tp \d+ x pp \d+ x dp \d+(?: with vpp \d+)?", problem.partition("nearest that fit")[2]):
+            sizes = [int(number) for number in re.findall(r"\d+", text)]
+            assert problems(*sizes, *([1] if len(sizes) == 3 else [])) == [], text
+
+
+def test_supervised_layouts() -> None:
+    def problems(**parallel: int) -> list[str]:
+        config = {"run_dir": "r", "tokenizer": {"path": "t"}, "data": {"path": "d"}, "model": {"init": SHAPE}}
+        return check_supervised_layout(
+            SFTConfig.model_validate({**config, "batch_size": 4, "parallel": parallel}), SHAPE
+        )
+
+    assert problems(tp=2, pp=2, dp=4) == []
+    (problem,) = problems(dp=5)
+    assert problem.startswith("parallel.dp is 5, but a batch has 4 rows (batch_size)")
+    assert problem.endswith("no layout fits 5 ranks, the nearest numbers that one fits are 4, 6, 3")
+    assert "8 layers do not divide by pp 3" in problems(pp=3)[0]
+    assert "at most 65536 are allowed" in problems(tp=10**6)[0]

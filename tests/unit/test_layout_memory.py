@@ -1,0 +1,272 @@
+"""Memory of a rank: counts against sums over the whole model, by hand, and what each setting must change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oppo_megatron.config.model import ParallelConfig, TrainingLayoutConfig
+from oppo_megatron.config.run import RewardModelConfig, TrainConfig
+from oppo_megatron.layout.holdings import Holding, rank_memory, supervised_holdings, train_holdings
+from oppo_megatron.layout.layouts import Sizes
+from oppo_megatron.layout.memory import (
+    Memory,
+    TrainingBatch,
+    cached_activations,
+    kv_cache_bytes,
+    stage_layers,
+    stage_parameters,
+    training_activations,
+    training_state,
+)
+
+SHAPE: dict[str, Any] = {
+    "model_type": "qwen2",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+}
+
+
+@given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4]))
+def test_every_layer_is_held_once(pp: int, vpp: int) -> None:
+    if pp * vpp > 8:
+        return
+    held = [layer for stage in range(pp) for chunk in stage_layers(SHAPE, pp, stage, vpp) for layer in chunk]
+    assert sorted(held) == list(range(8))
+    assert all(len(stage_layers(SHAPE, pp, stage, vpp)) == vpp for stage in range(pp))
+
+
+def test_virtual_stages_are_dealt_in_turn() -> None:
+    assert stage_layers(SHAPE, 2, 1, 2) == [range(2, 4), range(6, 8)]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_and_shards_add_up_to_the_model(family: str, tied: bool) -> None:
+    """Norms (and norms of queries and keys) are on every tensor rank; everything else is on one."""
+    shape = {**SHAPE, "model_type": family, "tie_word_embeddings": tied}
+    whole = stage_parameters(shape, 1, 1, 0, scalar=False)
+    norms = 64 * (8 * 2 + 1) + (8 * 2 * 128 if family == "qwen3" else 0)
+    for tp, pp in ((1, 4), (2, 1), (2, 8)):
+        total = sum(tp * stage_parameters(shape, tp, pp, stage, scalar=False) for stage in range(pp))
+        second_embedding = 96 * 64 if tied and pp > 1 else 0
+        assert total == whole + (tp - 1) * norms + second_embedding
+
+
+def test_scalar_head_takes_the_place_of_the_vocabulary() -> None:
+    with_logits, scalar = (stage_parameters(SHAPE, 2, 2, 1, scalar=scalar) for scalar in (False, True))
+    assert with_logits - scalar == 96 // 2 * 64 - 64
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dp", "sharded", "optimizer"),
+    [("float32", 1, True, 800), ("bfloat16", 1, True, 1200), ("bfloat16", 4, True, 300), ("float32", 4, False, 800)],
+)
+def test_training_state_by_hand(dtype: str, dp: int, sharded: bool, optimizer: int) -> None:
+    state = training_state(100, dtype, dp, TrainingLayoutConfig(distributed_optimizer=sharded))
+    assert state == Memory(gradients=400, optimizer=optimizer)
+
+
+def test_kv_cache_holds_whole_slots_of_its_budget() -> None:
+    layout = ParallelConfig(tp=2, pp=2)
+    slot = 10 * 2 * 4 * 1 * 8 * 2  # tokens, keys and values, layers, heads, width, bytes
+    sizes = {"slots": 6, "context": 10}
+    assert kv_cache_bytes(SHAPE, layout, "bfloat16", budget_mb=None, **sizes) == 6 * slot
+    assert kv_cache_bytes(SHAPE, layout, "bfloat16", budget_mb=2.5 * slot / 2**20, **sizes) == 2 * slot
+
+
+TWO_BY_FOUR = Sizes(2, 4)
+
+
+def activations(
+    sizes: Sizes = TWO_BY_FOUR, stage: int = 0, tokens: int = 100, rows: int = 10**6, **train: Any
+) -> float:
+    batch = TrainingBatch(tokens, rows)
+    return training_activations(SHAPE, sizes, stage, "bfloat16", TrainingLayoutConfig(**train), batch, scalar=True)
+
+
+def test_activations_by_hand() -> None:
+    # of a token: 4 x 64 whole; over tp 2: rotated queries, output twice 3 x 64, rotated keys, values 2 x 16, 3 x 128
+    layer = 4 * 64 + (3 * 64 + 2 * 16 + 3 * 128) / 2
+    assert activations() == 4 * 100 * 2 * layer * 2, "4 micro-batches in flight of 100 tokens, 2 layers, 2 bytes"
+    assert activations(stage=3) == activations() / 4
+    assert activations(rows=150) == activations() * 150 / 400, "no more tokens than the minibatch has"
+    assert activations(sequence_parallel=True) == 4 * 100 * 2 * (layer - 2 * 64) * 2
+    assert activations(recompute="selective") == 4 * 100 * 2 * (layer - 64 / 2) * 2, (
+        "of the queries one, of the output one"
+    )
+    assert activations(recompute="full") == (4 * 100 * 2 * 64 + 100 * layer) * 2
+    # interleaved: 2 x 3 + 4 + 1 virtual stages of one layer in flight
+    assert activations(Sizes(2, 4, 1, 2)) == 11 * 100 * 1 * layer * 2
+
+
+def test_the_last_stage_of_a_language_model_holds_logits() -> None:
+    batch, train = TrainingBatch(100, 10**6), TrainingLayoutConfig()
+    logits, scalar = (
+        training_activations(SHAPE, Sizes(2, 2), 1, "bfloat16", train, batch, scalar) for scalar in (False, True)
+    )
+    assert logits - scalar == 100 * 48 * 2 * 4
+
+
+def holdings(on_cpu: bool = False, **changes: Any) -> list[Holding]:
+    settings = {
+        "run_dir": "run",
+        "tokenizer": {"path": "tok"},
+        "data": {"path": "rows.jsonl", "max_prompt_tokens": 28},
+        "placement": {"mode": "colocated", "actor": {"tp": 2, "pp": 2, "dp": 2}},
+        "actor": {"init": SHAPE},
+        "critic": {"init": SHAPE},
+        "rewards": [{"kind": "verifier", "name": "gsm8k"}],
+        "rollout": {"batch_size": 8, "max_response_tokens": 100},
+        "overlap": {"delta": {"initial": 0, "max": 3}},
+    }
+    return train_holdings(TrainConfig.model_validate({**settings, **changes}), on_cpu=on_cpu)
+
+
+def test_what_each_rank_holds() -> None:
+    held = holdings()
+    assert [(h.rank, h.role) for h in held[:4]] == [(0, "actor"), (0, "reference"), (0, "critic"), (1, "actor")]
+    assert held[-1].seat == (1, 1, 1) and held[-1].rank == 7
+    actor, reference, _ = held[:3]
+    parameters = stage_parameters(SHAPE, 2, 2, 0, scalar=False)
+    assert actor.memory.weights == reference.memory.weights == parameters * 4
+    assert (actor.memory.gradients, actor.memory.optimizer) == (parameters * 4, parameters * 8 / 2)
+    assert (reference.memory.gradients, reference.memory.optimizer, reference.memory.packed) == (0, 0, 0)
+    assert reference.memory.activations == 6 * 128 * (2 * 64 + 4 * 64) * 4, "all that its cache holds, in one call"
+    assert actor.memory.kv_cache == 6 * 128 * 2 * 4 * 1 * 8 * 4, "6 of 11 sequences are a replica's"
+    assert actor.batches["B + delta"] == "8-11" and actor.batches["sequences a replica"] == "6"
+    assert actor.batches["rows a replica"] == "4" and "rows a replica" not in reference.batches
+
+
+WOVEN = {"mode": "colocated", "actor": {"pp": 2}}
+APART = {"mode": "disaggregated", "actor": {"pp": 2}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "actor", "reference"),
+    [
+        # what a batch is cut into is measured only where decoding leaves bubbles that scoring may fill
+        ({"placement": WOVEN}, {"decode m-batches": "auto", "chunk C": "16-64"}, {"prefill tokens": "auto"}),
+        ({"placement": APART}, {"decode m-batches": "1"}, {"prefill tokens": "4096", "decode m-batches": "-"}),
+        ({"placement": {"mode": "single"}}, {"decode m-batches": "1"}, {"prefill tokens": "4096"}),
+        (
+            {"placement": WOVEN, "overlap": {"schedule": "intra", "inter": False}},
+            {"decode m-batches": "1", "B + delta": "8"},
+            {"prefill tokens": "4096"},
+        ),
+        # without streaming a chunk has the same size: the scorers only wait for the last one
+        (
+            {"placement": WOVEN, "overlap": {"intra": False, "chunk": {"tokens": 24, "adaptive": False}}},
+            {"decode m-batches": "1", "chunk C": "24"},
+            {"prefill tokens": "4096"},
+        ),
+        # no more micro-batches than sequences, no chunk beyond the response limit, no micro-batch beyond its budget
+        (
+            {
+                "placement": WOVEN,
+                "overlap": {"weave": {"micro_batches": 40, "prefill_tokens": 9000}, "delta": {"rule": "fixed"}},
+                "rollout": {"batch_size": 8, "max_response_tokens": 20},
+            },
+            {"decode m-batches": "16", "chunk C": "16-20", "B + delta": "12", "sequences a replica": "16"},
+            {"prefill tokens": "4096"},
+        ),
+        # a slot on a rank: 128 tokens x 2 x 4 layers x 2 heads x 8 x 4 bytes = 64 KiB
+        (
+            {"placement": WOVEN, "runtime": {"kv_cache_mb": 0.2}, "overlap": {"weave": {"micro_batches": 8}}},
+            {"KV slots": "3", "sequences a replica": "16", "decode m-batches": "3"},
+            {"KV slots": "3"},
+        ),
+    ],
+)
+def test_batch_sizes_are_those_of_a_run(
+    changes: dict[str, Any], actor: dict[str, str], reference: dict[str, str]
+) -> None:
+    held = {h.role: h for h in holdings(**{"overlap": {}, **changes}) if h.rank == 0 or h.role == "reference"}
+    assert actor.items() <= held["actor"].batches.items()
+    assert reference.items() <= held["reference"].batches.items()
+
+
+def test_the_cache_has_the_slots_that_are_shown() -> None:
+    actor = holdings(runtime={"kv_cache_mb": 0.1})[0]
+    slot = 128 * 2 * 4 * 1 * 8 * 4
+    assert actor.batches["KV slots"] == "3" and actor.memory.kv_cache == 3 * slot
+    paged = holdings(runtime={"kv_cache_mb": 0.1, "kv_layout": "paged"})[0]
+    assert paged.batches["KV slots"] == "1" and paged.memory.kv_cache == 2 * slot, "a block has 256 positions"
+
+
+def test_another_training_layout_is_a_second_copy() -> None:
+    same = {h.role: h for h in holdings() if h.rank == 0}
+    moved = {h.role: h for h in holdings(actor={"init": SHAPE, "train": {"tp": 1, "pp": 4}}) if h.rank == 0}
+    assert list(moved) == ["actor", "actor.train", "reference", "critic"]
+    weights, cache = same["actor"].memory.weights, same["actor"].memory.kv_cache
+    call = same["reference"].memory.activations
+    assert moved["actor"].memory == Memory(weights=weights, kv_cache=cache, activations=call)
+    copy = moved["actor.train"].memory
+    assert copy.copy == copy.gradients == stage_parameters(SHAPE, 1, 4, 0, scalar=False) * 4
+    assert copy.weights == 0 and moved["actor.train"].layers == [range(0, 2)]
+    assert same["actor"].memory.copy == 0
+
+
+def test_a_processor_decodes_by_a_copy_of_the_products_weights() -> None:
+    """All weights but norms, biases and embeddings; the vocabulary's once more where it is tied to the embeddings."""
+    tied = {**SHAPE, "tie_word_embeddings": True}
+    one = {"placement": {"mode": "single"}, "actor": {"init": tied}, "critic": {"init": tied}}
+    held = {h.role: h.memory for h in holdings(on_cpu=True, **one)}
+    norms_and_biases = 8 * (2 * 64 + 64 + 2 * 16) + 64
+    assert held["actor"].packed == held["reference"].packed == held["actor"].weights - norms_and_biases * 4
+    assert held["critic"].packed == held["critic"].weights - (norms_and_biases + 96 * 64 + 64) * 4
+    for changes in ({}, {"on_cpu": True, "runtime": {"decode_path": "lean"}}):
+        assert {h.memory.packed for h in holdings(**one, **changes)} == {0}
+
+
+def test_kernels_are_counted_for_every_number_of_rows_that_a_role_meets() -> None:
+    """The actor decodes 1 to 16 sequences and reads 160, 192 ... 2048 tokens; its vocabulary's product only decodes."""
+    one = {"placement": {"mode": "single"}, "overlap": {}, "runtime": {"micro_batch_tokens": 2048}}
+    kernels = {h.role: h.memory.kernels / 2**19 for h in holdings(on_cpu=True, **one)}
+    assert kernels == {"actor": 4 * (16 + 60) + 16, "reference": 4 * 60 + 60, "critic": 4 * 60}
+    many = {**one, "rollout": {"batch_size": 200, "max_response_tokens": 100}, "runtime": {}}
+    kernels = {h.role: h.memory.kernels / 2**19 for h in holdings(on_cpu=True, **many)}
+    assert kernels == {"actor": 1024, "reference": 5 * 124, "critic": 4 * 124}, "at most 1024"
+
+
+def test_a_rank_takes_what_its_roles_hold_and_the_largest_of_what_they_compute() -> None:
+    parts = [Memory(weights=1, packed=2, kernels=3, activations=30), Memory(weights=10, kernels=4, activations=20)]
+    assert Memory.of_rank(parts) == Memory(weights=11, packed=2, kernels=4, activations=30)
+    both = holdings(placement={"mode": "single"})
+    assert rank_memory(both) == {0: Memory.of_rank([h.memory for h in both])}
+
+
+def test_calls_by_hand() -> None:
+    # of a token: 2 x 64 whole, 4 x 128 over tp 2; of a row 48 logits in float32, as computed, and thrice to draw
+    assert cached_activations(SHAPE, 2, "float32", tokens=10, rows=0, draws=False) == 10 * (128 + 256) * 4
+    assert cached_activations(SHAPE, 2, "bfloat16", tokens=10, rows=3, draws=False) == 10 * 384 * 2 + 3 * 48 * (4 + 2)
+    drawn, read = (cached_activations(SHAPE, 2, "float32", tokens=0, rows=3, draws=draws) for draws in (True, False))
+    assert drawn - read == 3 * 48 * 4 * 3
+
+
+def test_held_out_answers_have_a_cache_of_their_own() -> None:
+    judged = {"data": {"path": "rows.jsonl", "max_prompt_tokens": 28}, "verifier": "gsm8k", "max_prompts": 2}
+    without, beside = (holdings(evaluation=evaluation)[0].memory.kv_cache for evaluation in (None, judged))
+    assert beside == without * 8 / 6
+
+
+def test_a_supervised_model_is_one_role() -> None:
+    config = {"run_dir": "r", "tokenizer": {"path": "t"}, "data": {"path": "d"}, "model": {"init": SHAPE}}
+    held = supervised_holdings(
+        RewardModelConfig.model_validate({**config, "batch_size": 9, "parallel": {"pp": 2, "dp": 2}})
+    )
+    assert [(h.rank, h.role, h.seat.stage, h.seat.replica) for h in held] == [
+        (0, "model", 0, 0),
+        (1, "model", 0, 1),
+        (2, "model", 1, 0),
+        (3, "model", 1, 1),
+    ]
+    assert held[0].batches["rows a replica"] == "5" and held[0].memory.kv_cache == 0
+    assert held[0].memory.weights == stage_parameters(SHAPE, 1, 2, 0, scalar=True) * 4

@@ -1,0 +1,228 @@
+"""Which placements `auto` measures: by machine and shapes, each of them valid, what is not possible with its reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oppo_megatron.config.model import PlacementConfig
+from oppo_megatron.config.run import TrainConfig, TrainSettings
+from oppo_megatron.errors import ConfigError
+from oppo_megatron.layout.checks import check_auto_placement, check_layouts
+from oppo_megatron.layout.places import world_size
+from oppo_megatron.layout.placing.candidates import Candidate, Machine, Options, find_candidates, most_ranks
+from oppo_megatron.layout.placing.probe import fingerprint, probe_config
+
+ROLES = ("actor", "reference", "critic")
+
+
+def shape(kv_heads: int) -> dict[str, Any]:
+    """Tensor parallelism may be any divisor of `kv_heads`, of 1, 2, 4, 8."""
+    return {
+        "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 8, "num_key_value_heads": kv_heads, "vocab_size": 96, "max_position_embeddings": 256,
+    }  # fmt: skip
+
+
+def settings(kv_heads: int = 2, batch: int = 16, auto: dict[str, Any] | None = None, **changes: Any) -> TrainSettings:
+    return TrainSettings.model_validate(
+        {
+            "run_dir": "run",
+            "placement": {"mode": "auto", "auto": auto},
+            "tokenizer": {"path": "tok"},
+            "data": {"path": "rows.jsonl", "max_prompt_tokens": 28},
+            "actor": {"init": shape(kv_heads)},
+            "critic": {"init": shape(kv_heads)},
+            "rewards": [{"kind": "verifier", "name": "gsm8k"}],
+            "rollout": {"batch_size": batch, "max_response_tokens": 100},
+            **changes,
+        }
+    )
+
+
+def names(options: Options) -> list[str]:
+    return [candidate.name for candidate in options.candidates]
+
+
+PAIRS = ("disaggregated 1 | 1", "disaggregated 1 | 1 (reference: actor)")
+CPU = {
+    1: ["single"],
+    2: ["single", *PAIRS, "colocated dp 2", "colocated tp 2"],
+    4: [
+        "single", *PAIRS,
+        "disaggregated dp 3 | 1", "disaggregated dp 3 | 1 (reference: actor)", "disaggregated dp 2 | dp 2",
+        "disaggregated tp 2 | tp 2", "disaggregated dp 2 | dp 2 (reference: actor)",
+        "colocated dp 4", "colocated tp 2 x dp 2",
+    ],
+    8: [
+        "single", *PAIRS,
+        "disaggregated dp 7 | 1", "disaggregated dp 7 | 1 (reference: actor)", "disaggregated dp 6 | dp 2",
+        "disaggregated tp 2 x dp 3 | tp 2", "disaggregated dp 6 | dp 2 (reference: actor)", "disaggregated dp 4 | dp 4",
+        "disaggregated tp 2 x dp 2 | tp 2 x dp 2", "disaggregated dp 4 | dp 4 (reference: actor)",
+        "colocated dp 8", "colocated tp 2 x dp 4",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cores", CPU)
+def test_on_cores(cores: int) -> None:
+    options = find_candidates(settings(), Machine("cpu", cores))
+    assert names(options) == CPU[cores]
+    assert [option.name for option in options.left_out] == (["disaggregated", "colocated"] if cores == 1 else [])
+
+
+@pytest.mark.parametrize("devices", CPU)
+def test_on_cuda_devices_none_lies_idle(devices: int) -> None:
+    options = find_candidates(settings(), Machine("cuda", devices))
+    shared = ["single", *PAIRS] if devices > 2 else ["single"]
+    assert names(options) == (["single"] if devices == 1 else [name for name in CPU[devices] if name not in shared])
+    assert all(candidate.num_ranks == devices for candidate in options.candidates)
+    if devices > 1:
+        assert f"one process uses one of {devices} CUDA devices" in [option.reason for option in options.left_out]
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "batch", "expected"),
+    [
+        (1, 16, ["colocated dp 8"]),
+        (8, 16, ["colocated dp 8", "colocated tp 8"]),
+        (8, 6, ["colocated tp 2 x dp 4", "colocated tp 8"]),
+        (8, 1, ["colocated tp 8"]),
+    ],
+)
+def test_shapes_and_batch_bound_the_layouts(kv_heads: int, batch: int, expected: list[str]) -> None:
+    auto = {"candidates": ["colocated"]}
+    options = find_candidates(settings(kv_heads, batch, auto, overlap={"inter": False}), Machine("cpu", 8))
+    assert names(options) == expected
+
+
+def test_what_no_layout_fits_is_left_out_with_the_reason() -> None:
+    options = find_candidates(settings(1, 4, overlap={"inter": False}), Machine("cuda", 8))
+    assert names(options) == ["disaggregated dp 4 | dp 4", "disaggregated dp 4 | dp 4 (reference: actor)"]
+    reasons = {option.name: option.reason for option in options.left_out}
+    assert set(reasons) == {"single", "disaggregated 7 | 1", "disaggregated 6 | 2", "colocated"}
+    assert reasons["colocated"].startswith("actor has dp 8, but at most 4 sequences are in work at once")
+    with pytest.raises(ConfigError, match="colocated: actor has dp 8, .*; change placement.auto.ranks, add to"):
+        find_candidates(settings(1, 3, overlap={"inter": False}), Machine("cuda", 8))
+
+
+def test_a_mode_that_the_schedule_forbids_is_left_out() -> None:
+    options = find_candidates(settings(overlap={"schedule": "woven"}), Machine("cpu", 2))
+    assert not [name for name in names(options) if name.startswith("disaggregated")]
+    [option] = options.left_out
+    assert option.name == "disaggregated 1 | 1" and "overlap.schedule is woven" in option.reason
+
+
+@given(
+    st.integers(1, 12),
+    st.sampled_from([1, 2, 4, 8]),
+    st.integers(1, 12),
+    st.integers(1, 3),
+    st.sampled_from(["cpu", "cuda"]),
+)
+def test_every_candidate_passes_the_checks_of_a_run(
+    units: int, kv_heads: int, rows: int, minibatches: int, device: Any
+) -> None:
+    asked = settings(kv_heads, rows * minibatches, ppo={"minibatches": minibatches})
+    try:
+        options = find_candidates(asked, Machine(device, units))
+    except ConfigError as error:
+        assert device == "cuda" and "none of single, disaggregated, colocated is possible" in str(error)
+        return
+    assert len(set(names(options))) == len(options.candidates) <= 15
+    for candidate in options.candidates:
+        config = asked.with_placement(candidate.placement)
+        assert check_layouts(config, dict.fromkeys(ROLES, shape(kv_heads))) == []
+        assert world_size(config) == candidate.num_ranks <= max(units, 1)
+        assert candidate == Candidate.of_record({"chosen": {"placement": candidate.yaml_tree()}})
+
+
+def test_threads_of_a_rank_divide_the_cores() -> None:
+    asked = settings(runtime={"threads_per_rank": 4})
+    assert most_ranks(asked, Machine("cpu", 16)) == 4 and most_ranks(asked, Machine("cpu", 3)) == 1
+    options = find_candidates(asked, Machine("cpu", 16))
+    assert "disaggregated 1 | 1" not in names(options), "it would use 8 of 16 cores"
+    assert "disaggregated dp 3 | 1" in names(options)
+
+
+def test_ranks_can_be_bounded() -> None:
+    bounded = settings(auto={"ranks": 2})
+    assert names(find_candidates(bounded, Machine("cpu", 64))) == CPU[2]
+    assert names(find_candidates(bounded, Machine("cpu", 1))) == CPU[2], "cores may be shared"
+    with pytest.raises(ConfigError, match="placement.auto.ranks is 2, but there are 1 CUDA device .* lower it to 1"):
+        find_candidates(bounded, Machine("cuda", 1))
+
+
+def test_nothing_to_choose_from() -> None:
+    asked = settings(auto={"candidates": ["disaggregated"]})
+    with pytest.raises(
+        ConfigError, match="none of disaggregated is possible on 1 core .*needs a rank for the actor and"
+    ):
+        find_candidates(asked, Machine("cpu", 1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"actor": {"init": shape(2), "parallel": {"tp": 2}}}, "actor.parallel is tp 2 x pp 1 x dp 1"),
+        ({"actor": {"init": shape(2), "generate": {"dp": 2}}}, "actor.generate is tp 1 x pp 1 x dp 2"),
+        ({"actor": {"init": shape(2), "train": {"dp": 2}}}, "actor.train.dp is 2"),
+        ({"critic": {"init": shape(2), "train": {"vpp": 2}}}, "critic.train.vpp is 2"),
+        ({"critic": {"init": shape(2), "ranks": "0-1"}}, "critic.ranks is 0-1"),
+        ({"reference": {"init": shape(2), "parallel": {"dp": 2}}}, "reference.parallel is tp 1 x pp 1 x dp 2"),
+        ({"placement": {"mode": "auto", "actor": {"tp": 2}}}, "placement.actor is tp 2 x pp 1 x dp 1"),
+        ({"placement": {"mode": "auto", "scorer": {}}}, "placement.scorer is tp 1 x pp 1 x dp 1"),
+        ({"placement": {"mode": "auto", "reference": "actor"}}, "placement.reference is actor"),
+    ],
+)
+def test_written_ranks_and_layouts_leave_nothing_to_choose(changes: dict[str, Any], key: str) -> None:
+    assert check_auto_placement(settings()) == []
+    [problem] = check_auto_placement(settings(**changes))
+    assert (
+        problem.startswith(f"{key}, but placement.mode auto chooses")
+        and "remove it, or choose disaggregated" in problem
+    )
+
+
+def test_a_mode_may_be_named_once() -> None:
+    [problem] = check_auto_placement(settings(auto={"candidates": ["single", "single"]}))
+    assert "each mode may appear once" in problem
+
+
+def test_settings_without_auto_are_settled() -> None:
+    written = {"mode": "disaggregated", "actor": {"dp": 3}, "auto": {"steps": 5}}
+    config = settings(placement=written).settled()
+    assert isinstance(config, TrainConfig)
+    assert config.placement == PlacementConfig(mode="disaggregated", actor={"dp": 3})
+    assert "auto" not in config.placement.model_dump()
+    assert settings().settled() is None
+
+
+def test_a_measuring_run_is_the_configuration_but_short_and_quiet() -> None:
+    from pathlib import Path
+
+    asked = settings(auto={"steps": 5}, evaluation={"data": {"path": "x"}, "verifier": "gsm8k"}, steps=900)
+    placement = PlacementConfig(mode="single")
+    probe = probe_config(asked, placement, Path("scratch"))
+    assert (probe.run_dir, probe.steps, probe.evaluation, probe.save_weights) == (Path("scratch"), 5, None, False)
+    assert probe.logging.console == "off" and not probe.logging.trace and not probe.overlap.chunk.adaptive
+    changed = {"run_dir", "steps", "data_epochs", "evaluation", "save_weights", "logging", "overlap", "placement"}
+    changed |= {"checkpoint"}
+    before, after = asked.with_placement(placement).model_dump(), probe.model_dump()
+    assert {name for name in before if before[name] != after[name]} <= changed
+    after["overlap"]["chunk"]["adaptive"] = True
+    assert before["overlap"] == after["overlap"] and before["seed"] == after["seed"]
+
+
+def test_what_measuring_replaces_does_not_ask_for_another_measurement() -> None:
+    machine = Machine("cpu", 2)
+    key = fingerprint(settings(), machine)
+    for same in ({"run_dir": "other"}, {"steps": 7}, {"logging": {"console": "off"}}, {"save_weights": False}):
+        assert fingerprint(settings(**same), machine) == key, same
+    others = [settings(batch=8), settings(auto={"steps": 4}), settings(kv_heads=4), settings(seed=2)]
+    others += [settings(overlap={"intra": False}), settings(runtime={"threads_per_rank": 1})]
+    keys = [fingerprint(other, machine) for other in others] + [fingerprint(settings(), Machine("cpu", 3)), key]
+    assert len(set(keys)) == len(keys)

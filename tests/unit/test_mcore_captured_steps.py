@@ -1,0 +1,206 @@
+"""Captured decode steps, with recordings in the place of CUDA graphs: replayed steps draw what computed ones draw."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from oppo_megatron.cluster.world import open_world
+from oppo_megatron.config.model import DecodePath, KVLayout, ModelConfig, RuntimeConfig
+from oppo_megatron.engine.device_decode import batch_bucket
+from oppo_megatron.engine.links import Links
+from oppo_megatron.engine.rounds import Decoding, RoundRunner, decoder
+from oppo_megatron.engine.sampler import Sampling
+from oppo_megatron.engine.stopping import Stopping
+from oppo_megatron.mcore import lean
+from oppo_megatron.mcore.cuda_graphs import WARM_UPS, CapturedSteps
+from oppo_megatron.mcore.groups import build_groups
+from oppo_megatron.mcore.layers.rms_norm import Norm
+from oppo_megatron.mcore.model import RoleModel
+from oppo_megatron.mcore.roles import load_role
+from oppo_megatron.overcommit.buffer import RolloutBuffer
+from oppo_megatron.records import Prompt
+from tests.support.ppo import SHAPE
+from tests.support.recorded_steps import RecordedSteps
+
+SAMPLINGS = [Sampling(seed=3), Sampling(0.8, top_k=7, top_p=0.9, seed=4), Sampling(0.0)]
+CPU = torch.device("cpu")
+
+
+class OwnLimits(Stopping):
+    """So that the batch shrinks on the way."""
+
+    def limit(self, seq_id: int) -> int:
+        return 8 + 5 * seq_id
+
+
+def torch_norm(weight_H: torch.Tensor, eps: float) -> Norm:
+    return lambda x: F.rms_norm(x, weight_H.shape, weight_H, eps)
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[None]:
+    with open_world(RuntimeConfig(device="cpu", threads_per_rank=1), {}):
+        yield
+
+
+def new_model(path: DecodePath, dtype: str, **changes: Any) -> RoleModel:
+    groups = build_groups([0], 1, 1, "actor")
+    assert groups is not None
+    config = ModelConfig(init=SHAPE | changes, dtype=dtype)
+    return load_role(config, groups, head="lm", max_length=64, device=CPU, path=path).requires_grad_(False)
+
+
+def new_rounds(model: RoleModel, sampling: Sampling, sync_steps: int, layout: KVLayout) -> RoundRunner:
+    return decoder(
+        model,
+        model.new_cache(9, layout=layout),
+        sampling=sampling,
+        stopping=OwnLimits((17, 41), 50),
+        links=Links({}),
+        micro_batch_tokens=200,
+        timeout_s=60.0,
+        sync_steps=sync_steps,
+    )
+
+
+def decode(model: RoleModel, rounds: RoundRunner) -> list[list[int]]:
+    """All rollouts to their ends, in rounds of 12 steps; the weights change once on the way."""
+    buffer = RolloutBuffer(9, delta=0, max_deferrals=1)
+    buffer.admit(Prompt(i, i, "", (5, 6 + i)) for i in range(9))
+    weights = [p.clone() for p in model.parameters()]
+    while active := buffer.active:
+        chunk = rounds.run(active, [], 12, Decoding(buffer.clock, 0, buffer.readiness))
+        assert chunk is not None
+        buffer.record(chunk)
+        rounds.recorded(active)
+        if chunk.index == 2:
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+            model.weights_changed()
+            rounds.actor_changed()
+    for parameter, weight in zip(model.parameters(), weights, strict=True):
+        parameter.copy_(weight)
+    model.weights_changed()
+    return [rollout.tokens for rollout in buffer.take_batch()]
+
+
+@pytest.mark.parametrize("layout", ["dense", "paged"])
+@pytest.mark.parametrize(
+    ("path", "changes"),
+    [("lean", {}), ("module", {}), ("lean", {"model_type": "mistral", "sliding_window": 9})],
+    ids=["lean", "module", "sliding window"],
+)
+def test_replayed_steps_draw_what_computed_steps_draw(
+    world: None, path: DecodePath, changes: dict[str, Any], layout: KVLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16 and with torch's norm, as on a GPU: there the lean layers hold no copies of weights that an update would
+    leave behind."""
+    monkeypatch.setattr(lean, "fixed_norm", torch_norm)
+    model = new_model(path, "bfloat16", **changes)
+    for sampling in SAMPLINGS:
+        expected = decode(model, new_rounds(model, sampling, 4, layout))
+        rounds = new_rounds(model, sampling, 4, layout)
+        assert rounds.decode is not None
+        rounds.decode.captured = recorded = RecordedSteps(model)
+        assert decode(model, rounds) == expected
+        assert len({len(tokens) for tokens in expected}) > 4
+        assert 2 <= recorded.num_graphs == len(recorded.recordings)
+        assert sum(recording.replays for recording in recorded.recordings) > 4 * recorded.num_graphs
+
+
+def test_a_step_that_asks_the_device_is_refused(world: None) -> None:
+    """The recording of these tests would not let it pass."""
+    model, numbers = new_model("lean", "bfloat16"), torch.arange(3)
+    for step in (
+        lambda: int(numbers[0]),
+        lambda: numbers[numbers > 1],
+        lambda: numbers + torch.tensor([1, 2, 3], device="cpu"),
+    ):
+        recorded = RecordedSteps(model)
+        with pytest.raises(AssertionError, match="cannot be captured"):
+            for _ in range(WARM_UPS + 1):
+                recorded("key", step)
+
+
+def test_tensors_that_name_no_device_are_found(world: None) -> None:
+    numbers, recorded = torch.arange(3), RecordedSteps(new_model("lean", "bfloat16"))
+    with pytest.raises(RuntimeError, match="meta"):
+        for _ in range(WARM_UPS + 1):
+            recorded("key", lambda: numbers * torch.arange(3))
+
+
+class Counted(CapturedSteps):
+    """Counts captures, and replays by computing."""
+
+    captures = replays = 0
+
+    def _capture(self, step: Any) -> Any:
+        self.captures += 1
+
+        def replay() -> None:
+            self.replays += 1
+            step()
+
+        return SimpleNamespace(replay=replay)
+
+
+def test_a_key_is_captured_once_and_again_where_weights_have_moved() -> None:
+    weights, done = [torch.ones(3)], []
+    steps = Counted(CPU, lambda: weights)
+    for expected_captures in (2, 2, 4):
+        steps.renew()
+        for _ in range(5):
+            for key in ("one", "other"):
+                steps(key, lambda key=key: done.append(key))
+        weights[0].mul_(2)  # as an optimizer does
+        assert steps.captures == expected_captures
+        if len(done) == 20:
+            weights[0] = torch.ones(3)
+    assert done == ["one", "other"] * 15
+    assert steps.replays == 2 * (15 - 2 * WARM_UPS)
+
+
+class Refusing(Counted):
+    """As torch tells it: the operation at fault, and then the end of the capture."""
+
+    def _capture(self, step: Any) -> Any:
+        self.captures += 1
+        try:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nSearch for ...")
+        except RuntimeError:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture") from None
+
+
+def test_where_a_capture_is_refused_steps_run_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    done: list[str] = []
+    steps = Refusing(CPU, lambda: [])
+    for _ in range(5):
+        for key in ("one", "other"):
+            steps(key, lambda key=key: done.append(key))
+    assert done == ["one", "other"] * 5 and steps.captures == 1 and steps.num_graphs == 0
+    said = capsys.readouterr().err
+    assert said.count("without CUDA graphs") == 1 and "not permitted when stream is capturing\n" in said
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory in capture"), RuntimeError("shape")])
+def test_other_errors_of_a_capture_are_not_taken_for_a_refusal(error: RuntimeError) -> None:
+    class Failing(Counted):
+        def _capture(self, step: Any) -> Any:
+            raise error
+
+    steps = Failing(CPU, lambda: [])
+    with pytest.raises(type(error), match=str(error)):
+        for _ in range(WARM_UPS + 1):
+            steps("key", lambda: None)
+
+
+def test_batches_come_in_few_sizes() -> None:
+    sizes = [batch_bucket(rows) for rows in range(1, 130)]
+    assert sizes == sorted(sizes) and all(size >= rows for rows, size in enumerate(sizes, start=1))
+    assert sorted(set(sizes)) == [1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144]

@@ -1,0 +1,90 @@
+"""Which ranks form which group, for layouts of up to eight ranks, against megatron-core's own rank generator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from megatron.core.parallel_state import RankGenerator
+
+from oppo_megatron.mcore import groups as groups_module
+from oppo_megatron.mcore.groups import RoleGroups, build_groups
+
+LAYOUTS = [(tp, pp, dp) for tp, pp, dp in product((1, 2, 4, 8), repeat=3) if tp * pp * dp <= 8]
+OFFSET = 3  # the role need not begin at rank 0
+
+
+@dataclass
+class FakeGroup:
+    """Stands for a process group seen from one rank."""
+
+    ranks: list[int]
+    viewer: int
+
+    def rank(self) -> int:
+        return self.ranks.index(self.viewer)
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+def views(monkeypatch: pytest.MonkeyPatch, tp: int, pp: int, dp: int) -> tuple[list[int], dict[int, RoleGroups], Any]:
+    """The groups that every rank of a fake world sees, and the calls that each made."""
+    ranks = list(range(OFFSET, OFFSET + tp * pp * dp))
+    calls: dict[int, list[tuple[int, ...]]] = {}
+    found: dict[int, Any] = {}
+    for viewer in range(OFFSET + len(ranks) + 1):
+        calls[viewer] = []
+
+        def new_group(members: list[int], desc: str, viewer: int = viewer) -> FakeGroup:
+            calls[viewer].append(tuple(members))
+            return FakeGroup(list(members), viewer)
+
+        monkeypatch.setattr(groups_module, "new_group", new_group)
+        monkeypatch.setattr(dist, "get_rank", lambda viewer=viewer: viewer)
+        monkeypatch.setattr(dist, "get_global_rank", lambda group, rank: group.ranks[rank])
+        found[viewer] = build_groups(ranks, tp, pp, "role")
+    return ranks, found, calls
+
+
+@pytest.mark.parametrize("tp,pp,dp", LAYOUTS)
+def test_groups_are_megatrons(monkeypatch: pytest.MonkeyPatch, tp: int, pp: int, dp: int) -> None:
+    ranks, found, calls = views(monkeypatch, tp, pp, dp)
+    assert len(set(map(tuple, calls.values()))) == 1, (
+        "every rank of the world creates the same groups in the same order"
+    )
+    assert [viewer for viewer, groups in found.items() if groups is None] == [v for v in found if v not in ranks]
+    generator = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=1, order="tp-dp-pp", rank_offset=OFFSET)
+    kinds = {"tp": "tp", "pp": "pp", "dp": "dp", "mp": "tp-pp", "tp_dp_cp": "tp-dp", "dp_cp": "dp", "tp_ep_pp": "tp-pp"}
+    for field, token in kinds.items():
+        expected = {tuple(members) for members in generator.get_ranks(token)}
+        seen = {tuple(sorted(getattr(found[rank].collection, field).ranks)) for rank in ranks}
+        assert seen == expected, field
+
+
+@pytest.mark.parametrize("tp,pp,dp", LAYOUTS)
+def test_each_rank_knows_its_place(monkeypatch: pytest.MonkeyPatch, tp: int, pp: int, dp: int) -> None:
+    ranks, found, _ = views(monkeypatch, tp, pp, dp)
+    for rank in ranks:
+        groups, place = found[rank], rank - OFFSET
+        assert (groups.tp, groups.pp, groups.dp) == (tp, pp, dp)
+        assert groups.tp_rank == place % tp and groups.pp_rank == place // (tp * dp)
+        assert groups.dp_rank == place // tp % dp
+        assert groups.is_first_stage == (groups.pp_rank == 0) and groups.is_last_stage == (groups.pp_rank == pp - 1)
+        assert groups.all.ranks == ranks == list(groups.ranks)
+        assert groups.output_rank == OFFSET + (pp - 1) * tp * dp
+        assert [groups.stage_rank(p) for p in range(pp)] == [
+            OFFSET + p * tp * dp + place % (tp * dp) for p in range(pp)
+        ]
+        collection = groups.collection
+        assert collection.cp.ranks == collection.ep.ranks == [rank]
+        ends = {groups.stage_rank(0), groups.stage_rank(pp - 1)}
+        assert collection.embd is None if rank not in ends else set(collection.embd.ranks) == ends
+
+
+def test_sizes_that_do_not_fill_the_ranks_are_our_own_bug() -> None:
+    with pytest.raises(AssertionError):
+        build_groups(range(3), 2, 1, "role")

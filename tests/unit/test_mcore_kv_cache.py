@@ -1,0 +1,326 @@
+"""The KV caches' books and contents, dense and paged, against plain dictionaries and plain attention."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
+
+from oppo_megatron.errors import CapacityError
+from oppo_megatron.layout.memory import BLOCK_TOKENS, slot_tokens
+from oppo_megatron.mcore.kv import cached_plan
+from oppo_megatron.mcore.kv.dense import KVCache
+from oppo_megatron.mcore.kv.paged import PagedKVCache
+from oppo_megatron.mcore.kv.paged_kernels import PagedCall, torch_varlen
+from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
+from oppo_megatron.mcore.layers.windows import binding
+
+HEADS, GROUPS, DIM, LENGTH, LAYERS = 4, 2, 4, 12, 2
+SLOT_BYTES = 2 * LAYERS * GROUPS * LENGTH * DIM * 4
+CPU = torch.device("cpu")
+
+
+# Without rotation, so that what attends is what was given.
+SIZES: dict[str, Any] = {
+    "num_layers": LAYERS,
+    "num_kv_heads": GROUPS,
+    "head_dim": DIM,
+    "max_length": LENGTH,
+    "rope": (torch.ones(LENGTH, DIM), torch.zeros(LENGTH, DIM)),
+    "device": CPU,
+}
+
+
+def new_cache(num_slots: int, budget_bytes: int | None = None, dtype: torch.dtype = torch.float32) -> KVCache:
+    return KVCache(num_slots=num_slots, dtype=dtype, budget_bytes=budget_bytes, **SIZES)
+
+
+def new_paged(num_slots: int, budget_bytes: int | None = None, **changes: Any) -> PagedKVCache:
+    """Blocks of 5 positions, so that 12 take 3 of them."""
+    sizes = {"dtype": torch.float32, "block_tokens": 5, **SIZES, **changes}
+    return PagedKVCache(num_slots=num_slots, budget_bytes=budget_bytes, **sizes)
+
+
+def by_tables(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: PagedCall, scale: float, window: int | None
+) -> torch.Tensor:
+    """What a kernel has to compute, token by token: causal, the last query sees all that is cached, or a window of it."""
+    outputs = []
+    for s, (start, end) in enumerate(pairwise(call.new_ends.tolist())):
+        length = int(call.length_S[s])
+        assert call.length_ends[s + 1] - call.length_ends[s] == length
+        assert end - start <= call.most_new and length <= call.longest
+        keys, values = (pool[call.table_SW[s].long()].flatten(0, 1) for pool in (k, v))
+        for t in range(start, end):
+            seen = length - (end - 1 - t)
+            low = 0 if window is None else max(0, seen - window)
+            outputs.append(plain_attention(q[t], keys[low:seen], values[low:seen], scale).view(HEADS, DIM))
+    return torch.stack(outputs)
+
+
+CACHES: dict[str, Callable[[int], SequenceCache]] = {
+    "dense": new_cache,
+    "paged": new_paged,
+    "paged, by a kernel": lambda num_slots: new_paged(num_slots, kernel=by_tables),
+}
+
+
+def plain_attention(q_ND: torch.Tensor, k_LGD: torch.Tensor, v_LGD: torch.Tensor, scale: float) -> torch.Tensor:
+    """One query token over the keys it may see, head by head."""
+    heads = []
+    for head in range(HEADS):
+        group = head // (HEADS // GROUPS)
+        weights = torch.softmax(k_LGD[:, group] @ q_ND[head] * scale, 0)
+        heads.append(weights @ v_LGD[:, group])
+    return torch.cat(heads)
+
+
+class Naive:
+    """What the cache should hold: a dictionary of lists of (key, value), one list a layer."""
+
+    def __init__(self, cache: SequenceCache, seed: int, windows: tuple[int | None, ...] = (None,) * LAYERS):
+        self.cache, self.random, self.windows = cache, random.Random(seed), windows
+        self.held: dict[int, list[list[tuple[torch.Tensor, torch.Tensor]]]] = {}
+        self.opened = 0
+
+    def open(self) -> None:
+        if len(self.held) == self.cache.num_slots:
+            with pytest.raises(CapacityError, match=f"sequence {self.opened} finds no free slot"):
+                self.cache.open(self.opened)
+            return
+        self.cache.open(self.opened)
+        self.held[self.opened] = [[] for _ in range(LAYERS)]
+        self.opened += 1
+
+    def close(self) -> None:
+        if self.held:
+            seq_id = self.random.choice(sorted(self.held))
+            self.cache.close(seq_id)
+            del self.held[seq_id]
+
+    def exchange(self) -> None:
+        if self.held:
+            one, other = self.random.choices(sorted(self.held), k=2)
+            slots = {i: self.cache.slot(i) for i in self.held}
+            self.cache.exchange(one, other)
+            slots[one], slots[other] = slots[other], slots[one]
+            assert {i: self.cache.slot(i) for i in self.held} == slots
+
+    def truncate(self) -> None:
+        if self.held:
+            seq_id = self.random.choice(sorted(self.held))
+            length = self.random.randint(0, len(self.held[seq_id][0]))
+            self.cache.truncate(seq_id, length)
+            for layer in self.held[seq_id]:
+                del layer[length:]
+
+    def step(self, decode: bool) -> None:
+        """Append to some sequences, and compare what every layer attends to."""
+        room = {i: LENGTH - len(layers[0]) for i, layers in self.held.items()}
+        ids = [i for i in self.cache.seq_ids if room[i]]
+        ids = ids if self.random.random() < 0.5 else self.random.sample(ids, self.random.randint(0, len(ids)))
+        if not ids:
+            return
+        lens = [1 if decode else self.random.randint(1, min(4, room[i])) for i in ids]
+        plan = self.cache.begin(ids, lens)
+        for layer in range(LAYERS):
+            q, k, v = (torch.randn(sum(lens), heads, DIM) for heads in (HEADS, GROUPS, GROUPS))
+            expected, start = [], 0
+            for seq_id, new in zip(ids, lens, strict=True):
+                for t in range(start, start + new):
+                    held = self.held[seq_id][layer]
+                    held.append((k[t], v[t]))
+                    keys, values = (torch.stack(x) for x in zip(*held[-(self.windows[layer] or LENGTH) :], strict=True))
+                    expected.append(plain_attention(q[t], keys, values, 0.7))
+                start += new
+            found = plan.attend(layer, q, k, v, 0.7, self.windows[layer])
+            assert (found - torch.stack(expected)).abs().max() < 1e-5
+        self.cache.commit(plan)
+
+    def check(self) -> None:
+        assert sorted(self.cache.seq_ids) == sorted(self.held)
+        assert self.cache.seq_ids == sorted(self.held, key=self.cache.slot)
+        assert sorted(self.cache.slot(i) for i in self.held) == list(range(len(self.held))), "no gaps"
+        assert self.cache.num_free == self.cache.num_slots - len(self.held)
+        for seq_id in range(self.opened):
+            assert (seq_id in self.cache) == (seq_id in self.held)
+        for seq_id, layers in self.held.items():
+            assert self.cache.length(seq_id) == len(layers[0])
+        if isinstance(self.cache, PagedKVCache):
+            taken = sum(-(-len(layers[0]) // 5) for layers in self.held.values())
+            assert self.cache.num_free_blocks == self.cache.num_slots * 3 - taken
+
+
+ACTIONS = ("open", "open", "close", "exchange", "truncate", "decode", "decode", "prefill")
+
+
+@settings(deadline=None, max_examples=120)
+@given(
+    actions=st.lists(st.sampled_from(ACTIONS), max_size=40),
+    num_slots=st.integers(1, 4),
+    seed=st.integers(0, 99),
+    kind=st.sampled_from(list(CACHES)),
+    windows=st.tuples(*[st.none() | st.integers(1, LENGTH)] * LAYERS),
+)
+def test_books_and_contents_equal_a_dictionary(
+    actions: list[str], num_slots: int, seed: int, kind: str, windows: tuple[int | None, ...]
+) -> None:
+    naive = Naive(CACHES[kind](num_slots), seed, windows)
+    for action in actions:
+        if action in ("decode", "prefill"):
+            naive.step(action == "decode")
+        else:
+            getattr(naive, action)()
+        naive.check()
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2], [0, 2, 1]])
+def test_a_micro_batch_keeps_neighbouring_slots_as_its_sequences_end(order: list[int]) -> None:
+    """Two micro-batches of three: one that ends changes places with the last that goes on, and keeps what it has."""
+    cache = new_cache(6)
+    for seq_id in range(6):
+        cache.open(seq_id)
+    lanes = [[0, 1, 2], [3, 4, 5]]
+    for member in order:
+        for lane, first in zip(lanes, (0, 3), strict=True):
+            seq_id = first + member
+            cache.exchange(seq_id, lane[-1])
+            lane[lane.index(seq_id)] = lane[-1]
+            lane.pop()
+            assert [cache.slot(i) for i in lane] == list(range(first, first + len(lane)))
+            if lane:
+                assert cache.begin(lane, [1] * len(lane)).span == (first, first + len(lane))
+    assert cache.num_free == 0 and sorted(cache.seq_ids) == list(range(6))
+
+
+def test_a_gap_is_filled_by_the_last_sequence() -> None:
+    cache = new_cache(4)
+    for seq_id in range(4):
+        cache.open(seq_id)
+    cache.close(1)
+    assert [cache.slot(i) for i in (0, 3, 2)] == [0, 1, 2] and cache.num_free == 1
+    cache.open(9)
+    assert cache.slot(9) == 3 and cache.length(9) == 0
+    with pytest.raises(CapacityError, match="sequence 10 finds no free slot among 4"):
+        cache.open(10)
+
+
+def test_sequences_of_a_paged_cache_change_their_slots_without_a_copy() -> None:
+    cache = new_paged(4)
+    for seq_id in range(4):
+        cache.open(seq_id)
+    lens = [12, 3, 6, 11]
+    plan = cache.begin(range(4), lens)
+    q, k, v = (torch.randn(sum(lens), heads, DIM) for heads in (HEADS, GROUPS, GROUPS))
+    for layer in range(LAYERS):
+        plan.attend(layer, q, k, v, 1.0)
+    cache.commit(plan)
+    writes = [store._version for store in (*cache.k, *cache.v)]
+    held = cache.tables([2], 2)
+    cache.exchange(1, 2)
+    cache.close(0)
+    cache.truncate(3, 2)
+    assert torch.equal(cache.tables([cache.slot(2)], 2), held)
+    assert [store._version for store in (*cache.k, *cache.v)] == writes
+    assert cache.num_free_blocks == 12 - 1 - 2 - 1
+
+
+def test_a_paged_slot_takes_whole_blocks_of_the_budget() -> None:
+    """As the pure half counts them (`slot_tokens`)."""
+    token_bytes = 2 * LAYERS * GROUPS * DIM * 4
+    for length, positions in ((12, 256), (256, 256), (257, 512)):
+        assert slot_tokens(length, "paged") == positions and slot_tokens(length, "dense") == length
+        rope = torch.ones(length, DIM), torch.zeros(length, DIM)
+        sizes = {"max_length": length, "rope": rope, "block_tokens": BLOCK_TOKENS}
+        cache = new_paged(5, 3 * positions * token_bytes + 7, **sizes)
+        assert cache.num_slots == 3 and cache.num_free_blocks == 3 * positions // BLOCK_TOKENS
+        assert sum(x.nbytes for x in (*cache.k, *cache.v)) == 3 * positions * token_bytes
+        with pytest.raises(CapacityError, match=f"takes {positions * token_bytes:,} bytes"):
+            new_paged(5, positions * token_bytes - 1, **sizes)
+
+
+def test_torchs_kernel_takes_what_it_is_given() -> None:
+    """By shapes and types alone, for it computes on a GPU only."""
+    pytest.importorskip("torch.nn.attention.varlen")
+    with FakeTensorMode():
+
+        def on_gpu(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device="cuda")
+
+        call = PagedCall(on_gpu(2, 3), on_gpu(2), on_gpu(2), most_new=3, longest=300)
+        pool = on_gpu(6, 256, 2, 64, dtype=torch.bfloat16)
+        out = torch_varlen(on_gpu(5, 4, 64, dtype=torch.bfloat16), pool, pool, call, 0.1)
+        assert torch_varlen(on_gpu(5, 4, 64, dtype=torch.bfloat16), pool, pool, call, 0.1, 128).shape == out.shape
+    assert out.shape == (5, 4, 64) and call.new_ends.shape == (3,) and call.new_ends.dtype == torch.int32
+
+
+def test_a_planned_step_that_is_not_committed_leaves_the_books_alone() -> None:
+    cache = new_cache(2)
+    cache.open(4)
+    cache.begin([4], [3])
+    assert cache.length(4) == 0
+
+
+@pytest.mark.parametrize("slots", [1, 3, 5])
+def test_the_budget_in_bytes_is_kept_to(slots: int) -> None:
+    for spare in (0, SLOT_BYTES - 1):
+        cache = new_cache(5, slots * SLOT_BYTES + spare)
+        assert cache.num_slots == cache.num_free == slots
+        stored = sum(x.numel() * x.element_size() for x in (*cache.k, *cache.v))
+        assert stored == slots * SLOT_BYTES
+    assert new_cache(2, 100 * SLOT_BYTES).num_slots == 2
+    assert new_cache(5, SLOT_BYTES, torch.bfloat16).num_slots == 2
+
+
+def test_a_budget_below_one_sequence_is_an_error_with_the_figures() -> None:
+    with pytest.raises(CapacityError) as caught:
+        new_cache(5, SLOT_BYTES - 1)
+    message = str(caught.value)
+    assert re.search(rf"{SLOT_BYTES - 1:,} bytes.*{LENGTH} tokens.*{SLOT_BYTES:,} bytes", message)
+    assert "runtime.kv_cache_mb to at least 1," in message
+
+
+def test_a_sequence_beyond_its_positions_is_an_error_that_names_it() -> None:
+    cache = new_cache(2)
+    cache.open(9)
+    cache.commit(cache.begin([9], [LENGTH - 1]))
+    with pytest.raises(CapacityError, match=f"sequence 9: {LENGTH - 1} cached \\+ 2 new tokens exceed .* {LENGTH} "):
+        cache.begin([9], [2])
+    cache.begin([9], [1])
+
+
+@pytest.mark.parametrize("window", [None, 5, LENGTH])
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 0, 3]], ids=["neighbours", "scattered slots"])
+@pytest.mark.parametrize("new", [new_cache, new_paged], ids=["dense", "paged"])
+def test_sequences_attend_alike_one_by_one_all_at_once_and_in_stretches(
+    order: list[int], new: Callable[[int], SequenceCache], window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three calls: some sequences are new and some go on from what is cached; then each decodes a token."""
+    found, cuts = [], []
+    for fewest, call in ((0, 1e9), (1e9, 1e9), (1e9, 0.5)):
+        monkeypatch.setattr(cached_plan, "FEW_TOKENS", fewest)
+        monkeypatch.setattr(cached_plan, "CALL_NUMBERS", call)
+        torch.manual_seed(0)
+        cache, outputs = new(4), []
+        for seq_id in range(4):
+            cache.open(seq_id)
+        for lens in ([5, 1, 3, 4], [2, 6, 1, 7], [1, 1, 1, 1]):
+            ids, lens = order, [lens[i] for i in order]
+            plan = cache.begin(ids, lens)
+            q, k, v = (torch.randn(sum(lens), heads, DIM) for heads in (HEADS, GROUPS, GROUPS))
+            outputs += [plan.attend(layer, q, k, v, DIM**-0.5, window) for layer in range(LAYERS)]
+            cuts.append(len(plan._together.get(binding(window, plan.longest), [])))
+            cache.commit(plan)
+        found.append(torch.cat(outputs))
+    assert cuts[:6] == [0, 0, 0, 1, 1, 1]
+    assert all(number > 1 for number in cuts[6:])
+    for other in found[1:]:
+        torch.testing.assert_close(found[0], other, atol=1e-6, rtol=1e-6)

@@ -1,0 +1,167 @@
+"""Which part of a trace is one step, what the pictures draw, and that they are written."""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from oppo_megatron.errors import DataError
+from oppo_megatron.report.plots import (
+    OTHER_STEP_ALPHA,
+    SPAN_COLOURS,
+    _draw_window,
+    moving_mean,
+    new_figure,
+    plot_reward,
+    plot_timeline,
+)
+from oppo_megatron.rundir.directory import RunDirectory
+from oppo_megatron.rundir.trace import Span, SpanRecorder, merge_traces
+from oppo_megatron.rundir.windows import StepWindow, step_window
+
+
+def png_size(path: Path) -> tuple[int, int]:
+    head = path.read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    return struct.unpack(">II", head[16:24])
+
+
+def overlapped_spans(lengths: list[float]) -> list[Span]:
+    """The actor's steps back to back; the critic's update runs 1 s on into the next step; scorers wait early."""
+    spans, now = [], 0.0
+    for step, length in enumerate(lengths, start=1):
+        spans += [
+            Span(1, "critic", "wait_tokens", step, now - 0.5, now + 1.0),
+            Span(0, "actor", "decode", step, now, now + length - 2.0),
+            Span(1, "critic", "score", step, now + 1.0, now + 2.0),
+            Span(0, "actor", "update", step, now + length - 2.0, now + length),
+            Span(1, "critic", "update", step, now + length - 1.0, now + length + 1.0),
+        ]
+        now += length
+    return spans
+
+
+def test_a_step_ends_where_the_next_begins() -> None:
+    window = step_window("run", overlapped_spans([5.0, 6.0, 7.0]), 2)
+    assert (window.start, window.end, window.seconds) == (5.0, 11.0, 6.0)
+    kinds = {(span.name, span.role, span.step) for span in window.spans}
+    assert ("update", "critic", 1) in kinds  # carried over from the step before
+    assert ("wait_tokens", "critic", 3) in kinds  # begun before the next step's work
+    assert ("decode", "actor", 3) not in kinds and ("decode", "actor", 1) not in kinds
+    assert window.lanes == [(0, "actor"), (1, "critic")]
+
+
+def test_the_last_step_ends_with_its_own_work_and_evaluation_bounds_nothing() -> None:
+    spans = overlapped_spans([5.0, 6.0])
+    spans += [Span(0, "actor", "evaluate", 1, -20.0, -1.0), Span(0, "actor", "evaluate", 2, 12.5, 40.0)]
+    window = step_window("run", spans, 2)
+    assert (window.start, window.end) == (5.0, 12.0)
+    assert step_window("run", spans, 1).start == 0.0
+
+
+def test_the_median_step_is_chosen_and_never_the_first() -> None:
+    assert step_window("run", overlapped_spans([50.0, 9.0, 5.0, 7.0, 6.0]), None).step == 4
+    assert step_window("run", overlapped_spans([5.0, 6.0]), None).step == 2
+    assert step_window("run", overlapped_spans([5.0]), None).step == 1
+
+
+def test_a_step_that_is_not_there_is_named() -> None:
+    with pytest.raises(DataError, match="oppo: the trace has work of steps 1 to 2, asked for 9"):
+        step_window("oppo", overlapped_spans([5.0, 6.0]), 9)
+    with pytest.raises(DataError, match="has no work"):
+        step_window("oppo", [Span(0, "actor", "wait_scores", 1, 0.0, 1.0)], None)
+
+
+def test_bars_are_clipped_coloured_and_pale_for_other_steps() -> None:
+    from matplotlib.colors import to_hex
+
+    axes = new_figure(4.0, 2.0).subplots()
+    window = StepWindow(
+        2,
+        10.0,
+        20.0,
+        [
+            Span(0, "actor", "decode", 2, 10.0, 15.0),
+            Span(1, "critic", "update", 1, 8.0, 12.0),
+            Span(0, "actor", "wait_scores", 2, 15.0, 25.0),
+        ],
+    )
+    _draw_window(axes, "oppo", window)
+    drawn = {}
+    for bars in axes.collections:
+        corners = bars.get_paths()[0].get_extents()
+        row = round((corners.y0 + corners.y1) / 2)
+        drawn[row, to_hex(bars.get_facecolor()[0]).upper()] = (corners.x0, corners.x1, bars.get_alpha())
+    assert drawn == {
+        (0, SPAN_COLOURS["decode"]): (0.0, 5.0, 1.0),
+        (0, SPAN_COLOURS["wait_scores"]): (5.0, 10.0, 1.0),
+        (1, SPAN_COLOURS["update"]): (0.0, 2.0, OTHER_STEP_ALPHA),
+    }
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "rank 0 \N{MIDDLE DOT} actor",
+        "rank 1 \N{MIDDLE DOT} critic",
+    ]
+    assert axes.get_title(loc="left") == "oppo: step 2, 10 s"
+
+
+def write_trace(folder: Path, decode_s: float) -> Path:
+    now = [1000.0]
+    spans = SpanRecorder(0, RunDirectory(folder).prepare(), clock=lambda: now[0])
+    for step in (1, 2, 3):
+        for name in ("decode", "experience", "update", "something_new"):
+            with spans.span(name, role="actor", step=step):
+                now[0] += decode_s if name == "decode" else 0.2
+    spans.flush()
+    path = merge_traces(folder)
+    assert path is not None
+    return path
+
+
+@pytest.mark.parametrize("num_runs", [1, 2, 3])
+def test_timeline_of_any_number_of_runs(tmp_path: Path, num_runs: int) -> None:
+    traces = {f"run {number}": write_trace(tmp_path / str(number), 1.0 + number) for number in range(num_runs)}
+    out = tmp_path / "timeline.png"
+    plot_timeline(traces, out, step={"run 0": 2})
+    width, height = png_size(out)
+    assert width == 1650
+    assert 250 < height < 1500
+    assert out.stat().st_size > 5000
+
+
+@pytest.mark.parametrize(("num_runs", "num_steps"), [(1, 1), (2, 30), (9, 12)])
+def test_reward_of_any_number_of_runs(tmp_path: Path, num_runs: int, num_steps: int) -> None:
+    runs = {
+        f"run {number}": [{"step": s, "time_s": s * (number + 1.0), "reward_mean": s**0.5} for s in range(num_steps)]
+        for number in range(num_runs)
+    }
+    runs["run 0"].append({"step": num_steps, "time_s": 1.0, "reward_mean": None})
+    out = tmp_path / "reward.png"
+    plot_reward(runs, out)
+    assert png_size(out) == (1500, 630)
+    assert out.stat().st_size > 10_000
+
+
+def test_a_run_without_reward_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="sft: none of 1 metrics lines"):
+        plot_reward({"sft": [{"step": 1, "time_s": 1.0, "loss": 2.0}]}, tmp_path / "reward.png")
+
+
+def test_moving_mean() -> None:
+    values = [1.0, 2.0, 3.0, 4.0, 10.0]
+    assert moving_mean(values, 1) == values
+    assert moving_mean(values, 3) == pytest.approx([1.5, 2.0, 3.0, 17 / 3, 7.0])
+    assert moving_mean([], 3) == []
+
+
+def test_loading_what_a_run_writes_loads_neither_torch_nor_matplotlib() -> None:
+    rundir = ("rundir.directory", "rundir.metrics_log", "rundir.trace")
+    names = (*rundir, "train.logs.console", "train.logs.trackers", "report.plots")
+    modules = ", ".join(f"oppo_megatron.{name}" for name in names)
+    heavy = {"torch", "matplotlib", "tensorboard", "wandb", "megatron"}
+    code = f"import sys, {modules}; print(sorted({heavy} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
