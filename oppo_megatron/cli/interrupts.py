@@ -57,6 +57,7 @@ class _Interrupts:
             return  # one is on its way
         self._first = now if self._first is None else self._first
         if now - self._first > MOST_S or not _is_importing(frame):
+            self._first = None
             raise KeyboardInterrupt
         self._next = now + AGAIN_S
         self._again = threading.Timer(AGAIN_S, os.kill, (os.getpid(), signal.SIGINT))

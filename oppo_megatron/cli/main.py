@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = _serve(_parse(list(sys.argv[1:] if argv is None else argv)))
     except KeyboardInterrupt:  # while it was found out what to do
         print("oppo: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        code = EXIT_INTERRUPTED
     except Exception:
         if not is_among_peers():
             raise

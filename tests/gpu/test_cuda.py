@@ -84,7 +84,7 @@ def test_captured_steps_give_the_log_probs_of_transformers_on_the_cpu(tmp_path: 
 
 
 def test_memory_that_ran_out_can_be_used_again() -> None:
-    check_exhaustion("cuda")
+    check_out_of_memory("cuda")
 
 
 def test_every_part_of_the_benchmark_gives_its_figures(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def check_against_transformers(root: Path, device: str, layout: str) -> None:
         assert float((torch.tensor(rollout.logprobs) - expected_T).abs().max()) < 1e-3
 
 
-def check_exhaustion(device: str) -> None:
+def check_out_of_memory(device: str) -> None:
     """Outside of a capture and in one, which must not leave the allocator in it."""
     place = torch.device(device)
 

@@ -22,7 +22,7 @@ from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.errors import CapacityError
 from oppo_megatron.layout.places import Place
-from oppo_megatron.mcore import out_of_memory as exhaustion
+from oppo_megatron.mcore import out_of_memory
 from oppo_megatron.mcore.batch import MicroBatch
 from oppo_megatron.mcore.layers.vocab_parallel import token_logprobs
 from oppo_megatron.mcore.model import RoleModel
@@ -78,7 +78,7 @@ def decoded(directory: str, courses: list[Course], ways: list[Way]) -> list[dict
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(generation, "step", _failing(3, dice)))
         stack.enter_context(mock.patch.object(DeviceLane, "_advance", failing_lane))
-        stack.enter_context(mock.patch.object(exhaustion, "gc"))  # nothing big is held here
+        stack.enter_context(mock.patch.object(out_of_memory, "gc"))  # nothing big is held here
         lowered = stack.enter_context(mock.patch.object(Allowance, "lower", autospec=True, side_effect=Allowance.lower))
         for course, answers in zip(courses, found, strict=True):
             for way in ways[1:]:
@@ -97,7 +97,7 @@ def scored(models: dict[str, str], pp: int) -> dict[str, float]:
         return reduce(station, batch, out_R)
 
     with (
-        mock.patch.object(exhaustion, "gc"),
+        mock.patch.object(out_of_memory, "gc"),
         mock.patch.object(scoring, "step", _failing(5, dice)),
         mock.patch.object(scoring.ScoringStation, "_reduce", failing),
     ):
@@ -176,7 +176,7 @@ def refused() -> list[str]:
             raise RuntimeError(TOLD)
 
         batch = [_batch()[4]] if alone else _batch()
-        with mock.patch("tests.gloo.jobs_exhaustion.token_logprobs", failing):
+        with mock.patch("tests.gloo.jobs_out_of_memory.token_logprobs", failing):
             errors.append(_error(partial(_update, model, BUDGET, Allowances().train, batch)))
     return errors
 

@@ -17,7 +17,7 @@ def test_rounds_are_the_same_where_decode_steps_are_made_in_pieces(models: dict[
     """Calls that fail before they have cached anything, and when they have; steps on the device that are taken over."""
     courses, ways = COURSES[1:4], [PLAIN, Way(4), Way(3, "paged"), Way(1, "paged")]
     (answer,) = run_ranks(
-        1, "tests.gloo.jobs_exhaustion:decoded", directory=models["qwen2"], courses=courses, ways=ways
+        1, "tests.gloo.jobs_out_of_memory:decoded", directory=models["qwen2"], courses=courses, ways=ways
     )
     for course, found in zip(courses, answer, strict=True):
         rounds, logprobs = found[PLAIN]
@@ -29,7 +29,7 @@ def test_rounds_are_the_same_where_decode_steps_are_made_in_pieces(models: dict[
 @pytest.mark.parametrize("pp", [1, 2])
 def test_scores_are_the_same_where_prefill_is_made_in_pieces(models: dict[str, str], pp: int) -> None:
     names = {"reward": models["qwen2-scalar"], "reference": models["llama"], "critic": models["qwen3-scalar"]}
-    for errors in run_ranks(pp, "tests.gloo.jobs_exhaustion:scored", models=names, pp=pp):
+    for errors in run_ranks(pp, "tests.gloo.jobs_out_of_memory:scored", models=names, pp=pp):
         assert max(errors.values()) < TOLERANCE, errors
 
 
@@ -38,7 +38,7 @@ def test_an_update_without_enough_memory_is_the_same_update(world: int, short: l
     """For real: the process may not grow by what the budget's micro-batches take."""
     answers: list[dict[str, Any]] = run_ranks(
         world,
-        "tests.gloo.jobs_exhaustion:trained_within",
+        "tests.gloo.jobs_out_of_memory:trained_within",
         rooms=[560 // world, 375 // world, 250 // world],
         short_ranks=short,
     )
@@ -54,10 +54,10 @@ def test_an_update_without_enough_memory_is_the_same_update(world: int, short: l
 
 
 def test_what_cannot_be_halved_is_told() -> None:
-    ((alone,),) = run_ranks(1, "tests.gloo.jobs_exhaustion:refused")
+    ((alone,),) = run_ranks(1, "tests.gloo.jobs_out_of_memory:refused")
     assert "rank 0 has not enough memory for a training micro-batch of one sequence, 95 tokens long, alone" in alone
     assert "lower runtime.micro_batch_tokens, runtime.kv_cache_mb or rollout.max_response_tokens" in alone
-    for tensor_parallel, overlapped in run_ranks(2, "tests.gloo.jobs_exhaustion:refused"):
+    for tensor_parallel, overlapped in run_ranks(2, "tests.gloo.jobs_out_of_memory:refused"):
         assert "the other ranks of its tensor- or pipeline-parallel group compute the same" in tensor_parallel
         assert "gradients of its last micro-batch are on their way to other replicas" in overlapped
 
@@ -65,6 +65,6 @@ def test_what_cannot_be_halved_is_told() -> None:
 @pytest.mark.parametrize("sync_steps", [1, 3])
 def test_fewer_sequences_are_decoded_at_once_where_memory_is_short(sync_steps: int) -> None:
     ((most, same, gap),) = run_ranks(
-        1, "tests.gloo.jobs_exhaustion:decoded_within", rooms=[200, 130, 90], sync_steps=sync_steps
+        1, "tests.gloo.jobs_out_of_memory:decoded_within", rooms=[200, 130, 90], sync_steps=sync_steps
     )
     assert most in (48, 24, 12, 6) and same and gap < TOLERANCE
