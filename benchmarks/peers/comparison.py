@@ -28,7 +28,7 @@ from oppo_megatron.cli.signals import ending_by_signal
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.cores import usable_cores
 from oppo_megatron.errors import ConfigError, OppoError
-from oppo_megatron.layout.places import decodes_and_scores, role_places, world_size
+from oppo_megatron.layout.placements import decodes_and_scores, role_placements, world_size
 from oppo_megatron.preflight.validate import train_problems
 from oppo_megatron.processes import started
 from oppo_megatron.rundir.directory import write_json
@@ -230,12 +230,12 @@ def with_threads(config: TrainConfig, placement: str, threads: int) -> TrainConf
 
 
 def how_it_runs(config: TrainConfig) -> Ours:
-    places = role_places(config)
+    placements = role_placements(config)
     return Ours(
         layout=f"{world_size(config)} x {config.runtime.threads_per_rank}",
         carries=config.overlap.inter,
-        streams_here=config.overlap.intra and decodes_and_scores(places),
-        shares_ranks=bool(set(places["actor"].ranks) & set(places["critic"].ranks)),
+        streams_here=config.overlap.intra and decodes_and_scores(placements),
+        shares_ranks=bool(set(placements["actor"].ranks) & set(placements["critic"].ranks)),
     )
 
 

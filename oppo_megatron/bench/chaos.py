@@ -30,7 +30,7 @@ from oppo_megatron.bench.machine import describe_machine
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import OppoError
-from oppo_megatron.layout.places import role_places, world_size
+from oppo_megatron.layout.placements import role_placements, world_size
 from oppo_megatron.processes import started
 from oppo_megatron.rundir.directory import RunDirectory, write_json
 from oppo_megatron.rundir.metrics_log import read_metrics
@@ -171,7 +171,7 @@ class Chaos:
         return kills
 
     def _roles(self, rank: int) -> str:
-        return "+".join(name for name, place in role_places(self.config).items() if rank in place.ranks)
+        return "+".join(name for name, placement in role_placements(self.config).items() if rank in placement.ranks)
 
     def _start(self, run: RunDirectory, *options: str) -> AbstractContextManager[subprocess.Popen[bytes]]:
         return started([*self.train, str(self.out / "chaos.yaml"), f"run_dir={run.path}", *options], self._log(run))

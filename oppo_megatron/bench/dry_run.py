@@ -19,7 +19,7 @@ from oppo_megatron.control.signals import Occupancy, length_gap
 from oppo_megatron.data.length_trace import forced_quantile
 from oppo_megatron.engine.chunk_codec import ChunkDecoder, ChunkEncoder
 from oppo_megatron.engine.stopping import Stopping
-from oppo_megatron.layout.places import role_places
+from oppo_megatron.layout.placements import role_placements
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
 from oppo_megatron.records import Chunk, ChunkRow, Prompt, Rollout, StepSignals
@@ -53,7 +53,7 @@ class DryRun:
 
     def __init__(self, config: TrainConfig, prompt_tokens: int):
         self.config, self.watch = config, Stopwatch()
-        self.site = Site(role_places(config))
+        self.site = Site(role_placements(config))
         self.stream, period = plan_step(config.overlap).stream, config.overlap.admission_period
         stopping = Stopping.of(config.rollout, (), config.seed, forced_quantile(config.rollout))
         self.limit: Callable[[int], int] = stopping.limit

@@ -26,15 +26,15 @@ from oppo_megatron.cluster.world import choose_device, open_world
 from oppo_megatron.config.model import KVLayout, ModelConfig, ParallelConfig, RuntimeConfig
 from oppo_megatron.config.overlap import WeaveConfig
 from oppo_megatron.config.ppo import ForcedLengthsConfig
-from oppo_megatron.engine.executor import Executor, Station
-from oppo_megatron.engine.generation import DecodeStation
+from oppo_megatron.engine.executor import Executor, RoleWorker
+from oppo_megatron.engine.generation import DecodeWorker
 from oppo_megatron.engine.links import Links
 from oppo_megatron.engine.rounds import Decoding, RoundRunner, decoder
 from oppo_megatron.engine.sampler import Sampling
-from oppo_megatron.engine.scoring import ScorerRole, ScoringStation
+from oppo_megatron.engine.scoring import ScorerRole, ScoringWorker
 from oppo_megatron.engine.stopping import Stopping, log_normal
 from oppo_megatron.integrations.huggingface import write_random_checkpoint
-from oppo_megatron.layout.places import Place
+from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.layout.shape import kv_bytes_per_token
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
 from oppo_megatron.mcore.kv.paged import PagedKVCache
@@ -220,23 +220,23 @@ def _transformers(bench: Bench, bandwidth: float) -> dict[str, Any]:
 
 def measure_overlap(bench: Bench) -> None:
     """A chunk decoded, the chunk before scored by all three scorers, and both at once on a stream each."""
-    work, place = bench.work, Place((0,))
-    site = Site({name: place for name in ("actor", *SCORERS)})
+    work, placement = bench.work, RolePlacement((0,))
+    site = Site({name: placement for name in ("actor", *SCORERS)})
     stopping = Stopping((), work.response_tokens)
     actor = bench.model()
     cache = actor.new_cache(work.batch, layout="auto")
     sync_steps = RuntimeConfig().sync_steps(bench.device.type)
-    decode = DecodeStation(actor, cache, sampling=Sampling(seed=1), stopping=stopping, sync_steps=sync_steps)
-    scoring: dict[str, ScoringStation] = {}
+    decode = DecodeWorker(actor, cache, sampling=Sampling(seed=1), stopping=stopping, sync_steps=sync_steps)
+    scoring: dict[str, ScoringWorker] = {}
     for name, head in SCORERS.items():
         model = bench.model(head)
-        scoring[name] = ScoringStation(name, model, model.new_cache(work.batch, layout="auto"), temperature=1.0)
+        scoring[name] = ScoringWorker(name, model, model.new_cache(work.batch, layout="auto"), temperature=1.0)
     books = {name: ScoringBook(name, 1, work.batch) for name in scoring}
     book = ActorBook(1, work.batch, stopping.limit)
     planner = RoundPlanner(site, "intra", WeaveConfig(), work.micro_batch_tokens, bench.max_length, book, books)
-    stations: dict[str, Station] = {"actor": decode, **scoring}
-    executor = Executor(0, stations, Links({}), RuntimeConfig().timeout_s, bench.device, lambda *_: None)
-    rounds = RoundRunner(planner, executor, dict.fromkeys(stations, 0), decode, None, scoring)
+    workers: dict[str, RoleWorker] = {"actor": decode, **scoring}
+    executor = Executor(0, workers, Links({}), RuntimeConfig().timeout_s, bench.device, lambda *_: None)
+    rounds = RoundRunner(planner, executor, dict.fromkeys(workers, 0), decode, None, scoring)
     bench.write({"variant": "second stream", **_hidden(bench, rounds)})
 
 

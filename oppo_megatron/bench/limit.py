@@ -26,7 +26,7 @@ from oppo_megatron.config.derived import most_sequences
 from oppo_megatron.config.model import Dtype, ParallelConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.layout.places import named_roles, world_size
+from oppo_megatron.layout.placements import named_roles, world_size
 from oppo_megatron.layout.shape import kv_bytes_per_token
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.rundir.directory import RunDirectory

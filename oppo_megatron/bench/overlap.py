@@ -18,7 +18,7 @@ from oppo_megatron.bench.suite import Runs, Suite, all_lines
 from oppo_megatron.bench.work import require_same_work, work_figures
 from oppo_megatron.config.model import ParallelConfig
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.layout.places import world_size
+from oppo_megatron.layout.placements import world_size
 from oppo_megatron.report.utilization import KINDS, utilization, work_seconds
 
 MODES: dict[str, dict[str, bool]] = {

@@ -21,7 +21,7 @@ from oppo_megatron.config.model import ParallelConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.memory import stage_parameters
-from oppo_megatron.layout.places import world_size
+from oppo_megatron.layout.placements import world_size
 from oppo_megatron.layout.shape import num_kv_heads
 from oppo_megatron.modeldir.headers import read_hf_config
 

@@ -19,7 +19,7 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import EXIT_REQUEUE, ConfigError, OppoError
 from oppo_megatron.layout.holdings import lasting_memory
 from oppo_megatron.layout.memory import shortage
-from oppo_megatron.layout.places import world_size
+from oppo_megatron.layout.placements import world_size
 from oppo_megatron.preflight.validate import train_problems
 from oppo_megatron.rundir.directory import RunDirectory, write_json
 from oppo_megatron.rundir.metrics_log import read_metrics
@@ -119,7 +119,13 @@ def bare(config: TrainConfig) -> TrainConfig:
     part of a step; with the trace, which is read."""
     logging = config.logging.model_copy(update={"trace": True})
     checkpoint = config.checkpoint.model_copy(update={"every_minutes": 0.0, "final": False})
-    changes = {"evaluation": None, "early_stop": None, "save_weights": False, "logging": logging, "checkpoint": checkpoint}
+    changes = {
+        "evaluation": None,
+        "early_stop": None,
+        "save_weights": False,
+        "logging": logging,
+        "checkpoint": checkpoint,
+    }
     return config.model_copy(update=changes)
 
 

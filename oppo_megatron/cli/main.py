@@ -52,7 +52,7 @@ COMMANDS = (
     Command("launch", "oppo_megatron.cli.slurm", "write the job script of a configuration: `oppo launch slurm`"),
     Command("report", "oppo_megatron.cli.report", "show what runs did: one HTML page, and pictures"),
     Command("watch", "oppo_megatron.cli.watch", "show in the terminal how a run goes"),
-    Command("replay", "oppo_megatron.cli.replay", "make one update again, from a guilty batch"),
+    Command("replay", "oppo_megatron.cli.replay", "make one update again, from a rejected batch"),
     Command("schedule", "oppo_megatron.cli.schedule", "draw and check what every rank does in a round"),
     Command("serve-reward", "oppo_megatron.cli.serve_reward", "serve a verifier, function or reward model over HTTP"),
     Command("serve-scorer", "oppo_megatron.cli.serve_scorer", "serve a reward model that sequences are streamed to"),

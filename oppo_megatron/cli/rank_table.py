@@ -67,8 +67,8 @@ def _memory_rows(holdings: Sequence[Holding]) -> list[Row]:
 
 def _share(held: Holding) -> Row:
     """Role, and which part of how many of each kind, from 1."""
-    seat, sizes = held.seat, held.sizes
-    parts = ((seat.shard, sizes.tp), (seat.stage, sizes.pp), (seat.replica, sizes.dp))
+    coords, sizes = held.coords, held.sizes
+    parts = ((coords.shard, sizes.tp), (coords.stage, sizes.pp), (coords.replica, sizes.dp))
     return held.role, *(f"{part + 1}/{count}" for part, count in parts), _layers(held.layers)
 
 

@@ -30,7 +30,7 @@ def require_ready(settings: TrainSettings | SupervisedConfig, config: TrainConfi
     from oppo_megatron.cli.launch import check_world_size
     from oppo_megatron.cli.startable import require_startable
     from oppo_megatron.layout.holdings import written_bytes
-    from oppo_megatron.layout.places import world_size
+    from oppo_megatron.layout.placements import world_size
     from oppo_megatron.rundir.directory import RunDirectory
     from oppo_megatron.train.logs.trackers import check_trackers
 

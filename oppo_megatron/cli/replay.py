@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("batch", type=Path, metavar="FILE", help="guilty/step-N.safetensors of a run directory")
+    parser.add_argument("batch", type=Path, metavar="FILE", help="rejected/step-N.safetensors of a run directory")
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace those of the run"
     )
@@ -23,18 +23,18 @@ def run(args: argparse.Namespace) -> int:
     from oppo_megatron.errors import ConfigError
 
     if not args.batch.is_file() and not args.batch.with_suffix(".jsonl").is_file():
-        raise ConfigError(missing_path("the guilty batch", args.batch))
+        raise ConfigError(missing_path("the rejected batch", args.batch))
     quiet_torch()
-    from oppo_megatron.train.guards.guilty import read_guilty
+    from oppo_megatron.train.guards.rejected import read_rejected
     from oppo_megatron.train.guards.replay import one_process, replay
 
-    guilty = read_guilty(args.batch)
+    rejected = read_rejected(args.batch)
     with tempfile.TemporaryDirectory(prefix="oppo-") as folder:
         own = Path(folder) / "config.yaml"
-        own.write_text(guilty.facts.config, encoding="utf-8")
+        own.write_text(rejected.facts.config, encoding="utf-8")
         config = one_process(load_config(TrainSettings, args.config or own, args.overrides))
-    found = replay(guilty, config)
-    print(f"step {guilty.facts.step}, {len(guilty.batch)} rollouts; the run: {guilty.facts.reason}")
+    found = replay(rejected, config)
+    print(f"step {rejected.facts.step}, {len(rejected.batch)} rollouts; the run: {rejected.facts.reason}")
     print("\n".join(found.table()))
     print(f"the replay: {'within all guards' if found.breach is None else found.breach.reason}")
     return 0

@@ -54,7 +54,7 @@ def run_kind(kind: str, args: argparse.Namespace) -> int:
     from oppo_megatron.cli.ready import require_ready
     from oppo_megatron.cli.startable import ended_here
     from oppo_megatron.config.load import config_yaml
-    from oppo_megatron.layout.places import world_size
+    from oppo_megatron.layout.placements import world_size
     from oppo_megatron.rundir.directory import RunDirectory
 
     if getattr(args, "resume", False):
@@ -85,7 +85,7 @@ def run_kind(kind: str, args: argparse.Namespace) -> int:
 
 def tell_of_start(kind: str, config: TrainConfig | SupervisedConfig) -> None:
     """The first line of a run, before anything that takes seconds is loaded: how many ranks are started, and where it writes."""
-    from oppo_megatron.layout.places import world_size
+    from oppo_megatron.layout.placements import world_size
 
     if config.logging.console == "off" or os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0":
         return
@@ -104,7 +104,7 @@ def _launch(kind: str, config: TrainConfig | SupervisedConfig, restarts: int, ag
     """With as many restarts, by `agent`, which is of no account where another launcher has started the ranks."""
     from oppo_megatron.cli.launch import external_ranks, launch
     from oppo_megatron.config.run import TrainConfig
-    from oppo_megatron.layout.places import world_size
+    from oppo_megatron.layout.placements import world_size
 
     if restarts > 0 and isinstance(config, TrainConfig) and external_ranks(os.environ) is None:
         from oppo_megatron.cli.ft_launcher import launch_restarting, restarts_by_ft_launcher
@@ -122,7 +122,7 @@ def launch_again(kind: str, config: TrainConfig | SupervisedConfig, restarts: in
     """
     from oppo_megatron.cli.launch import RankKilled, RankStalled, launch
     from oppo_megatron.errors import EXIT_ROLLBACK, ConfigError
-    from oppo_megatron.layout.places import world_size
+    from oppo_megatron.layout.placements import world_size
 
     if restarts < 0:
         raise ConfigError(f"--max-restarts is {restarts}; it must be 0 or more")

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     from typing import cast
 
     from oppo_megatron.cli.run import load_settings, placed, unplaced
-    from oppo_megatron.layout.places import role_places
+    from oppo_megatron.layout.placements import role_placements
     from oppo_megatron.schedule.checking.checker import check_timeline
     from oppo_megatron.schedule.checking.timeline import simulate
     from oppo_megatron.schedule.planning.preview import preview
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if config is None:
         print("\n".join([*unplaced(settings), "to draw one of them, add its placement, as in placement.mode=single"]))
         return 0
-    costs: Costs = read_costs(args.costs, role_places(config)) if args.costs else Costs()
+    costs: Costs = read_costs(args.costs, role_placements(config)) if args.costs else Costs()
     shown = preview(config, args.round, prompt_tokens=args.prompt_tokens, generator=args.generator, costs=costs)
     schedule = _read(args.source) if args.source else shown.schedule
     timeline = simulate(schedule, shown.round, shown.site, costs)

@@ -62,7 +62,7 @@ class GuardsConfig(Section):
         2, ge=1, description="so many times a run may go back; a breach more ends it"
     )
     kept_batches: Annotated[int, Unit("batches")] = Field(
-        8, ge=0, description="guilty batches written to `guilty/` for `oppo replay`: the first so many of the run"
+        8, ge=0, description="rejected batches written to `rejected/` for `oppo replay`: the first so many of the run"
     )
 
     def limits(self, gap_limit: float | None) -> dict[str, tuple[float, Action]]:

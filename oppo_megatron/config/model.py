@@ -14,7 +14,7 @@ from oppo_megatron.config.lora import LoraConfig
 Layers = Literal["auto", "torch", "transformer_engine"]
 _RANKS = re.compile("{0}(-{0})?(,{0}(-{0})?)*".format("[0-9]{1,18}"))
 Dtype = Literal["float32", "bfloat16"]
-DecodePath = Literal["packed", "lean", "module"]
+DecodePath = Literal["packed", "fused", "module"]
 KVLayout = Literal["auto", "dense", "paged"]
 PlacementMode = Literal["disaggregated", "colocated", "single"]
 
@@ -210,8 +210,8 @@ class RuntimeConfig(Section):
     )
     decode_path: DecodePath = Field(
         "packed",
-        description="how cached calls compute: megatron's own modules (module), few calls over megatron's parameters (lean), "
-        "or those over a copy of the weights laid out for the CPU's products (packed; lean where there are none)",
+        description="how cached calls compute: megatron's own modules (module), few calls over megatron's parameters (fused), "
+        "or those over a copy of the weights laid out for the CPU's products (packed; fused where there are none)",
     )
     layers: Layers = Field(
         "auto",

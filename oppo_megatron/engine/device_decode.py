@@ -2,7 +2,7 @@
 
 A step is the model over one token of each row, the draw, and the bookkeeping, all of them operations of the device.  A row that
 has ended runs on without effect: what it was drawn is not looked at, and its position stands still.  After `sync_steps` steps,
-or when no row can go on, the host reads what was drawn, closes the gaps among the rows (`DecodeStation`), and loads again.
+or when no row can go on, the host reads what was drawn, closes the gaps among the rows (`DecodeWorker`), and loads again.
 
 So that steps come in few shapes, rows are filled up to a number of `batch_bucket`, and the positions attended to up to a bound
 of the cache.  A step of a shape may therefore be captured and replayed (`mcore/cuda_graphs.py`).

@@ -1,11 +1,11 @@
 """Carries out one rank's part of a schedule.  It knows no policy: what to do, and in which order, is in the actions.
 
-Consumes a list of actions; each is done by the `Station` of its role on this rank.  Sends are asynchronous: a rank waits
+Consumes a list of actions; each is done by the `RoleWorker` of its role on this rank.  Sends are asynchronous: a rank waits
 for one only when it is many rounds old, or at the end of a step (`drain`); a recv waits until its message is here.
 Nothing else waits, but for the tensor-parallel collectives inside a stage and the gather of the replicas' chunks.  What a
 rank waits for in vain ends with a StallError that names the action.
 
-On a GPU each station has a CUDA stream of its own, so that decoding and prefill run side by side.
+On a GPU each worker has a CUDA stream of its own, so that decoding and prefill run side by side.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from oppo_megatron.errors import StallError
 from oppo_megatron.schedule.actions import Action, Op
 
 
-class Station(Protocol):
+class RoleWorker(Protocol):
     """One role on this rank: it has the model, the cache and the round's sequences."""
 
     def live(self, action: Action) -> bool:
@@ -70,7 +70,7 @@ class Executor:
     """One rank's executor.  `timeout_s` is the longest that a message may be late."""
 
     rank: int
-    stations: Mapping[str, Station]
+    workers: Mapping[str, RoleWorker]
     links: Links
     timeout_s: float
     device: torch.device
@@ -83,7 +83,7 @@ class Executor:
 
     def __post_init__(self) -> None:
         cuda = self.device.type == "cuda"
-        self._streams = {role: torch.cuda.Stream(self.device) for role in self.stations} if cuda else {}
+        self._streams = {role: torch.cuda.Stream(self.device) for role in self.workers} if cuda else {}
 
     def run(self, actions: Sequence[Action], shift: int = 0) -> None:
         """Do the actions of a round in order.  Raises StallError, naming the action, where a peer does not come.
@@ -102,18 +102,18 @@ class Executor:
         self._release(ROUNDS_IN_FLIGHT)
 
     def _do(self, action: Action, shift: int) -> None:
-        station = self.stations[action.role]
-        if not station.live(action):
+        worker = self.workers[action.role]
+        if not worker.live(action):
             return
         self.activity.now_at(_Shifted(action, shift), action.op is Op.RECV)
         start, size = self.clock(), 0
         with self._stream(action.role):
             if action.op is Op.SEND:
-                self._send(action, station)
+                self._send(action, worker)
             elif action.op is Op.RECV:
-                self._receive(action, station)
+                self._receive(action, worker)
             else:
-                size = self._compute(action, station)
+                size = self._compute(action, worker)
         self.observe(action, start, self.clock(), size)
 
     def drain(self) -> None:
@@ -128,14 +128,14 @@ class Executor:
                 with self.activity.doing(_Shifted(action, shift), waits=True):
                     self._wait(action, work, shift)
 
-    def _send(self, action: Action, station: Station) -> None:
-        for tensor in station.outbox(action):
+    def _send(self, action: Action, worker: RoleWorker) -> None:
+        for tensor in worker.outbox(action):
             with self._naming(action):
                 work = dist.isend(tensor, action.peer, group=self.links.of(action), tag=self._tag(action))
             self._sent[-1][1].append((action, work, tensor))
 
-    def _receive(self, action: Action, station: Station) -> None:
-        for buffer in station.inbox(action):
+    def _receive(self, action: Action, worker: RoleWorker) -> None:
+        for buffer in worker.inbox(action):
             with self._naming(action):
                 work = dist.irecv(buffer, action.peer, group=self.links.of(action), tag=self._tag(action))
             self._wait(action, work)
@@ -145,9 +145,9 @@ class Executor:
         step = 0 if action.step is None else action.step + 1
         return ((self._num_rounds << 18) + (step << 6) + action.micro_batch) % 2**31
 
-    def _compute(self, action: Action, station: Station) -> int:
+    def _compute(self, action: Action, worker: RoleWorker) -> int:
         try:
-            return station.compute(action)
+            return worker.compute(action)
         except RuntimeError as error:
             if is_lost_peer(error):
                 raise self._stalled(action, error) from error

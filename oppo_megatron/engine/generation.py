@@ -26,14 +26,14 @@ from torch import Tensor
 
 from oppo_megatron.engine.device_decode import DeviceLane, Row
 from oppo_megatron.engine.growing import DRAWN, Drawn, Growing, beside, joined
-from oppo_megatron.engine.pieces import by_rows, obstacle, prefill
 from oppo_megatron.engine.sampler import Sampling, draw, no_distribution
+from oppo_megatron.engine.splits import by_rows, obstacle, prefill
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.engine.stream import ChunkOutlet
 from oppo_megatron.mcore.cuda_graphs import CapturedSteps, run_eagerly
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.model import RoleModel
-from oppo_megatron.mcore.out_of_memory import Allowances, Done, attempt
+from oppo_megatron.mcore.out_of_memory import Done, MemoryLimits, attempt
 from oppo_megatron.mcore.stage import step
 from oppo_megatron.records import Chunk, ChunkRow, Rollout
 from oppo_megatron.schedule.actions import Action, Op, Payload
@@ -44,8 +44,8 @@ from oppo_megatron.schedule.rounds import Batch
 ResultT = TypeVar("ResultT")
 
 
-class DecodeStation:
-    """The actor's station: prefills prompts, decodes micro-steps, and says what a round has produced."""
+class DecodeWorker:
+    """The actor's worker: prefills prompts, decodes micro-steps, and says what a round has produced."""
 
     def __init__(
         self,
@@ -56,16 +56,16 @@ class DecodeStation:
         stopping: Stopping,
         outlet: ChunkOutlet | None = None,
         sync_steps: int = 1,
-        allowances: Allowances | None = None,
+        memory_limits: MemoryLimits | None = None,
     ):
         """`outlet` makes the messages for ranks without the actor, on the rank that sends them.
 
         Drawn tokens are read once in `sync_steps` micro-steps, where the model has a single pipeline stage; else in each.
-        `allowances` bound what this rank prefills and decodes at once, where memory does not suffice for what is planned.
+        `memory_limits` bound what this rank prefills and decodes at once, where memory does not suffice for what is planned.
         """
         self.model, self.cache, self.outlet = model, cache, outlet
         self.sampling, self.stopping = sampling, stopping
-        self.allowances = allowances or Allowances()
+        self.memory_limits = memory_limits or MemoryLimits()
         self._weight = next(model.parameters())
         self._sync_steps = sync_steps if model.groups.pp == 1 else 1
         self._resident: dict[int, DeviceLane] = {}  # by micro-batch
@@ -118,7 +118,7 @@ class DecodeStation:
         self._ready: tuple[int, int] | None = None  # (step, micro-batch) whose tokens completed the batch
         self._hidden: dict[int, Tensor] = {}
         self._drawn: dict[int, Drawn] = {}
-        self._tables: dict[int, Drawn] = {}  # what the rows of a step that was made in pieces have drawn
+        self._tables: dict[int, Drawn] = {}  # what the rows of a step that was made in splits have drawn
         self._by_step: set[int] = set()  # micro-batches that are left to the host for the rest of the round
         if self.captured is not None:
             self.captured.renew()
@@ -186,8 +186,8 @@ class DecodeStation:
     def _prefill_step(self, micro_batch: int) -> int:
         batch = tuple(sorted(self._prefill[micro_batch], key=lambda g: self.cache.slot(g.seq_id)))
         hidden_T = None if self.model.pre_process else self._hidden[micro_batch]
-        pieces = prefill(self.cache, batch, hidden_T, self._advance, self.allowances.score, obstacle(self.model))
-        self._hidden[micro_batch] = joined([out for _, out in pieces])
+        splits = prefill(self.cache, batch, hidden_T, self._advance, self.memory_limits.score, obstacle(self.model))
+        self._hidden[micro_batch] = joined([out for _, out in splits])
         return sum(growth.new for growth in batch)
 
     def _advance(self, batch: Batch, hidden_T: Tensor | None, whole: bool) -> Tensor:
@@ -199,22 +199,22 @@ class DecodeStation:
     def _decode_step(self, action: Action) -> int:
         micro_batch, lane = action.micro_batch, self._lanes[action.micro_batch]
         hidden_R = None if self.model.pre_process else self._hidden[micro_batch]
-        pieces = self._in_pieces(lane, hidden_R, self._decode_rows, self._uncache)
-        tensors = [piece for piece in pieces if isinstance(piece, Tensor)]
+        splits = self._in_splits(lane, hidden_R, self._decode_rows, self._uncache)
+        tensors = [split for split in splits if isinstance(split, Tensor)]
         if tensors:
             self._hidden[micro_batch] = joined(tensors)
         else:
-            self._tables[micro_batch] = beside([piece for piece in pieces if not isinstance(piece, Tensor)])
+            self._tables[micro_batch] = beside([split for split in splits if not isinstance(split, Tensor)])
         return len(lane)
 
-    def _in_pieces(
+    def _in_splits(
         self,
         lane: list[Growing],
         inputs_R: Tensor | None,
         work: Callable[[list[Growing], Tensor | None, bool], ResultT],
         undo: Callable[[list[Growing]], None],
     ) -> list[ResultT]:
-        return by_rows(lane, inputs_R, work, undo, self.allowances.decode, obstacle(self.model), Growing.describe)
+        return by_rows(lane, inputs_R, work, undo, self.memory_limits.decode, obstacle(self.model), Growing.describe)
 
     def _uncache(self, lane: list[Growing]) -> None:
         """The last tokens are cached no longer: those that a decode step begins with."""
@@ -222,7 +222,7 @@ class DecodeStation:
             self.cache.truncate(growing.seq_id, len(growing.tokens) - 1)
 
     def _decode_rows(self, lane: list[Growing], hidden_R: Tensor | None, whole: bool) -> Tensor | Drawn:
-        """This stage's output for one more token.  On the last one, of a piece: what it draws."""
+        """This stage's output for one more token.  On the last one, of a split: what it draws."""
         tokens = [g.tokens[-1] for g in lane]
         out = self._stage([g.seq_id for g in lane], [1] * len(lane), tokens, hidden_R, None)
         return out if whole or not self.model.groups.is_last_stage else self._draw(lane, out, whole)
@@ -246,7 +246,7 @@ class DecodeStation:
         drawn = self._tables.pop(micro_batch, None)
         if drawn is None:
             lane, logits_RV = self._lanes[micro_batch], self._hidden[micro_batch]
-            drawn = beside(self._in_pieces(lane, logits_RV, self._draw, lambda _: None))
+            drawn = beside(self._in_splits(lane, logits_RV, self._draw, lambda _: None))
         self._drawn[micro_batch] = drawn
         return self._absorb(action, [drawn])
 
@@ -273,7 +273,7 @@ class DecodeStation:
         assert action.step is not None
         lane = self._lanes[action.micro_batch]
         name = lane[0].describe() if len(lane) == 1 else None
-        self.allowances.decode.lower(len(lane), told, last=name, obstacle=obstacle(self.model))
+        self.memory_limits.decode.lower(len(lane), told, last=name, obstacle=obstacle(self.model))
         self._by_step.add(action.micro_batch)
         resident = self._resident.get(action.micro_batch)
         drawn = [] if resident is None else resident.give_up()

@@ -48,11 +48,11 @@ class Growing:
         return self.row.finish_reason is not None
 
 
-def joined(pieces: list[Tensor]) -> Tensor:
+def joined(splits: list[Tensor]) -> Tensor:
     """One after the other along the first axis; a single one is not copied."""
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    return splits[0] if len(splits) == 1 else torch.cat(splits)
 
 
-def beside(pieces: list[Drawn]) -> Drawn:
-    """The rows of one piece behind those of another."""
-    return [[value for piece in pieces for value in piece[row]] for row in range(DRAWN)]
+def beside(splits: list[Drawn]) -> Drawn:
+    """The rows of one split behind those of another."""
+    return [[value for split in splits for value in split[row]] for row in range(DRAWN)]

@@ -43,10 +43,10 @@ def build_links(site: Site) -> Links:
 
 
 def _links(site: Site) -> Iterator[Link]:
-    for role, place in site.places.items():
-        for replica in range(place.dp):
-            for shard in range(place.tp):
-                stages = [place.rank(replica, stage, shard) for stage in range(place.pp)]
+    for role, placement in site.placements.items():
+        for replica in range(placement.dp):
+            for shard in range(placement.tp):
+                stages = [placement.rank(replica, stage, shard) for stage in range(placement.pp)]
                 for source, destination in zip(stages, stages[1:], strict=False):
                     yield source, destination, role, Payload.HIDDEN
                 if role == "actor":

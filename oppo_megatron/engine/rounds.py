@@ -15,13 +15,13 @@ import torch.distributed as dist
 from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.config.overlap import WeaveConfig
 from oppo_megatron.engine.executor import Executor
-from oppo_megatron.engine.generation import DecodeStation
+from oppo_megatron.engine.generation import DecodeWorker
 from oppo_megatron.engine.links import Links
 from oppo_megatron.engine.sampler import Sampling
-from oppo_megatron.engine.scoring import ScoringStation
+from oppo_megatron.engine.scoring import ScoringWorker
 from oppo_megatron.engine.stopping import Stopping
-from oppo_megatron.engine.stream import ChunkOutlet, ListenStation
-from oppo_megatron.layout.places import Place
+from oppo_megatron.engine.stream import ChunkOutlet, ListenWorker
+from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.records import Chunk, Rollout
@@ -46,19 +46,19 @@ class Decoding:
 
 @dataclass
 class RoundRunner:
-    """The stations of this rank, and the planner that says what they do.
+    """The workers of this rank, and the planner that says what they do.
 
     `decode` is None on ranks without the actor, `listen` on ranks with it; `scoring` are the scorer roles held here.
-    `seats` is the replica that this rank is part of, by role.
+    `replicas` is the replica that this rank is part of, by role.
     `planning_s` is what all rounds so far took to plan and check.
     """
 
     planner: RoundPlanner
     executor: Executor
-    seats: Mapping[str, int]
-    decode: DecodeStation | None
-    listen: ListenStation | None
-    scoring: Mapping[str, ScoringStation] = field(default_factory=dict)
+    replicas: Mapping[str, int]
+    decode: DecodeWorker | None
+    listen: ListenWorker | None
+    scoring: Mapping[str, ScoringWorker] = field(default_factory=dict)
     on_plan: Callable[[PlannedRound], None] | None = None
     num_rounds: int = 0
     planning_s: float = 0.0
@@ -85,9 +85,9 @@ class RoundRunner:
             self.on_plan(planned)
         self._begin(planned, active, score, decoding)
         self.executor.run(planned.schedule.of(self.executor.rank), shift=planned.round.index - 1)
-        for name, station in self.scoring.items():
+        for name, worker in self.scoring.items():
             if name in planned.works:
-                station.end()
+                worker.end()
         return self._end() if active else None
 
     def recorded(self, rollouts: Sequence[Rollout]) -> None:
@@ -110,8 +110,8 @@ class RoundRunner:
         for rollout in rollouts:
             for book in self.planner.scorers.values():
                 book.forget(rollout.seq_id)
-            for station in self.scoring.values():
-                station.forget(rollout.seq_id)
+            for worker in self.scoring.values():
+                worker.forget(rollout.seq_id)
 
     def actor_changed(self) -> None:
         """The actor's weights changed: its cache is stale."""
@@ -129,11 +129,11 @@ class RoundRunner:
         self, planned: PlannedRound, active: Sequence[Rollout], score: Sequence[Rollout], decoding: Decoding
     ) -> None:
         works = planned.works
-        for name, station in self.scoring.items():
+        for name, worker in self.scoring.items():
             if name in works:
-                station.begin(works[name][self.seats[name]], score)
+                worker.begin(works[name][self.replicas[name]], score)
         if self.decode is not None and active:
-            mine: ReplicaWork = works["actor"][self.seats["actor"]]
+            mine: ReplicaWork = works["actor"][self.replicas["actor"]]
             index = planned.round.index
             self.decode.begin(
                 mine, active, decoding.readiness,
@@ -145,7 +145,7 @@ class RoundRunner:
         assert end is not None
         return end.end()
 
-    def _stream_ends(self) -> list[ListenStation | ChunkOutlet]:
+    def _stream_ends(self) -> list[ListenWorker | ChunkOutlet]:
         outlet = None if self.decode is None else self.decode.outlet
         return [end for end in (self.listen, outlet) if end is not None]
 
@@ -164,16 +164,16 @@ def decoder(
 ) -> RoundRunner:
     """Rounds that only decode, on the ranks of one model (held-out evaluation, benchmarks)."""
     groups = model.groups
-    place = Place(groups.ranks, groups.tp, groups.pp, groups.dp)
+    placement = RolePlacement(groups.ranks, groups.tp, groups.pp, groups.dp)
     rank = dist.get_rank()
-    seat = place.seat(rank)
-    assert seat is not None, "only ranks that hold the model decode with it"
-    station = DecodeStation(model, cache, sampling=sampling, stopping=stopping, sync_steps=sync_steps)
-    book = ActorBook(place.dp, cache.num_slots, stopping.limit)
+    coords = placement.coords(rank)
+    assert coords is not None, "only ranks that hold the model decode with it"
+    worker = DecodeWorker(model, cache, sampling=sampling, stopping=stopping, sync_steps=sync_steps)
+    book = ActorBook(placement.dp, cache.num_slots, stopping.limit)
     planner = RoundPlanner(
-        Site({"actor": place}), "sequential", WeaveConfig(), micro_batch_tokens, cache.max_length, book, {}
+        Site({"actor": placement}), "sequential", WeaveConfig(), micro_batch_tokens, cache.max_length, book, {}
     )
     executor = Executor(
-        rank, {"actor": station}, links, timeout_s, cache.device, lambda *_: None, activity or Activity()
+        rank, {"actor": worker}, links, timeout_s, cache.device, lambda *_: None, activity or Activity()
     )
-    return RoundRunner(planner, executor, {"actor": seat.replica}, station, None)
+    return RoundRunner(planner, executor, {"actor": coords.replica}, worker, None)

@@ -14,11 +14,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from oppo_megatron.engine.pieces import Pieces, obstacle, prefill
+from oppo_megatron.engine.splits import Splits, obstacle, prefill
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.layers.vocab_parallel import token_logprobs
 from oppo_megatron.mcore.model import RoleModel
-from oppo_megatron.mcore.out_of_memory import Allowance, Allowances, Done, attempt, halves
+from oppo_megatron.mcore.out_of_memory import Done, MemoryLimit, MemoryLimits, attempt, halves
 from oppo_megatron.mcore.stage import step
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.actions import Action, Op
@@ -28,7 +28,7 @@ from oppo_megatron.schedule.rounds import Batch
 ScorerRole = Literal["reward", "reference", "critic"]
 
 
-class ScoringStation:
+class ScoringWorker:
     """One scoring role on this rank, with its KV cache and the outputs that it has so far.
 
     Does what the role's `ScoringBook` plans; keeps, on the last stage, one output a response token (reference, critic) or
@@ -42,11 +42,11 @@ class ScoringStation:
         cache: SequenceCache,
         *,
         temperature: float,
-        allowance: Allowance | None = None,
+        memory_limit: MemoryLimit | None = None,
     ):
-        """`allowance` bounds the tokens of a micro-batch on this rank, where memory does not suffice for the planned ones."""
+        """`memory_limit` bounds the tokens of a micro-batch on this rank, where memory does not suffice for the planned ones."""
         self.role, self.model, self.cache, self.temperature = role, model, cache, temperature
-        self.allowance = allowance or Allowances().score
+        self.memory_limit = memory_limit or MemoryLimits().score
         self._outputs: dict[int, list[Tensor]] = {}
         self._weight = next(model.parameters())
 
@@ -62,7 +62,7 @@ class ScoringStation:
 
     def outputs(self) -> dict[int, Tensor]:
         """What has been computed so far, by sequence, each [R]."""
-        return {seq_id: torch.cat(pieces) for seq_id, pieces in self._outputs.items()}
+        return {seq_id: torch.cat(splits) for seq_id, splits in self._outputs.items()}
 
     def resume(self, stored: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> None:
         """Open sequences with what was cached, in the order of their slots, and take up what had been computed."""
@@ -72,8 +72,8 @@ class ScoringStation:
 
     def collect(self, rollouts: Sequence[Rollout]) -> Tensor:
         """Outputs of finished rollouts of this replica, concatenated in their order; last stage only."""
-        pieces = [piece for r in rollouts for piece in self._outputs[r.seq_id]]
-        return torch.cat(pieces) if pieces else torch.empty(0, device=self.cache.device)
+        splits = [split for r in rollouts for split in self._outputs[r.seq_id]]
+        return torch.cat(splits) if splits else torch.empty(0, device=self.cache.device)
 
     def begin(self, work: ReplicaWork, rollouts: Sequence[Rollout]) -> None:
         """A round of this replica's `work` begins."""
@@ -86,7 +86,7 @@ class ScoringStation:
         self._batches = [self._by_slot(batch) for batch in work.prefill]
         self._done = work.done
         self._hidden: Tensor | None = None
-        self._pieces: Pieces = []
+        self._splits: Splits = []
 
     def end(self) -> None:
         """Finished sequences, whose outputs are complete, give up their slots."""
@@ -116,14 +116,14 @@ class ScoringStation:
 
     def _prefill(self, batch: Batch) -> int:
         hidden_T = None if self.model.pre_process else self._hidden
-        pieces = prefill(self.cache, batch, hidden_T, self._advance, self.allowance, obstacle(self.model))
-        whole, last_stage = len(pieces) == 1, self.model.groups.is_last_stage
-        self._pieces = [] if whole or not last_stage else pieces
-        self._hidden = pieces[0][1] if whole else None if last_stage else torch.cat([out for _, out in pieces])
+        splits = prefill(self.cache, batch, hidden_T, self._advance, self.memory_limit, obstacle(self.model))
+        whole, last_stage = len(splits) == 1, self.model.groups.is_last_stage
+        self._splits = [] if whole or not last_stage else splits
+        self._hidden = splits[0][1] if whole else None if last_stage else torch.cat([out for _, out in splits])
         return sum(growth.new for growth in batch)
 
     def _advance(self, batch: Batch, hidden_T: Tensor | None, whole: bool) -> Tensor:
-        """This stage's output.  On the last one, of a piece: what is kept of it, for all pieces together may be too much."""
+        """This stage's output.  On the last one, of a split: what is kept of it, for all splits together may be too much."""
         tokens = [t for g in batch for t in self._sequences[g.seq_id][g.past : g.past + g.new]]
         rows: list[int] = []
         end = 0
@@ -140,23 +140,23 @@ class ScoringStation:
 
     def _score(self, batch: Batch) -> int:
         """The last stage's output rows become log-probs, values or scores of their sequences."""
-        if not self._pieces:
+        if not self._splits:
             assert self._hidden is not None
-            self._pieces = self._reduced(batch, self._hidden)
-        for part, out_R in self._pieces:
-            for growth, piece in zip(part, out_R.split([g.rows for g in part]), strict=True):
-                self._outputs.setdefault(growth.seq_id, []).append(piece)
-        self._pieces = []
+            self._splits = self._reduced(batch, self._hidden)
+        for part, out_R in self._splits:
+            for growth, split in zip(part, out_R.split([g.rows for g in part]), strict=True):
+                self._outputs.setdefault(growth.seq_id, []).append(split)
+        self._splits = []
         return sum(g.rows for g in batch)
 
-    def _reduced(self, batch: Batch, out_R: Tensor) -> Pieces:
-        """`_reduce`, in pieces where memory does not suffice."""
+    def _reduced(self, batch: Batch, out_R: Tensor) -> Splits:
+        """`_reduce`, in splits where memory does not suffice."""
         outcome = attempt(lambda: self._reduce(batch, out_R))
         if isinstance(outcome, Done):
             return [(batch, outcome.result)]
         tokens = sum(growth.new for growth in batch)
         last = f"sequence {batch[0].seq_id}, {batch[0].past + 1} tokens long," if tokens == 1 else None
-        self.allowance.lower(tokens, outcome.told, last=last, obstacle=obstacle(self.model))
+        self.memory_limit.lower(tokens, outcome.told, last=last, obstacle=obstacle(self.model))
         first, second = halves(batch)
         at = sum(growth.rows for growth in first)
         return [*self._reduced(first, out_R[:at]), *self._reduced(second, out_R[at:])]

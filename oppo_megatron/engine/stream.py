@@ -44,7 +44,7 @@ class ChunkOutlet:
         return self._encoded[1]
 
 
-class ListenStation:
+class ListenWorker:
     """The receiving end, in the actor's place on a rank that does not hold it."""
 
     def __init__(self, device: torch.device):

@@ -13,13 +13,13 @@ from oppo_megatron.config.model import ActorConfig, ParallelConfig, RoleConfig, 
 from oppo_megatron.config.run import SupervisedConfig, TrainConfig, TrainSettings
 from oppo_megatron.layout.layouts import Limits, Sizes, fills_shards, format_ranks, suggestion
 from oppo_megatron.layout.memory import slot_tokens
-from oppo_megatron.layout.places import (
-    Place,
+from oppo_megatron.layout.placements import (
+    RolePlacement,
     decodes_and_scores,
     named_roles,
     parse_ranks,
-    role_places,
-    training_places,
+    role_placements,
+    training_placements,
     world_size,
 )
 from oppo_megatron.layout.shape import check_divisions, kv_bytes_per_token, model_limits
@@ -52,11 +52,11 @@ def check_layouts(config: TrainConfig, shapes: Mapping[str, Shape]) -> list[str]
     problems = [problem for found in wrong_ranks.values() for problem in found]
     config = _without_ranks(config, wrong_ranks)
     problems += [*_check_pools(config, shapes), *_check_counts(config, shapes)]
-    for name, place in role_places(config).items():
-        problems += _check_serving(config, name, place, shapes.get(name))
-        problems += _check_kv_budget(config, name, place, shapes.get(name))
-    for name, place in training_places(config).items():
-        problems += _check_training(config, name, place, shapes.get(name))
+    for name, placement in role_placements(config).items():
+        problems += _check_serving(config, name, placement, shapes.get(name))
+        problems += _check_kv_budget(config, name, placement, shapes.get(name))
+    for name, placement in training_placements(config).items():
+        problems += _check_training(config, name, placement, shapes.get(name))
     if not wrong_ranks:
         problems += _check_gaps(config)
     return problems + _check_woven(config)
@@ -200,16 +200,16 @@ def _check_pools(config: TrainConfig, shapes: Mapping[str, Shape]) -> list[str]:
 def _check_counts(config: TrainConfig, shapes: Mapping[str, Shape]) -> list[str]:
     """Each layout that a role names for itself against the number of its ranks."""
     problems = []
-    places, training = role_places(config), training_places(config)
+    placements, training = role_placements(config), training_placements(config)
     for name, role in named_roles(config).items():
-        ranks, limits = places[name].ranks, _limits(config, name, shapes.get(name))
+        ranks, limits = placements[name].ranks, _limits(config, name, shapes.get(name))
         if role.parallel is not None:
             problems += _check_count(_Asked(f"{name}.parallel", Sizes.of(role.parallel), len(ranks), limits))
         if name == "actor" and config.actor.generate is not None:
             problems += _check_count(_Asked("actor.generate", Sizes.of(config.actor.generate), len(ranks), limits))
         if isinstance(role, TrainedRoleConfig) and _names_sizes(role.train):
-            place, limits = training[name], _training_limits(config, role, shapes.get(name))
-            problems += _check_count(_Asked(f"{name}.train", Sizes.of(place, role.train.vpp), len(ranks), limits))
+            placement, limits = training[name], _training_limits(config, role, shapes.get(name))
+            problems += _check_count(_Asked(f"{name}.train", Sizes.of(placement, role.train.vpp), len(ranks), limits))
     return problems
 
 
@@ -230,42 +230,42 @@ def _names_sizes(train: TrainingLayoutConfig) -> bool:
     return any(size is not None for size in (train.tp, train.pp, train.dp))
 
 
-def _check_serving(config: TrainConfig, name: str, place: Place, shape: Shape | None) -> list[str]:
+def _check_serving(config: TrainConfig, name: str, placement: RolePlacement, shape: Shape | None) -> list[str]:
     """The layout in which a role decodes or scores."""
     sequences = most_sequences(config)
-    asked = _Asked(name, Sizes.of(place), len(place.ranks), _limits(config, name, shape))
+    asked = _Asked(name, Sizes.of(placement), len(placement.ranks), _limits(config, name, shape))
     problems = _divisions(asked, shape)
-    if place.dp > sequences:
+    if placement.dp > sequences:
         delta = f" + overlap.delta.max {sequences - config.rollout.batch_size}" if config.overlap.inter else ""
         work = "1 sequence is" if sequences == 1 else f"{sequences} sequences are"
         problems.append(
-            f"{name} has dp {place.dp}, but at most {work} in work at once (rollout.batch_size "
+            f"{name} has dp {placement.dp}, but at most {work} in work at once (rollout.batch_size "
             f"{config.rollout.batch_size}{delta}) and each replica needs one; lower dp or raise the batch size{asked.near}"
         )
     return problems
 
 
-def _check_training(config: TrainConfig, name: str, place: Place, shape: Shape | None) -> list[str]:
+def _check_training(config: TrainConfig, name: str, placement: RolePlacement, shape: Shape | None) -> list[str]:
     """The layout in which a role is updated, and the schedule of its update."""
     role = config.actor if name == "actor" else config.critic
     train, rows = role.train, minibatch_rows(config)
     limits = _training_limits(config, role, shape)
-    asked = _Asked(f"{name}.train", Sizes.of(place, train.vpp), len(place.ranks), limits)
-    problems, serving = [], role_places(config)[name]
+    asked = _Asked(f"{name}.train", Sizes.of(placement, train.vpp), len(placement.ranks), limits)
+    problems, serving = [], role_placements(config)[name]
     if asked.sizes != Sizes.of(serving):  # else its divisions are reported there
         problems += _divisions(asked, shape) or _check_common_rows(asked, serving, shape)
-    if place.dp > rows:
+    if placement.dp > rows:
         problems.append(
-            f"{name} is trained with dp {place.dp}, but a minibatch has {rows} row{'s' * (rows > 1)} (rollout.batch_size "
+            f"{name} is trained with dp {placement.dp}, but a minibatch has {rows} row{'s' * (rows > 1)} (rollout.batch_size "
             f"{config.rollout.batch_size} / ppo.minibatches {config.ppo.minibatches}) and each replica needs one; lower "
             f"{name}.train.dp or ppo.minibatches{asked.near}"
         )
-    if train.vpp > 1 and place.pp == 1:
+    if train.vpp > 1 and placement.pp == 1:
         problems.append(
             f"{name}.train.vpp is {train.vpp}, but 1F1B interleaves the virtual stages of at least 2 ranks and pp is 1; "
             f"set vpp to 1 or raise {name}.train.pp{asked.near}"
         )
-    if train.sequence_parallel and place.tp == 1:
+    if train.sequence_parallel and placement.tp == 1:
         problems.append(
             f"{name}.train.sequence_parallel is true, but it shards over tensor ranks and tp is 1; "
             f"set it to false or raise {name}.train.tp{asked.near}"
@@ -278,7 +278,7 @@ def _check_training(config: TrainConfig, name: str, place: Place, shape: Shape |
     return problems
 
 
-def _check_common_rows(asked: _Asked, serving: Place, shape: Shape | None) -> list[str]:
+def _check_common_rows(asked: _Asked, serving: RolePlacement, shape: Shape | None) -> list[str]:
     """Weights that move between layouts have as many rows of the vocabulary as the tensor ranks of both divide."""
     train, serve, multiple = asked.sizes.tp, serving.tp, lcm(asked.sizes.tp, serving.tp)
     if shape is None or all(fills_shards(shape["vocab_size"], tp, multiple) for tp in (train, serve)):
@@ -289,12 +289,12 @@ def _check_common_rows(asked: _Asked, serving: Place, shape: Shape | None) -> li
     ]
 
 
-def _check_kv_budget(config: TrainConfig, name: str, place: Place, shape: Shape | None) -> list[str]:
+def _check_kv_budget(config: TrainConfig, name: str, placement: RolePlacement, shape: Shape | None) -> list[str]:
     """The cache of each rank holds a sequence, and as many as one micro-batch of a scorer's prefill has at the least."""
     budget_mb, weave = config.runtime.kv_cache_mb, config.overlap.weave
     if budget_mb is None or shape is None:
         return []
-    context, sizes, most = max_context(config), Sizes.of(place), 1
+    context, sizes, most = max_context(config), Sizes.of(placement), 1
     if name != "actor" and config.overlap.intra and isinstance(weave.prefill_tokens, int):
         most = ceil(min(weave.prefill_tokens, config.runtime.micro_batch_tokens) / context)
 
@@ -315,7 +315,7 @@ def _check_kv_budget(config: TrainConfig, name: str, place: Place, shape: Shape 
             "which need"
         )
     limits = _limits(config, name, shape)
-    near = suggestion(sizes, len(place.ranks), limits, lambda other: needed_mb(other) <= budget_mb)
+    near = suggestion(sizes, len(placement.ranks), limits, lambda other: needed_mb(other) <= budget_mb)
     return [
         f"{name}: runtime.kv_cache_mb is {budget_mb:g}, but {what} {needed_mb(sizes):.3g} MiB on each rank; "
         f"raise the budget or lower {lower}{near}"
@@ -346,7 +346,7 @@ def _training_limits(config: TrainConfig, role: TrainedRoleConfig, shape: Shape 
 
 def _check_gaps(config: TrainConfig) -> list[str]:
     """Every rank from 0 to the highest holds something."""
-    held = {rank: name for name, place in role_places(config).items() for rank in place.ranks}
+    held = {rank: name for name, placement in role_placements(config).items() for rank in placement.ranks}
     idle = [rank for rank in range(world_size(config)) if rank not in held]
     if not idle:
         return []
@@ -363,7 +363,7 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _check_woven(config: TrainConfig) -> list[str]:
-    if not config.overlap.intra or config.overlap.schedule != "woven" or decodes_and_scores(role_places(config)):
+    if not config.overlap.intra or config.overlap.schedule != "woven" or decodes_and_scores(role_placements(config)):
         return []
     return [
         "overlap.schedule is woven, but no rank holds both the actor and a scorer, so there is nothing to weave; "

@@ -31,15 +31,15 @@ from oppo_megatron.layout.memory import (
     training_kernel_bytes,
     training_state,
 )
-from oppo_megatron.layout.places import (
-    Place,
-    Seat,
+from oppo_megatron.layout.placements import (
+    RankCoordinates,
+    RolePlacement,
     decodes_and_scores,
     has_own_training_weights,
     named_roles,
-    role_places,
+    role_placements,
     shares_weights,
-    training_places,
+    training_placements,
 )
 from oppo_megatron.layout.shape import DTYPE_BYTES
 from oppo_megatron.modeldir.headers import read_hf_config
@@ -56,7 +56,7 @@ class Holding:
 
     rank: int
     role: str
-    seat: Seat
+    coords: RankCoordinates
     sizes: Sizes
     layers: list[range]
     memory: Memory
@@ -78,40 +78,47 @@ class _Model:
         lora = model.lora if isinstance(model, LearningModelConfig) else None
         return cls(read_hf_config(model), model.dtype, scalar, lora, shared)
 
-    def laid_out(self, *places: Place) -> _Model:
+    def laid_out(self, *placements: RolePlacement) -> _Model:
         """With a vocabulary that the tensor ranks of every layout divide, as weights that move between layouts have it."""
-        tp = lcm(*(place.tp for place in places))
+        tp = lcm(*(placement.tp for placement in placements))
         return replace(self, shape={**self.shape, "vocab_size": vocab_rows(self.shape["vocab_size"], tp) * tp})
 
-    def weights(self, place: Place, stage: int) -> int:
+    def weights(self, placement: RolePlacement, stage: int) -> int:
         if self.shared:
             return 0
-        return (self.parameters(place, stage) + self._adapters(place)) * DTYPE_BYTES[self.dtype]
+        return (self.parameters(placement, stage) + self._adapters(placement)) * DTYPE_BYTES[self.dtype]
 
-    def packed(self, place: Place, stage: int) -> int:
+    def packed(self, placement: RolePlacement, stage: int) -> int:
         if self.shared:
             return 0
-        return packed_parameters(self.shape, place.tp, place.pp, stage, scalar=self.scalar) * DTYPE_BYTES[self.dtype]
+        return (
+            packed_parameters(self.shape, placement.tp, placement.pp, stage, scalar=self.scalar)
+            * DTYPE_BYTES[self.dtype]
+        )
 
-    def makes_logits(self, place: Place, seat: Seat) -> bool:
-        return not self.scalar and seat.stage == place.pp - 1
+    def makes_logits(self, placement: RolePlacement, coords: RankCoordinates) -> bool:
+        return not self.scalar and coords.stage == placement.pp - 1
 
-    def parameters(self, place: Place, stage: int) -> int:
-        return stage_parameters(self.shape, place.tp, place.pp, stage, scalar=self.scalar)
+    def parameters(self, placement: RolePlacement, stage: int) -> int:
+        return stage_parameters(self.shape, placement.tp, placement.pp, stage, scalar=self.scalar)
 
-    def trained(self, place: Place, stage: int, train: TrainingLayoutConfig, batch: TrainingBatch) -> Memory:
-        state = training_state(self._trainable(place, stage), self.dtype, place.dp, train)
-        sizes = Sizes.of(place, train.vpp)
+    def trained(
+        self, placement: RolePlacement, stage: int, train: TrainingLayoutConfig, batch: TrainingBatch
+    ) -> Memory:
+        state = training_state(self._trainable(placement, stage), self.dtype, placement.dp, train)
+        sizes = Sizes.of(placement, train.vpp)
         kept = training_activations(self.shape, sizes, stage, self.dtype, train, batch, self.scalar)
         return replace(state, activations=kept)
 
-    def _adapters(self, place: Place) -> int:
-        return 0 if self.lora is None else adapter_parameters(self.shape, place.tp, place.pp, self.lora)
+    def _adapters(self, placement: RolePlacement) -> int:
+        return 0 if self.lora is None else adapter_parameters(self.shape, placement.tp, placement.pp, self.lora)
 
-    def _trainable(self, place: Place, stage: int) -> int:
+    def _trainable(self, placement: RolePlacement, stage: int) -> int:
         if self.lora is None:
-            return self.parameters(place, stage)
-        return self._adapters(place) + (self.shape["hidden_size"] if self.scalar and stage == place.pp - 1 else 0)
+            return self.parameters(placement, stage)
+        return self._adapters(placement) + (
+            self.shape["hidden_size"] if self.scalar and stage == placement.pp - 1 else 0
+        )
 
 
 def planned_memory(config: TrainConfig | SupervisedConfig, *, on_cpu: bool) -> list[float]:
@@ -126,7 +133,9 @@ def lasting_memory(config: TrainConfig | SupervisedConfig, *, on_cpu: bool) -> l
 
 def holdings_of(config: TrainConfig | SupervisedConfig, *, on_cpu: bool) -> list[Holding]:
     """What every rank of a run holds."""
-    return supervised_holdings(config) if isinstance(config, SupervisedConfig) else train_holdings(config, on_cpu=on_cpu)
+    return (
+        supervised_holdings(config) if isinstance(config, SupervisedConfig) else train_holdings(config, on_cpu=on_cpu)
+    )
 
 
 def written_bytes(config: TrainConfig | SupervisedConfig) -> float:
@@ -138,16 +147,16 @@ def written_bytes(config: TrainConfig | SupervisedConfig) -> float:
         if config.model.lora is not None:
             return 0.0
         holdings = supervised_holdings(config)
-        weights = sum(held.memory.weights for held in holdings if held.seat.replica == 0)
+        weights = sum(held.memory.weights for held in holdings if held.coords.replica == 0)
         state = sum(held.memory.optimizer for held in holdings)  # sharded over the replicas
         return weights * (1 + saves.keep_best) + (weights + state) * checkpoints
     for held in train_holdings(config, on_cpu=False):
         role = named_roles(config)[held.role.partition(".")[0]]
         if not isinstance(role, TrainedRoleConfig) or role.lora is not None:
             continue
-        state += held.memory.optimizer if held.seat.replica == 0 or role.train.distributed_optimizer else 0
+        state += held.memory.optimizer if held.coords.replica == 0 or role.train.distributed_optimizer else 0
         trains = held.memory.optimizer > 0
-        weights += max(held.memory.weights, held.memory.copy) if trains and held.seat.replica == 0 else 0
+        weights += max(held.memory.weights, held.memory.copy) if trains and held.coords.replica == 0 else 0
     return weights * config.save_weights * (1 + saves.keep_best) + (weights + state) * checkpoints
 
 
@@ -162,18 +171,20 @@ def train_holdings(config: TrainConfig, *, on_cpu: bool) -> list[Holding]:
 
     `on_cpu`: whether the ranks compute on processors, where decoding has weights of its own (`runtime.decode_path`).
     """
-    training = training_places(config)
+    training = training_placements(config)
     holdings: list[Holding] = []
-    for name, place in role_places(config).items():
+    for name, placement in role_placements(config).items():
         role = named_roles(config)[name]
         shared = name == "reference" and shares_weights(config)
-        model = _Model.of(role, scalar=name in SCALAR_ROLES, shared=shared).laid_out(place, training.get(name, place))
-        served = _serving(config, name, place, model, packed=on_cpu and config.runtime.decode_path == "packed")
+        model = _Model.of(role, scalar=name in SCALAR_ROLES, shared=shared).laid_out(
+            placement, training.get(name, placement)
+        )
+        served = _serving(config, name, placement, model, packed=on_cpu and config.runtime.decode_path == "packed")
         if not isinstance(role, TrainedRoleConfig):
             holdings += served
             continue
         trained = list(_training(config, name, training[name], model, role.train, on_cpu=on_cpu))
-        if has_own_training_weights(place, training[name], role.train.vpp):
+        if has_own_training_weights(placement, training[name], role.train.vpp):
             holdings += [*served, *trained]
         else:
             holdings += [_both(*pair) for pair in zip(served, trained, strict=True)]
@@ -183,67 +194,79 @@ def train_holdings(config: TrainConfig, *, on_cpu: bool) -> list[Holding]:
 def supervised_holdings(config: SupervisedConfig) -> list[Holding]:
     """The model's share on every rank of `oppo sft` or `oppo rm`."""
     layout = config.parallel
-    place = Place(tuple(range(layout.num_ranks)), layout.tp, layout.pp, layout.dp)
+    placement = RolePlacement(tuple(range(layout.num_ranks)), layout.tp, layout.pp, layout.dp)
     model = _Model.of(config.model, scalar=isinstance(config, RewardModelConfig))
     sequences = 2 if model.scalar else 1  # a chosen and a rejected completion
-    rows, tokens = ceil(config.batch_size / place.dp), config.runtime.micro_batch_tokens
+    rows, tokens = ceil(config.batch_size / placement.dp), config.runtime.micro_batch_tokens
     batch = TrainingBatch(tokens, rows * sequences * config.max_tokens)
     shown = {"rows a batch": config.batch_size, "rows a replica": rows, "micro-batch tokens": tokens}
     batches = {heading: str(size) for heading, size in shown.items()}
     held = []
-    for seat, rank in _seats(place):
-        memory = model.trained(place, seat.stage, TrainingLayoutConfig(), batch)
-        memory = replace(memory, weights=model.weights(place, seat.stage))
-        held.append(Holding(rank, "model", seat, Sizes.of(place), _layers(model, place, seat), memory, batches))
+    for coords, rank in _coords_of(placement):
+        memory = model.trained(placement, coords.stage, TrainingLayoutConfig(), batch)
+        memory = replace(memory, weights=model.weights(placement, coords.stage))
+        held.append(
+            Holding(rank, "model", coords, Sizes.of(placement), _layers(model, placement, coords), memory, batches)
+        )
     return sorted(held, key=lambda holding: holding.rank)
 
 
-def _serving(config: TrainConfig, name: str, place: Place, model: _Model, *, packed: bool) -> Iterator[Holding]:
+def _serving(
+    config: TrainConfig, name: str, placement: RolePlacement, model: _Model, *, packed: bool
+) -> Iterator[Holding]:
     """Decoding or scoring: weights, cache, and what a call holds."""
-    sequences, context = ceil(most_sequences(config) / place.dp), max_context(config)
+    sequences, context = ceil(most_sequences(config) / placement.dp), max_context(config)
     context = slot_tokens(context, config.runtime.kv_layout)
     budget_mb = config.runtime.kv_cache_mb
-    slots = kv_slots(model.shape, place, model.dtype, slots=sequences, context=context, budget_mb=budget_mb)
+    slots = kv_slots(model.shape, placement, model.dtype, slots=sequences, context=context, budget_mb=budget_mb)
     cached = slots
     if name == "actor" and config.evaluation is not None:  # held-out prompts are answered over a cache of their own
         cached += min(slots, config.evaluation.max_prompts)
-    cache = kv_cache_bytes(model.shape, place, model.dtype, slots=cached, context=context, budget_mb=None)
+    cache = kv_cache_bytes(model.shape, placement, model.dtype, slots=cached, context=context, budget_mb=None)
     tokens = min(config.runtime.micro_batch_tokens, slots * context)
     batches = _serving_batches(config, name, sequences, slots)
-    for seat, rank in _seats(place):
+    for coords, rank in _coords_of(placement):
         memory = Memory(
-            weights=model.weights(place, seat.stage),
-            packed=model.packed(place, seat.stage) if packed else 0,
-            kernels=_kernels(name, tokens, slots, makes_logits=model.makes_logits(place, seat)) if packed else 0,
+            weights=model.weights(placement, coords.stage),
+            packed=model.packed(placement, coords.stage) if packed else 0,
+            kernels=_kernels(name, tokens, slots, makes_logits=model.makes_logits(placement, coords)) if packed else 0,
             kv_cache=cache,
-            activations=_of_a_call(name, model, place, seat, tokens, slots),
+            activations=_of_a_call(name, model, placement, coords, tokens, slots),
         )
-        yield Holding(rank, name, seat, Sizes.of(place), _layers(model, place, seat), memory, batches)
+        yield Holding(rank, name, coords, Sizes.of(placement), _layers(model, placement, coords), memory, batches)
 
 
 def _training(
-    config: TrainConfig, name: str, place: Place, model: _Model, train: TrainingLayoutConfig, *, on_cpu: bool
+    config: TrainConfig,
+    name: str,
+    placement: RolePlacement,
+    model: _Model,
+    train: TrainingLayoutConfig,
+    *,
+    on_cpu: bool,
 ) -> Iterator[Holding]:
     """The update, with weights of its own."""
-    rows = ceil(minibatch_rows(config) / place.dp)
+    rows = ceil(minibatch_rows(config) / placement.dp)
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     batch = TrainingBatch(config.runtime.micro_batch_tokens, rows * longest)
     tokens = min(batch.micro_batch_tokens, batch.replica_tokens)
     kernels = training_kernel_bytes(tokens) if on_cpu and model.dtype == "bfloat16" else 0
-    for seat, rank in _seats(place):
-        memory = model.trained(place, seat.stage, train, batch)
-        memory = replace(memory, copy=model.weights(place, seat.stage), kernels=kernels)
-        layers = stage_layers(model.shape, place.pp, seat.stage, train.vpp)
+    for coords, rank in _coords_of(placement):
+        memory = model.trained(placement, coords.stage, train, batch)
+        memory = replace(memory, copy=model.weights(placement, coords.stage), kernels=kernels)
+        layers = stage_layers(model.shape, placement.pp, coords.stage, train.vpp)
         batches = _training_batches(config, rows)
-        yield Holding(rank, f"{name}.train", seat, Sizes.of(place, train.vpp), layers, memory, batches)
+        yield Holding(rank, f"{name}.train", coords, Sizes.of(placement, train.vpp), layers, memory, batches)
 
 
-def _of_a_call(name: str, model: _Model, place: Place, seat: Seat, tokens: int, slots: int) -> float:
+def _of_a_call(
+    name: str, model: _Model, placement: RolePlacement, coords: RankCoordinates, tokens: int, slots: int
+) -> float:
     """Bytes that the largest cached call holds: the actor's has logits where it decodes, the reference's where it reads."""
 
     def held(tokens: int, rows: int, *, draws: bool = False) -> float:
-        rows = rows if model.makes_logits(place, seat) else 0
-        return cached_activations(model.shape, place.tp, model.dtype, tokens=tokens, rows=rows, draws=draws)
+        rows = rows if model.makes_logits(placement, coords) else 0
+        return cached_activations(model.shape, placement.tp, model.dtype, tokens=tokens, rows=rows, draws=draws)
 
     return max(held(tokens, 0), held(slots, slots, draws=True)) if name == "actor" else held(tokens, tokens)
 
@@ -292,9 +315,9 @@ def _chunks(config: TrainConfig) -> list[int]:
 
 def _cut(config: TrainConfig, slots: int) -> tuple[str, str]:
     """Decode micro-batches of a replica, and tokens of a scorer's prefill micro-batch; `auto` where measured times decide."""
-    weave, places, most = config.overlap.weave, role_places(config), config.runtime.micro_batch_tokens
-    woven = config.overlap.intra and config.overlap.schedule != "intra" and decodes_and_scores(places)
-    measured = woven and places["actor"].pp > 1
+    weave, placements, most = config.overlap.weave, role_placements(config), config.runtime.micro_batch_tokens
+    woven = config.overlap.intra and config.overlap.schedule != "intra" and decodes_and_scores(placements)
+    measured = woven and placements["actor"].pp > 1
     decode = "auto" if measured else "1"
     prefill = "auto" if measured else str(most)
     if weave.micro_batches != "auto":
@@ -318,12 +341,12 @@ def _training_batches(config: TrainConfig, rows: int) -> dict[str, str]:
     }
 
 
-def _seats(place: Place) -> Iterator[tuple[Seat, int]]:
-    for rank in place.ranks:
-        seat = place.seat(rank)
-        assert seat is not None, "a place has a seat for each of its ranks"
-        yield seat, rank
+def _coords_of(placement: RolePlacement) -> Iterator[tuple[RankCoordinates, int]]:
+    for rank in placement.ranks:
+        coords = placement.coords(rank)
+        assert coords is not None, "a placement has coordinates for each of its ranks"
+        yield coords, rank
 
 
-def _layers(model: _Model, place: Place, seat: Seat) -> list[range]:
-    return stage_layers(model.shape, place.pp, seat.stage)
+def _layers(model: _Model, placement: RolePlacement, coords: RankCoordinates) -> list[range]:
+    return stage_layers(model.shape, placement.pp, coords.stage)

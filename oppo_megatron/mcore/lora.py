@@ -33,7 +33,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from oppo_megatron.config.lora import LoraConfig
-from oppo_megatron.mcore.layers.marks import mark
+from oppo_megatron.mcore.layers.parameter_tags import tag_parameter
 from oppo_megatron.mcore.naming.lora_layout import PRODUCTS, pair_sizes
 from oppo_megatron.mcore.shape import ModelShape
 
@@ -76,7 +76,7 @@ class Adapters(torch.nn.Module):
         for name, pair in pairs.items():
             self.add_module(name, pair)
             if ranks.sequence_parallel:
-                mark(pair.whole, "sequence_parallel", True)
+                tag_parameter(pair.whole, "sequence_parallel", True)
         self._names, self._cut, self._join, self._scale, self._ranks = list(pairs), cut, join, scale, ranks
 
     def forward(self, x: Tensor) -> Tensor:

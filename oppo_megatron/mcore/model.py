@@ -34,17 +34,17 @@ from oppo_megatron.layout.kernels import LayerKind
 from oppo_megatron.layout.memory import WHOLE_MULTIPLE
 from oppo_megatron.mcore import compat
 from oppo_megatron.mcore.cpu.prepacked import can_prepack, product
+from oppo_megatron.mcore.fused import FusedStage
 from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.mcore.kv.cached_plan import CachedPlan
 from oppo_megatron.mcore.kv.dense import KVCache
 from oppo_megatron.mcore.kv.paged import PagedKVCache
 from oppo_megatron.mcore.kv.paged_kernels import find_kernel
 from oppo_megatron.mcore.layers.attention import AttentionPlan, PackedPlan
-from oppo_megatron.mcore.layers.marks import mark
+from oppo_megatron.mcore.layers.parameter_tags import tag_parameter
 from oppo_megatron.mcore.layers.rope import rope_tables
 from oppo_megatron.mcore.layers.spec import ScalarHead, block_spec
 from oppo_megatron.mcore.layers.windows import binding
-from oppo_megatron.mcore.lean import LeanStage
 from oppo_megatron.mcore.shape import ModelShape
 from oppo_megatron.mcore.vocab_shards import VocabShards
 
@@ -90,8 +90,8 @@ class RoleModel(GPTModel):
         self.max_length = max_length
         self.adapters: LoraConfig | None = None  # set where it is given some
         self._path: DecodePath = "module"
-        self._lean: LeanStage | None = None
-        self._lean_head: Callable[[Tensor], Tensor] | None = None
+        self._fused: FusedStage | None = None
+        self._fused_head: Callable[[Tensor], Tensor] | None = None
         self._fit_modules(last)
 
     def _fit_modules(self, last: bool) -> None:
@@ -119,38 +119,38 @@ class RoleModel(GPTModel):
     def decode_by(self, path: DecodePath) -> None:
         """How cached calls compute from now on; the weights are set."""
         self._path = path
-        self._lean = self._lean_head = None
-        self.weights_changed()
+        self._fused = self._fused_head = None
+        self.end_weight_update()
 
-    def weights_change(self) -> None:
+    def begin_weight_update(self) -> None:
         """The weights are about to change: the memory of what has been made of them is free for the update.
 
         What has been made of weights beside adapters stays right: they do not change, and adapters are read as they are.
         """
         if self.adapters is None:
-            self._lean = self._lean_head = None
+            self._fused = self._fused_head = None
 
-    def weights_changed(self) -> None:
+    def end_weight_update(self) -> None:
         """The weights have other values now: what has been made of them is made again."""
         if self._path == "module":
-            self._lean = None
+            self._fused = None
             return
-        if self.adapters is not None and self._lean is not None:
+        if self.adapters is not None and self._fused is not None:
             return
         packed = self._path == "packed" and all(can_prepack(p) for p in self.parameters())
-        self._lean = LeanStage(
+        self._fused = FusedStage(
             self.decoder.layers, self.decoder.final_layernorm, self.groups.collection.tp, packed=packed
         )
         if self.post_process and self.head == "lm":
             tied = self.share_embeddings_and_output_weights
             weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-            self._lean_head = product(weight, packed=packed)
+            self._fused_head = product(weight, packed=packed)
 
     def compute_as(self, adapted: RoleModel) -> None:
         """Cached calls over what `adapted`, whose weights this model shares, has made of them, without its adapters."""
-        self._path, self._lean_head = adapted._path, adapted._lean_head
-        if adapted._lean is not None:
-            self._lean = adapted._lean.without_adapters(self.groups.collection.tp)
+        self._path, self._fused_head = adapted._path, adapted._fused_head
+        if adapted._fused is not None:
+            self._fused = adapted._fused.without_adapters(self.groups.collection.tp)
 
     def set_rope(self, device: torch.device) -> None:
         """Make the rotary tables on the device that the parameters are on."""
@@ -163,8 +163,8 @@ class RoleModel(GPTModel):
         Stages after the first take their input from `set_input_tensor`.  Logits are float32 where a cached call may draw from
         them; those of whole sequences are as computed, so that what is made of them need not hold them twice.
         """
-        if self._lean is not None and isinstance(plan, CachedPlan):
-            return self._cached_forward(self._lean, tokens_T, plan, rows_R)
+        if self._fused is not None and isinstance(plan, CachedPlan):
+            return self._cached_forward(self._fused, tokens_T, plan, rows_R)
         hidden = self.embedding(tokens_T.unsqueeze(0), None) if self.pre_process and tokens_T is not None else None
         if hidden is not None and self.adapters is not None and torch.is_grad_enabled():
             hidden.requires_grad_()  # of frozen embeddings; without, layers that are computed again would have no gradient
@@ -189,7 +189,7 @@ class RoleModel(GPTModel):
         return logits_RV if whole else logits_RV.float()
 
     def _cached_forward(
-        self, stage: LeanStage, tokens_T: Tensor | None, plan: CachedPlan, rows_R: Tensor | None
+        self, stage: FusedStage, tokens_T: Tensor | None, plan: CachedPlan, rows_R: Tensor | None
     ) -> Tensor:
         if self.pre_process and tokens_T is not None:
             words = self.embedding.word_embeddings
@@ -204,8 +204,8 @@ class RoleModel(GPTModel):
             hidden_TH = hidden_TH[rows_R]
         if self.head == "scalar":
             return self.output_layer(hidden_TH)[0][:, 0]
-        assert self._lean_head is not None
-        return self.vocab.of_tokens(self._lean_head(hidden_TH)).float()
+        assert self._fused_head is not None
+        return self.vocab.of_tokens(self._fused_head(hidden_TH)).float()
 
     def tie_embeddings_and_output_weights_state_dict(
         self,
@@ -379,4 +379,4 @@ def _mark_shards(model: RoleModel) -> None:
         elif isinstance(module, RowParallelLinear):
             set_tensor_model_parallel_attributes(module.weight, True, 1, 1)
         elif name.endswith("linear_fc1"):  # transformer-engine has marked its own, which knows nothing of gate and up
-            mark(module.weight, "partition_stride", 2)
+            tag_parameter(module.weight, "partition_stride", 2)

@@ -1,6 +1,6 @@
 """When memory runs out: what this rank may do again with less at once, and what it then has memory for.
 
-Three allowances a rank, alike for all roles on it: tokens of a micro-batch that is trained, tokens of one that is prefilled
+Three memory_limits a rank, alike for all roles on it: tokens of a micro-batch that is trained, tokens of one that is prefilled
 (scored), and sequences decoded at once.  Each begins without a bound, is halved where memory runs out, and holds for the rest of
 the run.
 
@@ -75,7 +75,7 @@ def _to_stderr(line: str) -> None:
 
 
 @dataclass
-class Allowance:
+class MemoryLimit:
     """How much this rank has memory for at once: `most`, in `unit`s; None: no bound has been met.  `times` it was halved."""
 
     what: str
@@ -108,15 +108,15 @@ class Allowance:
 
 
 @dataclass
-class Allowances:
+class MemoryLimits:
     """Of one rank."""
 
-    train: Allowance = field(default_factory=lambda: Allowance("a training micro-batch", "tokens"))
-    score: Allowance = field(default_factory=lambda: Allowance("a prefill micro-batch", "tokens"))
-    decode: Allowance = field(default_factory=lambda: Allowance("a decode step", "sequences"))
+    train: MemoryLimit = field(default_factory=lambda: MemoryLimit("a training micro-batch", "tokens"))
+    score: MemoryLimit = field(default_factory=lambda: MemoryLimit("a prefill micro-batch", "tokens"))
+    decode: MemoryLimit = field(default_factory=lambda: MemoryLimit("a decode step", "sequences"))
 
     @property
-    def all(self) -> tuple[Allowance, Allowance, Allowance]:
+    def all(self) -> tuple[MemoryLimit, MemoryLimit, MemoryLimit]:
         return self.train, self.score, self.decode
 
     def vector(self) -> list[float]:
@@ -125,8 +125,8 @@ class Allowances:
 
     def resume(self, bounds: Sequence[int]) -> None:
         """Take up bounds (0: none) that an earlier process of the run had come to."""
-        for allowance, bound in zip(self.all, bounds, strict=True):
-            allowance.most = bound or None
+        for memory_limit, bound in zip(self.all, bounds, strict=True):
+            memory_limit.most = bound or None
 
 
 @dataclass
@@ -147,7 +147,7 @@ class Begun:
 def in_smaller_ones(
     work: Callable[[int], ResultT],
     budget: int,
-    allowance: Allowance,
+    memory_limit: MemoryLimit,
     begun: Begun,
     obstacle: Callable[[], str | None],
 ) -> ResultT:
@@ -158,19 +158,19 @@ def in_smaller_ones(
     """
     while True:
         begun.forget()
-        most = allowance.within(budget)
+        most = memory_limit.within(budget)
         outcome = attempt(partial(work, most))
         if isinstance(outcome, Done):
             return outcome.result
         if not begun.sequences:
             raise CapacityError(
-                f"rank {dist.get_rank() if dist.is_initialized() else 0} ran out of memory around {allowance.what}: in the "
+                f"rank {dist.get_rank() if dist.is_initialized() else 0} ran out of memory around {memory_limit.what}: in the "
                 f"reduction of gradients or in the optimizer ({outcome.told}); use more ranks, or "
                 "train.distributed_optimizer with dp > 1"
             )
         whole = begun.sequences == 1 or begun.tokens > most  # what does not fit the bound cannot be divided
         last = f"one sequence, {begun.tokens} tokens long," if whole else None
-        allowance.lower(begun.tokens, outcome.told, last=last, obstacle=obstacle())
+        memory_limit.lower(begun.tokens, outcome.told, last=last, obstacle=obstacle())
 
 
 def halves(batch: Batch) -> tuple[Batch, Batch]:

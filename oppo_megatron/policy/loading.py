@@ -12,7 +12,7 @@ from oppo_megatron.engine.completions import PromptDecoder
 from oppo_megatron.engine.links import Links, build_links
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping
-from oppo_megatron.layout.places import Place
+from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.roles import load_role
@@ -22,7 +22,7 @@ from oppo_megatron.schedule.rounds import Site
 
 
 @dataclass(frozen=True)
-class PolicyPlace:
+class PolicyPlacement:
     """Where policies are loaded, one after the other or several: all ranks of the world, in one layout."""
 
     world: World
@@ -30,13 +30,13 @@ class PolicyPlace:
     links: Links
 
 
-def build_place(world: World, parallel: ParallelConfig) -> PolicyPlace:
+def build_place(world: World, parallel: ParallelConfig) -> PolicyPlacement:
     """Every rank makes the call; the world has `parallel.num_ranks` of them."""
     ranks = tuple(range(world.size))
     groups = build_groups(ranks, parallel.tp, parallel.pp, "policy")
     assert groups is not None
-    place = Place(ranks, parallel.tp, parallel.pp, parallel.dp)
-    return PolicyPlace(world, groups, build_links(Site({"actor": place})))
+    placement = RolePlacement(ranks, parallel.tp, parallel.pp, parallel.dp)
+    return PolicyPlacement(world, groups, build_links(Site({"actor": placement})))
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class LoadedPolicy:
 
     model: RoleModel
     tokenizer: Tokenizer
-    place: PolicyPlace
+    placement: PolicyPlacement
     runtime: RuntimeConfig
 
     def decoder(
@@ -61,19 +61,19 @@ class LoadedPolicy:
         megabytes = self.runtime.kv_cache_mb
         return PromptDecoder(
             self.model,
-            self.place.links,
+            self.placement.links,
             self.runtime,
             num_slots=num_slots,
             sampling=sampling,
             stopping=stopping,
             kv_budget_bytes=None if megabytes is None else int(megabytes * 2**20),
             round_steps=round_steps,
-            activity=activity or self.place.world.activity,
+            activity=activity or self.placement.world.activity,
         )
 
 
 def load_policy(
-    policy: Policy, place: PolicyPlace, runtime: RuntimeConfig, tokenizer: Tokenizer, max_length: int
+    policy: Policy, placement: PolicyPlacement, runtime: RuntimeConfig, tokenizer: Tokenizer, max_length: int
 ) -> LoadedPolicy:
     """Every rank makes the call.  `max_length`: tokens of the longest prompt and its response.
 
@@ -81,13 +81,13 @@ def load_policy(
     """
     model = load_role(
         policy.model,
-        place.groups,
+        placement.groups,
         head="lm",
         max_length=max_length,
-        device=place.world.device,
+        device=placement.world.device,
         path=runtime.decode_path,
         layers=runtime.layers,
     )
     if policy.adapters is not None:
         load_adapters(*policy.adapters, model)
-    return LoadedPolicy(model.requires_grad_(False), tokenizer, place, runtime)
+    return LoadedPolicy(model.requires_grad_(False), tokenizer, placement, runtime)

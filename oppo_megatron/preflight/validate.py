@@ -14,7 +14,7 @@ from oppo_megatron.config.run import RewardModelConfig, SupervisedConfig, TrainC
 from oppo_megatron.config.serve import ServeRewardConfig, ServeScorerConfig
 from oppo_megatron.errors import CheckpointError, ConfigError
 from oppo_megatron.layout.checks import check_auto_placement, check_layouts, check_supervised_layout
-from oppo_megatron.layout.places import named_roles
+from oppo_megatron.layout.placements import named_roles
 from oppo_megatron.layout.shape import check_head, check_model, check_use
 from oppo_megatron.modeldir.headers import check_weights, read_hf_config, tokenizer_vocab_size
 from oppo_megatron.modeldir.megatron import find_megatron

@@ -5,7 +5,7 @@ checkpoints/      what `--resume` continues from
 metrics.jsonl     a line a step                   quarantine.jsonl  rows refused and why
 trace.json        what each rank did, and when    weights/          final weights
 hosts.json        where each rank ran             schedules.txt     each round's schedule (`logging.actions`)
-guilty/           batches that a guard found fault with, for `oppo replay`
+rejected/           batches that a guard found fault with, for `oppo replay`
 rollbacks.jsonl   what was left out where a guard went back to a checkpoint
 stacks/           what each rank's threads were at where the run stood still
 ended-step-<n>/   summary, weights and trace of the run that had ended there, before it was given more steps
@@ -41,7 +41,7 @@ HELD_WAIT_S = 20.0
 
 PRODUCTS = (
     "config.yaml", "hosts.json", "metrics.jsonl", "rollouts.jsonl", "trace.json", "summary.json", "quarantine.jsonl",
-    "weights", "best", "tensorboard", "wandb", "schedules.txt", "costs.json", "guilty", "rollbacks.jsonl",
+    "weights", "best", "tensorboard", "wandb", "schedules.txt", "costs.json", "rejected", "rollbacks.jsonl",
     "checkpoints",
 )  # fmt: skip
 
@@ -71,7 +71,7 @@ class RunDirectory:
         self.best = self.path / "best"
         self.tensorboard = self.path / "tensorboard"
         self.wandb = self.path / "wandb"
-        self.guilty = self.path / "guilty"
+        self.rejected = self.path / "rejected"
         self.rollbacks = self.path / "rollbacks.jsonl"
         self.placement = self.path / "placement.json"
         self.placement_runs = self.path / "placement"

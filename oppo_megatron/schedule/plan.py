@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from oppo_megatron.config.overlap import DeltaConfig, OverlapConfig
-from oppo_megatron.layout.places import decodes_and_scores
+from oppo_megatron.layout.placements import decodes_and_scores
 from oppo_megatron.schedule.rounds import Site
 
 
@@ -44,7 +44,7 @@ def round_generator(overlap: OverlapConfig, site: Site) -> str:
         return "sequential"
     if overlap.schedule != "auto":
         return overlap.schedule
-    return "woven" if decodes_and_scores(site.places) else "intra"
+    return "woven" if decodes_and_scores(site.placements) else "intra"
 
 
 def late_scorers(overlap: OverlapConfig, site: Site) -> frozenset[str]:
@@ -52,8 +52,8 @@ def late_scorers(overlap: OverlapConfig, site: Site) -> frozenset[str]:
 
     They lie on the actor's ranks alone, and its pipeline has no bubbles in which they could score beside its decoding.
     """
-    actor = site.places["actor"]
+    actor = site.placements["actor"]
     if overlap.beside_actor == "stream" or actor.pp > 1 or not site.listeners:
         return frozenset()
     own = set(actor.ranks)
-    return frozenset(role for role, place in site.places.items() if role != "actor" and set(place.ranks) <= own)
+    return frozenset(role for role, placement in site.placements.items() if role != "actor" and set(placement.ranks) <= own)

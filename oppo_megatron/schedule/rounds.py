@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from oppo_megatron.layout.places import Place
+from oppo_megatron.layout.placements import RolePlacement
 
 
 class Growth(NamedTuple):
@@ -69,13 +69,13 @@ class Site:
     `listeners` hold a scorer but not the actor; they receive each chunk from `source`, the actor's first output rank.
     """
 
-    places: Mapping[str, Place]
+    placements: Mapping[str, RolePlacement]
 
     @property
     def listeners(self) -> tuple[int, ...]:
-        actor = set(self.places["actor"].ranks)
-        return tuple(sorted({rank for place in self.places.values() for rank in place.ranks} - actor))
+        actor = set(self.placements["actor"].ranks)
+        return tuple(sorted({rank for placement in self.placements.values() for rank in placement.ranks} - actor))
 
     @property
     def source(self) -> int:
-        return self.places["actor"].output_rank()
+        return self.placements["actor"].output_rank()

@@ -20,7 +20,7 @@ from oppo_megatron.config.ppo import PPOConfig
 from oppo_megatron.mcore.batch import MicroBatch, join_rows, pack_responses
 from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.mcore.layers.vocab_parallel import token_logprobs
-from oppo_megatron.mcore.out_of_memory import Allowance, Allowances, in_smaller_ones
+from oppo_megatron.mcore.out_of_memory import MemoryLimit, MemoryLimits, in_smaller_ones
 from oppo_megatron.mcore.training import forward_rows
 from oppo_megatron.mcore.vocab_shards import VocabShards
 from oppo_megatron.records import Rollout
@@ -46,7 +46,7 @@ class Actor:
     """The policy and its optimizer.  `version` counts its updates; every token carries that of its sampling.
 
     `ess` is the effective sample size of the last update, on every rank of the actor; before the first nothing can be stale.
-    `allowance` bounds its micro-batches on this rank.
+    `memory_limit` bounds its micro-batches on this rank.
     """
 
     role: TrainedRole
@@ -55,7 +55,7 @@ class Actor:
     keep_kv: bool
     version: int = 0
     ess: float = 1.0
-    allowance: Allowance = field(default_factory=lambda: Allowances().train)
+    memory_limit: MemoryLimit = field(default_factory=lambda: MemoryLimits().train)
     _begun: BegunUpdate | None = None
 
     def begin(self, batch: Sequence[Rollout], settings: UpdateSettings) -> None:
@@ -64,14 +64,14 @@ class Actor:
         Every rank of the actor makes the call.
         """
         self._begun = self._prepare(batch, settings)
-        begin_update(self.role.trained, batch, settings, self.allowance)
+        begin_update(self.role.trained, batch, settings, self.memory_limit)
 
     def abandon(self) -> None:
         """The update that was begun, if one was, is not made: the weights serve on as they are."""
         if self._begun is not None:
             self._begun = None
             self.role.trained.forget_ahead()
-            self.role.serving.weights_changed()
+            self.role.serving.end_weight_update()
 
     def update(
         self, batch: Sequence[Rollout], experience: Experience, kl_coefficient: float, settings: UpdateSettings
@@ -96,12 +96,12 @@ class Actor:
             value, stats = actor_loss(logp, entropy, targets, self.ppo, kl_coefficient, num_tokens)
             return value, stats_dict(stats) | (_decode_check(micro, logp.detach()) if first else {})
 
-        reports = run_update(self.role.trained, batch, extra, loss, settings, self.allowance)
+        reports = run_update(self.role.trained, batch, extra, loss, settings, self.memory_limit)
         summary = self.role.share(self._summary(reports), STATS)
         self.ess = summary["ess"]
         self.version += 1
         moved = self.role.publish()
-        most = self.allowance.within(settings.micro_batch_tokens)
+        most = self.memory_limit.within(settings.micro_batch_tokens)
         packing = update_packing(batch, self._groups.dp, settings, most)
         return summary | packing | {"reallocated_bytes": moved.bytes_moved, "reallocate_s": moved.seconds}
 
@@ -163,7 +163,7 @@ class Actor:
             return join_rows(outputs, [len(tokens) for tokens in responses], micros) if outputs else None
 
         mine = in_smaller_ones(
-            forward, settings.micro_batch_tokens, self.allowance, trained.begun, trained.bound_to_peers
+            forward, settings.micro_batch_tokens, self.memory_limit, trained.begun, trained.bound_to_peers
         )
         if not groups.is_last_stage:
             return None

@@ -15,7 +15,7 @@ from oppo_megatron.algorithms.experience import Experience
 from oppo_megatron.algorithms.losses import value_loss
 from oppo_megatron.config.ppo import PPOConfig
 from oppo_megatron.mcore.batch import MicroBatch
-from oppo_megatron.mcore.out_of_memory import Allowance, Allowances
+from oppo_megatron.mcore.out_of_memory import MemoryLimit, MemoryLimits
 from oppo_megatron.records import Rollout
 from oppo_megatron.train.trained_role import TrainedRole
 from oppo_megatron.train.update import UpdateSettings, run_update, stats_dict
@@ -27,13 +27,13 @@ CRITIC_STATS = ("critic_loss", "critic_clip_fraction", "critic_error", "critic_g
 class Critic:
     """The value model and its optimizer.  `stats` are those of its last update, on every rank of the critic.
 
-    `allowance` bounds its micro-batches on this rank.
+    `memory_limit` bounds its micro-batches on this rank.
     """
 
     role: TrainedRole
     ppo: PPOConfig
     stats: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CRITIC_STATS, 0.0))
-    allowance: Allowance = field(default_factory=lambda: Allowances().train)
+    memory_limit: MemoryLimit = field(default_factory=lambda: MemoryLimits().train)
 
     def update(self, batch: Sequence[Rollout], experience: Experience, settings: UpdateSettings) -> dict[str, float]:
         """Value epochs over the batch, then the new weights to where they score.  Returns statistics, on every rank.
@@ -50,7 +50,7 @@ class Critic:
 
         extra = {"old_values": experience.old_values_T, "returns": experience.returns_T}
         self.role.retire()
-        reports = run_update(self.role.trained, batch, extra, loss, settings, self.allowance)
+        reports = run_update(self.role.trained, batch, extra, loss, settings, self.memory_limit)
         stats = {}
         if "num_tokens" in reports[0]:
             tokens = sum(r["num_tokens"] for r in reports)

@@ -67,7 +67,7 @@ def _end(work: Sequence[float], arrivals: Sequence[float], spared_s: float) -> f
 
 
 @dataclass(frozen=True)
-class CriticPlace:
+class CriticPlacement:
     """Where the critic's update stands to the actor's time.
 
     `shares_ranks`: some rank makes both updates, one after the other; `waited_for`: a step ends when both have ended.

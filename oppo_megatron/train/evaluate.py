@@ -68,8 +68,8 @@ class Evaluator:
         count = min(len(prompts), config.max_prompts)
         once = PromptStream(prompts, 0, epochs=1, limit=count, shuffle=False)
         self.prompts: Sequence[Prompt] = [
-            replace(prompt, seq_id=place * config.samples + sample)
-            for place, prompt in enumerate(once)
+            replace(prompt, seq_id=placement * config.samples + sample)
+            for placement, prompt in enumerate(once)
             for sample in range(config.samples)
         ]
 
@@ -141,22 +141,22 @@ class Evaluator:
         lengths = [int(n) for n in exchange.shared("held-out lengths", mine, len(prompts), source).tolist()]
         mine = torch.tensor([token for tokens in responses for token in tokens]) if speaks else None
         flat = exchange.shared("held-out responses", mine, sum(lengths), source).long().split(lengths)
-        place, scores_N = (
-            exchange.places["reward"],
+        placement, scores_N = (
+            exchange.placements["reward"],
             torch.empty(len(prompts), dtype=torch.float64, device=exchange.device),
         )
-        seat = place.seat(loop.world.rank)
-        for replica in range(place.dp):
-            rows, scores = range(replica, len(prompts), place.dp), None
-            if seat is not None and seat.replica == replica and rows:
+        coords = placement.coords(loop.world.rank)
+        for replica in range(placement.dp):
+            rows, scores = range(replica, len(prompts), placement.dp), None
+            if coords is not None and coords.replica == replica and rows:
                 sequences = [[*prompts[i].tokens, *flat[i].tolist()] for i in rows]
                 batches = pack_sequences(sequences, self.runtime.micro_batch_tokens, exchange.device)
                 model = loop.rounds.scoring["reward"].model
                 with torch.no_grad():
                     outputs = forward_rows(model, batches, lambda _, scores_S: scores_S.float())
                 scores = join_rows(outputs, [1] * len(rows), batches) if outputs else None
-            scores_N[replica :: place.dp] = exchange.shared(
-                "held-out scores", scores, len(rows), place.output_rank(replica)
+            scores_N[replica :: placement.dp] = exchange.shared(
+                "held-out scores", scores, len(rows), placement.output_rank(replica)
             )
         return scores_N
 

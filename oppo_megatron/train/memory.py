@@ -15,7 +15,7 @@ from oppo_megatron.config.run import SupervisedConfig, TrainConfig
 from oppo_megatron.errors import CapacityError
 from oppo_megatron.layout.holdings import lasting_memory
 from oppo_megatron.layout.memory import shortage
-from oppo_megatron.mcore.out_of_memory import Allowances
+from oppo_megatron.mcore.out_of_memory import MemoryLimits
 from oppo_megatron.train.score_exchange import by_rank
 
 MEBIBYTE = 2**20
@@ -39,13 +39,13 @@ def require_memory(config: TrainConfig | SupervisedConfig, world: World) -> None
 class MemoryMeter:
     """This rank's memory: `base_bytes` held before any model was built, and the most up to the last `look`.
 
-    `allowances` say how much this rank may do at once, once memory has run out; `by_rank` is what all ranks said last.
+    `memory_limits` say how much this rank may do at once, once memory has run out; `by_rank` is what all ranks said last.
     """
 
     device: torch.device
     base_bytes: int
     peak_bytes: int
-    allowances: Allowances = field(default_factory=Allowances)
+    memory_limits: MemoryLimits = field(default_factory=MemoryLimits)
     by_rank: MemoryByRank = field(default_factory=lambda: MemoryByRank([], []))
 
     @classmethod
@@ -60,7 +60,7 @@ class MemoryMeter:
 
     def of_all_ranks(self) -> MemoryByRank:
         """Collective of the world."""
-        values = [self.base_bytes, self.peak_bytes, *self.allowances.vector()]
+        values = [self.base_bytes, self.peak_bytes, *self.memory_limits.vector()]
         base, peak, train, score, decode, halved = by_rank(values, self.device)
         self.by_rank = MemoryByRank(base, peak, train, score, decode, int(sum(halved)))
         return self.by_rank

@@ -38,7 +38,7 @@ from oppo_megatron.schedule.plan import StepPlan, plan_step
 from oppo_megatron.schedule.weaving.costs import CostMeter, Costs
 from oppo_megatron.train.actor import Actor
 from oppo_megatron.train.critic import Critic, no_stats
-from oppo_megatron.train.critical_path import CriticPlace, StepClock, scoring_delay
+from oppo_megatron.train.critical_path import CriticPlacement, StepClock, scoring_delay
 from oppo_megatron.train.evaluate import Evaluator
 from oppo_megatron.train.guards.guard import Evidence, Guard
 from oppo_megatron.train.logs.journal import Journal, StepFacts
@@ -237,10 +237,10 @@ class PPOTrainer:
         self.journal.complete(step, late | {"critic_exposed_s": exposed_s, "critic_hidden_s": update_s - exposed_s})
 
     @property
-    def _critic_place(self) -> CriticPlace:
-        places = self.exchange.places
-        shares_ranks = not set(places["critic"].ranks).isdisjoint(places["actor"].ranks)
-        return CriticPlace(shares_ranks, plan_step(self.config.overlap).wait_for_critic)
+    def _critic_place(self) -> CriticPlacement:
+        placements = self.exchange.placements
+        shares_ranks = not set(placements["critic"].ranks).isdisjoint(placements["actor"].ranks)
+        return CriticPlacement(shares_ranks, plan_step(self.config.overlap).wait_for_critic)
 
     def _updating_s(self, step: int) -> float:
         """Seconds of the actor's update in the step so far."""

@@ -1,4 +1,4 @@
-"""Builds the roles that a rank has a part in: models, caches, stations, and the rounds that they work in."""
+"""Builds the roles that a rank has a part in: models, caches, workers, and the rounds that they work in."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from oppo_megatron.cluster.world import World
 from oppo_megatron.config.derived import max_context
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.tokenizer import Tokenizer
-from oppo_megatron.engine.executor import Executor, Station
-from oppo_megatron.engine.generation import DecodeStation
+from oppo_megatron.engine.executor import Executor, RoleWorker
+from oppo_megatron.engine.generation import DecodeWorker
 from oppo_megatron.engine.rounds import RoundRunner
 from oppo_megatron.engine.sampler import Sampling
-from oppo_megatron.engine.scoring import ScorerRole, ScoringStation
+from oppo_megatron.engine.scoring import ScorerRole, ScoringWorker
 from oppo_megatron.engine.stopping import Quantile, Stopping
-from oppo_megatron.engine.stream import ChunkOutlet, ListenStation
-from oppo_megatron.layout.places import named_roles, shares_weights
+from oppo_megatron.engine.stream import ChunkOutlet, ListenWorker
+from oppo_megatron.layout.placements import named_roles, shares_weights
 from oppo_megatron.mcore.kv.paged_kernels import find_kernel
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.model import DTYPES, Head, RoleModel
-from oppo_megatron.mcore.out_of_memory import Allowances
+from oppo_megatron.mcore.out_of_memory import MemoryLimits
 from oppo_megatron.mcore.roles import load_role, without_adapters
 from oppo_megatron.schedule.plan import round_generator
 from oppo_megatron.schedule.planning.setup import cache_slots, new_planner, share_of_sequences
 from oppo_megatron.train.actor import Actor
 from oppo_megatron.train.critic import Critic
 from oppo_megatron.train.logs.round_trace import RoundTracer
-from oppo_megatron.train.places import Topology
+from oppo_megatron.train.topology import Topology
 from oppo_megatron.train.trained_role import TrainedRole, build_trained_role
 
 SCORERS: dict[ScorerRole, Head] = {"reference": "lm", "critic": "scalar", "reward": "scalar"}
@@ -42,7 +42,7 @@ class RoleBuilder:
     tokenizer: Tokenizer
     total_steps: int  # of the run
     lengths: Quantile | None  # of a length trace
-    allowances: Allowances
+    memory_limits: MemoryLimits
 
     def __post_init__(self) -> None:
         """What `runtime.kv_layout: auto` comes to here: planner and caches must count slots alike."""
@@ -61,7 +61,7 @@ class RoleBuilder:
 
     def num_slots(self, role: str) -> int:
         """Cache slots of one replica where the budget allows."""
-        return share_of_sequences(self.config, self.topology.site.places[role])
+        return share_of_sequences(self.config, self.topology.site.placements[role])
 
     def actor(self) -> Actor | None:
         config = self.config
@@ -69,18 +69,18 @@ class RoleBuilder:
         if role is None:
             return None
         keeps = config.overlap.actor_kv == "keep"
-        return Actor(role, config.ppo, config.rollout.temperature, keeps, allowance=self.allowances.train)
+        return Actor(role, config.ppo, config.rollout.temperature, keeps, memory_limit=self.memory_limits.train)
 
     def critic(self) -> Critic | None:
         role = self._trained("critic", "scalar")
-        return None if role is None else Critic(role, self.config.ppo, allowance=self.allowances.train)
+        return None if role is None else Critic(role, self.config.ppo, memory_limit=self.memory_limits.train)
 
     def rounds(self, actor: Actor | None, critic: Critic | None, tracer: RoundTracer) -> RoundRunner:
-        """The stations of this rank and the planner of its rounds."""
+        """The workers of this rank and the planner of its rounds."""
         config, site = self.config, self.topology.site
         rank, device = self.world.rank, self.world.device
-        decode, listen = self._decode_station(actor), None if actor is not None else ListenStation(device)
-        scoring = self._scoring_stations(actor, critic)
+        decode, listen = self._decode_worker(actor), None if actor is not None else ListenWorker(device)
+        scoring = self._scoring_workers(actor, critic)
         planner = new_planner(
             config,
             site,
@@ -88,12 +88,12 @@ class RoleBuilder:
             self._stopping.limit,
             rank=None if config.logging.actions else rank,  # schedules.txt shows all ranks
         )
-        first: Station | None = decode if decode is not None else listen
+        first: RoleWorker | None = decode if decode is not None else listen
         assert first is not None
-        stations = {"actor": first, **scoring}
+        workers = {"actor": first, **scoring}
         executor = Executor(
             rank,
-            stations,
+            workers,
             self.topology.links,
             config.runtime.timeout_s,
             device,
@@ -101,8 +101,12 @@ class RoleBuilder:
             self.world.activity,
             tracer.spans.clock,
         )
-        seats = {name: seat.replica for name, place in site.places.items() if (seat := place.seat(rank)) is not None}
-        return RoundRunner(planner, executor, seats, decode, listen, scoring, tracer.planned)
+        coords_by_role = {
+            name: coords.replica
+            for name, placement in site.placements.items()
+            if (coords := placement.coords(rank)) is not None
+        }
+        return RoundRunner(planner, executor, coords_by_role, decode, listen, scoring, tracer.planned)
 
     @property
     def _stopping(self) -> Stopping:
@@ -115,23 +119,23 @@ class RoleBuilder:
         rollout = self.config.rollout.model_copy(update={"forced_lengths": None})
         return Stopping.of(rollout, self.tokenizer.eos_ids, self.config.seed, decode=self.tokenizer.decode)
 
-    def _decode_station(self, actor: Actor | None) -> DecodeStation | None:
+    def _decode_worker(self, actor: Actor | None) -> DecodeWorker | None:
         if actor is None:
             return None
         site, device = self.topology.site, self.world.device
         sends = self.world.rank == site.source and site.listeners
-        return DecodeStation(
+        return DecodeWorker(
             actor.role.serving,
             self._cache("actor", actor.role.serving),
             sampling=Sampling.of(self.config.rollout, self.config.seed),
             stopping=self._stopping,
             outlet=ChunkOutlet(device) if sends else None,
             sync_steps=self.config.runtime.sync_steps(device.type),
-            allowances=self.allowances,
+            memory_limits=self.memory_limits,
         )
 
-    def _scoring_stations(self, actor: Actor | None, critic: Critic | None) -> dict[str, ScoringStation]:
-        stations: dict[str, ScoringStation] = {}
+    def _scoring_workers(self, actor: Actor | None, critic: Critic | None) -> dict[str, ScoringWorker]:
+        workers: dict[str, ScoringWorker] = {}
         for name, head in SCORERS.items():
             if self.topology.groups.get(name) is None:
                 continue
@@ -146,10 +150,10 @@ class RoleBuilder:
             else:
                 model = self._model(name, head).requires_grad_(False)
             cache = self._cache(name, model)
-            stations[name] = ScoringStation(
-                name, model, cache, temperature=self.config.rollout.temperature, allowance=self.allowances.score
+            workers[name] = ScoringWorker(
+                name, model, cache, temperature=self.config.rollout.temperature, memory_limit=self.memory_limits.score
             )
-        return stations
+        return workers
 
     def _model(self, name: str, head: Head) -> RoleModel:
         groups = self.topology.groups[name]
@@ -181,6 +185,6 @@ class RoleBuilder:
 
     def _cache(self, name: str, model: RoleModel) -> SequenceCache:
         cache = model.new_cache(self.num_slots(name), self.kv_budget_bytes, self.config.runtime.kv_layout)
-        planned = cache_slots(self.config, name, self.topology.site.places[name])
+        planned = cache_slots(self.config, name, self.topology.site.placements[name])
         assert cache.num_slots == planned, (name, cache.num_slots, planned)
         return cache

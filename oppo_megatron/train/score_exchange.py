@@ -20,7 +20,7 @@ from oppo_megatron.cluster.liveness.failures import noted
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.engine.rounds import RoundRunner
 from oppo_megatron.engine.stream import share
-from oppo_megatron.layout.places import Place
+from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.records import Rollout
 from oppo_megatron.rewards.functions import NonFiniteRewardError, RewardSum
 from oppo_megatron.rewards.protocol import ScoreItem
@@ -55,7 +55,7 @@ class ScoreExchange:
 
     rank: int
     device: torch.device
-    places: Mapping[str, Place]
+    placements: Mapping[str, RolePlacement]
     rewards: RewardSum
     tokenizer: Tokenizer
     activity: Activity = field(default_factory=Activity)
@@ -77,7 +77,7 @@ class ScoreExchange:
         lengths = [len(r.tokens) for r in batch]
         reference_T = self._share("reference", batch, lengths, rounds)
         values_T = self._share("critic", batch, lengths, rounds)
-        model_B = self._share("reward", batch, [1] * len(batch), rounds) if "reward" in self.places else None
+        model_B = self._share("reward", batch, [1] * len(batch), rounds) if "reward" in self.placements else None
         totals_B, parts = self._rewards(batch, model_B)
         times = [seconds.get(name, 0.0) for name in TIMES] + list(work)
         mine = torch.tensor(times, dtype=torch.float64) if self.rank == self._leader else None
@@ -118,7 +118,7 @@ class ScoreExchange:
 
     def _ess(self, actor: Actor | None) -> float:
         """The effective sample size of the actor's last update, on every rank."""
-        source, mine = self.places["actor"].ranks[0], None
+        source, mine = self.placements["actor"].ranks[0], None
         if self.rank == source:
             assert actor is not None
             mine = torch.tensor([actor.ess], dtype=torch.float64)
@@ -127,7 +127,7 @@ class ScoreExchange:
     @property
     def _leader(self) -> int:
         """The rank that speaks for the scorers."""
-        return self.places["critic"].ranks[0]
+        return self.placements["critic"].ranks[0]
 
     def shared(self, what: str, values: Tensor | None, size: int, source: int) -> Tensor:
         """`share`, ended when this returns: nothing else is marked as a wait, for in it this rank may hang by itself."""
@@ -139,11 +139,11 @@ class ScoreExchange:
 
     def _share(self, role: str, batch: Sequence[Rollout], sizes: Sequence[int], rounds: RoundRunner) -> Tensor:
         """A role's outputs of the batch, `sizes` of each rollout, from whichever replica scored it, in the batch's order."""
-        place, book = self.places[role], rounds.planner.scorers[role]
+        placement, book = self.placements[role], rounds.planner.scorers[role]
         pieces: dict[int, Tensor] = {}
-        for replica in range(place.dp):
+        for replica in range(placement.dp):
             rows = [i for i, rollout in enumerate(batch) if book.replica(rollout.seq_id) == replica]
-            source, mine = place.output_rank(replica), None
+            source, mine = placement.output_rank(replica), None
             if self.rank == source:
                 mine = rounds.scoring[role].collect([batch[i] for i in rows])
             shared = self.shared(f"outputs of {role}", mine, sum(sizes[i] for i in rows), source)
@@ -174,14 +174,14 @@ class ScoreExchange:
         return shared[:, 0], dict(zip(labels, shared[:, 1:].mean(0).tolist(), strict=True))
 
     @contextmanager
-    def _scoring(self, item: ScoreItem, place: str) -> Iterator[None]:
+    def _scoring(self, item: ScoreItem, placement: str) -> Iterator[None]:
         """For who asks what this rank is at, or was at as it ended."""
         what, functions = f"reward of sequence {item.seq_id}", " and ".join(map(repr, self.rewards.user_functions))
         with self.activity.doing(what):
             if not functions:
                 yield
                 return
-            with noted(self.rank, f"the reward function {functions}, called for sequence {item.seq_id} (of {place})"):
+            with noted(self.rank, f"the reward function {functions}, called for sequence {item.seq_id} (of {placement})"):
                 yield
 
 

@@ -25,11 +25,11 @@ from oppo_megatron.train.logs.journal import Journal
 from oppo_megatron.train.logs.round_trace import RoundTracer
 from oppo_megatron.train.logs.trackers import open_trackers
 from oppo_megatron.train.memory import MemoryMeter
-from oppo_megatron.train.places import build_topology
 from oppo_megatron.train.ppo import PPOTrainer
 from oppo_megatron.train.role_builder import RoleBuilder
 from oppo_megatron.train.saving.saver import Saver
 from oppo_megatron.train.score_exchange import ScoreExchange
+from oppo_megatron.train.topology import build_topology
 
 
 def build_trainer(
@@ -42,7 +42,7 @@ def build_trainer(
     with world.activity.doing("process groups", waits=True):
         topology = build_topology(config)
     memory = MemoryMeter.begin(world.device)
-    builder = RoleBuilder(config, world, topology, inputs.tokenizer, total_steps, inputs.lengths, memory.allowances)
+    builder = RoleBuilder(config, world, topology, inputs.tokenizer, total_steps, inputs.lengths, memory.memory_limits)
     keeps_journal = world.rank == topology.site.source
     tracer = _tracer(config, world.rank, topology.site)
     trackers = open_trackers(config.logging, config.run_dir) if keeps_journal else None  # may refuse to begin
@@ -53,7 +53,7 @@ def build_trainer(
         scheduler=_scheduler(config, prompts),
         rounds=builder.rounds(actor, critic, tracer),
         exchange=ScoreExchange(
-            world.rank, world.device, topology.site.places, inputs.rewards, inputs.tokenizer, world.activity
+            world.rank, world.device, topology.site.placements, inputs.rewards, inputs.tokenizer, world.activity
         ),
         chunk_tuner=ChunkTuner(config.overlap.chunk, longest_chunk(config)),
         kl=KLController(config.ppo.kl),
@@ -79,7 +79,7 @@ def _tracer(config: TrainConfig, rank: int, site: Site) -> RoundTracer:
     schedules = RunDirectory(config.run_dir).schedules
     return RoundTracer(
         SpanRecorder(rank, config.run_dir if config.logging.trace else None),
-        CostMeter({role: place.pp for role, place in site.places.items()}),
+        CostMeter({role: placement.pp for role, placement in site.placements.items()}),
         site,
         actions=config.logging.actions,
         schedules=schedules if config.logging.actions and rank == site.source else None,
@@ -93,7 +93,16 @@ def _evaluator(config: TrainConfig, inputs: Inputs, builder: RoleBuilder) -> Eva
     stopping = builder.heldout_stopping
     judges, tokenizer, runtime = inputs.judges, inputs.tokenizer, config.runtime
     return Evaluator(
-        config.evaluation, config.early_stop, inputs.heldout, judges, tokenizer, stopping, runtime, config.seed, slots, budget
+        config.evaluation,
+        config.early_stop,
+        inputs.heldout,
+        judges,
+        tokenizer,
+        stopping,
+        runtime,
+        config.seed,
+        slots,
+        budget,
     )
 
 

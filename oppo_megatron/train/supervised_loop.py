@@ -119,7 +119,7 @@ class SupervisedTrainer(Generic[RowT]):
             self.report.heldout.load_state_dict(state.get("heldout", ()))
         ranks = state.get("memory", ())
         if len(ranks) == dist.get_world_size():
-            self.memory.allowances.resume(ranks[dist.get_rank()])
+            self.memory.memory_limits.resume(ranks[dist.get_rank()])
 
     def _order(self) -> Iterator[list[int]]:
         config = self.config
@@ -138,7 +138,7 @@ class SupervisedTrainer(Generic[RowT]):
         step = self.passed.steps
         if self.heldout is None or not self.heldout.due(step, last=step >= self.steps):
             return None
-        budget = self.memory.allowances.train.within(self.config.runtime.micro_batch_tokens)
+        budget = self.memory.memory_limits.train.within(self.config.runtime.micro_batch_tokens)
         with (
             self.spans.span("evaluate", role="model", step=step),
             self.activity.doing(f"evaluation after step {step}"),
@@ -155,15 +155,15 @@ class SupervisedTrainer(Generic[RowT]):
         step, chosen = self.passed.steps, [self.rows[i] for i in index]
         groups, device = self.trained.model.groups, next(self.trained.model.parameters()).device
         lengths, budget = [self.task.num_tokens(row) for row in chosen], self.config.runtime.micro_batch_tokens
-        shares, allowance = balance(lengths, groups.dp), self.memory.allowances.train
+        shares, memory_limit = balance(lengths, groups.dp), self.memory.memory_limits.train
         mine, loss = [chosen[i] for i in shares[groups.dp_rank]], self.task.loss(chosen, self.trained.model.vocab)
 
         def make(most: int) -> StepReport:
             return self.trained.step(self.task.micro_batches(mine, most, device), loss)
 
         with self.spans.span("update", role="model", step=step), self.activity.doing(f"update, step {step}"):
-            report = in_smaller_ones(make, budget, allowance, self.trained.begun, self.trained.bound_to_peers)
-        packing = Packing.of([[lengths[i] for i in share] for share in shares], allowance.within(budget))
+            report = in_smaller_ones(make, budget, memory_limit, self.trained.begun, self.trained.bound_to_peers)
+        packing = Packing.of([[lengths[i] for i in share] for share in shares], memory_limit.within(budget))
         self.spans.flush()
         step_s, num_tokens = time.monotonic() - start, sum(lengths)
         return {

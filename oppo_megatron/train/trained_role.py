@@ -29,12 +29,12 @@ class TrainedRole:
 
     def retire(self) -> None:
         """An update begins; until `publish` the serving model computes by megatron-core's modules."""
-        self.serving.weights_change()
+        self.serving.begin_weight_update()
 
     def publish(self) -> MoveReport:
         """The updated weights reach the serving model.  Every rank of the role makes the call."""
         moved = MoveReport(0, 0.0) if self.reallocation is None else self.reallocation.move()
-        self.serving.weights_changed()
+        self.serving.end_weight_update()
         return moved
 
     def undo(self) -> Callable[[], None]:

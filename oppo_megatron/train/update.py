@@ -16,7 +16,7 @@ from oppo_megatron.algorithms.packing import tokens_of_rows
 from oppo_megatron.algorithms.stats import TokenStats
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.mcore.batch import MicroBatch, pack_responses, split_rows
-from oppo_megatron.mcore.out_of_memory import Allowance, Allowances, in_smaller_ones
+from oppo_megatron.mcore.out_of_memory import MemoryLimit, MemoryLimits, in_smaller_ones
 from oppo_megatron.mcore.training import StepReport, TrainedModel
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.packing import Packing, balance, packing_figures
@@ -44,13 +44,13 @@ class UpdateSettings:
 
 
 def begin_update(
-    trained: TrainedModel, batch: Sequence[Rollout], settings: UpdateSettings, allowance: Allowance | None = None
+    trained: TrainedModel, batch: Sequence[Rollout], settings: UpdateSettings, memory_limit: MemoryLimit | None = None
 ) -> None:
     """The part of `run_update` with the same batch that needs nothing but the batch: the first micro-batch's forward pass.
 
     Nothing where the pipeline has stages.  Every rank of every replica makes the call, as that of `run_update`.
     """
-    groups, allowance = trained.model.groups, allowance or Allowances().train
+    groups, memory_limit = trained.model.groups, memory_limit or MemoryLimits().train
     rows = next(_shares(batch, groups.dp, settings))[groups.dp_rank]
     if not (trained.goes_ahead and rows):
         return
@@ -59,7 +59,7 @@ def begin_update(
     def first(most: int) -> None:
         trained.ahead(_micro_batches(batch, rows, lengths, {}, most, settings.device)[0])
 
-    in_smaller_ones(first, settings.micro_batch_tokens, allowance, trained.begun, trained.bound_to_peers)
+    in_smaller_ones(first, settings.micro_batch_tokens, memory_limit, trained.begun, trained.bound_to_peers)
 
 
 def run_update(
@@ -68,15 +68,15 @@ def run_update(
     extra_T: dict[str, Tensor],
     loss: UpdateLoss,
     settings: UpdateSettings,
-    allowance: Allowance | None = None,
+    memory_limit: MemoryLimit | None = None,
 ) -> list[dict[str, float]]:
     """One optimizer step for each minibatch of each epoch; a report of each.  `extra_T` are tensors the loss needs.
 
     Every rank of every replica gives the whole batch.  A minibatch is divided among the replicas by tokens; its loss and its
     report are the whole minibatch's, whatever their number.  Where this rank runs out of memory in a micro-batch, it makes
-    its share anew with smaller ones, as its `allowance` then says, while the other replicas wait with the gradients.
+    its share anew with smaller ones, as its `memory_limit` then says, while the other replicas wait with the gradients.
     """
-    reports, allowance = [], allowance or Allowances().train
+    reports, memory_limit = [], memory_limit or MemoryLimits().train
     lengths = torch.tensor([len(r.tokens) for r in batch])
     groups = trained.model.groups
     for number, shares in enumerate(_shares(batch, groups.dp, settings)):
@@ -92,7 +92,7 @@ def run_update(
         ) -> StepReport:
             return trained.step(_micro_batches(batch, rows, lengths, extra_T, most, settings.device), loss)
 
-        report = in_smaller_ones(step, settings.micro_batch_tokens, allowance, trained.begun, trained.bound_to_peers)
+        report = in_smaller_ones(step, settings.micro_batch_tokens, memory_limit, trained.begun, trained.bound_to_peers)
         reports.append({"grad_norm": report.grad_norm, "lr": report.lr} | report.stats)
     return reports
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.engine.executor import Executor, Station
+from oppo_megatron.engine.executor import Executor, RoleWorker
 from oppo_megatron.engine.rounds import RoundRunner
 from oppo_megatron.errors import OppoError
 from oppo_megatron.mcore.training import TrainedModel
@@ -50,12 +50,12 @@ def train_with_a_death(config: dict[str, Any], rank: int, at: str) -> tuple[str,
     seen = []
     compute = Executor._compute
 
-    def mortal(executor: Executor, action: Action, station: Station) -> int:
+    def mortal(executor: Executor, action: Action, worker: RoleWorker) -> int:
         if executor.rank == rank and str(action) == at:
             seen.append(action)
             if len(seen) == 2:
                 os._exit(9)
-        return compute(executor, action, station)
+        return compute(executor, action, worker)
 
     with mock.patch.object(Executor, "_compute", mortal):
         return _error_of(config)
@@ -90,10 +90,10 @@ def train_beside_a_slow_rank(config: dict[str, Any], rank: int, seconds: float) 
     """`train`, where `rank` takes a while before it takes a message."""
     receive = Executor._receive
 
-    def slow(executor: Executor, action: Action, station: Station) -> None:
+    def slow(executor: Executor, action: Action, worker: RoleWorker) -> None:
         if executor.rank == rank:
             time.sleep(seconds)
-        receive(executor, action, station)
+        receive(executor, action, worker)
 
     with mock.patch.object(Executor, "_receive", slow):
         train(config)

@@ -112,7 +112,10 @@ def run_with_small_files(config: dict[str, Any], num_bytes: int, within: str) ->
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     module, _, name = within.partition(":")
     try:
-        with clear_when_full(checked.run_dir), _limited(module, name, num_bytes) if within else contextlib.nullcontext():
+        with (
+            clear_when_full(checked.run_dir),
+            _limited(module, name, num_bytes) if within else contextlib.nullcontext(),
+        ):
             run_ppo(checked, world, read_inputs(checked), Preemption(checked.preempt))
     except OppoError as error:
         return type(error).__name__, str(error)
@@ -233,11 +236,11 @@ class Subject:
             book.load_state_dict(self._empty[name])
         rounds = self.trainer.rounds
         assert rounds.decode is not None
-        for cache in (rounds.decode.cache, *(station.cache for station in rounds.scoring.values())):
+        for cache in (rounds.decode.cache, *(worker.cache for worker in rounds.scoring.values())):
             for seq_id in cache.seq_ids:
                 cache.close(seq_id)
-        for station in rounds.scoring.values():
-            station.reset()
+        for worker in rounds.scoring.values():
+            worker.reset()
 
 
 def _differences(trainer: PPOTrainer, found: Found) -> list[str]:

@@ -25,16 +25,16 @@ def train_with_a_shared_reference(config: dict[str, Any]) -> int:
 
     def looked_at(trainer: PPOTrainer) -> bool:
         nonlocal shared
-        actor, station = trainer.actor, trainer.rounds.scoring.get("reference")
-        assert (actor is None) == (station is None), "they are on the same ranks"
-        if actor is None or station is None:
+        actor, worker = trainer.actor, trainer.rounds.scoring.get("reference")
+        assert (actor is None) == (worker is None), "they are on the same ranks"
+        if actor is None or worker is None:
             return run(trainer)
-        for name, param in station.model.named_parameters():
+        for name, param in worker.model.named_parameters():
             assert param is actor.role.serving.get_parameter(name), name
             shared += param.numel()
-        lean, ours = station.model._lean, actor.role.serving._lean
-        assert lean is not None and ours is not None
-        assert lean.layers[0].down is ours._bare[0].down is not ours.layers[0].down, "laid-out weights are shared, too"
+        fused, ours = worker.model._fused, actor.role.serving._fused
+        assert fused is not None and ours is not None
+        assert fused.layers[0].down is ours._bare[0].down is not ours.layers[0].down, "laid-out weights are shared, too"
         return run(trainer)
 
     with mock.patch.object(PPOTrainer, "run", looked_at):

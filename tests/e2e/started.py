@@ -23,7 +23,7 @@ from oppo_megatron.cli.launch import launch
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.engine.executor import Executor
 from oppo_megatron.errors import OppoError
-from oppo_megatron.layout import places
+from oppo_megatron.layout import placements
 from oppo_megatron.mcore.training import TrainedModel
 from oppo_megatron.train import entry
 from oppo_megatron.train.evaluate import Evaluator
@@ -135,7 +135,7 @@ def run_rank(kind: str, config: TrainConfig) -> int:
 if __name__ == "__main__":
     settings = TrainConfig(**yaml.safe_load(Path(sys.argv[1]).read_text()))
     try:
-        sys.exit(launch("train", settings, places.world_size(settings), entry="tests.e2e.started:run_rank"))
+        sys.exit(launch("train", settings, placements.world_size(settings), entry="tests.e2e.started:run_rank"))
     except OppoError as error:
         print(error, file=sys.stderr)
         sys.exit(2)

@@ -26,7 +26,7 @@ def test_all_peers_decode_the_same_tokens(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_in_bfloat16_the_bare_loop_and_ours_agree(tmp_path: Path) -> None:
-    arguments = ["--batch", "2", "--dtype", "bfloat16", "--peers", "bare,ours-lean,ours-module", "--out", str(tmp_path)]
+    arguments = ["--batch", "2", "--dtype", "bfloat16", "--peers", "bare,ours-fused,ours-module", "--out", str(tmp_path)]
     assert main(["bench", "decode", *TINY, *arguments]) == 0
     assert all(row["same_tokens"] >= 0.9 for row in json.loads((tmp_path / "decode.json").read_text())["results"])
 

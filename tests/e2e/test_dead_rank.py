@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.layout.places import world_size
+from oppo_megatron.layout.placements import world_size
 from oppo_megatron.schedule.actions import Payload, parse_action
 from tests.support.ppo import Workspace
 from tests.support.ranks import run_mortal_ranks, run_ranks

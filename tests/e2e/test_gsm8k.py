@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from oppo_megatron.config.load import load_config
 from oppo_megatron.config.run import RewardModelConfig, SFTConfig, TrainConfig
-from oppo_megatron.layout.places import world_size
+from oppo_megatron.layout.placements import world_size
 from oppo_megatron.rundir.trace import read_trace
 from tests.support.hf import save_tiny
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from oppo_megatron.cli.main import main
 from oppo_megatron.errors import DataError
-from oppo_megatron.train.guards.guilty import read_guilty
+from oppo_megatron.train.guards.rejected import read_rejected
 from tests.support.ppo import Outcome, Workspace, run_ppo_ranks, weight_distance
 
 DISAGGREGATED = {"mode": "disaggregated", "actor": {"tp": 2}, "scorer": {"tp": 1}}
@@ -51,7 +51,7 @@ def test_a_reward_that_is_no_number_trains_nothing(workspace: Workspace, untrain
     for line in lines:
         assert re.match(r"the score of row 0 is nan \(6 of 6 rows are not finite\)$", line["skipped"])
         assert line["reward_mean"] is None and "actor_loss" not in line and line["critic_loss"] is None
-    kept = read_guilty(workspace.root / "runs" / "untrained" / "guilty" / "step-2.safetensors")
+    kept = read_rejected(workspace.root / "runs" / "untrained" / "rejected" / "step-2.safetensors")
     assert kept.facts.step == 2 and kept.facts.policy_version == 0 and kept.scored.scores_B.isnan().all()
     assert {r.seq_id: r.tokens for r in kept.batch} == {
         row["seq_id"]: row["tokens"] for row in untrained.rollouts if row["step"] == 2
@@ -82,12 +82,12 @@ def test_an_update_that_went_too_far_is_taken_back_on_all_ranks(
     assert all(line["critic_loss"] > 0 for line in outcome.metrics), "what was found out is told"
     assert is_as_it_was(outcome, untrained)
     assert {version for row in outcome.rollouts for version in row["versions"]} == {0}
-    path = workspace.root / "runs" / "ratio" / "guilty" / "step-1.safetensors"
+    path = workspace.root / "runs" / "ratio" / "rejected" / "step-1.safetensors"
     assert main(["replay", str(path)]) == 0
     out = capsys.readouterr().out
     figures = dict(re.findall(r"^(\w+) +(?:\S+) +(\S+)$", out, re.MULTILINE))
     names = ("kl_mean", "advantage_std", "actor_loss", "ratio_max", "ess", "grad_norm", "critic_loss", "lr", "entropy")
-    recorded = outcome.metrics[0] | read_guilty(path).facts.figures
+    recorded = outcome.metrics[0] | read_rejected(path).facts.figures
     for name in names:
         assert float(figures[name]) == pytest.approx(recorded[name], rel=2e-3, abs=2e-5), name
     assert "the replay: ratio_max is" in out
@@ -109,11 +109,11 @@ def test_a_breach_that_stops_says_what_to_do(workspace: Workspace) -> None:
     says = r"NumericsError.*ratio_max is .*, above guards.ratio_max.limit 1.0001: lower the learning rate.*oppo replay"
     with pytest.raises(AssertionError, match=says):
         run_ppo_ranks(workspace.config("stop", steps=1, guards={"ratio_max": {"limit": 1.0001}}))
-    assert read_guilty(workspace.root / "runs" / "stop" / "guilty" / "step-1.jsonl").facts.step == 1
+    assert read_rejected(workspace.root / "runs" / "stop" / "rejected" / "step-1.jsonl").facts.step == 1
 
 
 def test_a_damaged_batch_is_an_error(workspace: Workspace, untrained: Outcome, tmp_path: Path) -> None:
-    source = workspace.root / "runs" / "untrained" / "guilty"
+    source = workspace.root / "runs" / "untrained" / "rejected"
     path = tmp_path / "step-1.safetensors"
     lines, tensors = (source / "step-1.jsonl").read_bytes(), load_file(source / "step-1.safetensors")
 
@@ -123,8 +123,8 @@ def test_a_damaged_batch_is_an_error(workspace: Workspace, untrained: Outcome, t
             path.write_bytes(held)
         else:
             save_file(held, path)
-        with pytest.raises(DataError, match="no whole guilty batch|not JSON"):
-            read_guilty(path)
+        with pytest.raises(DataError, match="no whole rejected batch|not JSON"):
+            read_rejected(path)
 
     whole = (source / "step-1.safetensors").read_bytes()
     refused(lines, whole[:-5])
@@ -150,7 +150,7 @@ def test_a_damaged_batch_is_an_error(workspace: Workspace, untrained: Outcome, t
 def test_a_batch_that_finds_no_place_is_told_of_as_the_system_does(
     workspace: Workspace, untrained: Outcome, tmp_path: Path
 ) -> None:
-    kept = read_guilty(workspace.root / "runs" / "untrained" / "guilty" / "step-1.safetensors")
+    kept = read_rejected(workspace.root / "runs" / "untrained" / "rejected" / "step-1.safetensors")
     kept = replace(kept, facts=replace(kept.facts, config="", figures={}))
     most = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (3000, most[1]))
@@ -165,7 +165,7 @@ def test_a_batch_that_finds_no_place_is_told_of_as_the_system_does(
 def test_a_batch_is_replayed_with_models_that_fit_it(
     workspace: Workspace, untrained: Outcome, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = workspace.root / "runs" / "untrained" / "guilty" / "step-1.safetensors"
+    path = workspace.root / "runs" / "untrained" / "rejected" / "step-1.safetensors"
     for overrides, says in (
         (["critic.init.vocab_size=50"], "the batch has token id .*, but critic has 50"),
         (["actor.init.hidden_size=33"], "actor: hidden_size 33 does not divide"),

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.layout.places import world_size
+from oppo_megatron.layout.placements import world_size
 from oppo_megatron.rundir.metrics_log import read_metrics
 from tests.support.layouts import Layout, assert_same, deep, parallel
 from tests.support.ppo import Outcome, Workspace, run_ppo_ranks

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.layout.places import world_size
+from oppo_megatron.layout.placements import world_size
 from tests.support.layouts import DEEP, assert_same, deep
 from tests.support.ppo import Outcome, Workspace, run_ppo_ranks, weight_distance
 from tests.support.ranks import run_ranks

@@ -10,8 +10,8 @@ import pytest
 
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.prompts import PromptStream
-from oppo_megatron.layout.places import world_size
-from oppo_megatron.train.guards.guilty import read_guilty
+from oppo_megatron.layout.placements import world_size
+from oppo_megatron.train.guards.rejected import read_rejected
 from oppo_megatron.train.inputs import read_inputs
 from tests.support.ppo import Outcome, Workspace, read_outcome
 from tests.support.ranks import run_ranks
@@ -53,15 +53,15 @@ def run(config: dict[str, Any]) -> tuple[Outcome, list[list[tuple[str, float]]],
 
 @pytest.mark.parametrize("layout", [{}, DISAGGREGATED], ids=["one rank", "actor | scorers"])
 def test_a_run_goes_back_leaves_the_prompts_out_and_ends(workspace: Workspace, layout: dict[str, Any]) -> None:
-    """With rollouts carried over: those of the guilty batch that the checkpoint has in flight are left out, too."""
+    """With rollouts carried over: those of the rejected batch that the checkpoint has in flight are left out, too."""
     config = poisoned(workspace, f"back-{len(layout)}", [20], **CARRIED, **layout)
     outcome, seen, lines = run(config)
     (line,) = lines
     step = line["step"]
     assert 3 <= step <= 5 and line["checkpoint"] == f"step-{(step - 1) // 2 * 2:06d}" and 20 in line["left_out"]
     assert "is nan (1 of 6 rows are not finite)" in line["reason"]
-    guilty = read_guilty(Path(config["run_dir"]) / "guilty" / f"step-{step}.safetensors")
-    assert {rollout.seq_id for rollout in guilty.batch} <= set(line["left_out"])
+    rejected = read_rejected(Path(config["run_dir"]) / "rejected" / f"step-{step}.safetensors")
+    assert {rollout.seq_id for rollout in rejected.batch} <= set(line["left_out"])
     stream = PromptStream(read_inputs(TrainConfig(**config)).prompts, config["seed"])
     assert line["rows"] == [stream.at(position).row for position in line["left_out"]]
 
@@ -98,7 +98,7 @@ def test_an_update_that_only_the_actors_ranks_see_takes_all_ranks_back_until_it_
         (2, list(range(6, 12)), 1),
         (2, list(range(12, 18)), 2),
     ]
-    names = sorted(path.name for path in (folder / "guilty").glob("*.safetensors"))
+    names = sorted(path.name for path in (folder / "rejected").glob("*.safetensors"))
     assert names == ["step-2-rollback-1.safetensors", "step-2-rollback-2.safetensors", "step-2.safetensors"]
 
     (folder / "rollbacks.jsonl").write_text('{"step": 2}\n')
@@ -106,8 +106,8 @@ def test_an_update_that_only_the_actors_ranks_see_takes_all_ranks_back_until_it_
     assert "a line that is no rollback" in refused[0]
 
 
-def test_back_to_within_a_rollout_others_take_the_place_of_the_guilty_batch(workspace: Workspace) -> None:
-    """The checkpoint is of a run told to stop in its first step, with all of the guilty batch in flight."""
+def test_back_to_within_a_rollout_others_take_the_place_of_the_rejected_batch(workspace: Workspace) -> None:
+    """The checkpoint is of a run told to stop in its first step, with all of the rejected batch in flight."""
     config = poisoned(workspace, "within", [2], **CARRIED)
     assert run_ranks(1, "tests.e2e.jobs:train_until", config=config, rounds=2) == [False]
     config["checkpoint"] = {**config["checkpoint"], "resume": True}

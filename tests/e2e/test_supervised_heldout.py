@@ -142,7 +142,7 @@ def test_memory_is_told_and_what_there_was_none_for_is_not_tried_again(
 
     def short(device: torch.device) -> MemoryMeter:
         meter = begin(device)
-        meter.allowances.train.most = 200
+        meter.memory_limits.train.most = 200
         return meter
 
     chosen = settings(inputs, "sft", tmp_path / "run", batch_size=6, max_steps=1, evaluation=HALF)

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from oppo_megatron.mcore.fused import FusedStage
 from oppo_megatron.mcore.kv.dense import KVCache
-from oppo_megatron.mcore.lean import LeanStage
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.stage import step
 from tests.gloo.models import MAX_LENGTH, PATHS, Whole, full_outputs, gather_logits, load, world_groups
@@ -112,11 +112,11 @@ class Walk:
 
 def _compare(model: RoleModel, seed: int, num_steps: int) -> dict[str, float]:
     walk = Walk(model, model.new_cache(5), random.Random(seed))
-    with mock.patch.object(LeanStage, "__call__", autospec=True, side_effect=LeanStage.__call__) as lean_calls:
+    with mock.patch.object(FusedStage, "__call__", autospec=True, side_effect=FusedStage.__call__) as fused_calls:
         for _ in range(num_steps):
             walk.join_leave_roll_back()
             walk.grow()
-        report = {"lean_calls": lean_calls.call_count, "opened": walk.num_opened, "rolled_back": walk.num_rolled_back}
+        report = {"fused_calls": fused_calls.call_count, "opened": walk.num_opened, "rolled_back": walk.num_rolled_back}
     expected = full_outputs(model, walk.visits)
     if expected is None:
         return report

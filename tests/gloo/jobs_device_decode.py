@@ -16,7 +16,7 @@ from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stop_text import StopText
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.errors import NumericsError
-from oppo_megatron.layout.places import Place
+from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.mcore.kv import sequence_cache
 from oppo_megatron.mcore.kv.paged import PagedKVCache
 from oppo_megatron.mcore.model import RoleModel
@@ -75,7 +75,7 @@ def _runner(model: RoleModel, course: Course, way: Way) -> RoundRunner:
         model.new_cache(course.slots, layout=way.layout),
         sampling=course.sampling,
         stopping=OwnLimits(_eos_ids(course.seed), MAX_RESPONSE, text=_text(course.seed)),
-        links=build_links(Site({"actor": Place(groups.ranks, groups.tp, groups.pp, groups.dp)})),
+        links=build_links(Site({"actor": RolePlacement(groups.ranks, groups.tp, groups.pp, groups.dp)})),
         micro_batch_tokens=16,
         timeout_s=60.0,
         sync_steps=way.sync_steps,
@@ -141,7 +141,7 @@ def looks(directory: str, sync_steps: int) -> list[int]:
         model.new_cache(course.slots),
         sampling=course.sampling,
         stopping=Stopping((), MAX_RESPONSE),
-        links=build_links(Site({"actor": Place((0,))})),
+        links=build_links(Site({"actor": RolePlacement((0,))})),
         micro_batch_tokens=16,
         timeout_s=60.0,
         sync_steps=sync_steps,
@@ -163,7 +163,7 @@ def no_distribution(directory: str) -> list[str]:
     """The error of each way to decode with weights that have overflowed."""
     model, errors = load(directory, world_groups(1, 1)), []
     model.decoder.final_layernorm.weight.data.fill_(float("nan"))
-    model.weights_changed()
+    model.end_weight_update()
     for way in (Way(), Way(4)):
         rounds = _runner(model, Course(3, 1, 4, Sampling(seed=1)), way)
         try:

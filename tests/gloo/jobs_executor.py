@@ -1,4 +1,4 @@
-"""Schedules carried out by stations without models: what they send says what it is, and what they receive is compared."""
+"""Schedules carried out by workers without models: what they send says what it is, and what they receive is compared."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from oppo_megatron.engine.executor import Executor
 from oppo_megatron.engine.links import build_links
 from oppo_megatron.errors import StallError
-from oppo_megatron.layout.places import Place
+from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
 from oppo_megatron.schedule.rounds import Site
 
@@ -82,14 +82,14 @@ class Outcome:
 
 
 def carry_out(
-    places: dict[str, Place],
+    placements: dict[str, RolePlacement],
     schedules: Sequence[Schedule],
     late_s: float,
     last_words: tuple[int, str] | None = None,
     rounds: int = 1,
 ) -> list[Outcome]:
     """Run each schedule `rounds` times over links of its own, whose messages may be `late_s` late."""
-    return [_carry_out(Site(places), schedule, late_s, last_words, rounds) for schedule in schedules]
+    return [_carry_out(Site(placements), schedule, late_s, last_words, rounds) for schedule in schedules]
 
 
 def _carry_out(
@@ -97,17 +97,17 @@ def _carry_out(
 ) -> Outcome:
     rank, outcome = dist.get_rank(), Outcome()
     links = build_links(site)
-    stations = {role: _station(place, rank, late_s) for role, place in site.places.items()}
+    workers = {role: _worker(placement, rank, late_s) for role, placement in site.placements.items()}
     if last_words is not None and last_words[0] == rank:
-        for station in stations.values():
-            station.last_words = last_words[1]
+        for worker in workers.values():
+            worker.last_words = last_words[1]
 
     def observe(action: Action, start: float, end: float, size: int) -> None:
         assert action.rank == rank and start <= end
         assert size == (0 if action.op in (Op.SEND, Op.RECV) else 1)
         outcome.done.append(str(action))
 
-    executor = Executor(rank, stations, links, late_s, CPU, observe)
+    executor = Executor(rank, workers, links, late_s, CPU, observe)
     start = time.monotonic()
     try:
         for _ in range(rounds):
@@ -119,9 +119,9 @@ def _carry_out(
     return outcome
 
 
-def _station(place: Place, rank: int, late_s: float) -> Parrot:
+def _worker(placement: RolePlacement, rank: int, late_s: float) -> Parrot:
     timeout = timedelta(seconds=late_s)
-    teams = [place.stage_ranks(d, p) for d in range(place.dp) for p in range(place.pp)]
-    groups: list[Any] = [dist.new_group(list(team), timeout=timeout) for team in [*teams, place.ranks]]
+    teams = [placement.stage_ranks(d, p) for d in range(placement.dp) for p in range(placement.pp)]
+    groups: list[Any] = [dist.new_group(list(team), timeout=timeout) for team in [*teams, placement.ranks]]
     mine = next((group for group, team in zip(groups, teams, strict=False) if rank in team), None)
-    return Parrot(mine, groups[-1] if rank in place.ranks else None, random.Random(rank))
+    return Parrot(mine, groups[-1] if rank in placement.ranks else None, random.Random(rank))

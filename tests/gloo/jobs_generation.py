@@ -13,7 +13,7 @@ from oppo_megatron.engine.links import build_links
 from oppo_megatron.engine.rounds import Decoding, RoundRunner, decoder
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping
-from oppo_megatron.layout.places import Place
+from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.mcore.batch import join_rows, pack_responses
 from oppo_megatron.mcore.layers.vocab_parallel import token_logprobs
 from oppo_megatron.mcore.model import RoleModel
@@ -93,7 +93,7 @@ def runner(model: RoleModel, sampling: Sampling, variant: Variant) -> RoundRunne
         model.new_cache(variant.slots),
         sampling=sampling,
         stopping=Stopping((EOS,), MAX_RESPONSE),
-        links=build_links(Site({"actor": Place(groups.ranks, groups.tp, groups.pp, groups.dp)})),
+        links=build_links(Site({"actor": RolePlacement(groups.ranks, groups.tp, groups.pp, groups.dp)})),
         micro_batch_tokens=variant.prefill_tokens,
         timeout_s=60.0,
     )
@@ -191,7 +191,7 @@ def early_end(directory: str, tp: int, pp: int, micro_batches: int) -> dict[str,
     with torch.no_grad():
         for param in model.parameters():
             param.mul_(0.9)
-    model.weights_changed()
+    model.end_weight_update()
     rounds.actor_changed()
     assert all(cache.length(seq_id) == 0 for seq_id in cache.seq_ids)
     left = [r for r in rollouts.values() if not r.finished]

@@ -21,12 +21,12 @@ from oppo_megatron.engine.rounds import decoder
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.errors import CapacityError
-from oppo_megatron.layout.places import Place
+from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.mcore import out_of_memory
 from oppo_megatron.mcore.batch import MicroBatch
 from oppo_megatron.mcore.layers.vocab_parallel import token_logprobs
 from oppo_megatron.mcore.model import RoleModel
-from oppo_megatron.mcore.out_of_memory import Allowance, Allowances
+from oppo_megatron.mcore.out_of_memory import MemoryLimit, MemoryLimits
 from oppo_megatron.mcore.roles import load_role, load_training
 from oppo_megatron.mcore.stage import step
 from oppo_megatron.mcore.training import TrainedModel
@@ -79,7 +79,7 @@ def decoded(directory: str, courses: list[Course], ways: list[Way]) -> list[dict
         stack.enter_context(mock.patch.object(generation, "step", _failing(3, dice)))
         stack.enter_context(mock.patch.object(DeviceLane, "_advance", failing_lane))
         stack.enter_context(mock.patch.object(out_of_memory, "gc"))  # nothing big is held here
-        lowered = stack.enter_context(mock.patch.object(Allowance, "lower", autospec=True, side_effect=Allowance.lower))
+        lowered = stack.enter_context(mock.patch.object(MemoryLimit, "lower", autospec=True, side_effect=MemoryLimit.lower))
         for course, answers in zip(courses, found, strict=True):
             for way in ways[1:]:
                 answers[way] = jobs_device_decode._travel(model, course, way)
@@ -89,17 +89,17 @@ def decoded(directory: str, courses: list[Course], ways: list[Way]) -> list[dict
 
 def scored(models: dict[str, str], pp: int) -> dict[str, float]:
     """As `jobs_scoring.together`, with memory for fewer tokens than are planned."""
-    reduce, dice = scoring.ScoringStation._reduce, random.Random(dist.get_rank())
+    reduce, dice = scoring.ScoringWorker._reduce, random.Random(dist.get_rank())
 
-    def failing(station: scoring.ScoringStation, batch: Any, out_R: Tensor) -> Tensor:
+    def failing(worker: scoring.ScoringWorker, batch: Any, out_R: Tensor) -> Tensor:
         if len(batch) > 1 and dice.random() < 0.2:
             raise RuntimeError(TOLD)
-        return reduce(station, batch, out_R)
+        return reduce(worker, batch, out_R)
 
     with (
         mock.patch.object(out_of_memory, "gc"),
         mock.patch.object(scoring, "step", _failing(5, dice)),
-        mock.patch.object(scoring.ScoringStation, "_reduce", failing),
+        mock.patch.object(scoring.ScoringWorker, "_reduce", failing),
     ):
         return jobs_scoring.together(models, 1, pp)
 
@@ -121,7 +121,7 @@ def _model(**layout: Any) -> TrainedModel:
     return TrainedModel(chunks, OptimizerConfig(lr=1e-3, eps=1e-4), 4, options)
 
 
-def _update(trained: TrainedModel, budget: int, allowance: Allowance, batch: list[Rollout]) -> tuple[Any, Tensor]:
+def _update(trained: TrainedModel, budget: int, memory_limit: MemoryLimit, batch: list[Rollout]) -> tuple[Any, Tensor]:
     """Reports of two optimizer steps, and the weights then."""
     vocab = trained.model.vocab
     weights_T = torch.linspace(-1, 1, sum(len(rollout.tokens) for rollout in batch))
@@ -132,7 +132,7 @@ def _update(trained: TrainedModel, budget: int, allowance: Allowance, batch: lis
         return share, {"loss": share.detach()}
 
     settings = UpdateSettings(2, 1, budget, seed=3, step=1, device=CPU)
-    reports = run_update(trained, batch, {"weights": weights_T}, loss, settings, allowance)
+    reports = run_update(trained, batch, {"weights": weights_T}, loss, settings, memory_limit)
     return reports, torch.cat([p.detach().flatten() for p in trained.model.parameters()])
 
 
@@ -142,20 +142,20 @@ def trained_within(rooms: list[int], short_ranks: list[int]) -> dict[str, Any]:
     Beside it those with enough, by the run's budget and by the one that it came to.
     """
     batch, short = _batch(), dist.get_rank() in short_ranks
-    plain_reports, plain = _update(_model(), BUDGET, Allowances().train, batch)
+    plain_reports, plain = _update(_model(), BUDGET, MemoryLimits().train, batch)
     told: list[str] = []
-    allowance = Allowance("a training micro-batch", "tokens", tell=told.append)
+    memory_limit = MemoryLimit("a training micro-batch", "tokens", tell=told.append)
     for room in rooms:
         model = _model()
         with room_for(room) if short else nullcontext():
-            reports, weights = _update(model, BUDGET, allowance, batch)
-        halved = torch.tensor(allowance.times)
+            reports, weights = _update(model, BUDGET, memory_limit, batch)
+        halved = torch.tensor(memory_limit.times)
         dist.all_reduce(halved)
         if halved:
             break
-    lower_reports, lower = _update(_model(), allowance.within(BUDGET), Allowances().train, batch)
+    lower_reports, lower = _update(_model(), memory_limit.within(BUDGET), MemoryLimits().train, batch)
     return {
-        "most": allowance.most,
+        "most": memory_limit.most,
         "told": told,
         "from the whole": float((weights - plain).abs().max()),
         "moved": float((weights - torch.cat([p.detach().flatten() for p in _model().model.parameters()])).abs().max()),
@@ -177,7 +177,7 @@ def refused() -> list[str]:
 
         batch = [_batch()[4]] if alone else _batch()
         with mock.patch("tests.gloo.jobs_out_of_memory.token_logprobs", failing):
-            errors.append(_error(partial(_update, model, BUDGET, Allowances().train, batch)))
+            errors.append(_error(partial(_update, model, BUDGET, MemoryLimits().train, batch)))
     return errors
 
 
@@ -190,7 +190,7 @@ def _error(work: Callable[[], Any]) -> str:
 
 
 def decoded_within(rooms: list[int], sync_steps: int) -> tuple[int | None, bool, float]:
-    """In the first of `rooms` (MiB) that is too small: what a station comes to decode at once, whether it draws the tokens that
+    """In the first of `rooms` (MiB) that is too small: what a worker comes to decode at once, whether it draws the tokens that
     it draws with more memory, and the largest difference of log-probs."""
     shape = BIG | {"vocab_size": 4 * VOCAB, "num_hidden_layers": 1}
     groups = world_groups(1, 1)
@@ -200,13 +200,13 @@ def decoded_within(rooms: list[int], sync_steps: int) -> tuple[int | None, bool,
     for room in limits:
         rounds = decoder(
             model, model.new_cache(96), sampling=Sampling(seed=4), stopping=Stopping((), 3),
-            links=build_links(Site({"actor": Place((0,))})), micro_batch_tokens=64, timeout_s=60.0, sync_steps=sync_steps,
+            links=build_links(Site({"actor": RolePlacement((0,))})), micro_batch_tokens=64, timeout_s=60.0, sync_steps=sync_steps,
         )  # fmt: skip
         rollouts = [Rollout(Prompt(i, i, "", (i, 7)), i) for i in range(96)]
         with room:
             decode_round(rounds, rollouts, 3, 0, 0)
         assert rounds.decode is not None
-        most = rounds.decode.allowances.decode.most
+        most = rounds.decode.memory_limits.decode.most
         answers.append(rollouts)
         if most is not None:
             break

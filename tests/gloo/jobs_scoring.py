@@ -15,8 +15,8 @@ from oppo_megatron.config.overlap import WeaveConfig
 from oppo_megatron.engine.executor import Executor
 from oppo_megatron.engine.links import Links, build_links
 from oppo_megatron.engine.rounds import Decoding, RoundRunner
-from oppo_megatron.engine.scoring import ScoringStation
-from oppo_megatron.layout.places import Place
+from oppo_megatron.engine.scoring import ScoringWorker
+from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.mcore.batch import join_rows, pack_responses
 from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.mcore.kv.dense import KVCache
@@ -80,8 +80,8 @@ class Scorers:
 
     def __init__(self, models: dict[str, RoleModel], slots: dict[str, int], links: Links, site: Site):
         rank = dist.get_rank()
-        self.stations = {
-            role: ScoringStation(role, model, _cache(model, slots[role]), temperature=TEMPERATURE)
+        self.workers = {
+            role: ScoringWorker(role, model, _cache(model, slots[role]), temperature=TEMPERATURE)
             for role, model in models.items()
         }
         planner = RoundPlanner(
@@ -90,12 +90,16 @@ class Scorers:
             WeaveConfig(prefill_tokens=PREFILL_TOKENS),
             MAX_LENGTH,
             MAX_LENGTH,
-            ActorBook(site.places["actor"].dp, 1, lambda _: 1),
-            {role: ScoringBook(role, site.places[role].dp, slots[role]) for role in models},
+            ActorBook(site.placements["actor"].dp, 1, lambda _: 1),
+            {role: ScoringBook(role, site.placements[role].dp, slots[role]) for role in models},
         )
-        executor = Executor(rank, dict(self.stations), links, 60.0, CPU, lambda *_: None)
-        seats = {role: seat.replica for role, place in site.places.items() if (seat := place.seat(rank)) is not None}
-        self.rounds = RoundRunner(planner, executor, seats, None, None, self.stations)
+        executor = Executor(rank, dict(self.workers), links, 60.0, CPU, lambda *_: None)
+        coords_by_role = {
+            role: coords.replica
+            for role, placement in site.placements.items()
+            if (coords := placement.coords(rank)) is not None
+        }
+        self.rounds = RoundRunner(planner, executor, coords_by_role, None, None, self.workers)
 
     def advance(self, rollouts: Sequence[Rollout]) -> None:
         """Prefill what is new of each rollout; finished ones are then complete, in as many rounds as that takes."""
@@ -105,12 +109,12 @@ class Scorers:
 
     def error(self, role: str, rollouts: Sequence[Rollout]) -> float:
         """Largest difference from the full forward, over this replica's finished rollouts; 0 before the last stage."""
-        station, book = self.stations[role], self.rounds.planner.scorers[role]
-        mine = [r for r in rollouts if book.replica(r.seq_id) == self.rounds.seats[role]]
-        expected = _expected(role, station.model, mine) if mine else None
+        worker, book = self.workers[role], self.rounds.planner.scorers[role]
+        mine = [r for r in rollouts if book.replica(r.seq_id) == self.rounds.replicas[role]]
+        expected = _expected(role, worker.model, mine) if mine else None
         if expected is None:
             return 0.0
-        found = station.collect(mine)
+        found = worker.collect(mine)
         assert found.shape == expected.shape == (len(mine) if role == "reward" else sum(len(r.tokens) for r in mine),)
         assert len(expected) == 1 or expected.std() > 0.05
         return float((found - expected).abs().max())
@@ -126,7 +130,7 @@ def _nothing_decoded() -> Any:
 def _score(role: str, model: RoleModel, slots: int, links: Links, site: Site) -> dict[str, float]:
     """Stream to a scorer; halfway the critic's weights change, and the first to finish are taken out and scored anew."""
     scorers = Scorers({role: model}, {role: slots}, links, site)
-    cache, growth, errors, taken = scorers.stations[role].cache, Growth(slots), [0.0], list[Rollout]()
+    cache, growth, errors, taken = scorers.workers[role].cache, Growth(slots), [0.0], list[Rollout]()
     assert cache.num_slots == slots
     with mock.patch.object(cache, "open", wraps=cache.open) as opened:
         for index, rollouts in enumerate(growth.rounds()):
@@ -136,7 +140,7 @@ def _score(role: str, model: RoleModel, slots: int, links: Links, site: Site) ->
                 if role == "critic":
                     with torch.no_grad():
                         next(model.parameters()).mul_(1.1)
-                    model.weights_changed()
+                    model.end_weight_update()
                     scorers.rounds.critic_changed()
                     assert not cache.seq_ids
                     scorers.advance(rollouts)
@@ -154,8 +158,8 @@ def _score(role: str, model: RoleModel, slots: int, links: Links, site: Site) ->
 def together(models: dict[str, str], tp: int, pp: int) -> dict[str, float]:
     """Three roles of different sizes at once, each with its own slots and evictions, woven into each other's gaps."""
     groups = world_groups(tp, pp)
-    place = Place(groups.ranks, groups.tp, groups.pp, groups.dp)
-    site = Site({"actor": place, **dict.fromkeys(ROLES, place)})
+    placement = RolePlacement(groups.ranks, groups.tp, groups.pp, groups.dp)
+    site = Site({"actor": placement, **dict.fromkeys(ROLES, placement)})
     loaded = {role: load(models[role], groups, "lm" if role == "reference" else "scalar") for role in ROLES}
     scorers = Scorers(loaded, {"reward": 2, "reference": 9, "critic": 3}, build_links(site), site)
     growth = Growth(5)
@@ -176,12 +180,12 @@ def _slot_bytes(model: RoleModel) -> int:
 
 
 def streamed_against_full(models: dict[str, str], tp: int, pp: int) -> dict[str, dict[str, float]]:
-    """role/slots -> largest difference, and how many times a sequence was seated."""
+    """role/slots -> largest difference, and how many times a sequence was admitted."""
     groups: RoleGroups = world_groups(tp, pp)
-    place = Place(groups.ranks, groups.tp, groups.pp, groups.dp)
+    placement = RolePlacement(groups.ranks, groups.tp, groups.pp, groups.dp)
     reports = {}
     for role in ROLES:
-        site = Site({"actor": place, role: place})
+        site = Site({"actor": placement, role: placement})
         links = build_links(site)
         for slots in (len(SIZES), 3, 1):
             model = load(models[role], groups, "lm" if role == "reference" else "scalar")

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oppo_megatron.engine.chunk_codec import ChunkEncoder
-from oppo_megatron.engine.executor import Executor, Station
+from oppo_megatron.engine.executor import Executor, RoleWorker
 from oppo_megatron.engine.links import build_links
-from oppo_megatron.engine.stream import ChunkOutlet, ListenStation, share
+from oppo_megatron.engine.stream import ChunkOutlet, ListenWorker, share
 from oppo_megatron.errors import StreamError
-from oppo_megatron.layout.places import Place
+from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.records import Chunk, ChunkRow, Prompt, Rollout
 from oppo_megatron.schedule.actions import Action, Schedule
 from oppo_megatron.schedule.rounds import Round, Site
@@ -70,11 +70,11 @@ class Sender:
 class Stream:
     """Rounds in which nothing but the chunk's messages happens."""
 
-    def __init__(self, station: Station):
+    def __init__(self, worker: RoleWorker):
         world = dist.get_world_size()
-        site = Site({"actor": Place((0,)), "reward": Place(tuple(range(1, world)), dp=world - 1)})
+        site = Site({"actor": RolePlacement((0,)), "reward": RolePlacement(tuple(range(1, world)), dp=world - 1)})
         self.schedule = add_communication(Schedule({}), Round(1, steps=1), site)
-        self.executor = Executor(dist.get_rank(), {"actor": station}, build_links(site), 60.0, CPU, lambda *_: None)
+        self.executor = Executor(dist.get_rank(), {"actor": worker}, build_links(site), 60.0, CPU, lambda *_: None)
 
     def round(self) -> None:
         self.executor.run(self.schedule.of(self.executor.rank))
@@ -102,13 +102,13 @@ def _send(number: int) -> list[Chunk]:
 
 
 def _listen(number: int) -> list[Chunk]:
-    station = ListenStation(CPU)
-    station.admit([rollout()])
-    stream, got = Stream(station), []
+    worker = ListenWorker(CPU)
+    worker.admit([rollout()])
+    stream, got = Stream(worker), []
     for _ in range(number):
         stream.round()
-        got.append(station.end())
-    station.retire([rollout()])
+        got.append(worker.end())
+    worker.retire([rollout()])
     return got
 
 
@@ -124,9 +124,9 @@ def damaged(kind: str) -> str:
 
 
 def _listen_to_damaged() -> tuple[Stream, str]:
-    station = ListenStation(CPU)
-    station.admit([rollout()])
-    stream = Stream(station)
+    worker = ListenWorker(CPU)
+    worker.admit([rollout()])
+    stream = Stream(worker)
     try:
         for _ in range(3):
             stream.round()

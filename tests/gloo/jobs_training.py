@@ -233,7 +233,7 @@ def begun_and_abandoned(directory: str, tp: int) -> list[tuple[bool, bool]]:
     probes, seen = [[1, 2, 3, 4], [9, 8, 7]], []
 
     def look() -> None:
-        seen.append((model._lean is not None, trained._ahead is not None))
+        seen.append((model._fused is not None, trained._ahead is not None))
 
     look()
     before = cached_outputs(model, probes)

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 MAX_LENGTH = 32
 
 
-PATHS: tuple[DecodePath, ...] = ("packed", "lean", "module")
+PATHS: tuple[DecodePath, ...] = ("packed", "fused", "module")
 
 
 def gather_logits(logits_RV: Tensor, vocab: VocabShards) -> Tensor:

@@ -14,10 +14,10 @@ def test_cached_steps_equal_the_full_forward(models: dict[str, str], layout: tup
     answers = run_ranks(
         tp * pp, "tests.gloo.jobs_cache:cached_against_full", directories=chosen, tp=tp, pp=pp, num_steps=NUM_STEPS
     )
-    speakers = [answer for answer in answers if "error" in answer["qwen2/lean"]]
+    speakers = [answer for answer in answers if "error" in answer["qwen2/fused"]]
     assert len(speakers) == tp  # the last stage
     for answer in speakers:
         for name, report in answer.items():
             assert report["error"] < TOLERANCE, (name, report)
             assert report["spread"] > 0.3 and report["rolled_back"] > 3 and report["opened"] > 8, (name, report)
-            assert (report["lean_calls"] > 0) != name.endswith("/module"), (name, report)
+            assert (report["fused_calls"] > 0) != name.endswith("/module"), (name, report)

@@ -38,7 +38,7 @@ WAYS = [
     Way(4, "paged"),
     Way(64),
     Way(5, "dense", "module"),
-    Way(3, "paged", "lean"),
+    Way(3, "paged", "fused"),
     Way(1, "paged"),
 ]
 

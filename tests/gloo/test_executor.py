@@ -35,7 +35,7 @@ SITES: dict[str, Site] = {
 
 
 def ranks_of(site: Site) -> list[int]:
-    return sorted({rank for place in site.places.values() for rank in place.ranks})
+    return sorted({rank for placement in site.placements.values() for rank in placement.ranks})
 
 
 def schedule_of(site: Site, generator: str = "woven") -> tuple[Schedule, Round]:
@@ -50,7 +50,7 @@ def test_what_is_done_is_what_the_schedule_says(name: str) -> None:
     made = [schedule_of(site, generator)[0] for generator in GENERATORS]
     made += [build(make_round(site, prefills=3), site, random.Random(seed)) for seed in range(3)]
     world = len(ranks_of(site))
-    answers = run_ranks(world, "tests.gloo.jobs_executor:carry_out", places=site.places, schedules=made, late_s=60.0)
+    answers = run_ranks(world, "tests.gloo.jobs_executor:carry_out", placements=site.placements, schedules=made, late_s=60.0)
     for rank, outcomes in enumerate(answers):
         for schedule, outcome in zip(made, outcomes, strict=True):
             assert outcome.error is None
@@ -62,7 +62,7 @@ def test_rounds_follow_each_other_without_a_pause() -> None:
     site = disaggregated((1, 1, 1), (1, 1, 1))
     schedule = build(make_round(site, steps=1, micro_batches=1, prefills=1, prompts=0), site)
     answers = run_ranks(
-        2, "tests.gloo.jobs_executor:carry_out", places=site.places, schedules=[schedule], late_s=60.0, rounds=100
+        2, "tests.gloo.jobs_executor:carry_out", placements=site.placements, schedules=[schedule], late_s=60.0, rounds=100
     )
     assert [len(outcomes[0].done) for outcomes in answers] == [100 * len(schedule.of(rank)) for rank in (0, 1)]
 
@@ -101,7 +101,7 @@ def test_a_withheld_message_is_named_by_all_who_wait_for_it(case: str) -> None:
     answers = run_ranks(
         len(ranks_of(site)),
         "tests.gloo.jobs_executor:carry_out",
-        places=site.places,
+        placements=site.placements,
         schedules=[broken],
         late_s=TIMEOUT_S,
     )
@@ -141,7 +141,7 @@ def test_a_killed_rank_is_felt_and_named_by_all_who_need_it(case: str) -> None:
     answers = run_mortal_ranks(
         world,
         "tests.gloo.jobs_executor:carry_out",
-        places=site.places,
+        placements=site.placements,
         schedules=[schedule],
         late_s=TIMEOUT_S,
         last_words=(victim, text),
@@ -153,7 +153,7 @@ def test_a_killed_rank_is_felt_and_named_by_all_who_need_it(case: str) -> None:
         waited = named(outcome, own)
         # At the latest where the dry run is stuck; sooner where the dead rank took a message along that it had sent.
         assert own.index(waited) <= stuck[rank].position, (str(waited), str(stuck[rank].action))
-        assert waited.op in (Op.SEND, Op.RECV, Op.GATHER) or site.places[waited.role].tp > 1
+        assert waited.op in (Op.SEND, Op.RECV, Op.GATHER) or site.placements[waited.role].tp > 1
         assert outcome.done == [str(action) for action in own[: own.index(waited)]] or waited.op is Op.SEND
         assert outcome.seconds < world * TIMEOUT_S + 3
 

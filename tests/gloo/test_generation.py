@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from oppo_megatron.engine.sampler import Sampling
-from oppo_megatron.layout.places import Place
+from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.schedule.actions import Action
 from tests.gloo.conftest import save_small
 from tests.gloo.jobs_generation import EOS, MAX_RESPONSE, PROMPTS, VARIANTS
@@ -189,9 +189,9 @@ def test_what_is_done_is_the_schedule_but_for_ended_sequences(
 ) -> None:
     """Void are the last micro-steps of a micro-batch, with their messages, and the same on all ranks of a replica."""
     answers = run_ranks(tp * pp * dp, "tests.gloo.jobs_generation:observed", directory=models["qwen2"], tp=tp, pp=pp)
-    place, num_void = Place(tuple(range(tp * pp * dp)), tp, pp, dp), 0
+    placement, num_void = RolePlacement(tuple(range(tp * pp * dp)), tp, pp, dp), 0
     for replica in range(dp):
-        ends = [[void_from(*of_round) for of_round in answers[rank]] for rank in place.replica_ranks(replica)]
+        ends = [[void_from(*of_round) for of_round in answers[rank]] for rank in placement.replica_ranks(replica)]
         assert all(other == ends[0] for other in ends)
         num_void += sum(map(len, ends[0]))
     assert num_void > 0

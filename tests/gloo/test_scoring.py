@@ -30,7 +30,7 @@ def test_streamed_outputs_equal_the_full_forward(chosen: dict[str, str], tp: int
     assert max(answer["reference/3"]["error"] for answer in answers) > 0
     if dp > 1:
         return
-    # With too few slots sequences were evicted and seated again; with enough they were not.
+    # With too few slots sequences were evicted and admitted again; with enough they were not.
     assert answers[0]["reward/3"]["opened"] > len(SIZES) + 1
     assert answers[0][f"reward/{len(SIZES)}"]["opened"] == len(SIZES) + 1
 

@@ -184,7 +184,7 @@ def decode_twice(model: RoleModel, rounds: RoundRunner) -> list[list[int]]:
         found += [rollout.tokens for rollout in buffer.take_batch()]
         for parameter in model.parameters():
             parameter.mul_(1.1)
-        model.weights_changed()
+        model.end_weight_update()
         rounds.actor_changed()
     return found
 

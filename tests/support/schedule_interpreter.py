@@ -1,7 +1,7 @@
 """Really runs a schedule's lists, on values that tell where they come from: the judge of what the checker says.
 
 It knows no rule about schedules.  A message is whatever comes next on its link; an action computes on whatever its
-rank holds, as the stations of the runtime do; every value is a hash of all that went into it.  A schedule is harmful
+rank holds, as the workers of the runtime do; every value is a hash of all that went into it.  A schedule is harmful
 where a rank hangs or finds nothing to work on, where tensor ranks meet at different actions, where a message is left
 over, or where any value differs from the reference, which `reference` computes without ranks and messages.
 """
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from oppo_megatron.layout.places import Seat
+from oppo_megatron.layout.placements import RankCoordinates
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
 from oppo_megatron.schedule.rounds import Batch, Round, Site
 
@@ -57,18 +57,18 @@ def _snapshot(books: dict[int, list[int]]) -> tuple[tuple[int, tuple[int, ...]],
 
 def reference(round_: Round, site: Site) -> dict[int, State]:
     """What every rank should have at the end."""
-    states = {rank: State() for place in site.places.values() for rank in place.ranks}
+    states = {rank: State() for placement in site.placements.values() for rank in placement.ranks}
     stages: dict[tuple[str, int, int], State] = defaultdict(State)  # one for all tensor ranks
     for role, replicas in round_.prefill.items():
         for replica, batches in enumerate(replicas):
             for m, batch in enumerate(batches):
                 values = [_first_input(role, g.seq_id, g.past, g.new) for g in batch]
-                for stage in range(site.places[role].pp):
+                for stage in range(site.placements[role].pp):
                     at = stages[role, replica, stage]
                     values = [_layer(at, role, stage, g.seq_id, v) for g, v in zip(batch, values, strict=True)]
                 if role != "actor":
-                    stages[role, replica, site.places[role].pp - 1].scores[role, m] = values
-    actor, chunk = site.places["actor"], dict[int, list[int]]()
+                    stages[role, replica, site.placements[role].pp - 1].scores[role, m] = values
+    actor, chunk = site.placements["actor"], dict[int, list[int]]()
     for replica, batches in enumerate(round_.decode):
         books: dict[int, list[int]] = defaultdict(list)
         for _ in range(round_.steps):
@@ -85,10 +85,10 @@ def reference(round_: Round, site: Site) -> dict[int, State]:
             stages["actor", replica, stage].books = books
         chunk |= books
     for rank, state in states.items():
-        for role, place in site.places.items():
-            seat = place.seat(rank)
-            if seat is not None:
-                at = stages[role, seat.replica, seat.stage]
+        for role, placement in site.placements.items():
+            coords = placement.coords(rank)
+            if coords is not None:
+                at = stages[role, coords.replica, coords.stage]
                 state.caches |= at.caches
                 state.scores |= at.scores
                 state.books.update(at.books)
@@ -118,7 +118,7 @@ class _Machine:
 
     def __init__(self, schedule: Schedule, round_: Round, site: Site):
         self.schedule, self.round, self.site = schedule, round_, site
-        self.states = {rank: State() for place in site.places.values() for rank in place.ranks}
+        self.states = {rank: State() for placement in site.placements.values() for rank in placement.ranks}
         self.links: dict[object, deque[Any]] = defaultdict(deque)
         self.hidden: dict[object, list[int]] = {}
         self.meetings: dict[object, list[dict[int, Any]]] = defaultdict(list)
@@ -144,8 +144,8 @@ class _Machine:
 
     def _rank(self, rank: int) -> Iterator[bool]:
         for action in self.schedule.of(rank):
-            place = self.site.places[action.role]
-            seat = place.seat(rank)
+            placement = self.site.placements[action.role]
+            coords = placement.coords(rank)
             if action.op is Op.SEND:
                 self._send(action)
                 yield True
@@ -153,13 +153,13 @@ class _Machine:
                 link = self.links[action.peer, rank, action.role, action.payload]
                 while not link:
                     yield False
-                self._take(action, seat, link.popleft())
+                self._take(action, coords, link.popleft())
                 yield True
             elif action.op is Op.GATHER:
                 yield from self._gather(action)
             else:
-                assert seat is not None
-                yield from self._compute(action, seat)
+                assert coords is not None
+                yield from self._compute(action, coords)
 
     def _meet(self, group: tuple[int, ...], name: object, rank: int, brought: Any) -> Iterator[bool]:
         """Every rank of the group comes; the n-th call of each belongs together."""
@@ -192,7 +192,7 @@ class _Machine:
             content = state.chunk if state.chunk is not None else _snapshot(state.books)
         self.links[action.rank, action.peer, action.role, action.payload].append(content)
 
-    def _take(self, action: Action, seat: Seat | None, content: Any) -> None:
+    def _take(self, action: Action, coords: RankCoordinates | None, content: Any) -> None:
         state = self.states[action.rank]
         if action.payload is Payload.HIDDEN:
             self.hidden[self._place_of_hidden(action)] = content
@@ -206,39 +206,39 @@ class _Machine:
             state.books[growth.seq_id].append(token)
 
     def _gather(self, action: Action) -> Iterator[bool]:
-        state, place = self.states[action.rank], self.site.places["actor"]
+        state, placement = self.states[action.rank], self.site.placements["actor"]
         number = self.met["gather", action.rank]
-        yield from self._meet(place.ranks, "gather", action.rank, _snapshot(state.books))
-        seat = place.seat(action.rank)
-        assert seat is not None
-        column = [place.rank(replica, seat.stage, seat.shard) for replica in range(place.dp)]
+        yield from self._meet(placement.ranks, "gather", action.rank, _snapshot(state.books))
+        coords = placement.coords(action.rank)
+        assert coords is not None
+        column = [placement.rank(replica, coords.stage, coords.shard) for replica in range(placement.dp)]
         brought = self.meetings["gather"][number]
         state.chunk = tuple(sorted(row for rank in column for row in brought[rank]))
 
     def _batch(self, action: Action) -> Batch:
-        seat = self.site.places[action.role].seat(action.rank)
-        assert seat is not None
+        coords = self.site.placements[action.role].coords(action.rank)
+        assert coords is not None
         if action.step is None:
-            return self.round.prefill[action.role][seat.replica][action.micro_batch]
-        return self.round.decode[seat.replica][action.micro_batch]
+            return self.round.prefill[action.role][coords.replica][action.micro_batch]
+        return self.round.decode[coords.replica][action.micro_batch]
 
-    def _compute(self, action: Action, seat: Seat) -> Iterator[bool]:
-        place, rank = self.site.places[action.role], action.rank
-        group = place.stage_ranks(seat.replica, seat.stage)
-        own = self._input(action, seat)
+    def _compute(self, action: Action, coords: RankCoordinates) -> Iterator[bool]:
+        placement, rank = self.site.placements[action.role], action.rank
+        group = placement.stage_ranks(coords.replica, coords.stage)
+        own = self._input(action, coords)
         call = (action.op, action.micro_batch, action.step)
         number = self.met[(action.role, group), rank]
         yield from self._meet(group, (action.role, group), rank, (call, own))
         brought = [self.meetings[(action.role, group)][number][member] for member in group]
         if any(other != (call, own) for other in brought):
             raise Harm(f"{action}: its tensor ranks meet at different actions or with different values")
-        self._work(action, seat, own)
+        self._work(action, coords, own)
         yield True
 
-    def _input(self, action: Action, seat: Seat) -> list[int]:
+    def _input(self, action: Action, coords: RankCoordinates) -> list[int]:
         batch, state = self._batch(action), self.states[action.rank]
         held = self.hidden.get(self._place_of_hidden(action))
-        if action.op in (Op.SAMPLE, Op.SCORE) or seat.stage > 0:
+        if action.op in (Op.SAMPLE, Op.SCORE) or coords.stage > 0:
             if held is None:
                 raise Harm(f"{action}: there is nothing to work on")
             values = held
@@ -251,7 +251,7 @@ class _Machine:
             values = [hash(pair) for pair in zip(values, drawn, strict=True)]
         return values
 
-    def _work(self, action: Action, seat: Seat, values: list[int]) -> None:
+    def _work(self, action: Action, coords: RankCoordinates, values: list[int]) -> None:
         batch, state = self._batch(action), self.states[action.rank]
         if action.op is Op.SAMPLE:
             self._append(state, batch, [hash(("drawn", value)) for value in values])
@@ -261,5 +261,5 @@ class _Machine:
             state.scores[action.role, action.micro_batch] = values
         else:
             pairs = zip(batch, values, strict=True)
-            out = [_layer(state, action.role, seat.stage, g.seq_id, value) for g, value in pairs]
+            out = [_layer(state, action.role, coords.stage, g.seq_id, value) for g, value in pairs]
             self.hidden[self._place_of_hidden(action)] = out

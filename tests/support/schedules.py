@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from oppo_megatron.layout.places import Place
+from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
 from oppo_megatron.schedule.rounds import Batch, Growth, KVBudget, Round, Site
 
@@ -19,10 +19,10 @@ LAYOUTS = [(tp, pp, dp) for tp in (1, 2) for pp in (1, 2, 4) for dp in (1, 2)]
 
 def make_site(actor: tuple[int, int, int], scorers: Mapping[str, tuple[int, int, int, int]]) -> Site:
     """Actor (tp, pp, dp) on ranks 0..; each scorer (first rank, tp, pp, dp)."""
-    places = {"actor": Place(tuple(range(actor[0] * actor[1] * actor[2])), *actor)}
+    placements = {"actor": RolePlacement(tuple(range(actor[0] * actor[1] * actor[2])), *actor)}
     for role, (first, tp, pp, dp) in scorers.items():
-        places[role] = Place(tuple(range(first, first + tp * pp * dp)), tp, pp, dp)
-    return Site(places)
+        placements[role] = RolePlacement(tuple(range(first, first + tp * pp * dp)), tp, pp, dp)
+    return Site(placements)
 
 
 def colocated(actor: tuple[int, int, int]) -> Site:
@@ -50,7 +50,7 @@ def make_round(
     index: int = 2,
 ) -> Round:
     """A round in which every micro-batch has `sequences` sequences, and each role and replica has work."""
-    actor = site.places["actor"]
+    actor = site.placements["actor"]
     ids = iter(range(10_000))
 
     def batches(count: int, new: int, past: int, rows: int = 0) -> tuple[Batch, ...]:
@@ -61,12 +61,12 @@ def make_round(
     prompted = tuple(
         tuple(tuple(Growth(g.seq_id, 0, g.past) for g in batch) for batch in replica[:prompts]) for replica in decode
     )
-    prefill = {role: tuple(batches(prefills, 4, 6, 4) for _ in range(p.dp)) for role, p in site.places.items()}
+    prefill = {role: tuple(batches(prefills, 4, 6, 4) for _ in range(p.dp)) for role, p in site.placements.items()}
     return Round(index, steps, decode if steps else (), prefill | {"actor": prompted if steps else ()})
 
 
 def ample_budgets(site: Site) -> dict[str, list[KVBudget]]:
-    return {role: [KVBudget(10_000, 10_000)] * place.dp for role, place in site.places.items()}
+    return {role: [KVBudget(10_000, 10_000)] * placement.dp for role, placement in site.placements.items()}
 
 
 @dataclass
@@ -81,12 +81,12 @@ def build(round_: Round, site: Site, rng: random.Random | None = None) -> Schedu
     """A sound schedule.  With `rng` a random one, else decoding first."""
     tasks: dict[object, _Task] = {}
     for replica, batches in enumerate(round_.decode):
-        tasks |= _decoding(round_, site.places["actor"], replica, batches)
+        tasks |= _decoding(round_, site.placements["actor"], replica, batches)
     for role, replicas in round_.prefill.items():
         chunk = round_.index if role == "actor" else round_.index - 1
         for replica, batches in enumerate(replicas):
-            tasks |= _prefills(site.places[role], role, replica, len(batches), chunk)
-    lists: dict[int, list[Action]] = {rank: [] for place in site.places.values() for rank in place.ranks}
+            tasks |= _prefills(site.placements[role], role, replica, len(batches), chunk)
+    lists: dict[int, list[Action]] = {rank: [] for placement in site.placements.values() for rank in placement.ranks}
     for action in [*_in_order(tasks, rng), *_spread(round_, site)]:
         lists[action.rank].append(action)
     return Schedule({rank: tuple(own) for rank, own in lists.items()})
@@ -101,58 +101,58 @@ def _in_order(tasks: dict[object, _Task], rng: random.Random | None) -> Iterator
         done.add(name)
 
 
-def _decoding(round_: Round, place: Place, replica: int, batches: Sequence[Batch]) -> dict[object, _Task]:
+def _decoding(round_: Round, placement: RolePlacement, replica: int, batches: Sequence[Batch]) -> dict[object, _Task]:
     tasks: dict[object, _Task] = {}
-    last, name = place.pp - 1, ("decode", replica)
-    prompts = [("prefill", "actor", replica, j, p) for j in range(len(batches)) for p in range(place.pp)]
+    last, name = placement.pp - 1, ("decode", replica)
+    prompts = [("prefill", "actor", replica, j, p) for j in range(len(batches)) for p in range(placement.pp)]
     order = [(step, m) for step in range(round_.steps) for m in range(len(batches))]
     for number, (step, m) in enumerate(order):
-        for stage in range(place.pp):
+        for stage in range(placement.pp):
             after = [(*name, *order[number - 1], stage)] if number else []
             after += [(*name, step, m, stage - 1)] if stage else [(*name, step - 1, m, last)]
             task = tasks[(*name, step, m, stage)] = _Task(after=[*after, *prompts])
-            for shard, rank in enumerate(place.stage_ranks(replica, stage)):
+            for shard, rank in enumerate(placement.stage_ranks(replica, stage)):
                 key = ("actor", m, round_.index)
-                drawing = place.rank(replica, last, shard)
+                drawing = placement.rank(replica, last, shard)
                 if step and stage < last:
                     task.actions.append(Action(rank, Op.RECV, *key, step - 1, Payload.TOKENS, drawing))
                 if stage:
-                    before = place.rank(replica, stage - 1, shard)
+                    before = placement.rank(replica, stage - 1, shard)
                     task.actions.append(Action(rank, Op.RECV, *key, step, Payload.HIDDEN, before))
                 task.actions.append(Action(rank, Op.DECODE, *key, step))
                 if stage < last:
-                    behind = place.rank(replica, stage + 1, shard)
+                    behind = placement.rank(replica, stage + 1, shard)
                     task.actions.append(Action(rank, Op.SEND, *key, step, Payload.HIDDEN, behind))
                 else:
                     task.actions.append(Action(rank, Op.SAMPLE, *key, step))
                     for other in range(last):
-                        to = place.rank(replica, other, shard)
+                        to = placement.rank(replica, other, shard)
                         task.actions.append(Action(rank, Op.SEND, *key, step, Payload.TOKENS, to))
     for stage in range(last):
         final = [(*name, round_.steps - 1, m, last) for m in range(len(batches))]
         task = tasks[(*name, "final", stage)] = _Task(after=final)
-        for shard, rank in enumerate(place.stage_ranks(replica, stage)):
-            drawing = place.rank(replica, last, shard)
+        for shard, rank in enumerate(placement.stage_ranks(replica, stage)):
+            drawing = placement.rank(replica, last, shard)
             for m in range(len(batches)):
                 received = Action(rank, Op.RECV, "actor", m, round_.index, round_.steps - 1, Payload.TOKENS, drawing)
                 task.actions.append(received)
     return tasks
 
 
-def _prefills(place: Place, role: str, replica: int, count: int, chunk: int) -> dict[object, _Task]:
+def _prefills(placement: RolePlacement, role: str, replica: int, count: int, chunk: int) -> dict[object, _Task]:
     tasks: dict[object, _Task] = {}
     name = ("prefill", role, replica)
     for j in range(count):
-        for stage in range(place.pp):
+        for stage in range(placement.pp):
             task = tasks[(*name, j, stage)] = _Task(after=[(*name, j - 1, stage), (*name, j, stage - 1)])
-            for shard, rank in enumerate(place.stage_ranks(replica, stage)):
+            for shard, rank in enumerate(placement.stage_ranks(replica, stage)):
                 key = (role, j, chunk)
                 if stage:
-                    before = place.rank(replica, stage - 1, shard)
+                    before = placement.rank(replica, stage - 1, shard)
                     task.actions.append(Action(rank, Op.RECV, *key, None, Payload.HIDDEN, before))
                 task.actions.append(Action(rank, Op.PREFILL, *key))
-                if stage < place.pp - 1:
-                    behind = place.rank(replica, stage + 1, shard)
+                if stage < placement.pp - 1:
+                    behind = placement.rank(replica, stage + 1, shard)
                     task.actions.append(Action(rank, Op.SEND, *key, None, Payload.HIDDEN, behind))
                 elif role != "actor":
                     task.actions.append(Action(rank, Op.SCORE, *key))
@@ -162,8 +162,8 @@ def _prefills(place: Place, role: str, replica: int, count: int, chunk: int) -> 
 def _spread(round_: Round, site: Site) -> Iterator[Action]:
     if not round_.steps:
         return
-    if site.places["actor"].dp > 1:
-        yield from (Action(rank, Op.GATHER, "actor", 0, round_.index) for rank in site.places["actor"].ranks)
+    if site.placements["actor"].dp > 1:
+        yield from (Action(rank, Op.GATHER, "actor", 0, round_.index) for rank in site.placements["actor"].ranks)
     key = ("actor", 0, round_.index, None, Payload.CHUNK)
     for listener in site.listeners:
         yield Action(site.source, Op.SEND, *key, listener)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from oppo_megatron.layout.places import Place
+from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.schedule.actions import Schedule
 from oppo_megatron.schedule.rounds import Batch, Growth, Round, Site
 from oppo_megatron.schedule.weaving.communication import add_communication
@@ -26,21 +26,31 @@ COSTS = Costs(
 )
 
 SITES = {
-    "pp1_colocated": Site({"actor": Place((0,)), "critic": Place((0,)), "reward": Place((0,))}),
-    "pp1_dp2_disaggregated": Site({"actor": Place((0, 1), dp=2), "reward": Place((2,))}),
-    "pp2_colocated": Site({"actor": Place((0, 1), pp=2), "critic": Place((0, 1), pp=2), "reward": Place((0, 1), pp=2)}),
-    "pp2_layouts_differ": Site({"actor": Place((0, 1), pp=2), "reward": Place((0, 1), tp=2)}),
-    "pp2_disaggregated": Site({"actor": Place((0, 1), pp=2), "reward": Place((2, 3), pp=2)}),
-    "pp2_dp2_colocated": Site({"actor": Place((0, 1, 2, 3), pp=2, dp=2), "reward": Place((0, 1, 2, 3), pp=2, dp=2)}),
-    "pp4_colocated": Site({"actor": Place((0, 1, 2, 3), pp=4), "reward": Place((0, 1, 2, 3), pp=4)}),
-    "pp1_disaggregated": Site({"actor": Place((0,)), "reward": Place((1,))}),
-    "pp1_dp2_colocated": Site({"actor": Place((0, 1), dp=2), "reward": Place((0, 1), dp=2)}),
-    "pp2_dp2_disaggregated": Site({"actor": Place((0, 1, 2, 3), pp=2, dp=2), "reward": Place((4, 5), pp=2)}),
-    "pp4_disaggregated": Site({"actor": Place((0, 1, 2, 3), pp=4), "reward": Place((4,))}),
-    "pp4_dp2_colocated": Site(
-        {"actor": Place(tuple(range(8)), pp=4, dp=2), "reward": Place(tuple(range(8)), pp=4, dp=2)}
+    "pp1_colocated": Site({"actor": RolePlacement((0,)), "critic": RolePlacement((0,)), "reward": RolePlacement((0,))}),
+    "pp1_dp2_disaggregated": Site({"actor": RolePlacement((0, 1), dp=2), "reward": RolePlacement((2,))}),
+    "pp2_colocated": Site(
+        {
+            "actor": RolePlacement((0, 1), pp=2),
+            "critic": RolePlacement((0, 1), pp=2),
+            "reward": RolePlacement((0, 1), pp=2),
+        }
     ),
-    "pp4_dp2_disaggregated": Site({"actor": Place(tuple(range(8)), pp=4, dp=2), "reward": Place((8,))}),
+    "pp2_layouts_differ": Site({"actor": RolePlacement((0, 1), pp=2), "reward": RolePlacement((0, 1), tp=2)}),
+    "pp2_disaggregated": Site({"actor": RolePlacement((0, 1), pp=2), "reward": RolePlacement((2, 3), pp=2)}),
+    "pp2_dp2_colocated": Site(
+        {"actor": RolePlacement((0, 1, 2, 3), pp=2, dp=2), "reward": RolePlacement((0, 1, 2, 3), pp=2, dp=2)}
+    ),
+    "pp4_colocated": Site({"actor": RolePlacement((0, 1, 2, 3), pp=4), "reward": RolePlacement((0, 1, 2, 3), pp=4)}),
+    "pp1_disaggregated": Site({"actor": RolePlacement((0,)), "reward": RolePlacement((1,))}),
+    "pp1_dp2_colocated": Site({"actor": RolePlacement((0, 1), dp=2), "reward": RolePlacement((0, 1), dp=2)}),
+    "pp2_dp2_disaggregated": Site(
+        {"actor": RolePlacement((0, 1, 2, 3), pp=2, dp=2), "reward": RolePlacement((4, 5), pp=2)}
+    ),
+    "pp4_disaggregated": Site({"actor": RolePlacement((0, 1, 2, 3), pp=4), "reward": RolePlacement((4,))}),
+    "pp4_dp2_colocated": Site(
+        {"actor": RolePlacement(tuple(range(8)), pp=4, dp=2), "reward": RolePlacement(tuple(range(8)), pp=4, dp=2)}
+    ),
+    "pp4_dp2_disaggregated": Site({"actor": RolePlacement(tuple(range(8)), pp=4, dp=2), "reward": RolePlacement((8,))}),
 }
 
 NAMES = (
@@ -74,14 +84,14 @@ def schedules() -> Iterator[tuple[str, Schedule]]:
 
 def _round(site: Site, decode_batches: int) -> Round:
     """Each replica of the actor prefills a prompt, then decodes."""
-    actor = site.places["actor"]
+    actor = site.placements["actor"]
     decode, prompts = [], []
     for replica in range(actor.dp):
         decode.append(tuple(_batch(10 * replica + m, 5, 2) for m in range(decode_batches)))
         prompts.append((_batch(10 * replica, 0, 5),))
     prefill = {
-        role: tuple(tuple(_batch(100 + 10 * d + j, 3, 4, 4) for j in range(2)) for d in range(place.dp))
-        for role, place in site.places.items()
+        role: tuple(tuple(_batch(100 + 10 * d + j, 3, 4, 4) for j in range(2)) for d in range(placement.dp))
+        for role, placement in site.placements.items()
         if role != "actor"
     }
     return Round(1, 2, tuple(decode), {"actor": tuple(prompts), **prefill})

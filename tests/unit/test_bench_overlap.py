@@ -19,7 +19,7 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.random_prompts import write_random_prompts
 from oppo_megatron.data.tokenizer import SentencePieceTokenizer
 from oppo_megatron.errors import DataError
-from oppo_megatron.layout.places import world_size
+from oppo_megatron.layout.placements import world_size
 from oppo_megatron.report.utilization import kind_of, utilization
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.rundir.trace import Span, SpanRecorder, merge_traces

@@ -23,7 +23,7 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.chunk import ChunkTuner, StepCost, first_settled_step
 from oppo_megatron.control.delta import RULES
 from oppo_megatron.errors import EXIT_REQUEUE, ConfigError
-from oppo_megatron.layout.places import role_places, world_size
+from oppo_megatron.layout.placements import role_placements, world_size
 from oppo_megatron.layout.shape import check_shape
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.preflight.settings import check_overlap
@@ -142,10 +142,10 @@ def test_what_a_delta_costs() -> None:
 def test_ranks_divide_the_work() -> None:
     pair = config()
     assert [world_size(scaling.with_ranks(pair, n)) for n in (1, 2, 4)] == [1, 2, 4]
-    places = role_places(scaling.with_ranks(pair, 4))
-    assert places["actor"].layout == (1, 1, 3) and places["critic"].ranks == (3,)
+    placements = role_placements(scaling.with_ranks(pair, 4))
+    assert placements["actor"].layout == (1, 1, 3) and placements["critic"].ranks == (3,)
     colocated = scaling.with_ranks(config(placement={"mode": "colocated"}), 4)
-    assert role_places(colocated)["actor"] == role_places(colocated)["critic"] and world_size(colocated) == 4
+    assert role_placements(colocated)["actor"] == role_placements(colocated)["critic"] and world_size(colocated) == 4
     assert all(scaling.with_ranks(pair, n).runtime.threads_per_rank == 1 for n in (1, 2))
 
 

@@ -13,7 +13,7 @@ from oppo_megatron.cli.schedule import GENERATORS
 from oppo_megatron.config.load import load_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.layout.places import Place
+from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.schedule.actions import Op, parse_schedule
 from oppo_megatron.schedule.planning.preview import preview
 from oppo_megatron.schedule.weaving import generators
@@ -36,7 +36,7 @@ placement: {mode: colocated, actor: {pp: 2, dp: 2}}
 """
 
 
-PLACES = {role: Place(tuple(range(4)), pp=2, dp=2) for role in ("actor", "critic", "reward")}
+PLACES = {role: RolePlacement(tuple(range(4)), pp=2, dp=2) for role in ("actor", "critic", "reward")}
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from oppo_megatron.cluster.hosts import RankHost, describe_hosts, format_ranks
 from oppo_megatron.cluster.rendezvous import Meeting, MeetingPoint, meet, within
 from oppo_megatron.errors import WorldError
-from oppo_megatron.layout.places import parse_ranks
+from oppo_megatron.layout.placements import parse_ranks
 
 TIMEOUT_S = 3.0
 SLACK_S = 2.0  # what a busy machine may add

@@ -12,7 +12,7 @@ from oppo_megatron.config.load import dump_config, load_config
 from oppo_megatron.config.model import ActorConfig, RuntimeConfig, TrainedRoleConfig
 from oppo_megatron.config.run import SFTConfig, TrainConfig
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.layout.places import named_roles
+from oppo_megatron.layout.placements import named_roles
 from oppo_megatron.preflight.settings import check_forced_lengths, check_source
 
 GOOD = """

@@ -19,7 +19,7 @@ from oppo_megatron.layout.layouts import (
     nearest_layouts,
     suggestion,
 )
-from oppo_megatron.layout.places import parse_ranks
+from oppo_megatron.layout.placements import parse_ranks
 
 LIMITS = st.builds(
     Limits,

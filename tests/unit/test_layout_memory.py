@@ -133,7 +133,7 @@ def holdings(on_cpu: bool = False, **changes: Any) -> list[Holding]:
 def test_what_each_rank_holds() -> None:
     held = holdings()
     assert [(h.rank, h.role) for h in held[:4]] == [(0, "actor"), (0, "reference"), (0, "critic"), (1, "actor")]
-    assert held[-1].seat == (1, 1, 1) and held[-1].rank == 7
+    assert held[-1].coords == (1, 1, 1) and held[-1].rank == 7
     actor, reference, _ = held[:3]
     parameters = stage_parameters(SHAPE, 2, 2, 0, scalar=False)
     assert actor.memory.weights == reference.memory.weights == parameters * 4
@@ -222,7 +222,7 @@ def test_a_processor_decodes_by_a_copy_of_the_products_weights() -> None:
     norms_and_biases = 8 * (2 * 64 + 64 + 2 * 16) + 64
     assert held["actor"].packed == held["reference"].packed == held["actor"].weights - norms_and_biases * 4
     assert held["critic"].packed == held["critic"].weights - (norms_and_biases + 96 * 64 + 64) * 4
-    for changes in ({}, {"on_cpu": True, "runtime": {"decode_path": "lean"}}):
+    for changes in ({}, {"on_cpu": True, "runtime": {"decode_path": "fused"}}):
         assert {h.memory.packed for h in holdings(**one, **changes)} == {0}
 
 
@@ -262,7 +262,7 @@ def test_a_supervised_model_is_one_role() -> None:
     held = supervised_holdings(
         RewardModelConfig.model_validate({**config, "batch_size": 9, "parallel": {"pp": 2, "dp": 2}})
     )
-    assert [(h.rank, h.role, h.seat.stage, h.seat.replica) for h in held] == [
+    assert [(h.rank, h.role, h.coords.stage, h.coords.replica) for h in held] == [
         (0, "model", 0, 0),
         (1, "model", 0, 1),
         (2, "model", 1, 0),

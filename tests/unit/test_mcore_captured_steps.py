@@ -17,7 +17,7 @@ from oppo_megatron.engine.links import Links
 from oppo_megatron.engine.rounds import Decoding, RoundRunner, decoder
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping
-from oppo_megatron.mcore import lean
+from oppo_megatron.mcore import fused
 from oppo_megatron.mcore.cuda_graphs import WARM_UPS, CapturedSteps
 from oppo_megatron.mcore.groups import build_groups
 from oppo_megatron.mcore.layers.rms_norm import Norm
@@ -82,26 +82,26 @@ def decode(model: RoleModel, rounds: RoundRunner) -> list[list[int]]:
         if chunk.index == 2:
             for parameter in model.parameters():
                 parameter.mul_(1.1)
-            model.weights_changed()
+            model.end_weight_update()
             rounds.actor_changed()
     for parameter, weight in zip(model.parameters(), weights, strict=True):
         parameter.copy_(weight)
-    model.weights_changed()
+    model.end_weight_update()
     return [rollout.tokens for rollout in buffer.take_batch()]
 
 
 @pytest.mark.parametrize("layout", ["dense", "paged"])
 @pytest.mark.parametrize(
     ("path", "changes"),
-    [("lean", {}), ("module", {}), ("lean", {"model_type": "mistral", "sliding_window": 9})],
-    ids=["lean", "module", "sliding window"],
+    [("fused", {}), ("module", {}), ("fused", {"model_type": "mistral", "sliding_window": 9})],
+    ids=["fused", "module", "sliding window"],
 )
 def test_replayed_steps_draw_what_computed_steps_draw(
     world: None, path: DecodePath, changes: dict[str, Any], layout: KVLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In bfloat16 and with torch's norm, as on a GPU: there the lean layers hold no copies of weights that an update would
+    """In bfloat16 and with torch's norm, as on a GPU: there the fused layers hold no copies of weights that an update would
     leave behind."""
-    monkeypatch.setattr(lean, "fixed_norm", torch_norm)
+    monkeypatch.setattr(fused, "fixed_norm", torch_norm)
     model = new_model(path, "bfloat16", **changes)
     for sampling in SAMPLINGS:
         expected = decode(model, new_rounds(model, sampling, 4, layout))
@@ -116,7 +116,7 @@ def test_replayed_steps_draw_what_computed_steps_draw(
 
 def test_a_step_that_asks_the_device_is_refused(world: None) -> None:
     """The recording of these tests would not let it pass."""
-    model, numbers = new_model("lean", "bfloat16"), torch.arange(3)
+    model, numbers = new_model("fused", "bfloat16"), torch.arange(3)
     for step in (
         lambda: int(numbers[0]),
         lambda: numbers[numbers > 1],
@@ -129,7 +129,7 @@ def test_a_step_that_asks_the_device_is_refused(world: None) -> None:
 
 
 def test_tensors_that_name_no_device_are_found(world: None) -> None:
-    numbers, recorded = torch.arange(3), RecordedSteps(new_model("lean", "bfloat16"))
+    numbers, recorded = torch.arange(3), RecordedSteps(new_model("fused", "bfloat16"))
     with pytest.raises(RuntimeError, match="meta"):
         for _ in range(WARM_UPS + 1):
             recorded("key", lambda: numbers * torch.arange(3))

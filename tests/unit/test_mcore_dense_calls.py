@@ -11,13 +11,13 @@ from oppo_megatron.cluster.world import open_world
 from oppo_megatron.config.model import ModelConfig, RuntimeConfig
 from oppo_megatron.config.overlap import WeaveConfig
 from oppo_megatron.engine.executor import Executor
-from oppo_megatron.engine.generation import DecodeStation
+from oppo_megatron.engine.generation import DecodeWorker
 from oppo_megatron.engine.links import build_links
 from oppo_megatron.engine.rounds import Decoding, RoundRunner
 from oppo_megatron.engine.sampler import Sampling
-from oppo_megatron.engine.scoring import ScoringStation
+from oppo_megatron.engine.scoring import ScoringWorker
 from oppo_megatron.engine.stopping import Stopping
-from oppo_megatron.layout.places import Place
+from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.mcore.groups import build_groups
 from oppo_megatron.mcore.kv.dense import DensePlan, KVCache
 from oppo_megatron.mcore.model import RoleModel
@@ -41,11 +41,11 @@ class ByLength(Stopping):
 
 def new_rounds(model: RoleModel, device: torch.device, micro_batches: int) -> RoundRunner:
     """An actor and a reference in one process."""
-    place = Place((0,))
-    site = Site({"actor": place, "reference": place})
+    placement = RolePlacement((0,))
+    site = Site({"actor": placement, "reference": placement})
     stopping = ByLength(eos_ids=(), max_response_tokens=16)
-    decode = DecodeStation(model, model.new_cache(6), sampling=Sampling(), stopping=stopping)
-    score = ScoringStation("reference", model, model.new_cache(6), temperature=1.0)
+    decode = DecodeWorker(model, model.new_cache(6), sampling=Sampling(), stopping=stopping)
+    score = ScoringWorker("reference", model, model.new_cache(6), temperature=1.0)
     planner = RoundPlanner(
         site,
         "woven",
@@ -55,8 +55,8 @@ def new_rounds(model: RoleModel, device: torch.device, micro_batches: int) -> Ro
         ActorBook(1, 6, stopping.limit),
         {"reference": ScoringBook("reference", 1, 6)},
     )
-    stations = {"actor": decode, "reference": score}
-    executor = Executor(0, stations, build_links(site), 60.0, device, lambda *_: None)
+    workers = {"actor": decode, "reference": score}
+    executor = Executor(0, workers, build_links(site), 60.0, device, lambda *_: None)
     return RoundRunner(planner, executor, {"actor": 0, "reference": 0}, decode, None, {"reference": score})
 
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from oppo_megatron.errors import CapacityError
 from oppo_megatron.mcore.out_of_memory import (
-    Allowance,
-    Allowances,
     Begun,
     Done,
     Exhausted,
+    MemoryLimit,
+    MemoryLimits,
     attempt,
     halves,
     in_smaller_ones,
@@ -74,17 +74,17 @@ def test_what_was_held_is_free_again() -> None:
         attempt(lambda: (_ for _ in ()).throw(ValueError("another")))
 
 
-def test_an_allowance_only_falls() -> None:
+def test_an_memory_limit_only_falls() -> None:
     told: list[str] = []
-    allowance = Allowance("a decode step", "sequences", tell=told.append)
-    assert allowance.within(100) == 100
-    allowance.lower(20, "no more", last=None)
-    allowance.lower(40, "no more", last=None)
-    assert (allowance.most, allowance.times, allowance.within(4)) == (10, 2, 4)
+    memory_limit = MemoryLimit("a decode step", "sequences", tell=told.append)
+    assert memory_limit.within(100) == 100
+    memory_limit.lower(20, "no more", last=None)
+    memory_limit.lower(40, "no more", last=None)
+    assert (memory_limit.most, memory_limit.times, memory_limit.within(4)) == (10, 2, 4)
     assert told[0] == "rank 0 ran out of memory in a decode step of 20 sequences (no more): at most 10 from here on"
-    allowances = Allowances(decode=allowance)
-    assert allowances.vector() == [0, 0, 10, 2]
-    other = Allowances()
+    memory_limits = MemoryLimits(decode=memory_limit)
+    assert memory_limits.vector() == [0, 0, 10, 2]
+    other = MemoryLimits()
     other.resume([7, 0, 3])
     assert (other.train.most, other.score.most, other.decode.most) == (7, None, 3)
 
@@ -102,7 +102,7 @@ def test_what_does_not_become_smaller_ends(sequences: int, sizes: int, says: str
         begun.note(sequences, sizes)
         raise MemoryError("no more")
 
-    allowance = Allowance("a training micro-batch", "tokens", tell=lambda _: None)
+    memory_limit = MemoryLimit("a training micro-batch", "tokens", tell=lambda _: None)
     with pytest.raises(CapacityError, match=says):
-        in_smaller_ones(work, 64, allowance, begun, lambda: None)
+        in_smaller_ones(work, 64, memory_limit, begun, lambda: None)
     assert calls == ([64, 15] if sequences == 2 else [64])

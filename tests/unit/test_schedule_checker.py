@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oppo_megatron.errors import ScheduleError
-from oppo_megatron.layout.places import Place
+from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule, parse_action, parse_schedule
 from oppo_megatron.schedule.checking.checker import Fault, FaultKind, check, require_sound
 from oppo_megatron.schedule.checking.timeline import simulate
@@ -22,7 +22,7 @@ from oppo_megatron.schedule.weaving.costs import Costs, Linear
 from oppo_megatron.schedule.weaving.generators import GENERATORS
 from tests.support.schedules import LAYOUTS, ample_budgets, build, colocated, disaggregated, make_round, make_site
 
-SPLIT = Site({"actor": Place((0, 1), 1, 2, 1), "reward": Place((2,))})
+SPLIT = Site({"actor": RolePlacement((0, 1), 1, 2, 1), "reward": RolePlacement((2,))})
 PAIR = Round(
     2,
     steps=2,
@@ -90,11 +90,11 @@ def rounds(draw: st.DrawFn) -> tuple[Round, Site, int]:
                     )
                 )
             )
-            for _ in range(site.places[role].dp)
+            for _ in range(site.placements[role].dp)
         )
 
     decode = batches("actor") if steps else ()
-    prefill = {role: batches(role) for role in site.places if role != "actor"}
+    prefill = {role: batches(role) for role in site.placements if role != "actor"}
     return Round(draw(st.integers(1, 9)), steps, decode, prefill), site, draw(st.integers(0, 99))
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from oppo_megatron.layout.places import Place
+from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
 from oppo_megatron.schedule.rounds import Round, Site
 from oppo_megatron.schedule.weaving.communication import add_communication
@@ -77,7 +77,7 @@ def _after_tokens(rest: tuple[Action, ...], tokens: Action) -> bool:
 def test_gather_and_chunk_end_the_lists() -> None:
     site = disaggregated((1, 2, 2), (1, 1, 1))
     round_, _, schedule = with_messages(site, "intra")
-    actor, chunk = site.places["actor"], round_.index
+    actor, chunk = site.placements["actor"], round_.index
     for rank in actor.ranks:
         gather, *chunks = [a for a in schedule.of(rank) if a.op is Op.GATHER or a.payload is Payload.CHUNK]
         assert gather == Action(rank, Op.GATHER, "actor", 0, chunk)
@@ -95,10 +95,10 @@ def test_a_round_that_decodes_nothing_tells_nobody() -> None:
 
 
 def test_shards_send_to_the_same_shard_of_the_same_replica() -> None:
-    place = Place(tuple(range(8)), tp=2, pp=2, dp=2)
-    _, _, schedule = with_messages(Site({"actor": place}), "woven")
+    placement = RolePlacement(tuple(range(8)), tp=2, pp=2, dp=2)
+    _, _, schedule = with_messages(Site({"actor": placement}), "woven")
     for action in schedule:
         if action.peer is not None:
-            here, there = place.seat(action.rank), place.seat(action.peer)
+            here, there = placement.coords(action.rank), placement.coords(action.peer)
             assert here is not None and there is not None
             assert (here.replica, here.shard) == (there.replica, there.shard)

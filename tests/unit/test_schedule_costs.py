@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oppo_megatron.layout.places import Place
+from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.schedule.actions import Op
 from oppo_megatron.schedule.checking.timeline import COMPUTE, simulate
 from oppo_megatron.schedule.rounds import Growth, Round, Site
@@ -178,7 +178,7 @@ def test_predicted_decoding_is_that_of_the_dry_run(
     decode = tuple(Linear(float(s), 0.0) for s in seconds)
     costs = Costs(decode, Linear(float(sample), 0.0), message_s=float(message))
     pp = len(seconds)
-    site = Site({"actor": Place(tuple(range(pp)), pp=pp)})
+    site = Site({"actor": RolePlacement(tuple(range(pp)), pp=pp)})
     round_ = Round(1, steps, (tuple((Growth(m, 1, steps),) for m in range(micro_batches)),))
     timeline = simulate(add_communication(woven(round_, site, costs), round_, site), round_, site, costs)
     computed = max(s.end_s for own in timeline.spans.values() for s in own if s.action.op in COMPUTE)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oppo_megatron.layout.places import Place
+from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.schedule.actions import Action, Op, Schedule, parse_schedule
 from oppo_megatron.schedule.checking.checker import check
 from oppo_megatron.schedule.checking.timeline import Timeline, simulate
@@ -29,18 +29,18 @@ SCORERS = ("reference", "critic", "reward")
 
 
 @st.composite
-def places(draw: st.DrawFn) -> Place:
+def placements(draw: st.DrawFn) -> RolePlacement:
     """Any layout, on any ranks of eight in any order."""
     tp, pp, dp = draw(st.sampled_from([(t, p, d) for t in (1, 2) for p in (1, 2, 4) for d in (1, 2) if t * p * d <= 8]))
     ranks = draw(st.permutations(range(8)))
-    return Place(tuple(ranks[: tp * pp * dp]), tp, pp, dp)
+    return RolePlacement(tuple(ranks[: tp * pp * dp]), tp, pp, dp)
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Round, Site, Costs]:
     """A round of some roles on a site: any active sets and chunk size, and any costs, zero and none-fitting included."""
     roles = draw(st.lists(st.sampled_from(SCORERS), unique=True))
-    site = Site({role: draw(places()) for role in ("actor", *roles)})
+    site = Site({role: draw(placements()) for role in ("actor", *roles)})
     steps = draw(st.integers(0, 3))
     ids = iter(range(10_000))
 
@@ -48,10 +48,10 @@ def cases(draw: st.DrawFn) -> tuple[Round, Site, Costs]:
         sizes = draw(st.lists(st.integers(1, 3), max_size=most))
         return tuple(tuple(Growth(next(ids), past, new, 1) for _ in range(size)) for size in sizes)
 
-    actor = site.places["actor"]
+    actor = site.placements["actor"]
     decode = tuple(batches(steps, 5, 3) for _ in range(actor.dp)) if steps else ()
     prompts = [draw(st.integers(0, len(replica))) for replica in decode]
-    prefill = {role: tuple(batches(4, 3, 4) for _ in range(site.places[role].dp)) for role in roles}
+    prefill = {role: tuple(batches(4, 3, 4) for _ in range(site.placements[role].dp)) for role in roles}
     if any(prompts):
         prefill["actor"] = tuple(
             tuple(tuple(Growth(g.seq_id, 0, 5) for g in batch) for batch in replica[:count])
@@ -61,7 +61,7 @@ def cases(draw: st.DrawFn) -> tuple[Round, Site, Costs]:
     line = st.builds(Linear, second, second)
 
     def lines(role: str) -> Lines:
-        pp = site.places[role].pp if role in site.places else 1
+        pp = site.placements[role].pp if role in site.placements else 1
         return draw(line) if draw(st.booleans()) else tuple(draw(line) for _ in range(pp))
 
     costs = Costs(lines("actor"), draw(line), {"critic": lines("critic")}, draw(line), draw(line), draw(second))
@@ -120,17 +120,17 @@ def test_a_component_gives_its_ranks_the_same_lists(case: tuple[Round, Site, Cos
 
 
 def test_a_component_leaves_out_what_shares_no_rank() -> None:
-    site = Site({"actor": Place((0, 1, 2, 3), pp=2, dp=2), "reward": Place((0, 1, 2, 3), pp=2, dp=2)})
+    site = Site({"actor": RolePlacement((0, 1, 2, 3), pp=2, dp=2), "reward": RolePlacement((0, 1, 2, 3), pp=2, dp=2)})
     batch = (Growth(0, 3, 2),)
     round_ = Round(1, 2, ((batch,), (batch,)), {"reward": ((batch,), (batch,))})
     assert component(round_, site, 2) == Round(1, 2, ((batch,), ()), {"reward": ((batch,), ())})
-    tied = Site(site.places | {"reward": Place((0, 1), tp=2)})
+    tied = Site(site.placements | {"reward": RolePlacement((0, 1), tp=2)})
     assert component(round_, tied, 3).decode == round_.decode
 
 
 def test_prefill_moves_no_decode_micro_step_while_it_fits() -> None:
     """Stage 0 decodes at 0 and 3.3; its gap of 2.3 s takes two micro-batches of 1 s, and the third comes in the next."""
-    site = Site({"actor": Place((0, 1), pp=2), "reward": Place((0, 1), pp=2)})
+    site = Site({"actor": RolePlacement((0, 1), pp=2), "reward": RolePlacement((0, 1), pp=2)})
     costs = Costs(Linear(1.0, 0.0), Linear(0.3, 0.0), {}, Linear(0.8, 0.0), Linear(0.0, 0.0), message_s=0.5)
     round_ = Round(1, 3, (((Growth(0, 1, 3),),),), {"reward": (tuple((Growth(j, 0, 9),) for j in range(1, 4)),)})
     names = [f"{a.op.value}{a.micro_batch if a.step is None else ''}" for a in woven(round_, site, costs).of(0)]
@@ -139,7 +139,7 @@ def test_prefill_moves_no_decode_micro_step_while_it_fits() -> None:
 
 def test_gaps_are_not_joined_at_the_price_of_decoding() -> None:
     """The first stage, 3 s of every 3, is the slow one: to delay the other's first micro-batch would delay the next step."""
-    site = Site({"actor": Place((0, 1), pp=2), "reward": Place((0, 1), pp=2)})
+    site = Site({"actor": RolePlacement((0, 1), pp=2), "reward": RolePlacement((0, 1), pp=2)})
     costs = Costs((Linear(3.0, 0.0), Linear(1.0, 0.0)), Linear(0.0, 0.0), {}, Linear(2.0, 0.0), message_s=1.0)
     decode = tuple((Growth(m, 1, 4),) for m in range(2))
     round_ = Round(1, 4, (decode,), {"reward": (tuple((Growth(j, 0, 9),) for j in range(5, 8)),)})
@@ -228,7 +228,7 @@ def measure(pp: int, costs: Costs, ratio: float, believed: Costs | None = None) 
 
     The cut is by the costs that are `believed`, by default the true ones; the dry run is by these.
     """
-    site = Site({role: Place(tuple(range(pp)), pp=pp) for role in ("actor", *SCORERS)})
+    site = Site({role: RolePlacement(tuple(range(pp)), pp=pp) for role in ("actor", *SCORERS)})
     bubbles = STEPS * max(pp - 1, 1) * costs.decode_at(0)(SEQUENCES)
     tokens = GRAIN * max(1, round(ratio * bubbles / (3 * GRAIN * costs.default_prefill.per_token_s)))
     asked = Work(SEQUENCES, STEPS, pp, dict.fromkeys(SCORERS, tokens))
@@ -268,7 +268,7 @@ def _prefill_s(timeline: Timeline, rank: int) -> float:
 
 def test_unequal_micro_batches_leave_gaps_in_one_piece() -> None:
     """Micro-batches of growing size, the smaller ones done earlier: the gaps still take the micro-batches cut for them."""
-    site = Site({"actor": Place(tuple(range(8)), pp=8), "reward": Place(tuple(range(8)), pp=8)})
+    site = Site({"actor": RolePlacement(tuple(range(8)), pp=8), "reward": RolePlacement(tuple(range(8)), pp=8)})
     sizes = [20, 21, 23]
     decode = tuple(tuple(Growth(100 * m + i, 9, 32) for i in range(size)) for m, size in enumerate(sizes))
     prefill = tuple((Growth(1000 + j, 0, 600),) for j in range(16))
@@ -280,7 +280,7 @@ def test_unequal_micro_batches_leave_gaps_in_one_piece() -> None:
 
 def test_a_large_round_is_planned_in_well_under_a_second() -> None:
     """64 steps, 8 stages, 2 replicas of 64 sequences in 8 micro-batches, 3 scorers of 16 micro-batches."""
-    site = Site({role: Place(tuple(range(16)), pp=8, dp=2) for role in ("actor", *SCORERS)})
+    site = Site({role: RolePlacement(tuple(range(16)), pp=8, dp=2) for role in ("actor", *SCORERS)})
     batch = tuple(Growth(i, 9, 64, 64) for i in range(8))
     round_ = Round(1, 64, ((batch,) * 8,) * 2, dict.fromkeys(SCORERS, ((batch,) * 16,) * 2))
     began = time.process_time()

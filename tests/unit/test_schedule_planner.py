@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oppo_megatron.config.overlap import OverlapConfig, WeaveConfig
-from oppo_megatron.layout.places import Place
+from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.records import ChunkRow, Prompt, Rollout
 from oppo_megatron.schedule.actions import Op, Schedule
@@ -50,7 +50,11 @@ SPREAD: dict[str, Site] = {
         (1, 2, 1), {"critic": (0, 1, 2, 1), "reference": (1, 1, 2, 1), "reward": (1, 2, 1, 1)}
     ),
     "reward PP2 one way, critic the other": Site(
-        {"actor": Place((0, 1), 1, 2), "critic": Place((2, 1), 1, 2), "reward": Place((1, 2), 1, 2)}
+        {
+            "actor": RolePlacement((0, 1), 1, 2),
+            "critic": RolePlacement((2, 1), 1, 2),
+            "reward": RolePlacement((1, 2), 1, 2),
+        }
     ),
 }
 """Scorers on ranks of the actor and others."""
@@ -64,15 +68,15 @@ def new_planner(
     overlap: OverlapConfig | None = None,
     **weave: Any,
 ) -> RoundPlanner:
-    places = site.places
+    placements = site.placements
     return RoundPlanner(
         site,
         generator,
         WeaveConfig(**weave),
         BUDGET,
         BUDGET,
-        ActorBook(places["actor"].dp, slots, lambda _: MAX_RESPONSE),
-        {name: ScoringBook(name, place.dp, slots) for name, place in places.items() if name != "actor"},
+        ActorBook(placements["actor"].dp, slots, lambda _: MAX_RESPONSE),
+        {name: ScoringBook(name, placement.dp, slots) for name, placement in placements.items() if name != "actor"},
         rank=rank,
         late=late_scorers(overlap or OverlapConfig(), site),
     )
@@ -148,11 +152,11 @@ class Run:
 
 
 def ranks_of(site: Site) -> list[int]:
-    return sorted({rank for place in site.places.values() for rank in place.ranks})
+    return sorted({rank for placement in site.placements.values() for rank in placement.ranks})
 
 
 def budgets_of(site: Site, slots: int) -> dict[str, list[KVBudget]]:
-    return {name: [KVBudget(slots, BUDGET)] * place.dp for name, place in site.places.items()}
+    return {name: [KVBudget(slots, BUDGET)] * placement.dp for name, placement in site.placements.items()}
 
 
 @settings(deadline=None, max_examples=25)
@@ -182,8 +186,21 @@ def test_what_all_ranks_plan_for_themselves_is_sound_together(
 
 def test_who_scores_last() -> None:
     """Roles on the actor's ranks alone, where others lie elsewhere and the actor's pipeline has no bubbles for them."""
-    beside = Site({"actor": Place((0,)), "reference": Place((0,)), "critic": Place((1,)), "reward": Place((1,))})
-    replicas = Site({"actor": Place((0, 1), dp=2), "reference": Place((1,)), "critic": Place((0, 1, 2), dp=3)})
+    beside = Site(
+        {
+            "actor": RolePlacement((0,)),
+            "reference": RolePlacement((0,)),
+            "critic": RolePlacement((1,)),
+            "reward": RolePlacement((1,)),
+        }
+    )
+    replicas = Site(
+        {
+            "actor": RolePlacement((0, 1), dp=2),
+            "reference": RolePlacement((1,)),
+            "critic": RolePlacement((0, 1, 2), dp=3),
+        }
+    )
     assert late_scorers(OverlapConfig(), beside) == {"reference"} == late_scorers(OverlapConfig(), replicas)
     assert late_scorers(OverlapConfig(beside_actor="stream"), beside) == set()
     assert late_scorers(OverlapConfig(), SITES["DP2, critic beside it, others apart"]) == {"critic"}
@@ -215,10 +232,12 @@ def test_backfill_needs_no_more_slots_than_are_decoded(name: str, delta: int, se
     """A share of B + delta slots: all that may decode does, and no scorer reads a token twice but the critic's anew."""
     site, decoded = (SITES | SPREAD)[name], BATCH + delta
     planner = new_planner(site, "intra")
-    places = site.places
-    planner.actor = ActorBook(places["actor"].dp, ceil(decoded / places["actor"].dp), lambda _: MAX_RESPONSE)
+    placements = site.placements
+    planner.actor = ActorBook(placements["actor"].dp, ceil(decoded / placements["actor"].dp), lambda _: MAX_RESPONSE)
     planner.scorers = {
-        role: ScoringBook(role, place.dp, ceil(decoded / place.dp)) for role, place in places.items() if role != "actor"
+        role: ScoringBook(role, placement.dp, ceil(decoded / placement.dp))
+        for role, placement in placements.items()
+        if role != "actor"
     }
     run = Run([planner], random.Random(seed), RolloutBuffer(BATCH, delta, 2, backfill=True))
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oppo_megatron.train.critical_path import CriticPlace, StepClock, scoring_delay
+from oppo_megatron.train.critical_path import CriticPlacement, StepClock, scoring_delay
 
 ROUNDS = [1.0, 3.0, 3.0, 3.0]  # prompts, two chunks while the actor decodes, the last chunk
 ARRIVALS = [10.0, 20.0, 30.0]
@@ -84,7 +84,7 @@ def test_a_clock_tells_work_from_waits_for_chunks() -> None:
 def test_where_the_critic_is_decides_what_is_exposed(
     shares_ranks: bool, waited_for: bool, exposed_s: float, delays_scores: bool
 ) -> None:
-    place = CriticPlace(shares_ranks, waited_for)
+    place = CriticPlacement(shares_ranks, waited_for)
     assert place.exposed_s(3.0, 2.0) == exposed_s
     assert place.exposed_s(3.0, 9.0) == 3.0, "a wait for anything else is not the critic's"
     assert place.delays_scores is delays_scores

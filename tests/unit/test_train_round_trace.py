@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from oppo_megatron.layout.places import Place
+from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.rundir.trace import SpanRecorder
 from oppo_megatron.schedule.actions import Action, Op, Payload
 from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.schedule.weaving.costs import CostMeter, Costs, Linear
 from oppo_megatron.train.logs.round_trace import RoundTracer
 
-PLACES = {"actor": Place((0, 1, 2, 3), pp=4), "critic": Place((2, 3), pp=2), "reward": Place((0, 1, 2, 3), tp=2, pp=2)}
+PLACES = {
+    "actor": RolePlacement((0, 1, 2, 3), pp=4),
+    "critic": RolePlacement((2, 3), pp=2),
+    "reward": RolePlacement((0, 1, 2, 3), tp=2, pp=2),
+}
 STAGES = {"actor": 4, "critic": 2, "reward": 2}
 
 
@@ -18,9 +22,9 @@ def test_each_rank_feeds_its_stage_of_each_role() -> None:
     vectors = []
     for rank in range(4):
         tracer = RoundTracer(SpanRecorder(rank), CostMeter(STAGES), Site(PLACES), actions=False, schedules=None)
-        for role, place in PLACES.items():
+        for role, placement in PLACES.items():
             op = Op.DECODE if role == "actor" else Op.PREFILL
-            for n in (1, 2, 3, 4) if rank in place.ranks else ():
+            for n in (1, 2, 3, 4) if rank in placement.ranks else ():
                 tracer(Action(rank, op, role, 0, 1, 0), 10.0, 11.0 + rank, n)
         tracer(Action(rank, Op.SEND, "actor", 0, 1, 0, Payload.HIDDEN, 0), 10.0, 90.0, 0)
         vectors.append(tracer.meter.to_vector())

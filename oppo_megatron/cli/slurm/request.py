@@ -13,7 +13,7 @@ from oppo_megatron.errors import ConfigError
 
 if TYPE_CHECKING:
     from oppo_megatron.config.run import TrainConfig
-    from oppo_megatron.layout.places import Place
+    from oppo_megatron.layout.placements import RolePlacement
 
 GPUS_PER_NODE = 8
 LONGEST_SIGNAL_S = 65535  # what sbatch takes behind the @ of --signal
@@ -112,7 +112,7 @@ class Job:
 
 def plan_job(config: TrainConfig, options: JobOptions) -> Job:
     """Raises ConfigError, with all problems, where configuration and nodes do not fit."""
-    from oppo_megatron.layout.places import role_places, training_places
+    from oppo_megatron.layout.placements import role_placements, training_placements
 
     problems = [*_option_problems(options), *_time_problems(config, options)]
     parts: list[Part] = []
@@ -123,13 +123,13 @@ def plan_job(config: TrainConfig, options: JobOptions) -> Job:
             problems.append(part)
     if problems:
         raise ConfigError(problems)
-    places = [*role_places(config).items(), *training_places(config).items()]
+    placements = [*role_placements(config).items(), *training_placements(config).items()]
     return Job(
         options=options,
         name=options.job_name or "oppo-" + re.sub(r"[^\w.-]", "-", config.run_dir.name or "run"),
         run_dir=os.path.abspath(os.path.join(options.working_directory, config.run_dir)),
         parts=tuple(parts),
-        notes=tuple(_notes(config, parts, places)),
+        notes=tuple(_notes(config, parts, placements)),
     )
 
 
@@ -197,13 +197,13 @@ def _time_problems(config: TrainConfig, options: JobOptions) -> Iterator[str]:
 def _split(config: TrainConfig, options: JobOptions, problems: list[str]) -> list[tuple[str, int, PartOptions]]:
     """Name, number of ranks and options of each component; what does not fit goes into `problems`."""
     from oppo_megatron.layout.layouts import format_ranks
-    from oppo_megatron.layout.places import role_places, world_size
+    from oppo_megatron.layout.placements import role_placements, world_size
 
     if not options.hetero:
         return [("", world_size(config), options.part)]
-    places = role_places(config)
-    actor = sorted(places["actor"].ranks)
-    shared = [name for name, place in places.items() if name != "actor" and set(place.ranks) & set(actor)]
+    placements = role_placements(config)
+    actor = sorted(placements["actor"].ranks)
+    shared = [name for name, placement in placements.items() if name != "actor" and set(placement.ranks) & set(actor)]
     if shared or actor != list(range(len(actor))):
         sharing = f", where {' and '.join(shared)} run, too" if shared else ""
         problems.append(
@@ -243,7 +243,7 @@ def _part(name: str, num_ranks: int, wanted: PartOptions, device: str) -> Part |
     return Part(name, num_ranks, num_ranks // on_node, gpus, wanted.partition, wanted.constraint)
 
 
-def _notes(config: TrainConfig, parts: Sequence[Part], places: Sequence[tuple[str, Place]]) -> Iterator[str]:
+def _notes(config: TrainConfig, parts: Sequence[Part], placements: Sequence[tuple[str, RolePlacement]]) -> Iterator[str]:
     if not config.checkpoint.every_steps:
         yield "checkpoint.every_steps is 0: a run whose rank is killed begins anew, or where it was last told to stop"
     for part in parts:
@@ -253,11 +253,11 @@ def _notes(config: TrainConfig, parts: Sequence[Part], places: Sequence[tuple[st
     node_of = [node for part, node in _nodes(parts) for _ in range(part.ranks_per_node)]
     wide = [
         name
-        for name, place in places
+        for name, placement in placements
         if any(
-            len({node_of[rank] for rank in place.stage_ranks(replica, stage)}) > 1
-            for replica in range(place.dp)
-            for stage in range(place.pp)
+            len({node_of[rank] for rank in placement.stage_ranks(replica, stage)}) > 1
+            for replica in range(placement.dp)
+            for stage in range(placement.pp)
         )
     ]
     for name, _ in groupby(sorted(wide)):

@@ -21,7 +21,7 @@ from oppo_megatron.config.run import TrainSettings
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.checks import check_layouts
 from oppo_megatron.layout.layouts import divisors
-from oppo_megatron.layout.places import named_roles
+from oppo_megatron.layout.placements import named_roles
 from oppo_megatron.modeldir.headers import read_hf_config
 
 BESIDE = " (reference: actor)"

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from oppo_megatron.layout.kernels import LayerKind
 from oppo_megatron.mcore.layers.biased_linear import BiasedLinear
-from oppo_megatron.mcore.layers.marks import mark
+from oppo_megatron.mcore.layers.parameter_tags import tag_parameter
 from oppo_megatron.mcore.layers.rms_norm import rms_norm
 from oppo_megatron.mcore.layers.swiglu import swiglu
 
@@ -33,7 +33,7 @@ class RMSNorm(torch.nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        mark(self.weight, "sequence_parallel", config.sequence_parallel)
+        tag_parameter(self.weight, "sequence_parallel", config.sequence_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)

@@ -163,7 +163,7 @@ def load_adapters(folder: Path, name: str, model: RoleModel) -> None:
     with torch.no_grad():
         for key, param in adapters.items():
             param.copy_(loaded[key])
-    model.weights_changed()
+    model.end_weight_update()
 
 
 class _Writer(torch_checkpoint.FileSystemWriter):

@@ -87,10 +87,10 @@ def _unasked(
     def fault(kind: FaultKind, message: str) -> Fault:
         return Fault(kind, action.rank, position, action, f"`{action}` {message}")
 
-    if action.role not in site.places:
-        return fault(FaultKind.FOREIGN, f"is of no role of the site ({', '.join(site.places)}); correct the role")
-    if action.op in COMPUTE and action.rank not in site.places[action.role].ranks:
-        ranks = list(site.places[action.role].ranks)
+    if action.role not in site.placements:
+        return fault(FaultKind.FOREIGN, f"is of no role of the site ({', '.join(site.placements)}); correct the role")
+    if action.op in COMPUTE and action.rank not in site.placements[action.role].ranks:
+        ranks = list(site.placements[action.role].ranks)
         return fault(FaultKind.FOREIGN, f"is not for rank {action.rank}: {action.role} is on ranks {ranks}; move it")
     scores = action.op in (Op.PREFILL, Op.SCORE) and action.role != "actor"
     if scores and action.chunk >= round.index and not chunk_here:
@@ -104,7 +104,7 @@ def _unasked(
 
 
 def _peers(site: Site) -> Iterable[int]:
-    return {rank for place in site.places.values() for rank in place.ranks}
+    return {rank for placement in site.placements.values() for rank in placement.ranks}
 
 
 def _links(schedule: Schedule) -> Iterator[Fault]:
@@ -159,10 +159,10 @@ def _missing(schedule: Schedule, missing: Sequence[Action], faults: Sequence[Fau
 
 def _tensor_ranks(schedule: Schedule, site: Site) -> Iterator[Fault]:
     """Stages whose tensor ranks are not told to compute the same in the same order."""
-    for role, place in site.places.items():
-        if place.tp == 1:
+    for role, placement in site.placements.items():
+        if placement.tp == 1:
             continue
-        for first, *others in (place.stage_ranks(d, p) for d in range(place.dp) for p in range(place.pp)):
+        for first, *others in (placement.stage_ranks(d, p) for d in range(placement.dp) for p in range(placement.pp)):
             reference = _computed(schedule, first, role)
             for other in others:
                 for (_, expected), (position, own) in zip(reference, _computed(schedule, other, role), strict=False):

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from oppo_megatron.layout.places import Seat
+from oppo_megatron.layout.placements import RankCoordinates
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
 from oppo_megatron.schedule.rounds import Batch, Round, Site
 from oppo_megatron.schedule.weaving.costs import Costs
@@ -91,14 +91,14 @@ def simulate(schedule: Schedule, round_: Round, site: Site, costs: Costs | None 
     return Timeline({rank: tuple(own) for rank, own in run.spans.items()}, stuck)
 
 
-def seats_of(site: Site) -> dict[tuple[str, int], Seat]:
+def coordinates_of(site: Site) -> dict[tuple[str, int], RankCoordinates]:
     """What each rank holds of each role."""
-    seats = {}
-    for role, place in site.places.items():
-        for rank in place.ranks:
-            if (seat := place.seat(rank)) is not None:
-                seats[role, rank] = seat
-    return seats
+    coords_by_role = {}
+    for role, placement in site.placements.items():
+        for rank in placement.ranks:
+            if (coords := placement.coords(rank)) is not None:
+                coords_by_role[role, rank] = coords
+    return coords_by_role
 
 
 def batch_of(round_: Round, action: Action, replica: int) -> Batch:
@@ -137,17 +137,17 @@ class _Run:
     """State of the dry run: of every rank its place in its list and its clock; of every link the messages under way."""
 
     def __init__(self, schedule: Schedule, round_: Round, site: Site, costs: Costs):
-        ranks = sorted({*schedule.actions, *(rank for place in site.places.values() for rank in place.ranks)})
+        ranks = sorted({*schedule.actions, *(rank for placement in site.placements.values() for rank in placement.ranks)})
         self.lists = {rank: schedule.of(rank) for rank in ranks}
         self.position = dict.fromkeys(ranks, 0)
         self.clock = dict.fromkeys(ranks, 0.0)
         self.spans: dict[int, list[Span]] = {rank: [] for rank in ranks}
         self.links: dict[Link, deque[tuple[Action, float]]] = defaultdict(deque)
-        self.round, self.costs, self.actor_ranks = round_, costs, site.places["actor"].ranks
-        self.seats = seats_of(site)
+        self.round, self.costs, self.actor_ranks = round_, costs, site.placements["actor"].ranks
+        self.coords_by_role = coordinates_of(site)
         self.groups = {
-            (role, rank): site.places[role].stage_ranks(seat.replica, seat.stage)
-            for (role, rank), seat in self.seats.items()
+            (role, rank): site.placements[role].stage_ranks(coords.replica, coords.stage)
+            for (role, rank), coords in self.coords_by_role.items()
         }
 
     def current(self, rank: int) -> Action | None:
@@ -217,14 +217,14 @@ class _Run:
     def _seconds(self, action: Action) -> float:
         if action.op is Op.GATHER:
             return self.costs.message_s
-        seat = self.seats[action.role, action.rank]
-        batch = batch_of(self.round, action, seat.replica)
+        coords = self.coords_by_role[action.role, action.rank]
+        batch = batch_of(self.round, action, coords.replica)
         if action.op is Op.DECODE:
-            return self.costs.decode_at(seat.stage)(len(batch))
+            return self.costs.decode_at(coords.stage)(len(batch))
         if action.op is Op.SAMPLE:
             return self.costs.sample(len(batch))
         if action.op is Op.PREFILL:
-            return self.costs.prefill_at(action.role, seat.stage)(sum(growth.new for growth in batch))
+            return self.costs.prefill_at(action.role, coords.stage)(sum(growth.new for growth in batch))
         return self.costs.score(sum(growth.rows for growth in batch))
 
     def _record(self, action: Action, start_s: float, end_s: float) -> None:

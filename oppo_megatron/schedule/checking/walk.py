@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from oppo_megatron.layout.places import Seat
+from oppo_megatron.layout.placements import RankCoordinates
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
 from oppo_megatron.schedule.checking.faults import Fault, FaultKind
-from oppo_megatron.schedule.checking.timeline import batch_of, seats_of
+from oppo_megatron.schedule.checking.timeline import batch_of, coordinates_of
 from oppo_megatron.schedule.rounds import Batch, KVBudget, Round, Site
 
 Step = tuple[int, int | None]
@@ -29,11 +29,18 @@ def walk_ranks(
     skip: Collection[tuple[int, int]] = (),
 ) -> list[Fault]:
     """The faults of every rank.  Actions at `skip` (rank, position) are passed over: they do not belong there."""
-    seats = seats_of(site)
+    coords_by_role = coordinates_of(site)
     faults: list[Fault] = []
     told: set[tuple[str, int, str]] = set()
     for rank in sorted(schedule.actions):
-        walk = _Walk(rank, round_, site, {role: seat for (role, r), seat in seats.items() if r == rank}, budgets, told)
+        walk = _Walk(
+            rank,
+            round_,
+            site,
+            {role: coords for (role, r), coords in coords_by_role.items() if r == rank},
+            budgets,
+            told,
+        )
         for position, action in enumerate(schedule.of(rank)):
             if (rank, position) not in skip:
                 faults += [
@@ -52,7 +59,7 @@ class _Walk:
     rank: int
     round: Round
     site: Site
-    seats: Mapping[str, Seat]
+    coords_by_role: Mapping[str, RankCoordinates]
     budgets: Mapping[str, Sequence[KVBudget]]
     told: set[tuple[str, int, str]]
     held: dict[str, tuple[str, Step]] = field(default_factory=dict)
@@ -84,7 +91,7 @@ class _Walk:
         elif action.payload is Payload.TOKENS and (action.micro_batch, action.step) not in self.tokens:
             yield FaultKind.CAUSALITY, "sends tokens that are not drawn yet; sending follows sampling; put it behind"
         elif action.payload is Payload.CHUNK:
-            yield from self._whole_chunk(gathered=self.gathered or self.site.places["actor"].dp == 1)
+            yield from self._whole_chunk(gathered=self.gathered or self.site.placements["actor"].dp == 1)
 
     def _receive(self, action: Action) -> Iterator[Trouble]:
         if action.payload is Payload.TOKENS:
@@ -93,9 +100,9 @@ class _Walk:
             yield from self._hold(RECEIVED, action)
 
     def _decode(self, action: Action) -> Iterator[Trouble]:
-        seat, step = self.seats["actor"], action.step or 0
+        coords, step = self.coords_by_role["actor"], action.step or 0
         prefills = self.round.prefill.get("actor", ())
-        waiting = len(prefills[seat.replica]) if seat.replica < len(prefills) else 0
+        waiting = len(prefills[coords.replica]) if coords.replica < len(prefills) else 0
         if self.prefilled.get("actor", 0) < waiting:
             yield FaultKind.CAUSALITY, "comes before the actor's prefill; decoding builds upon it; put it behind"
         if (step, action.micro_batch) < self.decoded:
@@ -106,17 +113,17 @@ class _Walk:
             )
         if step > 0 and (action.micro_batch, step - 1) not in self.tokens:
             yield FaultKind.CAUSALITY, "comes before the tokens of the step before it; it continues them; put it behind"
-        yield from self._input(action, seat)
-        yield from self._grow(action, seat, step)
+        yield from self._input(action, coords)
+        yield from self._grow(action, coords, step)
         self.decoded = max(self.decoded, (step, action.micro_batch))
         yield from self._hold(RESULT, action)
 
     def _prefill(self, action: Action) -> Iterator[Trouble]:
-        seat, done = self.seats[action.role], self.prefilled.get(action.role, 0)
+        coords, done = self.coords_by_role[action.role], self.prefilled.get(action.role, 0)
         if action.micro_batch != done:
             yield FaultKind.ORDER, f"comes where m{done} is due; a role prefills its micro-batches in order; sort them"
-        yield from self._input(action, seat)
-        yield from self._grow(action, seat, None)
+        yield from self._input(action, coords)
+        yield from self._grow(action, coords, None)
         self.prefilled[action.role] = done + 1
         yield from self._hold(RESULT, action)
 
@@ -127,8 +134,8 @@ class _Walk:
         if action.op is Op.SAMPLE:
             self.tokens.add((action.micro_batch, action.step))
 
-    def _input(self, action: Action, seat: Seat) -> Iterator[Trouble]:
-        if seat.stage > 0:
+    def _input(self, action: Action, coords: RankCoordinates) -> Iterator[Trouble]:
+        if coords.stage > 0:
             yield from self._use(RECEIVED, action, "uses a hidden state that is not the last one received")
 
     def _use(self, what: str, action: Action, trouble: str) -> Iterator[Trouble]:
@@ -144,20 +151,20 @@ class _Walk:
                 f"overwrites the {held} of m{m}{'' if step is None else f' s{step}'} before it is used; a rank holds one "
                 "hidden state of each role; put it behind the action that uses that one",
             )
-        seat = self.seats[action.role]
-        if action.op is Op.PREFILL and action.role == "actor" and seat.stage == self.site.places["actor"].pp - 1:
+        coords = self.coords_by_role[action.role]
+        if action.op is Op.PREFILL and action.role == "actor" and coords.stage == self.site.placements["actor"].pp - 1:
             return
         self.held[action.role] = what, (action.micro_batch, action.step)
 
     def _whole_chunk(self, gathered: bool) -> Iterator[Trouble]:
-        replica = self.seats["actor"].replica
+        replica = self.coords_by_role["actor"].replica
         batches = self.round.decode[replica] if replica < len(self.round.decode) else ()
         if not gathered or len(self.tokens) < self.round.steps * len(batches):
             yield FaultKind.CAUSALITY, "comes before this rank knows the whole chunk; put it behind its last tokens"
 
-    def _grow(self, action: Action, seat: Seat, step: int | None) -> Iterator[Trouble]:
+    def _grow(self, action: Action, coords: RankCoordinates, step: int | None) -> Iterator[Trouble]:
         """Let the cache of the role grow by the micro-batch, or by one step of it."""
-        batch = batch_of(self.round, action, seat.replica)
+        batch = batch_of(self.round, action, coords.replica)
         cached = self.cached.setdefault(action.role, {})
         if step:  # the slots are taken and the past has been compared at step 0
             lengths = [min(step + 1, g.new) + g.past for g in batch]
@@ -174,7 +181,7 @@ class _Walk:
             cached[growth.seq_id] = length
         budgets = self.budgets.get(action.role)
         if budgets is not None:
-            yield from self._within(budgets[seat.replica], action.role, seat.replica, batch, cached, lengths)
+            yield from self._within(budgets[coords.replica], action.role, coords.replica, batch, cached, lengths)
 
     def _within(
         self,

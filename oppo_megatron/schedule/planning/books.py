@@ -171,11 +171,11 @@ class ScoringBook(Book):
         works = [ReplicaWork() for _ in self._cached]
         for replica, work in enumerate(works):
             wanted = [r for r in rollouts if self.replica(r.seq_id) == replica and self._missing(r)]
-            seated = self._seat(wanted, replica, work)
-            growths = [self._grow(r, self._cached[replica]) for r in seated]
+            admitted = self._admit(wanted, replica, work)
+            growths = [self._grow(r, self._cached[replica]) for r in admitted]
             bins = pack_by_tokens([g.new for g in growths], budget)
             work.prefill = [tuple(growths[i] for i in sorted(members)) for members in bins]
-            work.done = [r.seq_id for r in seated if r.finished]
+            work.done = [r.seq_id for r in admitted if r.finished]
             for seq_id in work.done:
                 del self._cached[replica][seq_id]
         return works
@@ -218,7 +218,7 @@ class ScoringBook(Book):
         """Those that this role has, or will have, something to read of."""
         return [r for r in rollouts if not r.finished or self._missing(r)]
 
-    def _seat(self, rollouts: list[Rollout], replica: int, work: ReplicaWork) -> list[Rollout]:
+    def _admit(self, rollouts: list[Rollout], replica: int, work: ReplicaWork) -> list[Rollout]:
         """Those of the rollouts that have a slot or get one now.  A finished one may take that of an unfinished one."""
         cached, finished = self._cached[replica], {r.seq_id for r in rollouts if r.finished}
         youngest = sorted(seq_id for seq_id in cached if seq_id not in finished)

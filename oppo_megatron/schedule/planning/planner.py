@@ -98,19 +98,19 @@ class RoundPlanner:
 
     def _cut(self, decode: Sequence[Rollout], read: Mapping[str, Sequence[Rollout]], chunk: int) -> Cut:
         """Decode micro-batches of each replica, and the token budget of a scorer's prefill micro-batch."""
-        micro_batches, place = self.weave.micro_batches, self.site.places["actor"]
+        micro_batches, placement = self.weave.micro_batches, self.site.placements["actor"]
         asked = self.weave.prefill_tokens
         tokens = None if asked == "auto" else min(asked, self.micro_batch_tokens)
-        if self.generator != "woven" or place.pp == 1:
+        if self.generator != "woven" or placement.pp == 1:
             return Cut(1 if micro_batches == "auto" else micro_batches, tokens or self.micro_batch_tokens)
-        decoding = set(place.ranks)
-        beside = [name for name in self.scorers if decoding & set(self.site.places[name].ranks)]
+        decoding = set(placement.ranks)
+        beside = [name for name in self.scorers if decoding & set(self.site.placements[name].ranks)]
         pending = {name: self.scorers[name].pending(read[name]) for name in beside}
         growths = [new for replicas in pending.values() for news in replicas for new in news]
         work = Work(
             num_sequences=_coarse(max(self.actor.running(decode))),
             steps=_coarse(self.actor.steps(decode, chunk)),
-            pp=place.pp,
+            pp=placement.pp,
             prefill_tokens={name: _coarse(max(map(sum, replicas))) for name, replicas in pending.items()},
         )
         grain = _coarse(int(median(growths))) if growths else 1

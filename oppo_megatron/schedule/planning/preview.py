@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from oppo_megatron.config.derived import max_context
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.layout.places import role_places
+from oppo_megatron.layout.placements import role_placements
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.schedule.actions import Schedule
 from oppo_megatron.schedule.checking.timeline import Timeline, simulate
@@ -57,7 +57,7 @@ def preview(
             f"prompts of {length} tokens: they have 1 to data.max_prompt_tokens = {config.data.max_prompt_tokens}; "
             "give a number of these"
         )
-    site = Site(role_places(config))
+    site = Site(role_placements(config))
     chosen = generator or round_generator(config.overlap, site)
     most = config.rollout.max_response_tokens
     planner = new_planner(config, site, chosen, lambda _: most, costs=costs or Costs())
@@ -66,8 +66,8 @@ def preview(
         raise ConfigError(f"round {number}: the first step has rounds 1 to {len(rounds)}; ask for one of these")
     planned = rounds[number - 1]
     budgets = {
-        role: [KVBudget(cache_slots(config, role, place), max_context(config))] * place.dp
-        for role, place in site.places.items()
+        role: [KVBudget(cache_slots(config, role, placement), max_context(config))] * placement.dp
+        for role, placement in site.placements.items()
     }
     schedule = planned.schedule.shifted(planned.round.index - 1)
     assumed = _assumed(config, site, length)
@@ -110,7 +110,7 @@ def _grow(rollouts: Sequence[Rollout], round_: Round, clock: int, most: int) -> 
 
 
 def _assumed(config: TrainConfig, site: Site, prompt_tokens: int) -> tuple[str, ...]:
-    batch, delta, dp = config.rollout.batch_size, delta_rule(config.overlap).initial, site.places["actor"].dp
+    batch, delta, dp = config.rollout.batch_size, delta_rule(config.overlap).initial, site.placements["actor"].dp
     return (
         f"{batch + delta} sequences (rollout.batch_size {batch} + delta {delta}) over {dp} "
         f"{'replica' if dp == 1 else 'replicas'} of the actor",

@@ -8,7 +8,7 @@ from math import ceil
 from oppo_megatron.config.derived import max_context, most_sequences
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.memory import kv_slots, slot_tokens
-from oppo_megatron.layout.places import Place, named_roles
+from oppo_megatron.layout.placements import RolePlacement, named_roles
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.schedule.plan import late_scorers
 from oppo_megatron.schedule.planning.books import ActorBook, ScoringBook
@@ -27,30 +27,30 @@ def new_planner(
     rank: int | None = None,
 ) -> RoundPlanner:
     """A planner with empty books.  `limit(seq_id)` is the most tokens of a response; `rank` as in `RoundPlanner`."""
-    slots = {role: cache_slots(config, role, place) for role, place in site.places.items()}
+    slots = {role: cache_slots(config, role, placement) for role, placement in site.placements.items()}
     return RoundPlanner(
         site,
         generator,
         config.overlap.weave,
         config.runtime.micro_batch_tokens,
         max_context(config),
-        ActorBook(site.places["actor"].dp, slots["actor"], limit),
-        {role: ScoringBook(role, place.dp, slots[role]) for role, place in site.places.items() if role != "actor"},
+        ActorBook(site.placements["actor"].dp, slots["actor"], limit),
+        {role: ScoringBook(role, placement.dp, slots[role]) for role, placement in site.placements.items() if role != "actor"},
         costs or Costs(),
         rank,
         late_scorers(config.overlap, site),
     )
 
 
-def share_of_sequences(config: TrainConfig, place: Place) -> int:
+def share_of_sequences(config: TrainConfig, placement: RolePlacement) -> int:
     """Rollouts that one replica holds at most: its share of the batch and the largest delta."""
-    return ceil(most_sequences(config) / place.dp)
+    return ceil(most_sequences(config) / placement.dp)
 
 
-def cache_slots(config: TrainConfig, role: str, place: Place) -> int:
+def cache_slots(config: TrainConfig, role: str, placement: RolePlacement) -> int:
     """Sequences that the cache of one replica holds: its share of all, or what runtime.kv_cache_mb allows."""
-    model, share = named_roles(config)[role], share_of_sequences(config, place)
+    model, share = named_roles(config)[role], share_of_sequences(config, placement)
     context, budget_mb = slot_tokens(max_context(config), config.runtime.kv_layout), config.runtime.kv_cache_mb
     if budget_mb is None:
         return share
-    return kv_slots(read_hf_config(model), place, model.dtype, slots=share, context=context, budget_mb=budget_mb)
+    return kv_slots(read_hf_config(model), placement, model.dtype, slots=share, context=context, budget_mb=budget_mb)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from oppo_megatron.layout.places import Place
+from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
 from oppo_megatron.schedule.rounds import Round, Site
 
@@ -21,11 +21,11 @@ def add_communication(schedule: Schedule, round: Round, site: Site) -> Schedule:
     its part, the actor's replicas gather their chunks, and the ranks without the actor are sent the whole chunk.
     `schedule` may be that of a `component` of `round`: its ranks get the same messages as in the whole.
     """
-    ranks = sorted({rank for place in site.places.values() for rank in place.ranks})
+    ranks = sorted({rank for placement in site.placements.values() for rank in placement.ranks})
     lists = {
         rank: (
-            *(message for action in schedule.of(rank) for message in _with_messages(action, site.places[action.role])),
-            *_last_tokens(schedule.of(rank), site.places["actor"]),
+            *(message for action in schedule.of(rank) for message in _with_messages(action, site.placements[action.role])),
+            *_last_tokens(schedule.of(rank), site.placements["actor"]),
             *_chunk(rank, round, site),
         )
         for rank in ranks
@@ -33,36 +33,36 @@ def add_communication(schedule: Schedule, round: Round, site: Site) -> Schedule:
     return Schedule({rank: own for rank, own in lists.items() if own})
 
 
-def _with_messages(action: Action, place: Place) -> Iterator[Action]:
+def _with_messages(action: Action, placement: RolePlacement) -> Iterator[Action]:
     """An action between the receives before it and the sends behind it."""
-    seat = place.seat(action.rank)
-    assert seat is not None, f"rank {action.rank} has no part of {action.role}"
-    replica, stage, shard = seat
-    last = place.pp - 1
+    coords = placement.coords(action.rank)
+    assert coords is not None, f"rank {action.rank} has no part of {action.role}"
+    replica, stage, shard = coords
+    last = placement.pp - 1
     if action.op in (Op.DECODE, Op.PREFILL):
         if action.op is Op.DECODE and action.step and stage < last:
-            yield _message(action, Op.RECV, Payload.TOKENS, place.rank(replica, last, shard), action.step - 1)
+            yield _message(action, Op.RECV, Payload.TOKENS, placement.rank(replica, last, shard), action.step - 1)
         if stage > 0:
-            yield _message(action, Op.RECV, Payload.HIDDEN, place.rank(replica, stage - 1, shard), action.step)
+            yield _message(action, Op.RECV, Payload.HIDDEN, placement.rank(replica, stage - 1, shard), action.step)
     yield action
     if action.op in (Op.DECODE, Op.PREFILL) and stage < last:
-        yield _message(action, Op.SEND, Payload.HIDDEN, place.rank(replica, stage + 1, shard), action.step)
+        yield _message(action, Op.SEND, Payload.HIDDEN, placement.rank(replica, stage + 1, shard), action.step)
     if action.op is Op.SAMPLE:
         for other in range(last):
-            yield _message(action, Op.SEND, Payload.TOKENS, place.rank(replica, other, shard), action.step)
+            yield _message(action, Op.SEND, Payload.TOKENS, placement.rank(replica, other, shard), action.step)
 
 
-def _last_tokens(actions: tuple[Action, ...], actor: Place) -> Iterator[Action]:
+def _last_tokens(actions: tuple[Action, ...], actor: RolePlacement) -> Iterator[Action]:
     """Receives of the tokens that no decode micro-step of this rank comes after."""
     final: dict[int, Action] = {}
     for action in actions:
         if action.op is Op.DECODE:
             final[action.micro_batch] = action
     for action in final.values():
-        seat = actor.seat(action.rank)
-        assert seat is not None
-        if seat.stage < actor.pp - 1:
-            source = actor.rank(seat.replica, actor.pp - 1, seat.shard)
+        coords = actor.coords(action.rank)
+        assert coords is not None
+        if coords.stage < actor.pp - 1:
+            source = actor.rank(coords.replica, actor.pp - 1, coords.shard)
             yield _message(action, Op.RECV, Payload.TOKENS, source, action.step)
 
 
@@ -70,7 +70,7 @@ def _chunk(rank: int, round: Round, site: Site) -> Iterator[Action]:
     """How the round's chunk becomes known outside the replica that decoded it."""
     if not round.decodes:
         return
-    actor = site.places["actor"]
+    actor = site.placements["actor"]
     if actor.dp > 1 and rank in actor.ranks:
         yield Action(rank, Op.GATHER, "actor", 0, round.index)
     if rank == site.source:

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.layout.places import Place
+from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.schedule.weaving.costs import Costs, Linear, Lines
 
 EXAMPLE = '{"decode": [0.002, 5e-5], "prefill": {"critic": [0.002, 2e-5]}, "message_s": 5e-5}'
 LINES = ("sample", "default_prefill", "score")
 
 
-def read_costs(path: Path, places: Mapping[str, Place]) -> Costs:
+def read_costs(path: Path, placements: Mapping[str, RolePlacement]) -> Costs:
     """The costs in `path`: pairs of seconds, fixed and per token; what is missing has its default.
 
     Keys are `decode`, `sample`, `score`, `default_prefill`, `prefill` (by role) and `message_s`.  `decode` and a role's
@@ -32,7 +32,7 @@ def read_costs(path: Path, places: Mapping[str, Place]) -> Costs:
     known = {*LINES, "decode", "prefill", "message_s"}
     problems += [f"{path}: `{key}` is no cost; the keys are {sorted(known)}" for key in tree if key not in known]
     lines = {key: _line(f"{path}: {key}", tree[key], problems) for key in LINES if key in tree}
-    stages = {role: place.pp for role, place in places.items()}
+    stages = {role: placement.pp for role, placement in placements.items()}
     decode: Lines = Costs().decode
     if "decode" in tree:
         decode = _lines(f"{path}: decode", tree["decode"], stages["actor"], problems)

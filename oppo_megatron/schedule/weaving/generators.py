@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from heapq import heapify, heappop, heapreplace
 
-from oppo_megatron.layout.places import Place
+from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.schedule.actions import Action, Op, Schedule
 from oppo_megatron.schedule.rounds import Batch, Round, Site
 from oppo_megatron.schedule.weaving.costs import Costs
@@ -49,7 +49,7 @@ def woven(round: Round, site: Site, costs: Costs) -> Schedule:
 
     An actor of one stage leaves no gaps: then the same as `intra`.
     """
-    if site.places["actor"].pp == 1:
+    if site.placements["actor"].pp == 1:
         return intra(round, site, costs)
     layout = _Layout(round, site, costs)
     layout.place_actor()
@@ -67,9 +67,9 @@ def component(round: Round, site: Site, rank: int) -> Round:
     from the whole round, in less time.
     """
     teams = {
-        (role, replica): set(place.replica_ranks(replica))
-        for role, place in site.places.items()
-        for replica in range(place.dp)
+        (role, replica): set(placement.replica_ranks(replica))
+        for role, placement in site.placements.items()
+        for replica in range(placement.dp)
         if _has_work(round, role, replica)
     }
     tied, before = {rank}, set[int]()
@@ -78,8 +78,8 @@ def component(round: Round, site: Site, rank: int) -> Round:
         tied = tied.union(*(ranks for ranks in teams.values() if ranks & tied))
 
     def keep(role: str, replicas: tuple[tuple[Batch, ...], ...]) -> tuple[tuple[Batch, ...], ...]:
-        place = site.places[role]
-        return tuple(batches if tied.intersection(place.replica_ranks(d)) else () for d, batches in enumerate(replicas))
+        placement = site.placements[role]
+        return tuple(batches if tied.intersection(placement.replica_ranks(d)) else () for d, batches in enumerate(replicas))
 
     prefill = {role: keep(role, replicas) for role, replicas in round.prefill.items()}
     return replace(round, decode=keep("actor", round.decode), prefill=prefill)
@@ -151,7 +151,7 @@ class _Layout:
     def __init__(self, round: Round, site: Site, costs: Costs):
         self.round, self.site, self.costs = round, site, costs
         self.message = nanoseconds(costs.message_s)
-        ranks = sorted({rank for place in site.places.values() for rank in place.ranks})
+        ranks = sorted({rank for placement in site.placements.values() for rank in placement.ranks})
         self.free = Gaps(ranks, self._shortest_prefill())
         self._stage_end: dict[Stage, int] = {}
         self._lists: dict[int, list[tuple[int, int, list[Action]]]] = {rank: [] for rank in ranks}
@@ -159,15 +159,15 @@ class _Layout:
 
     def place_actor(self) -> None:
         """Its prefill, then its decoding, each as early as it can be."""
-        place = self.site.places["actor"]
-        for replica in range(place.dp):
+        placement = self.site.placements["actor"]
+        for replica in range(placement.dp):
             for j, batch in enumerate(_of_replica(self.round.prefill.get("actor", ()), replica)):
                 self._place_prefill("actor", replica, j, batch)
-            self._place_decode(place, replica, _of_replica(self.round.decode, replica))
+            self._place_decode(placement, replica, _of_replica(self.round.decode, replica))
 
     def place_scorers(self) -> None:
         """Their micro-batches, by turns: next is always the replica whose first stage is done with its last one first."""
-        roles = [role for role in self.site.places if role != "actor" and role in self.round.prefill]
+        roles = [role for role in self.site.placements if role != "actor" and role in self.round.prefill]
         work = {
             (order, replica): batches
             for order, role in enumerate(roles)
@@ -195,10 +195,10 @@ class _Layout:
             }
         )
 
-    def _place_decode(self, place: Place, replica: int, batches: tuple[Batch, ...]) -> None:
-        last, chunk = place.pp - 1, self.round.index
-        durations = [[self._decode_time(stage, batch, stage == last) for stage in range(place.pp)] for batch in batches]
-        free = [self.free.end(place.stage_ranks(replica, stage)) for stage in range(place.pp)]
+    def _place_decode(self, placement: RolePlacement, replica: int, batches: tuple[Batch, ...]) -> None:
+        last, chunk = placement.pp - 1, self.round.index
+        durations = [[self._decode_time(stage, batch, stage == last) for stage in range(placement.pp)] for batch in batches]
+        free = [self.free.end(placement.stage_ranks(replica, stage)) for stage in range(placement.pp)]
         ready = [0] * len(batches)
         for step in range(self.round.steps if batches else 0):
             starts = _lap_starts(durations, ready, free, self.message)
@@ -211,7 +211,7 @@ class _Layout:
 
     def _place_prefill(self, role: str, replica: int, j: int, batch: Batch) -> int:
         """Returns when the first stage is done with it."""
-        last = self.site.places[role].pp - 1
+        last = self.site.placements[role].pp - 1
         chunk = self.round.index if role == "actor" else self.round.index - 1
         ready = done = 0
         for stage in range(last + 1):
@@ -226,7 +226,7 @@ class _Layout:
     def _put(self, where: Stage, ops: Iterable[Op], what: What, ready: int, duration: int) -> int:
         """Place `ops`, one directly after the other, on all tensor ranks of a stage.  Returns when they end."""
         role, replica, stage = where
-        ranks = self.site.places[role].stage_ranks(replica, stage)
+        ranks = self.site.placements[role].stage_ranks(replica, stage)
         start = self.free.fit(ranks, max(ready, self._stage_end.get(where, 0)), duration)
         self.free.take(ranks, start, duration)
         self._stage_end[where] = start + duration
@@ -251,7 +251,7 @@ class _Layout:
                 for role, replicas in self.round.prefill.items()
                 for batches in replicas
                 for batch in batches
-                for stage in range(self.site.places[role].pp)
+                for stage in range(self.site.placements[role].pp)
             ),
             default=1,
         )

@@ -1,4 +1,4 @@
-"""Holds the guards' rules (`control/guards.py`) against each step, on every rank alike, and keeps the guilty batches.
+"""Holds the guards' rules (`control/guards.py`) against each step, on every rank alike, and keeps the rejected batches.
 
 What the scorers found of a batch is the same on all ranks, so each decides alone whether to train on it.  What an update
 shows is known to the ranks of its role only: where it may have to be taken back, all ranks meet after both updates.
@@ -23,13 +23,13 @@ from oppo_megatron.errors import NumericsError, RewardError
 from oppo_megatron.records import Rollout
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.schedule.rounds import Site
-from oppo_megatron.train.guards.guilty import Facts, GuiltyBatch
+from oppo_megatron.train.guards.rejected import Facts, RejectedBatch
 from oppo_megatron.train.guards.rollback import Rollbacks
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Of one step: what a guilty batch is made of.  `figures` are statistics that this rank knows of the step."""
+    """Of one step: what a rejected batch is made of.  `figures` are statistics that this rank knows of the step."""
 
     step: int
     policy_version: int
@@ -44,7 +44,7 @@ class Evidence:
 class Guard:
     """One rank's.  `total_steps` are the run's PPO steps.
 
-    `in_a_row` counts the last steps that were skipped, `num_written` the guilty batches that the run has kept.
+    `in_a_row` counts the last steps that were skipped, `num_written` the rejected batches that the run has kept.
     """
 
     config: TrainConfig
@@ -92,7 +92,7 @@ class Guard:
         return own if own is not None and found is not None and own.encode()[:3] == found.encode()[:3] else found
 
     def settle(self, breach: Breach | None, evidence: Evidence, position: int) -> None:
-        """Keep the guilty batch, and raise NumericsError or RewardError where the run is to stop, RollBack where it goes back.
+        """Keep the rejected batch, and raise NumericsError or RewardError where the run is to stop, RollBack where it goes back.
 
         `position` is that of the stream of prompts: what has been admitted lies before it.
         """
@@ -103,20 +103,20 @@ class Guard:
         too_many = breach.action == "skip" and self.in_a_row > self.config.guards.max_skips
         if self.rank == self._keeper(breach) and self.num_written < self.config.guards.kept_batches:
             self.num_written += 1
-            self._guilty(breach, evidence).write(self._path(evidence.step))
+            self._rejected(breach, evidence).write(self._path(evidence.step))
         if breach.action == "rollback":
             obstacle = self.rollbacks.obstacle(self.config.guards.max_rollbacks)
             if obstacle is not None:
                 raise self._error(breach, evidence, f"{obstacle}; it was because {breach.message}")
-            guilty = [rollout.seq_id for rollout in evidence.batch]
+            rejected = [rollout.seq_id for rollout in evidence.batch]
             self.rollbacks.go_back(
-                evidence.step, breach.reason, guilty, position, self.num_written, keeper=self.rank == self.site.source
+                evidence.step, breach.reason, rejected, position, self.num_written, keeper=self.rank == self.site.source
             )
         elif breach.action == "stop" or too_many:
             raise self._error(breach, evidence, self._too_many(breach) if too_many else None)
 
     def state_dict(self) -> dict[str, int]:
-        """In plain JSON types, on the rank that keeps guilty batches."""
+        """In plain JSON types, on the rank that keeps rejected batches."""
         return {"in_a_row": self.in_a_row, "num_written": self.num_written, "rollbacks": len(self.rollbacks)}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -128,9 +128,9 @@ class Guard:
     def _keeper(self, breach: Breach) -> int:
         """The rank that writes; the critic's own breach is known to the critic's ranks only, where no ranks meet."""
         alone = breach.of_critic and not self.rules.agree_on_updates
-        return self.site.places["critic"].ranks[0] if alone else self.site.source
+        return self.site.placements["critic"].ranks[0] if alone else self.site.source
 
-    def _guilty(self, breach: Breach, evidence: Evidence) -> GuiltyBatch:
+    def _rejected(self, breach: Breach, evidence: Evidence) -> RejectedBatch:
         figures = {name: value if math.isfinite(value) else None for name, value in evidence.figures.items()}
         facts = Facts(
             step=evidence.step,
@@ -142,12 +142,12 @@ class Guard:
             reason=breach.reason,
             figures=figures,
         )
-        return GuiltyBatch(facts, evidence.batch, evidence.scored)
+        return RejectedBatch(facts, evidence.batch, evidence.scored)
 
     def _path(self, step: int) -> Path:
-        """Of a guilty batch: a step that the run has gone back beyond may find another."""
+        """Of a rejected batch: a step that the run has gone back beyond may find another."""
         suffix = f"-rollback-{len(self.rollbacks)}" if len(self.rollbacks) else ""
-        return RunDirectory(self.config.run_dir).guilty / f"step-{step}{suffix}.safetensors"
+        return RunDirectory(self.config.run_dir).rejected / f"step-{step}{suffix}.safetensors"
 
     def _too_many(self, breach: Breach) -> str:
         return (

@@ -1,4 +1,4 @@
-"""One update of actor and critic again, alone, from a guilty batch."""
+"""One update of actor and critic again, alone, from a rejected batch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from oppo_megatron.mcore.model import Head
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.train.actor import Actor
 from oppo_megatron.train.critic import Critic
-from oppo_megatron.train.guards.guilty import GuiltyBatch
-from oppo_megatron.train.places import Topology, build_topology
+from oppo_megatron.train.guards.rejected import RejectedBatch
+from oppo_megatron.train.topology import Topology, build_topology
 from oppo_megatron.train.trained_role import TrainedRole, build_trained_role
 from oppo_megatron.train.update import UpdateSettings
 
@@ -52,20 +52,20 @@ def one_process(config: TrainSettings) -> TrainConfig:
     return TrainConfig.model_validate(tree)
 
 
-def replay(guilty: GuiltyBatch, config: TrainConfig) -> Replayed:
+def replay(rejected: RejectedBatch, config: TrainConfig) -> Replayed:
     """Build actor and critic of a configuration by `one_process` and update them once with the batch, in a world of one.
 
     Raises ConfigError where the batch is none for these models.
     """
-    _require_fit(guilty, config)
+    _require_fit(rejected, config)
     choose_device(config.runtime)
     with open_world(config.runtime, {}) as world:
-        return _replay(guilty, config, world)
+        return _replay(rejected, config, world)
 
 
-def _require_fit(guilty: GuiltyBatch, config: TrainConfig) -> None:
-    largest = max(token for each in guilty.batch for token in (*each.prompt.tokens, *each.tokens))
-    longest = max(len(each.prompt.tokens) + len(each.tokens) for each in guilty.batch)
+def _require_fit(rejected: RejectedBatch, config: TrainConfig) -> None:
+    largest = max(token for each in rejected.batch for token in (*each.prompt.tokens, *each.tokens))
+    longest = max(len(each.prompt.tokens) + len(each.tokens) for each in rejected.batch)
     problems = []
     for name, role in (("actor", config.actor), ("critic", config.critic)):
         shape = read_hf_config(role)
@@ -80,18 +80,18 @@ def _require_fit(guilty: GuiltyBatch, config: TrainConfig) -> None:
             f"the batch has a sequence of {longest} tokens, but data.max_prompt_tokens and rollout.max_response_tokens allow "
             f"{max_context(config)}; give those of the run"
         )
-    if len(guilty.batch) < config.ppo.minibatches:
+    if len(rejected.batch) < config.ppo.minibatches:
         problems.append(
-            f"ppo.minibatches is {config.ppo.minibatches}, but the batch has {len(guilty.batch)} rollouts; lower it"
+            f"ppo.minibatches is {config.ppo.minibatches}, but the batch has {len(rejected.batch)} rollouts; lower it"
         )
     if problems:
         raise ConfigError(problems)
 
 
-def _replay(guilty: GuiltyBatch, config: TrainConfig, world: World) -> Replayed:
-    facts, topology = guilty.facts, build_topology(config)
-    scored = type(guilty.scored)(
-        **{name: x.to(world.device) if isinstance(x, torch.Tensor) else x for name, x in vars(guilty.scored).items()}
+def _replay(rejected: RejectedBatch, config: TrainConfig, world: World) -> Replayed:
+    facts, topology = rejected.facts, build_topology(config)
+    scored = type(rejected.scored)(
+        **{name: x.to(world.device) if isinstance(x, torch.Tensor) else x for name, x in vars(rejected.scored).items()}
     )
     experience = build_experience(scored, config.ppo, facts.kl_coefficient, check=False)
     actor = Actor(
@@ -102,7 +102,7 @@ def _replay(guilty: GuiltyBatch, config: TrainConfig, world: World) -> Replayed:
         version=facts.policy_version,
     )
     critic = Critic(_role("critic", "scalar", config, world, topology, facts.total_steps, facts.step), config.ppo)
-    figures, breach = _update(guilty, experience, actor, critic, config, world)
+    figures, breach = _update(rejected, experience, actor, critic, config, world)
     return Replayed(figures, facts.figures, breach)
 
 
@@ -128,15 +128,15 @@ def _role(
 
 
 def _update(
-    guilty: GuiltyBatch, experience: Experience, actor: Actor, critic: Critic, config: TrainConfig, world: World
+    rejected: RejectedBatch, experience: Experience, actor: Actor, critic: Critic, config: TrainConfig, world: World
 ) -> tuple[dict[str, float], Breach | None]:
     rules = Rules(config.guards, config.ppo.gap_limit(config.actor.dtype, config.rollout.temperature))
-    settings = UpdateSettings.of(config, guilty.facts.step, world.device)
-    coefficient = guilty.facts.kl_coefficient
+    settings = UpdateSettings.of(config, rejected.facts.step, world.device)
+    coefficient = rejected.facts.kl_coefficient
     figures, found = asdict(experience.stats), [rules.check(asdict(experience.stats))]
     for name, update in (
-        ("grad_norm", lambda: actor.update(guilty.batch, experience, coefficient, settings)),
-        ("critic_grad_norm", lambda: critic.update(guilty.batch, experience, settings)),
+        ("grad_norm", lambda: actor.update(rejected.batch, experience, coefficient, settings)),
+        ("critic_grad_norm", lambda: critic.update(rejected.batch, experience, settings)),
     ):
         try:
             made = update()

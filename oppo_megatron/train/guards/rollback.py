@@ -1,9 +1,9 @@
 """Going back to the last checkpoint where a guard says so, and on from there with other prompts.
 
-The same prompts again would end in the same breach, for a run repeats itself.  So what was admitted since the checkpoint is left
-out, and with it those of the guilty batch that the checkpoint has in flight; then other draws follow, too.  `rollbacks.jsonl` of
-the run directory has a line for each rollback.  It is written before any rank ends, and every later start obeys all of its
-lines, whichever checkpoint it begins with.
+A run repeats itself: the same prompts would end in the same breach.  So prompts admitted since the checkpoint are left out, and
+those of the rejected batch that the checkpoint has in flight; other draws follow.  `rollbacks.jsonl` of the run directory has a
+line for each rollback.  It is written before any rank ends; every later start obeys all of its lines, whichever checkpoint it
+begins with.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RollBack(Exception):
 class Rollback:
     """One line.  `left_out` are positions in the stream of prompts, `rows` their rows in the data set, in the same order.
 
-    `num_written` are the guilty batches that the run had kept by then.
+    `num_written` are the rejected batches that the run had kept by then.
     """
 
     step: int
@@ -80,7 +80,7 @@ class Rollbacks:
 
     @property
     def num_written(self) -> int:
-        """Guilty batches kept up to the last rollback."""
+        """Rejected batches kept up to the last rollback."""
         return max((each.num_written for each in self.done), default=0)
 
     def summary(self) -> dict[str, int]:
@@ -105,15 +105,15 @@ class Rollbacks:
         return None
 
     def go_back(
-        self, step: int, reason: str, guilty: Sequence[int], position: int, num_written: int, *, keeper: bool
+        self, step: int, reason: str, rejected: Sequence[int], position: int, num_written: int, *, keeper: bool
     ) -> None:
         """Note the rollback, on the keeper, and raise RollBack on every rank.
 
-        `guilty` are the sequences of the batch in which a rule was broken; prompts before `position` have been admitted.
+        `rejected` are the sequences of the batch in which a rule was broken; prompts before `position` have been admitted.
         """
         assert self.checkpoint is not None
         name, start = self.checkpoint
-        left_out = sorted((set(range(start, position)) | set(guilty)) - self.left_out)
+        left_out = sorted((set(range(start, position)) | set(rejected)) - self.left_out)
         rows = [self._prompts.at(each).row for each in left_out]
         rollback = Rollback(step, reason, name, left_out, rows, num_written)
         if keeper:

@@ -18,7 +18,7 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.estimates import Figures
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.layout.holdings import planned_memory
-from oppo_megatron.layout.places import role_places
+from oppo_megatron.layout.placements import role_placements
 from oppo_megatron.records import Rollout
 from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.rundir.directory import RunDirectory, encode_json, write_json
@@ -66,7 +66,7 @@ class StepFacts:
 
     @contextlib.contextmanager
     def planning(self) -> Iterator[None]:
-        """Count the block: what the loop decides and books, between what its stations do."""
+        """Count the block: what the loop decides and books, between what its workers do."""
         started = time.monotonic()
         try:
             yield
@@ -87,7 +87,7 @@ class Journal:
     ):
         self.run_dir = RunDirectory(config.run_dir)
         self.tokenizer, self.keep_rollouts = tokenizer, config.logging.rollouts
-        actor = role_places(config)["actor"]
+        actor = role_placements(config)["actor"]
         self.single_stage = actor.pp == 1
         self.planned_bytes = planned_memory(config, on_cpu=device.type == "cpu")
         self.log = MetricsLog(self.run_dir.metrics)

@@ -25,7 +25,9 @@ class RoundTracer:
 
     def __init__(self, spans: SpanRecorder, meter: CostMeter, site: Site, *, actions: bool, schedules: Path | None):
         self.spans, self.meter, self._actions, self._schedules = spans, meter, actions, schedules
-        self._seats = {role: seat for role, place in site.places.items() if (seat := place.seat(spans.rank))}
+        self._coords_by_role = {
+            role: coords for role, placement in site.placements.items() if (coords := placement.coords(spans.rank))
+        }
         self._step, self._round = 0, 0
         self._stretch: Span | None = None
 
@@ -49,7 +51,7 @@ class RoundTracer:
         span = Span(self.spans.rank, role, label, self._step, start, end)
         self.spans.count(span)
         if num_tokens:
-            self.meter.add(action.op, action.role, self._seats[action.role].stage, num_tokens, end - start)
+            self.meter.add(action.op, action.role, self._coords_by_role[action.role].stage, num_tokens, end - start)
         if self._actions:
             name = str(replace(action, chunk=action.chunk + self._round - 1))
             self.spans.write(Span(self.spans.rank, action.role, name, self._step, start, end))

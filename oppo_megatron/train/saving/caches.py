@@ -40,8 +40,8 @@ def gather_caches(rounds: RoundRunner, *, copied: bool) -> CacheContents:
         contents.slots[role] = cache.seq_ids
         for seq_id in cache.seq_ids:
             hold(f"{role}.{CACHED}.{seq_id}", cache.stored(seq_id))
-    for role, station in rounds.scoring.items():
-        for seq_id, values in station.outputs().items():
+    for role, worker in rounds.scoring.items():
+        for seq_id, values in worker.outputs().items():
             hold(f"{role}.{OUTPUT}.{seq_id}", values)
     return contents
 
@@ -109,18 +109,18 @@ def _outputs(file: Any, role: str) -> dict[int, Tensor]:
 
 def _require_booked(role: str, cache: SequenceCache, rounds: RoundRunner) -> None:
     """Raises ValueError where a cache holds other sequences or lengths than its book says."""
-    planner, seat = rounds.planner, rounds.seats[role]
+    planner, coords = rounds.planner, rounds.replicas[role]
     book = planner.actor if role == "actor" else planner.scorers[role]
     held = {seq_id: cache.length(seq_id) for seq_id in cache.seq_ids}
-    if held != book.cached(seat):
-        raise ValueError(f"{role}: cached tokens by sequence are {held}, not {dict(book.cached(seat))}")
+    if held != book.cached(coords):
+        raise ValueError(f"{role}: cached tokens by sequence are {held}, not {dict(book.cached(coords))}")
     if role != "actor" and rounds.scoring[role].model.post_process:
         given = {seq_id: len(values) for seq_id, values in rounds.scoring[role].outputs().items() if len(values)}
-        due = planner.scorers[role].outputs(seat)
+        due = planner.scorers[role].outputs(coords)
         if given != due:
             raise ValueError(f"{role}: outputs by sequence are {given}, not {dict(due)}")
 
 
 def _caches(rounds: RoundRunner) -> dict[str, SequenceCache]:
-    caches = {role: station.cache for role, station in rounds.scoring.items()}
+    caches = {role: worker.cache for role, worker in rounds.scoring.items()}
     return caches if rounds.decode is None else caches | {"actor": rounds.decode.cache}

@@ -67,7 +67,7 @@ def restore_trainer(trainer: Trainer, state: dict[str, Any], rollouts: Iterable[
     trainer.rounds.admit(trainer.scheduler.buffer.rollouts)
     if state["layout"] == layout_of(trainer):  # elsewhere other bounds would be met
         trainer.rounds.planner.actor.most = state["memory"]["decode"]
-        trainer.memory.allowances.resume(state["memory"]["ranks"][dist.get_rank()])
+        trainer.memory.memory_limits.resume(state["memory"]["ranks"][dist.get_rank()])
 
 
 def layout_of(trainer: Trainer) -> dict[str, Any]:
@@ -75,8 +75,14 @@ def layout_of(trainer: Trainer) -> dict[str, Any]:
     planner = trainer.rounds.planner
     books = {"actor": planner.actor, **planner.scorers}
     return {
-        name: {"ranks": list(place.ranks), "tp": place.tp, "pp": place.pp, "dp": place.dp, "slots": books[name].slots}
-        for name, place in planner.site.places.items()
+        name: {
+            "ranks": list(placement.ranks),
+            "tp": placement.tp,
+            "pp": placement.pp,
+            "dp": placement.dp,
+            "slots": books[name].slots,
+        }
+        for name, placement in planner.site.placements.items()
     }
 
 

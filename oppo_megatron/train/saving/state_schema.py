@@ -230,7 +230,7 @@ def _check_state(state: _State) -> None:
         raise ValueError(f"books of {sorted(state.books)}, places of {sorted(state.layout)}")
     if scheduler.num_consumed != buffer.num_admitted:
         raise ValueError(f"{scheduler.num_consumed} prompts consumed, but {buffer.num_admitted} rollouts admitted")
-    num_ranks = 1 + max((rank for place in state.layout.values() for rank in place.ranks), default=0)
+    num_ranks = 1 + max((rank for placement in state.layout.values() for rank in placement.ranks), default=0)
     if len(state.memory.ranks) != num_ranks:
         raise ValueError(f"bounds of {len(state.memory.ranks)} ranks, of {num_ranks}")
     passed_over = scheduler.position - scheduler.num_consumed

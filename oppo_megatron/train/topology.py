@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.engine.links import Links, build_links
-from oppo_megatron.layout.places import Place, role_places, training_places
+from oppo_megatron.layout.placements import RolePlacement, role_placements, training_placements
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
 from oppo_megatron.schedule.rounds import Site
 
@@ -19,7 +19,7 @@ class Topology:
     """
 
     site: Site
-    training_places: dict[str, Place]
+    training_placements: dict[str, RolePlacement]
     groups: dict[str, RoleGroups | None]
     training: dict[str, RoleGroups | None]
     links: Links
@@ -27,12 +27,15 @@ class Topology:
 
 def build_topology(config: TrainConfig) -> Topology:
     """Create all process groups.  Every rank makes the call."""
-    site, trained = Site(role_places(config)), training_places(config)
-    groups = {name: build_groups(place.ranks, place.tp, place.pp, name) for name, place in site.places.items()}
+    site, trained = Site(role_placements(config)), training_placements(config)
+    groups = {
+        name: build_groups(placement.ranks, placement.tp, placement.pp, name)
+        for name, placement in site.placements.items()
+    }
     training = {
         name: groups[name]
-        if place == site.places[name]
-        else build_groups(place.ranks, place.tp, place.pp, f"{name}.train")
-        for name, place in trained.items()
+        if placement == site.placements[name]
+        else build_groups(placement.ranks, placement.tp, placement.pp, f"{name}.train")
+        for name, placement in trained.items()
     }
     return Topology(site, trained, groups, training, build_links(site))

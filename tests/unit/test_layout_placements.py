@@ -1,4 +1,4 @@
-"""Where roles live: seats and ranks are inverse, and each mode's default places."""
+"""Where roles live: coords_by_role and ranks are inverse, and each mode's default places."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pydantic import ValidationError
 
 from oppo_megatron.config.model import RoleConfig
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.layout.places import (
-    Place,
+from oppo_megatron.layout.placements import (
+    RolePlacement,
     has_own_training_weights,
     named_roles,
     parse_ranks,
-    role_places,
+    role_placements,
     shares_weights,
-    training_places,
+    training_placements,
     world_size,
 )
 
@@ -39,56 +39,60 @@ def configure(**sections: Any) -> TrainConfig:
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.randoms(use_true_random=False))
-def test_seats_and_ranks_are_inverse(tp: int, pp: int, dp: int, random: Any) -> None:
+def test_coords_by_role_and_ranks_are_inverse(tp: int, pp: int, dp: int, random: Any) -> None:
     ranks = random.sample(range(100), tp * pp * dp)
-    place = Place(tuple(ranks), tp, pp, dp)
-    seats = {place.seat(rank): rank for rank in ranks}
-    assert len(seats) == len(ranks)
-    assert all(seat is not None and place.rank(*seat) == rank for seat, rank in seats.items())
-    replicas = [place.replica_ranks(replica) for replica in range(dp)]
+    placement = RolePlacement(tuple(ranks), tp, pp, dp)
+    coords_by_role = {placement.coords(rank): rank for rank in ranks}
+    assert len(coords_by_role) == len(ranks)
+    assert all(coords is not None and placement.rank(*coords) == rank for coords, rank in coords_by_role.items())
+    replicas = [placement.replica_ranks(replica) for replica in range(dp)]
     assert sorted(rank for replica in replicas for rank in replica) == sorted(ranks)
     for d, p in ((d, p) for d in range(dp) for p in range(pp)):
-        assert place.stage_ranks(d, p) == replicas[d][p * tp : (p + 1) * tp]
-    assert place.seat(100) is None
-    assert place.output_rank(dp - 1) == place.stage_ranks(dp - 1, pp - 1)[0]
+        assert placement.stage_ranks(d, p) == replicas[d][p * tp : (p + 1) * tp]
+    assert placement.coords(100) is None
+    assert placement.output_rank(dp - 1) == placement.stage_ranks(dp - 1, pp - 1)[0]
 
 
 def test_default_places_of_each_mode() -> None:
-    assert {name: place.ranks for name, place in role_places(configure()).items()} == {
+    assert {name: placement.ranks for name, placement in role_placements(configure()).items()} == {
         "actor": (0,),
         "reference": (1,),
         "critic": (1,),
     }
     sizes = {"tp": 2, "dp": 2}
-    disaggregated = role_places(configure(placement={"actor": sizes, "scorer": {"pp": 2}}))
-    assert disaggregated["actor"] == Place((0, 1, 2, 3), 2, 1, 2) and disaggregated["critic"] == Place((4, 5), 1, 2, 1)
-    colocated = role_places(configure(placement={"mode": "colocated", "actor": sizes}))
+    disaggregated = role_placements(configure(placement={"actor": sizes, "scorer": {"pp": 2}}))
+    assert disaggregated["actor"] == RolePlacement((0, 1, 2, 3), 2, 1, 2) and disaggregated["critic"] == RolePlacement(
+        (4, 5), 1, 2, 1
+    )
+    colocated = role_placements(configure(placement={"mode": "colocated", "actor": sizes}))
     assert colocated["actor"] == colocated["critic"] == colocated["reference"]
-    assert set(role_places(configure(placement={"mode": "single"})).values()) == {Place((0,))}
+    assert set(role_placements(configure(placement={"mode": "single"})).values()) == {RolePlacement((0,))}
 
 
 def test_a_reference_beside_the_actor() -> None:
     placement = {"actor": {"tp": 2}, "reference": "actor"}
-    places = role_places(configure(placement=placement))
-    assert places["reference"] == places["actor"] == Place((0, 1), 2) and places["critic"] == Place((2,))
+    placements = role_placements(configure(placement=placement))
+    assert placements["reference"] == placements["actor"] == RolePlacement((0, 1), 2) and placements[
+        "critic"
+    ] == RolePlacement((2,))
     lora = {"lora": {"rank": 2, "alpha": 4}}
     assert shares_weights(configure(placement=placement, actor=lora)), "its weights are the actor's without adapters"
     assert not shares_weights(configure(placement={"actor": {"tp": 2}}, actor=lora))
     own = {"parallel": {"pp": 2}, "generate": {"dp": 2}} | lora
-    laid_out = role_places(configure(placement=placement, actor=own))
-    assert laid_out["reference"] == laid_out["actor"] == Place((0, 1), dp=2), "where the actor decodes"
-    elsewhere = role_places(configure(placement=placement, actor={"ranks": "1-2"}, critic={"ranks": "0"}))
-    assert elsewhere["reference"] == elsewhere["actor"] == Place((1, 2), 2)
+    laid_out = role_placements(configure(placement=placement, actor=own))
+    assert laid_out["reference"] == laid_out["actor"] == RolePlacement((0, 1), dp=2), "where the actor decodes"
+    elsewhere = role_placements(configure(placement=placement, actor={"ranks": "1-2"}, critic={"ranks": "0"}))
+    assert elsewhere["reference"] == elsewhere["actor"] == RolePlacement((1, 2), 2)
     named = configure(placement=placement, reference={"checkpoint": "a", "ranks": "2"})
-    assert role_places(named)["reference"] == Place((2,), 1, 1, 1), "ranks of its own come first"
+    assert role_placements(named)["reference"] == RolePlacement((2,), 1, 1, 1), "ranks of its own come first"
 
 
 def test_ranks_and_layouts_of_a_role() -> None:
     placement = {"mode": "colocated", "actor": {"pp": 4}}
     config = configure(placement=placement, critic={"ranks": "0-1"}, reference={"checkpoint": "a", "ranks": "5,4,3,2"})
-    places = role_places(config)
-    assert places["critic"] == Place((0, 1), 1, 1, 2), "ranks alone: replicas"
-    assert places["reference"] == Place((5, 4, 3, 2), 1, 4, 1), "as many as the pool has: its layout"
+    placements = role_placements(config)
+    assert placements["critic"] == RolePlacement((0, 1), 1, 1, 2), "ranks alone: replicas"
+    assert placements["reference"] == RolePlacement((5, 4, 3, 2), 1, 4, 1), "as many as the pool has: its layout"
     assert world_size(config) == 6
 
 
@@ -98,7 +102,7 @@ def test_training_is_over_the_same_ranks() -> None:
         actor={"generate": {"dp": 4}, "train": {"pp": 1, "dp": 2}},
         critic={"train": {"vpp": 2}},
     )
-    serving, training = role_places(config), training_places(config)
+    serving, training = role_placements(config), training_placements(config)
     assert serving["actor"].layout == (1, 1, 4) and training["actor"].layout == (2, 1, 2)
     assert training["critic"] == serving["critic"]
     assert has_own_training_weights(serving["actor"], training["actor"], 1)

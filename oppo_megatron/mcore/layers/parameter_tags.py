@@ -7,7 +7,9 @@ from typing import Literal
 import torch
 
 
-def mark(parameter: torch.Tensor, name: Literal["sequence_parallel", "partition_stride"], value: bool | int) -> None:
+def tag_parameter(
+    parameter: torch.Tensor, name: Literal["sequence_parallel", "partition_stride"], value: bool | int
+) -> None:
     """Set an attribute that megatron looks for and torch's types do not declare.
 
     `sequence_parallel`: the gradient is summed over tensor ranks, each of which has seen a part of the tokens.

@@ -16,7 +16,7 @@ Layout = tuple[int, int, int]
 """(tp, pp, dp)"""
 
 
-class Seat(NamedTuple):
+class RankCoordinates(NamedTuple):
     """What one rank holds of a role: replica `replica`, pipeline stage `stage`, tensor shard `shard`."""
 
     replica: int
@@ -25,7 +25,7 @@ class Seat(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Place:
+class RolePlacement:
     """The ranks of a role and its layout over them.  `len(ranks) == tp * pp * dp`."""
 
     ranks: tuple[int, ...]
@@ -49,55 +49,57 @@ class Place:
         """All ranks of one replica, first stage first."""
         return tuple(rank for stage in range(self.pp) for rank in self.stage_ranks(replica, stage))
 
-    def seat(self, rank: int) -> Seat | None:
+    def coords(self, rank: int) -> RankCoordinates | None:
         """What `rank` holds of the role, or None."""
         if rank not in self.ranks:
             return None
         outer, shard = divmod(self.ranks.index(rank), self.tp)
         stage, replica = divmod(outer, self.dp)
-        return Seat(replica, stage, shard)
+        return RankCoordinates(replica, stage, shard)
 
     def output_rank(self, replica: int = 0) -> int:
         """The rank that speaks for a replica's outputs: first tensor rank of the last stage."""
         return self.rank(replica, self.pp - 1, 0)
 
 
-def role_places(config: TrainConfig) -> dict[str, Place]:
+def role_placements(config: TrainConfig) -> dict[str, RolePlacement]:
     """Where each role decodes or scores.  Actor first, then reference, critic, and the reward model where there is one."""
     pool, generate = pools(config), config.actor.generate
-    actor = _place(config.actor, pool["actor"])
+    actor = _placement(config.actor, pool["actor"])
     if generate is not None:
         actor = _over(actor.ranks, generate)
     beside = {"reference": actor} if config.placement.reference == "actor" else {}
     scorers = {name: role for name, role in named_roles(config).items() if name != "actor"}
-    return {"actor": actor} | {name: _place(role, beside.get(name, pool["scorer"])) for name, role in scorers.items()}
-
-
-def training_places(config: TrainConfig) -> dict[str, Place]:
-    """Where actor and critic are updated: the same ranks, possibly in another layout."""
-    pool = pools(config)
-    return {
-        "actor": training_place(_place(config.actor, pool["actor"]), config.actor),
-        "critic": training_place(_place(config.critic, pool["scorer"]), config.critic),
+    return {"actor": actor} | {
+        name: _placement(role, beside.get(name, pool["scorer"])) for name, role in scorers.items()
     }
 
 
-def training_place(place: Place, role: TrainedRoleConfig) -> Place:
+def training_placements(config: TrainConfig) -> dict[str, RolePlacement]:
+    """Where actor and critic are updated: the same ranks, possibly in another layout."""
+    pool = pools(config)
+    return {
+        "actor": training_placement(_placement(config.actor, pool["actor"]), config.actor),
+        "critic": training_placement(_placement(config.critic, pool["scorer"]), config.critic),
+    }
+
+
+def training_placement(placement: RolePlacement, role: TrainedRoleConfig) -> RolePlacement:
     """`place` in the role's training layout."""
     train = role.train
-    return Place(place.ranks, train.tp or place.tp, train.pp or place.pp, train.dp or place.dp)
+    return RolePlacement(placement.ranks, train.tp or placement.tp, train.pp or placement.pp, train.dp or placement.dp)
 
 
-def has_own_training_weights(serving: Place, training: Place, vpp: int) -> bool:
+def has_own_training_weights(serving: RolePlacement, training: RolePlacement, vpp: int) -> bool:
     """Whether a trained role holds its weights twice: virtual stages give a rank other layers than serving does."""
     return serving != training or vpp > 1
 
 
-def pools(config: TrainConfig) -> dict[str, Place]:
+def pools(config: TrainConfig) -> dict[str, RolePlacement]:
     """The ranks and layouts that the placement gives to the actor and to the scorers, for roles that name none."""
     placement = config.placement
     if placement.mode == "single":
-        return {"actor": Place((0,)), "scorer": Place((0,))}
+        return {"actor": RolePlacement((0,)), "scorer": RolePlacement((0,))}
     actor = _over(tuple(range(placement.actor.num_ranks)), placement.actor)
     if placement.mode == "colocated":
         return {"actor": actor, "scorer": _over(actor.ranks, placement.scorer or placement.actor)}
@@ -109,19 +111,19 @@ def world_size(config: TrainConfig | SupervisedConfig) -> int:
     """Ranks of a run; of PPO 0 .. the highest that a role names."""
     if isinstance(config, SupervisedConfig):
         return config.parallel.num_ranks
-    return 1 + max(rank for place in role_places(config).values() for rank in place.ranks)
+    return 1 + max(rank for placement in role_placements(config).values() for rank in placement.ranks)
 
 
 def shares_weights(config: TrainConfig) -> bool:
     """Whether the reference is the actor without its adapters, over the very same weights: where both are on the same ranks."""
-    places = role_places(config)
-    return config.actor.lora is not None and config.reference is None and places["reference"] == places["actor"]
+    placements = role_placements(config)
+    return config.actor.lora is not None and config.reference is None and placements["reference"] == placements["actor"]
 
 
-def decodes_and_scores(places: Mapping[str, Place]) -> bool:
+def decodes_and_scores(placements: Mapping[str, RolePlacement]) -> bool:
     """Whether any rank holds both the actor and a scorer."""
-    actor = set(places["actor"].ranks)
-    return any(actor & set(place.ranks) for name, place in places.items() if name != "actor")
+    actor = set(placements["actor"].ranks)
+    return any(actor & set(placement.ranks) for name, placement in placements.items() if name != "actor")
 
 
 def named_roles(config: TrainConfig) -> Mapping[str, RoleConfig]:
@@ -148,15 +150,15 @@ def _expand(text: str) -> Iterator[int]:
         yield from range(int(first), int(last or first) + 1)
 
 
-def _place(role: RoleConfig, pool: Place) -> Place:
+def _placement(role: RoleConfig, pool: RolePlacement) -> RolePlacement:
     """The role's own ranks and layout, each where given.  Ranks without a layout: the pool's if it fits, else replicas."""
     ranks = pool.ranks if role.ranks is None else parse_ranks(role.ranks)
     if role.parallel is not None:
         return _over(ranks, role.parallel)
     if len(ranks) == len(pool.ranks):
-        return Place(ranks, pool.tp, pool.pp, pool.dp)
-    return Place(ranks, 1, 1, len(ranks))
+        return RolePlacement(ranks, pool.tp, pool.pp, pool.dp)
+    return RolePlacement(ranks, 1, 1, len(ranks))
 
 
-def _over(ranks: tuple[int, ...], layout: ParallelConfig) -> Place:
-    return Place(ranks, layout.tp, layout.pp, layout.dp)
+def _over(ranks: tuple[int, ...], layout: ParallelConfig) -> RolePlacement:
+    return RolePlacement(ranks, layout.tp, layout.pp, layout.dp)

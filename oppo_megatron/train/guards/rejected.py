@@ -1,4 +1,4 @@
-"""Guilty batches: all that one update needs, written where a guard found fault with it, and read by `oppo replay`.
+"""Rejected batches: all that one update needs, written where a guard found fault with it, and read by `oppo replay`.
 
 `step-N.safetensors` holds the tensors (`TENSORS`), `step-N.jsonl` beside it a first line about the step and then a line
 about each rollout.  No pickle, and nothing else than numbers and text.
@@ -26,7 +26,7 @@ from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.rundir.directory import atomic_writer, encode_json
 from oppo_megatron.rundir.metrics_log import iter_json_lines
 
-FORMAT = "oppo guilty batch 1"
+FORMAT = "oppo rejected batch 1"
 TENSORS = {
     "prompt_lengths_B": torch.int64, "prompt_tokens_P": torch.int64, "lengths_B": torch.int64, "tokens_T": torch.int64,
     "versions_T": torch.int64, "behaviour_logp_T": torch.float64, "reference_logp_T": torch.float32,
@@ -54,7 +54,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class GuiltyBatch:
+class RejectedBatch:
     """What one update of actor and critic was, or would have been, made from."""
 
     facts: Facts
@@ -95,7 +95,7 @@ class GuiltyBatch:
         return {name: tensor.detach().to("cpu", TENSORS[name]).contiguous() for name, tensor in tensors.items()}
 
 
-def read_guilty(path: Path) -> GuiltyBatch:
+def read_rejected(path: Path) -> RejectedBatch:
     """Read what `write` wrote; `path` is either file.  Raises DataError for what is damaged or something else."""
     path = path.with_suffix(".safetensors")
     lines = list(iter_json_lines(path.with_suffix(".jsonl")))
@@ -117,7 +117,7 @@ def read_guilty(path: Path) -> GuiltyBatch:
         lengths_B=tensors["lengths_B"].tolist(),
         truncated_B=tensors["truncated_B"],
     )
-    return GuiltyBatch(Facts(**{name: head[name] for name in NUMBERS}), rollouts, scored)
+    return RejectedBatch(Facts(**{name: head[name] for name in NUMBERS}), rollouts, scored)
 
 
 def _check_head(path: Path, head: Mapping[str, Any]) -> None:
@@ -184,6 +184,6 @@ def _described(rollout: Rollout, score: float) -> dict[str, Any]:
 
 def _unusable(path: Path, why: str) -> DataError:
     return DataError(
-        f"{path} is no whole guilty batch ({why}); name a step-N.safetensors that a run wrote to `guilty/`, its .jsonl "
+        f"{path} is no whole rejected batch ({why}); name a step-N.safetensors that a run wrote to `rejected/`, its .jsonl "
         "beside it"
     )

@@ -27,7 +27,7 @@ from oppo_megatron.mcore.lora import Adapters, adapters_of
 Product = Callable[[Tensor], Tensor]
 
 
-class LeanStage:
+class FusedStage:
     """The layers of a stage, and its final norm on the last one.  It is made again when the weights have changed.
 
     What it holds beside the weights themselves are copies for the CPU: captured steps (`cuda_graphs.py`) rely on there being
@@ -36,12 +36,12 @@ class LeanStage:
 
     def __init__(self, layers: Sequence[Any], final_norm: Any | None, tp_group: dist.ProcessGroup, *, packed: bool):
         """`packed`: over copies of the weights that are laid out for the CPU's products."""
-        self._bare = [_lean_layer(layer, packed) for layer in layers]
+        self._bare = [_fused_layer(layer, packed) for layer in layers]
         self.layers = [_adapted(bare, layer) for bare, layer in zip(self._bare, layers, strict=True)]
         self.final_norm = None if final_norm is None else fixed_norm(final_norm.weight, final_norm.eps)
         self.tp_group = tp_group if tp_group.size() > 1 else None
 
-    def without_adapters(self, tp_group: dist.ProcessGroup) -> LeanStage:
+    def without_adapters(self, tp_group: dist.ProcessGroup) -> FusedStage:
         """The same products without what adapters add to them, for a model of its own group."""
         stage = copy.copy(self)
         stage.layers, stage.tp_group = self._bare, tp_group if tp_group.size() > 1 else None
@@ -61,7 +61,7 @@ class LeanStage:
 
 
 @dataclass(frozen=True)
-class _LeanLayer:
+class _FusedLayer:
     """What a layer computes with, without the modules around it."""
 
     norm: Norm
@@ -87,14 +87,14 @@ class _LeanLayer:
         return self.down(F.silu(gate).mul_(up))
 
 
-def _lean_layer(layer: Any, packed: bool) -> _LeanLayer:
+def _fused_layer(layer: Any, packed: bool) -> _FusedLayer:
     attention, mlp = layer.self_attention, layer.mlp
     norms = None
     if layer.config.qk_layernorm:
         query, key = attention.q_layernorm, attention.k_layernorm
         norms = fixed_norm(query.weight, query.eps), fixed_norm(key.weight, key.eps)
     groups, dim = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
-    return _LeanLayer(
+    return _FusedLayer(
         norm=fixed_norm(layer.input_layernorm.weight, layer.input_layernorm.eps),
         qkv=product(attention.linear_qkv.weight, _bias(attention.linear_qkv), packed=packed),
         head_norms=norms,
@@ -113,7 +113,7 @@ def _bias(linear: Any) -> Tensor | None:
     return None if bias is None or bias.numel() == 0 else bias
 
 
-def _adapted(bare: _LeanLayer, layer: Any) -> _LeanLayer:
+def _adapted(bare: _FusedLayer, layer: Any) -> _FusedLayer:
     """The layer with what its adapters add, before any sum over tensor ranks; they are read as they are in each call."""
     attention, mlp = layer.self_attention, layer.mlp
     return replace(
