@@ -5,12 +5,13 @@ Legend: T all response tokens of the GLOBAL batch (packed, see `packing`), B row
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
-from oppo_megatron.algorithms.advantages import clip_scores, gae, token_rewards, whiten
+from oppo_megatron.algorithms.advantages import clip_scores, token_rewards, whiten
 from oppo_megatron.algorithms.kl import kl_per_token
 from oppo_megatron.algorithms.packing import Lengths, last_tokens, lengths_like
 from oppo_megatron.config.ppo import PPOConfig
@@ -21,12 +22,13 @@ from oppo_megatron.errors import NumericsError, RewardError
 class ScoredBatch:
     """A finished batch with all that the scorers said of it.
 
-    `behaviour_logp_T` are the log-probs recorded at sampling, `truncated_B` marks responses cut at the limit (bool).
+    `behaviour_logp_T` are the log-probs recorded at sampling, `truncated_B` marks responses cut at the limit (bool);
+    `values_T` is None where no critic is trained.
     """
 
     behaviour_logp_T: Tensor
     reference_logp_T: Tensor
-    values_T: Tensor
+    values_T: Tensor | None
     scores_B: Tensor
     lengths_B: Lengths
     truncated_B: Tensor
@@ -34,17 +36,21 @@ class ScoredBatch:
 
 @dataclass(frozen=True)
 class ExperienceStats:
-    """Summary of a batch.  Standard deviations are of the population (one row has 0)."""
+    """Summary of a batch.  Standard deviations are of the population (one row has 0); None: a figure of a critic's values."""
 
     score_mean: float  # scores as the reward gave them, before clipping
     score_std: float
     reward_mean: float  # per response: what GAE sees, KL penalty included
     kl_mean: float  # per response, nats
-    value_mean: float  # per token
+    value_mean: float | None  # per token
     return_mean: float  # per token
     advantage_mean: float  # per token, before whitening
     advantage_std: float
-    explained_variance: float  # 1 - var(returns - values) / var(returns); 0 where returns vary by no more than rounding
+    explained_variance: float | None  # 1 - var(returns - values) / var(returns); 0 where returns vary by no more than rounding
+
+    def figures(self) -> dict[str, float]:
+        """Those that there are, by name."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -55,21 +61,27 @@ class Experience:
     returns_T: Tensor
     old_logp_T: Tensor
     reference_logp_T: Tensor
-    old_values_T: Tensor
+    old_values_T: Tensor | None
     kl_T: Tensor
     rewards_T: Tensor
     lengths_B: Tensor
     stats: ExperienceStats
 
 
-def build_experience(scored: ScoredBatch, ppo: PPOConfig, kl_coefficient: float, check: bool = True) -> Experience:
-    """Rewards, advantages and returns of the whole global batch, without gradient.
+Estimator = Callable[[Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor]]
+"""(rewards_T, values_T, lengths_B) -> advantages before whitening and returns, both [T]."""
+
+
+def build_experience(
+    scored: ScoredBatch, ppo: PPOConfig, kl_coefficient: float, estimator: Estimator, check: bool = True
+) -> Experience:
+    """Rewards, advantages and returns (by `estimator`) of the whole global batch, without gradient.
 
     Scores are clipped first; `truncated_score` then stands as the user wrote it.  The KL enters the rewards only with
     `kl.mode: penalty`.  Raises RewardError for a score, NumericsError for any other quantity that is not finite,
     unless `check` is false: then what follows from such a quantity is not finite either.
     """
-    lengths_B = lengths_like(scored.values_T, scored.lengths_B)
+    lengths_B = lengths_like(scored.behaviour_logp_T, scored.lengths_B)
     if check:
         _check_inputs(scored, lengths_B)
     with torch.no_grad():
@@ -81,7 +93,7 @@ def build_experience(scored: ScoredBatch, ppo: PPOConfig, kl_coefficient: float,
             scores_B = scores_B.masked_fill(scored.truncated_B, ppo.truncated_score)
         penalty = kl_coefficient if ppo.kl.mode == "penalty" else 0.0
         rewards_T = token_rewards(scores_B, kl_T, lengths_B, penalty)
-        advantages_T, returns_T = gae(rewards_T, scored.values_T, lengths_B, ppo.gamma, ppo.gae_lambda)
+        advantages_T, returns_T = estimator(rewards_T, scored.values_T, lengths_B)
         if check:
             _check_tokens("advantage", advantages_T, lengths_B)
         return Experience(
@@ -89,7 +101,7 @@ def build_experience(scored: ScoredBatch, ppo: PPOConfig, kl_coefficient: float,
             returns_T=returns_T,
             old_logp_T=scored.behaviour_logp_T.detach(),
             reference_logp_T=scored.reference_logp_T.detach(),
-            old_values_T=scored.values_T.detach(),
+            old_values_T=None if scored.values_T is None else scored.values_T.detach(),
             kl_T=kl_T,
             rewards_T=rewards_T,
             lengths_B=lengths_B,
@@ -101,24 +113,27 @@ def _summarise(
     scored: ScoredBatch, kl_T: Tensor, rewards_T: Tensor, advantages_T: Tensor, returns_T: Tensor
 ) -> ExperienceStats:
     num_rows = scored.scores_B.numel()
-    epsilon = torch.finfo(returns_T.dtype).eps
-    scores_B, values_T, advantages_T, returns_T = (
-        x.double() for x in (scored.scores_B, scored.values_T, advantages_T, returns_T)
-    )
-    rounding = 4 * epsilon * float(torch.maximum(returns_T.abs(), values_T.abs()).amax())
-    return_variance = float(returns_T.var(correction=0))
-    unexplained = float((returns_T - values_T).var(correction=0))
+    scores_B, advantages_T = scored.scores_B.double(), advantages_T.double()
     return ExperienceStats(
         score_mean=float(scores_B.mean()),
         score_std=float(scores_B.std(correction=0)),
         reward_mean=float(rewards_T.double().sum()) / num_rows,
         kl_mean=float(kl_T.double().sum()) / num_rows,
-        value_mean=float(values_T.mean()),
-        return_mean=float(returns_T.mean()),
+        value_mean=None if scored.values_T is None else float(scored.values_T.double().mean()),
+        return_mean=float(returns_T.double().mean()),
         advantage_mean=float(advantages_T.mean()),
         advantage_std=float(advantages_T.std(correction=0)),
-        explained_variance=1.0 - unexplained / return_variance if return_variance > rounding**2 else 0.0,
+        explained_variance=None if scored.values_T is None else _explained_variance(returns_T, scored.values_T),
     )
+
+
+def _explained_variance(returns_T: Tensor, values_T: Tensor) -> float:
+    epsilon = torch.finfo(returns_T.dtype).eps
+    returns_T, values_T = returns_T.double(), values_T.double()
+    rounding = 4 * epsilon * float(torch.maximum(returns_T.abs(), values_T.abs()).amax())
+    return_variance = float(returns_T.var(correction=0))
+    unexplained = float((returns_T - values_T).var(correction=0))
+    return 1.0 - unexplained / return_variance if return_variance > rounding**2 else 0.0
 
 
 def _check_inputs(scored: ScoredBatch, lengths_B: Tensor) -> None:
@@ -135,7 +150,8 @@ def _check_inputs(scored: ScoredBatch, lengths_B: Tensor) -> None:
         )
     _check_tokens("behaviour log-prob", scored.behaviour_logp_T, lengths_B)
     _check_tokens("reference log-prob", scored.reference_logp_T, lengths_B)
-    _check_tokens("value", scored.values_T, lengths_B)
+    if scored.values_T is not None:
+        _check_tokens("value", scored.values_T, lengths_B)
 
 
 def _check_tokens(quantity: str, x_T: Tensor, lengths_B: Tensor) -> None:

@@ -43,15 +43,15 @@ LAST_SHARE = 0.85  # of the steps: behind them comes no kill, so that the run is
 STARTING_S = 0.6  # of what a run takes beside its steps: for start-up, the rest is for its end
 FRAME = re.compile(r'File "[^"]*/oppo_megatron/([\w/]+\.py)", line (\d+) in (\w+)')
 PHASES = (
-    ("waiting for the critic", r"train/ppo\.py in settle"),
+    ("waiting for the critic", r"train/run_state\.py in settle"),
     ("restoring", r"saving/(saver\.py in restore|finding\.py)|resum"),
     ("saving", r"train/saving/(saver\.py in (save|conclude)|writing\.py)"),
-    ("update", r"train/(update|actor|critic)\.py|in _update$|in _train$"),
-    ("scores", r"train/score_exchange\.py|in _score$"),
+    ("update", r"train/(updates?|actor|critic)\.py"),
+    ("scores", r"train/score_exchange\.py|in _(gather_scores|finish_scoring)$"),
     ("evaluation", r"train/evaluate\.py"),
     ("decode", r"engine/(rounds|executor|generation|scoring|stream)\.py"),
     ("ending", r"in _finish$"),
-    ("a step", r"train/ppo\.py"),
+    ("a step", r"train/(loop|rollouts)\.py"),
 )
 COLUMNS = {
     "kill": "number", "rank": "rank", "roles": "roles", "after step": "step", "was at": "phase", "in": "where",

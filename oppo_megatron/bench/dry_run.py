@@ -161,7 +161,7 @@ class DryRun:
                     book.forget(rollout.seq_id)
             if self.config.overlap.actor_kv == "recompute":
                 self.planner.actor.invalidate()
-            self.planner.scorers["critic"].reset()
+            self.planner.reset_perishable()
         if self.site.listeners:
             with self.watch.part("stream"):
                 for rollout in batch:

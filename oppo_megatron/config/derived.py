@@ -15,7 +15,7 @@ def adapters(config: TrainConfig | SupervisedConfig) -> dict[str, LoraConfig]:
     if isinstance(config, SupervisedConfig):
         trained = {"model": config.model.lora}
     else:
-        trained = {"actor": config.actor.lora, "critic": config.critic.lora}
+        trained = {name: role.lora for name, role in config.trained.items()}
     return {name: lora for name, lora in trained.items() if lora is not None}
 
 
@@ -59,7 +59,8 @@ def scorers(config: TrainConfig) -> Iterator[tuple[str, RoleConfig]]:
         yield "reference", config.reference
     if config.reward is not None:
         yield "reward", config.reward
-    yield "critic", config.critic
+    if config.critic is not None:
+        yield "critic", config.critic
 
 
 def best_standard(config: TrainSettings | SupervisedConfig) -> Standard | None:

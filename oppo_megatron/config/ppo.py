@@ -85,6 +85,21 @@ class KLConfig(Section):
     adaptive: AdaptiveKLConfig | None = None
 
 
+class AlgorithmConfig(Section):
+    """What is made of a batch's scores: which roles it takes, and how rewards become advantages."""
+
+    preset: Literal["ppo", "reinforce_pp"] = Field(
+        "ppo",
+        description="ppo: a critic's values and GAE; reinforce_pp: REINFORCE++ (arXiv 2501.03262), discounted returns without "
+        "a critic, which then has no section, no ranks and no messages",
+    )
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a critic is trained."""
+        return self.preset == "ppo"
+
+
 class StalenessConfig(Section):
     """How tokens sampled under an older policy enter the loss."""
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
+from typing_extensions import Self
 
 from oppo_megatron.config.base import Section, Unit
 from oppo_megatron.config.data import DataConfig, RewardPart, TokenizerConfig
@@ -34,7 +35,7 @@ from oppo_megatron.config.model import (
     TrainedRoleConfig,
 )
 from oppo_megatron.config.overlap import OverlapConfig
-from oppo_megatron.config.ppo import PPOConfig, RolloutConfig
+from oppo_megatron.config.ppo import AlgorithmConfig, PPOConfig, RolloutConfig
 from oppo_megatron.config.reliability import CheckpointConfig, PreemptConfig, StallConfig, TrainCheckpointConfig
 
 
@@ -94,11 +95,12 @@ class TrainSettings(Section):
     tokenizer: TokenizerConfig
     data: DataConfig
     actor: ActorConfig
-    critic: TrainedRoleConfig
+    critic: TrainedRoleConfig | None = Field(None, description="given where `algorithm.preset` trains a critic, and only there")
     reference: RoleConfig | None = Field(None, description="null: the actor's starting weights")
     reward: RoleConfig | None = Field(None, description="the reward model, where `rewards` names one")
     rewards: list[RewardPart] = Field(..., min_length=1, description="the reward is the sum of these parts")
     rollout: RolloutConfig
+    algorithm: AlgorithmConfig = AlgorithmConfig()
     ppo: PPOConfig = PPOConfig()
     overlap: OverlapConfig = OverlapConfig()
     runtime: RuntimeConfig = RuntimeConfig()
@@ -116,7 +118,23 @@ class TrainSettings(Section):
     def _common_dtype(cls, data: Any) -> Any:
         return _with_common_dtype(data, ("actor", "critic", "reference", "reward"))
 
+    @model_validator(mode="after")
+    def _critic_of_algorithm(self) -> Self:
+        preset = self.algorithm.preset
+        if self.algorithm.has_critic and self.critic is None:
+            raise ValueError(
+                f"critic is missing, but algorithm.preset {preset} trains one; add the section, with checkpoint or init"
+            )
+        if not self.algorithm.has_critic and self.critic is not None:
+            raise ValueError(f"critic is given, but algorithm.preset {preset} has none; remove the section")
+        return self
+
     ALWAYS_MEASURED: ClassVar[str | None] = REWARD
+
+    @property
+    def trained(self) -> dict[str, TrainedRoleConfig]:
+        """The roles that are trained: the actor, and the critic where there is one."""
+        return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
 
     @property
     def measured(self) -> list[str]:

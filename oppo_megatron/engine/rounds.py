@@ -119,11 +119,11 @@ class RoundRunner:
         if self.decode is not None:
             self.decode.invalidate()
 
-    def critic_changed(self) -> None:
-        """The critic's weights changed: what it has computed of carried rollouts is stale."""
-        self.planner.scorers["critic"].reset()
-        if "critic" in self.scoring:
-            self.scoring["critic"].reset()
+    def scorers_changed(self) -> None:
+        """Scorers that are trained have other weights: what they have computed of carried rollouts is stale."""
+        for name in self.planner.reset_perishable():
+            if name in self.scoring:
+                self.scoring[name].reset()
 
     def _begin(
         self, planned: PlannedRound, active: Sequence[Rollout], score: Sequence[Rollout], decoding: Decoding

@@ -189,7 +189,8 @@ def _check_pools(config: TrainConfig, shapes: Mapping[str, Shape]) -> list[str]:
     scorer, num_ranks = placement.scorer, placement.actor.num_ranks
     if placement.mode == "disaggregated" or scorer is None or scorer.num_ranks == num_ranks:
         return []
-    limits = _limits(config, "critic", shapes.get("critic"))
+    name = "reference" if config.critic is None else "critic"
+    limits = _limits(config, name, shapes.get(name))
     return [
         f"placement.scorer is {Sizes.of(scorer)} = {scorer.num_ranks} ranks, but colocated scorers share the actor's "
         f"{num_ranks} ({Sizes.of(placement.actor)}); make tp x pp x dp equal to that, or choose disaggregated"
@@ -247,7 +248,7 @@ def _check_serving(config: TrainConfig, name: str, placement: RolePlacement, sha
 
 def _check_training(config: TrainConfig, name: str, placement: RolePlacement, shape: Shape | None) -> list[str]:
     """The layout in which a role is updated, and the schedule of its update."""
-    role = config.actor if name == "actor" else config.critic
+    role = config.trained[name]
     train, rows = role.train, minibatch_rows(config)
     limits = _training_limits(config, role, shape)
     asked = _Asked(f"{name}.train", Sizes.of(placement, train.vpp), len(placement.ranks), limits)

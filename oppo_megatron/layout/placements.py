@@ -76,11 +76,11 @@ def role_placements(config: TrainConfig) -> dict[str, RolePlacement]:
 
 
 def training_placements(config: TrainConfig) -> dict[str, RolePlacement]:
-    """Where actor and critic are updated: the same ranks, possibly in another layout."""
+    """Where actor and critic, if there is one, are updated: the same ranks, possibly in another layout."""
     pool = pools(config)
     return {
-        "actor": training_placement(_placement(config.actor, pool["actor"]), config.actor),
-        "critic": training_placement(_placement(config.critic, pool["scorer"]), config.critic),
+        name: training_placement(_placement(role, pool["actor" if name == "actor" else "scorer"]), role)
+        for name, role in config.trained.items()
     }
 
 
@@ -131,9 +131,15 @@ def named_roles(config: TrainConfig) -> Mapping[str, RoleConfig]:
     roles: dict[str, RoleConfig] = {
         "actor": config.actor,
         "reference": config.reference or RoleConfig(**config.actor.model_dump(include=set(_MODEL_FIELDS))),
-        "critic": config.critic,
     }
-    return roles if config.reward is None else roles | {"reward": config.reward}
+    others = {"critic": config.critic, "reward": config.reward}
+    return roles | {name: role for name, role in others.items() if role is not None}
+
+
+def scorers_leader(placements: Mapping[str, RolePlacement]) -> int:
+    """The rank that speaks for the scorers: the critic's first, or without a critic the reward model's, or the reference's."""
+    name = next(name for name in ("critic", "reward", "reference") if name in placements)
+    return placements[name].ranks[0]
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from oppo_megatron.config.derived import adapters, rollback_rules, scorers
 from oppo_megatron.config.model import ModelConfig, OptimizerConfig, RuntimeConfig
 from oppo_megatron.config.overlap import OverlapConfig
 from oppo_megatron.config.paths import check_exists, check_files
-from oppo_megatron.config.ppo import ForcedLengthsConfig, RolloutConfig
+from oppo_megatron.config.ppo import ForcedLengthsConfig, PPOConfig, RolloutConfig
 from oppo_megatron.config.run import SupervisedConfig, TrainConfig
 from oppo_megatron.layout.kernels import find_available, layer_problem
 from oppo_megatron.modeldir.headers import check_adapter
@@ -37,10 +37,22 @@ def check_train(config: TrainConfig) -> list[str]:
         *check_data("data", config.data, templates=("prompt",)),
         *(check_data("evaluation.data", config.evaluation.data, templates=("prompt",)) if config.evaluation else []),
         *check_evaluation(config),
-        *_check_optimizer("actor", config.actor.optimizer),
-        *_check_optimizer("critic", config.critic.optimizer),
+        *_check_algorithm(config),
+        *(problem for name, role in config.trained.items() for problem in _check_optimizer(name, role.optimizer)),
         *check_layers(config.runtime, adapters=bool(adapters(config))),
         *(problem for name, lora in adapters(config).items() for problem in check_adapter(name, lora)),
+    ]
+
+
+def _check_algorithm(config: TrainConfig) -> list[str]:
+    """Settings of `ppo` that only a critic gives a meaning."""
+    if config.algorithm.has_critic:
+        return []
+    preset, plain = config.algorithm.preset, PPOConfig()
+    return [
+        f"ppo.{name} is {getattr(config.ppo, name)}, but algorithm.preset {preset} has no critic, and nothing reads it; remove it"
+        for name in ("gae_lambda", "value_clip")
+        if getattr(config.ppo, name) != getattr(plain, name)
     ]
 
 

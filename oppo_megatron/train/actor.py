@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from oppo_megatron.algorithms.algorithm import Algorithm
 from oppo_megatron.algorithms.experience import Experience
-from oppo_megatron.algorithms.losses import ActorTargets, actor_loss
+from oppo_megatron.algorithms.losses import ActorTargets
 from oppo_megatron.algorithms.packing import tokens_of_rows
-from oppo_megatron.algorithms.staleness import ratio_base
-from oppo_megatron.config.ppo import PPOConfig
 from oppo_megatron.mcore.batch import MicroBatch, join_rows, pack_responses
 from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.mcore.layers.vocab_parallel import token_logprobs
@@ -50,7 +49,7 @@ class Actor:
     """
 
     role: TrainedRole
-    ppo: PPOConfig
+    algorithm: Algorithm
     temperature: float
     keep_kv: bool
     version: int = 0
@@ -93,7 +92,7 @@ class Actor:
                 micro.extra["reference_logp"],
                 micro.extra.get("weight"),
             )
-            value, stats = actor_loss(logp, entropy, targets, self.ppo, kl_coefficient, num_tokens)
+            value, stats = self.algorithm.actor_loss(logp, entropy, targets, kl_coefficient, num_tokens)
             return value, stats_dict(stats) | (_decode_check(micro, logp.detach()) if first else {})
 
         reports = run_update(self.role.trained, batch, extra, loss, settings, self.memory_limit)
@@ -116,8 +115,7 @@ class Actor:
         return back
 
     def _prepare(self, batch: Sequence[Rollout], settings: UpdateSettings) -> BegunUpdate:
-        decoupled = self.ppo.staleness.correction == "decoupled"
-        begun = BegunUpdate(self._proximal(batch, settings) if decoupled else None)
+        begun = BegunUpdate(self._proximal(batch, settings) if self.algorithm.needs_proximal else None)
         self.role.retire()
         return begun
 
@@ -135,7 +133,7 @@ class Actor:
         """What the loss needs of each response token, each [T]; the loss runs on the last stage only."""
         if not self._groups.is_last_stage:
             return {}
-        base_T, weight_T = ratio_base(experience.old_logp_T, proximal_T, self.ppo.staleness)
+        base_T, weight_T = self.algorithm.ratio_base(experience.old_logp_T, proximal_T)
         inputs = {
             "old_logp": base_T,
             "behaviour_logp": experience.old_logp_T,

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from oppo_megatron.algorithms.algorithm import Algorithm
 from oppo_megatron.algorithms.experience import Experience
-from oppo_megatron.algorithms.losses import value_loss
-from oppo_megatron.config.ppo import PPOConfig
 from oppo_megatron.mcore.batch import MicroBatch
 from oppo_megatron.mcore.out_of_memory import MemoryLimit, MemoryLimits
 from oppo_megatron.records import Rollout
@@ -31,7 +30,7 @@ class Critic:
     """
 
     role: TrainedRole
-    ppo: PPOConfig
+    algorithm: Algorithm
     stats: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CRITIC_STATS, 0.0))
     memory_limit: MemoryLimit = field(default_factory=lambda: MemoryLimits().train)
 
@@ -43,11 +42,12 @@ class Critic:
         self.stats = no_stats()
 
         def loss(micro: MicroBatch, output: Tensor, num_tokens: int, first: bool) -> tuple[Tensor, dict[str, Tensor]]:
-            value, stats = value_loss(
-                output, micro.extra["old_values"], micro.extra["returns"], self.ppo.value_clip, num_tokens
+            value, stats = self.algorithm.critic_loss(
+                output, micro.extra["old_values"], micro.extra["returns"], num_tokens
             )
             return value, stats_dict(stats)
 
+        assert experience.old_values_T is not None, "a critic has given values"
         extra = {"old_values": experience.old_values_T, "returns": experience.returns_T}
         self.role.retire()
         reports = run_update(self.role.trained, batch, extra, loss, settings, self.memory_limit)

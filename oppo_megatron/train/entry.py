@@ -17,7 +17,6 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import EXIT_REQUEUE, EXIT_ROLLBACK, CapacityError
 from oppo_megatron.mcore.out_of_memory import is_out_of_memory
 from oppo_megatron.overcommit.ahead import NEW_RUN
-from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.rundir.directory import RunDirectory, write_json
 from oppo_megatron.rundir.space import clear_when_full
 from oppo_megatron.rundir.trace import merge_traces
@@ -25,14 +24,13 @@ from oppo_megatron.schedule.weaving.costs_file import costs_tree
 from oppo_megatron.train.guards.rollback import RollBack, Rollbacks
 from oppo_megatron.train.hosts import share_run_directory
 from oppo_megatron.train.inputs import Inputs, describe_inputs, read_inputs
+from oppo_megatron.train.loop import TrainingLoop
 from oppo_megatron.train.memory import require_memory
-from oppo_megatron.train.ppo import PPOTrainer
 from oppo_megatron.train.saving.finding import Found, find_checkpoint
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.saver import Saver
-from oppo_megatron.train.saving.snapshot import trained_models
 from oppo_megatron.train.saving.telling import tell_of_nothing
-from oppo_megatron.train.setup import build_trainer
+from oppo_megatron.train.setup import build_loop
 from oppo_megatron.train.supervised import run_reward_model, run_sft
 from oppo_megatron.train.weights import save_role
 
@@ -95,51 +93,51 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preem
         ahead, start = saver.require_same_run(found, rollbacks.left_out), saver.describe(found)
     _prepare(config, world, found)
     with world.activity.doing("building models and caches"):
-        trainer = build_trainer(config, world, inputs, saver, rollbacks, ahead)
+        loop = build_loop(config, world, inputs, saver, rollbacks, ahead)
     with ExitStack() as stack:
         stack.callback(inputs.rewards.close)
         if inputs.judges is not None:
             stack.callback(inputs.judges.close)
-        if trainer.journal is not None:
+        if loop.journal is not None:
             if inputs.quarantine:
                 inputs.quarantine.write(RunDirectory(config.run_dir).quarantine)
-            stack.enter_context(trainer.journal)
+            stack.enter_context(loop.journal)
             notes = [*start, *describe_inputs(inputs), *(rollback.describe() for rollback in rollbacks.done)]
-            trainer.journal.progress.note("\n".join(notes))
+            loop.journal.progress.note("\n".join(notes))
         if found is not None:
-            saver.restore(trainer, found)
-        if not trainer.run():
+            saver.restore(loop.state, found)
+        if not loop.run():
             return False
         with world.activity.doing("writing weights"):
-            _save_weights(config, trainer, inputs, RunDirectory(config.run_dir).weights)
-        saver.save_end(trainer)
+            _save_weights(config, loop, inputs, RunDirectory(config.run_dir).weights)
+        saver.save_end(loop.state)
         with world.activity.doing("writing the best step's weights"):
-            if config.save_weights and saver.load_best(trained_models(trainer), Position(trainer.done)):
-                _save_weights(config, trainer, inputs, RunDirectory(config.run_dir).best)
+            if config.save_weights and saver.load_best(loop.state.models, loop.state.position):
+                _save_weights(config, loop, inputs, RunDirectory(config.run_dir).best)
     with world.activity.doing("summary"):
-        _finish(config, trainer, inputs)
+        _finish(config, loop, inputs)
     return True
 
 
-def _save_weights(config: TrainConfig, trainer: PPOTrainer, inputs: Inputs, folder: Path) -> None:
-    if config.save_weights and trainer.actor is not None:
+def _save_weights(config: TrainConfig, loop: TrainingLoop, inputs: Inputs, folder: Path) -> None:
+    if config.save_weights and loop.actor is not None:
         stops = config.rollout.stop_token_ids
-        save_role(trainer.actor.role.trained.chunks, folder / "actor", inputs.tokenizer, config.actor.checkpoint, stops)
-    if config.save_weights and trainer.critic is not None:
-        save_role(trainer.critic.role.trained.chunks, folder / "critic", inputs.tokenizer, config.critic.checkpoint)
+        save_role(loop.actor.role.trained.chunks, folder / "actor", inputs.tokenizer, config.actor.checkpoint, stops)
+    if config.save_weights and loop.critic is not None and config.critic is not None:
+        save_role(loop.critic.role.trained.chunks, folder / "critic", inputs.tokenizer, config.critic.checkpoint)
 
 
-def _finish(config: TrainConfig, trainer: PPOTrainer, inputs: Inputs) -> None:
+def _finish(config: TrainConfig, loop: TrainingLoop, inputs: Inputs) -> None:
     run = RunDirectory(config.run_dir)
-    trainer.memory.look()
-    memory = trainer.memory.of_all_ranks()
+    loop.meter.memory.look()
+    memory = loop.meter.memory.of_all_ranks()
     dist.barrier()
-    if trainer.journal is not None:
+    if loop.journal is not None:
         merge_traces(config.run_dir)
-        planner = trainer.rounds.planner
+        planner = loop.rounds.planner
         if planner.generator == "woven":
             write_json(run.costs, costs_tree(planner.costs))
-        trainer.journal.summarise(inputs.counts(), memory, trainer.guard.rollbacks.summary(), trainer.saver.best)
+        loop.journal.summarise(inputs.counts(), memory, loop.state.rollbacks.summary(), loop.saver.best)
 
 
 def _prepare(config: TrainConfig, world: World, found: Found | None) -> None:

@@ -33,13 +33,19 @@ from oppo_megatron.train.score_exchange import ScoreExchange
 
 
 class Loop(Protocol):
-    """The PPO loop on one rank, as far as held-out prompts concern it."""
+    """The training loop on one rank, as far as held-out prompts concern it."""
 
     world: World
-    rounds: RoundRunner
     exchange: ScoreExchange
-    actor: Actor | None
-    journal: Journal | None
+
+    @property
+    def rounds(self) -> RoundRunner: ...
+
+    @property
+    def actor(self) -> Actor | None: ...
+
+    @property
+    def journal(self) -> Journal | None: ...
 
 
 class Evaluator:
@@ -68,8 +74,8 @@ class Evaluator:
         count = min(len(prompts), config.max_prompts)
         once = PromptStream(prompts, 0, epochs=1, limit=count, shuffle=False)
         self.prompts: Sequence[Prompt] = [
-            replace(prompt, seq_id=placement * config.samples + sample)
-            for placement, prompt in enumerate(once)
+            replace(prompt, seq_id=place * config.samples + sample)
+            for place, prompt in enumerate(once)
             for sample in range(config.samples)
         ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from oppo_megatron.algorithms.algorithm import Algorithm
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.derived import max_context
 from oppo_megatron.config.run import TrainConfig
@@ -37,6 +38,7 @@ class RoleBuilder:
     """Reads the configuration; everything that it builds is this rank's."""
 
     config: TrainConfig
+    algorithm: Algorithm
     world: World
     topology: Topology
     tokenizer: Tokenizer
@@ -69,11 +71,11 @@ class RoleBuilder:
         if role is None:
             return None
         keeps = config.overlap.actor_kv == "keep"
-        return Actor(role, config.ppo, config.rollout.temperature, keeps, memory_limit=self.memory_limits.train)
+        return Actor(role, self.algorithm, config.rollout.temperature, keeps, memory_limit=self.memory_limits.train)
 
     def critic(self) -> Critic | None:
         role = self._trained("critic", "scalar")
-        return None if role is None else Critic(role, self.config.ppo, memory_limit=self.memory_limits.train)
+        return None if role is None else Critic(role, self.algorithm, memory_limit=self.memory_limits.train)
 
     def rounds(self, actor: Actor | None, critic: Critic | None, tracer: RoundTracer) -> RoundRunner:
         """The workers of this rank and the planner of its rounds."""
@@ -164,12 +166,12 @@ class RoleBuilder:
         return load_role(role, groups, head=head, max_length=length, device=device, path=path, layers=layers)
 
     def _trained(self, name: str, head: Head) -> TrainedRole | None:
-        groups, training = self.topology.groups[name], self.topology.training[name]
+        groups, training = self.topology.groups.get(name), self.topology.training.get(name)
         if groups is None or training is None:
             return None
         ppo = self.config.ppo
         role = build_trained_role(
-            self.config.actor if name == "actor" else self.config.critic,
+            self.config.trained[name],
             groups,
             training,
             head=head,

@@ -20,7 +20,7 @@ from oppo_megatron.cluster.liveness.failures import noted
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.engine.rounds import RoundRunner
 from oppo_megatron.engine.stream import share
-from oppo_megatron.layout.placements import RolePlacement
+from oppo_megatron.layout.placements import RolePlacement, scorers_leader
 from oppo_megatron.records import Rollout
 from oppo_megatron.rewards.functions import NonFiniteRewardError, RewardSum
 from oppo_megatron.rewards.protocol import ScoreItem
@@ -50,7 +50,8 @@ class ScoreReport:
 class ScoreExchange:
     """Collective of the world, once a step.  Sizes follow from the batch, which every rank knows.
 
-    A reward that is no finite number is a NaN on every rank; `refusal` says why, on the scorers' first.
+    `actor` and `critic` are those of this rank.  A reward that is no finite number is a NaN on every rank; `refusal` says
+    why, on the scorers' first.
     """
 
     rank: int
@@ -59,16 +60,12 @@ class ScoreExchange:
     rewards: RewardSum
     tokenizer: Tokenizer
     activity: Activity = field(default_factory=Activity)
+    actor: Actor | None = None
+    critic: Critic | None = None
     refusal: str | None = None
 
     def gather(
-        self,
-        batch: Sequence[Rollout],
-        rounds: RoundRunner,
-        actor: Actor | None,
-        critic: Critic | None,
-        seconds: Mapping[str, float],
-        work: Sequence[float],
+        self, batch: Sequence[Rollout], rounds: RoundRunner, seconds: Mapping[str, float], work: Sequence[float]
     ) -> tuple[ScoredBatch, ScoreReport]:
         """Scores, values and reference log-probs of the batch on every rank.  Raises RewardError on the scorers' first.
 
@@ -76,7 +73,7 @@ class ScoreExchange:
         """
         lengths = [len(r.tokens) for r in batch]
         reference_T = self._share("reference", batch, lengths, rounds)
-        values_T = self._share("critic", batch, lengths, rounds)
+        values_T = self._share("critic", batch, lengths, rounds).float() if "critic" in self.placements else None
         model_B = self._share("reward", batch, [1] * len(batch), rounds) if "reward" in self.placements else None
         totals_B, parts = self._rewards(batch, model_B)
         times = [seconds.get(name, 0.0) for name in TIMES] + list(work)
@@ -86,12 +83,12 @@ class ScoreExchange:
         scored = ScoredBatch(
             behaviour_logp_T=logp_T,
             reference_logp_T=reference_T.float(),
-            values_T=values_T.float(),
+            values_T=values_T,
             scores_B=totals_B.float(),
             lengths_B=lengths,
             truncated_B=torch.tensor([r.finish_reason == "length" for r in batch], device=self.device),
         )
-        return scored, ScoreReport(parts, busy_s, idle_s, leaders_work, self.critic_stats(critic), self._ess(actor))
+        return scored, ScoreReport(parts, busy_s, idle_s, leaders_work, self.critic_stats(), self._ess())
 
     def request(self, rollouts: Sequence[Rollout]) -> None:
         """Ask reward services for the scores of finished rollouts, while others are still decoded.  Returns at once.
@@ -107,27 +104,29 @@ class ScoreExchange:
         prompt, response = rollout.prompt, self.tokenizer.decode(rollout.tokens)
         return ScoreItem(rollout.seq_id, prompt.text, response, prompt.fields, [*prompt.tokens, *rollout.tokens])
 
-    def critic_stats(self, critic: Critic | None) -> dict[str, float]:
-        """Statistics of the critic's last update, on every rank."""
+    def critic_stats(self) -> dict[str, float]:
+        """Statistics of the critic's last update, on every rank; none where there is no critic."""
+        if "critic" not in self.placements:
+            return {}
         mine = None
         if self.rank == self._leader:
-            assert critic is not None
-            mine = torch.tensor([critic.stats[name] for name in CRITIC_STATS], dtype=torch.float64)
+            assert self.critic is not None
+            mine = torch.tensor([self.critic.stats[name] for name in CRITIC_STATS], dtype=torch.float64)
         stats = self.shared("critic's statistics", mine, len(CRITIC_STATS), self._leader)
         return dict(zip(CRITIC_STATS, stats.tolist(), strict=True))
 
-    def _ess(self, actor: Actor | None) -> float:
+    def _ess(self) -> float:
         """The effective sample size of the actor's last update, on every rank."""
         source, mine = self.placements["actor"].ranks[0], None
         if self.rank == source:
-            assert actor is not None
-            mine = torch.tensor([actor.ess], dtype=torch.float64)
+            assert self.actor is not None
+            mine = torch.tensor([self.actor.ess], dtype=torch.float64)
         return float(self.shared("effective sample size", mine, 1, source))
 
     @property
     def _leader(self) -> int:
         """The rank that speaks for the scorers."""
-        return self.placements["critic"].ranks[0]
+        return scorers_leader(self.placements)
 
     def shared(self, what: str, values: Tensor | None, size: int, source: int) -> Tensor:
         """`share`, ended when this returns: nothing else is marked as a wait, for in it this rank may hang by itself."""

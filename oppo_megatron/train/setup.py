@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from oppo_megatron.algorithms.algorithm import make_algorithm
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.derived import longest_chunk
 from oppo_megatron.config.run import TrainConfig
@@ -9,14 +12,18 @@ from oppo_megatron.control.chunk import ChunkTuner
 from oppo_megatron.control.delta import make_delta_controller
 from oppo_megatron.control.kl import KLController
 from oppo_megatron.data.prompts import PromptSet, PromptStream
+from oppo_megatron.engine.rounds import RoundRunner
 from oppo_megatron.overcommit.ahead import NEW_RUN, Ahead
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.rundir.trace import SpanRecorder
-from oppo_megatron.schedule.plan import delta_rule
+from oppo_megatron.schedule.plan import delta_rule, plan_step
 from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.schedule.weaving.costs import CostMeter
+from oppo_megatron.train.actor import Actor
+from oppo_megatron.train.adaptation import Adaptation
+from oppo_megatron.train.critic import Critic
 from oppo_megatron.train.evaluate import Evaluator
 from oppo_megatron.train.guards.guard import Guard
 from oppo_megatron.train.guards.rollback import Rollbacks
@@ -24,49 +31,83 @@ from oppo_megatron.train.inputs import Inputs
 from oppo_megatron.train.logs.journal import Journal
 from oppo_megatron.train.logs.round_trace import RoundTracer
 from oppo_megatron.train.logs.trackers import open_trackers
+from oppo_megatron.train.loop import TrainingLoop
 from oppo_megatron.train.memory import MemoryMeter
-from oppo_megatron.train.ppo import PPOTrainer
+from oppo_megatron.train.metering.critical_path import CriticPlacement
+from oppo_megatron.train.metering.meter import StepMeter
 from oppo_megatron.train.role_builder import RoleBuilder
+from oppo_megatron.train.rollouts import Rollouts
+from oppo_megatron.train.run_state import RunState
 from oppo_megatron.train.saving.saver import Saver
 from oppo_megatron.train.score_exchange import ScoreExchange
 from oppo_megatron.train.topology import build_topology
+from oppo_megatron.train.updates import Updates
 
 
-def build_trainer(
+def build_loop(
     config: TrainConfig, world: World, inputs: Inputs, saver: Saver, rollbacks: Rollbacks, ahead: Ahead = NEW_RUN
-) -> PPOTrainer:
+) -> TrainingLoop:
     """Groups, models, optimizers and books of this rank, for what of the run is `ahead`."""
     prompts = prompt_stream(config, inputs.prompts, ahead)
     assert prompts.planned is not None
     total_steps = ahead.total_steps(config.steps, prompts.planned, config.rollout.batch_size)
     with world.activity.doing("process groups", waits=True):
         topology = build_topology(config)
-    memory = MemoryMeter.begin(world.device)
-    builder = RoleBuilder(config, world, topology, inputs.tokenizer, total_steps, inputs.lengths, memory.memory_limits)
+    algorithm, memory = make_algorithm(config.algorithm, config.ppo), MemoryMeter.begin(world.device)
+    limits = memory.memory_limits
+    builder = RoleBuilder(config, algorithm, world, topology, inputs.tokenizer, total_steps, inputs.lengths, limits)
     keeps_journal = world.rank == topology.site.source
     tracer = _tracer(config, world.rank, topology.site)
     trackers = open_trackers(config.logging, config.run_dir) if keeps_journal else None  # may refuse to begin
+    journal = trackers and Journal(builder.config, total_steps, inputs.tokenizer, world.device, trackers)
     actor, critic = builder.actor(), builder.critic()
-    return PPOTrainer(
-        config=config,
-        world=world,
-        scheduler=_scheduler(config, prompts),
-        rounds=builder.rounds(actor, critic, tracer),
-        exchange=ScoreExchange(
-            world.rank, world.device, topology.site.placements, inputs.rewards, inputs.tokenizer, world.activity
-        ),
-        chunk_tuner=ChunkTuner(config.overlap.chunk, longest_chunk(config)),
-        kl=KLController(config.ppo.kl),
-        spans=tracer.spans,
-        tracer=tracer,
-        memory=memory,
-        actor=actor,
-        critic=critic,
-        evaluator=_evaluator(config, inputs, builder),
-        guard=Guard(config, world.rank, world.device, topology.site, total_steps, rollbacks),
-        journal=trackers and Journal(builder.config, total_steps, inputs.tokenizer, world.device, trackers),
-        saver=saver,
+    rounds = builder.rounds(actor, critic, tracer)
+    meter = StepMeter(
+        world, rounds, tracer.spans, tracer, memory, journal,
+        role="scorer" if actor is None else "actor",
+        critic=_critic_placement(config, topology.site) if algorithm.trains_critic else None,
+    )  # fmt: skip
+    guard = Guard(config, algorithm, world.rank, world.device, topology.site, total_steps, rollbacks)
+    return _assemble(config, world, inputs, saver, Parts(prompts, rounds, meter, guard, actor, critic), builder)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a rank's loop is made of."""
+
+    prompts: PromptStream
+    rounds: RoundRunner
+    meter: StepMeter
+    guard: Guard
+    actor: Actor | None
+    critic: Critic | None
+
+
+def _assemble(
+    config: TrainConfig, world: World, inputs: Inputs, saver: Saver, parts: Parts, builder: RoleBuilder
+) -> TrainingLoop:
+    actor, critic, rounds, meter = parts.actor, parts.critic, parts.rounds, parts.meter
+    scheduler, kl = _scheduler(config, parts.prompts), KLController(config.ppo.kl)
+    exchange = ScoreExchange(
+        world.rank, world.device, rounds.planner.site.placements, inputs.rewards, inputs.tokenizer, world.activity,
+        actor, critic,
+    )  # fmt: skip
+    adaptation = Adaptation(
+        world, scheduler, ChunkTuner(config.overlap.chunk, longest_chunk(config)), kl, rounds.planner, meter.tracer.meter,
+        decoding=actor.role.serving.groups if actor is not None and config.overlap.intra else None,
+    )  # fmt: skip
+    updates = Updates(
+        config, world, actor, critic, parts.guard, kl, exchange, meter, saver.conclude, lambda: scheduler.position
     )
+    rollouts = Rollouts(scheduler, rounds, exchange, config.overlap, meter.planning)
+    evaluator = _evaluator(config, inputs, builder)
+    state = RunState(rollouts, updates, adaptation, evaluator, meter)
+    return TrainingLoop(config, world, rollouts, exchange, updates, adaptation, evaluator, saver, meter, state)
+
+
+def _critic_placement(config: TrainConfig, site: Site) -> CriticPlacement:
+    shares_ranks = not set(site.placements["critic"].ranks).isdisjoint(site.placements["actor"].ranks)
+    return CriticPlacement(shares_ranks, plan_step(config.overlap).wait_for_critic)
 
 
 def _scheduler(config: TrainConfig, prompts: PromptStream) -> OvercommitScheduler:

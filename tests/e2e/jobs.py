@@ -25,7 +25,8 @@ from oppo_megatron.train.critic import Critic
 from oppo_megatron.train.entry import run_ppo
 from oppo_megatron.train.guards.rollback import RollBack
 from oppo_megatron.train.inputs import read_inputs
-from oppo_megatron.train.ppo import PPOTrainer
+from oppo_megatron.train.loop import TrainingLoop
+from oppo_megatron.train.run_state import RunState
 from oppo_megatron.train.saving.finding import Found
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.saver import Saver
@@ -120,13 +121,13 @@ def train_while_the_clock_is_set_back(config: dict[str, Any]) -> None:
 
 def train_within(config: dict[str, Any], mebibytes: int, rank: int = 0) -> None:
     """`train`, where the process of `rank` may not grow by more than so much once its models are built."""
-    run = PPOTrainer.run
+    run = TrainingLoop.run
 
-    def bounded(trainer: PPOTrainer) -> bool:
+    def bounded(loop: TrainingLoop) -> bool:
         with room_for(mebibytes) if dist.get_rank() == rank else nullcontext():
-            return run(trainer)
+            return run(loop)
 
-    with mock.patch.object(PPOTrainer, "run", bounded):
+    with mock.patch.object(TrainingLoop, "run", bounded):
         train(config)
 
 
@@ -154,14 +155,14 @@ def train_with_sigterm(config: dict[str, Any], rank: int, after_s: float) -> boo
     preemption = Preemption(checked.preempt)
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     timer = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGTERM))
-    run = PPOTrainer.run
+    run = TrainingLoop.run
 
-    def told(trainer: PPOTrainer) -> bool:
+    def told(loop: TrainingLoop) -> bool:
         if dist.get_rank() == rank:
             timer.start()
-        return run(trainer)
+        return run(loop)
 
-    with mock.patch.object(PPOTrainer, "run", told), preemption.listening():
+    with mock.patch.object(TrainingLoop, "run", told), preemption.listening():
         try:
             return run_ppo(checked, world, read_inputs(checked), preemption)
         finally:
@@ -180,23 +181,22 @@ def train_through_rollbacks(config: dict[str, Any]) -> list[tuple[str, float]]:
     """
     seen: list[tuple[str, float]] = []
 
-    def sums(trainer: PPOTrainer, when: str) -> None:
-        model = trainer.actor or trainer.critic
-        assert model is not None
-        optimizer = model.role.trained.optimizer.chained_optimizers[0].optimizer
-        held = [*model.role.trained.model.parameters(), *(x for s in optimizer.state.values() for x in s.values())]
+    def sums(state: RunState, when: str) -> None:
+        trained = next(iter(state.models.values()))
+        optimizer = trained.optimizer.chained_optimizers[0].optimizer
+        held = [*trained.model.parameters(), *(x for s in optimizer.state.values() for x in s.values())]
         total = sum(float(torch.as_tensor(x).double().abs().sum()) for x in held)
-        seen.append((f"{when} {trainer.done}", total + trainer.kl.value))
+        seen.append((f"{when} {state.done}", total + state.adaptation.kl.value))
 
     save, restore = Saver.save, Saver.restore
 
-    def saved(saver: Saver, trainer: PPOTrainer) -> None:
-        save(saver, trainer)
-        sums(trainer, "saved")
+    def saved(saver: Saver, state: RunState) -> None:
+        save(saver, state)
+        sums(state, "saved")
 
-    def restored(saver: Saver, trainer: PPOTrainer, found: Found) -> None:
-        restore(saver, trainer, found)
-        sums(trainer, "restored")
+    def restored(saver: Saver, state: RunState, found: Found) -> None:
+        restore(saver, state, found)
+        sums(state, "restored")
 
     with mock.patch.object(Saver, "save", saved), mock.patch.object(Saver, "restore", restored):
         while True:

@@ -29,15 +29,15 @@ from oppo_megatron.rundir.space import clear_when_full
 from oppo_megatron.train.entry import run_ppo
 from oppo_megatron.train.guards.rollback import Rollbacks
 from oppo_megatron.train.inputs import Inputs, read_inputs
-from oppo_megatron.train.ppo import PPOTrainer
+from oppo_megatron.train.loop import TrainingLoop
 from oppo_megatron.train.saving import writing
 from oppo_megatron.train.saving.files import ROLLOUTS
 from oppo_megatron.train.saving.finding import Found, find_checkpoint
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.saver import Saver
-from oppo_megatron.train.saving.state import rollout_lines, trainer_state
+from oppo_megatron.train.saving.state import rollout_lines, run_state
 from oppo_megatron.train.saving.writing import CheckpointWriting
-from oppo_megatron.train.setup import build_trainer
+from oppo_megatron.train.setup import build_loop
 from tests.support.checkpoint_mutations import mutate
 from tests.support.file_faults import CACHE_FILE, COMMON_FILE, AtByte, Fault, arm, limit_files
 from tests.support.mutations import time_limit
@@ -70,9 +70,9 @@ def die_while_saving(config: dict[str, Any], fault: Fault) -> None:
     with open_world(checked.runtime) as world, libraries_armed(fault):
         found = find_checkpoint(checked, world)
         assert found is not None
-        trainer = restored(checked, world, inputs, found)
+        loop = restored(checked, world, inputs, found)
         arm(fault, RunDirectory(checked.run_dir).checkpoints)
-        trainer.saver.save(trainer)
+        loop.saver.save(loop.state)
 
 
 @contextlib.contextmanager
@@ -95,12 +95,12 @@ def libraries_armed(fault: Fault) -> Iterator[None]:
         yield
 
 
-def restored(config: TrainConfig, world: World, inputs: Inputs, found: Found) -> PPOTrainer:
-    """A fresh trainer that continues from `found`, without a journal's files."""
+def restored(config: TrainConfig, world: World, inputs: Inputs, found: Found) -> TrainingLoop:
+    """A fresh loop that continues from `found`, without a journal's files."""
     saver = Saver(config, world, inputs.prompts, Preemption(config.preempt))
-    trainer = build_trainer(config, world, inputs, saver, _no_rollbacks(config, inputs), found.ahead(frozenset()))
-    saver.restore(trainer, found)
-    return trainer
+    loop = build_loop(config, world, inputs, saver, _no_rollbacks(config, inputs), found.ahead(frozenset()))
+    saver.restore(loop.state, found)
+    return loop
 
 
 def run_with_small_files(config: dict[str, Any], num_bytes: int, within: str) -> tuple[str, str]:
@@ -129,25 +129,25 @@ def run_with_a_slow_disk(config: dict[str, Any], late_s: float, full_on: int | N
     """
     checked, steps = TrainConfig(**config), []
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    write, step = CheckpointWriting.run, PPOTrainer._step
-    running: list[PPOTrainer] = []
+    write, step = CheckpointWriting.run, TrainingLoop._step
+    running: list[TrainingLoop] = []
 
     def slow(self: CheckpointWriting) -> int:
-        steps.append(running[0].done)
+        steps.append(running[0].state.done)
         time.sleep(late_s)
         if world.rank == full_on:
             full = OSError(errno.ENOSPC, "No space left")
             with mock.patch.object(writing, "write_caches", side_effect=full):
                 return write(self)
         num_bytes = write(self)
-        steps.append(running[0].done)
+        steps.append(running[0].state.done)
         return num_bytes
 
-    def noted(self: PPOTrainer, number: int) -> bool:
+    def noted(self: TrainingLoop, *args: Any) -> bool:
         running[:] = [self]
-        return step(self, number)
+        return step(self, *args)
 
-    with mock.patch.object(CheckpointWriting, "run", slow), mock.patch.object(PPOTrainer, "_step", noted):
+    with mock.patch.object(CheckpointWriting, "run", slow), mock.patch.object(TrainingLoop, "_step", noted):
         try:
             run_ppo(checked, world, read_inputs(checked), Preemption(checked.preempt))
         except OppoError as error:
@@ -197,14 +197,14 @@ def _no_rollbacks(config: TrainConfig, inputs: Inputs) -> Rollbacks:
 
 
 class Subject:
-    """A trainer of one rank that is given one checkpoint after the other."""
+    """A loop of one rank that is given one checkpoint after the other."""
 
     def __init__(self, config: TrainConfig):
         self.config, self.world = config, World(0, 1, torch.device("cpu"))
         inputs = read_inputs(config)
         self.saver = Saver(config, self.world, inputs.prompts, Preemption(config.preempt))
-        self.trainer = build_trainer(config, self.world, inputs, self.saver, _no_rollbacks(config, inputs))
-        planner = self.trainer.rounds.planner
+        self.loop = build_loop(config, self.world, inputs, self.saver, _no_rollbacks(config, inputs))
+        planner = self.loop.rounds.planner
         self._books = {"actor": planner.actor, **planner.scorers}
         self._empty = {name: book.state_dict() for name, book in self._books.items()}
         self._seen: set[str] = set()
@@ -220,10 +220,10 @@ class Subject:
                 if found.folder.name in self._seen:  # the one before, as it was written
                     return answer
                 self._forget()
-                self.saver.restore(self.trainer, found)
+                self.saver.restore(self.loop.state, found)
                 if "damaged" in said.getvalue():
                     self._seen.add(found.folder.name)
-                return answer | {"differs": _differences(self.trainer, found), "weights": _digest(self.trainer)}
+                return answer | {"differs": _differences(self.loop, found), "weights": _digest(self.loop)}
             except OppoError as error:
                 return {"error": f"{type(error).__name__}: {error}", "said": said.getvalue()}
             except Exception as error:
@@ -231,10 +231,10 @@ class Subject:
 
     def _forget(self) -> None:
         """Books and caches are those of a fresh process."""
-        self.trainer.phase = None
+        self.loop.state.phase = None
         for name, book in self._books.items():
             book.load_state_dict(self._empty[name])
-        rounds = self.trainer.rounds
+        rounds = self.loop.rounds
         assert rounds.decode is not None
         for cache in (rounds.decode.cache, *(worker.cache for worker in rounds.scoring.values())):
             for seq_id in cache.seq_ids:
@@ -243,22 +243,22 @@ class Subject:
             worker.reset()
 
 
-def _differences(trainer: PPOTrainer, found: Found) -> list[str]:
-    """What of the trainer is not what the file says, where that is not the configuration's to decide."""
-    now = json.loads(json.dumps(trainer_state(trainer)))
+def _differences(loop: TrainingLoop, found: Found) -> list[str]:
+    """What of the loop is not what the file says, where that is not the configuration's to decide."""
+    now = json.loads(json.dumps(run_state(loop.state, loop.config)))
     names = ["done", "actor", "updates", "phase"]
     names += ["books"] if found.state["layout"] == now["layout"] and found.state["caches"] else []
     differing = [name for name in names if now[name] != found.state[name]]
     differing += [key for key in ("num_consumed", "due") if now["scheduler"][key] != found.state["scheduler"][key]]
     lines = [json.loads(line) for line in (found.folder / ROLLOUTS).read_text().splitlines()]
-    if [json.loads(line) for line in rollout_lines(trainer.scheduler.buffer.rollouts)] != lines:
+    if [json.loads(line) for line in rollout_lines(loop.state.buffer.rollouts)] != lines:
         differing.append("rollouts")
     return differing
 
 
-def _digest(trainer: PPOTrainer) -> str:
+def _digest(loop: TrainingLoop) -> str:
     digest = hashlib.sha256()
-    for part in (trainer.actor, trainer.critic):
+    for part in (loop.actor, loop.critic):
         assert part is not None
         for chunk in part.role.trained.chunks:
             for weight in chunk.parameters():

@@ -6,7 +6,7 @@ from typing import Any
 from unittest import mock
 
 from oppo_megatron.errors import CheckpointError
-from oppo_megatron.train.ppo import PPOTrainer
+from oppo_megatron.train.loop import TrainingLoop
 from tests.e2e.jobs import train
 
 
@@ -21,22 +21,22 @@ def refusal(config: dict[str, Any]) -> str:
 
 def train_with_a_shared_reference(config: dict[str, Any]) -> int:
     """`train`; the number of weights that the actor and the reference of this rank have in common, which are all it has."""
-    run, shared = PPOTrainer.run, 0
+    run, shared = TrainingLoop.run, 0
 
-    def looked_at(trainer: PPOTrainer) -> bool:
+    def looked_at(loop: TrainingLoop) -> bool:
         nonlocal shared
-        actor, worker = trainer.actor, trainer.rounds.scoring.get("reference")
+        actor, worker = loop.actor, loop.rounds.scoring.get("reference")
         assert (actor is None) == (worker is None), "they are on the same ranks"
         if actor is None or worker is None:
-            return run(trainer)
+            return run(loop)
         for name, param in worker.model.named_parameters():
             assert param is actor.role.serving.get_parameter(name), name
             shared += param.numel()
         fused, ours = worker.model._fused, actor.role.serving._fused
         assert fused is not None and ours is not None
         assert fused.layers[0].down is ours._bare[0].down is not ours.layers[0].down, "laid-out weights are shared, too"
-        return run(trainer)
+        return run(loop)
 
-    with mock.patch.object(PPOTrainer, "run", looked_at):
+    with mock.patch.object(TrainingLoop, "run", looked_at):
         train(config)
     return shared

@@ -94,7 +94,7 @@ def struck(config: dict[str, Any], at: str, rank: int, how: str) -> tuple[str, f
 
 
 PLACES: dict[str, tuple[Any, str, int]] = {
-    "start": (entry, "build_trainer", 1),
+    "start": (entry, "build_loop", 1),
     "round": (Executor, "run", 8),
     "scoring": (ScoreExchange, "gather", 2),
     "update": (TrainedModel, "step", 6),

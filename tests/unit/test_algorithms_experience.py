@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from oppo_megatron.algorithms.experience import Experience, ScoredBatch, build_experience
+from oppo_megatron.algorithms.algorithm import PPO
+from oppo_megatron.algorithms.experience import Experience, ScoredBatch
 from oppo_megatron.config.ppo import PPOConfig
 from oppo_megatron.errors import NumericsError, RewardError
 
@@ -71,7 +72,7 @@ OPTIONS: list[dict[str, object]] = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_experience_equals_a_plain_pass(options: dict[str, object]) -> None:
     scored, ppo = batch(), config(**options)
-    experience = build_experience(scored, ppo, kl_coefficient=0.3)
+    experience = PPO(ppo).experience(scored, 0.3)
     expected = plain(scored, ppo, 0.3)
     assert experience.kl_T.tolist() == pytest.approx(expected["kl"], abs=1e-5)
     assert experience.rewards_T.tolist() == pytest.approx(expected["rewards"], abs=1e-5)
@@ -85,8 +86,8 @@ def test_experience_equals_a_plain_pass(options: dict[str, object]) -> None:
 
 
 def test_whitening_is_over_the_whole_batch_and_leaves_the_returns() -> None:
-    raw = build_experience(batch(), config(), 0.3)
-    white = build_experience(batch(), config(whiten_advantages=True), 0.3)
+    raw = PPO(config()).experience(batch(), 0.3)
+    white = PPO(config(whiten_advantages=True)).experience(batch(), 0.3)
     advantages = raw.advantages_T.tolist()
     mean = sum(advantages) / 8
     deviation = math.sqrt(sum((a - mean) ** 2 for a in advantages) / 8)
@@ -97,7 +98,7 @@ def test_whitening_is_over_the_whole_batch_and_leaves_the_returns() -> None:
 
 def test_summary() -> None:
     scored, ppo = batch(), config(reward_clip=1.0)
-    stats = build_experience(scored, ppo, 0.3).stats
+    stats = PPO(ppo).experience(scored, 0.3).stats
     expected = plain(scored, ppo, 0.3)
 
     def variance(x: list[float]) -> float:
@@ -121,15 +122,15 @@ def test_explained_variance_of_a_perfect_critic_is_one_and_of_flat_returns_zero(
     scores_B = torch.tensor([2.0, -1.0, 5.0])
     exact = config(gamma=1.0, gae_lambda=1.0)
     perfect = replace(batch(), values_T=values_T, scores_B=scores_B)
-    assert build_experience(perfect, exact, 0.0).stats.explained_variance == pytest.approx(1.0)
+    assert PPO(exact).experience(perfect, 0.0).stats.explained_variance == pytest.approx(1.0)
     flat = replace(batch(), scores_B=torch.ones(3))
-    assert build_experience(flat, exact, 0.0).stats.explained_variance == 0.0
+    assert PPO(exact).experience(flat, 0.0).stats.explained_variance == 0.0
 
 
 def test_one_response_of_one_token() -> None:
     one_T = torch.tensor([-0.5])
     scored = ScoredBatch(one_T, one_T, one_T, torch.tensor([2.0]), [1], torch.tensor([False]))
-    experience: Experience = build_experience(scored, config(whiten_advantages=True), 0.1)
+    experience: Experience = PPO(config(whiten_advantages=True)).experience(scored, 0.1)
     assert experience.advantages_T.tolist() == [0.0] and experience.returns_T.tolist() == [2.0]
     assert experience.stats.score_std == 0.0 and experience.stats.explained_variance == 0.0
 
@@ -138,7 +139,7 @@ def test_inputs_are_not_changed_and_no_gradient_is_kept() -> None:
     scored = batch()
     scored.values_T.requires_grad_()
     copies = [x.detach().clone() for x in (scored.values_T, scored.behaviour_logp_T, scored.scores_B)]
-    experience = build_experience(scored, config(truncated_score=0.0, reward_clip=1.0), 0.3)
+    experience = PPO(config(truncated_score=0.0, reward_clip=1.0)).experience(scored, 0.3)
     for before, after in zip(copies, (scored.values_T, scored.behaviour_logp_T, scored.scores_B), strict=True):
         assert torch.equal(before, after)
     assert not experience.returns_T.requires_grad and not experience.old_values_T.requires_grad
@@ -148,7 +149,7 @@ def test_inputs_are_not_changed_and_no_gradient_is_kept() -> None:
 def test_a_score_that_is_not_finite_names_its_row_even_where_it_would_be_replaced(value: float) -> None:
     scores_B = torch.tensor([0.5, 1.0, value])
     with pytest.raises(RewardError, match=rf"score of row 2 is {value}"):
-        build_experience(replace(batch(), scores_B=scores_B), config(truncated_score=0.0, reward_clip=1.0), 0.1)
+        PPO(config(truncated_score=0.0, reward_clip=1.0)).experience(replace(batch(), scores_B=scores_B), 0.1)
 
 
 @pytest.mark.parametrize(
@@ -162,11 +163,11 @@ def test_a_token_that_is_not_finite_names_quantity_row_and_position(
     scored = batch()
     getattr(scored, field)[token] = math.nan
     with pytest.raises(NumericsError, match=f"the {name} of row {row}, response token {position}, is nan"):
-        build_experience(scored, config(), 0.1)
+        PPO(config()).experience(scored, 0.1)
 
 
 def test_a_kl_that_overflows_is_named() -> None:
     scored = batch()
     scored.behaviour_logp_T[4] = -200.0
     with pytest.raises(NumericsError, match="KL to the reference of row 2, response token 0, is inf"):
-        build_experience(scored, config(kl={"estimator": "k3"}), 0.1)
+        PPO(config(kl={"estimator": "k3"})).experience(scored, 0.1)

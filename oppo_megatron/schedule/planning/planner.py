@@ -96,6 +96,13 @@ class RoundPlanner:
         self._known.clear()
         self._cuts.clear()
 
+    def reset_perishable(self) -> list[str]:
+        """Scorers that are trained have other weights: what they have computed is stale.  Returns their names."""
+        stale = [name for name, book in self.scorers.items() if book.perishable]
+        for name in stale:
+            self.scorers[name].reset()
+        return stale
+
     def _cut(self, decode: Sequence[Rollout], read: Mapping[str, Sequence[Rollout]], chunk: int) -> Cut:
         """Decode micro-batches of each replica, and the token budget of a scorer's prefill micro-batch."""
         micro_batches, placement = self.weave.micro_batches, self.site.placements["actor"]

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from oppo_megatron.algorithms.experience import Experience, ScoredBatch, build_experience
+from oppo_megatron.algorithms.algorithm import Algorithm
+from oppo_megatron.algorithms.experience import Experience, ScoredBatch
 from oppo_megatron.cluster.peers import waiting_for
 from oppo_megatron.config.load import config_yaml
 from oppo_megatron.config.run import TrainConfig
@@ -48,6 +49,7 @@ class Guard:
     """
 
     config: TrainConfig
+    algorithm: Algorithm
     rank: int
     device: torch.device
     site: Site
@@ -64,9 +66,9 @@ class Guard:
     def examine(self, scored: ScoredBatch, kl_coefficient: float) -> tuple[Experience, Breach | None]:
         """The experience, and whether it may not be trained on; then its figures may be no finite numbers."""
         try:
-            experience = build_experience(scored, self.config.ppo, kl_coefficient)
+            experience = self.algorithm.experience(scored, kl_coefficient)
         except (RewardError, NumericsError) as error:
-            unchecked = build_experience(scored, self.config.ppo, kl_coefficient, check=False)
+            unchecked = self.algorithm.experience(scored, kl_coefficient, check=False)
             return unchecked, self.rules.non_finite("batch", math.nan, str(error))
         return experience, self.rules.check({"kl_mean": experience.stats.kl_mean})
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from oppo_megatron.algorithms.experience import Experience, build_experience
+from oppo_megatron.algorithms.algorithm import make_algorithm
+from oppo_megatron.algorithms.experience import Experience
 from oppo_megatron.cluster.world import World, choose_device, open_world
 from oppo_megatron.config.derived import max_context
 from oppo_megatron.config.model import PlacementConfig, TrainingLayoutConfig
@@ -47,7 +49,7 @@ def one_process(config: TrainSettings) -> TrainConfig:
         if tree[name] is not None:
             tree[name] |= {"parallel": None, "ranks": None}
     tree["actor"]["generate"] = None
-    for name, role in (("actor", config.actor), ("critic", config.critic)):
+    for name, role in config.trained.items():
         tree[name]["train"] = TrainingLayoutConfig(recompute=role.train.recompute).model_dump()
     return TrainConfig.model_validate(tree)
 
@@ -67,7 +69,7 @@ def _require_fit(rejected: RejectedBatch, config: TrainConfig) -> None:
     largest = max(token for each in rejected.batch for token in (*each.prompt.tokens, *each.tokens))
     longest = max(len(each.prompt.tokens) + len(each.tokens) for each in rejected.batch)
     problems = []
-    for name, role in (("actor", config.actor), ("critic", config.critic)):
+    for name, role in config.trained.items():
         shape = read_hf_config(role)
         if wrong := check_use(name, shape, longest, None):
             problems += wrong
@@ -79,6 +81,10 @@ def _require_fit(rejected: RejectedBatch, config: TrainConfig) -> None:
         problems.append(
             f"the batch has a sequence of {longest} tokens, but data.max_prompt_tokens and rollout.max_response_tokens allow "
             f"{max_context(config)}; give those of the run"
+        )
+    if config.algorithm.has_critic and rejected.scored.values_T is None:
+        problems.append(
+            f"the batch has no values, but algorithm.preset {config.algorithm.preset} updates a critic; name the preset of its run"
         )
     if len(rejected.batch) < config.ppo.minibatches:
         problems.append(
@@ -93,15 +99,18 @@ def _replay(rejected: RejectedBatch, config: TrainConfig, world: World) -> Repla
     scored = type(rejected.scored)(
         **{name: x.to(world.device) if isinstance(x, torch.Tensor) else x for name, x in vars(rejected.scored).items()}
     )
-    experience = build_experience(scored, config.ppo, facts.kl_coefficient, check=False)
+    algorithm = make_algorithm(config.algorithm, config.ppo)
+    experience = algorithm.experience(scored, facts.kl_coefficient, check=False)
     actor = Actor(
         _role("actor", "lm", config, world, topology, facts.total_steps, facts.step),
-        config.ppo,
+        algorithm,
         config.rollout.temperature,
         config.overlap.actor_kv == "keep",
         version=facts.policy_version,
     )
-    critic = Critic(_role("critic", "scalar", config, world, topology, facts.total_steps, facts.step), config.ppo)
+    critic = None
+    if algorithm.trains_critic:
+        critic = Critic(_role("critic", "scalar", config, world, topology, facts.total_steps, facts.step), algorithm)
     figures, breach = _update(rejected, experience, actor, critic, config, world)
     return Replayed(figures, facts.figures, breach)
 
@@ -113,7 +122,7 @@ def _role(
     assert groups is not None and training is not None, "a world of one has every role"
     per_step = config.ppo.epochs * config.ppo.minibatches
     role = build_trained_role(
-        config.actor if name == "actor" else config.critic,
+        config.trained[name],
         groups,
         training,
         head=head,
@@ -128,16 +137,17 @@ def _role(
 
 
 def _update(
-    rejected: RejectedBatch, experience: Experience, actor: Actor, critic: Critic, config: TrainConfig, world: World
+    rejected: RejectedBatch, experience: Experience, actor: Actor, critic: Critic | None, config: TrainConfig, world: World
 ) -> tuple[dict[str, float], Breach | None]:
     rules = Rules(config.guards, config.ppo.gap_limit(config.actor.dtype, config.rollout.temperature))
     settings = UpdateSettings.of(config, rejected.facts.step, world.device)
     coefficient = rejected.facts.kl_coefficient
-    figures, found = asdict(experience.stats), [rules.check(asdict(experience.stats))]
-    for name, update in (
-        ("grad_norm", lambda: actor.update(rejected.batch, experience, coefficient, settings)),
-        ("critic_grad_norm", lambda: critic.update(rejected.batch, experience, settings)),
-    ):
+    figures = experience.stats.figures()
+    found = [rules.check(figures)]
+    updates = {"grad_norm": lambda: actor.update(rejected.batch, experience, coefficient, settings)}
+    if critic is not None:
+        updates["critic_grad_norm"] = partial(critic.update, rejected.batch, experience, settings)
+    for name, update in updates.items():
         try:
             made = update()
         except NumericsError as error:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,53 +23,12 @@ from oppo_megatron.rundir.directory import RunDirectory, encode_json, write_json
 from oppo_megatron.rundir.metrics_log import MetricsLog, read_metrics, summarise
 from oppo_megatron.rundir.trace import SpanRecorder
 from oppo_megatron.train.logs.console import Progress
+from oppo_megatron.train.logs.facts import StepFacts
 from oppo_megatron.train.logs.heldout import HeldoutLog
 from oppo_megatron.train.logs.trackers import Tracker
 from oppo_megatron.train.memory import MemoryByRank
-from oppo_megatron.train.score_exchange import ScoreReport
 
 NUM_LENGTH_BINS = 4
-
-
-@dataclass
-class StepFacts:
-    """What the loop knows of a step."""
-
-    step: int
-    delta: int
-    chunk_tokens: int | None
-    tokens_decoded: int = 0
-    decode_steps: int = 0
-    tail_waste: float = 0.0
-    length_gap: float = 0.0
-    backfilled: int = 0  # rollouts admitted after the step had begun
-    step_s: float = 0.0
-    decode_s: float = 0.0  # rounds that decoded
-    drain_s: float = 0.0  # rounds after the last decoded chunk
-    planning_s: float = 0.0  # scheduler, buffer, planner, checker and controllers
-    local_score_s: float = 0.0  # scoring on the rank that keeps the journal
-    critic_exposed_s: float = 0.0  # of the wait for scores: for the critic's update of the step before
-    kl_coefficient: float = 0.0
-    delta_reason: str = ""
-    chunk_reason: str = ""
-    version: int = 0
-    skipped: str | None = None  # why nothing was trained
-    rewards: list[float] = field(default_factory=list)
-    checkpoint_s: float = 0.0  # waiting for checkpoints before this step
-    checkpoint_bytes: int = 0  # of those that became whole
-    checkpoint_hidden_s: float = 0.0  # and what of their writing the run did not wait for
-    memory: dict[str, int | None] = field(default_factory=dict)  # bounds of what fits
-    scores: ScoreReport | None = None
-    actor: dict[str, float] = field(default_factory=dict)
-
-    @contextlib.contextmanager
-    def planning(self) -> Iterator[None]:
-        """Count the block: what the loop decides and books, between what its workers do."""
-        started = time.monotonic()
-        try:
-            yield
-        finally:
-            self.planning_s += time.monotonic() - started
 
 
 class Journal:

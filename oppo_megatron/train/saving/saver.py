@@ -23,14 +23,14 @@ from oppo_megatron.overcommit.ahead import (
     require_resumable,
     require_work,
 )
-from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.train.saving.caches import load_caches, require_sound_books
 from oppo_megatron.train.saving.files import MODELS, cache_path
 from oppo_megatron.train.saving.finding import Found
 from oppo_megatron.train.saving.keeper import CheckpointKeeper, Cost, Work
 from oppo_megatron.train.saving.preemption import Preemption
-from oppo_megatron.train.saving.snapshot import Snapshot, best_of, take_snapshot, trained_models
+from oppo_megatron.train.saving.protocol import Saveable
+from oppo_megatron.train.saving.snapshot import Snapshot, best_of, take_snapshot
 from oppo_megatron.train.saving.state import (
     adapter_state,
     data_state,
@@ -38,7 +38,6 @@ from oppo_megatron.train.saving.state import (
     make_rollouts,
     require_same_adapters,
     require_same_data,
-    restore_trainer,
 )
 from oppo_megatron.train.saving.telling import (
     config_state,
@@ -47,7 +46,6 @@ from oppo_megatron.train.saving.telling import (
     tell_of_changes,
     tell_of_start,
 )
-from oppo_megatron.train.saving.trainer import Trainer
 
 
 class Saver(CheckpointKeeper):
@@ -69,41 +67,36 @@ class Saver(CheckpointKeeper):
             self.measured(step, reward)
         self.look_around()
 
-    def save_end(self, trainer: Trainer) -> None:
+    def save_end(self, run: Saveable) -> None:
         """After the last step, behind the weights: a disk that is full now costs no more than the way on from here."""
-        if not self.rules.final or self.saved == Position(trainer.done):
+        if not self.rules.final or self.saved == run.position:
             return
         try:
-            self.save(trainer)
+            self.save(run)
             self.conclude()
         except CheckpointError as error:
-            if trainer.journal is not None:
-                trainer.journal.progress.note(f"the run has ended, but cannot be given more steps later: {error}")
+            if run.note is not None:
+                run.note(f"the run has ended, but cannot be given more steps later: {error}")
 
-    def save(self, trainer: Trainer) -> None:
+    def save(self, run: Saveable) -> None:
         """Write the run's state between two rounds, as `write` does."""
         self.conclude()
         started = time.monotonic()
-        trainer.settle()
-        trainer.tracer.flush()
-        trainer.spans.flush()
-        trainer.rounds.executor.drain()
-        trainer.memory.of_all_ranks()
-        position = Position(trainer.done, -1 if trainer.phase is None else trainer.scheduler.buffer.clock)
-        place, journal = trainer.scheduler.position, trainer.journal
+        run.settle()
+        position, admitted, note = run.position, run.admitted, run.note
         self.judge(position)
 
         def take(copied: bool) -> Snapshot:
             told = self._told | {"data": self._data_now(), "best_metric": self.standard and self.standard.metric}
-            return take_snapshot(trainer, position, told, self.best, copied=copied)
+            return take_snapshot(run, self.config, told, self.best, copied=copied)
 
         def whole(cost: Cost) -> None:
-            trainer.guard.rollbacks.checkpoint = position.name, place
-            if journal is not None:
-                journal.progress.note(cost.describe(position.name))
+            run.rollbacks.checkpoint = position.name, admitted
+            if note is not None:
+                note(cost.describe(position.name))
 
-        last = self.stopping or trainer.phase is not None  # the run is to stop with this one
-        self.write(Work(position, take, whole, None if journal is None else journal.progress.note, last), started)
+        last = self.stopping or run.within_step  # the run is to stop with this one
+        self.write(Work(position, take, whole, note, last), started)
 
     def require_same_run(self, found: Found, left_out: Set[int]) -> Ahead:
         """What is left of a checkpoint's run, as it is configured now; `left_out` are positions in the stream of prompts.
@@ -133,43 +126,38 @@ class Saver(CheckpointKeeper):
         told = tell_of_changes(then, self._told["config"], state.get("sources", {}), self._told["sources"])
         return [tell_of_start(run.path, found.folder.name, state["done"], state["saved_at"]), *told]
 
-    def restore(self, trainer: Trainer, found: Found) -> None:
+    def restore(self, run: Saveable, found: Found) -> None:
         """Continue from a checkpoint.  Raises CheckpointError for other data, models or a damaged file."""
-        state = found.state
-        self.require_same_run(found, trainer.guard.rollbacks.left_out)
+        state, models, rollbacks = found.state, run.models, run.rollbacks
+        self.require_same_run(found, rollbacks.left_out)
         self.resume_best(best_of(state), state.get("best_metric", REWARD))
-        updates = {name: state["updates"] for name in ("actor", "critic")}
-        models = trained_models(trainer)
+        updates = dict.fromkeys(models, state["updates"])
         with waiting_for("models of the checkpoint", self.world.activity, waits=False):
             load_models(found.folder / MODELS, models, updates)
         for model in models.values():
             model.resume_schedule(state["updates"])
-        for part in (trainer.actor, trainer.critic):
-            if part is not None:
-                part.role.publish()
+        run.publish()
         stream = PromptStream(self.prompts, self.config.seed, shuffle=self.config.data.shuffle)
-        rollbacks = trainer.guard.rollbacks
         held = make_rollouts(found.held(rollbacks.left_out), stream)
-        restore_trainer(trainer, state, held)
+        run.load_state_dict(state, held, same_layout=state["layout"] == layout_of(run.rounds))
         rollbacks.checkpoint = found.folder.name, found.position
-        if len(held) == len(found.rollouts):
-            self._restore_caches(trainer, found)
-        buffer = trainer.scheduler.buffer
         lost = len(held) < len(found.rollouts)
-        if trainer.phase is not None and (lost or len(buffer) < buffer.target):  # as where the batch is larger now
-            trainer.rounds.admit(trainer.scheduler.refill())
+        if not lost:
+            self._restore_caches(run, found)
+        if run.within_step and (lost or len(run.buffer) < run.buffer.target):  # as where the batch is larger now
+            run.refill()
 
-    def _restore_caches(self, trainer: Trainer, found: Found) -> None:
+    def _restore_caches(self, run: Saveable, found: Found) -> None:
         """Where layout and options allow, then and now; else everything is prefilled again, with what each sequence has."""
         there = self.config.checkpoint.caches and found.state["caches"]
-        if not there or found.state["layout"] != layout_of(trainer):
+        if not there or found.state["layout"] != layout_of(run.rounds):
             return
-        require_sound_books(found.state, trainer.scheduler.buffer.rollouts)
-        planner, books = trainer.rounds.planner, found.state["books"]
+        require_sound_books(found.state, run.buffer.rollouts)
+        planner, books = run.rounds.planner, found.state["books"]
         planner.actor.load_state_dict(books["actor"])
         for name, book in planner.scorers.items():
             book.load_state_dict(books[name])
-        load_caches(cache_path(found.folder, self.world.rank), trainer.rounds)
+        load_caches(cache_path(found.folder, self.world.rank), run.rounds)
 
     def _data_now(self) -> dict[str, Any]:
         if self._data is None:

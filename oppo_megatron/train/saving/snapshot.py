@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from oppo_megatron.mcore.training import TrainedModel
+from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.mcore.weights.checkpoint import ModelShards, gather_models
 from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.train.saving.caches import CacheContents, gather_caches
 from oppo_megatron.train.saving.files import ROLLOUTS, STATE
-from oppo_megatron.train.saving.state import rollout_lines, trainer_state
-from oppo_megatron.train.saving.trainer import Trainer
+from oppo_megatron.train.saving.protocol import Saveable
+from oppo_megatron.train.saving.state import rollout_lines, run_state
 
 Best = tuple[float, Position]
 """How good a checkpoint is (the higher the better: the mean reward of its step), and which."""
@@ -36,25 +36,25 @@ class Snapshot:
 
 
 def take_snapshot(
-    trainer: Trainer, position: Position, run: Mapping[str, Any], best: Best | None, *, copied: bool
+    run: Saveable, config: TrainConfig, told: Mapping[str, Any], best: Best | None, *, copied: bool
 ) -> Snapshot:
     """Collective of the world.  `copied`: into memory of its own, so that the run may go on while it is written.
 
-    `run` is what tells the run: its `data` by `data_state`, its `config` and the `sources` of its functions by `telling.py`.
+    `told` is what tells the run: its `data` by `data_state`, its `config` and the `sources` of its functions by `telling.py`.
     """
-    caches, texts = trainer.config.checkpoint.caches, {}
-    models = gather_models(trained_models(trainer), copied=copied)
-    held = gather_caches(trainer.rounds, copied=copied) if caches else None
-    if trainer.journal is not None:
-        tree = trainer_state(trainer) | {
+    caches, texts = config.checkpoint.caches, {}
+    models = gather_models(run.models, copied=copied)
+    held = gather_caches(run.rounds, copied=copied) if caches else None
+    if run.note is not None:
+        tree = run_state(run, config) | {
             "saved_at": time.time(),
             "caches": caches,
             "best": best_state(best),
-            **run,
+            **told,
         }
-        lines = "".join(rollout_lines(trainer.scheduler.buffer.rollouts))
+        lines = "".join(rollout_lines(run.buffer.rollouts))
         texts = {STATE: json.dumps(tree, indent=1), ROLLOUTS: lines}
-    return Snapshot(position, models, held, texts, best)
+    return Snapshot(run.position, models, held, texts, best)
 
 
 def best_state(best: Best | None) -> list[Any] | None:
@@ -66,9 +66,3 @@ def best_of(state: Mapping[str, Any]) -> Best | None:
     """What `best_state` made of it."""
     best = state["best"]
     return None if best is None else (best[0], Position(*best[1]))
-
-
-def trained_models(trainer: Trainer) -> dict[str, TrainedModel]:
-    """Those of this rank, by role."""
-    parts = {"actor": trainer.actor, "critic": trainer.critic}
-    return {name: part.role.trained for name, part in parts.items() if part is not None}

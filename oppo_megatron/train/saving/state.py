@@ -11,37 +11,24 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
-import torch.distributed as dist
-
 from oppo_megatron.config.derived import adapters
 from oppo_megatron.config.run import SupervisedConfig, TrainConfig
 from oppo_megatron.data.prompts import PromptSet, PromptStream
+from oppo_megatron.engine.rounds import RoundRunner
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.records import Rollout
-from oppo_megatron.train.saving.phase import RolloutPhase
-from oppo_megatron.train.saving.trainer import Trainer
+from oppo_megatron.train.saving.protocol import Saveable
 
 ROLLOUT_FIELDS = tuple(each.name for each in fields(Rollout) if each.name != "prompt")
 
 
-def trainer_state(trainer: Trainer) -> dict[str, Any]:
+def run_state(run: Saveable, config: TrainConfig) -> dict[str, Any]:
     """Between two rounds, on the rank that keeps the journal, in plain JSON types."""
-    actor, planner, journal = trainer.actor, trainer.rounds.planner, trainer.journal
-    assert actor is not None and journal is not None
+    planner = run.rounds.planner
     return {
-        "done": trainer.done,
-        "scheduler": trainer.scheduler.state_dict(),
-        "chunk": trainer.chunk_tuner.state_dict(),
-        "kl": trainer.kl.state_dict(),
-        "early_stop": None if trainer.evaluator is None else trainer.evaluator.state_dict(),
-        "guard": trainer.guard.state_dict(),
-        "memory": {"decode": planner.actor.most, "ranks": trainer.memory.by_rank.state_dict()},
-        "actor": {"version": actor.version, "ess": actor.ess},
-        "updates": actor.role.trained.updates,  # the critic has made as many
-        "phase": None if trainer.phase is None else trainer.phase.state_dict(),
-        "journal": journal.state_dict(),
-        "layout": layout_of(trainer),
-        "adapters": adapter_state(trainer.config),
+        **run.state_dict(),
+        "layout": layout_of(run.rounds),
+        "adapters": adapter_state(config),
         "books": {
             "actor": planner.actor.state_dict(),
             **{name: book.state_dict() for name, book in planner.scorers.items()},
@@ -49,30 +36,9 @@ def trainer_state(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def restore_trainer(trainer: Trainer, state: dict[str, Any], rollouts: Iterable[Rollout]) -> None:
-    """On every rank, before its first round; books and caches are `restore_caches`'s."""
-    trainer.done = trainer.settled = state["done"]
-    trainer.scheduler.load_state_dict(state["scheduler"], rollouts)
-    trainer.chunk_tuner.load_state_dict(state["chunk"])
-    trainer.kl.load_state_dict(state["kl"])
-    if trainer.evaluator is not None:
-        trainer.evaluator.load_state_dict(state.get("early_stop"))
-    trainer.guard.load_state_dict(state["guard"])
-    if trainer.actor is not None:
-        trainer.actor.version, trainer.actor.ess = state["actor"]["version"], state["actor"]["ess"]
-    if state["phase"] is not None:
-        trainer.phase = RolloutPhase.from_state(state["phase"])
-    if trainer.journal is not None:
-        trainer.journal.load_state_dict(state["journal"])
-    trainer.rounds.admit(trainer.scheduler.buffer.rollouts)
-    if state["layout"] == layout_of(trainer):  # elsewhere other bounds would be met
-        trainer.rounds.planner.actor.most = state["memory"]["decode"]
-        trainer.memory.memory_limits.resume(state["memory"]["ranks"][dist.get_rank()])
-
-
-def layout_of(trainer: Trainer) -> dict[str, Any]:
+def layout_of(rounds: RoundRunner) -> dict[str, Any]:
     """Which rank holds what of every role; caches fit where it is the same."""
-    planner = trainer.rounds.planner
+    planner = rounds.planner
     books = {"actor": planner.actor, **planner.scorers}
     return {
         name: {

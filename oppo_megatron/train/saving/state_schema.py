@@ -16,9 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from oppo_megatron.config.evaluation import REWARD
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.records import FinishReason, StepSignals
-from oppo_megatron.train.logs.journal import StepFacts
+from oppo_megatron.train.logs.facts import LATER_FACTS, StepFacts
 
-LATER_FACTS = ("scores", "actor", "rewards", "memory")  # of a step, known after its rollout phase
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 Clock = Annotated[int, Field(ge=-1, lt=2**53)]
 Pair = tuple[Count, Count]

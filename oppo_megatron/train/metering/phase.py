@@ -7,8 +7,7 @@ from typing import Any
 
 from oppo_megatron.control.chunk import DecodeLaw
 from oppo_megatron.control.signals import Occupancy
-from oppo_megatron.train.logs.journal import StepFacts
-from oppo_megatron.train.saving.state_schema import LATER_FACTS
+from oppo_megatron.train.logs.facts import LATER_FACTS, StepFacts
 
 
 @dataclass

@@ -1,0 +1,194 @@
+"""Watches the steps of one rank from outside.  The loop says what it is at; nothing here changes what is trained.
+
+    begin(phase)  round() ... decoded(...)  drain()  part("wait_scores")  scored(...)  part("update")  end(...)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from oppo_megatron.algorithms.experience import Experience, ScoredBatch
+from oppo_megatron.cluster.peers import waiting_for
+from oppo_megatron.cluster.world import World
+from oppo_megatron.control.chunk import StepCost
+from oppo_megatron.engine.rounds import RoundRunner
+from oppo_megatron.records import Chunk, Rollout
+from oppo_megatron.rundir.trace import SpanRecorder
+from oppo_megatron.train.logs.facts import StepFacts
+from oppo_megatron.train.logs.journal import Journal
+from oppo_megatron.train.logs.round_trace import RoundTracer
+from oppo_megatron.train.memory import MemoryByRank, MemoryMeter
+from oppo_megatron.train.metering.critical_path import CriticPlacement, StepClock, scoring_delay
+from oppo_megatron.train.metering.phase import RolloutPhase
+from oppo_megatron.train.score_exchange import ScoreReport
+
+
+@dataclass
+class StepMeter:
+    """`role` is "actor" on ranks that hold it, else "scorer"; `critic` None where none is trained.
+
+    `journal` is there on the actor's first output rank.  `settled`: steps whose line is whole, as every rank knows.
+    """
+
+    world: World
+    rounds: RoundRunner
+    spans: SpanRecorder
+    tracer: RoundTracer
+    memory: MemoryMeter
+    journal: Journal | None
+    role: str
+    critic: CriticPlacement | None
+    clock: StepClock = field(default_factory=StepClock)
+    settled: int = 0
+    _started: float = 0.0
+    _before_s: float = 0.0  # what the step took before an interruption
+    _planned_s: float = 0.0
+    _round_s: float = 0.0
+    _scored_s: float = 0.0
+    _phase: RolloutPhase | None = None
+
+    @property
+    def phase(self) -> RolloutPhase:
+        assert self._phase is not None, "no step has begun"
+        return self._phase
+
+    @property
+    def facts(self) -> StepFacts:
+        """Of the step under way."""
+        return self.phase.facts
+
+    def begin(self, phase: RolloutPhase) -> None:
+        """A step begins, or goes on after an interruption."""
+        self._started = time.monotonic()
+        self._phase, self._before_s, self._planned_s = phase, phase.spent_s, self.rounds.planning_s
+        self.clock.begin()
+        self.tracer.begin(phase.facts.step)
+
+    def planning(self) -> contextlib.AbstractContextManager[None]:
+        """The block decides and books."""
+        return self.facts.planning()
+
+    @contextlib.contextmanager
+    def part(self, name: str, role: str | None = None) -> Iterator[None]:
+        """What a step does beside its rounds: a span of the trace, and named where a peer does not come."""
+        role, step = role or self.role, self.facts.step
+        waits = waiting_for(f"{name} {role}, step {step}", self.world.activity, waits=False)
+        with self.spans.span(name, role=role, step=step), waits:
+            yield
+
+    @contextlib.contextmanager
+    def evaluation(self, step: int) -> Iterator[None]:
+        """The block measures held-out metrics after `step` steps."""
+        with (
+            self.spans.span("evaluate", role=self.role, step=step),
+            self.world.activity.doing(f"evaluation after step {step}"),
+        ):
+            yield
+
+    @contextlib.contextmanager
+    def round(self) -> Iterator[None]:
+        """The block is a round that decodes, with all that is booked before and after it."""
+        started = time.monotonic()
+        yield
+        self.clock.round(self._waited_for_chunks(), decoded=True)
+        self._round_s = time.monotonic() - started
+
+    def decoded(self, chunk: Chunk, begun_at: int, backfilled: int) -> None:
+        """What the round gave, which began at logical clock `begun_at`, `backfilled` rollouts having been admitted."""
+        facts, phase = self.facts, self.phase
+        tokens = sum(len(row.tokens) for row in chunk.rows)
+        phase.occupancy.record(chunk)
+        facts.backfilled += backfilled
+        facts.tokens_decoded += tokens
+        facts.decode_s += self._round_s
+        facts.decode_steps, facts.tail_waste = chunk.clock - phase.begun, phase.occupancy.tail_waste
+        if begun_at > phase.begun:  # the first round reads the step's prompts, too
+            phase.law.add(chunk.clock - begun_at, tokens, self._round_s)
+        phase.spent_s = self._elapsed_s()
+
+    @contextlib.contextmanager
+    def drain(self) -> Iterator[None]:
+        """The block completes the scoring of the batch."""
+        started = time.monotonic()
+        yield
+        self.tracer.flush()
+        self.facts.drain_s = time.monotonic() - started
+
+    def scoring_round(self) -> None:
+        """A round that decodes nothing has ended."""
+        self.clock.round(self._waited_for_chunks(), decoded=False)
+
+    def scoring_seconds(self) -> dict[str, float]:
+        """Seconds by label that this rank spent on the scoring roles in the step so far."""
+        totals: dict[str, float] = {}
+        for role in ("scorer", *self.rounds.scoring):
+            for name, seconds in self.spans.totals(self.facts.step, role).items():
+                totals[name] = totals.get(name, 0.0) + seconds
+        self.facts.local_score_s = totals.get("score", 0.0)
+        return totals
+
+    def all_memory(self) -> MemoryByRank:
+        """What memory all ranks hold, and have room for.  Collective of the world."""
+        with self.world.activity.doing("memory of all ranks", waits=True):
+            memory = self.memory.of_all_ranks()
+        return memory
+
+    def scored(self, scored: ScoredBatch, report: ScoreReport, kl_coefficient: float) -> None:
+        """All ranks have met for the scores, and know what the critic's update of the step before has come to."""
+        self.clock.meet()
+        facts, memory = self.facts, self.memory.by_rank
+        facts.scores, facts.kl_coefficient, facts.rewards = report, kl_coefficient, scored.scores_B.tolist()
+        facts.memory = memory.bounds()
+        before = facts.step - 1
+        if self.journal is not None and self.settled < before:
+            facts.critic_exposed_s = self._critic_delay(report)
+            self._complete(before, report.critic | memory.peak_fields(), facts.critic_exposed_s)
+        self.settled = before
+        self._scored_s = self._elapsed_s() - self.spans.totals(facts.step, "actor").get("update", 0.0)
+
+    def cost(self) -> StepCost:
+        """What the step's rollout and scoring took here."""
+        return StepCost(self._scored_s, self.facts.decode_steps, self.facts.tokens_decoded, self.phase.law)
+
+    def end(self, batch: Sequence[Rollout], carried: Sequence[Rollout], experience: Experience) -> None:
+        """The step is made; its line waits for the critic's update, which may still run."""
+        facts = self.facts
+        facts.planning_s += self.rounds.planning_s - self._planned_s
+        facts.step_s = self._elapsed_s()
+        if self.journal is not None:
+            self.journal.step(facts, batch, carried, experience, self.spans)
+        self.spans.flush()
+
+    def settle(self, step: int, critic_stats: dict[str, float]) -> None:
+        """The critic's update of the last step has ended, `critic_stats` being known to all ranks: its line is whole."""
+        memory = self.memory.by_rank
+        if self.journal is not None:
+            self._complete(step, critic_stats | memory.peak_fields())
+        self.settled = step
+
+    def _elapsed_s(self) -> float:
+        return self._before_s + time.monotonic() - self._started
+
+    def _waited_for_chunks(self) -> float:
+        return self.spans.totals(self.facts.step, "scorer").get("wait_tokens", 0.0)
+
+    def _critic_delay(self, report: ScoreReport) -> float:
+        """How much of this step's wait for scores is due to the critic's update of the step before."""
+        if self.critic is None or not self.critic.delays_scores:
+            return 0.0
+        delay_s = scoring_delay(report.critic["critic_update_s"], report.work, self.clock.ends)
+        return min(delay_s, self.spans.totals(self.facts.step, "actor")["wait_scores"])
+
+    def _complete(self, step: int, late: dict[str, Any], delay_s: float = 0.0) -> None:
+        """`late` are the fields that are known only now; the critic's update held up the next step's scores by `delay_s`."""
+        assert self.journal is not None
+        if self.critic is not None:
+            update_s = late["critic_update_s"]
+            waited_s = self.spans.totals(step, "actor").get("wait_update", 0.0)
+            exposed_s = self.critic.exposed_s(update_s, waited_s + delay_s)
+            late = late | {"critic_exposed_s": exposed_s, "critic_hidden_s": update_s - exposed_s}
+        self.journal.complete(step, late)

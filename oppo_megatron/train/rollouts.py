@@ -1,0 +1,89 @@
+"""The rollouts in flight: one call advances every record of a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from oppo_megatron.config.overlap import OverlapConfig
+from oppo_megatron.engine.rounds import Decoding, RoundRunner
+from oppo_megatron.overcommit.buffer import RolloutBuffer
+from oppo_megatron.overcommit.scheduler import OvercommitScheduler
+from oppo_megatron.records import Chunk, Rollout
+from oppo_megatron.train.score_exchange import ScoreExchange
+
+
+@dataclass
+class Rollouts:
+    """The records are the buffer (a rollout's tokens), the planner's books (what each role has cached), the caches and outputs
+    of this rank's workers, the codec of the token stream, and what reward services have been asked for.  All but the
+    workers' are alike on every rank.
+
+    `planning` surrounds what is decided and booked here.
+    """
+
+    scheduler: OvercommitScheduler
+    rounds: RoundRunner
+    exchange: ScoreExchange
+    overlap: OverlapConfig
+    planning: Callable[[], AbstractContextManager[None]]
+
+    @property
+    def buffer(self) -> RolloutBuffer:
+        return self.scheduler.buffer
+
+    @property
+    def complete(self) -> bool:
+        """Whether the step's batch has finished."""
+        return self.buffer.readiness().ready
+
+    def admit(self) -> None:
+        """Prompts enter at the begin of a step, up to B + delta."""
+        with self.planning():
+            self.rounds.admit(self.scheduler.begin_step())
+
+    def decode(self, most: int, version: int, *, stream: bool, halt: bool) -> tuple[Chunk, int]:
+        """A round: at most `most` tokens more of each rollout by the policy's `version`; all records advance by its chunk.
+
+        With `stream` the scorers prefill what came before.  `halt`: the run is to stop after this round.  Returns the
+        chunk, and how many prompts entered before it in the place of what has finished.
+        """
+        buffer = self.buffer
+        with self.planning():
+            backfilled = self.scheduler.backfill()
+            self.rounds.admit(backfilled)
+            active, score = buffer.active, buffer.rollouts if stream else []
+            readable = buffer.worth_reading(self.overlap.critic_reads)
+        decoding = Decoding(buffer.clock, version, buffer.readiness, halt)
+        chunk = self.rounds.run(active, score, self.scheduler.chunk(most), decoding, readable)
+        assert chunk is not None
+        with self.planning():
+            buffer.record(chunk)
+            self.rounds.recorded(active)
+        self.exchange.request(active)
+        return chunk, len(backfilled)
+
+    def take_batch(self) -> list[Rollout]:
+        """The first B that finished leave the buffer; the others are deferred."""
+        with self.planning():
+            return self.scheduler.take_batch()
+
+    def owed(self, batch: Sequence[Rollout]) -> bool:
+        """Whether a scorer, here or elsewhere, has not read all of the batch."""
+        return self.rounds.owes(batch)
+
+    def score(self, batch: Sequence[Rollout], most: int, version: int) -> None:
+        """A round that scores what is left of the batch, and decodes nothing."""
+        self.rounds.run([], batch, most, Decoding(self.buffer.clock, version, self.buffer.readiness))
+
+    def retire(self, batch: Sequence[Rollout]) -> None:
+        """The batch's scores are everywhere: no record is needed any more."""
+        with self.planning():
+            self.rounds.retire(batch)
+
+    def weights_changed(self) -> None:
+        """Trained roles have other weights: what they have cached of carried rollouts is stale, where it is not kept."""
+        if self.overlap.actor_kv == "recompute":
+            self.rounds.actor_changed()
+        self.rounds.scorers_changed()

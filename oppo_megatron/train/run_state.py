@@ -1,0 +1,125 @@
+"""Where a run stands on one rank: the counters of the loop, and what a checkpoint takes of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from oppo_megatron.engine.rounds import RoundRunner
+from oppo_megatron.mcore.training import TrainedModel
+from oppo_megatron.overcommit.buffer import RolloutBuffer
+from oppo_megatron.records import Rollout
+from oppo_megatron.rundir.checkpoints import Position
+from oppo_megatron.train.adaptation import Adaptation
+from oppo_megatron.train.evaluate import Evaluator
+from oppo_megatron.train.guards.rollback import Rollbacks
+from oppo_megatron.train.metering.meter import StepMeter
+from oppo_megatron.train.metering.phase import RolloutPhase
+from oppo_megatron.train.rollouts import Rollouts
+from oppo_megatron.train.updates import Updates
+
+
+@dataclass
+class RunState:
+    """`done` steps are trained; `phase` is that of the step under way, where a run stops or goes on within one."""
+
+    parts: Rollouts
+    updates: Updates
+    adaptation: Adaptation
+    evaluator: Evaluator | None
+    meter: StepMeter
+    done: int = 0
+    phase: RolloutPhase | None = None
+
+    @property
+    def position(self) -> Position:
+        return Position(self.done, self.buffer.clock if self.within_step else -1)
+
+    @property
+    def within_step(self) -> bool:
+        return self.phase is not None
+
+    @property
+    def admitted(self) -> int:
+        return self.parts.scheduler.position
+
+    @property
+    def buffer(self) -> RolloutBuffer:
+        return self.parts.buffer
+
+    @property
+    def rounds(self) -> RoundRunner:
+        return self.parts.rounds
+
+    @property
+    def models(self) -> Mapping[str, TrainedModel]:
+        roles = {"actor": self.updates.actor, "critic": self.updates.critic}
+        return {name: role.role.trained for name, role in roles.items() if role is not None}
+
+    @property
+    def rollbacks(self) -> Rollbacks:
+        return self.updates.guard.rollbacks
+
+    @property
+    def note(self) -> Callable[[str], None] | None:
+        journal = self.meter.journal
+        return None if journal is None else journal.progress.note
+
+    def settle(self) -> None:
+        """The last step's line is whole, and no action of a round is under way."""
+        if self.meter.settled != self.done:
+            with self.meter.part("wait_update"):
+                critic_stats = self.updates.exchange.critic_stats()
+                self.meter.all_memory()
+            self.meter.settle(self.done, critic_stats)
+        self.meter.tracer.flush()
+        self.meter.spans.flush()
+        self.rounds.executor.drain()
+        self.meter.memory.of_all_ranks()
+
+    def publish(self) -> None:
+        for role in (self.updates.actor, self.updates.critic):
+            if role is not None:
+                role.role.publish()
+
+    def refill(self) -> None:
+        self.rounds.admit(self.parts.scheduler.refill())
+
+    def state_dict(self) -> dict[str, Any]:
+        actor, journal = self.updates.actor, self.meter.journal
+        assert actor is not None and journal is not None
+        return {
+            "done": self.done,
+            "scheduler": self.parts.scheduler.state_dict(),
+            "chunk": self.adaptation.chunk.state_dict(),
+            "kl": self.adaptation.kl.state_dict(),
+            "early_stop": None if self.evaluator is None else self.evaluator.state_dict(),
+            "guard": self.updates.guard.state_dict(),
+            "memory": {"decode": self.rounds.planner.actor.most, "ranks": self.meter.memory.by_rank.state_dict()},
+            "actor": {"version": actor.version, "ess": actor.ess},
+            "updates": actor.role.trained.updates,  # the critic has made as many
+            "phase": None if self.phase is None else self.phase.state_dict(),
+            "journal": journal.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], rollouts: Sequence[Rollout], *, same_layout: bool) -> None:
+        self.done = self.meter.settled = state["done"]
+        self.parts.scheduler.load_state_dict(state["scheduler"], rollouts)
+        self.adaptation.chunk.load_state_dict(state["chunk"])
+        self.adaptation.kl.load_state_dict(state["kl"])
+        if self.evaluator is not None:
+            self.evaluator.load_state_dict(state.get("early_stop"))
+        self.updates.guard.load_state_dict(state["guard"])
+        if self.updates.actor is not None:
+            self.updates.actor.version, self.updates.actor.ess = state["actor"]["version"], state["actor"]["ess"]
+        if state["phase"] is not None:
+            self.phase = RolloutPhase.from_state(state["phase"])
+        if self.meter.journal is not None:
+            self.meter.journal.load_state_dict(state["journal"])
+        self.rounds.admit(self.buffer.rollouts)
+        if same_layout:  # elsewhere other bounds would be met
+            self.rounds.planner.actor.most = state["memory"]["decode"]
+            self.meter.memory.memory_limits.resume(state["memory"]["ranks"][dist.get_rank()])
