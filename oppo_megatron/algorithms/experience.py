@@ -46,7 +46,9 @@ class ExperienceStats:
     return_mean: float  # per token
     advantage_mean: float  # per token, before whitening
     advantage_std: float
-    explained_variance: float | None  # 1 - var(returns - values) / var(returns); 0 where returns vary by no more than rounding
+    explained_variance: (
+        float | None
+    )  # 1 - var(returns - values) / var(returns); 0 where returns vary by no more than rounding
 
     def figures(self) -> dict[str, float]:
         """Those that there are, by name."""

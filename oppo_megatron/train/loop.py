@@ -149,7 +149,9 @@ class TrainingLoop:
     def _gather_scores(self, step: int, batch: Sequence[Rollout]) -> ScoredBatch:
         """Every rank gets the scores, and knows how all ranks fare."""
         with self.meter.part("send" if self.actor is None else "wait_scores"):
-            scored, report = self.exchange.gather(batch, self.rounds, self.meter.scoring_seconds(), self.meter.clock.work)
+            scored, report = self.exchange.gather(
+                batch, self.rounds, self.meter.scoring_seconds(), self.meter.clock.work
+            )
             self.rounds.planner.actor.most = self.meter.all_memory().decode_most
             self.saver.meet(step, float(scored.scores_B.double().mean()))
         self.meter.scored(scored, report, self.adaptation.kl.value)

@@ -180,7 +180,9 @@ class ScoreExchange:
             if not functions:
                 yield
                 return
-            with noted(self.rank, f"the reward function {functions}, called for sequence {item.seq_id} (of {placement})"):
+            with noted(
+                self.rank, f"the reward function {functions}, called for sequence {item.seq_id} (of {placement})"
+            ):
                 yield
 
 

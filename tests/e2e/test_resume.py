@@ -14,7 +14,7 @@ import pytest
 
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.placements import world_size
-from tests.support.layouts import DEEP, assert_same, deep
+from tests.support.layouts import DEEP, WITHOUT_CRITIC, assert_same, deep
 from tests.support.ppo import Outcome, Workspace, run_ppo_ranks, weight_distance
 from tests.support.ranks import run_ranks
 
@@ -38,6 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
         "runtime.dtype": "bfloat16",
         "actor.init": DEEP | {"tie_word_embeddings": True},
     },
+    "actor | scorers, without a critic": CARRIED | TWO_RANKS | WITHOUT_CRITIC,
     "replicas, backfill, paged": CARRIED
     | {
         "placement": {"mode": "colocated", "actor": {"dp": 2}, "scorer": {"dp": 2}},

@@ -74,7 +74,7 @@ class Workspace:
 
 @dataclass
 class Outcome:
-    """A finished run: rollouts in the order of training, metrics, final weights by role."""
+    """A finished run: rollouts in the order of training, metrics, final weights by role (of a critic: none where none is)."""
 
     rollouts: list[dict[str, Any]]
     metrics: list[dict[str, Any]]
@@ -101,11 +101,11 @@ def read_outcome(run: Path) -> Outcome:
     def lines(name: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (run / name).read_text().splitlines()]
 
-    weights = {role: load_file(run / "weights" / role / "model.safetensors") for role in ("actor", "critic")}
-    return Outcome(lines("rollouts.jsonl"), lines("metrics.jsonl"), weights["actor"], weights["critic"])
+    weights = {path.parent.name: load_file(path) for path in run.glob("weights/*/model.safetensors")}
+    return Outcome(lines("rollouts.jsonl"), lines("metrics.jsonl"), weights["actor"], weights.get("critic", {}))
 
 
 def weight_distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     """Largest absolute difference between two sets of weights."""
     assert a.keys() == b.keys()
-    return max(float((a[name] - b[name]).abs().max()) for name in a)
+    return max((float((a[name] - b[name]).abs().max()) for name in a), default=0.0)

@@ -84,7 +84,7 @@ def _require_fit(rejected: RejectedBatch, config: TrainConfig) -> None:
         )
     if config.algorithm.has_critic and rejected.scored.values_T is None:
         problems.append(
-            f"the batch has no values, but algorithm.preset {config.algorithm.preset} updates a critic; name the preset of its run"
+            f"the batch has no values, but algorithm.preset {config.algorithm.preset} updates a critic; name its run's preset"
         )
     if len(rejected.batch) < config.ppo.minibatches:
         problems.append(

@@ -1,6 +1,6 @@
 """Watches the steps of one rank from outside.  The loop says what it is at; nothing here changes what is trained.
 
-    begin(phase)  round() ... decoded(...)  drain()  part("wait_scores")  scored(...)  part("update")  end(...)
+begin(phase)  round() ... decoded(...)  drain()  part("wait_scores")  scored(...)  part("update")  end(...)
 """
 
 from __future__ import annotations
