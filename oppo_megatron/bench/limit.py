@@ -182,7 +182,8 @@ def _scoring_flops(shapes: Mapping[str, Mapping[str, Any]], response: Response) 
     whole = response.prompt_tokens + response.tokens
     short = whole - 1
     total = forward_flops(shapes["reference"], short, causal_pairs(0, short), response.tokens, scalar=False)
-    total += forward_flops(shapes["critic"], short, causal_pairs(0, short), response.tokens, scalar=True)
+    if "critic" in shapes:
+        total += forward_flops(shapes["critic"], short, causal_pairs(0, short), response.tokens, scalar=True)
     if "reward" in shapes:
         total += forward_flops(shapes["reward"], whole, causal_pairs(0, whole), 1, scalar=True)
     return total
@@ -192,7 +193,7 @@ def _training_flops(config: TrainConfig, shapes: Mapping[str, Mapping[str, Any]]
     short = response.prompt_tokens + response.tokens - 1
     counts = (short, causal_pairs(0, short), response.tokens)
     total = config.ppo.epochs * sum(
-        training_flops(shapes[name], *counts, scalar=name == "critic") for name in ("actor", "critic")
+        training_flops(shapes[name], *counts, scalar=name == "critic") for name in config.trained
     )
     if config.ppo.staleness.correction == "decoupled":  # the actor's log-probs are computed once more
         total += forward_flops(shapes["actor"], *counts, scalar=False)

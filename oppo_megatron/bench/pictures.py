@@ -30,7 +30,7 @@ def draw_steps(rows: Sequence[Mapping[str, Any]], out_png: str | os.PathLike[str
     """
     figure = new_figure(width_in=9.0, height_in=1.5 + 0.34 * len(rows))
     axes = figure.subplots()
-    names = [f"{row['place']}{DOT}{row['mode']}" for row in rows]
+    names = [f"{row['placement']}{DOT}{row['mode']}" for row in rows]
     parts = [split_step(row) for row in rows]
     left = [0.0] * len(rows)
     for key, (label, colour) in ALL_PARTS.items():

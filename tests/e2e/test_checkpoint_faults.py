@@ -187,7 +187,7 @@ def assert_ended_with_the_last_checkpoint_whole(begun: Begun, run: Path, answers
 def test_files_that_cannot_be_written_end_the_run_with_the_last_checkpoint_whole(
     begun: Begun, tmp_path: Path, ranks: int, limit: int
 ) -> None:
-    config = begun.again(tmp_path / "run") | {"place": {"mode": "disaggregated" if ranks > 1 else "single"}}
+    config = begun.again(tmp_path / "run") | {"placement": {"mode": "disaggregated" if ranks > 1 else "single"}}
     job, place = (
         "tests.e2e.jobs_checkpoint:run_with_small_files",
         "oppo_megatron.train.saving.writing:CheckpointWriting.run",
@@ -216,7 +216,7 @@ def small_disk(begun: Begun, tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole(begun: Begun, small_disk: Path) -> None:
-    config = begun.again(small_disk / "run") | {"place": {"mode": "disaggregated"}}
+    config = begun.again(small_disk / "run") | {"placement": {"mode": "disaggregated"}}
     job = "tests.e2e.jobs_checkpoint:run_with_small_files"
     answers = run_ranks(2, job, config=config, num_bytes=0, within="")
     assert_ended_with_the_last_checkpoint_whole(begun, small_disk / "run", answers, "No space left on device")

@@ -225,7 +225,7 @@ def _models(folder: Path, rng: random.Random) -> str:
 
 def damage_tree(tree: Any, rng: random.Random) -> str:
     """Change a JSON tree in place, somewhere: another value, a key less or more, an item twice."""
-    places = list(_placements(tree, ()))
+    places = list(_places(tree, ()))
     path = rng.choice(places)
     node = tree
     for key in path[:-1]:
@@ -244,11 +244,11 @@ def damage_tree(tree: Any, rng: random.Random) -> str:
     return f"{'.'.join(str(part) for part in path)[:60]} {what}"
 
 
-def _placements(tree: Any, path: tuple[Any, ...]) -> Any:
+def _places(tree: Any, path: tuple[Any, ...]) -> Any:
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for key, value in items:
         yield (*path, key)
-        yield from _placements(value, (*path, key))
+        yield from _places(value, (*path, key))
 
 
 KINDS: tuple[Mutation, ...] = (
