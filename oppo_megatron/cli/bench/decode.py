@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=count, default=5, metavar="N", help="turns of each peer; default 5")
     parser.add_argument("--threads", type=count, default=1, metavar="N", help="CPU threads; default 1")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default float32")
-    parser.add_argument("--peers", type=names, metavar="A,B", help="default: all; see docs/performance.md")
+    parser.add_argument("--peers", type=names, metavar="A,B", help="default: all; see docs/measurements/xeon-amx.md")
     parser.add_argument(
         "--out", type=Path, default=Path("runs/bench/decode"), metavar="DIR", help="default %(default)s"
     )
