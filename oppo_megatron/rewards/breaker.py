@@ -7,6 +7,8 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 
+from tenacity import RetryCallState, wait_exponential
+
 
 class CircuitBreaker:
     """Keeps senders away from a service that is down.
@@ -54,12 +56,12 @@ class CircuitBreaker:
         return self._opened_at + self._pause_s - self._clock()
 
 
-def backoff_s(attempt: int, first_s: float, longest_s: float, chance: random.Random) -> float:
-    """Pause before attempt `attempt` + 1 (from 1): doubles each time, and is shortened by up to a half at random, so that
+def growing_pauses(first_s: float, longest_s: float, chance: random.Random) -> Callable[[RetryCallState], float]:
+    """Pauses after a failed attempt: each is twice the one before, and is shortened by up to a half at random, so that
     senders which failed together do not come back together.
     """
-    full_s = min(longest_s, first_s * 2.0 ** min(attempt - 1, 60))
-    return full_s * chance.uniform(0.5, 1.0)
+    full_s = wait_exponential(multiplier=first_s, max=longest_s)
+    return lambda state: full_s(state) * chance.uniform(0.5, 1.0)
 
 
 def retry_after_s(value: str | None, now: datetime | None = None) -> float:

@@ -25,10 +25,11 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from pydantic import SecretStr
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type
 
 from oppo_megatron.config.remote import RemoteRewardConfig
 from oppo_megatron.errors import ConfigError, RewardError
-from oppo_megatron.rewards.breaker import CircuitBreaker, backoff_s, retry_after_s
+from oppo_megatron.rewards.breaker import CircuitBreaker, growing_pauses, retry_after_s
 from oppo_megatron.rewards.protocol import ScoreItem, encode_request, read_answer
 
 if TYPE_CHECKING:
@@ -80,7 +81,8 @@ class RemoteReward:
             raise ConfigError(f"{label} is a reward of kind http, which needs the package httpx; install it") from error
         self.label, self.url, self.settings = label, url, settings or RemoteRewardConfig()
         self._token, self._clock = token, clock
-        self._chance = chance or random.Random()  # noqa: S311  (spreads retries; not to be secret)
+        chance = chance or random.Random()  # noqa: S311  (spreads retries; not to be secret)
+        self._pause_s = growing_pauses(self.settings.retry_s, self.settings.retry_max_s, chance)
         self._breaker = CircuitBreaker(self.settings.breaker_failures, self.settings.breaker_pause_s, clock)
         self._scores: dict[int, Future[float]] = {}
         self._failure: Exception | None = None
@@ -199,26 +201,26 @@ class RemoteReward:
         """The scores of a batch, however many attempts they take.  Raises RewardError once it is given up."""
         body, ids = encode_request(batch, self.settings.send_tokens), [item.seq_id for item in batch]
         await self._let_in(math.inf)  # where it is down, those who have been refused know when to give up
-        until, attempt = self._clock() + self.settings.give_up_s, 0
-        while True:
-            attempt += 1
+        until = self._clock() + self.settings.give_up_s
+        failures: list[_Failure] = []
+
+        def pause_s(state: RetryCallState) -> float:
+            return max(0.0, min(max(self._pause_s(state), failures[-1].retry_after_s), until - self._clock()))
+
+        async def ask() -> dict[int, float]:
+            if failures and not await self._let_in(until):
+                self._give_up_where_due(failures[-1], ids, len(failures), 0.0)
             try:
                 scores = await self._attempt(client, body, ids)
             except _Failure as failure:
+                failures.append(failure)
                 self._breaker.failed()
-                await self._pause(failure, ids, attempt, until)
-            else:
-                self._breaker.succeeded()
-                return scores
+                self._give_up_where_due(failure, ids, len(failures), until - self._clock())
+                raise
+            self._breaker.succeeded()
+            return scores
 
-    async def _pause(self, failure: _Failure, ids: Sequence[int], attempt: int, until: float) -> None:
-        """Wait until the request may be sent again.  Raises RewardError where it is not, at the latest at `until`."""
-        left_s = until - self._clock()
-        self._give_up_where_due(failure, ids, attempt, left_s)
-        pause_s = backoff_s(attempt, self.settings.retry_s, self.settings.retry_max_s, self._chance)
-        await asyncio.sleep(min(max(pause_s, failure.retry_after_s), left_s))
-        if not await self._let_in(until):
-            self._give_up_where_due(failure, ids, attempt, 0.0)
+        return await AsyncRetrying(retry=retry_if_exception_type(_Failure), wait=pause_s, sleep=asyncio.sleep)(ask)
 
     def _give_up_where_due(self, failure: _Failure, ids: Sequence[int], attempt: int, left_s: float) -> None:
         """Return if the request is to be sent again.  Raises RewardError."""

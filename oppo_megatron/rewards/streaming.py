@@ -16,7 +16,6 @@ import json
 import math
 import struct
 import threading
-import time
 import uuid
 import zlib
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pydantic import SecretStr
+from tenacity import Retrying, retry_if_exception_type, stop_before_delay, wait_exponential
 
 from oppo_megatron.config.aligner import StreamConfig
 from oppo_megatron.errors import ConfigError, RewardError
@@ -43,6 +43,10 @@ TOKENS_A_REQUEST = 500_000
 def checksum(tokens: Sequence[int], start: int = 0) -> int:
     """CRC-32 of token ids; `start` is that of the ids before."""
     return zlib.crc32(struct.pack(f"<{len(tokens)}i", *tokens), start)
+
+
+class _NoAnswer(Exception):
+    """The service may answer yet."""
 
 
 @dataclass
@@ -152,32 +156,36 @@ class ScorerStream:
 
     def _post(self, request: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Raises RewardError for what time does not mend, and after `give_up_s`."""
+        limit = stop_before_delay(self._settings.give_up_s)
+        asking = Retrying(
+            retry=retry_if_exception_type(_NoAnswer),
+            wait=wait_exponential(multiplier=RETRY_S, max=RETRY_MAX_S),
+            stop=lambda state: self._closed or limit(state),
+            reraise=True,
+        )
+        try:
+            return asking(self._post_once, json.dumps(request), request)
+        except _NoAnswer as failure:
+            raise RewardError(
+                f"the scorer at {self._settings.url} {failure}, for {self._settings.give_up_s:g} s; start it, or raise "
+                "scorer.give_up_s"
+            ) from failure
+
+    def _post_once(self, body: str, request: Mapping[str, Any]) -> list[dict[str, Any]]:
         import httpx
 
-        body, deadline, pause = json.dumps(request), time.monotonic() + self._settings.give_up_s, RETRY_S
-        while True:
-            try:
-                answer = self._http.post(
-                    f"{self._settings.url.rstrip('/')}/extend",
-                    content=body,
-                    headers={"content-type": "application/json"},
-                )
-                if answer.status_code == 200:
-                    return _read_rows(answer, request)
-                reason = f"answered {answer.status_code}: {answer.text[:200]}"
-                if answer.status_code in REFUSED:
-                    raise RewardError(
-                        f"the scorer at {self._settings.url} {reason}; correct its address, token or limits"
-                    )
-            except httpx.HTTPError as error:
-                reason = f"cannot be asked ({error!r})"
-            if time.monotonic() + pause > deadline or self._closed:
-                raise RewardError(
-                    f"the scorer at {self._settings.url} {reason}, for {self._settings.give_up_s:g} s; start it, or raise "
-                    "scorer.give_up_s"
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, RETRY_MAX_S)
+        try:
+            answer = self._http.post(
+                f"{self._settings.url.rstrip('/')}/extend", content=body, headers={"content-type": "application/json"}
+            )
+        except httpx.HTTPError as error:
+            raise _NoAnswer(f"cannot be asked ({error!r})") from error
+        if answer.status_code == 200:
+            return _read_rows(answer, request)
+        reason = f"answered {answer.status_code}: {answer.text[:200]}"
+        if answer.status_code in REFUSED:
+            raise RewardError(f"the scorer at {self._settings.url} {reason}; correct its address, token or limits")
+        raise _NoAnswer(reason)
 
 
 def _read_rows(answer: httpx.Response, request: Mapping[str, Any]) -> list[dict[str, Any]]:

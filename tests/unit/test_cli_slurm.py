@@ -89,6 +89,21 @@ def test_a_heterogeneous_job(config: str, capsys: pytest.CaptureFixture[str]) ->
         assert line in script.splitlines()
 
 
+@pytest.mark.parametrize(
+    ("ready", "actor_dp", "options"), [("train.sbatch", 2, []), ("train-hetero.sbatch", 4, ["--hetero"])]
+)
+def test_the_ready_scripts_have_the_lines_of_the_template(
+    config: str, capsys: pytest.CaptureFixture[str], ready: str, actor_dp: int, options: list[str]
+) -> None:
+    """Of nodes that are all full, and but for the working directory, which is the one that sbatch is called in."""
+    placement = (
+        f"placement={{mode: disaggregated, actor: {{tp: 2, dp: {actor_dp}}}, scorer: {{tp: 2, pp: {actor_dp}}}}}"
+    )
+    script, _ = write(capsys, config, placement, "--job-name=oppo", *options)
+    written, own = (text[text.index("#SBATCH ") :].partition("\n\n")[0] for text in (script, packaged(ready)))
+    assert [line for line in written.splitlines() if "--chdir=" not in line] == own.splitlines()
+
+
 def test_no_gpus_are_asked_for_on_the_cpu(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     script, told = write(capsys, config, "runtime.device=cpu", "--ranks-per-node=6")
     assert not [option for option in directives(script)[0] if option.startswith("gpu")]

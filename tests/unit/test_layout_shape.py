@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from oppo_megatron.config.run import RewardModelConfig, SFTConfig, TrainConfig
 from oppo_megatron.errors import CheckpointError, ConfigError
 from oppo_megatron.layout.shape import check_head, check_shape, kv_bytes_per_token, max_positions, num_kv_heads, windows
 from oppo_megatron.mcore.shape import ModelShape
-from oppo_megatron.modeldir.headers import check_weights, read_header, tokenizer_vocab_size
+from oppo_megatron.modeldir.headers import check_file, check_weights, tokenizer_vocab_size
 from oppo_megatron.preflight.validate import check_shared_vocabulary, validate_supervised, validate_train
 
 QWEN: dict[str, Any] = {
@@ -182,13 +184,27 @@ def checkpoint(directory: Path, **change: Any) -> Path:
     return directory
 
 
-def test_headers_agree_with_safetensors_itself(tmp_path: Path) -> None:
-    from safetensors.numpy import save_file
+@pytest.mark.parametrize("dtype", ["BF16", "F8_E4M3", "F8_E5M2", "I64"])
+def test_dtypes_that_numpy_has_not_are_no_damage(tmp_path: Path, dtype: str) -> None:
+    size = {"I64": 8, "BF16": 2}.get(dtype, 1)
+    header = json.dumps({"w": {"dtype": dtype, "shape": [3], "data_offsets": [0, 3 * size]}}).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(3 * size))
+    check_file(file)
+    file.write_bytes(file.read_bytes() + b"x")
+    with pytest.raises(CheckpointError, match="is truncated or damaged: its .* bytes are no whole safetensors"):
+        check_file(file)
 
-    numpy = pytest.importorskip("numpy")
-    save_file({"a": numpy.zeros((2, 3), numpy.float32), "b": numpy.zeros(5, numpy.int64)}, tmp_path / "x.safetensors")
-    header = read_header(tmp_path / "x.safetensors")
-    assert header["a"]["shape"] == [2, 3] and header["b"]["dtype"] == "I64"
+
+def test_weights_are_checked_without_torch(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "m")
+    code = """if True:
+        import pathlib, sys
+        from oppo_megatron.modeldir.headers import check_file
+        check_file(pathlib.Path(sys.argv[1]))
+        assert "torch" not in sys.modules
+    """
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "m" / "model.safetensors")], check=True)
 
 
 @pytest.mark.parametrize("keep", [0, 4, 8, 20, -1])
@@ -201,7 +217,7 @@ def test_truncated_weights_are_named(tmp_path: Path, keep: int) -> None:
 
 def test_weights_that_are_no_safetensors(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 4) + b"oops" + bytes(8))
-    assert "is not a safetensors file" in check_weights("actor", tmp_path)[0]
+    assert "invalid JSON in header" in check_weights("actor", tmp_path)[0]
 
 
 def test_absent_weights(tmp_path: Path) -> None:

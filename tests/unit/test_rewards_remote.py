@@ -16,12 +16,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import SecretStr
+from tenacity import RetryCallState, Retrying
 
 from oppo_megatron.config.data import RewardPart
 from oppo_megatron.config.load import config_yaml
 from oppo_megatron.config.remote import RemoteRewardConfig
 from oppo_megatron.errors import ConfigError, OppoError, RewardError
-from oppo_megatron.rewards.breaker import CircuitBreaker, backoff_s, retry_after_s
+from oppo_megatron.rewards.breaker import CircuitBreaker, growing_pauses, retry_after_s
 from oppo_megatron.rewards.functions import build_reward_functions
 from oppo_megatron.rewards.protocol import ScoreItem, read_answer, read_token
 from oppo_megatron.rewards.remote import RemoteReward
@@ -326,9 +327,11 @@ def test_breaker_opens_half_opens_and_closes() -> None:
 
 
 def test_pauses_double_up_to_a_limit_and_differ() -> None:
-    chance = random.Random(1)
+    pause_s = growing_pauses(0.5, 30.0, random.Random(1))
+    state = RetryCallState(Retrying(), None, (), {})
     for attempt, full in [(1, 0.5), (2, 1.0), (3, 2.0), (8, 30.0), (5000, 30.0)]:
-        pauses = [backoff_s(attempt, 0.5, 30.0, chance) for _ in range(50)]
+        state.attempt_number = attempt
+        pauses = [pause_s(state) for _ in range(50)]
         assert all(full / 2 <= pause <= full for pause in pauses) and len(set(pauses)) > 40
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from oppo_megatron.engine.rounds import RoundRunner
 from oppo_megatron.errors import CapacityError, CheckpointError
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
-from oppo_megatron.modeldir.headers import read_header
 from oppo_megatron.records import Rollout
 
 CACHED, OUTPUT = "kv", "out"
@@ -57,7 +56,6 @@ def load_caches(path: Path, rounds: RoundRunner) -> None:
     The books have been restored.  Raises CheckpointError where the file is not what they say of this rank.
     """
     try:
-        read_header(path)
         with safe_open(path, framework="pt") as file:
             order = json.loads(file.metadata()["slots"])
             for role, cache in _caches(rounds).items():
