@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from oppo_megatron.engine.decode_round import DecodeRound
 from oppo_megatron.engine.device_decode import DeviceLane, Row
 from oppo_megatron.engine.growing import DRAWN, Drawn, Growing, beside, joined
 from oppo_megatron.engine.sampler import Sampling, draw, no_distribution
@@ -38,7 +39,7 @@ from oppo_megatron.mcore.stage import step
 from oppo_megatron.records import Chunk, ChunkRow, Rollout
 from oppo_megatron.schedule.actions import Action, Op, Payload
 from oppo_megatron.schedule.planning.books import ReplicaWork
-from oppo_megatron.schedule.planning.merge import StopSignal, merge_rows
+from oppo_megatron.schedule.planning.merge import StopSignal
 from oppo_megatron.schedule.rounds import Batch
 
 ResultT = TypeVar("ResultT")
@@ -69,6 +70,7 @@ class DecodeWorker:
         self._weight = next(model.parameters())
         self._sync_steps = sync_steps if model.groups.pp == 1 else 1
         self._resident: dict[int, DeviceLane] = {}  # by micro-batch
+        self._begun: DecodeRound | None = None
         captures = self._sync_steps > 1 and cache.device.type == "cuda"
         self.captured = CapturedSteps(cache.device, model.parameters) if captures else None
 
@@ -101,30 +103,23 @@ class DecodeWorker:
 
         `halt` is passed on with the chunk.
         """
-        self._halt = halt
         for seq_id in work.open:
             self.cache.open(seq_id)
         running = {g.seq_id for batch in work.decode for g in batch}
         held = {r.seq_id: r for r in rollouts if r.seq_id in running}
         growing = {i: Growing(r, self.stopping.limit(i), version) for i, r in held.items()}
-        self._index, self._start, self._local, self._stop = index, clock, readiness(), readiness()
-        self._prefill: list[Batch] = work.prefill
-        self._lanes = [[growing[g.seq_id] for g in batch] for batch in work.decode]
-        self._steps = [max(g.new for g in batch) for batch in work.decode]
-        self._rows: list[ChunkRow] = [g.row for g in growing.values()]
-        self._growing = growing
-        self._merged: Chunk | None = None
-        self._ended: dict[int, int] = {}  # micro-batch -> first void step
-        self._ready: tuple[int, int] | None = None  # (step, micro-batch) whose tokens completed the batch
-        self._hidden: dict[int, Tensor] = {}
-        self._drawn: dict[int, Drawn] = {}
-        self._tables: dict[int, Drawn] = {}  # what the rows of a step that was made in splits have drawn
-        self._by_step: set[int] = set()  # micro-batches that are left to the host for the rest of the round
+        self._begun = DecodeRound(work, growing, index, clock, halt, local=readiness(), stop=readiness())
         if self.captured is not None:
             self.captured.renew()
 
+    @property
+    def _round(self) -> DecodeRound:
+        """The round under way."""
+        assert self._begun is not None, "no round has begun"
+        return self._begun
+
     def live(self, action: Action) -> bool:
-        return action.step is None or action.step < self._ended.get(action.micro_batch, action.step + 1)
+        return self._round.live(action)
 
     def compute(self, action: Action) -> int:
         if action.op is Op.GATHER:
@@ -139,28 +134,28 @@ class DecodeWorker:
     def outbox(self, action: Action) -> Sequence[Tensor]:
         if action.payload is Payload.CHUNK:
             assert self.outlet is not None
-            return self.outlet.message(self._merge())
+            return self.outlet.message(self._round.merge())
         if action.payload is Payload.TOKENS:
-            return [torch.tensor(self._drawn[action.micro_batch], dtype=torch.float64, device=self.cache.device)]
-        return [self._hidden[action.micro_batch].contiguous()]
+            return [torch.tensor(self._round.drawn[action.micro_batch], dtype=torch.float64, device=self.cache.device)]
+        return [self._round.hidden[action.micro_batch].contiguous()]
 
     def inbox(self, action: Action) -> Iterator[Tensor]:
         if action.payload is Payload.TOKENS:
-            shape = DRAWN, len(self._lanes[action.micro_batch])
+            shape = DRAWN, len(self._round.lanes[action.micro_batch])
             table_3R = torch.empty(shape, dtype=torch.float64, device=self.cache.device)
             yield table_3R
             self._absorb(action, [table_3R.tolist()])
         else:
-            hidden = self._weight.new_empty(self._num_tokens(action), 1, self.model.shape.hidden_size)
+            hidden = self._weight.new_empty(self._round.num_tokens(action), 1, self.model.shape.hidden_size)
             yield hidden
-            self._hidden[action.micro_batch] = hidden
+            self._round.hidden[action.micro_batch] = hidden
 
     def end(self) -> Chunk:
         """The round's chunk, of all replicas; what has finished, or was decoded beyond it, leaves this one's cache."""
-        chunk = self._merge()
+        chunk = self._round.merge()
         finished = []
         for row in chunk.rows:
-            growing = self._growing.get(row.seq_id)
+            growing = self._round.growing.get(row.seq_id)
             if growing is None:
                 continue
             if row.finish_clock is not None:
@@ -172,39 +167,28 @@ class DecodeWorker:
             self.cache.close(seq_id)
         return chunk
 
-    def _merge(self) -> Chunk:
-        if self._merged is None:
-            self._merged = merge_rows(self._index, self._start, self._rows, self._stop)
-            self._merged.halt = self._halt
-        return self._merged
-
-    def _num_tokens(self, action: Action) -> int:
-        if action.step is not None:
-            return len(self._lanes[action.micro_batch])
-        return sum(g.new for g in self._prefill[action.micro_batch])
-
     def _prefill_step(self, micro_batch: int) -> int:
-        batch = tuple(sorted(self._prefill[micro_batch], key=lambda g: self.cache.slot(g.seq_id)))
-        hidden_T = None if self.model.pre_process else self._hidden[micro_batch]
+        batch = tuple(sorted(self._round.prefill[micro_batch], key=lambda g: self.cache.slot(g.seq_id)))
+        hidden_T = None if self.model.pre_process else self._round.hidden[micro_batch]
         splits = prefill(self.cache, batch, hidden_T, self._advance, self.memory_limits.score, obstacle(self.model))
-        self._hidden[micro_batch] = joined([out for _, out in splits])
+        self._round.hidden[micro_batch] = joined([out for _, out in splits])
         return sum(growth.new for growth in batch)
 
     def _advance(self, batch: Batch, hidden_T: Tensor | None, whole: bool) -> Tensor:
         """Prompts, or what is stale, of which no output is wanted."""
-        tokens = [t for g in batch for t in self._growing[g.seq_id].tokens[g.past : g.past + g.new]]
+        tokens = [t for g in batch for t in self._round.growing[g.seq_id].tokens[g.past : g.past + g.new]]
         no_rows = torch.empty(0, dtype=torch.int64, device=self.cache.device)
         return self._stage([g.seq_id for g in batch], [g.new for g in batch], tokens, hidden_T, no_rows)
 
     def _decode_step(self, action: Action) -> int:
-        micro_batch, lane = action.micro_batch, self._lanes[action.micro_batch]
-        hidden_R = None if self.model.pre_process else self._hidden[micro_batch]
+        micro_batch, lane = action.micro_batch, self._round.lanes[action.micro_batch]
+        hidden_R = None if self.model.pre_process else self._round.hidden[micro_batch]
         splits = self._in_splits(lane, hidden_R, self._decode_rows, self._uncache)
         tensors = [split for split in splits if isinstance(split, Tensor)]
         if tensors:
-            self._hidden[micro_batch] = joined(tensors)
+            self._round.hidden[micro_batch] = joined(tensors)
         else:
-            self._tables[micro_batch] = beside([split for split in splits if not isinstance(split, Tensor)])
+            self._round.tables[micro_batch] = beside([split for split in splits if not isinstance(split, Tensor)])
         return len(lane)
 
     def _in_splits(
@@ -243,17 +227,17 @@ class DecodeWorker:
 
     def _sample(self, action: Action) -> int:
         micro_batch = action.micro_batch
-        drawn = self._tables.pop(micro_batch, None)
+        drawn = self._round.tables.pop(micro_batch, None)
         if drawn is None:
-            lane, logits_RV = self._lanes[micro_batch], self._hidden[micro_batch]
+            lane, logits_RV = self._round.lanes[micro_batch], self._round.hidden[micro_batch]
             drawn = beside(self._in_splits(lane, logits_RV, self._draw, lambda _: None))
-        self._drawn[micro_batch] = drawn
+        self._round.drawn[micro_batch] = drawn
         return self._absorb(action, [drawn])
 
     def _device_step(self, action: Action) -> int:
         """Decode and draw without looking at what was drawn; where memory runs out, the host takes over for this round."""
-        micro_batch, lane = action.micro_batch, self._lanes[action.micro_batch]
-        if micro_batch not in self._by_step:
+        micro_batch, lane = action.micro_batch, self._round.lanes[action.micro_batch]
+        if micro_batch not in self._round.by_step:
             outcome = attempt(lambda: self._start_step(action))
             if isinstance(outcome, Done):
                 return len(lane)
@@ -262,19 +246,19 @@ class DecodeWorker:
 
     def _start_step(self, action: Action) -> None:
         assert action.step is not None
-        lane, resident = self._lanes[action.micro_batch], self._resident_lane(action.micro_batch)
+        lane, resident = self._round.lanes[action.micro_batch], self._resident_lane(action.micro_batch)
         if not resident.loaded:
             rows = [Row(g.seq_id, g.tokens[-1], g.position, g.limit) for g in lane]
-            resident.load(rows, self._steps[action.micro_batch] - action.step)
+            resident.load(rows, self._round.steps[action.micro_batch] - action.step)
         resident.step()
 
     def _take_over(self, action: Action, told: str) -> None:
         """Take up what the steps before `action` have drawn on the device."""
         assert action.step is not None
-        lane = self._lanes[action.micro_batch]
+        lane = self._round.lanes[action.micro_batch]
         name = lane[0].describe() if len(lane) == 1 else None
         self.memory_limits.decode.lower(len(lane), told, last=name, obstacle=obstacle(self.model))
-        self._by_step.add(action.micro_batch)
+        self._round.by_step.add(action.micro_batch)
         resident = self._resident.get(action.micro_batch)
         drawn = [] if resident is None else resident.give_up()
         if drawn:
@@ -282,9 +266,9 @@ class DecodeWorker:
 
     def _read(self, action: Action) -> int:
         """Look at what was drawn, where it is time to."""
-        if action.micro_batch in self._by_step:
+        if action.micro_batch in self._round.by_step:
             return self._sample(action)
-        lane, resident = self._lanes[action.micro_batch], self._resident[action.micro_batch]
+        lane, resident = self._round.lanes[action.micro_batch], self._resident[action.micro_batch]
         return len(lane) if resident.loaded else self._absorb(action, resident.read(), resident=True)
 
     def _resident_lane(self, micro_batch: int) -> DeviceLane:
@@ -307,7 +291,7 @@ class DecodeWorker:
         `resident`: the cache has not been told yet.
         """
         assert action.step is not None
-        lane, first = self._lanes[action.micro_batch], action.step + 1 - len(drawn)
+        lane, first = self._round.lanes[action.micro_batch], action.step + 1 - len(drawn)
         rows, ends = list(lane), dict[int, int]()
         for step_, table in enumerate(drawn, start=first):
             for growing, token, logprob, sampling_logprob, *mass in zip(rows, *table, strict=True):
@@ -315,15 +299,15 @@ class DecodeWorker:
                     continue
                 if not all(map(math.isfinite, mass)):
                     raise no_distribution(self.sampling, growing.seq_id, growing.position)
-                if growing.append(int(token), logprob, sampling_logprob, self.stopping, self._start):
+                if growing.append(int(token), logprob, sampling_logprob, self.stopping, self._round.start):
                     ends[growing.seq_id] = step_
         if resident:
             for growing in rows:
                 self.cache.advance(growing.seq_id, ends.get(growing.seq_id, action.step) + 1 - first)
         self._leave(action.micro_batch, ends)
         here = (action.step, action.micro_batch)
-        if not lane or (self._ready is not None and self._ready <= here):
-            self._ended[action.micro_batch] = action.step + 1
+        if not lane or (self._round.ready is not None and self._round.ready <= here):
+            self._round.ended[action.micro_batch] = action.step + 1
         return len(rows)
 
     def _leave(self, micro_batch: int, ends: Mapping[int, int]) -> None:
@@ -331,27 +315,20 @@ class DecodeWorker:
 
         What was decoded after the batch was complete counts for nothing: no one leaves any more.
         """
-        lane = self._lanes[micro_batch]
+        lane = self._round.lanes[micro_batch]
         for step_ in sorted(set(ends.values())):
-            if self._ready is not None and self._ready <= (step_ - 1, micro_batch):
+            if self._round.ready is not None and self._round.ready <= (step_ - 1, micro_batch):
                 return
             for growing in [g for g in lane if ends.get(g.seq_id) == step_]:
                 last = lane[-1]
                 lane[lane.index(growing)] = last
                 lane.pop()
                 self.cache.exchange(growing.seq_id, last.seq_id)  # so that the micro-batch keeps neighbouring slots
-                self._hear(growing.seq_id, (step_, micro_batch))
-
-    def _hear(self, seq_id: int, where: tuple[int, int]) -> None:
-        """Count a finished sequence, where no other replica has a say in when the batch is complete."""
-        if self.model.groups.dp > 1:
-            return
-        self._local.finish(seq_id)
-        if self._local.ready and self._ready is None:
-            self._ready = where
+                if self.model.groups.dp == 1:  # else other replicas have a say in when the batch is complete
+                    self._round.hear(growing.seq_id, (step_, micro_batch))
 
     def _gather(self) -> None:
         groups = self.model.groups
         rows: list[list[ChunkRow]] = [[] for _ in range(groups.dp)]
-        dist.all_gather_object(rows, self._rows, group=groups.collection.dp)
-        self._rows = [row for replica in rows for row in replica]
+        dist.all_gather_object(rows, self._round.rows, group=groups.collection.dp)
+        self._round.rows = [row for replica in rows for row in replica]

@@ -9,6 +9,7 @@ P + t - 1, so reference and critic never need the last token; the reward model r
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -26,6 +27,20 @@ from oppo_megatron.schedule.planning.books import ReplicaWork
 from oppo_megatron.schedule.rounds import Batch
 
 ScorerRole = Literal["reward", "reference", "critic"]
+
+
+@dataclass
+class _ScoringRound:
+    """What a round has to read: tokens of its sequences, micro-batches, and who is complete at its end.
+
+    `hidden` is what the stage gave last; `splits` where that was made in splits.
+    """
+
+    sequences: Mapping[int, list[int]] = field(default_factory=dict)
+    batches: Sequence[Batch] = ()
+    done: Sequence[int] = ()
+    hidden: Tensor | None = None
+    splits: Splits = field(default_factory=list)
 
 
 class ScoringWorker:
@@ -47,6 +62,7 @@ class ScoringWorker:
         """`memory_limit` bounds the tokens of a micro-batch on this rank, where memory does not suffice for the planned ones."""
         self.role, self.model, self.cache, self.temperature = role, model, cache, temperature
         self.memory_limit = memory_limit or MemoryLimits().score
+        self._round = _ScoringRound()
         self._outputs: dict[int, list[Tensor]] = {}
         self._weight = next(model.parameters())
 
@@ -82,49 +98,46 @@ class ScoringWorker:
         for seq_id in work.open:
             self.cache.open(seq_id)
         wanted = {g.seq_id for batch in work.prefill for g in batch}
-        self._sequences = {r.seq_id: [*r.prompt.tokens, *r.tokens] for r in rollouts if r.seq_id in wanted}
-        self._batches = [self._by_slot(batch) for batch in work.prefill]
-        self._done = work.done
-        self._hidden: Tensor | None = None
-        self._splits: Splits = []
+        sequences = {r.seq_id: [*r.prompt.tokens, *r.tokens] for r in rollouts if r.seq_id in wanted}
+        self._round = _ScoringRound(sequences, [self._by_slot(batch) for batch in work.prefill], work.done)
 
     def end(self) -> None:
         """Finished sequences, whose outputs are complete, give up their slots."""
-        for seq_id in self._done:
+        for seq_id in self._round.done:
             self.cache.close(seq_id)
 
     def live(self, action: Action) -> bool:
         return True
 
     def compute(self, action: Action) -> int:
-        batch = self._batches[action.micro_batch]
+        batch = self._round.batches[action.micro_batch]
         return self._score(batch) if action.op is Op.SCORE else self._prefill(batch)
 
     def outbox(self, action: Action) -> Sequence[Tensor]:
-        assert self._hidden is not None
-        return [self._hidden.contiguous()]
+        assert self._round.hidden is not None
+        return [self._round.hidden.contiguous()]
 
     def inbox(self, action: Action) -> Iterator[Tensor]:
-        num_tokens = sum(g.new for g in self._batches[action.micro_batch])
+        num_tokens = sum(g.new for g in self._round.batches[action.micro_batch])
         hidden = self._weight.new_empty(num_tokens, 1, self.model.shape.hidden_size)
         yield hidden
-        self._hidden = hidden
+        self._round.hidden = hidden
 
     def _by_slot(self, batch: Batch) -> Batch:
         """Neighbouring slots next to each other: the cache then reads a slice."""
         return tuple(sorted(batch, key=lambda g: self.cache.slot(g.seq_id)))
 
     def _prefill(self, batch: Batch) -> int:
-        hidden_T = None if self.model.pre_process else self._hidden
+        hidden_T = None if self.model.pre_process else self._round.hidden
         splits = prefill(self.cache, batch, hidden_T, self._advance, self.memory_limit, obstacle(self.model))
         whole, last_stage = len(splits) == 1, self.model.groups.is_last_stage
-        self._splits = [] if whole or not last_stage else splits
-        self._hidden = splits[0][1] if whole else None if last_stage else torch.cat([out for _, out in splits])
+        self._round.splits = [] if whole or not last_stage else splits
+        self._round.hidden = splits[0][1] if whole else None if last_stage else torch.cat([out for _, out in splits])
         return sum(growth.new for growth in batch)
 
     def _advance(self, batch: Batch, hidden_T: Tensor | None, whole: bool) -> Tensor:
         """This stage's output.  On the last one, of a split: what is kept of it, for all splits together may be too much."""
-        tokens = [t for g in batch for t in self._sequences[g.seq_id][g.past : g.past + g.new]]
+        tokens = [t for g in batch for t in self._round.sequences[g.seq_id][g.past : g.past + g.new]]
         rows: list[int] = []
         end = 0
         for growth in batch:
@@ -140,13 +153,13 @@ class ScoringWorker:
 
     def _score(self, batch: Batch) -> int:
         """The last stage's output rows become log-probs, values or scores of their sequences."""
-        if not self._splits:
-            assert self._hidden is not None
-            self._splits = self._reduced(batch, self._hidden)
-        for part, out_R in self._splits:
+        if not self._round.splits:
+            assert self._round.hidden is not None
+            self._round.splits = self._reduced(batch, self._round.hidden)
+        for part, out_R in self._round.splits:
             for growth, split in zip(part, out_R.split([g.rows for g in part]), strict=True):
                 self._outputs.setdefault(growth.seq_id, []).append(split)
-        self._splits = []
+        self._round.splits = []
         return sum(g.rows for g in batch)
 
     def _reduced(self, batch: Batch, out_R: Tensor) -> Splits:
@@ -166,7 +179,7 @@ class ScoringWorker:
         if self.role != "reference":
             return out_R
         ends = [g.past + g.new for g in batch]
-        targets = [self._sequences[g.seq_id][e - g.rows + 1 : e + 1] for g, e in zip(batch, ends, strict=True)]
+        targets = [self._round.sequences[g.seq_id][e - g.rows + 1 : e + 1] for g, e in zip(batch, ends, strict=True)]
         targets_R = torch.tensor([t for part in targets for t in part], dtype=torch.int64, device=out_R.device)
         with torch.inference_mode():
             return token_logprobs(out_R, targets_R, self.model.vocab, self.temperature)[0]
