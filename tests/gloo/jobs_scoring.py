@@ -141,7 +141,7 @@ def _score(role: str, model: RoleModel, slots: int, links: Links, site: Site) ->
                     with torch.no_grad():
                         next(model.parameters()).mul_(1.1)
                     model.end_weight_update()
-                    scorers.rounds.critic_changed()
+                    scorers.rounds.scorers_changed()
                     assert not cache.seq_ids
                     scorers.advance(rollouts)
                 errors.append(scorers.error(role, done))
