@@ -16,6 +16,14 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def processor() -> tuple[str, str]:
+    """Vendor and model name as the kernel gives them, each empty where it gives none."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
+    found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in reversed(lines))}
+    return found.get("vendor_id", ""), found.get("model name", "")
+
+
 def host_bytes() -> int:
     """The most that all processes here can hold together: the host's memory, or what a job or a container may have of it."""
     return min([int(psutil.virtual_memory().total), *_group_limits(MEMBERSHIP, GROUPS)])

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import platform
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from oppo_megatron.cores import usable_cores
+from oppo_megatron.cores import processor, usable_cores
 
 PACKAGES = ("torch", "megatron-core", "transformers")
 
@@ -20,18 +19,10 @@ def describe_machine() -> dict[str, Any]:
     cores = usable_cores()
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
-        "processor": _processor(),
+        "processor": processor()[1] or platform.machine(),
         "usable_cores": cores,
         "cuda_devices": devices,
         "python": platform.python_version(),
         **{name: metadata.version(name) for name in PACKAGES},
         "load_average_1min": round(os.getloadavg()[0], 2),
     }
-
-
-def _processor() -> str:
-    """The model name that the kernel gives, or the architecture where it gives none."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from oppo_megatron.bench.flops import Shape, head_linear, layer_linears
-from oppo_megatron.layout.memory import MOST_ROWS
+from oppo_megatron.layout.cpu_kernels import MOST_ROWS
 from oppo_megatron.mcore.cpu.prepacked import can_prepack, product
 
 SQUARES = (512, 1024, 2048)

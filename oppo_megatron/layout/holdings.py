@@ -11,24 +11,21 @@ from oppo_megatron.config.derived import longest_chunk, max_context, minibatch_r
 from oppo_megatron.config.lora import LoraConfig
 from oppo_megatron.config.model import LearningModelConfig, ModelConfig, TrainedRoleConfig, TrainingLayoutConfig
 from oppo_megatron.config.run import RewardModelConfig, SupervisedConfig, TrainConfig
+from oppo_megatron.layout.cpu_kernels import FEW_ROWS, kernel_bytes, prefill_sizes, training_kernel_bytes
 from oppo_megatron.layout.layouts import Sizes, vocab_rows
 from oppo_megatron.layout.memory import (
-    FEW_ROWS,
     Memory,
     Shape,
     TrainingBatch,
     adapter_parameters,
     cached_activations,
-    kernel_bytes,
     kv_cache_bytes,
     kv_slots,
     packed_parameters,
-    prefill_sizes,
     slot_tokens,
     stage_layers,
     stage_parameters,
     training_activations,
-    training_kernel_bytes,
     training_state,
 )
 from oppo_megatron.layout.placements import (

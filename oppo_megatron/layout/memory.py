@@ -21,14 +21,6 @@ Shape = Mapping[str, Any]
 FP32 = 4
 BLOCK_TOKENS = 256
 """Positions of a block of a paged KV cache: the least that FlashAttention-2 takes."""
-FEW_ROWS, ROW_MULTIPLE, MOST_ROWS = 128, 32, 4096
-"""Packed products take up to `FEW_ROWS` as they come, more in multiples; beyond `MOST_ROWS` there is no packed product."""
-WHOLE_MULTIPLE = 64
-"""Calls over whole sequences in bfloat16 on a CPU come in multiples of so many rows, those of the output layer too."""
-KERNEL_BYTES, MOST_KERNELS = 2**19, 1024
-"""What oneDNN keeps of a product of given sizes (two buffers of code, measured), and of how many such products."""
-WHOLE_KERNEL_BYTES = 2**20
-"""The same of a product over whole sequences in bfloat16."""
 DRAWING_COPIES = 3
 """Float32 tensors as large as a step's logits that drawing tokens holds beside them."""
 
@@ -105,25 +97,6 @@ def packed_parameters(shape: Shape, tp: int, pp: int, stage: int, *, scalar: boo
     """Of `stage_parameters` those of matrix products, the vocabulary's included, tied to the embeddings or not."""
     head = vocab_rows(shape["vocab_size"], tp) * shape["hidden_size"] if stage == pp - 1 and not scalar else 0
     return int(shape["num_hidden_layers"] // pp * _product_parameters(shape, tp) + head)
-
-
-def prefill_sizes(tokens: int) -> int:
-    """How many numbers of rows packed products may meet in calls of up to `tokens` tokens, but for rare ones of few rows."""
-    return max(0, -(-min(tokens, MOST_ROWS) // ROW_MULTIPLE) - FEW_ROWS // ROW_MULTIPLE)
-
-
-def kernel_bytes(layer_sizes: int, head_sizes: int) -> int:
-    """Bytes of the kernels of a layer's four products for so many numbers of rows, and of the vocabulary's for others."""
-    return min(4 * layer_sizes + head_sizes, MOST_KERNELS) * KERNEL_BYTES
-
-
-def training_kernel_bytes(tokens: int) -> int:
-    """Bytes of the kernels of an update in bfloat16 on a CPU, in micro-batches of up to `tokens` tokens.
-
-    A layer's four products and the output layer's, each with those of its two gradients, for every number of rows.
-    """
-    sizes = -(-tokens // WHOLE_MULTIPLE)
-    return min(3 * 5 * sizes, MOST_KERNELS) * WHOLE_KERNEL_BYTES
 
 
 def _product_parameters(shape: Shape, tp: int) -> int:

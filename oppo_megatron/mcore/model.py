@@ -30,8 +30,8 @@ from torch import Tensor
 from oppo_megatron.config.lora import LoraConfig
 from oppo_megatron.config.model import DecodePath, KVLayout, TrainingLayoutConfig
 from oppo_megatron.errors import CapacityError
+from oppo_megatron.layout.cpu_kernels import WHOLE_MULTIPLE
 from oppo_megatron.layout.kernels import LayerKind
-from oppo_megatron.layout.memory import WHOLE_MULTIPLE
 from oppo_megatron.mcore import compat
 from oppo_megatron.mcore.cpu.prepacked import can_prepack, product
 from oppo_megatron.mcore.fused import FusedStage

@@ -15,6 +15,8 @@ from oppo_megatron.cluster.world import World, choose_device, open_world
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import EXIT_REQUEUE, EXIT_ROLLBACK, CapacityError
+from oppo_megatron.layout.placements import named_roles
+from oppo_megatron.mcore.cpu.private_ops import require_private_ops
 from oppo_megatron.mcore.out_of_memory import is_out_of_memory
 from oppo_megatron.overcommit.ahead import NEW_RUN
 from oppo_megatron.rundir.directory import RunDirectory, write_json
@@ -58,6 +60,8 @@ def _run_train(config: TrainConfig) -> int:
             preemption.listening(),
         ):
             require_memory(config, world)
+            if world.device.type == "cpu":
+                require_private_ops(config.runtime, {role.dtype for role in named_roles(config).values()})
             return 0 if run_ppo(config, world, inputs, preemption) else EXIT_REQUEUE
     except RollBack:
         return EXIT_ROLLBACK

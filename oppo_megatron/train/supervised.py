@@ -22,6 +22,7 @@ from oppo_megatron.data.supervised import BEGINNING
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.shape import check_shape
+from oppo_megatron.mcore.cpu.private_ops import require_private_ops
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
 from oppo_megatron.mcore.model import Head, RoleModel
 from oppo_megatron.mcore.roles import load_role
@@ -64,6 +65,8 @@ def _run(config: SupervisedConfig, task: Task[RowT]) -> bool:
         preemption.listening(),
     ):
         require_memory(config, world)
+        if world.device.type == "cpu":
+            require_private_ops(config.runtime, {config.model.dtype})
         return train_supervised(config, task, world, preemption)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from oppo_megatron.layout.memory import FEW_ROWS, MOST_ROWS, ROW_MULTIPLE
+from oppo_megatron.layout.cpu_kernels import FEW_ROWS, MOST_ROWS, ROW_MULTIPLE
 from oppo_megatron.mcore.cpu import prepacked
 from oppo_megatron.mcore.cpu.prepacked import IN_PLACE_ROWS, can_prepack, product
 

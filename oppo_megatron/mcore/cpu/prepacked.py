@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from oppo_megatron.layout.memory import FEW_ROWS, MOST_ROWS, ROW_MULTIPLE
+from oppo_megatron.cores import processor
+from oppo_megatron.layout.cpu_kernels import FEW_ROWS, MOST_ROWS, ROW_MULTIPLE
 
 TYPICAL_ROWS = 16  # a hint for the layout; it serves 1 to `MOST_ROWS` rows alike
 IN_PLACE_ROWS = 3
@@ -29,8 +29,7 @@ the packed one is ahead from the first row."""
 @cache
 def by_intel() -> bool:
     """Whether the processor is one for which torch's own product, MKL's, has its best kernels."""
-    cpuinfo = Path("/proc/cpuinfo")
-    return cpuinfo.is_file() and "GenuineIntel" in cpuinfo.read_text()
+    return processor()[0] == "GenuineIntel"
 
 
 def can_prepack(weight: Tensor) -> bool:
@@ -65,7 +64,7 @@ def _filled_up(x_TI: Tensor) -> Tensor:
     """With rows of no meaning behind it, so that prefill comes in few sizes.
 
     oneDNN prepares a kernel for each size that it meets, which takes as long as a small product, and keeps about a thousand
-    (`layout/memory.py` counts them).
+    (`layout/cpu_kernels.py` counts them).
     """
     num_rows = x_TI.shape[0]
     filled_TI = x_TI.new_empty(-(-num_rows // ROW_MULTIPLE) * ROW_MULTIPLE, x_TI.shape[1])

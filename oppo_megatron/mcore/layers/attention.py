@@ -10,12 +10,13 @@ prefill).  Both run through the same layers, so decode, scoring and training sha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from oppo_megatron.mcore.cpu.attention import HalfOnCpu
 from oppo_megatron.mcore.layers.rope import apply_rope
 from oppo_megatron.mcore.layers.windows import WindowedAttention, binding
 
@@ -61,7 +62,7 @@ class PackedPlan:
 
         def core(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
             if q.device.type == "cpu" and q.dtype == torch.bfloat16:
-                return _HalfOnCpu.apply(q, k, v, scale, mask)
+                return HalfOnCpu.apply(q, k, v, scale, mask)
             return _attention(q, k, v, scale, mask)
 
         for q, k, v in zip(*(x.split(self.lengths) for x in (q_TND, k_TGD, v_TGD)), strict=True):
@@ -86,30 +87,3 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | Non
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
     )
-
-
-class _HalfOnCpu(torch.autograd.Function):
-    """torch's attention in bfloat16 on a CPU, causal without a mask, with its backward pass in float32.
-
-    In bfloat16 that takes up to three times as long, and prepares kernels for every length that it meets, of which hundreds of
-    megabytes are kept.  The forward pass is the one that cached calls make.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Tensor:
-        out, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale
-        )
-        ctx.save_for_backward(q, k, v, out, log_sums)
-        ctx.scale, ctx.mask = scale, mask
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        q, k, v, out, log_sums = ctx.saved_tensors
-        tensors = [x.float() for x in (grad, q, k, v, out)]
-        mask = None if ctx.mask is None else ctx.mask.float()
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *tensors, log_sums, 0.0, mask is None, attn_mask=mask, scale=ctx.scale
-        )
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
