@@ -1,6 +1,9 @@
 # Everything from a fresh machine with Python 3.10+, git and make:
 #   make demo    creates .venv, installs, runs the demo
-#   make test    creates .venv, installs with the test extra, runs lint, types, the site of docs/ and tests on the CPU
+#   make check   creates .venv, installs with the test extra, runs lint, types, architecture and pure logic: two minutes
+#   make test    the same and the site of docs/, and every test that guards a promise, on the CPU: twelve minutes
+#   make test-long    the rest: chaos, benchmarks, the tutorial, every layout; before a release
+#   make hooks   installs the pre-commit hooks
 #   make docs    builds docs/ as a site into build/site; a link that leads nowhere is an error
 #   make test-wandb    the test of the tracker with the real wandb, installed into .wandb
 #   make test-aligner    creates .venv-aligner, tests the NeMo-Aligner plugin against the real package
@@ -24,20 +27,29 @@ ALIGNER_INSTALLED := $(ALIGNER_VENV)/.installed
 ALIGNER_REQUIREMENTS := tests/aligner/requirements-nodeps.txt tests/aligner/requirements.txt
 ALIGNER_PIP := $(ALIGNER_VENV)/bin/python -m pip --disable-pip-version-check install
 
-.PHONY: demo test test-long test-aligner lint docs gpu-test test-slurm test-wandb bench-trl clean
+# Tests run in so many processes, a file in one of them.  Ranks that a file's tests start are used again by the next.
+JOBS ?= 2
+PYTEST := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+PURE := tests/architecture $(wildcard $(addprefix tests/unit/test_, $(addsuffix _*.py, \
+	algorithms config control layout modeldir overcommit preflight rundir schedule)))
+
+.PHONY: demo check test test-long test-aligner lint docs hooks gpu-test test-slurm test-wandb bench-trl clean
 
 demo: $(INSTALLED)
 	$(BIN)/oppo demo
 
+check: lint
+	$(PYTEST) -q -n $(JOBS) --dist loadfile -m "not gpu and not long and not slow" $(PURE)
+
 test: lint docs
-	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not long"
+	$(PYTEST) -n $(JOBS) --dist loadfile -m "not gpu and not long"
 	$(MAKE) test-aligner
 
 test-aligner: $(ALIGNER_INSTALLED)
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PYTHONPATH=. $(ALIGNER_VENV)/bin/python -m pytest -W ignore tests/aligner
 
 test-long: $(INSTALLED_TEST)
-	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long
+	$(PYTEST) -m long --durations=0 --durations-min=5
 
 lint: $(INSTALLED_TEST)
 	$(BIN)/ruff check .
@@ -47,6 +59,10 @@ lint: $(INSTALLED_TEST)
 # Not --quiet, which would keep warnings from --strict.
 docs: $(INSTALLED_TEST)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+hooks: $(INSTALLED_TEST)
+	$(PIP) -e '.[hooks]'
+	$(BIN)/pre-commit install
 
 gpu-test: $(INSTALLED_TEST)
 	$(BIN)/python -m pytest -m gpu

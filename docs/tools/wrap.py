@@ -104,6 +104,14 @@ def too_long(text: str, width: int = WIDTH) -> Iterator[tuple[int, str]]:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
+    only_check, names = sys.argv[1:2] == ["--check"], [name for name in sys.argv[1:] if name != "--check"]
+    wide = []
+    for name in names:
         path = Path(name)
-        path.write_text(wrap(path.read_text(encoding="utf-8")), encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
+        if only_check:
+            wide += [f"{name}:{line}: {found}" for line, found in too_long(text)]
+        else:
+            path.write_text(wrap(text), encoding="utf-8")
+    if wide:
+        sys.exit("\n".join([*wide, f"prose has at most {WIDTH} columns; run python docs/tools/wrap.py on the page"]))
