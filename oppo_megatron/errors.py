@@ -20,8 +20,9 @@ INTERRUPTED = (
 )
 """What a run says at the first Ctrl-C."""
 
-EXIT_ROLLBACK = 76
-"""Exit code of ranks whose guards go back to a checkpoint: our own launcher starts them again.  Others see EXIT_REQUEUE."""
+EXIT_AGAIN = 76
+"""Exit code of ranks that are to be started again from the last checkpoint, as a guard says or with less at once for want of
+memory: our own launcher does so.  Others see EXIT_REQUEUE."""
 
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Error numbers of a write that finds no place."""

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from oppo_megatron.cli.signals import SignalRelay, interrupts_from_here_alone
 from oppo_megatron.errors import (
+    EXIT_AGAIN,
     EXIT_INTERRUPTED,
     EXIT_REQUEUE,
-    EXIT_ROLLBACK,
     ConfigError,
     OppoError,
     StallError,
@@ -76,7 +76,7 @@ def launch(kind: str, config: Any, world_size: int, entry: str = ENTRY, *, in_pr
     if ranks is not None:
         with _environment(ranks):
             code = _run_entry(entry, kind, config)
-            return EXIT_REQUEUE if code == EXIT_ROLLBACK else code
+            return EXIT_REQUEUE if code == EXIT_AGAIN else code
     if world_size == 1 and in_process:
         with _environment(_local_ranks()):
             return _run_entry(entry, kind, config)
@@ -216,8 +216,8 @@ def _launch_local(entry: str, kind: str, config: Any, world_size: int) -> int:
         except ChildFailedError as error:
             if any(failed.exitcode == EXIT_REQUEUE for failed in error.failures.values()):
                 return EXIT_REQUEUE
-            if any(failed.exitcode == EXIT_ROLLBACK for failed in error.failures.values()):
-                return relay.code or EXIT_ROLLBACK
+            if any(failed.exitcode == EXIT_AGAIN for failed in error.failures.values()):
+                return relay.code or EXIT_AGAIN
             if relay.code == EXIT_INTERRUPTED:
                 raise KeyboardInterrupt("nothing new was saved") from error
             return relay.code or _report(Path(failures), error, supervisor.last_words())

@@ -111,17 +111,17 @@ def _launch(kind: str, config: TrainConfig | SupervisedConfig, restarts: int, ag
 
         if restarts_by_ft_launcher(agent, restarts):
             return launch_restarting(config, restarts)
-    again = restarts or _goes_back(config)
+    again = restarts or world_size(config) > 1 or _goes_back(config)
     return launch_again(kind, config, restarts) if again else launch(kind, config, world_size(config))
 
 
 def launch_again(kind: str, config: TrainConfig | SupervisedConfig, restarts: int) -> int:
     """Launch the ranks; where one is killed or the run stands still, again from the last checkpoint, up to `restarts` times.
 
-    Where a guard goes back to it, too; that is no restart, and has a bound of its own.
+    Where a guard goes back to it, or memory ran out among ranks, too; that is no restart, and has a bound of its own.
     """
     from oppo_megatron.cli.launch import RankKilled, RankStalled, launch
-    from oppo_megatron.errors import EXIT_ROLLBACK, ConfigError
+    from oppo_megatron.errors import EXIT_AGAIN, ConfigError
     from oppo_megatron.layout.placements import world_size
 
     if restarts < 0:
@@ -136,9 +136,9 @@ def launch_again(kind: str, config: TrainConfig | SupervisedConfig, restarts: in
             told = f"{error}; starting again, {left} of {restarts} restarts left"
             left -= 1
         else:
-            if code != EXIT_ROLLBACK:
+            if code != EXIT_AGAIN:
                 return code
-            told = "a guard goes back to the last checkpoint; starting again"
+            told = "starting again from the last checkpoint, as a rank asked"
         print(f"oppo {kind}: {told}", file=sys.stderr, flush=True)
         config = resuming(config)
 

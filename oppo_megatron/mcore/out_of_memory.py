@@ -1,20 +1,22 @@
 """When memory runs out: what this rank may do again with less at once, and what it then has memory for.
 
-Three memory_limits a rank, alike for all roles on it: tokens of a micro-batch that is trained, tokens of one that is prefilled
+Three limits a rank, alike for all roles on it: tokens of a micro-batch that is trained, tokens of one that is prefilled
 (scored), and sequences decoded at once.  Each begins without a bound, is halved where memory runs out, and holds for the rest of
 the run.
 
-A rank decides alone, so it must be alone with its work: nothing that is begun again may have been a collective.
+A rank that is alone with its work does it again at once.  Where peers compute the same micro-batch (tensor or pipeline
+parallelism) it cannot: `LessAtOnce` ends the ranks, and the run is started again with the limit on every rank
+(`rundir/memory_limits.py`).
 """
 
 from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,7 @@ from oppo_megatron.schedule.rounds import Batch, Growth
 
 ResultT = TypeVar("ResultT")
 CPU_WORDS = ("DefaultCPUAllocator: can't allocate memory", "std::bad_alloc")
+LimitName = Literal["train", "score", "decode"]
 LESS = "lower runtime.micro_batch_tokens, runtime.kv_cache_mb or rollout.max_response_tokens, or use more ranks"
 
 
@@ -33,6 +36,14 @@ def is_out_of_memory(error: BaseException) -> bool:
         return False
     told = isinstance(error, RuntimeError) and any(words in str(error) for words in CPU_WORDS)
     return told or isinstance(error, (torch.OutOfMemoryError, MemoryError))
+
+
+class LessAtOnce(CapacityError):
+    """This rank ran out of memory among peers: with at most `most` of what `limit` bounds the run may go on."""
+
+    def __init__(self, message: str, limit: LimitName, most: int):
+        super().__init__(message)
+        self.limit, self.most = limit, most
 
 
 @dataclass(frozen=True)
@@ -78,6 +89,7 @@ def _to_stderr(line: str) -> None:
 class MemoryLimit:
     """How much this rank has memory for at once: `most`, in `unit`s; None: no bound has been met.  `times` it was halved."""
 
+    name: LimitName
     what: str
     unit: str
     most: int | None = None
@@ -90,15 +102,17 @@ class MemoryLimit:
     def lower(self, size: int, told: str, *, last: str | None, obstacle: str | None = None) -> None:
         """`size` was too much: half of it from here on, which is told on stderr.
 
-        Raises CapacityError where it cannot be divided, and `last` names it, or where this rank cannot decide alone.
+        Raises CapacityError where it cannot be divided, and `last` names it, and LessAtOnce where this rank cannot decide alone.
         """
         who = f"rank {dist.get_rank() if dist.is_initialized() else 0}"
         if last is not None:
             raise CapacityError(f"{who} has not enough memory for {self.what} of {last} alone ({told}); {LESS}")
         if obstacle is not None:
-            raise CapacityError(
+            raise LessAtOnce(
                 f"{who} ran out of memory in {self.what} of {size} {self.unit} ({told}), and cannot take less at once by itself: "
-                f"{obstacle}; {LESS}"
+                f"{obstacle}; {LESS}",
+                self.name,
+                self.within(size // 2),
             )
         self.most = self.within(size // 2)
         self.times += 1
@@ -111,9 +125,9 @@ class MemoryLimit:
 class MemoryLimits:
     """Of one rank."""
 
-    train: MemoryLimit = field(default_factory=lambda: MemoryLimit("a training micro-batch", "tokens"))
-    score: MemoryLimit = field(default_factory=lambda: MemoryLimit("a prefill micro-batch", "tokens"))
-    decode: MemoryLimit = field(default_factory=lambda: MemoryLimit("a decode step", "sequences"))
+    train: MemoryLimit = field(default_factory=lambda: MemoryLimit("train", "a training micro-batch", "tokens"))
+    score: MemoryLimit = field(default_factory=lambda: MemoryLimit("score", "a prefill micro-batch", "tokens"))
+    decode: MemoryLimit = field(default_factory=lambda: MemoryLimit("decode", "a decode step", "sequences"))
 
     @property
     def all(self) -> tuple[MemoryLimit, MemoryLimit, MemoryLimit]:
@@ -127,6 +141,12 @@ class MemoryLimits:
         """Take up bounds (0: none) that an earlier process of the run had come to."""
         for memory_limit, bound in zip(self.all, bounds, strict=True):
             memory_limit.most = bound or None
+
+    def bound(self, most: Mapping[str, int]) -> None:
+        """No more than this at once, by the names of limits."""
+        for memory_limit in self.all:
+            if memory_limit.name in most:
+                memory_limit.most = memory_limit.within(most[memory_limit.name])
 
 
 @dataclass

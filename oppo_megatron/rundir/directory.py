@@ -9,6 +9,7 @@ rejected/           batches that a guard found fault with, for `oppo replay`
 rollbacks.jsonl   what was left out where a guard went back to a checkpoint
 stacks/           what each rank's threads were at where the run stood still
 ended-step-<n>/   summary, weights and trace of the run that had ended there, before it was given more steps
+memory_limits.json  what the run may do at once, where memory ran out among ranks
 placement.json    what `placement.mode: auto` measured, in the runs under placement/; later attempts use it again
 """
 
@@ -73,6 +74,7 @@ class RunDirectory:
         self.wandb = self.path / "wandb"
         self.rejected = self.path / "rejected"
         self.rollbacks = self.path / "rollbacks.jsonl"
+        self.memory_limits = self.path / "memory_limits.json"
         self.placement = self.path / "placement.json"
         self.placement_runs = self.path / "placement"
         self.checkpoints = self.path / "checkpoints"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -14,12 +15,13 @@ from oppo_megatron.cluster.liveness.watching import watched
 from oppo_megatron.cluster.world import World, choose_device, open_world
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.errors import EXIT_REQUEUE, EXIT_ROLLBACK, CapacityError
+from oppo_megatron.errors import EXIT_AGAIN, EXIT_REQUEUE, CapacityError
 from oppo_megatron.layout.placements import named_roles
 from oppo_megatron.mcore.cpu.private_ops import require_private_ops
-from oppo_megatron.mcore.out_of_memory import is_out_of_memory
+from oppo_megatron.mcore.out_of_memory import LessAtOnce, is_out_of_memory
 from oppo_megatron.overcommit.ahead import NEW_RUN
 from oppo_megatron.rundir.directory import RunDirectory, write_json
+from oppo_megatron.rundir.memory_limits import lower_memory_limit, read_memory_limits
 from oppo_megatron.rundir.space import clear_when_full
 from oppo_megatron.rundir.trace import merge_traces
 from oppo_megatron.schedule.weaving.costs_file import costs_tree
@@ -44,10 +46,16 @@ def run_rank(kind: str, config: Any) -> int:
     """
     choose_device(config.runtime)
     stacks_on_request()
-    with _told_of_memory(), clear_when_full(config.run_dir):
-        if kind == "train":
-            return _run_train(config)
-        return 0 if (run_sft if kind == "sft" else run_reward_model)(config) else EXIT_REQUEUE
+    run = RunDirectory(config.run_dir)
+    try:
+        with _told_of_memory(), clear_when_full(config.run_dir):
+            if kind == "train":
+                return _run_train(config)
+            return 0 if (run_sft if kind == "sft" else run_reward_model)(config) else EXIT_REQUEUE
+    except LessAtOnce as error:
+        lower_memory_limit(run, error.limit, error.most)
+        print(f"{error}; from the last checkpoint on at most {error.most}", file=sys.stderr, flush=True)
+        return EXIT_AGAIN
 
 
 def _run_train(config: TrainConfig) -> int:
@@ -64,7 +72,7 @@ def _run_train(config: TrainConfig) -> int:
                 require_private_ops(config.runtime, {role.dtype for role in named_roles(config).values()})
             return 0 if run_ppo(config, world, inputs, preemption) else EXIT_REQUEUE
     except RollBack:
-        return EXIT_ROLLBACK
+        return EXIT_AGAIN
 
 
 @contextmanager
@@ -95,6 +103,7 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preem
     ahead, start = NEW_RUN, [tell_of_nothing(config.run_dir)] if config.checkpoint.resume else []
     if found is not None:  # before anything of the run is cut off, or its settings written anew
         ahead, start = saver.require_same_run(found, rollbacks.left_out), saver.describe(found)
+    limits = read_memory_limits(RunDirectory(config.run_dir)) if config.checkpoint.resume else {}
     _prepare(config, world, found)
     with world.activity.doing("building models and caches"):
         loop = build_loop(config, world, inputs, saver, rollbacks, ahead)
@@ -110,6 +119,8 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preem
             loop.journal.progress.note("\n".join(notes))
         if found is not None:
             saver.restore(loop.state, found)
+        loop.meter.memory.memory_limits.bound(limits)
+        loop.rounds.planner.actor.most = loop.meter.memory.memory_limits.decode.most
         if not loop.run():
             return False
         with world.activity.doing("writing weights"):
@@ -150,6 +161,8 @@ def _prepare(config: TrainConfig, world: World, found: Found | None) -> None:
     if world.rank == 0:
         if found is None:
             run.prepare()
+            if not config.checkpoint.resume:  # else an attempt of this very run may have met them
+                run.memory_limits.unlink(missing_ok=True)
         else:
             run.reopen(found.state["done"], found.state["saved_at"])
         dump_config(config, run.config)

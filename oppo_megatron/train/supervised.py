@@ -30,6 +30,7 @@ from oppo_megatron.mcore.training import TrainedModel
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.rundir.directory import RunDirectory
+from oppo_megatron.rundir.memory_limits import read_memory_limits
 from oppo_megatron.rundir.trace import SpanRecorder, merge_traces
 from oppo_megatron.train.heldout import Heldout
 from oppo_megatron.train.hosts import share_run_directory
@@ -108,6 +109,7 @@ def _build(
     rows, heldout = _load_rows(config, task, tokenizer, quarantine, world)
     saver = SupervisedSaver(config, task.title, world, rows, preemption)
     found, start = _continued(config, saver, world)
+    limits = read_memory_limits(run) if config.checkpoint.resume else {}
     if is_owner:
         _prepare(config, run, found, quarantine)
     share_run_directory(run, world, owner=is_owner, show=config.logging.console != "off")
@@ -129,6 +131,7 @@ def _build(
     if found is not None:
         saver.restore(trained, found)
         trainer.resume(found.state)
+    memory.memory_limits.bound(limits)
     return trainer
 
 
@@ -179,6 +182,8 @@ def _prepare(
     """The run directory, by the rank that owns it."""
     if found is None:
         run.prepare()
+        if not config.checkpoint.resume:  # else an attempt of this very run may have met them
+            run.memory_limits.unlink(missing_ok=True)
     else:
         run.reopen(found.state["done"], found.state["saved_at"])
     dump_config(config, run.config)

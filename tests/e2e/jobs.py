@@ -22,7 +22,7 @@ from oppo_megatron.errors import OppoError
 from oppo_megatron.mcore.training import TrainedModel
 from oppo_megatron.schedule.actions import Action
 from oppo_megatron.train.critic import Critic
-from oppo_megatron.train.entry import run_ppo
+from oppo_megatron.train.entry import run_ppo, run_rank
 from oppo_megatron.train.guards.rollback import RollBack
 from oppo_megatron.train.inputs import read_inputs
 from oppo_megatron.train.loop import TrainingLoop
@@ -129,6 +129,19 @@ def train_within(config: dict[str, Any], mebibytes: int, rank: int = 0) -> None:
 
     with mock.patch.object(TrainingLoop, "run", bounded):
         train(config)
+
+
+def run_rank_within(kind: str, config: Any) -> int:
+    """`run_rank`, where the process of the last rank may not grow by more than BOUND_MB once its models are built."""
+    run = TrainingLoop.run
+
+    def bounded(loop: TrainingLoop) -> bool:
+        last = dist.get_rank() == dist.get_world_size() - 1
+        with room_for(int(os.environ["BOUND_MB"])) if last else nullcontext():
+            return run(loop)
+
+    with mock.patch.object(TrainingLoop, "run", bounded):
+        return run_rank(kind, config)
 
 
 def train_until(config: dict[str, Any], rounds: int, rank: int = 0) -> bool:

@@ -7,10 +7,19 @@ from pathlib import Path
 
 import pytest
 
+from oppo_megatron.cli.launch import launch
+from oppo_megatron.cli.run import resuming
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.errors import EXIT_AGAIN
+from oppo_megatron.rundir.directory import RunDirectory
+from oppo_megatron.rundir.memory_limits import read_memory_limits
 from tests.support.ppo import SHAPE, Workspace, read_outcome, run_ppo_ranks, weight_distance
 from tests.support.ranks import run_ranks
 
 BIG = SHAPE | {"vocab_size": 80_000}
+SUMMARY_NAMES = {
+    "train": "memory_train_tokens", "score": "memory_prefill_tokens", "decode": "memory_decode_sequences"
+}  # fmt: skip
 BATCH_TOKENS = 800
 """More than a batch has."""
 SETTINGS = {
@@ -44,3 +53,30 @@ def test_a_run_goes_on_with_less_at_once(tmp_path: Path, intra: bool) -> None:
     assert all(line["memory_halved"] == 0 and line["memory_train_tokens"] is None for line in plain.metrics)
     state = json.loads((folder / "checkpoints" / "step-000002" / "state.json").read_text())
     assert state["memory"]["ranks"][0][0] == summary["memory_train_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "mebibytes"), [({"tp": 2}, 100), ({"pp": 2}, 190)], ids=["tensor parallel", "pipeline stages"]
+)
+def test_ranks_that_compute_together_start_again_with_less_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], layout: dict[str, int], mebibytes: int
+) -> None:
+    """One of them runs out: its peers cannot know, so all end, and the next start bounds every rank alike."""
+    monkeypatch.setenv("BOUND_MB", str(mebibytes))
+    workspace = Workspace.create(tmp_path)
+    changes = SETTINGS | {"placement": {"mode": "colocated", "actor": layout}}
+    plain = run_ppo_ranks(workspace.config("plain", **changes))
+    config = TrainConfig(**workspace.config("short", **changes, checkpoint={"every_steps": 1}))
+    codes = []
+    while not codes or codes[-1] == EXIT_AGAIN:
+        assert len(codes) < 8, codes
+        codes.append(launch("train", config, 2, entry="tests.e2e.jobs:run_rank_within"))
+        config = resuming(config)
+    assert codes[-1] == 0 and len(codes) > 1, codes
+    run = RunDirectory(config.run_dir)
+    limits, told = read_memory_limits(run), capfd.readouterr().err
+    assert limits and "rank 1 ran out of memory in " in told and "from the last checkpoint on at most" in told
+    found, summary = read_outcome(run.path), json.loads(run.summary.read_text())
+    assert all(summary[SUMMARY_NAMES[name]] <= most for name, most in limits.items())
+    assert found.tokens() == plain.tokens() and found.batches() == plain.batches()
+    assert weight_distance(found.actor, plain.actor) < 1e-5 and weight_distance(found.critic, plain.critic) < 1e-5

@@ -13,7 +13,7 @@ import pytest
 
 from oppo_megatron.cli.launch import check_world_size, external_ranks, launch, speaks_for_all
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.errors import EXIT_REQUEUE, EXIT_ROLLBACK, ConfigError
+from oppo_megatron.errors import EXIT_AGAIN, EXIT_REQUEUE, ConfigError
 from tests.support.configs import least_config
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "1234"}
@@ -78,7 +78,7 @@ def test_world_size_must_match(monkeypatch: pytest.MonkeyPatch) -> None:
 
 ENTRY = """
 import atexit, os, sys, time
-from oppo_megatron.errors import EXIT_ROLLBACK, DataError, StallError
+from oppo_megatron.errors import EXIT_AGAIN, DataError, StallError
 
 def run(kind, path):
     rank = int(os.environ["RANK"])
@@ -87,7 +87,7 @@ def run(kind, path):
         print(" ".join(os.environ[name] for name in names), path, flush=True)
         return
     if kind == "rollback":
-        return EXIT_ROLLBACK
+        return EXIT_AGAIN
     if kind == "elsewhere":
         print(rank, os.getpid(), flush=True)
         return
@@ -201,7 +201,7 @@ def test_given_rank_runs_here(
     [
         ("fine", 0, ""),
         ("wrong input", 2, "rank 1: line 3 is not JSON; correct it\n"),
-        ("rollback", EXIT_ROLLBACK, ""),
+        ("rollback", EXIT_AGAIN, ""),
         ("abort", 2, "rank 0: line 4 is not JSON; correct it\n"),
         ("killed", 2, "rank 1 was ended by SIGKILL"),
         ("defect", 1, "TypeError: a bug of ours"),
@@ -235,10 +235,10 @@ def test_ranks_of_another_launcher_fail_with_their_own_exit_code(two_ranks: Path
 @pytest.mark.parametrize(
     ("ends", "restarts", "code", "resumed"),
     [
-        ([EXIT_ROLLBACK, EXIT_ROLLBACK, 0], 0, 0, [False, True, True]),
-        ([EXIT_ROLLBACK, "killed", EXIT_ROLLBACK, 0], 1, 0, [False, True, True, True]),
-        ([EXIT_ROLLBACK, EXIT_REQUEUE], 0, EXIT_REQUEUE, [False, True]),
-        ([EXIT_ROLLBACK, "killed"], 0, None, [False, True]),
+        ([EXIT_AGAIN, EXIT_AGAIN, 0], 0, 0, [False, True, True]),
+        ([EXIT_AGAIN, "killed", EXIT_AGAIN, 0], 1, 0, [False, True, True, True]),
+        ([EXIT_AGAIN, EXIT_REQUEUE], 0, EXIT_REQUEUE, [False, True]),
+        ([EXIT_AGAIN, "killed"], 0, None, [False, True]),
     ],
 )
 def test_a_run_that_goes_back_is_started_again(

@@ -23,9 +23,9 @@ from oppo_megatron.cluster.liveness.failures import Failure
 from oppo_megatron.cluster.liveness.stalls import Watch
 from oppo_megatron.cluster.liveness.watchdog import board_of, tick_s, told_within_s
 from oppo_megatron.cluster.rendezvous import MeetingPoint
-from oppo_megatron.errors import EXIT_REQUEUE, EXIT_ROLLBACK
+from oppo_megatron.errors import EXIT_AGAIN, EXIT_REQUEUE
 
-GOOD_ENDS = (None, 0, EXIT_REQUEUE, EXIT_ROLLBACK)
+GOOD_ENDS = (None, 0, EXIT_REQUEUE, EXIT_AGAIN)
 POLL_S = 0.2
 GRACE_S = 8.0
 
