@@ -116,7 +116,7 @@ class Actor:
         return back
 
     def _prepare(self, batch: Sequence[Rollout], settings: UpdateSettings) -> BegunUpdate:
-        decoupled = self.ppo.staleness.correction == "decoupled"
+        decoupled = self.ppo.staleness == "decoupled"
         begun = BegunUpdate(self._proximal(batch, settings) if decoupled else None)
         self.role.retire()
         return begun

@@ -122,7 +122,7 @@ class PPOTrainer:
         started = time.monotonic()
         self.clock.begin()
         self.tracer.begin(step)
-        plan = plan_step(self.config.overlap)
+        plan = plan_step(self.config)
         planned_s = self.rounds.planning_s
         phase = self.phase = self.phase or self._begin(step)
         facts, before_s = phase.facts, phase.spent_s
@@ -240,7 +240,7 @@ class PPOTrainer:
     def _critic_place(self) -> CriticPlacement:
         placements = self.exchange.placements
         shares_ranks = not set(placements["critic"].ranks).isdisjoint(placements["actor"].ranks)
-        return CriticPlacement(shares_ranks, plan_step(self.config.overlap).wait_for_critic)
+        return CriticPlacement(shares_ranks, plan_step(self.config).wait_for_critic)
 
     def _updating_s(self, step: int) -> float:
         """Seconds of the actor's update in the step so far."""

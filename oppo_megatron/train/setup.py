@@ -81,8 +81,8 @@ def _tracer(config: TrainConfig, rank: int, site: Site) -> RoundTracer:
         SpanRecorder(rank, config.run_dir if config.logging.trace else None),
         CostMeter({role: placement.pp for role, placement in site.placements.items()}),
         site,
-        actions=config.logging.actions,
-        schedules=schedules if config.logging.actions and rank == site.source else None,
+        actions=config.debug.actions,
+        schedules=schedules if config.debug.actions and rank == site.source else None,
     )
 
 
