@@ -50,18 +50,23 @@ def build_work(
     stream = PromptStream(
         inputs.prompts,
         config.seed,
-        epochs=config.data_epochs,
+        epochs=config.epochs,
         limit=config.steps * batch,
         shuffle=config.data.shuffle,
     )
     prompts = list(stream)
     if len(prompts) < config.steps * batch:
         raise ConfigError(
-            f"{config.steps} steps of {batch} prompts need {config.steps * batch}, but data_epochs={config.data_epochs} "
-            f"gives {len(prompts)}; lower --steps, or set data_epochs=null"
+            f"{config.steps} steps of {batch} prompts need {config.steps * batch}, but epochs={config.epochs} "
+            f"gives {len(prompts)}; lower --steps, or set epochs=null"
         )
     stopping = Stopping.of(
-        config.rollout, inputs.tokenizer.eos_ids, config.seed, inputs.lengths, inputs.tokenizer.decode
+        config.rollout,
+        inputs.tokenizer.eos_ids,
+        config.seed,
+        inputs.lengths,
+        inputs.tokenizer.decode,
+        config.debug.lengths,
     )
     vocab_size = open_weights(config.actor, "lm")[0].vocab_size
     return {
@@ -106,9 +111,9 @@ def export_models(config: TrainConfig, directory: Path) -> dict[str, str]:
 
 def _rollout_problems(config: TrainConfig) -> Iterator[str]:
     rollout = config.rollout
-    if rollout.forced_lengths is None:
+    if config.debug.forced_lengths is None:
         yield (
-            "rollout.forced_lengths is not set: without forced lengths the two do different work; set it, or give --lognormal"
+            "debug.forced_lengths is not set: without forced lengths the two do different work; set it, or give --lognormal"
         )
     if rollout.temperature == 0 or rollout.top_k or rollout.top_p < 1:
         yield (
@@ -121,8 +126,8 @@ def _rollout_problems(config: TrainConfig) -> Iterator[str]:
 
 def _ppo_problems(config: TrainConfig) -> Iterator[str]:
     ppo = config.ppo
-    if ppo.kl.mode != "penalty" or ppo.kl.estimator == "k2" or ppo.kl.adaptive is not None:
-        yield "TRL's KL is a penalty with a fixed coefficient by k1 or k3: set ppo.kl.mode, .estimator and .adaptive so"
+    if ppo.kl.mode != "penalty" or ppo.kl.estimator == "k2" or ppo.kl.target is not None:
+        yield "TRL's KL is a penalty with a fixed coefficient by k1 or k3: set ppo.kl.mode, .estimator and .target so"
     wanted = {"entropy_coefficient": 0.0, "whiten_advantages": True, "reward_clip": None, "truncated_score": None}
     for name, value in wanted.items():
         if (found := getattr(ppo, name)) != value:
@@ -167,8 +172,8 @@ def _optimizer_settings(config: TrainConfig) -> dict[str, float]:
     optimizer = config.actor.optimizer
     return {
         "learning_rate": optimizer.lr,
-        "adam_beta1": optimizer.beta1,
-        "adam_beta2": optimizer.beta2,
+        "adam_beta1": optimizer.betas[0],
+        "adam_beta2": optimizer.betas[1],
         "adam_epsilon": optimizer.eps,
         "weight_decay": optimizer.weight_decay,
     }

@@ -40,7 +40,7 @@ class Algorithm(ABC):
     @property
     def needs_proximal(self) -> bool:
         """Whether an update needs its tokens' log-probs under the weights that it starts from."""
-        return self.ppo.staleness.correction == "decoupled"
+        return self.ppo.staleness == "decoupled"
 
     def ratio_base(self, behaviour_logp_T: Tensor, proximal_logp_T: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """What the ratio is taken against, and each token's importance weight (None: 1), both [T]."""

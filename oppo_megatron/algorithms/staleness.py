@@ -6,14 +6,20 @@ start.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
-from oppo_megatron.config.ppo import StalenessConfig
+WEIGHT_CAP = 2.0
+"""Largest importance weight of a token (`ppo.staleness: decoupled`)."""
 
 
 def ratio_base(
-    behaviour_logp_T: Tensor, proximal_logp_T: Tensor | None, staleness: StalenessConfig
+    behaviour_logp_T: Tensor,
+    proximal_logp_T: Tensor | None,
+    correction: Literal["behaviour", "decoupled"],
+    weight_cap: float = WEIGHT_CAP,
 ) -> tuple[Tensor, Tensor | None]:
     """The log-probs that PPO's ratio is taken against and each token's importance weight, both [T], without gradient.
 
@@ -25,11 +31,11 @@ def ratio_base(
 
     With no stale token (proximal equals behaviour) both are plain PPO, to the last bit.
     """
-    if staleness.correction == "behaviour":
+    if correction == "behaviour":
         return behaviour_logp_T.detach(), None
     assert proximal_logp_T is not None, "correction 'decoupled' needs the log-probs recomputed at the step's start"
     proximal_logp_T = proximal_logp_T.detach()
-    weight_T = (proximal_logp_T - behaviour_logp_T.detach()).exp().clamp(max=staleness.weight_cap)
+    weight_T = (proximal_logp_T - behaviour_logp_T.detach()).exp().clamp(max=weight_cap)
     return proximal_logp_T, weight_T
 
 

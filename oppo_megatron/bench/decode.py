@@ -28,9 +28,9 @@ from oppo_megatron.bench.machine import describe_machine
 from oppo_megatron.bench.peaks import measure_peaks
 from oppo_megatron.bench.pictures import draw_decode
 from oppo_megatron.cluster.world import World, open_world
+from oppo_megatron.config.debug import DebugConfig
 from oppo_megatron.config.explain import explain
 from oppo_megatron.config.model import DecodePath, Dtype, ModelConfig, RuntimeConfig
-from oppo_megatron.config.ppo import ForcedLengthsConfig, RolloutConfig
 from oppo_megatron.data.length_trace import forced_quantile
 from oppo_megatron.engine.links import Links
 from oppo_megatron.engine.rounds import Decoding, decoder
@@ -68,7 +68,7 @@ class DecodeWork:
     repeats: int
     threads: int
     dtype: Dtype = "float32"
-    forced_lengths: Mapping[str, Any] | None = None  # `rollout.forced_lengths`; None: all sequences end at new_tokens
+    forced_lengths: Mapping[str, Any] | None = None  # as in `debug`; None: all sequences end at new_tokens
 
     @property
     def max_length(self) -> int:
@@ -84,13 +84,14 @@ class DecodeWork:
         if self.forced_lengths is None:
             return Stopping((), limit)
         try:
-            forced = ForcedLengthsConfig.model_validate(self.forced_lengths)
+            debug = DebugConfig.model_validate(self.forced_lengths)
         except ValidationError as error:
-            raise ConfigError(explain(ForcedLengthsConfig, error)) from error
-        if problems := check_forced_lengths(forced):
+            raise ConfigError(explain(DebugConfig, error)) from error
+        if problems := check_forced_lengths(debug):
             raise ConfigError(problems)
-        rollout = RolloutConfig(batch_size=1, max_response_tokens=limit, forced_lengths=forced)
-        quantile = forced_quantile(rollout) or log_normal(forced)
+        forced = debug.lengths
+        assert forced is not None, "it says where sequences end"
+        quantile = forced_quantile(forced, limit) or log_normal(forced)
         return Stopping((), limit, lambda u: 1 + max(1.0, quantile(u)), seed=1)
 
 

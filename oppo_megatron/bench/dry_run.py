@@ -54,8 +54,9 @@ class DryRun:
     def __init__(self, config: TrainConfig, prompt_tokens: int):
         self.config, self.watch = config, Stopwatch()
         self.site = Site(role_placements(config))
-        self.stream, period = plan_step(config.overlap).stream, config.overlap.admission_period
-        stopping = Stopping.of(config.rollout, (), config.seed, forced_quantile(config.rollout))
+        self.stream, period = plan_step(config).stream, config.overlap.admission_period
+        trace = forced_quantile(config.debug.lengths, config.rollout.max_response_tokens)
+        stopping = Stopping.of(config.rollout, (), config.seed, trace, forced=config.debug.lengths)
         self.limit: Callable[[int], int] = stopping.limit
         generator = round_generator(config.overlap, self.site)
         self.planner = new_planner(config, self.site, generator, self.limit, rank=self.site.source)

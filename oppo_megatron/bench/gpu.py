@@ -19,7 +19,7 @@ from typing import Any
 
 from oppo_megatron.bench.flops import weight_bytes
 from oppo_megatron.bench.machine import describe_machine
-from oppo_megatron.bench.overlap import MODES
+from oppo_megatron.bench.overlap import switches
 from oppo_megatron.bench.processes import run_within
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.model import Dtype
@@ -207,6 +207,7 @@ class GpuBench:
         work, checkpoint = self.work, directory / "checkpoint"
         role = {"checkpoint": checkpoint, "dtype": work.dtype}
         scalar = {**role, "fresh_head": True}
+        overlap, wait_for = switches(mode)
         return TrainConfig.model_validate(
             {
                 "run_dir": directory / mode,
@@ -221,12 +222,12 @@ class GpuBench:
                 "rollout": {
                     "batch_size": work.batch,
                     "max_response_tokens": work.response_tokens,
-                    "forced_lengths": {"median": work.median, "sigma": work.sigma},
                 },
+                "debug": {"forced_lengths": [work.median, work.sigma], "wait_for": wait_for},
                 # Random weights in low precision say nothing about training.
-                "ppo": {"logprob_gap_limit": None},
+                "guards": {"logprob_gap": {"limit": None}},
                 "overlap": {
-                    **MODES[mode],
+                    **overlap,
                     "chunk": {"tokens": work.chunk_tokens, "adaptive": False},
                     "delta": {"rule": "fixed", "initial": work.delta, "max": work.delta},
                 },

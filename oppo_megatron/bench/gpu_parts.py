@@ -23,9 +23,8 @@ from oppo_megatron.bench.flops import weight_bytes
 from oppo_megatron.bench.gpu import GpuWork
 from oppo_megatron.bench.limit import Response, decode_steps
 from oppo_megatron.cluster.world import choose_device, open_world
+from oppo_megatron.config.debug import ForcedLengths
 from oppo_megatron.config.model import KVLayout, ModelConfig, ParallelConfig, RuntimeConfig
-from oppo_megatron.config.overlap import WeaveConfig
-from oppo_megatron.config.ppo import ForcedLengthsConfig
 from oppo_megatron.engine.executor import Executor, RoleWorker
 from oppo_megatron.engine.generation import DecodeWorker
 from oppo_megatron.engine.links import Links
@@ -190,7 +189,7 @@ def _steady(
 def _long_tail(bench: Bench, model: RoleModel, bandwidth: float) -> dict[str, Any]:
     """Rounds until the last has ended; the first time, in which steps are captured, counts apart."""
     work = bench.work
-    lengths = log_normal(ForcedLengthsConfig(median=work.median, sigma=work.sigma))
+    lengths = log_normal(ForcedLengths(median=work.median, sigma=work.sigma))
     rounds = _rounds(bench, model, None, "auto", Stopping((), work.response_tokens, lengths, seed=1))
     assert rounds.decode is not None
 
@@ -233,7 +232,7 @@ def measure_overlap(bench: Bench) -> None:
         scoring[name] = ScoringWorker(name, model, model.new_cache(work.batch, layout="auto"), temperature=1.0)
     books = {name: ScoringBook(name, 1, work.batch) for name in scoring}
     book = ActorBook(1, work.batch, stopping.limit)
-    planner = RoundPlanner(site, "intra", WeaveConfig(), work.micro_batch_tokens, bench.max_length, book, books)
+    planner = RoundPlanner(site, "intra", ("auto", "auto"), work.micro_batch_tokens, bench.max_length, book, books)
     workers: dict[str, RoleWorker] = {"actor": decode, **scoring}
     executor = Executor(0, workers, Links({}), RuntimeConfig().timeout_s, bench.device, lambda *_: None)
     rounds = RoundRunner(planner, executor, dict.fromkeys(workers, 0), decode, None, scoring)

@@ -195,7 +195,7 @@ def _training_flops(config: TrainConfig, shapes: Mapping[str, Mapping[str, Any]]
     total = config.ppo.epochs * sum(
         training_flops(shapes[name], *counts, scalar=name == "critic") for name in config.trained
     )
-    if config.ppo.staleness.correction == "decoupled":  # the actor's log-probs are computed once more
+    if config.ppo.staleness == "decoupled":  # the actor's log-probs are computed once more
         total += forward_flops(shapes["actor"], *counts, scalar=False)
     return total
 

@@ -1,6 +1,6 @@
 """What the overlaps save: one configuration in every mode of the one loop, in one placement or several.
 
-Seed and prompts are the same in all runs.  Lengths are the same only if `rollout.forced_lengths` is set: otherwise a policy
+Seed and prompts are the same in all runs.  Lengths are the same only if `debug.forced_lengths` is set: otherwise a policy
 that trains on other batches says other things.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, Literal
 
 from oppo_megatron.bench.figures import figures, speedups
 from oppo_megatron.bench.limit import run_with_limits
@@ -31,7 +31,7 @@ MODES: dict[str, dict[str, bool]] = {
     "full+critic": {"intra": True, "inter": True, "hide_critic": True, "backfill": False},
     "full+both": {"intra": True, "inter": True, "hide_critic": True, "backfill": True},
 }
-"""The switches of `overlap` by name.  `full` is the paper's method."""
+"""The switches by name, `hide_critic` for no `critic` in `debug.wait_for`.  `full` is the paper's method."""
 
 PLACEMENTS = ("pair", "single", "replicas")
 """Where the roles are: as the configuration says, in one process with all cores, in one process a core."""
@@ -78,7 +78,20 @@ def bench_overlap(
 
 def switched(config: TrainConfig, mode: str) -> TrainConfig:
     """The configuration with the switches of a mode."""
-    return config.model_copy(update={"overlap": config.overlap.model_copy(update=MODES[mode])})
+    overlap, wait_for = switches(mode)
+    others = [each for each in config.debug.wait_for if each != "critic"]
+    return config.model_copy(
+        update={
+            "overlap": config.overlap.model_copy(update=overlap),
+            "debug": config.debug.model_copy(update={"wait_for": wait_for + others}),
+        }
+    )
+
+
+def switches(mode: str) -> tuple[dict[str, bool], list[Literal["critic", "scores"]]]:
+    """What a mode sets in `overlap`, and `debug.wait_for`."""
+    overlap = {name: value for name, value in MODES[mode].items() if name != "hide_critic"}
+    return overlap, [] if MODES[mode]["hide_critic"] else ["critic"]
 
 
 def placed(config: TrainConfig, placement: str, cores: int) -> TrainConfig:

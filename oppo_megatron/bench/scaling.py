@@ -142,11 +142,11 @@ def with_limit(config: TrainConfig, value: float) -> TrainConfig:
     if limit == before:
         return config
     factor = limit / before
-    rollout: dict[str, Any] = {"max_response_tokens": limit}
-    forced = config.rollout.forced_lengths
+    rollout = {"max_response_tokens": limit}
+    debug, forced = config.debug, config.debug.lengths
     if forced is not None and forced.median is not None:
-        rollout["forced_lengths"] = forced.model_copy(update={"median": forced.median * factor})
-    changed = config.model_copy(update={"rollout": config.rollout.model_copy(update=rollout)})
+        debug = debug.model_copy(update={"forced_lengths": [forced.median * factor, forced.sigma]})
+    changed = config.model_copy(update={"rollout": config.rollout.model_copy(update=rollout), "debug": debug})
     context = max_context(changed)
     tokens = max(config.runtime.micro_batch_tokens, context)
     return _with_positions(changed, context).model_copy(

@@ -28,8 +28,8 @@ TOKENIZER_ROWS = 2000
 QUICK_DATA: dict[str, Any] = {**DATA, "sizes": {"sft": 400, "pairs": 200, "prompts": 200, "heldout": 20}}
 QUICK_SHAPE = ["hidden_size=32", "num_hidden_layers=2", "num_attention_heads=2", "intermediate_size=64"]
 QUICK = {
-    "sft": ["max_steps=20", "batch_size=16", *(f"model.init.{size}" for size in QUICK_SHAPE)],
-    "rm": ["max_steps=5", "batch_size=8"],
+    "sft": ["steps=20", "batch_size=16", *(f"model.init.{size}" for size in QUICK_SHAPE)],
+    "rm": ["steps=5", "batch_size=8"],
     "ppo": ["steps=5", "rollout.batch_size=8", "rollout.max_response_tokens=64", "overlap.delta={initial: 3, max: 3}"],
 }
 """What `--quick` changes in each configuration file."""

@@ -252,7 +252,7 @@ def _drawing(args: argparse.Namespace, policy: Policy, max_tokens: int) -> Drawi
     stop, stop_ids = args.stop, args.stop_id
     if rollout is not None:
         stop, stop_ids = (
-            rollout.stop if stop is None else stop,
+            rollout.stop_texts if stop is None else stop,
             rollout.stop_token_ids if stop_ids is None else stop_ids,
         )
     return Drawing(

@@ -73,7 +73,6 @@ def measure_placements(
 
     `tell` hears what is measured, `tell_runs` what came of each run.
     """
-    from oppo_megatron.layout.placing.candidates import auto_settings
     from oppo_megatron.layout.placing.choice import choose, to_record
     from oppo_megatron.layout.placing.probe import fingerprint
     from oppo_megatron.layout.placing.trials import measure_all
@@ -92,7 +91,7 @@ def measure_placements(
                 f"this machine is busy (load average {load:.1f} on {usable_cores()} cores): measure again when it is idle"
             )
         prober = Prober(settings, run.placement_runs, tell_runs)
-        trials = measure_all(options.candidates, prober, auto_settings(settings).repeats)
+        trials = measure_all(options.candidates, prober)
     record = to_record(fingerprint(settings, options.machine), options, trials, choose(options, trials))
     record["load_average_1min"] = round(load, 2)
     write_json(run.placement, record)

@@ -172,7 +172,10 @@ def load_settings(kind: str, path: Path, overrides: Sequence[str]) -> TrainSetti
             TrainSettings,
             path,
             overrides,
-            check=lambda config: [*train_problems(config), *trace_problems(config.rollout)],
+            check=lambda config: [
+                *train_problems(config),
+                *trace_problems(config.debug.lengths, config.rollout.max_response_tokens),
+            ],
         )
     supervised = SFTConfig if kind == "sft" else RewardModelConfig
     return load_config(supervised, path, overrides, check=supervised_problems)

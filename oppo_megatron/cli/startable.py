@@ -41,14 +41,11 @@ def require_same_command(config: TrainSettings | SupervisedConfig, run: RunDirec
 
 def require_more_steps(config: TrainSettings | SupervisedConfig, run: RunDirectory) -> None:
     """Raises ConfigError where the finished run in its directory cannot be continued by this configuration."""
-    from oppo_megatron.config.run import TrainSettings
     from oppo_megatron.errors import ConfigError
 
     if not run.finished:
         return
-    steps = config.steps if isinstance(config, TrainSettings) else config.max_steps
-    key = "steps" if isinstance(config, TrainSettings) else "max_steps"
-    ended = run.ended_after
+    steps, ended = config.steps, run.ended_after
     if not run.has_checkpoints:
         raise ConfigError(
             f"run_dir: {run.path} holds a finished run without checkpoints (checkpoint.final was off), which cannot be given "
@@ -56,7 +53,7 @@ def require_more_steps(config: TrainSettings | SupervisedConfig, run: RunDirecto
         )
     if steps is not None and ended is not None and steps <= ended:
         raise ConfigError(
-            f"{key} is {steps}, and the run in {run.path} has ended after {ended}: there is nothing to train; set {key} to more "
+            f"steps is {steps}, and the run in {run.path} has ended after {ended}: there is nothing to train; set steps to more "
             f"than {ended} to go on with it, or choose another run_dir"
         )
 

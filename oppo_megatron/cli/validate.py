@@ -104,7 +104,7 @@ def _supervised_lines(settings: SupervisedConfig) -> list[str]:
     tokenizer = load_tokenizer(settings.tokenizer, settings.model.checkpoint)
 
     def read(data: DataConfig) -> list[Any]:
-        longest, policy = settings.max_tokens, settings.long_rows
+        longest, policy = settings.max_tokens, data.long_rows
         return load(data, tokenizer, max_tokens=longest, long_rows=policy, quarantine=quarantine)
 
     every = read(settings.data)

@@ -56,7 +56,7 @@ def open_world(config: RuntimeConfig, environment: Mapping[str, str] = os.enviro
     """Join the ranks named by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without them be a world of one.
 
     gloo on CPU, NCCL on GPU (with gloo for CPU tensors).  Raises WorldError where not all ranks come within
-    `runtime.rendezvous_timeout_s`, and where a message or collective fails or is later than `runtime.timeout_s`.
+    a sixth of `runtime.timeout_s`, and where a message or collective fails or is later than `runtime.timeout_s`.
     """
     rank, size = int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
     local_rank, local_size = int(environment.get("LOCAL_RANK", rank)), int(environment.get("LOCAL_WORLD_SIZE", size))
@@ -130,8 +130,8 @@ def _this_host(rank: int, device: torch.device, environment: Mapping[str, str]) 
 
 def _join(me: RankHost, point: MeetingPoint, backend: str, config: RuntimeConfig) -> tuple[RankHost, ...]:
     """Meet all ranks and connect to them, within one deadline (the last to come may have some seconds more)."""
-    deadline = time.monotonic() + config.rendezvous_timeout_s
-    meeting = meet(me, point, config.rendezvous_timeout_s)
+    deadline = time.monotonic() + config.meeting_s
+    meeting = meet(me, point, config.meeting_s)
     if meeting.local_address is not None:
         # The network that leads to the meeting point: a host's name often resolves to its loopback, for itself alone.
         _prefer_interface_of(meeting.local_address)
@@ -140,14 +140,14 @@ def _join(me: RankHost, point: MeetingPoint, backend: str, config: RuntimeConfig
     store = dist.PrefixStore("groups", meeting.store)
     try:
         within(
-            max(deadline - time.monotonic(), min(CONNECT_S, config.rendezvous_timeout_s)),
+            max(deadline - time.monotonic(), min(CONNECT_S, config.meeting_s)),
             lambda: dist.init_process_group(backend, store=store, rank=me.rank, world_size=point.size, timeout=timeout),
         )
     except (RuntimeError, TimeoutError) as error:
         network = os.environ.get("GLOO_SOCKET_IFNAME", "chosen by gloo")
         raise WorldError(
             f"all {point.size} ranks met at {point}, but {me} could not connect to the others within "
-            f"{config.rendezvous_timeout_s:g} s ({first_clause(error)}); its network interface is {network}. See that "
+            f"{config.meeting_s:g} s ({first_clause(error)}); its network interface is {network}. See that "
             "the hosts reach each other on it at any port, or name another in GLOO_SOCKET_IFNAME"
         ) from error
     return meeting.hosts

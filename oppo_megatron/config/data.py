@@ -56,8 +56,10 @@ class DataConfig(Section):
         "error", description="a row that is not JSON, lacks a column or has no text: end the run, or set the row aside"
     )
     max_prompt_tokens: int = Field(1024, ge=1, description="longest prompt (`oppo train`)")
-    long_prompts: Literal["error", "truncate", "quarantine"] = Field(
-        "error", description="a longer prompt: end the run, keep the prompt's end, or set the row aside (`oppo train`)"
+    long_rows: Literal["error", "truncate", "quarantine"] = Field(
+        "error",
+        description="a longer prompt: end the run, keep the prompt's end, or set the row aside; of `oppo sft` and `oppo rm` a "
+        "row of more than `max_tokens`, and where it is not given there, `quarantine`",
     )
     shuffle: bool = Field(True, description="a new order each epoch, from the seed; false: the file's order")
 
@@ -78,13 +80,21 @@ class RewardPart(Section):
     answer: str = Field("answer", description="column that holds the expected answer (verifier)")
     entry_point: str | None = Field(None, description="`package.module:function` or `folder/file.py:function` (python)")
     options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments for the entry point")
-    isolate: bool = Field(False, description="call it in a process of its own, under `limits` (python)")
-    limits: IsolationConfig = IsolationConfig()
+    isolate: bool | IsolationConfig = Field(
+        False, description="call it in a process of its own, with these limits; true: with the usual ones (python)"
+    )
     url: str | None = Field(None, description="where responses are posted to: `http://HOST:PORT/score` (http)")
     token_env: str | None = Field(
         None, description="environment variable with the service's bearer token; null: none is sent (http)"
     )
     remote: RemoteRewardConfig = RemoteRewardConfig()
+
+    @property
+    def isolation(self) -> IsolationConfig | None:
+        """The limits of its process; None: it has none of its own."""
+        if isinstance(self.isolate, IsolationConfig):
+            return self.isolate
+        return IsolationConfig() if self.isolate else None
 
 
 KNOWN_NAMES: dict[str, tuple[str, ...]] = {

@@ -21,7 +21,7 @@ def adapters(config: TrainConfig | SupervisedConfig) -> dict[str, LoraConfig]:
 
 def rollback_rules(config: TrainConfig) -> list[str]:
     """The guards that go back to a checkpoint where they are broken."""
-    gap_limit = config.ppo.gap_limit(config.actor.dtype, config.rollout.temperature)
+    gap_limit = config.guards.logprob_gap.in_numbers(config.actor.dtype, config.rollout.temperature)
     return [rule for rule, action in config.guards.in_force(gap_limit).items() if action == "rollback"]
 
 
@@ -64,14 +64,14 @@ def scorers(config: TrainConfig) -> Iterator[tuple[str, RoleConfig]]:
 
 
 def best_standard(config: TrainSettings | SupervisedConfig) -> Standard | None:
-    """What names the best step: as `checkpoint.best_metric` says, else what stops early, else the first held-out metric.
+    """What names the best step: as `checkpoint.keep_best` says, else what stops early, else the first held-out metric.
 
     Where nothing is measured while the run goes on, it is the mean reward of a step's batch, and of sft and rm nothing.
     """
     rules, names = config.checkpoint, config.measured
-    if rules.best_metric is not None:
-        return Standard.of(rules.best_metric, rules.best_mode)
+    if isinstance(rules.keep_best, str):
+        return Standard.of(rules.keep_best)
     if config.early_stop is not None:
         return config.early_stop.standard
     metric = names[0] if names else config.ALWAYS_MEASURED
-    return None if metric is None else Standard.of(metric, rules.best_mode)
+    return None if metric is None else Standard.of(metric)

@@ -19,27 +19,34 @@ LOWER_IS_BETTER = (LOSS, TRUNCATED)
 Direction = Literal["max", "min"]
 
 
-class EvaluationConfig(Section):
+class MeasuringConfig(Section):
+    """What is measured before the first step, after the last and in between."""
+
+    data: DataConfig | None = Field(None, description="files of held-out rows, read as `data` is")
+    max_rows: Annotated[int, Unit("rows")] = Field(1000, ge=1, description="use the first so many held-out rows")
+    every_steps: int = Field(0, ge=0, description="0: only before the first and after the last step")
+
+
+class EvaluationConfig(MeasuringConfig):
     """Held-out prompts, answered before the first step, after the last and in between, and what judges the responses."""
 
     data: DataConfig
     verifier: Literal["arithmetic", "gsm8k"] | None = Field(
-        None, description="the rule whose share of right responses is the metric `accuracy`; null: only `metrics`"
+        None, description="the rule whose share of right responses is the metric `accuracy`; null: only `metrics`; "
+        "the expected answer is column `answer`"
     )
-    answer: str = Field("answer", description="column that holds the expected answer (`verifier`)")
     metrics: list[RewardPart] = Field(
         default_factory=list,
         description="parts as under `rewards`, each a metric of its own, whatever its weight; `model` is the run's reward model",
     )
     samples: Annotated[int, Unit("responses")] = Field(1, ge=1, description="responses a prompt")
     temperature: Annotated[float, Unit("")] = Field(0.0, ge=0, description="0: the likeliest token each time")
-    max_prompts: Annotated[int, Unit("prompts")] = Field(200, ge=1, description="use the first so many prompts")
-    every_steps: int = Field(0, ge=0, description="0: only before the first and after the last step")
+    max_rows: Annotated[int, Unit("rows")] = Field(200, ge=1, description="use the first so many prompts")
 
     @property
     def judges(self) -> list[RewardPart]:
         """Every judge as a part; the metric of `verifier` comes first."""
-        rule = [RewardPart(kind="verifier", name=self.verifier, answer=self.answer)] if self.verifier else []
+        rule = [RewardPart(kind="verifier", name=self.verifier)] if self.verifier else []
         return rule + self.metrics
 
     @property
@@ -49,7 +56,7 @@ class EvaluationConfig(Section):
         return [ACCURACY if self.verifier else labels[0], *labels[1:], RESPONSE_TOKENS, TRUNCATED]
 
 
-class HeldoutConfig(Section):
+class HeldoutConfig(MeasuringConfig):
     """Rows that are not trained on, and when they are measured: before the first step, after the last and in between."""
 
     data: DataConfig | None = Field(None, description="files of such rows, read as `data` is; null: a `fraction` of `data`")
@@ -59,8 +66,6 @@ class HeldoutConfig(Section):
         lt=1,
         description="share of `data` that is held out, drawn by `seed`; rows of one prompt stay together",
     )
-    max_rows: Annotated[int, Unit("rows")] = Field(1000, ge=1, description="measure the first so many held-out rows")
-    every_steps: int = Field(0, ge=0, description="0: only before the first and after the last step")
 
 
 class EarlyStopConfig(Section):
@@ -68,21 +73,16 @@ class EarlyStopConfig(Section):
 
     metric: str = Field(
         ...,
-        description="a metric of `evaluation`: `accuracy`, the label of a part, `response_tokens`; of sft and rm `loss`, ...",
-    )
-    mode: Direction | None = Field(
-        None, description="whether higher or lower is better; null: lower for `loss` and `truncated`, higher for others"
+        description="a metric of `evaluation`: `accuracy`, the label of a part, `response_tokens`; of sft and rm `loss`, ... "
+        "Lower is better for `loss` and `truncated`, higher for others; `min toxicity` and `max length` say otherwise",
     )
     patience: Annotated[int, Unit("evaluations")] = Field(
         3, ge=1, description="end after so many evaluations in a row that are no better than the best"
     )
-    min_delta: Annotated[float, Unit("of the metric")] = Field(
-        0.0, ge=0, description="better means by more than so much"
-    )
 
     @property
     def standard(self) -> Standard:
-        return Standard.of(self.metric, self.mode)
+        return Standard.of(self.metric)
 
 
 class Standard(NamedTuple):
@@ -92,8 +92,12 @@ class Standard(NamedTuple):
     mode: Direction
 
     @classmethod
-    def of(cls, metric: str, mode: Direction | None = None) -> Standard:
-        return cls(metric, mode or ("min" if metric in LOWER_IS_BETTER else "max"))
+    def of(cls, text: str) -> Standard:
+        """Of a metric, which `min ` or `max ` may stand before."""
+        if text.startswith("min "):
+            return cls(text.removeprefix("min "), "min")
+        metric = text.removeprefix("max ")
+        return cls(metric, "min" if metric == text and metric in LOWER_IS_BETTER else "max")
 
     def gain(self, value: float, over: float) -> float:
         """By how much `value` is better; below 0 it is worse."""

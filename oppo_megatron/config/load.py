@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from oppo_megatron.config.base import Section
 from oppo_megatron.config.explain import explain, wrong_paths
 from oppo_megatron.config.paths import missing_path
+from oppo_megatron.config.renamed import take_out_renamed
 from oppo_megatron.config.secrets import shown_secrets
 from oppo_megatron.config.yaml_remedies import encoding_remedy, yaml_remedy
 from oppo_megatron.errors import ConfigError
@@ -37,9 +38,10 @@ def load_config(
 ) -> SectionT:
     """Read `path`, lay `overrides` (`a.b=c`, `c` in YAML) over it and build a `kind`.
 
-    Raises `ConfigError` with every problem found: syntax (file, line, column), unknown keys with the nearest name,
-    missing keys, wrong types, values out of range, secrets of the environment, and what `check` (cross-checks) says of the
-    result.  Where single keys are wrong, `check` still sees the rest, with defaults in their place.
+    Raises `ConfigError` with every problem found: syntax (file, line, column), old keys with their new
+    names, unknown keys with the nearest, missing keys, wrong types, values out of range, secrets of the environment, and
+    what `check` (cross-checks) says of the result.  Where single keys are wrong, `check` still sees the rest, with defaults
+    in their place.
     """
     tree = _read_yaml(Path(path))
     problems = _apply_overrides(tree, overrides)
@@ -52,6 +54,8 @@ def load_config(
         ) from error
     if secrets := shown_secrets(data, os.environ):
         raise ConfigError(secrets)  # before anything else could show them
+    data, renamed = take_out_renamed(data)
+    problems += renamed
     config: SectionT | None
     wrong: Sequence[Sequence[str | int]] = ()
     try:

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from annotated_types import Ge, Lt
 from pydantic import Field, PositiveInt, field_validator
 
 from oppo_megatron.config.base import Section, Unit
@@ -19,7 +20,21 @@ KVLayout = Literal["auto", "dense", "paged"]
 PlacementMode = Literal["disaggregated", "colocated", "single"]
 
 
-class ParallelConfig(Section):
+class SizesConfig(Section):
+    """Sizes of a layout; null: as in the role's own."""
+
+    tp: Annotated[PositiveInt | None, Unit("ranks")] = Field(
+        None, description="tensor-parallel size; null: as in the role's layout"
+    )
+    pp: Annotated[PositiveInt | None, Unit("ranks")] = Field(
+        None, description="pipeline-parallel size; null: as in the role's layout"
+    )
+    dp: Annotated[PositiveInt | None, Unit("ranks")] = Field(
+        None, description="data-parallel size; null: as in the role's layout"
+    )
+
+
+class ParallelConfig(SizesConfig):
     """Tensor-, pipeline- and data-parallel size of one role."""
 
     tp: Annotated[int, Unit("ranks")] = Field(1, ge=1, description="tensor-parallel size: ranks that share each layer")
@@ -35,22 +50,13 @@ class ParallelConfig(Section):
         return self.tp * self.pp * self.dp
 
 
-class TrainingLayoutConfig(Section):
+class TrainingLayoutConfig(SizesConfig):
     """How a trained role is laid out while it is updated, and the schedule of its update.
 
     Sizes left null are those of the role's `parallel` layout.  Where the layouts differ, the weights are moved to the
     layout that decodes (or scores) after each update; where they are the same, both share them.
     """
 
-    tp: Annotated[PositiveInt | None, Unit("ranks")] = Field(
-        None, description="tensor-parallel size; null: as in the role's layout"
-    )
-    pp: Annotated[PositiveInt | None, Unit("ranks")] = Field(
-        None, description="pipeline-parallel size; null: as in the role's layout"
-    )
-    dp: Annotated[PositiveInt | None, Unit("ranks")] = Field(
-        None, description="data-parallel size; null: as in the role's layout"
-    )
     cp: Annotated[int, Unit("ranks")] = Field(
         1, ge=1, description="context-parallel size; megatron-core has it with transformer-engine only"
     )
@@ -111,8 +117,12 @@ class OptimizerConfig(Section):
         "constant", description="course of the learning rate after the warm-up, to the last optimizer step"
     )
     weight_decay: Annotated[float, Unit("")] = Field(0.0, ge=0, description="decoupled weight decay (AdamW)")
-    beta1: Annotated[float, Unit("")] = Field(0.9, ge=0, lt=1, description="decay of the mean gradient")
-    beta2: Annotated[float, Unit("")] = Field(0.95, ge=0, lt=1, description="decay of the mean squared gradient")
+    betas: Annotated[list[Annotated[float, Ge(0), Lt(1)]], Unit("")] = Field(
+        default=[0.9, 0.95],
+        min_length=2,
+        max_length=2,
+        description="decay of the mean gradient, and of the mean squared gradient",
+    )
     eps: Annotated[float, Unit("")] = Field(1e-8, gt=0, description="added to the root of the mean squared gradient")
     clip_grad: Annotated[float, Unit("")] = Field(
         1.0, ge=0, description="largest global gradient norm; 0 turns clipping off"
@@ -152,9 +162,6 @@ class AutoPlacementConfig(Section):
     """What `mode: auto` measures.  A measuring run is a short run of this very configuration."""
 
     steps: int = Field(3, ge=2, description="PPO steps of a measuring run; the first warms up and does not count")
-    repeats: Annotated[int, Unit("runs")] = Field(
-        1, ge=1, description="measuring runs of each placement, in turn; close ones have three at least"
-    )
     ranks: Annotated[PositiveInt | None, Unit("ranks")] = Field(
         None, description="most ranks of a placement; null: the CUDA devices, or the cores divided by a rank's threads"
     )
@@ -200,8 +207,12 @@ class RuntimeConfig(Section):
     threads_per_rank: Annotated[int, Unit("threads")] = Field(
         0, ge=0, description="CPU threads of each rank; 0: cores divided by local ranks"
     )
-    timeout_s: float = Field(1800.0, gt=0, description="a message or collective later than this is an error")
-    rendezvous_timeout_s: float = Field(300.0, gt=0, description="ranks that have not all met after this are an error")
+    timeout_s: float = Field(
+        1800.0,
+        gt=0,
+        description="a message or collective later than this is an error; at the start, ranks that have not all met after a "
+        "sixth of it",
+    )
     micro_batch_tokens: int = Field(
         4096, ge=1, description="token budget of one packed micro-batch (training, prefill)"
     )
@@ -230,6 +241,11 @@ class RuntimeConfig(Section):
         "above 1 the steps between them never wait for the device, and on a GPU they are replayed CUDA graphs; null: 16 on "
         "a GPU, else 1",
     )
+
+    @property
+    def meeting_s(self) -> float:
+        """How long a rank waits at the start for all ranks to come."""
+        return self.timeout_s / 6
 
     def sync_steps(self, device: str) -> int:
         """`decode_sync_steps` on a device of this type."""

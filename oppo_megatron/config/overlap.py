@@ -18,7 +18,6 @@ class ChunkConfig(Section):
         default=[16, 32, 64], min_length=1, description="sizes that a search tries beside the one in force"
     )
     period: Annotated[int, Unit("steps")] = Field(50, ge=1, description="steps from one search to the next")
-    trials: Annotated[int, Unit("steps")] = Field(1, ge=1, description="steps spent on each candidate in a search")
 
 
 class DeltaConfig(Section):
@@ -39,40 +38,19 @@ class DeltaConfig(Section):
     decrease: Annotated[int, Unit("prompts")] = Field(
         1, ge=1, description="delta_dec of eq. 4; `measured` shrinks by it too"
     )
-    target_waste: Annotated[float, Unit("share")] = Field(
-        0.35, ge=0, lt=1, description="measured: share of the decode batch that may run empty; above it delta grows"
-    )
-    dead_band: Annotated[float, Unit("share")] = Field(
-        0.05, ge=0, lt=1, description="measured: delta stays while the waste is no further than this from its target"
-    )
-    ess_floor: Annotated[float, Unit("share")] = Field(
-        0.8, ge=0, le=1, description="measured: delta shrinks at once where the effective sample size (`ess`) is below"
-    )
-    length_gap_cap: Annotated[float, Unit("share")] = Field(
-        0.4,
-        ge=0,
-        le=1,
-        description="measured: delta shrinks at once where, over `window` steps, the trained responses are shorter than the "
-        "submitted by a larger share",
+
+
+class CarryConfig(Section):
+    """How prompts enter, are decoded in chunks, and are carried from step to step."""
+
+    chunk: ChunkConfig = ChunkConfig()
+    delta: DeltaConfig = DeltaConfig()
+    max_deferrals: Annotated[int, Unit("steps")] = Field(
+        4, ge=1, description="a rollout carried this often is waited for"
     )
 
 
-class WeaveConfig(Section):
-    """How a round's work is cut where decoding and scoring share pipeline stages.
-
-    `auto` chooses by the measured times of the stages.  What is chosen decides which sequences are computed together,
-    hence rounding: a run that must repeat to the bit fixes both.
-    """
-
-    micro_batches: Annotated[PositiveInt | Literal["auto"], Unit("micro-batches")] = Field(
-        "auto", description="decode micro-batches of each replica"
-    )
-    prefill_tokens: PositiveInt | Literal["auto"] = Field(
-        "auto", description="most tokens of a prefill micro-batch of a scorer"
-    )
-
-
-class OverlapConfig(Section):
+class OverlapConfig(CarryConfig):
     """The two switches of the one loop, and their settings."""
 
     intra: bool = Field(True, description="stream chunks to the scorers while the actor decodes")
@@ -82,17 +60,13 @@ class OverlapConfig(Section):
         description="a round's schedule where intra is on: scoring before decoding on ranks that do both, or woven into "
         "the bubbles of the decode pipeline; auto: woven where ranks do both",
     )
-    chunk: ChunkConfig = ChunkConfig()
-    delta: DeltaConfig = DeltaConfig()
-    weave: WeaveConfig = WeaveConfig()
-    hide_critic: bool = Field(
-        True,
-        description="with intra: update the critic while the actor decodes the next step (exact); false: wait for it",
-    )
-    forward_ahead: bool = Field(
-        True,
-        description="with intra: while the last scores are under way, the actor runs the forward pass of its update's first "
-        "micro-batch, which needs none (exact); false: wait for them first",
+    weave: Annotated[list[PositiveInt | Literal["auto"]], Unit("micro-batches, tokens")] = Field(
+        default=["auto", "auto"],
+        min_length=2,
+        max_length=2,
+        description="where decoding and scoring share pipeline stages: decode micro-batches of each replica, and most tokens of "
+        "a scorer's prefill micro-batch; auto: by the measured times of the stages. What is chosen decides which sequences "
+        "are computed together, hence rounding: a run that must repeat to the bit fixes both",
     )
     critic_reads: Literal["sure", "likely", "all"] = Field(
         "likely",
@@ -100,23 +74,11 @@ class OverlapConfig(Section):
         "unfinished are more likely than not to be, or all; values of a rollout are lost with the critic's update where it "
         "is carried on",
     )
-    beside_actor: Literal["last", "stream"] = Field(
-        "last",
-        description="with intra: when roles score that lie on the actor's ranks, where others lie elsewhere: last, when the "
-        "batch is complete and the actor would wait for those, or chunk by chunk as they do; an actor with pipeline stages "
-        "always has its bubbles filled",
-    )
-    backfill: bool = Field(
+    backfill: Annotated[bool | PositiveInt, Unit("decode steps")] = Field(
         False,
-        description="with inter: refill the places of finished rollouts within a step, so that B + delta are decoded",
-    )
-    backfill_every: Annotated[PositiveInt | None, Unit("decode steps")] = Field(
-        None,
-        description="with backfill: decode steps from one admission of prompts to the next; a multiple of `chunk.tokens`, "
-        "and no chunk is longer; null: `chunk.tokens`",
-    )
-    max_deferrals: Annotated[int, Unit("steps")] = Field(
-        4, ge=1, description="a rollout carried this often is waited for"
+        description="with inter: refill the places of finished rollouts within a step, so that B + delta are decoded; a number "
+        "is of the decode steps from one admission of prompts to the next, a multiple of `chunk.tokens`, and no chunk is "
+        "longer; true: `chunk.tokens`",
     )
     actor_kv: Literal["recompute", "keep"] = Field(
         "recompute", description="the actor's KV cache of a carried rollout after an update"
@@ -127,4 +89,4 @@ class OverlapConfig(Section):
         """Decode steps from one admission within a step to the next; None: prompts enter between steps only."""
         if not (self.inter and self.backfill):
             return None
-        return self.backfill_every or self.chunk.tokens
+        return self.chunk.tokens if self.backfill is True else self.backfill

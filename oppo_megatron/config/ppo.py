@@ -2,38 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field, StrictInt, StrictStr
 
 from oppo_megatron.config.base import Section, Unit
-
-
-class ForcedLengthsConfig(Section):
-    """For benchmarks: response lengths that do not depend on what the policy says, so that runs do the same work.
-
-    Log-normal (`median`), or as in a file of recorded requests (`trace`). Drawn by (seed, sequence id), at least 1 and at
-    most `rollout.max_response_tokens`; EOS is ignored. A trace is a CSV file with one row a request and a column of
-    tokens, or a histogram with the columns `kind`, `tokens`, `requests`.
-    """
-
-    median: Annotated[float | None, Unit("tokens")] = Field(
-        None, gt=0, description="log-normal: median length in tokens"
-    )
-    sigma: Annotated[float | None, Unit("nats")] = Field(
-        None, ge=0, description="log-normal: standard deviation of the length's logarithm; 0: all equal; null: 1"
-    )
-    trace: Path | None = Field(None, description="CSV file of recorded lengths")
-    column: str | None = Field(
-        None,
-        description="trace: the column of tokens (null: `GeneratedTokens`); of a histogram, the kind (null: `output`)",
-    )
-    scale: Annotated[PositiveFloat | Literal["auto"], Unit("factor")] = Field(
-        "auto",
-        description="trace: factor of every length; auto: what makes the trace's 99th percentile "
-        "`rollout.max_response_tokens`",
-    )
 
 
 class RolloutConfig(Section):
@@ -48,28 +21,20 @@ class RolloutConfig(Section):
     top_p: Annotated[float, Unit("share")] = Field(
         1.0, gt=0, le=1, description="smallest set of tokens with this mass; 1 turns it off"
     )
-    stop_token_ids: Annotated[list[int], Unit("token ids")] = Field(
+    stop: Annotated[list[StrictStr | StrictInt], Unit("token ids")] = Field(
         default=[],
-        description="ids that end a response beside the EOS of the tokenizer and those that the actor's `generation_config.json` "
-        "names",
-    )
-    stop: list[str] = Field(
-        default=[],
-        description="texts that end a response: the first token behind which its text contains one of them is its last; the "
-        "text stays in it as it was drawn, for rewards too",
-    )
-    forced_lengths: ForcedLengthsConfig | None = Field(
-        None, description="for benchmarks: where responses end, in place of EOS"
+        description="what ends a response beside the EOS of the tokenizer and those that the actor's `generation_config.json` "
+        "names: texts, of which the first token behind which its text contains one is its last (the text stays in it as it "
+        "was drawn, for rewards too), and token ids",
     )
 
+    @property
+    def stop_texts(self) -> list[str]:
+        return [each for each in self.stop if isinstance(each, str)]
 
-class AdaptiveKLConfig(Section):
-    """Ziegler et al. 2019: the coefficient follows the measured KL."""
-
-    target: Annotated[float, Unit("nats a response")] = Field(6.0, gt=0, description="KL per response, in nats")
-    horizon: Annotated[float, Unit("rollouts")] = Field(
-        10000.0, gt=0, description="rollouts over which the coefficient adapts"
-    )
+    @property
+    def stop_token_ids(self) -> list[int]:
+        return [each for each in self.stop if isinstance(each, int)]
 
 
 class KLConfig(Section):
@@ -82,7 +47,11 @@ class KLConfig(Section):
     coefficient: Annotated[float, Unit("reward a nat")] = Field(
         0.05, ge=0, description="weight of the KL (the first one, where it is adaptive)"
     )
-    adaptive: AdaptiveKLConfig | None = None
+    target: Annotated[float | None, Unit("nats a response")] = Field(
+        None,
+        gt=0,
+        description="KL per response that the coefficient follows (Ziegler et al. 2019); null: the coefficient stays",
+    )
 
 
 class AlgorithmConfig(Section):
@@ -98,17 +67,6 @@ class AlgorithmConfig(Section):
     def has_critic(self) -> bool:
         """Whether a critic is trained."""
         return self.preset == "ppo"
-
-
-class StalenessConfig(Section):
-    """How tokens sampled under an older policy enter the loss."""
-
-    correction: Literal["behaviour", "decoupled"] = Field(
-        "behaviour", description="ratio against the log-probs of sampling, or of the step's start with a weight"
-    )
-    weight_cap: Annotated[float, Unit("factor")] = Field(
-        2.0, ge=1, description="cap of the truncated importance weight (decoupled)"
-    )
 
 
 class PPOConfig(Section):
@@ -137,16 +95,8 @@ class PPOConfig(Section):
         None, description="score of a response cut at the limit, in place of its reward; null: its reward"
     )
     kl: KLConfig = KLConfig()
-    staleness: StalenessConfig = StalenessConfig()
-    logprob_gap_limit: Annotated[PositiveFloat | Literal["auto"] | None, Unit("nats")] = Field(
-        "auto",
-        description="largest |logprob at decode - at training|; beyond it the run stops. auto: 1e-4 for a float32 actor; "
-        "0.25 for bfloat16, where 0.06 was measured on trained actors of 4 layers and one rounding of a logit between 16 "
-        "and 32 makes 0.125; both divided by a temperature below 1, which scales rounding up. null: no limit",
+    staleness: Literal["behaviour", "decoupled"] = Field(
+        "behaviour",
+        description="of tokens sampled under an older policy: ratio against the log-probs of sampling, or of the step's start "
+        "with a weight",
     )
-
-    def gap_limit(self, dtype: str, temperature: float) -> float | None:
-        """`logprob_gap_limit` in numbers, for an actor of `dtype` that samples at `temperature`."""
-        if self.logprob_gap_limit != "auto":
-            return self.logprob_gap_limit
-        return (0.25 if dtype == "bfloat16" else 1e-4) / (min(temperature, 1.0) or 1.0)

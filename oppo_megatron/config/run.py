@@ -11,6 +11,7 @@ from typing_extensions import Self
 
 from oppo_megatron.config.base import Section, Unit
 from oppo_megatron.config.data import DataConfig, RewardPart, TokenizerConfig
+from oppo_megatron.config.debug import DebugConfig
 from oppo_megatron.config.evaluation import (
     ACCURACY,
     LOSS,
@@ -19,6 +20,7 @@ from oppo_megatron.config.evaluation import (
     EarlyStopConfig,
     EvaluationConfig,
     HeldoutConfig,
+    MeasuringConfig,
 )
 from oppo_megatron.config.guards import GuardsConfig
 from oppo_megatron.config.model import (
@@ -36,7 +38,7 @@ from oppo_megatron.config.model import (
 )
 from oppo_megatron.config.overlap import OverlapConfig
 from oppo_megatron.config.ppo import AlgorithmConfig, PPOConfig, RolloutConfig
-from oppo_megatron.config.reliability import CheckpointConfig, PreemptConfig, StallConfig, TrainCheckpointConfig
+from oppo_megatron.config.reliability import CheckpointConfig, TrainCheckpointConfig
 
 
 def _with_common_dtype(data: Any, roles: Sequence[str]) -> Any:
@@ -54,6 +56,20 @@ def _of_dtype(role: Any, dtype: Any) -> Any:
     return {"dtype": dtype} | role if isinstance(role, dict) else role
 
 
+def _with_long_rows(settings: Any) -> Any:
+    """The settings of `oppo sft` and `oppo rm`: long rows are set aside if nothing is said of them, held-out ones as others."""
+    data = settings.get("data") if isinstance(settings, dict) else None
+    if not isinstance(data, dict):
+        return settings
+    usual = {"long_rows": data.get("long_rows", "quarantine")}
+    settings = settings | {"data": data | usual}
+    evaluation = settings.get("evaluation")
+    heldout = evaluation.get("data") if isinstance(evaluation, dict) else None
+    if isinstance(heldout, dict):
+        settings["evaluation"] = evaluation | {"data": usual | heldout}
+    return settings
+
+
 class LoggingConfig(Section):
     """Where progress is shown.  `metrics.jsonl` is always written."""
 
@@ -61,16 +77,10 @@ class LoggingConfig(Section):
         "auto", description="progress as a live line or as plain lines; auto: live in a terminal"
     )
     tensorboard: bool = Field(False, description="write the metrics to `tensorboard/` in the run directory too")
-    wandb_project: str | None = Field(None, description="Weights & Biases project to log to; null: none")
-    wandb_mode: Literal["online", "offline"] | None = Field(
-        None,
-        description="send to Weights & Biases at once, or write to `wandb/` in the run directory for `wandb sync`; "
-        "null: as the variable WANDB_MODE says, online without it",
+    wandb_project: str | None = Field(
+        None, description="Weights & Biases project to log to, as the variable WANDB_MODE says; null: none"
     )
     trace: bool = Field(True, description="write trace.json: what each rank did, and when")
-    actions: bool = Field(
-        False, description="trace every action of every round, and write the rounds' schedules to schedules.txt"
-    )
     rollouts: bool = Field(False, description="write every trained rollout to rollouts.jsonl")
 
     @field_validator("console", mode="before")
@@ -80,20 +90,48 @@ class LoggingConfig(Section):
         return "off" if value is False else value
 
 
-class TrainSettings(Section):
-    """`oppo train` as a configuration file may say it: the placement may be `auto`."""
+class RunConfig(Section):
+    """What every run has, whatever it trains."""
 
     run_dir: Path = Field(..., description="folder for all that the run writes; it must hold no finished run")
     seed: Annotated[int, Unit("")] = Field(1, ge=0, lt=2**63, description="seed of the data's order and of all draws")
-    steps: int | None = Field(
-        None, ge=1, description="PPO steps; null: until `data_epochs` passes over the prompts end"
+    steps: int | None = Field(None, ge=1, description="end after so many steps; null: when `epochs` are over")
+    epochs: Annotated[float | None, Unit("passes")] = Field(
+        None, gt=0, description="passes over the data; null: as many as `steps` needs, or one"
     )
-    data_epochs: Annotated[int | None, Unit("passes")] = Field(
+    tokenizer: TokenizerConfig
+    data: DataConfig
+    evaluation: MeasuringConfig | None = None
+    early_stop: EarlyStopConfig | None = None
+    runtime: RuntimeConfig = RuntimeConfig()
+    logging: LoggingConfig = LoggingConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    preempt_deadline_s: float = Field(
+        120.0,
+        ge=0,
+        description="SIGTERM, SIGUSR1 or SIGINT (Ctrl-C): the run is saved after the chunk under way, and ends with exit code "
+        "75; one that could not be saved within so many seconds ends unsaved; 0: SIGTERM and Ctrl-C end the run at once",
+    )
+    stall_deadline_s: float = Field(
+        900.0,
+        ge=0,
+        description="a run that stands still is ended, every rank with the stacks of its threads in `stacks/`: a rank that gives "
+        "no sign of life for so many seconds, or that neither moves nor waits for another, or all ranks without a move, end "
+        "it; it must be longer than the longest single piece of work: reading a model's weights, saving or reading a "
+        "checkpoint, a micro-batch of an update, a call of a reward function; 0: no limit",
+    )
+
+    METRICS: ClassVar[tuple[str, ...]] = ()
+    ALWAYS_MEASURED: ClassVar[str | None] = None
+
+
+class TrainSettings(RunConfig):
+    """`oppo train` as a configuration file may say it: the placement may be `auto`."""
+
+    epochs: Annotated[int | None, Unit("passes")] = Field(
         None, ge=1, description="passes over the prompts; null: as many as `steps` needs, or one"
     )
     placement: PlacementSettings = PlacementSettings()
-    tokenizer: TokenizerConfig
-    data: DataConfig
     actor: ActorConfig
     critic: TrainedRoleConfig | None = Field(None, description="given where `algorithm.preset` trains a critic, and only there")
     reference: RoleConfig | None = Field(None, description="null: the actor's starting weights")
@@ -103,14 +141,10 @@ class TrainSettings(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     ppo: PPOConfig = PPOConfig()
     overlap: OverlapConfig = OverlapConfig()
-    runtime: RuntimeConfig = RuntimeConfig()
-    logging: LoggingConfig = LoggingConfig()
     evaluation: EvaluationConfig | None = None
-    early_stop: EarlyStopConfig | None = None
     guards: GuardsConfig = GuardsConfig()
     checkpoint: TrainCheckpointConfig = TrainCheckpointConfig()
-    preempt: PreemptConfig = PreemptConfig()
-    stall: StallConfig = StallConfig()
+    debug: DebugConfig = DebugConfig()
     save_weights: bool = Field(True, description="write the final weights of actor and critic to `weights/`")
 
     @model_validator(mode="before")
@@ -144,7 +178,7 @@ class TrainSettings(Section):
     @property
     def passes(self) -> int | None:
         """Passes over the prompts behind which the run ends, whatever its steps; None: there is no such end."""
-        return self.data_epochs or (1 if self.steps is None else None)
+        return self.epochs or (1 if self.steps is None else None)
 
     def settled(self) -> TrainConfig | None:
         """The configuration that runs are built on; None where its placement is still to be measured."""
@@ -162,38 +196,21 @@ class TrainConfig(TrainSettings):
     placement: PlacementConfig = PlacementConfig()
 
 
-class SupervisedConfig(Section):
+class SupervisedConfig(RunConfig):
     """What `oppo sft` and `oppo rm` share."""
 
-    run_dir: Path = Field(..., description="folder for all that the run writes; it must hold no finished run")
-    seed: Annotated[int, Unit("")] = Field(1, ge=0, lt=2**63, description="seed of the data's order and of all draws")
     epochs: Annotated[float, Unit("passes")] = Field(1.0, gt=0, description="passes over the data; may be a fraction")
-    max_steps: int | None = Field(None, ge=1, description="end after so many steps; null: when `epochs` are over")
     batch_size: Annotated[int, Unit("rows")] = Field(32, ge=1, description="rows (pairs for `rm`) per optimizer step")
     max_tokens: int = Field(1024, ge=2, description="longest prompt + completion")
-    long_rows: Literal["error", "truncate", "quarantine"] = Field(
-        "quarantine", description="what becomes of a row of more than `max_tokens`"
-    )
     parallel: ParallelConfig = ParallelConfig()
-    tokenizer: TokenizerConfig
-    data: DataConfig
     model: LearningModelConfig
     evaluation: HeldoutConfig | None = None
-    early_stop: EarlyStopConfig | None = None
     optimizer: OptimizerConfig = OptimizerConfig()
-    runtime: RuntimeConfig = RuntimeConfig()
-    logging: LoggingConfig = LoggingConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    preempt: PreemptConfig = PreemptConfig()
-    stall: StallConfig = StallConfig()
 
     @model_validator(mode="before")
     @classmethod
     def _common_dtype(cls, data: Any) -> Any:
-        return _with_common_dtype(data, ("model",))
-
-    METRICS: ClassVar[tuple[str, ...]] = ()
-    ALWAYS_MEASURED: ClassVar[str | None] = None
+        return _with_long_rows(_with_common_dtype(data, ("model",)))
 
     @property
     def measured(self) -> list[str]:

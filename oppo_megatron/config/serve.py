@@ -10,13 +10,11 @@ from pydantic import Field
 from oppo_megatron.config.base import Section, Unit
 from oppo_megatron.config.data import RewardPart, TokenizerConfig
 from oppo_megatron.config.model import RoleConfig, RuntimeConfig
-from oppo_megatron.config.remote import RequestLimitsConfig
 
 
-class ServeRewardConfig(Section):
-    """`oppo serve-reward`: the weighted sum of `rewards`, for runs elsewhere."""
+class ServiceConfig(Section):
+    """What every service has: where it listens, who may ask, and the machine that it uses."""
 
-    rewards: list[RewardPart] = Field(..., min_length=1, description="the reward is the sum of these parts")
     host: str = Field("127.0.0.1", description="address to listen on; one that others can reach needs `token_env`")
     port: Annotated[int, Unit("")] = Field(
         8900, ge=0, le=65535, description="port to listen on; 0: a free one, which is printed"
@@ -24,32 +22,30 @@ class ServeRewardConfig(Section):
     token_env: str | None = Field(
         None, description="environment variable with the bearer token that every request must carry; null: none needed"
     )
-    limits: RequestLimitsConfig = RequestLimitsConfig()
-    reward: RoleConfig | None = Field(None, description="the reward model, where `rewards` names one; on one process")
-    tokenizer: TokenizerConfig | None = Field(None, description="the reward model's; for requests without token ids")
     max_tokens: int = Field(4096, ge=2, description="longest prompt + response that the reward model reads")
     runtime: RuntimeConfig = RuntimeConfig()
 
 
-class ServeScorerConfig(Section):
+class ServeRewardConfig(ServiceConfig):
+    """`oppo serve-reward`: the weighted sum of `rewards`, for runs elsewhere."""
+
+    rewards: list[RewardPart] = Field(..., min_length=1, description="the reward is the sum of these parts")
+    reward: RoleConfig | None = Field(None, description="the reward model, where `rewards` names one; on one process")
+    tokenizer: TokenizerConfig | None = Field(None, description="the reward model's; for requests without token ids")
+
+
+class ServeScorerConfig(ServiceConfig):
     """`oppo serve-scorer`: a reward model that keeps the cache of every sequence, for runs that stream to it."""
 
-    reward: RoleConfig = Field(..., description="the reward model; on one process")
-    host: str = Field("127.0.0.1", description="address to listen on; one that others can reach needs `token_env`")
     port: Annotated[int, Unit("")] = Field(
         8901, ge=0, le=65535, description="port to listen on; 0: a free one, which is printed"
     )
-    token_env: str | None = Field(
-        None, description="environment variable with the bearer token that every request must carry; null: none needed"
-    )
-    limits: RequestLimitsConfig = RequestLimitsConfig()
-    max_tokens: int = Field(4096, ge=2, description="longest prompt + response that the reward model reads")
+    reward: RoleConfig = Field(..., description="the reward model; on one process")
     sequences: Annotated[int, Unit("sequences")] = Field(
         256,
         ge=1,
         description="sequences whose cache is held; the one unused for the longest goes first, and is sent again",
     )
-    runtime: RuntimeConfig = RuntimeConfig()
 
 
 def is_loopback(host: str) -> bool:

@@ -102,6 +102,10 @@ class Search:
         self.num_measured += 1
 
 
+TRIALS = 1
+"""Steps that a search spends on each candidate."""
+
+
 def candidates(config: ChunkConfig, settled: int, longest: int) -> list[int]:
     """The sizes that a search compares: those configured and the one in force, none beyond the response limit."""
     return sorted({min(size, longest) for size in [*config.candidates, settled]})
@@ -110,7 +114,7 @@ def candidates(config: ChunkConfig, settled: int, longest: int) -> list[int]:
 def first_settled_step(config: ChunkConfig, longest: int) -> int:
     """The step, from 1, that is the first to have the size which the first search has found."""
     count = len(candidates(config, min(config.tokens, longest), longest))
-    return 2 + count * config.trials if config.adaptive and count > 1 else 1
+    return 2 + count * TRIALS if config.adaptive and count > 1 else 1
 
 
 class ChunkTuner:
@@ -125,10 +129,9 @@ class ChunkTuner:
     limit in tokens: a chunk cannot be longer.  A step that decoded nothing says nothing: its candidate is tried again.
     """
 
-    def __init__(self, config: ChunkConfig, longest: int):
+    def __init__(self, config: ChunkConfig, longest: int, trials: int = TRIALS):
         assert longest >= 1, f"the response limit must be at least 1 token, not {longest}"
-        self._config = config
-        self._longest = longest
+        self._config, self._longest, self._trials = config, longest, trials
         self._settled = min(config.tokens, longest)
         self._steps_to_search = 1
         self._search: Search | None = None
@@ -174,7 +177,7 @@ class ChunkTuner:
         sizes = candidates(self._config, self._settled, self._longest)
         if len(sizes) == 1:
             return f"chunk stays {self._settled}: no other candidate within the response limit of {self._longest}"
-        self._search = Search(sizes, num_steps=len(sizes) * self._config.trials)
+        self._search = Search(sizes, num_steps=len(sizes) * self._trials)
         return f"search over chunks {sizes} starts with {self._search.current}"
 
     def _measure(self, search: Search, cost: StepCost) -> str:

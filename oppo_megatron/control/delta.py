@@ -195,6 +195,27 @@ class Ceiling:
         return None if now > self.level + band else replace(self, level=min(self.level, now))
 
 
+@dataclass(frozen=True)
+class Bounds:
+    """What `measured` holds delta to.
+
+    `target_waste`: share of the decode batch that may run empty; above it delta grows.  `dead_band`: delta stays while the
+    waste is no further than this from its target.  `ess_floor`, `length_gap_cap`: delta shrinks at once where the effective
+    sample size is below, or where, over a window, the trained responses are shorter than the submitted by a larger share.
+    """
+
+    target_waste: float = 0.35
+    dead_band: float = 0.05
+    ess_floor: float = 0.8
+    length_gap_cap: float = 0.4
+
+    def __post_init__(self) -> None:
+        assert self.target_waste + self.dead_band < 1, "no decode batch is emptier, so delta would never grow"
+
+
+BOUNDS = Bounds()
+
+
 class MeasuredDelta(DeltaController):
     """Delta from what overcommitting saves and costs, as each step has measured it.
 
@@ -216,8 +237,9 @@ class MeasuredDelta(DeltaController):
        ess or a larger length gap never the larger one.  That holds for whole histories too, while none has a ceiling.
     """
 
-    def __init__(self, config: DeltaConfig):
+    def __init__(self, config: DeltaConfig, bounds: Bounds = BOUNDS):
         super().__init__(config)
+        self._bounds_of = bounds
         self._steps: list[StepSignals] = []  # the last W
         self._age = 0  # steps in the present window
         self._broken = False  # whether one of them broke a bound
@@ -242,18 +264,18 @@ class MeasuredDelta(DeltaController):
 
     def _broken_bound(self, signals: StepSignals) -> tuple[str, str] | None:
         """The bias signal that is out of bounds, and its figures."""
-        config, gap = self._config, self._mean("length_gap")
-        if not signals.ess >= config.ess_floor:
-            return "ess", f"ess {signals.ess:.3f} is below its floor of {config.ess_floor:g}"
-        if not gap <= config.length_gap_cap:
+        bounds, gap = self._bounds_of, self._mean("length_gap")
+        if not signals.ess >= bounds.ess_floor:
+            return "ess", f"ess {signals.ess:.3f} is below its floor of {bounds.ess_floor:g}"
+        if not gap <= bounds.length_gap_cap:
             over = f"over {len(self._steps)} steps"
-            return "length_gap", f"length gap {gap:+.3f} {over} is above its cap of {config.length_gap_cap:g}"
+            return "length_gap", f"length gap {gap:+.3f} {over} is above its cap of {bounds.length_gap_cap:g}"
         return None
 
     def _weigh_waste(self, signals: StepSignals) -> tuple[int, str]:
         """Law 2, at the end of a window."""
-        config, waste = self._config, self._mean("tail_waste")
-        low, high = config.target_waste - config.dead_band, config.target_waste + config.dead_band
+        config, bounds, waste = self._config, self._bounds_of, self._mean("tail_waste")
+        low, high = bounds.target_waste - bounds.dead_band, bounds.target_waste + bounds.dead_band
         measured = f"tail waste {waste:.3f} over {config.window} steps is"
         bias = f", ess {signals.ess:.3f} and length gap {self._mean('length_gap'):+.3f} are within bounds"
         if waste < low:
@@ -287,7 +309,7 @@ class MeasuredDelta(DeltaController):
     def _ceiling_now(self) -> Ceiling | None:
         """The ceiling at the end of a window at one delta (law 3)."""
         if self._ceiling is not None:
-            self._ceiling = self._ceiling.after(self._mean(self._ceiling.signal), self._config.dead_band)
+            self._ceiling = self._ceiling.after(self._mean(self._ceiling.signal), self._bounds_of.dead_band)
         return self._ceiling
 
     def _moved(self, new: int, *, grown: bool) -> None:

@@ -18,7 +18,7 @@ class Best(NamedTuple):
 class EarlyStop:
     """Takes a value after each evaluation; `due` once `patience` of them in a row were no better than the best.
 
-    Better is by more than `min_delta`; a value that is no number is not better.
+    A value that is no number is not better.
     """
 
     def __init__(self, config: EarlyStopConfig):
@@ -36,7 +36,7 @@ class EarlyStop:
         """The metric after `step` steps; whether it is the best so far."""
         self.last = Best(step, value)
         gain = math.inf if self.best is None else self.config.standard.gain(value, self.best.value)
-        better = not math.isnan(value) and gain > self.config.min_delta
+        better = not math.isnan(value) and gain > 0
         if better:
             self.best, self.worse = self.last, 0
         else:
@@ -47,8 +47,9 @@ class EarlyStop:
         """Why the run ends."""
         assert self.last is not None
         best = "never a number" if self.best is None else f"best {self.best.value:.4g} at step {self.best.step}"
+        metric = self.config.standard.metric
         return (
-            f"stopped early at step {self.last.step}: {self.config.metric} {self.last.value:.4g}, no better in {self.worse} "
+            f"stopped early at step {self.last.step}: {metric} {self.last.value:.4g}, no better in {self.worse} "
             f"evaluations; {best}"
         )
 

@@ -27,7 +27,7 @@ REMEDIES = {
     "kl_mean": "raise ppo.kl.coefficient, lower the learning rate, or raise guards.kl_mean.limit",
     "ratio_max": LOWER.format(rule="ratio_max"),
     "ess": "lower overlap.max_deferrals or delta, so that fewer tokens are stale, or lower guards.ess.limit",
-    "logprob_gap": "the two forwards do not compute the same policy. Raise ppo.logprob_gap_limit only for low-precision "
+    "logprob_gap": "the two forwards do not compute the same policy. Raise guards.logprob_gap.limit only for low-precision "
     "weights",
 }
 
@@ -60,7 +60,7 @@ class Breach:
         if self.rule == "logprob_gap":
             return (
                 f"the log-prob of a token differs by {self.value:.2e} between decoding and training, more than the limit "
-                f"of {self.limit:g} (ppo.logprob_gap_limit)"
+                f"of {self.limit:g} (guards.logprob_gap.limit)"
             )
         side = "below" if self.rule == "ess" else "above"
         return f"{self.figure} is {self.value:.4g}, {side} guards.{self.rule}.limit {self.limit:g}"
@@ -96,7 +96,7 @@ def gravest(breaches: Sequence[Breach | None]) -> Breach | None:
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules in force; `gap_limit` is `ppo.logprob_gap_limit` in numbers."""
+    """The rules in force; `gap_limit` is `guards.logprob_gap.limit` in numbers."""
 
     config: GuardsConfig
     gap_limit: float | None

@@ -20,13 +20,13 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
-from oppo_megatron.config.ppo import RolloutConfig
+from oppo_megatron.config.debug import ForcedLengths
 from oppo_megatron.data.rows import Quarantine, RowProblems
 from oppo_megatron.errors import DataError
 
 COLUMN, KIND = "GeneratedTokens", "output"
 HISTOGRAM = ("kind", "tokens", "requests")
-SETTING = "rollout.forced_lengths"
+SETTING = "debug.forced_lengths"
 WHOLE_NUMBER = re.compile(r"[0-9]{1,15}")
 
 
@@ -54,36 +54,34 @@ class LengthTrace:
         return self.tokens[bisect_left(self.requests, -(-99 * self.requests[-1] // 100))]
 
 
-def forced_quantile(rollout: RolloutConfig) -> Callable[[float], float] | None:
-    """Quantile function of the response lengths that `rollout.forced_lengths.trace` asks for; None without a trace.
+def forced_quantile(forced: ForcedLengths | None, max_response_tokens: int) -> Callable[[float], float] | None:
+    """Quantile function of the response lengths that `debug.forced_lengths` asks for; None without a trace.
 
     With `scale: auto` the trace's 99th percentile becomes `rollout.max_response_tokens`.  Raises DataError.
     """
-    forced = rollout.forced_lengths
     if forced is None or forced.trace is None:
         return None
     trace = read_length_trace(forced.trace, forced.column)
     if forced.scale != "auto":
         factor = forced.scale
     elif trace.percentile_99:
-        factor = rollout.max_response_tokens / trace.percentile_99
+        factor = max_response_tokens / trace.percentile_99
     else:
         raise DataError(
             f"{forced.trace}: the 99th percentile of its lengths is 0 tokens, which no scale makes "
-            f"rollout.max_response_tokens; name another column in {SETTING}.column, or give {SETTING}.scale a number"
+            f"rollout.max_response_tokens; name another column in debug.trace_column"
         )
     return lambda u: factor * trace.quantile(u)
 
 
-def trace_problems(rollout: RolloutConfig) -> list[str]:
-    """What is wrong with the file that `rollout.forced_lengths.trace` names, where there is one."""
-    forced = rollout.forced_lengths
+def trace_problems(forced: ForcedLengths | None, max_response_tokens: int) -> list[str]:
+    """What is wrong with the file that `debug.forced_lengths` names, where there is one."""
     if forced is None or forced.trace is None or not forced.trace.exists():
         return []  # a missing file is reported by the cross-checks
     try:
-        forced_quantile(rollout)
+        forced_quantile(forced, max_response_tokens)
     except DataError as error:
-        return [f"{SETTING}.trace: {error}"]
+        return [f"{SETTING}: {error}"]
     return []
 
 
@@ -153,7 +151,7 @@ class _Histogram:
     def nothing_found(self) -> str:
         return (
             f"a histogram with 0 requests of kind `{self.kind}`, but at least one is needed; its kinds are "
-            f"{', '.join(sorted(self.kinds)) or 'none'}: name another in {SETTING}.column, or another file"
+            f"{', '.join(sorted(self.kinds)) or 'none'}: name another in debug.trace_column, or another file"
         )
 
 
@@ -174,7 +172,7 @@ def _place(where: str, header: Sequence[str], name: str) -> int:
         raise DataError(f"{where}: the column `{name}` must stand once in the header ({found}); rename one")
     raise DataError(
         f"{where}: there must be a column `{name}`, but the columns are: {found}; name the one that holds "
-        f"tokens in {SETTING}.column, or give a histogram {','.join(HISTOGRAM)}"
+        f"tokens in debug.trace_column, or give a histogram {','.join(HISTOGRAM)}"
     )
 
 
@@ -188,7 +186,7 @@ def _whole_number(column: str, cells: Sequence[str], place: int) -> int:
 def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
     """(line from 1, cells) of the lines that are not blank.  Raises DataError for a file that is no CSV text."""
     if not path.is_file():
-        raise DataError(f"{path} is no file; {SETTING}.trace must be a CSV file: correct the path")
+        raise DataError(f"{path} is no file; {SETTING} must be a CSV file: correct the path")
     with path.open("rb") as stream:
         reader = csv.reader(_decoded(path, stream))
         try:

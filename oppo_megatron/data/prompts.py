@@ -59,7 +59,7 @@ def load_prompts(
     """Read, render and tokenize every prompt.  A row that `check` refuses falls under `bad_rows`.
 
     A prompt of more than `max_prompt_tokens` is an error, keeps its END (`truncate`), or is set aside, as
-    `long_prompts` says. Raises `DataError` with every refused row at once, or if no row is left.
+    `long_rows` says. Raises `DataError` with every refused row at once, or if no row is left.
     """
     problems, is_first = RowProblems(quarantine), not quarantine.first
     rows: list[PromptRow] = []
@@ -93,10 +93,10 @@ def _refused(example: Example, num_tokens: int, config: DataConfig, problems: Ro
     if num_tokens == 0:
         problems.report(file, line, "the prompt has no token", config.bad_rows)
         return True
-    if num_tokens > config.max_prompt_tokens and config.long_prompts != "truncate":
-        longer = f"more than data.max_prompt_tokens={config.max_prompt_tokens}; raise it, or set data.long_prompts=truncate"
+    if num_tokens > config.max_prompt_tokens and config.long_rows != "truncate":
+        longer = f"more than data.max_prompt_tokens={config.max_prompt_tokens}; raise it, or set data.long_rows=truncate"
         reason = f"the prompt has {num_tokens} tokens, {longer}"
-        problems.report(file, line, reason, config.long_prompts, setting="data.long_prompts", once=longer)
+        problems.report(file, line, reason, config.long_rows, setting="data.long_rows", once=longer)
         return True
     return False
 

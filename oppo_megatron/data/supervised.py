@@ -82,7 +82,7 @@ def _tokenize(
             tokenized.append(_cut(prompt, answers, max_tokens))
         else:
             reason = f"prompt and answer have {num_tokens} tokens, more than max_tokens={max_tokens}"
-            problems.report(example.row.file, example.row.line, reason, long_rows, setting="long_rows")
+            problems.report(example.row.file, example.row.line, reason, long_rows, setting="data.long_rows")
     require_some(len(tokenized), config, problems)
     return tokenized
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from oppo_megatron.cluster.activity import Activity
-from oppo_megatron.config.overlap import WeaveConfig
 from oppo_megatron.engine.executor import Executor
 from oppo_megatron.engine.generation import DecodeWorker
 from oppo_megatron.engine.links import Links
@@ -171,7 +170,7 @@ def decoder(
     worker = DecodeWorker(model, cache, sampling=sampling, stopping=stopping, sync_steps=sync_steps)
     book = ActorBook(placement.dp, cache.num_slots, stopping.limit)
     planner = RoundPlanner(
-        Site({"actor": placement}), "sequential", WeaveConfig(), micro_batch_tokens, cache.max_length, book, {}
+        Site({"actor": placement}), "sequential", ("auto", "auto"), micro_batch_tokens, cache.max_length, book, {}
     )
     executor = Executor(
         rank, {"actor": worker}, links, timeout_s, cache.device, lambda *_: None, activity or Activity()

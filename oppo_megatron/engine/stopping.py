@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
 
-from oppo_megatron.config.ppo import ForcedLengthsConfig, RolloutConfig
+from oppo_megatron.config.debug import ForcedLengths
+from oppo_megatron.config.ppo import RolloutConfig
 from oppo_megatron.engine.sampler import uniforms
 from oppo_megatron.engine.stop_text import Decode, StopText
 from oppo_megatron.records import FinishReason
@@ -40,14 +41,14 @@ class Stopping:
         seed: int,
         trace: Quantile | None = None,
         decode: Decode | None = None,
+        forced: ForcedLengths | None = None,
     ) -> Stopping:
         """`eos_ids` and `decode` are the tokenizer's; without `decode` the texts of `rollout.stop` end nothing.
 
-        `trace` has the lengths of the file that `rollout.forced_lengths.trace` names, where it names one.
+        `forced` is where responses end in place of EOS; `trace` has the lengths of the file that it names, where it names one.
         """
-        forced = rollout.forced_lengths
         if forced is None:
-            text = StopText(rollout.stop, decode) if rollout.stop and decode is not None else None
+            text = StopText(rollout.stop_texts, decode) if rollout.stop_texts and decode is not None else None
             return cls(all_ids(eos_ids, rollout.stop_token_ids), rollout.max_response_tokens, text=text)
         assert (trace is None) == (forced.trace is None), "the lengths of a trace are read before"
         return cls((), rollout.max_response_tokens, trace or log_normal(forced), seed)
@@ -77,8 +78,8 @@ def all_ids(eos_ids: Sequence[int], stop_token_ids: Sequence[int]) -> tuple[int,
     return tuple(dict.fromkeys([*eos_ids, *stop_token_ids]))
 
 
-def log_normal(forced: ForcedLengthsConfig) -> Quantile:
+def log_normal(forced: ForcedLengths) -> Quantile:
     """Lengths whose logarithm is normal, with a median in tokens."""
     assert forced.median is not None, "checked with the configuration"
-    median, sigma = forced.median, 1.0 if forced.sigma is None else forced.sigma
+    median, sigma = forced.median, forced.sigma
     return lambda u: median * math.exp(sigma * NormalDist().inv_cdf(max(u, 2.0**-53)))

@@ -292,27 +292,27 @@ def _check_common_rows(asked: _Asked, serving: RolePlacement, shape: Shape | Non
 
 def _check_kv_budget(config: TrainConfig, name: str, placement: RolePlacement, shape: Shape | None) -> list[str]:
     """The cache of each rank holds a sequence, and as many as one micro-batch of a scorer's prefill has at the least."""
-    budget_mb, weave = config.runtime.kv_cache_mb, config.overlap.weave
+    budget_mb, (_, tokens) = config.runtime.kv_cache_mb, config.overlap.weave
     if budget_mb is None or shape is None:
         return []
     context, sizes, most = max_context(config), Sizes.of(placement), 1
-    if name != "actor" and config.overlap.intra and isinstance(weave.prefill_tokens, int):
-        most = ceil(min(weave.prefill_tokens, config.runtime.micro_batch_tokens) / context)
+    if name != "actor" and config.overlap.intra and isinstance(tokens, int):
+        most = ceil(min(tokens, config.runtime.micro_batch_tokens) / context)
 
     def count(layout: Sizes) -> int:
         return min(most, ceil(most_sequences(config) / layout.dp))
 
     def needed_mb(layout: Sizes) -> float:
-        dtype, tokens = named_roles(config)[name].dtype, slot_tokens(context, config.runtime.kv_layout)
-        return count(layout) * tokens * kv_bytes_per_token(shape, layout, dtype) / MEBIBYTE
+        dtype, slot = named_roles(config)[name].dtype, slot_tokens(context, config.runtime.kv_layout)
+        return count(layout) * slot * kv_bytes_per_token(shape, layout, dtype) / MEBIBYTE
 
     if needed_mb(sizes) <= budget_mb:
         return []
     what, lower = f"one sequence of {context} tokens needs", "the prompt or response limit"
     if count(sizes) > 1:
-        lower = "overlap.weave.prefill_tokens"
+        lower = "overlap.weave's prefill_tokens"
         what = (
-            f"a micro-batch of {lower} {weave.prefill_tokens} has at least {count(sizes)} sequences of {context} tokens, "
+            f"a micro-batch of {lower} {tokens} has at least {count(sizes)} sequences of {context} tokens, "
             "which need"
         )
     limits = _limits(config, name, shape)

@@ -146,7 +146,7 @@ def written_bytes(config: TrainConfig | SupervisedConfig) -> float:
         holdings = supervised_holdings(config)
         weights = sum(held.memory.weights for held in holdings if held.coords.replica == 0)
         state = sum(held.memory.optimizer for held in holdings)  # sharded over the replicas
-        return weights * (1 + saves.keep_best) + (weights + state) * checkpoints
+        return weights * (1 + bool(saves.keep_best)) + (weights + state) * checkpoints
     for held in train_holdings(config, on_cpu=False):
         role = named_roles(config)[held.role.partition(".")[0]]
         if not isinstance(role, TrainedRoleConfig) or role.lora is not None:
@@ -154,7 +154,7 @@ def written_bytes(config: TrainConfig | SupervisedConfig) -> float:
         state += held.memory.optimizer if held.coords.replica == 0 or role.train.distributed_optimizer else 0
         trains = held.memory.optimizer > 0
         weights += max(held.memory.weights, held.memory.copy) if trains and held.coords.replica == 0 else 0
-    return weights * config.save_weights * (1 + saves.keep_best) + (weights + state) * checkpoints
+    return weights * config.save_weights * (1 + bool(saves.keep_best)) + (weights + state) * checkpoints
 
 
 def rank_memory(holdings: Sequence[Holding]) -> dict[int, Memory]:
@@ -218,7 +218,7 @@ def _serving(
     slots = kv_slots(model.shape, placement, model.dtype, slots=sequences, context=context, budget_mb=budget_mb)
     cached = slots
     if name == "actor" and config.evaluation is not None:  # held-out prompts are answered over a cache of their own
-        cached += min(slots, config.evaluation.max_prompts)
+        cached += min(slots, config.evaluation.max_rows)
     cache = kv_cache_bytes(model.shape, placement, model.dtype, slots=cached, context=context, budget_mb=None)
     tokens = min(config.runtime.micro_batch_tokens, slots * context)
     batches = _serving_batches(config, name, sequences, slots)
@@ -312,15 +312,16 @@ def _chunks(config: TrainConfig) -> list[int]:
 
 def _cut(config: TrainConfig, slots: int) -> tuple[str, str]:
     """Decode micro-batches of a replica, and tokens of a scorer's prefill micro-batch; `auto` where measured times decide."""
-    weave, placements, most = config.overlap.weave, role_placements(config), config.runtime.micro_batch_tokens
+    (micro_batches, tokens), placements = config.overlap.weave, role_placements(config)
+    most = config.runtime.micro_batch_tokens
     woven = config.overlap.intra and config.overlap.schedule != "intra" and decodes_and_scores(placements)
     measured = woven and placements["actor"].pp > 1
     decode = "auto" if measured else "1"
     prefill = "auto" if measured else str(most)
-    if weave.micro_batches != "auto":
-        decode = str(min(weave.micro_batches, slots))
-    if weave.prefill_tokens != "auto":
-        prefill = str(min(weave.prefill_tokens, most))
+    if micro_batches != "auto":
+        decode = str(min(micro_batches, slots))
+    if tokens != "auto":
+        prefill = str(min(tokens, most))
     return decode, prefill
 
 

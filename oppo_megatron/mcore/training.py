@@ -323,7 +323,7 @@ def _optimizer(ddp: list[DistributedDataParallel], config: OptimizerConfig, grou
     settings = ddp[0].config
     optimizer_config = McoreOptimizerConfig(
         optimizer="adam", lr=config.lr, min_lr=config.min_lr, weight_decay=config.weight_decay,
-        adam_beta1=config.beta1, adam_beta2=config.beta2, adam_eps=config.eps, clip_grad=config.clip_grad,
+        adam_beta1=config.betas[0], adam_beta2=config.betas[1], adam_eps=config.eps, clip_grad=config.clip_grad,
         bf16=settings.bf16, params_dtype=settings.params_dtype, use_distributed_optimizer=sharded,
     )  # fmt: skip
     with compat.optimizer_world(groups.all):

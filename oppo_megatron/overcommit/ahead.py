@@ -58,8 +58,8 @@ def require_prompts(ahead: Ahead, most: int | None, num_rows: int) -> None:
     if most is not None and ahead.position > most:
         passes = math.ceil(ahead.position / num_rows)
         raise CheckpointError(
-            f"data_epochs comes to {most // num_rows}, but the checkpoint's run was at prompt {ahead.position}, in pass "
-            f"{passes} over {num_rows} prompts: there is no way back to fewer; set data_epochs to {passes} or "
+            f"epochs comes to {most // num_rows}, but the checkpoint's run was at prompt {ahead.position}, in pass "
+            f"{passes} over {num_rows} prompts: there is no way back to fewer; set epochs to {passes} or "
             "more, or give steps without it"
         )
 
@@ -70,7 +70,7 @@ def require_work(ahead: Ahead, steps: int | None, most: int | None, batch_size: 
     if ahead.total_steps(steps, min(ends), batch_size) <= ahead.done:
         raise CheckpointError(
             f"the run has ended after {ahead.done} steps, and with these settings there is nothing more to train; set steps, or "
-            "data_epochs where it is what ends the run, to more, or choose another run_dir"
+            "epochs where it is what ends the run, to more, or choose another run_dir"
         )
 
 

@@ -12,6 +12,7 @@ from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.config.load import read_tree
 from oppo_megatron.config.model import Dtype, ModelConfig, TrainedRoleConfig
 from oppo_megatron.config.paths import missing_path
+from oppo_megatron.config.renamed import with_new_names
 from oppo_megatron.config.run import SFTConfig, TrainSettings
 from oppo_megatron.errors import CheckpointError, ConfigError
 from oppo_megatron.layout.shape import check_head
@@ -101,7 +102,7 @@ def find_policy(directory: Path, choice: Choice = Choice()) -> Policy:
 
 def read_run(directory: Path) -> RunConfig:
     """The settings that a run wrote down.  Raises ConfigError for those of another command or version."""
-    tree = read_tree(directory / RUN_CONFIG)
+    tree = with_new_names(read_tree(directory / RUN_CONFIG))
     kind = TrainSettings if "actor" in tree else SFTConfig
     try:
         return kind.model_validate(tree)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from oppo_megatron.config.derived import best_standard
+from oppo_megatron.config.evaluation import Standard
 from oppo_megatron.config.run import SupervisedConfig, TrainConfig
 from oppo_megatron.preflight.reward_parts import check_part
 
@@ -47,9 +48,9 @@ def check_standards(config: TrainConfig | SupervisedConfig) -> list[str]:
     problems, rules = list[str](), config.checkpoint
     if config.early_stop is not None:
         problems += _check_metric("early_stop.metric", config.early_stop.metric, config)
-    if rules.best_metric is not None and rules.best_metric != config.ALWAYS_MEASURED:
-        problems += _check_metric("checkpoint.best_metric", rules.best_metric, config)
-    if rules.keep_best and best_standard(config) is None:
+    if isinstance(rules.keep_best, str) and rules.keep_best != config.ALWAYS_MEASURED:
+        problems += _check_metric("checkpoint.keep_best", rules.keep_best, config)
+    if rules.keep_best is True and best_standard(config) is None:
         problems.append(
             "checkpoint.keep_best is true, but nothing is measured while the run goes on; set evaluation.every_steps, and "
             "evaluation.fraction or evaluation.data"
@@ -57,8 +58,8 @@ def check_standards(config: TrainConfig | SupervisedConfig) -> list[str]:
     return problems
 
 
-def _check_metric(key: str, metric: str, config: TrainConfig | SupervisedConfig) -> list[str]:
-    names = config.measured
+def _check_metric(key: str, text: str, config: TrainConfig | SupervisedConfig) -> list[str]:
+    names, metric = config.measured, Standard.of(text).metric
     if not names:
         return [f"{key} is {metric!r}, but nothing is measured while the run goes on; set evaluation.every_steps"]
     if metric not in names:

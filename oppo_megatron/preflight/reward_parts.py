@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
 
 from oppo_megatron.config.data import RewardPart
+from oppo_megatron.config.remote import START_S
 
 OWNER = {
     "name": "verifier",
     "entry_point": "python",
     "options": "python",
     "isolate": "python",
-    "limits": "python",
     "url": "http",
     "token_env": "http",
     "remote": "http",
@@ -32,8 +32,6 @@ def check_part(name: str, part: RewardPart) -> list[str]:
             f"{name}.entry_point is {part.entry_point!r}, but must be `package.module:function` or "
             "`folder/file.py:function`; name the function"
         )
-    if part.kind == "python" and not part.isolate and _is_given(part, "limits"):
-        problems.append(f"{name} has limits, but they hold only with `isolate: true`; add it or remove them")
     if part.kind == "http":
         problems += [*_check_url(f"{name}.url", part.url), *_check_remote(name, part)]
     return problems
@@ -45,7 +43,7 @@ def check_waits(parts: Sequence[RewardPart], timeout_s: float, stall_s: float = 
     `stall_s` 0: there is no watchdog.
     """
     limits = [("the other ranks wait only runtime.timeout_s", timeout_s)]
-    limits += [("a rank that does not move is ended after stall.deadline_s", stall_s)] if stall_s else []
+    limits += [("a rank that does not move is ended after stall_deadline_s", stall_s)] if stall_s else []
     for index, part in enumerate(parts):
         longest_s, what = _longest_wait(part)
         for who, limit_s in limits:
@@ -60,10 +58,9 @@ def _longest_wait(part: RewardPart) -> tuple[float, str]:
     """Seconds that a reward may take by its own limits, and which those are."""
     if part.kind == "http":
         remote = part.remote
-        wait_s = remote.give_up_s if remote.on_failure == "wait" else 0.0
-        return wait_s + remote.timeout_s, "its service (remote.give_up_s + remote.timeout_s)"
-    if part.kind == "python" and part.isolate:
-        return part.limits.start_s + part.limits.wall_s, "its function (limits.start_s + limits.wall_s)"
+        return remote.give_up_s + remote.timeout_s, "its service (remote.give_up_s + remote.timeout_s)"
+    if part.kind == "python" and part.isolation is not None:
+        return START_S + part.isolation.wall_s, f"its function ({START_S:g} to start, and isolate.wall_s)"
     return 0.0, ""
 
 
@@ -104,7 +101,6 @@ def _check_remote(name: str, part: RewardPart) -> Iterator[str]:
     remote = part.remote
     if part.token_env is not None and not _VARIABLE.fullmatch(part.token_env):
         yield f"{name}.token_env is not the name of an environment variable; give the name, and never the token itself"
-    if remote.retry_max_s < remote.retry_s:
-        yield f"{name}.remote.retry_max_s is {remote.retry_max_s:g}, below retry_s {remote.retry_s:g}; raise it"
-    if remote.min_score is not None and remote.max_score is not None and remote.min_score >= remote.max_score:
-        yield f"{name}.remote.min_score {remote.min_score:g} is not below max_score {remote.max_score:g}; swap them"
+    low, high = remote.score_range
+    if low is not None and high is not None and low >= high:
+        yield f"{name}.remote.score_range is {remote.score_range}, but the first must be below the second; swap them"

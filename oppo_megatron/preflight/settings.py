@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from oppo_megatron.config.data import DataConfig, RewardPart
+from oppo_megatron.config.debug import DebugConfig
 from oppo_megatron.config.derived import adapters, rollback_rules, scorers
+from oppo_megatron.config.guards import GuardsConfig
 from oppo_megatron.config.model import ModelConfig, OptimizerConfig, RuntimeConfig
 from oppo_megatron.config.overlap import OverlapConfig
 from oppo_megatron.config.paths import check_exists, check_files
-from oppo_megatron.config.ppo import ForcedLengthsConfig, PPOConfig, RolloutConfig
+from oppo_megatron.config.ppo import PPOConfig, RolloutConfig
 from oppo_megatron.config.run import SupervisedConfig, TrainConfig
 from oppo_megatron.layout.kernels import find_available, layer_problem
 from oppo_megatron.modeldir.headers import check_adapter
@@ -27,11 +30,12 @@ def check_train(config: TrainConfig) -> list[str]:
         *_check_run_dir(config),
         *_check_batch(config),
         *check_overlap(config.overlap, config.rollout.batch_size),
-        *check_forced_lengths(config.rollout.forced_lengths),
-        *check_stops(config.rollout),
+        *check_forced_lengths(config.debug),
+        *check_stops(config.rollout, forced=config.debug.forced_lengths is not None),
         *_check_sources(config),
         *check_rewards(config.rewards, has_reward_model=config.reward is not None),
-        *check_waits(config.rewards, config.runtime.timeout_s, config.stall.deadline_s),
+        *check_waits(config.rewards, config.runtime.timeout_s, config.stall_deadline_s),
+        *_check_guards(config.guards),
         *_check_rollback(config),
         *check_exists("tokenizer.path", config.tokenizer.path),
         *check_data("data", config.data, templates=("prompt",)),
@@ -62,6 +66,16 @@ def check_layers(runtime: RuntimeConfig, *, adapters: bool) -> list[str]:
     if runtime.layers != "transformer_engine" or problem is None:
         return []
     return [f"runtime.layers is transformer_engine, but {problem}; set it to auto or torch"]
+
+
+def _check_guards(guards: GuardsConfig) -> list[str]:
+    """Limits that no figure, or every figure, is beyond."""
+    problems = []
+    if guards.ratio_max.limit is not None and guards.ratio_max.limit <= 1:
+        problems.append(f"guards.ratio_max.limit is {guards.ratio_max.limit:g}, but must be greater than 1; raise it")
+    if guards.ess.limit is not None and guards.ess.limit >= 1:
+        problems.append(f"guards.ess.limit is {guards.ess.limit:g}, but must be less than 1; lower it")
+    return problems
 
 
 def _check_rollback(config: TrainConfig) -> list[str]:
@@ -109,11 +123,6 @@ def check_overlap(overlap: OverlapConfig, batch_size: int) -> list[str]:
             f"overlap.delta.max is {delta.max}, but must not exceed rollout.batch_size {batch_size} "
             "(more carried rollouts than a batch holds could all fall due at once); lower it"
         )
-    if overlap.inter and delta.rule == "measured" and delta.target_waste + delta.dead_band >= 1:
-        problems.append(
-            f"overlap.delta has target_waste {delta.target_waste:g} and dead_band {delta.dead_band:g}, but their sum must be "
-            "below 1 (no decode batch is emptier, so delta would never grow); lower one"
-        )
     if len(set(candidates)) < len(candidates):
         problems.append(
             f"overlap.chunk.candidates is {candidates}, but each size may appear once; remove the repeated ones"
@@ -122,61 +131,49 @@ def check_overlap(overlap: OverlapConfig, batch_size: int) -> list[str]:
 
 
 def _check_backfill(overlap: OverlapConfig) -> list[str]:
-    problems, every, tokens = [], overlap.backfill_every, overlap.chunk.tokens
-    if overlap.backfill and not overlap.inter:
+    problems, every, tokens = [], overlap.backfill, overlap.chunk.tokens
+    if every and not overlap.inter:
         problems.append(
-            "overlap.backfill is true, but overlap.inter is false, and without it a step ends with the rollouts that it began "
-            "with; set inter to true or backfill to false"
+            f"overlap.backfill is {str(every).lower()}, but overlap.inter is false, and without it a step ends with the "
+            "rollouts that it began with; set inter to true or backfill to false"
         )
-    if overlap.backfill and every is not None and every % tokens:
+    if not isinstance(every, bool) and every % tokens:
         problems.append(
-            f"overlap.backfill_every is {every}, but must be a multiple of overlap.chunk.tokens {tokens} (rounds end where "
+            f"overlap.backfill is {every}, but must be a multiple of overlap.chunk.tokens {tokens} (rounds end where "
             f"prompts enter); set it to {-(-every // tokens) * tokens}, or the chunk to a divisor of it"
         )
     return problems
 
 
-def check_forced_lengths(forced: ForcedLengthsConfig | None) -> list[str]:
-    """Exactly one kind of lengths, no setting of the other kind, and a trace that exists."""
-    if forced is None:
-        return []
-    name, problems = "rollout.forced_lengths", []
-    if (forced.median is None) == (forced.trace is None):
-        given = "neither" if forced.median is None else "both"
-        problems.append(
-            f"{name} has {given} of median and trace, but needs exactly one; give the median of log-normal lengths or a "
-            "CSV file, and set the other to null"
-        )
-    if forced.trace is None:
-        for setting, value, default in (("column", forced.column, None), ("scale", forced.scale, "auto")):
-            if value != default:
-                problems.append(f"{name}.{setting} is {value!r}, but only a trace has it; remove it or name a trace")
-        return problems
-    if forced.sigma is not None:
-        problems.append(f"{name}.sigma is {forced.sigma:g}, but lengths of a trace have their own spread; remove it")
-    return problems + check_exists(f"{name}.trace", forced.trace)
+def check_forced_lengths(debug: DebugConfig) -> list[str]:
+    """A trace that exists, and no column of another."""
+    if isinstance(debug.forced_lengths, Path):
+        return check_exists("debug.forced_lengths", debug.forced_lengths)
+    if debug.trace_column is not None:
+        return [f"debug.trace_column is {debug.trace_column!r}, but only a trace has it; remove it or name a trace"]
+    return []
 
 
-def check_stops(rollout: RolloutConfig) -> list[str]:
+def check_stops(rollout: RolloutConfig, *, forced: bool) -> list[str]:
     """Ids and texts that could end a response; forced lengths leave none to end."""
     problems = [
-        f"rollout.stop_token_ids has {i}, but ids are numbers from 0 on; correct or remove it"
+        f"rollout.stop has {i}, but ids are numbers from 0 on; correct or remove it"
         for i in rollout.stop_token_ids
         if i < 0
     ]
     if "" in rollout.stop:
         problems.append("rollout.stop has an empty text, which would end every response at once; remove it")
-    return problems + [
-        f"rollout.{name} is set, but with rollout.forced_lengths a response ends at its length only; remove one of them"
-        for name, value in (("stop", rollout.stop), ("stop_token_ids", rollout.stop_token_ids))
-        if value and rollout.forced_lengths is not None
-    ]
+    if rollout.stop and forced:
+        problems.append(
+            "rollout.stop is set, but with debug.forced_lengths a response ends at its length only; remove one of them"
+        )
+    return problems
 
 
 def check_stop_ids(rollout: RolloutConfig, vocab_size: int) -> list[str]:
     """Ids that the actor can draw."""
     return [
-        f"rollout.stop_token_ids has {i}, but the actor's vocabulary ends at {vocab_size - 1}; correct or remove it"
+        f"rollout.stop has {i}, but the actor's vocabulary ends at {vocab_size - 1}; correct or remove it"
         for i in rollout.stop_token_ids
         if i >= vocab_size
     ]

@@ -33,7 +33,7 @@ class Curve:
 POLICY = (
     Curve(
         "kl", "KL to the reference", "nats a response", {"kl_mean": ""},
-        "Healthy: it rises slowly from 0 and levels off, or stays near `ppo.kl.adaptive.target`. A climb that does not end, "
+        "Healthy: it rises slowly from 0 and levels off, or stays near `ppo.kl.target`. A climb that does not end, "
         "above all with a rising reward and a falling held-out metric, is reward hacking: raise `ppo.kl.coefficient`, or lower "
         "the learning rate. "
         "With the estimator `k1` it may be a little below 0.",

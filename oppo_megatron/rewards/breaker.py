@@ -4,10 +4,28 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 
 from tenacity import RetryCallState, wait_exponential
+
+
+@dataclass(frozen=True)
+class Pauses:
+    """When a failed request is sent again.
+
+    `retry_s`: pause before the second attempt, doubled for each further one up to `retry_max_s`.  After `breaker_failures`
+    failures in a row only a single request is tried, every `breaker_pause_s`, to see if the service is back.
+    """
+
+    retry_s: float = 0.5
+    retry_max_s: float = 30.0
+    breaker_failures: int = 5
+    breaker_pause_s: float = 10.0
+
+
+PAUSES = Pauses()
 
 
 class CircuitBreaker:

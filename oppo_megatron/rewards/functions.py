@@ -126,9 +126,9 @@ def _function(
         token = None if part.token_env is None else read_token(part.token_env, environment)
         return RemoteReward(f"reward part {label!r}", part.url, token, part.remote)
     assert part.entry_point is not None, "check_rewards asks for it"
-    if part.isolate:
+    if part.isolation is not None:
         inherited = {name: value for name, value in environment.items() if name not in secrets}
-        isolated = IsolatedFunction(part.entry_point, part.options, part.limits, inherited)
+        isolated = IsolatedFunction(part.entry_point, part.options, part.isolation, inherited)
         isolated.check()
         return isolated
     function = load_entry_point(part.entry_point, part.options)

@@ -10,6 +10,7 @@ has a name that its answer repeats: what the function, or a copy of its process,
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import select
@@ -21,7 +22,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from oppo_megatron.config.remote import IsolationConfig
+from oppo_megatron.config.remote import START_S, IsolationConfig
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.rewards.isolated_child import MAX_ANSWER_BYTES
 
@@ -32,8 +33,9 @@ class IsolatedFunction:
     """`entry_point` with the keyword arguments `options`, as a function of (prompt, response, fields).
 
     The process starts with the first call and serves all of them; after a failure the next call starts another.
-    `environment` is what the process inherits.  All calls come from one thread, with which the process ends: the kernel ties
-    PR_SET_PDEATHSIG to the thread that starts a process, not to that thread's process (prctl(2)).
+    `environment` is what the process inherits, `cpu_s` the processor time of a call; None: as long as it may take.  All
+    calls come from one thread, with which the process ends: the kernel ties PR_SET_PDEATHSIG to the thread that starts a
+    process, not to that thread's process (prctl(2)).
     """
 
     def __init__(
@@ -42,8 +44,10 @@ class IsolatedFunction:
         options: Mapping[str, Any],
         limits: IsolationConfig,
         environment: Mapping[str, str],
+        cpu_s: int | None = None,
     ):
         self.entry_point, self.options, self.limits = entry_point, dict(options), limits
+        self._cpu_s = math.ceil(limits.wall_s) if cpu_s is None else cpu_s
         self._environment = dict(environment)
         self._process: subprocess.Popen[bytes] | None = None
         self._thread = self._to_child = self._from_child = -1
@@ -53,7 +57,7 @@ class IsolatedFunction:
         try:
             self._start()
         except RewardError as error:
-            raise ConfigError(f"{error}; correct entry_point, or raise limits") from error
+            raise ConfigError(f"{error}; correct entry_point, or raise the limits in isolate") from error
         self.close()
 
     def __call__(self, prompt: str, response: str, fields: Mapping[str, Any]) -> float:
@@ -62,7 +66,7 @@ class IsolatedFunction:
             self._start()
         assert threading.get_ident() == self._thread, f"{self.entry_point} is called from the thread that started it"
         call = {"prompt": prompt, "response": response, "fields": dict(fields)}
-        answer = self._ask(call, self.limits.wall_s, f"{self.entry_point} gave no score within limits.wall_s")
+        answer = self._ask(call, self.limits.wall_s, f"{self.entry_point} gave no score within isolate.wall_s")
         if "error" in answer:
             raise RewardError(f"{self.entry_point} failed in its process: {answer['error']}")
         return float(answer["value"])
@@ -99,11 +103,11 @@ class IsolatedFunction:
         task = {
             "entry_point": self.entry_point,
             "options": self.options,
-            "cpu_s": self.limits.cpu_s,
+            "cpu_s": self._cpu_s,
             "memory_bytes": self.limits.memory_mb << 20,
             "parent": os.getpid(),
         }
-        answer = self._ask(task, self.limits.start_s, f"{self.entry_point} was not loaded within limits.start_s")
+        answer = self._ask(task, START_S, f"{self.entry_point} was not loaded within")
         if answer != {"ready": True}:
             self._end(f"{self.entry_point} cannot be loaded in its process: {answer.get('error', answer)}")
 
@@ -149,7 +153,7 @@ class IsolatedFunction:
         except subprocess.TimeoutExpired:
             return "its process closed the pipe to the run"
         if code == -signal.SIGXCPU:
-            return f"its process was ended after limits.cpu_s {self.limits.cpu_s} s of processor time"
+            return f"its process was ended after isolate.wall_s {self._cpu_s} s of processor time"
         if code < 0:
             return f"its process was killed by {signal.Signals(-code).name}"
         return f"its process ended with exit code {code}"

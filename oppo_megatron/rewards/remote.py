@@ -29,7 +29,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type
 
 from oppo_megatron.config.remote import RemoteRewardConfig
 from oppo_megatron.errors import ConfigError, RewardError
-from oppo_megatron.rewards.breaker import CircuitBreaker, growing_pauses, retry_after_s
+from oppo_megatron.rewards.breaker import PAUSES, CircuitBreaker, Pauses, growing_pauses, retry_after_s
 from oppo_megatron.rewards.protocol import ScoreItem, encode_request, read_answer
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ REMEDIES = {
     403: "check the token in the variable that token_env names",
     404: "correct the url",
     405: "correct the url",
-    413: "lower remote.max_batch, or raise the service's limits",
+    413: "lower remote.max_batch, or shorten the responses",
 }
 _log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class _Failure(Exception):
 class RemoteReward:
     """A reward service at `url`.  `label` names it in messages.  The thread starts with the first request.
 
-    `clock` gives seconds, `chance` the jitter of pauses.
+    `pauses` lie between attempts, `clock` gives seconds, `chance` the jitter of pauses.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class RemoteReward:
         token: SecretStr | None = None,
         settings: RemoteRewardConfig | None = None,
         *,
+        pauses: Pauses = PAUSES,
         clock: Callable[[], float] = time.monotonic,
         chance: random.Random | None = None,
     ):
@@ -82,8 +83,8 @@ class RemoteReward:
         self.label, self.url, self.settings = label, url, settings or RemoteRewardConfig()
         self._token, self._clock = token, clock
         chance = chance or random.Random()  # noqa: S311  (spreads retries; not to be secret)
-        self._pause_s = growing_pauses(self.settings.retry_s, self.settings.retry_max_s, chance)
-        self._breaker = CircuitBreaker(self.settings.breaker_failures, self.settings.breaker_pause_s, clock)
+        self._pause_s = growing_pauses(pauses.retry_s, pauses.retry_max_s, chance)
+        self._breaker = CircuitBreaker(pauses.breaker_failures, pauses.breaker_pause_s, clock)
         self._scores: dict[int, Future[float]] = {}
         self._failure: Exception | None = None
         self._lock = threading.Lock()
@@ -229,9 +230,9 @@ class RemoteReward:
         where = f"sequence {ids[0]}" + (f" and {len(ids) - 1} more" if len(ids) > 1 else "")
         if not failure.transient:
             raise RewardError(f"{what}; {where} cannot be scored, and asking again would not help")
-        if settings.on_failure == "stop":
+        if settings.give_up_s == 0:
             raise RewardError(
-                f"{what}; {where} cannot be scored, and remote.on_failure is stop: mend the service, or choose wait"
+                f"{what}; {where} cannot be scored, and remote.give_up_s is 0: mend the service, or give it time"
             )
         if left_s <= 0:
             raise RewardError(
@@ -268,7 +269,7 @@ class RemoteReward:
         if (coding := headers.get("content-encoding", "identity").lower()) != "identity":
             raise _Failure(f"sent its answer encoded ({self._shown(coding)}), although asked for identity")
         try:
-            return read_answer(answer, ids, self.settings.min_score, self.settings.max_score)
+            return read_answer(answer, ids, *self.settings.score_range)
         except RewardError as error:
             raise _Failure(f"gave no usable answer: {self._shown(str(error))}") from None
 

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 REFUSED = {400, 401, 403, 404, 405, 413, 415, 422}
 RETRY_S, RETRY_MAX_S = 0.1, 5.0
+TIMEOUT_S, GIVE_UP_S = 60.0, 600.0
+"""One request, from connecting to the last byte of its answer; and for how long it may fail before the run ends."""
+
 ROWS_A_REQUEST = 64
 TOKENS_A_REQUEST = 500_000
 """So that one request of 64 long sequences, which a service that was started again asks for, is below its limit of bytes."""
@@ -61,14 +64,14 @@ class _Sequence:
 class ScorerStream:
     """One client of the service.  `offer` returns at once; a thread sends, in order, all that has come meanwhile."""
 
-    def __init__(self, settings: StreamConfig, token: SecretStr | None = None):
+    def __init__(self, settings: StreamConfig, token: SecretStr | None = None, give_up_s: float = GIVE_UP_S):
         try:
             import httpx
         except ImportError as error:
             raise ConfigError("a scorer that is streamed to needs the package httpx; install it") from error
         headers = {} if token is None else {"authorization": f"Bearer {token.get_secret_value()}"}
-        self._http = httpx.Client(headers=headers, timeout=settings.timeout_s, trust_env=False)
-        self._settings, self._session = settings, uuid.uuid4().hex
+        self._http = httpx.Client(headers=headers, timeout=TIMEOUT_S, trust_env=False)
+        self._settings, self._give_up_s, self._session = settings, give_up_s, uuid.uuid4().hex
         self._sequences: dict[int, _Sequence] = {}
         self._changed = threading.Condition()
         self._failure: Exception | None = None
@@ -156,7 +159,7 @@ class ScorerStream:
 
     def _post(self, request: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Raises RewardError for what time does not mend, and after `give_up_s`."""
-        limit = stop_before_delay(self._settings.give_up_s)
+        limit = stop_before_delay(self._give_up_s)
         asking = Retrying(
             retry=retry_if_exception_type(_NoAnswer),
             wait=wait_exponential(multiplier=RETRY_S, max=RETRY_MAX_S),
@@ -167,8 +170,7 @@ class ScorerStream:
             return asking(self._post_once, json.dumps(request), request)
         except _NoAnswer as failure:
             raise RewardError(
-                f"the scorer at {self._settings.url} {failure}, for {self._settings.give_up_s:g} s; start it, or raise "
-                "scorer.give_up_s"
+                f"the scorer at {self._settings.url} {failure}, for {self._give_up_s:g} s; start it"
             ) from failure
 
     def _post_once(self, body: str, request: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ config.yaml       resolved configuration          summary.json      figures of t
 checkpoints/      what `--resume` continues from
 metrics.jsonl     a line a step                   quarantine.jsonl  rows refused and why
 trace.json        what each rank did, and when    weights/          final weights
-hosts.json        where each rank ran             schedules.txt     each round's schedule (`logging.actions`)
+hosts.json        where each rank ran             schedules.txt     each round's schedule (`debug.actions`)
 rejected/           batches that a guard found fault with, for `oppo replay`
 rollbacks.jsonl   what was left out where a guard went back to a checkpoint
 stacks/           what each rank's threads were at where the run stood still
@@ -30,6 +30,7 @@ from typing import Any, TextIO
 import yaml
 
 from oppo_megatron.config.paths import irregular_path
+from oppo_megatron.config.renamed import with_new_names
 from oppo_megatron.errors import ConfigError, DataError
 from oppo_megatron.rundir.checkpoints import CheckpointStore
 from oppo_megatron.rundir.space import free_bytes, megabytes
@@ -47,7 +48,7 @@ PRODUCTS = (
 )  # fmt: skip
 
 
-RESOLVED = frozenset({"run_dir", "logging", "checkpoint", "preempt", "stall"})
+RESOLVED = frozenset({"run_dir", "logging", "checkpoint", "preempt_deadline_s", "stall_deadline_s"})
 """Sections that each run's own `config.yaml` has, where a user writes down those alone that are to differ."""
 
 
@@ -139,12 +140,12 @@ class RunDirectory:
             raise ConfigError(problems)
 
     def settings(self) -> dict[str, Any]:
-        """What the run's `config.yaml` says, unchecked; nothing where there is none that can be read."""
+        """What the run's `config.yaml` says, unchecked, by this version's names; nothing where none can be read."""
         try:
             tree = yaml.safe_load(self.config.read_bytes()) if self.config.is_file() else None
         except (yaml.YAMLError, RecursionError, ValueError):
             return {}
-        return tree if isinstance(tree, dict) else {}
+        return with_new_names(tree) if isinstance(tree, dict) else {}
 
     def last_saved(self) -> tuple[str, int] | None:
         """Name and time (ns) of the last checkpoint, which are others once another has been written; None where there is none."""

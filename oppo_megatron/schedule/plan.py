@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from oppo_megatron.config.overlap import DeltaConfig, OverlapConfig
+from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.placements import decodes_and_scores
 from oppo_megatron.schedule.rounds import Site
 
@@ -24,12 +25,13 @@ class StepPlan:
     forward_ahead: bool
 
 
-def plan_step(overlap: OverlapConfig) -> StepPlan:
+def plan_step(config: TrainConfig) -> StepPlan:
     """The plan that the intra-step switch asks for."""
+    stream = config.overlap.intra
     return StepPlan(
-        stream=overlap.intra,
-        wait_for_critic=not (overlap.intra and overlap.hide_critic),
-        forward_ahead=overlap.intra and overlap.forward_ahead,
+        stream=stream,
+        wait_for_critic=not stream or "critic" in config.debug.wait_for,
+        forward_ahead=stream and "scores" not in config.debug.wait_for,
     )
 
 
@@ -47,13 +49,13 @@ def round_generator(overlap: OverlapConfig, site: Site) -> str:
     return "woven" if decodes_and_scores(site.placements) else "intra"
 
 
-def late_scorers(overlap: OverlapConfig, site: Site) -> frozenset[str]:
+def late_scorers(site: Site) -> frozenset[str]:
     """Roles that score a batch when it is complete, in the time that the actor would wait for scorers elsewhere.
 
     They lie on the actor's ranks alone, and its pipeline has no bubbles in which they could score beside its decoding.
     """
     actor = site.placements["actor"]
-    if overlap.beside_actor == "stream" or actor.pp > 1 or not site.listeners:
+    if actor.pp > 1 or not site.listeners:
         return frozenset()
     own = set(actor.ranks)
     return frozenset(role for role, placement in site.placements.items() if role != "actor" and set(placement.ranks) <= own)

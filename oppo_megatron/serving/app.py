@@ -19,9 +19,9 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, SecretStr, ValidationError
 from starlette.requests import ClientDisconnect
 
-from oppo_megatron.config.remote import RequestLimitsConfig
 from oppo_megatron.errors import RewardError
 from oppo_megatron.rewards import protocol
+from oppo_megatron.serving.limits import LIMITS, RequestLimits
 
 Scorer = Callable[[Sequence[protocol.Item]], list[float]]
 Asked = TypeVar("Asked")
@@ -48,7 +48,7 @@ class Gate(Generic[Asked, Found]):
         self,
         read: Callable[[bytes], Asked],
         score: Callable[[Asked], Found],
-        limits: RequestLimitsConfig,
+        limits: RequestLimits,
         token: SecretStr | None,
     ):
         self._read, self._score, self._limits = read, score, limits
@@ -62,7 +62,7 @@ class Gate(Generic[Asked, Found]):
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise Refusal(415, "the body must be application/json")
         if self._waiting >= self._limits.max_waiting:
-            raise Refusal(429, f"{self._waiting} requests are waiting (limits.max_waiting)", **{"Retry-After": "1"})
+            raise Refusal(429, f"{self._waiting} requests are waiting", **{"Retry-After": "1"})
         self._waiting += 1
         try:
             asked = self._read(await self._body(request))
@@ -80,7 +80,7 @@ class Gate(Generic[Asked, Found]):
     async def _body(self, request: Request) -> bytes:
         """Read no further than allowed, whatever the request says of its length."""
         limit = self._limits.max_bytes
-        too_large = Refusal(413, f"the body has more than {limit} bytes (limits.max_bytes)")
+        too_large = Refusal(413, f"the body has more than {limit} bytes")
         announced = request.headers.get("content-length", "")
         if announced.isdigit() and (len(announced) > 18 or int(announced) > limit):
             raise too_large
@@ -96,7 +96,7 @@ class Gate(Generic[Asked, Found]):
         try:
             return await asyncio.wait_for(read(), self._limits.read_s)
         except asyncio.TimeoutError:
-            raise Refusal(408, f"the body did not come within {self._limits.read_s:g} s (limits.read_s)") from None
+            raise Refusal(408, f"the body did not come within {self._limits.read_s:g} s") from None
         except ClientDisconnect:
             raise Refusal(400, "the body ended early") from None
 
@@ -111,14 +111,14 @@ def read_message(kind: type[Message], body: bytes, what: str) -> Message:
         raise Refusal(422, f"not JSON: {str(error)[:100]}") from None
 
 
-def _read_items(limits: RequestLimitsConfig, body: bytes) -> list[protocol.Item]:
+def _read_items(limits: RequestLimits, body: bytes) -> list[protocol.Item]:
     items = read_message(protocol.Request, body, "scores").items
     if len(items) > limits.max_items:
-        raise Refusal(413, f"{len(items)} items are more than {limits.max_items} (limits.max_items)")
+        raise Refusal(413, f"{len(items)} items are more than {limits.max_items}")
     longest = max(max(len(item.prompt), len(item.response)) for item in items)
     if longest > limits.max_characters:
         raise Refusal(
-            413, f"a text has {longest} characters, more than {limits.max_characters} (limits.max_characters)"
+            413, f"a text has {longest} characters, more than {limits.max_characters}"
         )
     if len({item.id for item in items}) < len(items):
         raise Refusal(422, "an id stands twice")
@@ -143,7 +143,7 @@ def new_app() -> FastAPI:
     return app
 
 
-def build_app(score: Scorer, limits: RequestLimitsConfig, token: SecretStr | None) -> FastAPI:
+def build_app(score: Scorer, token: SecretStr | None, limits: RequestLimits = LIMITS) -> FastAPI:
     """The service.  `score` gives a number for each item, or raises RewardError; it is called from one thread only."""
     app = new_app()
     gate = Gate(partial(_read_items, limits), score, limits, token)

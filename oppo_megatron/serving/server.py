@@ -62,13 +62,13 @@ def _reward_app(
     config: ServeRewardConfig, environment: Mapping[str, str], token: SecretStr | None
 ) -> Iterator[FastAPI]:
     with open_scorer(config, environment) as score:
-        yield build_app(score, config.limits, token)
+        yield build_app(score, token)
 
 
 @contextmanager
 def _scorer_app(config: ServeScorerConfig, token: SecretStr | None) -> Iterator[FastAPI]:
     with open_stream_scorer(config) as scorer:
-        yield build_stream_app(scorer.extend, config.limits, token)
+        yield build_stream_app(scorer.extend, token)
 
 
 def _listen(host: str, port: int, *, guarded: bool) -> socket.socket:

@@ -13,8 +13,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, StrictBool, StrictInt, StrictStr
 
-from oppo_megatron.config.remote import RequestLimitsConfig
 from oppo_megatron.serving.app import Gate, Refusal, new_app, read_message
+from oppo_megatron.serving.limits import LIMITS, RequestLimits
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
@@ -51,7 +51,7 @@ class Known(BaseModel):
 Extend = Callable[[str, Sequence[Piece]], list[Known]]
 
 
-def build_stream_app(extend: Extend, limits: RequestLimitsConfig, token: SecretStr | None) -> FastAPI:
+def build_stream_app(extend: Extend, token: SecretStr | None, limits: RequestLimits = LIMITS) -> FastAPI:
     """The service.  `extend` is called from one thread only; it may raise RewardError."""
     app = new_app()
     gate = Gate(partial(_read_extension, limits), lambda asked: extend(asked.session, asked.rows), limits, token)
@@ -64,10 +64,10 @@ def build_stream_app(extend: Extend, limits: RequestLimitsConfig, token: SecretS
     return app
 
 
-def _read_extension(limits: RequestLimitsConfig, body: bytes) -> Extension:
+def _read_extension(limits: RequestLimits, body: bytes) -> Extension:
     asked = read_message(Extension, body, "streamed scores")
     if len(asked.rows) > limits.max_items:
-        raise Refusal(413, f"{len(asked.rows)} rows are more than {limits.max_items} (limits.max_items)")
+        raise Refusal(413, f"{len(asked.rows)} rows are more than {limits.max_items}")
     if len({row.id for row in asked.rows}) < len(asked.rows):
         raise Refusal(422, "an id stands twice")
     return asked

@@ -59,12 +59,12 @@ def run_rank(kind: str, config: Any) -> int:
 
 
 def _run_train(config: TrainConfig) -> int:
-    inputs, preemption = read_inputs(config), Preemption(config.preempt)
+    inputs, preemption = read_inputs(config), Preemption(config.preempt_deadline_s)
     try:
         with (
             open_world(config.runtime) as world,
             RunDirectory(config.run_dir).held() if world.rank == 0 else nullcontext(),
-            watched(world, config.stall, config.run_dir, "train"),
+            watched(world, config.stall_deadline_s, config.run_dir, "train"),
             preemption.listening(),
         ):
             require_memory(config, world)

@@ -71,7 +71,7 @@ class Evaluator:
         self.runtime, self.max_slots, self.kv_budget_bytes = runtime, max_slots, kv_budget_bytes
         self.sampling = Sampling(temperature=config.temperature, seed=seed)
         self.stop = None if early_stop is None else EarlyStop(early_stop)
-        count = min(len(prompts), config.max_prompts)
+        count = min(len(prompts), config.max_rows)
         once = PromptStream(prompts, 0, epochs=1, limit=count, shuffle=False)
         self.prompts: Sequence[Prompt] = [
             replace(prompt, seq_id=place * config.samples + sample)
@@ -112,7 +112,7 @@ class Evaluator:
             name: (shared[2 * k], shared[2 * k + 1] if shared[2 * k + 1] >= 0 else None) for k, name in enumerate(names)
         }
         if self.stop is not None:
-            self.stop.observe(step, figures[self.stop.config.metric][0])
+            self.stop.observe(step, figures[self.stop.config.standard.metric][0])
         return figures
 
     def state_dict(self) -> dict[str, Any] | None:

@@ -81,7 +81,7 @@ class Heldout(Generic[RowT]):
             moments = sum_over_ranks(moments_of(rows, width), self.world.device)
         figures = dict(zip(self.metrics, ratios(moments, width), strict=True))
         if self.stop is not None:
-            self.stop.observe(step, figures[self.stop.config.metric][0])
+            self.stop.observe(step, figures[self.stop.config.standard.metric][0])
         return figures
 
     def state_dict(self) -> dict[str, Any] | None:

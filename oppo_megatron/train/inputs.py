@@ -49,8 +49,9 @@ class Inputs:
 
 def read_inputs(config: TrainSettings) -> Inputs:
     """Tokenizer, prompts, rewards, a length trace.  Raises ConfigError, DataError or RewardError for what cannot be used."""
-    tokenizer, lengths = load_tokenizer(config.tokenizer, config.actor.checkpoint), forced_quantile(config.rollout)
-    require_stop_texts(config.rollout.stop, tokenizer, "rollout.stop", "rollout.stop_token_ids")
+    tokenizer = load_tokenizer(config.tokenizer, config.actor.checkpoint)
+    lengths = forced_quantile(config.debug.lengths, config.rollout.max_response_tokens)
+    require_stop_texts(config.rollout.stop_texts, tokenizer, "rollout.stop", "rollout.stop")
     rewards, quarantine = build_reward_functions(config.rewards), Quarantine()
     prompts = load_prompts(config.data, tokenizer, quarantine=quarantine, check=rewards.check)
     heldout = judges = None

@@ -61,7 +61,7 @@ class TrainingLoop:
             self._evaluate(last=False)
         while not self.over:
             with self.world.activity.doing(f"step {self.state.done + 1}"):
-                complete = self._step(self.state.done + 1, plan_step(self.config.overlap))
+                complete = self._step(self.state.done + 1, plan_step(self.config))
             if complete:
                 self._evaluate(last=self.over)
             if not complete or self.saver.due(self.state.done):

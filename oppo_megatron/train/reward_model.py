@@ -32,7 +32,7 @@ class RewardModelling:
     def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[Pair]:
         """Rows of prompt, chosen and rejected answer.  Raises DataError."""
         return load_pairs(
-            config.data, tokenizer, max_tokens=config.max_tokens, long_rows=config.long_rows, quarantine=quarantine
+            config.data, tokenizer, max_tokens=config.max_tokens, long_rows=config.data.long_rows, quarantine=quarantine
         )
 
     def num_tokens(self, row: Pair) -> int:

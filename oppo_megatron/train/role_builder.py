@@ -88,7 +88,7 @@ class RoleBuilder:
             site,
             round_generator(config.overlap, site),
             self._stopping.limit,
-            rank=None if config.logging.actions else rank,  # schedules.txt shows all ranks
+            rank=None if config.debug.actions else rank,  # schedules.txt shows all ranks
         )
         first: RoleWorker | None = decode if decode is not None else listen
         assert first is not None
@@ -112,14 +112,15 @@ class RoleBuilder:
 
     @property
     def _stopping(self) -> Stopping:
-        tokenizer = self.tokenizer
-        return Stopping.of(self.config.rollout, tokenizer.eos_ids, self.config.seed, self.lengths, tokenizer.decode)
+        config, tokenizer = self.config, self.tokenizer
+        return Stopping.of(
+            config.rollout, tokenizer.eos_ids, config.seed, self.lengths, tokenizer.decode, config.debug.lengths
+        )
 
     @property
     def heldout_stopping(self) -> Stopping:
         """As in training, but for forced lengths."""
-        rollout = self.config.rollout.model_copy(update={"forced_lengths": None})
-        return Stopping.of(rollout, self.tokenizer.eos_ids, self.config.seed, decode=self.tokenizer.decode)
+        return Stopping.of(self.config.rollout, self.tokenizer.eos_ids, self.config.seed, decode=self.tokenizer.decode)
 
     def _decode_worker(self, actor: Actor | None) -> DecodeWorker | None:
         if actor is None:

@@ -107,7 +107,7 @@ def _assemble(
 
 def _critic_placement(config: TrainConfig, site: Site) -> CriticPlacement:
     shares_ranks = not set(site.placements["critic"].ranks).isdisjoint(site.placements["actor"].ranks)
-    return CriticPlacement(shares_ranks, plan_step(config.overlap).wait_for_critic)
+    return CriticPlacement(shares_ranks, plan_step(config).wait_for_critic)
 
 
 def _scheduler(config: TrainConfig, prompts: PromptStream) -> OvercommitScheduler:
@@ -122,8 +122,8 @@ def _tracer(config: TrainConfig, rank: int, site: Site) -> RoundTracer:
         SpanRecorder(rank, config.run_dir if config.logging.trace else None),
         CostMeter({role: placement.pp for role, placement in site.placements.items()}),
         site,
-        actions=config.logging.actions,
-        schedules=schedules if config.logging.actions and rank == site.source else None,
+        actions=config.debug.actions,
+        schedules=schedules if config.debug.actions and rank == site.source else None,
     )
 
 

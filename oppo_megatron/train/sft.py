@@ -32,7 +32,7 @@ class FineTuning:
     def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[Completion]:
         """Rows of prompt and completion.  Raises DataError."""
         return load_completions(
-            config.data, tokenizer, max_tokens=config.max_tokens, long_rows=config.long_rows, quarantine=quarantine
+            config.data, tokenizer, max_tokens=config.max_tokens, long_rows=config.data.long_rows, quarantine=quarantine
         )
 
     def num_tokens(self, row: Completion) -> int:

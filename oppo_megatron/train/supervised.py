@@ -59,10 +59,10 @@ def run_reward_model(config: RewardModelConfig) -> bool:
 
 
 def _run(config: SupervisedConfig, task: Task[RowT]) -> bool:
-    preemption = Preemption(config.preempt)
+    preemption = Preemption(config.preempt_deadline_s)
     with (
         open_world(config.runtime) as world,
-        watched(world, config.stall, config.run_dir, task.title),
+        watched(world, config.stall_deadline_s, config.run_dir, task.title),
         preemption.listening(),
     ):
         require_memory(config, world)

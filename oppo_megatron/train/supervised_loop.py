@@ -128,7 +128,7 @@ class SupervisedTrainer(Generic[RowT]):
             config.batch_size,
             config.seed,
             config.epochs,
-            config.max_steps,
+            config.steps,
             config.data.shuffle,
             self.passed,
         )

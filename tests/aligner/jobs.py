@@ -19,7 +19,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from nemo_aligner.models.nlp.gpt.gpt_reward_model import GPTRewardModel
 from pydantic import SecretStr
 
-from oppo_megatron.config.remote import RequestLimitsConfig
 from oppo_megatron.errors import OppoError
 from oppo_megatron.serving.stream_app import Known, Piece, build_stream_app
 from tests.aligner.actor import start_megatron, weights
@@ -122,7 +121,7 @@ def run_streamed(job: Job) -> dict[str, Any]:
     """As `run`, with rewards that are streamed to a service."""
     os.environ["ALIGNER_TEST_TOKEN"] = TOKEN
     recorder = Recorder()
-    with served_app(build_stream_app(recorder.extend, RequestLimitsConfig(), SecretStr(TOKEN))) as url:
-        block = {**(job.oppo or {}), "scorer": {"url": url, "token_env": "ALIGNER_TEST_TOKEN", "give_up_s": 5.0}}
+    with served_app(build_stream_app(recorder.extend, SecretStr(TOKEN))) as url:
+        block = {**(job.oppo or {}), "scorer": {"url": url, "token_env": "ALIGNER_TEST_TOKEN"}}
         done = run(replace(job, oppo=block))
     return done | {"pieces": recorder.pieces, "lengths": {i: len(t) for i, t in recorder.tokens.items()}}

@@ -4,7 +4,7 @@
                                  [--how killed stopped hangs] [--rank 0 1]
 
 asynchronous: in the thread that writes a checkpoint beside the run.  Each case is a run of two ranks, one of the actor and one of
-the scorers, with stall.deadline_s 4; 20 where a rank is killed, or its peer would be found standing still before those that are
+the scorers, with stall_deadline_s 4; 20 where a rank is killed, or its peer would be found standing still before those that are
 left are ended.  Prints a line a case; exit code 1 where one failed.
 """
 
@@ -35,9 +35,9 @@ def run_case(workspace: Workspace, at: str, rank: int, how: str) -> str:
         "steps": 6,
         "placement": {"mode": "disaggregated"},
         "overlap.intra": True,
-        "stall": {"deadline_s": STALL_S[how]},
+        "stall_deadline_s": STALL_S[how],
         "checkpoint": {"every_steps": 1, "asynchronous": at == "asynchronous"},
-        "evaluation": {"data": heldout, "verifier": "arithmetic", "max_prompts": 3, "every_steps": 1},
+        "evaluation": {"data": heldout, "verifier": "arithmetic", "max_rows": 3, "every_steps": 1},
     }
     told, seconds = struck(deep(workspace, f"{at}-{rank}-{how}", **changes), at, rank, how)
     assert NAMED[how].format(rank) in told, told

@@ -37,7 +37,7 @@ LAYOUTS: dict[str, tuple[float, dict[str, Any]]] = {
 def preempt(name: str, moments: int, draw: random.Random, workspace: Workspace) -> None:
     """Stop a run of this layout so many times, and compare.  Raises AssertionError."""
     steps = STEPS_A_STOP * moments + 2
-    changes = CARRIED | {"steps": steps, "placement": LAYOUTS[name][1], "preempt": {"deadline_s": DEADLINE_S}}
+    changes = CARRIED | {"steps": steps, "placement": LAYOUTS[name][1], "preempt_deadline_s": DEADLINE_S}
     label = "".join(c for c in name if c.isalpha())
     plain = deep(workspace, f"{label}-plain", **changes)
     finish(plain)
@@ -80,7 +80,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
     args = parser.parse_args()
-    print(f"seed {args.seed}, {args.moments} moments, preempt.deadline_s {DEADLINE_S:g}", flush=True)
+    print(f"seed {args.seed}, {args.moments} moments, preempt_deadline_s {DEADLINE_S:g}", flush=True)
     with tempfile.TemporaryDirectory(prefix="oppo-preemptions-") as folder:
         workspace = Workspace.create(Path(folder))
         for name in args.layouts:

@@ -37,7 +37,7 @@ def train(config: dict[str, Any]) -> None:
     """One rank of a whole PPO run, as `oppo train` starts it."""
     checked = TrainConfig(**config)
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    run_ppo(checked, world, read_inputs(checked), Preemption(checked.preempt))
+    run_ppo(checked, world, read_inputs(checked), Preemption(checked.preempt_deadline_s))
 
 
 def train_with_environment(config: dict[str, Any], environment: dict[str, str]) -> None:
@@ -147,7 +147,7 @@ def run_rank_within(kind: str, config: Any) -> int:
 def train_until(config: dict[str, Any], rounds: int, rank: int = 0) -> bool:
     """`train`, where `rank` alone is told to stop once it has begun so many rounds; whether the run ended by itself."""
     checked = TrainConfig(**config)
-    preemption = Preemption(checked.preempt)
+    preemption = Preemption(checked.preempt_deadline_s)
     run, begun = RoundRunner.run, 0
 
     def counting(runner: RoundRunner, *args: Any) -> Any:
@@ -165,7 +165,7 @@ def train_until(config: dict[str, Any], rounds: int, rank: int = 0) -> bool:
 def train_with_sigterm(config: dict[str, Any], rank: int, after_s: float) -> bool:
     """`train`, where `rank` gets a SIGTERM some seconds after it has built its models; whether the run ended by itself."""
     checked = TrainConfig(**config)
-    preemption = Preemption(checked.preempt)
+    preemption = Preemption(checked.preempt_deadline_s)
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     timer = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGTERM))
     run = TrainingLoop.run

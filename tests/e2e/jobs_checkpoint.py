@@ -50,7 +50,7 @@ def resume_to_the_end(config: dict[str, Any]) -> str:
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     checked = TrainConfig(**config)
     with open_world(checked.runtime) as world:
-        assert run_ppo(checked, world, read_inputs(checked), Preemption(checked.preempt))
+        assert run_ppo(checked, world, read_inputs(checked), Preemption(checked.preempt_deadline_s))
     return weights_digest(Path(config["run_dir"]))
 
 
@@ -97,7 +97,7 @@ def libraries_armed(fault: Fault) -> Iterator[None]:
 
 def restored(config: TrainConfig, world: World, inputs: Inputs, found: Found) -> TrainingLoop:
     """A fresh loop that continues from `found`, without a journal's files."""
-    saver = Saver(config, world, inputs.prompts, Preemption(config.preempt))
+    saver = Saver(config, world, inputs.prompts, Preemption(config.preempt_deadline_s))
     loop = build_loop(config, world, inputs, saver, _no_rollbacks(config, inputs), found.ahead(frozenset()))
     saver.restore(loop.state, found)
     return loop
@@ -116,7 +116,7 @@ def run_with_small_files(config: dict[str, Any], num_bytes: int, within: str) ->
             clear_when_full(checked.run_dir),
             _limited(module, name, num_bytes) if within else contextlib.nullcontext(),
         ):
-            run_ppo(checked, world, read_inputs(checked), Preemption(checked.preempt))
+            run_ppo(checked, world, read_inputs(checked), Preemption(checked.preempt_deadline_s))
     except OppoError as error:
         return type(error).__name__, str(error)
     return "", ""
@@ -149,7 +149,7 @@ def run_with_a_slow_disk(config: dict[str, Any], late_s: float, full_on: int | N
 
     with mock.patch.object(CheckpointWriting, "run", slow), mock.patch.object(TrainingLoop, "_step", noted):
         try:
-            run_ppo(checked, world, read_inputs(checked), Preemption(checked.preempt))
+            run_ppo(checked, world, read_inputs(checked), Preemption(checked.preempt_deadline_s))
         except OppoError as error:
             return f"{type(error).__name__}: {error}", steps
     return "", steps
@@ -202,7 +202,7 @@ class Subject:
     def __init__(self, config: TrainConfig):
         self.config, self.world = config, World(0, 1, torch.device("cpu"))
         inputs = read_inputs(config)
-        self.saver = Saver(config, self.world, inputs.prompts, Preemption(config.preempt))
+        self.saver = Saver(config, self.world, inputs.prompts, Preemption(config.preempt_deadline_s))
         self.loop = build_loop(config, self.world, inputs, self.saver, _no_rollbacks(config, inputs))
         planner = self.loop.rounds.planner
         self._books = {"actor": planner.actor, **planner.scorers}

@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.cluster.world import World
-from oppo_megatron.config.reliability import PreemptConfig
 from oppo_megatron.config.run import RewardModelConfig, SFTConfig
 from oppo_megatron.train.reward_model import RewardModelling
 from oppo_megatron.train.saving.preemption import Preemption
@@ -20,7 +19,7 @@ from oppo_megatron.train.supervised import train_supervised
 def train(kind: str, settings: dict[str, Any], stop_after: int | None = None) -> None:
     """As `run_sft` and `run_reward_model`, in the process group that the test's ranks already have."""
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    preemption = Preemption(PreemptConfig())
+    preemption = Preemption()
     if stop_after is not None:
         preemption = StopAfter(stop_after)
     if kind == "sft":
@@ -33,7 +32,7 @@ class StopAfter(Preemption):
     """Told to stop within step `step`, on the last rank alone."""
 
     def __init__(self, step: int):
-        super().__init__(PreemptConfig())
+        super().__init__()
         self.left = step
 
     def agreed_with(self, mine: bool, activity: Activity | None = None) -> tuple[bool, bool]:

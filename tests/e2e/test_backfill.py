@@ -18,8 +18,7 @@ BACKFILL = {
     "overlap.inter": True,
     "overlap.delta": {"rule": "fixed", "initial": DELTA, "min": DELTA, "max": DELTA},
     "overlap.chunk.tokens": EVERY,
-    "overlap.backfill": True,
-    "overlap.backfill_every": EVERY,
+    "overlap.backfill": EVERY,
 }
 
 
@@ -54,7 +53,7 @@ def test_decoding_stays_full(workspace: Workspace, backfilled: Outcome) -> None:
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("pp2-m3", {"placement": {"mode": "colocated", "actor": {"pp": 2}}, "overlap.weave": {"micro_batches": 3}}),
+        ("pp2-m3", {"placement": {"mode": "colocated", "actor": {"pp": 2}}, "overlap.weave": [3, "auto"]}),
         ("dp2-streamed", {"placement": {"mode": "disaggregated", "actor": {"dp": 2}}}),
         pytest.param(
             "tp2-scorer-dp2",
@@ -63,7 +62,7 @@ def test_decoding_stays_full(workspace: Workspace, backfilled: Outcome) -> None:
         ),
         pytest.param(
             "pp2-dp2-m2",
-            {"placement": {"mode": "colocated", "actor": {"pp": 2, "dp": 2}}, "overlap.weave.micro_batches": 2},
+            {"placement": {"mode": "colocated", "actor": {"pp": 2, "dp": 2}}, "overlap.weave": [2, "auto"]},
             marks=pytest.mark.long,
         ),
         # nine slots of the actor's half of a cache are four of a whole one
@@ -96,7 +95,7 @@ def test_batches_do_not_depend_on_the_chunk_size(workspace: Workspace, backfille
 
 
 def test_a_chunk_that_adapts_changes_no_batch(workspace: Workspace, backfilled: Outcome) -> None:
-    """It is searched for among sizes up to `backfill_every`, also such that do not divide it."""
+    """It is searched for among sizes up to that of `overlap.backfill`, also such that do not divide it."""
     chunk = {"tokens": EVERY, "adaptive": True, "candidates": [3, 64]}
     run = run_ppo_ranks(deep(workspace, "adaptive", **BACKFILL | {"overlap.chunk": chunk}))
     assert {line["chunk_tokens"] for line in run.metrics} == {3, EVERY}

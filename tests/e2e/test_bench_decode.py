@@ -46,7 +46,7 @@ def test_sequences_end_at_the_lengths_asked_for_and_no_peer_beats_the_machine(
     )
     assert "most tokens/s" in capsys.readouterr().out and found["peaks"]["gemm_gflops"]["1"] > 0
 
-    stopping = DecodeWork({}, [4], 6, 8, 1, 1, forced_lengths={"trace": str(trace), "scale": 1.0}).stopping
+    stopping = DecodeWork({}, [4], 6, 8, 1, 1, forced_lengths={"forced_lengths": str(trace)}).stopping
     assert {stopping.limit(i) - 1 for i in range(200)} == {1, 2, 3, 4, 8}, "the trace's, cut at --new"
 
 

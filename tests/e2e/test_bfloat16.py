@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from oppo_megatron.config.ppo import PPOConfig
+from oppo_megatron.config.guards import GapGuardConfig
 from tests.support.layouts import DEEP, Layout, parallel
 from tests.support.ppo import Outcome, Workspace, run_ppo_ranks
 from tests.support.ranks import run_ranks
@@ -46,7 +46,7 @@ def half(workspace: Workspace) -> Outcome:
 
 
 def limit() -> float:
-    found = PPOConfig().gap_limit("bfloat16", 1.0)
+    found = GapGuardConfig().in_numbers("bfloat16", 1.0)
     assert found is not None
     return found
 
@@ -156,7 +156,7 @@ def test_supervised_stages_learn_as_in_float32(workspace: Workspace, tmp_path: P
             "run_dir": run,
             "batch_size": 8,
             "max_tokens": 120,
-            "max_steps": 8,
+            "steps": 8,
             "epochs": 8,
             "parallel": {"dp": ranks},
             "tokenizer": {"path": workspace.root / "tokenizer.model"},

@@ -71,7 +71,7 @@ def test_what_was_sent_to_a_slow_rank_outlives_the_round(tmp_path_factory: pytes
     """A last stage has nothing to wait for at a round's end; also in an evaluation, whose executor goes with it."""
     workspace = Workspace.create(tmp_path_factory.mktemp("slow"))
     heldout = {"path": str(workspace.root / "data" / "heldout.jsonl"), "max_prompt_tokens": 96}
-    evaluation = {"data": heldout, "verifier": "arithmetic", "max_prompts": 3}
+    evaluation = {"data": heldout, "verifier": "arithmetic", "max_rows": 3}
     placement = {"mode": "colocated", "actor": {"pp": 2}}
     changes = {"runtime.timeout_s": TIMEOUT_S, "steps": 1, "rollout.max_response_tokens": 6}
     config = workspace.config("slow", placement=placement, evaluation=evaluation, **changes)

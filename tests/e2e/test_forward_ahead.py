@@ -19,10 +19,10 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 
 
 def both(workspace: Workspace, name: str, **changes: Any) -> tuple[Outcome, Outcome]:
-    """The run with `overlap.forward_ahead` and the run without."""
+    """The run whose actor begins its update ahead of the last scores, and the run without."""
     ahead, after = (
         run_ppo_ranks(
-            workspace.config(f"{name}-{value}", **PAIR, **FULL, **changes, **{"overlap.forward_ahead": value})
+            workspace.config(f"{name}-{value}", **PAIR, **FULL, **changes, **{"debug.wait_for": [] if value else ["scores"]})
         )
         for value in (True, False)
     )
@@ -44,7 +44,7 @@ def spans_of(workspace: Workspace, name: str, step: int) -> list[Span]:
     [
         ("pair", {}),
         ("whole", {"ppo.epochs": 1, "ppo.minibatches": 1, "runtime.micro_batch_tokens": 150}),
-        ("decoupled", {"ppo.staleness": {"correction": "decoupled"}}),
+        ("decoupled", {"ppo.staleness": "decoupled"}),
         ("tp", {"placement.actor": {"tp": 2}}),
         ("dp", {"placement.actor": {"dp": 2}}),
         ("training-layout", {"placement.actor": {"tp": 2}, "actor.train": {"tp": 1, "dp": 2}}),
@@ -79,7 +79,8 @@ def test_a_batch_that_is_not_trained_leaves_nothing_begun(workspace: Workspace) 
     for value in (True, False):
         options = {"name": f"second step {value}", "good": 6, "bad": 6}
         part = {"kind": "python", "entry_point": "tests.e2e.rewards:breaks", "options": options}
-        changes = {"reward": None, "rewards": [part], "guards": {"non_finite": "skip"}, "overlap.forward_ahead": value}
+        changes = {"reward": None, "rewards": [part], "guards": {"non_finite": "skip"}}
+        changes["debug.wait_for"] = [] if value else ["scores"]
         found.append(run_ppo_ranks(workspace.config(f"skip-{value}", **PAIR, **FULL, **changes)))
     for outcome in found:
         assert [line["skipped"] is not None for line in outcome.metrics] == [False, True, False]
@@ -88,20 +89,18 @@ def test_a_batch_that_is_not_trained_leaves_nothing_begun(workspace: Workspace) 
     assert weight_distance(ahead.actor, after.actor) == weight_distance(ahead.critic, after.critic) == 0.0
 
 
-@pytest.mark.parametrize("beside", ["last", "stream"])
-def test_a_reference_beside_the_actor_comes_to_the_same(workspace: Workspace, beside: str) -> None:
-    """Whenever it reads: tokens to the bit, weights to the rounding of prefill in one go."""
+def test_a_reference_beside_the_actor_comes_to_the_same(workspace: Workspace) -> None:
+    """It reads the batch last: tokens to the bit, weights to the rounding of prefill in one go."""
     placement = {"mode": "disaggregated", "reference": "actor"}
     steady = {"actor.optimizer": {"lr": 2e-3, "eps": 1e-4}, "critic.optimizer": {"lr": 2e-3, "eps": 1e-4}}
-    apart = run_ppo_ranks(workspace.config(f"apart-{beside}", **PAIR, **FULL, **steady))
-    changes = FULL | steady | {"overlap.beside_actor": beside}
-    found = run_ppo_ranks(workspace.config(beside, **changes, placement=placement))
+    apart = run_ppo_ranks(workspace.config("apart", **PAIR, **FULL, **steady))
+    found = run_ppo_ranks(workspace.config("beside", **FULL, **steady, placement=placement))
     assert found.tokens() == apart.tokens() and found.batches() == apart.batches()
     assert weight_distance(found.actor, apart.actor) < 1e-5 and weight_distance(found.critic, apart.critic) < 1e-5
     for step in (1, 2, 3):
         spans = [
-            s for s in read_trace(workspace.root / "runs" / beside / "trace.json") if (s.rank, s.step) == (0, step)
+            s for s in read_trace(workspace.root / "runs" / "beside" / "trace.json") if (s.rank, s.step) == (0, step)
         ]
         decoded = max(span.end for span in spans if span.role == "actor" and span.name == "decode")
         read = [span.start for span in spans if span.role == "reference"]
-        assert read and (min(read) > decoded) == (beside == "last")
+        assert read and min(read) > decoded

@@ -149,11 +149,11 @@ def test_two_changed_lines_make_the_chain_start_from_a_checkpoint(shared_data: P
     prepared = call("python3", example / "prepare.py", tmp_path, out / "data", "10")
     assert prepared.returncode == 0, prepared.stderr
     few = {
-        "sft": ["max_steps=2", "batch_size=4"],
-        "rm": ["max_steps=2", "batch_size=2", "max_tokens=1000"],
+        "sft": ["steps=2", "batch_size=4"],
+        "rm": ["steps=2", "batch_size=2", "max_tokens=1000"],
         "ppo": [
             "steps=2", "rollout.batch_size=4", "rollout.max_response_tokens=12", "overlap.delta.max=4",
-            "data.max_prompt_tokens=400", "evaluation.data.max_prompt_tokens=400", "evaluation.max_prompts=2",
+            "data.max_prompt_tokens=400", "evaluation.data.max_prompt_tokens=400", "evaluation.max_rows=2",
         ],
     }  # fmt: skip
     for stage, overrides in few.items():

@@ -33,7 +33,7 @@ def write_job(folder: Path, **changes: Any) -> Path:
         "rewards": [{"kind": "model"}], "overlap": {"delta": {"max": 2, "initial": 1}},
         "rollout": {"batch_size": 4, "max_response_tokens": 10},
         "evaluation": {
-            "data": data, "verifier": "arithmetic", "max_prompts": 6, "every_steps": 1,
+            "data": data, "verifier": "arithmetic", "max_rows": 6, "every_steps": 1,
             "metrics": [{"kind": "model"}, {"kind": "python", "entry_point": "judge:brevity"}],
         },
         "logging": {"trace": False},
@@ -56,7 +56,7 @@ def summary_of(path: Path) -> dict[str, Any]:
 
 @pytest.mark.long
 def test_every_kind_of_judge_is_measured_and_the_run_ends_early(tmp_path: Path) -> None:
-    path = write_job(tmp_path, early_stop={"metric": "accuracy", "patience": 2, "min_delta": 1.0})
+    path = write_job(tmp_path, early_stop={"metric": "min accuracy", "patience": 2})
     told = train(path)
     summary = summary_of(path)
     assert summary["steps"] == 2 and summary["stopped_early"] in told
@@ -71,7 +71,7 @@ def test_every_kind_of_judge_is_measured_and_the_run_ends_early(tmp_path: Path) 
 
 @pytest.mark.long
 def test_a_resumed_run_goes_on_counting(tmp_path: Path) -> None:
-    stop = {"metric": "accuracy", "patience": 3, "min_delta": 1.0}
+    stop = {"metric": "min accuracy", "patience": 3}
     path = write_job(tmp_path, early_stop=stop)
     train(path, "steps=2")
     assert summary_of(path)["stopped_early"] is None
@@ -83,9 +83,9 @@ def test_a_resumed_run_goes_on_counting(tmp_path: Path) -> None:
 
 def test_the_step_that_is_best_by_a_held_out_metric_is_kept_and_its_weights_are_written(tmp_path: Path) -> None:
     """The shorter the better; more steps keep what was the best, and the same weights."""
-    best = {"keep_best": True, "keep": 1, "best_metric": "judge:brevity"}
+    best = {"keep_best": "judge:brevity", "keep": 1}
     path = write_job(tmp_path, checkpoint=best, placement={"mode": "single"}, overlap={"inter": False, "intra": False})
-    told = train(path, "evaluation.max_prompts=4", "actor.optimizer.lr=0.05")
+    told = train(path, "evaluation.max_rows=4", "actor.optimizer.lr=0.05")
     summary = summary_of(path)
     values = {int(step): entry["mean"]["judge:brevity"] for step, entry in summary["heldout"].items() if step != "0"}
     step = max(values, key=lambda n: (values[n], -n))

@@ -11,10 +11,10 @@ import pytest
 from oppo_megatron.cli.main import main
 
 SHORT = {
-    "sft": ["max_steps=2", "batch_size=4"],
+    "sft": ["steps=2", "batch_size=4"],
     "train": [
         "steps=2", "rollout.batch_size=4", "rollout.max_response_tokens=16", "overlap.delta={initial: 2, max: 2}",
-        "placement.mode=single", "evaluation.max_prompts=4",
+        "placement.mode=single", "evaluation.max_rows=4",
     ],
 }  # fmt: skip
 

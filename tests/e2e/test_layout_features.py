@@ -41,7 +41,7 @@ def overcommitted(workspace: Workspace) -> Outcome:
     [
         pytest.param(
             "pp2-m3",
-            {"placement": {"mode": "colocated", "actor": {"pp": 2}}, "overlap.weave": {"micro_batches": 3}},
+            {"placement": {"mode": "colocated", "actor": {"pp": 2}}, "overlap.weave": [3, "auto"]},
             marks=pytest.mark.long,
         ),
         ("dp2", {"placement": {"mode": "colocated", "actor": {"dp": 2}}}),
@@ -50,7 +50,7 @@ def overcommitted(workspace: Workspace) -> Outcome:
             "pp2-dp2-m2",
             {
                 "placement": {"mode": "colocated", "actor": {"pp": 2, "dp": 2}},
-                "overlap.weave": {"micro_batches": 2, "prefill_tokens": 64},
+                "overlap.weave": [2, 64],
             },
             marks=pytest.mark.long,
         ),
@@ -78,9 +78,9 @@ def test_a_kept_cache_outlives_an_end_that_was_cut_off(
 
     Replicas divide the log-probs of the step's start, which its stale tokens are weighed by.
     """
-    changes = OVERCOMMITTED | {"overlap.actor_kv": "keep", "ppo.staleness": {"correction": "decoupled"}}
+    changes = OVERCOMMITTED | {"overlap.actor_kv": "keep", "ppo.staleness": "decoupled"}
     plain = run_ppo_ranks(deep(workspace, f"{name}-plain", **changes))
-    changes |= {"placement": placement, "overlap.weave": {"micro_batches": micro_batches}}
+    changes |= {"placement": placement, "overlap.weave": [micro_batches, "auto"]}
     outcome = run_ppo_ranks(deep(workspace, name, **changes))
     assert_same(outcome, plain)
     weights, expected = ([line["importance_weight_mean"] for line in o.metrics] for o in (outcome, plain))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from oppo_megatron.config.data import TokenizerConfig
-from oppo_megatron.config.ppo import PPOConfig
+from oppo_megatron.config.guards import GapGuardConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.length_trace import forced_quantile
 from oppo_megatron.data.tokenizer import load_tokenizer
@@ -28,7 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {"rollout.temperature": 0.0},
     "top-k and top-p": {"rollout.temperature": 0.8, "rollout.top_k": 20, "rollout.top_p": 0.9},
     "KL loss, k3": {"ppo.kl": {"mode": "loss", "estimator": "k3", "coefficient": 0.1}},
-    "KL k2, adaptive": {"ppo.kl": {"estimator": "k2", "adaptive": {"target": 1.0, "horizon": 50.0}}},
+    "KL k2, adaptive": {"ppo.kl": {"estimator": "k2", "target": 1.0}},
     "no clipping, no whitening": {"ppo.value_clip": 0.0, "ppo.whiten_advantages": False, "ppo.minibatches": 1},
     "truncated score": {"ppo.truncated_score": -1.0, "ppo.reward_clip": 0.5},
     "scheduled learning rate": {"actor.optimizer": {"lr": 1e-3, "warmup_steps": 2, "decay": "cosine", "min_lr": 1e-4}},
@@ -69,7 +69,7 @@ def test_the_reference_is_the_actors_start_unless_named(workspace: Workspace) ->
 
 def test_a_gap_between_decoding_and_training_stops_the_run(workspace: Workspace) -> None:
     with pytest.raises(AssertionError, match="NumericsError.*differs by .* between decoding and training"):
-        run_ppo_ranks(workspace.config("gap", steps=1, **{"ppo.logprob_gap_limit": 1e-9}))
+        run_ppo_ranks(workspace.config("gap", steps=1, **{"guards.logprob_gap.limit": 1e-9}))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_gap_between_decoding_and_training_stops_the_run(workspace: Workspace)
     ],
 )
 def test_the_limit_of_the_gap(limit: Any, dtype: str, temperature: float, expected: float | None) -> None:
-    assert PPOConfig(logprob_gap_limit=limit).gap_limit(dtype, temperature) == pytest.approx(expected)
+    assert GapGuardConfig(limit=limit).in_numbers(dtype, temperature) == pytest.approx(expected)
 
 
 def test_greedy_draws_are_certain(workspace: Workspace) -> None:
@@ -97,12 +97,14 @@ def test_greedy_draws_are_certain(workspace: Workspace) -> None:
 
 @pytest.mark.parametrize("mode", ["single", "disaggregated"])
 def test_responses_are_as_long_as_the_trace_says(workspace: Workspace, shared_data: Path, mode: str) -> None:
-    forced = {"trace": str(shared_data / "trace_servegen_deepseek_r1_hist.csv")}
-    changes = {"placement": {"mode": mode}, "rollout.forced_lengths": forced, "overlap.intra": mode != "single"}
+    forced = str(shared_data / "trace_servegen_deepseek_r1_hist.csv")
+    changes = {"placement": {"mode": mode}, "debug.forced_lengths": forced, "overlap.intra": mode != "single"}
     config = workspace.config(f"trace-{mode}", steps=2, **changes)
     outcome = run_ppo_ranks(config)
     checked = TrainConfig(**config)
-    stopping = Stopping.of(checked.rollout, (), checked.seed, forced_quantile(checked.rollout))
+    lengths = checked.debug.lengths
+    trace = forced_quantile(lengths, checked.rollout.max_response_tokens)
+    stopping = Stopping.of(checked.rollout, (), checked.seed, trace, forced=lengths)
     assert [len(tokens) for _, tokens in sorted(outcome.tokens().items())] == [stopping.limit(i) for i in range(12)]
     assert {row["finish_reason"] for row in outcome.rollouts} == {"length"}
 

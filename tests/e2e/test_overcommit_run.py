@@ -88,7 +88,7 @@ def test_no_rollout_is_deferred_beyond_the_limit(workspace: Workspace, limit: in
 @pytest.mark.parametrize("correction", ["behaviour", "decoupled"])
 @pytest.mark.parametrize("actor_kv", ["recompute", "keep"])
 def test_staleness_settings_run_and_gate_the_fresh_tokens(workspace: Workspace, correction: str, actor_kv: str) -> None:
-    changes = {"ppo.staleness": {"correction": correction}, "overlap.actor_kv": actor_kv}
+    changes = {"ppo.staleness": correction, "overlap.actor_kv": actor_kv}
     run = run_ppo_ranks(overcommitted(workspace, f"{correction}-{actor_kv}", **changes))
     assert sorted(run.tokens()) == list(range(STEPS * BATCH))
     assert max(line["logprob_gap"] for line in run.metrics) < 1e-4
@@ -99,7 +99,7 @@ def test_staleness_settings_run_and_gate_the_fresh_tokens(workspace: Workspace, 
 
 def test_corrections_are_equal_where_nothing_is_stale(workspace: Workspace) -> None:
     runs = [
-        run_ppo_ranks(workspace.config(f"fresh-{c}", **{"ppo.staleness": {"correction": c}}))
+        run_ppo_ranks(workspace.config(f"fresh-{c}", **{"ppo.staleness": c}))
         for c in ("behaviour", "decoupled")
     ]
     assert runs[0].tokens() == runs[1].tokens()
@@ -127,14 +127,14 @@ def test_adaptive_chunk_and_delta_run(workspace: Workspace) -> None:
     assert sorted(run.tokens()) == list(range(STEPS * BATCH))
 
 
-MEASURED = {"rule": "measured", "initial": 2, "min": 0, "max": DELTA, "window": 1, "target_waste": 0.3}
+MEASURED = {"rule": "measured", "initial": 2, "min": 0, "max": DELTA, "window": 1}
 
 
 @pytest.mark.parametrize("placement", [DISAGGREGATED, {"mode": "disaggregated", "actor": {"dp": 2}}], ids=["1", "dp2"])
 def test_delta_from_what_is_measured(workspace: Workspace, placement: dict[str, Any]) -> None:
     """Every rank must decide alike, or the ranks would admit other prompts and fail each other."""
     dp = placement.get("actor", {}).get("dp", 1)
-    changes = {"overlap.delta": MEASURED, "overlap.max_deferrals": 2, "rollout.forced_lengths": {"median": 12}}
+    changes = {"overlap.delta": MEASURED, "overlap.max_deferrals": 2, "debug.forced_lengths": [12, 1.0]}
     config = overcommitted(workspace, f"measured-{dp}", **changes) | {"placement": placement}
     run = run_ppo_ranks(config)
     assert sorted(run.tokens()) == list(range(STEPS * BATCH))

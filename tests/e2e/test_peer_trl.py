@@ -29,7 +29,7 @@ def test_trl_and_ours_do_the_same_work(tmp_path: Path, capsys: pytest.CaptureFix
     out = tmp_path / "out"
     settings: dict[str, Any] = {
         "rewards": [{"kind": "model"}],
-        "rollout.forced_lengths": {"median": 10, "sigma": 0.8},
+        "debug.forced_lengths": [10, 0.8],
         "ppo.entropy_coefficient": 0.0,
         "overlap.delta": {"rule": "fixed", "initial": 2, "max": 2},
         "runtime": {"device": "cpu"},

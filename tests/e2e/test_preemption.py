@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from oppo_megatron.config.reliability import PreemptConfig
 from oppo_megatron.errors import EXIT_REQUEUE
 from oppo_megatron.rundir.checkpoints import CheckpointStore
 from oppo_megatron.rundir.manifest import find_damage, read_manifest
@@ -73,7 +72,7 @@ def test_a_second_sigterm_ends_a_run_within_a_save_and_a_save_that_is_late_is_gi
     """Both while the save is being written; the last checkpoint is whole, and no rank is left."""
     workspace = Workspace.create(tmp_path_factory.mktemp("slow-saves"))
     changes = {"steps": 99, "placement": {"mode": "disaggregated"}, "checkpoint": {"every_steps": 2}}
-    config = deep(workspace, "slow", **changes, preempt={"deadline_s": 3.0})
+    config = deep(workspace, "slow", **changes, preempt_deadline_s=3.0)
     run_dir = Path(config["run_dir"])
 
     run = start(config, module="tests.e2e.started")
@@ -100,7 +99,7 @@ def test_a_second_sigterm_ends_a_run_within_a_save_and_a_save_that_is_late_is_gi
     told = time.monotonic()
     _, said = run.communicate(timeout=30)
     assert run.returncode == EXIT_REQUEUE and time.monotonic() - told < 3 + 10, said
-    assert "nothing was saved within preempt.deadline_s=3" in said
+    assert "nothing was saved within preempt_deadline_s=3" in said
     assert whole_checkpoints(config)[-1] >= before[-1] and not still_there(rank_pids(config))
 
 
@@ -123,7 +122,7 @@ def test_sigterm_at_random_moments_to_either_rank(tmp_path_factory: pytest.TempP
 
 def test_a_rank_that_is_told_while_ranks_agree_does_what_they_agreed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others have not heard of it: with a decision of its own the rank would save while they go on."""
-    preemption = Preemption(PreemptConfig())
+    preemption = Preemption()
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     with monkeypatch.context() as told_meanwhile:
         told_meanwhile.setattr(dist, "all_reduce", lambda *args, **kwargs: preemption.ask())

@@ -65,7 +65,7 @@ def test_a_run_with_carried_rollouts_is_what_a_loop_of_its_own_makes_of_its_toke
         actor={"checkpoint": str(start), "optimizer": STEADY_ADAM},
         reward={"checkpoint": str(reward)},
         steps=4,
-        rollout={"batch_size": 6, "max_response_tokens": 40, "stop_token_ids": list(range(240, 256))},
+        rollout={"batch_size": 6, "max_response_tokens": 40, "stop": list(range(240, 256))},
         ppo={
             "epochs": EPOCHS, "minibatches": 1, "clip": CLIP, "gamma": GAMMA, "entropy_coefficient": ENTROPY,
             "kl": {"coefficient": KL},

@@ -145,18 +145,18 @@ def test_passes_over_the_prompts_end_a_run_and_more_of_them_go_on(
     workspace: Workspace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """64 prompts in batches of 24: fewer passes than have begun, and no more for a run that has ended, are refused."""
-    changes = CHANGES | {"steps": None, "data_epochs": 1, "rollout.batch_size": 24, "rollout.max_response_tokens": 10}
+    changes = CHANGES | {"steps": None, "epochs": 1, "rollout.batch_size": 24, "rollout.max_response_tokens": 10}
     config = deep(workspace, "passes", **CARRIED | changes)
     run_ppo_ranks(config)
     run = Path(config["run_dir"])
     assert typed(config, "actor.optimizer.lr=0.001") == 2
     assert "ended after 3 steps, and with these settings there is nothing more to train" in capsys.readouterr().err
     assert run.joinpath("weights").is_dir() and not list(run.glob("ended-*"))
-    assert typed(config, "data_epochs=2") == 0
+    assert typed(config, "epochs=2") == 0
     assert batch_sizes(config) == [24, 24, 16, 24, 24, 16]
     (run / "summary.json").unlink()
-    assert typed(config, "data_epochs=1") == 2
-    assert "set data_epochs to 2 or more" in capsys.readouterr().err
+    assert typed(config, "epochs=1") == 2
+    assert "set epochs to 2 or more" in capsys.readouterr().err
 
 
 def test_the_end_is_a_checkpoint_unless_it_is_not_wanted(workspace: Workspace) -> None:

@@ -18,7 +18,7 @@ STALL_S = 3.0
 TWO_RANKS: dict[str, Any] = {
     "placement": {"mode": "disaggregated"},
     "overlap.intra": True,
-    "stall": {"deadline_s": STALL_S},
+    "stall_deadline_s": STALL_S,
     "checkpoint": {"every_steps": 1},
 }
 AFTER_S = 15.0  # notes, answers, and what is left of the others

@@ -189,9 +189,9 @@ def test_training_learns_and_leaves_a_model_that_transformers_gives_the_same_los
 
 
 def test_what_a_run_leaves(inputs: Path, tmp_path: Path) -> None:
-    chosen = settings(inputs, "sft", tmp_path / "run", epochs=1.5, batch_size=8, max_steps=4)
+    chosen = settings(inputs, "sft", tmp_path / "run", epochs=1.5, batch_size=8, steps=4)
     lines = run("sft", chosen)
-    assert len(lines) == 4, "1.5 epochs of 24 rows are 5 batches of 8, and max_steps is 4"
+    assert len(lines) == 4, "1.5 epochs of 24 rows are 5 batches of 8, and steps is 4"
     fields = {"step", "time_s", "step_s", "loss", "tokens", "tokens_per_s", "lr", "grad_norm"}
     assert all(fields <= line.keys() for line in lines)
     assert all(0 < line["packing_efficiency"] <= 1 > line["padding_saved"] >= 0 for line in lines)
@@ -213,7 +213,7 @@ def test_what_a_run_leaves(inputs: Path, tmp_path: Path) -> None:
 
 
 def test_finished_run_is_refused_and_kept(inputs: Path, tmp_path: Path) -> None:
-    chosen = settings(inputs, "sft", tmp_path / "run", max_steps=1)
+    chosen = settings(inputs, "sft", tmp_path / "run", steps=1)
     run("sft", chosen)
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "run").iterdir()}
     with pytest.raises(ConfigError, match="finished run"):
@@ -226,7 +226,7 @@ def test_hugging_face_tokenizer_lies_beside_the_weights(inputs: Path, tmp_path: 
     given = Qwen2Tokenizer(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], eos_token=pieces[-1])
     given.save_pretrained(tmp_path / "tokenizer")
     run_dir = tmp_path / "run"
-    chosen = settings(inputs, "sft", run_dir, tokenizer={"path": tmp_path / "tokenizer"}, max_steps=1)
+    chosen = settings(inputs, "sft", run_dir, tokenizer={"path": tmp_path / "tokenizer"}, steps=1)
     run("sft", chosen)
     found = AutoTokenizer.from_pretrained(run_dir / "weights")
     text = "Q: 7+5=?\nA:12"
@@ -239,7 +239,7 @@ def test_refused_rows_are_set_aside(inputs: Path, tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     long_row = {"prompt": "Q: 1", "completion": "1 2 " * 100}
     data.write_text((inputs / "sft.jsonl").read_text() + "not JSON\n" + json.dumps(long_row) + "\n")
-    chosen = settings(inputs, "sft", tmp_path / "run", max_steps=1, data={"path": data, "bad_rows": "quarantine"})
+    chosen = settings(inputs, "sft", tmp_path / "run", steps=1, data={"path": data, "bad_rows": "quarantine"})
     run("sft", chosen)
     entries = [json.loads(line) for line in (tmp_path / "run" / "quarantine.jsonl").read_text().splitlines()]
     assert sorted(entry["line"] for entry in entries) == [NUM_ROWS + 1, NUM_ROWS + 2]

@@ -145,12 +145,12 @@ def test_memory_is_told_and_what_there_was_none_for_is_not_tried_again(
         meter.memory_limits.train.most = 200
         return meter
 
-    chosen = settings(inputs, "sft", tmp_path / "run", batch_size=6, max_steps=1, evaluation=HALF)
+    chosen = settings(inputs, "sft", tmp_path / "run", batch_size=6, steps=1, evaluation=HALF)
     with monkeypatch.context() as patch:
         patch.setattr(MemoryMeter, "begin", short)
         (line,) = run("sft", chosen)
     told = summary(tmp_path / "run")
     assert told["memory_peak_mb"][0] >= told["memory_base_mb"][0] > 0 and told["memory_planned_mb"][0] > 0
     assert line["memory_peak_mb"] <= told["memory_peak_mb"] and told["memory_train_tokens"] == 200
-    run("sft", {**chosen, "max_steps": 2, "checkpoint": {"resume": True}})
+    run("sft", {**chosen, "steps": 2, "checkpoint": {"resume": True}})
     assert summary(tmp_path / "run")["memory_train_tokens"] == 200

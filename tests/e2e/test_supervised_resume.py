@@ -60,15 +60,15 @@ def test_a_run_that_was_told_to_stop_goes_on_as_if_it_had_not_been(
 def test_a_finished_run_is_given_more_steps(inputs: Path, tmp_path: Path) -> None:
     """The schedule is constant, so a run that was asked for all its steps at once is the same; `asynchronous`, too."""
     steps = {"optimizer": {"lr": 5e-3}, "batch_size": 8, "epochs": 4}
-    run("sft", settings(inputs, "sft", tmp_path / "whole", **steps, max_steps=7))
+    run("sft", settings(inputs, "sft", tmp_path / "whole", **steps, steps=7))
     chosen = settings(inputs, "sft", tmp_path / "more", **steps, checkpoint={"every_steps": 2, "asynchronous": True})
-    run("sft", {**chosen, "max_steps": 4})
+    run("sft", {**chosen, "steps": 4})
     resumed = {**chosen, "checkpoint": {**chosen["checkpoint"], "resume": True}}
     with pytest.raises(CheckpointError, match="nothing to train"):
-        run("sft", {**resumed, "max_steps": 4})
+        run("sft", {**resumed, "steps": 4})
     with pytest.raises(CheckpointError, match="seed"):
-        run("sft", {**resumed, "seed": 9, "max_steps": 7})
-    run("sft", {**resumed, "max_steps": 7})
+        run("sft", {**resumed, "seed": 9, "steps": 7})
+    run("sft", {**resumed, "steps": 7})
     require_equal(tmp_path / "more", tmp_path / "whole")
     assert (tmp_path / "more" / "ended-step-000004" / "weights").is_dir()
     kept = [position.step for position in CheckpointStore(tmp_path / "more" / "checkpoints").positions()]
@@ -105,16 +105,16 @@ def test_signals_save_and_say_how_to_go_on(inputs: Path, tmp_path: Path, number:
     assert f"oppo sft: saved; continue with: oppo sft {config} --resume" in told
     assert not [*scratch.glob("oppo-*"), *scratch.glob("torchelastic*")], "nothing is left of the launcher"
     done = len(metrics(run_dir))
-    more = [*command, "--resume", f"max_steps={done + 2}", "logging.console=plain"]
+    more = [*command, "--resume", f"steps={done + 2}", "logging.console=plain"]
     again = subprocess.run(more, capture_output=True, text=True, timeout=240, check=False)
     assert again.returncode == 0, again.stderr
-    assert f"continued from checkpoint step-{done:06d}" in again.stdout and "changed: max_steps" in again.stdout
+    assert f"continued from checkpoint step-{done:06d}" in again.stdout and "changed: steps" in again.stdout
     assert [line["step"] for line in metrics(run_dir)] == list(range(1, done + 3))
 
 
 def test_a_run_that_could_not_be_saved_in_time_does_not_say_that_it_was(inputs: Path, tmp_path: Path) -> None:
     run_dir, config = tmp_path / "run", tmp_path / "sft.yaml"
-    chosen = settings(inputs, "sft", run_dir, epochs=4000, batch_size=8, preempt={"deadline_s": 1e-6})
+    chosen = settings(inputs, "sft", run_dir, epochs=4000, batch_size=8, preempt_deadline_s=1e-6)
     config.write_text(yaml.safe_dump(json.loads(json.dumps(chosen, default=str))))
     command = [sys.executable, "-m", "oppo_megatron", "sft", str(config), "--max-restarts", "1"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -125,5 +125,5 @@ def test_a_run_that_could_not_be_saved_in_time_does_not_say_that_it_was(inputs: 
     process.terminate()
     _, told = process.communicate(timeout=120)
     assert process.returncode == EXIT_REQUEUE, told
-    assert "nothing was saved within preempt.deadline_s" in told
+    assert "nothing was saved within preempt_deadline_s" in told
     assert "oppo sft: not saved in time; continue with: " in told and not (run_dir / "checkpoints").exists()

@@ -8,7 +8,6 @@ from typing import Any
 from unittest import mock
 
 from oppo_megatron.config.model import DecodePath, KVLayout
-from oppo_megatron.config.overlap import WeaveConfig
 from oppo_megatron.engine import device_decode
 from oppo_megatron.engine.links import build_links
 from oppo_megatron.engine.rounds import RoundRunner, decoder
@@ -80,7 +79,7 @@ def _runner(model: RoleModel, course: Course, way: Way) -> RoundRunner:
         timeout_s=60.0,
         sync_steps=way.sync_steps,
     )
-    rounds.planner.weave = WeaveConfig(micro_batches=course.micro_batches)
+    rounds.planner.weave = (course.micro_batches, "auto")
     return rounds
 
 

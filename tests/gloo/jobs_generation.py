@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from oppo_megatron.config.overlap import WeaveConfig
 from oppo_megatron.engine.links import build_links
 from oppo_megatron.engine.rounds import Decoding, RoundRunner, decoder
 from oppo_megatron.engine.sampler import Sampling
@@ -97,7 +96,7 @@ def runner(model: RoleModel, sampling: Sampling, variant: Variant) -> RoundRunne
         micro_batch_tokens=variant.prefill_tokens,
         timeout_s=60.0,
     )
-    rounds.planner.weave = WeaveConfig(micro_batches=variant.micro_batches)
+    rounds.planner.weave = (variant.micro_batches, "auto")
     return rounds
 
 

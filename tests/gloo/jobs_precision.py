@@ -17,7 +17,7 @@ from oppo_megatron.mcore.training import TrainedModel
 from tests.gloo.jobs_training import Minibatch, cached_outputs, full_outputs, loss_of
 from tests.gloo.models import load, world_groups
 
-SMALL = OptimizerConfig(lr=1e-4, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8, clip_grad=0.5)
+SMALL = OptimizerConfig(lr=1e-4, weight_decay=0.1, betas=[0.9, 0.95], eps=1e-8, clip_grad=0.5)
 
 
 def small_updates(
@@ -101,7 +101,7 @@ def _adamw(params: list[Tensor]) -> torch.optim.AdamW:
         {"params": [p for p in params if p.ndim > 1], "weight_decay": SMALL.weight_decay},
         {"params": [p for p in params if p.ndim == 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=SMALL.lr, betas=(SMALL.beta1, SMALL.beta2), eps=SMALL.eps)
+    return torch.optim.AdamW(groups, lr=SMALL.lr, betas=tuple(SMALL.betas), eps=SMALL.eps)
 
 
 def _gradients(model: RoleModel, data: Minibatch) -> dict[str, Tensor]:

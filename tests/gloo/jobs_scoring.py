@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oppo_megatron.config.overlap import WeaveConfig
 from oppo_megatron.engine.executor import Executor
 from oppo_megatron.engine.links import Links, build_links
 from oppo_megatron.engine.rounds import Decoding, RoundRunner
@@ -87,7 +86,7 @@ class Scorers:
         planner = RoundPlanner(
             site,
             "woven",
-            WeaveConfig(prefill_tokens=PREFILL_TOKENS),
+            ("auto", PREFILL_TOKENS),
             MAX_LENGTH,
             MAX_LENGTH,
             ActorBook(site.placements["actor"].dp, 1, lambda _: 1),

@@ -29,8 +29,7 @@ SETTINGS = OptimizerConfig(
     warmup_steps=1,
     decay="linear",
     weight_decay=0.1,
-    beta1=0.8,
-    beta2=0.9,
+    betas=[0.8, 0.9],
     eps=1e-5,
     clip_grad=0.5,
 )
@@ -151,7 +150,7 @@ def plain_steps(model: Any, settings: OptimizerConfig) -> dict[str, Any]:
             {"params": [p for p in params if p.dim() > 1], "weight_decay": settings.weight_decay},
             {"params": [p for p in params if p.dim() == 1], "weight_decay": 0.0},
         ],
-        lr=settings.lr, betas=(settings.beta1, settings.beta2), eps=settings.eps,
+        lr=settings.lr, betas=tuple(settings.betas), eps=settings.eps,
     )  # fmt: skip
     losses, norms = [], []
     for step, batch in enumerate(DATA):

@@ -140,7 +140,7 @@ DATA: tuple[Mistake, ...] = (
     setting("an answer's column that is not there", "rewards.1.answer=solution", "rewards.1.answer=answer", "solution", "answer"),
     Mistake(
         "prompts that are longer than allowed", ("train", "train.yaml", "data.max_prompt_tokens=2"), ("max_prompt_tokens",),
-        ("validate", "train.yaml", "data.max_prompt_tokens=2", "data.long_prompts=truncate"),
+        ("validate", "train.yaml", "data.max_prompt_tokens=2", "data.long_rows=truncate"),
     ),
     Mistake("completions for a reward model", ("rm", "rm.yaml", "data.path=completions.jsonl"), ("chosen",), RM),
     Mistake(

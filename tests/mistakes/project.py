@@ -77,7 +77,7 @@ def build(folder: Path) -> None:
     write_run(folder / "runs" / "done")
     with contextlib.chdir(folder):
         assert main(["train", "train.yaml", "run_dir=runs/ppo", "steps=2"]) == 0
-        assert main(["sft", "sft.yaml", "run_dir=runs/tuned", "max_steps=2"]) == 0
+        assert main(["sft", "sft.yaml", "run_dir=runs/tuned", "steps=2"]) == 0
     shutil.copytree(folder / "runs" / "ppo", folder / "runs" / "cut")
     (folder / "runs" / "cut" / "summary.json").unlink()
     shutil.rmtree(folder / "runs" / "cut" / "weights")

@@ -6,7 +6,7 @@ from tests.mistakes.mistake import Mistake, copy, remove, replace, write
 
 MORE = ("train", "train.yaml", "run_dir=runs/ppo", "steps=3", "--resume")
 CUT = ("train", "train.yaml", "run_dir=runs/cut", "steps=3", "--resume")
-TUNE = ("sft", "sft.yaml", "run_dir=runs/tuned", "max_steps=3", "--resume")
+TUNE = ("sft", "sft.yaml", "run_dir=runs/tuned", "steps=3", "--resume")
 STATE = "runs/cut/checkpoints/step-000002/state.json"
 
 
@@ -43,9 +43,9 @@ RESUME: tuple[Mistake, ...] = (
     Mistake("held-out rows for a run of sft from here on", (*TUNE, "evaluation.fraction=0.2"),
             ("usable rows", "19", "24"), TUNE),
     Mistake("a seed of sft changed", (*TUNE, "seed=4"), ("seed is 4", "has 1"), TUNE),
-    Mistake("the steps of PPO for sft", ("sft", "sft.yaml", "steps=3"), ("`steps`", "`max_steps`"), ("validate", "sft.yaml")),
-    Mistake("fewer updates than sft has made", ("sft", "sft.yaml", "run_dir=runs/tuned", "max_steps=1", "--resume"),
-            ("max_steps is 1", "2"), TUNE),
+    Mistake("a key by its old name", ("sft", "sft.yaml", "max_steps=3"), ("`max_steps`", "`steps`"), ("validate", "sft.yaml")),
+    Mistake("fewer updates than sft has made", ("sft", "sft.yaml", "run_dir=runs/tuned", "steps=1", "--resume"),
+            ("steps is 1", "2"), TUNE),
     Mistake("a file of the only checkpoint lost", CUT, ("none of its checkpoints is whole", "state.json", "another run_dir"), CUT,
             spoils=[copy(STATE, "spare"), remove(STATE)], mends=[copy("spare", STATE)]),
     Mistake("a checkpoint without its models", CUT, ("models", "none of its checkpoints is whole"),
@@ -54,8 +54,8 @@ RESUME: tuple[Mistake, ...] = (
     Mistake("a run in the folder of other work", ("train", "train.yaml", "run_dir=.", "steps=1"),
             ("weights", "no run wrote", "run_dir=runs/first"), ("train", "train.yaml", "run_dir=runs/first", "steps=1"),
             spoils=[copy("actor", "weights"), write("config.yaml", "mine: true\n")]),
-    Mistake("a run of sft in the folder of other work", ("sft", "sft.yaml", "run_dir=.", "max_steps=1"),
-            ("tensorboard, wandb, checkpoints", "no run wrote"), ("sft", "sft.yaml", "run_dir=runs/first", "max_steps=1"),
+    Mistake("a run of sft in the folder of other work", ("sft", "sft.yaml", "run_dir=.", "steps=1"),
+            ("tensorboard, wandb, checkpoints", "no run wrote"), ("sft", "sft.yaml", "run_dir=runs/first", "steps=1"),
             spoils=[write("tensorboard/mine", "1"), write("checkpoints/mine", "1"), write("wandb/mine", "1")]),
 )  # fmt: skip
 
@@ -75,12 +75,12 @@ ENDS: tuple[Mistake, ...] = (
     Mistake("a best step that nothing names", ("rm", "rm.yaml", "checkpoint.keep_best=true"),
             ("checkpoint.keep_best", "evaluation.every_steps"),
             ("validate", "rm.yaml", "checkpoint.keep_best=true", "evaluation={fraction: 0.2, every_steps: 1}")),
-    Mistake("a best step by a metric that is none", ("train", "train.yaml", "checkpoint.best_metric=acuracy"),
-            ("acuracy", "evaluation.every_steps"), ("validate", "train.yaml", "checkpoint.best_metric=reward")),
+    Mistake("a best step by a metric that is none", ("train", "train.yaml", "checkpoint.keep_best=acuracy"),
+            ("acuracy", "evaluation.every_steps"), ("validate", "train.yaml", "checkpoint.keep_best=reward")),
     Mistake("an end of responses that is no list", ("train", "train.yaml", "rollout.stop=END"), ("END", "a list"),
             ("validate", "train.yaml", "rollout.stop=[END]")),
     Mistake("an empty end of responses", ("train", "train.yaml", "rollout.stop=['']"), ("rollout.stop", "empty")),
-    Mistake("an end beyond the vocabulary", ("train", "train.yaml", "rollout.stop_token_ids=[9999]"), ("9999", "303"),
-            ("validate", "train.yaml", "rollout.stop_token_ids=[5]")),
-    Mistake("a negative id as an end", ("train", "train.yaml", "rollout.stop_token_ids=[-1]"), ("-1", "from 0 on")),
+    Mistake("an end beyond the vocabulary", ("train", "train.yaml", "rollout.stop=[9999]"), ("9999", "303"),
+            ("validate", "train.yaml", "rollout.stop=[5]")),
+    Mistake("a negative id as an end", ("train", "train.yaml", "rollout.stop=[-1]"), ("-1", "from 0 on")),
 )  # fmt: skip

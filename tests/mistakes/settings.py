@@ -50,6 +50,7 @@ SETTINGS: tuple[Mistake, ...] = (
     setting("no checkpoint kept", "checkpoint.keep=0", "checkpoint.keep=1", "0"),
     setting("a KL coefficient below zero", "ppo.kl.coefficient=-0.1", "ppo.kl.coefficient=0.1", "-0.1"),
     setting("whole passes of no length", "epochs=0", "epochs=1", "0", command="sft"),
-    setting("a policy for long rows that is none", "long_rows=drop", "long_rows=truncate", "drop", "truncate", command="rm"),
+    setting("a policy for long rows that is none", "data.long_rows=drop", "data.long_rows=truncate", "drop", "truncate",
+            command="rm"),
     setting("a row of one token", "max_tokens=1", "max_tokens=64", "1", command="sft"),
 )  # fmt: skip

@@ -36,7 +36,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 def trained(workspace: Workspace, kind: str) -> dict[str, Any]:
     """The configuration of a run of one step with this kind of tokenizer, which is made where it has not been yet."""
     name = "".join(c for c in kind if c.isalnum())
-    config = deep(workspace, name, steps=1, **{"rollout.stop_token_ids": [40]})
+    config = deep(workspace, name, steps=1, **{"rollout.stop": [40]})
     directory = workspace.root / f"tokenizer-{name}"
     if "BPE" in kind:
         config["tokenizer"] = {"path": str(directory)}

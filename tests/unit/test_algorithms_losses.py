@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from oppo_megatron.algorithms.losses import ActorTargets, actor_loss, entropy_bonus, policy_loss, value_loss
 from oppo_megatron.algorithms.staleness import effective_sample_size, ratio_base
 from oppo_megatron.algorithms.stats import TokenStats
-from oppo_megatron.config.ppo import PPOConfig, StalenessConfig
+from oppo_megatron.config.ppo import PPOConfig
 
 DOUBLE = torch.float64
 
@@ -225,17 +225,13 @@ def test_stats_carry_no_gradient_and_means_divide_by_tokens() -> None:
     assert means["loss"] == pytest.approx(-(1 + 1.2) / 2) and "num_tokens" not in means
 
 
-def staleness(correction: str, cap: float = 2.0) -> StalenessConfig:
-    return StalenessConfig.model_validate({"correction": correction, "weight_cap": cap})
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
 def test_corrections_agree_to_the_bit_when_nothing_is_stale(dtype: torch.dtype) -> None:
     logp_T, behaviour_T, advantages_T = randn(3, 50, seed=6).to(dtype)
     results = []
     for correction in ("behaviour", "decoupled"):
         fresh_T = logp_T.clone().requires_grad_()
-        old_T, weight_T = ratio_base(behaviour_T, behaviour_T.clone(), staleness(correction))
+        old_T, weight_T = ratio_base(behaviour_T, behaviour_T.clone(), correction)
         loss, _ = policy_loss(fresh_T, old_T, advantages_T, 0.2, 50, weight_T)
         loss.backward()
         results.append((loss.detach(), fresh_T.grad))
@@ -246,10 +242,10 @@ def test_corrections_agree_to_the_bit_when_nothing_is_stale(dtype: torch.dtype) 
 def test_decoupled_weights_are_truncated_and_detached() -> None:
     proximal_T = torch.tensor([-1.0, -1.0, -1.0, -1.0], requires_grad=True)
     behaviour_T = torch.tensor([-1.0, -1.0 + math.log(2), -1.0 - math.log(5), -200.0])
-    old_T, weight_T = ratio_base(behaviour_T, proximal_T, staleness("decoupled"))
+    old_T, weight_T = ratio_base(behaviour_T, proximal_T, "decoupled")
     assert weight_T is not None and weight_T.tolist() == pytest.approx([1.0, 0.5, 2.0, 2.0])
     assert not weight_T.requires_grad and not old_T.requires_grad and torch.equal(old_T, proximal_T.detach())
-    old_T, weight_T = ratio_base(behaviour_T, None, staleness("behaviour"))
+    old_T, weight_T = ratio_base(behaviour_T, None, "behaviour")
     assert weight_T is None and torch.equal(old_T, behaviour_T)
 
 
@@ -259,7 +255,7 @@ def test_untruncated_decoupled_equals_behaviour_inside_the_clip_range() -> None:
     proximal_T, logp_T = behaviour_T + 0.1 * noise_T, behaviour_T + 0.1 * more_T
     losses = []
     for correction in ("behaviour", "decoupled"):
-        old_T, weight_T = ratio_base(behaviour_T, proximal_T, staleness(correction, cap=1e9))
+        old_T, weight_T = ratio_base(behaviour_T, proximal_T, correction, 1e9)
         losses.append(float(policy_loss(logp_T, old_T, advantages_T, 0.99, 20, weight_T)[0]))
     assert losses[0] == pytest.approx(losses[1], rel=1e-9)
 

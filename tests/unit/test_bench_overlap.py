@@ -70,9 +70,11 @@ def test_modes_set_every_switch_and_nothing_else() -> None:
     plans = {}
     for mode, switches in MODES.items():
         changed = switched(base, mode)
-        assert {name: getattr(changed.overlap, name) for name in switches} == switches
-        assert changed.model_copy(update={"overlap": base.overlap}) == base
-        plans[mode] = plan_step(changed.overlap)
+        others = {name: value for name, value in switches.items() if name != "hide_critic"}
+        assert {name: getattr(changed.overlap, name) for name in others} == others
+        assert changed.debug.wait_for == ([] if switches["hide_critic"] else ["critic"])
+        assert changed.model_copy(update={"overlap": base.overlap, "debug": base.debug}) == base
+        plans[mode] = plan_step(changed)
     assert plans["sequential"].wait_for_critic and not plans["sequential"].stream
     assert plans["full"].wait_for_critic and plans["full"].stream
     assert not plans["full+critic"].wait_for_critic and not plans["full+both"].wait_for_critic

@@ -45,7 +45,8 @@ def config(**changes: Any) -> TrainConfig:
         "critic": {"init": SHAPE},
         "reward": {"init": SHAPE},
         "rewards": [{"kind": "model"}],
-        "rollout": {"batch_size": 16, "max_response_tokens": 64, "forced_lengths": {"median": 16}},
+        "rollout": {"batch_size": 16, "max_response_tokens": 64},
+        "debug": {"forced_lengths": [16, 1.0]},
     }
     return TrainConfig.model_validate(plain | changes)
 
@@ -63,7 +64,7 @@ def runs_of(seconds: Sequence[float], **more: Any) -> list[Run]:
 
 
 def test_chunk_sizes_within_the_limit_and_the_tuner_as_configured() -> None:
-    base = config(overlap={"chunk": {"candidates": [4, 8], "trials": 2}})
+    base = config(overlap={"chunk": {"candidates": [4, 8], "period": 9}})
     configs = chunk.chunk_configs(base, [8, 64, 128], adaptive=True)
     assert list(configs) == ["8", "64", "adaptive"], "128 is beyond the limit"
     assert configs["8"].overlap.chunk.tokens == 8 and not configs["8"].overlap.chunk.adaptive
@@ -76,7 +77,7 @@ def test_chunk_sizes_within_the_limit_and_the_tuner_as_configured() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"trials": 2}, {"tokens": 48}, {"candidates": [64, 200]}, {"candidates": [32]}, {"adaptive": False}],
+    [{}, {"tokens": 48}, {"candidates": [64, 200]}, {"candidates": [32]}, {"adaptive": False}],
 )
 def test_the_first_settled_step_is_that_of_the_tuner(settings: dict[str, Any]) -> None:
     chunks, longest = ChunkConfig(**settings), 100
@@ -170,8 +171,7 @@ def test_weights_cannot_be_scaled() -> None:
 
 def test_longer_responses_fit() -> None:
     changed = scaling.with_limit(config(runtime={"micro_batch_tokens": 128}), 256)
-    assert changed.rollout.max_response_tokens == 256 and changed.rollout.forced_lengths is not None
-    assert changed.rollout.forced_lengths.median == 64.0
+    assert changed.rollout.max_response_tokens == 256 and changed.debug.forced_lengths == [64.0, 1.0]
     assert changed.runtime.micro_batch_tokens == 320
     assert read_hf_config(changed.critic)["max_position_embeddings"] == 320
 
@@ -336,7 +336,7 @@ def test_the_same_work_is_told_by_decoded_tokens() -> None:
     require_same_work(config(), found)
     other = work_figures(same | {"c": runs_of([1.0])})
     assert not other["same_work"] and "a 200, b 200 200, c 100" in work_lines(other)[0]
-    require_same_work(config(rollout={"batch_size": 16, "max_response_tokens": 64}), other)
+    require_same_work(config(debug={}), other)
     with pytest.raises(BenchError, match="lengths were forced, but this is NOT the same work"):
         require_same_work(config(), other)
 

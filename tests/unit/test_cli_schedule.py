@@ -31,7 +31,7 @@ critic: {init: "${actor.init}"}
 reward: {init: "${actor.init}", fresh_head: true}
 rewards: [{kind: model}]
 rollout: {batch_size: 8, max_response_tokens: 20}
-overlap: {chunk: {tokens: 6}, delta: {initial: 4}, weave: {micro_batches: 2}}
+overlap: {chunk: {tokens: 6}, delta: {initial: 4}, weave: [2, auto]}
 placement: {mode: colocated, actor: {pp: 2, dp: 2}}
 """
 

@@ -50,12 +50,12 @@ def test_every_bad_row_is_named(folder: Path, capsys: pytest.CaptureFixture[str]
     err = capsys.readouterr().err
     assert "4 rows cannot be used" in err and "Traceback" not in err
     assert [n for n in range(1, 7) if f"rows.jsonl:{n}:" in err] == [3, 4, 5, 6]
-    assert "data.bad_rows=quarantine and data.long_prompts=quarantine" in err
+    assert "data.bad_rows=quarantine and data.long_rows=quarantine" in err
     assert main(["validate", "train.yaml", "--skip-data"]) == 0
 
 
 def test_rows_set_aside_and_duplicates_are_counted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    policy = ["data.bad_rows=quarantine", "data.long_prompts=truncate"]
+    policy = ["data.bad_rows=quarantine", "data.long_rows=truncate"]
     assert main(["validate", "train.yaml", *policy]) == 0
     out = capsys.readouterr().out
     assert "data: 3 prompts, 1 of them duplicates, 1 cut at max_prompt_tokens; 3 rows set aside\n" in out

@@ -63,7 +63,7 @@ def test_missing_ranks_are_named_by_every_rank_that_came(port: int) -> None:
     for fault in all_come([(0, 5), (3, 5)], port):
         assert isinstance(fault, str)
         assert "waited 3 s" in fault and f"127.0.0.1:{port}" in fault
-        assert "2 of 5 ranks came: ranks 1-2,4 missing" in fault and "runtime.rendezvous_timeout_s" in fault
+        assert "2 of 5 ranks came: ranks 1-2,4 missing" in fault and "runtime.timeout_s" in fault
 
 
 def test_without_rank_0_nobody_opens_the_meeting_point(port: int) -> None:

@@ -62,7 +62,7 @@ def test_a_rank_that_works_must_move_and_one_that_waits_may_wait_for_one_that_mo
     bench.look(1)
     told = bench.watch.describe(0, [0, 1], "rank 0")
     assert told == (
-        "the run stands still (stall.deadline_s is 10): rank 1 has not moved for 11 s: reward of sequence 3; "
+        "the run stands still (stall_deadline_s is 10): rank 1 has not moved for 11 s: reward of sequence 3; "
         "rank 0 waited 70 s in vain: work"
     )
 
@@ -86,7 +86,7 @@ def test_a_silent_rank_is_named_with_its_last_words() -> None:
     bench.silent.add(2)
     assert not bench.look(9, moving=(0, 1)) and bench.look(2, moving=(0, 1))
     told = bench.watch.describe(0, [0, 1], "rank 0")
-    assert told.startswith("the run stands still (stall.deadline_s is 10): rank 2 did not answer")
+    assert told.startswith("the run stands still (stall_deadline_s is 10): rank 2 did not answer")
     assert "it last said, 11 s ago: step 3, decode actor m0 c12 s2; rank 0 has not moved for 0 s: work" in told
 
 

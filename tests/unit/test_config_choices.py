@@ -40,7 +40,7 @@ def test_a_misspelt_word_is_answered_by_the_nearest(kind: type[Section], key: st
     with pytest.raises(ValidationError) as caught:
         kind.model_validate(tree)
     sentences = [problem for problem in explain(kind, caught.value) if f"'{word}x'" in problem]
-    head = f"`{key.removesuffix('.0')}` is '{word}x', but must be "
+    head = tuple(f"`{name}` is '{word}x', but must be " for name in (key, key.removesuffix(".0")))
     assert len(sentences) == 1 and sentences[0].startswith(head)
     assert f"'{word}'" in sentences[0] and sentences[0].endswith(f"did you mean `{word}`?")
 

@@ -49,12 +49,12 @@ def test_overrides_reach_sections_lists_and_null_sections(good: Path) -> None:
             "overlap.delta.max=6",
             "rewards.0.weight=0.5",
             "actor.optimizer.lr=1e-4",
-            "ppo.kl.adaptive={target: 3}",
+            "ppo.kl.target=3",
         ],
     )
     assert (config.seed, config.overlap.delta.max, config.rewards[0].weight) == (7, 6, 0.5)
     assert config.actor.optimizer.lr == 1e-4 and config.critic.optimizer.lr == 1e-5
-    assert config.ppo.kl.adaptive is not None and config.ppo.kl.adaptive.target == 3
+    assert config.ppo.kl.target == 3
     assert config.data.path == Path("rows.jsonl")  # relative to the current directory, not to the file
 
 
@@ -130,13 +130,13 @@ def test_cross_checks_join_the_schema_problems(good: Path) -> None:
 
 def test_a_key_that_is_wrong_is_not_said_to_be_absent_as_well(good: Path) -> None:
     def check(config: TrainConfig) -> list[str]:
-        return [*check_forced_lengths(config.rollout.forced_lengths), *check_source("actor", config.actor)]
+        return [*check_forced_lengths(config.debug), *check_source("actor", config.actor)]
 
-    lengths = ["rollout.forced_lengths.median=0", "rollout.forced_lengths.sigma=1"]
+    lengths = ["debug.forced_lengths=[0,1]", "debug.trace_column=null"]
     with pytest.raises(ConfigError) as caught:
         load_config(TrainConfig, good, [*lengths, "actor.checkpoint=[1]", "actor.lorra={}"], check=check)
     assert sorted(problem.split("`")[1] for problem in caught.value.problems) == [
-        "actor.checkpoint", "actor.lorra", "rollout.forced_lengths.median"
+        "actor.checkpoint", "actor.lorra", "debug.forced_lengths"
     ]  # fmt: skip
     with pytest.raises(ConfigError) as caught:  # the other key's absence stays a problem
         load_config(TrainConfig, good, ["actor.checkpoint=null", "actor.lorra={}"], check=check)

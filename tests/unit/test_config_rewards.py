@@ -19,10 +19,10 @@ FUNCTION = {"kind": "python", "entry_point": "a.b:c"}
 @pytest.mark.parametrize(
     "part",
     [
-        {"kind": "http", "url": URL, "token_env": "REWARD_TOKEN", "remote": {"min_score": -1, "max_score": 1}},
+        {"kind": "http", "url": URL, "token_env": "REWARD_TOKEN", "remote": {"score_range": [-1, 1]}},
         {"kind": "http", "url": "https://[::1]:1/"},
         {"kind": "http", "url": "http://host"},
-        FUNCTION | {"isolate": True, "limits": {"cpu_s": 3}, "options": {"a": 1}},
+        FUNCTION | {"isolate": {"wall_s": 3}, "options": {"a": 1}},
         FUNCTION | {"isolate": False},
     ],
     ids=str,
@@ -47,8 +47,7 @@ def test_right(part: dict[str, Any]) -> None:
         ({"kind": "http", "url": "http://host/?key=s3cret"}, "a query or fragment"),
         ({"kind": "http", "url": "http://host/#s3cret"}, "a query or fragment"),
         ({"kind": "http", "url": URL, "token_env": "sk-s3cret"}, "not the name of an environment variable"),
-        ({"kind": "http", "url": URL, "remote": {"retry_s": 60}}, "retry_max_s is 30, below retry_s 60"),
-        ({"kind": "http", "url": URL, "remote": {"min_score": 1, "max_score": 1}}, "is not below max_score"),
+        ({"kind": "http", "url": URL, "remote": {"score_range": [1, 1]}}, "the first must be below the second"),
         (
             {"kind": "http", "url": URL, "entry_point": "a:b", "isolate": True},
             "entry_point and isolate, but only kind python",
@@ -56,8 +55,7 @@ def test_right(part: dict[str, Any]) -> None:
         ({"kind": "http", "url": URL, "name": "gsm8k"}, "kind http has no rule to name"),
         (FUNCTION | {"url": URL, "token_env": "A"}, "url and token_env, but only kind http takes them"),
         (FUNCTION | {"remote": {"timeout_s": 3}}, "remote, but only kind http takes them"),
-        (FUNCTION | {"limits": {"cpu_s": 3}}, "they hold only with `isolate: true`"),
-        ({"kind": "verifier", "name": "gsm8k", "limits": {"cpu_s": 3}}, "limits, but only kind python takes them"),
+        ({"kind": "verifier", "name": "gsm8k", "isolate": {"wall_s": 3}}, "isolate, but only kind python takes them"),
     ],
     ids=str,
 )
@@ -69,12 +67,12 @@ def test_broken(part: dict[str, Any], expected: str) -> None:
 def test_a_run_gives_up_before_its_ranks_do() -> None:
     parts = [RewardPart(kind="http", url=URL, remote={"give_up_s": 600, "timeout_s": 30})]
     assert list(check_waits(parts, 631.0)) == [] == list(check_waits(parts, 631.0, 631.0))
-    assert "is ended after stall.deadline_s 630" in next(check_waits(parts, 1800.0, 630.0))
-    isolated = [RewardPart(kind="python", entry_point="a:b", isolate=True, limits={"wall_s": 50, "start_s": 10})]
-    assert list(check_waits(isolated, 1800.0, 61.0)) == []
-    assert "limits.start_s + limits.wall_s" in next(check_waits(isolated, 1800.0, 60.0))
+    assert "is ended after stall_deadline_s 630" in next(check_waits(parts, 1800.0, 630.0))
+    isolated = [RewardPart(kind="python", entry_point="a:b", isolate={"wall_s": 50})]
+    assert list(check_waits(isolated, 1800.0, 111.0)) == []
+    assert "60 to start, and isolate.wall_s" in next(check_waits(isolated, 1800.0, 110.0))
     assert "rewards.0 may wait 630 s" in next(check_waits(parts, 630.0))
-    parts[0].remote.on_failure = "stop"
+    parts[0].remote.give_up_s = 0
     assert list(check_waits(parts, 31.0)) == []
 
 

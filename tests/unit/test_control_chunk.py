@@ -42,7 +42,7 @@ def test_the_choice_follows_a_change_of_costs() -> None:
 
 
 def test_trials_take_turns_and_are_weighed_by_tokens() -> None:
-    tuner = ChunkTuner(ChunkConfig(tokens=1, candidates=[2], trials=2), longest=10)
+    tuner = ChunkTuner(ChunkConfig(tokens=1, candidates=[2]), longest=10, trials=2)
     tuner.observe(0, StepCost(1.0, 1, 1))
     # Chunk 1: 10 s for 110 tokens.  Chunk 2: 4 s for 20 tokens, although one of its steps was the fastest of all.
     measured = []
@@ -90,8 +90,8 @@ def test_not_adaptive_is_constant() -> None:
     longest=st.integers(1, 60),
 )
 def test_every_search_finds_the_cheapest(costs: dict[int, float], period: int, trials: int, longest: int) -> None:
-    config = ChunkConfig(tokens=next(iter(costs)), candidates=list(costs), period=period, trials=trials)
-    tuner = ChunkTuner(config, longest)
+    config = ChunkConfig(tokens=next(iter(costs)), candidates=list(costs), period=period)
+    tuner = ChunkTuner(config, longest, trials)
     reachable = {min(c, longest) for c in costs}
     cost = {chunk: costs.get(chunk, 20.0) for chunk in reachable}
     before = tuner.value
@@ -147,7 +147,7 @@ def test_the_law_never_says_that_work_takes_no_time(rounds: list[tuple[int, int,
 
 def test_a_candidate_is_not_judged_by_the_work_of_its_steps() -> None:
     """The smaller chunk is the better by a tenth, but its steps wait for one long response: three times the time a token."""
-    tuner = ChunkTuner(ChunkConfig(tokens=16, candidates=[16, 64], trials=1), longest=1000)
+    tuner = ChunkTuner(ChunkConfig(tokens=16, candidates=[16, 64]), longest=1000)
     work = {0: (100, 1600), 1: (400, 1500), 2: (60, 1400)}  # decode steps, tokens
     for step, (steps, tokens) in work.items():
         decoding = 0.004 * steps + 0.0003 * tokens

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from oppo_megatron.config.overlap import DeltaConfig
 from oppo_megatron.control import Decision
-from oppo_megatron.control.delta import DeltaController, make_delta_controller
+from oppo_megatron.control.delta import BOUNDS, Bounds, DeltaController, MeasuredDelta, make_delta_controller
 from oppo_megatron.records import StepSignals
 
 CALM = StepSignals(reward_mean=0.0, tail_waste=0.35, ess=1.0, length_gap=0.0)
@@ -21,8 +21,8 @@ STALE, SHORT = replace(EMPTY, ess=0.79), replace(EMPTY, length_gap=0.41)
 Plant = Callable[[int], StepSignals]
 
 
-def new(window: int = 2, initial: int = 4, max: int = 8, **settings: float) -> DeltaController:
-    return make_delta_controller(DeltaConfig(rule="measured", window=window, initial=initial, max=max, **settings))
+def new(window: int = 2, initial: int = 4, max: int = 8, bounds: Bounds = BOUNDS, **settings: int) -> DeltaController:
+    return MeasuredDelta(DeltaConfig(rule="measured", window=window, initial=initial, max=max, **settings), bounds)
 
 
 def run(controller: DeltaController, steps: list[StepSignals]) -> list[int]:
@@ -40,7 +40,7 @@ def test_waste_below_the_target_shrinks_delta_once_a_window() -> None:
 
 @pytest.mark.parametrize("waste", [0.375, 0.5, 0.625])
 def test_delta_stays_in_the_dead_band_borders_included(waste: float) -> None:
-    assert run(new(target_waste=0.5, dead_band=0.125), [replace(CALM, tail_waste=waste)] * 6) == [4] * 6
+    assert run(new(bounds=Bounds(target_waste=0.5, dead_band=0.125)), [replace(CALM, tail_waste=waste)] * 6) == [4] * 6
 
 
 def test_the_mean_over_the_window_counts_and_windows_do_not_overlap() -> None:
@@ -161,10 +161,19 @@ def monotone_plants(draw: st.DrawFn) -> Table:
     return Table([StepSignals(0.0, *row) for row in zip(waste[::-1], ess[::-1], gap, strict=True)])
 
 
+@dataclass(frozen=True)
+class Rule:
+    config: DeltaConfig
+    bounds: Bounds
+
+    def controller(self) -> MeasuredDelta:
+        return MeasuredDelta(self.config, self.bounds)
+
+
 @st.composite
-def configs(draw: st.DrawFn) -> DeltaConfig:
+def rules(draw: st.DrawFn) -> Rule:
     low, initial, high = sorted(draw(st.lists(st.integers(0, MOST), min_size=3, max_size=3)))
-    return DeltaConfig(
+    config = DeltaConfig(
         rule="measured",
         min=low,
         initial=initial,
@@ -172,17 +181,20 @@ def configs(draw: st.DrawFn) -> DeltaConfig:
         window=draw(st.integers(1, 4)),
         increase=draw(st.integers(1, 3)),
         decrease=draw(st.integers(1, 3)),
+    )
+    bounds = Bounds(
         target_waste=draw(st.sampled_from([0.1, 0.35, 0.6])),
         dead_band=draw(st.sampled_from([0.0, 0.05, 0.2])),
         ess_floor=draw(st.sampled_from([0.0, 0.4, 0.8])),
         length_gap_cap=draw(st.sampled_from([0.1, 0.4, 1.0])),
     )
+    return Rule(config, bounds)
 
 
-def settle(config: DeltaConfig, plant: Plant) -> int:
+def settle(rule: Rule, plant: Plant) -> int:
     """Delta at rest: after the most moves that law 5 allows it stays for as long again."""
-    controller, span = make_delta_controller(config), config.max - config.min + 1
-    enough = (span + 1) * (span + span * config.window) + 2 * config.window
+    controller, span = rule.controller(), rule.config.max - rule.config.min + 1
+    enough = (span + 1) * (span + span * rule.config.window) + 2 * rule.config.window
     for step in range(enough):
         controller.observe(step, plant(controller.value))
     rest = controller.value
@@ -190,29 +202,29 @@ def settle(config: DeltaConfig, plant: Plant) -> int:
     return rest
 
 
-@given(config=configs(), plant=any_plant)
-def test_delta_comes_to_rest_on_any_plant(config: DeltaConfig, plant: Table) -> None:
-    assert config.min <= settle(config, plant) <= config.max
+@given(rule=rules(), plant=any_plant)
+def test_delta_comes_to_rest_on_any_plant(rule: Rule, plant: Table) -> None:
+    assert rule.config.min <= settle(rule, plant) <= rule.config.max
 
 
-def verdict(config: DeltaConfig, signals: StepSignals) -> int:
+def verdict(rule: Rule, signals: StepSignals) -> int:
     """Where delta should go that has these signals for ever."""
-    if signals.ess < config.ess_floor or signals.length_gap > config.length_gap_cap:
+    if signals.ess < rule.bounds.ess_floor or signals.length_gap > rule.bounds.length_gap_cap:
         return -1
-    if signals.tail_waste < config.target_waste - config.dead_band:
+    if signals.tail_waste < rule.bounds.target_waste - rule.bounds.dead_band:
         return -1
-    return 1 if signals.tail_waste > config.target_waste + config.dead_band else 0
+    return 1 if signals.tail_waste > rule.bounds.target_waste + rule.bounds.dead_band else 0
 
 
-@given(config=configs(), plant=monotone_plants())
-def test_on_a_monotone_plant_delta_rests_where_it_should(config: DeltaConfig, plant: Table) -> None:
+@given(rule=rules(), plant=monotone_plants())
+def test_on_a_monotone_plant_delta_rests_where_it_should(rule: Rule, plant: Table) -> None:
     """In the dead band, else at the last delta below which all grow, else at an end of the range."""
-    rest = settle(config, plant)
-    here = verdict(config, plant(rest))
+    rest = settle(rule, plant)
+    here = verdict(rule, plant(rest))
     if here == 1:
-        assert rest == config.max or verdict(config, plant(rest + 1)) == -1
+        assert rest == rule.config.max or verdict(rule, plant(rest + 1)) == -1
     elif here == -1:
-        assert rest == config.min
+        assert rest == rule.config.min
 
 
 steps = st.lists(st.builds(StepSignals, st.just(0.0), share, share, share), max_size=30)
@@ -227,35 +239,35 @@ def test_resumed_after_every_step_all_is_remembered(window: int, ess: list[float
     controller, values = make_delta_controller(config), []
     for step, value in enumerate(ess):
         values.append(controller.observe(step, replace(EMPTY, ess=value)).value)
-        controller = clone(controller, config)
+        controller = clone(controller, Rule(config, BOUNDS))
     assert values == expected
 
 
-def clone(controller: DeltaController, config: DeltaConfig) -> DeltaController:
-    twin = make_delta_controller(config)
+def clone(controller: DeltaController, rule: Rule) -> DeltaController:
+    twin = rule.controller()
     twin.load_state_dict(json.loads(json.dumps(controller.state_dict())))
     return twin
 
 
-@given(config=configs(), history=steps, last=st.builds(StepSignals, st.just(0.0), share, share, share), other=share)
+@given(rule=rules(), history=steps, last=st.builds(StepSignals, st.just(0.0), share, share, share), other=share)
 def test_of_two_steps_in_one_state_more_waste_or_less_bias_never_gives_the_smaller_delta(
-    config: DeltaConfig, history: list[StepSignals], last: StepSignals, other: float
+    rule: Rule, history: list[StepSignals], last: StepSignals, other: float
 ) -> None:
-    controller = make_delta_controller(config)
+    controller = rule.controller()
     run(controller, history)
     for field, sign in (("tail_waste", 1), ("ess", 1), ("length_gap", -1)):
         changed = replace(last, **{field: other})
-        decisions: list[Decision] = [clone(controller, config).observe(99, signals) for signals in (last, changed)]
+        decisions: list[Decision] = [clone(controller, rule).observe(99, signals) for signals in (last, changed)]
         first, second = (decision.value for decision in decisions)
         ahead = sign * (other - getattr(last, field))
         assert first <= second if ahead >= 0 else first >= second
 
 
-@given(config=configs(), history=steps, shifts=st.lists(st.tuples(share, share, share), min_size=30, max_size=30))
+@given(rule=rules(), history=steps, shifts=st.lists(st.tuples(share, share, share), min_size=30, max_size=30))
 def test_over_whole_histories_too_while_no_growth_was_taken_back(
-    config: DeltaConfig, history: list[StepSignals], shifts: list[tuple[float, float, float]]
+    rule: Rule, history: list[StepSignals], shifts: list[tuple[float, float, float]]
 ) -> None:
-    small, large = make_delta_controller(config), make_delta_controller(config)
+    small, large = rule.controller(), rule.controller()
     for step, (signals, (waste, ess, gap)) in enumerate(zip(history, shifts, strict=False)):
         more = StepSignals(0.0, signals.tail_waste + waste, signals.ess + ess, signals.length_gap - gap)
         less, greater = small.observe(step, signals).value, large.observe(step, more).value

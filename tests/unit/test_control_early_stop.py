@@ -26,9 +26,7 @@ def run(values: list[float], **settings: object) -> EarlyStop:
         ([0.1, 0.2, 0.2], {"patience": 1}, True, Best(1, 0.2)),
         ([0.1, 0.2, 0.1, 0.15], {"patience": 3}, False, Best(1, 0.2)),
         ([0.1, 0.2, 0.1, 0.15, 0.2], {"patience": 3}, True, Best(1, 0.2)),
-        ([0.1, 0.15, 0.19], {"patience": 2, "min_delta": 0.1}, True, Best(0, 0.1)),
-        ([0.1, 0.15, 0.25], {"patience": 2, "min_delta": 0.1}, False, Best(2, 0.25)),
-        ([3.0, 2.0, 2.5], {"patience": 1, "mode": "min"}, True, Best(1, 2.0)),
+        ([3.0, 2.0, 2.5], {"patience": 1, "metric": "min accuracy"}, True, Best(1, 2.0)),
         ([math.nan, 0.1, math.nan], {"patience": 2}, False, Best(1, 0.1)),
     ],
 )

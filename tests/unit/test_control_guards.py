@@ -27,7 +27,7 @@ ALL = {
     "kl_mean": {"limit": 10, "action": "skip"},
     "ratio_max": {"limit": 4, "action": "stop"},
     "ess": {"limit": 0.5, "action": "skip"},
-    "logprob_gap": "skip",
+    "logprob_gap": {"action": "skip"},
 }
 SOUND = {
     "kl_mean": 1.0,
@@ -80,8 +80,8 @@ def test_without_limits_only_what_is_not_finite_breaks_a_rule() -> None:
         ({"ratio_max": {"action": "skip"}}, 1e-4, False),
         ({"ratio_max": {"limit": 3, "action": "skip"}}, None, True),
         ({"ess": {"limit": 0.2, "action": "skip"}}, None, True),
-        ({"logprob_gap": "skip"}, None, False),
-        ({"logprob_gap": "skip"}, 1e-4, True),
+        ({"logprob_gap": {"action": "skip"}}, None, False),
+        ({"logprob_gap": {"action": "skip"}}, 1e-4, True),
     ],
 )
 def test_when_updates_may_have_to_be_taken_back(settings: dict[str, Any], gap: float | None, expected: bool) -> None:
@@ -119,9 +119,9 @@ def test_the_gravest_breach_is_the_first_that_stops() -> None:
         ({"kl_mean": {"limit": 1, "action": "rollback"}}, False),  # every rank knows it
         ({"ess": {"action": "rollback"}}, False),
         ({"ess": {"limit": 0.2, "action": "rollback"}}, True),
-        ({"logprob_gap": "skip"}, True),
+        ({"logprob_gap": {"action": "skip"}}, True),
     ],
 )
 def test_when_ranks_have_to_agree_on_updates(settings: dict[str, Any], agree: bool) -> None:
     held = rules(1e-4, **settings)
-    assert held.agree_on_updates is agree and held.undo_updates is (settings.get("logprob_gap") == "skip")
+    assert held.agree_on_updates is agree and held.undo_updates is ("logprob_gap" in settings)

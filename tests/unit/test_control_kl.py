@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oppo_megatron.config.ppo import AdaptiveKLConfig, KLConfig
+from oppo_megatron.config.ppo import KLConfig
 from oppo_megatron.control.kl import KLController
 
 
 def adaptive(coefficient: float = 0.1, target: float = 6.0, horizon: float = 1000.0) -> KLController:
-    return KLController(KLConfig(coefficient=coefficient, adaptive=AdaptiveKLConfig(target=target, horizon=horizon)))
+    return KLController(KLConfig(coefficient=coefficient, target=target), horizon)
 
 
 def test_fixed_never_moves() -> None:

@@ -181,7 +181,7 @@ def test_real_dialogues_compressed(
 def test_the_first_row_is_shown_as_it_was_cut(tmp_path: Path) -> None:
     path, quarantine = tmp_path / "rows.jsonl", Quarantine()
     path.write_text('{"prompt": ""}\n{"prompt": "abcdef", "completion": "ghi"}\n')
-    config = DataConfig(path=path, max_prompt_tokens=3, long_prompts="truncate", bad_rows="quarantine")
+    config = DataConfig(path=path, max_prompt_tokens=3, long_rows="truncate", bad_rows="quarantine")
     load_prompts(config, CharacterTokenizer(), quarantine=quarantine)
     assert quarantine.first == {"prompt": "def"}
     load_completions(config, CharacterTokenizer(), max_tokens=8, long_rows="truncate", quarantine=quarantine)

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from oppo_megatron.config.ppo import ForcedLengthsConfig, RolloutConfig
+from oppo_megatron.config.debug import ForcedLengths
+from oppo_megatron.config.ppo import RolloutConfig
 from oppo_megatron.data.length_trace import LengthTrace, forced_quantile, read_length_trace, trace_problems
 from oppo_megatron.engine.sampler import uniforms
 from oppo_megatron.engine.stopping import LENGTH_DRAW, Stopping
@@ -34,13 +35,14 @@ def deepseek(path: Path, kind: str = "output") -> np.ndarray:
     return np.repeat(*np.array(rows).T)
 
 
-def rollout(trace: Path, limit: int = 10**6, **forced: Any) -> RolloutConfig:
-    lengths = ForcedLengthsConfig(trace=trace, **forced)
-    return RolloutConfig(batch_size=4, max_response_tokens=limit, forced_lengths=lengths)
+def rollout(trace: Path, limit: int = 10**6, **forced: Any) -> tuple[ForcedLengths, int]:
+    return ForcedLengths(trace=trace, **forced), limit
 
 
-def drawn(config: RolloutConfig, count: int, seed: int = 3) -> list[int]:
-    stopping = Stopping.of(config, (7,), seed, forced_quantile(config))
+def drawn(config: tuple[ForcedLengths, int], count: int, seed: int = 3) -> list[int]:
+    forced, limit = config
+    settings = RolloutConfig(batch_size=4, max_response_tokens=limit)
+    stopping = Stopping.of(settings, (7,), seed, forced_quantile(forced, limit), forced=forced)
     assert stopping.eos_ids == ()
     return [stopping.limit(seq_id) for seq_id in range(count)]
 
@@ -102,7 +104,8 @@ def test_auto_makes_the_99th_percentile_the_limit(shared_data: Path, name: str) 
 
 def test_lengths_are_a_function_of_seed_and_sequence(shared_data: Path) -> None:
     config = rollout(shared_data / AZURE, limit=512)
-    first, again = (Stopping.of(config, (7,), 3, forced_quantile(config)) for _ in range(2))
+    settings, trace = RolloutConfig(batch_size=4, max_response_tokens=512), forced_quantile(*config)
+    first, again = (Stopping.of(settings, (7,), 3, trace, forced=config[0]) for _ in range(2))
     assert [first.limit(i) for i in range(50)] == [again.limit(i) for i in reversed(range(50))][::-1]
     assert drawn(config, 50, seed=3) != drawn(config, 50, seed=4)
 
@@ -135,7 +138,7 @@ def test_lengths_of_0_become_1_and_the_scale_is_a_factor(tmp_path: Path) -> None
 REFUSED: list[tuple[str | bytes, str | None, str]] = [
     ("", None, r"line 1: there must be a column `GeneratedTokens`, but the columns are: none; name the one"),
     ("a,b\n1,2\n", None, r"line 1: there must be a column `GeneratedTokens`, but the columns are: a, b; name the one"),
-    (REQUESTS, "Length", r"line 1: there must be a column `Length`.*rollout\.forced_lengths\.column"),
+    (REQUESTS, "Length", r"line 1: there must be a column `Length`.*debug\.trace_column"),
     ("a,a\n1,2\n", "a", r"line 1: the column `a` must stand once in the header \(a, a\); rename one"),
     (REQUESTS, None, r"no row follows the header, but at least one request is needed; add rows"),
     (REQUESTS + "t,1,-4\n", None, r"trace\.csv:2: `GeneratedTokens` is '-4', but must be a whole number of at least 0"),
@@ -163,7 +166,7 @@ REFUSED: list[tuple[str | bytes, str | None, str]] = [
     (
         REQUESTS + "t,1,0\n",
         None,
-        r"99th percentile of its lengths is 0 tokens.*give rollout\.forced_lengths\.scale a n",
+        r"99th percentile of its lengths is 0 tokens.*name another column in debug\.trace_column",
     ),
 ]
 
@@ -174,16 +177,17 @@ def test_a_wrong_file_is_refused_with_line_rule_and_remedy(
 ) -> None:
     config = rollout(write(tmp_path, text), column=column)
     with pytest.raises(DataError, match=message) as refusal:
-        forced_quantile(config)
+        forced_quantile(*config)
     assert "trace.csv" in str(refusal.value)
-    assert trace_problems(config) == [f"rollout.forced_lengths.trace: {refusal.value}"]
+    assert trace_problems(*config) == [f"debug.forced_lengths: {refusal.value}"]
 
 
 def test_a_folder_is_no_trace(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"is no file; rollout\.forced_lengths\.trace must be a CSV file: correct"):
+    with pytest.raises(DataError, match=r"is no file; debug\.forced_lengths must be a CSV file: correct"):
         read_length_trace(tmp_path)
 
 
 def test_a_trace_that_was_not_read_is_our_own_bug(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="read before"):
-        Stopping.of(rollout(tmp_path / "x.csv"), (7,), 3)
+        forced = ForcedLengths(trace=tmp_path / "x.csv")
+        Stopping.of(RolloutConfig(batch_size=4, max_response_tokens=9), (7,), 3, forced=forced)

@@ -60,11 +60,11 @@ def test_long_prompts_under_each_policy(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", {"prompt": "123456"}, {"prompt": "12345"}, {"prompt": "abcdefgh"})
 
     def load(policy: str, quarantine: Quarantine) -> PromptSet:
-        config = DataConfig(path=path, max_prompt_tokens=5, long_prompts=policy)
+        config = DataConfig(path=path, max_prompt_tokens=5, long_rows=policy)
         return load_prompts(config, TOKENIZER, quarantine=quarantine)
 
     with pytest.raises(
-        DataError, match="(?s)2 rows.*p.jsonl:1: .*6 tokens.*max_prompt_tokens=5.*p.jsonl:3.*data.long_prompts"
+        DataError, match="(?s)2 rows.*p.jsonl:1: .*6 tokens.*max_prompt_tokens=5.*p.jsonl:3.*data.long_rows"
     ):
         load("error", Quarantine())
     truncated = load("truncate", Quarantine())
@@ -82,12 +82,12 @@ def test_bad_and_long_rows_are_reported_together(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="3 rows") as caught:
         load_prompts(DataConfig(path=path, max_prompt_tokens=5), TOKENIZER, quarantine=Quarantine())
     assert all(f"p.jsonl:{line}:" in str(caught.value) for line in (1, 2, 3))
-    assert "data.bad_rows=quarantine" in str(caught.value) and "data.long_prompts=quarantine" in str(caught.value)
+    assert "data.bad_rows=quarantine" in str(caught.value) and "data.long_rows=quarantine" in str(caught.value)
 
 
 def test_nothing_left_is_an_error(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", {"prompt": "long"}, {"prompt": "longer"})
-    config = DataConfig(path=path, max_prompt_tokens=1, long_prompts="quarantine")
+    config = DataConfig(path=path, max_prompt_tokens=1, long_rows="quarantine")
     with pytest.raises(DataError, match=r"all 2 rows were set aside.*p\.jsonl:1"):
         load_prompts(config, TOKENIZER, quarantine=Quarantine([{"file": "earlier", "line": 9, "reason": "other"}]))
 

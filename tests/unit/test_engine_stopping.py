@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 from statistics import NormalDist, median, pstdev
 
-from oppo_megatron.config.ppo import ForcedLengthsConfig, RolloutConfig
+from oppo_megatron.config.debug import ForcedLengths
+from oppo_megatron.config.ppo import RolloutConfig
 from oppo_megatron.engine.stopping import Stopping
 
 EOS = 7
 
 
 def stopping(limit: int = 10**6, seed: int = 3, **forced: float) -> Stopping:
-    rollout = RolloutConfig(
-        batch_size=4, max_response_tokens=limit, forced_lengths=ForcedLengthsConfig(**forced) if forced else None
-    )
-    return Stopping.of(rollout, (EOS,), seed)
+    rollout = RolloutConfig(batch_size=4, max_response_tokens=limit)
+    return Stopping.of(rollout, (EOS,), seed, forced=ForcedLengths(**forced) if forced else None)
 
 
 def test_without_forced_lengths_eos_and_the_limit_end_a_response() -> None:

@@ -108,9 +108,9 @@ FILE = {"data": {"path": "h"}}
         ({}, None),
         ({"evaluation": HALF}, None),
         ({"evaluation": OFTEN}, Standard("loss", "min")),
-        ({"evaluation": OFTEN, "checkpoint": {"best_metric": "accuracy"}}, Standard("accuracy", "max")),
+        ({"evaluation": OFTEN, "checkpoint": {"keep_best": "accuracy"}}, Standard("accuracy", "max")),
         ({"evaluation": OFTEN, "early_stop": {"metric": "accuracy"}}, Standard("accuracy", "max")),
-        ({"evaluation": OFTEN, "checkpoint": {"best_metric": "loss", "best_mode": "max"}}, Standard("loss", "max")),
+        ({"evaluation": OFTEN, "checkpoint": {"keep_best": "max loss"}}, Standard("loss", "max")),
     ],
 )
 def test_what_names_the_best_step(changes: dict[str, Any], standard: Standard | None) -> None:
@@ -126,8 +126,8 @@ def test_what_names_the_best_step(changes: dict[str, Any], standard: Standard | 
         (SFTConfig, {"evaluation": OFTEN, "early_stop": {"metric": "margin"}}, "choose from loss, accuracy"),
         (SFTConfig, {"evaluation": FILE, "early_stop": {"metric": "loss"}}, "set evaluation.every_steps"),
         (SFTConfig, {"checkpoint": {"keep_best": True}}, "set evaluation.every_steps"),
-        (RewardModelConfig, {"evaluation": OFTEN, "checkpoint": {"best_metric": "los"}}, "loss, accuracy, margin"),
-        (SFTConfig, {"evaluation": OFTEN, "checkpoint": {"best_metric": "reward"}}, "choose from loss, accuracy"),
+        (RewardModelConfig, {"evaluation": OFTEN, "checkpoint": {"keep_best": "los"}}, "loss, accuracy, margin"),
+        (SFTConfig, {"evaluation": OFTEN, "checkpoint": {"keep_best": "reward"}}, "choose from loss, accuracy"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(kind: Any, changes: dict[str, Any], words: str) -> None:

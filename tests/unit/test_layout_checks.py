@@ -117,9 +117,9 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     (
         {"placement.actor": {"tp": 4}, "critic.ranks": "0-3", "reward.ranks": "0-3", "placement.scorer": {"tp": 1},
          "critic.parallel": {"tp": 4}, "reward.parallel": {"tp": 4}, "runtime.kv_cache_mb": 0.25,
-         "overlap.weave.prefill_tokens": 129},
-        "reference: runtime.kv_cache_mb is 0.25, but a micro-batch of overlap.weave.prefill_tokens 129 has at least 2 "
-        "sequences of 128 tokens, which need 0.5 MiB on each rank; raise the budget or lower overlap.weave.prefill_tokens; "
+         "overlap.weave": ["auto", 129]},
+        "reference: runtime.kv_cache_mb is 0.25, but a micro-batch of overlap.weave's prefill_tokens 129 has at least 2 "
+        "sequences of 128 tokens, which need 0.5 MiB on each rank; raise the budget or lower overlap.weave's prefill_tokens; "
         "no layout fits 1 rank, the nearest numbers that one fits are 2, 4, 6",
     ),
 ]  # fmt: skip
@@ -144,7 +144,7 @@ GOOD: list[dict[str, Any]] = [
     {**EIGHT, "critic.train": {"vpp": 4, "sequence_parallel": True, "recompute": "full"}},
     {"overlap.schedule": "woven", "overlap.intra": False},
     {"placement.actor": {"dp": 12}, "actor.train": {"dp": 3, "pp": 4}},
-    {"runtime.kv_cache_mb": 0.25, "overlap.weave.prefill_tokens": 128},
+    {"runtime.kv_cache_mb": 0.25, "overlap.weave": ["auto", 128]},
 ]
 
 
@@ -158,7 +158,7 @@ def test_a_layout_suggested_for_the_cache_holds_the_larger_micro_batch_of_fewer_
     """With 4 replicas a micro-batch has 2 of 8 sequences, with 2 it has 4."""
 
     def problems(layout: dict[str, int]) -> list[str]:
-        cache = {"overlap.inter": False, "runtime.kv_cache_mb": 0.4, "overlap.weave.prefill_tokens": 512}
+        cache = {"overlap.inter": False, "runtime.kv_cache_mb": 0.4, "overlap.weave": ["auto", 512]}
         return problems_of({"placement": {"mode": "colocated", "actor": layout}, **cache})
 
     found = problems({"pp": 4 // dp, "dp": dp})
@@ -171,7 +171,7 @@ def test_a_layout_suggested_for_the_cache_holds_the_larger_micro_batch_of_fewer_
 
 def test_prefill_micro_batches_are_no_larger_than_every_other() -> None:
     """micro_batch_tokens bounds them: 128 of them are one sequence, however many more prefill_tokens allows."""
-    small = {"runtime.kv_cache_mb": 0.25, "overlap.weave.prefill_tokens": 10**6}
+    small = {"runtime.kv_cache_mb": 0.25, "overlap.weave": ["auto", 10**6]}
     assert problems_of({**small, "runtime.micro_batch_tokens": 128}) == []
     assert len(problems_of(small)) == 3
 

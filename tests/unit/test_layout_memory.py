@@ -171,7 +171,7 @@ APART = {"mode": "disaggregated", "actor": {"pp": 2}}
         (
             {
                 "placement": WOVEN,
-                "overlap": {"weave": {"micro_batches": 40, "prefill_tokens": 9000}, "delta": {"rule": "fixed"}},
+                "overlap": {"weave": [40, 9000], "delta": {"rule": "fixed"}},
                 "rollout": {"batch_size": 8, "max_response_tokens": 20},
             },
             {"decode m-batches": "16", "chunk C": "16-20", "B + delta": "12", "sequences a replica": "16"},
@@ -179,7 +179,7 @@ APART = {"mode": "disaggregated", "actor": {"pp": 2}}
         ),
         # a slot on a rank: 128 tokens x 2 x 4 layers x 2 heads x 8 x 4 bytes = 64 KiB
         (
-            {"placement": WOVEN, "runtime": {"kv_cache_mb": 0.2}, "overlap": {"weave": {"micro_batches": 8}}},
+            {"placement": WOVEN, "runtime": {"kv_cache_mb": 0.2}, "overlap": {"weave": [8, "auto"]}},
             {"KV slots": "3", "sequences a replica": "16", "decode m-batches": "3"},
             {"KV slots": "3"},
         ),
@@ -252,7 +252,7 @@ def test_calls_by_hand() -> None:
 
 
 def test_held_out_answers_have_a_cache_of_their_own() -> None:
-    judged = {"data": {"path": "rows.jsonl", "max_prompt_tokens": 28}, "verifier": "gsm8k", "max_prompts": 2}
+    judged = {"data": {"path": "rows.jsonl", "max_prompt_tokens": 28}, "verifier": "gsm8k", "max_rows": 2}
     without, beside = (holdings(evaluation=evaluation)[0].memory.kv_cache for evaluation in (None, judged))
     assert beside == without * 8 / 6
 

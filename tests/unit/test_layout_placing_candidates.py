@@ -209,7 +209,7 @@ def test_a_measuring_run_is_the_configuration_but_short_and_quiet() -> None:
     probe = probe_config(asked, placement, Path("scratch"))
     assert (probe.run_dir, probe.steps, probe.evaluation, probe.save_weights) == (Path("scratch"), 5, None, False)
     assert probe.logging.console == "off" and not probe.logging.trace and not probe.overlap.chunk.adaptive
-    changed = {"run_dir", "steps", "data_epochs", "evaluation", "save_weights", "logging", "overlap", "placement"}
+    changed = {"run_dir", "steps", "epochs", "evaluation", "save_weights", "logging", "overlap", "placement"}
     changed |= {"checkpoint"}
     before, after = asked.with_placement(placement).model_dump(), probe.model_dump()
     assert {name for name in before if before[name] != after[name]} <= changed

@@ -9,7 +9,6 @@ import torch
 
 from oppo_megatron.cluster.world import open_world
 from oppo_megatron.config.model import ModelConfig, RuntimeConfig
-from oppo_megatron.config.overlap import WeaveConfig
 from oppo_megatron.engine.executor import Executor
 from oppo_megatron.engine.generation import DecodeWorker
 from oppo_megatron.engine.links import build_links
@@ -49,7 +48,7 @@ def new_rounds(model: RoleModel, device: torch.device, micro_batches: int) -> Ro
     planner = RoundPlanner(
         site,
         "woven",
-        WeaveConfig(micro_batches=micro_batches),
+        (micro_batches, "auto"),
         200,
         32,
         ActorBook(1, 6, stopping.limit),

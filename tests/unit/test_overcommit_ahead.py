@@ -187,7 +187,7 @@ def test_fewer_passes_than_have_begun_are_refused(passes: int | None, refused: b
         require_prompts(ahead, most, 64)
         return
     with pytest.raises(
-        CheckpointError, match=r"comes to 1, but .* at prompt 102, in pass 2 over 64.*set data_epochs to 2"
+        CheckpointError, match=r"comes to 1, but .* at prompt 102, in pass 2 over 64.*set epochs to 2"
     ):
         require_prompts(ahead, most, 64)
 

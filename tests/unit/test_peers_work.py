@@ -34,7 +34,7 @@ from tests.support.ppo import Workspace, run_ppo_ranks
 
 SAME: dict[str, Any] = {
     "rewards": [{"kind": "model"}],
-    "rollout.forced_lengths": {"median": 10, "sigma": 0.8},
+    "debug.forced_lengths": [10, 0.8],
     "ppo.entropy_coefficient": 0.0,
 }
 SEQUENTIAL = Ours("1 x 1", carries=False, streams_here=False, shares_ranks=True)
@@ -103,7 +103,7 @@ def test_work_is_the_configurations(workspace: Workspace, work: dict[str, Any]) 
     assert len(set(work["lengths"])) > 3
     assert not any(work["pad_id"] in prompt for prompt in work["prompts"]) and work["pad_id"] != work["eos_id"]
     assert work["ppo"]["num_ppo_epochs"] == 2 and work["ppo"]["num_mini_batches"] == 2
-    assert work["optimizer"]["adam_beta2"] == config.actor.optimizer.beta2
+    assert work["optimizer"]["adam_beta2"] == config.actor.optimizer.betas[1]
     assert json.loads(json.dumps(work)) == work
 
 
@@ -133,7 +133,7 @@ def test_what_trl_cannot_do_is_refused_all_at_once(workspace: Workspace) -> None
     wrong = {
         "steps": 1,
         "rewards": [{"kind": "verifier", "name": "arithmetic"}],
-        "rollout.forced_lengths": None,
+        "debug.forced_lengths": None,
         "rollout.top_p": 0.9,
         "ppo.kl": {"estimator": "k2"},
         "ppo.entropy_coefficient": 0.01,
@@ -161,8 +161,8 @@ def test_what_trl_cannot_do_is_refused_all_at_once(workspace: Workspace) -> None
 
 
 def test_prompts_that_end_early_are_refused(workspace: Workspace, tmp_path: Path) -> None:
-    config = TrainConfig(**settings(workspace, "early", steps=100, data_epochs=1))
-    with pytest.raises(ConfigError, match=r"need 600, but data_epochs=1 gives 64"):
+    config = TrainConfig(**settings(workspace, "early", steps=100, epochs=1))
+    with pytest.raises(ConfigError, match=r"need 600, but epochs=1 gives 64"):
         work_of(config, tmp_path)
 
 

@@ -61,10 +61,10 @@ def test_a_chunk_ends_where_prompts_enter(settings: dict[str, Any]) -> None:
     def longest(**overlap: Any) -> int:
         return longest_chunk(TrainConfig.model_validate(settings | {"overlap": overlap}))
 
-    assert longest() == longest(backfill_every=64) == 100, "else no chunk is longer than a response"
+    assert longest() == longest(backfill=False) == 100, "else no chunk is longer than a response"
     assert longest(backfill=True, chunk={"tokens": 48}) == 48
-    assert longest(backfill=True, backfill_every=64) == 64
-    assert longest(backfill=True, backfill_every=640) == 100
+    assert longest(backfill=64) == 64
+    assert longest(backfill=640) == 100
 
 
 def test_backfill_asks_for_no_more_slots(settings: dict[str, Any]) -> None:
@@ -80,25 +80,24 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"overlap.delta": {"min": 3, "initial": 2, "max": 4}}, "min <= initial <= max must hold"),
     ({"overlap.delta": {"min": 0, "initial": 5, "max": 4}}, "min <= initial <= max must hold"),
     ({"overlap.delta.max": 9}, "overlap.delta.max is 9, but must not exceed rollout.batch_size 8"),
-    ({"overlap.delta": {"rule": "measured", "target_waste": 0.75, "dead_band": 0.25}}, "their sum must be below 1"),
     ({"overlap.chunk.candidates": [16, 16, 32]}, "each size may appear once"),
     ({"overlap": {"inter": False, "backfill": True}}, "overlap.backfill is true, but overlap.inter is false"),
     (
-        {"overlap": {"backfill": True, "backfill_every": 48}},
-        "overlap.backfill_every is 48, but must be a multiple of overlap.chunk.tokens 32 (rounds end where prompts enter); "
+        {"overlap": {"backfill": 48}},
+        "overlap.backfill is 48, but must be a multiple of overlap.chunk.tokens 32 (rounds end where prompts enter); "
         "set it to 64",
     ),
-    ({"rollout.forced_lengths": {}}, "rollout.forced_lengths has neither of median and trace, but needs exactly one"),
-    ({"rollout.forced_lengths": {"sigma": 2}}, "has neither of median and trace"),
-    ({"rollout.forced_lengths": {"median": 9, "column": "x"}}, "column is 'x', but only a trace has it"),
-    ({"rollout.forced_lengths": {"median": 9, "scale": 2}}, "scale is 2.0, but only a trace has it"),
-    ({"rollout.stop_token_ids": [7, -1]}, "rollout.stop_token_ids has -1, but ids are numbers from 0 on"),
+    ({"debug": {"forced_lengths": [9, 1], "trace_column": "x"}}, "debug.trace_column is 'x', but only a trace has it"),
+    ({"debug.trace_column": "x"}, "debug.trace_column is 'x', but only a trace has it"),
+    ({"guards.ratio_max.limit": 1.0}, "guards.ratio_max.limit is 1, but must be greater than 1; raise it"),
+    ({"guards.ess.limit": 1.0}, "guards.ess.limit is 1, but must be less than 1; lower it"),
+    ({"rollout.stop": [7, -1]}, "rollout.stop has -1, but ids are numbers from 0 on"),
     ({"rollout.stop": ["x", ""]}, "rollout.stop has an empty text"),
     (
-        {"rollout.stop": ["x"], "rollout.forced_lengths": {"median": 9}},
-        "rollout.stop is set, but with rollout.forced_lengths a response ends at its length only",
+        {"rollout.stop": ["x"], "debug.forced_lengths": [9, 1.0]},
+        "rollout.stop is set, but with debug.forced_lengths a response ends at its length only",
     ),
-    ({"rollout.forced_lengths": {"trace": "gone.csv"}}, "rollout.forced_lengths.trace `gone.csv` does not exist"),
+    ({"debug.forced_lengths": "gone.csv"}, "debug.forced_lengths `gone.csv` does not exist"),
     ({"runtime.micro_batch_tokens": 199}, "runtime.micro_batch_tokens is 199, but one sequence may have 200 tokens"),
     ({"actor.init": {"model_type": "llama"}}, "actor has both of checkpoint and init"),
     ({"actor.checkpoint": None}, "actor has neither of checkpoint and init"),
@@ -135,12 +134,10 @@ GOOD: list[dict[str, Any]] = [
     {"guards": {"non_finite": "rollback"}, "checkpoint.every_steps": 5},
     {"guards.kl_mean.action": "rollback"},  # without a limit nothing breaks the rule
     {"overlap": {"inter": False, "delta": {"min": 5, "initial": 9, "max": 2}}},
-    {"overlap": {"backfill": True, "backfill_every": 96}},
-    {"overlap": {"backfill_every": 5}},
+    {"overlap": {"backfill": 96}},
     {"rewards": [{"kind": "python", "entry_point": "pkg.mod:f", "options": {"a": 1}}]},
-    {"rollout.forced_lengths": {"median": 20}},
-    {"overlap.delta": {"rule": "eq4", "target_waste": 0.75, "dead_band": 0.25}},
-    {"rollout.forced_lengths": {"trace": __file__, "column": "ContextTokens", "scale": 0.5}},
+    {"debug.forced_lengths": [20, 1.0]},
+    {"debug": {"forced_lengths": __file__, "trace_column": "ContextTokens"}},
 ]
 
 
@@ -191,17 +188,9 @@ def test_all_broken_rules_come_at_once(settings: dict[str, Any]) -> None:
 
 
 def test_stop_ids_are_of_the_vocabulary(settings: dict[str, Any]) -> None:
-    put(settings, "rollout.stop_token_ids", [9, 64, 63])
+    put(settings, "rollout.stop", [9, 64, 63])
     (problem,) = check_stop_ids(TrainConfig.model_validate(settings).rollout, 64)
-    assert problem.startswith("rollout.stop_token_ids has 64, but the actor's vocabulary ends at 63")
-
-
-def test_forced_lengths_of_two_kinds_and_their_settings_come_at_once(settings: dict[str, Any]) -> None:
-    put(settings, "rollout.forced_lengths", {"median": 9, "sigma": 1, "trace": "gone.csv"})
-    problems = check_train(TrainConfig.model_validate(settings))
-    assert len(problems) == 3
-    for problem, part in zip(problems, ("has both of median and trace", "sigma is 1", "does not exist"), strict=True):
-        assert part in problem
+    assert problem.startswith("rollout.stop has 64, but the actor's vocabulary ends at 63")
 
 
 def supervised(settings: dict[str, Any]) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def function(module: str) -> Iterator[IsolatedFunction]:
-    limits = IsolationConfig(wall_s=0.7, cpu_s=1, memory_mb=1024)
+    limits = IsolationConfig(wall_s=0.7, memory_mb=1024)
     isolated = IsolatedFunction(f"{module}:behave", {"factor": 2.0}, limits, os.environ)
     yield isolated
     isolated.close()
@@ -111,7 +111,7 @@ def test_one_process_serves_all_calls_and_gets_the_whole_call(function: Isolated
         ("memory", "MemoryError"),
         ("exit", "ended with exit code 3"),
         ("segfault", "killed by SIGSEGV"),
-        ("sleep", "no score within limits.wall_s 0.7 s"),
+        ("sleep", "no score within isolate.wall_s 0.7 s"),
         ("garbage", "which is no answer"),
         ("forge", "which is no answer"),
         ("flood", "more than an answer"),
@@ -126,10 +126,10 @@ def test_a_misbehaving_function_is_an_error_and_the_next_call_is_served(
 
 
 def test_processor_time_is_counted_by_call(module: str) -> None:
-    limits = IsolationConfig(wall_s=20, cpu_s=1, memory_mb=1024)
-    isolated = IsolatedFunction(f"{module}:behave", {}, limits, os.environ)
+    limits = IsolationConfig(wall_s=20, memory_mb=1024)
+    isolated = IsolatedFunction(f"{module}:behave", {}, limits, os.environ, cpu_s=1)
     started = time.monotonic()
-    with pytest.raises(RewardError, match="limits.cpu_s 1 s"):
+    with pytest.raises(RewardError, match="isolate.wall_s 1 s"):
         isolated("", "spin", {})
     assert time.monotonic() - started < 15
     isolated.close()

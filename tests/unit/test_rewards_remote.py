@@ -22,14 +22,15 @@ from oppo_megatron.config.data import RewardPart
 from oppo_megatron.config.load import config_yaml
 from oppo_megatron.config.remote import RemoteRewardConfig
 from oppo_megatron.errors import ConfigError, OppoError, RewardError
-from oppo_megatron.rewards.breaker import CircuitBreaker, growing_pauses, retry_after_s
+from oppo_megatron.rewards.breaker import CircuitBreaker, Pauses, growing_pauses, retry_after_s
 from oppo_megatron.rewards.functions import build_reward_functions
 from oppo_megatron.rewards.protocol import ScoreItem, read_answer, read_token
 from oppo_megatron.rewards.remote import RemoteReward
 from tests.support.reward_service import Reply, Service, by_length, http, reward_service, scored
 
 TOKEN = "s3cret-token-that-nobody-may-see"
-QUICK = {"retry_s": 0.005, "retry_max_s": 0.01, "breaker_pause_s": 0.01, "timeout_s": 5.0, "give_up_s": 20.0}
+QUICK = {"timeout_s": 5.0, "give_up_s": 20.0}
+PAUSES = Pauses(retry_s=0.005, retry_max_s=0.01, breaker_pause_s=0.01)
 
 
 def items(count: int) -> list[ScoreItem]:
@@ -37,9 +38,11 @@ def items(count: int) -> list[ScoreItem]:
 
 
 @contextmanager
-def client(service: Service, token: str | None = None, **changes: Any) -> Iterator[RemoteReward]:
+def client(
+    service: Service, token: str | None = None, pauses: Pauses = PAUSES, **changes: Any
+) -> Iterator[RemoteReward]:
     secret = None if token is None else SecretStr(token)
-    remote = RemoteReward("reward part 'r'", service.url, secret, RemoteRewardConfig(**QUICK | changes))
+    remote = RemoteReward("reward part 'r'", service.url, secret, RemoteRewardConfig(**QUICK | changes), pauses=pauses)
     try:
         yield remote
     finally:
@@ -106,19 +109,19 @@ BAD_DAYS: dict[str, Reply] = {
 
 @pytest.mark.parametrize("day", BAD_DAYS)
 def test_after_a_bad_day_every_score_is_right(day: str) -> None:
-    changes = {"max_score": 1e5} | ({"timeout_s": 0.3} if day == "late" else {})
+    changes = {"score_range": [None, 1e5]} | ({"timeout_s": 0.3} if day == "late" else {})
     with reward_service(BAD_DAYS[day], BAD_DAYS[day]) as service, client(service, **changes) as remote:
         assert score_all(remote, 5) == [1.0, 2.0, 3.0, 4.0, 5.0]
     assert len(service.requests) >= 3
 
 
 @pytest.mark.parametrize("day", [day for day in BAD_DAYS if day != "late"])
-def test_on_failure_stop_ends_at_the_first_failure(day: str) -> None:
+def test_who_gives_up_after_0_s_ends_at_the_first_failure(day: str) -> None:
     with (
         reward_service(otherwise=BAD_DAYS[day]) as service,
-        client(service, max_score=1e5, on_failure="stop") as remote,
+        client(service, score_range=[None, 1e5], give_up_s=0) as remote,
     ):
-        with pytest.raises(RewardError, match="reward part 'r'.*sequence 0 and 4 more cannot be scored.*stop"):
+        with pytest.raises(RewardError, match="reward part 'r'.*sequence 0 and 4 more cannot be scored.*give_up_s is 0"):
             score_all(remote, 5)
         with pytest.raises(RewardError, match="sequence 0"):
             remote.request(items(1))
@@ -135,8 +138,8 @@ def test_a_service_that_stays_away_ends_the_run_and_scores_nothing() -> None:
 
 
 def test_a_breaker_that_stays_open_does_not_keep_the_run_beyond_the_limit() -> None:
-    pauses = {"give_up_s": 0.2, "breaker_failures": 1, "breaker_pause_s": 60.0}
-    with reward_service(otherwise=saying(b"no", 500)) as service, client(service, **pauses) as remote:
+    pauses = Pauses(breaker_failures=1, breaker_pause_s=60.0)
+    with reward_service(otherwise=saying(b"no", 500)) as service, client(service, pauses=pauses, give_up_s=0.2) as remote:
         started = time.monotonic()
         with pytest.raises(RewardError, match="had no score after 1 attempts in 0.2 s"):
             score_all(remote, 1)
@@ -153,14 +156,14 @@ def test_a_breaker_that_stays_open_does_not_keep_the_run_beyond_the_limit() -> N
 def test_what_is_not_followed_or_unpacked_is_said(status: int, header: str, says: str) -> None:
     body = b'{"scores": [{"id": 0, "score": 1.0}]}'
     with reward_service(otherwise=lambda request: http(status, body, header)) as service:
-        with client(service, on_failure="stop") as remote, pytest.raises(RewardError, match=says):
+        with client(service, give_up_s=0) as remote, pytest.raises(RewardError, match=says):
             score_all(remote, 1)
 
 
 def test_nobody_listening() -> None:
     with reward_service() as service:
         pass
-    with client(service, on_failure="stop") as remote, pytest.raises(RewardError, match="could not be asked.*Connect"):
+    with client(service, give_up_s=0) as remote, pytest.raises(RewardError, match="could not be asked.*Connect"):
         score_all(remote, 1)
 
 
@@ -404,7 +407,7 @@ def test_a_damaged_http_answer_is_our_error_or_the_score() -> None:
     @given(st.integers(0, len(WHOLE)), st.binary(max_size=4), st.integers(0, 8))
     def check(at: int, put: bytes, cut: int) -> None:
         service.otherwise = lambda request: WHOLE[:at] + put + WHOLE[at + cut :]
-        with client(service, on_failure="stop", timeout_s=2.0) as remote:
+        with client(service, give_up_s=0, timeout_s=2.0) as remote:
             try:
                 assert math.isfinite(score_all(remote, 1)[0])
             except OppoError as error:

@@ -8,7 +8,6 @@ import signal
 import pytest
 import torch.distributed as dist
 
-from oppo_megatron.config.reliability import PreemptConfig
 from oppo_megatron.train.saving.preemption import ECHO_S, HEARD, TORCHRUN, Preemption
 
 
@@ -20,9 +19,9 @@ def test_a_rank_that_fails_among_peers_lives_to_say_why(
     monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
     before = {number: signal.getsignal(number) for number in HEARD}
     try:
-        with pytest.raises(ZeroDivisionError) if fails else Preemption(PreemptConfig()).listening():
+        with pytest.raises(ZeroDivisionError) if fails else Preemption().listening():
             if fails:
-                with Preemption(PreemptConfig()).listening():
+                with Preemption().listening():
                     raise ZeroDivisionError
         assert (signal.getsignal(signal.SIGTERM) is signal.SIG_IGN) == ignored
     finally:
@@ -34,7 +33,7 @@ def test_a_process_without_peers_hears_ctrl_c_again_once_its_run_is_over(monkeyp
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     before = {number: signal.getsignal(number) for number in HEARD}
     try:
-        preemption = Preemption(PreemptConfig())
+        preemption = Preemption()
         with preemption.listening():
             preemption.ask()
         assert signal.getsignal(signal.SIGINT) is before[signal.SIGINT]
@@ -59,7 +58,7 @@ def test_the_second_ctrl_c_ends_a_rank_but_not_the_echo_of_the_first(
         monkeypatch.setenv(TORCHRUN, "7")
     else:
         monkeypatch.delenv(TORCHRUN, raising=False)
-    preemption = Preemption(PreemptConfig())
+    preemption = Preemption()
     reads, writes = os.pipe()
     os.write(writes, bytes([signal.SIGINT, signal.SIGINT]))
     os.close(writes)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from math import ceil
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oppo_megatron.config.overlap import OverlapConfig, WeaveConfig
+from oppo_megatron.config.overlap import OverlapConfig
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.records import ChunkRow, Prompt, Rollout
@@ -65,20 +65,20 @@ def new_planner(
     generator: str,
     slots: int = 9,
     rank: int | None = None,
-    overlap: OverlapConfig | None = None,
-    **weave: Any,
+    late: Set[str] | None = None,
+    weave: Sequence[int | Literal["auto"]] = ("auto", "auto"),
 ) -> RoundPlanner:
     placements = site.placements
     return RoundPlanner(
         site,
         generator,
-        WeaveConfig(**weave),
+        weave,
         BUDGET,
         BUDGET,
         ActorBook(placements["actor"].dp, slots, lambda _: MAX_RESPONSE),
         {name: ScoringBook(name, placement.dp, slots) for name, placement in placements.items() if name != "actor"},
         rank=rank,
-        late=late_scorers(overlap or OverlapConfig(), site),
+        late=late_scorers(site) if late is None else late,
     )
 
 
@@ -173,7 +173,7 @@ def test_what_all_ranks_plan_for_themselves_is_sound_together(
     """Each plans only its own part.  The memo of schedules has its share in it: rounds of one shape get one schedule."""
     site = (SITES | SPREAD)[name]
     ranks = ranks_of(site)
-    planners = [new_planner(site, generator, slots, rank, micro_batches=micro_batches) for rank in ranks]
+    planners = [new_planner(site, generator, slots, rank, weave=(micro_batches, "auto")) for rank in ranks]
 
     def visit(plans: list[PlannedRound]) -> None:
         own_lists = {rank: plan.schedule.of(rank) for rank, plan in zip(ranks, plans, strict=True)}
@@ -201,18 +201,17 @@ def test_who_scores_last() -> None:
             "critic": RolePlacement((0, 1, 2), dp=3),
         }
     )
-    assert late_scorers(OverlapConfig(), beside) == {"reference"} == late_scorers(OverlapConfig(), replicas)
-    assert late_scorers(OverlapConfig(beside_actor="stream"), beside) == set()
-    assert late_scorers(OverlapConfig(), SITES["DP2, critic beside it, others apart"]) == {"critic"}
+    assert late_scorers(beside) == {"reference"} == late_scorers(replicas)
+    assert late_scorers(SITES["DP2, critic beside it, others apart"]) == {"critic"}
     for name in ("one rank", "colocated PP2", "PP2 | 1", "PP2, critic beside it, others apart", "DP2 | PP2xDP2"):
-        assert late_scorers(OverlapConfig(), SITES[name]) == set(), name
+        assert late_scorers(SITES[name]) == set(), name
 
 
-@pytest.mark.parametrize("beside", ["last", "stream"])
-def test_a_late_scorer_reads_complete_batches_only(beside: Any) -> None:
+@pytest.mark.parametrize("late", [True, False])
+def test_a_late_scorer_reads_complete_batches_only(late: bool) -> None:
     """And each token once; what it is never asked to read are rollouts that are carried."""
     site = SITES["DP2, critic beside it, others apart"]
-    run = Run([new_planner(site, "intra", overlap=OverlapConfig(beside_actor=beside))], random.Random(3))
+    run = Run([new_planner(site, "intra", late=None if late else set())], random.Random(3))
     tokens: dict[bool, list[int]] = {True: [], False: []}
 
     def visit(plans: list[PlannedRound]) -> None:
@@ -222,8 +221,8 @@ def test_a_late_scorer_reads_complete_batches_only(beside: Any) -> None:
         assert others or not decodes, "the other scorers read along"
 
     run.steps(4, visit)
-    assert bool(tokens[True]) == (beside == "stream")
-    assert len(tokens[False]) == 4 * BATCH if beside == "last" else len(tokens[False]) < 4 * BATCH
+    assert bool(tokens[True]) == (not late)
+    assert len(tokens[False]) == 4 * BATCH if late else len(tokens[False]) < 4 * BATCH
 
 
 @settings(deadline=None, max_examples=40)
@@ -257,8 +256,8 @@ def test_a_part_is_the_same_as_in_the_whole(name: str, generator: str) -> None:
     """A rank's list does not depend on whether it plans the whole round or its part; nor on holding the actor."""
     site = (SITES | SPREAD)[name]
     ranks = ranks_of(site)
-    whole = new_planner(site, generator, micro_batches=2)
-    run = Run([whole, *(new_planner(site, generator, rank=r, micro_batches=2) for r in ranks)], random.Random(4))
+    whole = new_planner(site, generator, weave=(2, "auto"))
+    run = Run([whole, *(new_planner(site, generator, rank=r, weave=(2, "auto")) for r in ranks)], random.Random(4))
     decoded = []
 
     def visit(plans: list[PlannedRound]) -> None:
@@ -288,7 +287,7 @@ def test_a_schedule_is_made_once_for_each_shape(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(planner_module, "GENERATORS", {"woven": counted})
     site = SITES["colocated PP2"]
-    run = Run([new_planner(site, "woven", micro_batches=2, prefill_tokens=BUDGET)], random.Random(8))
+    run = Run([new_planner(site, "woven", weave=(2, BUDGET))], random.Random(8))
     seen: list[PlannedRound] = []
 
     def visit(plans: list[PlannedRound]) -> None:
@@ -302,7 +301,7 @@ def test_a_schedule_is_made_once_for_each_shape(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_schedule_is_made_anew_when_costs_are_learned() -> None:
     """Rounds of one shape: what fits into the gaps of slow decoding comes after fast decoding."""
-    planner = new_planner(SITES["colocated PP2"], "woven", 16, micro_batches=1, prefill_tokens=36)
+    planner = new_planner(SITES["colocated PP2"], "woven", 16, weave=(1, 36))
     fast, slow = Linear(1e-3, 1e-6), Linear(1.0, 1e-6)
     found = []
     for number, (decode, prefill) in enumerate([(slow, fast), (fast, slow), (slow, fast)]):
@@ -325,8 +324,10 @@ def cut_of(planned: PlannedRound) -> tuple[int, int]:
     return len(planned.round.decode[0]), len(planned.round.prefill["reward"][0])
 
 
-def first_round(site: Site, generator: str, costs: Costs, **weave: Any) -> PlannedRound:
-    planner = new_planner(site, generator, 16, **weave)
+def first_round(
+    site: Site, generator: str, costs: Costs, weave: Sequence[int | Literal["auto"]] = ("auto", "auto")
+) -> PlannedRound:
+    planner = new_planner(site, generator, 16, weave=weave)
     planner.costs, planner.micro_batch_tokens = costs, 200
     buffer = RolloutBuffer(12, 0, 1)
     buffer.admit(Prompt(i, i, "", (1,) * 6) for i in range(12))
@@ -353,7 +354,7 @@ def test_auto_is_one_whole_where_nothing_is_woven(generator: str, site: str) -> 
 
 @pytest.mark.parametrize("generator", GENERATORS)
 def test_a_cut_that_is_given_is_kept_to(generator: str) -> None:
-    settled = first_round(SITES["colocated PP2"], generator, CHEAP_STARTS, micro_batches=3, prefill_tokens=24)
+    settled = first_round(SITES["colocated PP2"], generator, CHEAP_STARTS, weave=(3, 24))
     assert cut_of(settled) == (3, 3)  # twelve prompts of six tokens: four to a micro-batch
     assert all(sum(g.new for g in batch) <= 24 for batch in settled.works["reward"][0].prefill)
 
@@ -361,7 +362,7 @@ def test_a_cut_that_is_given_is_kept_to(generator: str) -> None:
 @pytest.mark.parametrize("generator", GENERATORS)
 def test_a_cut_that_is_given_keeps_to_the_budget_of_micro_batches(generator: str) -> None:
     """200 tokens, whatever is asked for: twelve prompts of 100 tokens come two at a time."""
-    planner = new_planner(SITES["colocated PP2"], generator, 16, prefill_tokens=10**6)
+    planner = new_planner(SITES["colocated PP2"], generator, 16, weave=("auto", 10**6))
     planner.micro_batch_tokens, planner.max_length = 200, 120
     buffer = RolloutBuffer(12, 0, 1)
     buffer.admit(Prompt(i, i, "", (1,) * 100) for i in range(12))

@@ -21,11 +21,11 @@ from pydantic import SecretStr
 
 from oppo_megatron.cli.main import main
 from oppo_megatron.config.aligner import StreamConfig
-from oppo_megatron.config.remote import RequestLimitsConfig
 from oppo_megatron.config.serve import ServeScorerConfig
 from oppo_megatron.errors import CapacityError, RewardError
 from oppo_megatron.rewards import streaming
 from oppo_megatron.rewards.streaming import ScorerStream, checksum
+from oppo_megatron.serving.limits import RequestLimits
 from oppo_megatron.serving.stream_app import Extend, Known, Piece, build_stream_app
 from oppo_megatron.serving.stream_scorer import open_stream_scorer
 from tests.support.hf import save_tiny
@@ -62,7 +62,7 @@ class Sums:
 @contextmanager
 def served(extend: Extend, token: str | None = None, **limits: Any) -> Iterator[str]:
     secret = None if token is None else SecretStr(token)
-    with served_app(build_stream_app(extend, RequestLimitsConfig(**limits), secret)) as address:
+    with served_app(build_stream_app(extend, secret, RequestLimits(**limits))) as address:
         yield address
 
 
@@ -126,7 +126,7 @@ def test_caches_that_memory_does_not_hold_are_a_capacity_error(tmp_path: Path) -
 def test_a_service_that_cannot_be_had_ends_the_run_with_a_reason() -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         address = f"http://127.0.0.1:{closed.getsockname()[1]}"
-    stream = ScorerStream(StreamConfig(url=address, give_up_s=0.3))
+    stream = ScorerStream(StreamConfig(url=address), give_up_s=0.3)
     stream.offer(0, [1], final=True)
     with pytest.raises(RewardError, match="cannot be asked.*for 0.3 s; start it"):
         stream.result(0)

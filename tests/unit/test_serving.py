@@ -19,12 +19,13 @@ from pydantic import SecretStr
 
 from oppo_megatron.cli.main import main
 from oppo_megatron.config.data import RewardPart
-from oppo_megatron.config.remote import RemoteRewardConfig, RequestLimitsConfig
+from oppo_megatron.config.remote import RemoteRewardConfig
 from oppo_megatron.config.serve import ServeRewardConfig
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.rewards.protocol import Item, ScoreItem
 from oppo_megatron.rewards.remote import RemoteReward
 from oppo_megatron.serving.app import Scorer, build_app
+from oppo_megatron.serving.limits import RequestLimits
 from oppo_megatron.serving.scorers import open_scorer
 from oppo_megatron.serving.server import _listen
 from tests.support.serving import served_app
@@ -41,7 +42,7 @@ def lengths(items: Sequence[Item]) -> list[float]:
 @contextmanager
 def served(score: Scorer = lengths, token: str | None = None, **limits: Any) -> Iterator[str]:
     """The address of a service on a free port."""
-    app = build_app(score, RequestLimitsConfig(**limits), None if token is None else SecretStr(token))
+    app = build_app(score, None if token is None else SecretStr(token), RequestLimits(**limits))
     with served_app(app) as address:
         yield address
 
@@ -66,7 +67,7 @@ def test_scores_of_the_parts_in_the_order_asked(tmp_path: Path) -> None:
 
 def test_our_client_and_our_server_agree() -> None:
     with served(token=TOKEN) as address:
-        settings = RemoteRewardConfig(max_batch=2, on_failure="stop")
+        settings = RemoteRewardConfig(max_batch=2, give_up_s=0)
         remote = RemoteReward("r", f"{address}/score", SecretStr(TOKEN), settings)
         remote.request([ScoreItem(i, "p", "é" * i, {"answer": None}) for i in range(5)])
         assert [remote.result(i) for i in range(5)] == [0.0, 1.0, 2.0, 3.0, 4.0]
@@ -91,10 +92,10 @@ def test_what_is_too_large_is_answered_with_413() -> None:
     with served(**limits) as address:
         assert post(address, {"items": [ITEM | {"id": i} for i in range(3)]}).status_code == 200
         for body, limit in [
-            ({"items": [ITEM | {"id": i} for i in range(4)]}, "limits.max_items"),
-            ({"items": [ITEM | {"response": "x" * 51}]}, "limits.max_characters"),
-            ({"items": [ITEM | {"prompt": "x" * 51}]}, "limits.max_characters"),
-            (b" " * 2001, "limits.max_bytes"),
+            ({"items": [ITEM | {"id": i} for i in range(4)]}, "items are more than 3"),
+            ({"items": [ITEM | {"response": "x" * 51}]}, "characters, more than 50"),
+            ({"items": [ITEM | {"prompt": "x" * 51}]}, "characters, more than 50"),
+            (b" " * 2001, "more than 2000 bytes"),
         ]:
             answer = post(address, body)
             assert answer.status_code == 413 and limit in answer.json()["error"]

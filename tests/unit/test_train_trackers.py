@@ -95,12 +95,12 @@ def test_wandb_through_its_own_interface(tmp_path: Path, monkeypatch: pytest.Mon
     run_dir = tmp_path / "run7"
     run_dir.mkdir()
     (run_dir / "config.yaml").write_text("steps: 3\n")
-    config = LoggingConfig(wandb_project="rlhf", wandb_mode="offline")
+    config = LoggingConfig(wandb_project="rlhf")
     tracker = open_trackers(config, run_dir)
     tracker.log(4, {"loss": 0.5, "text": "x"})
     tracker.close()
     options = {
-        "project": "rlhf", "name": "run7", "dir": str(run_dir), "mode": "offline", "id": None, "resume": "allow",
+        "project": "rlhf", "name": "run7", "dir": str(run_dir), "id": None, "resume": "allow",
         "config": {"steps": 3},
     }  # fmt: skip
     assert fake.calls == [options, (4, {"loss": 0.5}), "finish"]
@@ -110,7 +110,7 @@ def test_wandb_through_its_own_interface(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_wandb_that_refuses_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", FakeWandb(refusal="api_key not configured"))
-    with pytest.raises(ConfigError, match="api_key not configured.*wandb login.*wandb_mode to offline"):
+    with pytest.raises(ConfigError, match="api_key not configured.*wandb login.*WANDB_MODE to offline"):
         open_trackers(LoggingConfig(wandb_project="rlhf"), tmp_path)
 
 
@@ -144,7 +144,7 @@ def test_a_missing_library_is_told_before_anything_starts(
         }
         settings |= {"rollout": {"batch_size": 8, "max_response_tokens": 20}}
     else:
-        settings |= {"data": {"path": "rows.jsonl"}, "model": model, "batch_size": 1, "max_steps": 1, "max_tokens": 64}
+        settings |= {"data": {"path": "rows.jsonl"}, "model": model, "batch_size": 1, "steps": 1, "max_tokens": 64}
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(settings))
     assert main([kind, "c.yaml"]) == 2
     error = capsys.readouterr().err

@@ -121,24 +121,25 @@ def refuse_figures(path: Path) -> None:
 
 
 def length_settings(args: argparse.Namespace) -> dict[str, Any] | None:
-    """The `rollout.forced_lengths` that --trace or --lognormal stands for.  Raises ConfigError."""
+    """The settings under `debug` that --trace or --lognormal stands for.  Raises ConfigError."""
     from oppo_megatron.errors import ConfigError
 
     if args.trace_column is not None and args.trace is None:
         raise ConfigError(f"--trace-column {args.trace_column} names a column of no file; give --trace, too")
     if args.trace is not None:
-        return {"trace": str(args.trace), "column": args.trace_column, "scale": "auto"}
+        return {"forced_lengths": str(args.trace), "trace_column": args.trace_column}
     if args.lognormal is not None:
-        return dict(zip(("median", "sigma"), args.lognormal, strict=True))
+        return {"forced_lengths": list(args.lognormal)}
     return None
 
 
 def forced_lengths(args: argparse.Namespace) -> list[str]:
     """The overrides that --trace or --lognormal stands for.  Raises ConfigError."""
     settings = length_settings(args)
-    # First away with those of the file: an override of a mapping is laid over what is there.
-    lengths = ["rollout.forced_lengths=null", f"rollout.forced_lengths={json.dumps(settings)}"]
-    return [] if settings is None else lengths
+    if settings is None:
+        return []
+    lengths = {"trace_column": None} | settings  # a column that the file names is not of these
+    return [f"debug.{name}={json.dumps(value)}" for name, value in lengths.items()]
 
 
 def new_suite(args: argparse.Namespace) -> Suite:

@@ -183,13 +183,13 @@ def _time_problems(config: TrainConfig, options: JobOptions) -> Iterator[str]:
         yield f"--time is {options.time!r}; Slurm reads minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S, as in 1-12:00:00"
     elif limit_s <= options.signal_s:
         yield f"--time {options.time} is {limit_s} s, and --signal-s {options.signal_s} comes before it; leave time to train"
-    if not config.preempt.enabled:
-        yield "preempt.enabled is false: a job that is told to stop would not be saved; set it to true"
+    if not config.preempt_deadline_s:
+        yield "preempt_deadline_s is 0: a job that is told to stop would not be saved; set it to 120, say"
     elif options.signal_s > LONGEST_SIGNAL_S:
         yield f"--signal-s is {options.signal_s}; sbatch takes at most {LONGEST_SIGNAL_S}"
-    elif options.signal_s <= config.preempt.deadline_s:
+    elif options.signal_s <= config.preempt_deadline_s:
         yield (
-            f"--signal-s is {options.signal_s}, and the run may take preempt.deadline_s={config.preempt.deadline_s:g} s to "
+            f"--signal-s is {options.signal_s}, and the run may take preempt_deadline_s={config.preempt_deadline_s:g} s to "
             "be saved; tell it earlier, or lower the deadline"
         )
 

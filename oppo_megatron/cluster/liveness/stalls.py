@@ -139,7 +139,7 @@ class Watch:
         states = [
             self._state(rank, rank in answered) for rank in [*first, *(rank for rank in live if rank not in first)]
         ]
-        return f"{head} (stall.deadline_s is {self.deadline_s:g}): " + "; ".join(states)
+        return f"{head} (stall_deadline_s is {self.deadline_s:g}): " + "; ".join(states)
 
     def _longest_at_work(self, live: Collection[int]) -> list[int]:
         """The rank that has been at one and the same thing for the longest, without waiting for another."""

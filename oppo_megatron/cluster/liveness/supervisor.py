@@ -40,12 +40,11 @@ class Limits:
 
     @classmethod
     def of(cls, config: Any) -> Limits:
-        """Of a command's configuration; one without such sections has no limits."""
-        stall, preempt = getattr(config, "stall", None), getattr(config, "preempt", None)
-        told_s = preempt.deadline_s if preempt is not None and preempt.enabled else None
-        if stall is None:
+        """Of a command's configuration; one without such settings has no limits."""
+        stall_s, told_s = getattr(config, "stall_deadline_s", None), getattr(config, "preempt_deadline_s", None) or None
+        if stall_s is None:
             return cls(0.0, told_s, 0.0)
-        return cls(stall.deadline_s, told_s, config.runtime.rendezvous_timeout_s)
+        return cls(stall_s, told_s, config.runtime.meeting_s)
 
 
 class Supervisor:

@@ -1,7 +1,7 @@
 """A rank's watchdog: sees that the run does not stand still, and ends the rank where it does.
 
 A thread puts the rank's note down in the store where the ranks have met, and reads those of the others, several times within
-`stall.deadline_s`.  Where the run has stalled (`stalls.py`), every watchdog writes the stacks of all threads of its process to
+`stall_deadline_s`.  Where the run has stalled (`stalls.py`), every watchdog writes the stacks of all threads of its process to
 `stacks/rank-N.txt`, says so in its note, waits for the notes of the others, and ends its process: the main thread may be in a
 call that nothing can interrupt.
 

@@ -14,26 +14,25 @@ from oppo_megatron.cluster.liveness.stalls import Watch
 from oppo_megatron.cluster.liveness.watchdog import Watchdog, board_of, tick_s
 from oppo_megatron.cluster.rendezvous import MeetingPoint
 from oppo_megatron.cluster.world import World
-from oppo_megatron.config.reliability import StallConfig
 from oppo_megatron.rundir.directory import RunDirectory
 
 
 @contextmanager
 def watched(
     world: World,
-    stall: StallConfig,
+    deadline_s: float,
     run_dir: Path,
     command: str,
     environment: Mapping[str, str] = os.environ,
     end: Callable[[int, str, str], None] = end_stalled,
 ) -> Iterator[None]:
-    """End this process, by `end` (rank, command, message), if the run stands still in the block."""
-    if not stall.deadline_s:
+    """End this process, by `end` (rank, command, message), if the run stands still in the block for `deadline_s`; 0: never."""
+    if not deadline_s:
         yield
         return
     meets = world.size > 1 or environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     board = board_of(MeetingPoint.from_environment(environment, world.rank, world.size)) if meets else None
-    watch = Watch(range(world.size), stall.deadline_s, 3 * tick_s(stall.deadline_s), time.monotonic)
+    watch = Watch(range(world.size), deadline_s, 3 * tick_s(deadline_s), time.monotonic)
     folder = RunDirectory(run_dir).stacks
     dog = Watchdog(world.rank, watch, world.activity, board, folder, partial(end, world.rank, command))
     with dog.watching():

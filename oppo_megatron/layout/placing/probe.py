@@ -46,7 +46,7 @@ def probe_config(settings: TrainSettings, placement: PlacementConfig, run_dir: P
     changes = {
         "run_dir": run_dir,
         "steps": auto_settings(settings).steps,
-        "data_epochs": None,
+        "epochs": None,
         "overlap": config.overlap.model_copy(update={"chunk": chunk}),
         "logging": LoggingConfig(console="off", trace=False),
         "evaluation": None,

@@ -46,7 +46,7 @@ class Trial:
             self.failure = str(error)
 
 
-def measure_all(candidates: Sequence[Candidate], measure: Measure, repeats: int) -> list[Trial]:
+def measure_all(candidates: Sequence[Candidate], measure: Measure, repeats: int = 1) -> list[Trial]:
     """Each candidate `repeats` times, in turn, so that a machine that grows busy does so for all; then the close ones.
 
     Of placements whose noise is within 1.4% the one that then has the least time is within 3% of the best.

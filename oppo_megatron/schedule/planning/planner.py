@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Literal
 
-from oppo_megatron.config.overlap import WeaveConfig
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.actions import Schedule
 from oppo_megatron.schedule.checking.checker import require_sound
@@ -41,14 +41,14 @@ class PlannedRound:
 class RoundPlanner:
     """One rank's planner.
 
-    `micro_batch_tokens` bounds every prefill micro-batch, `max_length` every cached sequence.  With `rank` the schedule has
-    only what that rank and the ranks tied to it do: for that rank the same, and sooner made.  `late` are scorers that read
-    nothing in rounds that decode.
+    `weave` is `overlap.weave`; `micro_batch_tokens` bounds every prefill micro-batch, `max_length` every cached sequence.
+    With `rank` the schedule has only what that rank and the ranks tied to it do: for that rank the same, and sooner made.
+    `late` are scorers that read nothing in rounds that decode.
     """
 
     site: Site
     generator: str
-    weave: WeaveConfig
+    weave: Sequence[int | Literal["auto"]]
     micro_batch_tokens: int
     max_length: int
     actor: ActorBook
@@ -105,8 +105,7 @@ class RoundPlanner:
 
     def _cut(self, decode: Sequence[Rollout], read: Mapping[str, Sequence[Rollout]], chunk: int) -> Cut:
         """Decode micro-batches of each replica, and the token budget of a scorer's prefill micro-batch."""
-        micro_batches, placement = self.weave.micro_batches, self.site.placements["actor"]
-        asked = self.weave.prefill_tokens
+        (micro_batches, asked), placement = self.weave, self.site.placements["actor"]
         tokens = None if asked == "auto" else min(asked, self.micro_batch_tokens)
         if self.generator != "woven" or placement.pp == 1:
             return Cut(1 if micro_batches == "auto" else micro_batches, tokens or self.micro_batch_tokens)

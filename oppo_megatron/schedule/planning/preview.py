@@ -86,7 +86,7 @@ def _first_step(config: TrainConfig, planner: RoundPlanner, prompt_tokens: int) 
     prompt, chunk = (0,) * prompt_tokens, config.overlap.chunk.tokens
     count = config.rollout.batch_size + delta_rule(config.overlap).initial
     rollouts = [Rollout(Prompt(number, number, "", prompt), number) for number in range(count)]
-    stream, number = plan_step(config.overlap).stream, 1
+    stream, number = plan_step(config).stream, 1
     while sum(rollout.finished for rollout in rollouts) < config.rollout.batch_size:
         active = [rollout for rollout in rollouts if not rollout.finished]
         planned = planner.plan(number, active, rollouts if stream else [], chunk, list)

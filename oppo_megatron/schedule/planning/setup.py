@@ -38,7 +38,7 @@ def new_planner(
         {role: ScoringBook(role, placement.dp, slots[role]) for role, placement in site.placements.items() if role != "actor"},
         costs or Costs(),
         rank,
-        late_scorers(config.overlap, site),
+        late_scorers(site),
     )
 
 

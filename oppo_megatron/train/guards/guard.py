@@ -41,6 +41,13 @@ class Evidence:
     refusal: str | None  # what the scorers' first rank said of a reward that is no finite number
 
 
+MAX_SKIPS, MAX_ROLLBACKS = 3, 2
+"""So many skipped steps in a row, and so many times that a run goes back, are allowed; one more ends it."""
+
+KEPT_BATCHES = 8
+"""Rejected batches that are written for `oppo replay`: the first so many of a run."""
+
+
 @dataclass
 class Guard:
     """One rank's.  `total_steps` are the run's PPO steps.
@@ -61,7 +68,7 @@ class Guard:
     @property
     def rules(self) -> Rules:
         config = self.config
-        return Rules(config.guards, config.ppo.gap_limit(config.actor.dtype, config.rollout.temperature))
+        return Rules(config.guards, config.guards.logprob_gap.in_numbers(config.actor.dtype, config.rollout.temperature))
 
     def examine(self, scored: ScoredBatch, kl_coefficient: float) -> tuple[Experience, Breach | None]:
         """The experience, and whether it may not be trained on; then its figures may be no finite numbers."""
@@ -102,12 +109,12 @@ class Guard:
             self.in_a_row = 0
             return
         self.in_a_row += 1
-        too_many = breach.action == "skip" and self.in_a_row > self.config.guards.max_skips
-        if self.rank == self._keeper(breach) and self.num_written < self.config.guards.kept_batches:
+        too_many = breach.action == "skip" and self.in_a_row > MAX_SKIPS
+        if self.rank == self._keeper(breach) and self.num_written < KEPT_BATCHES:
             self.num_written += 1
             self._rejected(breach, evidence).write(self._path(evidence.step))
         if breach.action == "rollback":
-            obstacle = self.rollbacks.obstacle(self.config.guards.max_rollbacks)
+            obstacle = self.rollbacks.obstacle(MAX_ROLLBACKS)
             if obstacle is not None:
                 raise self._error(breach, evidence, f"{obstacle}; it was because {breach.message}")
             rejected = [rollout.seq_id for rollout in evidence.batch]
@@ -153,14 +160,14 @@ class Guard:
 
     def _too_many(self, breach: Breach) -> str:
         return (
-            f"{self.in_a_row} steps in a row were skipped, more than guards.max_skips={self.config.guards.max_skips}; the "
+            f"{self.in_a_row} steps in a row were skipped, more than {MAX_SKIPS}; the "
             f"last because {breach.message}"
         )
 
     def _error(self, breach: Breach, evidence: Evidence, instead: str | None) -> Exception:
         """`instead`: what the run ends with, where it is not the breach alone."""
         step = evidence.step
-        again = f"; `oppo replay {self._path(step)}` makes its update again" if self.config.guards.kept_batches else ""
+        again = f"; `oppo replay {self._path(step)}` makes its update again"
         where = f" (step {step}{again})"
         if instead is not None:
             return NumericsError(f"{instead}{where}")

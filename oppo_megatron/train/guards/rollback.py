@@ -99,7 +99,7 @@ class Rollbacks:
         """Why the run cannot go back (again)."""
         if len(self) >= most:
             times = "time" if most == 1 else "times"
-            return f"the run has gone back {most} {times} already, and guards.max_rollbacks={most} allows no more"
+            return f"the run has gone back {most} {times} already, and may not do so again"
         if self.checkpoint is None:
             return "the run should go back to a checkpoint, but has none yet; lower checkpoint.every_steps"
         return None

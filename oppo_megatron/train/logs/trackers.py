@@ -66,7 +66,7 @@ class WandbSink:
     refuses to begin, as without a key.
     """
 
-    def __init__(self, project: str, run_dir: str | os.PathLike[str], mode: str | None = None):
+    def __init__(self, project: str, run_dir: str | os.PathLike[str]):
         wandb = _import("wandb")
         run = RunDirectory(run_dir)
         run.wandb.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,6 @@ class WandbSink:
                 project=project,
                 name=run.path.resolve().name,
                 dir=str(run.path),
-                mode=mode,
                 id=id_file.read_text(encoding="utf-8").strip() if id_file.exists() else None,
                 resume="allow",
                 config=_settings(run),
@@ -84,7 +83,7 @@ class WandbSink:
         except wandb.Error as error:
             raise ConfigError(
                 f"logging.wandb_project: {project}: Weights & Biases does not begin a run ({error}); log in (`wandb login`, or "
-                "the variable WANDB_API_KEY), or set logging.wandb_mode to offline, or logging.wandb_project to null"
+                "the variable WANDB_API_KEY), or set the variable WANDB_MODE to offline, or logging.wandb_project to null"
             ) from error
         write_text(id_file, f"{self._run.id}\n")
 
@@ -109,7 +108,7 @@ def open_trackers(config: LoggingConfig, run_dir: str | os.PathLike[str]) -> Tra
     if config.tensorboard:
         sinks.append(TensorBoardSink(run_dir))
     if config.wandb_project is not None:
-        sinks.append(WandbSink(config.wandb_project, run_dir, config.wandb_mode))
+        sinks.append(WandbSink(config.wandb_project, run_dir))
     return Tracker(sinks)
 
 

@@ -1,10 +1,10 @@
 """What of the critic's update the actor has to wait for, and what its own work hides.
 
-Where the critic has ranks of its own and `overlap.hide_critic` is on, the update of step k holds up the scorers at the start of
-step k + 1, and chunks queue up meanwhile.  The scorers then are a queue with a single server.  It has absorbed the delay where
-it stood idle once more before the last chunk; how long it stood idle after the update does not say how long it would have
-without.  So the step is played back with the update and without it, over the times at which the chunks were there and the
-seconds of work on each.  The critic's first rank stands for the scorers.
+Where the critic has ranks of its own and the step does not wait for it (`debug.wait_for`), the update of step k holds up
+the scorers at the start of step k + 1, and chunks queue up meanwhile.  The scorers then are a queue with a single server.
+It has absorbed the delay where it stood idle once more before the last chunk; how long it stood idle after the update does
+not say how long it would have without.  So the step is played back with the update and without it, over the times at which
+the chunks were there and the seconds of work on each.  The critic's first rank stands for the scorers.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ class CheckpointKeeper:
                 self._group,
                 work.take(behind),
                 keep=self.rules.keep,
-                keep_best=self.rules.keep_best,
+                keep_best=bool(self.rules.keep_best),
                 warn=work.warn,
                 activity=Activity() if behind else self.world.activity,
             )

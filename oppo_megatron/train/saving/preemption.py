@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.cluster.peers import waiting_for
-from oppo_megatron.config.reliability import PreemptConfig
 from oppo_megatron.errors import EXIT_REQUEUE, INTERRUPTED
 
 HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -32,11 +31,18 @@ ECHO_S = 2.0
 """torchrun passes on what it is sent.  A terminal or a scheduler has sent it to the ranks, too: so long it is the same signal."""
 
 
-class Preemption:
-    """One rank's ear.  `asked`: this process was told; what the ranks agreed on is theirs who ask."""
+DEADLINE_S = 120.0
+"""As `preempt_deadline_s` is where nothing is said."""
 
-    def __init__(self, config: PreemptConfig):
-        self.config = config
+
+class Preemption:
+    """One rank's ear.  `asked`: this process was told; what the ranks agreed on is theirs who ask.
+
+    A run that could not be saved within `deadline_s` ends unsaved; 0: it hears nothing.
+    """
+
+    def __init__(self, deadline_s: float = DEADLINE_S):
+        self.deadline_s = deadline_s
         self.asked = False
         self._terms, self._first_at = 0, 0.0
         self._deadline: threading.Timer | None = None
@@ -47,7 +53,7 @@ class Preemption:
 
         A rank that fails among its peers hears none afterwards: it is about to end, and has yet to say why.
         """
-        if not self.config.enabled or threading.current_thread() is not threading.main_thread():
+        if not self.deadline_s or threading.current_thread() is not threading.main_thread():
             yield
             return
         before = {number: signal.signal(number, _leave_to_the_thread) for number in HEARD}
@@ -73,7 +79,7 @@ class Preemption:
         """As a signal would."""
         if not self.asked:
             self.asked = True
-            self._deadline = threading.Timer(self.config.deadline_s, self._too_late)
+            self._deadline = threading.Timer(self.deadline_s, self._too_late)
             self._deadline.daemon = True
             self._deadline.start()
 
@@ -87,7 +93,7 @@ class Preemption:
 
         What a rank is told while it waits for the others counts at the next call: they did not hear of it.
         """
-        if not self.config.enabled or dist.get_world_size(group) == 1:
+        if not self.deadline_s or dist.get_world_size(group) == 1:
             return self.asked
         told = torch.tensor([int(self.asked)])
         with waiting_for("ranks that may have been told to stop", activity):
@@ -133,7 +139,7 @@ class Preemption:
 
     def _too_late(self) -> None:
         print(
-            f"told to stop, but nothing was saved within preempt.deadline_s={self.config.deadline_s:g}: this rank ends; "
+            f"told to stop, but nothing was saved within preempt_deadline_s={self.deadline_s:g}: this rank ends; "
             "--resume continues from the last whole checkpoint",
             file=sys.stderr,
             flush=True,

@@ -129,14 +129,14 @@ class SupervisedSaver(CheckpointKeeper):
         steps = self.num_steps(found.passed)
         if steps < state["done"] or (steps == state["done"] and RunDirectory(self.config.run_dir).finished):
             raise CheckpointError(
-                f"{found.folder} is after {state['done']} steps, and epochs and max_steps ask for no more than {steps}: there is "
+                f"{found.folder} is after {state['done']} steps, and epochs and steps ask for no more than {steps}: there is "
                 "nothing to train; raise them to go on with it, or choose another run_dir"
             )
 
     def num_steps(self, passed: Passed) -> int:
         """Steps of the whole run, `passed` being behind it."""
         config = self.config
-        return num_batches(self._num_rows, config.batch_size, config.epochs, config.max_steps, passed)
+        return num_batches(self._num_rows, config.batch_size, config.epochs, config.steps, passed)
 
     def describe(self, found: FoundSupervised) -> list[str]:
         """From where the run goes on, and which settings are not what they were."""
