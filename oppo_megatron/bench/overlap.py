@@ -115,7 +115,7 @@ def placed(config: TrainConfig, placement: str, cores: int) -> TrainConfig:
             continue
         update: dict[str, Any] = dict(own)
         if name in ("actor", "critic"):
-            layout = {"tp": None, "pp": None, "dp": None, "cp": 1, "vpp": 1, "sequence_parallel": False}
+            layout = {"tp": None, "pp": None, "dp": None, "vpp": 1, "sequence_parallel": False}
             update["train"] = role.train.model_copy(update=layout)
         if name == "actor":
             update["generate"] = None

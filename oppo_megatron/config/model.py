@@ -57,9 +57,6 @@ class TrainingLayoutConfig(SizesConfig):
     layout that decodes (or scores) after each update; where they are the same, both share them.
     """
 
-    cp: Annotated[int, Unit("ranks")] = Field(
-        1, ge=1, description="context-parallel size; megatron-core has it with transformer-engine only"
-    )
     vpp: Annotated[int, Unit("stages a rank")] = Field(
         1, ge=1, description="virtual stages a rank: above 1 the update runs interleaved 1F1B"
     )

@@ -64,6 +64,11 @@ GUARDED = "a run that needs more of them is not sound"
 
 _REQUEST = "it bounds a request of any size that `oppo train` sends"
 
+NO_CONTEXT_PARALLELISM = Fixed(
+    "1", "megatron-core's context parallelism needs transformer-engine's attention, which this runtime does not use"
+)
+
+
 def _of_overlap(block: str) -> dict[str, Moved | Fixed]:
     return {
         f"{block}.chunk.trials": Fixed("1", NOT_TUNED),
@@ -182,6 +187,8 @@ RENAMED: dict[str, Moved | Fixed] = {
     "guards.max_rollbacks": Fixed("2", GUARDED),
     "guards.kept_batches": Fixed("8", "as many show what is wrong"),
     "placement.auto.repeats": Fixed("1", "close placements are measured three times anyhow"),
+    "actor.train.cp": NO_CONTEXT_PARALLELISM,
+    "critic.train.cp": NO_CONTEXT_PARALLELISM,
     "runtime.rendezvous_timeout_s": Fixed("a sixth of `runtime.timeout_s`", "both wait for the same ranks"),
     **_of_optimizer("actor.optimizer"),
     **_of_optimizer("critic.optimizer"),

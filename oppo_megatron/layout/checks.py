@@ -271,11 +271,6 @@ def _check_training(config: TrainConfig, name: str, placement: RolePlacement, sh
             f"{name}.train.sequence_parallel is true, but it shards over tensor ranks and tp is 1; "
             f"set it to false or raise {name}.train.tp{asked.near}"
         )
-    if train.cp > 1:
-        problems.append(
-            f"{name}.train.cp is {train.cp}, but megatron-core's context parallelism needs transformer-engine's "
-            f"attention, which this runtime does not use; set it to 1 and use tp or sequence_parallel{asked.near}"
-        )
     return problems
 
 

@@ -96,14 +96,11 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preem
     Raises RollBack where the run is to be started again from its last checkpoint.
     """
     found = find_checkpoint(config, world)
-    saver = Saver(config, world, inputs.prompts, preemption)
-    rollbacks = Rollbacks.of_run(
-        RunDirectory(config.run_dir), inputs.prompts, config.seed, config.data.shuffle, resumed=found is not None
-    )
+    saver, run = Saver(config, world, inputs.prompts, preemption), RunDirectory(config.run_dir)
+    rollbacks = Rollbacks.of_run(run, inputs.prompts, config.seed, config.data.shuffle, resumed=found is not None)
     ahead, start = NEW_RUN, [tell_of_nothing(config.run_dir)] if config.checkpoint.resume else []
     if found is not None:  # before anything of the run is cut off, or its settings written anew
         ahead, start = saver.require_same_run(found, rollbacks.left_out), saver.describe(found)
-    limits = read_memory_limits(RunDirectory(config.run_dir)) if config.checkpoint.resume else {}
     _prepare(config, world, found)
     with world.activity.doing("building models and caches"):
         loop = build_loop(config, world, inputs, saver, rollbacks, ahead)
@@ -113,22 +110,20 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preem
             stack.callback(inputs.judges.close)
         if loop.journal is not None:
             if inputs.quarantine:
-                inputs.quarantine.write(RunDirectory(config.run_dir).quarantine)
+                inputs.quarantine.write(run.quarantine)
             stack.enter_context(loop.journal)
-            notes = [*start, *describe_inputs(inputs), *(rollback.describe() for rollback in rollbacks.done)]
-            loop.journal.progress.note("\n".join(notes))
+            loop.journal.progress.note("\n".join([*start, *describe_inputs(inputs), *rollbacks.describe()]))
         if found is not None:
             saver.restore(loop.state, found)
-        loop.meter.memory.memory_limits.bound(limits)
-        loop.rounds.planner.actor.most = loop.meter.memory.memory_limits.decode.most
+        loop.bound_memory(read_memory_limits(run) if config.checkpoint.resume else {})
         if not loop.run():
             return False
         with world.activity.doing("writing weights"):
-            _save_weights(config, loop, inputs, RunDirectory(config.run_dir).weights)
+            _save_weights(config, loop, inputs, run.weights)
         saver.save_end(loop.state)
         with world.activity.doing("writing the best step's weights"):
             if config.save_weights and saver.load_best(loop.state.models, loop.state.position):
-                _save_weights(config, loop, inputs, RunDirectory(config.run_dir).best)
+                _save_weights(config, loop, inputs, run.best)
     with world.activity.doing("summary"):
         _finish(config, loop, inputs)
     return True

@@ -13,7 +13,7 @@ A rank that has both does both, as the round's schedule says.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -54,6 +54,12 @@ class TrainingLoop:
     saver: Saver
     meter: StepMeter
     state: RunState
+
+    def bound_memory(self, most: Mapping[str, int]) -> None:
+        """Do no more than this at once, by the names of limits, which are alike on every rank."""
+        limits = self.meter.memory.memory_limits
+        limits.bound(most)
+        self.rounds.planner.actor.most = limits.decode.most
 
     def run(self) -> bool:
         """Train until the prompts end and every rollout has been trained; False: told to stop, and saved."""

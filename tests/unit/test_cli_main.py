@@ -145,7 +145,7 @@ def test_eight_colocated_ranks_fit_a_screen(config: Path, capsys: pytest.Capture
 
 def test_run_is_launched_with_the_resolved_configuration(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[object, ...]] = []
-    monkeypatch.setattr("oppo_megatron.cli.launch.launch", lambda *arguments: calls.append(arguments) or 0)
+    monkeypatch.setattr("oppo_megatron.cli.launch.launch", lambda *arguments, **_: calls.append(arguments) or 0)
     assert main(["train", str(config), "seed=5"]) == 0
     [(kind, launched, world_size)] = calls
     assert (kind, world_size) == ("train", 4)

@@ -94,7 +94,6 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({**EIGHT, "actor.train": {"tp": 1, "pp": 8, "dp": 1, "vpp": 2}}, "actor.train: 8 layers do not divide by pp 8 x vpp 2"),
     ({**COLOCATED, "actor.train.vpp": 2}, "actor.train.vpp is 2, but 1F1B interleaves the virtual stages of at least 2"),
     ({"critic.train.sequence_parallel": True}, "critic.train.sequence_parallel is true, but it shards over tensor ranks"),
-    ({"actor.train.cp": 2}, "actor.train.cp is 2, but megatron-core's context parallelism needs transformer-engine's"),
     (
         {"placement.actor": {"dp": 8}, "ppo.minibatches": 2},
         "actor is trained with dp 8, but a minibatch has 4 rows (rollout.batch_size 8 / ppo.minibatches 2) and each replica "
@@ -214,7 +213,7 @@ def test_all_problems_come_at_once() -> None:
         "reference.parallel": {"pp": 3},
         "reward.ranks": "7-0",
         "actor.generate": {"tp": 8},
-        "actor.train": {"tp": 1, "vpp": 9, "sequence_parallel": True, "cp": 4},
+        "actor.train": {"tp": 1, "vpp": 9, "sequence_parallel": True},
         "runtime.kv_cache_mb": 0.001,
         "overlap.schedule": "woven",
     }
@@ -227,7 +226,6 @@ def test_all_problems_come_at_once() -> None:
         "actor.train is tp 1 x pp 2 x dp 2 = 4 ranks",
         "8 layers do not divide by pp 2 x vpp 9",
         "actor.train.sequence_parallel is true",
-        "actor.train.cp is 4",
         "critic: runtime.kv_cache_mb",
     ):
         assert expected in text

@@ -73,6 +73,10 @@ class Rollbacks:
     def __len__(self) -> int:
         return len(self.done)
 
+    def describe(self) -> list[str]:
+        """A line for each."""
+        return [rollback.describe() for rollback in self.done]
+
     @property
     def left_out(self) -> frozenset[int]:
         """Positions in the stream of prompts."""
