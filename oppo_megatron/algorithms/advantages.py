@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from oppo_megatron.algorithms.packing import Lengths, last_tokens, lengths_like, tokens_after
+from oppo_megatron.algorithms.packed import Lengths, last_tokens, lengths_like, tokens_after
 
 
 def clip_scores(scores_B: Tensor, bound: float | None) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from oppo_megatron.algorithms.advantages import clip_scores, token_rewards, whiten
 from oppo_megatron.algorithms.kl import kl_per_token
-from oppo_megatron.algorithms.packing import Lengths, last_tokens, lengths_like
+from oppo_megatron.algorithms.packed import Lengths, last_tokens, lengths_like
 from oppo_megatron.config.ppo import PPOConfig
 from oppo_megatron.errors import NumericsError, RewardError
 

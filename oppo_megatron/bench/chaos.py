@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 
 from oppo_megatron.bench.chaos_check import differences
-from oppo_megatron.bench.machine import describe_machine
+from oppo_megatron.bench.measured_on import describe_machine
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import OppoError
@@ -44,7 +44,7 @@ STARTING_S = 0.6  # of what a run takes beside its steps: for start-up, the rest
 FRAME = re.compile(r'File "[^"]*/oppo_megatron/([\w/]+\.py)", line (\d+) in (\w+)')
 PHASES = (
     ("waiting for the critic", r"train/run_state\.py in settle"),
-    ("restoring", r"saving/(saver\.py in restore|finding\.py)|resum"),
+    ("restoring", r"saving/(saver\.py in restore|resuming\.py)|resum"),
     ("saving", r"train/saving/(saver\.py in (save|conclude)|writing\.py)"),
     ("update", r"train/(updates?|actor|critic)\.py"),
     ("scores", r"train/score_exchange\.py|in _(gather_scores|finish_scoring)$"),

@@ -15,7 +15,7 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.chunk import ChunkTuner, StepCost
 from oppo_megatron.control.delta import make_delta_controller
 from oppo_megatron.control.kl import KLController
-from oppo_megatron.control.signals import Occupancy, length_gap
+from oppo_megatron.control.occupancy import Occupancy, length_gap
 from oppo_megatron.data.length_trace import forced_quantile
 from oppo_megatron.engine.chunk_codec import ChunkDecoder, ChunkEncoder
 from oppo_megatron.engine.stopping import Stopping
@@ -25,8 +25,8 @@ from oppo_megatron.overcommit.scheduler import OvercommitScheduler
 from oppo_megatron.records import Chunk, ChunkRow, Prompt, Rollout, StepSignals
 from oppo_megatron.schedule.plan import delta_rule, plan_step, round_generator
 from oppo_megatron.schedule.planning.merge import merge_rows
+from oppo_megatron.schedule.planning.new_planner import new_planner
 from oppo_megatron.schedule.planning.planner import PlannedRound
-from oppo_megatron.schedule.planning.setup import new_planner
 from oppo_megatron.schedule.rounds import Site
 
 PARTS = ("scheduler and buffer", "planner and checker", "stream", "controllers")

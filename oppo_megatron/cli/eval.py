@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from oppo_megatron.config.serve import ServeRewardConfig
     from oppo_megatron.evaluation.comparing import Judged
     from oppo_megatron.evaluation.grading import Answer, Grader
-    from oppo_megatron.policy.request import Request
+    from oppo_megatron.policy.asked import Request
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

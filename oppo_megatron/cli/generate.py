@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from oppo_megatron.config.model import ParallelConfig, RuntimeConfig
     from oppo_megatron.config.ppo import RolloutConfig
     from oppo_megatron.data.tokenizer import Tokenizer
+    from oppo_megatron.policy.asked import Conversation, Drawing, OutputFile, Request, Terminal
     from oppo_megatron.policy.finding import Policy
     from oppo_megatron.policy.prompts import Asked, Wording
-    from oppo_megatron.policy.request import Conversation, Drawing, OutputFile, Request, Terminal
 
-ENTRY = "oppo_megatron.policy.entry:run_rank"
+ENTRY = "oppo_megatron.policy.answering:run_rank"
 MAX_TOKENS, CHAT_LENGTH = 256, 4096
 LEAST = {
     "samples": 1, "max_prompts": 1, "max_prompt_tokens": 1, "tp": 1, "pp": 1, "dp": 1, "batch": 1, "max_tokens": 1, "seed": 0,
@@ -135,10 +135,10 @@ def make_request(args: argparse.Namespace) -> Request | None:
     """What the ranks are given, every check made; None where the output is whole already."""
     from oppo_megatron.data.stops import require_stop_texts
     from oppo_megatron.policy.answers import require_output
+    from oppo_megatron.policy.asked import OutputFile, Request
     from oppo_megatron.policy.finding import Choice, find_policy
     from oppo_megatron.policy.fitting import policy_tokenizer, require_layout
     from oppo_megatron.policy.prompts import numbered
-    from oppo_megatron.policy.request import OutputFile, Request
 
     _require_consistent(args)
     policy = find_policy(args.directory, Choice(args.tokenizer, args.chat_template, args.base, args.dtype))
@@ -244,7 +244,7 @@ def _rollout(policy: Policy) -> RolloutConfig | None:
 
 def _drawing(args: argparse.Namespace, policy: Policy, max_tokens: int) -> Drawing:
     """Greedy unless something else is said; responses end as in the run that the policy comes from, where there is one."""
-    from oppo_megatron.policy.request import Drawing
+    from oppo_megatron.policy.asked import Drawing
 
     rollout = _rollout(policy)
     draws = args.samples > 1 or args.top_k is not None or args.top_p is not None
@@ -268,8 +268,8 @@ def _drawing(args: argparse.Namespace, policy: Policy, max_tokens: int) -> Drawi
 
 def _destination(args: argparse.Namespace, policy: Policy, drawing: Drawing) -> Terminal | OutputFile | Conversation:
     from oppo_megatron.cli.launch import external_ranks
+    from oppo_megatron.policy.asked import Conversation, OutputFile, Terminal, settings_of
     from oppo_megatron.policy.chat import parent_input
-    from oppo_megatron.policy.request import Conversation, OutputFile, Terminal, settings_of
 
     if args.chat:
         started_here = args.tp * args.pp * args.dp > 1 and external_ranks(os.environ) is None

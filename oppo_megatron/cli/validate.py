@@ -94,9 +94,9 @@ def data_lines(settings: TrainSettings | SupervisedConfig) -> list[str]:
 def _supervised_lines(settings: SupervisedConfig) -> list[str]:
     from oppo_megatron.config.data import DataConfig
     from oppo_megatron.config.run import SFTConfig
-    from oppo_megatron.data.heldout import describe_seen, read_heldout
+    from oppo_megatron.data.heldout_split import describe_seen, read_heldout
     from oppo_megatron.data.rows import Quarantine
-    from oppo_megatron.data.supervised import load_completions, load_pairs, num_duplicates
+    from oppo_megatron.data.supervised_rows import load_completions, load_pairs, num_duplicates
     from oppo_megatron.data.tokenizer import load_tokenizer
     from oppo_megatron.train.inputs import describe_first, describe_quarantine
 

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from oppo_megatron.config.data import DataConfig
 from oppo_megatron.data.examples import Example, read_prompts
-from oppo_megatron.data.order import epoch_order
 from oppo_megatron.data.rows import Quarantine, RowProblems, require_some
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.errors import DataError, OppoError
@@ -165,3 +166,18 @@ def _beyond(count: int, left_out: Set[int]) -> int:
     for position in sorted(left_out):
         end += position < end
     return end
+MAX_SEED = 2**64 - 1
+
+
+def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool = True) -> list[int]:
+    """A permutation of range(num_rows), or range(num_rows) itself.
+
+    Rows are sorted by the raw 64-bit words of Philox4x64, a stream that is the same on every platform and numpy version
+    (the methods of `numpy.random.Generator` promise no such thing).
+    """
+    if not shuffle:
+        return list(range(num_rows))
+    if not 0 <= seed <= MAX_SEED:
+        raise ValueError(f"seed={seed} is out of range; choose one from 0 to {MAX_SEED}.")
+    words = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).random_raw(num_rows)
+    return [int(row) for row in np.argsort(words, kind="stable")]

@@ -34,8 +34,8 @@ from torch import Tensor
 
 from oppo_megatron.config.lora import LoraConfig
 from oppo_megatron.mcore.layers.parameter_tags import tag_parameter
+from oppo_megatron.mcore.model_shape import ModelShape
 from oppo_megatron.mcore.naming.lora_layout import PRODUCTS, pair_sizes
-from oppo_megatron.mcore.shape import ModelShape
 
 Join = Callable[[Mapping[str, Tensor]], Tensor]
 

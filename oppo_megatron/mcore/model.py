@@ -45,7 +45,7 @@ from oppo_megatron.mcore.layers.parameter_tags import tag_parameter
 from oppo_megatron.mcore.layers.rope import rope_tables
 from oppo_megatron.mcore.layers.spec import ScalarHead, block_spec
 from oppo_megatron.mcore.layers.windows import binding
-from oppo_megatron.mcore.shape import ModelShape
+from oppo_megatron.mcore.model_shape import ModelShape
 from oppo_megatron.mcore.vocab_shards import VocabShards
 
 Head = Literal["lm", "scalar"]

@@ -11,8 +11,8 @@ from oppo_megatron.layout.kernels import LayerKind, find_available, layer_kind
 from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.mcore.lora import attach_adapters
 from oppo_megatron.mcore.model import Head, RoleModel, build_chunks, build_model
+from oppo_megatron.mcore.model_shape import ModelShape
 from oppo_megatron.mcore.naming.lora_layout import adapter_parts
-from oppo_megatron.mcore.shape import ModelShape
 from oppo_megatron.mcore.weights.hf_source import TensorSource, open_weights
 from oppo_megatron.mcore.weights.hf_weights import load_weights
 from oppo_megatron.mcore.weights.lora_weights import fill_adapters, open_adapters

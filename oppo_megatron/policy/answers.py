@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from oppo_megatron.errors import ConfigError, DataError
-from oppo_megatron.policy.request import OutputFile
+from oppo_megatron.policy.asked import OutputFile
 from oppo_megatron.records import Prompt, Rollout
 
 Decode = Callable[[Sequence[int]], str]

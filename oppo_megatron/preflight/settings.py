@@ -20,7 +20,7 @@ from oppo_megatron.config.ppo import PPOConfig, RolloutConfig
 from oppo_megatron.config.run import SupervisedConfig, TrainConfig
 from oppo_megatron.layout.kernels import find_available, layer_problem
 from oppo_megatron.modeldir.headers import check_adapter
-from oppo_megatron.preflight.heldout import check_evaluation, check_heldout
+from oppo_megatron.preflight.measuring import check_evaluation, check_heldout
 from oppo_megatron.preflight.reward_parts import check_part, check_waits
 
 

@@ -19,7 +19,7 @@ from oppo_megatron.layout.shape import check_head, check_model, check_use
 from oppo_megatron.modeldir.headers import check_weights, read_hf_config, tokenizer_vocab_size
 from oppo_megatron.modeldir.megatron import find_megatron
 from oppo_megatron.modeldir.vocabularies import compare_tokenizers
-from oppo_megatron.preflight.serving import check_serve, check_serve_scorer
+from oppo_megatron.preflight.services import check_serve, check_serve_scorer
 from oppo_megatron.preflight.settings import check_source, check_stop_ids, check_supervised, check_train
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from oppo_megatron.report.charts import Chart
-from oppo_megatron.report.records import RunRecord
+from oppo_megatron.report.run_records import RunRecord
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from oppo_megatron.report.overview import overview
 from oppo_megatron.report.page import HEADING, Page, render
 from oppo_megatron.report.plots import draw_windows
 from oppo_megatron.report.png import draw
-from oppo_megatron.report.records import RunRecord, read_runs
+from oppo_megatron.report.run_records import RunRecord, read_runs
 from oppo_megatron.report.samples import sample_responses
 from oppo_megatron.report.timelines import SPANS_OF_PAGE, timeline
 from oppo_megatron.report.training import (
@@ -25,7 +25,7 @@ from oppo_megatron.report.training import (
     reward_section,
 )
 from oppo_megatron.rundir.directory import write_text
-from oppo_megatron.rundir.windows import step_window
+from oppo_megatron.rundir.step_window import step_window
 
 PAGE = "index.html"
 

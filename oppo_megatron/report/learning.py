@@ -13,7 +13,7 @@ from oppo_megatron.report.blocks import Section
 from oppo_megatron.report.charts import Line, LineChart, Style
 from oppo_megatron.report.colours import run_colour
 from oppo_megatron.report.plots import moving_mean
-from oppo_megatron.report.records import RunRecord, number
+from oppo_megatron.report.run_records import RunRecord, number
 
 STYLES: tuple[Style, ...] = ("plain", "dashed", "dotted")
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from oppo_megatron.errors import DataError
 from oppo_megatron.report.downtime import without_downtime
-from oppo_megatron.report.records import RunRecord, read_run
+from oppo_megatron.report.run_records import RunRecord, read_run
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.rundir.trace import Span, read_trace
 

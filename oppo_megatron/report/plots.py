@@ -12,8 +12,8 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from oppo_megatron.errors import DataError
+from oppo_megatron.rundir.step_window import WAITING, StepWindow, step_window
 from oppo_megatron.rundir.trace import read_trace
-from oppo_megatron.rundir.windows import WAITING, StepWindow, step_window
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

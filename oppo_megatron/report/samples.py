@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from oppo_megatron.errors import DataError
-from oppo_megatron.report.records import RunRecord, number
+from oppo_megatron.report.run_records import RunRecord, number
 from oppo_megatron.rundir.metrics_log import iter_json_lines
 
 STEP_OF_LINE = re.compile(rb'\{"step": (\d+),')

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from oppo_megatron.report.records import number
+from oppo_megatron.report.run_records import number
 
 # field -> label, colour
 STEP_PARTS = {

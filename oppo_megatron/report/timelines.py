@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from oppo_megatron.report.records import RunRecord
+from oppo_megatron.report.run_records import RunRecord
+from oppo_megatron.rundir.step_window import WAITING, StepWindow, all_windows, median_step
 from oppo_megatron.rundir.trace import Span
-from oppo_megatron.rundir.windows import WAITING, StepWindow, all_windows, median_step
 
 SPANS_OF_PAGE = 240_000
 SPANS_IN_FULL = 6_000

@@ -10,7 +10,7 @@ from oppo_megatron.report.blocks import Section, Table
 from oppo_megatron.report.charts import BarChart, Bars, Line, LineChart, Style, short
 from oppo_megatron.report.colours import run_colour
 from oppo_megatron.report.plots import moving_mean
-from oppo_megatron.report.records import RunRecord, number
+from oppo_megatron.report.run_records import RunRecord, number
 
 QUARTERS = {"q1": "shortest quarter", "q2": "second quarter", "q3": "third quarter", "q4": "longest quarter"}
 LENGTHS: dict[str, tuple[str, Style]] = {

@@ -18,7 +18,7 @@ from oppo_megatron.mcore.batch import join_rows, pack_sequences
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.training import forward_rows
 from oppo_megatron.rewards.protocol import Item
-from oppo_megatron.serving.reward_model import open_reward_model
+from oppo_megatron.serving.served_model import open_reward_model
 
 
 @dataclass(frozen=True)

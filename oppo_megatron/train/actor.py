@@ -15,7 +15,7 @@ from torch import Tensor
 from oppo_megatron.algorithms.algorithm import Algorithm
 from oppo_megatron.algorithms.experience import Experience
 from oppo_megatron.algorithms.losses import ActorTargets
-from oppo_megatron.algorithms.packing import tokens_of_rows
+from oppo_megatron.algorithms.packed import tokens_of_rows
 from oppo_megatron.mcore.batch import MicroBatch, join_rows, pack_responses
 from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.mcore.layers.vocab_parallel import token_logprobs

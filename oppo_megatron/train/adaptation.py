@@ -13,7 +13,7 @@ from oppo_megatron.cluster.peers import waiting_for
 from oppo_megatron.cluster.world import World
 from oppo_megatron.control.chunk import ChunkTuner, DecodeLaw, StepCost
 from oppo_megatron.control.kl import KLController
-from oppo_megatron.control.signals import length_gap
+from oppo_megatron.control.occupancy import length_gap
 from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
 from oppo_megatron.records import Rollout, StepSignals

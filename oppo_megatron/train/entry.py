@@ -10,8 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from oppo_megatron.cluster.liveness.stacks import stacks_on_request
-from oppo_megatron.cluster.liveness.watching import watched
+from oppo_megatron.cluster.liveness.watching import stacks_on_request, watched
 from oppo_megatron.cluster.world import World, choose_device, open_world
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.run import TrainConfig
@@ -26,15 +25,15 @@ from oppo_megatron.rundir.space import clear_when_full
 from oppo_megatron.rundir.trace import merge_traces
 from oppo_megatron.schedule.weaving.costs_file import costs_tree
 from oppo_megatron.train.guards.rollback import RollBack, Rollbacks
-from oppo_megatron.train.hosts import share_run_directory
 from oppo_megatron.train.inputs import Inputs, describe_inputs, read_inputs
 from oppo_megatron.train.loop import TrainingLoop
-from oppo_megatron.train.memory import require_memory
-from oppo_megatron.train.saving.finding import Found, find_checkpoint
+from oppo_megatron.train.memory_meter import require_memory
 from oppo_megatron.train.saving.preemption import Preemption
+from oppo_megatron.train.saving.resuming import Found, find_checkpoint
 from oppo_megatron.train.saving.saver import Saver
 from oppo_megatron.train.saving.telling import tell_of_nothing
 from oppo_megatron.train.setup import build_loop
+from oppo_megatron.train.shared_directory import share_run_directory
 from oppo_megatron.train.supervised import run_reward_model, run_sft
 from oppo_megatron.train.weights import save_role
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from oppo_megatron.config.run import TrainSettings
-from oppo_megatron.data.heldout import describe_seen
+from oppo_megatron.data.heldout_split import describe_seen
 from oppo_megatron.data.length_trace import forced_quantile
 from oppo_megatron.data.prompts import PromptSet, load_prompts
 from oppo_megatron.data.rows import Quarantine

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from oppo_megatron.algorithms.experience import ScoredBatch
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.control.signals import Occupancy
+from oppo_megatron.control.occupancy import Occupancy
 from oppo_megatron.engine.rounds import RoundRunner
 from oppo_megatron.records import Chunk, Rollout
 from oppo_megatron.schedule.plan import StepPlan, plan_step

@@ -23,7 +23,7 @@ from oppo_megatron.mcore.model import DTYPES, Head, RoleModel
 from oppo_megatron.mcore.out_of_memory import MemoryLimits
 from oppo_megatron.mcore.roles import load_role, without_adapters
 from oppo_megatron.schedule.plan import round_generator
-from oppo_megatron.schedule.planning.setup import cache_slots, new_planner, share_of_sequences
+from oppo_megatron.schedule.planning.new_planner import cache_slots, new_planner, share_of_sequences
 from oppo_megatron.train.actor import Actor
 from oppo_megatron.train.critic import Critic
 from oppo_megatron.train.logs.round_trace import RoundTracer

@@ -32,7 +32,7 @@ from oppo_megatron.train.logs.journal import Journal
 from oppo_megatron.train.logs.round_trace import RoundTracer
 from oppo_megatron.train.logs.trackers import open_trackers
 from oppo_megatron.train.loop import TrainingLoop
-from oppo_megatron.train.memory import MemoryMeter
+from oppo_megatron.train.memory_meter import MemoryMeter
 from oppo_megatron.train.metering.critical_path import CriticPlacement
 from oppo_megatron.train.metering.meter import StepMeter
 from oppo_megatron.train.role_builder import RoleBuilder

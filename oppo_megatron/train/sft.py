@@ -10,17 +10,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from oppo_megatron.algorithms.supervised import next_token_loss
+from oppo_megatron.algorithms.supervised_losses import next_token_loss
 from oppo_megatron.config.run import SupervisedConfig
 from oppo_megatron.data.rows import Quarantine
-from oppo_megatron.data.supervised import Completion, load_completions
+from oppo_megatron.data.supervised_rows import Completion, load_completions
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.mcore.batch import MicroBatch, pack_responses
 from oppo_megatron.mcore.layers.vocab_parallel import are_likeliest, token_logprobs
 from oppo_megatron.mcore.model import Head
 from oppo_megatron.mcore.training import Loss
 from oppo_megatron.mcore.vocab_shards import VocabShards
-from oppo_megatron.train.heldout import Measure
+from oppo_megatron.train.heldout_rows import Measure
 
 
 class FineTuning:

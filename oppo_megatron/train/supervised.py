@@ -16,9 +16,9 @@ from oppo_megatron.cluster.world import World, open_world
 from oppo_megatron.config.data import DataConfig
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.run import RewardModelConfig, SFTConfig, SupervisedConfig
-from oppo_megatron.data.heldout import read_heldout
+from oppo_megatron.data.heldout_split import read_heldout
 from oppo_megatron.data.rows import Quarantine
-from oppo_megatron.data.supervised import BEGINNING
+from oppo_megatron.data.supervised_rows import BEGINNING
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.shape import check_shape
@@ -32,16 +32,16 @@ from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.rundir.memory_limits import read_memory_limits
 from oppo_megatron.rundir.trace import SpanRecorder, merge_traces
-from oppo_megatron.train.heldout import Heldout
-from oppo_megatron.train.hosts import share_run_directory
-from oppo_megatron.train.logs.supervised import Report
+from oppo_megatron.train.heldout_rows import Heldout
+from oppo_megatron.train.logs.supervised_report import Report
 from oppo_megatron.train.logs.trackers import open_trackers
-from oppo_megatron.train.memory import MemoryMeter, require_memory
+from oppo_megatron.train.memory_meter import MemoryMeter, require_memory
 from oppo_megatron.train.reward_model import RewardModelling
 from oppo_megatron.train.saving.preemption import Preemption
-from oppo_megatron.train.saving.supervised import MODEL, FoundSupervised, SupervisedSaver, find_supervised
+from oppo_megatron.train.saving.supervised_saver import MODEL, FoundSupervised, SupervisedSaver, find_supervised
 from oppo_megatron.train.saving.telling import tell_of_nothing
 from oppo_megatron.train.sft import FineTuning
+from oppo_megatron.train.shared_directory import share_run_directory
 from oppo_megatron.train.supervised_loop import SupervisedTrainer, Task
 from oppo_megatron.train.weights import save_role
 

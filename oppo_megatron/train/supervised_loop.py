@@ -10,12 +10,12 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from oppo_megatron.algorithms.supervised import means
+from oppo_megatron.algorithms.supervised_losses import means
 from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.config.run import SupervisedConfig
 from oppo_megatron.control.estimates import Figures
 from oppo_megatron.data.rows import Quarantine
-from oppo_megatron.data.supervised import Passed, batches
+from oppo_megatron.data.supervised_rows import Passed, batches
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.mcore.batch import MicroBatch
 from oppo_megatron.mcore.model import Head
@@ -24,10 +24,10 @@ from oppo_megatron.mcore.training import Loss, StepReport, TrainedModel
 from oppo_megatron.mcore.vocab_shards import VocabShards
 from oppo_megatron.rundir.trace import SpanRecorder
 from oppo_megatron.schedule.packing import Packing, balance, packing_figures
-from oppo_megatron.train.heldout import Heldout, Measure
-from oppo_megatron.train.logs.supervised import Report
-from oppo_megatron.train.memory import MemoryMeter
-from oppo_megatron.train.saving.supervised import SupervisedSaver
+from oppo_megatron.train.heldout_rows import Heldout, Measure
+from oppo_megatron.train.logs.supervised_report import Report
+from oppo_megatron.train.memory_meter import MemoryMeter
+from oppo_megatron.train.saving.supervised_saver import SupervisedSaver
 
 RowT = TypeVar("RowT", bound=tuple[list[int], ...])
 

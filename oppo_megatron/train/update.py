@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oppo_megatron.algorithms.packing import tokens_of_rows
+from oppo_megatron.algorithms.packed import tokens_of_rows
 from oppo_megatron.algorithms.stats import TokenStats
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.mcore.batch import MicroBatch, pack_responses, split_rows

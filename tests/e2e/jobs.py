@@ -27,8 +27,8 @@ from oppo_megatron.train.guards.rollback import RollBack
 from oppo_megatron.train.inputs import read_inputs
 from oppo_megatron.train.loop import TrainingLoop
 from oppo_megatron.train.run_state import RunState
-from oppo_megatron.train.saving.finding import Found
 from oppo_megatron.train.saving.preemption import Preemption
+from oppo_megatron.train.saving.resuming import Found
 from oppo_megatron.train.saving.saver import Saver
 from tests.support.limits import room_for
 

@@ -31,9 +31,9 @@ from oppo_megatron.train.guards.rollback import Rollbacks
 from oppo_megatron.train.inputs import Inputs, read_inputs
 from oppo_megatron.train.loop import TrainingLoop
 from oppo_megatron.train.saving import writing
-from oppo_megatron.train.saving.files import ROLLOUTS
-from oppo_megatron.train.saving.finding import Found, find_checkpoint
+from oppo_megatron.train.saving.layout import ROLLOUTS
 from oppo_megatron.train.saving.preemption import Preemption
+from oppo_megatron.train.saving.resuming import Found, find_checkpoint
 from oppo_megatron.train.saving.saver import Saver
 from oppo_megatron.train.saving.state import rollout_lines, run_state
 from oppo_megatron.train.saving.writing import CheckpointWriting

@@ -13,7 +13,7 @@ import torch
 from benchmarks.peers.comparison import PEER_PYTHON
 from oppo_megatron.bench.decode import FirstToken
 from oppo_megatron.bench.gpu import SHARES, SIZES, GpuBench, GpuWork, agenda, set_side_by_side, trl_rows
-from oppo_megatron.bench.processes import run_within
+from oppo_megatron.bench.timed_processes import run_within
 from oppo_megatron.cli.main import main
 from oppo_megatron.data.random_prompts import write_random_prompts
 from oppo_megatron.errors import ConfigError

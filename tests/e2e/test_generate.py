@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from oppo_megatron.cli.main import main
-from oppo_megatron.policy import answers, entry
+from oppo_megatron.policy import answering, answers
 from tests.support.hf import save_tiny
 from tests.support.ppo import SHAPE
 from tests.support.tokenizers import save_byte_level
@@ -181,7 +181,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(
             os.kill(os.getpid(), signal.SIGINT)
 
     whole = chat(capsys, monkeypatch, ["hi"], export, "--max-tokens", 40, "--chat")
-    monkeypatch.setattr(entry.GrowingText, "show", interrupted)
+    monkeypatch.setattr(answering.GrowingText, "show", interrupted)
     cut, again = (
         chat(capsys, monkeypatch, ["hi", "/reset", "hi"], export, "--max-tokens", 40, "--chat").rsplit(whole, 1)[0],
         whole,
@@ -251,7 +251,7 @@ def test_a_chat_needs_a_template(export: Path, tmp_path: Path, capsys: pytest.Ca
 def test_mistakes_are_told_before_anything_is_loaded(
     export: Path, words: list[str], told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(entry, "run_rank", None)
+    monkeypatch.setattr(answering, "run_rank", None)
     assert main(["generate", str(export), *words]) == 2
     error = capsys.readouterr().err
     assert told in error and "Traceback" not in error

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.config.run import RewardModelConfig, SFTConfig
 from oppo_megatron.data.arithmetic import DatasetSizes, Shape, write_dataset
-from oppo_megatron.data.supervised import Pair
+from oppo_megatron.data.supervised_rows import Pair
 from oppo_megatron.data.tokenizer import load_tokenizer, train_sentencepiece
 from oppo_megatron.errors import CapacityError, CheckpointError, ConfigError, DataError
 from oppo_megatron.rundir.trace import read_trace

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from oppo_megatron.config.data import TokenizerConfig
-from oppo_megatron.data.heldout import split_rows
+from oppo_megatron.data.heldout_split import split_rows
 from oppo_megatron.data.tokenizer import load_tokenizer
 from oppo_megatron.rundir.checkpoints import CheckpointStore
-from oppo_megatron.train.memory import MemoryMeter
+from oppo_megatron.train.memory_meter import MemoryMeter
 from tests.e2e.test_supervised import (
     COLUMNS,
     Settings,

@@ -11,7 +11,7 @@ from oppo_megatron.config.model import OptimizerConfig, TrainingLayoutConfig
 from oppo_megatron.mcore.groups import build_groups
 from oppo_megatron.mcore.layers.attention import PackedPlan
 from oppo_megatron.mcore.model import Head, build_chunks, build_model
-from oppo_megatron.mcore.shape import ModelShape
+from oppo_megatron.mcore.model_shape import ModelShape
 from oppo_megatron.mcore.training import TrainedModel
 
 Count = tuple[int, int, list[int], int]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oppo_megatron.algorithms.advantages import Moments, clip_scores, gae, token_rewards, whiten
-from oppo_megatron.algorithms.packing import lengths_like, tokens_after, tokens_of_rows
+from oppo_megatron.algorithms.packed import lengths_like, tokens_after, tokens_of_rows
 
 DOUBLE = torch.float64
 

@@ -9,7 +9,7 @@ import pytest
 from oppo_megatron.config.data import RewardPart
 from oppo_megatron.config.serve import ServeRewardConfig
 from oppo_megatron.preflight.reward_parts import check_waits
-from oppo_megatron.preflight.serving import check_serve
+from oppo_megatron.preflight.services import check_serve
 from oppo_megatron.preflight.settings import check_rewards
 
 URL = "http://10.0.0.7:8900/score"

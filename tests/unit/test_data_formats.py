@@ -13,7 +13,7 @@ from oppo_megatron.config.data import DataConfig
 from oppo_megatron.data.examples import read_completions, read_pairs, read_prompts
 from oppo_megatron.data.prompts import load_prompts
 from oppo_megatron.data.rows import Quarantine, RowProblems
-from oppo_megatron.data.supervised import load_completions
+from oppo_megatron.data.supervised_rows import load_completions
 from oppo_megatron.errors import DataError
 from tests.support.tokenizers import CharacterTokenizer
 

@@ -11,7 +11,7 @@ import pytest
 from oppo_megatron.config.data import DataConfig, RewardPart, TokenizerConfig
 from oppo_megatron.data.prompts import load_prompts
 from oppo_megatron.data.rows import Quarantine
-from oppo_megatron.data.supervised import load_completions, load_pairs
+from oppo_megatron.data.supervised_rows import load_completions, load_pairs
 from oppo_megatron.data.tokenizer import load_tokenizer, train_sentencepiece
 from oppo_megatron.errors import ConfigError, DataError
 from oppo_megatron.rewards.functions import build_reward_functions

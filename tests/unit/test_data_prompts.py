@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oppo_megatron.config.data import DataConfig
-from oppo_megatron.data.order import epoch_order
-from oppo_megatron.data.prompts import PromptRow, PromptSet, PromptStream, load_prompts
+from oppo_megatron.data.prompts import PromptRow, PromptSet, PromptStream, epoch_order, load_prompts
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.errors import DataError, RewardError
 from tests.support.tokenizers import CharacterTokenizer

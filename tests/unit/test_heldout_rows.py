@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from oppo_megatron.algorithms.supervised import preference_table
+from oppo_megatron.algorithms.supervised_losses import preference_table
 from oppo_megatron.config.derived import best_standard
 from oppo_megatron.config.evaluation import Standard
 from oppo_megatron.config.run import RewardModelConfig, SFTConfig
 from oppo_megatron.control.estimates import moments_of, ratios
-from oppo_megatron.data.heldout import describe_seen, split_rows
+from oppo_megatron.data.heldout_split import describe_seen, split_rows
 from oppo_megatron.errors import DataError
 from oppo_megatron.mcore.layers.vocab_parallel import are_likeliest
 from oppo_megatron.mcore.vocab_shards import VocabShards
-from oppo_megatron.preflight.heldout import check_heldout
+from oppo_megatron.preflight.measuring import check_heldout
 from oppo_megatron.rundir.checkpoints import Position
-from oppo_megatron.train.logs.heldout import HeldoutLog
+from oppo_megatron.train.logs.heldout_log import HeldoutLog
 
 Row = tuple[list[int], list[int]]
 

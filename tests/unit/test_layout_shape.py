@@ -16,7 +16,7 @@ from oppo_megatron.config.model import ParallelConfig
 from oppo_megatron.config.run import RewardModelConfig, SFTConfig, TrainConfig
 from oppo_megatron.errors import CheckpointError, ConfigError
 from oppo_megatron.layout.shape import check_head, check_shape, kv_bytes_per_token, max_positions, num_kv_heads, windows
-from oppo_megatron.mcore.shape import ModelShape
+from oppo_megatron.mcore.model_shape import ModelShape
 from oppo_megatron.modeldir.headers import check_file, check_weights, tokenizer_vocab_size
 from oppo_megatron.preflight.validate import check_shared_vocabulary, validate_supervised, validate_train
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from oppo_megatron.config.overlap import DeltaConfig
 from oppo_megatron.control.delta import make_delta_controller
-from oppo_megatron.control.signals import Occupancy
+from oppo_megatron.control.occupancy import Occupancy
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
 from oppo_megatron.records import Chunk, ChunkRow, Decision, Prompt, Rollout, StepSignals

@@ -20,8 +20,8 @@ from oppo_megatron.report.plots import (
     plot_timeline,
 )
 from oppo_megatron.rundir.directory import RunDirectory
+from oppo_megatron.rundir.step_window import StepWindow, step_window
 from oppo_megatron.rundir.trace import Span, SpanRecorder, merge_traces
-from oppo_megatron.rundir.windows import StepWindow, step_window
 
 
 def png_size(path: Path) -> tuple[int, int]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import os
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -37,3 +41,10 @@ def watched(
     dog = Watchdog(world.rank, watch, world.activity, board, folder, partial(end, world.rank, command))
     with dog.watching():
         yield
+
+
+def stacks_on_request() -> None:
+    """From now on SIGUSR2 asks.  The answer comes at once, whatever the process is at, and disturbs nothing."""
+    if hasattr(faulthandler, "register") and sys.__stderr__ is not None:
+        with contextlib.suppress(ValueError, OSError):  # a stderr that is no file
+            faulthandler.register(signal.SIGUSR2, file=sys.__stderr__, all_threads=True)

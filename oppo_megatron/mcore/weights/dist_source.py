@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from oppo_megatron.errors import CheckpointError
+from oppo_megatron.mcore.model_shape import ModelShape
 from oppo_megatron.mcore.naming.dist_layout import ALIGNER_BIAS, ALIGNER_HEAD, HEAD, is_weight, saved_names
 from oppo_megatron.mcore.naming.hf_layout import LM_HEAD, SCALAR_HEAD, Part, param_shapes, stage_parts
-from oppo_megatron.mcore.shape import ModelShape
 from oppo_megatron.mcore.weights.checkpoint_index import read_plain_index
 from oppo_megatron.modeldir.megatron import TORCH_INDEX, MegatronFolder
 

@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.config.paths import irregular_path
 from oppo_megatron.errors import CheckpointError, ConfigError
+from oppo_megatron.mcore.model_shape import ModelShape
 from oppo_megatron.mcore.naming.hf_layout import LM_HEAD, SCALAR_HEAD, Head, hf_tensors
-from oppo_megatron.mcore.shape import ModelShape
 from oppo_megatron.mcore.weights.dist_source import DistSource
 from oppo_megatron.modeldir.adapters import refuse_adapters
 from oppo_megatron.modeldir.headers import is_inside

@@ -19,8 +19,8 @@ from typing import IO, Any
 import torch
 
 from oppo_megatron.errors import CheckpointError
+from oppo_megatron.mcore.model_shape import ModelShape
 from oppo_megatron.mcore.naming.hf_layout import Head
-from oppo_megatron.mcore.shape import ModelShape
 from oppo_megatron.mcore.weights.hf_source import DTYPES, INDEX_FILE, SINGLE_FILE
 from oppo_megatron.rundir.manifest import sync_folder
 

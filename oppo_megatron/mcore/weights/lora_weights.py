@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from oppo_megatron.config.lora import LoraConfig
 from oppo_megatron.errors import CheckpointError
+from oppo_megatron.mcore.model_shape import ModelShape
 from oppo_megatron.mcore.naming.hf_layout import SCALAR_HEAD, Head, Part
 from oppo_megatron.mcore.naming.lora_layout import PEFT, adapter_parts
-from oppo_megatron.mcore.shape import ModelShape
 from oppo_megatron.mcore.weights.hf_source import DrawnSource, SafetensorsSource, TensorSource
 from oppo_megatron.mcore.weights.hf_weights import gather_parts, matching_params, put_part
 from oppo_megatron.mcore.weights.hf_writer import FileNames, HfWriter

@@ -24,9 +24,9 @@ from oppo_megatron.rundir.metrics_log import MetricsLog, read_metrics, summarise
 from oppo_megatron.rundir.trace import SpanRecorder
 from oppo_megatron.train.logs.console import Progress
 from oppo_megatron.train.logs.facts import StepFacts
-from oppo_megatron.train.logs.heldout import HeldoutLog
+from oppo_megatron.train.logs.heldout_log import HeldoutLog
 from oppo_megatron.train.logs.trackers import Tracker
-from oppo_megatron.train.memory import MemoryByRank
+from oppo_megatron.train.memory_meter import MemoryByRank
 
 NUM_LENGTH_BINS = 4
 

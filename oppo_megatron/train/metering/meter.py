@@ -21,7 +21,7 @@ from oppo_megatron.rundir.trace import SpanRecorder
 from oppo_megatron.train.logs.facts import StepFacts
 from oppo_megatron.train.logs.journal import Journal
 from oppo_megatron.train.logs.round_trace import RoundTracer
-from oppo_megatron.train.memory import MemoryByRank, MemoryMeter
+from oppo_megatron.train.memory_meter import MemoryByRank, MemoryMeter
 from oppo_megatron.train.metering.critical_path import CriticPlacement, StepClock, scoring_delay
 from oppo_megatron.train.metering.phase import RolloutPhase
 from oppo_megatron.train.score_exchange import ScoreReport

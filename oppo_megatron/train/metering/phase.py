@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from oppo_megatron.control.chunk import DecodeLaw
-from oppo_megatron.control.signals import Occupancy
+from oppo_megatron.control.occupancy import Occupancy
 from oppo_megatron.train.logs.facts import LATER_FACTS, StepFacts
 
 

@@ -13,8 +13,8 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.mcore.weights.checkpoint import ModelShards, gather_models
 from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.train.saving.caches import CacheContents, gather_caches
-from oppo_megatron.train.saving.files import ROLLOUTS, STATE
-from oppo_megatron.train.saving.protocol import Saveable
+from oppo_megatron.train.saving.layout import ROLLOUTS, STATE
+from oppo_megatron.train.saving.saveable import Saveable
 from oppo_megatron.train.saving.state import rollout_lines, run_state
 
 Best = tuple[float, Position]

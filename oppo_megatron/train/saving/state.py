@@ -17,7 +17,7 @@ from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.engine.rounds import RoundRunner
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.records import Rollout
-from oppo_megatron.train.saving.protocol import Saveable
+from oppo_megatron.train.saving.saveable import Saveable
 
 ROLLOUT_FIELDS = tuple(each.name for each in fields(Rollout) if each.name != "prompt")
 

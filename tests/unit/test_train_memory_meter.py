@@ -17,7 +17,7 @@ from oppo_megatron.cores import _group_limits
 from oppo_megatron.errors import CapacityError
 from oppo_megatron.layout.holdings import lasting_memory
 from oppo_megatron.layout.memory import shortage
-from oppo_megatron.train.memory import MemoryByRank, MemoryMeter, require_memory
+from oppo_megatron.train.memory_meter import MemoryByRank, MemoryMeter, require_memory
 from tests.support.configs import least_config
 
 CPU = torch.device("cpu")

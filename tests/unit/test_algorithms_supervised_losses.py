@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oppo_megatron.algorithms.supervised import means, next_token_loss, preference_loss
+from oppo_megatron.algorithms.supervised_losses import means, next_token_loss, preference_loss
 
 SCORES = st.lists(st.tuples(st.floats(-30, 30), st.floats(-30, 30)), min_size=1, max_size=12)
 

@@ -17,17 +17,17 @@ from oppo_megatron.cluster.peers import waiting_for
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.derived import best_standard
 from oppo_megatron.config.run import SupervisedConfig
-from oppo_megatron.data.supervised import Passed, num_batches
+from oppo_megatron.data.supervised_rows import Passed, num_batches
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.mcore.training import TrainedModel
 from oppo_megatron.mcore.weights.checkpoint import gather_models, load_models
 from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.rundir.directory import RunDirectory
-from oppo_megatron.train.logs.supervised import Report
-from oppo_megatron.train.saving.files import MODELS, STATE
-from oppo_megatron.train.saving.finding import find_whole
+from oppo_megatron.train.logs.supervised_report import Report
 from oppo_megatron.train.saving.keeper import CheckpointKeeper, Cost, Work
+from oppo_megatron.train.saving.layout import MODELS, STATE
 from oppo_megatron.train.saving.preemption import Preemption
+from oppo_megatron.train.saving.resuming import find_whole
 from oppo_megatron.train.saving.snapshot import Snapshot, best_of, best_state
 from oppo_megatron.train.saving.state import adapter_state, require_same_adapters, require_same_data
 from oppo_megatron.train.saving.state_schema import EarlyStopState, unusable

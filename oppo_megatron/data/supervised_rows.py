@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from oppo_megatron.config.data import DataConfig
 from oppo_megatron.data.examples import Example, read_completions, read_pairs
-from oppo_megatron.data.order import epoch_order
+from oppo_megatron.data.prompts import epoch_order
 from oppo_megatron.data.rows import Quarantine, RowProblems, require_some
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.errors import DataError

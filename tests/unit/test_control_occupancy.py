@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from oppo_megatron.control.signals import Occupancy, length_gap
+from oppo_megatron.control.occupancy import Occupancy, length_gap
 from oppo_megatron.records import Chunk, ChunkRow, Prompt, Rollout
 
 

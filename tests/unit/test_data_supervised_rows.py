@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from oppo_megatron.config.data import DataConfig
 from oppo_megatron.data.rows import Quarantine
-from oppo_megatron.data.supervised import batches, load_completions, load_pairs, num_batches
+from oppo_megatron.data.supervised_rows import batches, load_completions, load_pairs, num_batches
 from oppo_megatron.errors import DataError
 from tests.support.tokenizers import CharacterTokenizer
 

@@ -12,17 +12,17 @@ import torch
 from oppo_megatron.config.derived import best_standard
 from oppo_megatron.config.run import SupervisedConfig
 from oppo_megatron.control.estimates import Figures
-from oppo_megatron.data.heldout import describe_seen
+from oppo_megatron.data.heldout_split import describe_seen
 from oppo_megatron.data.rows import Quarantine
-from oppo_megatron.data.supervised import num_duplicates
+from oppo_megatron.data.supervised_rows import num_duplicates
 from oppo_megatron.layout.holdings import planned_memory
 from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.rundir.directory import RunDirectory, write_json
 from oppo_megatron.rundir.metrics_log import MetricsLog, read_metrics
 from oppo_megatron.train.logs.console import Progress
-from oppo_megatron.train.logs.heldout import HeldoutLog
+from oppo_megatron.train.logs.heldout_log import HeldoutLog
 from oppo_megatron.train.logs.trackers import Tracker
-from oppo_megatron.train.memory import MemoryByRank
+from oppo_megatron.train.memory_meter import MemoryByRank
 
 
 class Report:
