@@ -27,7 +27,9 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     return Workspace.create(tmp_path_factory.mktemp("asynchronous"))
 
 
-@pytest.mark.parametrize("layout", [TWO_RANKS, REPLICAS], ids=["actor | scorers", "replicas"])
+@pytest.mark.parametrize(
+    "layout", [TWO_RANKS, pytest.param(REPLICAS, marks=pytest.mark.long)], ids=["actor | scorers", "replicas"]
+)
 def test_a_checkpoint_written_beside_the_run_is_that_of_its_moment(
     workspace: Workspace, layout: dict[str, Any]
 ) -> None:

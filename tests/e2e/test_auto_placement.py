@@ -50,6 +50,7 @@ def read(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
+@pytest.mark.long
 def test_measures_chooses_and_trains(workspace: Workspace, capfd: pytest.CaptureFixture[str]) -> None:
     path, run = write(workspace, "train")
     assert main(["train", str(path)]) == 0

@@ -54,7 +54,7 @@ def left(out: Path, kind: str) -> dict[str, Any]:
     return written
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_overlap_by_the_command(workspace: Workspace, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path, out = tmp_path / "config.yaml", tmp_path / "out"
     pair = {"placement.mode": "disaggregated", "rewards": [{"kind": "model"}]}
@@ -122,6 +122,7 @@ def test_weave(workspace: Workspace, tmp_path: Path) -> None:
         assert 0 < row["bubble_percent"] < 100
 
 
+@pytest.mark.long
 def test_chunk(workspace: Workspace, tmp_path: Path) -> None:
     base = config(workspace, steps=4, **{"overlap.chunk": {"tokens": 4, "adaptive": True, "candidates": [4, 8]}})
     result = bench_chunk(suite(tmp_path), base, [4, 8, 64], adaptive=True, limit_cores=1)

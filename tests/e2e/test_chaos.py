@@ -13,7 +13,7 @@ CONFIG = Path(__file__).resolve().parents[2] / "examples" / "reliability" / "cha
 KILLS = 5
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_five_killed_ranks_leave_no_trace(tmp_path: Path) -> None:
     command = ["chaos", str(CONFIG), "steps=8", "--prompt-tokens", "24", "--kills", str(KILLS), "--seed", "4"]
     done = subprocess.run(

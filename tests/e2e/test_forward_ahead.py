@@ -45,9 +45,11 @@ def spans_of(workspace: Workspace, name: str, step: int) -> list[Span]:
         ("pair", {}),
         ("whole", {"ppo.epochs": 1, "ppo.minibatches": 1, "runtime.micro_batch_tokens": 150}),
         ("decoupled", {"ppo.staleness": "decoupled"}),
-        ("tp", {"placement.actor": {"tp": 2}}),
+        pytest.param("tp", {"placement.actor": {"tp": 2}}, marks=pytest.mark.long),
         ("dp", {"placement.actor": {"dp": 2}}),
-        ("training-layout", {"placement.actor": {"tp": 2}, "actor.train": {"tp": 1, "dp": 2}}),
+        pytest.param(
+            "training-layout", {"placement.actor": {"tp": 2}, "actor.train": {"tp": 1, "dp": 2}}, marks=pytest.mark.long
+        ),
         ("stages", {"placement.actor": {"pp": 2}}),
     ],
 )

@@ -44,7 +44,7 @@ def overcommitted(workspace: Workspace) -> Outcome:
             {"placement": {"mode": "colocated", "actor": {"pp": 2}}, "overlap.weave": [3, "auto"]},
             marks=pytest.mark.long,
         ),
-        ("dp2", {"placement": {"mode": "colocated", "actor": {"dp": 2}}}),
+        pytest.param("dp2", {"placement": {"mode": "colocated", "actor": {"dp": 2}}}, marks=pytest.mark.long),
         ("dp2-streamed", {"placement": {"mode": "disaggregated", "actor": {"dp": 2}}, "overlap.chunk.tokens": 16}),
         pytest.param(
             "pp2-dp2-m2",

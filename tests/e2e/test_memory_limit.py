@@ -56,10 +56,16 @@ def test_a_run_goes_on_with_less_at_once(tmp_path: Path, intra: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "mebibytes"), [({"tp": 2}, 100), ({"pp": 2}, 190)], ids=["tensor parallel", "pipeline stages"]
+    ("layout", "mebibytes"),
+    [({"tp": 2}, 100), pytest.param({"pp": 2}, 190, marks=pytest.mark.long)],
+    ids=["tensor parallel", "pipeline stages"],
 )
 def test_ranks_that_compute_together_start_again_with_less_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], layout: dict[str, int], mebibytes: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    layout: dict[str, int],
+    mebibytes: int,
 ) -> None:
     """One of them runs out: its peers cannot know, so all end, and the next start bounds every rank alike."""
     monkeypatch.setenv("BOUND_MB", str(mebibytes))

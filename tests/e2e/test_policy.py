@@ -114,7 +114,9 @@ def test_texts_and_several_ids_end_where_transformers_ends_them(
     assert {"eos", "stop"} <= reasons
 
 
-@pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 1), (1, 1, 2)], ids=["TP2", "PP2", "DP2"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param((2, 1, 1), marks=pytest.mark.long), (1, 2, 1), (1, 1, 2)], ids=["TP2", "PP2", "DP2"]
+)
 def test_layouts_slots_and_rounds_decode_alike(run: Path, adapted: Path, layout: tuple[int, int, int]) -> None:
     places, sampling = [run, adapted / "checkpoints" / "step-000002"], {"top_k": 6, "seed": 5}
     plain = ask(places, sampling=sampling, num_slots=8, round_steps=64)

@@ -48,6 +48,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+WIDEST = "PP2 | 1, tied, bfloat16"
+
+
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     return Workspace.create(tmp_path_factory.mktemp("resume"))
@@ -82,7 +85,9 @@ def untimed(line: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in line.items() if not name.endswith(TIMES)}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.long) if case == WIDEST else case for case in CASES]
+)
 def test_stopped_within_rollouts_and_resumed_is_the_run_that_never_stopped(workspace: Workspace, case: str) -> None:
     """Told to stop on one rank, twice."""
     name = "".join(c for c in case if c.isalnum())

@@ -142,7 +142,7 @@ def test_two_torchrun_agents_run_the_same_job(workspace: Workspace, one_launch: 
     assert_same_run(config, one_launch, ["0", "1"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_srun_tasks_run_the_same_job(workspace: Workspace, one_launch: Path, port: str) -> None:
     config = write_config(workspace, "srun", **{"logging.console": "off"})
     results = ends([start([*OPPO, "train", config], **slurm(node, port)) for node in (0, 1)])

@@ -46,10 +46,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {path.name: str(path) for path in root.iterdir()}
 
 
-LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
+LAYOUTS = [(1, 1), (2, 1), (1, 2), pytest.param((2, 2), marks=pytest.mark.long)]
 
 
-@pytest.fixture(params=LAYOUTS, ids=lambda layout: f"tp{layout[0]}-pp{layout[1]}")
+@pytest.fixture(params=LAYOUTS, ids=["tp1-pp1", "tp2-pp1", "tp1-pp2", "tp2-pp2"])
 def layout(request: pytest.FixtureRequest) -> tuple[int, int]:
     """Tensor- and pipeline-parallel size."""
     return request.param

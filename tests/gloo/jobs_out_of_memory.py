@@ -144,7 +144,7 @@ def trained_within(rooms: list[int], short_ranks: list[int]) -> dict[str, Any]:
     batch, short = _batch(), dist.get_rank() in short_ranks
     plain_reports, plain = _update(_model(), BUDGET, MemoryLimits().train, batch)
     told: list[str] = []
-    memory_limit = MemoryLimit("a training micro-batch", "tokens", tell=told.append)
+    memory_limit = MemoryLimit("train", "a training micro-batch", "tokens", tell=told.append)
     for room in rooms:
         model = _model()
         with room_for(room) if short else nullcontext():

@@ -72,6 +72,7 @@ def test_draws_depend_on_seed_sequence_and_position_alone(
             assert (tokens[-1] == EOS and reason == "eos") or (len(tokens) == MAX_RESPONSE and reason == "length")
 
 
+@pytest.mark.long
 def test_a_vocabulary_that_tensor_ranks_do_not_divide_is_drawn_from_alike(tmp_path: Path) -> None:
     """No draw falls on a row that belongs to no token, and none is moved by such rows."""
     save_small(tmp_path, "qwen3", vocab_size=67)

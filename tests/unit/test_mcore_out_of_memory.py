@@ -76,7 +76,7 @@ def test_what_was_held_is_free_again() -> None:
 
 def test_an_memory_limit_only_falls() -> None:
     told: list[str] = []
-    memory_limit = MemoryLimit("a decode step", "sequences", tell=told.append)
+    memory_limit = MemoryLimit("decode", "a decode step", "sequences", tell=told.append)
     assert memory_limit.within(100) == 100
     memory_limit.lower(20, "no more", last=None)
     memory_limit.lower(40, "no more", last=None)
@@ -102,7 +102,7 @@ def test_what_does_not_become_smaller_ends(sequences: int, sizes: int, says: str
         begun.note(sequences, sizes)
         raise MemoryError("no more")
 
-    memory_limit = MemoryLimit("a training micro-batch", "tokens", tell=lambda _: None)
+    memory_limit = MemoryLimit("train", "a training micro-batch", "tokens", tell=lambda _: None)
     with pytest.raises(CapacityError, match=says):
         in_smaller_ones(work, 64, memory_limit, begun, lambda: None)
     assert calls == ([64, 15] if sequences == 2 else [64])
