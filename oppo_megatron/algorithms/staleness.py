@@ -1,4 +1,4 @@
-"""Tokens that an older policy sampled: what the ratio is taken against, and how much is left of the batch.
+"""Tokens that an older policy sampled: what the ratio is taken against.
 
 Legend: T response tokens (packed).  Behaviour: the policy that sampled a token.  Proximal: the policy at the step's
 start.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 WEIGHT_CAP = 2.0
@@ -37,13 +36,3 @@ def ratio_base(
     proximal_logp_T = proximal_logp_T.detach()
     weight_T = (proximal_logp_T - behaviour_logp_T.detach()).exp().clamp(max=weight_cap)
     return proximal_logp_T, weight_T
-
-
-def effective_sample_size(log_ratio_T: Tensor) -> float:
-    """Kish's effective sample size of the weights exp(log_ratio), as a share of the tokens: in (0, 1], 1 if alike."""
-    assert log_ratio_T.numel() > 0, "effective sample size of no tokens"
-    log_ratio_T = log_ratio_T.detach().double()
-    # A common factor cancels; dividing by the largest weight keeps the exponentials from overflowing.
-    weight_T = torch.exp(log_ratio_T - log_ratio_T.amax())
-    share = weight_T.sum().square() / (weight_T.square().sum() * weight_T.numel())
-    return min(float(share), 1.0)

@@ -14,7 +14,6 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.delta import RULES
 from oppo_megatron.errors import ConfigError
 
-FIXED = (0, 4, 8)
 MOVING_RULES = tuple(rule for rule in RULES if rule != "fixed")
 REWARD_RULES = {"eq4", "algorithm1"}
 COMPARED_RULES = tuple(rule for rule in MOVING_RULES if rule != "eq4_literal")

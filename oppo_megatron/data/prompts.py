@@ -136,11 +136,6 @@ class PromptStream(Iterator[Prompt]):
         self._epoch = -1
         self._order: list[int] = []
 
-    @property
-    def consumed(self) -> int:
-        """Prompts given so far, those before `start` included: the `start` of a stream that goes on from here."""
-        return self._position
-
     def __next__(self) -> Prompt:
         while self._position in self._left_out:
             self._position += 1

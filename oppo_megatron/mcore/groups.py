@@ -40,10 +40,6 @@ class RoleGroups:
         return int(self.collection.dp.rank())
 
     @property
-    def is_first_stage(self) -> bool:
-        return self.pp_rank == 0
-
-    @property
     def is_last_stage(self) -> bool:
         return self.pp_rank == self.pp - 1
 
@@ -51,10 +47,6 @@ class RoleGroups:
     def output_rank(self) -> int:
         """The global rank that speaks for the role's output: last stage, replica 0, tensor rank 0."""
         return self.ranks[(self.pp - 1) * (len(self.ranks) // self.pp)]
-
-    def stage_rank(self, pp_rank: int) -> int:
-        """Global rank of this rank's pipeline neighbour at stage `pp_rank`."""
-        return int(dist.get_global_rank(self.collection.pp, pp_rank))
 
 
 def build_groups(ranks: Sequence[int], tp: int, pp: int, name: str) -> RoleGroups | None:

@@ -1,4 +1,4 @@
-"""All checks before anything expensive starts: settings, files, shapes.  One ConfigError holds everything found."""
+"""All checks before anything expensive starts: settings, files, shapes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from oppo_megatron.config.derived import max_context
 from oppo_megatron.config.model import LearningModelConfig, ModelConfig, PlacementConfig
 from oppo_megatron.config.run import RewardModelConfig, SupervisedConfig, TrainConfig, TrainSettings
 from oppo_megatron.config.serve import ServeRewardConfig, ServeScorerConfig
-from oppo_megatron.errors import CheckpointError, ConfigError
+from oppo_megatron.errors import CheckpointError
 from oppo_megatron.layout.checks import check_auto_placement, check_layouts, check_supervised_layout
 from oppo_megatron.layout.placements import named_roles
 from oppo_megatron.layout.shape import check_head, check_model, check_use
@@ -30,16 +30,6 @@ class Role:
     name: str
     model: ModelConfig
     scalar: bool
-
-
-def validate_train(config: TrainConfig) -> None:
-    """Raise one ConfigError with every problem of a PPO configuration, its files and its models' shapes."""
-    _raise(train_problems(config))
-
-
-def validate_supervised(config: SupervisedConfig) -> None:
-    """Raise one ConfigError with every problem of an SFT or reward-model configuration."""
-    _raise(supervised_problems(config))
 
 
 def train_problems(settings: TrainSettings) -> list[str]:
@@ -156,8 +146,3 @@ def _vocab_size(tokenizer: TokenizerConfig, problems: list[str]) -> int | None:
     except CheckpointError as error:
         problems.append(f"tokenizer: {error}")
         return None
-
-
-def _raise(problems: list[str]) -> None:
-    if problems:
-        raise ConfigError(problems)

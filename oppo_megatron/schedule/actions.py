@@ -17,7 +17,7 @@ m is the micro-batch of the rank's own replica, c the chunk, s the decode step w
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -153,11 +153,3 @@ def parse_schedule(text: str) -> Schedule:
             except ScheduleError as error:
                 raise ScheduleError(f"line {number}: {error}") from error
     return Schedule({rank: tuple(own) for rank, own in actions.items()})
-
-
-def in_lists(actions: Iterable[Action]) -> Schedule:
-    """A schedule of the actions, each rank's in the order in which they come."""
-    lists: dict[int, list[Action]] = {}
-    for action in actions:
-        lists.setdefault(action.rank, []).append(action)
-    return Schedule({rank: tuple(own) for rank, own in lists.items()})

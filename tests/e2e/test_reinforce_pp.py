@@ -74,20 +74,23 @@ def test_a_run_with_carried_rollouts_is_what_a_loop_of_its_own_makes_of_its_toke
     run = run_ppo_ranks(config)
     assert sum(row["deferrals"] for row in run.rollouts) > 0, "some rollouts should be carried"
     assert any(len(set(row["versions"])) > 1 for row in run.rollouts), "some should be of several versions"
-    trained = independent_loop(start, run, workspace)
+    trained, sizes = independent_loop(start, run, workspace)
+    assert [line["ess"] for line in run.metrics] == pytest.approx(sizes, abs=1e-5) and min(sizes) < 1 - 1e-4
     begun = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32).state_dict()
     assert weight_distance(run.actor, {name: begun[name] for name in run.actor}) > 1e-3, "the run should train"
     assert weight_distance(run.actor, {name: trained[name] for name in run.actor}) < 1e-5
 
 
-def independent_loop(start: Path, run: Outcome, workspace: Workspace) -> dict[str, Tensor]:
-    """REINFORCE++ with transformers and plain torch: weights after all steps of the run."""
+def independent_loop(start: Path, run: Outcome, workspace: Workspace) -> tuple[dict[str, Tensor], list[float]]:
+    """REINFORCE++ with transformers and plain torch: weights after all steps of the run, and each step's share of tokens
+    that Kish's effective sample size leaves of those that older policies have drawn."""
     policy = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
     reference = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32).requires_grad_(False)
     adam = torch.optim.AdamW(
         policy.parameters(), lr=STEADY_ADAM["lr"], betas=(0.9, 0.95), eps=STEADY_ADAM["eps"], weight_decay=0.0
     )
     tokenizer = SentencePieceProcessor(model_file=str(workspace.root / "tokenizer.model"))
+    sizes = []
     for step in sorted({row["step"] for row in run.rollouts}):
         batch = [row for row in run.rollouts if row["step"] == step]
         prompts = [list(tokenizer.encode(row["prompt"])) for row in batch]
@@ -104,18 +107,22 @@ def independent_loop(start: Path, run: Outcome, workspace: Workspace) -> dict[st
             returns.append(torch.tensor(found[::-1]))
         flat = torch.cat(returns)
         advantages = [(each - flat.mean()) / (flat.var(correction=0) + 1e-8).sqrt() for each in returns]
-        for _ in range(EPOCHS):
-            losses, entropies = [], []
+        for epoch in range(EPOCHS):
+            losses, entropies, ratios = [], [], []
             for prompt, row, logp, advantage in zip(prompts, batch, old, advantages, strict=True):
                 new, entropy = logprobs(policy, prompt, row["tokens"])
                 ratio = (new - logp).exp()
+                ratios.append(ratio.detach().double())
                 losses.append(-torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage))
                 entropies.append(entropy)
+            weights = torch.cat(ratios)
+            if epoch == 0:
+                sizes.append(float(weights.sum() ** 2 / (weights.square().sum() * weights.numel())))
             adam.zero_grad()
             (torch.cat(losses).mean() - ENTROPY * torch.cat(entropies).mean()).backward()
             torch.nn.utils.clip_grad_norm_(policy.parameters(), CLIP_GRAD)
             adam.step()
-    return dict(policy.state_dict())
+    return dict(policy.state_dict()), sizes
 
 
 def logprobs(model: Any, prompt: list[int], response: list[int]) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from oppo_megatron.mcore.fused import FusedStage
@@ -15,6 +14,7 @@ from oppo_megatron.mcore.kv.dense import KVCache
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.stage import step
 from tests.gloo.models import MAX_LENGTH, PATHS, Whole, full_outputs, gather_logits, load, world_groups
+from tests.support.stages import pass_on, stage_inputs
 
 
 @dataclass
@@ -81,15 +81,10 @@ class Walk:
 
     def _pass(self, call: Call) -> Tensor:
         """The call through this stage, between the one before and the one behind it."""
-        groups = self.model.groups
-        inputs = torch.tensor(call.tokens)
-        if not groups.is_first_stage:
-            inputs = torch.empty(len(call.tokens), 1, self.model.shape.hidden_size)
-            dist.recv(inputs, groups.stage_rank(groups.pp_rank - 1))
+        inputs = stage_inputs(self.model, torch.tensor(call.tokens))
         rows_R = None if call.rows is None else torch.tensor(call.rows)
         out = step(self.model, self.cache, call.seq_ids, call.lens, inputs, rows_R)
-        if not groups.is_last_stage:
-            dist.send(out.contiguous(), groups.stage_rank(groups.pp_rank + 1))
+        pass_on(self.model, out)
         return out
 
     def _call(self, ids: list[int], decode: bool) -> Call:

@@ -32,6 +32,7 @@ from oppo_megatron.train.actor import Actor
 from oppo_megatron.train.trained_role import TrainedRole
 from oppo_megatron.train.update import UpdateSettings, begin_update, run_update
 from tests.gloo.models import CPU, MAX_LENGTH, Whole, gather_logits, load, micro_batches, world_groups
+from tests.support.stages import pass_on, stage_inputs
 
 ENTROPY_WEIGHT = 0.05
 TEMPERATURE = 0.8
@@ -156,16 +157,10 @@ def cached_outputs(model: RoleModel, probes: Sequence[list[int]]) -> Tensor | No
     cache = model.new_cache(len(probes))
     for seq_id in range(len(probes)):
         cache.open(seq_id)
-    inputs = torch.tensor([token for probe in probes for token in probe])
-    groups = model.groups
-    if not groups.is_first_stage:
-        inputs = torch.empty(len(inputs), 1, model.shape.hidden_size)
-        dist.recv(inputs, groups.stage_rank(groups.pp_rank - 1))
+    inputs = stage_inputs(model, torch.tensor([token for probe in probes for token in probe]))
     out = step(model, cache, list(range(len(probes))), list(map(len, probes)), inputs)
-    if groups.is_last_stage:
-        return out
-    dist.send(out, groups.stage_rank(groups.pp_rank + 1))
-    return None
+    pass_on(model, out)
+    return out if model.groups.is_last_stage else None
 
 
 def full_outputs(chunks: Sequence[RoleModel], probes: Sequence[list[int]]) -> Tensor | None:

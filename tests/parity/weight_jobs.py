@@ -15,6 +15,7 @@ from oppo_megatron.mcore.naming.hf_layout import Head
 from oppo_megatron.mcore.weights.hf_source import open_weights
 from oppo_megatron.mcore.weights.hf_weights import export_weights, load_weights
 from tests.gloo.models import gather_logits
+from tests.support.stages import pass_on, stage_inputs
 
 
 def build(directory: Path, tp: int, pp: int, head: Head, max_length: int = 64, dtype: str = "float32") -> RoleModel:
@@ -52,14 +53,12 @@ def full_logits(
     plan = PackedPlan([len(tokens) for tokens in sequences], model.rope)
     tokens_T = torch.tensor([token for tokens in sequences for token in tokens])
     with torch.no_grad():
-        if not groups.is_first_stage:
-            dtype_of_hidden = next(model.parameters()).dtype
-            hidden = torch.empty(len(tokens_T), 1, model.shape.hidden_size, dtype=dtype_of_hidden)
-            dist.recv(hidden, groups.stage_rank(groups.pp_rank - 1))
-            model.set_input_tensor(hidden)
-        out = model(tokens_T if groups.is_first_stage else None, plan)
+        inputs, first = stage_inputs(model, tokens_T), groups.pp_rank == 0
+        if not first:
+            model.set_input_tensor(inputs)
+        out = model(tokens_T if first else None, plan)
+        pass_on(model, out)
         if not groups.is_last_stage:
-            dist.send(out, groups.stage_rank(groups.pp_rank + 1))
             return None
         if head == "lm":
             out = gather_logits(out, model.vocab)

@@ -45,7 +45,6 @@ def views(monkeypatch: pytest.MonkeyPatch, tp: int, pp: int, dp: int) -> tuple[l
 
         monkeypatch.setattr(groups_module, "new_group", new_group)
         monkeypatch.setattr(dist, "get_rank", lambda viewer=viewer: viewer)
-        monkeypatch.setattr(dist, "get_global_rank", lambda group, rank: group.ranks[rank])
         found[viewer] = build_groups(ranks, tp, pp, "role")
     return ranks, found, calls
 
@@ -73,15 +72,14 @@ def test_each_rank_knows_its_place(monkeypatch: pytest.MonkeyPatch, tp: int, pp:
         assert (groups.tp, groups.pp, groups.dp) == (tp, pp, dp)
         assert groups.tp_rank == place % tp and groups.pp_rank == place // (tp * dp)
         assert groups.dp_rank == place // tp % dp
-        assert groups.is_first_stage == (groups.pp_rank == 0) and groups.is_last_stage == (groups.pp_rank == pp - 1)
+        assert groups.is_last_stage == (groups.pp_rank == pp - 1)
         assert groups.all.ranks == ranks == list(groups.ranks)
         assert groups.output_rank == OFFSET + (pp - 1) * tp * dp
-        assert [groups.stage_rank(p) for p in range(pp)] == [
-            OFFSET + p * tp * dp + place % (tp * dp) for p in range(pp)
-        ]
         collection = groups.collection
+        stages = collection.pp.ranks  # of this rank's pipeline, in their order
+        assert stages == [OFFSET + p * tp * dp + place % (tp * dp) for p in range(pp)]
         assert collection.cp.ranks == collection.ep.ranks == [rank]
-        ends = {groups.stage_rank(0), groups.stage_rank(pp - 1)}
+        ends = {stages[0], stages[-1]}
         assert collection.embd is None if rank not in ends else set(collection.embd.ranks) == ends
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oppo_megatron.errors import ScheduleError
-from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule, in_lists, parse_action, parse_schedule
+from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule, parse_action, parse_schedule
 
 NUMBERS = st.integers(0, 10_000)
 ROLES = st.sampled_from(("actor", "reference", "critic", "reward"))
@@ -36,7 +36,8 @@ def test_an_action_is_read_back(action: Action) -> None:
 
 @given(st.lists(MESSAGES | OTHERS, max_size=30))
 def test_a_schedule_is_read_back(actions: list[Action]) -> None:
-    schedule = in_lists(actions)
+    ranks = dict.fromkeys(action.rank for action in actions)
+    schedule = Schedule({rank: tuple(action for action in actions if action.rank == rank) for rank in ranks})
     assert parse_schedule(schedule.text()) == schedule
     assert parse_schedule(f"# a remark\n\n{schedule.text()}\n  # the end\n") == schedule
     assert schedule.shifted(3).shifted(0).text().count("\n") == schedule.text().count("\n")
