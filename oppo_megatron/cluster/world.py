@@ -56,7 +56,7 @@ def open_world(config: RuntimeConfig, environment: Mapping[str, str] = os.enviro
     """Join the ranks named by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without them be a world of one.
 
     gloo on CPU, NCCL on GPU (with gloo for CPU tensors).  Raises WorldError where not all ranks come within
-    a sixth of `runtime.timeout_s`, and where a message or collective fails or is later than `runtime.timeout_s`.
+    a sixth of `runtime.timeout_s` (at least 60 s), and where a message or collective fails or is later than `runtime.timeout_s`.
     """
     rank, size = int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
     local_rank, local_size = int(environment.get("LOCAL_RANK", rank)), int(environment.get("LOCAL_WORLD_SIZE", size))

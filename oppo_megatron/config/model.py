@@ -193,6 +193,9 @@ class PlacementConfig(PlacementSettings):
     auto: None = Field(None, exclude=True, description="nothing is left to measure")
 
 
+LEAST_MEETING_S = 60.0
+
+
 class RuntimeConfig(Section):
     """How the machine is used."""
 
@@ -208,7 +211,7 @@ class RuntimeConfig(Section):
         1800.0,
         gt=0,
         description="a message or collective later than this is an error; at the start, ranks that have not all met after a "
-        "sixth of it",
+        "sixth of it, at least a minute",
     )
     micro_batch_tokens: int = Field(
         4096, ge=1, description="token budget of one packed micro-batch (training, prefill)"
@@ -241,8 +244,8 @@ class RuntimeConfig(Section):
 
     @property
     def meeting_s(self) -> float:
-        """How long a rank waits at the start for all ranks to come."""
-        return self.timeout_s / 6
+        """How long a rank waits at the start for all ranks to come, which may read data and load libraries before."""
+        return max(self.timeout_s / 6, LEAST_MEETING_S)
 
     def sync_steps(self, device: str) -> int:
         """`decode_sync_steps` on a device of this type."""

@@ -189,7 +189,7 @@ RENAMED: dict[str, Moved | Fixed] = {
     "placement.auto.repeats": Fixed("1", "close placements are measured three times anyhow"),
     "actor.train.cp": NO_CONTEXT_PARALLELISM,
     "critic.train.cp": NO_CONTEXT_PARALLELISM,
-    "runtime.rendezvous_timeout_s": Fixed("a sixth of `runtime.timeout_s`", "both wait for the same ranks"),
+    "runtime.rendezvous_timeout_s": Fixed("a sixth of `runtime.timeout_s`, at least 60 s", "both wait for the same ranks"),
     **_of_optimizer("actor.optimizer"),
     **_of_optimizer("critic.optimizer"),
     **_of_optimizer("optimizer"),

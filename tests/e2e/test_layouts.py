@@ -33,7 +33,6 @@ LAYOUTS: list[tuple[str, Layout, Layout]] = [
     ("disaggregated", (2, 2, 1), (1, 2, 2)),
     ("disaggregated", (2, 1, 2), (1, 4, 1)),
     ("disaggregated", (1, 4, 1), (2, 1, 2)),
-    ("colocated", (2, 2, 1), (2, 2, 1)),
 ]
 WIDE: list[tuple[str, Layout, Layout]] = [
     # of eight processes, and of fewer with tensor-parallel ranks: minutes together on two cores
@@ -42,6 +41,7 @@ WIDE: list[tuple[str, Layout, Layout]] = [
     ("disaggregated", (2, 2, 1), (1, 2, 2)),
     ("disaggregated", (2, 1, 2), (1, 4, 1)),
     ("disaggregated", (1, 4, 1), (2, 1, 2)),
+    ("colocated", (2, 2, 1), (2, 2, 1)),
 ]
 FACTORS = {"mode": ("colocated", "disaggregated")} | {
     f"{side} {what}": values

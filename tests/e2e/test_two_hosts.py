@@ -27,7 +27,7 @@ from tests.support.ppo import Workspace, read_outcome, weight_distance
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHERS = re.compile(r"RANK|WORLD_SIZE|MASTER_|LOCAL_|GROUP_|SLURM_|TORCHELASTIC|GLOO_SOCKET")
 OPPO = [sys.executable, "-m", "oppo_megatron"]
-DEADLINE_S = 5.0
+DEADLINE_S = 60.0
 START_S = 60.0  # for the imports of all processes on a busy machine
 
 
@@ -190,12 +190,12 @@ def test_two_network_namespaces_run_the_same_job(
 
 @pytest.mark.long
 def test_a_host_that_does_not_come(workspace: Workspace, port: str) -> None:
-    config = write_config(workspace, "missing", **{"runtime.timeout_s": 6 * DEADLINE_S})
+    config = write_config(workspace, "missing", **{"runtime.timeout_s": 30.0})
     started = time.monotonic()
-    ((code, output),) = ends([start([*OPPO, "train", config], **slurm(0, port))], START_S)
+    ((code, output),) = ends([start([*OPPO, "train", config], **slurm(0, port))], DEADLINE_S + START_S)
     assert time.monotonic() - started < DEADLINE_S + START_S
     assert code == 2 and "Traceback" not in output, output
-    assert f"oppo train [rank 0]: rank 0 on host {socket.gethostname()} waited 5 s at 127.0.0.1:{port}" in output
+    assert f"oppo train [rank 0]: rank 0 on host {socket.gethostname()} waited 60 s at 127.0.0.1:{port}" in output
     assert "1 of 2 ranks came: rank 1 missing" in output
 
 
