@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field, StrictInt, StrictStr
@@ -54,8 +55,25 @@ class KLConfig(Section):
     )
 
 
+@dataclass(frozen=True)
+class Needs:
+    """What an algorithm asks of a run before there is a tensor: layouts, memory and the prompt stream follow from it."""
+
+    trained_roles: tuple[str, ...]
+    responses_per_prompt: int = 1
+
+    @property
+    def critic(self) -> bool:
+        """Whether a critic is trained."""
+        return "critic" in self.trained_roles
+
+
+NEEDS = {"ppo": Needs(("actor", "critic")), "reinforce_pp": Needs(("actor",))}
+"""By preset; `oppo_megatron.algorithms` has the rest of each."""
+
+
 class AlgorithmConfig(Section):
-    """What is made of a batch's scores: which roles it takes, and how rewards become advantages."""
+    """The algorithm: the roles it trains, and how rewards become advantages."""
 
     preset: Literal["ppo", "reinforce_pp"] = Field(
         "ppo",
@@ -64,9 +82,9 @@ class AlgorithmConfig(Section):
     )
 
     @property
-    def has_critic(self) -> bool:
-        """Whether a critic is trained."""
-        return self.preset == "ppo"
+    def needs(self) -> Needs:
+        """The roles that the preset trains and its responses a prompt."""
+        return NEEDS[self.preset]
 
 
 class PPOConfig(Section):

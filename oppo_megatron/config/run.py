@@ -155,11 +155,11 @@ class TrainSettings(RunConfig):
     @model_validator(mode="after")
     def _critic_of_algorithm(self) -> Self:
         preset = self.algorithm.preset
-        if self.algorithm.has_critic and self.critic is None:
+        if self.algorithm.needs.critic and self.critic is None:
             raise ValueError(
                 f"critic is missing, but algorithm.preset {preset} trains one; add the section, with checkpoint or init"
             )
-        if not self.algorithm.has_critic and self.critic is not None:
+        if not self.algorithm.needs.critic and self.critic is not None:
             raise ValueError(f"critic is given, but algorithm.preset {preset} has none; remove the section")
         return self
 

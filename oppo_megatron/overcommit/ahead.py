@@ -53,13 +53,13 @@ def require_resumable(done: int, steps: int | None) -> None:
         )
 
 
-def require_prompts(ahead: Ahead, most: int | None, num_rows: int) -> None:
-    """Raises CheckpointError where the run has admitted prompts behind `most`, the end of the passes over `num_rows` prompts."""
+def require_prompts(ahead: Ahead, most: int | None, a_pass: int) -> None:
+    """Raises CheckpointError where the run has admitted prompts behind `most`, the end of passes of `a_pass` prompts."""
     if most is not None and ahead.position > most:
-        passes = math.ceil(ahead.position / num_rows)
+        passes = math.ceil(ahead.position / a_pass)
         raise CheckpointError(
-            f"epochs comes to {most // num_rows}, but the checkpoint's run was at prompt {ahead.position}, in pass "
-            f"{passes} over {num_rows} prompts: there is no way back to fewer; set epochs to {passes} or "
+            f"epochs comes to {most // a_pass}, but the checkpoint's run was at prompt {ahead.position}, in pass "
+            f"{passes} over {a_pass} prompts: there is no way back to fewer; set epochs to {passes} or "
             "more, or give steps without it"
         )
 

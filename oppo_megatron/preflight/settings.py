@@ -50,7 +50,7 @@ def check_train(config: TrainConfig) -> list[str]:
 
 def _check_algorithm(config: TrainConfig) -> list[str]:
     """Settings of `ppo` that only a critic gives a meaning."""
-    if config.algorithm.has_critic:
+    if config.algorithm.needs.critic:
         return []
     preset, plain = config.algorithm.preset, PPOConfig()
     return [

@@ -65,7 +65,7 @@ def build_loop(
     meter = StepMeter(
         world, rounds, tracer.spans, tracer, memory, journal,
         role="scorer" if actor is None else "actor",
-        critic=_critic_placement(config, topology.site) if algorithm.trains_critic else None,
+        critic=_critic_placement(config, topology.site) if algorithm.needs.critic else None,
     )  # fmt: skip
     guard = Guard(config, algorithm, world.rank, world.device, topology.site, total_steps, rollbacks)
     return _assemble(config, world, inputs, saver, Parts(prompts, rounds, meter, guard, actor, critic), builder)

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from oppo_megatron.cluster.world import World
+from oppo_megatron.config.ppo import NEEDS
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.engine.executor import Executor, RoleWorker
 from oppo_megatron.engine.rounds import RoundRunner
@@ -43,6 +45,14 @@ def train(config: dict[str, Any]) -> None:
 def train_with_environment(config: dict[str, Any], environment: dict[str, str]) -> None:
     """`train`, where the ranks have been started with these variables."""
     with mock.patch.dict(os.environ, environment):
+        train(config)
+
+
+def train_with_responses(config: dict[str, Any], responses_per_prompt: int) -> None:
+    """`train`, where the preset's algorithm asks for so many responses a prompt."""
+    preset = TrainConfig(**config).algorithm.preset
+    needs = replace(NEEDS[preset], responses_per_prompt=responses_per_prompt)
+    with mock.patch.dict(NEEDS, {preset: needs}):
         train(config)
 
 

@@ -109,9 +109,9 @@ class Saver(CheckpointKeeper):
         require_same_adapters(found.state["adapters"], adapter_state(self.config))
         ahead = found.ahead(left_out)
         require_resumable(ahead.done, self.config.steps)
-        num_rows, passes = len(self.prompts), self.config.passes
-        most = None if passes is None else passes * num_rows
-        require_prompts(ahead, most, num_rows)
+        a_pass, passes = self.prompts.rollouts_per_pass, self.config.passes
+        most = None if passes is None else passes * a_pass
+        require_prompts(ahead, most, a_pass)
         if RunDirectory(self.config.run_dir).finished:
             require_work(ahead, self.config.steps, most, self.config.rollout.batch_size)
         if ahead.done != self.config.steps:
