@@ -16,7 +16,7 @@ from oppo_megatron.report import build
 from oppo_megatron.report.build import write_report
 from oppo_megatron.report.charts import Line, LineChart, extent, short, ticks
 from oppo_megatron.report.downtime import without_downtime
-from oppo_megatron.report.png import _legend_columns
+from oppo_megatron.report.png import legend_columns
 from oppo_megatron.report.run_records import distinct_names, read_run, read_runs
 from oppo_megatron.report.step_split import ALL_PARTS, split_step
 from oppo_megatron.report.svg import chart_svg
@@ -352,7 +352,7 @@ def test_a_single_step(tmp_path: Path) -> None:
 
 def test_a_legend_fits_its_picture() -> None:
     parts = [label for label, _ in ALL_PARTS.values()]
-    assert _legend_columns(parts) == 3 and _legend_columns(["a", "b"]) == 2 and _legend_columns(["n" * 90] * 3) == 1
+    assert legend_columns(parts) == 3 and legend_columns(["a", "b"]) == 2 and legend_columns(["n" * 90] * 3) == 1
 
 
 LEARNING = {
