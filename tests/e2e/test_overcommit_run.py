@@ -53,7 +53,7 @@ def test_rollouts_are_carried_with_all_their_tokens(outcome: Outcome) -> None:
 def test_batches_follow_the_logical_clock(outcome: Outcome) -> None:
     clocks = [row["finish_clock"] for row in outcome.rollouts]
     forced = [row for row in outcome.rollouts if row["deferrals"] >= 4]
-    assert forced or clocks == sorted(clocks)
+    assert not forced and clocks == sorted(clocks), "none was carried so often that a batch had to wait for it"
 
 
 def test_logprobs_at_decode_equal_those_at_training(outcome: Outcome) -> None:

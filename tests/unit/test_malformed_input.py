@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -141,6 +141,7 @@ def test_hostile_configurations(tmp_path: Path, text: bytes, says: str) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(key=st.text(max_size=12), value=st.text(max_size=20))
+@example(key="steps", value="0x10")
 def test_overrides(key: str, value: str) -> None:
     """An error of our own, or a configuration that has the value, as YAML reads it."""
     with tempfile.TemporaryDirectory() as folder:
