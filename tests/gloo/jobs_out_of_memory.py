@@ -93,7 +93,7 @@ def scored(models: dict[str, str], pp: int) -> dict[str, float]:
 
     def failing(out_R: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         nonlocal failed
-        if len(out_R) > 1 and dice.random() < 0.2:
+        if len(out_R) > 1 and (failed < 2 or dice.random() < 0.2):
             failed += 1
             raise RuntimeError(TOLD)
         return token_logprobs(out_R, *rest)
@@ -104,7 +104,7 @@ def scored(models: dict[str, str], pp: int) -> dict[str, float]:
         mock.patch.object(scoring, "token_logprobs", failing),
     ):
         answer = jobs_scoring.together(models, 1, pp)
-    assert (failed > 3) == (dist.get_rank() == pp - 1), failed
+    assert (failed > 1) == (dist.get_rank() == pp - 1), "the last stage alone gives log-probs"
     return answer
 
 
