@@ -31,6 +31,7 @@ from oppo_megatron.mcore.roles import load_role, load_training
 from oppo_megatron.mcore.stage import step
 from oppo_megatron.mcore.training import TrainedModel
 from oppo_megatron.records import Prompt, Rollout
+from oppo_megatron.schedule.actions import Action, Op
 from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.train.update import UpdateSettings, run_update
 from tests.gloo import jobs_device_decode, jobs_scoring
@@ -88,13 +89,22 @@ def decoded(directory: str, courses: list[Course], ways: list[Way]) -> list[dict
 
 
 def scored(models: dict[str, str], pp: int) -> dict[str, float]:
-    """As `jobs_scoring.together`, with memory for fewer tokens than are planned, and of log-probs."""
-    dice, failed = random.Random(dist.get_rank()), 0
+    """As `jobs_scoring.together`, with memory for fewer tokens than are planned, and of log-probs.
+
+    Those run out where a whole micro-batch is scored first, for that is where they alone are made in splits.
+    """
+    dice, compute = random.Random(dist.get_rank()), scoring.ScoringWorker.compute
+    failed, at = dict.fromkeys((Op.SCORE, Op.PREFILL), 0), Op.PREFILL
+
+    def noted(worker: scoring.ScoringWorker, action: Action) -> int:
+        nonlocal at
+        at = action.op
+        return compute(worker, action)
 
     def failing(out_R: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        nonlocal failed
-        if len(out_R) > 1 and (failed < 2 or dice.random() < 0.2):
-            failed += 1
+        in_turn = at is Op.SCORE or failed[Op.SCORE]
+        if len(out_R) > 1 and in_turn and (not failed[at] or dice.random() < 0.2):
+            failed[at] += 1
             raise RuntimeError(TOLD)
         return token_logprobs(out_R, *rest)
 
@@ -102,9 +112,10 @@ def scored(models: dict[str, str], pp: int) -> dict[str, float]:
         mock.patch.object(out_of_memory, "gc"),
         mock.patch.object(scoring, "step", _failing(5, dice)),
         mock.patch.object(scoring, "token_logprobs", failing),
+        mock.patch.object(scoring.ScoringWorker, "compute", noted),
     ):
         answer = jobs_scoring.together(models, 1, pp)
-    assert (failed > 1) == (dist.get_rank() == pp - 1), "the last stage alone gives log-probs"
+    assert (failed[Op.SCORE] > 0) == (dist.get_rank() == pp - 1), "the last stage alone gives log-probs"
     return answer
 
 
