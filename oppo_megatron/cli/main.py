@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         with interrupts_behind_imports():
-            code = _serve(_parse(list(sys.argv[1:] if argv is None else argv)))
+            code = _serve(parse_arguments(list(sys.argv[1:] if argv is None else argv)))
     except KeyboardInterrupt:  # while it was found out what to do
         print("oppo: interrupted", file=sys.stderr)
         code = EXIT_INTERRUPTED
@@ -112,7 +112,8 @@ def _serve(args: argparse.Namespace) -> int:
         return EXIT_INTERRUPTED
 
 
-def _parse(arguments: list[str]) -> argparse.Namespace:
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    """What a command line, without `oppo` itself, asks for; `run` of it does the work.  Exits where it is none."""
     parser = Parser(prog="oppo", description="PPO-based RLHF on Megatron-core, overlapped.")
     parser.add_argument("--version", action="version", version=f"oppo {__version__}")
     parser.set_defaults(debug=False)

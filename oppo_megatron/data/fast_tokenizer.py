@@ -14,7 +14,7 @@ from typing import Any
 
 SPACE_MARK = "\u2581"
 """Sentencepiece writes a space as this character, so text that holds the character itself needs care."""
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 """Types of a piece (sentencepiece_model.proto)."""
 
 UNIGRAM, BPE, CHAR = 1, 2, 4

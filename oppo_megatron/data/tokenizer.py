@@ -324,7 +324,6 @@ def train_sentencepiece(
     *,
     model_type: Literal["bpe", "unigram", "char"] = "bpe",
     character_coverage: float = 0.9995,
-    num_threads: int = 1,
 ) -> None:
     """Train a tokenizer on `texts` and write it to `path`; ids 0-3 are unk, bos, eos, pad.
 
@@ -344,7 +343,7 @@ def train_sentencepiece(
             model_type=model_type,
             character_coverage=character_coverage,
             max_sentence_length=max(10, 1 + max(len(line.encode()) for line in lines)),
-            num_threads=num_threads,
+            num_threads=1,
             minloglevel=2,
             **LOSSLESS,
         )

@@ -172,7 +172,7 @@ class Meter:
     """Tells on the standard error how far it is: now and then, and at the end."""
 
     def __init__(self, done: int, total: int, clock: Callable[[], float] = time.monotonic):
-        self._before, self._total, self._clock = done, total, clock
+        self._total, self._clock = total, clock
         self._count, self._tokens = done, 0
         self._begun = self._shown = clock()
 

@@ -72,19 +72,12 @@ def plot_reward(runs: Mapping[str, Sequence[Mapping[str, Any]]], out_png: str | 
     figure.savefig(out_png)
 
 
-def plot_timeline(
-    traces: Mapping[str, str | os.PathLike[str]],
-    out_png: str | os.PathLike[str],
-    step: Mapping[str, int] | None = None,
-) -> None:
-    """Draw what each rank did in one step of each run, a row a (run, rank, role), all on one time axis.
+def plot_timeline(traces: Mapping[str, str | os.PathLike[str]], out_png: str | os.PathLike[str]) -> None:
+    """Draw what each rank did in each run's step of median length, a row a (run, rank, role), all on one time axis.
 
-    `traces` maps a run's name to its `trace.json`; `step` picks steps by run name, others show their step of median
-    length. Raises DataError where a trace is unreadable or lacks the step.
+    `traces` maps a run's name to its `trace.json`.  Raises DataError where a trace is unreadable or has no step.
     """
-    draw_windows(
-        {name: step_window(name, read_trace(path), (step or {}).get(name)) for name, path in traces.items()}, out_png
-    )
+    draw_windows({name: step_window(name, read_trace(path), None) for name, path in traces.items()}, out_png)
 
 
 def draw_windows(windows: Mapping[str, StepWindow], out_png: str | os.PathLike[str]) -> None:
@@ -95,7 +88,7 @@ def draw_windows(windows: Mapping[str, StepWindow], out_png: str | os.PathLike[s
         len(windows), 1, sharex=True, squeeze=False, height_ratios=[count + 0.6 for count in rows]
     )[:, 0]
     for axes, (name, window) in zip(panels, windows.items(), strict=True):
-        _draw_window(axes, name, window)
+        draw_window(axes, name, window)
     longest_s = max(window.seconds for window in windows.values())
     panels[-1].set_xlim(0.0, longest_s * 1.02)
     panels[-1].set_xlabel("seconds since the step's start")
@@ -116,7 +109,7 @@ def new_figure(width_in: float, height_in: float) -> Figure:
     return Figure(figsize=(width_in, height_in), dpi=DPI, layout="constrained")
 
 
-def _draw_window(axes: Axes, name: str, window: StepWindow) -> None:
+def draw_window(axes: Axes, name: str, window: StepWindow) -> None:
     """One panel: a row a lane, bars clipped to the step, a line where the step ends."""
     row_of = {lane: row for row, lane in enumerate(window.lanes)}
     bars: dict[tuple[bool, int, str, bool], list[tuple[float, float]]] = defaultdict(list)

@@ -31,7 +31,7 @@ def serve(
     """
     token = None if config.token_env is None else read_token(config.token_env, environment)
     with (
-        _listen(config.host, config.port, guarded=token is not None) as listening,
+        bound_socket(config.host, config.port, guarded=token is not None) as listening,
         _open_app(config, environment, token) as app,
     ):
         settings = uvicorn.Config(
@@ -71,7 +71,7 @@ def _scorer_app(config: ServeScorerConfig, token: SecretStr | None) -> Iterator[
         yield build_stream_app(scorer.extend, token)
 
 
-def _listen(host: str, port: int, *, guarded: bool) -> socket.socket:
+def bound_socket(host: str, port: int, *, guarded: bool) -> socket.socket:
     """A bound socket that takes no connection yet; on the loopback, where no token guards the service."""
     found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -40,7 +40,6 @@ class StreamScorer:
     def __init__(self, model: RoleModel, *, sequences: int, max_tokens: int, micro_batch_tokens: int):
         self.model, self.max_tokens, self.micro_batch_tokens = model, max_tokens, micro_batch_tokens
         self.cache = model.new_cache(sequences)
-        self.prefilled_tokens = 0
         self._held: OrderedDict[Name, _Held] = OrderedDict()
         self._next = 0
 
@@ -105,7 +104,6 @@ class StreamScorer:
             tokens_T = torch.tensor(part, dtype=torch.int64, device=self.cache.device)
             last_R = torch.tensor([len(part) - 1], device=self.cache.device)
             score = float(step(self.model, self.cache, [held.number], [len(part)], tokens_T, last_R)[0])
-        self.prefilled_tokens += len(tokens)
         return score
 
     def _check(self, piece: Piece) -> None:

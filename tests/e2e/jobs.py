@@ -7,13 +7,16 @@ import os
 import signal
 import threading
 import time
-from contextlib import nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.ppo import NEEDS
@@ -21,8 +24,8 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.engine.executor import Executor, RoleWorker
 from oppo_megatron.engine.rounds import RoundRunner
 from oppo_megatron.errors import OppoError
-from oppo_megatron.mcore.training import TrainedModel
-from oppo_megatron.schedule.actions import Action
+from oppo_megatron.mcore.training import StepReport, TrainedModel
+from oppo_megatron.schedule.actions import Action, Op
 from oppo_megatron.train.critic import Critic
 from oppo_megatron.train.entry import run_ppo, run_rank
 from oppo_megatron.train.guards.rollback import RollBack
@@ -56,34 +59,69 @@ def train_with_responses(config: dict[str, Any], responses_per_prompt: int) -> N
         train(config)
 
 
+@dataclass
+class Disturbed:
+    """A role's worker in an executor; `disturb` is called before it computes, and before it takes a message."""
+
+    worker: RoleWorker
+    disturb: Callable[[Action], None]
+
+    def live(self, action: Action) -> bool:
+        return self.worker.live(action)
+
+    def compute(self, action: Action) -> int:
+        self.disturb(action)
+        return self.worker.compute(action)
+
+    def outbox(self, action: Action) -> Sequence[Tensor]:
+        return self.worker.outbox(action)
+
+    def inbox(self, action: Action) -> Iterator[Tensor]:
+        self.disturb(action)
+        yield from self.worker.inbox(action)
+
+
+@contextmanager
+def disturbing(disturb: Callable[[int, Action], None]) -> Iterator[None]:
+    """In the block `disturb(rank, action)` comes before what this rank's executors compute, and before what they take."""
+    run = Executor.run
+
+    def disturbed(executor: Executor, actions: Sequence[Action], shift: int = 0) -> None:
+        tell = partial(disturb, executor.rank)
+        workers = {role: Disturbed(worker, tell) for role, worker in executor.workers.items()}
+        with mock.patch.object(executor, "workers", workers):
+            run(executor, actions, shift)
+
+    with mock.patch.object(Executor, "run", disturbed):
+        yield
+
+
 def train_with_a_death(config: dict[str, Any], rank: int, at: str) -> tuple[str, str, float]:
     """`train`, but `rank` dies when it is about to do the action `at` for the second time: its error, and the seconds to it."""
     seen = []
-    compute = Executor._compute
 
-    def mortal(executor: Executor, action: Action, worker: RoleWorker) -> int:
-        if executor.rank == rank and str(action) == at:
+    def mortal(own: int, action: Action) -> None:
+        if own == rank and str(action) == at:
             seen.append(action)
             if len(seen) == 2:
                 os._exit(9)
-        return compute(executor, action, worker)
 
-    with mock.patch.object(Executor, "_compute", mortal):
+    with disturbing(mortal):
         return _error_of(config)
 
 
 def train_with_a_death_in_an_update(config: dict[str, Any], rank: int, nth: int) -> tuple[str, str, float]:
     """`train`, but `rank` dies within its `nth` optimizer step, before the gradients' norm: as `train_with_a_death`."""
     seen = []
-    finish = TrainedModel._checked_step
+    step = TrainedModel.step
 
-    def mortal(trained: TrainedModel) -> float:
+    def mortal(trained: TrainedModel, *args: Any) -> StepReport:
         seen.append(trained)
         if dist.get_rank() == rank and len(seen) == nth:
-            os._exit(9)
-        return finish(trained)
+            trained.optimizer.prepare_grads = partial(os._exit, 9)
+        return step(trained, *args)
 
-    with mock.patch.object(TrainedModel, "_checked_step", mortal):
+    with mock.patch.object(TrainedModel, "step", mortal):
         return _error_of(config)
 
 
@@ -99,14 +137,12 @@ def _error_of(config: dict[str, Any]) -> tuple[str, str, float]:
 
 def train_beside_a_slow_rank(config: dict[str, Any], rank: int, seconds: float) -> None:
     """`train`, where `rank` takes a while before it takes a message."""
-    receive = Executor._receive
 
-    def slow(executor: Executor, action: Action, worker: RoleWorker) -> None:
-        if executor.rank == rank:
+    def slow(own: int, action: Action) -> None:
+        if own == rank and action.op is Op.RECV:
             time.sleep(seconds)
-        receive(executor, action, worker)
 
-    with mock.patch.object(Executor, "_receive", slow):
+    with disturbing(slow):
         train(config)
 
 

@@ -129,7 +129,7 @@ def run_with_a_slow_disk(config: dict[str, Any], late_s: float, full_on: int | N
     """
     checked, steps = TrainConfig(**config), []
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    write, step = CheckpointWriting.run, TrainingLoop._step
+    write, run = CheckpointWriting.run, TrainingLoop.run
     running: list[TrainingLoop] = []
 
     def slow(self: CheckpointWriting) -> int:
@@ -143,11 +143,11 @@ def run_with_a_slow_disk(config: dict[str, Any], late_s: float, full_on: int | N
         steps.append(running[0].state.done)
         return num_bytes
 
-    def noted(self: TrainingLoop, *args: Any) -> bool:
-        running[:] = [self]
-        return step(self, *args)
+    def noted(self: TrainingLoop) -> bool:
+        running.append(self)
+        return run(self)
 
-    with mock.patch.object(CheckpointWriting, "run", slow), mock.patch.object(TrainingLoop, "_step", noted):
+    with mock.patch.object(CheckpointWriting, "run", slow), mock.patch.object(TrainingLoop, "run", noted):
         try:
             run_ppo(checked, world, read_inputs(checked), Preemption(checked.preempt_deadline_s))
         except OppoError as error:

@@ -232,10 +232,7 @@ def test_weights_that_cannot_be_written_are_told_of_and_leave_nothing(begun: Beg
 
 def test_figures_that_cannot_be_written_are_told_of(begun: Begun, tmp_path: Path) -> None:
     config = begun.again(tmp_path / "run")
-    job, place = (
-        "tests.e2e.jobs_checkpoint:run_with_small_files",
-        "oppo_megatron.train.logs.journal:Journal._write_rollouts",
-    )
+    job, place = "tests.e2e.jobs_checkpoint:run_with_small_files", "oppo_megatron.train.logs.journal:Journal.step"
     kind, message = run_ranks(1, job, config=config, num_bytes=100, within=place)[0]
     assert kind == "CheckpointError" and message.startswith(f"{tmp_path / 'run'}: ") and "--resume" in message
 

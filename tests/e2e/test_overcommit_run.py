@@ -53,7 +53,7 @@ def test_rollouts_are_carried_with_all_their_tokens(outcome: Outcome) -> None:
 def test_batches_follow_the_logical_clock(outcome: Outcome) -> None:
     clocks = [row["finish_clock"] for row in outcome.rollouts]
     forced = [row for row in outcome.rollouts if row["deferrals"] >= 4]
-    assert forced or clocks == sorted(clocks)
+    assert not forced and clocks == sorted(clocks), "none was carried so often that a batch had to wait for it"
 
 
 def test_logprobs_at_decode_equal_those_at_training(outcome: Outcome) -> None:
@@ -67,15 +67,22 @@ def test_two_runs_are_identical(workspace: Workspace, outcome: Outcome) -> None:
     assert weight_distance(again.actor, outcome.actor) == weight_distance(again.critic, outcome.critic) == 0.0
 
 
-@pytest.mark.parametrize("chunk", [1, 64, 1000])
-def test_batches_do_not_depend_on_the_chunk_size(workspace: Workspace, outcome: Outcome, chunk: int) -> None:
+@pytest.fixture(scope="module")
+def shorter(workspace: Workspace) -> Outcome:
+    """Of three steps."""
+    return run_ppo_ranks(overcommitted(workspace, "shorter", steps=3))
+
+
+@pytest.mark.parametrize("chunk", [1, 64])
+def test_batches_do_not_depend_on_the_chunk_size(
+    workspace: Workspace, outcome: Outcome, shorter: Outcome, chunk: int
+) -> None:
     """A round ends at the decode step at which the batch is complete, so a chunk never decides who is in it."""
     other = run_ppo_ranks(overcommitted(workspace, f"chunk-{chunk}", **{"overlap.chunk.tokens": chunk, "steps": 3}))
     compared = other.batches()
     assert compared[0] == outcome.batches()[0]
     # Prompts end sooner here, so later batches may only differ once admission has stopped.
-    reference = run_ppo_ranks(overcommitted(workspace, f"reference-{chunk}", steps=3))
-    assert compared == reference.batches() and other.tokens() == reference.tokens()
+    assert compared == shorter.batches() and other.tokens() == shorter.tokens()
 
 
 @pytest.mark.parametrize("limit", [1, 2])

@@ -208,7 +208,7 @@ def test_a_dry_run_trains_every_prompt_and_forgets_it() -> None:
         assert len(steps) == 3 and dry.scheduler.num_consumed == 48
         for part in ("scheduler and buffer", "planner and checker", "stream", "controllers"):
             assert all(step[part] > 0 for step in steps), part
-        assert not dry.encoder._ledgers and not dry.decoder._ledgers
+        assert not dry.encoder.ledgers and not dry.decoder.ledgers
         assert all(book.num_open(0) == 0 for book in (dry.planner.actor, *dry.planner.scorers.values()))
 
 

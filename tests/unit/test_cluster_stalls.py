@@ -160,30 +160,27 @@ def connection(store: dist.TCPStore) -> dist.Store:
     return dist.TCPStore("127.0.0.1", store.port, None, False, timeout, wait_for_workers=False)
 
 
-def dog(rank: int, activity: Activity, board: Board | None, folder: Path, told: list[str], size: int = 2) -> Watchdog:
-    watch = Watch(range(size), 0.6, 0.5, time.monotonic)
-    return Watchdog(rank, watch, activity, board, folder / "stacks", told.append)
-
-
 def test_all_ranks_write_their_stacks_and_say_the_same(store: dist.TCPStore, tmp_path: Path) -> None:
     """Two watchdogs in one process, one a rank; the other rank's main thread waits."""
     told: tuple[list[str], list[str]] = [], []
     boards = [Board(lambda: connection(store), range(2), "this test") for _ in range(2)]
     activities = Activity(), Activity()
     ended = threading.Barrier(3, timeout=20)
+
+    def watchdog(rank: int) -> Watchdog:
+        def end(message: str) -> None:
+            told[rank].append(message)
+            ended.wait()
+
+        watch = Watch(range(2), 0.6, 0.5, time.monotonic)
+        return Watchdog(rank, watch, activities[rank], boards[rank], tmp_path / "stacks", end)
+
     with (
         activities[0].doing("step 1, wait_scores actor", waits=True),
         activities[1].doing("step 1, reward of sequence 4"),
+        watchdog(0).watching(),
+        watchdog(1).watching(),
     ):
-        for rank in range(2):
-            watchdog = dog(rank, activities[rank], boards[rank], tmp_path, told[rank])
-
-            def end(message: str, rank: int = rank) -> None:
-                told[rank].append(message)
-                ended.wait()
-
-            watchdog._end = end
-            watchdog._thread.start()
         ended.wait()
     for rank in range(2):
         assert "rank 1 has not moved for" in told[rank][0] and "reward of sequence 4" in told[rank][0]

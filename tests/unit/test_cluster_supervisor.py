@@ -55,7 +55,7 @@ def new_supervisor(folder: Path) -> Supervisor:
 def alive_to(folder: Path) -> Supervisor:
     """A supervisor that has seen the ranks alive."""
     supervisor = new_supervisor(folder)
-    assert not supervisor._someone_failed()
+    assert not supervisor.someone_failed()
     return supervisor
 
 
@@ -68,7 +68,7 @@ def test_an_end_is_seen_and_left_to_the_agent(
     for child, tell in ranks:
         tell.send(code)
         assert ended(child.pid)
-    assert [supervisor._someone_failed() for _ in range(3)] == [failed] * 3
+    assert [supervisor.someone_failed() for _ in range(3)] == [failed] * 3
     for child, _ in ranks:  # the agent, which would be told of nothing if someone had asked before
         pid, status = os.waitpid(child.pid or 0, os.WNOHANG)
         assert pid == child.pid and os.waitstatus_to_exitcode(status) == code
@@ -80,7 +80,7 @@ def test_a_failure_that_the_agent_has_asked_for_first_is_seen_too(
     supervisor, (child, tell) = alive_to(tmp_path), ranks[0]
     tell.send(3)
     child.join()
-    assert supervisor._someone_failed()
+    assert supervisor.someone_failed()
 
 
 def test_an_end_that_the_agent_is_just_asking_for_is_no_failure(
@@ -90,4 +90,4 @@ def test_an_end_that_the_agent_is_just_asking_for_is_no_failure(
     supervisor, (child, tell) = alive_to(tmp_path), ranks[0]
     tell.send(0)
     assert os.waitpid(child.pid or 0, 0)[0] == child.pid
-    assert not supervisor._someone_failed()
+    assert not supervisor.someone_failed()

@@ -80,7 +80,7 @@ class Supervisor:
     def _run(self) -> None:
         while not self._over.wait(POLL_S):
             now = time.monotonic()
-            if not self._ending_since and (self._someone_failed() or self._is_late()):
+            if not self._ending_since and (self.someone_failed() or self._is_late()):
                 self._ending_since = now
                 self._listen()
             looks = self._limits.stall_s and now - self._looked >= tick_s(self._limits.stall_s)
@@ -122,7 +122,8 @@ class Supervisor:
         told_s, limit_s = self._told_s(), self._limits.told_s
         return told_s is not None and limit_s is not None and told_s >= limit_s
 
-    def _someone_failed(self) -> bool:
+    def someone_failed(self) -> bool:
+        """Whether a rank has ended as none should, or a watchdog has ended one; leaves their ends to be asked for."""
         pids = self._pids()
         if any(pid not in self._children and _runs(pid) for pid in pids):
             # Kept, for the agent may ask for a rank's end first, and then nobody else is told of it.  Once a rank, for this asks
