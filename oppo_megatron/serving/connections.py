@@ -54,7 +54,8 @@ class WaitingRoom:
         if len(own) > self.limits.waiting_of_peer:
             next(iter(own)).cut()
         if self._count > self.limits.waiting:
-            next(iter(max(self._peers.values(), key=len))).cut()
+            most = max(self._peers.values(), key=len)
+            next(iter(most)).cut()
 
     def leave(self, connection: GuardedProtocol) -> None:
         """It waits no longer."""
