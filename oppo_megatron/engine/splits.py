@@ -45,6 +45,11 @@ def prefill(
     Where a call of `advance` runs out of memory the cache is taken back to what it was.  Raises CapacityError where a single
     token is too much.
     """
+    for growth in batch:  # what was planned on other books would be computed of other tokens
+        cached = cache.length(growth.seq_id)
+        assert cached == growth.past, (
+            f"sequence {growth.seq_id} has {cached} tokens cached, but {growth.past} are planned"
+        )
     tokens = sum(growth.new for growth in batch)
     if tokens <= memory_limit.within(tokens):
         outcome = attempt(lambda: advance(batch, hidden_T, whole))

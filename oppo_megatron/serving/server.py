@@ -14,12 +14,10 @@ from oppo_megatron.config.serve import ServeRewardConfig, ServeScorerConfig, is_
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.rewards.protocol import read_token
 from oppo_megatron.serving.app import build_app
+from oppo_megatron.serving.connections import server_settings
 from oppo_megatron.serving.scorers import open_scorer
 from oppo_megatron.serving.stream_app import build_stream_app
 from oppo_megatron.serving.stream_scorer import open_stream_scorer
-
-CONNECTIONS = 256
-GRACE_S = 5
 
 
 def serve(
@@ -34,19 +32,11 @@ def serve(
         bound_socket(config.host, config.port, guarded=token is not None) as listening,
         _open_app(config, environment, token) as app,
     ):
-        settings = uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            limit_concurrency=CONNECTIONS,
-            timeout_graceful_shutdown=GRACE_S,
-        )
         host, port = listening.getsockname()[:2]
         listening.listen()
         what, path = ("rewards", "/score") if isinstance(config, ServeRewardConfig) else ("streamed rewards", "")
         say(f"serving {what} at http://{f'[{host}]' if ':' in host else host}:{port}{path}")
-        uvicorn.Server(settings).run(sockets=[listening])
+        uvicorn.Server(server_settings(app)).run(sockets=[listening])
 
 
 def _open_app(

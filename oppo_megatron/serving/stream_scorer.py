@@ -47,7 +47,8 @@ class StreamScorer:
     def extend(self, session: str, pieces: Sequence[Piece]) -> list[Known]:
         """Take the pieces; whole sequences are scored at their last token, and forgotten.
 
-        Raises RewardError for tokens that the model cannot read; then nothing is taken.
+        Raises RewardError for tokens that the model cannot read; then nothing is taken.  Where a piece fails otherwise, its
+        sequence is forgotten, for a part of its tokens may be cached; the pieces before it are taken.
         """
         for piece in pieces:
             self._check(piece)
@@ -73,7 +74,11 @@ class StreamScorer:
             if whole:
                 raise RewardError(f"sequence {piece.id}: the checksum is not that of its {len(piece.tokens)} tokens")
             return Known(id=piece.id, known=0)
-        score = self._prefill(held, fresh)
+        try:
+            score = self._prefill(held, fresh)
+        except BaseException:
+            self._drop(name)
+            raise
         held.known, held.checksum = held.known + len(fresh), grown
         if not piece.final:
             return Known(id=piece.id, known=held.known)
@@ -87,9 +92,9 @@ class StreamScorer:
         if held is None:
             if not self.cache.num_free:
                 self._drop(next(iter(self._held)))
-            held = self._held[name] = _Held(self._next)
-            self._next += 1
+            held = _Held(self._next)
             self.cache.open(held.number)
+            self._held[name], self._next = held, self._next + 1
         self._held.move_to_end(name)
         return held
 

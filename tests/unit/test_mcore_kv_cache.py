@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
-from oppo_megatron.errors import CapacityError
+from oppo_megatron.errors import CapacityError, CheckpointError
 from oppo_megatron.layout.memory import BLOCK_TOKENS, slot_tokens
 from oppo_megatron.mcore.kv import cached_plan
 from oppo_megatron.mcore.kv.dense import KVCache
@@ -267,6 +267,22 @@ def test_a_planned_step_that_is_not_committed_leaves_the_books_alone() -> None:
     cache.open(4)
     cache.begin([4], [3])
     assert cache.length(4) == 0
+
+
+@pytest.mark.parametrize("layout", CACHES)
+def test_what_cannot_be_restored_leaves_no_sequence_open(layout: str) -> None:
+    cache = CACHES[layout](2)
+    fitting = torch.ones(2 * LAYERS, LENGTH, GROUPS, DIM)
+    for stored, error in [
+        (fitting[:-1], CheckpointError),
+        (fitting.double(), CheckpointError),
+        (fitting.repeat(1, 2, 1, 1), CapacityError),
+    ]:
+        with pytest.raises(error, match="sequence 5"):
+            cache.restore(5, stored)
+        assert 5 not in cache and cache.num_free == 2
+    cache.restore(5, fitting)
+    assert torch.equal(cache.stored(5), fitting)
 
 
 @pytest.mark.parametrize("slots", [1, 3, 5])
