@@ -23,6 +23,7 @@ from oppo_megatron.engine.stream import ChunkOutlet, ListenWorker
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.model import RoleModel
+from oppo_megatron.mcore.out_of_memory import MemoryLimits
 from oppo_megatron.records import Chunk, Rollout
 from oppo_megatron.schedule.planning.books import ActorBook, ReplicaWork
 from oppo_megatron.schedule.planning.merge import StopSignal
@@ -159,6 +160,7 @@ def decoder(
     micro_batch_tokens: int,
     timeout_s: float,
     sync_steps: int = 1,
+    memory_limits: MemoryLimits | None = None,
     activity: Activity | None = None,
 ) -> RoundRunner:
     """Rounds that only decode, on the ranks of one model (held-out evaluation, benchmarks)."""
@@ -167,7 +169,9 @@ def decoder(
     rank = dist.get_rank()
     coords = placement.coords(rank)
     assert coords is not None, "only ranks that hold the model decode with it"
-    worker = DecodeWorker(model, cache, sampling=sampling, stopping=stopping, sync_steps=sync_steps)
+    worker = DecodeWorker(
+        model, cache, sampling=sampling, stopping=stopping, sync_steps=sync_steps, memory_limits=memory_limits
+    )
     book = ActorBook(placement.dp, cache.num_slots, stopping.limit)
     planner = RoundPlanner(
         Site({"actor": placement}), "sequential", ("auto", "auto"), micro_batch_tokens, cache.max_length, book, {}

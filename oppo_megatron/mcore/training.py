@@ -171,6 +171,13 @@ def forward_rows(
     return [report["out"] for report in reports]
 
 
+def shared_with_peers(groups: RoleGroups) -> str | None:
+    """Why a rank cannot make micro-batches of a full forward again while others are at theirs; None where it can."""
+    if groups.tp == groups.pp == 1:
+        return None
+    return "the other ranks of its tensor- or pipeline-parallel group compute the same micro-batch"
+
+
 class TrainedModel:
     """A role's chunks on this rank with their optimizer, which updates them in place; `model` is the first of them."""
 
@@ -262,9 +269,8 @@ class TrainedModel:
 
     def bound_to_peers(self) -> str | None:
         """Why this rank cannot make the step's micro-batches again while others are at theirs; None where it can."""
-        groups = self.model.groups
-        if groups.tp > 1 or groups.pp > 1:
-            return "the other ranks of its tensor- or pipeline-parallel group compute the same micro-batch"
+        if (shared := shared_with_peers(self.model.groups)) is not None:
+            return shared
         if any(bucket.grad_reduce_handle is not None for ddp in self.ddp for bucket in ddp.bucket_groups):
             return "gradients of its last micro-batch are on their way to other replicas; set train.overlap_grad_reduce to false"
         return None

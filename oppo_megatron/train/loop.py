@@ -60,6 +60,8 @@ class TrainingLoop:
         limits = self.meter.memory.memory_limits
         limits.bound(most)
         self.rounds.planner.actor.most = limits.decode.most
+        if self.evaluator is not None:
+            self.evaluator.memory_limits.bound(most)
 
     def run(self) -> bool:
         """Train until the prompts end and every rollout has been trained; False: told to stop, and saved."""

@@ -21,13 +21,17 @@ from torch import Tensor
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.ppo import NEEDS
 from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.engine import generation
 from oppo_megatron.engine.executor import Executor, RoleWorker
 from oppo_megatron.engine.rounds import RoundRunner
 from oppo_megatron.errors import OppoError
+from oppo_megatron.mcore.out_of_memory import LessAtOnce
 from oppo_megatron.mcore.training import StepReport, TrainedModel
+from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.actions import Action, Op
 from oppo_megatron.train.critic import Critic
 from oppo_megatron.train.entry import run_ppo, run_rank
+from oppo_megatron.train.evaluate import Evaluator
 from oppo_megatron.train.guards.rollback import RollBack
 from oppo_megatron.train.inputs import read_inputs
 from oppo_megatron.train.loop import TrainingLoop
@@ -35,7 +39,7 @@ from oppo_megatron.train.run_state import RunState
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.resuming import Found
 from oppo_megatron.train.saving.saver import Saver
-from tests.support.limits import room_for
+from tests.support.limits import begun_within, room_for
 
 
 def train(config: dict[str, Any]) -> None:
@@ -177,6 +181,35 @@ def train_within(config: dict[str, Any], mebibytes: int, rank: int = 0) -> None:
         train(config)
 
 
+def train_with_short_evaluation(
+    config: dict[str, Any], most: int, decode: int | None = None
+) -> tuple[str | None, int, list[int]]:
+    """`train`, where held-out evaluation has memory for decode steps of `most` sequences, and the run's own bound is `decode`.
+
+    The limit that ended this rank and to what it is to be lowered, if one did, and how many sequences were decoded at once.
+    """
+    sizes: list[int] = []
+    respond, step = Evaluator._decode, generation.step
+
+    def failing(model: Any, cache: Any, seq_ids: Any, lens: Any, *rest: Any) -> torch.Tensor:
+        if set(lens) == {1}:
+            sizes.append(len(lens))
+            if len(lens) > most:
+                raise MemoryError("no more")
+        return step(model, cache, seq_ids, lens, *rest)
+
+    def short(evaluator: Evaluator, loop: TrainingLoop) -> list[Rollout]:
+        with mock.patch.object(generation, "step", failing):
+            return respond(evaluator, loop)
+
+    with mock.patch.object(Evaluator, "_decode", short), begun_within(decode=decode):
+        try:
+            train(config)
+        except LessAtOnce as error:
+            return error.limit, error.most, sizes
+    return None, 0, sizes
+
+
 def run_rank_within(kind: str, config: Any) -> int:
     """`run_rank`, where the process of the last rank may not grow by more than BOUND_MB once its models are built."""
     run = TrainingLoop.run
@@ -190,8 +223,11 @@ def run_rank_within(kind: str, config: Any) -> int:
         return run_rank(kind, config)
 
 
-def train_until(config: dict[str, Any], rounds: int, rank: int = 0) -> bool:
-    """`train`, where `rank` alone is told to stop once it has begun so many rounds; whether the run ended by itself."""
+def train_until(config: dict[str, Any], rounds: int, rank: int = 0, most: int | None = None) -> bool:
+    """`train`, where `rank` alone is told to stop once it has begun so many rounds; whether the run ended by itself.
+
+    `most`: memory has run out with more tokens of a micro-batch that is trained.
+    """
     checked = TrainConfig(**config)
     preemption = Preemption(checked.preempt_deadline_s)
     run, begun = RoundRunner.run, 0
@@ -204,7 +240,7 @@ def train_until(config: dict[str, Any], rounds: int, rank: int = 0) -> bool:
         return run(runner, *args)
 
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    with mock.patch.object(RoundRunner, "run", counting):
+    with mock.patch.object(RoundRunner, "run", counting), begun_within(train=most):
         return run_ppo(checked, world, read_inputs(checked), preemption)
 
 

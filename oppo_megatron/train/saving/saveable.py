@@ -62,6 +62,6 @@ class Saveable(Protocol):
         """All but models, caches and rollouts, in plain JSON types, on the rank that keeps the journal."""
         ...
 
-    def load_state_dict(self, state: Mapping[str, Any], rollouts: Sequence[Rollout], *, same_layout: bool) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], rollouts: Sequence[Rollout]) -> None:
         """On every rank, before its first round; books and caches are restored apart."""
         ...

@@ -12,6 +12,7 @@ from oppo_megatron.cluster.peers import waiting_for
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.derived import best_standard
 from oppo_megatron.config.evaluation import REWARD
+from oppo_megatron.config.renamed import with_new_names
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.errors import CheckpointError
@@ -34,6 +35,7 @@ from oppo_megatron.train.saving.snapshot import Snapshot, best_of, take_snapshot
 from oppo_megatron.train.saving.state import (
     adapter_state,
     data_state,
+    frozen_models,
     layout_of,
     make_rollouts,
     require_same_adapters,
@@ -139,7 +141,7 @@ class Saver(CheckpointKeeper):
         run.publish()
         stream = PromptStream(self.prompts, self.config.seed, shuffle=self.config.data.shuffle)
         held = make_rollouts(found.held(rollbacks.left_out), stream)
-        run.load_state_dict(state, held, same_layout=state["layout"] == layout_of(run.rounds))
+        run.load_state_dict(state, held)
         rollbacks.checkpoint = found.folder.name, found.position
         lost = len(held) < len(found.rollouts)
         if not lost:
@@ -150,7 +152,7 @@ class Saver(CheckpointKeeper):
     def _restore_caches(self, run: Saveable, found: Found) -> None:
         """Where layout and options allow, then and now; else everything is prefilled again, with what each sequence has."""
         there = self.config.checkpoint.caches and found.state["caches"]
-        if not there or found.state["layout"] != layout_of(run.rounds):
+        if not there or found.state["layout"] != layout_of(run.rounds) or self._other_models(found):
             return
         require_sound_books(found.state, run.buffer.rollouts)
         planner, books = run.rounds.planner, found.state["books"]
@@ -158,6 +160,11 @@ class Saver(CheckpointKeeper):
         for name, book in planner.scorers.items():
             book.load_state_dict(books[name])
         load_caches(cache_path(found.folder, self.world.rank), run.rounds)
+
+    def _other_models(self, found: Found) -> bool:
+        """Whether reference or reward model are not those that computed what is cached, as far as the checkpoint says."""
+        then = found.state.get("config")
+        return then is not None and frozen_models(with_new_names(then)) != frozen_models(self._told["config"])
 
     def _data_now(self) -> dict[str, Any]:
         if self._data is None:

@@ -16,6 +16,7 @@ from oppo_megatron.config.run import SupervisedConfig, TrainConfig
 from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.engine.rounds import RoundRunner
 from oppo_megatron.errors import CheckpointError
+from oppo_megatron.layout.placements import MODEL_FIELDS
 from oppo_megatron.records import Rollout
 from oppo_megatron.train.saving.saveable import Saveable
 
@@ -50,6 +51,12 @@ def layout_of(rounds: RoundRunner) -> dict[str, Any]:
         }
         for name, placement in planner.site.placements.items()
     }
+
+
+def frozen_models(settings: Mapping[str, Any]) -> list[list[Any]]:
+    """What reference and reward model are made from, by a configuration in plain JSON types; caches of others do not fit them."""
+    roles = settings.get("reference") or settings.get("actor"), settings.get("reward")
+    return [[role.get(name) for name in MODEL_FIELDS] if isinstance(role, Mapping) else [] for role in roles]
 
 
 def data_state(config: TrainConfig, prompts: PromptSet) -> dict[str, Any]:

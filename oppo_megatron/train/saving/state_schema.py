@@ -95,6 +95,7 @@ class _Guard(_Strict):
 
 
 class _Memory(_Strict):
+    layout: dict[str, tuple[list[Count], Count, Count, Count]] = {}
     decode: Annotated[int, Field(ge=1, lt=2**53)] | None
     ranks: list[tuple[Count, Count, Count]]
 

@@ -66,6 +66,7 @@ class _State(_Strict):
     heldout: list[tuple[Count, dict[str, dict[str, float | None]]]] = []
     early_stop: EarlyStopState | None = None
     memory: list[tuple[Count, Count, Count]] = []
+    layout: dict[str, tuple[list[Count], Count, Count, Count]] = {}
     config: dict[str, Any]
 
 
