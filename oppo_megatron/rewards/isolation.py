@@ -23,6 +23,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NoReturn
 
+import psutil
+
 from oppo_megatron.config.remote import START_S, IsolationConfig
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.rewards.isolated_child import MAX_ANSWER_BYTES
@@ -174,17 +176,11 @@ def _end_marked(mark: bytes) -> None:
     One that cannot be killed at once (it waits for a disk) is left to its signal after END_S.
     """
     until = time.monotonic() + END_S
-    while (marked := [pid for pid in _pids() if mark in _environment_of(pid)]) and time.monotonic() < until:
+    while (marked := [pid for pid in psutil.pids() if mark in _environment_of(pid)]) and time.monotonic() < until:
         for pid in marked:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
-
-
-def _pids() -> list[int]:
-    with suppress(OSError):
-        return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    return []
 
 
 def _environment_of(pid: int) -> bytes:
