@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oppo_megatron.config.overlap import OverlapConfig
-from oppo_megatron.errors import ScheduleError
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.records import ChunkRow, Prompt, Rollout
@@ -298,29 +297,6 @@ def test_a_schedule_is_made_once_for_each_shape(monkeypatch: pytest.MonkeyPatch)
     run.steps(8, visit)
     assert len(made) == len(set(map(shape, seen))) < len(seen)
     assert [plan.round.index for plan in seen] == list(range(1, len(seen) + 1))
-
-
-def test_every_round_is_checked_and_not_only_the_first_of_its_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two runs alike.  Caches of the second are as long as all rounds need but one, whose shape has been checked before."""
-    made, generate = [], GENERATORS["intra"]
-    monkeypatch.setattr(planner_module, "GENERATORS", {"intra": lambda *args: made.append(args) or generate(*args)})
-    seen: list[PlannedRound] = []
-    Run([new_planner(SITES["PP2 | 1"], "intra")], random.Random(2)).steps(6, lambda plans: seen.extend(plans))
-    lengths, shapes = [longest(plan) for plan in seen], [shape(plan) for plan in seen]
-    at = next(i for i in range(1, len(seen)) if lengths[i] > max(lengths[:i]) and shapes[i] in shapes[:i])
-
-    made.clear()
-    planner = new_planner(SITES["PP2 | 1"], "intra")
-    planner.max_length = max(lengths[:at])
-    with pytest.raises(ScheduleError, match=f"cannot take round {at + 1}:\n.* one grows to {lengths[at]}"):
-        Run([planner], random.Random(2)).steps(6, lambda _: None)
-    assert len(made) == len(set(shapes[:at])), "no schedule was made for that round, nor checked"
-
-
-def longest(plan: PlannedRound) -> int:
-    """Tokens of the longest sequence in any cache after the round."""
-    batches = [batch for works in plan.works.values() for work in works for batch in (*work.prefill, *work.decode)]
-    return max(growth.past + growth.new for batch in batches for growth in batch)
 
 
 def test_a_schedule_is_made_anew_when_costs_are_learned() -> None:
