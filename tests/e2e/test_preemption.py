@@ -75,7 +75,7 @@ def test_a_rank_that_cannot_give_up_its_save_is_killed(tmp_path_factory: pytest.
     told = time.monotonic()
     _, said = run.communicate(timeout=60)
     assert run.returncode == EXIT_REQUEUE and not still_there(pids), said
-    assert 1 + 8 <= time.monotonic() - told < 30
+    assert 1 + 8 <= time.monotonic() - told < 25
     assert "nothing was saved within preempt_deadline_s=1" in said
 
 
