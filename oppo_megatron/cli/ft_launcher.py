@@ -131,7 +131,9 @@ def launch_restarting(config: TrainConfig, restarts: int) -> int:
     with tempfile.TemporaryDirectory(prefix="oppo-") as folder:
         desk = Desk(Path(folder))
         dump_config(config, desk.config)
-        stopped, code = _supervise(launcher_command(desk.folder, meeting.store.port, restarts), desk)
+        stopped, code = _supervise(
+            launcher_command(desk.folder, meeting.store.port, restarts), desk, saves=config.preempt_deadline_s > 0
+        )
         verdict = desk.verdict()
     if verdict is None:
         if stopped:
@@ -155,12 +157,15 @@ def launcher_command(folder: Path, port: int, restarts: int) -> list[str]:
     return [sys.executable, "-m", LAUNCHER, *options, f"--log-dir={folder / 'logs'}", *worker]
 
 
-def _supervise(command: Sequence[str], desk: Desk) -> tuple[int, int]:
-    """Until the command has ended: the exit code of a run that was told to stop, else 0, and the command's own."""
+def _supervise(command: Sequence[str], desk: Desk, saves: bool = True) -> tuple[int, int]:
+    """Until the command has ended: the exit code of a run that was told to stop, else 0, and the command's own.
+
+    `saves`: whether a run that is told to stop saves.
+    """
     environment = os.environ | {LOG_LEVEL: os.environ.get(LOG_LEVEL, "ERROR")}
     # S603: this package's own command, and no shell.  A session of its own: a signal to the group is for this process.
     process = subprocess.Popen(command, env=environment, start_new_session=True)  # noqa: S603
-    relay = SignalRelay(desk.workers, partial(_tree, process.pid))
+    relay = SignalRelay(desk.workers, partial(_tree, process.pid), saves)
     try:
         with relay.listening():
             while process.poll() is None:

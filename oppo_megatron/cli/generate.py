@@ -109,11 +109,13 @@ def add_drawing_arguments(parser: argparse.ArgumentParser) -> None:
     drawing.add_argument("--top-p", type=float, metavar="P", help="draw among the fewest with this mass (default: 1)")
     drawing.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (default: %(default)s)")
     drawing.add_argument(
-        "--stop", action="append", metavar="TEXT", help="end a response with this text; may be given several times"
-    )
+        "--stop", action="append", metavar="TEXT",
+        help="end a response with this text, in place of the run's texts; may be given several times",
+    )  # fmt: skip
     drawing.add_argument(
-        "--stop-id", action="append", type=int, metavar="ID", help="end a response with this token id, too"
-    )
+        "--stop-id", action="append", type=int, metavar="ID",
+        help="end a response with this token id, beside those of tokenizer, model and run; may be given several times",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -243,26 +245,26 @@ def _rollout(policy: Policy) -> RolloutConfig | None:
 
 
 def _drawing(args: argparse.Namespace, policy: Policy, max_tokens: int) -> Drawing:
-    """Greedy unless something else is said; responses end as in the run that the policy comes from, where there is one."""
+    """Greedy unless something else is said; responses end as in the run that the policy comes from, where there is one.
+
+    Ids that are asked for join the run's, which an export of it has among its own anyhow.
+    """
     from oppo_megatron.policy.asked import Drawing
 
     rollout = _rollout(policy)
     draws = args.samples > 1 or args.top_k is not None or args.top_p is not None
     temperature = args.temperature if args.temperature is not None else 1.0 if draws and not args.greedy else 0.0
-    stop, stop_ids = args.stop, args.stop_id
+    stop, stop_ids = args.stop or (), args.stop_id or ()
     if rollout is not None:
-        stop, stop_ids = (
-            rollout.stop_texts if stop is None else stop,
-            rollout.stop_token_ids if stop_ids is None else stop_ids,
-        )
+        stop, stop_ids = stop or rollout.stop_texts, (*rollout.stop_token_ids, *stop_ids)
     return Drawing(
         max_tokens=max_tokens,
         temperature=temperature,
         top_k=args.top_k or 0,
         top_p=1.0 if args.top_p is None else args.top_p,
         seed=args.seed,
-        stop=tuple(stop or ()),
-        stop_token_ids=tuple(stop_ids or ()),
+        stop=tuple(stop),
+        stop_token_ids=tuple(stop_ids),
     )
 
 

@@ -61,6 +61,26 @@ def test_logprobs_at_decode_equal_those_at_training(outcome: Outcome) -> None:
     assert max(line["stale_token_fraction"] for line in outcome.metrics) > 0
 
 
+def test_trained_lengths_stand_beside_submitted_ones_and_rewards_by_length(outcome: Outcome) -> None:
+    """As a reader of rollouts.jsonl counts them: who was carried has the tokens that it had then, by their versions."""
+    gaps = []
+    for line in outcome.metrics:
+        batch = [row for row in outcome.rollouts if row["step"] == line["step"]]
+        later = [row["versions"] for row in outcome.rollouts if row["step"] > line["step"]]
+        carried = [so_far for each in later if (so_far := sum(version < line["step"] for version in each))]
+        trained = [len(row["tokens"]) for row in batch]
+        assert line["carried"] == len(carried) and line["trained_len_max"] == max(trained)
+        assert line["trained_len_mean"] == pytest.approx(fmean(trained))
+        assert line["submitted_len_mean"] == pytest.approx(fmean(trained + carried))
+        assert line["length_gap"] == pytest.approx(1 - fmean(trained) / fmean(trained + carried))
+        gaps.append(line["length_gap"])
+        batch.sort(key=lambda row: len(row["tokens"]))
+        quarters = [batch[:1], batch[1:3], batch[3:4], batch[4:]]
+        for name, of in ("length_by_quarter", lambda row: len(row["tokens"])), ("reward_by_quarter", lambda row: row["reward"]):
+            assert line[name] == pytest.approx({f"q{k + 1}": fmean(map(of, rows)) for k, rows in enumerate(quarters)}), name
+    assert any(gaps)
+
+
 def test_two_runs_are_identical(workspace: Workspace, outcome: Outcome) -> None:
     again = run_ppo_ranks(overcommitted(workspace, "again"))
     assert again.rollouts == outcome.rollouts

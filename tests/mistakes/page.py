@@ -18,7 +18,7 @@ from oppo_megatron.cli.main import main
 from tests.mistakes.files import DATA, RUNS, TOKENIZERS, WEIGHTS, YAML
 from tests.mistakes.mistake import Mistake
 from tests.mistakes.policies import EVAL, GENERATE, TAKEN
-from tests.mistakes.project import build
+from tests.mistakes.project import build, inside
 from tests.mistakes.resume import ENDS, RESUME
 from tests.mistakes.settings import SETTINGS
 from tests.mistakes.usage import COMMANDS, ENVIRONMENT, FUNCTIONS
@@ -88,7 +88,7 @@ def _cell(text: str) -> str:
 def mistaken(mistake: Mistake, template: Path, folder: Path) -> Iterator[None]:
     """Inside the project as it is with the mistake."""
     shutil.copytree(template, folder)
-    with contextlib.chdir(folder), mock.patch.dict(os.environ), mock.patch.object(sys, "path", [str(folder), *sys.path]):
+    with inside(folder), mock.patch.dict(os.environ), mock.patch.object(sys, "path", [str(folder), *sys.path]):
         for name in [name for name in os.environ if name in LAUNCHED or name.startswith("SLURM_")]:
             del os.environ[name]
         for edit in mistake.spoils:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -15,6 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from oppo_megatron.cluster.activity import Activity
+from oppo_megatron.cluster.liveness import watchdog as watchdog_module
 from oppo_megatron.cluster.liveness.stalls import Note, Watch
 from oppo_megatron.cluster.liveness.watchdog import Board, Watchdog
 from oppo_megatron.cluster.loopback import loopback_store
@@ -219,3 +222,26 @@ def test_a_store_whose_process_is_stopped_keeps_nobody(tmp_path: Path) -> None:
     finally:
         keeper.kill()
         keeper.wait()
+
+
+def hold_the_interpreter(board: Board, folder: Path) -> None:
+    """A rank whose main thread is in a call that lets no other thread run, from some notes on."""
+    watch = Watch(range(2), 0.4, 0.3, time.monotonic)
+    with Watchdog(0, watch, Activity(), board, folder / "stacks", lambda _: os._exit(77)).watching():
+        time.sleep(0.3)
+        ctypes.PyDLL(None).sleep(60)  # unlike CDLL it keeps the interpreter
+
+
+def test_a_rank_whose_interpreter_is_held_is_ended_by_its_timer(
+    store: dist.TCPStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog_module, "ANSWER_S", 0.3)
+    monkeypatch.setattr(watchdog_module, "TOLD_S", 0.3)
+    board = Board(lambda: connection(store), range(2), "this test")
+    rank = multiprocessing.get_context("fork").Process(target=hold_the_interpreter, args=(board, tmp_path))
+    rank.start()
+    rank.join(20)
+    rank.kill()
+    assert rank.exitcode == 1, "as faulthandler ends a process"
+    stacks = (tmp_path / "stacks" / "rank-0.txt").read_text()
+    assert stacks.startswith("Timeout (0:00:01") and "in hold_the_interpreter" in stacks

@@ -73,3 +73,13 @@ def test_the_second_ctrl_c_ends_a_rank_but_not_the_echo_of_the_first(
     assert not ear.is_alive()
     assert preemption.asked and codes == ([130] if ended else [])
     assert capfd.readouterr().err.count("interrupted: the run saves what it has trained") == 1
+
+
+def test_without_a_deadline_signals_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    before = {number: signal.getsignal(number) for number in HEARD}
+    with Preemption(0.0).listening():
+        assert {number: signal.getsignal(number) for number in HEARD} == before
+    assert {number: signal.getsignal(number) for number in HEARD} == before
+    with Preemption(1.0).listening():
+        assert all(signal.getsignal(number) != handler for number, handler in before.items())
