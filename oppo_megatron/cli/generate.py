@@ -148,7 +148,7 @@ def make_request(args: argparse.Namespace) -> Request | None:
     asked, left_out = _asked(args, _wording(args, policy), tokenizer)
     longest = max((len(tokenizer.encode(each.text)) for each in asked), default=0)
     max_length, max_tokens = _room(args, policy, longest)
-    drawing = _drawing(args, policy, max_tokens)
+    drawing = drawing_of(args, policy, max_tokens)
     require_stop_texts(drawing.stop, tokenizer, "--stop", "--stop-id")
     to = _destination(args, policy, drawing)
     if isinstance(to, OutputFile) and not require_output(to):
@@ -244,7 +244,7 @@ def _rollout(policy: Policy) -> RolloutConfig | None:
     return policy.run.rollout if isinstance(policy.run, TrainSettings) else None
 
 
-def _drawing(args: argparse.Namespace, policy: Policy, max_tokens: int) -> Drawing:
+def drawing_of(args: argparse.Namespace, policy: Policy, max_tokens: int) -> Drawing:
     """Greedy unless something else is said; responses end as in the run that the policy comes from, where there is one.
 
     Ids that are asked for join the run's, which an export of it has among its own anyhow.

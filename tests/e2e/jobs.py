@@ -22,16 +22,16 @@ from oppo_megatron.cluster.world import World
 from oppo_megatron.config.ppo import NEEDS
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.engine import generation
+from oppo_megatron.engine.completions import PromptDecoder
 from oppo_megatron.engine.executor import Executor, RoleWorker
 from oppo_megatron.engine.rounds import RoundRunner
 from oppo_megatron.errors import OppoError
 from oppo_megatron.mcore.out_of_memory import LessAtOnce
 from oppo_megatron.mcore.training import StepReport, TrainedModel
-from oppo_megatron.records import Rollout
+from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.schedule.actions import Action, Op
 from oppo_megatron.train.critic import Critic
 from oppo_megatron.train.entry import run_ppo, run_rank
-from oppo_megatron.train.evaluate import Evaluator
 from oppo_megatron.train.guards.rollback import RollBack
 from oppo_megatron.train.inputs import read_inputs
 from oppo_megatron.train.loop import TrainingLoop
@@ -189,7 +189,7 @@ def train_with_short_evaluation(
     The limit that ended this rank and to what it is to be lowered, if one did, and how many sequences were decoded at once.
     """
     sizes: list[int] = []
-    respond, step = Evaluator._decode, generation.step
+    respond, step = PromptDecoder.decode, generation.step
 
     def failing(model: Any, cache: Any, seq_ids: Any, lens: Any, *rest: Any) -> torch.Tensor:
         if set(lens) == {1}:
@@ -198,11 +198,11 @@ def train_with_short_evaluation(
                 raise MemoryError("no more")
         return step(model, cache, seq_ids, lens, *rest)
 
-    def short(evaluator: Evaluator, loop: TrainingLoop) -> list[Rollout]:
+    def short(decoder: PromptDecoder, prompts: Sequence[Prompt]) -> list[Rollout]:
         with mock.patch.object(generation, "step", failing):
-            return respond(evaluator, loop)
+            return list(respond(decoder, prompts))
 
-    with mock.patch.object(Evaluator, "_decode", short), begun_within(decode=decode):
+    with mock.patch.object(PromptDecoder, "decode", short), begun_within(decode=decode):
         try:
             train(config)
         except LessAtOnce as error:

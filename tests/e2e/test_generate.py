@@ -106,7 +106,7 @@ def test_ids_join_those_of_the_run_and_texts_replace_its_own(
     parser = argparse.ArgumentParser()
     generate.add_drawing_arguments(parser)
     run = least_config(tmp_path, rollout={"batch_size": 8, "max_response_tokens": 100, "stop": ["END", 7]})
-    drawing = generate._drawing(parser.parse_args(words), SimpleNamespace(run=run), 8)
+    drawing = generate.drawing_of(parser.parse_args(words), SimpleNamespace(run=run), 8)
     assert (drawing.stop, drawing.stop_token_ids) == (texts, ids)
 
 
