@@ -20,9 +20,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from oppo_megatron import __version__
-from oppo_megatron.cli.debug import add_debug_argument
 from oppo_megatron.cli.interrupts import interrupts_behind_imports
-from oppo_megatron.cli.parser import Parser
+from oppo_megatron.cli.parser import Parser, add_debug_argument
 from oppo_megatron.errors import DISK_FULL, EXIT_INTERRUPTED, OppoError
 
 EXIT_DEFECT = 1
