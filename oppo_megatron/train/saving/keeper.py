@@ -29,9 +29,8 @@ from oppo_megatron.mcore.training import TrainedModel
 from oppo_megatron.mcore.weights.checkpoint import load_models
 from oppo_megatron.rundir.checkpoints import CheckpointStore, Position
 from oppo_megatron.rundir.directory import RunDirectory
-from oppo_megatron.train.saving.layout import MODELS, STATE
 from oppo_megatron.train.saving.preemption import Preemption
-from oppo_megatron.train.saving.snapshot import Best, Snapshot
+from oppo_megatron.train.saving.snapshot import MODELS, STATE, Best, Snapshot
 from oppo_megatron.train.saving.writing import CheckpointWriting
 
 

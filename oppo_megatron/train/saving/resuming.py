@@ -19,7 +19,7 @@ from oppo_megatron.overcommit.ahead import Ahead
 from oppo_megatron.rundir.checkpoints import CheckpointStore, Position
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.rundir.manifest import OtherFormatError, find_damage, find_misfits, read_manifest
-from oppo_megatron.train.saving.layout import CACHES, MODELS, ROLLOUTS, STATE
+from oppo_megatron.train.saving.snapshot import CACHES, MODELS, ROLLOUTS, STATE
 from oppo_megatron.train.saving.state_schema import read_lines, read_state
 
 FoundT = TypeVar("FoundT")

@@ -26,11 +26,10 @@ from oppo_megatron.overcommit.ahead import (
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.train.saving.caches import load_caches, require_sound_books
 from oppo_megatron.train.saving.keeper import CheckpointKeeper, Cost, Work
-from oppo_megatron.train.saving.layout import MODELS, cache_path
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.resuming import Found
 from oppo_megatron.train.saving.saveable import Saveable
-from oppo_megatron.train.saving.snapshot import Snapshot, best_of, take_snapshot
+from oppo_megatron.train.saving.snapshot import MODELS, Snapshot, best_of, cache_path, take_snapshot
 from oppo_megatron.train.saving.state import (
     adapter_state,
     data_state,

@@ -1,5 +1,10 @@
-"""What a checkpoint is to hold, taken between two rounds, when every rank has recorded the same chunk and no message is
-under way."""
+"""The content of a checkpoint, taken between two rounds, when every rank has recorded the same chunk and no message is
+under way.
+
+state.json       counters, controllers, books           models/   weights and optimizers of actor and critic
+rollouts.jsonl   every rollout in the buffer            caches/   a file a rank, with `checkpoint.caches`
+manifest.json    size and SHA-256 of all the others
+"""
 
 from __future__ import annotations
 
@@ -7,15 +12,23 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.mcore.weights.checkpoint import ModelShards, gather_models
 from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.train.saving.caches import CacheContents, gather_caches
-from oppo_megatron.train.saving.layout import ROLLOUTS, STATE
 from oppo_megatron.train.saving.saveable import Saveable
 from oppo_megatron.train.saving.state import rollout_lines, run_state
+
+STATE, ROLLOUTS, MODELS, CACHES = "state.json", "rollouts.jsonl", "models", "caches"
+
+
+def cache_path(folder: Path, rank: int) -> Path:
+    """The file of a rank's caches in a checkpoint's folder."""
+    return folder / CACHES / f"rank-{rank:05d}.safetensors"
+
 
 Best = tuple[float, Position]
 """How good a checkpoint is (the higher the better: the mean reward of its step), and which."""

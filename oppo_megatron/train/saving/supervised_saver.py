@@ -25,10 +25,9 @@ from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.train.logs.supervised_report import Report
 from oppo_megatron.train.saving.keeper import CheckpointKeeper, Cost, Work
-from oppo_megatron.train.saving.layout import MODELS, STATE
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.resuming import find_whole
-from oppo_megatron.train.saving.snapshot import Snapshot, best_of, best_state
+from oppo_megatron.train.saving.snapshot import MODELS, STATE, Snapshot, best_of, best_state
 from oppo_megatron.train.saving.state import adapter_state, require_same_adapters, require_same_data
 from oppo_megatron.train.saving.state_schema import EarlyStopState, unusable
 from oppo_megatron.train.saving.telling import config_state, tell_of_changes, tell_of_start
