@@ -41,9 +41,8 @@ from oppo_megatron.mcore.kv.dense import KVCache
 from oppo_megatron.mcore.kv.paged import PagedKVCache
 from oppo_megatron.mcore.kv.paged_kernels import find_kernel
 from oppo_megatron.mcore.layers.attention import AttentionPlan, PackedPlan
-from oppo_megatron.mcore.layers.parameter_tags import tag_parameter
 from oppo_megatron.mcore.layers.rope import rope_tables
-from oppo_megatron.mcore.layers.spec import ScalarHead, block_spec
+from oppo_megatron.mcore.layers.spec import ScalarHead, block_spec, tag_parameter
 from oppo_megatron.mcore.layers.windows import binding
 from oppo_megatron.mcore.model_shape import ModelShape
 from oppo_megatron.mcore.vocab_shards import VocabShards
