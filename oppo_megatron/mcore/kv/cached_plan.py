@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from oppo_megatron.mcore.cpu.stretches import CALL_NUMBERS, stretches
+from oppo_megatron.mcore.cpu.cpu_attention import CALL_NUMBERS, stretches
 from oppo_megatron.mcore.layers.rope import apply_rope
 from oppo_megatron.mcore.layers.windows import WindowedAttention, binding
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from oppo_megatron.mcore.cpu.attention import HalfOnCpu
+from oppo_megatron.mcore.cpu.cpu_attention import HalfOnCpu
 from oppo_megatron.mcore.layers.rope import apply_rope
 from oppo_megatron.mcore.layers.windows import WindowedAttention, binding
 
