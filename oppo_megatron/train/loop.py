@@ -31,8 +31,7 @@ from oppo_megatron.train.critic import Critic
 from oppo_megatron.train.evaluate import Evaluator
 from oppo_megatron.train.logs.facts import StepFacts
 from oppo_megatron.train.logs.journal import Journal
-from oppo_megatron.train.metering.meter import StepMeter
-from oppo_megatron.train.metering.phase import RolloutPhase
+from oppo_megatron.train.metering.meter import RolloutPhase, StepMeter
 from oppo_megatron.train.rollouts import Rollouts
 from oppo_megatron.train.run_state import RunState
 from oppo_megatron.train.saving.saver import Saver

@@ -16,8 +16,7 @@ from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.train.adaptation import Adaptation
 from oppo_megatron.train.evaluate import Evaluator
 from oppo_megatron.train.guards.rollback import Rollbacks
-from oppo_megatron.train.metering.meter import StepMeter
-from oppo_megatron.train.metering.phase import RolloutPhase
+from oppo_megatron.train.metering.meter import RolloutPhase, StepMeter
 from oppo_megatron.train.rollouts import Rollouts
 from oppo_megatron.train.updates import Updates
 
