@@ -19,7 +19,7 @@ from oppo_megatron.engine.stopping import Stopping, all_ids
 from oppo_megatron.policy.answers import Decode, GrowingText, Meter, ResponseFile, answer_of
 from oppo_megatron.policy.asked import Conversation, Drawing, OutputFile, Request, Terminal
 from oppo_megatron.policy.chat import Messages, converse, open_lines, until_interrupted
-from oppo_megatron.policy.fitting import policy_tokenizer
+from oppo_megatron.policy.finding import policy_tokenizer
 from oppo_megatron.policy.loading import LoadedPolicy, build_place, load_policy
 from oppo_megatron.policy.prompts import require_room
 from oppo_megatron.records import Prompt, Rollout
