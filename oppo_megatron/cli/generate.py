@@ -136,8 +136,7 @@ def make_request(args: argparse.Namespace) -> Request | None:
     from oppo_megatron.data.stops import require_stop_texts
     from oppo_megatron.policy.answers import require_output
     from oppo_megatron.policy.asked import OutputFile, Request
-    from oppo_megatron.policy.finding import Choice, find_policy
-    from oppo_megatron.policy.fitting import policy_tokenizer, require_layout
+    from oppo_megatron.policy.finding import Choice, find_policy, policy_tokenizer, require_layout
     from oppo_megatron.policy.prompts import numbered
 
     _require_consistent(args)

@@ -101,6 +101,27 @@ def _mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
+def uniforms_at(states_R: Tensor, positions_R: Tensor) -> Tensor:
+    """Float64 [R] in [0, 1): the numbers of `uniforms`, continued from `row_state` at int64 positions, on their device.
+
+    Nothing is copied and nothing waits for the device.  Sums and products of torch's int64 wrap around, so the numbers are
+    the same to the last bit on every device.
+    """
+    return _shifted(_mix_int64(states_R ^ positions_R), 11).double() * 2.0**-53
+
+
+def _mix_int64(x: Tensor) -> Tensor:
+    x = x + (0x9E3779B97F4A7C15 - 2**64)
+    x = (x ^ _shifted(x, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+    x = (x ^ _shifted(x, 27)) * (0x94D049BB133111EB - 2**64)
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """A right shift, as if of numbers without a sign."""
+    return (x >> bits) & (2 ** (64 - bits) - 1)
+
+
 def draw(
     logits_RV: Tensor,
     sampling: Sampling,
