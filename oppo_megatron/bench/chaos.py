@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 
 from oppo_megatron.bench.chaos_check import differences
-from oppo_megatron.bench.measured_on import describe_machine
+from oppo_megatron.bench.peaks import describe_machine
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import OppoError

@@ -24,8 +24,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from oppo_megatron.bench.limit import Response, decode_batches, decode_seconds
-from oppo_megatron.bench.measured_on import describe_machine
-from oppo_megatron.bench.peaks import measure_peaks
+from oppo_megatron.bench.peaks import describe_machine, measure_peaks
 from oppo_megatron.bench.pictures import draw_decode
 from oppo_megatron.cluster.world import World, open_world
 from oppo_megatron.config.debug import DebugConfig

@@ -18,8 +18,8 @@ from statistics import median
 from typing import Any
 
 from oppo_megatron.bench.flops import weight_bytes
-from oppo_megatron.bench.measured_on import describe_machine
 from oppo_megatron.bench.overlap import switches
+from oppo_megatron.bench.peaks import describe_machine
 from oppo_megatron.bench.timed_processes import run_within
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.model import Dtype

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from oppo_megatron.bench.measured_on import describe_machine
+from oppo_megatron.bench.peaks import describe_machine
 from oppo_megatron.cluster.held_memory import device_bytes
 from oppo_megatron.config.load import config_yaml
 from oppo_megatron.config.run import TrainConfig

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _seeds(args: argparse.Namespace) -> int:
-    from oppo_megatron.bench.measured_on import describe_machine
+    from oppo_megatron.bench.peaks import describe_machine
     from oppo_megatron.bench.pictures import draw_seeds
     from oppo_megatron.bench.seeds import COLUMNS, compare, remarks, reward_half
     from oppo_megatron.bench.suite import BenchError, BenchStopped
