@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from oppo_megatron.bench.chaos import COLUMNS, Chaos, phases
-    from oppo_megatron.bench.table import format_table
+    from oppo_megatron.bench.figures import format_table
     from oppo_megatron.cli.bench.common import refuse_given_ranks
     from oppo_megatron.cli.run import load_train
     from oppo_megatron.errors import ConfigError

@@ -51,7 +51,7 @@ def report(record: Mapping[str, Any]) -> list[str]:
     """The lines of the table, what is not in it, the reason, and the placement as a configuration says it."""
     import yaml
 
-    from oppo_megatron.bench.table import format_table
+    from oppo_megatron.bench.figures import format_table
 
     rows = [_row(record, candidate) for candidate in record["candidates"] if candidate.get("seconds_per_token")]
     failed = [(each["name"], each["failure"]) for each in record["candidates"] if each.get("failure")]

@@ -44,9 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _scaling(args: argparse.Namespace) -> int:
+    from oppo_megatron.bench.figures import format_table
     from oppo_megatron.bench.limit import limit_lines
     from oppo_megatron.bench.scaling import COLUMNS, bench_scaling, make_axes, remarks
-    from oppo_megatron.bench.table import format_table
     from oppo_megatron.cores import usable_cores
 
     cores = usable_cores()

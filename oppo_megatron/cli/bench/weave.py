@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _weave(args: argparse.Namespace) -> int:
-    from oppo_megatron.bench.table import format_table
+    from oppo_megatron.bench.figures import format_table
     from oppo_megatron.bench.weave import COLUMNS, WEAVES, bench_weave
     from oppo_megatron.bench.work import work_lines
 
