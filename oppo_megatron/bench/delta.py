@@ -8,8 +8,7 @@ from typing import Any
 from oppo_megatron.bench.figures import figures, mean_of, speedups, steady
 from oppo_megatron.bench.limit import run_with_limits
 from oppo_megatron.bench.pictures import draw_deltas
-from oppo_megatron.bench.suite import Lines, Suite, all_lines
-from oppo_megatron.bench.work import require_same_work, work_figures
+from oppo_megatron.bench.suite import Lines, Suite, all_lines, require_same_work, work_figures
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.delta import RULES
 from oppo_megatron.errors import ConfigError

@@ -14,8 +14,7 @@ from typing import Any, Literal
 from oppo_megatron.bench.figures import figures, speedups
 from oppo_megatron.bench.limit import run_with_limits
 from oppo_megatron.bench.pictures import draw_steps, draw_utilization
-from oppo_megatron.bench.suite import Runs, Suite, all_lines
-from oppo_megatron.bench.work import require_same_work, work_figures
+from oppo_megatron.bench.suite import Runs, Suite, all_lines, require_same_work, work_figures
 from oppo_megatron.config.model import ParallelConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.placements import world_size

@@ -14,8 +14,7 @@ from oppo_megatron.bench.figures import figures
 from oppo_megatron.bench.limit import run_with_limits
 from oppo_megatron.bench.overlap import placed, switched
 from oppo_megatron.bench.pictures import draw_scaling
-from oppo_megatron.bench.suite import Runs, Suite, all_lines
-from oppo_megatron.bench.work import require_same_work, work_figures, work_lines
+from oppo_megatron.bench.suite import Runs, Suite, all_lines, require_same_work, work_figures, work_lines
 from oppo_megatron.config.derived import max_context
 from oppo_megatron.config.model import ParallelConfig
 from oppo_megatron.config.run import TrainConfig

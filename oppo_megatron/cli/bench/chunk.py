@@ -38,7 +38,7 @@ def _chunk(args: argparse.Namespace) -> int:
     from oppo_megatron.bench.chunk import COLUMNS, bench_chunk, remarks
     from oppo_megatron.bench.figures import format_table
     from oppo_megatron.bench.limit import limit_lines
-    from oppo_megatron.bench.work import work_lines
+    from oppo_megatron.bench.suite import work_lines
 
     result = bench_chunk(new_suite(args), load_base(args), args.sizes, not args.no_adaptive, limit_cores(args))
     print(format_table(COLUMNS, result["results"]))

@@ -44,7 +44,7 @@ def _overlap(args: argparse.Namespace) -> int:
     from oppo_megatron.bench.figures import format_table
     from oppo_megatron.bench.limit import limit_lines
     from oppo_megatron.bench.overlap import COLUMNS, MODES, PLACEMENTS, RANK_COLUMNS, bench_overlap, rank_rows, remarks
-    from oppo_megatron.bench.work import work_lines
+    from oppo_megatron.bench.suite import work_lines
     from oppo_megatron.cores import usable_cores
 
     modes = chosen("--modes", args.modes, list(MODES))
