@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from oppo_megatron.errors import DataError
-from oppo_megatron.report.blocks import Section
 from oppo_megatron.report.learning import heldout_section, learning_section
 from oppo_megatron.report.machine import memory_section, step_section, utilization_section
 from oppo_megatron.report.overview import overview
-from oppo_megatron.report.page import HEADING, Page, render
+from oppo_megatron.report.page import HEADING, Page, Section, render
 from oppo_megatron.report.plots import draw_windows
 from oppo_megatron.report.png import draw
 from oppo_megatron.report.run_records import RunRecord, read_runs

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from oppo_megatron.report.blocks import Section
 from oppo_megatron.report.charts import Line, LineChart, Style
 from oppo_megatron.report.colours import run_colour
+from oppo_megatron.report.page import Section
 from oppo_megatron.report.plots import moving_mean
 from oppo_megatron.report.run_records import RunRecord, number
 
