@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from oppo_megatron.errors import DataError
+from oppo_megatron.report.colours import OTHER_COLOUR, RUN_COLOURS, SPAN_COLOURS
 from oppo_megatron.rundir.step_window import WAITING, StepWindow, step_window
 from oppo_megatron.rundir.trace import read_trace
 
@@ -20,22 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DPI = 150
-# Okabe and Ito's palette, made to be told apart with any kind of colour vision.
-RUN_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-SPAN_COLOURS = {
-    "prefill": "#56B4E9",
-    "decode": "#0072B2",
-    "send": "#CC79A7",
-    "score": "#E69F00",
-    "experience": "#F0E442",
-    "update": "#009E73",
-    "evaluate": "#D55E00",
-    "wait": "#DDDDDD",
-    "wait_scores": "#DDDDDD",
-    "wait_tokens": "#DDDDDD",
-    "wait_update": "#DDDDDD",
-}
-OTHER_COLOUR = "#666666"
 OTHER_STEP_ALPHA = 0.4
 
 
