@@ -8,8 +8,8 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
 
 from oppo_megatron.bench.suite import Lines
-from oppo_megatron.report.colours import COLOURS
-from oppo_megatron.report.plots import RUN_COLOURS, SPAN_COLOURS, moving_mean, new_figure
+from oppo_megatron.report.colours import COLOURS, RUN_COLOURS, SPAN_COLOURS
+from oppo_megatron.report.plots import moving_mean, new_figure
 from oppo_megatron.report.run_records import ALL_PARTS, split_step
 
 if TYPE_CHECKING:
