@@ -11,6 +11,7 @@ import asyncio
 import hmac
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -21,12 +22,29 @@ from starlette.requests import ClientDisconnect
 
 from oppo_megatron.errors import RewardError
 from oppo_megatron.rewards import protocol
-from oppo_megatron.serving.limits import LIMITS, RequestLimits
 
 Scorer = Callable[[Sequence[protocol.Item]], list[float]]
 Asked = TypeVar("Asked")
 Found = TypeVar("Found")
 Message = TypeVar("Message", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """Limits of one request: bytes of its body, items, characters of one prompt or response, seconds for its body to arrive.
+
+    A larger request is answered with 413.  `max_waiting`: requests that are being scored or wait for it; more are answered
+    with 429.
+    """
+
+    max_bytes: int = 8 << 20
+    max_items: int = 256
+    max_characters: int = 200_000
+    max_waiting: int = 16
+    read_s: float = 30.0
+
+
+LIMITS = RequestLimits()
 
 
 class Refusal(Exception):
@@ -117,9 +135,7 @@ def _read_items(limits: RequestLimits, body: bytes) -> list[protocol.Item]:
         raise Refusal(413, f"{len(items)} items are more than {limits.max_items}")
     longest = max(max(len(item.prompt), len(item.response)) for item in items)
     if longest > limits.max_characters:
-        raise Refusal(
-            413, f"a text has {longest} characters, more than {limits.max_characters}"
-        )
+        raise Refusal(413, f"a text has {longest} characters, more than {limits.max_characters}")
     if len({item.id for item in items}) < len(items):
         raise Refusal(422, "an id stands twice")
     return items

@@ -13,8 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, StrictBool, StrictInt, StrictStr
 
-from oppo_megatron.serving.app import Gate, Refusal, new_app, read_message
-from oppo_megatron.serving.limits import LIMITS, RequestLimits
+from oppo_megatron.serving.app import LIMITS, Gate, Refusal, RequestLimits, new_app, read_message
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
