@@ -68,7 +68,7 @@ def service_lines(kind: str, path: Path, overrides: Sequence[str], *, skip_data:
     """Check the configuration of a service: its address, and what it scores with."""
     from oppo_megatron.config.serve import ServeRewardConfig
     from oppo_megatron.preflight.validate import Role, compare_with_roles
-    from oppo_megatron.serving.checking import try_parts
+    from oppo_megatron.serving.scorers import try_parts
 
     config = load_service(kind, path, overrides)
     require_service_packages(kind)

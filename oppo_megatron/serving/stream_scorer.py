@@ -19,7 +19,7 @@ from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.out_of_memory import Exhausted, attempt
 from oppo_megatron.mcore.stage import step
 from oppo_megatron.rewards.streaming import checksum
-from oppo_megatron.serving.served_model import open_reward_model
+from oppo_megatron.serving.model_scorer import open_reward_model
 from oppo_megatron.serving.stream_app import Known, Piece
 
 Name = tuple[str, int]
