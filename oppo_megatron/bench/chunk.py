@@ -12,7 +12,7 @@ from oppo_megatron.bench.pictures import draw_chunks
 from oppo_megatron.bench.suite import Lines, Run, Runs, Suite, all_lines, require_same_work, work_figures
 from oppo_megatron.config.derived import longest_chunk
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.control.chunk import first_settled_step
+from oppo_megatron.control.chunk_tuner import first_settled_step
 from oppo_megatron.errors import ConfigError
 
 SIZES = (8, 16, 32, 64, 128)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from oppo_megatron.algorithms.experience import Experience
 from oppo_megatron.cluster.peers import waiting_for
 from oppo_megatron.cluster.world import World
-from oppo_megatron.control.chunk import ChunkTuner, DecodeLaw, StepCost
+from oppo_megatron.control.chunk_tuner import ChunkTuner, DecodeLaw, StepCost
 from oppo_megatron.control.kl import KLController
 from oppo_megatron.control.occupancy import length_gap
 from oppo_megatron.mcore.groups import RoleGroups

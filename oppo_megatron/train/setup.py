@@ -8,7 +8,7 @@ from oppo_megatron.algorithms.algorithm import make_algorithm
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.derived import longest_chunk
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.control.chunk import ChunkTuner
+from oppo_megatron.control.chunk_tuner import ChunkTuner
 from oppo_megatron.control.delta import make_delta_controller
 from oppo_megatron.control.kl import KLController
 from oppo_megatron.data.prompts import PromptSet, PromptStream

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oppo_megatron.control.chunk import DecodeLaw
+from oppo_megatron.control.chunk_tuner import DecodeLaw
 from oppo_megatron.errors import DataError
 from oppo_megatron.integrations.nemo_aligner.decode import Decoded, Decoder
 from oppo_megatron.integrations.nemo_aligner.pool import Pool, Row, Wave
