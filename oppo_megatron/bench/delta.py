@@ -10,7 +10,7 @@ from oppo_megatron.bench.limit import run_with_limits
 from oppo_megatron.bench.pictures import draw_deltas
 from oppo_megatron.bench.suite import Lines, Suite, all_lines, require_same_work, work_figures
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.control.delta import RULES
+from oppo_megatron.control.delta_controllers import RULES
 from oppo_megatron.errors import ConfigError
 
 MOVING_RULES = tuple(rule for rule in RULES if rule != "fixed")

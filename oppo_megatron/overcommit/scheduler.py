@@ -28,7 +28,7 @@ from oppo_megatron.records import Decision, Prompt, Rollout, StepSignals
 
 
 class DeltaController(Protocol):
-    """What sets delta from what a step has shown; `oppo_megatron.control.delta` has the rules."""
+    """What sets delta from what a step has shown; `oppo_megatron.control.delta_controllers` has the rules."""
 
     @property
     def value(self) -> int: ...

@@ -9,7 +9,7 @@ from oppo_megatron.cluster.world import World
 from oppo_megatron.config.derived import longest_chunk
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.chunk_tuner import ChunkTuner
-from oppo_megatron.control.delta import make_delta_controller
+from oppo_megatron.control.delta_controllers import make_delta_controller
 from oppo_megatron.control.kl import KLController
 from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.engine.rounds import RoundRunner

@@ -20,7 +20,7 @@ from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.overlap import ChunkConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.chunk_tuner import ChunkTuner, StepCost, first_settled_step
-from oppo_megatron.control.delta import RULES
+from oppo_megatron.control.delta_controllers import RULES
 from oppo_megatron.errors import EXIT_REQUEUE, ConfigError
 from oppo_megatron.layout.placements import role_placements, world_size
 from oppo_megatron.layout.shape import check_shape

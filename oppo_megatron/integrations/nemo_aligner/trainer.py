@@ -25,7 +25,7 @@ from omegaconf import DictConfig
 
 from oppo_megatron.config.aligner import AlignerConfig, read_aligner_config
 from oppo_megatron.control.chunk_tuner import ChunkTuner, StepCost
-from oppo_megatron.control.delta import make_delta_controller
+from oppo_megatron.control.delta_controllers import make_delta_controller
 from oppo_megatron.errors import CheckpointError, ConfigError
 from oppo_megatron.integrations.nemo_aligner.actor import Effort, PoolBatches, PooledActor
 from oppo_megatron.integrations.nemo_aligner.decode import plain
