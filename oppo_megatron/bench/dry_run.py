@@ -14,7 +14,7 @@ from oppo_megatron.config.derived import longest_chunk
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.chunk_tuner import ChunkTuner, StepCost
 from oppo_megatron.control.delta_controllers import make_delta_controller
-from oppo_megatron.control.kl import KLController
+from oppo_megatron.control.kl_controller import KLController
 from oppo_megatron.control.occupancy import Occupancy, length_gap
 from oppo_megatron.data.length_trace import forced_quantile
 from oppo_megatron.engine.chunk_codec import ChunkDecoder, ChunkEncoder

@@ -12,7 +12,7 @@ from oppo_megatron.algorithms.experience import Experience
 from oppo_megatron.cluster.peers import waiting_for
 from oppo_megatron.cluster.world import World
 from oppo_megatron.control.chunk_tuner import ChunkTuner, DecodeLaw, StepCost
-from oppo_megatron.control.kl import KLController
+from oppo_megatron.control.kl_controller import KLController
 from oppo_megatron.control.occupancy import length_gap
 from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler

@@ -10,7 +10,7 @@ from oppo_megatron.config.derived import longest_chunk
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.chunk_tuner import ChunkTuner
 from oppo_megatron.control.delta_controllers import make_delta_controller
-from oppo_megatron.control.kl import KLController
+from oppo_megatron.control.kl_controller import KLController
 from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.engine.rounds import RoundRunner
 from oppo_megatron.overcommit.ahead import NEW_RUN, Ahead
