@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from oppo_megatron.data.tokenizer import Tokenizer
     from oppo_megatron.policy.asked import Conversation, Drawing, OutputFile, Request, Terminal
     from oppo_megatron.policy.finding import Policy
-    from oppo_megatron.policy.prompts import Asked, Wording
+    from oppo_megatron.policy.given_prompts import Asked, Wording
 
 ENTRY = "oppo_megatron.policy.answering:run_rank"
 MAX_TOKENS, CHAT_LENGTH = 256, 4096
@@ -137,7 +137,7 @@ def make_request(args: argparse.Namespace) -> Request | None:
     from oppo_megatron.policy.answers import require_output
     from oppo_megatron.policy.asked import OutputFile, Request
     from oppo_megatron.policy.finding import Choice, find_policy, policy_tokenizer, require_layout
-    from oppo_megatron.policy.prompts import numbered
+    from oppo_megatron.policy.given_prompts import numbered
 
     _require_consistent(args)
     policy = find_policy(args.directory, Choice(args.tokenizer, args.chat_template, args.base, args.dtype))
@@ -279,7 +279,7 @@ def _destination(args: argparse.Namespace, policy: Policy, drawing: Drawing) -> 
 
 
 def _wording(args: argparse.Namespace, policy: Policy) -> Wording:
-    from oppo_megatron.policy.prompts import Wording
+    from oppo_megatron.policy.given_prompts import Wording
 
     template = args.template
     if template is None:
@@ -291,7 +291,7 @@ def _asked(args: argparse.Namespace, wording: Wording, tokenizer: Tokenizer) -> 
     """Nothing of a conversation, but that there is a template for it; and what is said of prompts that are left out."""
     from oppo_megatron.config.paths import missing_path
     from oppo_megatron.errors import DataError
-    from oppo_megatron.policy.prompts import prompts_of_file, prompts_of_texts, within
+    from oppo_megatron.policy.given_prompts import prompts_of_file, prompts_of_texts, within
 
     if args.chat:
         prompts_of_texts(["?"], wording, tokenizer)

@@ -20,8 +20,8 @@ from oppo_megatron.policy.answers import Decode, GrowingText, Meter, ResponseFil
 from oppo_megatron.policy.asked import Conversation, Drawing, OutputFile, Request, Terminal
 from oppo_megatron.policy.chat import Messages, converse, open_lines, until_interrupted
 from oppo_megatron.policy.finding import policy_tokenizer
+from oppo_megatron.policy.given_prompts import require_room
 from oppo_megatron.policy.loading import LoadedPolicy, build_place, load_policy
-from oppo_megatron.policy.prompts import require_room
 from oppo_megatron.records import Prompt, Rollout
 
 SHOWN_STEPS = 4

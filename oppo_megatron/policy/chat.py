@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any, TextIO
 
 from oppo_megatron.errors import DataError
-from oppo_megatron.policy.prompts import opening
+from oppo_megatron.policy.given_prompts import opening
 
 Messages = list[dict[str, Any]]
 RESET = "/reset"
