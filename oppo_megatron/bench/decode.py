@@ -32,7 +32,7 @@ from oppo_megatron.config.explain import explain
 from oppo_megatron.config.model import DecodePath, Dtype, ModelConfig, RuntimeConfig
 from oppo_megatron.data.length_trace import forced_quantile
 from oppo_megatron.engine.links import Links
-from oppo_megatron.engine.rounds import Decoding, decoder
+from oppo_megatron.engine.round_runner import Decoding, decoder
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping, log_normal
 from oppo_megatron.errors import ConfigError

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from oppo_megatron.config.overlap import OverlapConfig
-from oppo_megatron.engine.rounds import Decoding, RoundRunner
+from oppo_megatron.engine.round_runner import Decoding, RoundRunner
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
 from oppo_megatron.records import Chunk, Rollout

@@ -18,7 +18,7 @@ from oppo_megatron.algorithms.experience import ScoredBatch
 from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.cluster.liveness.failures import noted
 from oppo_megatron.data.tokenizer import Tokenizer
-from oppo_megatron.engine.rounds import RoundRunner
+from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.engine.stream import share
 from oppo_megatron.layout.placements import RolePlacement, scorers_leader
 from oppo_megatron.records import Rollout

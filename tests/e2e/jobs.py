@@ -17,7 +17,7 @@ import torch.distributed as dist
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.engine.executor import Executor, RoleWorker
-from oppo_megatron.engine.rounds import RoundRunner
+from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.errors import OppoError
 from oppo_megatron.mcore.training import TrainedModel
 from oppo_megatron.schedule.actions import Action

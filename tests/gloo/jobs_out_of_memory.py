@@ -17,7 +17,7 @@ from oppo_megatron.config.model import ModelConfig, OptimizerConfig, TrainingLay
 from oppo_megatron.engine import generation, scoring
 from oppo_megatron.engine.device_decode import DeviceLane
 from oppo_megatron.engine.links import build_links
-from oppo_megatron.engine.rounds import decoder
+from oppo_megatron.engine.round_runner import decoder
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.errors import CapacityError

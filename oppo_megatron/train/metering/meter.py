@@ -16,7 +16,7 @@ from oppo_megatron.cluster.peers import waiting_for
 from oppo_megatron.cluster.world import World
 from oppo_megatron.control.chunk_tuner import DecodeLaw, StepCost
 from oppo_megatron.control.occupancy import Occupancy
-from oppo_megatron.engine.rounds import RoundRunner
+from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.records import Chunk, Rollout
 from oppo_megatron.rundir.trace import SpanRecorder
 from oppo_megatron.train.logs.facts import LATER_FACTS, StepFacts

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from oppo_megatron.engine.rounds import RoundRunner
+from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.errors import CapacityError, CheckpointError
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.records import Rollout

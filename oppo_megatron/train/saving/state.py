@@ -14,7 +14,7 @@ from typing import Any
 from oppo_megatron.config.derived import adapters
 from oppo_megatron.config.run import SupervisedConfig, TrainConfig
 from oppo_megatron.data.prompts import PromptSet, PromptStream
-from oppo_megatron.engine.rounds import RoundRunner
+from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.records import Rollout
 from oppo_megatron.train.saving.saveable import Saveable
