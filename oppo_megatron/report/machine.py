@@ -11,8 +11,8 @@ from oppo_megatron.errors import DataError
 from oppo_megatron.report.charts import MAX_BARS, BarChart, Bars, Line, LineChart, short
 from oppo_megatron.report.colours import run_colour
 from oppo_megatron.report.page import Section, Table
+from oppo_megatron.report.progress import STEP_AXIS
 from oppo_megatron.report.run_records import ALL_PARTS, RunRecord, number, split_step
-from oppo_megatron.report.training import STEP_AXIS
 from oppo_megatron.report.utilization import shares
 
 DOT = " \N{MIDDLE DOT} "

@@ -9,8 +9,8 @@ from typing import Any
 from oppo_megatron.clock import format_duration
 from oppo_megatron.report.charts import short
 from oppo_megatron.report.page import Section, Table
+from oppo_megatron.report.progress import deferred_counts
 from oppo_megatron.report.run_records import RunRecord, number
-from oppo_megatron.report.training import deferred_counts
 from oppo_megatron.rundir.metrics_log import summarise
 
 Form = Callable[[Any], str]
