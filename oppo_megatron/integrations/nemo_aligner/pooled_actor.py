@@ -16,8 +16,8 @@ from torch import Tensor
 
 from oppo_megatron.control.chunk_tuner import DecodeLaw
 from oppo_megatron.errors import DataError
-from oppo_megatron.integrations.nemo_aligner.decode import Decoded, Decoder
 from oppo_megatron.integrations.nemo_aligner.pool import Pool, Row, Wave
+from oppo_megatron.integrations.nemo_aligner.watched_decode import Decoded, Decoder
 from oppo_megatron.rewards.streaming import ScorerStream
 
 KEY = "oppo_row"
