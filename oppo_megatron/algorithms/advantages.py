@@ -81,7 +81,7 @@ class Moments:
 def whiten(x_T: Tensor, moments: Moments | None = None, eps: float = 1e-8) -> Tensor:
     """`x_T` shifted to mean 0 and scaled to variance 1, [T].
 
-    `moments` are those of the GLOBAL batch when `x_T` is only a part of it; None takes the moments of `x_T` itself.
+    `moments`: of the GLOBAL batch, if `x_T` is only a part of it; None: computed from `x_T` itself.
     """
     moments = moments or Moments.of(x_T)
     return (x_T - moments.mean) / math.sqrt(moments.variance + eps)

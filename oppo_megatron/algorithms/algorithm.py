@@ -1,4 +1,4 @@
-"""What an algorithm is to the training loop: its roles, its experience, its losses.  The loop knows no more of it.
+"""The interface between an algorithm and the training loop: its roles, its experience, its losses.
 
 Legend: T response tokens (packed, see `packing`), B rows (responses).
 """

@@ -112,7 +112,7 @@ def _mean(lines: Lines) -> float:
 
 
 def remarks(result: Mapping[str, Any]) -> list[str]:
-    """What is said of the tuner below the table."""
+    """The lines about the tuner below the table."""
     found = result["adaptive"]
     if found is None:
         return []

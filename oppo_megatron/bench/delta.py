@@ -1,4 +1,4 @@
-"""Fixed deltas and the rules that move it: seconds a step, and what carrying rollouts costs (the paper's Figure 7a)."""
+"""Fixed deltas and rules for delta: seconds a step, and the cost of carrying rollouts (the paper's Figure 7a)."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def delta_configs(config: TrainConfig, fixed: Sequence[int], rules: Sequence[str
 
 
 def row(name: str, runs: Sequence[Lines]) -> dict[str, Any]:
-    """The figures of a rule.  What is no time is a mean over the steps after the first.
+    """The figures of a rule.  All except times are means over the steps after the first.
 
     `length_gap`: tokens by which the trained responses are shorter than all that were submitted, the carried ones counted
     with what they have; `gap_percent`: the same as a share; `waste_percent`: share of the decode batch that ran empty;
@@ -86,7 +86,7 @@ def row(name: str, runs: Sequence[Lines]) -> dict[str, Any]:
 
 
 def remarks(config: TrainConfig, result: Mapping[str, Any]) -> list[str]:
-    """What is said below the table."""
+    """The lines below the table."""
     steps, needed = result["steps"], 2 * config.overlap.delta.window
     if steps > needed or not REWARD_RULES & {row["delta"] for row in result["results"]}:
         return []

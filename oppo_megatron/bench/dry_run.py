@@ -143,13 +143,13 @@ class DryRun:
                     self.decoder.open(rollout.seq_id, rollout.prompt.tokens)
 
     def _send(self, chunk: Chunk) -> None:
-        """Both ends: the time is that of the actor's rank and a listener's together."""
+        """Both ends: the time covers the actor's rank and a listener together."""
         if self.site.listeners:
             with self.watch.part("stream"):
                 self.decoder.decode(*self.encoder.encode(chunk))
 
     def _score(self, batch: Sequence[Rollout]) -> None:
-        """What is left to score, and what is forgotten then."""
+        """Score the rest, and forget the trained rollouts."""
         books = self.planner.scorers.values()
         while True:
             with self.watch.part("planner and checker"):

@@ -135,7 +135,7 @@ def measure_decode(bench: Bench) -> None:
     paged = True
     for name, (sync_steps, layout) in VARIANTS.items():
         if (sync_steps, layout) == (None, "dense") and not paged:
-            continue  # it is what is trained with
+            continue  # training uses it
         row = _steady(bench, model, sync_steps, layout, bandwidth)
         paged = row["paged"]
         bench.write({"variant": name, **row})

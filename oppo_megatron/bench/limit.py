@@ -1,8 +1,8 @@
 """The least time that a run's work can take on this machine: its operations and bytes over the measured peaks.
 
-What is counted is what the run has trained: prompts, responses, and how many sequences were decoded at once.  Phases follow
-each other, each on all cores that the run has; within a decode step reading and computing overlap fully.  So a schedule that
-reads for one phase while it computes another could be below the sum, by at most the smaller of the two.
+The counts cover the trained prompts and responses, and the number of sequences decoded at once.  Phases follow each other,
+each on all cores of the run; within a decode step reading and computing overlap fully.  So a schedule that reads for one
+phase while it computes another could be below the sum, by at most the smaller of the two.
 
 Not counted: norms, activations, sampling, the optimizer, messages, loading inputs, and what a run computes more than once
 (stale caches of carried rollouts, recomputed activations).

@@ -26,7 +26,7 @@ UTILIZATION = {
 def draw_steps(rows: Sequence[Mapping[str, Any]], out_png: str | os.PathLike[str]) -> None:
     """A bar a run: seconds of a step, stacked by what the actor does with them; `rows` as `overlap.compare` makes them.
 
-    The parts are those of `split_step`.
+    The parts come from `split_step`.
     """
     figure = new_figure(width_in=9.0, height_in=1.5 + 0.34 * len(rows))
     axes = figure.subplots()

@@ -1,4 +1,4 @@
-"""Whether what is learned depends on the overlaps: the same chain by several seeds, sequential PPO against OPPO."""
+"""Tests whether the overlaps change the trained policy: the same chain by several seeds, sequential PPO against OPPO."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def compare(demos: Mapping[int, Mapping[str, Figures]]) -> dict[str, Any]:
 def difference(base: Sequence[float], other: Sequence[float]) -> dict[str, float]:
     """Two samples that are paired by seed: mean and standard deviation of each and of `other` - `base`, and a p-value.
 
-    The p-value is that of the exact sign-flip test (Fisher 1935, section 21): of all ways to swap the two within pairs, the share
+    The p-value is from the exact sign-flip test (Fisher 1935, section 21): of all ways to swap the two within pairs, the share
     whose mean difference is at least as far from 0.  Of n pairs it is at least 2^(1-n).
     """
     assert len(base) == len(other) >= 2, (len(base), len(other))

@@ -1,9 +1,9 @@
-"""Runs that are compared: each an ordinary PPO run in a directory of its own, all in turn, and what is kept of them.
+"""Compared runs: each is an ordinary PPO run in a directory of its own; they take turns, and their metrics are kept.
 
 The ranks are started by a `Launch` that the caller gives, so that a benchmark does not depend on the command line.
 
-With forced lengths every run of as many steps decodes the same tokens, however it carries them from step to step: what was
-decoded and not trained yet is trained by the end.  Without them a policy that trains on other batches says other things.
+With forced lengths all runs of equal steps decode the same tokens, however they carry them from step to step: by the end
+every decoded rollout is trained.  Without them a policy that trains on other batches gives other responses.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Run:
 
 
 Runs = Mapping[str, Sequence[Run]]
-"""The runs by name of what is compared, one a repeat."""
+"""The compared runs by name, one a repeat."""
 
 
 @dataclass(frozen=True)

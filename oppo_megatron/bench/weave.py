@@ -1,4 +1,4 @@
-"""Colocated roles, their rounds woven or not: how much of a rollout each rank stands idle, from traces of every action."""
+"""Colocated roles, their rounds woven or not: each rank's idle share of a rollout, from traces of every action."""
 
 from __future__ import annotations
 

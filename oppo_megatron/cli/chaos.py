@@ -1,4 +1,4 @@
-"""`oppo chaos`: whether a run of yours, on this machine and its disks, survives ranks that are killed at any moment."""
+"""`oppo chaos`: tests whether a run on this machine and its disks survives ranks that are killed at random moments."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ def _require_consistent(args: argparse.Namespace) -> None:
 
 
 def _require_of_use(args: argparse.Namespace, policy: Policy) -> None:
-    """Raises ConfigError for what is given, and would change nothing of what this policy says."""
+    """Raises ConfigError for options that would not change this policy's responses."""
     from oppo_megatron.errors import ConfigError
 
     problems, vocab_size = [], int(policy.hf_config["vocab_size"])
@@ -288,7 +288,7 @@ def _wording(args: argparse.Namespace, policy: Policy) -> Wording:
 
 
 def _asked(args: argparse.Namespace, wording: Wording, tokenizer: Tokenizer) -> tuple[list[Asked], str]:
-    """Nothing of a conversation, but that there is a template for it; and what is said of prompts that are left out."""
+    """No prompts for a conversation, which only needs a template; also the message about prompts left out."""
     from oppo_megatron.config.paths import missing_path
     from oppo_megatron.errors import DataError
     from oppo_megatron.policy.given_prompts import prompts_of_file, prompts_of_texts, within

@@ -1,4 +1,4 @@
-"""The table of ranks that `--dry-run` and `oppo validate` print: what each holds, its memory, its batch sizes."""
+"""The table of ranks that `--dry-run` and `oppo validate` print: each rank's roles, its memory, its batch sizes."""
 
 from __future__ import annotations
 

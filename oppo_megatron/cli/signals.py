@@ -28,7 +28,7 @@ class SignalRelay:
     """Tells the ranks to save the run and to end (SIGUSR1); a second SIGTERM or SIGINT (Ctrl-C) ends them at once.
 
     Where a signal was sent to the whole process group, the ranks have had it already: SIGUSR1 asks for nothing twice.
-    `code` is what a run ends with whose ranks were told, and could not save: 75 (start it again), 130 after SIGINT, else 0.
+    `code`: exit code of a run whose ranks were told to stop and could not save: 75 (start it again), 130 after SIGINT, else 0.
     `listeners` are the processes to tell, `everyone` those to end.
     """
 

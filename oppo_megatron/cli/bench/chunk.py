@@ -1,4 +1,4 @@
-"""`oppo bench chunk`: chunk sizes against seconds a step, and what the tuner makes of them."""
+"""`oppo bench chunk`: chunk sizes against seconds a step, and the tuner's choice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`oppo bench overhead`: what the loop itself costs beside the models."""
+"""`oppo bench overhead`: the cost of the loop itself, besides the models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`oppo bench overlap`: what each overlap saves, against plain PPO in the same placement and in the best one."""
+"""`oppo bench overlap`: the time that each overlap saves, against plain PPO in the same placement and in the best one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`oppo bench seeds`: the demo by several seeds, and whether the overlaps change what is learned."""
+"""`oppo bench seeds`: the demo by several seeds, to see whether the overlaps change the trained policy."""
 
 from __future__ import annotations
 
