@@ -1,4 +1,4 @@
-"""Signals that the starting process gets, passed on to what it has started."""
+"""Passes the starting process's signals on to its child processes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How the ranks of a run find each other, or say within a deadline who did not come.
+"""Rendezvous: the ranks of a run find each other, or report within a deadline who did not come.
 
 Each rank registers in a store at MASTER_ADDR:MASTER_PORT under its number.  The last to come, or the first to meet a
-fault or the deadline, writes the outcome, which ends the wait of all: "" or what went wrong.
+fault or the deadline, writes the outcome, which ends the wait of all: "" or a fault.
 
     size       number of ranks, as the first to come was told it     settled    counts who wanted to write the outcome
     count/R    how often rank R came     rank/R    its RankHost      outcome    "" or a fault

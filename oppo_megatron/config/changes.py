@@ -1,4 +1,4 @@
-"""What a continued run is told otherwise than before, setting by setting."""
+"""The settings of a continued run that differ from before."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STARTING = ("checkpoint", "init", "init_seed", "fresh_head", "lora.adapter")
 """Of a trained role: what its weights were read from when the run began."""
 
 SHOWN = 60
-"""Characters of a value; what is longer is cut."""
+"""Most characters shown of a value; a longer one is cut."""
 
 
 def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -109,7 +109,7 @@ def config_yaml(config: Section) -> str:
 def read_tree(path: str | Path, overrides: Sequence[str] = ()) -> dict[Any, Any]:
     """The file's mapping with the overrides that can be laid over it, interpolations unresolved."""
     read = _read_yaml(Path(path))
-    _apply_overrides(read, overrides)  # what is wrong with them, `load_config` says
+    _apply_overrides(read, overrides)  # `load_config` reports their faults
     tree = OmegaConf.to_container(read)
     assert isinstance(tree, dict), "_read_yaml returns mappings only"
     return tree
@@ -187,7 +187,7 @@ def _check_size(path: Path) -> None:
 
 
 def _apply_overrides(tree: DictConfig, overrides: Sequence[str]) -> list[str]:
-    """Change `tree` in place; return what is wrong with the overrides themselves."""
+    """Change `tree` in place; return the faults of the overrides themselves."""
     problems = []
     for override in overrides:
         key, equals, text = override.partition("=")

@@ -1,7 +1,7 @@
-"""Settings that are no longer called what they were: each old key with its new name, or with the value that it has now.
+"""Renamed and removed settings: each old key with its new name, or with its fixed value.
 
-A configuration with an old key is refused, and told the new one (`take_out_renamed`).  What a run of an older version wrote
-down is read with the new names (`with_new_names`).
+A configuration with an old key is refused with a message that names the new one (`take_out_renamed`).  Files written by a run
+of an older version are read with the new names (`with_new_names`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _same(now: Any, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Moved:
-    """The setting is at `key` now.  `how` is what to do, `put` what an older run's value is there."""
+    """The setting is at `key` now.  `how`: the remedy; `put`: turns an older run's value into the new one."""
 
     key: str
     how: str = "rename it"

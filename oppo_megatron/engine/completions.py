@@ -62,7 +62,7 @@ class PromptDecoder:
         """
         rounds, waiting = self._rounds or self._new_rounds(), iter(prompts)
         assert rounds.decode is not None
-        self._rounds = None  # what is given up is in these caches and books
+        self._rounds = None  # these caches and books hold the abandoned sequences
         places = rounds.decode.cache.num_slots * self._model.groups.dp
         active: list[Rollout] = []
         while True:

@@ -1,4 +1,4 @@
-"""Sequences of a decode micro-batch while they grow, and what was drawn for them.
+"""Growing sequences of a decode micro-batch, and their draws.
 
 Legend: R rows (running sequences of a micro-batch).
 """

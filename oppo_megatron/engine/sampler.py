@@ -4,7 +4,7 @@ Legend: R rows (one a sequence), V vocabulary (this tensor rank's shard), S tens
 of W tokens of the shard.
 
 The random number of a token is a hash of (seed, sequence id, response position), so a sequence's draws do not depend on
-the chunk size, on what else is in the batch, on the placement, or on a restart.  A token is found by inverting the
+the chunk size, on the rest of the batch, on the placement, or on a restart.  A token is found by inverting the
 cumulative distribution at that number.
 """
 

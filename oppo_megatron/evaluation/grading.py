@@ -38,7 +38,7 @@ class Grader:
     """`parts` tried before anything is decoded.  Raises ConfigError for those that cannot be had."""
 
     def __init__(self, config: ServeRewardConfig, environment: Mapping[str, str], *, summed: bool):
-        """`summed`: the parts are those of one reward, whose sum is a figure, too."""
+        """`summed`: the parts belong to one reward, whose sum is a figure, too."""
         self._config, self._summed = config, summed and len(config.rewards) > 1
         self._rewards = build_reward_functions(config.rewards, environment)
 

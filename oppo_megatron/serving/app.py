@@ -1,4 +1,4 @@
-"""The HTTP side: who may ask, how much, and what is answered.  The wire format is in `rewards/protocol.py`.
+"""The HTTP side: authorisation, limits and answers.  The wire format is in `rewards/protocol.py`.
 
 GET  /health    200 {"status": "ok"}
 POST /score     200 scores; 401 token; 408 too slow; 413 too large; 415 not JSON; 422 not of the form, or cannot be
@@ -142,7 +142,7 @@ def _read_items(limits: RequestLimits, body: bytes) -> list[protocol.Item]:
 
 
 def new_app() -> FastAPI:
-    """A service that answers what is refused with a reason, and says that it is there."""
+    """A service that answers refused requests with a reason, and has a health check."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.get("/health")

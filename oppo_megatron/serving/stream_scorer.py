@@ -27,7 +27,7 @@ Name = tuple[str, int]
 
 @dataclass
 class _Held:
-    """A sequence in the cache, by the number it has there.  `checksum` is that of its `known` tokens."""
+    """A sequence in the cache, by its number there.  `checksum`: of its `known` tokens."""
 
     number: int
     known: int = 0

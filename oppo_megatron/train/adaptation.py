@@ -1,4 +1,4 @@
-"""What adapts from step to step: delta, the chunk size, the KL coefficient, and the costs by which rounds are woven."""
+"""Adaptation from step to step: delta, the chunk size, the KL coefficient, and the costs by which rounds are woven."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Held-out prompts answered by the actor as it is, and judged by rules, functions, services and the run's reward model.
+"""Held-out evaluation: the current actor answers prompts; rules, functions, services and the run's reward model judge them.
 
 Legend: N responses, K metrics.
 """

@@ -1,4 +1,4 @@
-"""`oppo launch slurm`: write the sbatch script of a configuration, and say what it asks for."""
+"""`oppo launch slurm`: writes the sbatch script of a configuration, and shows the requested resources."""
 
 from __future__ import annotations
 

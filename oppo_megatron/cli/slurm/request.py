@@ -1,4 +1,4 @@
-"""What a configuration asks of a Slurm cluster: nodes, tasks and GPUs, and why it may not fit.  Starts and writes nothing."""
+"""The Slurm resources that a configuration requests: nodes, tasks, GPUs, and why it may not fit.  Starts and writes nothing."""
 
 from __future__ import annotations
 

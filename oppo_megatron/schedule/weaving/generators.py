@@ -1,4 +1,4 @@
-"""Generators: from what is to be done in a round to what every rank does, in order.  Compute actions only.
+"""Generators: they turn the work of a round into an ordered list of actions for every rank.  Compute actions only.
 
 All of them lay the actions out on one virtual timeline, by the cost model; a rank's list is its part of that timeline,
 in order of start.  A list order that comes from one timeline cannot deadlock, however the roles' ranks overlap: the

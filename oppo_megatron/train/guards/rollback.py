@@ -1,9 +1,9 @@
-"""Going back to the last checkpoint where a guard says so, and on from there with other prompts.
+"""Rollback: the run returns to the last checkpoint when a guard demands it, and continues with other prompts.
 
-A run repeats itself: the same prompts would end in the same breach.  So prompts admitted since the checkpoint are left out, and
-those of the rejected batch that the checkpoint has in flight; other draws follow.  `rollbacks.jsonl` of the run directory has a
-line for each rollback.  It is written before any rank ends; every later start obeys all of its lines, whichever checkpoint it
-begins with.
+A run repeats itself, so the same prompts would end in the same breach.  Prompts admitted since the checkpoint are left out, and
+so are those of the rejected batch that the checkpoint has in flight; other draws follow.  `rollbacks.jsonl` of the run directory
+has a line for each rollback.  It is written before any rank ends; every later start obeys all of its lines, whichever
+checkpoint it begins with.
 """
 
 from __future__ import annotations
