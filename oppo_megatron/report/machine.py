@@ -1,4 +1,4 @@
-"""The parts of the page that tell how time and memory are used."""
+"""The sections of the page about time and memory."""
 
 from __future__ import annotations
 

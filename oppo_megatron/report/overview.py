@@ -1,4 +1,4 @@
-"""The tables at the top of the page: figures of the runs side by side, and where their settings differ."""
+"""The tables at the top of the page: figures of the runs side by side, and their differing settings."""
 
 from __future__ import annotations
 

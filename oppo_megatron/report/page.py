@@ -51,12 +51,12 @@ LONGEST_TEXT = 4000
 UNSHOWABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]")
 
 HEADING = "<h1>Run report</h1>"
-"""What tells a page of ours from others."""
+"""The mark of a page of ours."""
 
 
 @dataclass
 class Page:
-    """What the page shows, in its order.  `samples` and `timelines` are by run, with what is missing of each."""
+    """The content of the page, in order.  `samples` and `timelines` are by run, with notes on missing ones."""
 
     runs: Sequence[str]
     sections: list[Section]
@@ -92,7 +92,7 @@ def render(page: Page) -> str:
 
 
 def show(text: str) -> str:
-    """Text that a file and a browser can hold: what is no character, or turns the writing around, becomes \ufffd."""
+    """Text that a file and a browser can hold: non-characters, and marks that reverse the text, become \ufffd."""
     return UNSHOWABLE.sub("\ufffd", text)
 
 

@@ -1,4 +1,4 @@
-"""Pictures of finished runs: reward curves, and what each rank did in one step.
+"""Pictures of finished runs: reward curves, and each rank's work in one step.
 
 matplotlib is loaded on first use and drawn on without its global state, so no display is needed.
 """
@@ -27,7 +27,7 @@ OTHER_STEP_ALPHA = 0.4
 def plot_reward(runs: Mapping[str, Sequence[Mapping[str, Any]]], out_png: str | os.PathLike[str]) -> None:
     """Draw `reward_mean` against steps and against seconds (`time_s`), a line a run.
 
-    `runs` maps a run's name to its metrics lines.  The faint line is what was measured, the strong one its moving mean
+    `runs` maps a run's name to its metrics lines.  The faint line shows the measured values, the strong one their moving mean
     over a tenth of the steps.  Raises DataError where a run has no reward.
     """
     figure = new_figure(width_in=10.0, height_in=4.2)

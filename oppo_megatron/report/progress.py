@@ -1,4 +1,4 @@
-"""The parts of the page that tell how training goes."""
+"""The sections of the page about the course of training."""
 
 from __future__ import annotations
 

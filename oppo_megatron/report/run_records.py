@@ -164,7 +164,7 @@ def split_step(line: Mapping[str, Any]) -> dict[str, float]:
     """Seconds of `line["step_s"]` by part; they add up to it, or to more where the parts alone are more.
 
     Where a rank scores within decoding rounds, that scoring is taken off decoding, for it has a part of its own; so are
-    the waits for the actor's pipeline, which are idle time.  Idle is what is left: those waits, waits for other ranks,
+    the waits for the actor's pipeline, which are idle time.  Idle is the rest: those waits, waits for other ranks,
     planning, and writing of logs.
     """
     parts = {key: number(line, key) or 0.0 for key in STEP_PARTS}

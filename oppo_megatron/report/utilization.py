@@ -1,4 +1,4 @@
-"""What share of its time each rank does useful work, from the traces of runs (the paper's Figure 5)."""
+"""Each rank's share of useful work, from the traces of runs (the paper's Figure 5)."""
 
 from __future__ import annotations
 

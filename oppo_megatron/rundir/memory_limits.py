@@ -1,4 +1,4 @@
-"""`memory_limits.json`: what a run may do at once, where memory ran out among ranks that compute together.
+"""`memory_limits.json`: limits of a run's work at once, after memory ran out among ranks that compute together.
 
 A rank that runs out writes it and ends; every rank of the next start reads it.
 """

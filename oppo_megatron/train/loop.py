@@ -1,6 +1,6 @@
 """The training loop.  Plain PPO, every overlap and every algorithm are this loop under other plans, schedules and parts.
 
-Every rank runs it.  Prompts, buffer, books and controllers are the same on all ranks and advance by what the chunks say, so
+Every rank runs it.  Prompts, buffer, books and controllers are the same on all ranks and advance by the chunks alone, so
 no rank asks another what to do next.  A step is a number of rounds, then the update:
 
     ranks of the actor      decode a chunk, send it, go on; at the step's end begin the actor's update, wait for the scores
@@ -77,7 +77,7 @@ class TrainingLoop:
         return True
 
     def _step(self, step: int, plan: StepPlan) -> bool:
-        """One step of the paper's Algorithm 1, or what is left of it; False: told to stop within it."""
+        """One step of the paper's Algorithm 1, or the rest of one; False: told to stop within it."""
         self._admit(step)
         while not self.rollouts.complete:
             chunk = self._decode(plan)  # while the scorers prefill the chunk before

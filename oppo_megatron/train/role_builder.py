@@ -1,4 +1,4 @@
-"""Builds the roles that a rank has a part in: models, caches, workers, and the rounds that they work in."""
+"""Builds a rank's roles: models, caches, workers, and the rounds in which they work."""
 
 from __future__ import annotations
 

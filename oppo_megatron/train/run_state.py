@@ -1,4 +1,4 @@
-"""Where a run stands on one rank: the counters of the loop, and what a checkpoint takes of its parts."""
+"""The state of a run on one rank: the counters of the loop, and the state of its parts for checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from oppo_megatron.train.updates import Updates
 
 @dataclass
 class RunState:
-    """`done` steps are trained; `phase` is that of the step under way, where a run stops or goes on within one."""
+    """`done` steps are trained; `phase`: of the step under way, if a run stops or goes on within one."""
 
     parts: Rollouts
     updates: Updates

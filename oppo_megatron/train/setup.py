@@ -1,4 +1,4 @@
-"""From a checked configuration and what it reads (`inputs`) to this rank's trainer."""
+"""Builds this rank's trainer from a checked configuration and its inputs (`inputs.py`)."""
 
 from __future__ import annotations
 

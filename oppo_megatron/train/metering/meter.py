@@ -1,4 +1,4 @@
-"""Watches the steps of one rank from outside.  The loop says what it is at; nothing here changes what is trained.
+"""Measures the steps of one rank.  The loop reports its phases; nothing here affects training.
 
 begin(phase)  round() ... decoded(...)  drain()  part("wait_scores")  scored(...)  part("update")  end(...)
 """

@@ -1,4 +1,4 @@
-"""What is cached and computed of sequences in flight, a file a rank: KV caches and the scorers' outputs so far."""
+"""Caches of sequences in flight, a file a rank: KV caches and the scorers' outputs so far."""
 
 from __future__ import annotations
 

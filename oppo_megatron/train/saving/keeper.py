@@ -1,7 +1,7 @@
-"""When checkpoints are due, and whether the run waits for them; what they hold is the caller's.
+"""Decides when checkpoints are due, and whether the run waits for them; the caller gives their content.
 
 With `checkpoint.asynchronous` the run waits for a snapshot only: a thread writes it, in agreement with the other ranks' threads
-over a group of their own, and the ranks find at a later step's meeting that it is whole.
+over a group of their own, and the ranks learn at a later step's meeting that it is complete.
 """
 
 from __future__ import annotations

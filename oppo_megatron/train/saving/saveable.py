@@ -1,4 +1,4 @@
-"""What a checkpoint takes of a run, and gives back to it."""
+"""The interface through which a checkpoint saves and restores a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checkpoints of `oppo train`: what is settled before one is written, and how a run goes on from one."""
+"""The checkpoints of `oppo train`: preparing and writing one, and continuing a run from one."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Saver(CheckpointKeeper):
         self.write(Work(position, take, whole, note, last), started)
 
     def require_same_run(self, found: Found, left_out: Set[int]) -> Ahead:
-        """What is left of a checkpoint's run, as it is configured now; `left_out` are positions in the stream of prompts.
+        """The rest of a checkpoint's run under the present configuration; `left_out`: positions in the stream of prompts.
 
         Raises CheckpointError where it has other prompts, another order of them, other adapters, had more steps or passes over
         the prompts, or has ended and has nothing left to train, and where rollouts in flight could not be trained within

@@ -31,7 +31,7 @@ def cache_path(folder: Path, rank: int) -> Path:
 
 
 Best = tuple[float, Position]
-"""How good a checkpoint is (the higher the better: the mean reward of its step), and which."""
+"""The score of a checkpoint (the higher the better: the mean reward of its step), and its position."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def take_snapshot(
 ) -> Snapshot:
     """Collective of the world.  `copied`: into memory of its own, so that the run may go on while it is written.
 
-    `told` is what tells the run: its `data` by `data_state`, its `config` and the `sources` of its functions by `telling.py`.
+    `told` identifies the run: its `data` by `data_state`, its `config` and the `sources` of its functions by `telling.py`.
     """
     caches, texts = config.checkpoint.caches, {}
     models = gather_models(run.models, copied=copied)

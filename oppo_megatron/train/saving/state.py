@@ -1,4 +1,4 @@
-"""What of a run is not weights: as JSON and JSON lines, and back.
+"""The state of a run apart from weights, as JSON and JSON lines, and back.
 
 `state.json` has the counters, controllers and books, `rollouts.jsonl` a line for each rollout in the buffer.  Prompts are named
 by their positions in the stream, which (seed, data) fix; the data's fingerprint is checked before.
@@ -59,7 +59,7 @@ def data_state(config: TrainConfig, prompts: PromptSet) -> dict[str, Any]:
 
 
 def require_same_data(saved: dict[str, Any], now: dict[str, Any], noun: str = "prompts") -> None:
-    """Raises CheckpointError, naming what has changed; `noun` is what the data are."""
+    """Raises CheckpointError that names the change; `noun`: the word for the data."""
     for name, words in (("seed", "seed"), ("shuffle", "data.shuffle"), ("rows", f"the number of usable {noun}")):
         if saved[name] != now[name]:
             raise CheckpointError(

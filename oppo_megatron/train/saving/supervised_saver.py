@@ -1,4 +1,4 @@
-"""The checkpoints of `oppo sft` and `oppo rm`: model and optimizer, and how far the run is in its rows."""
+"""The checkpoints of `oppo sft` and `oppo rm`: model, optimizer, and the position in the rows."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def find_supervised(config: SupervisedConfig, world: World) -> FoundSupervised |
 
 
 class SupervisedSaver(CheckpointKeeper):
-    """One rank's part.  The `report` is that of the rank that has the losses; the others have none."""
+    """One rank's part.  `report`: of the rank that has the losses; None on the others."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A snapshot on the disk, whole or not at all: all ranks write, and agree after every part that all could."""
+"""Writes a snapshot to disk, whole or not at all: all ranks write, and agree after every part that all succeeded."""
 
 from __future__ import annotations
 
