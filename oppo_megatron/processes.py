@@ -1,4 +1,4 @@
-"""Processes that this one starts, and ends with itself; signals that wait until they can be heeded."""
+"""Child processes that end with this one, and signals deferred until they can be handled."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def parse(raw: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DataError(f'a JSON {type(value).__name__}, not an object; each row is written {{"column": value, ...}}')
     check_depth(value)
-    if b"\\u" in raw:  # what is no text can come in by an escape only
+    if b"\\u" in raw:  # only an escape can bring in non-text
         check_texts(value)
     return value
 

@@ -1,4 +1,4 @@
-"""Do the layouts fit: the ranks given to the roles, the models, the batch, and each other?  Every problem is a sentence."""
+"""Checks that the layouts fit the ranks of the roles, the models, the batch, and each other.  Every problem is a sentence."""
 
 from __future__ import annotations
 

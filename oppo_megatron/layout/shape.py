@@ -1,4 +1,4 @@
-"""Does a model of a given Hugging Face `config.json` fit its layout, contexts and tokenizer?  No weights are read."""
+"""Checks that a model of a given Hugging Face `config.json` fits its layout, contexts and tokenizer.  No weights are read."""
 
 from __future__ import annotations
 

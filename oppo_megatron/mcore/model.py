@@ -160,7 +160,7 @@ class RoleModel(GPTModel):
 
         Where tp does not divide V, the last rank has fewer logits: those of rows that belong to no token are left out (`vocab`).
         Stages after the first take their input from `set_input_tensor`.  Logits are float32 where a cached call may draw from
-        them; those of whole sequences are as computed, so that what is made of them need not hold them twice.
+        them; those of whole sequences are as computed, so that later operations need not hold them twice.
         """
         if self._fused is not None and isinstance(plan, CachedPlan):
             return self._cached_forward(self._fused, tokens_T, plan, rows_R)

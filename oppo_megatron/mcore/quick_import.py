@@ -1,8 +1,8 @@
-"""megatron-core imported without what a rank never calls: together that is nearly half of the seconds of the import.
+"""Imports megatron-core without parts that a rank never calls, which take nearly half of the import's time.
 
 - Its fusions are decorated by `torch.compile`, which loads torch's compiler (dynamo, inductor, sympy, networkx) when it
   decorates.  Here that waits for the first call.
-- Its timers name the types of TensorBoard's and Weights & Biases' writers; `train/logs/trackers.py` loads these where asked to.
+- Its timers name the types of TensorBoard's and Weights & Biases' writers; `train/logs/trackers.py` loads these on request.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A peft directory's adapters: whether they are those that the settings describe.  Pure."""
+"""Checks that a peft directory's adapters match the settings.  Pure."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What is left of a run that goes on from a checkpoint: how many prompts it still admits, and whether it may.
+"""The rest of a run that goes on from a checkpoint: the prompts it still admits, and whether it may go on.
 
-A step trains B rollouts, so `steps` steps need (steps - done) * B more, of which the buffer holds some already.
+A step trains B rollouts, so `steps` steps need (steps - done) * B more; the buffer holds some of them already.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from oppo_megatron.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Ahead:
-    """`done` steps are trained, prompts before `position` of the stream admitted, of which `held` rollouts are not trained yet.
+    """`done` steps are trained, prompts before `position` of the stream admitted, and `held` rollouts of these not trained yet.
 
     `left_out` are positions that are passed over.  A run that begins has none of these.
     """

@@ -13,9 +13,9 @@ One step, as its owner runs it::
 
 Plain PPO is the same loop with delta fixed at 0.
 
-With backfill, prompts also enter within a step, every `backfill_every` decode steps since it began, in the place of what
-has finished by then.  That is a matter of the logical clock: the chunk size decides where rounds end beside that, and no
-more about which rollouts make a batch than without backfill, which is nothing.
+With backfill, prompts also enter within a step, every `backfill_every` decode steps since it began, in the places of
+finished rollouts.  Admission follows the logical clock, so the chunk size does not decide which rollouts make a batch, with
+backfill or without.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every rank of `oppo generate` executes."""
+"""The entry point of every rank of `oppo generate`."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _fill(request: Request, to: OutputFile, policy: LoadedPolicy, world: World) 
     file = ResponseFile(to, request.prompts, request.samples, decode)
     left, meter = file.left, Meter(len(file), len(request.prompts))
     if world.size > 1:
-        dist.barrier()  # all have read what is there before it is written anew
+        dist.barrier()  # all have read the file before it is written again
     responses = _decoder(request, policy, FILE_STEPS).decode(left)
     if world.rank != 0:
         for _ in responses:

@@ -1,4 +1,4 @@
-"""What policy a directory holds: an export, adapters, a Megatron checkpoint, a checkpoint of a run, or a run.  Pure; no torch."""
+"""Finds the policy of a directory: export, adapters, Megatron checkpoint, a checkpoint of a run, or a run.  Pure; no torch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Choice:
 class Policy:
     """`told`: a line that says what was taken.  `run`: the settings of the run that it comes from, where there is one.
 
-    `adapters`: of a checkpoint that holds adapters alone, its `models/` and their name in it; `model` is what they stand beside.
+    `adapters`: of a checkpoint with adapters alone, its `models/` and their name in it; `model`: their base.
     """
 
     directory: Path
@@ -249,11 +249,11 @@ def _has_tokenizer(directory: Path) -> bool:
 
 
 def policy_tokenizer(policy: Policy) -> Tokenizer:
-    """With the ids that end the policy's responses.  Raises ConfigError or CheckpointError."""
+    """The tokenizer, with the ids that end the policy's responses.  Raises ConfigError or CheckpointError."""
     return load_tokenizer(policy.tokenizer, policy.eos_source)
 
 
 def require_layout(policy: Policy, parallel: ParallelConfig, max_length: int, vocab_size: int) -> None:
-    """Raises CheckpointError where the model does not fit the layout, contexts of `max_length` tokens or the tokenizer."""
+    """Raises CheckpointError if the model does not fit the layout, contexts of `max_length` tokens or the tokenizer."""
     if problems := check_shape(str(policy.directory), policy.hf_config, parallel, max_length, vocab_size):
         raise CheckpointError("\n".join(problems))

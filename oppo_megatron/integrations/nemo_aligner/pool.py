@@ -1,4 +1,4 @@
-"""The rollouts of one replica: drawn, decoded in waves, finished or carried to the next step.  Knows nothing of nemo or torch.
+"""The rollouts of one replica: drawn, decoded in waves, finished or carried to the next step.  Independent of nemo and torch.
 
 NeMo's generation keeps all rows of a call at one position, so rows are decoded in waves of NeMo-Aligner's own rollout
 micro-batch: carried rows first, those of like length together, then the new ones as they were drawn.  A wave ends when few

@@ -33,8 +33,8 @@ def tag_parameter(
 ) -> None:
     """Set an attribute that megatron looks for and torch's types do not declare.
 
-    `sequence_parallel`: the gradient is summed over tensor ranks, each of which has seen a part of the tokens.
-    `partition_stride`: in how many pieces of its own a tensor-parallel shard was cut.
+    `sequence_parallel`: the gradient is summed over tensor ranks, because each has seen a part of the tokens.
+    `partition_stride`: the number of separate pieces in a tensor-parallel shard.
     """
     setattr(parameter, name, value)
 
