@@ -240,7 +240,7 @@ def measure_overlap(bench: Bench) -> None:
 
 
 def _hidden(bench: Bench, rounds: RoundRunner) -> dict[str, Any]:
-    """Medians of some turns, the first of which warms up.
+    """Medians of some turns; the first one warms up.
 
     `hidden_percent` is the share of the scoring's time that it does not cost where it runs beside decoding.
     """

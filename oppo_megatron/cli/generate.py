@@ -26,7 +26,7 @@ LEAST = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_policy_arguments(parser)
-    asked = parser.add_argument_group("what is asked (one of these)")
+    asked = parser.add_argument_group("prompts (one of these)")
     asked.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times")
     asked.add_argument(
         "--input",
@@ -85,7 +85,7 @@ def add_policy_arguments(parser: argparse.ArgumentParser, *, several: bool = Fal
     layout.add_argument("--kv-cache-mb", type=float, metavar="MB", help="bound of a rank's KV cache (default: none)")
     layout.add_argument(
         "--context", type=int, metavar="N",
-        help=f"most tokens of prompt and response (default: what is needed; --chat: {CHAT_LENGTH}, or less where the model has)",
+        help=f"most tokens of prompt and response (default: as needed; --chat: {CHAT_LENGTH}, or less if the model has less)",
     )  # fmt: skip
 
 

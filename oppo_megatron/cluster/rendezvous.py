@@ -231,7 +231,7 @@ class _Arrival:
             f"{self.me} waited {self.timeout_s:g} s at {self.point}, and {came} of {self.point.size} ranks came: "
             f"rank{plural} {format_ranks(missing)} missing.{astray} See that every machine has been started, with the same "
             "MASTER_ADDR and MASTER_PORT, and what the missing ranks report; ranks that only need longer (reading "
-            "data, say) need a larger runtime.timeout_s, of which the ranks have a sixth, at least 60 s, to meet"
+            "data, say) need a larger runtime.timeout_s: a sixth of it, at least 60 s, is their time to meet"
         )
 
     def _linger(self, store: dist.Store) -> None:

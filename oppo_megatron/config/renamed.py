@@ -185,7 +185,7 @@ RENAMED: dict[str, Moved | Fixed] = {
     "ppo.logprob_gap_limit": Moved("guards.logprob_gap.limit"),
     "guards.max_skips": Fixed("3", GUARDED),
     "guards.max_rollbacks": Fixed("2", GUARDED),
-    "guards.kept_batches": Fixed("8", "as many show what is wrong"),
+    "guards.kept_batches": Fixed("8", "as many show the fault"),
     "placement.auto.repeats": Fixed("1", "close placements are measured three times anyhow"),
     "actor.train.cp": NO_CONTEXT_PARALLELISM,
     "critic.train.cp": NO_CONTEXT_PARALLELISM,

@@ -90,8 +90,8 @@ def _beyond_reading(text: str, file: str, line: int, error: Exception, is_array:
         reason = str(error)
     what = "the array" if is_array else "the file, whose objects go over several lines,"
     return DataError(
-        f"{file}:{line}: not JSON ({reason}); {what} cannot be read beyond this row: correct it, or write one object a line, "
-        "of which each stands by itself"
+        f"{file}:{line}: not JSON ({reason}); {what} cannot be read beyond this row: correct it, or write each object on "
+        "a line of its own"
     )
 
 

@@ -88,7 +88,7 @@ class RowProblems:
     ) -> None:
         """Note one refused row.  `setting`: the one to change so that such rows are set aside.
 
-        `once`: what is said alike of several rows, or has this text in common, is shown for the first of them, with the number
+        `once`: a reason that several rows share, or that has this text in common, is shown for the first row, with the number
         of the others.
         """
         alike = once if isinstance(once, str) else reason

@@ -69,8 +69,8 @@ def require_work(ahead: Ahead, steps: int | None, most: int | None, batch_size: 
     ends = [end for end in (ahead.limit(steps, batch_size), most) if end is not None]
     if ahead.total_steps(steps, min(ends), batch_size) <= ahead.done:
         raise CheckpointError(
-            f"the run has ended after {ahead.done} steps, and with these settings there is nothing more to train; set steps, or "
-            "epochs where it is what ends the run, to more, or choose another run_dir"
+            f"the run has ended after {ahead.done} steps, and with these settings there is nothing more to train; raise steps, "
+            "or epochs if they end the run, or choose another run_dir"
         )
 
 
@@ -89,7 +89,7 @@ def require_bounded_deferrals(deferrals: Sequence[int], batch_size: int, max_def
         )
     if needed > batch_size:
         raise CheckpointError(
-            f"rollout.batch_size is {batch_size}, but the checkpoint holds {len(deferrals)} rollouts, {forced} of which may not "
-            f"be deferred again: not all could be trained within overlap.max_deferrals={max_deferrals}; resume with "
+            f"rollout.batch_size is {batch_size}, but the checkpoint holds {len(deferrals)} rollouts, and {forced} of them may "
+            f"not be deferred again: not all could be trained within overlap.max_deferrals={max_deferrals}; resume with "
             f"rollout.batch_size={needed} or more"
         )

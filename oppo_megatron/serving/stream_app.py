@@ -1,6 +1,6 @@
 """The HTTP side of `oppo serve-scorer`.  The wire format is in `rewards/streaming.py`.
 
-POST /extend    200 what is known of each sequence, and the scores of whole ones; else as `serving/app.py`
+POST /extend    200 the known length of each sequence, and the scores of whole ones; else as `serving/app.py`
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ ones carried over), full (both), full+backfill (freed slots refilled at once), f
 the next step's decoding), intra+critic, full+both.
 
 placements: pair (as the configuration says), single (one process with all cores as threads), replicas (all roles on
-every core: data-parallel processes of one thread).  sequential in single and replicas is what pair has to beat."""
+every core: data-parallel processes of one thread).  pair has to beat sequential in single and replicas."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

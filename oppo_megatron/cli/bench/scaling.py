@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=numbers,
         default=[0.5, 1.0, 2.0],
         metavar="F,F",
-        help="of the other axes, by what is configured; default 0.5,1,2",
+        help="factors of the configured values on the other axes; default 0.5,1,2",
     )
     add_limit_argument(parser)
     parser.set_defaults(measure=_scaling)

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cluster-env",
         type=Path,
         metavar="FILE",
-        help="what is local to the cluster; a new one is made from the template",
+        help="settings local to the cluster; a missing file is made from the template",
     )
     slurm.add_argument(
         "--hetero", action="store_true", help="a heterogeneous job: nodes for the actor, others for scorers"

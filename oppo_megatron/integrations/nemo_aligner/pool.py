@@ -44,7 +44,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Wave:
-    """Rows that are decoded in one call, of which `may_be_left` need not finish.  A row of `awaited` must."""
+    """Rows that are decoded in one call; `may_be_left` of them need not finish, but each row of `awaited` must."""
 
     rows: list[Row]
     may_be_left: int
@@ -125,7 +125,7 @@ class Pool:
         return sorted(taken, key=lambda row: row.key)
 
     def end(self) -> None:
-        """The step's batch has been taken: what is here is carried on.  Waves that it did not need have not begun."""
+        """The step's batch has been taken: the remaining rows are carried on.  Waves that it did not need have not begun."""
         for row in self.rows:
             row.deferrals += bool(row.tokens)
 

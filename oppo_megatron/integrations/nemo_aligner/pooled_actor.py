@@ -159,7 +159,7 @@ class PooledActor:
 class PoolBatches:
     """The batch iterator of a pooled step: draws what the pool lacks, then asks for b rows `num_microbatches` times.
 
-    The sampler begins behind what was trained, so what is in the pool is skipped: drawn = consumed + pool.
+    The sampler begins behind the trained rows, so the pool's rows are skipped: drawn = consumed + pool.
     """
 
     actor: PooledActor

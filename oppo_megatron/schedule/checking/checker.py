@@ -203,7 +203,7 @@ def _awaited(stuck: Stuck, timeline: Timeline) -> int | None:
 def _waiting(chain: list[Stuck], ring: bool) -> Fault:
     steps = [f"rank {stuck.rank} waits at `{stuck.action}`" for stuck in chain]
     end = f"for rank {chain[0].rank}" if ring else f"where {chain[-1].reason}"
-    rule = "what a rank waits for must come before it waits" if ring else "what is waited for must be done by someone"
+    rule = "an awaited action must come before the wait for it" if ring else "some rank must do the awaited action"
     message = f"{', for '.join(steps)}, {end}; {rule}; put the awaited action earlier in its list, or add it"
     last = chain[0] if ring else chain[-1]
     return Fault(FaultKind.DEADLOCK, last.rank, last.position, last.action, message)

@@ -174,7 +174,7 @@ class _Walk:
                     yield (
                         FaultKind.KV,
                         f"continues sequence {growth.seq_id} at {growth.past} tokens where its cache holds "
-                        f"{cached[growth.seq_id]}; a micro-batch continues what is cached; put it in its order",
+                        f"{cached[growth.seq_id]}; a micro-batch continues the cached tokens; put it in its order",
                     )
             lengths = [g.past + (g.new if step is None else min(1, g.new)) for g in batch]
         for growth, length in zip(batch, lengths, strict=True):

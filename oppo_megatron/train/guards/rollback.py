@@ -46,7 +46,7 @@ class Rollback:
         if line.keys() != kinds.keys() or any(type(line[name]) is not kind for name, kind in kinds.items()):
             raise CheckpointError(f"rollbacks.jsonl has a line that is no rollback: {line!r:.80}; restore the file")
         if any(type(position) is not int for position in line["left_out"]):
-            raise CheckpointError("rollbacks.jsonl: left_out has what is no position; restore the file")
+            raise CheckpointError("rollbacks.jsonl: left_out holds something that is no position; restore the file")
         return cls(**line)
 
     def describe(self) -> str:

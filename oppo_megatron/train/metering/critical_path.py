@@ -19,7 +19,7 @@ class StepClock:
     """One rank's rounds of a step, in seconds since it met all others for the scores of the step before.
 
     `ends`: of the rounds that decode; on the actor's output rank the times at which the chunks were there.
-    `work` is what was done before the first round (the critic's update is in it), then in each round, the drawn-out end
+    `work`: the work before the first round (the critic's update is in it), then in each round, the drawn-out end
     of the scoring included; waits for chunks are left out.
     """
 
