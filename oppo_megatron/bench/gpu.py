@@ -67,7 +67,7 @@ COLUMNS = {
 PPO_MODES = ("sequential", "full")
 
 SHARES = {"decode": 0.17, "overlap": 0.10, "sequential": 0.18, "full": 0.18, "trl": 0.27}
-"""Of all time, the most that a part of one size may take."""
+"""The largest share of the whole time that a part of one size may take."""
 
 LEAST_S = 10.0
 """With less time left a part is not begun: models take as long to load."""

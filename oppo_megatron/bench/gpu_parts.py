@@ -86,7 +86,7 @@ class Bench:
         return self.work.prompt_tokens + self.work.response_tokens
 
     def model(self, head: Head = "lm") -> RoleModel:
-        """From the size's checkpoint; a scalar head over it is new."""
+        """The model from the size's checkpoint; a scalar head over it is new."""
         config = ModelConfig(checkpoint=self.checkpoint, fresh_head=head == "scalar", dtype=self.work.dtype)
         model = load_role(config, self.groups, head=head, max_length=self.max_length, device=self.device)
         return model.requires_grad_(False)

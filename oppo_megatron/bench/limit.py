@@ -164,7 +164,7 @@ def decode_seconds(
 
 
 def decode_steps(responses: Sequence[Response]) -> tuple[list[int], list[int]]:
-    """Of each decode step at which anything runs: sequences, and the positions that their new tokens attend to."""
+    """For each decode step at which anything runs: sequences, and the positions that their new tokens attend to."""
     end = max(r.finish_clock for r in responses)
     sequences, keys = np.zeros(end, dtype=np.int64), np.zeros(end, dtype=np.int64)
     for r in responses:

@@ -205,7 +205,7 @@ def remarks(result: Mapping[str, Any]) -> list[str]:
 
 
 def add_growth(rows: Sequence[dict[str, Any]]) -> None:
-    """From each place to the next: the power of the value (of the parameters, for models) that the step's seconds follow."""
+    """From each place to the next, the power of the value (of the parameters, for models) by which the step's seconds grow."""
     for before, after in zip(rows, rows[1:], strict=False):
         key = "million_parameters" if after["axis"] == "model" else "value"
         if after[key] == before[key]:

@@ -10,7 +10,7 @@ from typing import Any
 from oppo_megatron.bench.suite import Lines
 
 Figures = Mapping[str, Any]
-"""Of one run: `step_s`, `reward_last`, `accuracy_before`, `accuracy_after`, as `demo.json` has them, and `reward_half`."""
+"""A run's `step_s`, `reward_last`, `accuracy_before`, `accuracy_after`, as `demo.json` has them, and `reward_half`."""
 
 COLUMNS = {
     "seed": "seed", "s/step seq.": "sequential.step_s", "s/step OPPO": "oppo.step_s", "ratio": "speedup",
@@ -36,7 +36,7 @@ def reward_half(lines: Lines) -> float:
 
 
 def compare(demos: Mapping[int, Mapping[str, Figures]]) -> dict[str, Any]:
-    """Of `demo.json` by seed: a row a seed, and for each compared figure means, spread and a test of the difference."""
+    """The figures of `demo.json`: a row a seed, and for each compared figure means, spread and a test of the difference."""
     rows = [_row(seed, demo) for seed, demo in demos.items()]
     tests = {
         label: difference([row[f"sequential.{key}"] for row in rows], [row[f"oppo.{key}"] for row in rows])

@@ -35,7 +35,7 @@ def _awaits_message(innermost: FrameType) -> bool:
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """From the innermost outwards."""
+    """The frames, from the innermost outwards."""
     while frame is not None:
         yield frame
         frame = frame.f_back

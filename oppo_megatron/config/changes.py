@@ -10,7 +10,7 @@ WITHOUT_EFFECT = ("run_dir", "checkpoint.resume")
 """Settings that say where and how a run is continued, not what it does."""
 
 STARTING = ("checkpoint", "init", "init_seed", "fresh_head", "lora.adapter")
-"""Of a trained role: what its weights were read from when the run began."""
+"""Settings of a trained role that named the source of its weights when the run began."""
 
 SHOWN = 60
 """Most characters shown of a value; a longer one is cut."""

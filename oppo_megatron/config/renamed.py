@@ -201,7 +201,7 @@ RENAMED: dict[str, Moved | Fixed] = {
     "limits.max_waiting": Fixed("16", _REQUEST),
     "limits.read_s": Fixed("30 s", _REQUEST),
 }
-"""By dotted key; `[]` stands for a place in a list."""
+"""The renamed settings by dotted key; `[]` stands for a place in a list."""
 
 RENAMED_VALUES: dict[str, dict[Any, Any]] = {"runtime.decode_path": {"lean": "fused"}}
 """Words that are called otherwise now, by the key that takes them."""

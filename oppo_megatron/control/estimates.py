@@ -30,7 +30,7 @@ def estimate(by_prompt: Mapping[int, Sequence[float]]) -> Estimate:
 
 
 def paired_difference(before: Mapping[int, Sequence[float]], after: Mapping[int, Sequence[float]]) -> Estimate:
-    """Of `after` - `before` on the same prompts: how hard a prompt is falls out, so it is surer than two means apart."""
+    """The estimate of `after` - `before` on the same prompts; their difficulty cancels out, so it is surer than two means."""
     assert before.keys() == after.keys(), "both have answered the same prompts"
     return _of([fmean(after[prompt]) - fmean(before[prompt]) for prompt in before])
 

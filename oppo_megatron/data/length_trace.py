@@ -39,7 +39,7 @@ class LengthTrace:
 
     @classmethod
     def of(cls, counts: Mapping[int, int]) -> LengthTrace:
-        """From the number of requests of each length; some request there must be."""
+        """Built from the number of requests of each length; at least one request is needed."""
         lengths = sorted(length for length, requests in counts.items() if requests)
         assert lengths, "a distribution of no request"
         return cls(tuple(lengths), tuple(accumulate(counts[length] for length in lengths)))

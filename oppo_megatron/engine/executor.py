@@ -62,7 +62,7 @@ ROUNDS_IN_FLIGHT = 64
 that, a rank does not heap up buffers for a peer that does not take them."""
 
 Observer = Callable[[Action, float, float, int], None]
-"""Told of every action that was done: start, end (by the executor's clock), number of tokens (0 for messages)."""
+"""Called after every action: start, end (by the executor's clock), number of tokens (0 for messages)."""
 
 
 @dataclass

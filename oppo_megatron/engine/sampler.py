@@ -90,7 +90,7 @@ def uniforms(seed: int, seq_ids: Sequence[int], positions: Sequence[int]) -> lis
 
 @lru_cache(maxsize=2**16)
 def row_state(seed: int, seq_id: int) -> int:
-    """In 64 bits: the chain up to the sequence id, which all draws of a sequence have in common."""
+    """The chain up to the sequence id, in 64 bits; all draws of a sequence have it in common."""
     return _mix(_mix(seed) ^ seq_id)
 
 
@@ -166,7 +166,7 @@ def _greedy(logits_RV: Tensor, shards: VocabShards) -> Draw:
 
 
 def _whole(scaled_RV: Tensor, u_R1: Tensor, shards: VocabShards) -> Draw:
-    """From the whole vocabulary: first the block of tokens that the number falls into, then the token within.
+    """Draws from the whole vocabulary: first the block of tokens that the number falls into, then the token within.
 
     Ranks exchange the masses of their blocks, never their logits.
     """
@@ -200,7 +200,7 @@ def _whole(scaled_RV: Tensor, u_R1: Tensor, shards: VocabShards) -> Draw:
 
 
 def _truncated(scaled_RV: Tensor, u_R1: Tensor, sampling: Sampling, shards: VocabShards) -> Draw:
-    """From the candidates that top-k and top-p leave.  Ranks exchange their best k; without top-k, all logits."""
+    """Draws from the candidates that top-k and top-p leave.  Ranks exchange their best k; without top-k, all logits."""
     vocab = scaled_RV.shape[-1] * shards.size
     mass_R1 = torch.logsumexp(scaled_RV, -1, keepdim=True)
     if shards.size > 1:

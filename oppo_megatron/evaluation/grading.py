@@ -31,7 +31,7 @@ class Answer:
 
 
 Grade = Callable[[Sequence[Answer]], list[dict[str, float]]]
-"""For each answer what every part gives it, by the part's label, and their weighted sum where it is asked for."""
+"""The scores of each answer by the label of the part, and their weighted sum if requested."""
 
 
 class Grader:

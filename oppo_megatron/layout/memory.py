@@ -94,7 +94,7 @@ def adapter_parameters(shape: Shape, tp: int, pp: int, lora: LoraConfig) -> int:
 
 
 def packed_parameters(shape: Shape, tp: int, pp: int, stage: int, *, scalar: bool) -> int:
-    """Of `stage_parameters` those of matrix products, the vocabulary's included, tied to the embeddings or not."""
+    """The part of `stage_parameters` in matrix products, the vocabulary's included, tied to the embeddings or not."""
     head = vocab_rows(shape["vocab_size"], tp) * shape["hidden_size"] if stage == pp - 1 and not scalar else 0
     return int(shape["num_hidden_layers"] // pp * _product_parameters(shape, tp) + head)
 

@@ -157,7 +157,7 @@ def adapters_of(owner: Any, linear: str) -> Adapters | None:
 
 
 def _join(targets: Sequence[str], shape: ModelShape, tp: int) -> Join:
-    """From the outputs of a product's targets, zeros where one has no pair, to those of the product."""
+    """Joins the outputs of a product's targets (zeros for a target without a pair) into the product's output."""
     if len(targets) == 1:
         return lambda parts: parts[targets[0]]
     sizes = pair_sizes(shape, 1, tp)

@@ -122,7 +122,7 @@ class MemoryLimit:
 
 @dataclass
 class MemoryLimits:
-    """Of one rank."""
+    """The memory limits of one rank."""
 
     train: MemoryLimit = field(default_factory=lambda: MemoryLimit("train", "a training micro-batch", "tokens"))
     score: MemoryLimit = field(default_factory=lambda: MemoryLimit("score", "a prefill micro-batch", "tokens"))

@@ -46,7 +46,7 @@ def import_megatron() -> None:
 
 @contextmanager
 def _absent(names: tuple[str, ...]) -> Iterator[None]:
-    """To import any of these that is not loaded yet is an ImportError in the block."""
+    """In the block, importing any of these that is not loaded yet raises ImportError."""
     hidden = [name for name in names if name not in sys.modules]
     for name in hidden:
         sys.modules[name] = None  # type: ignore[assignment]

@@ -86,7 +86,7 @@ class OvercommitScheduler:
         return self._admit()
 
     def backfill(self) -> list[Rollout]:
-        """Between two rounds: where it is time, admit prompts in the place of what has finished, as `begin_step` does."""
+        """Between two rounds: if it is time, admit prompts in the places of finished rollouts, as `begin_step` does."""
         if not self._backfills or self.buffer.clock < self._due:
             return []
         assert self._every is not None and self.buffer.clock == self._due, "a round went beyond an admission"

@@ -71,7 +71,7 @@ def _sampling(drawing: Drawing) -> Sampling:
 
 
 def _show(request: Request, to: Terminal, policy: LoadedPolicy, world: World) -> None:
-    """In the order of the prompts."""
+    """Show the responses, in the order of the prompts."""
     speaks, prompts = world.rank == 0, request.prompts
     if len(prompts) == 1 and not to.as_json:
         _grow(_decoder(request, policy, SHOWN_STEPS), prompts[0], policy.tokenizer.decode, speaks)

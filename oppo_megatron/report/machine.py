@@ -73,7 +73,7 @@ def _mean_split(found: Sequence[tuple[int, dict[str, float]]]) -> dict[str, floa
 
 
 def _bins(found: Sequence[tuple[int, dict[str, float]]]) -> list[tuple[str, dict[str, float]]]:
-    """At most `MAX_BARS` bars: where there are more steps, means of neighbouring ones."""
+    """At most `MAX_BARS` bars; with more steps, each bar is a mean of neighbouring steps."""
     width = math.ceil(len(found) / MAX_BARS)
     groups = [found[start : start + width] for start in range(0, len(found), width)]
     return [

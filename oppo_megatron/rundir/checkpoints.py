@@ -30,7 +30,7 @@ class Position:
 
     @property
     def name(self) -> str:
-        """Of the checkpoint's folder."""
+        """The name of the checkpoint's folder."""
         return f"step-{self.step:06d}" + ("" if self.clock < 0 else f"-clock-{self.clock:08d}")
 
     @classmethod

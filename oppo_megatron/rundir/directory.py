@@ -36,7 +36,7 @@ from oppo_megatron.rundir.checkpoints import CheckpointStore
 from oppo_megatron.rundir.space import free_bytes, megabytes
 
 RUN_FORMAT = 1
-"""Of the files of a run directory; `hosts.json` has it.  Raised when files of an earlier version would be misread."""
+"""The format of the files of a run directory, recorded in `hosts.json`.  It is raised when earlier files would be misread."""
 
 HELD_WAIT_S = 20.0
 """Ranks that were killed a moment ago may still be ending."""

@@ -14,7 +14,7 @@ from oppo_megatron.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT = 2
-"""Of what a manifest vouches for: another where what an older version wrote cannot be read any more."""
+"""The format of the files under a manifest; it changes when files of older versions cannot be read any more."""
 BLOCK_BYTES = 2**22
 
 

@@ -20,6 +20,6 @@ def read_memory_limits(run: RunDirectory) -> dict[str, int]:
 
 
 def lower_memory_limit(run: RunDirectory, name: str, most: int) -> None:
-    """From the next start on at most so much."""
+    """Set the limit `name` to at most `most`, from the next start on."""
     limits = read_memory_limits(run)
     write_json(run.memory_limits, limits | {name: min(most, limits.get(name, most))})

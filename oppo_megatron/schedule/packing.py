@@ -68,7 +68,7 @@ class Packing:
 
 
 def packing_figures(steps: Sequence[Packing]) -> dict[str, float]:
-    """Of one or more optimizer steps: the share of their micro-batches that tokens fill, and of padding that is avoided."""
+    """For one or more optimizer steps: the share of their micro-batches filled with tokens, and the share of padding avoided."""
     tokens = sum(step.tokens for step in steps)
     return {
         "packing_efficiency": tokens / sum(step.room for step in steps),

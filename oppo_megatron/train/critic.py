@@ -70,5 +70,5 @@ class Critic:
 
 
 def no_stats() -> dict[str, float]:
-    """Of an update that was not made."""
+    """The statistics of an update that was not made."""
     return dict.fromkeys(CRITIC_STATS, math.nan) | {"critic_update_s": 0.0}

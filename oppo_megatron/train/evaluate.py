@@ -124,7 +124,7 @@ class Evaluator:
             self.stop.load_state_dict(dict(state))
 
     def _decode(self, loop: Loop) -> list[Rollout]:
-        """In the order of the prompts."""
+        """The responses, in the order of the prompts."""
         assert loop.actor is not None
         decoder = PromptDecoder(
             loop.actor.role.serving,

@@ -50,7 +50,7 @@ class MemoryMeter:
 
     @classmethod
     def begin(cls, device: torch.device) -> MemoryMeter:
-        """To be called when libraries, process groups and inputs are there, and no model is."""
+        """Call this once libraries, process groups and inputs are there, before any model is built."""
         base = held_bytes(device)
         return cls(device, base, base)
 
@@ -96,7 +96,7 @@ class MemoryByRank:
         }
 
     def state_dict(self) -> list[list[int]]:
-        """By rank the bounds of training, prefill and decoding, in plain JSON types."""
+        """The limits of training, prefill and decoding by rank, in plain JSON types."""
         return [[int(each) for each in rank] for rank in zip(self.train, self.score, self.decode, strict=True)]
 
     def peak_fields(self) -> dict[str, Any]:

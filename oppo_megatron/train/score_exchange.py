@@ -192,7 +192,7 @@ def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]
 
 
 def by_rank(values: Sequence[float], device: torch.device) -> list[list[float]]:
-    """For each of the values what it is on every rank, in the order of the ranks.  Collective of the world."""
+    """Each of the values from every rank, in the order of the ranks.  Collective of the world."""
     return _of_all_ranks(values, device).T.tolist()
 
 

@@ -51,7 +51,7 @@ class Task(Protocol[RowT]):
         ...
 
     def measure(self, rows: Sequence[RowT], vocab: VocabShards) -> Measure:
-        """Of each of `rows` what it weighs, and the sums of the held-out metrics over it."""
+        """For each of `rows` its weight, and the sums of the held-out metrics over it."""
         ...
 
 

@@ -22,7 +22,7 @@ OPTIONS = {
     *(f"{prefix}{field.name}" for prefix in ("", "scorer_") for field in fields(PartOptions)),
     *(field.name for field in fields(JobOptions) if field.name != "overrides"), "out",
 }  # fmt: skip
-"""By which the command can be written again; the overrides stand for themselves."""
+"""The options with which the command can be written again; overrides are added as they are."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -48,7 +48,7 @@ class Gaps:
             ends[gap : gap + 1] = [b for _, b in rest]
 
     def end(self, ranks: Sequence[int]) -> int:
-        """From when on nothing is placed on any of `ranks`."""
+        """The time from which nothing is placed on any of `ranks`."""
         return max(self._starts[rank][-1] for rank in ranks)
 
     def close(self) -> None:

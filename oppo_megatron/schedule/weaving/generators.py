@@ -27,7 +27,7 @@ What = tuple[int, int, int | None]
 
 
 def sequential(round: Round, site: Site, costs: Costs) -> Schedule:
-    """On each rank first the actor's part, then the scorers'."""
+    """The actor's part first on each rank, then the scorers'."""
     layout = _Layout(round, site, costs)
     layout.place_actor()
     layout.free.close()
@@ -36,7 +36,7 @@ def sequential(round: Round, site: Site, costs: Costs) -> Schedule:
 
 
 def intra(round: Round, site: Site, costs: Costs) -> Schedule:
-    """On each rank first the scorers' part, then the actor's: on ranks of their own, scorers work beside the actor."""
+    """The scorers' part first on each rank, then the actor's: on ranks of their own, scorers work beside the actor."""
     layout = _Layout(round, site, costs)
     layout.place_scorers()
     layout.free.close()

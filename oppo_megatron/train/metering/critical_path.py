@@ -49,7 +49,7 @@ class StepClock:
 
 
 def scoring_delay(update_s: float, work: Sequence[float], arrivals: Sequence[float]) -> float:
-    """By how many seconds an update at the start of the scorers' step makes its scoring end later.
+    """The seconds by which an update at the start of the scorers' step delays the end of its scoring.
 
     `work` is the scorers' (`StepClock.work`), `arrivals` the actor's (`StepClock.ends`); after each of the first rounds the
     scorers wait until its chunk is there.

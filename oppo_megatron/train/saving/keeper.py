@@ -35,7 +35,7 @@ from oppo_megatron.train.saving.writing import CheckpointWriting
 
 
 class Cost(NamedTuple):
-    """Of a checkpoint: seconds that the run stood still for it, its bytes, and seconds of writing beside the run."""
+    """The cost of a checkpoint: seconds that the run stood still for it, its bytes, and seconds of writing beside the run."""
 
     waited_s: float = 0.0
     num_bytes: int = 0
@@ -118,7 +118,7 @@ class CheckpointKeeper:
         return self.stopping or self._overdue or best or bool(every and step % every == 0)
 
     def take_cost(self) -> Cost:
-        """Of checkpoints, since the last call."""
+        """The cost of checkpoints since the last call."""
         cost, self._cost = self._cost, Cost()
         return cost
 

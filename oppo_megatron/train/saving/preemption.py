@@ -1,4 +1,4 @@
-"""Told to stop: signals are noted, and every rank learns of them at the same place of the run.
+"""Stopping on signals: they are noted, and every rank learns of them at the same place of the run.
 
 SIGUSR1 and the first SIGTERM or SIGINT (Ctrl-C) ask for a checkpoint.  A second SIGTERM or SIGINT, or a missed
 deadline, ends the process at once: the last checkpoint is whole, because a checkpoint under way has no name yet.
@@ -115,7 +115,7 @@ class Preemption:
         return asked, any_rank
 
     def _hear(self, reads: int) -> None:
-        """In a thread of its own: the main one may be in a call that waits for a peer, and then runs no handler."""
+        """Runs in a thread of its own: the main one may wait for a peer in a call, and then runs no handler."""
         with open(reads, "rb", buffering=0) as numbers:
             while number := numbers.read(1):
                 if number[0] not in HEARD:

@@ -63,5 +63,5 @@ class Saveable(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Any], rollouts: Sequence[Rollout], *, same_layout: bool) -> None:
-        """On every rank, before its first round; books and caches are restored apart."""
+        """Restore the state on every rank, before its first round; books and caches are restored separately."""
         ...

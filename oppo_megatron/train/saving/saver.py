@@ -119,7 +119,7 @@ class Saver(CheckpointKeeper):
         return ahead
 
     def describe(self, found: Found) -> list[str]:
-        """From where the run goes on, and which settings are not what they were."""
+        """Report where the run goes on from, and the changed settings."""
         state, run = found.state, RunDirectory(self.config.run_dir)
         then = state.get("config") or read_config_state(run.config)
         told = tell_of_changes(then, self._told["config"], state.get("sources", {}), self._told["sources"])

@@ -71,7 +71,7 @@ def take_snapshot(
 
 
 def best_state(best: Best | None) -> list[Any] | None:
-    """In plain JSON types."""
+    """The state, in plain JSON types."""
     return None if best is None else [best[0], [best[1].step, best[1].clock]]
 
 

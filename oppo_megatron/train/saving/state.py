@@ -23,7 +23,7 @@ ROLLOUT_FIELDS = tuple(each.name for each in fields(Rollout) if each.name != "pr
 
 
 def run_state(run: Saveable, config: TrainConfig) -> dict[str, Any]:
-    """Between two rounds, on the rank that keeps the journal, in plain JSON types."""
+    """The run's state between two rounds, on the rank that keeps the journal, in plain JSON types."""
     planner = run.rounds.planner
     return {
         **run.state_dict(),

@@ -138,7 +138,7 @@ class SupervisedSaver(CheckpointKeeper):
         return num_batches(self._num_rows, config.batch_size, config.epochs, config.steps, passed)
 
     def describe(self, found: FoundSupervised) -> list[str]:
-        """From where the run goes on, and which settings are not what they were."""
+        """Report where the run goes on from, and the changed settings."""
         state = found.state
         told = tell_of_start(self.config.run_dir, found.folder.name, state["done"], state["saved_at"])
         return [told, *tell_of_changes(state["config"], self._config, {}, {})]
