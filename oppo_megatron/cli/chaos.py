@@ -49,7 +49,9 @@ def run(args: argparse.Namespace) -> int:
     print(
         f"\n{len(result['kills'])} kills in {result['disturbed_s']:.0f} s (undisturbed {result['undisturbed_s']:.0f} s): {hit}"
     )
-    print(*result["differences"] or ["final weights, rollouts and metrics equal those of the undisturbed run"], sep="\n")
+    print(
+        *result["differences"] or ["final weights, rollouts and metrics equal those of the undisturbed run"], sep="\n"
+    )
     return 1 if result["differences"] else 0
 
 

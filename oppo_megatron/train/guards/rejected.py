@@ -42,7 +42,7 @@ LEAST: dict[str, int] = {"step": 1, "total_steps": 1}  # of these numbers; of th
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts of the step: `policy_version` of the actor before its update, the run's `config` as YAML, its statistics (`figures`)."""
+    """The step: `policy_version` of the actor before its update, the run's `config` as YAML, its statistics (`figures`)."""
 
     step: int
     seed: int
