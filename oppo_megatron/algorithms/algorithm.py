@@ -1,4 +1,4 @@
-"""What an algorithm is to the training loop: its roles, its experience, its losses.  The loop knows no more of it.
+"""The interface between an algorithm and the training loop: its roles, its experience, its losses.
 
 Legend: T response tokens (packed, see `packing`), B rows (responses).
 """
@@ -49,13 +49,13 @@ class Algorithm(ABC):
     def actor_loss(
         self, logp_T: Tensor, entropy_T: Tensor, targets: ActorTargets, kl_coefficient: float, num_tokens: int
     ) -> tuple[Tensor, PolicyStats]:
-        """Of a micro-batch; `num_tokens` is the token count of the global minibatch."""
+        """The actor's loss of a micro-batch; `num_tokens` is the token count of the global minibatch."""
         return actor_loss(logp_T, entropy_T, targets, self.ppo, kl_coefficient, num_tokens)
 
     def critic_loss(
         self, values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, num_tokens: int
     ) -> tuple[Tensor, ValueStats]:
-        """Of a micro-batch, where a critic is trained."""
+        """The critic's loss of a micro-batch, if a critic is trained."""
         return value_loss(values_T, old_values_T, returns_T, self.ppo.value_clip, num_tokens)
 
 

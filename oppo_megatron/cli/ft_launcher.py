@@ -1,11 +1,11 @@
-"""`oppo train --max-restarts` by nvidia-resiliency-ext's `ft_launcher`, where it is installed.
+"""`oppo train --max-restarts` by nvidia-resiliency-ext's `ft_launcher`, if it is installed.
 
-    oppo train       listens to signals, keeps the store in which ft_launcher meets itself, reads the verdict
-      ft_launcher    starts the worker again where it fails, up to N times
+    oppo train       listens to signals, keeps the store for ft_launcher's rendezvous, reads the verdict
+      ft_launcher    restarts the worker when it fails, up to N times
         worker       starts all ranks by this package's own launcher, with its watchdogs and supervisor (`ft_worker.py`)
 
-For ft_launcher every exit code but 0 is a failure: also that of a run that was told to stop, or that has found wrong input.  So
-the worker fails only where the run is to be started again from its last checkpoint; else it leaves a verdict, and ends with 0.
+ft_launcher treats every exit code except 0 as a failure, also that of a run that was told to stop or found wrong input.  So the
+worker fails only if the run must be restarted from its last checkpoint; otherwise it leaves a verdict, and ends with 0.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from oppo_megatron.data.tokenizer import Tokenizer
     from oppo_megatron.policy.asked import Conversation, Drawing, OutputFile, Request, Terminal
     from oppo_megatron.policy.finding import Policy
-    from oppo_megatron.policy.prompts import Asked, Wording
+    from oppo_megatron.policy.given_prompts import Asked, Wording
 
 ENTRY = "oppo_megatron.policy.answering:run_rank"
 MAX_TOKENS, CHAT_LENGTH = 256, 4096
@@ -26,7 +26,7 @@ LEAST = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_policy_arguments(parser)
-    asked = parser.add_argument_group("what is asked (one of these)")
+    asked = parser.add_argument_group("prompts (one of these)")
     asked.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times")
     asked.add_argument(
         "--input",
@@ -85,7 +85,7 @@ def add_policy_arguments(parser: argparse.ArgumentParser, *, several: bool = Fal
     layout.add_argument("--kv-cache-mb", type=float, metavar="MB", help="bound of a rank's KV cache (default: none)")
     layout.add_argument(
         "--context", type=int, metavar="N",
-        help=f"most tokens of prompt and response (default: what is needed; --chat: {CHAT_LENGTH}, or less where the model has)",
+        help=f"most tokens of prompt and response (default: as needed; --chat: {CHAT_LENGTH}, or less if the model has less)",
     )  # fmt: skip
 
 
@@ -138,9 +138,8 @@ def make_request(args: argparse.Namespace) -> Request | None:
     from oppo_megatron.data.stops import require_stop_texts
     from oppo_megatron.policy.answers import require_output
     from oppo_megatron.policy.asked import OutputFile, Request
-    from oppo_megatron.policy.finding import Choice, find_policy
-    from oppo_megatron.policy.fitting import policy_tokenizer, require_layout
-    from oppo_megatron.policy.prompts import numbered
+    from oppo_megatron.policy.finding import Choice, find_policy, policy_tokenizer, require_layout
+    from oppo_megatron.policy.given_prompts import numbered
 
     _require_consistent(args)
     policy = find_policy(args.directory, Choice(args.tokenizer, args.chat_template, args.base, args.dtype))
@@ -190,7 +189,7 @@ def _require_consistent(args: argparse.Namespace) -> None:
 
 
 def _require_of_use(args: argparse.Namespace, policy: Policy) -> None:
-    """Raises ConfigError for what is given, and would change nothing of what this policy says."""
+    """Raises ConfigError for options that would not change this policy's responses."""
     from oppo_megatron.errors import ConfigError
 
     problems, vocab_size = [], int(policy.hf_config["vocab_size"])
@@ -282,7 +281,7 @@ def _destination(args: argparse.Namespace, policy: Policy, drawing: Drawing) -> 
 
 
 def _wording(args: argparse.Namespace, policy: Policy) -> Wording:
-    from oppo_megatron.policy.prompts import Wording
+    from oppo_megatron.policy.given_prompts import Wording
 
     template = args.template
     if template is None:
@@ -291,10 +290,10 @@ def _wording(args: argparse.Namespace, policy: Policy) -> Wording:
 
 
 def _asked(args: argparse.Namespace, wording: Wording, tokenizer: Tokenizer) -> tuple[list[Asked], str]:
-    """Nothing of a conversation, but that there is a template for it; and what is said of prompts that are left out."""
+    """No prompts for a conversation, which only needs a template; also the message about prompts left out."""
     from oppo_megatron.config.paths import missing_path
     from oppo_megatron.errors import DataError
-    from oppo_megatron.policy.prompts import prompts_of_file, prompts_of_texts, within
+    from oppo_megatron.policy.given_prompts import prompts_of_file, prompts_of_texts, within
 
     if args.chat:
         prompts_of_texts(["?"], wording, tokenizer)

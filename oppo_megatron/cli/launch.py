@@ -127,7 +127,7 @@ def external_ranks(environment: Mapping[str, str]) -> dict[str, str] | None:
 
 
 def speaks_for_all(environment: Mapping[str, str]) -> bool:
-    """Whether this process is to say what is to be said once: it has started all ranks, or is the first of another launcher's."""
+    """Whether this process prints the lines that appear once: it has started all ranks, or is another launcher's first rank."""
     ranks = external_ranks(environment)
     return ranks is None or ranks["RANK"] == "0"
 

@@ -1,4 +1,4 @@
-"""Signals that the starting process gets, passed on to what it has started."""
+"""Passes the starting process's signals on to its child processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SignalRelay:
     the first signal where they save nothing (`saves`).
 
     Where a signal was sent to the whole process group, the ranks have had it already: SIGUSR1 asks for nothing twice.
-    `code` is what a run ends with whose ranks were told, and could not save: 75 (start it again), 130 after SIGINT, else 0.
+    `code`: exit code of a run whose ranks were told to stop and could not save: 75 (start it again), 130 after SIGINT, else 0.
     `listeners` are the processes to tell, `everyone` those to end.
     """
 

@@ -1,7 +1,7 @@
-"""How much memory this process holds: of its CUDA device where it computes on one, else of the host.
+"""The memory that this process holds: on its CUDA device if it computes on one, else on the host.
 
-On a CUDA device it is what torch's allocator has taken from the device, whether tensors fill it or not, without the CUDA
-context and the libraries' own buffers.  On the host it is the resident set, interpreter and libraries included.
+On a CUDA device this is the memory reserved by torch's allocator, whether tensors fill it or not, without the CUDA context and
+the libraries' own buffers.  On the host it is the resident set, interpreter and libraries included.
 """
 
 from __future__ import annotations

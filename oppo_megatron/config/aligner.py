@@ -15,19 +15,18 @@ from oppo_megatron.errors import ConfigError
 
 
 class StreamConfig(Section):
-    """How a service of `oppo serve-scorer` is asked."""
+    """The service of `oppo serve-scorer`."""
 
     url: str = Field(..., pattern="^https?://", description="address of the service, as `oppo serve-scorer` prints it")
-    token_env: str | None = Field(
-        None, description="environment variable with the bearer token that the service wants; null: none"
-    )
+    token_env: str | None = Field(None, description="environment variable with the service's bearer token; null: none")
 
 
 class AlignerConfig(CarryConfig):
-    """What `oppo_megatron.integrations.nemo_aligner` adds to NeMo-Aligner's `trainer.ppo`."""
+    """The settings that `oppo_megatron.integrations.nemo_aligner` adds to NeMo-Aligner's `trainer.ppo`."""
 
     scorer: StreamConfig | None = Field(
-        None, description="service that rewards come from, fed while the actor decodes; null: NeMo-Aligner's own server"
+        None,
+        description="service that computes the rewards, fed while the actor decodes; null: NeMo-Aligner's own server",
     )
 
 

@@ -1,6 +1,6 @@
 """A sentencepiece model as the files that `transformers.AutoTokenizer` loads, with the ids and texts of the engine.
 
-Pieces keep a space as a space (sentencepiece writes U+2581), so that text which holds U+2581 itself is not mixed up with it.
+Pieces keep a space as a space (sentencepiece writes U+2581), so that U+2581 in a text is not mistaken for a space.
 Control symbols are never read from text, as in `SentencePieceTokenizer`.
 """
 

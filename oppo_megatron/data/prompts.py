@@ -1,4 +1,4 @@
-"""Tokenized prompts and the endless, repeatable stream that the rollout scheduler admits them from."""
+"""Tokenized prompts, and the endless, repeatable stream from which the rollout scheduler admits them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts without meaning, for benchmarks that need no file from outside."""
+"""Random prompts, for benchmarks that need no other file."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from itertools import islice
 from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.config.model import RuntimeConfig
 from oppo_megatron.engine.links import Links
-from oppo_megatron.engine.rounds import Decoding, RoundRunner, decoder
+from oppo_megatron.engine.round_runner import Decoding, RoundRunner, decoder
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.mcore.model import RoleModel
@@ -66,7 +66,7 @@ class PromptDecoder:
         """
         rounds, waiting = self._rounds or self._new_rounds(), iter(prompts)
         assert rounds.decode is not None
-        self._rounds = None  # what is given up is in these caches and books
+        self._rounds = None  # these caches and books hold the abandoned sequences
         places = rounds.decode.cache.num_slots * self._model.groups.dp
         active: list[Rollout] = []
         while True:

@@ -1,7 +1,7 @@
-"""A micro-batch through a pipeline stage: at once, or, where memory does not suffice for that, in splits one after the other.
+"""A micro-batch through a pipeline stage: at once, or, if memory does not suffice, in splits one after the other.
 
-What a stage gives for the micro-batch is the same either way, up to rounding, so no other rank has to know: splits have no
-collective inside but the tensor-parallel ones, and with those a rank is not alone (`obstacle`).
+The stage's output for the micro-batch is the same either way, up to rounding, so no other rank has to know.  Splits contain no
+collectives except tensor-parallel ones, and with these a rank is not alone (`obstacle`).
 """
 
 from __future__ import annotations

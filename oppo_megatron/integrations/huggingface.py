@@ -30,7 +30,7 @@ COMPARED_TOKENS = 32
 
 @dataclass(frozen=True)
 class Conversion:
-    """What is to become of a directory.  `dtype`: null for the narrowest that keeps every bit; `max_shard_bytes`: of hf.
+    """The conversion of a directory.  `dtype`: null for the narrowest that keeps every bit; `max_shard_bytes`: of hf.
 
     `shape_file`: the `config.json` of a Megatron checkpoint that has none; `adapter`: a peft directory to merge into it.
     """
@@ -57,7 +57,7 @@ def convert(src: Path, dst: Path, what: Conversion, beside: Beside | None = None
     Raises CheckpointError if `src` cannot be read as what `dst` is to be, or `dst` is not empty; ConfigError for what cannot
     be asked for together.
     """
-    dst = dst.resolve()  # `.` has no name, and a link is not what is to be replaced
+    dst = dst.resolve()  # `.` has no name, and a link must not be replaced itself
     require_empty(dst)
     shape, source = _open_source(src, what)
     files, ids = (side_files(src), {}) if beside is None else beside(shape.family, side_files(src))

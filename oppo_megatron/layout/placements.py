@@ -1,4 +1,4 @@
-"""Where each role lives: its ranks, and which share of the model each of them holds.  Pure; every rank computes the same.
+"""Placements of roles: the ranks of each, and the share of the model on each rank.  Pure; every rank computes the same.
 
 Ranks of a role are numbered as megatron-core does: tensor ranks next to each other, then replicas, then pipeline stages.
 """

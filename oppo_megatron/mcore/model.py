@@ -41,9 +41,8 @@ from oppo_megatron.mcore.kv.dense import KVCache
 from oppo_megatron.mcore.kv.paged import PagedKVCache
 from oppo_megatron.mcore.kv.paged_kernels import find_kernel
 from oppo_megatron.mcore.layers.attention import AttentionPlan, PackedPlan
-from oppo_megatron.mcore.layers.parameter_tags import tag_parameter
 from oppo_megatron.mcore.layers.rope import rope_tables
-from oppo_megatron.mcore.layers.spec import ScalarHead, block_spec
+from oppo_megatron.mcore.layers.spec import ScalarHead, block_spec, tag_parameter
 from oppo_megatron.mcore.layers.windows import binding
 from oppo_megatron.mcore.model_shape import ModelShape
 from oppo_megatron.mcore.vocab_shards import VocabShards
@@ -161,7 +160,7 @@ class RoleModel(GPTModel):
 
         Where tp does not divide V, the last rank has fewer logits: those of rows that belong to no token are left out (`vocab`).
         Stages after the first take their input from `set_input_tensor`.  Logits are float32 where a cached call may draw from
-        them; those of whole sequences are as computed, so that what is made of them need not hold them twice.
+        them; those of whole sequences are as computed, so that later operations need not hold them twice.
         """
         if self.fused is not None and isinstance(plan, CachedPlan):
             return self._cached_forward(self.fused, tokens_T, plan, rows_R)

@@ -34,7 +34,7 @@ from oppo_megatron.mcore.out_of_memory import Begun
 Loss = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
 """(micro-batch, output of its rows) -> (its share of the minibatch's loss, summed statistics).
 
-The minibatch is that of all replicas: shares add up over micro-batches and over replicas.
+The minibatch spans all replicas: shares add up over micro-batches and over replicas.
 """
 
 Chunks = RoleModel | Sequence[RoleModel]
@@ -45,7 +45,7 @@ Chunks = RoleModel | Sequence[RoleModel]
 class StepReport:
     """One optimizer step.  `stats` are sums over the micro-batches (maxima where the name begins with `max_`).
 
-    They are those of all replicas, and known on last-stage ranks only; on the others the mapping is empty.
+    They cover all replicas, and are known on last-stage ranks only; on the others the mapping is empty.
     """
 
     grad_norm: float
@@ -245,7 +245,7 @@ class TrainedModel:
         """Forward, backward and one optimizer step on this replica's share of a minibatch, which may be empty.
 
         All ranks of all replicas make the call.  The micro-batches' losses add up, over the replicas too, to the
-        minibatch's; the gradient and its norm are those of the sum.  Raises NumericsError, before the weights change, if
+        minibatch's; the gradient and its norm belong to the sum.  Raises NumericsError, before the weights change, if
         the norm is not finite.
         """
         for ddp in self.ddp:

@@ -1,6 +1,6 @@
-"""What is left of a run that goes on from a checkpoint: how many prompts it still admits, and whether it may.
+"""The rest of a run that goes on from a checkpoint: the prompts it still admits, and whether it may go on.
 
-A step trains B rollouts, so `steps` steps need (steps - done) * B more, of which the buffer holds some already.
+A step trains B rollouts, so `steps` steps need (steps - done) * B more; the buffer holds some of them already.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from oppo_megatron.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Ahead:
-    """`done` steps are trained, prompts before `position` of the stream admitted, of which `held` rollouts are not trained yet.
+    """`done` steps are trained, prompts before `position` of the stream admitted, and `held` rollouts of these not trained yet.
 
     `left_out` are positions that are passed over.  A run that begins has none of these.
     """
@@ -69,8 +69,8 @@ def require_work(ahead: Ahead, steps: int | None, most: int | None, batch_size: 
     ends = [end for end in (ahead.limit(steps, batch_size), most) if end is not None]
     if ahead.total_steps(steps, min(ends), batch_size) <= ahead.done:
         raise CheckpointError(
-            f"the run has ended after {ahead.done} steps, and with these settings there is nothing more to train; set steps, or "
-            "epochs where it is what ends the run, to more, or choose another run_dir"
+            f"the run has ended after {ahead.done} steps, and with these settings there is nothing more to train; raise steps, "
+            "or epochs if they end the run, or choose another run_dir"
         )
 
 
@@ -89,7 +89,7 @@ def require_bounded_deferrals(deferrals: Sequence[int], batch_size: int, max_def
         )
     if needed > batch_size:
         raise CheckpointError(
-            f"rollout.batch_size is {batch_size}, but the checkpoint holds {len(deferrals)} rollouts, {forced} of which may not "
-            f"be deferred again: not all could be trained within overlap.max_deferrals={max_deferrals}; resume with "
+            f"rollout.batch_size is {batch_size}, but the checkpoint holds {len(deferrals)} rollouts, and {forced} of them may "
+            f"not be deferred again: not all could be trained within overlap.max_deferrals={max_deferrals}; resume with "
             f"rollout.batch_size={needed} or more"
         )

@@ -1,4 +1,4 @@
-"""Cross-checks: rules that tie several settings together.  Nothing is loaded; of paths only existence is asked.
+"""Cross-checks: rules that tie several settings together.  Nothing is loaded; paths are checked for existence only.
 
 Ranks and layouts are checked in `layout/checks.py`, because what fits depends on the models' shapes.
 """

@@ -1,4 +1,4 @@
-"""Pictures of finished runs: reward curves, and what each rank did in one step.
+"""Pictures of finished runs: reward curves, and each rank's work in one step.
 
 matplotlib is loaded on first use and drawn on without its global state, so no display is needed.
 """
@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from oppo_megatron.errors import DataError
+from oppo_megatron.report.colours import OTHER_COLOUR, RUN_COLOURS, SPAN_COLOURS
 from oppo_megatron.rundir.step_window import WAITING, StepWindow, step_window
 from oppo_megatron.rundir.trace import read_trace
 
@@ -20,29 +21,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DPI = 150
-# Okabe and Ito's palette, made to be told apart with any kind of colour vision.
-RUN_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-SPAN_COLOURS = {
-    "prefill": "#56B4E9",
-    "decode": "#0072B2",
-    "send": "#CC79A7",
-    "score": "#E69F00",
-    "experience": "#F0E442",
-    "update": "#009E73",
-    "evaluate": "#D55E00",
-    "wait": "#DDDDDD",
-    "wait_scores": "#DDDDDD",
-    "wait_tokens": "#DDDDDD",
-    "wait_update": "#DDDDDD",
-}
-OTHER_COLOUR = "#666666"
 OTHER_STEP_ALPHA = 0.4
 
 
 def plot_reward(runs: Mapping[str, Sequence[Mapping[str, Any]]], out_png: str | os.PathLike[str]) -> None:
     """Draw `reward_mean` against steps and against seconds (`time_s`), a line a run.
 
-    `runs` maps a run's name to its metrics lines.  The faint line is what was measured, the strong one its moving mean
+    `runs` maps a run's name to its metrics lines.  The faint line shows the measured values, the strong one their moving mean
     over a tenth of the steps.  Raises DataError where a run has no reward.
     """
     figure = new_figure(width_in=10.0, height_in=4.2)

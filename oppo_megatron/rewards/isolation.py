@@ -1,10 +1,10 @@
 """A user's reward function in a process of its own, under limits of time and memory.
 
-The limits hold accidents: an endless loop, a leak, a crash of native code.  They are no sandbox: the function has the
+The limits contain accidents: an endless loop, a leak, a crash of native code.  They are no sandbox: the function has the
 user's rights, files and network.
 
 Parent and child speak JSON, a line each way a call, over two pipes that the function's own output cannot get into.  Each call
-has a name that its answer repeats: what the function, or a copy of its process, writes into the pipe is no answer to another.
+has a name that its answer repeats, so text that the function, or a copy of its process, writes into the pipe is no answer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class IsolatedFunction:
     """`entry_point` with the keyword arguments `options`, as a function of (prompt, response, fields).
 
     The process starts with the first call and serves all of them; after a failure the next call starts another.
-    `environment` is what the process inherits, `cpu_s` the processor time of a call; None: as long as it may take.  All
+    `environment`: inherited by the process; `cpu_s`: processor time of a call, None: no limit.  All
     calls come from one thread, with which the process ends: the kernel ties PR_SET_PDEATHSIG to the thread that starts a
     process, not to that thread's process (prctl(2)).
     """
@@ -68,7 +68,7 @@ class IsolatedFunction:
         self.close()
 
     def __call__(self, prompt: str, response: str, fields: Mapping[str, Any]) -> float:
-        """Raises RewardError, naming the function, for an exception, a crash, a limit, or what is no number."""
+        """Raises RewardError, naming the function, for an exception, a crash, a limit, or a result that is no number."""
         if self._process is None:
             self._start()
         assert threading.get_ident() == self._thread, f"{self.entry_point} is called from the thread that started it"

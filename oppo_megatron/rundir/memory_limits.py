@@ -1,4 +1,4 @@
-"""`memory_limits.json`: what a run may do at once, where memory ran out among ranks that compute together.
+"""`memory_limits.json`: limits of a run's work at once, after memory ran out among ranks that compute together.
 
 A rank that runs out writes it and ends; every rank of the next start reads it.  It holds for the layout in which memory ran out:
 in another a rank has another share of the models.
@@ -27,6 +27,6 @@ def read_memory_limits(run: RunDirectory, layout: Mapping[str, Any]) -> dict[str
 
 
 def lower_memory_limit(run: RunDirectory, layout: Mapping[str, Any], name: str, most: int) -> None:
-    """From the next start in this layout on at most so much."""
+    """Set the limit `name` to at most `most`, from the next start in this layout on."""
     limits = read_memory_limits(run, layout)
     write_json(run.memory_limits, {"layout": layout, "limits": limits | {name: min(most, limits.get(name, most))}})

@@ -1,4 +1,4 @@
-"""The HTTP side: who may ask, how much, and what is answered.  The wire format is in `rewards/protocol.py`.
+"""The HTTP side: authorisation, limits and answers.  The wire format is in `rewards/protocol.py`.
 
 GET  /health    200 {"status": "ok"}
 POST /score     200 scores; 401 token; 408 too slow; 413 too large; 415 not JSON; 422 not of the form, or cannot be
@@ -11,6 +11,7 @@ import asyncio
 import hmac
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -21,12 +22,29 @@ from starlette.requests import ClientDisconnect
 
 from oppo_megatron.errors import RewardError
 from oppo_megatron.rewards import protocol
-from oppo_megatron.serving.limits import LIMITS, RequestLimits
 
 Scorer = Callable[[Sequence[protocol.Item]], list[float]]
 Asked = TypeVar("Asked")
 Found = TypeVar("Found")
 Message = TypeVar("Message", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """Limits of one request: bytes of its body, items, characters of one prompt or response, seconds for its body to arrive.
+
+    A larger request is answered with 413.  `max_waiting`: requests that are being scored or wait for it; more are answered
+    with 429.
+    """
+
+    max_bytes: int = 8 << 20
+    max_items: int = 256
+    max_characters: int = 200_000
+    max_waiting: int = 16
+    read_s: float = 30.0
+
+
+LIMITS = RequestLimits()
 
 
 class Refusal(Exception):
@@ -135,7 +153,7 @@ def _read_items(limits: RequestLimits, body: bytes) -> list[protocol.Item]:
 
 
 def new_app() -> FastAPI:
-    """A service that answers what is refused with a reason, and says that it is there."""
+    """A service that answers refused requests with a reason, and has a health check."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.get("/health")

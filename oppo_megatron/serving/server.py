@@ -67,7 +67,7 @@ def bound_socket(host: str, port: int, *, guarded: bool) -> socket.socket:
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         found.bind((host, port))
-    except (OSError, OverflowError, TypeError, ValueError) as error:  # the latter two of what is no name of a host
+    except (OSError, OverflowError, TypeError, ValueError) as error:  # the latter two for an invalid host name
         found.close()
         raise ConfigError(f"host {host!r}, port {port} cannot be listened on ({error}); name others") from error
     address = found.getsockname()[0]

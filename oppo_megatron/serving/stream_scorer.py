@@ -19,7 +19,7 @@ from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.out_of_memory import Exhausted, attempt
 from oppo_megatron.mcore.stage import step
 from oppo_megatron.rewards.streaming import checksum
-from oppo_megatron.serving.served_model import open_reward_model
+from oppo_megatron.serving.model_scorer import open_reward_model
 from oppo_megatron.serving.stream_app import Known, Piece
 
 Name = tuple[str, int]
@@ -27,7 +27,7 @@ Name = tuple[str, int]
 
 @dataclass
 class _Held:
-    """A sequence in the cache, by the number it has there.  `checksum` is that of its `known` tokens."""
+    """A sequence in the cache, by its number there.  `checksum`: of its `known` tokens."""
 
     number: int
     known: int = 0

@@ -1,4 +1,4 @@
-"""What every rank of a run executes."""
+"""The entry point of every rank of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Held-out prompts answered by the actor as it is, and judged by rules, functions, services and the run's reward model.
+"""Held-out evaluation: the current actor answers prompts; rules, functions, services and the run's reward model judge them.
 
 Legend: N responses, K metrics.
 """
@@ -20,7 +20,7 @@ from oppo_megatron.control.estimates import Figures, estimate
 from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.engine.completions import PromptDecoder
-from oppo_megatron.engine.rounds import RoundRunner
+from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.mcore.batch import join_rows, pack_sequences
@@ -128,7 +128,7 @@ class Evaluator:
             self.stop.load_state_dict(dict(state))
 
     def _decode(self, loop: Loop) -> list[Rollout]:
-        """In the order of the prompts."""
+        """The responses, in the order of the prompts."""
         assert loop.actor is not None
         decoder = PromptDecoder(
             loop.actor.role.serving,

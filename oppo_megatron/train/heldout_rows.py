@@ -1,4 +1,4 @@
-"""Rows that supervised training does not see, and what the model as it is makes of them.
+"""Held-out rows of supervised training, and their measurement with the current model.
 
 Legend: N rows, K metrics.
 """

@@ -1,4 +1,4 @@
-"""Where a run stands on one rank: the counters of the loop, and what a checkpoint takes of its parts."""
+"""The state of a run on one rank: the counters of the loop, and the state of its parts for checkpoints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from oppo_megatron.engine.rounds import RoundRunner
+from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.layout.placements import layout_tree
 from oppo_megatron.mcore.training import TrainedModel
 from oppo_megatron.overcommit.buffer import RolloutBuffer
@@ -17,15 +17,14 @@ from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.train.adaptation import Adaptation
 from oppo_megatron.train.evaluate import Evaluator
 from oppo_megatron.train.guards.rollback import Rollbacks
-from oppo_megatron.train.metering.meter import StepMeter
-from oppo_megatron.train.metering.phase import RolloutPhase
+from oppo_megatron.train.metering.meter import RolloutPhase, StepMeter
 from oppo_megatron.train.rollouts import Rollouts
 from oppo_megatron.train.updates import Updates
 
 
 @dataclass
 class RunState:
-    """`done` steps are trained; `phase` is that of the step under way, where a run stops or goes on within one."""
+    """`done` steps are trained; `phase`: of the step under way, if a run stops or goes on within one."""
 
     parts: Rollouts
     updates: Updates

@@ -167,7 +167,7 @@ def _write(config: SupervisedConfig, trainer: SupervisedTrainer[RowT], tokenizer
 def _continued(
     config: SupervisedConfig, saver: SupervisedSaver, world: World
 ) -> tuple[FoundSupervised | None, list[str]]:
-    """The checkpoint that the run goes on from, and what is said of that; nothing of the run has been touched."""
+    """The checkpoint from which the run goes on, and the message about it; nothing of the run has been touched."""
     found = find_supervised(config, world)
     if found is None:
         return None, [tell_of_nothing(config.run_dir)] if config.checkpoint.resume else []

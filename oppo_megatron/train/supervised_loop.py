@@ -1,4 +1,4 @@
-"""The loop of `oppo sft` and `oppo rm`, on every rank; a task says how rows become micro-batches and what their loss is."""
+"""The loop of `oppo sft` and `oppo rm`, on every rank; a task turns rows into micro-batches and gives their loss."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ class Task(Protocol[RowT]):
         ...
 
     def measure(self, rows: Sequence[RowT], vocab: VocabShards) -> Measure:
-        """Of each of `rows` what it weighs, and the sums of the held-out metrics over it."""
+        """For each of `rows` its weight, and the sums of the held-out metrics over it."""
         ...
 
 
 @dataclass
 class SupervisedTrainer(Generic[RowT]):
-    """One rank's view of the run.  `steps` are those of the whole run; the `report` is that of one rank, others have none."""
+    """One rank's view of the run.  `steps`: of the whole run; `report`: on one rank, None on the others."""
 
     config: SupervisedConfig
     task: Task[RowT]
@@ -113,7 +113,7 @@ class SupervisedTrainer(Generic[RowT]):
         return {"early_stop": stop, "memory": self.memory.by_rank.state_dict(), "layout": layout_tree(self.config)}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Go on with what a checkpoint holds beside them; bounds of memory are those of this layout, or none."""
+        """Restore the rest of a checkpoint's state; memory limits only if the layout is the same."""
         if self.heldout is not None:
             self.heldout.load_state_dict(state.get("early_stop"))
         if self.report is not None:

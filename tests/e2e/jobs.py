@@ -24,7 +24,7 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.engine import generation
 from oppo_megatron.engine.completions import PromptDecoder
 from oppo_megatron.engine.executor import Executor, RoleWorker
-from oppo_megatron.engine.rounds import RoundRunner
+from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.errors import OppoError
 from oppo_megatron.mcore.out_of_memory import LessAtOnce
 from oppo_megatron.mcore.training import StepReport, TrainedModel

@@ -31,10 +31,10 @@ from oppo_megatron.train.guards.rollback import RollBack, Rollbacks
 from oppo_megatron.train.inputs import Inputs, read_inputs
 from oppo_megatron.train.loop import TrainingLoop
 from oppo_megatron.train.saving import writing
-from oppo_megatron.train.saving.layout import ROLLOUTS
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.resuming import Found, find_checkpoint
 from oppo_megatron.train.saving.saver import Saver
+from oppo_megatron.train.saving.snapshot import ROLLOUTS
 from oppo_megatron.train.saving.state import frozen_models, rollout_lines, run_state
 from oppo_megatron.train.saving.telling import config_state
 from oppo_megatron.train.saving.writing import CheckpointWriting

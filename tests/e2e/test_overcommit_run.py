@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from oppo_megatron.config.overlap import DeltaConfig
-from oppo_megatron.control.delta import make_delta_controller
+from oppo_megatron.control.delta_controllers import make_delta_controller
 from oppo_megatron.records import StepSignals
 from tests.support.ppo import Outcome, Workspace, run_ppo_ranks, weight_distance
 

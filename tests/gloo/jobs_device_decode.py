@@ -10,7 +10,7 @@ from unittest import mock
 from oppo_megatron.config.model import DecodePath, KVLayout
 from oppo_megatron.engine import device_decode
 from oppo_megatron.engine.links import build_links
-from oppo_megatron.engine.rounds import RoundRunner, decoder
+from oppo_megatron.engine.round_runner import RoundRunner, decoder
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stop_text import StopText
 from oppo_megatron.engine.stopping import Stopping

@@ -16,7 +16,7 @@ from torch import Tensor
 from oppo_megatron.config.model import ModelConfig, OptimizerConfig, TrainingLayoutConfig
 from oppo_megatron.engine import generation, scoring
 from oppo_megatron.engine.links import build_links
-from oppo_megatron.engine.rounds import decoder
+from oppo_megatron.engine.round_runner import decoder
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.errors import CapacityError

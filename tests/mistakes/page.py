@@ -1,4 +1,4 @@
-"""`python -m tests.mistakes.page > docs/mistakes.md`: every mistake, and what is said to it, as it is said now."""
+"""`python -m tests.mistakes.page > docs/mistakes.md`: every mistake, with the message that it gets now."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ GROUPS = {
     "Weights, reports and jobs that are written": TAKEN,
     "Commands": COMMANDS,
     "Reward functions": FUNCTIONS,
-    "What a launcher or a machine says": ENVIRONMENT,
+    "Launchers and machines": ENVIRONMENT,
 }
 MISTAKES = tuple(mistake for group in GROUPS.values() for mistake in group)
 HEAD = """\
 # Mistakes and their remedies
 
-Each of these is made by a test, which looks that no file is lost or changed and that no traceback is shown, then follows the
-remedy and looks that it works.  The page is written by `python -m tests.mistakes.page`, from what the commands say.
+A test makes each of these mistakes, checks that no file is lost or changed and that no traceback is shown, then follows the
+remedy and checks that it works.  `python -m tests.mistakes.page` writes this page from the commands' messages.
 """
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 LONGEST = 420
@@ -110,7 +110,7 @@ def _write() -> None:
             build(template)
         print(HEAD)
         for number, (name, group) in enumerate(GROUPS.items()):
-            print(f"## {name}\n\n| mistake | typed | what is said |\n|---|---|---|")
+            print(f"## {name}\n\n| mistake | typed | message |\n|---|---|---|")
             for place, mistake in enumerate(group):
                 folder, said = Path(scratch) / f"{number}-{place}" / "project", io.StringIO()
                 folder.parent.mkdir()

@@ -13,15 +13,14 @@ from oppo_megatron.bench.dry_run import PARTS, DryRun
 from oppo_megatron.bench.overhead import dry_figures, tiny
 from oppo_megatron.bench.overlap import switched
 from oppo_megatron.bench.pictures import draw_chunks, draw_deltas, draw_scaling
-from oppo_megatron.bench.suite import BenchError, BenchStopped, Run, Suite
+from oppo_megatron.bench.suite import BenchError, BenchStopped, Run, Suite, require_same_work, work_figures, work_lines
 from oppo_megatron.bench.weave import weave_figures
-from oppo_megatron.bench.work import require_same_work, work_figures, work_lines
 from oppo_megatron.config.derived import max_context
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.overlap import ChunkConfig
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.control.chunk import ChunkTuner, StepCost, first_settled_step
-from oppo_megatron.control.delta import RULES
+from oppo_megatron.control.chunk_tuner import ChunkTuner, StepCost, first_settled_step
+from oppo_megatron.control.delta_controllers import RULES
 from oppo_megatron.errors import EXIT_REQUEUE, ConfigError
 from oppo_megatron.layout.placements import role_placements, world_size
 from oppo_megatron.layout.shape import check_shape

@@ -17,8 +17,7 @@ from oppo_megatron.report.build import write_report
 from oppo_megatron.report.charts import Line, LineChart, extent, short, ticks
 from oppo_megatron.report.downtime import without_downtime
 from oppo_megatron.report.png import legend_columns
-from oppo_megatron.report.run_records import distinct_names, read_run, read_runs
-from oppo_megatron.report.step_split import ALL_PARTS, split_step
+from oppo_megatron.report.run_records import ALL_PARTS, distinct_names, read_run, read_runs, split_step
 from oppo_megatron.report.svg import chart_svg
 from oppo_megatron.rundir.directory import RunDirectory, write_json
 from oppo_megatron.rundir.step_window import all_windows, step_window

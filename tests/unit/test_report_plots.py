@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from oppo_megatron.errors import DataError
+from oppo_megatron.report.colours import SPAN_COLOURS
 from oppo_megatron.report.plots import (
     OTHER_STEP_ALPHA,
-    SPAN_COLOURS,
     draw_window,
     moving_mean,
     new_figure,

@@ -25,7 +25,7 @@ from oppo_megatron.config.serve import ServeScorerConfig
 from oppo_megatron.errors import CapacityError, RewardError
 from oppo_megatron.rewards import streaming
 from oppo_megatron.rewards.streaming import ScorerStream, checksum
-from oppo_megatron.serving.limits import RequestLimits
+from oppo_megatron.serving.app import RequestLimits
 from oppo_megatron.serving.stream_app import Extend, Known, Piece, build_stream_app
 from oppo_megatron.serving.stream_scorer import open_stream_scorer
 from tests.support.hf import save_tiny

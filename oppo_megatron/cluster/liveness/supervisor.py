@@ -1,8 +1,8 @@
-"""Sees, in the process that has started the ranks of a host, that all of them end where the run has ended.
+"""Ensures, in the process that started the ranks of a host, that all of them end once the run has ended.
 
-a rank was killed or failed        those that are still there GRACE_S later are killed: they may hang, or be stopped
-told to stop, and not saved        the ranks end by themselves; those that cannot are killed
-the run stands still               as the ranks' watchdogs say, and end; where none of them can, all are killed
+a rank was killed or failed        the ranks still there GRACE_S later are killed: they may hang, or be stopped
+told to stop, and not saved        the ranks end by themselves; ranks that cannot are killed
+the run stands still               the ranks' watchdogs say so and end them; if none of them can, all are killed
 """
 
 from __future__ import annotations

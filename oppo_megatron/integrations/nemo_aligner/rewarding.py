@@ -13,7 +13,7 @@ from nemo_aligner.utils.distributed import broadcast_2d_tensor_within_mp
 from nemo_aligner.utils.server_utils import FutureResult
 from torch import Tensor
 
-from oppo_megatron.integrations.nemo_aligner.actor import KEY
+from oppo_megatron.integrations.nemo_aligner.pooled_actor import KEY
 from oppo_megatron.rewards.streaming import ScorerStream
 
 

@@ -28,7 +28,7 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Kept:
-    """What a replica resumes with.  `state` is that of the controllers, in plain JSON types."""
+    """The state from which a replica resumes.  `state`: of the controllers, in plain JSON types."""
 
     rows: list[Row]
     next_key: int

@@ -24,14 +24,14 @@ from nemo_aligner.utils.distributed import all_reduce_dict
 from omegaconf import DictConfig
 
 from oppo_megatron.config.aligner import AlignerConfig, read_aligner_config
-from oppo_megatron.control.chunk import ChunkTuner, StepCost
-from oppo_megatron.control.delta import make_delta_controller
+from oppo_megatron.control.chunk_tuner import ChunkTuner, StepCost
+from oppo_megatron.control.delta_controllers import make_delta_controller
 from oppo_megatron.errors import CheckpointError, ConfigError
-from oppo_megatron.integrations.nemo_aligner.actor import Effort, PoolBatches, PooledActor
-from oppo_megatron.integrations.nemo_aligner.decode import plain
 from oppo_megatron.integrations.nemo_aligner.pool import Pool, room, share_of
+from oppo_megatron.integrations.nemo_aligner.pooled_actor import Effort, PoolBatches, PooledActor
 from oppo_megatron.integrations.nemo_aligner.rewarding import StreamedRewards
 from oppo_megatron.integrations.nemo_aligner.sidecar import Kept, Sidecar
+from oppo_megatron.integrations.nemo_aligner.watched_decode import plain
 from oppo_megatron.records import StepSignals
 from oppo_megatron.rewards.streaming import build_stream
 

@@ -118,7 +118,7 @@ class SequenceCache(ABC):
         self._lengths[self._slots[seq_id]] += new
 
     def stored(self, seq_id: int) -> Tensor:
-        """What is cached of the sequence: keys and values by layer, [2 * layers, length, G, D]."""
+        """The sequence's cached keys and values by layer, [2 * layers, length, G, D]."""
         return self._read(self._slots[seq_id], self.length(seq_id))
 
     def restore(self, seq_id: int, stored: Tensor) -> None:

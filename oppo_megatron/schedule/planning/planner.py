@@ -1,6 +1,6 @@
-"""Plans the rounds of a run: the books say what is to be done, a generator says when, the checker says that it will work.
+"""Plans the rounds of a run: the books give the work, a generator its order, and the checker proves the result.
 
-Every rank plans for itself and comes to the same schedule, because the books advance by what every rank knows.
+Every rank plans for itself and reaches the same schedule, because the books advance by chunks that every rank records.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class RoundPlanner:
         order: Order,
         readable: Set[int] | None = None,
     ) -> PlannedRound:
-        """The round that decodes up to `chunk` tokens of each of `decode` and scores what is new of `score`.
+        """The round that decodes up to `chunk` tokens of each of `decode` and scores the new tokens of `score`.
 
         Roles whose outputs do not outlive the step read the sequences of `readable` alone; null: all.  Raises ScheduleError
         where the round cannot be carried out.

@@ -1,4 +1,4 @@
-"""One update of actor and critic again, alone, from a rejected batch."""
+"""Repeats one update of actor and critic, in one process, from a rejected batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checkpoints of `oppo train`: what is settled before one is written, and how a run goes on from one."""
+"""The checkpoints of `oppo train`: preparing and writing one, and continuing a run from one."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ from oppo_megatron.overcommit.ahead import (
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.train.saving.caches import load_caches, require_sound_books
 from oppo_megatron.train.saving.keeper import CheckpointKeeper, Cost, Work
-from oppo_megatron.train.saving.layout import MODELS, cache_path
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.resuming import Found
 from oppo_megatron.train.saving.saveable import Saveable
-from oppo_megatron.train.saving.snapshot import Snapshot, best_of, take_snapshot
+from oppo_megatron.train.saving.snapshot import MODELS, Snapshot, best_of, cache_path, take_snapshot
 from oppo_megatron.train.saving.state import (
     adapter_state,
     data_state,
@@ -101,7 +100,7 @@ class Saver(CheckpointKeeper):
         self.write(Work(position, take, whole, note, last), started)
 
     def require_same_run(self, found: Found, left_out: Set[int]) -> Ahead:
-        """What is left of a checkpoint's run, as it is configured now; `left_out` are positions in the stream of prompts.
+        """The rest of a checkpoint's run under the present configuration; `left_out`: positions in the stream of prompts.
 
         Raises CheckpointError where it has other prompts, another order of them, other adapters, had more steps or passes over
         the prompts, or has ended and has nothing left to train, and where rollouts in flight could not be trained within
@@ -122,7 +121,7 @@ class Saver(CheckpointKeeper):
         return ahead
 
     def describe(self, found: Found) -> list[str]:
-        """From where the run goes on, and which settings are not what they were."""
+        """Report where the run goes on from, and the changed settings."""
         state, run = found.state, RunDirectory(self.config.run_dir)
         then = state.get("config") or read_config_state(run.config)
         told = tell_of_changes(then, self._told["config"], state.get("sources", {}), self._told["sources"])

@@ -1,6 +1,6 @@
 """One rank's part in the rounds of a run: planned from the books, carried out by the executor.
 
-A round decodes a chunk of the active rollouts and scores what came before: `run`, then the buffer records the chunk, then
+A round decodes a chunk of the active rollouts and scores the chunk before: `run`, then the buffer records the chunk, then
 `recorded`.
 """
 
@@ -50,7 +50,7 @@ class RoundRunner:
 
     `decode` is None on ranks without the actor, `listen` on ranks with it; `scoring` are the scorer roles held here.
     `replicas` is the replica that this rank is part of, by role.
-    `planning_s` is what all rounds so far took to plan and check.
+    `planning_s`: seconds spent so far on planning and checking rounds.
     """
 
     planner: RoundPlanner
@@ -71,7 +71,7 @@ class RoundRunner:
         decoding: Decoding,
         readable: Set[int] | None = None,
     ) -> Chunk | None:
-        """Decode up to `chunk_tokens` of each of `active`, and score what is new of `score` (the critic: of `readable` in it).
+        """Decode up to `chunk_tokens` of each of `active`; score new tokens of `score` (for the critic: of those in `readable`).
 
         Returns the chunk, the same on every rank; None where `active` is empty.  Raises ScheduleError before anything
         has run, StallError where a peer does not come.

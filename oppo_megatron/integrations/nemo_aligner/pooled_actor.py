@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oppo_megatron.control.chunk import DecodeLaw
+from oppo_megatron.control.chunk_tuner import DecodeLaw
 from oppo_megatron.errors import DataError
-from oppo_megatron.integrations.nemo_aligner.decode import Decoded, Decoder
 from oppo_megatron.integrations.nemo_aligner.pool import Pool, Row, Wave
+from oppo_megatron.integrations.nemo_aligner.watched_decode import Decoded, Decoder
 from oppo_megatron.rewards.streaming import ScorerStream
 
 KEY = "oppo_row"
@@ -159,7 +159,7 @@ class PooledActor:
 class PoolBatches:
     """The batch iterator of a pooled step: draws what the pool lacks, then asks for b rows `num_microbatches` times.
 
-    The sampler begins behind what was trained, so what is in the pool is skipped: drawn = consumed + pool.
+    The sampler begins behind the trained rows, so the pool's rows are skipped: drawn = consumed + pool.
     """
 
     actor: PooledActor
