@@ -20,9 +20,8 @@ from fastapi import FastAPI
 from fastapi.responses import Response
 from pydantic import SecretStr
 
-from oppo_megatron.serving.app import build_app
+from oppo_megatron.serving.app import RequestLimits, build_app
 from oppo_megatron.serving.connections import CONNECTION_LIMITS, ConnectionLimits, network_of
-from oppo_megatron.serving.app import RequestLimits
 from tests.support.serving import served_app
 
 HTTP = httpx.Client(trust_env=False, verify=False, timeout=10.0, limits=httpx.Limits(max_keepalive_connections=0))
