@@ -40,10 +40,10 @@ demo: $(INSTALLED)
 	$(BIN)/oppo demo
 
 check: lint
-	$(PYTEST) -q -n $(JOBS) --dist loadfile -m "not gpu and not long and not slow" $(PURE)
+	$(PYTEST) -q -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not gpu and not long and not slow" $(PURE)
 
 test: lint docs
-	$(PYTEST) -n $(JOBS) --dist loadfile -m "not gpu and not long"
+	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not gpu and not long"
 	$(MAKE) test-aligner
 
 test-aligner: $(ALIGNER_INSTALLED)

@@ -16,7 +16,7 @@ from oppo_megatron.layout.placements import layout_tree
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.rundir.memory_limits import lower_memory_limit, read_memory_limits
 from tests.support.ppo import SHAPE, Workspace, read_outcome, run_ppo_ranks, weight_distance
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_new_ranks, run_ranks
 
 JOB = "tests.e2e.jobs:train_with_short_evaluation"
 BIG = SHAPE | {"vocab_size": 80_000}
@@ -42,7 +42,7 @@ def test_a_run_goes_on_with_less_at_once(tmp_path: Path, intra: bool) -> None:
     workspace, changes = Workspace.create(tmp_path), SETTINGS | {"overlap.intra": intra}
     plain = run_ppo_ranks(workspace.config("plain", **changes))
     config = workspace.config("short", **changes, checkpoint={"every_steps": 1})
-    run_ranks(1, "tests.e2e.jobs:train_within", config=config, mebibytes=205)
+    run_new_ranks(1, "tests.e2e.jobs:train_within", config=config, mebibytes=205)
     found, folder = read_outcome(Path(config["run_dir"])), Path(config["run_dir"])
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["memory_halved"] >= 1 and summary["memory_train_tokens"] < BATCH_TOKENS
