@@ -167,15 +167,20 @@ def run_streamed(job: Job) -> dict[str, Any]:
     return done | {"pieces": recorder.pieces, "lengths": {i: len(t) for i, t in recorder.tokens.items()}}
 
 
+def run_failing(job: Job) -> str:
+    """What a run says that comes to an error."""
+    trainer, _ = build(job)
+    try:
+        trainer.fit()
+    except OppoError as error:
+        return f"{type(error).__name__}: {error}"
+    return "trained"
+
+
 def run_refused(job: Job, rank: int) -> str:
     """What a run says of which rank `rank` alone has the wrong token for its scorer."""
     token = TOKEN if torch.distributed.get_rank() != rank else "another-token-of-the-test"
     with served_app(build_stream_app(Recorder().extend, SecretStr(token))) as url:
         os.environ["ALIGNER_TEST_TOKEN"] = TOKEN
         block = {**(job.oppo or {}), "scorer": {"url": url, "token_env": "ALIGNER_TEST_TOKEN"}}
-        trainer, _ = build(replace(job, oppo=block))
-        try:
-            trainer.fit()
-        except OppoError as error:
-            return f"{type(error).__name__}: {error}"
-    return "trained"
+        return run_failing(replace(job, oppo=block))

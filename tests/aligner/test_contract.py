@@ -275,6 +275,14 @@ def test_what_generates_without_a_break_is_refused() -> None:
     assert run_ranks(1, "tests.aligner.jobs:refusal", job=job) == ["taken"]
 
 
+def test_a_disk_that_fails_one_rank_ends_all_of_them(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints-oppo").write_text("a file where the folder is to be")
+    job = Job(oppo=DELTA, save_every=1, stop_after=1, folder=tmp_path)
+    mine, other = run_ranks(2, "tests.aligner.jobs:run_failing", timeout_s=60.0, job=job)
+    assert mine.startswith("CheckpointError") and "checkpoints-oppo" in mine
+    assert other.startswith("CheckpointError: rank 0: ") and "see to the disk" in other
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_converted_reward_model_has_all_that_nemo_aligners_asks_for(tied: bool, tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "hf", "llama", "scalar", tie_word_embeddings=tied)
