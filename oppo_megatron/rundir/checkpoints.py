@@ -101,10 +101,14 @@ class CheckpointStore:
         """Remove all but the last `keep`, and but for `best`.  Returns what was removed."""
         removed = [position for position in self.positions()[:-keep] if position != best]
         for position in removed:
-            trash = self.root / f"{REMOVED}{position.name}"
-            self.folder(position).rename(trash)  # a checkpoint's name never stands for half of one
-            shutil.rmtree(trash)
+            self.remove(position)
         return removed
+
+    def remove(self, position: Position) -> None:
+        """Remove one."""
+        trash = self.root / f"{REMOVED}{position.name}"
+        self.folder(position).rename(trash)  # a checkpoint's name never stands for half of one
+        shutil.rmtree(trash)
 
     def set_aside(self, position: Position) -> None:
         """A damaged checkpoint is one no longer, but is kept for a look at it, as `damaged-...`."""

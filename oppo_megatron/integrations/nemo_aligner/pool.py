@@ -131,8 +131,8 @@ class Pool:
 
 
 def share_of(delta: int, replica: int, replicas: int) -> int:
-    """This replica's part of a delta that is counted over all."""
-    return delta // replicas + (replica < delta % replicas)
+    """This replica's part of a delta that is counted over all: parts differ by one at most, the larger ones lie far apart."""
+    return delta * (replica + 1) // replicas - delta * replica // replicas
 
 
 def room(drawn: int, epoch: int, batch: int) -> int:
