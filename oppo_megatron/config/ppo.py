@@ -42,7 +42,7 @@ class KLConfig(Section):
 
     estimator: Literal["k1", "k2", "k3"] = Field("k1", description="KL of one sampled token; see docs/algorithm.md")
     mode: Literal["penalty", "loss"] = Field(
-        "penalty", description="per-token reward penalty, or a term of the actor's loss"
+        "penalty", description="per-token reward penalty, or a term of the actor's loss (estimator k2 or k3)"
     )
     coefficient: Annotated[float, Unit("reward a nat")] = Field(
         0.05, ge=0, description="weight of the KL (the first one, where it is adaptive)"

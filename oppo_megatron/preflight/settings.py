@@ -42,6 +42,7 @@ def check_train(config: TrainConfig) -> list[str]:
         *(check_data("evaluation.data", config.evaluation.data, templates=("prompt",)) if config.evaluation else []),
         *check_evaluation(config),
         *_check_algorithm(config),
+        *_check_kl(config.ppo),
         *(problem for name, role in config.trained.items() for problem in _check_optimizer(name, role.optimizer)),
         *check_layers(config.runtime, adapters=bool(adapters(config))),
         *(problem for name, lora in adapters(config).items() for problem in check_adapter(name, lora)),
@@ -57,6 +58,16 @@ def _check_algorithm(config: TrainConfig) -> list[str]:
         f"ppo.{name} is {getattr(config.ppo, name)}, but algorithm.preset {preset} has no critic, and nothing reads it; remove it"
         for name in ("gae_lambda", "value_clip")
         if getattr(config.ppo, name) != getattr(plain, name)
+    ]
+
+
+def _check_kl(ppo: PPOConfig) -> list[str]:
+    """A loss term must pull: the gradient of k1 is the score function, whose expectation is 0."""
+    if ppo.kl.mode != "loss" or ppo.kl.estimator != "k1":
+        return []
+    return [
+        "ppo.kl.mode is loss, but the gradient of ppo.kl.estimator k1 is 0 in expectation, so that nothing would hold the "
+        "policy to the reference; set ppo.kl.estimator to k2, which has the KL's gradient, or to k3"
     ]
 
 
