@@ -171,7 +171,7 @@ def _ppo_settings(config: TrainConfig) -> dict[str, Any]:
 def _optimizer_settings(config: TrainConfig) -> dict[str, float]:
     optimizer = config.actor.optimizer
     return {
-        "learning_rate": optimizer.lr,
+        "learning_rate": optimizer.rate,
         "adam_beta1": optimizer.betas[0],
         "adam_beta2": optimizer.betas[1],
         "adam_epsilon": optimizer.eps,

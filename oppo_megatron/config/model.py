@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from annotated_types import Ge, Lt
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
+from typing_extensions import Self
 
 from oppo_megatron.config.base import Section, Unit
 from oppo_megatron.config.lora import LoraConfig
@@ -102,10 +103,22 @@ class LearningModelConfig(ModelConfig):
     )
 
 
+class UsualRate(NamedTuple):
+    """The learning rate where none is given, of all weights and of adapters beside them."""
+
+    weights: float
+    adapters: float
+
+
 class OptimizerConfig(Section):
     """Adam and its schedule, through megatron-core's optimizer."""
 
-    lr: Annotated[float, Unit("")] = Field(1e-4, gt=0, description="largest learning rate")
+    lr: Annotated[float | None, Unit("")] = Field(
+        None,
+        gt=0,
+        description="largest learning rate; null: 1e-6 for an actor, 5e-6 for a critic, 1e-5 for the model of `oppo sft` and "
+        "`oppo rm`; ten times that where adapters (`lora`) are trained. `config.yaml` shows what it came to",
+    )
     min_lr: Annotated[float, Unit("")] = Field(0.0, ge=0, description="learning rate at the end of the decay")
     warmup_steps: Annotated[int, Unit("optimizer steps")] = Field(
         0, ge=0, description="optimizer steps of linear warm-up"
@@ -124,6 +137,18 @@ class OptimizerConfig(Section):
     clip_grad: Annotated[float, Unit("")] = Field(
         1.0, ge=0, description="largest global gradient norm; 0 turns clipping off"
     )
+
+    @property
+    def rate(self) -> float:
+        """`lr`, settled by the section that these settings stand in."""
+        assert self.lr is not None, "no section has settled the learning rate"
+        return self.lr
+
+    def settled(self, usual: UsualRate, lora: LoraConfig | None) -> OptimizerConfig:
+        """With a learning rate, the usual one where none is given."""
+        if self.lr is not None:
+            return self
+        return self.model_copy(update={"lr": usual.weights if lora is None else usual.adapters})
 
 
 class RoleConfig(ModelConfig):
@@ -148,11 +173,21 @@ class TrainedRoleConfig(RoleConfig, LearningModelConfig):
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainingLayoutConfig = TrainingLayoutConfig()
 
+    USUAL_RATE: ClassVar[UsualRate] = UsualRate(5e-6, 5e-5)
+
+    @model_validator(mode="after")
+    def _learning_rate(self) -> Self:
+        if self.optimizer.lr is None:
+            self.optimizer = self.optimizer.settled(self.USUAL_RATE, self.lora)
+        return self
+
 
 class ActorConfig(TrainedRoleConfig):
     """The policy."""
 
     generate: ParallelConfig | None = Field(None, description="layout of decoding; default: `parallel`")
+
+    USUAL_RATE: ClassVar[UsualRate] = UsualRate(1e-6, 1e-5)
 
 
 class AutoPlacementConfig(Section):

@@ -35,6 +35,7 @@ from oppo_megatron.config.model import (
     RoleConfig,
     RuntimeConfig,
     TrainedRoleConfig,
+    UsualRate,
 )
 from oppo_megatron.config.overlap import OverlapConfig
 from oppo_megatron.config.ppo import AlgorithmConfig, PPOConfig, RolloutConfig
@@ -211,6 +212,14 @@ class SupervisedConfig(RunConfig):
     @classmethod
     def _common_dtype(cls, data: Any) -> Any:
         return _with_long_rows(_with_common_dtype(data, ("model",)))
+
+    USUAL_RATE: ClassVar[UsualRate] = UsualRate(1e-5, 1e-4)
+
+    @model_validator(mode="after")
+    def _learning_rate(self) -> Self:
+        if self.optimizer.lr is None:
+            self.optimizer = self.optimizer.settled(self.USUAL_RATE, self.model.lora)
+        return self
 
     @property
     def measured(self) -> list[str]:

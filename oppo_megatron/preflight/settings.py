@@ -277,7 +277,7 @@ def _check_sources(config: TrainConfig) -> list[str]:
 
 
 def _check_optimizer(name: str, optimizer: OptimizerConfig, key: str | None = None) -> list[str]:
-    if optimizer.min_lr <= optimizer.lr:
+    if optimizer.min_lr <= optimizer.rate:
         return []
     where = key or f"{name}.optimizer"
-    return [f"{where}.min_lr is {optimizer.min_lr}, but must not exceed lr {optimizer.lr}; lower it"]
+    return [f"{where}.min_lr is {optimizer.min_lr}, but must not exceed lr {optimizer.rate}; lower it"]

@@ -217,6 +217,23 @@ def test_roles_take_the_runtimes_type_unless_they_give_their_own(good: Path, tmp
     assert load_config(TrainConfig, good).actor.dtype == "float32"
 
 
+def test_a_learning_rate_that_is_not_given_is_that_of_the_roles_kind(good: Path, tmp_path: Path) -> None:
+    critic = "critic.optimizer.lr=null"
+    plain = load_config(TrainConfig, good, [critic])
+    assert (plain.actor.optimizer.lr, plain.trained["critic"].optimizer.lr) == (1e-6, 5e-6)
+    adapted = load_config(TrainConfig, good, [critic, "actor.lora={rank: 4}", "actor.optimizer.warmup_steps=3"])
+    assert (adapted.actor.optimizer.lr, adapted.trained["critic"].optimizer.lr) == (1e-5, 5e-6)
+    given = load_config(TrainConfig, good, ["actor.optimizer.lr=3e-6", "critic.lora={rank: 4}"])
+    assert (given.actor.optimizer.lr, given.trained["critic"].optimizer.lr) == (3e-6, 1e-5), "as it is given"
+    dump_config(plain, tmp_path / "dumped.yaml")
+    assert "lr: 5.0e-06" in (tmp_path / "dumped.yaml").read_text(), "config.yaml shows what it came to"
+    assert load_config(TrainConfig, tmp_path / "dumped.yaml") == plain
+
+    supervised = {"run_dir": "r", "tokenizer": {"path": "t"}, "data": {"path": "d"}}
+    assert SFTConfig(**supervised, model={"checkpoint": "m"}).optimizer.lr == 1e-5
+    assert SFTConfig(**supervised, model={"checkpoint": "m", "lora": {}}).optimizer.lr == 1e-4
+
+
 def test_roles_given_as_sections_take_the_runtimes_type(good: Path) -> None:
     plain = load_config(TrainConfig, good)
     sections = {name: getattr(plain, name) for name in type(plain).model_fields}
