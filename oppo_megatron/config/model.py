@@ -167,7 +167,11 @@ class RoleConfig(ModelConfig):
         return text
 
 
-class TrainedRoleConfig(RoleConfig, LearningModelConfig):
+class AdaptedRoleConfig(RoleConfig, LearningModelConfig):
+    """A role that may have adapters; one that is not trained keeps those that it begins with."""
+
+
+class TrainedRoleConfig(AdaptedRoleConfig):
     """A trained role (critic)."""
 
     optimizer: OptimizerConfig = OptimizerConfig()

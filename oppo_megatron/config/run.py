@@ -135,7 +135,7 @@ class TrainSettings(RunConfig):
     placement: PlacementSettings = PlacementSettings()
     actor: ActorConfig
     critic: TrainedRoleConfig | None = Field(None, description="given where `algorithm.preset` trains a critic, and only there")
-    reference: RoleConfig | None = Field(None, description="null: the actor's starting weights")
+    reference: RoleConfig | None = Field(None, description="null: the actor as it begins, `lora.adapter` included")
     reward: RoleConfig | None = Field(None, description="the reward model, where `rewards` names one")
     rewards: list[RewardPart] = Field(..., min_length=1, description="the reward is the sum of these parts")
     rollout: RolloutConfig

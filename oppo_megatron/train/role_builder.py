@@ -21,7 +21,7 @@ from oppo_megatron.mcore.kv.paged_kernels import find_kernel
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.model import DTYPES, Head, RoleModel
 from oppo_megatron.mcore.out_of_memory import MemoryLimits
-from oppo_megatron.mcore.roles import load_role, without_adapters
+from oppo_megatron.mcore.roles import as_it_began, load_role
 from oppo_megatron.schedule.plan import round_generator
 from oppo_megatron.schedule.planning.new_planner import cache_slots, new_planner, share_of_sequences
 from oppo_megatron.train.actor import Actor
@@ -149,7 +149,7 @@ class RoleBuilder:
                 assert actor is not None
                 groups = self.topology.groups[name]
                 assert groups is not None
-                model = without_adapters(actor.role.serving, groups, self.config.actor.dtype)
+                model = as_it_began(actor.role.serving, groups, named_roles(self.config)[name])
             else:
                 model = self._model(name, head).requires_grad_(False)
             cache = self._cache(name, model)
