@@ -35,7 +35,8 @@ class Rollout:
     """A prompt's response while it grows, with what each token was sampled under.
 
     `logprobs` are of the full distribution at the configured temperature (what PPO uses), `sampling_logprobs` of the
-    distribution the token was drawn from (after top-k / top-p); `versions` is the policy version of each token.
+    distribution the token was drawn from (after top-k / top-p); `versions` is the policy version of each token: of the
+    oldest weights in the cache that it was drawn over.
     """
 
     prompt: Prompt

@@ -51,7 +51,6 @@ class Actor:
     role: TrainedRole
     algorithm: Algorithm
     temperature: float
-    keep_kv: bool
     version: int = 0
     ess: float = 1.0
     memory_limit: MemoryLimit = field(default_factory=lambda: MemoryLimits().train)
@@ -175,10 +174,7 @@ class Actor:
 
     def _fresh(self, batch: Sequence[Rollout]) -> Tensor:
         """[T]: 1 where decoding saw the very weights that the update starts from, cache included."""
-        flags: list[float] = []
-        for rollout in batch:
-            current = [version == self.version for version in rollout.versions]
-            flags += current if not self.keep_kv or all(current) else [False] * len(current)
+        flags = [float(version == self.version) for rollout in batch for version in rollout.versions]
         return torch.tensor(flags, dtype=torch.float32)
 
     def _summary(self, reports: list[dict[str, float]]) -> dict[str, float]:

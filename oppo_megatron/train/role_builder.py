@@ -66,12 +66,11 @@ class RoleBuilder:
         return share_of_sequences(self.config, self.topology.site.placements[role])
 
     def actor(self) -> Actor | None:
-        config = self.config
         role = self._trained("actor", "lm")
         if role is None:
             return None
-        keeps = config.overlap.actor_kv == "keep"
-        return Actor(role, self.algorithm, config.rollout.temperature, keeps, memory_limit=self.memory_limits.train)
+        temperature = self.config.rollout.temperature
+        return Actor(role, self.algorithm, temperature, memory_limit=self.memory_limits.train)
 
     def critic(self) -> Critic | None:
         role = self._trained("critic", "scalar")

@@ -86,4 +86,6 @@ class Rollouts:
         """Trained roles have other weights: what they have cached of carried rollouts is stale, where it is not kept."""
         if self.overlap.actor_kv == "recompute":
             self.rounds.actor_changed()
+        else:
+            self.rounds.actor_kept()
         self.rounds.scorers_changed()

@@ -105,7 +105,6 @@ def _replay(rejected: RejectedBatch, config: TrainConfig, world: World) -> Repla
         _role("actor", "lm", config, world, topology, facts.total_steps, facts.step),
         algorithm,
         config.rollout.temperature,
-        config.overlap.actor_kv == "keep",
         version=facts.policy_version,
     )
     critic = None

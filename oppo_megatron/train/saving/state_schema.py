@@ -143,6 +143,7 @@ class _Book(_Strict):
     replicas: list[Pair]
     cached: list[list[Pair]]
     outputs: list[Pair] | None = None
+    outlived: list[Pair] | None = None
 
 
 class _Data(_Strict):
