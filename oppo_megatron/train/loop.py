@@ -156,7 +156,7 @@ class TrainingLoop:
         """Every rank gets the scores, and knows how all ranks fare."""
         with self.meter.part("send" if self.actor is None else "wait_scores"):
             scored, report = self.exchange.gather(
-                batch, self.rounds, self.meter.scoring_seconds(), self.meter.clock.work
+                batch, self.rounds, self.meter.scoring_seconds(), self.meter.clock.work, self.meter.measured
             )
             self.rounds.planner.actor.most = self.meter.all_memory().decode_most
             self.saver.meet(step, float(scored.scores_B.double().mean()))

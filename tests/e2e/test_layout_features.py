@@ -105,6 +105,17 @@ def test_scorers_on_ranks_of_their_own(workspace: Workspace, plain: Outcome) -> 
     assert_same(run_ppo_ranks(config), plain)
 
 
+def test_a_tuned_chunk_is_the_same_for_scorers_partly_on_the_actors_ranks(workspace: Workspace, plain: Outcome) -> None:
+    """The reward model's stages are on a rank that decodes and on one that does not: both plan its rounds."""
+    chunk = {"overlap.chunk": {"tokens": 7, "adaptive": True, "candidates": [7, 20]}, "runtime.timeout_s": 60.0}
+    apart = {"placement": {"mode": "disaggregated", "actor": {"pp": 2}}, "overlap.intra": True}
+    config = deep(workspace, "partly", **apart, **chunk)
+    config["reward"] |= {"ranks": "1-2", "parallel": {"pp": 2}}
+    outcome = run_ppo_ranks(config)
+    assert [line["chunk_tokens"] for line in outcome.metrics] == [7, 7, 20], "a search has tried another size"
+    assert_same(outcome, plain)
+
+
 @pytest.mark.parametrize(
     ("name", "generate", "train", "moves"),
     [
