@@ -162,6 +162,19 @@ def train_until(config: dict[str, Any], rounds: int, rank: int = 0) -> bool:
         return run_ppo(checked, world, read_inputs(checked), preemption)
 
 
+def train_and_tell_chunks(config: dict[str, Any]) -> list[int]:
+    """`train`; the most tokens that each round of this rank was planned with."""
+    chunks, run = [], RoundRunner.run
+
+    def noting(runner: RoundRunner, active: Any, score: Any, chunk_tokens: int, *args: Any) -> Any:
+        chunks.append(chunk_tokens)
+        return run(runner, active, score, chunk_tokens, *args)
+
+    with mock.patch.object(RoundRunner, "run", noting):
+        train(config)
+    return chunks
+
+
 def train_with_sigterm(config: dict[str, Any], rank: int, after_s: float) -> bool:
     """`train`, where `rank` gets a SIGTERM some seconds after it has built its models; whether the run ended by itself."""
     checked = TrainConfig(**config)
