@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from oppo_megatron.algorithms.algorithm import Algorithm
+from oppo_megatron.algorithms.decode_gap import GapLimit
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.derived import max_context
 from oppo_megatron.config.run import TrainConfig
@@ -69,8 +70,9 @@ class RoleBuilder:
         role = self._trained("actor", "lm")
         if role is None:
             return None
-        temperature = self.config.rollout.temperature
-        return Actor(role, self.algorithm, temperature, memory_limit=self.memory_limits.train)
+        config, temperature = self.config, self.config.rollout.temperature
+        gap_limit = GapLimit.of(config.guards.logprob_gap, config.actor.dtype, temperature)
+        return Actor(role, self.algorithm, temperature, gap_limit=gap_limit, memory_limit=self.memory_limits.train)
 
     def critic(self) -> Critic | None:
         role = self._trained("critic", "scalar")

@@ -95,6 +95,7 @@ def test_staleness_settings_run_and_gate_the_fresh_tokens(workspace: Workspace, 
     weights = [line["importance_weight_mean"] for line in run.metrics]
     assert any(w != 1.0 for w in weights) == (correction == "decoupled")
     assert all(0 < line["ess"] <= 1 + 1e-9 for line in run.metrics)
+    assert all(0 < line["logprob_gap_judged"] <= line["logprob_gap"] for line in run.metrics)
     spans = [set(row["versions"]) for row in run.rollouts if row["deferrals"]]
     if actor_kv == "keep":  # a token is as old as the oldest weights that it was drawn over
         assert all(len(versions) == 1 for versions in spans)

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from oppo_megatron.algorithms.algorithm import make_algorithm
+from oppo_megatron.algorithms.decode_gap import GapLimit
 from oppo_megatron.algorithms.experience import Experience
 from oppo_megatron.cluster.world import World, choose_device, open_world
 from oppo_megatron.config.derived import max_context
@@ -106,6 +107,7 @@ def _replay(rejected: RejectedBatch, config: TrainConfig, world: World) -> Repla
         algorithm,
         config.rollout.temperature,
         version=facts.policy_version,
+        gap_limit=GapLimit.of(config.guards.logprob_gap, config.actor.dtype, config.rollout.temperature),
     )
     critic = None
     if algorithm.trains_critic:
