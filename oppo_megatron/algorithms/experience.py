@@ -40,6 +40,7 @@ class ExperienceStats:
 
     score_mean: float  # scores as the reward gave them, before clipping
     score_std: float
+    shaped_score_mean: float  # scores as they are trained on: clipped, and with what a cut response has in place of its own
     reward_mean: float  # per response: what GAE sees, KL penalty included
     kl_mean: float  # per response, nats
     value_mean: float | None  # per token
@@ -90,9 +91,7 @@ def build_experience(
         kl_T = kl_per_token(scored.behaviour_logp_T, scored.reference_logp_T, ppo.kl.estimator)
         if check:
             _check_tokens("KL to the reference", kl_T, lengths_B)
-        scores_B = clip_scores(scored.scores_B, ppo.reward_clip)
-        if ppo.truncated_score is not None:
-            scores_B = scores_B.masked_fill(scored.truncated_B, ppo.truncated_score)
+        scores_B = _shaped(clip_scores(scored.scores_B, ppo.reward_clip), scored.truncated_B, ppo)
         penalty = kl_coefficient if ppo.kl.mode == "penalty" else 0.0
         rewards_T = token_rewards(scores_B, kl_T, lengths_B, penalty)
         advantages_T, returns_T = estimator(rewards_T, scored.values_T, lengths_B)
@@ -107,18 +106,24 @@ def build_experience(
             kl_T=kl_T,
             rewards_T=rewards_T,
             lengths_B=lengths_B,
-            stats=_summarise(scored, kl_T, rewards_T, advantages_T, returns_T),
+            stats=_summarise(scored, scores_B, kl_T, rewards_T, advantages_T, returns_T),
         )
 
 
+def _shaped(scores_B: Tensor, truncated_B: Tensor, ppo: PPOConfig) -> Tensor:
+    """Scores, those of responses that were cut at the limit as the settings want them."""
+    return scores_B if ppo.truncated_score is None else scores_B.masked_fill(truncated_B, ppo.truncated_score)
+
+
 def _summarise(
-    scored: ScoredBatch, kl_T: Tensor, rewards_T: Tensor, advantages_T: Tensor, returns_T: Tensor
+    scored: ScoredBatch, shaped_B: Tensor, kl_T: Tensor, rewards_T: Tensor, advantages_T: Tensor, returns_T: Tensor
 ) -> ExperienceStats:
     num_rows = scored.scores_B.numel()
     scores_B, advantages_T = scored.scores_B.double(), advantages_T.double()
     return ExperienceStats(
         score_mean=float(scores_B.mean()),
         score_std=float(scores_B.std(correction=0)),
+        shaped_score_mean=float(shaped_B.double().mean()),
         reward_mean=float(rewards_T.double().sum()) / num_rows,
         kl_mean=float(kl_T.double().sum()) / num_rows,
         value_mean=None if scored.values_T is None else float(scored.values_T.double().mean()),

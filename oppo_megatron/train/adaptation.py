@@ -54,7 +54,7 @@ class Adaptation:
         assert facts.scores is not None
         with facts.planning():
             facts.length_gap = length_gap(batch, self.scheduler.buffer.rollouts)
-            signals = StepSignals(experience.stats.score_mean, facts.tail_waste, facts.scores.ess, facts.length_gap)
+            signals = StepSignals(experience.stats.shaped_score_mean, facts.tail_waste, facts.scores.ess, facts.length_gap)
             facts.delta_reason = self.scheduler.end_step(facts.step, signals).reason
             self.kl.observe(experience.stats.kl_mean, len(batch))
 

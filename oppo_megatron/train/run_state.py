@@ -113,6 +113,7 @@ class RunState:
         if self.evaluator is not None:
             self.evaluator.load_state_dict(state.get("early_stop"))
         self.updates.guard.load_state_dict(state["guard"])
+        self.updates.version = state["actor"]["version"]
         if self.updates.actor is not None:
             self.updates.actor.version, self.updates.actor.ess = state["actor"]["version"], state["actor"]["ess"]
         if state["phase"] is not None:

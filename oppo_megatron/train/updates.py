@@ -23,8 +23,9 @@ from oppo_megatron.train.update import UpdateSettings
 class Updates:
     """`actor` and `critic` are None where the rank has no part in them, or the algorithm no critic.
 
-    `conclude` waits for the checkpoint that is being written, if there is one: a guard may go back to it.  `admitted` is the
-    position in the stream of prompts behind the last one admitted.
+    `version` is the policy's, alike on every rank: updates of the actor so far.  `conclude` waits for the checkpoint that is
+    being written, if there is one: a guard may go back to it.  `admitted` is the position in the stream of prompts behind
+    the last one admitted.
     """
 
     config: TrainConfig
@@ -37,11 +38,7 @@ class Updates:
     meter: StepMeter
     conclude: Callable[[], None]
     admitted: Callable[[], int]
-
-    @property
-    def version(self) -> int:
-        """The policy's on ranks that hold it: updates so far."""
-        return 0 if self.actor is None else self.actor.version
+    version: int = 0
 
     def begin(self, step: int, batch: Sequence[Rollout]) -> None:
         """What of the actor's update needs no scores."""
@@ -62,16 +59,15 @@ class Updates:
             return experience, breach
         figures, breach = self._update(step, batch, experience)
         self._settle(breach, replace(evidence, figures={**evidence.figures, **figures}))
+        self.version += breach is None
         return experience, breach
 
     def _settings(self, step: int) -> UpdateSettings:
         return UpdateSettings.of(self.config, step, self.world.device)
 
     def _evidence(self, step: int, batch: Sequence[Rollout], scored: ScoredBatch, experience: Experience) -> Evidence:
-        newest = max(version for rollout in batch for version in rollout.versions)
-        version = newest if self.actor is None else self.meter.facts.version
         figures = experience.stats.figures()
-        return Evidence(step, version, self.kl.value, batch, scored, figures, self.exchange.refusal)
+        return Evidence(step, self.version, self.kl.value, batch, scored, figures, self.exchange.refusal)
 
     def _settle(self, breach: Breach | None, evidence: Evidence) -> None:
         if breach is not None:

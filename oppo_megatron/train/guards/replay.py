@@ -21,7 +21,7 @@ from oppo_megatron.mcore.model import Head
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.train.actor import Actor
 from oppo_megatron.train.critic import Critic
-from oppo_megatron.train.guards.rejected import RejectedBatch
+from oppo_megatron.train.guards.rejected import Facts, RejectedBatch
 from oppo_megatron.train.topology import Topology, build_topology
 from oppo_megatron.train.trained_role import TrainedRole, build_trained_role
 from oppo_megatron.train.update import UpdateSettings
@@ -103,7 +103,7 @@ def _replay(rejected: RejectedBatch, config: TrainConfig, world: World) -> Repla
     algorithm = make_algorithm(config.algorithm, config.ppo)
     experience = algorithm.experience(scored, facts.kl_coefficient, check=False)
     actor = Actor(
-        _role("actor", "lm", config, world, topology, facts.total_steps, facts.step),
+        _role("actor", "lm", config, world, topology, facts),
         algorithm,
         config.rollout.temperature,
         version=facts.policy_version,
@@ -111,14 +111,12 @@ def _replay(rejected: RejectedBatch, config: TrainConfig, world: World) -> Repla
     )
     critic = None
     if algorithm.trains_critic:
-        critic = Critic(_role("critic", "scalar", config, world, topology, facts.total_steps, facts.step), algorithm)
+        critic = Critic(_role("critic", "scalar", config, world, topology, facts), algorithm)
     figures, breach = _update(rejected, experience, actor, critic, config, world)
     return Replayed(figures, facts.figures, breach)
 
 
-def _role(
-    name: str, head: Head, config: TrainConfig, world: World, topology: Topology, total_steps: int, step: int
-) -> TrainedRole:
+def _role(name: str, head: Head, config: TrainConfig, world: World, topology: Topology, facts: Facts) -> TrainedRole:
     groups, training = topology.groups[name], topology.training[name]
     assert groups is not None and training is not None, "a world of one has every role"
     per_step = config.ppo.epochs * config.ppo.minibatches
@@ -131,9 +129,9 @@ def _role(
         device=world.device,
         path=config.runtime.decode_path,
         layers=config.runtime.layers,
-        num_updates=total_steps * per_step,
+        num_updates=facts.total_steps * per_step,
     )
-    role.trained.scheduler.step(increment=(step - 1) * per_step)  # the learning rate that the step had
+    role.trained.resume_schedule(facts.policy_version * per_step)  # skipped steps have made none
     return role
 
 
