@@ -83,7 +83,7 @@ def test_a_limit_that_is_given_is_for_every_token() -> None:
 
 
 def test_the_scale_is_that_of_one_rounding() -> None:
-    sizes = torch.tensor([0.1, 16.0, 31.9, 32.0, 63.9, 64.0, 200.0])
+    sizes = torch.tensor([0.1, 16.0, 31.75, 32.0, 63.5, 64.0, 200.0])
     spacing = [float(torch.nextafter(x.bfloat16(), torch.tensor(1e9).bfloat16()) - x.bfloat16()) for x in sizes]
     assert rounding_scale(sizes).tolist() == [max(1.0, each / 0.125) for each in spacing] == [1, 1, 1, 2, 2, 4, 8]
 
