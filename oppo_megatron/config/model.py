@@ -12,6 +12,7 @@ from typing_extensions import Self
 
 from oppo_megatron.config.base import Section, Unit
 from oppo_megatron.config.lora import LoraConfig
+from oppo_megatron.cores import has_cuda
 
 Layers = Literal["auto", "torch", "transformer_engine"]
 _RANKS = re.compile("{0}(-{0})?(,{0}(-{0})?)*".format("[0-9]{1,18}"))
@@ -235,13 +236,19 @@ class PlacementConfig(PlacementSettings):
 LEAST_MEETING_S = 60.0
 
 
+def usual_dtype(device: object) -> Dtype:
+    """The type of roles where nothing says another, by `runtime.device`."""
+    return "bfloat16" if device == "cuda" or (device == "auto" and has_cuda()) else "float32"
+
+
 class RuntimeConfig(Section):
     """How the machine is used."""
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one, else cpu")
-    dtype: Dtype = Field(
-        "float32",
-        description="type of every role that gives none of its own; in bfloat16 the optimizer keeps float32 weights beside",
+    dtype: Dtype | None = Field(
+        None,
+        description="type of every role that gives none of its own; in bfloat16 the optimizer keeps float32 weights beside. "
+        "null: bfloat16 on CUDA devices, float32 on a CPU; `config.yaml` shows what it came to",
     )
     threads_per_rank: Annotated[int, Unit("threads")] = Field(
         0, ge=0, description="CPU threads of each rank; 0: cores divided by local ranks"
@@ -285,6 +292,12 @@ class RuntimeConfig(Section):
     def meeting_s(self) -> float:
         """How long a rank waits at the start for all ranks to come, which may read data and load libraries before."""
         return max(self.timeout_s / 6, LEAST_MEETING_S)
+
+    @model_validator(mode="after")
+    def _settled_dtype(self) -> Self:
+        if self.dtype is None:
+            self.dtype = usual_dtype(self.device)
+        return self
 
     def sync_steps(self, device: str) -> int:
         """`decode_sync_steps` on a device of this type."""

@@ -36,6 +36,7 @@ from oppo_megatron.config.model import (
     RuntimeConfig,
     TrainedRoleConfig,
     UsualRate,
+    usual_dtype,
 )
 from oppo_megatron.config.overlap import OverlapConfig
 from oppo_megatron.config.ppo import AlgorithmConfig, PPOConfig, RolloutConfig
@@ -44,7 +45,10 @@ from oppo_megatron.config.reliability import CheckpointConfig, TrainCheckpointCo
 
 def _with_common_dtype(data: Any, roles: Sequence[str]) -> Any:
     """The settings, where roles that say nothing of their type have `runtime.dtype`; a wrong one is the section's to refuse."""
-    runtime = data.get("runtime") if isinstance(data, dict) else None
+    runtime = data.get("runtime", {}) if isinstance(data, dict) else None
+    if isinstance(runtime, dict) and runtime.get("dtype") is None:
+        runtime = runtime | {"dtype": usual_dtype(runtime.get("device", "auto"))}
+        data = data | {"runtime": runtime}
     dtype = runtime.get("dtype") if isinstance(runtime, dict) else getattr(runtime, "dtype", None)
     if dtype not in get_args(Dtype):
         return data
