@@ -20,16 +20,19 @@ from oppo_megatron.engine.executor import Executor, RoleWorker
 from oppo_megatron.engine.rounds import RoundRunner
 from oppo_megatron.errors import OppoError
 from oppo_megatron.mcore.training import TrainedModel
+from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.actions import Action
 from oppo_megatron.train.critic import Critic
 from oppo_megatron.train.entry import run_ppo, run_rank
 from oppo_megatron.train.guards.rollback import RollBack
 from oppo_megatron.train.inputs import read_inputs
 from oppo_megatron.train.loop import TrainingLoop
+from oppo_megatron.train.rollouts import Rollouts
 from oppo_megatron.train.run_state import RunState
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.resuming import Found
 from oppo_megatron.train.saving.saver import Saver
+from oppo_megatron.train.update import UpdateSettings, _minibatches
 from tests.support.limits import room_for
 
 
@@ -160,6 +163,20 @@ def train_until(config: dict[str, Any], rounds: int, rank: int = 0) -> bool:
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     with mock.patch.object(RoundRunner, "run", counting):
         return run_ppo(checked, world, read_inputs(checked), preemption)
+
+
+def train_with_a_wrong_logprob(config: dict[str, Any], minibatch: int) -> str:
+    """`train`, where the log-prob of one token in a minibatch of the first step is not what it was drawn with: its error."""
+    take, settings = Rollouts.take_batch, UpdateSettings.of(TrainConfig(**config), 1, torch.device("cpu"))
+
+    def spoilt(rollouts: Rollouts) -> list[Rollout]:
+        batch = take(rollouts)
+        row = list(_minibatches(len(batch), settings))[minibatch][0]
+        batch[row].logprobs[0] -= 0.5
+        return batch
+
+    with mock.patch.object(Rollouts, "take_batch", spoilt):
+        return train_error(config)
 
 
 def train_and_tell_chunks(config: dict[str, Any]) -> list[int]:
