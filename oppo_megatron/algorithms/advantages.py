@@ -78,6 +78,9 @@ class Moments:
         return max(self.total_of_squares / self.count - self.mean**2, 0.0)
 
 
+NOTHING_SEEN = Moments(0, 0.0, 0.0)
+
+
 def whiten(x_T: Tensor, moments: Moments | None = None, eps: float = 1e-8) -> Tensor:
     """`x_T` shifted to mean 0 and scaled to variance 1, [T].
 

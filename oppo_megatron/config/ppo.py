@@ -89,10 +89,21 @@ class PPOConfig(Section):
     )
     whiten_advantages: bool = Field(True, description="mean 0 and variance 1 over the whole batch")
     reward_clip: Annotated[float | None, Unit("reward")] = Field(
-        None, gt=0, description="bound of the absolute score of a rollout"
+        None, gt=0, description="bound of the absolute score of a rollout, before all else"
     )
     truncated_score: Annotated[float | None, Unit("reward")] = Field(
         None, description="score of a response cut at the limit, in place of its reward; null: its reward"
+    )
+    missing_eos_penalty: Annotated[float, Unit("reward")] = Field(
+        0.0, ge=0, description="taken off the score of a response cut at the limit, behind `truncated_score`"
+    )
+    reward_normalization: Literal["none", "batch", "running"] = Field(
+        "none",
+        description="scores to mean 0 and variance 1 behind `reward_clip`: over the batch, or over all batches trained so far "
+        "and this one",
+    )
+    critic_warmup_steps: int = Field(
+        0, ge=0, description="first steps that train the critic alone; the policy stays as it begins"
     )
     kl: KLConfig = KLConfig()
     staleness: Literal["behaviour", "decoupled"] = Field(

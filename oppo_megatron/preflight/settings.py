@@ -56,7 +56,7 @@ def _check_algorithm(config: TrainConfig) -> list[str]:
     preset, plain = config.algorithm.preset, PPOConfig()
     return [
         f"ppo.{name} is {getattr(config.ppo, name)}, but algorithm.preset {preset} has no critic, and nothing reads it; remove it"
-        for name in ("gae_lambda", "value_clip")
+        for name in ("gae_lambda", "value_clip", "critic_warmup_steps")
         if getattr(config.ppo, name) != getattr(plain, name)
     ]
 

@@ -49,11 +49,16 @@ class Adaptation:
         self.planner.learn(CostMeter(self.costs.stages, sums).costs(Costs()))
         self.costs.forget(COSTS_KEPT)
 
-    def learn_batch(self, facts: StepFacts, batch: Sequence[Rollout], experience: Experience) -> None:
-        """Delta and KL after an update; their inputs are the same on every rank."""
+    def learn_batch(
+        self, facts: StepFacts, batch: Sequence[Rollout], experience: Experience, *, actor_trained: bool = True
+    ) -> None:
+        """Delta and KL after an update of the actor; their inputs are the same on every rank."""
         assert facts.scores is not None
         with facts.planning():
             facts.length_gap = length_gap(batch, self.scheduler.buffer.rollouts)
+            if not actor_trained:
+                facts.delta_reason = f"step {facts.step}: delta stays, the critic warms up"
+                return
             signals = StepSignals(experience.stats.shaped_score_mean, facts.tail_waste, facts.scores.ess, facts.length_gap)
             facts.delta_reason = self.scheduler.end_step(facts.step, signals).reason
             self.kl.observe(experience.stats.kl_mean, len(batch))

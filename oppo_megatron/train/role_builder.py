@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from oppo_megatron.algorithms.algorithm import Algorithm
 from oppo_megatron.algorithms.decode_gap import GapLimit
 from oppo_megatron.cluster.world import World
-from oppo_megatron.config.derived import max_context
+from oppo_megatron.config.derived import max_context, num_updates
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.engine.executor import Executor, RoleWorker
@@ -171,7 +171,6 @@ class RoleBuilder:
         groups, training = self.topology.groups.get(name), self.topology.training.get(name)
         if groups is None or training is None:
             return None
-        ppo = self.config.ppo
         role = build_trained_role(
             self.config.trained[name],
             groups,
@@ -181,7 +180,7 @@ class RoleBuilder:
             device=self.world.device,
             path=self.config.runtime.decode_path,
             layers=self.config.runtime.layers,
-            num_updates=self.total_steps * ppo.epochs * ppo.minibatches,
+            num_updates=num_updates(self.config, name, self.total_steps),
         )
         for chunk in role.trained.chunks:  # every micro-batch of an update is a sign of life
             chunk.register_forward_pre_hook(lambda *_: self.world.activity.beat())

@@ -40,7 +40,9 @@ class Listening:
     [
         ({}, [0.5, -7.0, 3.0]),
         ({"reward_clip": 1.0}, [0.5, -1.0, 1.0]),
-        ({"reward_clip": 1.0, "truncated_score": -2.0}, [0.5, -2.0, 1.0]),
+        ({"reward_clip": 1.0, "truncated_score": -2.0}, [0.5, -1.0, -2.0]),
+        ({"reward_clip": 1.0, "missing_eos_penalty": 3.0}, [0.5, -1.0, -2.0]),
+        ({"reward_clip": 1.0, "reward_normalization": "batch"}, [0.5, -1.0, 1.0]),  # whose mean would say nothing
     ],
 )
 def test_delta_is_told_the_scores_that_are_trained_on(settings: dict[str, Any], scores: list[float]) -> None:
@@ -56,3 +58,5 @@ def test_delta_is_told_the_scores_that_are_trained_on(settings: dict[str, Any], 
         rollout.tokens = [1]
     adaptation.learn_batch(facts, buffer.rollouts, PPO(config(**settings)).experience(batch(), 0.3))
     assert rule.told[0].reward_mean == pytest.approx(sum(scores) / 3)
+    adaptation.learn_batch(facts, buffer.rollouts, PPO(config()).experience(batch(), 0.3), actor_trained=False)
+    assert len(rule.told) == 1 and "warms up" in facts.delta_reason, "a policy that is not trained has no trend"

@@ -104,6 +104,13 @@ class _Actor(_Strict):
     ess: Annotated[float, Field(allow_inf_nan=True)]
 
 
+class _History(_Strict):
+    count: Count
+    total: float
+    squares: Annotated[float, Field(ge=0)]
+    warmed: Count
+
+
 class _Occupancy(_Strict):
     clock: Count
     steps: Count
@@ -167,6 +174,7 @@ class _State(_Strict):
     guard: _Guard
     memory: _Memory
     actor: _Actor
+    history: _History = _History(count=0, total=0.0, squares=0.0, warmed=0)  # older checkpoints have none
     updates: Count
     phase: _Phase | None
     journal: _Journal
