@@ -40,7 +40,9 @@ class ExperienceStats:
 
     score_mean: float  # scores as the reward gave them, before clipping
     score_std: float
-    shaped_score_mean: float  # clipped, cut responses as `truncated_score` and `missing_eos_penalty` want; not normalised
+    shaped_score_mean: (
+        float  # clipped, cut responses as `truncated_score` and `missing_eos_penalty` want; not normalised
+    )
     reward_mean: float  # per response: what GAE sees, KL penalty included
     kl_mean: float  # per response, nats
     value_mean: float | None  # per token
@@ -116,7 +118,9 @@ def build_experience(
             rewards_T=rewards_T,
             lengths_B=lengths_B,
             scores=moments,
-            stats=_summarise(scored, _shaped(clipped_B, scored.truncated_B, ppo), kl_T, rewards_T, advantages_T, returns_T),
+            stats=_summarise(
+                scored, _shaped(clipped_B, scored.truncated_B, ppo), kl_T, rewards_T, advantages_T, returns_T
+            ),
         )
 
 

@@ -43,6 +43,7 @@ def check_train(config: TrainConfig) -> list[str]:
         *check_evaluation(config),
         *_check_algorithm(config),
         *_check_kl(config.ppo),
+        *_check_warmup(config),
         *(problem for name, role in config.trained.items() for problem in _check_optimizer(name, role.optimizer)),
         *check_layers(config.runtime, adapters=bool(adapters(config))),
         *(problem for name, lora in adapters(config).items() for problem in check_adapter(name, lora)),
@@ -68,6 +69,16 @@ def _check_kl(ppo: PPOConfig) -> list[str]:
     return [
         "ppo.kl.mode is loss, but the gradient of ppo.kl.estimator k1 is 0 in expectation, so that nothing would hold the "
         "policy to the reference; set ppo.kl.estimator to k2, which has the KL's gradient, or to k3"
+    ]
+
+
+def _check_warmup(config: TrainConfig) -> list[str]:
+    """A run must reach beyond the critic's warm-up."""
+    warming, steps = config.ppo.critic_warmup_steps, config.steps
+    if not warming or steps is None or warming < steps:
+        return []
+    return [
+        f"ppo.critic_warmup_steps is {warming}, but the run has {steps} steps, and the policy would never be trained; lower it"
     ]
 
 

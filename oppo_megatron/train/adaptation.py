@@ -59,7 +59,9 @@ class Adaptation:
             if not actor_trained:
                 facts.delta_reason = f"step {facts.step}: delta stays, the critic warms up"
                 return
-            signals = StepSignals(experience.stats.shaped_score_mean, facts.tail_waste, facts.scores.ess, facts.length_gap)
+            signals = StepSignals(
+                experience.stats.shaped_score_mean, facts.tail_waste, facts.scores.ess, facts.length_gap
+            )
             facts.delta_reason = self.scheduler.end_step(facts.step, signals).reason
             self.kl.observe(experience.stats.kl_mean, len(batch))
 

@@ -29,9 +29,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     path = save_byte_level(tmp_path_factory.mktemp("bos"), ["one two three"], bos_token=BEGIN)
     fast = FastTokenizer.from_file(str(path / "tokenizer.json"))
-    fast.post_processor = TemplateProcessing(
-        single=f"{BEGIN} $A", special_tokens=[(BEGIN, fast.token_to_id(BEGIN))]
-    )
+    fast.post_processor = TemplateProcessing(single=f"{BEGIN} $A", special_tokens=[(BEGIN, fast.token_to_id(BEGIN))])
     fast.save(str(path / "tokenizer.json"))
     return path
 
@@ -75,7 +73,10 @@ def test_a_prompt_that_is_cut_keeps_it(directory: Path, tmp_path: Path) -> None:
 
 
 def test_answers_to_learn_from_follow_it(directory: Path, tmp_path: Path) -> None:
-    path, tokenizer = rows(tmp_path, {"prompt": "one", "completion": "two"}), load_tokenizer(TokenizerConfig(path=directory))
+    path, tokenizer = (
+        rows(tmp_path, {"prompt": "one", "completion": "two"}),
+        load_tokenizer(TokenizerConfig(path=directory)),
+    )
     (row,) = load_completions(
         DataConfig(path=path), tokenizer, max_tokens=64, long_rows="error", quarantine=Quarantine()
     )
