@@ -13,6 +13,9 @@ from torch import Tensor
 
 from oppo_megatron.algorithms.packed import Lengths, last_tokens, lengths_like, tokens_after
 
+WHITEN_EPS = 1e-8
+"""Added to a variance, so that what does not vary can be divided by its deviation."""
+
 
 def clip_scores(scores_B: Tensor, bound: float | None) -> Tensor:
     """Scores held to [-bound, bound]; None leaves them as they are."""
@@ -60,8 +63,8 @@ class Moments:
 
     @classmethod
     def of(cls, x_T: Tensor) -> Moments:
-        x_T = x_T.detach().double()
-        return cls(x_T.numel(), float(x_T.sum()), float(x_T.square().sum()))
+        exact_T = x_T.detach().double()
+        return cls(x_T.numel(), float(exact_T.sum()), float(exact_T.square().sum()))
 
     def __add__(self, other: Moments) -> Moments:
         return Moments(
@@ -81,10 +84,10 @@ class Moments:
 NOTHING_SEEN = Moments(0, 0.0, 0.0)
 
 
-def whiten(x_T: Tensor, moments: Moments | None = None, eps: float = 1e-8) -> Tensor:
-    """`x_T` shifted to mean 0 and scaled to variance 1, [T].
+def whiten(x_T: Tensor, moments: Moments | None = None) -> Tensor:
+    """`x_T` shifted to mean 0 and scaled to population variance 1, [T].
 
-    `moments` are those of the GLOBAL batch when `x_T` is only a part of it; None takes the moments of `x_T` itself.
+    `moments`: those of a larger set that `x_T` is a part of; None takes those of `x_T` itself.
     """
     moments = moments or Moments.of(x_T)
-    return (x_T - moments.mean) / math.sqrt(moments.variance + eps)
+    return (x_T - moments.mean) / math.sqrt(moments.variance + WHITEN_EPS)

@@ -6,6 +6,7 @@ to the same final weights, or in an error that says what is wrong.
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import random
 import shutil
@@ -22,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from oppo_megatron.rundir.checkpoints import CheckpointStore
+from oppo_megatron.rundir.checkpoints import CheckpointStore, Position
 from oppo_megatron.rundir.manifest import require_whole
 from tests.e2e.jobs_checkpoint import call, die_while_saving, resume_to_the_end, weights_digest
 from tests.support.checkpoint_mutations import canary
@@ -222,6 +223,33 @@ def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole(begun: Begun, s
     assert_ended_with_the_last_checkpoint_whole(begun, small_disk / "run", answers, "No space left on device")
 
 
+def test_a_run_whose_last_checkpoint_cannot_be_written_has_ended_and_says_so(begun: Begun, tmp_path: Path) -> None:
+    config = begun.again(tmp_path / "run")
+    config |= {"checkpoint": config["checkpoint"] | {"every_steps": 0}, "logging": {"console": "plain"}}
+    ((error, said),) = run_ranks(1, "tests.e2e.jobs_checkpoint:end_without_space_for_a_checkpoint", config=config)
+    assert error == ""
+    assert "the run has ended, but cannot be given more steps later: " in said and "File too large" in said
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
+    assert weights_digest(tmp_path / "run") == begun.final_weights
+    assert contents(tmp_path / "run" / "checkpoints") == contents(begun.checkpoints)
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(begun: Begun, tmp_path: Path) -> None:
+    """Every file and folder of it, of two ranks, as it was then left; and at last the name."""
+    config = begun.again(tmp_path / "run") | {"placement": {"mode": "disaggregated"}}
+    by_rank = run_ranks(2, "tests.e2e.jobs_checkpoint:resume_noting_syncs", config=config)
+    store, position = CheckpointStore(tmp_path / "run" / "checkpoints"), Position(2)
+    whole, aside = store.folder(position), store.aside(position)
+    synced = [each for noted in by_rank for each in noted]
+    (named_s,) = (seconds for seconds, path, changed in synced if path == str(whole) and changed == -1)
+    before = {(path, changed) for seconds, path, changed in synced if seconds < named_s}
+    parts = [whole, *whole.rglob("*")]
+    assert len(parts) > 8 and len({path.name for path in (whole / "caches").iterdir()}) == 2
+    for part in parts:
+        assert (str(aside / part.relative_to(whole)), part.stat().st_mtime_ns) in before, part
+    assert any(path == str(store.root) and seconds > named_s for seconds, path, changed in synced if changed != -1)
+
+
 def test_weights_that_cannot_be_written_are_told_of_and_leave_nothing(begun: Begun, tmp_path: Path) -> None:
     config = begun.again(tmp_path / "run")
     job, place = "tests.e2e.jobs_checkpoint:run_with_small_files", "oppo_megatron.train.weights:export_weights"
@@ -232,10 +260,7 @@ def test_weights_that_cannot_be_written_are_told_of_and_leave_nothing(begun: Beg
 
 def test_figures_that_cannot_be_written_are_told_of(begun: Begun, tmp_path: Path) -> None:
     config = begun.again(tmp_path / "run")
-    job, place = (
-        "tests.e2e.jobs_checkpoint:run_with_small_files",
-        "oppo_megatron.train.logs.journal:Journal._write_rollouts",
-    )
+    job, place = "tests.e2e.jobs_checkpoint:run_with_small_files", "oppo_megatron.train.logs.journal:Journal.step"
     kind, message = run_ranks(1, job, config=config, num_bytes=100, within=place)[0]
     assert kind == "CheckpointError" and message.startswith(f"{tmp_path / 'run'}: ") and "--resume" in message
 

@@ -9,8 +9,8 @@ import pytest
 from oppo_megatron.algorithms.algorithm import PPO
 from oppo_megatron.config.overlap import ChunkConfig
 from oppo_megatron.config.ppo import KLConfig
-from oppo_megatron.control.chunk import ChunkTuner
-from oppo_megatron.control.kl import KLController
+from oppo_megatron.control.chunk_tuner import ChunkTuner
+from oppo_megatron.control.kl_controller import KLController
 from oppo_megatron.data.prompts import PromptStream
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler

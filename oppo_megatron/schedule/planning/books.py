@@ -1,7 +1,7 @@
-"""What each role has cached and computed of every rollout, kept alike on all ranks that plan a round with it.  Pure.
+"""Each role's cached and computed tokens of every rollout, kept alike on all ranks that plan a round with it.  Pure.
 
-A book says which replica a sequence belongs to, which sequences get a cache slot, and what each micro-batch of the coming
-round adds; the caches themselves follow it.
+A book assigns sequences to replicas and cache slots, and says what each micro-batch of the coming round adds; the caches
+themselves follow it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ReplicaWork:
 
 
 class Replicas:
-    """Which replica each sequence belongs to; it stays there until it has left.  `slots` are those of one replica's cache."""
+    """Each sequence's replica, where it stays until it leaves.  `slots`: the number of slots of one replica's cache."""
 
     def __init__(self, num_replicas: int, slots: int):
         self._num_replicas, self._slots = num_replicas, slots
@@ -123,7 +123,7 @@ class Book:
         return len(self._cached[replica])
 
     def state_dict(self) -> dict[str, Any]:
-        """Between two rounds, in plain JSON types: who belongs where, and what is cached."""
+        """The state between two rounds, in plain JSON types: each sequence's replica and its cached tokens."""
         return {"replicas": self._replicas.state_dict(), "cached": [pairs(cached) for cached in self._cached]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -320,7 +320,7 @@ class ActorBook(Book):
                 cached[rollout.seq_id] = rollout.num_tokens - 1
 
     def invalidate(self) -> None:
-        """The weights changed: what is cached is to be computed again."""
+        """The weights changed: caches must be computed again."""
         for cached in self._cached:
             cached.update(dict.fromkeys(cached, 0))
         self._outlived = {}

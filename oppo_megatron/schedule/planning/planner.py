@@ -1,6 +1,6 @@
-"""Plans the rounds of a run: the books say what is to be done, a generator says when, the checker says that it will work.
+"""Plans the rounds of a run: the books give the work, a generator its order, and the checker proves the result.
 
-Every rank plans for itself and comes to the same schedule, because the books advance by what every rank knows.
+Every rank plans for itself and reaches the same schedule, because the books advance by chunks that every rank records.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Literal
 
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.actions import Schedule
+from oppo_megatron.schedule.checking.caches import require_room
 from oppo_megatron.schedule.checking.checker import require_sound
 from oppo_megatron.schedule.planning.books import ActorBook, Book, ReplicaWork, ScoringBook
 from oppo_megatron.schedule.rounds import KVBudget, Round, Site
@@ -68,9 +69,10 @@ class RoundPlanner:
         order: Order,
         readable: Set[int] | None = None,
     ) -> PlannedRound:
-        """The round that decodes up to `chunk` tokens of each of `decode` and scores what is new of `score`.
+        """The round that decodes up to `chunk` tokens of each of `decode` and scores the new tokens of `score`.
 
-        Roles whose outputs do not outlive the step read the sequences of `readable` alone; null: all.
+        Roles whose outputs do not outlive the step read the sequences of `readable` alone; null: all.  Raises ScheduleError
+        where the round cannot be carried out.
         """
         late = self.late if decode else ()
         read = {name: [] if name in late else _readable(book, score, readable) for name, book in self.scorers.items()}
@@ -88,7 +90,9 @@ class RoundPlanner:
             tuple(tuple(work.decode) for work in actor),
             {name: tuple(tuple(w.prefill) for w in replicas) for name, replicas in works.items()},
         )
-        return PlannedRound(round_, works, self._schedule(round_, works))
+        budgets = self._budgets(works)
+        require_room(round_, budgets)
+        return PlannedRound(round_, works, self._schedule(round_, budgets))
 
     def learn(self, costs: Costs) -> None:
         """Plan by `costs` from now on.  All ranks do so between the same two rounds."""
@@ -128,8 +132,11 @@ class RoundPlanner:
             )
         return self._cuts[key]
 
-    def _schedule(self, round_: Round, works: Mapping[str, Sequence[ReplicaWork]]) -> Schedule:
-        """The schedule of the round's shape: sizes of micro-batches do not change what has to be done in which order."""
+    def _schedule(self, round_: Round, budgets: Mapping[str, Sequence[KVBudget]]) -> Schedule:
+        """The schedule of the round's shape: sizes of micro-batches do not change what has to be done in which order.
+
+        It is checked once: what sizes decide, `require_room` has seen.
+        """
         counts = tuple((name, tuple(map(len, replicas))) for name, replicas in sorted(round_.prefill.items()))
         key = (round_.steps, tuple(map(len, round_.decode)), counts)
         if key not in self._known:
@@ -140,7 +147,7 @@ class RoundPlanner:
                 shape = component(shape, self.site, self.rank)
             schedule = GENERATORS[self.generator](shape, self.site, self.costs)
             schedule = add_communication(schedule, shape, self.site)
-            require_sound(schedule, shape, self.site, self._budgets(works), self.costs)
+            require_sound(schedule, shape, self.site, budgets, self.costs)
             self._known[key] = schedule
         return self._known[key]
 
