@@ -40,9 +40,7 @@ class ExperienceStats:
 
     score_mean: float  # scores as the reward gave them, before clipping
     score_std: float
-    shaped_score_mean: (
-        float  # clipped, cut responses as `truncated_score` and `missing_eos_penalty` want; not normalised
-    )
+    shaped_score_mean: float  # clipped, of cut responses by `truncated_score` and `missing_eos_penalty`; not normalised
     reward_mean: float  # per response: what GAE sees, KL penalty included
     kl_mean: float  # per response, nats
     value_mean: float | None  # per token
@@ -88,10 +86,10 @@ def build_experience(
 ) -> Experience:
     """Rewards, advantages and returns (by `estimator`) of the whole global batch, without gradient.
 
-    Scores are clipped first, then normalised, where `seen` are those of all batches trained before; `truncated_score` and
-    `missing_eos_penalty` then stand as the user wrote them.  The KL enters the rewards only with
-    `kl.mode: penalty`.  Raises RewardError for a score, NumericsError for any other quantity that is not finite,
-    unless `check` is false: then what follows from such a quantity is not finite either.
+    Scores are clipped first, then normalised (`seen`: those of all batches trained before); `truncated_score` and
+    `missing_eos_penalty` then stand as the user wrote them.  The KL enters the rewards only with `kl.mode: penalty`.
+    Raises RewardError for a score, NumericsError for any other quantity that is not finite, unless `check` is false: then
+    what follows from such a quantity is not finite either.
     """
     lengths_B = lengths_like(scored.behaviour_logp_T, scored.lengths_B)
     if check:
@@ -100,9 +98,7 @@ def build_experience(
         kl_T = kl_per_token(scored.behaviour_logp_T, scored.reference_logp_T, ppo.kl.estimator)
         if check:
             _check_tokens("KL to the reference", kl_T, lengths_B)
-        clipped_B = clip_scores(scored.scores_B, ppo.reward_clip)
-        moments = Moments.of(clipped_B)
-        scores_B = _shaped(_normalised(clipped_B, moments, seen, ppo), scored.truncated_B, ppo)
+        scores_B, shaped_B, moments = _trained_scores(scored, ppo, seen)
         penalty = kl_coefficient if ppo.kl.mode == "penalty" else 0.0
         rewards_T = token_rewards(scores_B, kl_T, lengths_B, penalty)
         advantages_T, returns_T = estimator(rewards_T, scored.values_T, lengths_B)
@@ -118,10 +114,16 @@ def build_experience(
             rewards_T=rewards_T,
             lengths_B=lengths_B,
             scores=moments,
-            stats=_summarise(
-                scored, _shaped(clipped_B, scored.truncated_B, ppo), kl_T, rewards_T, advantages_T, returns_T
-            ),
+            stats=_summarise(scored, shaped_B, kl_T, rewards_T, advantages_T, returns_T),
         )
+
+
+def _trained_scores(scored: ScoredBatch, ppo: PPOConfig, seen: Moments) -> tuple[Tensor, Tensor, Moments]:
+    """Scores as they are trained on; these without a normalisation; and the moments of this batch's, clipped."""
+    clipped_B = clip_scores(scored.scores_B, ppo.reward_clip)
+    moments = Moments.of(clipped_B)
+    normalised_B = _normalised(clipped_B, moments, seen, ppo)
+    return _shaped(normalised_B, scored.truncated_B, ppo), _shaped(clipped_B, scored.truncated_B, ppo), moments
 
 
 def _shaped(scores_B: Tensor, truncated_B: Tensor, ppo: PPOConfig) -> Tensor:
