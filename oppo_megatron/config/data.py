@@ -20,8 +20,8 @@ class TokenizerConfig(Section):
     )
     add_bos: bool | None = Field(
         None,
-        description="begin each prompt with BOS, where text or template does not do so already; null: if the tokenizer itself "
-        "does (a sentencepiece model does not)",
+        description="begin each prompt with BOS, unless its text or template already does; null: if the tokenizer itself does "
+        "so (a sentencepiece model does not)",
     )
 
 

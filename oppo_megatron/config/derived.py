@@ -54,7 +54,7 @@ def minibatch_rows(config: TrainConfig) -> int:
 
 
 def num_updates(config: TrainConfig, role: str, steps: int) -> int:
-    """Optimizer steps of a trained role in a run of so many steps; the actor makes none while the critic warms up."""
+    """Optimizer steps of a trained role in a run of `steps` steps; the actor makes none while the critic warms up."""
     warming = config.ppo.critic_warmup_steps if role == "actor" else 0
     return max(0, steps - warming) * config.ppo.epochs * config.ppo.minibatches
 

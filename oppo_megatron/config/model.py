@@ -105,7 +105,7 @@ class LearningModelConfig(ModelConfig):
 
 
 class UsualRate(NamedTuple):
-    """The learning rate where none is given, of all weights and of adapters beside them."""
+    """The default learning rate: of all weights, and of adapters."""
 
     weights: float
     adapters: float
@@ -118,7 +118,7 @@ class OptimizerConfig(Section):
         None,
         gt=0,
         description="largest learning rate; null: 1e-6 for an actor, 5e-6 for a critic, 1e-5 for the model of `oppo sft` and "
-        "`oppo rm`; ten times that where adapters (`lora`) are trained. `config.yaml` shows what it came to",
+        "`oppo rm`; ten times that if adapters (`lora`) are trained. `config.yaml` shows the result",
     )
     min_lr: Annotated[float, Unit("")] = Field(0.0, ge=0, description="learning rate at the end of the decay")
     warmup_steps: Annotated[int, Unit("optimizer steps")] = Field(
@@ -141,12 +141,12 @@ class OptimizerConfig(Section):
 
     @property
     def rate(self) -> float:
-        """`lr`, settled by the section that these settings stand in."""
+        """`lr`, which the enclosing section has settled."""
         assert self.lr is not None, "no section has settled the learning rate"
         return self.lr
 
     def settled(self, usual: UsualRate, lora: LoraConfig | None) -> OptimizerConfig:
-        """With a learning rate, the usual one where none is given."""
+        """The same settings with a learning rate: the usual one if none is given."""
         if self.lr is not None:
             return self
         return self.model_copy(update={"lr": usual.weights if lora is None else usual.adapters})
@@ -169,7 +169,7 @@ class RoleConfig(ModelConfig):
 
 
 class AdaptedRoleConfig(RoleConfig, LearningModelConfig):
-    """A role that may have adapters; one that is not trained keeps those that it begins with."""
+    """A role that may have adapters; a role that is not trained keeps its initial ones."""
 
 
 class TrainedRoleConfig(AdaptedRoleConfig):
@@ -240,7 +240,7 @@ LEAST_MEETING_S = 60.0
 
 
 def usual_dtype(device: object) -> Dtype:
-    """The type of roles where nothing says another, by `runtime.device`."""
+    """The default type of roles on a `runtime.device`."""
     return "bfloat16" if device == "cuda" or (device == "auto" and has_cuda()) else "float32"
 
 

@@ -107,21 +107,21 @@ class PPOConfig(Section):
     )
     whiten_advantages: bool = Field(True, description="mean 0 and variance 1 over the whole batch")
     reward_clip: Annotated[float | None, Unit("reward")] = Field(
-        None, gt=0, description="bound of the absolute score of a rollout, before all else"
+        None, gt=0, description="bound of the absolute score of a rollout, applied first"
     )
     truncated_score: Annotated[float | None, Unit("reward")] = Field(
         None, description="score of a response cut at the limit, in place of its reward; null: its reward"
     )
     missing_eos_penalty: Annotated[float, Unit("reward")] = Field(
-        0.0, ge=0, description="taken off the score of a response cut at the limit, behind `truncated_score`"
+        0.0, ge=0, description="subtracted from the score of a response cut at the limit, after `truncated_score`"
     )
     reward_normalization: Literal["none", "batch", "running"] = Field(
         "none",
-        description="scores to mean 0 and variance 1 behind `reward_clip`: over the batch, or over all batches trained so far "
-        "and this one",
+        description="scales scores to mean 0 and variance 1, after `reward_clip`: over the batch, or over all batches so far, "
+        "this one included",
     )
     critic_warmup_steps: int = Field(
-        0, ge=0, description="first steps that train the critic alone; the policy stays as it begins"
+        0, ge=0, description="number of initial steps that train only the critic; the policy does not change"
     )
     kl: KLConfig = KLConfig()
     staleness: Literal["behaviour", "decoupled"] = Field(
