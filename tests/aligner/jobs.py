@@ -20,11 +20,11 @@ from megatron.core import dist_checkpointing
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from nemo_aligner.models.nlp.gpt.gpt_reward_model import GPTRewardModel
-from oppo_megatron.integrations.nemo_aligner.pooled_actor import PooledActor
 from pydantic import SecretStr
 
 from oppo_megatron.errors import OppoError
 from oppo_megatron.integrations.nemo_aligner.pool import Pool, Row
+from oppo_megatron.integrations.nemo_aligner.pooled_actor import PooledActor
 from oppo_megatron.rewards.streaming import checksum
 from oppo_megatron.serving.stream_app import Known, Piece, build_stream_app
 from tests.aligner.actor import start_megatron, weights

@@ -60,9 +60,10 @@ def test_a_run_goes_on_with_less_at_once(tmp_path: Path, intra: bool) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "mebibytes"),
-    [({"tp": 2}, 100), pytest.param({"pp": 2}, 190, marks=pytest.mark.long)],
+    [({"tp": 2}, 100), ({"pp": 2}, 190)],
     ids=["tensor parallel", "pipeline stages"],
 )
+@pytest.mark.long
 def test_ranks_that_compute_together_start_again_with_less_at_once(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

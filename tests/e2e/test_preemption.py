@@ -88,6 +88,7 @@ def whole_checkpoints(config: dict[str, Any]) -> list[str]:
     return [position.name for position in store.positions()]
 
 
+@pytest.mark.long
 def test_a_second_sigterm_ends_a_run_within_a_save_and_a_save_that_is_late_is_given_up(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:

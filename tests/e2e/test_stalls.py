@@ -50,7 +50,7 @@ def test_a_stopped_scorer_is_named_and_ended_and_the_run_goes_on(workspace: Work
     assert num_lines(config) == 6
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_rank_killed_within_a_checkpoint_is_named_with_what_it_was_at(workspace: Workspace) -> None:
     """So is what the other waited for, or was at."""
     config = deep(workspace, "killed", steps=8, **TWO_RANKS)

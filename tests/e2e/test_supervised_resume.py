@@ -119,7 +119,8 @@ def test_an_epoch_that_ended_with_a_short_batch_is_followed_by_another(inputs: P
     assert sum(line["tokens"] for line in lines) == 2 * sum(line["tokens"] for line in first)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_save_and_say_how_to_go_on(inputs: Path, tmp_path: Path, number: signal.Signals) -> None:
     run_dir, config = tmp_path / "run", tmp_path / "sft.yaml"
     chosen = settings(inputs, "sft", run_dir, epochs=4000, batch_size=8, parallel={"dp": 2})

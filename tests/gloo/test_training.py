@@ -83,6 +83,8 @@ CASES = [
     Case(1, 2, 2, FULL | SHARDED | OVERLAP),
     Case(1, 1, 1, SELECTIVE),
 ]
+COVERED = [Case(2, 1, 1), Case(2, 2, 1), Case(1, 2, 2), Case(2, 1, 2)]
+"""Other cases have these layouts too, with options that change no result."""
 DEEP_CASES = [
     Case(1, 2, 1, {"vpp": 2}),
     Case(1, 4, 1, {"vpp": 2}),
@@ -215,7 +217,9 @@ def run_case(
     )
 
 
-@pytest.mark.parametrize("case", CASES, ids=case_id)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.long] if case in COVERED else []) for case in CASES], ids=case_id
+)
 def test_steps_equal_plain_torch(models: dict[str, str], case: Case, tmp_path: Path) -> None:
     chosen = {name: models[name] for name in NAMES}
     answers = run_case(chosen, case, tmp_path)

@@ -210,10 +210,10 @@ def test_given_rank_runs_here(
         ("fine", 0, ""),
         ("wrong input", 2, "rank 1: line 3 is not JSON; correct it\n"),
         ("rollback", EXIT_AGAIN, ""),
-        ("abort", 2, "rank 0: line 4 is not JSON; correct it\n"),
+        pytest.param("abort", 2, "rank 0: line 4 is not JSON; correct it\n", marks=pytest.mark.long),
         ("killed", 2, "rank 1 was ended by SIGKILL"),
         ("defect", 1, "TypeError: a bug of ours"),
-        ("stalled", 1, "KeyError: 'the cause'"),
+        pytest.param("stalled", 1, "KeyError: 'the cause'", marks=pytest.mark.long),
         ("full disk", 2, "rank 1: [Errno 28] No space left on device: 'runs/x/metrics.jsonl'"),
     ],
 )
@@ -227,7 +227,7 @@ def test_two_local_ranks(two_ranks: Path, kind: str, code: int, message: str) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_ranks_that_would_save_nothing_end_with_the_first_signal(two_ranks: Path, number: signal.Signals) -> None:
     """`preempt_deadline_s: 0`: with the exit code of a process that leaves the signal alone, and nobody starts it again."""
     parent = started(two_ranks, "parent.py", "long", "0")
