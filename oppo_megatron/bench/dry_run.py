@@ -162,6 +162,8 @@ class DryRun:
                     book.forget(rollout.seq_id)
             if self.config.overlap.actor_kv == "recompute":
                 self.planner.actor.invalidate()
+            else:
+                self.planner.actor.keep()
             self.planner.reset_perishable()
         if self.site.listeners:
             with self.watch.part("stream"):

@@ -249,7 +249,8 @@ class ActorBook(Book):
     """The book of the decoding actor.
 
     Between rounds an open sequence has all but its last token cached, unless its cache is stale: then the next round
-    begins with its prefill.  With too few slots, or memory for `most` in a micro-batch only, those admitted first run, and
+    begins with its prefill.  One that is kept beyond updates has outlived so many: what is drawn over it is of weights as
+    old.  With too few slots, or memory for `most` in a micro-batch only, those admitted first run, and
     the others wait for the next round.
     """
 
@@ -259,6 +260,7 @@ class ActorBook(Book):
         self._limit = limit
         self.most: int | None = None  # sequences of a decode micro-batch, where memory allows no more
         self._waiting: set[int] = set()  # that have a slot, and did not run in the round planned last
+        self._outlived: dict[int, int] = {}  # updates since an open sequence's cache was begun, where there were any
 
     def running(self, active: Sequence[Rollout]) -> list[int]:
         """How many sequences each replica will decode in the next round."""
@@ -313,6 +315,7 @@ class ActorBook(Book):
             if rollout.finished:
                 del cached[rollout.seq_id]
                 self._replicas.remove(rollout.seq_id)
+                self._outlived.pop(rollout.seq_id, None)
             else:
                 cached[rollout.seq_id] = rollout.num_tokens - 1
 
@@ -320,6 +323,25 @@ class ActorBook(Book):
         """The weights changed: caches must be computed again."""
         for cached in self._cached:
             cached.update(dict.fromkeys(cached, 0))
+        self._outlived = {}
+
+    def keep(self) -> None:
+        """The weights changed, and what is cached is kept."""
+        for cached in self._cached:
+            for seq_id in (each for each, count in cached.items() if count):
+                self._outlived[seq_id] = self._outlived.get(seq_id, 0) + 1
+
+    @property
+    def outlived(self) -> Mapping[int, int]:
+        """Updates that were made since the cache of a sequence was begun; 0 of one that is not there."""
+        return self._outlived
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"outlived": pairs(self._outlived)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._outlived = dict(state.get("outlived") or [])  # older checkpoints have none
 
     def _room(self, rollout: Rollout) -> int:
         return self._limit(rollout.seq_id) - len(rollout.tokens)
