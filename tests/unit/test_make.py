@@ -46,8 +46,9 @@ def places(text: str, *steps: str) -> list[int]:
         (
             "test",
             (
-                "-m venv .venv", "install -c constraints.txt -e '.[test,docs]'", ".venv/bin/ruff", "mkdocs build", "-m pytest",
+                "-m venv .venv", "install -c constraints.txt -e '.[test,docs]'", ".venv/bin/ruff", "mkdocs build",
                 "venv --without-pip .venv-aligner", "tests/aligner/requirements-nodeps.txt", "pytest -W ignore tests/aligner",
+                "-m pytest -n",
             ),
         ),
     ],
