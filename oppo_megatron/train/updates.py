@@ -68,7 +68,7 @@ class Updates:
         return UpdateSettings.of(self.config, step, self.world.device)
 
     def _evidence(self, step: int, batch: Sequence[Rollout], scored: ScoredBatch, experience: Experience) -> Evidence:
-        newest = max(version for rollout in batch for version in rollout.versions)
+        newest = max(rollout.newest_version for rollout in batch)
         version = newest if self.actor is None else self.meter.facts.version
         figures = experience.stats.figures()
         return Evidence(step, version, self.kl.value, batch, scored, figures, self.exchange.refusal)
