@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from oppo_megatron.bench.suite import BenchError, Runs
+from oppo_megatron.bench.outcomes import BenchError
+from oppo_megatron.bench.suite import Runs
 from oppo_megatron.config.run import TrainConfig
 
 
