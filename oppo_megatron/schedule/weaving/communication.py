@@ -31,7 +31,7 @@ def messages_of(rank: int, schedule: Schedule, round: Round, site: Site) -> tupl
     return (
         *(m for action in own for m in _with_messages(action, placements[action.role], coords_by_role[action.role])),
         *_last_tokens(own, placements["actor"]),
-        *(spread(rank, round.index, site) if round.decodes else ()),
+        *(_spread(rank, round.index, site) if round.decodes else ()),
     )
 
 
@@ -67,7 +67,7 @@ def _last_tokens(actions: tuple[Action, ...], actor: RolePlacement) -> Iterator[
             yield _message(action, Op.RECV, Payload.TOKENS, source, action.step)
 
 
-def spread(rank: int, chunk: int, site: Site) -> Iterator[Action]:
+def _spread(rank: int, chunk: int, site: Site) -> Iterator[Action]:
     """The end of a rank's list where a chunk was decoded: how it becomes known outside the replica that decoded it."""
     actor = site.placements["actor"]
     decoding = actor.coords(rank) is not None

@@ -6,7 +6,7 @@ time of the component's ranks.  So a rank plans a component, whose size does not
 
 Ranks with the same replica and stage of every role are one *class*.  A generator puts the same actions at the same times
 on all of them, as it places by stage.  So a component is planned and checked with one rank for each class (the *model*),
-and what a rank carries out is the list of its class that was checked, renumbered.
+and a rank carries out the compute actions of its class, with messages between ranks of its own shard.
 
 What is proved of the model holds for the component, and what is proved of every component for the whole:
 
@@ -26,9 +26,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from oppo_megatron.layout.placements import RolePlacement
-from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
+from oppo_megatron.schedule.actions import Action, Schedule
 from oppo_megatron.schedule.rounds import Batch, Round, Site
-from oppo_megatron.schedule.weaving.communication import messages_of, spread
+from oppo_megatron.schedule.weaving.communication import messages_of
 
 Team = tuple[str, int]
 """(role, replica)"""
@@ -58,31 +58,11 @@ class Component:
         return replace(round, decode=decode, prefill=prefill)
 
     def own_list(self, model: Schedule, shape: Round) -> tuple[Action, ...]:
-        """What the rank does: the list of `member` in `model`, a schedule of compute actions of `shape`, renumbered.
-
-        Messages are those that `member` has in the model, between ranks of the rank's own shard; a chunk's way to all ranks
-        is that of the site.
+        """What the rank does: the list of `member` in `model`, a schedule of compute actions of `shape`, with the rank's number
+        and its messages.
         """
-        peers: dict[tuple[str, int | None], int | None] = {}
-        own = []
-        for action in messages_of(self.member, model, shape, self.model):
-            if action.op is Op.GATHER or action.payload is Payload.CHUNK:
-                continue
-            across = action.role, action.peer
-            if across not in peers:
-                peers[across] = self._peer(*across)
-            what = action.op, action.role, action.micro_batch, action.chunk, action.step, action.payload
-            own.append(Action(self.rank, *what, peers[across]))
-        return (*own, *(spread(self.rank, shape.index, self.site) if shape.decodes else ()))
-
-    def _peer(self, role: str, peer: int | None) -> int | None:
-        """Who stands where `peer` does in the model, of the rank's own replica and shard."""
-        if peer is None:
-            return None
-        placement = self.site.placements[role]
-        own, there = placement.coords(self.rank), self.model.placements[role].coords(peer)
-        assert own is not None and there is not None, f"a message of {role} between {self.rank} and {peer}, which lack it"
-        return placement.rank(own.replica, there.stage, own.shard)
+        own = (Action(self.rank, a.op, a.role, a.micro_batch, a.chunk, a.step) for a in model.of(self.member))
+        return messages_of(self.rank, Schedule({self.rank: tuple(own)}), shape, self.site)
 
 
 def component_of(site: Site, rank: int) -> Component:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from heapq import heapify, heappop, heapreplace
+from operator import itemgetter
 
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.schedule.actions import Action, Op, Schedule
@@ -182,7 +183,7 @@ class _Layout:
         """What was placed; a rank's actions by start, those of equal start as they were placed."""
         return Schedule(
             {
-                rank: tuple(action for _, _, actions in sorted(own, key=lambda p: p[:2]) for action in actions)
+                rank: tuple(action for _, _, actions in sorted(own, key=itemgetter(0, 1)) for action in actions)
                 for rank, own in self._lists.items()
                 if own
             }
@@ -226,8 +227,9 @@ class _Layout:
 
     def _list(self, ranks: Iterable[int], start: int, role: str, ops: Iterable[Op], what: What) -> None:
         self._placed += 1
+        micro_batch, chunk, step = what
         for rank in ranks:
-            actions = [Action(rank, op, role, *what) for op in ops]
+            actions = [Action(rank, op, role, micro_batch, chunk, step) for op in ops]
             self._lists[rank].append((start, self._placed, actions))
 
     def _decode_time(self, stage: int, batch: Batch, sampled: bool) -> int:
