@@ -213,8 +213,13 @@ def test_what_is_proved_the_checker_finds_sound(case: tuple[Round, Site, Costs],
             assert mutated != sound
 
 
-@settings(deadline=None, max_examples=150)
-@given(case=cases(), slots=st.integers(1, 9), longest=st.sampled_from([6, 8, 50, 50, 50]), others=st.integers(0, 3))
+@settings(deadline=None, max_examples=300)
+@given(
+    case=cases(),
+    slots=st.sampled_from([1, 3, 5, 7, 9, 40, 40]),
+    longest=st.sampled_from([5, 6, 7, 50, 50]),
+    others=st.integers(0, 3),
+)
 def test_caches_that_do_not_hold_a_round_are_those_the_checker_names(
     case: tuple[Round, Site, Costs], slots: int, longest: int, others: int
 ) -> None:

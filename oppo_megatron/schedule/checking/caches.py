@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 from oppo_megatron.schedule.rounds import Batch, KVBudget, Round
 
@@ -29,12 +30,9 @@ def _of(replicas: Sequence[Sequence[Batch]], replica: int) -> Sequence[Batch]:
 def _holds(batches: Sequence[Batch], budget: KVBudget) -> bool:
     """Of one replica, whose micro-batches these are in the order in which it does them."""
     cached: dict[int, int] = {}
-    for batch in batches:
-        if len(batch) > budget.slots:
+    for growth in chain.from_iterable(batches):
+        if cached.get(growth.seq_id, growth.past) != growth.past:
             return False
-        for growth in batch:
-            if cached.get(growth.seq_id, growth.past) != growth.past:
-                return False
-            cached[growth.seq_id] = growth.past + growth.new
+        cached[growth.seq_id] = growth.past + growth.new
     fits = max(cached.values(), default=0) <= budget.max_length
     return fits and (not cached or budget.others + len(cached) <= budget.slots)
