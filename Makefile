@@ -6,6 +6,7 @@
 #   make hooks   installs the pre-commit hooks
 #   make docs    builds docs/ as a site into build/site; a link that leads nowhere is an error
 #   make test-wandb    the test of the tracker with the real wandb, installed into .wandb
+#   make test-nvrx     restarts by nvidia-resiliency-ext's real ft_launcher, installed into .nvrx
 #   make test-aligner    creates .venv-aligner, tests the NeMo-Aligner plugin against the real package
 #   make bench-trl ARGS='--steps 8 --repeats 3'    creates .venv-trl with TRL, compares its PPO trainer with ours
 # A command that finds .venv up to date with pyproject.toml and constraints.txt installs nothing.
@@ -33,16 +34,16 @@ PYTEST := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PURE := tests/architecture $(wildcard $(addprefix tests/unit/test_, $(addsuffix _*.py, \
 	algorithms config control layout modeldir overcommit preflight rundir schedule)))
 
-.PHONY: demo check test test-long test-aligner lint docs hooks gpu-test test-slurm test-wandb bench-trl clean
+.PHONY: demo check test test-long test-aligner lint docs hooks gpu-test test-slurm test-wandb test-nvrx bench-trl clean
 
 demo: $(INSTALLED)
 	$(BIN)/oppo demo
 
 check: lint
-	$(PYTEST) -q -n $(JOBS) --dist loadfile -m "not gpu and not long and not slow" $(PURE)
+	$(PYTEST) -q -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not gpu and not long and not slow" $(PURE)
 
 test: lint docs
-	$(PYTEST) -n $(JOBS) --dist loadfile -m "not gpu and not long"
+	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not gpu and not long"
 	$(MAKE) test-aligner
 
 test-aligner: $(ALIGNER_INSTALLED)
@@ -74,11 +75,16 @@ test-wandb: $(INSTALLED_TEST)
 	test -d .wandb || $(PIP) --quiet --target .wandb 'wandb>=0.17'
 	PYTHONPATH=$(CURDIR)/.wandb $(BIN)/python -m pytest tests/unit/test_train_wandb.py
 
+# torch and the rest that it asks for are those of .venv.
+test-nvrx: $(INSTALLED_TEST)
+	test -d .nvrx || $(PIP) --quiet --no-deps --target .nvrx 'nvidia-resiliency-ext>=0.4.1,<0.5' defusedxml nvidia-ml-py pynvml
+	PYTHONPATH=$(CURDIR)/.nvrx $(PYTEST) tests/nvrx tests/unit/test_cli_ft_launcher.py
+
 bench-trl: $(INSTALLED) $(PEER_INSTALLED)
 	$(BIN)/python benchmarks/peers/compare.py examples/benchmark/overlap.yaml --prompt-tokens 64 $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(PEER_VENV) $(ALIGNER_VENV) .wandb build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEER_VENV) $(ALIGNER_VENV) .wandb .nvrx build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(INSTALLED): pyproject.toml setup.py constraints.txt | $(BIN)/python
 	$(PIP) -e .

@@ -1,4 +1,4 @@
-"""Time as it is measured, and as it is shown."""
+"""Measuring and showing time."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import time
 
 
 class SteadyClock:
-    """Seconds since the epoch as the machine's clock had them when this was made, and from then on as they pass.
+    """Seconds since the epoch: the machine's clock at construction, plus the monotonic time passed since.
 
-    Ranks on several machines can be shown side by side by it, and no span is negative where somebody sets the machine's clock.
+    Ranks on several machines can be shown side by side, and no span is negative if the machine's clock is set meanwhile.
     """
 
     def __init__(self) -> None:

@@ -26,10 +26,10 @@ def processor() -> tuple[str, str]:
 
 def host_bytes() -> int:
     """The most that all processes here can hold together: the host's memory, or what a job or a container may have of it."""
-    return min([int(psutil.virtual_memory().total), *_group_limits(MEMBERSHIP, GROUPS)])
+    return min([int(psutil.virtual_memory().total), *group_limits(MEMBERSHIP, GROUPS)])
 
 
-def _group_limits(membership: Path, groups: Path) -> Iterator[int]:
+def group_limits(membership: Path, groups: Path) -> Iterator[int]:
     """The bounds of the control groups that this process is in, of either version, and of those around them."""
     lines = membership.read_text().splitlines() if membership.exists() else []
     for controllers, path in (line.split(":", 2)[1:] for line in lines):

@@ -1,7 +1,7 @@
 """The project's exceptions.
 
 Each class is also a standard-library error, so that a caller may catch either.  A message states the value met, the rule it
-breaks and the remedy.  `assert` is for our own bugs; these are for what a user or a peer rank can cause.
+breaks and the remedy.  `assert` is for our own bugs; these are for faults that a user or a peer rank can cause.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class CheckpointError(OppoError, ValueError):
 
 
 class CapacityError(OppoError, MemoryError):
-    """A budget (bytes of KV cache, context length) cannot hold what is asked of it."""
+    """A budget (bytes of KV cache, context length) cannot hold the request."""
 
 
 class StreamError(OppoError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Processes that this one starts, and ends with itself; signals that wait until they can be heeded."""
+"""Child processes that end with this one, and signals deferred until they can be handled."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def started(
 def signals_held() -> Iterator[None]:
     """What would leave the block by an exception of a signal's handler waits for its end.
 
-    For imports of libraries with halves in C++, of which some swallow an exception that comes with their import, and some
+    For imports of libraries with halves in C++: some swallow an exception that comes with their import, and some
     end the process.
     """
     held = _Held()

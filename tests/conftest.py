@@ -13,6 +13,7 @@ from hypothesis import settings
 settings.register_profile("explore", deadline=None)
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
+MANY_THREADS = 200
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
@@ -23,6 +24,16 @@ def _rank_pool() -> Iterator[None]:
     from tests.support.ranks import POOL
 
     POOL.close()
+
+
+@pytest.fixture(autouse=True)
+def _few_threads() -> Iterator[None]:
+    """A run within this process leaves about 100 threads of process groups, which slow down what follows."""
+    yield
+    if len(os.listdir("/proc/self/task")) > MANY_THREADS:
+        from tests.support.ranks import let_go_of_groups
+
+        let_go_of_groups()
 
 
 @pytest.fixture(scope="session")

@@ -6,12 +6,14 @@ Legend: T all response tokens of the batch (packed, see `packing`), B rows (resp
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from oppo_megatron.algorithms.packed import Lengths, last_tokens, lengths_like, tokens_after
+
+WHITEN_EPS = 1e-8
+"""Added to a variance, so that what does not vary can be divided by its deviation."""
 
 
 def clip_scores(scores_B: Tensor, bound: float | None) -> Tensor:
@@ -50,38 +52,9 @@ def gae(
     return advantages_T, advantages_T + values_T
 
 
-@dataclass(frozen=True)
-class Moments:
-    """Count, sum and sum of squares of a quantity, in double precision; moments of disjoint parts add up."""
-
-    count: int
-    total: float
-    total_of_squares: float
-
-    @classmethod
-    def of(cls, x_T: Tensor) -> Moments:
-        x_T = x_T.detach().double()
-        return cls(x_T.numel(), float(x_T.sum()), float(x_T.square().sum()))
-
-    def __add__(self, other: Moments) -> Moments:
-        return Moments(
-            self.count + other.count, self.total + other.total, self.total_of_squares + other.total_of_squares
-        )
-
-    @property
-    def mean(self) -> float:
-        return self.total / self.count
-
-    @property
-    def variance(self) -> float:
-        """Population variance; rounding never makes it negative."""
-        return max(self.total_of_squares / self.count - self.mean**2, 0.0)
-
-
-def whiten(x_T: Tensor, moments: Moments | None = None, eps: float = 1e-8) -> Tensor:
-    """`x_T` shifted to mean 0 and scaled to variance 1, [T].
-
-    `moments` are those of the GLOBAL batch when `x_T` is only a part of it; None takes the moments of `x_T` itself.
-    """
-    moments = moments or Moments.of(x_T)
-    return (x_T - moments.mean) / math.sqrt(moments.variance + eps)
+def whiten(x_T: Tensor) -> Tensor:
+    """`x_T` shifted to mean 0 and scaled to population variance 1, [T].  The moments are taken in double precision."""
+    exact_T = x_T.detach().double()
+    mean = float(exact_T.sum()) / x_T.numel()
+    variance = max(float(exact_T.square().sum()) / x_T.numel() - mean**2, 0.0)  # rounding must not make it negative
+    return (x_T - mean) / math.sqrt(variance + WHITEN_EPS)

@@ -1,4 +1,4 @@
-"""What an algorithm is to the training loop: its roles, its experience, its losses.  The loop knows no more of it.
+"""The interface between an algorithm and the training loop: its roles, its experience, its losses.
 
 Legend: T response tokens (packed, see `packing`), B rows (responses).
 """
@@ -16,18 +16,18 @@ from oppo_megatron.algorithms.advantages import gae
 from oppo_megatron.algorithms.experience import Experience, ScoredBatch, build_experience
 from oppo_megatron.algorithms.losses import ActorTargets, PolicyStats, ValueStats, actor_loss, value_loss
 from oppo_megatron.algorithms.staleness import ratio_base
-from oppo_megatron.config.ppo import AlgorithmConfig, PPOConfig
+from oppo_megatron.config.ppo import NEEDS, AlgorithmConfig, Needs, PPOConfig
 
 
 @dataclass(frozen=True)
 class Algorithm(ABC):
-    """One of the presets, with its settings.  A subclass says which roles it trains and how rewards become advantages.
+    """One of the presets, with its settings.  A subclass says what it needs and how rewards become advantages.
 
-    Every algorithm here has one response a prompt, a reference, and a clipped surrogate for the actor.
+    Every algorithm here has a reference and a clipped surrogate for the actor.
     """
 
     ppo: PPOConfig
-    trains_critic: ClassVar[bool]
+    needs: ClassVar[Needs]
 
     @abstractmethod
     def advantages(self, rewards_T: Tensor, values_T: Tensor | None, lengths_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,20 +49,20 @@ class Algorithm(ABC):
     def actor_loss(
         self, logp_T: Tensor, entropy_T: Tensor, targets: ActorTargets, kl_coefficient: float, num_tokens: int
     ) -> tuple[Tensor, PolicyStats]:
-        """Of a micro-batch; `num_tokens` is the token count of the global minibatch."""
+        """The actor's loss of a micro-batch; `num_tokens` is the token count of the global minibatch."""
         return actor_loss(logp_T, entropy_T, targets, self.ppo, kl_coefficient, num_tokens)
 
     def critic_loss(
         self, values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, num_tokens: int
     ) -> tuple[Tensor, ValueStats]:
-        """Of a micro-batch, where a critic is trained."""
+        """The critic's loss of a micro-batch, if a critic is trained."""
         return value_loss(values_T, old_values_T, returns_T, self.ppo.value_clip, num_tokens)
 
 
 class PPO(Algorithm):
     """Proximal policy optimisation with a critic (Schulman et al. 2017): GAE over its values."""
 
-    trains_critic = True
+    needs = NEEDS["ppo"]
 
     def advantages(self, rewards_T: Tensor, values_T: Tensor | None, lengths_B: Tensor) -> tuple[Tensor, Tensor]:
         """GAE(gamma, lambda)."""
@@ -73,7 +73,7 @@ class PPO(Algorithm):
 class ReinforcePlusPlus(Algorithm):
     """REINFORCE++ (arXiv 2501.03262, eq. 8-10): discounted returns without a baseline, whitened over the batch's tokens."""
 
-    trains_critic = False
+    needs = NEEDS["reinforce_pp"]
 
     def advantages(self, rewards_T: Tensor, values_T: Tensor | None, lengths_B: Tensor) -> tuple[Tensor, Tensor]:
         """A_t = sum over u >= t of gamma^(u-t) r_u: GAE where every value is 0 and lambda is 1."""

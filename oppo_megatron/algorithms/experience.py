@@ -1,4 +1,4 @@
-"""From scored rollouts to what the PPO update trains on.
+"""Turns scored rollouts into the tensors that the PPO update trains on.
 
 Legend: T all response tokens of the GLOBAL batch (packed, see `packing`), B rows (responses).
 """
@@ -57,7 +57,7 @@ class ExperienceStats:
 
 @dataclass(frozen=True)
 class Experience:
-    """What the update trains on.  `kl_T` is that of the sampling policy, whether or not it entered the rewards."""
+    """The tensors that the update trains on.  `kl_T` is the sampling policy's KL, whether or not it entered the rewards."""
 
     advantages_T: Tensor
     returns_T: Tensor

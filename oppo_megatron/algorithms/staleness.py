@@ -1,4 +1,4 @@
-"""Tokens that an older policy sampled: what the ratio is taken against.
+"""The denominator of the ratio for tokens that an older policy sampled.
 
 Legend: T response tokens (packed).  Behaviour: the policy that sampled a token.  Proximal: the policy at the step's
 start.

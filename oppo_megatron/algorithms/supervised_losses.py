@@ -37,7 +37,7 @@ def preference_loss(scores_P2: Tensor, num_pairs: int) -> tuple[Tensor, dict[str
 
 
 def preference_table(scores_P2: Tensor) -> Tensor:
-    """Of each pair: 1, its loss, whether the chosen answer scores higher, and by how much [P, 4]."""
+    """For each pair: 1, its loss, whether the chosen answer scores higher, and by how much [P, 4]."""
     chosen_P, rejected_P = scores_P2.unbind(-1)
     margin_P = chosen_P - rejected_P
     right_P = (margin_P > 0).to(margin_P.dtype)

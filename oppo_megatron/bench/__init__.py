@@ -1,1 +1,1 @@
-"""Benchmarks of whole runs: what the overlaps save, what settings cost, and how far a step is from its limits."""
+"""Benchmarks of whole runs: savings by the overlaps, the cost of settings, and a step's distance from its limits."""

@@ -1,11 +1,11 @@
-"""A run whose ranks are killed again and again, beside the same run undisturbed: what became of it.
+"""Compares a run whose ranks are killed again and again with the same run undisturbed.
 
     undisturbed    oppo train chaos.yaml                                          its steps and its pace are the measure
     disturbed      oppo train chaos.yaml --resume --max-restarts KILLS            a random rank gets SIGKILL at a random moment
 
-Some kills hit ranks that are still starting, the others come within a step's time after a step that was drawn beforehand, in
-the order of the steps: so they spread over the run, and hit decoding, scoring, updates and saving as long as each takes.
-What a rank is at is asked of itself, right before its end (`stacks_on_request`).
+Some kills hit ranks that are still starting.  The others come within a step's time after steps that were drawn beforehand, in
+the order of the steps: so they spread over the run, and hit decoding, scoring, updates and saving in proportion to their
+time.  Right before its end a rank is asked for its stack, which tells its phase (`stacks_on_request`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 
 from oppo_megatron.bench.chaos_check import differences
-from oppo_megatron.bench.measured_on import describe_machine
+from oppo_megatron.bench.peaks import describe_machine
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import OppoError
@@ -146,7 +146,7 @@ class Chaos:
     def _kill(
         self, process: subprocess.Popen[bytes], victims: Victims, begun: float, start_s: float, pace_s: float
     ) -> list[Kill]:
-        """Until as many kills as asked for have been made, or the run is over; `start_s` is what it takes beside its steps."""
+        """Kill until all requested kills are made or the run is over; `start_s` is the run's time outside its steps."""
         rng = random.Random(self.seed)  # noqa: S311  (to be drawn again, not to be secret)
         latest = int(LAST_SHARE * _num_steps(self.config))
         steps = sorted(rng.randrange(max(1, latest)) for _ in range(self.kills))

@@ -1,4 +1,4 @@
-"""Holds a run that was disturbed against the same one undisturbed: weights to the bit, each prompt and each step once."""
+"""Compares a disturbed run with the same run undisturbed: weights to the bit, each prompt and each step once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FREE = ("_s", "_bytes", "_mb", "bubble_share")  # endings of figures that are ti
 
 
 def differences(plain: RunDirectory, disturbed: RunDirectory) -> list[str]:
-    """What is not as it should be, in sentences; empty where the disturbed run is the undisturbed one."""
+    """The differences, in sentences; empty if the disturbed run equals the undisturbed one."""
     return [*_weights(plain, disturbed), *_rollouts(plain, disturbed), *_metrics(plain, disturbed), *_left(disturbed)]
 
 

@@ -9,11 +9,10 @@ from typing import Any
 from oppo_megatron.bench.figures import figures
 from oppo_megatron.bench.limit import run_with_limits
 from oppo_megatron.bench.pictures import draw_chunks
-from oppo_megatron.bench.suite import Lines, Run, Runs, Suite, all_lines
-from oppo_megatron.bench.work import require_same_work, work_figures
+from oppo_megatron.bench.suite import Lines, Run, Runs, Suite, all_lines, require_same_work, work_figures
 from oppo_megatron.config.derived import longest_chunk
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.control.chunk import first_settled_step
+from oppo_megatron.control.chunk_tuner import first_settled_step
 from oppo_megatron.errors import ConfigError
 
 SIZES = (8, 16, 32, 64, 128)
@@ -113,7 +112,7 @@ def _mean(lines: Lines) -> float:
 
 
 def remarks(result: Mapping[str, Any]) -> list[str]:
-    """What is said of the tuner below the table."""
+    """The lines about the tuner below the table."""
     found = result["adaptive"]
     if found is None:
         return []

@@ -1,11 +1,11 @@
-"""Decode speed: our engine beside Hugging Face `generate` and megatron-core's own context, on the same weights.
+"""Decode speed of our engine, Hugging Face `generate` and megatron-core's own context, on the same weights.
 
 Legend: B sequences, P prompt tokens, N decode steps up to the last sequence's end, V vocabulary.
 
-Peers take turns within one run (a, b, c, a, b, c, ...), so that whatever else the machine does meanwhile hits all of
-them; a peer's figure is the median of its turns.  Timed are the decode steps behind the prefill.  Sequences end at lengths
-that are given: the engine lets go of those that have ended, the other peers decode all rows to the end of the longest, and
-only tokens within the lengths count.
+Peers take turns within one run (a, b, c, a, b, c, ...), so that other load on the machine hits all of them; a peer's figure
+is the median of its turns.  Only the decode steps after the prefill are timed.  Sequences end at given lengths: the engine
+drops sequences that have ended, the other peers decode all rows to the end of the longest, and only tokens within the
+lengths count.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from oppo_megatron.bench.limit import Response, decode_batches, decode_seconds
-from oppo_megatron.bench.measured_on import describe_machine
-from oppo_megatron.bench.peaks import measure_peaks
+from oppo_megatron.bench.peaks import describe_machine, measure_peaks
 from oppo_megatron.bench.pictures import draw_decode
 from oppo_megatron.cluster.world import World, open_world
 from oppo_megatron.config.debug import DebugConfig
@@ -33,7 +32,7 @@ from oppo_megatron.config.explain import explain
 from oppo_megatron.config.model import DecodePath, Dtype, ModelConfig, RuntimeConfig
 from oppo_megatron.data.length_trace import forced_quantile
 from oppo_megatron.engine.links import Links
-from oppo_megatron.engine.rounds import Decoding, decoder
+from oppo_megatron.engine.round_runner import Decoding, decoder
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping, log_normal
 from oppo_megatron.errors import ConfigError
@@ -226,7 +225,7 @@ def _now(device: torch.device) -> float:
 
 
 def bench_decode(work: DecodeWork, names: Sequence[str], out: Path, *, limit: bool = False) -> dict[str, Any]:
-    """Measure the peers of `PEERS` named.  Writes decode.json and decode.png to the folder `out`; returns what is in the first.
+    """Measure the named peers of `PEERS`.  Writes decode.json and decode.png to the folder `out`; returns the former's content.
 
     `limit` adds the most tokens/s that operations, bytes and this machine's measured peaks allow.  Raises ConfigError or
     DataError for lengths that cannot be had, OSError for a folder, before anything is measured.

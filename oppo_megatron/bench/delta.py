@@ -1,4 +1,4 @@
-"""Fixed deltas and the rules that move it: seconds a step, and what carrying rollouts costs (the paper's Figure 7a)."""
+"""Fixed deltas and rules for delta: seconds a step, and the cost of carrying rollouts (the paper's Figure 7a)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 from oppo_megatron.bench.figures import figures, mean_of, speedups, steady
 from oppo_megatron.bench.limit import run_with_limits
 from oppo_megatron.bench.pictures import draw_deltas
-from oppo_megatron.bench.suite import Lines, Suite, all_lines
-from oppo_megatron.bench.work import require_same_work, work_figures
+from oppo_megatron.bench.suite import Lines, Suite, all_lines, require_same_work, work_figures
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.control.delta import RULES
+from oppo_megatron.control.delta_controllers import RULES
 from oppo_megatron.errors import ConfigError
 
 MOVING_RULES = tuple(rule for rule in RULES if rule != "fixed")
@@ -62,7 +61,7 @@ def delta_configs(config: TrainConfig, fixed: Sequence[int], rules: Sequence[str
 
 
 def row(name: str, runs: Sequence[Lines]) -> dict[str, Any]:
-    """The figures of a rule.  What is no time is a mean over the steps after the first.
+    """The figures of a rule.  All except times are means over the steps after the first.
 
     `length_gap`: tokens by which the trained responses are shorter than all that were submitted, the carried ones counted
     with what they have; `gap_percent`: the same as a share; `waste_percent`: share of the decode batch that ran empty;
@@ -87,7 +86,7 @@ def row(name: str, runs: Sequence[Lines]) -> dict[str, Any]:
 
 
 def remarks(config: TrainConfig, result: Mapping[str, Any]) -> list[str]:
-    """What is said below the table."""
+    """The lines below the table."""
     steps, needed = result["steps"], 2 * config.overlap.delta.window
     if steps > needed or not REWARD_RULES & {row["delta"] for row in result["results"]}:
         return []

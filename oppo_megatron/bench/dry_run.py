@@ -14,9 +14,9 @@ from itertools import compress
 from oppo_megatron.columns import columns_of
 from oppo_megatron.config.derived import longest_chunk
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.control.chunk import ChunkTuner, StepCost
-from oppo_megatron.control.delta import make_delta_controller
-from oppo_megatron.control.kl import KLController
+from oppo_megatron.control.chunk_tuner import ChunkTuner, StepCost
+from oppo_megatron.control.delta_controllers import make_delta_controller
+from oppo_megatron.control.kl_controller import KLController
 from oppo_megatron.control.occupancy import Occupancy, length_gap
 from oppo_megatron.data.length_trace import forced_quantile
 from oppo_megatron.engine.chunk_codec import ChunkDecoder, ChunkEncoder
@@ -158,13 +158,13 @@ class DryRun:
                     self.decoder.open(rollout.seq_id, rollout.prompt.tokens)
 
     def _send(self, chunk: Chunk) -> None:
-        """Both ends: the time is that of the actor's rank and a listener's together."""
+        """Both ends: the time covers the actor's rank and a listener together."""
         if self.site.listeners:
             with self.watch.part("stream"):
                 self.decoder.decode(*self.encoder.encode(chunk))
 
     def _score(self, batch: Sequence[Rollout]) -> None:
-        """What is left to score, and what is forgotten then."""
+        """Score the rest, and forget the trained rollouts."""
         while True:
             with self.watch.part("planner and checker"):
                 if not self.planner.owes(batch):

@@ -1,4 +1,4 @@
-"""What the metrics of some runs of the same configuration come to.
+"""Figures from the metrics of several runs of one configuration, and tables of figures as text.
 
 Seconds are medians over the *steady* steps, those after the first, of all runs; shares are ratios of sums over the same
 steps; totals are over all steps of a run.  Inter-step overlap moves work from a step to the one before, so that its first
@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from oppo_megatron.bench.suite import Lines
+if TYPE_CHECKING:
+    from oppo_megatron.bench.suite import Lines
 
 SECONDS = ("step_s", "decode_s", "score_exposed_s", "score_busy_s", "critic_exposed_s", "critic_update_s", "train_s")
 
@@ -62,3 +63,25 @@ def speedups(row: Mapping[str, Any], base: Mapping[str, Any] | None, name: str) 
     return {
         f"{name}_{seconds}": None if base is None else base[seconds] / row[seconds] for seconds in ("step_s", "total_s")
     }
+
+
+def format_table(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Aligned text: `columns` maps each heading to the key of its values.  A value that is missing or None is a dash.
+
+    Two decimals, none from 100 on; a small value that would be shown as 0.00 has its first digit instead.
+    """
+    cells = [list(columns), *([_cell(row.get(key)) for key in columns.values()] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, list):
+        return " ".join(_cell(item) for item in value)
+    if isinstance(value, float):
+        if abs(value) >= 100:
+            return f"{value:.0f}"
+        return f"{value:.1g}" if 0 < abs(value) < 0.005 else f"{value:.2f}"
+    return str(value)

@@ -44,7 +44,7 @@ def head_linear(shape: Shape, *, scalar: bool) -> Linear:
 
 
 def forward_flops(shape: Shape, tokens: int, pairs: int, rows: int, *, scalar: bool) -> int:
-    """Operations of a forward over `tokens` new tokens, of which `rows` get an output.
+    """Operations of a forward over `tokens` new tokens; `rows` of them get an output.
 
     2 tokens (h (q + 2 g) + q h + 3 h f) + 4 q pairs in each layer, and 2 rows h V (scalar head: 2 rows h).  `pairs` counts
     each token with each position that it attends to, itself included (`causal_pairs`): scores and weighted values take

@@ -1,8 +1,8 @@
-"""What one GPU does with this engine, unattended and within a time: decoding, scoring beside it, and PPO steps beside TRL's.
+"""Benchmarks one GPU unattended within a time limit: decoding, scoring beside it, and PPO steps against TRL's.
 
-Each part runs in processes of its own with a share of the time, so that one which fails, hangs or finds too little memory leaves
-the others alone; what has been measured is written at once.  The parts that load models are in `gpu_parts.py`, the processes in
-`processes.py`, TRL's runner in the repository's `benchmarks/peers`.
+Each part runs in processes of its own with a share of the time, so that a part that fails, hangs or lacks memory does not
+affect the others; figures are written at once.  The parts that load models are in `gpu_parts.py`, the processes in
+`timed_processes.py`, TRL's runner in the repository's `benchmarks/peers`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from statistics import median
 from typing import Any
 
 from oppo_megatron.bench.flops import weight_bytes
-from oppo_megatron.bench.measured_on import describe_machine
 from oppo_megatron.bench.overlap import switches
+from oppo_megatron.bench.peaks import describe_machine
 from oppo_megatron.bench.timed_processes import run_within
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.model import Dtype
@@ -67,7 +67,7 @@ COLUMNS = {
 PPO_MODES = ("sequential", "full")
 
 SHARES = {"decode": 0.17, "overlap": 0.10, "sequential": 0.18, "full": 0.18, "trl": 0.27}
-"""Of all time, the most that a part of one size may take."""
+"""The largest share of the whole time that a part of one size may take."""
 
 LEAST_S = 10.0
 """With less time left a part is not begun: models take as long to load."""
@@ -88,7 +88,7 @@ def agenda(sizes: Sequence[str]) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class GpuWork:
-    """What is measured.  Response lengths are log-normal."""
+    """The work that is measured.  Response lengths are log-normal."""
 
     batch: int = 112
     prompt_tokens: int = 256
@@ -117,7 +117,7 @@ class GpuBench:
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def run(self, sizes: Mapping[str, Shape]) -> dict[str, Any]:
-        """Writes `out/gpu.json` after every row.  Returns what is in it.  Raises ConfigError where `out` has one already."""
+        """Writes `out/gpu.json` after every row.  Returns its content.  Raises ConfigError if `out` has one already."""
         if (self.out / "gpu.json").exists():
             raise ConfigError(
                 f"{self.out} holds an earlier measurement, which is not written over; name another folder with --out"

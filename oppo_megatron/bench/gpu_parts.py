@@ -28,7 +28,7 @@ from oppo_megatron.config.model import KVLayout, ModelConfig, ParallelConfig, Ru
 from oppo_megatron.engine.executor import Executor, RoleWorker
 from oppo_megatron.engine.generation import DecodeWorker
 from oppo_megatron.engine.links import Links
-from oppo_megatron.engine.rounds import Decoding, RoundRunner, decoder
+from oppo_megatron.engine.round_runner import Decoding, RoundRunner, decoder
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.scoring import ScorerRole, ScoringWorker
 from oppo_megatron.engine.stopping import Stopping, log_normal
@@ -86,7 +86,7 @@ class Bench:
         return self.work.prompt_tokens + self.work.response_tokens
 
     def model(self, head: Head = "lm") -> RoleModel:
-        """From the size's checkpoint; a scalar head over it is new."""
+        """The model from the size's checkpoint; a scalar head over it is new."""
         config = ModelConfig(checkpoint=self.checkpoint, fresh_head=head == "scalar", dtype=self.work.dtype)
         model = load_role(config, self.groups, head=head, max_length=self.max_length, device=self.device)
         return model.requires_grad_(False)
@@ -135,7 +135,7 @@ def measure_decode(bench: Bench) -> None:
     paged = True
     for name, (sync_steps, layout) in VARIANTS.items():
         if (sync_steps, layout) == (None, "dense") and not paged:
-            continue  # it is what is trained with
+            continue  # training uses it
         row = _steady(bench, model, sync_steps, layout, bandwidth)
         paged = row["paged"]
         bench.write({"variant": name, **row})
@@ -240,7 +240,7 @@ def measure_overlap(bench: Bench) -> None:
 
 
 def _hidden(bench: Bench, rounds: RoundRunner) -> dict[str, Any]:
-    """Medians of some turns, the first of which warms up.
+    """Medians of some turns; the first one warms up.
 
     `hidden_percent` is the share of the scoring's time that it does not cost where it runs beside decoding.
     """

@@ -1,8 +1,8 @@
 """The least time that a run's work can take on this machine: its operations and bytes over the measured peaks.
 
-What is counted is what the run has trained: prompts, responses, and how many sequences were decoded at once.  Phases follow
-each other, each on all cores that the run has; within a decode step reading and computing overlap fully.  So a schedule that
-reads for one phase while it computes another could be below the sum, by at most the smaller of the two.
+The counts cover the trained prompts and responses, and the number of sequences decoded at once.  Phases follow each other,
+each on all cores of the run; within a decode step reading and computing overlap fully.  So a schedule that reads for one
+phase while it computes another could be below the sum, by at most the smaller of the two.
 
 Not counted: norms, activations, sampling, the optimizer, messages, loading inputs, and what a run computes more than once
 (stale caches of carried rollouts, recomputed activations).
@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from oppo_megatron.bench.figures import format_table
 from oppo_megatron.bench.flops import causal_pairs, forward_flops, training_flops, weight_bytes
 from oppo_megatron.bench.peaks import Peaks, measure_peaks
 from oppo_megatron.bench.suite import Run, Runs, Suite
-from oppo_megatron.bench.table import format_table
 from oppo_megatron.config.derived import most_sequences
 from oppo_megatron.config.model import Dtype, ParallelConfig
 from oppo_megatron.config.run import TrainConfig
@@ -164,7 +164,7 @@ def decode_seconds(
 
 
 def decode_steps(responses: Sequence[Response]) -> tuple[list[int], list[int]]:
-    """Of each decode step at which anything runs: sequences, and the positions that their new tokens attend to."""
+    """For each decode step at which anything runs: sequences, and the positions that their new tokens attend to."""
     end = max(r.finish_clock for r in responses)
     sequences, keys = np.zeros(end, dtype=np.int64), np.zeros(end, dtype=np.int64)
     for r in responses:

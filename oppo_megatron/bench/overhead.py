@@ -1,7 +1,7 @@
-"""What the loop itself costs beside the models: scheduler, buffer, planner, checker, stream and controllers.
+"""The cost of the loop itself, besides the models: scheduler, buffer, planner, checker, stream and controllers.
 
-Measured twice: in a dry run without models, by part, and in real runs, where each rank times what it plans and books
-(`planning_s` of the metrics).  A step of tiny models at the batch asked for shows the largest share that it can have.
+It is measured twice: by part in a dry run without models, and in real runs, where each rank times its planning and booking
+(`planning_s` of the metrics).  A step of tiny models at the requested batch shows its largest possible share.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def compare(configs: Mapping[str, TrainConfig], runs: Runs, dry: Mapping[str, An
 
 
 def remarks(result: Mapping[str, Any]) -> list[str]:
-    """What is said beside the table."""
+    """The lines beside the table."""
     dry, batch = result["dry"], result["batch"]
     own = result["results"][-1]
     parts = ", ".join(f"{part} {ms:.1f}" for part, ms in dry["parts_ms"].items())

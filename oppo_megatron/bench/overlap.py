@@ -1,7 +1,7 @@
-"""What the overlaps save: one configuration in every mode of the one loop, in one placement or several.
+"""The time saved by the overlaps: one configuration in every mode of the loop, in one placement or several.
 
 Seed and prompts are the same in all runs.  Lengths are the same only if `debug.forced_lengths` is set: otherwise a policy
-that trains on other batches says other things.
+that trains on other batches gives other responses.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import Any, Literal
 from oppo_megatron.bench.figures import figures, speedups
 from oppo_megatron.bench.limit import run_with_limits
 from oppo_megatron.bench.pictures import draw_steps, draw_utilization
-from oppo_megatron.bench.suite import Runs, Suite, all_lines
-from oppo_megatron.bench.work import require_same_work, work_figures
+from oppo_megatron.bench.suite import Runs, Suite, all_lines, require_same_work, work_figures
 from oppo_megatron.config.model import ParallelConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.placements import world_size
@@ -150,7 +149,7 @@ def compare(configs: Mapping[str, TrainConfig], runs: Runs) -> dict[str, Any]:
 def nothing_waits(placement: str, runs: Runs) -> dict[str, Any]:
     """How far each mode of a placement is from a step in which nothing waits.
 
-    A rank's own work is what it decodes, scores and updates in the sequential run, where each rank works alone: a step
+    A rank's own work is its decoding, scoring and updates in the sequential run, where each rank works alone: a step
     cannot be shorter than that of the busiest.
     """
     own = [work_seconds(run.path) for run in runs[f"{placement}/sequential"]]
@@ -187,7 +186,7 @@ def rank_rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def remarks(result: Mapping[str, Any], out: Path) -> list[str]:
-    """What is said below the table."""
+    """The lines below the table."""
     lines = []
     best = result["best_sequential"]["step_s"]
     if best is not None:

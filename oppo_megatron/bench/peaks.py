@@ -1,20 +1,24 @@
-"""What this machine can do at best, measured: matrix products and reading memory, on one thread and on several.
+"""The machine that figures are measured on: its description, and its peaks in matrix products and reading memory.
 
-Each figure is the best of several tries, for other work on the machine can only make one slower.
+A peak is the best of several tries, on one thread or on several: other work on the machine can only make a try slower.
 """
 
 from __future__ import annotations
 
+import os
+import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
 import numpy as np
 import torch
 
 from oppo_megatron.bench.flops import Shape, head_linear, layer_linears
+from oppo_megatron.cores import processor, usable_cores
 from oppo_megatron.layout.cpu_kernels import MOST_ROWS
 from oppo_megatron.mcore.cpu.prepacked import can_prepack, product
 
@@ -137,3 +141,20 @@ def _threads(count: int) -> Iterator[None]:
             yield
     finally:
         torch.set_num_threads(before)
+
+
+PACKAGES = ("torch", "megatron-core", "transformers")
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, cores, devices, versions, and the current load."""
+    cores = usable_cores()
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "processor": processor()[1] or platform.machine(),
+        "usable_cores": cores,
+        "cuda_devices": devices,
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in PACKAGES},
+        "load_average_1min": round(os.getloadavg()[0], 2),
+    }

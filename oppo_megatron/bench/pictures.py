@@ -8,9 +8,9 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
 
 from oppo_megatron.bench.suite import Lines
-from oppo_megatron.report.colours import COLOURS
-from oppo_megatron.report.plots import RUN_COLOURS, SPAN_COLOURS, moving_mean, new_figure
-from oppo_megatron.report.step_split import ALL_PARTS, split_step
+from oppo_megatron.report.colours import COLOURS, RUN_COLOURS, SPAN_COLOURS
+from oppo_megatron.report.plots import moving_mean, new_figure
+from oppo_megatron.report.run_records import ALL_PARTS, split_step
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,7 +26,7 @@ UTILIZATION = {
 def draw_steps(rows: Sequence[Mapping[str, Any]], out_png: str | os.PathLike[str]) -> None:
     """A bar a run: seconds of a step, stacked by what the actor does with them; `rows` as `overlap.compare` makes them.
 
-    The parts are those of `split_step`.
+    The parts come from `split_step`.
     """
     figure = new_figure(width_in=9.0, height_in=1.5 + 0.34 * len(rows))
     axes = figure.subplots()

@@ -1,6 +1,6 @@
-"""How a step's cost grows: with ranks, with the models' size, with the response limit, and with the batch.
+"""The growth of a step's cost with ranks, with the models' size, with the response limit, and with the batch.
 
-One axis at a time is moved away from the configuration, in plain PPO and with both overlaps.
+One axis at a time varies from the configuration, in plain PPO and with both overlaps.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from oppo_megatron.bench.figures import figures
 from oppo_megatron.bench.limit import run_with_limits
 from oppo_megatron.bench.overlap import placed, switched
 from oppo_megatron.bench.pictures import draw_scaling
-from oppo_megatron.bench.suite import Runs, Suite, all_lines
-from oppo_megatron.bench.work import require_same_work, work_figures, work_lines
+from oppo_megatron.bench.suite import Runs, Suite, all_lines, require_same_work, work_figures, work_lines
 from oppo_megatron.config.derived import max_context
 from oppo_megatron.config.model import ParallelConfig
 from oppo_megatron.config.run import TrainConfig
@@ -72,7 +71,7 @@ def bench_scaling(
 def make_axes(
     config: TrainConfig, names: Sequence[str], ranks: Sequence[int], factors: Sequence[float]
 ) -> dict[str, Axis]:
-    """The axes named: `ranks` over these numbers of ranks, the others over these factors of what is configured."""
+    """The named axes: `ranks` over these numbers of ranks, the others over these factors of the configured value."""
     limit, batch = config.rollout.max_response_tokens, config.rollout.batch_size
     known = {
         "ranks": Axis("ranks", list(ranks), with_ranks),
@@ -200,13 +199,13 @@ def row(axis: str, value: float, place: str, configs: Mapping[str, TrainConfig],
 
 
 def remarks(result: Mapping[str, Any]) -> list[str]:
-    """Of places at which the modes did different work, what is said below the table."""
+    """The lines below the table about places at which the modes did different work."""
     rows = [row for row in result["results"] if not row["same_work"]]
     return [f"{row['axis']} {row['value']:g}: {line}" for row in rows for line in work_lines(row)]
 
 
 def add_growth(rows: Sequence[dict[str, Any]]) -> None:
-    """From each place to the next: the power of the value (of the parameters, for models) that the step's seconds follow."""
+    """From each place to the next, the power of the value (of the parameters, for models) by which the step's seconds grow."""
     for before, after in zip(rows, rows[1:], strict=False):
         key = "million_parameters" if after["axis"] == "model" else "value"
         if after[key] == before[key]:

@@ -1,4 +1,4 @@
-"""Whether what is learned depends on the overlaps: the same chain by several seeds, sequential PPO against OPPO."""
+"""Tests whether the overlaps change the trained policy: the same chain by several seeds, sequential PPO against OPPO."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from oppo_megatron.bench.suite import Lines
 
 Figures = Mapping[str, Any]
-"""Of one run: `step_s`, `reward_last`, `accuracy_before`, `accuracy_after`, as `demo.json` has them, and `reward_half`."""
+"""A run's `step_s`, `reward_last`, `accuracy_before`, `accuracy_after`, as `demo.json` has them, and `reward_half`."""
 
 COLUMNS = {
     "seed": "seed", "s/step seq.": "sequential.step_s", "s/step OPPO": "oppo.step_s", "ratio": "speedup",
@@ -36,7 +36,7 @@ def reward_half(lines: Lines) -> float:
 
 
 def compare(demos: Mapping[int, Mapping[str, Figures]]) -> dict[str, Any]:
-    """Of `demo.json` by seed: a row a seed, and for each compared figure means, spread and a test of the difference."""
+    """The figures of `demo.json`: a row a seed, and for each compared figure means, spread and a test of the difference."""
     rows = [_row(seed, demo) for seed, demo in demos.items()]
     tests = {
         label: difference([row[f"sequential.{key}"] for row in rows], [row[f"oppo.{key}"] for row in rows])
@@ -48,7 +48,7 @@ def compare(demos: Mapping[int, Mapping[str, Figures]]) -> dict[str, Any]:
 def difference(base: Sequence[float], other: Sequence[float]) -> dict[str, float]:
     """Two samples that are paired by seed: mean and standard deviation of each and of `other` - `base`, and a p-value.
 
-    The p-value is that of the exact sign-flip test (Fisher 1935, section 21): of all ways to swap the two within pairs, the share
+    The p-value is from the exact sign-flip test (Fisher 1935, section 21): of all ways to swap the two within pairs, the share
     whose mean difference is at least as far from 0.  Of n pairs it is at least 2^(1-n).
     """
     assert len(base) == len(other) >= 2, (len(base), len(other))

@@ -1,6 +1,9 @@
-"""Runs that are compared: each an ordinary PPO run in a directory of its own, all in turn, and what is kept of them.
+"""Compared runs: each is an ordinary PPO run in a directory of its own; they take turns, and their metrics are kept.
 
-What starts the ranks is given to it (`Launch`), so that a benchmark does not depend on the command line.
+The ranks are started by a `Launch` that the caller gives, so that a benchmark does not depend on the command line.
+
+With forced lengths all runs of equal steps decode the same tokens, however they carry them from step to step: by the end
+every decoded rollout is trained.  Without them a policy that trains on other batches gives other responses.
 """
 
 from __future__ import annotations
@@ -12,8 +15,8 @@ from typing import Any
 
 import torch
 
-from oppo_megatron.bench.measured_on import describe_machine
 from oppo_megatron.bench.outcomes import BenchError, BenchStopped
+from oppo_megatron.bench.peaks import describe_machine
 from oppo_megatron.cluster.held_memory import device_bytes
 from oppo_megatron.config.load import config_yaml
 from oppo_megatron.config.run import TrainConfig
@@ -41,7 +44,7 @@ class Run:
 
 
 Runs = Mapping[str, Sequence[Run]]
-"""The runs by name of what is compared, one a repeat."""
+"""The compared runs by name, one a repeat."""
 
 
 @dataclass(frozen=True)
@@ -174,3 +177,27 @@ def _problems(name: str, turns: Sequence[TrainConfig], resume: bool | None) -> I
                 f"{run.path} holds the checkpoints of a run that did not finish; name another folder with --out, or "
                 "remove this one"
             )
+
+
+def work_figures(runs: Runs) -> dict[str, Any]:
+    """`decoded_tokens` of each run by name, one number a repeat, and `same_work`: whether all are equal."""
+    tokens = {name: [sum(line["tokens"] for line in run.lines) for run in turns] for name, turns in runs.items()}
+    return {"same_work": len({count for counts in tokens.values() for count in counts}) <= 1, "decoded_tokens": tokens}
+
+
+def work_lines(result: Mapping[str, Any]) -> list[str]:
+    """The findings of `work_figures` in words."""
+    tokens = result["decoded_tokens"]
+    if result["same_work"]:
+        return [f"the same work: {next(iter(tokens.values()))[0]} decoded tokens in every run"]
+    found = ", ".join(f"{name} {' '.join(map(str, counts))}" for name, counts in tokens.items())
+    return [
+        f"NOT the same work (decoded tokens: {found}): seconds and totals do not compare, tokens/s do; force lengths with "
+        "--lognormal or --trace"
+    ]
+
+
+def require_same_work(config: TrainConfig, result: Mapping[str, Any]) -> None:
+    """Raises BenchError for runs of forced lengths that did not do the same work."""
+    if config.debug.forced_lengths is not None and not result["same_work"]:
+        raise BenchError(f"lengths were forced, but this is {work_lines(result)[0].partition(';')[0]}")

@@ -1,4 +1,4 @@
-"""Processes that are given a time."""
+"""Processes with a time limit."""
 
 from __future__ import annotations
 

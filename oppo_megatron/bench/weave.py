@@ -1,4 +1,4 @@
-"""Colocated roles, their rounds woven or not: how much of a rollout each rank stands idle, from traces of every action."""
+"""Colocated roles, their rounds woven or not: each rank's idle share of a rollout, from traces of every action."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 
 from oppo_megatron.bench.figures import figures, speedups
 from oppo_megatron.bench.pictures import draw_weave
-from oppo_megatron.bench.suite import Suite, all_lines
-from oppo_megatron.bench.work import require_same_work, work_figures
+from oppo_megatron.bench.suite import Suite, all_lines, require_same_work, work_figures
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ScheduleError
 from oppo_megatron.rundir.directory import RunDirectory

@@ -1,4 +1,4 @@
-"""`oppo chaos`: whether a run of yours, on this machine and its disks, survives ranks that are killed at any moment."""
+"""`oppo chaos`: tests whether a run on this machine and its disks survives ranks that are killed at random moments."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from oppo_megatron.bench.chaos import COLUMNS, Chaos, phases
-    from oppo_megatron.bench.table import format_table
+    from oppo_megatron.bench.figures import format_table
     from oppo_megatron.cli.bench.common import refuse_given_ranks
     from oppo_megatron.cli.run import load_train
     from oppo_megatron.errors import ConfigError
@@ -49,7 +49,9 @@ def run(args: argparse.Namespace) -> int:
     print(
         f"\n{len(result['kills'])} kills in {result['disturbed_s']:.0f} s (undisturbed {result['undisturbed_s']:.0f} s): {hit}"
     )
-    print(*result["differences"] or ["final weights, rollouts and metrics are those of the undisturbed run"], sep="\n")
+    print(
+        *result["differences"] or ["final weights, rollouts and metrics equal those of the undisturbed run"], sep="\n"
+    )
     return 1 if result["differences"] else 0
 
 

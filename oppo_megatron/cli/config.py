@@ -1,4 +1,4 @@
-"""`oppo config`: what a setting means, every setting there is, and a file with its defaults filled in."""
+"""`oppo config`: explains a setting, lists all settings, or prints a file with its defaults filled in."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _resolved(args: argparse.Namespace) -> Section:
 
 
 def _explanation(kinds: Mapping[str, type[Section]], key: str, here: Section | None) -> Iterator[str]:
-    """What is to be said of `key`, once for all commands in which it is the same.
+    """The explanation of `key`, once for all commands in which it is the same.
 
     Raises ConfigError with the nearest keys where there is none.
     """

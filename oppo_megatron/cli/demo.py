@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
         write_report(args.out, list(RUNS), time.monotonic() - started)
     except KeyboardInterrupt:
-        print(f"\ninterrupted: what is finished in {args.out} is kept; the same command goes on from there", flush=True)
+        print(f"\ninterrupted: finished stages in {args.out} are kept; the same command goes on from there", flush=True)
         return EXIT_INTERRUPTED
     return 0
 

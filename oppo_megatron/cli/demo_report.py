@@ -1,4 +1,4 @@
-"""What the demo says at its end: a table, two pictures, and `demo.json`."""
+"""The demo's report: a table, two pictures, and `demo.json`."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ FIGURES = (
 
 
 def write_report(out: Path, names: Sequence[str], seconds: float) -> None:
-    """Compare the finished runs `out/<name>`, the first of which is the one without overlap.
+    """Compare the finished runs `out/<name>`; the first is the one without overlap.
 
-    Writes demo.json, reward.png and timeline.png into `out` and prints the table.  `seconds` is what the whole took.
+    Writes demo.json, reward.png and timeline.png into `out` and prints the table.  `seconds`: the duration of the whole demo.
     """
     runs = {name: RunDirectory(out / name) for name in names}
     figures = {name: _figures(run) for name, run in runs.items()}

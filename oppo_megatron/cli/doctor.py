@@ -17,7 +17,7 @@ from oppo_megatron.layout.kernels import find_available, kernel_table
 
 @dataclass(frozen=True)
 class Package:
-    """A distribution, the module it gives, and what is lost without it (None: nothing runs without it)."""
+    """A distribution, its module, and the features lost without it (None: nothing runs without it)."""
 
     distribution: str
     module: str
@@ -44,7 +44,7 @@ PACKAGES = (
 )
 
 PRESENT = "present"
-"""The version of what is on the path without having been installed."""
+"""The version of a module that is on the path but not installed as a distribution."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,11 +1,11 @@
-"""`oppo train --max-restarts` by nvidia-resiliency-ext's `ft_launcher`, where it is installed.
+"""`oppo train --max-restarts` by nvidia-resiliency-ext's `ft_launcher`, if it is installed.
 
-    oppo train       listens to signals, keeps the store in which ft_launcher meets itself, reads the verdict
-      ft_launcher    starts the worker again where it fails, up to N times
+    oppo train       listens to signals, keeps the store for ft_launcher's rendezvous, reads the verdict
+      ft_launcher    restarts the worker when it fails, up to N times
         worker       starts all ranks by this package's own launcher, with its watchdogs and supervisor (`ft_worker.py`)
 
-For ft_launcher every exit code but 0 is a failure: also that of a run that was told to stop, or that has found wrong input.  So
-the worker fails only where the run is to be started again from its last checkpoint; else it leaves a verdict, and ends with 0.
+ft_launcher treats every exit code except 0 as a failure, also that of a run that was told to stop or found wrong input.  So the
+worker fails only if the run must be restarted from its last checkpoint; otherwise it leaves a verdict, and ends with 0.
 """
 
 from __future__ import annotations
@@ -131,7 +131,9 @@ def launch_restarting(config: TrainConfig, restarts: int) -> int:
     with tempfile.TemporaryDirectory(prefix="oppo-") as folder:
         desk = Desk(Path(folder))
         dump_config(config, desk.config)
-        stopped, code = _supervise(launcher_command(desk.folder, meeting.store.port, restarts), desk)
+        stopped, code = _supervise(
+            launcher_command(desk.folder, meeting.store.port, restarts), desk, saves=config.preempt_deadline_s > 0
+        )
         verdict = desk.verdict()
     if verdict is None:
         if stopped:
@@ -155,12 +157,15 @@ def launcher_command(folder: Path, port: int, restarts: int) -> list[str]:
     return [sys.executable, "-m", LAUNCHER, *options, f"--log-dir={folder / 'logs'}", *worker]
 
 
-def _supervise(command: Sequence[str], desk: Desk) -> tuple[int, int]:
-    """Until the command has ended: the exit code of a run that was told to stop, else 0, and the command's own."""
+def _supervise(command: Sequence[str], desk: Desk, saves: bool = True) -> tuple[int, int]:
+    """Until the command has ended: the exit code of a run that was told to stop, else 0, and the command's own.
+
+    `saves`: whether a run that is told to stop saves.
+    """
     environment = os.environ | {LOG_LEVEL: os.environ.get(LOG_LEVEL, "ERROR")}
     # S603: this package's own command, and no shell.  A session of its own: a signal to the group is for this process.
     process = subprocess.Popen(command, env=environment, start_new_session=True)  # noqa: S603
-    relay = SignalRelay(desk.workers, partial(_tree, process.pid))
+    relay = SignalRelay(desk.workers, partial(_tree, process.pid), saves)
     try:
         with relay.listening():
             while process.poll() is None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from oppo_megatron.data.tokenizer import Tokenizer
     from oppo_megatron.policy.asked import Conversation, Drawing, OutputFile, Request, Terminal
     from oppo_megatron.policy.finding import Policy
-    from oppo_megatron.policy.prompts import Asked, Wording
+    from oppo_megatron.policy.given_prompts import Asked, Wording
 
 ENTRY = "oppo_megatron.policy.answering:run_rank"
 MAX_TOKENS, CHAT_LENGTH = 256, 4096
@@ -26,7 +26,7 @@ LEAST = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_policy_arguments(parser)
-    asked = parser.add_argument_group("what is asked (one of these)")
+    asked = parser.add_argument_group("prompts (one of these)")
     asked.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times")
     asked.add_argument(
         "--input",
@@ -85,7 +85,7 @@ def add_policy_arguments(parser: argparse.ArgumentParser, *, several: bool = Fal
     layout.add_argument("--kv-cache-mb", type=float, metavar="MB", help="bound of a rank's KV cache (default: none)")
     layout.add_argument(
         "--context", type=int, metavar="N",
-        help=f"most tokens of prompt and response (default: what is needed; --chat: {CHAT_LENGTH}, or less where the model has)",
+        help=f"most tokens of prompt and response (default: as needed; --chat: {CHAT_LENGTH}, or less if the model has less)",
     )  # fmt: skip
 
 
@@ -109,11 +109,13 @@ def add_drawing_arguments(parser: argparse.ArgumentParser) -> None:
     drawing.add_argument("--top-p", type=float, metavar="P", help="draw among the fewest with this mass (default: 1)")
     drawing.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (default: %(default)s)")
     drawing.add_argument(
-        "--stop", action="append", metavar="TEXT", help="end a response with this text; may be given several times"
-    )
+        "--stop", action="append", metavar="TEXT",
+        help="end a response with this text, in place of the run's texts; may be given several times",
+    )  # fmt: skip
     drawing.add_argument(
-        "--stop-id", action="append", type=int, metavar="ID", help="end a response with this token id, too"
-    )
+        "--stop-id", action="append", type=int, metavar="ID",
+        help="end a response with this token id, beside those of tokenizer, model and run; may be given several times",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -136,9 +138,8 @@ def make_request(args: argparse.Namespace) -> Request | None:
     from oppo_megatron.data.stops import require_stop_texts
     from oppo_megatron.policy.answers import require_output
     from oppo_megatron.policy.asked import OutputFile, Request
-    from oppo_megatron.policy.finding import Choice, find_policy
-    from oppo_megatron.policy.fitting import policy_tokenizer, require_layout
-    from oppo_megatron.policy.prompts import numbered
+    from oppo_megatron.policy.finding import Choice, find_policy, policy_tokenizer, require_layout
+    from oppo_megatron.policy.given_prompts import numbered
 
     _require_consistent(args)
     policy = find_policy(args.directory, Choice(args.tokenizer, args.chat_template, args.base, args.dtype))
@@ -146,7 +147,7 @@ def make_request(args: argparse.Namespace) -> Request | None:
     asked, left_out = _asked(args, _wording(args, policy), tokenizer)
     longest = max((len(tokenizer.encode(each.text)) for each in asked), default=0)
     max_length, max_tokens = _room(args, policy, longest)
-    drawing = _drawing(args, policy, max_tokens)
+    drawing = drawing_of(args, policy, max_tokens)
     require_stop_texts(drawing.stop, tokenizer, "--stop", "--stop-id")
     to = _destination(args, policy, drawing)
     if isinstance(to, OutputFile) and not require_output(to):
@@ -188,7 +189,7 @@ def _require_consistent(args: argparse.Namespace) -> None:
 
 
 def _require_of_use(args: argparse.Namespace, policy: Policy) -> None:
-    """Raises ConfigError for what is given, and would change nothing of what this policy says."""
+    """Raises ConfigError for options that would not change this policy's responses."""
     from oppo_megatron.errors import ConfigError
 
     problems, vocab_size = [], int(policy.hf_config["vocab_size"])
@@ -242,27 +243,27 @@ def _rollout(policy: Policy) -> RolloutConfig | None:
     return policy.run.rollout if isinstance(policy.run, TrainSettings) else None
 
 
-def _drawing(args: argparse.Namespace, policy: Policy, max_tokens: int) -> Drawing:
-    """Greedy unless something else is said; responses end as in the run that the policy comes from, where there is one."""
+def drawing_of(args: argparse.Namespace, policy: Policy, max_tokens: int) -> Drawing:
+    """Greedy unless something else is said; responses end as in the run that the policy comes from, where there is one.
+
+    Ids that are asked for join the run's, which an export of it has among its own anyhow.
+    """
     from oppo_megatron.policy.asked import Drawing
 
     rollout = _rollout(policy)
     draws = args.samples > 1 or args.top_k is not None or args.top_p is not None
     temperature = args.temperature if args.temperature is not None else 1.0 if draws and not args.greedy else 0.0
-    stop, stop_ids = args.stop, args.stop_id
+    stop, stop_ids = args.stop or (), args.stop_id or ()
     if rollout is not None:
-        stop, stop_ids = (
-            rollout.stop_texts if stop is None else stop,
-            rollout.stop_token_ids if stop_ids is None else stop_ids,
-        )
+        stop, stop_ids = stop or rollout.stop_texts, (*rollout.stop_token_ids, *stop_ids)
     return Drawing(
         max_tokens=max_tokens,
         temperature=temperature,
         top_k=args.top_k or 0,
         top_p=1.0 if args.top_p is None else args.top_p,
         seed=args.seed,
-        stop=tuple(stop or ()),
-        stop_token_ids=tuple(stop_ids or ()),
+        stop=tuple(stop),
+        stop_token_ids=tuple(stop_ids),
     )
 
 
@@ -280,7 +281,7 @@ def _destination(args: argparse.Namespace, policy: Policy, drawing: Drawing) -> 
 
 
 def _wording(args: argparse.Namespace, policy: Policy) -> Wording:
-    from oppo_megatron.policy.prompts import Wording
+    from oppo_megatron.policy.given_prompts import Wording
 
     template = args.template
     if template is None:
@@ -289,10 +290,10 @@ def _wording(args: argparse.Namespace, policy: Policy) -> Wording:
 
 
 def _asked(args: argparse.Namespace, wording: Wording, tokenizer: Tokenizer) -> tuple[list[Asked], str]:
-    """Nothing of a conversation, but that there is a template for it; and what is said of prompts that are left out."""
+    """No prompts for a conversation, which only needs a template; also the message about prompts left out."""
     from oppo_megatron.config.paths import missing_path
     from oppo_megatron.errors import DataError
-    from oppo_megatron.policy.prompts import prompts_of_file, prompts_of_texts, within
+    from oppo_megatron.policy.given_prompts import prompts_of_file, prompts_of_texts, within
 
     if args.chat:
         prompts_of_texts(["?"], wording, tokenizer)

@@ -1,4 +1,4 @@
-"""Which command a configuration file is for."""
+"""Finds the command that a configuration file is for."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def require_kind(kind: str, path: Path, overrides: Sequence[str]) -> None:
     from oppo_megatron.config.load import read_tree
     from oppo_megatron.errors import ConfigError
 
-    read_tree(path)  # what is wrong with the file itself is said alone
+    read_tree(path)  # a fault of the file itself is reported alone
     try:
         keys, other = set(read_tree(path, overrides)), guess_kind(path, overrides)
     except ConfigError:
-        return  # what is wrong with an override is said with all else
+        return  # a faulty override is reported with all other problems
     if not keys:
         raise ConfigError(
             f"{path} is empty; write the settings of `oppo {kind}` into it, or begin with one that `oppo init` writes (--list)"

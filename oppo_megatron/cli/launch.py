@@ -127,7 +127,7 @@ def external_ranks(environment: Mapping[str, str]) -> dict[str, str] | None:
 
 
 def speaks_for_all(environment: Mapping[str, str]) -> bool:
-    """Whether this process is to say what is to be said once: it has started all ranks, or is the first of another launcher's."""
+    """Whether this process prints the lines that appear once: it has started all ranks, or is another launcher's first rank."""
     ranks = external_ranks(environment)
     return ranks is None or ranks["RANK"] == "0"
 
@@ -206,7 +206,8 @@ def _launch_local(entry: str, kind: str, config: Any, world_size: int) -> int:
     # The agent tells of a failed rank at length and of each one that it then ends; ours come from the rank, below.
     for noisy in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
         logging.getLogger(noisy).setLevel(logging.CRITICAL)
-    meeting, relay = LocalMeeting.open(str(os.getpid())), SignalRelay()
+    meeting = LocalMeeting.open(str(os.getpid()))
+    relay = SignalRelay(saves=getattr(config, "preempt_deadline_s", None) != 0)
     with tempfile.TemporaryDirectory(prefix="oppo-") as failures:
         agent = _agent(world_size, meeting, Path(failures))
         supervisor = Supervisor(Path(failures), meeting.point(world_size), Limits.of(config), relay.told_s)

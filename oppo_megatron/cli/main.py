@@ -1,4 +1,4 @@
-"""`oppo`: one table of commands, each in a module of its own that is imported only when it is called.
+"""`oppo`: one table of commands; a command's module is imported only when the command is called.
 
 A command's module has two functions, and imports nothing heavy outside them:
 
@@ -20,9 +20,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from oppo_megatron import __version__
-from oppo_megatron.cli.debug import add_debug_argument
 from oppo_megatron.cli.interrupts import interrupts_behind_imports
-from oppo_megatron.cli.parser import Parser
+from oppo_megatron.cli.parser import Parser, add_debug_argument
 from oppo_megatron.errors import DISK_FULL, EXIT_INTERRUPTED, OppoError
 
 EXIT_DEFECT = 1
@@ -39,8 +38,8 @@ class Command(NamedTuple):
 
 COMMANDS = (
     Command("train", "oppo_megatron.cli.train", "train a policy with PPO, both overlaps on or off"),
-    Command("sft", "oppo_megatron.cli.sft", "fine-tune an actor on prompt/completion rows"),
-    Command("rm", "oppo_megatron.cli.rm", "train a reward model on chosen/rejected rows"),
+    Command("sft", "oppo_megatron.cli.supervised", "fine-tune an actor on prompt/completion rows"),
+    Command("rm", "oppo_megatron.cli.supervised", "train a reward model on chosen/rejected rows"),
     Command("generate", "oppo_megatron.cli.generate", "let a trained policy answer prompts or chat"),
     Command("eval", "oppo_megatron.cli.eval", "judge trained policies on held-out prompts, side by side"),
     Command("tokenizer", "oppo_megatron.cli.tokenizer", "train a sentencepiece tokenizer on JSONL rows"),
@@ -69,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         with interrupts_behind_imports():
-            code = _serve(_parse(list(sys.argv[1:] if argv is None else argv)))
+            code = _serve(parse_arguments(list(sys.argv[1:] if argv is None else argv)))
     except KeyboardInterrupt:  # while it was found out what to do
         print("oppo: interrupted", file=sys.stderr)
         code = EXIT_INTERRUPTED
@@ -112,7 +111,8 @@ def _serve(args: argparse.Namespace) -> int:
         return EXIT_INTERRUPTED
 
 
-def _parse(arguments: list[str]) -> argparse.Namespace:
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    """What a command line, without `oppo` itself, asks for; `run` of it does the work.  Exits where it is none."""
     parser = Parser(prog="oppo", description="PPO-based RLHF on Megatron-core, overlapped.")
     parser.add_argument("--version", action="version", version=f"oppo {__version__}")
     parser.set_defaults(debug=False)

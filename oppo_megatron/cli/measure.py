@@ -1,6 +1,6 @@
-"""Settles `placement.mode: auto`: finds what this machine admits, runs each placement for some steps, takes the fastest.
+"""Settles `placement.mode: auto`: finds the placements possible here, runs each for some steps, and takes the fastest.
 
-A measuring run is `oppo train` in a process of its own, under `placement/` in the run directory.  What came of them is
+A measuring run is `oppo train` in a process of its own, under `placement/` in the run directory.  Their results are in
 `placement.json` beside it; the same configuration on the same machine is not measured twice.
 """
 
@@ -71,7 +71,7 @@ def measure_placements(
 ) -> dict[str, Any]:
     """Measure what there is to choose from; writes `placement.json` and returns what it holds.  Raises PlacementError.
 
-    `tell` hears what is measured, `tell_runs` what came of each run.
+    `tell` is told the plan of the measurement, `tell_runs` the result of each run.
     """
     from oppo_megatron.layout.placing.choice import choose, to_record
     from oppo_megatron.layout.placing.probe import fingerprint
@@ -193,7 +193,7 @@ def read_choice(path: Path, key: str) -> Candidate | None:
 
 
 def describe_work(settings: TrainSettings, options: Options) -> str:
-    """One line: what is measured, and which of it leaves cores idle by the number of threads that is set."""
+    """One line: the placements to measure, and those that leave cores idle because of the configured threads."""
     from oppo_megatron.layout.placing.candidates import auto_settings
 
     names = ", ".join(candidate.name for candidate in options.candidates)

@@ -1,4 +1,4 @@
-"""A parser of arguments that names the nearest word where it does not know one."""
+"""The parser of arguments, which names the nearest word for one it does not know, and `--debug`, which every command takes."""
 
 from __future__ import annotations
 
@@ -35,3 +35,13 @@ class Parser(argparse.ArgumentParser):
             if "CONFIG.yaml" in self.format_usage():
                 return f"{message}; settings are given as a.b=c, without dashes (--help shows the options)"
         return message
+
+
+def add_debug_argument(parser: argparse.ArgumentParser) -> None:
+    """Before or behind the name of a command's part (`oppo launch slurm`).
+
+    Nothing is set where it is absent, so that the parser of a part leaves what was given before its name.
+    """
+    parser.add_argument(
+        "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
+    )

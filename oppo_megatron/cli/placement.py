@@ -1,4 +1,4 @@
-"""`oppo placement`: measures the placements that this machine admits, and says which is fastest and why."""
+"""`oppo placement`: measures the placements possible on this machine, and says which is fastest and why."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def report(record: Mapping[str, Any]) -> list[str]:
-    """The lines of the table, what is not in it, the reason, and the placement as a configuration says it."""
+    """The table, the placements left out, the reason, and the chosen placement in YAML."""
     import yaml
 
-    from oppo_megatron.bench.table import format_table
+    from oppo_megatron.bench.figures import format_table
 
     rows = [_row(record, candidate) for candidate in record["candidates"] if candidate.get("seconds_per_token")]
     failed = [(each["name"], each["failure"]) for each in record["candidates"] if each.get("failure")]

@@ -1,4 +1,4 @@
-"""The table of ranks that `--dry-run` and `oppo validate` print: what each holds, its memory, its batch sizes."""
+"""The table of ranks that `--dry-run` and `oppo validate` print: each rank's roles, its memory, its batch sizes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def rank_table(config: TrainConfig | SupervisedConfig) -> list[str]:
         "packed: weights laid out for a CPU's products, kernels: what those keep; activations: an estimate, of the update",
         "or of the largest cached call; roles compute in turn, so of the last two a rank's total has the largest only):",
         *_aligned([MEMORY_HEADINGS, *_memory_rows(holdings)]),
-        "Batch sizes (rows are those of an optimizer step, m-batches micro-batches; auto: as the measured times decide):",
+        "Batch sizes (rows: of an optimizer step; m-batches: micro-batches; auto: as the measured times decide):",
         *_aligned(_batch_rows(holdings)),
     ]
 

@@ -1,7 +1,7 @@
-"""What `oppo train`, `oppo sft` and `oppo rm` refuse before any rank starts, and `oppo validate` with them: one function.
+"""The checks of `oppo train`, `oppo sft` and `oppo rm` before any rank starts, and of `oppo validate`: one function.
 
-What a configuration's own text, files and shapes refuse, `load_settings` finds; this is what the machine refuses.  It loads
-no torch, unless the run is to compute on CUDA devices.
+`load_settings` checks the configuration's text, files and shapes; this file checks the machine.  It loads no torch, unless the
+run computes on CUDA devices.
 """
 
 from __future__ import annotations

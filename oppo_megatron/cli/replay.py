@@ -1,4 +1,4 @@
-"""`oppo replay`: one update again, from a batch that a guard found fault with."""
+"""`oppo replay`: repeats one update from a batch that a guard rejected."""
 
 from __future__ import annotations
 

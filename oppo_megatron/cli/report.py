@@ -1,4 +1,4 @@
-"""`oppo report`: one page, and pictures, that show what runs did."""
+"""`oppo report`: one page, and pictures, of one or more runs."""
 
 from __future__ import annotations
 

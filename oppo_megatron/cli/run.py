@@ -1,4 +1,4 @@
-"""What `oppo train`, `oppo sft` and `oppo rm` share: load, check, then show the plan or launch the ranks."""
+"""Common part of `oppo train`, `oppo sft` and `oppo rm`: load, check, then show the plan or launch the ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`oppo schedule`: what every rank would do in a round, drawn, with its predicted time and what the checker says."""
+"""`oppo schedule`: draws every rank's actions in a round, with the predicted time and the checker's verdict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands that serve a reward have in common: their arguments, and how a service starts."""
+"""Common parts of the commands that serve a reward: arguments, loading, and the start of the service."""
 
 from __future__ import annotations
 

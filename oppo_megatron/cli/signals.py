@@ -1,4 +1,4 @@
-"""Signals that the starting process gets, passed on to what it has started."""
+"""Passes the starting process's signals on to its child processes."""
 
 from __future__ import annotations
 
@@ -25,17 +25,22 @@ def child_pids() -> list[int]:
 
 
 class SignalRelay:
-    """Tells the ranks to save the run and to end (SIGUSR1); a second SIGTERM or SIGINT (Ctrl-C) ends them at once.
+    """Tells the ranks to save the run and to end (SIGUSR1); a second SIGTERM or SIGINT (Ctrl-C) ends them at once, and so does
+    the first signal where they save nothing (`saves`).
 
     Where a signal was sent to the whole process group, the ranks have had it already: SIGUSR1 asks for nothing twice.
-    `code` is what a run ends with whose ranks were told, and could not save: 75 (start it again), 130 after SIGINT, else 0.
+    `code`: exit code of a run whose ranks were told to stop and could not save: 75 (start it again), 130 after SIGINT, else 0.
     `listeners` are the processes to tell, `everyone` those to end.
     """
 
     def __init__(
-        self, listeners: Callable[[], Sequence[int]] = child_pids, everyone: Callable[[], Sequence[int]] = child_pids
+        self,
+        listeners: Callable[[], Sequence[int]] = child_pids,
+        everyone: Callable[[], Sequence[int]] = child_pids,
+        saves: bool = True,
     ) -> None:
         self.code = 0
+        self._saves = saves
         self._listeners, self._everyone = listeners, everyone
         self._terms = 0
         self._told_at: float | None = None
@@ -65,10 +70,10 @@ class SignalRelay:
         self.code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_REQUEUE
         if self._told_at is None:
             self._told_at = time.monotonic()
-            if number == signal.SIGINT:
+            if number == signal.SIGINT and self._saves:
                 print(INTERRUPTED, file=sys.stderr, flush=True)
         self._terms += number != signal.SIGUSR1
-        if self._terms > 1:
+        if self._terms > 1 or not self._saves:
             _send(self._everyone(), signal.SIGKILL)
             os._exit(128 + number)
         self.tell()

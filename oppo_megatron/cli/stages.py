@@ -1,4 +1,4 @@
-"""Stages of a chain whose finished parts are reused: each has a directory, and a file in it that says what it holds."""
+"""Stages of a chain whose finished parts are reused: each has a directory with a file that describes its content."""
 
 from __future__ import annotations
 

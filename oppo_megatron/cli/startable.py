@@ -1,4 +1,4 @@
-"""Whether a run may start, or go on, in the directory that it is given."""
+"""Checks whether a run may start, or go on, in its directory."""
 
 from __future__ import annotations
 

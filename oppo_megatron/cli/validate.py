@@ -68,7 +68,7 @@ def service_lines(kind: str, path: Path, overrides: Sequence[str], *, skip_data:
     """Check the configuration of a service: its address, and what it scores with."""
     from oppo_megatron.config.serve import ServeRewardConfig
     from oppo_megatron.preflight.validate import Role, compare_with_roles
-    from oppo_megatron.serving.checking import try_parts
+    from oppo_megatron.serving.scorers import try_parts
 
     config = load_service(kind, path, overrides)
     require_service_packages(kind)
@@ -112,7 +112,7 @@ def _supervised_lines(settings: SupervisedConfig) -> list[str]:
     rows, held = read_heldout(settings.evaluation, settings.seed, every, read)
     found = f"data: {len(rows)} rows, {num_duplicates(rows)} of them duplicates; {set_aside} rows set aside"
     if settings.evaluation is not None:
-        found += f"; {len(held)} rows held out, of which {min(len(held), settings.evaluation.max_rows)} are measured"
+        found += f"; {len(held)} rows held out, {min(len(held), settings.evaluation.max_rows)} of them measured"
     if further := len(quarantine) - set_aside:
         found += f"; {further} more of the held-out files set aside"
     seen = describe_seen((row[0] for row in held), (row[0] for row in rows))

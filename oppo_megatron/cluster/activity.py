@@ -1,7 +1,7 @@
-"""What a rank does at the moment, and whether it waits for others: kept by its main thread, read by its watchdog.
+"""A rank's current activity, and whether it waits for others: kept by its main thread, read by its watchdog.
 
-Whether it waits is told from the thread's stack where the host blocks in every wait for a peer; a stretch that is marked as
-one in which a rank waits, and in which it hangs by itself, is then not mistaken for a wait.  Else marks count, too.
+If the host blocks in every wait for a peer, the thread's stack tells whether the rank waits: a rank that hangs by itself in a
+stretch marked as a wait is then not mistaken for one that waits.  Otherwise marks count, too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Doing:
 class Activity:
     """Nested stretches of work, and a count of beats.
 
-    A beat is an addition and a look at the clock; what is done is put into words only where it is asked for.  `by_stack`: the
+    A beat is an addition and a look at the clock; the activity is put into words only on request.  `by_stack`: the
     stack alone tells whether the rank waits, for all its messages are such that the host blocks in them (gloo's).
     """
 

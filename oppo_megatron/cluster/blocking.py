@@ -1,7 +1,7 @@
-"""Whether a thread is within a call of torch.distributed that returns when other ranks have made theirs: told from its stack.
+"""Tells from a thread's stack whether it is within a call of torch.distributed that waits for other ranks.
 
-Nobody has to mark such calls for that, those within megatron-core and `torch.distributed.checkpoint` included.  gloo's block
-the host.  NCCL's return at once, but for barriers: the host blocks where it next asks the device for something.
+Such calls need no marks, also those within megatron-core and `torch.distributed.checkpoint`.  gloo's calls block the host.
+NCCL's return at once, except barriers: the host blocks when it next asks the device for something.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def waits_in(thread: int) -> str | None:
 
 
 def _awaits_message(innermost: FrameType) -> bool:
-    """`Work.wait` is no Python function: the innermost frame is that of its caller, which is code that sends messages."""
+    """`Work.wait` is no Python function: the innermost frame is its caller's, which is code that sends messages."""
     code = innermost.f_code
     return "wait" in code.co_names and any(folder in code.co_filename for folder in SENDERS)
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """From the innermost outwards."""
+    """The frames, from the innermost outwards."""
     while frame is not None:
         yield frame
         frame = frame.f_back

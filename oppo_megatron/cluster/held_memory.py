@@ -1,7 +1,7 @@
-"""How much memory this process holds: of its CUDA device where it computes on one, else of the host.
+"""The memory that this process holds: on its CUDA device if it computes on one, else on the host.
 
-On a CUDA device it is what torch's allocator has taken from the device, whether tensors fill it or not, without the CUDA
-context and the libraries' own buffers.  On the host it is the resident set, interpreter and libraries included.
+On a CUDA device this is the memory reserved by torch's allocator, whether tensors fill it or not, without the CUDA context and
+the libraries' own buffers.  On the host it is the resident set, interpreter and libraries included.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def held_bytes(device: torch.device) -> int:
 
 def peak_bytes(device: torch.device) -> int:
     """The most bytes that were held at once since the process began."""
-    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else _peak_resident(STATUS)
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak_resident_bytes(STATUS)
 
 
 def device_bytes(device: torch.device) -> int:
@@ -37,7 +37,7 @@ def device_bytes(device: torch.device) -> int:
     return host_bytes()
 
 
-def _peak_resident(status: Path) -> int:
+def peak_resident_bytes(status: Path) -> int:
     """The kernel's high-water mark of this process's memory, or where it gives none that of `getrusage`.
 
     The latter counts from before `exec`, so a spawned rank would begin with the size of the process that started it.

@@ -1,4 +1,4 @@
-"""Which rank runs on which host, and with what."""
+"""The hosts of the ranks, with node, device and threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lets torch's elastic agent start the ranks of one host without opening a port to others."""
+"""Lets torch's elastic agent start the ranks of one host without opening a port to other hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank says when another does not come: every wait for a peer that fails becomes a StallError that names the wait."""
+"""Failed waits for a peer: each becomes a StallError that names the wait."""
 
 from __future__ import annotations
 

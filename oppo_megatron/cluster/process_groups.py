@@ -1,4 +1,4 @@
-"""Process groups that keep the run's deadline."""
+"""Process groups with the run's deadline."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How the ranks of a run find each other, or say within a deadline who did not come.
+"""Rendezvous: the ranks of a run find each other, or report within a deadline who did not come.
 
 Each rank registers in a store at MASTER_ADDR:MASTER_PORT under its number.  The last to come, or the first to meet a
-fault or the deadline, writes the outcome, which ends the wait of all: "" or what went wrong.
+fault or the deadline, writes the outcome, which ends the wait of all: "" or a fault.
 
     size       number of ranks, as the first to come was told it     settled    counts who wanted to write the outcome
     count/R    how often rank R came     rank/R    its RankHost      outcome    "" or a fault
@@ -231,7 +231,7 @@ class _Arrival:
             f"{self.me} waited {self.timeout_s:g} s at {self.point}, and {came} of {self.point.size} ranks came: "
             f"rank{plural} {format_ranks(missing)} missing.{astray} See that every machine has been started, with the same "
             "MASTER_ADDR and MASTER_PORT, and what the missing ranks report; ranks that only need longer (reading "
-            "data, say) need a larger runtime.timeout_s, of which the ranks have a sixth, at least 60 s, to meet"
+            "data, say) need a larger runtime.timeout_s: a sixth of it, at least 60 s, is their time to meet"
         )
 
     def _linger(self, store: dist.Store) -> None:

@@ -32,7 +32,7 @@ CONNECT_S = 10.0  # at least so long for connecting, however late the last rank 
 class World:
     """Rank, number of ranks, the device that this rank computes on, and where each rank runs, in order of ranks.
 
-    `activity` is what this rank does, for its watchdog.
+    `activity`: this rank's current activity, for its watchdog.
     """
 
     rank: int

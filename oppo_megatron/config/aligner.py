@@ -3,31 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from oppo_megatron.config.base import Section
+from oppo_megatron.config.base import Section, Unit
 from oppo_megatron.config.explain import explain
-from oppo_megatron.config.overlap import CarryConfig
+from oppo_megatron.config.overlap import CarryConfig, DeltaConfig
 from oppo_megatron.config.renamed import take_out_renamed
 from oppo_megatron.errors import ConfigError
 
 
 class StreamConfig(Section):
-    """How a service of `oppo serve-scorer` is asked."""
+    """The service of `oppo serve-scorer`."""
 
     url: str = Field(..., pattern="^https?://", description="address of the service, as `oppo serve-scorer` prints it")
-    token_env: str | None = Field(
-        None, description="environment variable with the bearer token that the service wants; null: none"
+    token_env: str | None = Field(None, description="environment variable with the service's bearer token; null: none")
+
+
+class AlignerDeltaConfig(DeltaConfig):
+    """How many prompts more than `num_rollout_samples` are drawn, over all replicas; none until asked for."""
+
+    initial: Annotated[int, Unit("prompts")] = Field(0, ge=0, description="delta of the first step")
+    max: Annotated[int, Unit("prompts")] = Field(
+        0, ge=0, description="largest delta; at most `num_rollout_samples`, and 0 defers nothing"
     )
 
 
 class AlignerConfig(CarryConfig):
-    """What `oppo_megatron.integrations.nemo_aligner` adds to NeMo-Aligner's `trainer.ppo`."""
+    """What `oppo_megatron.integrations.nemo_aligner` adds to NeMo-Aligner's `trainer.ppo`; by default nothing."""
 
+    delta: AlignerDeltaConfig = AlignerDeltaConfig()
     scorer: StreamConfig | None = Field(
-        None, description="service that rewards come from, fed while the actor decodes; null: NeMo-Aligner's own server"
+        None,
+        description="service that computes the rewards, fed while the actor decodes; null: NeMo-Aligner's own server",
     )
 
 

@@ -1,4 +1,4 @@
-"""What a continued run is told otherwise than before, setting by setting."""
+"""The settings of a continued run that differ from before."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ WITHOUT_EFFECT = ("run_dir", "checkpoint.resume")
 """Settings that say where and how a run is continued, not what it does."""
 
 STARTING = ("checkpoint", "init", "init_seed", "fresh_head", "lora.adapter")
-"""Of a trained role: what its weights were read from when the run began."""
+"""Settings of a trained role that named the source of its weights when the run began."""
 
 SHOWN = 60
-"""Characters of a value; what is longer is cut."""
+"""Most characters shown of a value; a longer one is cut."""
 
 
 def changed_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -32,7 +32,7 @@ def _kept(key: str, now: Mapping[str, Any]) -> str:
     """What goes on from the checkpoint in spite of a change."""
     role, _, name = key.partition(".")
     if role in ("actor", "critic", "model") and name.startswith(STARTING):
-        return f" (the {role}'s weights are those of the checkpoint)"
+        return f" (the {role}'s weights come from the checkpoint)"
     if key == "ppo.kl.coefficient" and _at(now, "ppo.kl.adaptive") is not None:
         return " (the adaptive coefficient goes on from the checkpoint)"
     if key == "overlap.delta.initial" and _at(now, "overlap.delta.rule") != "fixed":
@@ -77,7 +77,7 @@ def _shown(value: Any) -> str:
 
 
 def _plain(value: Any) -> str:
-    """As YAML has it in one line; of a section what is set."""
+    """The value as YAML in one line; of a section only the given settings."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{name}: {_plain(item)}" for name, item in value.items() if item is not None) + "}"
     if isinstance(value, list):

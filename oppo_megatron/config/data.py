@@ -21,9 +21,9 @@ class TokenizerConfig(Section):
 
 
 class ColumnsConfig(Section):
-    """Which column of a row plays which part.  A null part is found by the known names (GSM8K's, TRL's, OpenAI's)."""
+    """The columns of a row by their part.  A null part is found by the known names (GSM8K's, TRL's, OpenAI's)."""
 
-    prompt: str | None = Field(None, description="what is asked: text, or a list of messages")
+    prompt: str | None = Field(None, description="the prompt: text, or a list of messages")
     completion: str | None = Field(None, description="the answer to learn (`oppo sft`)")
     chosen: str | None = Field(None, description="the better answer (`oppo rm`)")
     rejected: str | None = Field(None, description="the worse answer (`oppo rm`)")
@@ -39,33 +39,34 @@ class DataConfig(Section):
     )
     format: Literal["auto", "columns", "alpaca", "sharegpt", "messages", "hh"] = Field(
         "auto",
-        description="how prompt and answers stand in a row: told from the columns, a column each, Alpaca's instruction and "
-        "input, ShareGPT's conversations, lists of role and content, Human/Assistant dialogues in chosen and rejected",
+        description="layout of prompt and answers in a row: detected from the columns, a column each, Alpaca's "
+        "instruction and input, ShareGPT's conversations, lists of role and content, Human/Assistant dialogues in "
+        "chosen and rejected",
     )
     columns: ColumnsConfig = ColumnsConfig()
     turns: Literal["last", "all"] = Field(
         "last",
-        description="of a dialogue, the assistant's turns to learn: the last, or each, as a row of its own (`oppo sft`)",
+        description="the assistant's turns of a dialogue to learn: the last, or each one as a row of its own (`oppo sft`)",
     )
     prompt_template: str = Field("{prompt}", description="text around each prompt; `{prompt}` stands for it")
     completion_template: str = Field(
         "{completion}", description="text around each completion, chosen or rejected answer"
     )
-    max_rows: int | None = Field(None, ge=1, description="use the first so many rows")
+    max_rows: int | None = Field(None, ge=1, description="use at most this many rows, from the start of the data")
     bad_rows: Literal["error", "quarantine"] = Field(
         "error", description="a row that is not JSON, lacks a column or has no text: end the run, or set the row aside"
     )
     max_prompt_tokens: int = Field(1024, ge=1, description="longest prompt (`oppo train`)")
     long_rows: Literal["error", "truncate", "quarantine"] = Field(
         "error",
-        description="a longer prompt: end the run, keep the prompt's end, or set the row aside; of `oppo sft` and `oppo rm` a "
-        "row of more than `max_tokens`, and where it is not given there, `quarantine`",
+        description="a longer prompt ends the run, is cut to its end, or is set aside; for `oppo sft` and `oppo rm` "
+        "the same for a row of more than `max_tokens`, by default `quarantine`",
     )
     shuffle: bool = Field(True, description="a new order each epoch, from the seed; false: the file's order")
 
 
 class RewardPart(Section):
-    """One summand of the reward: `weight` times what `kind` gives for a finished response.
+    """One summand of the reward: `weight` times the number that `kind` gives for a finished response.
 
     kind: `model` the reward model's scalar; `verifier` a rule by `name` (`arithmetic`, `gsm8k`) that compares the
     response with column `answer`; `python` a user's function `entry_point` = `package.module:function` or
@@ -73,7 +74,7 @@ class RewardPart(Section):
     """
 
     kind: Literal["model", "verifier", "python", "http"] = Field(
-        ..., description="what gives the number: the reward model, a rule, a function, a service"
+        ..., description="source of the number: the reward model, a rule, a function, a service"
     )
     weight: Annotated[float, Unit("factor")] = Field(1.0, description="factor of this part in the sum")
     name: Literal["arithmetic", "gsm8k"] | None = Field(None, description="the rule (verifier)")
@@ -81,9 +82,9 @@ class RewardPart(Section):
     entry_point: str | None = Field(None, description="`package.module:function` or `folder/file.py:function` (python)")
     options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments for the entry point")
     isolate: bool | IsolationConfig = Field(
-        False, description="call it in a process of its own, with these limits; true: with the usual ones (python)"
+        False, description="call it in its own process with these limits; true: with the default limits (python)"
     )
-    url: str | None = Field(None, description="where responses are posted to: `http://HOST:PORT/score` (http)")
+    url: str | None = Field(None, description="address to which responses are posted: `http://HOST:PORT/score` (http)")
     token_env: str | None = Field(
         None, description="environment variable with the service's bearer token; null: none is sent (http)"
     )
@@ -91,7 +92,7 @@ class RewardPart(Section):
 
     @property
     def isolation(self) -> IsolationConfig | None:
-        """The limits of its process; None: it has none of its own."""
+        """The limits of its process; None: it has no process of its own."""
         if isinstance(self.isolate, IsolationConfig):
             return self.isolate
         return IsolationConfig() if self.isolate else None

@@ -1,4 +1,4 @@
-"""What benchmarks and development ask for, and training does not."""
+"""Settings for benchmarks and development, not for training."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from oppo_megatron.config.base import Section, Unit
 
 @dataclass(frozen=True)
 class ForcedLengths:
-    """Where responses end, in place of EOS: log-normal lengths (`median`, `sigma`), or those of a file of requests (`trace`).
+    """Lengths of responses in place of EOS: log-normal (`median`, `sigma`), or from a file of requests (`trace`).
 
-    `column` is the trace's column of tokens, of a histogram its kind; None: the usual one.  `scale` is the factor of a
-    trace's lengths; auto: what makes its 99th percentile `rollout.max_response_tokens`.
+    `column` is the trace's column of tokens, or the kind of a histogram; None: the default.  `scale` multiplies a trace's
+    lengths; auto: so that their 99th percentile is `rollout.max_response_tokens`.
     """
 
     median: float | None = None
@@ -27,9 +27,9 @@ class ForcedLengths:
 
 
 class DebugConfig(Section):
-    """For benchmarks and development; none of it is for training.
+    """For benchmarks and development, not for training.
 
-    Forced lengths do not depend on what the policy says, so that runs do the same work. They are drawn by (seed, sequence
+    Forced lengths do not depend on the policy's responses, so that runs do the same work. They are drawn by (seed, sequence
     id), at least 1 and at most `rollout.max_response_tokens`; EOS is ignored. A trace is a CSV file with one row a request
     and a column of tokens, or a histogram with the columns `kind`, `tokens`, `requests`; its lengths are scaled so that
     their 99th percentile is `rollout.max_response_tokens`.
@@ -37,21 +37,22 @@ class DebugConfig(Section):
 
     forced_lengths: Annotated[list[float] | Path | None, Unit("tokens, nats")] = Field(
         None,
-        description="where responses end, in place of EOS: [median, sigma] of log-normal lengths, in tokens, and the standard "
-        "deviation of their logarithm (0: all equal); or a CSV file of recorded lengths",
+        description="lengths at which responses end, in place of EOS: [median, sigma] of log-normal lengths, in "
+        "tokens, and the standard deviation of their logarithm (0: all equal); or a CSV file of recorded lengths",
     )
     trace_column: str | None = Field(
         None,
-        description="of such a file, the column of tokens (null: `GeneratedTokens`); of a histogram, the kind (null: `output`)",
+        description="column of tokens in such a file (null: `GeneratedTokens`); the kind, if the file is a histogram "
+        "(null: `output`)",
     )
     actions: bool = Field(
         False, description="trace every action of every round, and write the rounds' schedules to schedules.txt"
     )
     wait_for: list[Literal["critic", "scores"]] = Field(
         default=[],
-        description="with `overlap.intra`, what a step waits for although it need not, to the same result: `critic`: the next "
-        "step begins behind the critic's update, which else runs while the actor decodes; `scores`: the actor's update begins "
-        "behind the last scores, without which else it runs the forward pass of its first micro-batch",
+        description="with `overlap.intra`, unnecessary waits that leave the result unchanged. `critic`: the next step "
+        "begins after the critic's update, which otherwise runs while the actor decodes; `scores`: the actor's "
+        "update begins after the last scores arrive; otherwise the forward pass of its first micro-batch runs before",
     )
 
     @field_validator("forced_lengths")

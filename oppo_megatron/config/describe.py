@@ -1,4 +1,4 @@
-"""What is to be said of a setting: its meaning, values, unit and default.  For `oppo config` and docs/configuration.md."""
+"""Descriptions of settings: meaning, values, unit and default.  For `oppo config` and docs/configuration.md."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Setting:
 
     @property
     def meaning(self) -> str:
-        """What it does: its description, else what the section that it holds is."""
+        """Its description, else the first sentence about its section."""
         if self.field.description or self.section is None:
             return self.field.description or ""
         return about(self.section).partition("\n\n")[0].replace("\n", " ").partition(".  ")[0].rstrip(".")
@@ -69,7 +69,7 @@ class Setting:
 
     @property
     def unit(self) -> str | None:
-        """What its number counts; empty for a pure number, None where it is no number or nothing says."""
+        """The unit of its number; empty for a pure number, None if it is no number or has no unit."""
         if not self.is_number:
             return None
         given = [rule.name for rule in self.field.metadata if isinstance(rule, Unit)]
@@ -127,7 +127,7 @@ def near_keys(kinds: dict[str, type[Section]], key: str, most: int = 3) -> list[
 
 
 def about(section: type[Section]) -> str:
-    """What the section is, in full."""
+    """The section's full description."""
     return inspect.cleandoc(section.__doc__ or "")
 
 

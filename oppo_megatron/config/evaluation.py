@@ -1,4 +1,4 @@
-"""Held-out prompts, what judges the responses, and what follows from it."""
+"""Held-out data, the judges of responses, and early stopping."""
 
 from __future__ import annotations
 
@@ -13,35 +13,37 @@ from oppo_megatron.config.data import DataConfig, RewardPart
 ACCURACY, RESPONSE_TOKENS, TRUNCATED = "accuracy", "response_tokens", "truncated"
 LOSS, MARGIN = "loss", "margin"
 REWARD = "reward"
-"""The mean reward of a step's batch, where nothing held out names the best step."""
+"""The mean reward of a step's batch; it names the best step if nothing is held out."""
 
 LOWER_IS_BETTER = (LOSS, TRUNCATED)
 Direction = Literal["max", "min"]
 
 
 class MeasuringConfig(Section):
-    """What is measured before the first step, after the last and in between."""
+    """Measurements before the first step, after the last and in between."""
 
     data: DataConfig | None = Field(None, description="files of held-out rows, read as `data` is")
-    max_rows: Annotated[int, Unit("rows")] = Field(1000, ge=1, description="use the first so many held-out rows")
+    max_rows: Annotated[int, Unit("rows")] = Field(1000, ge=1, description="use at most this many held-out rows, the "
+    "first ones")
     every_steps: int = Field(0, ge=0, description="0: only before the first and after the last step")
 
 
 class EvaluationConfig(MeasuringConfig):
-    """Held-out prompts, answered before the first step, after the last and in between, and what judges the responses."""
+    """Held-out prompts, answered before the first step, after the last and in between, and the judges of the responses."""
 
     data: DataConfig
     verifier: Literal["arithmetic", "gsm8k"] | None = Field(
-        None, description="the rule whose share of right responses is the metric `accuracy`; null: only `metrics`; "
-        "the expected answer is column `answer`"
+        None, description="rule whose share of right responses is the metric `accuracy`, checked against the column "
+        "`answer`; null: only `metrics`"
     )
     metrics: list[RewardPart] = Field(
         default_factory=list,
-        description="parts as under `rewards`, each a metric of its own, whatever its weight; `model` is the run's reward model",
+        description="parts as under `rewards`; each is a metric of its own, whatever its weight; `model` is the run's "
+        "reward model",
     )
-    samples: Annotated[int, Unit("responses")] = Field(1, ge=1, description="responses a prompt")
+    samples: Annotated[int, Unit("responses")] = Field(1, ge=1, description="responses per prompt")
     temperature: Annotated[float, Unit("")] = Field(0.0, ge=0, description="0: the likeliest token each time")
-    max_rows: Annotated[int, Unit("rows")] = Field(200, ge=1, description="use the first so many prompts")
+    max_rows: Annotated[int, Unit("rows")] = Field(200, ge=1, description="use at most this many prompts, the first ones")
 
     @property
     def judges(self) -> list[RewardPart]:
@@ -51,15 +53,16 @@ class EvaluationConfig(MeasuringConfig):
 
     @property
     def names(self) -> list[str]:
-        """Of the metrics, in the order of `judges`; then of what every evaluation measures."""
+        """The metrics' names, in the order of `judges`; then those that every evaluation measures."""
         labels = part_labels(self.judges)
         return [ACCURACY if self.verifier else labels[0], *labels[1:], RESPONSE_TOKENS, TRUNCATED]
 
 
 class HeldoutConfig(MeasuringConfig):
-    """Rows that are not trained on, and when they are measured: before the first step, after the last and in between."""
+    """Held-out rows, measured before the first step, after the last and in between."""
 
-    data: DataConfig | None = Field(None, description="files of such rows, read as `data` is; null: a `fraction` of `data`")
+    data: DataConfig | None = Field(None, description="files of held-out rows, read as `data` is; null: a `fraction` "
+    "of `data`")
     fraction: Annotated[float | None, Unit("of the rows")] = Field(
         None,
         gt=0,
@@ -69,15 +72,16 @@ class HeldoutConfig(MeasuringConfig):
 
 
 class EarlyStopConfig(Section):
-    """The run ends where a held-out metric no longer improves."""
+    """The run ends once a held-out metric no longer improves."""
 
     metric: str = Field(
         ...,
-        description="a metric of `evaluation`: `accuracy`, the label of a part, `response_tokens`; of sft and rm `loss`, ... "
-        "Lower is better for `loss` and `truncated`, higher for others; `min toxicity` and `max length` say otherwise",
+        description="a metric of `evaluation`: `accuracy`, the label of a part, `response_tokens`; for sft and rm "
+        "`loss`, ... Lower is better for `loss` and `truncated`, higher for others; `min toxicity` and `max length` "
+        "override this",
     )
     patience: Annotated[int, Unit("evaluations")] = Field(
-        3, ge=1, description="end after so many evaluations in a row that are no better than the best"
+        3, ge=1, description="end after this many consecutive evaluations that do not beat the best"
     )
 
     @property
@@ -86,26 +90,26 @@ class EarlyStopConfig(Section):
 
 
 class Standard(NamedTuple):
-    """By which figure steps are compared, and whether more of it is better."""
+    """The figure by which steps are compared, and whether more of it is better."""
 
     metric: str
     mode: Direction
 
     @classmethod
     def of(cls, text: str) -> Standard:
-        """Of a metric, which `min ` or `max ` may stand before."""
+        """The standard of a metric; `min ` or `max ` may precede its name."""
         if text.startswith("min "):
             return cls(text.removeprefix("min "), "min")
         metric = text.removeprefix("max ")
         return cls(metric, "min" if metric == text and metric in LOWER_IS_BETTER else "max")
 
     def gain(self, value: float, over: float) -> float:
-        """By how much `value` is better; below 0 it is worse."""
+        """The amount by which `value` is better; below 0 it is worse."""
         return value - over if self.mode == "max" else over - value
 
 
 def part_labels(parts: Sequence[RewardPart]) -> list[str]:
-    """What each part is called in figures and errors."""
+    """The name of each part in figures and errors."""
     labels: list[str] = []
     for part in parts:
         address = (part.url or "").partition("://")[2]

@@ -1,4 +1,4 @@
-"""What becomes of a step whose numbers are not sound."""
+"""Guards: the reaction to a step with unsound numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Action = Literal["stop", "skip", "rollback"]
 
 
 class GuardConfig(Section):
-    """A limit of a figure, and what becomes of a step beyond it."""
+    """A limit of a figure, and the reaction to a step beyond it."""
 
     limit: Annotated[float | None, Unit("of the figure")] = Field(
         None,
@@ -21,7 +21,7 @@ class GuardConfig(Section):
         "of the first minibatch's tokens, below 1; null: none",
     )
     action: Action = Field(
-        "stop", description="end the run, take the step's update back, or go back to the last checkpoint"
+        "stop", description="end the run, undo the step's update, or go back to the last checkpoint"
     )
 
 
@@ -43,15 +43,15 @@ class GapGuardConfig(GuardConfig):
 
 
 class GuardsConfig(Section):
-    """What becomes of a step whose numbers are not sound: `stop` ends the run, `skip` trains nothing in the step,
-    `rollback` goes back to the last checkpoint and goes on from there without the prompts admitted since.
+    """The reaction to a step with unsound numbers: `stop` ends the run, `skip` trains nothing in the step, `rollback` returns to
+    the last checkpoint and continues without the prompts admitted since.
 
     A skipped step leaves weights and optimizers of actor and critic as they were, on all ranks. See docs/guards.md.
     """
 
     non_finite: Action = Field(
         "stop",
-        description="a score, log-prob, value, loss or gradient that is NaN or infinite: end the run, skip or go back",
+        description="a score, log-prob, value, loss or gradient is NaN or infinite: end the run, skip the step or go back",
     )
     kl_mean: GuardConfig = Field(
         GuardConfig(), description="the policy has left the reference: `kl_mean` of the batch above its limit"
@@ -61,7 +61,7 @@ class GuardsConfig(Section):
     logprob_gap: GapGuardConfig = GapGuardConfig()
 
     def limits(self, gap_limit: float | None) -> dict[str, tuple[float, Action]]:
-        """The rules that have a limit, and what follows where it is exceeded; `gap_limit` is that of the log-prob gap."""
+        """The rules that have a limit, and their actions; `gap_limit` is the limit of the log-prob gap."""
         limits = {
             "kl_mean": (self.kl_mean.limit, self.kl_mean.action),
             "ratio_max": (self.ratio_max.limit, self.ratio_max.action),
@@ -71,6 +71,6 @@ class GuardsConfig(Section):
         return {rule: (limit, action) for rule, (limit, action) in limits.items() if limit is not None}
 
     def in_force(self, gap_limit: float | None) -> dict[str, Action]:
-        """What follows from each rule that a step can break."""
+        """The action of each rule that a step can break."""
         limited = {rule: action for rule, (_, action) in self.limits(gap_limit).items()}
         return {"non_finite": self.non_finite} | limited

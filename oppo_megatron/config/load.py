@@ -6,8 +6,10 @@ Whatever is wrong is collected and raised as one `ConfigError`.  Relative paths 
 
 from __future__ import annotations
 
+import codecs
 import os
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,10 +24,26 @@ from oppo_megatron.config.explain import explain, wrong_paths
 from oppo_megatron.config.paths import missing_path
 from oppo_megatron.config.renamed import take_out_renamed
 from oppo_megatron.config.secrets import shown_secrets
-from oppo_megatron.config.yaml_remedies import encoding_remedy, yaml_remedy
 from oppo_megatron.errors import ConfigError
 
 MOST_NODES = 100_000  # keys and values of one file, aliases written out
+
+REMEDIES = {
+    "'\\t'": "YAML takes no tabs at the beginning of a line: put spaces there",
+    "found duplicate key": "the same key is given twice in one section: remove one of the two",
+    "could not find expected ':'": "write `key: value`, with a colon and a space; the line may be the one before",
+    "mapping values are not allowed here": (
+        "a value that holds `: ` is put in quotes; else give the line before its colon and a space, or correct the indentation"
+    ),
+    "did not find expected '-' indicator": "the entries of a list begin in one column, each with `- `",
+    "expected <block end>": "the keys of one section begin in one column: correct the indentation",
+    "expected ',' or '": "a bracket or brace is not closed, or a comma is missing: correct it there or in the lines before",
+    "while scanning a quoted scalar": "a quotation mark is not closed: add it, there or in the lines before",
+    "that cannot start any token": "put the value in quotes",
+    "undefined alias": "a value that begins with `*` is put in quotes",
+    "special characters are not allowed": "remove the control character there",
+}
+"""Remedies for faults of YAML, by words of the parser's message; the first that fits is taken."""
 
 SectionT = TypeVar("SectionT", bound=Section)
 
@@ -91,7 +109,7 @@ def config_yaml(config: Section) -> str:
 def read_tree(path: str | Path, overrides: Sequence[str] = ()) -> dict[Any, Any]:
     """The file's mapping with the overrides that can be laid over it, interpolations unresolved."""
     read = _read_yaml(Path(path))
-    _apply_overrides(read, overrides)  # what is wrong with them, `load_config` says
+    _apply_overrides(read, overrides)  # `load_config` reports their faults
     tree = OmegaConf.to_container(read)
     assert isinstance(tree, dict), "_read_yaml returns mappings only"
     return tree
@@ -169,7 +187,7 @@ def _check_size(path: Path) -> None:
 
 
 def _apply_overrides(tree: DictConfig, overrides: Sequence[str]) -> list[str]:
-    """Change `tree` in place; return what is wrong with the overrides themselves."""
+    """Change `tree` in place; return the faults of the overrides themselves."""
     problems = []
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -218,3 +236,16 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Path):
         value = str(value)
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+
+
+def yaml_remedy(said: str) -> str:
+    """The remedy for a fault of syntax; `said` is the message of the parser."""
+    return next((remedy for words, remedy in REMEDIES.items() if words in said), "correct the syntax there")
+
+
+def encoding_remedy(path: Path) -> str:
+    """The command that turns the file into UTF-8."""
+    head = path.read_bytes()[:2]
+    encoding = "UTF-16" if head in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "LATIN1"
+    name = shlex.quote(str(path))
+    return f"save it as UTF-8: iconv -f {encoding} -t UTF-8 {name} > utf8.yaml"

@@ -1,4 +1,4 @@
-"""Low-rank adapters of a trained role: its settings, and whether a peft directory fits them.  Pure."""
+"""Settings of a trained role's low-rank adapters.  Pure."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ TARGETS: tuple[LoraTarget, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate
 
 
 class LoraConfig(Section):
-    """Low-rank adapters (Hu et al. 2021): the model's own weights stay as they are, and only these are trained.
+    """Low-rank adapters (Hu et al. 2021): only they are trained; the model's own weights stay as they are.
 
-    y = W x + alpha / rank * B A x for each target, in every layer.  There is no dropout: the tokens' log-probs in training
-    would not be those of decoding.
+    y = W x + alpha / rank * B A x for each target, in every layer.  There is no dropout: with it, log-probs in training would
+    differ from those of decoding.
     """
 
     rank: Annotated[int, Unit("rows")] = Field(16, ge=1, description="rows of A and columns of B")
@@ -46,5 +46,5 @@ class LoraConfig(Section):
 
     @property
     def scale(self) -> float:
-        """What B A x is multiplied by."""
+        """The factor of B A x."""
         return self.alpha / self.rank

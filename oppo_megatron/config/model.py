@@ -1,4 +1,4 @@
-"""Sections that describe models, their weights, their optimizers and where they run."""
+"""Sections for models, their weights, their optimizers, their placement and the machine."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ class ParallelConfig(SizesConfig):
 
 
 class TrainingLayoutConfig(SizesConfig):
-    """How a trained role is laid out while it is updated, and the schedule of its update.
+    """The layout of a trained role during its update, and the schedule of the update.
 
-    Sizes left null are those of the role's `parallel` layout.  Where the layouts differ, the weights are moved to the
-    layout that decodes (or scores) after each update; where they are the same, both share them.
+    A null size is taken from the role's `parallel` layout.  If the layouts differ, the weights move to the layout that decodes
+    (or scores) after each update; if they are equal, both share the weights.
     """
 
     vpp: Annotated[int, Unit("stages a rank")] = Field(
@@ -71,7 +71,7 @@ class TrainingLayoutConfig(SizesConfig):
 
 
 class ModelConfig(Section):
-    """Where a model's shape and weights come from: a Hugging Face or Megatron directory, or a shape to initialise at random.
+    """The source of a model's shape and weights: a Hugging Face or Megatron directory, or a shape to initialise at random.
 
     Exactly one of `checkpoint` and `init` is given.
     """
@@ -89,7 +89,7 @@ class ModelConfig(Section):
     fresh_head: bool = Field(False, description="a causal LM may be loaded with a new scalar head (reward, critic)")
     dtype: Dtype = Field(
         "float32",
-        description="type in which the weights are held and computed with; where it is not given, that of `runtime.dtype`",
+        description="type of the weights and of the computation; default: `runtime.dtype`",
     )
 
 
@@ -98,7 +98,7 @@ class LearningModelConfig(ModelConfig):
 
     lora: LoraConfig | None = Field(
         None,
-        description="train low-rank adapters beside the model's weights, which stay as they are; null: train all weights",
+        description="train low-rank adapters beside the model's frozen weights; null: train all weights",
     )
 
 
@@ -156,11 +156,13 @@ class ActorConfig(TrainedRoleConfig):
 
 
 class AutoPlacementConfig(Section):
-    """What `mode: auto` measures.  A measuring run is a short run of this very configuration."""
+    """The measurement of `mode: auto`.  A measuring run is a short run of the same configuration."""
 
     steps: int = Field(3, ge=2, description="PPO steps of a measuring run; the first warms up and does not count")
     ranks: Annotated[PositiveInt | None, Unit("ranks")] = Field(
-        None, description="most ranks of a placement; null: the CUDA devices, or the cores divided by a rank's threads"
+        None,
+        description="largest number of ranks of a placement; null: the CUDA devices, or the cores divided by a "
+        "rank's threads",
     )
     candidates: list[PlacementMode] = Field(
         default=["single", "disaggregated", "colocated"], min_length=1, description="modes to choose from"
@@ -168,26 +170,27 @@ class AutoPlacementConfig(Section):
 
 
 class PlacementSettings(Section):
-    """Which ranks hold what, for roles that name no ranks of their own."""
+    """The ranks of the roles that name no ranks of their own."""
 
     mode: Literal["disaggregated", "colocated", "single", "auto"] = Field(
         "disaggregated",
         description="disaggregated: actor on the first ranks, scorers on the next; colocated: all roles on the same "
-        "ranks; single: one process; auto: measure before the run which is fastest on this machine",
+        "ranks; single: one process; auto: measure before the run which mode is fastest on this machine",
     )
     actor: ParallelConfig = ParallelConfig()
     scorer: ParallelConfig | None = Field(
-        None, description="default: one rank where disaggregated, the actor's layout where colocated"
+        None, description="default: one rank if disaggregated, the actor's layout if colocated"
     )
     reference: Literal["scorer", "actor"] = Field(
         "scorer",
-        description="whose ranks and layout the reference takes: the actor's where a large reward model keeps the scorers' busy",
+        description="ranks and layout of the reference: the scorers', or the actor's, which pays if a large reward "
+        "model keeps the scorers busy",
     )
-    auto: AutoPlacementConfig | None = Field(None, description="what `auto` measures; null: its defaults")
+    auto: AutoPlacementConfig | None = Field(None, description="the measurement of `auto`; null: its defaults")
 
 
 class PlacementConfig(PlacementSettings):
-    """A settled placement, not `auto`: what runs are built on."""
+    """A settled placement, not `auto`; runs are built on it."""
 
     mode: PlacementMode = Field("disaggregated", description="as written, or as measured")
     auto: None = Field(None, exclude=True, description="nothing is left to measure")
@@ -197,12 +200,13 @@ LEAST_MEETING_S = 60.0
 
 
 class RuntimeConfig(Section):
-    """How the machine is used."""
+    """Use of the machine: device, threads, memory, kernels."""
 
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one, else cpu")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if there is a device, else cpu")
     dtype: Dtype = Field(
         "float32",
-        description="type of every role that gives none of its own; in bfloat16 the optimizer keeps float32 weights beside",
+        description="type of every role that gives no type of its own; with bfloat16 the optimizer also keeps float32 "
+        "weights",
     )
     threads_per_rank: Annotated[int, Unit("threads")] = Field(
         0, ge=0, description="CPU threads of each rank; 0: cores divided by local ranks"
@@ -210,41 +214,43 @@ class RuntimeConfig(Section):
     timeout_s: float = Field(
         1800.0,
         gt=0,
-        description="a message or collective later than this is an error; at the start, ranks that have not all met after a "
-        "sixth of it, at least a minute",
+        description="time limit of a message or collective; at the start, all ranks must meet within a sixth of it, or "
+        "within a minute if that is longer",
     )
     micro_batch_tokens: int = Field(
         4096, ge=1, description="token budget of one packed micro-batch (training, prefill)"
     )
     kv_cache_mb: float | None = Field(
-        None, gt=0, description="budget of each role's KV cache per rank; null: all of the buffer"
+        None, gt=0, description="budget of each role's KV cache per rank; null: room for the whole buffer"
     )
     decode_path: DecodePath = Field(
         "packed",
-        description="how cached calls compute: megatron's own modules (module), few calls over megatron's parameters (fused), "
-        "or those over a copy of the weights laid out for the CPU's products (packed; fused where there are none)",
+        description="computation of cached calls: megatron's own modules (module), few calls over megatron's "
+        "parameters (fused), or few calls over a copy of the weights laid out for the CPU's products (packed; fused "
+        "if the CPU has no such products)",
     )
     layers: Layers = Field(
         "auto",
-        description="whose linear layers and norms models are made of: megatron-core's own with torch's norm (torch), or "
-        "transformer-engine's; auto: the latter on CUDA devices where it is installed and a role has no adapters",
+        description="linear layers and norms of the models: megatron-core's own with torch's norm (torch), or "
+        "transformer-engine's; auto: transformer-engine's on CUDA devices if it is installed and a role has no "
+        "adapters",
     )
     kv_layout: KVLayout = Field(
         "auto",
-        description="KV caches with a slot of full length for each sequence (dense), or with blocks of 256 tokens that change "
-        "hands without being copied (paged); auto: paged where a GPU has an attention kernel for it, else dense, as "
-        "which memory tables count it",
+        description="KV caches with a slot of full length for each sequence (dense), or with blocks of 256 tokens that "
+        "change slots without a copy (paged); auto: paged if a GPU has an attention kernel for it, else dense; "
+        "memory tables count auto as dense",
     )
     decode_sync_steps: Annotated[PositiveInt | None, Unit("decode steps")] = Field(
         None,
-        description="decode steps between two looks at which responses have ended, where one rank holds all layers (pp 1); "
-        "above 1 the steps between them never wait for the device, and on a GPU they are replayed CUDA graphs; null: 16 on "
-        "a GPU, else 1",
+        description="decode steps between two checks for ended responses, if one rank holds all layers (pp 1); with "
+        "more than 1, the steps between checks never wait for the device, and on a GPU they are replayed CUDA "
+        "graphs; null: 16 on a GPU, else 1",
     )
 
     @property
     def meeting_s(self) -> float:
-        """How long a rank waits at the start for all ranks to come, which may read data and load libraries before."""
+        """Seconds that a rank waits at the start for the others, which may first read data and load libraries."""
         return max(self.timeout_s / 6, LEAST_MEETING_S)
 
     def sync_steps(self, device: str) -> int:

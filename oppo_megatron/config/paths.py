@@ -26,7 +26,7 @@ def irregular_path(what: str, path: Path, remedy: str = "write its content to a 
 def missing_path(what: str, path: Path) -> str:
     """One sentence: `path` does not exist, where the trail ends, and which sibling has the nearest name.
 
-    What is there, and is neither a file nor a folder, is named for what it is.
+    The message names anything that exists but is neither a file nor a folder.
     """
     if irregular := irregular_path(what, path):
         return irregular

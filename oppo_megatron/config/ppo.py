@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field, StrictInt, StrictStr
@@ -10,12 +11,12 @@ from oppo_megatron.config.base import Section, Unit
 
 
 class RolloutConfig(Section):
-    """What is decoded in a step and how tokens are drawn."""
+    """The responses of a step, and how their tokens are drawn."""
 
     batch_size: Annotated[int, Unit("rollouts")] = Field(
         ..., ge=1, description="trained rollouts a step (the paper's B)"
     )
-    max_response_tokens: int = Field(..., ge=1, description="a response is cut at so many tokens")
+    max_response_tokens: int = Field(..., ge=1, description="longest response; a longer one is cut")
     temperature: Annotated[float, Unit("factor")] = Field(1.0, ge=0, description="0 means greedy")
     top_k: Annotated[int, Unit("tokens")] = Field(0, ge=0, description="0 turns it off")
     top_p: Annotated[float, Unit("share")] = Field(
@@ -23,9 +24,9 @@ class RolloutConfig(Section):
     )
     stop: Annotated[list[StrictStr | StrictInt], Unit("token ids")] = Field(
         default=[],
-        description="what ends a response beside the EOS of the tokenizer and those that the actor's `generation_config.json` "
-        "names: texts, of which the first token behind which its text contains one is its last (the text stays in it as it "
-        "was drawn, for rewards too), and token ids",
+        description="texts and token ids that end a response, besides the EOS of the tokenizer and of the actor's "
+        "`generation_config.json`; a response ends with the first token at which its text contains a stop text, "
+        "which stays in the response, for rewards too",
     )
 
     @property
@@ -45,7 +46,7 @@ class KLConfig(Section):
         "penalty", description="per-token reward penalty, or a term of the actor's loss"
     )
     coefficient: Annotated[float, Unit("reward a nat")] = Field(
-        0.05, ge=0, description="weight of the KL (the first one, where it is adaptive)"
+        0.05, ge=0, description="weight of the KL; the initial weight if it is adaptive"
     )
     target: Annotated[float | None, Unit("nats a response")] = Field(
         None,
@@ -54,19 +55,36 @@ class KLConfig(Section):
     )
 
 
+@dataclass(frozen=True)
+class Needs:
+    """What an algorithm asks of a run before there is a tensor: layouts, memory and the prompt stream follow from it."""
+
+    trained_roles: tuple[str, ...]
+    responses_per_prompt: int = 1
+
+    @property
+    def critic(self) -> bool:
+        """Whether a critic is trained."""
+        return "critic" in self.trained_roles
+
+
+NEEDS = {"ppo": Needs(("actor", "critic")), "reinforce_pp": Needs(("actor",))}
+"""By preset; `oppo_megatron.algorithms` has the rest of each."""
+
+
 class AlgorithmConfig(Section):
-    """What is made of a batch's scores: which roles it takes, and how rewards become advantages."""
+    """The algorithm: the roles it needs, and how rewards become advantages."""
 
     preset: Literal["ppo", "reinforce_pp"] = Field(
         "ppo",
-        description="ppo: a critic's values and GAE; reinforce_pp: REINFORCE++ (arXiv 2501.03262), discounted returns without "
-        "a critic, which then has no section, no ranks and no messages",
+        description="ppo: a critic's values and GAE; reinforce_pp: REINFORCE++ (arXiv 2501.03262), discounted returns "
+        "without a critic; the critic then has no section, no ranks and no messages",
     )
 
     @property
-    def has_critic(self) -> bool:
-        """Whether a critic is trained."""
-        return self.preset == "ppo"
+    def needs(self) -> Needs:
+        """The roles that the preset trains and its responses a prompt."""
+        return NEEDS[self.preset]
 
 
 class PPOConfig(Section):
@@ -97,6 +115,6 @@ class PPOConfig(Section):
     kl: KLConfig = KLConfig()
     staleness: Literal["behaviour", "decoupled"] = Field(
         "behaviour",
-        description="of tokens sampled under an older policy: ratio against the log-probs of sampling, or of the step's start "
-        "with a weight",
+        description="ratio of tokens that an older policy sampled: against their log-probs at sampling (behaviour), or "
+        "against those at the step's start with an importance weight (decoupled)",
     )

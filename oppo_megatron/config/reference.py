@@ -12,11 +12,11 @@ from oppo_megatron.config.describe import COMMANDS, LISTED, Setting, about, sett
 INTRODUCTION = """\
 # Configuration
 
-Every setting of `oppo train`, `oppo sft`, `oppo rm`, `oppo serve-reward` and `oppo serve-scorer`, and of the block `oppo:` that
-[the NeMo-Aligner plugin](nemo_aligner.md) reads, made from the schema in `oppo_megatron/config/` by
+All settings of `oppo train`, `oppo sft`, `oppo rm`, `oppo serve-reward` and `oppo serve-scorer`, and of the block `oppo:` for
+[the NeMo-Aligner plugin](nemo_aligner.md). The page is generated from the schema in `oppo_megatron/config/`:
 `python -m oppo_megatron.config.reference > docs/configuration.md`.
 
-A configuration is a YAML file; settings given behind it on the command line replace those of the file:
+A configuration is a YAML file. Settings on the command line, after the file's name, replace those of the file:
 
     oppo train ppo.yaml rollout.batch_size=64 overlap.delta.rule=fixed
 
@@ -24,9 +24,9 @@ The right side is YAML too (`data.path=[a.jsonl,b.jsonl]`, `reference=null`). `$
 OmegaConf: `${actor.init}` repeats another setting, `${oc.env:NAME,default}` reads the environment. An unknown key is an
 error that names the nearest known one. Relative paths start at the current directory. `oppo validate FILE` checks a
 file, `--dry-run` prints it with every default filled in, and each run keeps that as `config.yaml`. `oppo config --explain KEY`
-says in the terminal what this page says of a key.
+prints this page's entry for a key.
 
-Of a number, the column *unit* says what it counts; 1 is a pure number. MiB are 2^20 bytes.
+The column *unit* gives the unit of a number; 1 marks a pure number. A MiB is 2^20 bytes.
 """
 PAGES: dict[str, type[Section]] = {
     "`oppo train`": COMMANDS["train"],
@@ -35,7 +35,7 @@ PAGES: dict[str, type[Section]] = {
     "`oppo serve-scorer`": COMMANDS["serve-scorer"],
     "`trainer.ppo.oppo` of NeMo-Aligner": AlignerConfig,
 }
-"""What has a table of its own: `oppo rm` takes what `oppo sft` takes."""
+"""The configurations with a table of their own; `oppo rm` has the settings of `oppo sft`."""
 
 
 def render_reference() -> str:

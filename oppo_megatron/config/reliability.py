@@ -12,26 +12,27 @@ from oppo_megatron.config.base import Section, Unit
 class CheckpointConfig(Section):
     """The state of a run in `checkpoints/`, from which `--resume` continues exactly."""
 
-    every_steps: int = Field(0, ge=0, description="save after every so many steps; 0: as `every_minutes` says")
+    every_steps: int = Field(0, ge=0, description="steps from one checkpoint to the next; 0: as `every_minutes` says")
     every_minutes: Annotated[float, Unit("minutes")] = Field(
-        15.0, ge=0, description="save after a step that ends so long after the last checkpoint; 0: never"
+        15.0, ge=0, description="save after the first step that ends this long after the last checkpoint; 0: never"
     )
     final: bool = Field(True, description="save after the last step, so that the run can be given more steps later")
-    keep: Annotated[int, Unit("checkpoints")] = Field(2, ge=1, description="checkpoints kept: the last so many")
+    keep: Annotated[int, Unit("checkpoints")] = Field(2, ge=1, description="number of last checkpoints that are kept")
     keep_best: bool | str = Field(
         False,
-        description="save after each step that is the best so far, keep that one, too, and write its weights to `best/`; a text "
-        "is the held-out metric that names the best step, as in `early_stop.metric`; true: that of `early_stop`, else the first "
-        "of `evaluation` (of sft and rm `loss`); without one, of `oppo train`: `reward`, the mean reward of a step, among "
-        "those that are saved",
+        description="save after each step that is the best so far, keep that checkpoint too, and write its weights to "
+        "`best/`; a text names the held-out metric that decides, as in `early_stop.metric`; true: the metric of "
+        "`early_stop`, else the first of `evaluation` (sft and rm: `loss`); if `oppo train` has neither, `reward`, "
+        "the mean reward of a step, among the saved steps",
     )
     asynchronous: bool = Field(
         False,
-        description="the run waits only until what the checkpoint holds has been copied (a second time in the host's memory: "
-        "weights and optimizer states that this rank writes); a thread writes it while the run goes on",
+        description="the run waits only until the checkpoint's content has been copied (host memory must hold the "
+        "weights and optimizer states that this rank writes a second time); a thread writes the copy while the run "
+        "goes on",
     )
     resume: bool = Field(
-        False, description="continue from the last whole checkpoint of `run_dir`, where it has one (`--resume`)"
+        False, description="continue from the last whole checkpoint of `run_dir`, if it has one (`--resume`)"
     )
 
 
@@ -40,6 +41,6 @@ class TrainCheckpointConfig(CheckpointConfig):
 
     caches: bool = Field(
         True,
-        description="save the KV caches of sequences in flight, and use them: on the same layout the run continues to the "
-        "bit; false: they are computed again, and the run continues to rounding",
+        description="save the KV caches of sequences in flight, and use them: on the same layout the run continues to "
+        "the bit; false: they are computed again, and the run continues up to rounding",
     )

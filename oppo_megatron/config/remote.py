@@ -10,34 +10,38 @@ from oppo_megatron.config.base import Section, Unit
 
 
 class RemoteRewardConfig(Section):
-    """How a reward service is asked.  A failure is never a score: the sequence waits, or the run stops."""
+    """Requests to a reward service.  A failure is never a score: the sequence waits, or the run stops."""
 
-    timeout_s: float = Field(30.0, gt=0, description="one request, from connecting to the last byte of its answer")
+    timeout_s: float = Field(
+        30.0, gt=0, description="time limit of one request, from connecting to the last byte of its answer"
+    )
     max_batch: Annotated[int, Unit("responses")] = Field(32, ge=1, description="responses in one request")
     max_in_flight: Annotated[int, Unit("requests")] = Field(
         4, ge=1, description="requests at once; all other responses wait here"
     )
-    send_tokens: bool = Field(False, description="send the token ids of prompt and response too (for a reward model)")
+    send_tokens: bool = Field(False, description="also send the token ids of prompt and response (for a reward model)")
     give_up_s: float = Field(
         600.0,
         ge=0,
-        description="a failed request is sent again, and ends the run once it has had no answer for so long; 0: at its "
-        "first failure",
+        description="a failed request is sent again; the run ends once a request has had no answer for this long; 0: "
+        "at the first failure",
     )
     score_range: Annotated[list[float | None], Unit("reward")] = Field(
         default=[None, None],
         min_length=2,
         max_length=2,
-        description="lowest and highest score; one beyond them is a failure; null: no bound",
+        description="lowest and highest score; a score beyond them is a failure; null: no bound",
     )
 
 
 START_S = 60.0
-"""Starting an isolated function's process and importing its module."""
+"""Time limit for starting an isolated function's process and importing its module."""
 
 
 class IsolationConfig(Section):
-    """Limits of the process that a user's reward function runs in.  They hold accidents, not attackers: no sandbox."""
+    """Limits of the process of a user's reward function.  They contain accidents, not attackers: it is no sandbox."""
 
-    wall_s: float = Field(30.0, gt=0, description="one call, in seconds that pass, and in as many of processor time")
+    wall_s: float = Field(
+        30.0, gt=0, description="time limit of one call, in wall-clock seconds and in processor seconds"
+    )
     memory_mb: int = Field(4096, ge=64, description="address space of the process, in MiB")

@@ -1,7 +1,7 @@
-"""Settings that are no longer called what they were: each old key with its new name, or with the value that it has now.
+"""Renamed and removed settings: each old key with its new name, or with its fixed value.
 
-A configuration with an old key is refused, and told the new one (`take_out_renamed`).  What a run of an older version wrote
-down is read with the new names (`with_new_names`).
+A configuration with an old key is refused with a message that names the new one (`take_out_renamed`).  Files written by a run
+of an older version are read with the new names (`with_new_names`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _same(now: Any, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Moved:
-    """The setting is at `key` now.  `how` is what to do, `put` what an older run's value is there."""
+    """The setting is at `key` now.  `how`: the remedy; `put`: turns an older run's value into the new one."""
 
     key: str
     how: str = "rename it"
@@ -185,7 +185,7 @@ RENAMED: dict[str, Moved | Fixed] = {
     "ppo.logprob_gap_limit": Moved("guards.logprob_gap.limit"),
     "guards.max_skips": Fixed("3", GUARDED),
     "guards.max_rollbacks": Fixed("2", GUARDED),
-    "guards.kept_batches": Fixed("8", "as many show what is wrong"),
+    "guards.kept_batches": Fixed("8", "as many show the fault"),
     "placement.auto.repeats": Fixed("1", "close placements are measured three times anyhow"),
     "actor.train.cp": NO_CONTEXT_PARALLELISM,
     "critic.train.cp": NO_CONTEXT_PARALLELISM,
@@ -201,7 +201,7 @@ RENAMED: dict[str, Moved | Fixed] = {
     "limits.max_waiting": Fixed("16", _REQUEST),
     "limits.read_s": Fixed("30 s", _REQUEST),
 }
-"""By dotted key; `[]` stands for a place in a list."""
+"""The renamed settings by dotted key; `[]` stands for a place in a list."""
 
 RENAMED_VALUES: dict[str, dict[Any, Any]] = {"runtime.decode_path": {"lean": "fused"}}
 """Words that are called otherwise now, by the key that takes them."""

@@ -42,7 +42,7 @@ from oppo_megatron.config.reliability import CheckpointConfig, TrainCheckpointCo
 
 
 def _with_common_dtype(data: Any, roles: Sequence[str]) -> Any:
-    """The settings, where roles that say nothing of their type have `runtime.dtype`; a wrong one is the section's to refuse."""
+    """The settings with `runtime.dtype` in each role that gives no type of its own; the section refuses a wrong type."""
     runtime = data.get("runtime") if isinstance(data, dict) else None
     dtype = runtime.get("dtype") if isinstance(runtime, dict) else getattr(runtime, "dtype", None)
     if dtype not in get_args(Dtype):
@@ -57,7 +57,7 @@ def _of_dtype(role: Any, dtype: Any) -> Any:
 
 
 def _with_long_rows(settings: Any) -> Any:
-    """The settings of `oppo sft` and `oppo rm`: long rows are set aside if nothing is said of them, held-out ones as others."""
+    """The settings of `oppo sft` and `oppo rm`, where `long_rows` is `quarantine` by default, for held-out rows as for others."""
     data = settings.get("data") if isinstance(settings, dict) else None
     if not isinstance(data, dict):
         return settings
@@ -71,16 +71,16 @@ def _with_long_rows(settings: Any) -> Any:
 
 
 class LoggingConfig(Section):
-    """Where progress is shown.  `metrics.jsonl` is always written."""
+    """Outputs of progress and metrics.  `metrics.jsonl` is always written."""
 
     console: Literal["auto", "live", "plain", "off"] = Field(
         "auto", description="progress as a live line or as plain lines; auto: live in a terminal"
     )
-    tensorboard: bool = Field(False, description="write the metrics to `tensorboard/` in the run directory too")
+    tensorboard: bool = Field(False, description="also write the metrics to `tensorboard/` in the run directory")
     wandb_project: str | None = Field(
-        None, description="Weights & Biases project to log to, as the variable WANDB_MODE says; null: none"
+        None, description="Weights & Biases project to log to, in the mode of the variable WANDB_MODE; null: none"
     )
-    trace: bool = Field(True, description="write trace.json: what each rank did, and when")
+    trace: bool = Field(True, description="write trace.json: each rank's work over time")
     rollouts: bool = Field(False, description="write every trained rollout to rollouts.jsonl")
 
     @field_validator("console", mode="before")
@@ -91,11 +91,11 @@ class LoggingConfig(Section):
 
 
 class RunConfig(Section):
-    """What every run has, whatever it trains."""
+    """Settings that every run has, whatever it trains."""
 
-    run_dir: Path = Field(..., description="folder for all that the run writes; it must hold no finished run")
+    run_dir: Path = Field(..., description="folder for everything that the run writes; it must hold no finished run")
     seed: Annotated[int, Unit("")] = Field(1, ge=0, lt=2**63, description="seed of the data's order and of all draws")
-    steps: int | None = Field(None, ge=1, description="end after so many steps; null: when `epochs` are over")
+    steps: int | None = Field(None, ge=1, description="end after this many steps; null: when `epochs` are over")
     epochs: Annotated[float | None, Unit("passes")] = Field(
         None, gt=0, description="passes over the data; null: as many as `steps` needs, or one"
     )
@@ -109,16 +109,17 @@ class RunConfig(Section):
     preempt_deadline_s: float = Field(
         120.0,
         ge=0,
-        description="SIGTERM, SIGUSR1 or SIGINT (Ctrl-C): the run is saved after the chunk under way, and ends with exit code "
-        "75; one that could not be saved within so many seconds ends unsaved; 0: SIGTERM and Ctrl-C end the run at once",
+        description="on SIGTERM, SIGUSR1 or SIGINT (Ctrl-C) the run saves after the chunk under way and ends with exit "
+        "code 75; a run that cannot save within this time ends unsaved; 0: SIGTERM and Ctrl-C end the run at once",
     )
     stall_deadline_s: float = Field(
         900.0,
         ge=0,
-        description="a run that stands still is ended, every rank with the stacks of its threads in `stacks/`: a rank that gives "
-        "no sign of life for so many seconds, or that neither moves nor waits for another, or all ranks without a move, end "
-        "it; it must be longer than the longest single piece of work: reading a model's weights, saving or reading a "
-        "checkpoint, a micro-batch of an update, a call of a reward function; 0: no limit",
+        description="a run that stands still for this long is ended, and every rank writes the stacks of its threads "
+        "to `stacks/`; it stands still if a rank gives no sign of life, if a rank neither moves nor waits for "
+        "another, or if no rank moves; the deadline must exceed the longest single piece of work: reading a model's "
+        "weights, saving or reading a checkpoint, a micro-batch of an update, a call of a reward function; 0: no "
+        "limit",
     )
 
     METRICS: ClassVar[tuple[str, ...]] = ()
@@ -126,16 +127,17 @@ class RunConfig(Section):
 
 
 class TrainSettings(RunConfig):
-    """`oppo train` as a configuration file may say it: the placement may be `auto`."""
+    """`oppo train` as written in a configuration file: the placement may be `auto`."""
 
     epochs: Annotated[int | None, Unit("passes")] = Field(
         None, ge=1, description="passes over the prompts; null: as many as `steps` needs, or one"
     )
     placement: PlacementSettings = PlacementSettings()
     actor: ActorConfig
-    critic: TrainedRoleConfig | None = Field(None, description="given where `algorithm.preset` trains a critic, and only there")
+    critic: TrainedRoleConfig | None = Field(None, description="required if `algorithm.preset` trains a critic, "
+    "otherwise an error")
     reference: RoleConfig | None = Field(None, description="null: the actor's starting weights")
-    reward: RoleConfig | None = Field(None, description="the reward model, where `rewards` names one")
+    reward: RoleConfig | None = Field(None, description="the reward model, if `rewards` names one")
     rewards: list[RewardPart] = Field(..., min_length=1, description="the reward is the sum of these parts")
     rollout: RolloutConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -155,11 +157,11 @@ class TrainSettings(RunConfig):
     @model_validator(mode="after")
     def _critic_of_algorithm(self) -> Self:
         preset = self.algorithm.preset
-        if self.algorithm.has_critic and self.critic is None:
+        if self.algorithm.needs.critic and self.critic is None:
             raise ValueError(
                 f"critic is missing, but algorithm.preset {preset} trains one; add the section, with checkpoint or init"
             )
-        if not self.algorithm.has_critic and self.critic is not None:
+        if not self.algorithm.needs.critic and self.critic is not None:
             raise ValueError(f"critic is given, but algorithm.preset {preset} has none; remove the section")
         return self
 
@@ -177,11 +179,11 @@ class TrainSettings(RunConfig):
 
     @property
     def passes(self) -> int | None:
-        """Passes over the prompts behind which the run ends, whatever its steps; None: there is no such end."""
+        """Passes over the prompts after which the run ends, whatever its steps; None: no limit."""
         return self.epochs or (1 if self.steps is None else None)
 
     def settled(self) -> TrainConfig | None:
-        """The configuration that runs are built on; None where its placement is still to be measured."""
+        """The configuration with its placement settled; None if the placement is still to be measured."""
         if self.placement.mode == "auto":
             return None
         return self.with_placement(PlacementConfig(**self.placement.model_dump(exclude={"auto"})))
@@ -197,7 +199,7 @@ class TrainConfig(TrainSettings):
 
 
 class SupervisedConfig(RunConfig):
-    """What `oppo sft` and `oppo rm` share."""
+    """Settings that `oppo sft` and `oppo rm` share."""
 
     epochs: Annotated[float, Unit("passes")] = Field(1.0, gt=0, description="passes over the data; may be a fraction")
     batch_size: Annotated[int, Unit("rows")] = Field(32, ge=1, description="rows (pairs for `rm`) per optimizer step")

@@ -1,4 +1,4 @@
-"""Secrets stay in the environment: what a configuration holds is written to `config.yaml` of the run."""
+"""Refuses secrets in a configuration, which would be written to the run's `config.yaml`; they belong in the environment."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 SECRET_NAME = re.compile(
     r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|PRIVATE_KEY)S?(?:_|$)", re.IGNORECASE
 )
-SHORTEST = 8  # what is shorter is found in a text by chance
+SHORTEST = 8  # a shorter value may occur in a text by chance
 
 
 def shown_secrets(settings: Any, environment: Mapping[str, str]) -> list[str]:
-    """A sentence for each setting that holds the value of a secret variable, which the sentence does not."""
+    """A sentence, without the value, for each setting that holds the value of a secret variable."""
     secrets = {
         name: value for name, value in environment.items() if SECRET_NAME.search(name) and len(value) >= SHORTEST
     }

@@ -13,9 +13,11 @@ from oppo_megatron.config.model import RoleConfig, RuntimeConfig
 
 
 class ServiceConfig(Section):
-    """What every service has: where it listens, who may ask, and the machine that it uses."""
+    """Settings that every service has: its address, its token, and its use of the machine."""
 
-    host: str = Field("127.0.0.1", description="address to listen on; one that others can reach needs `token_env`")
+    host: str = Field(
+        "127.0.0.1", description="address to listen on; an address that others can reach needs `token_env`"
+    )
     port: Annotated[int, Unit("")] = Field(
         8900, ge=0, le=65535, description="port to listen on; 0: a free one, which is printed"
     )
@@ -30,8 +32,10 @@ class ServeRewardConfig(ServiceConfig):
     """`oppo serve-reward`: the weighted sum of `rewards`, for runs elsewhere."""
 
     rewards: list[RewardPart] = Field(..., min_length=1, description="the reward is the sum of these parts")
-    reward: RoleConfig | None = Field(None, description="the reward model, where `rewards` names one; on one process")
-    tokenizer: TokenizerConfig | None = Field(None, description="the reward model's; for requests without token ids")
+    reward: RoleConfig | None = Field(None, description="the reward model, if `rewards` names one; on one process")
+    tokenizer: TokenizerConfig | None = Field(
+        None, description="the reward model's tokenizer, for requests without token ids"
+    )
 
 
 class ServeScorerConfig(ServiceConfig):
@@ -44,12 +48,12 @@ class ServeScorerConfig(ServiceConfig):
     sequences: Annotated[int, Unit("sequences")] = Field(
         256,
         ge=1,
-        description="sequences whose cache is held; the one unused for the longest goes first, and is sent again",
+        description="sequences whose caches are held; the one unused for the longest is dropped first, and sent again",
     )
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is one that only this host can reach; a name is none."""
+    """Whether only this host can reach the address; false for a name."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

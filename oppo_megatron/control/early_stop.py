@@ -54,7 +54,7 @@ class EarlyStop:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """In plain JSON types."""
+        """The state, in plain JSON types."""
         return {"best": self.best, "worse": self.worse, "last": self.last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ Figures = dict[str, tuple[float, float | None]]
 
 @dataclass(frozen=True)
 class Estimate:
-    """`error` is the standard error of `mean` over `n` prompts; None of a single prompt, of which nothing is known."""
+    """`error` is the standard error of `mean` over `n` prompts; None for a single prompt."""
 
     mean: float
     error: float | None
@@ -30,7 +30,7 @@ def estimate(by_prompt: Mapping[int, Sequence[float]]) -> Estimate:
 
 
 def paired_difference(before: Mapping[int, Sequence[float]], after: Mapping[int, Sequence[float]]) -> Estimate:
-    """Of `after` - `before` on the same prompts: how hard a prompt is falls out, so it is surer than two means apart."""
+    """The estimate of `after` - `before` on the same prompts; their difficulty cancels out, so it is surer than two means."""
     assert before.keys() == after.keys(), "both have answered the same prompts"
     return _of([fmean(after[prompt]) - fmean(before[prompt]) for prompt in before])
 
@@ -55,7 +55,7 @@ def moments_of(table: Sequence[Sequence[float]], width: int) -> list[float]:
 def ratios(moments: Sequence[float], width: int) -> list[tuple[float, float | None]]:
     """Of each number behind the first: its mean a unit of the first (what a row weighs), and that mean's standard error.
 
-    A row is what was drawn.  The ratio estimator's error, of sums v and weights w over n rows with m = sum v / sum w, is
+    Rows are the sampled units.  The ratio estimator's error, of sums v and weights w over n rows with m = sum v / sum w, is
     sqrt(n / (n - 1) * sum (v - m w)^2) / sum w; None of a single row.
     """
     n, parts = moments[0], [moments[1 + k * width : 1 + (k + 1) * width] for k in range(3)]

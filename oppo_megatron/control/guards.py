@@ -1,7 +1,6 @@
 """Guards of a step's numbers: the same figures on every rank, hence the same decision.  Pure.
 
-A figure that is not finite comes before all limits; a breach that stops the run before one that takes it back to a checkpoint,
-and that before one that skips the step.
+A non-finite figure takes precedence over all limits, `stop` over `rollback`, and `rollback` over `skip`.
 """
 
 from __future__ import annotations

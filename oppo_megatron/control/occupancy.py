@@ -1,4 +1,4 @@
-"""What delta can be controlled by, from facts that every rank records alike: chunks and responses, never seconds."""
+"""Signals for controlling delta, from facts that every rank records alike: chunks and responses, never seconds."""
 
 from __future__ import annotations
 

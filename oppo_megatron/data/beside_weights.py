@@ -1,4 +1,4 @@
-"""What lies beside weights so that transformers reads the policy as it was trained: tokenizer, special ids, ends."""
+"""The files beside weights that make transformers read the policy as it was trained: tokenizer, special ids, ends."""
 
 from __future__ import annotations
 

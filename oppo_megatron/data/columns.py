@@ -1,4 +1,4 @@
-"""Which column of a row plays which part, and the forms its value may take.
+"""The columns of a row by their part, and the forms of their values.
 
 Known names, in the order in which they are tried (GSM8K's, TRL's, OpenAI's, Alpaca's, ShareGPT's):
 
@@ -7,8 +7,8 @@ Known names, in the order in which they are tried (GSM8K's, TRL's, OpenAI's, Alp
     chosen      chosen
     rejected    rejected
 
-A value is text or a list of messages, `{"role": ..., "content": ...}` or `{"from": ..., "value": ...}`.  Where there is no
-prompt column but chosen and rejected are whole dialogues, the prompt is what they begin with in common.
+A value is text or a list of messages, `{"role": ..., "content": ...}` or `{"from": ..., "value": ...}`.  If there is no
+prompt column but chosen and rejected are whole dialogues, the prompt is their common beginning.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From rows to texts: a prompt and its answers, rendered by the templates or the tokenizer's chat template."""
+"""Turns rows into texts: a prompt and its answers, rendered by the templates or the tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def read_pairs(config: DataConfig, tokenizer: Tokenizer, problems: RowProblems) 
 
 
 def _prompt(row: Row, layout: Layout) -> Value:
-    """What is asked: text with what is added to it, or messages with the system's in front."""
+    """The prompt: text with its addition, or messages with the system's in front."""
     assert layout.prompt is not None, "asked for where there is a column"
     value = read_value(row, layout.prompt)
     added = row.values.get(layout.added or "")

@@ -1,6 +1,6 @@
 """A sentencepiece model as the files that `transformers.AutoTokenizer` loads, with the ids and texts of the engine.
 
-Pieces keep a space as a space (sentencepiece writes U+2581), so that text which holds U+2581 itself is not mixed up with it.
+Pieces keep a space as a space (sentencepiece writes U+2581), so that U+2581 in a text is not mistaken for a space.
 Control symbols are never read from text, as in `SentencePieceTokenizer`.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 SPACE_MARK = "\u2581"
 """Sentencepiece writes a space as this character, so text that holds the character itself needs care."""
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 """Types of a piece (sentencepiece_model.proto)."""
 
 UNIGRAM, BPE, CHAR = 1, 2, 4

@@ -1,6 +1,6 @@
-"""Which files `data.path` names, and their rows, whatever they are written in.
+"""The files that `data.path` names, and their rows, in any supported format.
 
-What a file is told by its first bytes; its name decides only between CSV and text that is neither.
+The first bytes tell a file's type; its name decides only whether other text is CSV.
 """
 
 from __future__ import annotations

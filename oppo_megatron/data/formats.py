@@ -1,4 +1,4 @@
-"""How prompt and answers stand in the rows of a data set: told from its columns and the form of their values, or as set.
+"""The layout of prompt and answers in the rows of a data set: detected from columns and the form of their values, or as set.
 
 columns     a column each, text or messages
 alpaca      `instruction`, to which a text in `input` (Dolly: `context`) is joined by a blank line; `output`
@@ -28,7 +28,7 @@ SYSTEM = ("system", "system_prompt")
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The columns of each part.  `prompt` None: it is what the answers begin with; `added`: joined to the prompt's text;
+    """The columns of each part.  `prompt` None: the common beginning of the answers; `added`: joined to the prompt's text;
     `completion` None where answers are wanted: they are the assistant's turns of the prompt's messages.
     """
 

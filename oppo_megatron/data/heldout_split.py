@@ -1,4 +1,4 @@
-"""Which rows of supervised data are held out: whole prompts, drawn by the seed."""
+"""Draws the held-out rows of supervised data: whole prompts, by the seed."""
 
 from __future__ import annotations
 

@@ -90,8 +90,8 @@ def _beyond_reading(text: str, file: str, line: int, error: Exception, is_array:
         reason = str(error)
     what = "the array" if is_array else "the file, whose objects go over several lines,"
     return DataError(
-        f"{file}:{line}: not JSON ({reason}); {what} cannot be read beyond this row: correct it, or write one object a line, "
-        "of which each stands by itself"
+        f"{file}:{line}: not JSON ({reason}); {what} cannot be read beyond this row: correct it, or write each object on "
+        "a line of its own"
     )
 
 
@@ -124,7 +124,7 @@ def parse(raw: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DataError(f'a JSON {type(value).__name__}, not an object; each row is written {{"column": value, ...}}')
     check_depth(value)
-    if b"\\u" in raw:  # what is no text can come in by an escape only
+    if b"\\u" in raw:  # only an escape can bring in non-text
         check_texts(value)
     return value
 

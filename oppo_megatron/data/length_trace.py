@@ -39,7 +39,7 @@ class LengthTrace:
 
     @classmethod
     def of(cls, counts: Mapping[int, int]) -> LengthTrace:
-        """From the number of requests of each length; some request there must be."""
+        """Built from the number of requests of each length; at least one request is needed."""
         lengths = sorted(length for length, requests in counts.items() if requests)
         assert lengths, "a distribution of no request"
         return cls(tuple(lengths), tuple(accumulate(counts[length] for length in lengths)))
@@ -75,7 +75,7 @@ def forced_quantile(forced: ForcedLengths | None, max_response_tokens: int) -> C
 
 
 def trace_problems(forced: ForcedLengths | None, max_response_tokens: int) -> list[str]:
-    """What is wrong with the file that `debug.forced_lengths` names, where there is one."""
+    """The faults of the file that `debug.forced_lengths` names, if it names one."""
     if forced is None or forced.trace is None or not forced.trace.exists():
         return []  # a missing file is reported by the cross-checks
     try:
@@ -117,7 +117,7 @@ class _Row(Protocol):
 
     @property
     def nothing_found(self) -> str:
-        """What is wrong where no row had a request."""
+        """The fault of a file without any request."""
 
 
 @dataclass(frozen=True)

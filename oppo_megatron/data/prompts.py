@@ -1,4 +1,4 @@
-"""Tokenized prompts and the endless, repeatable stream that the rollout scheduler admits them from."""
+"""Tokenized prompts, and the endless, repeatable stream from which the rollout scheduler admits them."""
 
 from __future__ import annotations
 
@@ -31,15 +31,21 @@ class PromptRow:
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """All usable prompts, and what was met on the way."""
+    """All usable prompts, how often each is answered in a pass, and what was met on the way."""
 
     rows: list[PromptRow]
     num_duplicates: int
     num_truncated: int
     num_quarantined: int
+    responses_per_prompt: int = 1
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def rollouts_per_pass(self) -> int:
+        """Positions of the stream that one pass over the prompts takes."""
+        return len(self.rows) * self.responses_per_prompt
 
     def fingerprint(self) -> str:
         """SHA-256 of all prompts and their rows' other columns, in their order: the same where, and only where, they are."""
@@ -55,7 +61,7 @@ Check = Callable[[Mapping[str, Any]], None]
 
 
 def load_prompts(
-    config: DataConfig, tokenizer: Tokenizer, *, quarantine: Quarantine, check: Check | None = None
+    config: DataConfig, tokenizer: Tokenizer, *, quarantine: Quarantine, check: Check | None = None, responses_per_prompt: int = 1
 ) -> PromptSet:
     """Read, render and tokenize every prompt.  A row that `check` refuses falls under `bad_rows`.
 
@@ -80,7 +86,7 @@ def load_prompts(
     if is_first:
         quarantine.first = {"prompt": rows[0].text}
     num_duplicates = len(rows) - len({row.tokens for row in rows})
-    return PromptSet(rows, num_duplicates, num_truncated, problems.num_quarantined)
+    return PromptSet(rows, num_duplicates, num_truncated, problems.num_quarantined, responses_per_prompt)
 
 
 def _refused(example: Example, num_tokens: int, config: DataConfig, problems: RowProblems, check: Check | None) -> bool:
@@ -105,6 +111,8 @@ def _refused(example: Example, num_tokens: int, config: DataConfig, problems: Ro
 class PromptStream(Iterator[Prompt]):
     """Prompts in the order of training; `seq_id` is the position in the stream, epochs counted on.
 
+    The responses of a prompt have positions of their own, next to each other, and so draw other tokens.
+
     The stream ends after `epochs` passes (None: never) or after `limit` prompts (None: no limit), whichever comes
     first.  It begins at position `start`, so that a run goes on where it was: the order depends on (seed, epoch) alone.
     Positions `left_out` are passed over, and do not count towards `limit`.
@@ -123,7 +131,7 @@ class PromptStream(Iterator[Prompt]):
     ):
         if not len(prompts):
             raise DataError("the prompt set is empty; at least one prompt is needed.")
-        most = None if epochs is None else epochs * len(prompts)
+        most = None if epochs is None else epochs * prompts.rollouts_per_pass
         self.planned = min((end for end in (limit, most) if end is not None), default=None)
         """Prompts of the stream where none is left out."""
         ends = [end for end in (None if limit is None else _beyond(limit, left_out), most) if end is not None]
@@ -147,7 +155,7 @@ class PromptStream(Iterator[Prompt]):
 
     def at(self, position: int) -> Prompt:
         """The prompt at a position of the stream, wherever the stream is now."""
-        epoch, place = divmod(position, len(self._prompts))
+        epoch, place = divmod(position // self._prompts.responses_per_prompt, len(self._prompts))
         if epoch != self._epoch:
             self._order = epoch_order(len(self._prompts), self._seed, epoch, self._shuffle)
             self._epoch = epoch

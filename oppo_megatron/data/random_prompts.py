@@ -1,4 +1,4 @@
-"""Prompts without meaning, for benchmarks that need no file from outside."""
+"""Random prompts, for benchmarks that need no other file."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ NUM_PROMPTS = 1024
 VOCAB_SIZE = 262  # what a tokenizer of single characters over digits comes to, bytes included
 
 
-def write_random_prompts(directory: Path, prompt_tokens: int, seed: int = 1) -> tuple[Path, Path]:
+def write_random_prompts(directory: Path, prompt_tokens: int) -> tuple[Path, Path]:
     """A tokenizer in which a digit is a token, and `NUM_PROMPTS` prompts of so many digits -> (tokenizer, JSONL)."""
-    rng = random.Random(seed)  # noqa: S311  (to be drawn again, not to be secret)
+    rng = random.Random(1)  # noqa: S311  (to be drawn again, not to be secret)
     prompts = ["".join(rng.choices("0123456789", k=prompt_tokens)) for _ in range(NUM_PROMPTS)]
     tokenizer, rows = directory / "tokenizer.model", directory / "prompts.jsonl"
     train_sentencepiece([*prompts, "0123456789"], tokenizer, VOCAB_SIZE, model_type="char")

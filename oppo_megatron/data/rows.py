@@ -1,4 +1,4 @@
-"""Rows of a data set, whatever its files are written in, each row with the place it came from.
+"""Rows of a data set in any file format, each with its file and line.
 
 A refused row is never dropped in silence.  Under policy `error` all refused rows are gathered into one `DataError`;
 under `quarantine` they are set aside, with file, line and reason, and reading goes on.
@@ -67,7 +67,7 @@ class Quarantine:
 
 
 class RowProblems:
-    """What is wrong with the rows of one data set, each handled by the policy of the setting it falls under.
+    """The refused rows of one data set, each handled by the policy of its setting.
 
     `configured` is false where the user has no configuration, hence no setting that would set rows aside.
     """
@@ -86,9 +86,9 @@ class RowProblems:
     def report(
         self, file: str, line: int, reason: str, policy: Policy, setting: str = "data.bad_rows", *, once: bool | str = False
     ) -> None:
-        """Note one refused row.  `setting` is what the user would change to set such rows aside.
+        """Note one refused row.  `setting`: the one to change so that such rows are set aside.
 
-        `once`: what is said alike of several rows, or has this text in common, is shown for the first of them, with the number
+        `once`: a reason that several rows share, or that has this text in common, is shown for the first row, with the number
         of the others.
         """
         alike = once if isinstance(once, str) else reason

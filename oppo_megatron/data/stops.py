@@ -1,4 +1,4 @@
-"""Texts that are to end responses, against the tokenizer that writes the responses."""
+"""Checks stop texts against the tokenizer of the responses."""
 
 from __future__ import annotations
 

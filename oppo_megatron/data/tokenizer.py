@@ -19,7 +19,7 @@ from oppo_megatron.modeldir.eos import distinct, model_eos_ids
 
 SENTENCEPIECE_NAME = "tokenizer.model"
 TOKENIZER_PATTERNS = ("*token*", "*vocab*", "*.model")
-"""Of files one of which lies in the directory of any tokenizer that transformers reads."""
+"""Files; the directory of any tokenizer that transformers reads has at least one of them."""
 UNKNOWN_ID_TEXT = "\ufffd"
 # What makes decode(encode(text)) == text for any text; and the special tokens.
 LOSSLESS: dict[str, Any] = {
@@ -106,7 +106,7 @@ def load_tokenizer(config: TokenizerConfig, model: Path | None = None) -> Tokeni
 def _require_template(template: str) -> None:
     """Raises ConfigError where its syntax is wrong, once and before any row is rendered.
 
-    Names of filters and tags are those of whoever renders it.
+    The renderer decides which filters and tags exist.
     """
     import jinja2
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -324,7 +324,6 @@ def train_sentencepiece(
     *,
     model_type: Literal["bpe", "unigram", "char"] = "bpe",
     character_coverage: float = 0.9995,
-    num_threads: int = 1,
 ) -> None:
     """Train a tokenizer on `texts` and write it to `path`; ids 0-3 are unk, bos, eos, pad.
 
@@ -344,7 +343,7 @@ def train_sentencepiece(
             model_type=model_type,
             character_coverage=character_coverage,
             max_sentence_length=max(10, 1 + max(len(line.encode()) for line in lines)),
-            num_threads=num_threads,
+            num_threads=1,
             minloglevel=2,
             **LOSSLESS,
         )
@@ -357,7 +356,7 @@ def train_sentencepiece(
 
 
 def _lines(texts: Iterable[str]) -> list[str]:
-    """What is trained on: a newline is never part of another piece, nor is the character that stands for a space."""
+    """The training texts: a newline is never part of another piece, nor is the character that stands for a space."""
     separated = (text.replace(SPACE_MARK, "\n").replace("\0", "\n") for text in texts)
     lines = [line for text in separated for line in text.split("\n") if line.strip()]
     if not lines:
@@ -374,7 +373,7 @@ def _write_whole(path: Path, content: bytes) -> None:
 
 
 def _misfit(vocab_size: int, reason: str) -> ConfigError:
-    """What is wrong with `vocab_size`, from what sentencepiece says of it."""
+    """The fault of `vocab_size`, from sentencepiece's message."""
     largest = re.search(r"<= (\d+)\.?$", reason.strip())
     smallest = re.search(r"\d+ vs (\d+)", reason)
     if largest:

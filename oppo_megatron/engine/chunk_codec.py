@@ -33,7 +33,7 @@ REASONS: tuple[FinishReason | None, ...] = (None, "eos", "length", "stop")
 
 
 @dataclass
-class _Ledger:
+class Ledger:
     """What has passed for one sequence: response tokens so far, and their running checksum."""
 
     offset: int
@@ -41,20 +41,20 @@ class _Ledger:
 
 
 class ChunkBooks:
-    """The state that both ends of a stream keep: a ledger a sequence, opened with its prompt."""
+    """The state that both ends of a stream keep: a ledger of each open sequence, opened with its prompt."""
 
     def __init__(self) -> None:
-        self._ledgers: dict[int, _Ledger] = {}
+        self.ledgers: dict[int, Ledger] = {}
         self._next_index = 0
 
     def open(self, seq_id: int, prompt: Sequence[int], response: Sequence[int] = ()) -> None:
         """The sequence is admitted, in a resumed run with what it had of its response; chunks of it may follow."""
         checksum = zlib.crc32(np.asarray([*prompt, *response], dtype=np.int64).tobytes())
-        self._ledgers[seq_id] = _Ledger(len(response), checksum)
+        self.ledgers[seq_id] = Ledger(len(response), checksum)
 
     def close(self, seq_id: int) -> None:
         """The sequence has been trained."""
-        del self._ledgers[seq_id]
+        del self.ledgers[seq_id]
 
 
 class ChunkEncoder(ChunkBooks):
@@ -75,7 +75,7 @@ class ChunkEncoder(ChunkBooks):
         return header, np.concatenate([rows, tokens, *(x.view(np.int64) for x in logprobs)])
 
     def _row(self, row: ChunkRow) -> list[int]:
-        ledger = self._ledgers[row.seq_id]
+        ledger = self.ledgers[row.seq_id]
         assert ledger.offset == row.offset, f"sequence {row.seq_id}: chunk at {row.offset} after {ledger.offset} tokens"
         ledger.offset += len(row.tokens)
         ledger.checksum = _checksum(row, ledger.checksum)
@@ -132,12 +132,12 @@ class ChunkDecoder(ChunkBooks):
     def _due(self) -> str:
         """The message that has to come next, and whose tokens it would bring first."""
         due = f"{self._next_index} was due"
-        for seq_id, ledger in self._ledgers.items():
+        for seq_id, ledger in self.ledgers.items():
             return f"{due}; the first sequence waiting is sequence {seq_id} at offset {ledger.offset}"
         return due
 
     def _accept(self, row: ChunkRow, checksum: int, index: int) -> None:
-        ledger = self._ledgers.get(row.seq_id)
+        ledger = self.ledgers.get(row.seq_id)
         where = f"sequence {row.seq_id}, offset {row.offset} (message {index})"
         if ledger is None:
             raise StreamError(

@@ -1,4 +1,4 @@
-"""What a round of decoding has come to so far on one rank."""
+"""The state of a decoding round on one rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from oppo_megatron.schedule.rounds import Batch
 class DecodeRound:
     """A round of one replica's `work`; it began at clock `start`, with the sequences `growing`.
 
-    `local` is what this rank knows of the batch's completion within the round, `stop` the signal that the merge goes by.
+    `local`: this rank's knowledge of the batch's completion within the round; `stop`: the signal that the merge uses.
     The rest is by micro-batch: `lanes` are its running sequences, `steps` its decode steps, `ended` its first void step,
     `hidden` what the stage gave last, `drawn` the tokens of its last step, `tables` those of a step that was made in
     splits, `by_step` micro-batches that are left to the host for the rest of the round.
@@ -49,7 +49,7 @@ class DecodeRound:
 
     @property
     def prefill(self) -> list[Batch]:
-        """Prompts, or what is stale, by micro-batch."""
+        """Prompts, or stale sequences, by micro-batch."""
         return self.work.prefill
 
     def live(self, action: Action) -> bool:

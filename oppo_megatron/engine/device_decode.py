@@ -1,11 +1,11 @@
-"""Decode steps that the host only starts: tokens, positions and what was drawn stay on the device for a number of steps.
+"""Decode steps that the host only starts: tokens, positions and draws stay on the device for several steps.
 
 A step is the model over one token of each row, the draw, and the bookkeeping, all of them operations of the device.  A row that
-has ended runs on without effect: what it was drawn is not looked at, and its position stands still.  After `sync_steps` steps,
-or when no row can go on, the host reads what was drawn, closes the gaps among the rows (`DecodeWorker`), and loads again.
+has ended runs on without effect: its draws are ignored, and its position stays.  After `sync_steps` steps, or when no row can
+go on, the host reads the drawn tokens, closes the gaps among the rows (`DecodeWorker`), and loads again.
 
-So that steps come in few shapes, rows are filled up to a number of `batch_bucket`, and the positions attended to up to a bound
-of the cache.  A step of a shape may therefore be captured and replayed (`mcore/cuda_graphs.py`).
+To keep the number of shapes small, rows are padded to a number of `batch_bucket`, and attended positions to a bound of the
+cache.  A step of a shape may therefore be captured and replayed (`mcore/cuda_graphs.py`).
 
 Legend: B rows of a step, M cache slots, K steps of a window, R rows that mean something, E ids that end a response.
 """
@@ -18,8 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from oppo_megatron.engine.device_uniforms import uniforms_at
-from oppo_megatron.engine.sampler import Sampling, draw_at
+from oppo_megatron.engine.sampler import Sampling, draw_at, uniforms_at
 from oppo_megatron.engine.uniforms import row_state
 from oppo_megatron.mcore.cuda_graphs import StepRunner
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache

@@ -1,9 +1,9 @@
-"""Carries out one rank's part of a schedule.  It knows no policy: what to do, and in which order, is in the actions.
+"""Carries out one rank's part of a schedule.  It has no policy of its own: the actions and their order decide.
 
 Consumes a list of actions; each is done by the `RoleWorker` of its role on this rank.  Sends are asynchronous: a rank waits
 for one only when it is many rounds old, or at the end of a step (`drain`); a recv waits until its message is here.
-Nothing else waits, but for the tensor-parallel collectives inside a stage and the gather of the replicas' chunks.  What a
-rank waits for in vain ends with a StallError that names the action.
+Nothing else waits, but for the tensor-parallel collectives inside a stage and the gather of the replicas' chunks.  A wait
+in vain ends with a StallError that names the action.
 
 On a GPU each worker has a CUDA stream of its own, so that decoding and prefill run side by side.
 """
@@ -58,11 +58,11 @@ class _Shifted:
 
 
 ROUNDS_IN_FLIGHT = 64
-"""How many rounds what is sent may be on its way.  A listener is behind for as long as the critic's update takes; beyond
+"""Rounds that a sent message may be on its way.  A listener is behind for as long as the critic's update takes; beyond
 that, a rank does not heap up buffers for a peer that does not take them."""
 
 Observer = Callable[[Action, float, float, int], None]
-"""Told of every action that was done: start, end (by the executor's clock), number of tokens (0 for messages)."""
+"""Called after every action: start, end (by the executor's clock), number of tokens (0 for messages)."""
 
 
 @dataclass
@@ -117,7 +117,7 @@ class Executor:
         self.observe(action, start, self.clock(), size)
 
     def drain(self) -> None:
-        """Wait until everything has been sent, so that buffers and executor may go: with it would go what is on its way."""
+        """Wait until every message has been sent, so that buffers and executor may be released."""
         self._release(0)
 
     def _release(self, rounds: int) -> None:

@@ -6,11 +6,11 @@ Every rank of a replica keeps the same books: the last pipeline stage draws the 
 other stages receive them.  A decode micro-step is exactly one token of each running sequence of a micro-batch.
 
 Where one rank holds all layers (or tensor ranks of one stage), micro-steps may run on the device for a while before their
-tokens are read (`device_decode.py`); what comes of a round is the same.
+tokens are read (`device_decode.py`); the round's result is the same.
 
 A micro-step is *void*, and skipped by every rank of the replica alike, once its micro-batch has no running sequence or the
-batch was complete by the micro-batch's own step before (in the order of steps, then micro-batches: what a rank may have heard
-of later micro-steps must not count, for others have not).
+batch was complete by the micro-batch's own step before (in the order of steps, then micro-batches: a rank must not use
+news of later micro-steps, which other ranks may not have).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class DecodeWorker:
         """`outlet` makes the messages for ranks without the actor, on the rank that sends them.
 
         Drawn tokens are read once in `sync_steps` micro-steps, where the model has a single pipeline stage; else in each.
-        `memory_limits` bound what this rank prefills and decodes at once, where memory does not suffice for what is planned.
+        `memory_limits` bound the work that this rank prefills and decodes at once, if memory does not suffice for the plan.
         """
         self.model, self.cache, self.outlet = model, cache, outlet
         self.sampling, self.stopping = sampling, stopping
@@ -79,7 +79,7 @@ class DecodeWorker:
         return sorted(seq_ids, key=lambda i: self.cache.slot(i) if i in self.cache else self.cache.num_slots)
 
     def invalidate(self) -> None:
-        """The weights changed: what is cached is to be computed again."""
+        """The weights changed: caches must be computed again."""
         for seq_id in self.cache.seq_ids:
             self.cache.truncate(seq_id, 0)
 
@@ -175,7 +175,7 @@ class DecodeWorker:
         return sum(growth.new for growth in batch)
 
     def _advance(self, batch: Batch, hidden_T: Tensor | None, whole: bool) -> Tensor:
-        """Prompts, or what is stale, of which no output is wanted."""
+        """Prefill prompts, or stale sequences, without output."""
         tokens = [t for g in batch for t in self._round.growing[g.seq_id].tokens[g.past : g.past + g.new]]
         no_rows = torch.empty(0, dtype=torch.int64, device=self.cache.device)
         return self._stage([g.seq_id for g in batch], [g.new for g in batch], tokens, hidden_T, no_rows)

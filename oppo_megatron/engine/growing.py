@@ -1,4 +1,4 @@
-"""Sequences of a decode micro-batch while they grow, and what was drawn for them.
+"""Growing sequences of a decode micro-batch, and their draws.
 
 Legend: R rows (running sequences of a micro-batch).
 """
@@ -32,7 +32,7 @@ class Growing:
         return self.row.offset + len(self.row.tokens)
 
     def describe(self) -> str:
-        """For an error."""
+        """The description for an error."""
         return f"sequence {self.seq_id}, {len(self.tokens)} tokens long,"
 
     def append(self, token: int, logprob: float, sampling_logprob: float, stopping: Stopping, start: int) -> bool:

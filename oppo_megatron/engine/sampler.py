@@ -4,7 +4,7 @@ Legend: R rows (one a sequence), V vocabulary (this tensor rank's shard), S tens
 of W tokens of the shard.
 
 The random number of a token is a hash of (seed, sequence id, response position), so a sequence's draws do not depend on
-the chunk size, on what else is in the batch, on the placement, or on a restart.  A token is found by inverting the
+the chunk size, on the rest of the batch, on the placement, or on a restart.  A token is found by inverting the
 cumulative distribution at that number.
 """
 
@@ -78,6 +78,27 @@ def no_distribution(sampling: Sampling, seq_id: int, position: int) -> NumericsE
     )
 
 
+def uniforms_at(states_R: Tensor, positions_R: Tensor) -> Tensor:
+    """Float64 [R] in [0, 1): the numbers of `uniforms`, continued from `row_state` at int64 positions, on their device.
+
+    Nothing is copied and nothing waits for the device.  Sums and products of torch's int64 wrap around, so the numbers are
+    the same to the last bit on every device.
+    """
+    return _shifted(_mix_int64(states_R ^ positions_R), 11).double() * 2.0**-53
+
+
+def _mix_int64(x: Tensor) -> Tensor:
+    x = x + (0x9E3779B97F4A7C15 - 2**64)
+    x = (x ^ _shifted(x, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+    x = (x ^ _shifted(x, 27)) * (0x94D049BB133111EB - 2**64)
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """A right shift, as if of numbers without a sign."""
+    return (x >> bits) & (2 ** (64 - bits) - 1)
+
+
 def draw(
     logits_RV: Tensor,
     sampling: Sampling,
@@ -122,7 +143,7 @@ def _greedy(logits_RV: Tensor, shards: VocabShards) -> Draw:
 
 
 def _whole(scaled_RV: Tensor, u_R1: Tensor, shards: VocabShards) -> Draw:
-    """From the whole vocabulary: first the block of tokens that the number falls into, then the token within.
+    """Draws from the whole vocabulary: first the block of tokens that the number falls into, then the token within.
 
     Ranks exchange the masses of their blocks, never their logits.
     """
@@ -156,7 +177,7 @@ def _whole(scaled_RV: Tensor, u_R1: Tensor, shards: VocabShards) -> Draw:
 
 
 def _truncated(scaled_RV: Tensor, u_R1: Tensor, sampling: Sampling, shards: VocabShards) -> Draw:
-    """From the candidates that top-k and top-p leave.  Ranks exchange their best k; without top-k, all logits."""
+    """Draws from the candidates that top-k and top-p leave.  Ranks exchange their best k; without top-k, all logits."""
     vocab = scaled_RV.shape[-1] * shards.size
     mass_R1 = torch.logsumexp(scaled_RV, -1, keepdim=True)
     if shards.size > 1:

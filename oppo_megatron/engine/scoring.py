@@ -1,4 +1,4 @@
-"""The scorers on one rank: reward, reference and critic, each prefilling the sequences chunk by chunk while the actor decodes.
+"""The scorers on one rank: reward, reference and critic, which prefill the sequences chunk by chunk while the actor decodes.
 
 Legend: T tokens of a response, P tokens of its prompt, R output rows of a call.
 
@@ -31,9 +31,9 @@ ScorerRole = Literal["reward", "reference", "critic"]
 
 @dataclass
 class _ScoringRound:
-    """What a round has to read: tokens of its sequences, micro-batches, and who is complete at its end.
+    """The input of a round: tokens of its sequences, micro-batches, and the sequences complete at its end.
 
-    `hidden` is what the stage gave last; `splits` where that was made in splits.
+    `hidden`: the stage's last output; `splits`: the same, if it was computed in splits.
     """
 
     sequences: Mapping[int, list[int]] = field(default_factory=dict)
@@ -136,7 +136,7 @@ class ScoringWorker:
         return sum(growth.new for growth in batch)
 
     def _advance(self, batch: Batch, hidden_T: Tensor | None, whole: bool) -> Tensor:
-        """This stage's output.  On the last one, of a split: what is kept of it, for all splits together may be too much."""
+        """This stage's output.  On the last stage only the kept part of a split, because all splits together may be too large."""
         tokens = [t for g in batch for t in self._round.sequences[g.seq_id][g.past : g.past + g.new]]
         rows: list[int] = []
         end = 0
@@ -175,7 +175,7 @@ class ScoringWorker:
         return [*self._reduced(first, out_R[:at]), *self._reduced(second, out_R[at:])]
 
     def _reduce(self, batch: Batch, out_R: Tensor) -> Tensor:
-        """What is kept of the output rows: the reference's log-probs of the tokens that followed, else the rows themselves."""
+        """The kept part of the output rows: the reference's log-probs of the tokens that followed, else the rows themselves."""
         if self.role != "reference":
             return out_R
         ends = [g.past + g.new for g in batch]

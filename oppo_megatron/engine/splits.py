@@ -1,7 +1,7 @@
-"""A micro-batch through a pipeline stage: at once, or, where memory does not suffice for that, in splits one after the other.
+"""A micro-batch through a pipeline stage: at once, or, if memory does not suffice, in splits one after the other.
 
-What a stage gives for the micro-batch is the same either way, up to rounding, so no other rank has to know: splits have no
-collective inside but the tensor-parallel ones, and with those a rank is not alone (`obstacle`).
+The stage's output for the micro-batch is the same either way, up to rounding, so no other rank has to know.  Splits contain no
+collectives except tensor-parallel ones, and with these a rank is not alone (`obstacle`).
 """
 
 from __future__ import annotations
@@ -45,6 +45,11 @@ def prefill(
     Where a call of `advance` runs out of memory the cache is taken back to what it was.  Raises CapacityError where a single
     token is too much.
     """
+    for growth in batch:  # what was planned on other books would be computed of other tokens
+        cached = cache.length(growth.seq_id)
+        assert cached == growth.past, (
+            f"sequence {growth.seq_id} has {cached} tokens cached, but {growth.past} are planned"
+        )
     tokens = sum(growth.new for growth in batch)
     if tokens <= memory_limit.within(tokens):
         outcome = attempt(lambda: advance(batch, hidden_T, whole))

@@ -1,8 +1,8 @@
 """Responses that end with a text.
 
-A response ends with the first token behind which its decoded text contains one of the strings, wherever the tokens' borders
-lie: the string may begin within a token, go over several, and be followed by more within the last.  This is a function of the
-response's tokens alone, so it does not matter in which layout they are decoded, or how many are looked at together.
+A response ends with the first token at which its decoded text contains one of the strings, wherever the tokens' borders lie:
+the string may begin within a token, span several, and be followed by more text within the last.  This depends on the
+response's tokens alone, not on the layout, nor on how many tokens are examined together.
 """
 
 from __future__ import annotations

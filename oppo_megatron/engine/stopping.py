@@ -1,4 +1,4 @@
-"""Where a response ends."""
+"""The end of responses."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The token stream from the actor to the ranks that do not hold it, and the way back for what the scorers found.
+"""The token stream from the actor to the ranks without it, and the way back for the scorers' results.
 
     actor's first output rank  --- chunk (isend to each) --->  every listening rank
     every rank                 <-- outputs, stats (broadcast from the rank that has them)
 
-Where every rank holds the actor nothing is sent.
+If every rank holds the actor, nothing is sent.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random numbers that are a function of (seed, sequence id, position) alone.  Pure."""
+"""Random numbers from (seed, sequence id, position) alone, on the host.  Pure; `sampler` has them on devices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def uniforms(seed: int, seq_ids: Sequence[int], positions: Sequence[int]) -> lis
 
 @lru_cache(maxsize=2**16)
 def row_state(seed: int, seq_id: int) -> int:
-    """In 64 bits: the chain up to the sequence id, which all draws of a sequence have in common."""
+    """The chain up to the sequence id, in 64 bits; all draws of a sequence have it in common."""
     return _mix(_mix(seed) ^ seq_id)
 
 

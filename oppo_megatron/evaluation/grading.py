@@ -31,14 +31,14 @@ class Answer:
 
 
 Grade = Callable[[Sequence[Answer]], list[dict[str, float]]]
-"""For each answer what every part gives it, by the part's label, and their weighted sum where it is asked for."""
+"""The scores of each answer by the label of the part, and their weighted sum if requested."""
 
 
 class Grader:
     """`parts` tried before anything is decoded.  Raises ConfigError for those that cannot be had."""
 
     def __init__(self, config: ServeRewardConfig, environment: Mapping[str, str], *, summed: bool):
-        """`summed`: the parts are those of one reward, whose sum is a figure, too."""
+        """`summed`: the parts belong to one reward, whose sum is a figure, too."""
         self._config, self._summed = config, summed and len(config.rewards) > 1
         self._rewards = build_reward_functions(config.rewards, environment)
 

@@ -1,4 +1,4 @@
-"""The least that decoding costs in torch: a loop over the weights of an exported model, and nothing around it.
+"""The lower bound of decoding in torch: a loop over the weights of an exported model, and nothing around it.
 
 A yardstick for the engine.  All sequences have one length and none ends; no mask, no sampling, no log-probs, no bookkeeping.
 Keys and values lie in one tensor a layer that is as long as the whole answer.

@@ -25,11 +25,12 @@ from oppo_megatron.modeldir.adapters import lora_of
 from oppo_megatron.modeldir.megatron import NEMO_WEIGHTS
 
 Target = Literal["hf", "megatron", "nemo"]
+COMPARED_TOKENS = 32
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What is to become of a directory.  `dtype`: null for the narrowest that keeps every bit; `max_shard_bytes`: of hf.
+    """The conversion of a directory.  `dtype`: null for the narrowest that keeps every bit; `max_shard_bytes`: of hf.
 
     `shape_file`: the `config.json` of a Megatron checkpoint that has none; `adapter`: a peft directory to merge into it.
     """
@@ -56,7 +57,7 @@ def convert(src: Path, dst: Path, what: Conversion, beside: Beside | None = None
     Raises CheckpointError if `src` cannot be read as what `dst` is to be, or `dst` is not empty; ConfigError for what cannot
     be asked for together.
     """
-    dst = dst.resolve()  # `.` has no name, and a link is not what is to be replaced
+    dst = dst.resolve()  # `.` has no name, and a link must not be replaced itself
     require_empty(dst)
     shape, source = _open_source(src, what)
     files, ids = (side_files(src), {}) if beside is None else beside(shape.family, side_files(src))
@@ -108,7 +109,7 @@ def _convert_to_megatron(
     return write_directory(dst, NEMO_WEIGHTS if nemo else "", texts, files, write)
 
 
-def compare_outputs(src: Path, dst: Path, head: str, fresh_head: bool, num_tokens: int = 32) -> tuple[str, float]:
+def compare_outputs(src: Path, dst: Path, head: str, fresh_head: bool) -> tuple[str, float]:
     """What was compared, and its largest absolute difference on random tokens, computed by transformers in float32.
 
     Logits (or scores); the last hidden states where SRC has no head to compare with.
@@ -123,7 +124,7 @@ def compare_outputs(src: Path, dst: Path, head: str, fresh_head: bool, num_token
     def outputs(directory: Path) -> torch.Tensor:
         model = loader.from_pretrained(directory, dtype=torch.float32, local_files_only=True).eval()
         generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(model.config.vocab_size, (1, num_tokens), generator=generator)
+        tokens = torch.randint(model.config.vocab_size, (1, COMPARED_TOKENS), generator=generator)
         with torch.no_grad():
             result = model(tokens)
         return result.last_hidden_state if fresh_head else result.logits

@@ -1,1 +1,1 @@
-"""What lives on which rank, and whether it fits: role placements, layouts, holdings, memory.  No torch here."""
+"""Role placements, layouts, holdings and memory of ranks, and whether they fit.  No torch here."""

@@ -1,4 +1,4 @@
-"""Do the layouts fit: the ranks given to the roles, the models, the batch, and each other?  Every problem is a sentence."""
+"""Checks that the layouts fit the ranks of the roles, the models, the batch, and each other.  Every problem is a sentence."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def _check_count(asked: _Asked) -> list[str]:
         return []
     replica = sizes.tp * sizes.pp
     unequal = f", which equal replicas of {replica} do not fill" if num_ranks % replica else ""
-    null = " (sizes left null are those of the role)" if asked.name.endswith(".train") else ""
+    null = " (null sizes are taken from the role)" if asked.name.endswith(".train") else ""
     return [
         f"{asked.name} is tp {sizes.tp} x pp {sizes.pp} x dp {sizes.dp} = {sizes.num_ranks} ranks{null}, but the role "
         f"has {num_ranks}{unequal}; make tp x pp x dp equal to that, or give the role other ranks{asked.near}"

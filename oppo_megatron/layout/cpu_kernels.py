@@ -1,4 +1,4 @@
-"""What a CPU's matrix products take and keep, for the plan of memory and for `mcore/cpu/`.  No GPU has any of it."""
+"""Sizes and memory of a CPU's matrix products, for the memory plan and for `mcore/cpu/`.  None of this applies to a GPU."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ FEW_ROWS, ROW_MULTIPLE, MOST_ROWS = 128, 32, 4096
 WHOLE_MULTIPLE = 64
 """Calls over whole sequences in bfloat16 on a CPU come in multiples of so many rows, those of the output layer too."""
 KERNEL_BYTES, MOST_KERNELS = 2**19, 1024
-"""What oneDNN keeps of a product of given sizes (two buffers of code, measured), and of how many such products."""
+"""Bytes that oneDNN keeps for a product of given sizes (two buffers of code, measured), and its largest number of products."""
 WHOLE_KERNEL_BYTES = 2**20
-"""The same of a product over whole sequences in bfloat16."""
+"""The same for a product over whole sequences in bfloat16."""
 
 
 def prefill_sizes(tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""Which rank holds what: roles, their shares, the memory they take and the batches they see.  Pure, from the settings."""
+"""Each rank's holdings: roles, their shares, their memory and their batches.  Pure, from the settings."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Which implementation of each part a run takes from the libraries that are there, and why not a faster one.  Pure.
+"""The implementation of each part that a run takes from the installed libraries, and why not a faster one.  Pure.
 
-megatron-core takes optimizers and gradient norms by itself, in the order given here (optimizer/__init__.py:12-32,
+megatron-core chooses optimizers and gradient norms by itself, in the order given here (optimizer/__init__.py:12-32,
 optimizer/clip_grads.py:20); layers and attention are this package's choice.
 """
 
@@ -20,7 +20,7 @@ TE, APEX, FLASH = "transformer-engine", "apex", "flash-attn"
 
 @dataclass(frozen=True)
 class Available:
-    """Versions of what is installed (None: absent).  `apex` is NVIDIA's; `other_apex` is PyPI's package of that name."""
+    """Versions of the installed libraries (None: absent).  `apex` is NVIDIA's; `other_apex` is PyPI's package of that name."""
 
     transformer_engine: str | None = None
     apex: str | None = None
@@ -31,7 +31,7 @@ class Available:
 
 @dataclass(frozen=True)
 class Kernels:
-    """What computes a part, and what a faster choice lacks (None: there is none faster)."""
+    """The implementation of a part, and the requirement that a faster one lacks (None: there is none faster)."""
 
     part: str
     used: str

@@ -1,4 +1,4 @@
-"""Which layouts a model admits on a number of ranks, and which of them come nearest to the one asked for.  Pure."""
+"""The layouts that a model admits on a number of ranks, and the nearest ones to a given layout.  Pure."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What a model takes of a rank's memory, counted from its `config.json` and layout.  Pure; nothing is loaded.
+"""A model's share of a rank's memory, counted from its `config.json` and layout.  Pure; nothing is loaded.
 
 Parameters, their packed copies, gradients, optimizer state and KV cache are exact; activations are an estimate (see
 `training_activations` and `cached_activations`), and so are a CPU's kernels (`kernel_bytes`).  Not counted: interpreter and
-libraries, communication buffers, the host's copy by which a guard takes an update back, the allocator's own loss.
+libraries, communication buffers, the host copy with which a guard undoes an update, the allocator's own loss.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Memory:
 
     @property
     def lasting(self) -> float:
-        """What is held at once between updates on any processor, which is known exactly: no packed copies, no estimates."""
+        """Memory held at once between updates on any processor, known exactly: no packed copies, no estimates."""
         return self.weights + self.copy + self.gradients + self.optimizer + self.kv_cache
 
     @classmethod
@@ -94,7 +94,7 @@ def adapter_parameters(shape: Shape, tp: int, pp: int, lora: LoraConfig) -> int:
 
 
 def packed_parameters(shape: Shape, tp: int, pp: int, stage: int, *, scalar: bool) -> int:
-    """Of `stage_parameters` those of matrix products, the vocabulary's included, tied to the embeddings or not."""
+    """The part of `stage_parameters` in matrix products, the vocabulary's included, tied to the embeddings or not."""
     head = vocab_rows(shape["vocab_size"], tp) * shape["hidden_size"] if stage == pp - 1 and not scalar else 0
     return int(shape["num_hidden_layers"] // pp * _product_parameters(shape, tp) + head)
 
@@ -196,7 +196,7 @@ def cached_activations(shape: Shape, tp: int, dtype: str, *, tokens: int, rows: 
 
 
 def _layer_activations(shape: Shape, tp: int, train: TrainingLayoutConfig) -> tuple[float, float]:
-    """Numbers of one token in one layer: all that a backward pass needs, and what is kept until then."""
+    """Numbers of one token in one layer: all that a backward pass needs, and those kept until then."""
     hidden = shape["hidden_size"] / (tp if train.sequence_parallel else 1)
     query, key = (heads * head_dim(shape) / tp for heads in (shape["num_attention_heads"], num_kv_heads(shape)))
     outside = 4 * hidden + query + 3 * shape["intermediate_size"] / tp  # `query`: the output as joined
@@ -206,7 +206,7 @@ def _layer_activations(shape: Shape, tp: int, train: TrainingLayoutConfig) -> tu
 
 
 def shortage(lasting: Sequence[float], available: int, who: str, where: str) -> str | None:
-    """What is wrong where the ranks' `lasting` bytes together are more than are `available`."""
+    """The problem, if the ranks' `lasting` bytes together exceed the `available` ones."""
     if sum(lasting) <= available:
         return None
     return (

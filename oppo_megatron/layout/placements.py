@@ -1,4 +1,4 @@
-"""Where each role lives: its ranks, and which share of the model each of them holds.  Pure; every rank computes the same.
+"""Placements of roles: the ranks of each, and the share of the model on each rank.  Pure; every rank computes the same.
 
 Ranks of a role are numbered as megatron-core does: tensor ranks next to each other, then replicas, then pipeline stages.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from oppo_megatron.config.model import ParallelConfig, RoleConfig, TrainedRoleConfig
 from oppo_megatron.config.run import SupervisedConfig, TrainConfig
@@ -121,6 +121,19 @@ def world_size(config: TrainConfig | SupervisedConfig) -> int:
     return 1 + max(rank for placement in role_placements(config).values() for rank in placement.ranks)
 
 
+def layout_tree(config: TrainConfig | SupervisedConfig) -> dict[str, list[Any]]:
+    """Ranks, tp, pp and dp of every model that a run computes with, by name, in plain JSON types.
+
+    Where it is another, a rank may hold another share of a model, and compute with other peers.
+    """
+    if isinstance(config, SupervisedConfig):
+        found = {"model": _over(tuple(range(config.parallel.num_ranks)), config.parallel)}
+    else:
+        trained = {f"{name}, trained": placement for name, placement in training_placements(config).items()}
+        found = role_placements(config) | trained
+    return {name: [list(placement.ranks), *placement.layout] for name, placement in found.items()}
+
+
 def shares_weights(config: TrainConfig) -> bool:
     """Whether the reference is the actor without its adapters, over the very same weights: where both are on the same ranks."""
     placements = role_placements(config)
@@ -137,7 +150,7 @@ def named_roles(config: TrainConfig) -> Mapping[str, RoleConfig]:
     """The roles' sections by name; a null reference is the actor's model in the scorers' place."""
     roles: dict[str, RoleConfig] = {
         "actor": config.actor,
-        "reference": config.reference or RoleConfig(**config.actor.model_dump(include=set(_MODEL_FIELDS))),
+        "reference": config.reference or RoleConfig(**config.actor.model_dump(include=set(MODEL_FIELDS))),
     }
     others = {"critic": config.critic, "reward": config.reward}
     return roles | {name: role for name, role in others.items() if role is not None}
@@ -154,7 +167,8 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     return tuple(_expand(text))
 
 
-_MODEL_FIELDS = ("checkpoint", "init", "init_seed", "fresh_head", "dtype")
+MODEL_FIELDS = ("checkpoint", "init", "init_seed", "fresh_head", "dtype")
+"""What a role's model is made from."""
 
 
 def _expand(text: str) -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""Does a model of a given Hugging Face `config.json` fit its layout, contexts and tokenizer?  No weights are read."""
+"""Checks that a model of a given Hugging Face `config.json` fits its layout, contexts and tokenizer.  No weights are read."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def num_kv_heads(hf_config: Mapping[str, Any]) -> int:
 
 
 def windows(hf_config: Mapping[str, Any]) -> list[int | None]:
-    """Of each layer the tokens that a token attends to, itself included; None: all before it."""
+    """The number of tokens that a token attends to in each layer, itself included; None: all before it."""
     layers, window = hf_config["num_hidden_layers"], hf_config.get("sliding_window", DEFAULT_WINDOW)
     if hf_config["model_type"] == "mistral":
         return [window] * layers

@@ -1,4 +1,4 @@
-"""What megatron-core 0.16.1 needs in order to run where there is no CUDA device, and nothing more.
+"""Patches that megatron-core 0.16.1 needs to run without a CUDA device, and nothing more.
 
 megatron-core says "here" as `torch.cuda.current_device()` or `device="cuda"`.  `install()` gives those words the meaning
 "the CPU" in the modules that this runtime uses; with a CUDA device present it changes nothing.  Each `Patch` names the file it
@@ -107,7 +107,7 @@ def _parameter_type() -> None:
 
 
 def _rng_state_of_no_device() -> None:
-    """Recomputed activations keep the state of the CPU's generator beside the CUDA one's, of which there is none."""
+    """Recomputed activations save the state of the CPU's generator without the missing CUDA generator's."""
     _replace_in_megatron(
         "tensor_parallel.random", "_get_cuda_rng_state", lambda *args, **kwargs: torch.empty(0, dtype=torch.uint8)
     )

@@ -1,4 +1,4 @@
-"""Low-rank adapters beside megatron-core's parallel products, of which only they are trained.
+"""Low-rank adapters beside megatron-core's parallel products; only the adapters are trained.
 
 y = W x + s B A x (Hu et al. 2021).  A product that Hugging Face has in several (queries, keys and values; gate and up) has a
 pair for each of its targets, so that every pair is a tensor of a peft directory.  Over tensor ranks a column-parallel
@@ -7,7 +7,7 @@ product has A whole and B cut by rows, a row-parallel one A cut by columns and B
     column   A x is the same on all ranks; the gradient of what B takes is summed over them
     row      B A x is summed with the product (cached calls), or A x is, which is smaller (training)
 
-With sequence parallelism what is whole meets a share of the tokens on each rank, and its gradient is summed by megatron.
+With sequence parallelism a whole factor meets a share of the tokens on each rank, and megatron sums its gradient.
 
 Legend: T packed tokens, I inputs, O outputs and K rank of a pair, G key/value heads of this tensor rank, R query heads of
 each, D head dimension.
@@ -33,7 +33,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from oppo_megatron.config.lora import LoraConfig
-from oppo_megatron.mcore.layers.parameter_tags import tag_parameter
+from oppo_megatron.mcore.layers.spec import tag_parameter
 from oppo_megatron.mcore.model_shape import ModelShape
 from oppo_megatron.mcore.naming.lora_layout import PRODUCTS, pair_sizes
 
@@ -80,11 +80,11 @@ class Adapters(torch.nn.Module):
         self._names, self._cut, self._join, self._scale, self._ranks = list(pairs), cut, join, scale, ranks
 
     def forward(self, x: Tensor) -> Tensor:
-        """What is added to the product's output in a forward pass by megatron's modules, for the input of such a module."""
+        """The addition to the product's output in a forward pass by megatron's modules, for the input of such a module."""
         return self._join({name: self._one(self.get_submodule(name), x) for name in self._names})
 
     def cached(self, x_TI: Tensor) -> Tensor:
-        """What is added to this rank's own product, before any sum over tensor ranks."""
+        """The addition to this rank's own product, before any sum over tensor ranks."""
         return self._join({name: self._product(self.get_submodule(name), x_TI) for name in self._names})
 
     def sharded_state_dict(
@@ -157,7 +157,7 @@ def adapters_of(owner: Any, linear: str) -> Adapters | None:
 
 
 def _join(targets: Sequence[str], shape: ModelShape, tp: int) -> Join:
-    """From the outputs of a product's targets, zeros where one has no pair, to those of the product."""
+    """Joins the outputs of a product's targets (zeros for a target without a pair) into the product's output."""
     if len(targets) == 1:
         return lambda parts: parts[targets[0]]
     sizes = pair_sizes(shape, 1, tp)

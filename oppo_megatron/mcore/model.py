@@ -41,9 +41,8 @@ from oppo_megatron.mcore.kv.dense import KVCache
 from oppo_megatron.mcore.kv.paged import PagedKVCache
 from oppo_megatron.mcore.kv.paged_kernels import find_kernel
 from oppo_megatron.mcore.layers.attention import AttentionPlan, PackedPlan
-from oppo_megatron.mcore.layers.parameter_tags import tag_parameter
 from oppo_megatron.mcore.layers.rope import rope_tables
-from oppo_megatron.mcore.layers.spec import ScalarHead, block_spec
+from oppo_megatron.mcore.layers.spec import ScalarHead, block_spec, tag_parameter
 from oppo_megatron.mcore.layers.windows import binding
 from oppo_megatron.mcore.model_shape import ModelShape
 from oppo_megatron.mcore.vocab_shards import VocabShards
@@ -90,7 +89,7 @@ class RoleModel(GPTModel):
         self.max_length = max_length
         self.adapters: LoraConfig | None = None  # set where it is given some
         self._path: DecodePath = "module"
-        self._fused: FusedStage | None = None
+        self.fused: FusedStage | None = None  # what has been made of the weights for cached calls
         self._fused_head: Callable[[Tensor], Tensor] | None = None
         self._fit_modules(last)
 
@@ -119,7 +118,7 @@ class RoleModel(GPTModel):
     def decode_by(self, path: DecodePath) -> None:
         """How cached calls compute from now on; the weights are set."""
         self._path = path
-        self._fused = self._fused_head = None
+        self.fused = self._fused_head = None
         self.end_weight_update()
 
     def begin_weight_update(self) -> None:
@@ -128,17 +127,17 @@ class RoleModel(GPTModel):
         What has been made of weights beside adapters stays right: they do not change, and adapters are read as they are.
         """
         if self.adapters is None:
-            self._fused = self._fused_head = None
+            self.fused = self._fused_head = None
 
     def end_weight_update(self) -> None:
         """The weights have other values now: what has been made of them is made again."""
         if self._path == "module":
-            self._fused = None
+            self.fused = None
             return
-        if self.adapters is not None and self._fused is not None:
+        if self.adapters is not None and self.fused is not None:
             return
         packed = self._path == "packed" and all(can_prepack(p) for p in self.parameters())
-        self._fused = FusedStage(
+        self.fused = FusedStage(
             self.decoder.layers, self.decoder.final_layernorm, self.groups.collection.tp, packed=packed
         )
         if self.post_process and self.head == "lm":
@@ -149,8 +148,8 @@ class RoleModel(GPTModel):
     def compute_as(self, adapted: RoleModel) -> None:
         """Cached calls over what `adapted`, whose weights this model shares, has made of them, without its adapters."""
         self._path, self._fused_head = adapted._path, adapted._fused_head
-        if adapted._fused is not None:
-            self._fused = adapted._fused.without_adapters(self.groups.collection.tp)
+        if adapted.fused is not None:
+            self.fused = adapted.fused.without_adapters(self.groups.collection.tp)
 
     def set_rope(self, device: torch.device) -> None:
         """Make the rotary tables on the device that the parameters are on."""
@@ -161,10 +160,10 @@ class RoleModel(GPTModel):
 
         Where tp does not divide V, the last rank has fewer logits: those of rows that belong to no token are left out (`vocab`).
         Stages after the first take their input from `set_input_tensor`.  Logits are float32 where a cached call may draw from
-        them; those of whole sequences are as computed, so that what is made of them need not hold them twice.
+        them; those of whole sequences are as computed, so that later operations need not hold them twice.
         """
-        if self._fused is not None and isinstance(plan, CachedPlan):
-            return self._cached_forward(self._fused, tokens_T, plan, rows_R)
+        if self.fused is not None and isinstance(plan, CachedPlan):
+            return self._cached_forward(self.fused, tokens_T, plan, rows_R)
         hidden = self.embedding(tokens_T.unsqueeze(0), None) if self.pre_process and tokens_T is not None else None
         if hidden is not None and self.adapters is not None and torch.is_grad_enabled():
             hidden.requires_grad_()  # of frozen embeddings; without, layers that are computed again would have no gradient

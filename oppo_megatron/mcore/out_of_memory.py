@@ -1,11 +1,10 @@
-"""When memory runs out: what this rank may do again with less at once, and what it then has memory for.
+"""Out of memory: repeating work with less at once, and the limits found.
 
-Three limits a rank, alike for all roles on it: tokens of a micro-batch that is trained, tokens of one that is prefilled
-(scored), and sequences decoded at once.  Each begins without a bound, is halved where memory runs out, and holds for the rest of
-the run.
+Each rank has three limits, shared by all its roles: tokens of a trained micro-batch, tokens of a prefilled (scored) one, and
+sequences decoded at once.  Each begins without a bound, is halved when memory runs out, and holds for the rest of the run.
 
-A rank that is alone with its work does it again at once.  Where peers compute the same micro-batch (tensor or pipeline
-parallelism) it cannot: `LessAtOnce` ends the ranks, and the run is started again with the limit on every rank
+A rank alone with its work repeats it at once.  If peers compute the same micro-batch (tensor or pipeline parallelism) it
+cannot: `LessAtOnce` ends the ranks, and the run restarts with the limit on every rank
 (`rundir/memory_limits.py`).
 """
 
@@ -123,7 +122,7 @@ class MemoryLimit:
 
 @dataclass
 class MemoryLimits:
-    """Of one rank."""
+    """The memory limits of one rank."""
 
     train: MemoryLimit = field(default_factory=lambda: MemoryLimit("train", "a training micro-batch", "tokens"))
     score: MemoryLimit = field(default_factory=lambda: MemoryLimit("score", "a prefill micro-batch", "tokens"))

@@ -1,8 +1,8 @@
-"""megatron-core imported without what a rank never calls: together that is nearly half of the seconds of the import.
+"""Imports megatron-core without parts that a rank never calls, which take nearly half of the import's time.
 
 - Its fusions are decorated by `torch.compile`, which loads torch's compiler (dynamo, inductor, sympy, networkx) when it
   decorates.  Here that waits for the first call.
-- Its timers name the types of TensorBoard's and Weights & Biases' writers; `train/logs/trackers.py` loads these where asked to.
+- Its timers name the types of TensorBoard's and Weights & Biases' writers; `train/logs/trackers.py` loads these on request.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def import_megatron() -> None:
 
 @contextmanager
 def _absent(names: tuple[str, ...]) -> Iterator[None]:
-    """To import any of these that is not loaded yet is an ImportError in the block."""
+    """In the block, importing any of these that is not loaded yet raises ImportError."""
     hidden = [name for name in names if name not in sys.modules]
     for name in hidden:
         sys.modules[name] = None  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""A role's model with its weights, ready to decode and score, or to be trained."""
+"""A role's model with its weights, ready for decoding and scoring, or for training."""
 
 from __future__ import annotations
 

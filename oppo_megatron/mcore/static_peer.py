@@ -1,4 +1,4 @@
-"""megatron-core's own decode path, stock modules and `StaticInferenceContext`: what `oppo bench decode` compares with.
+"""megatron-core's own decode path, stock modules and `StaticInferenceContext`, as a peer for `oppo bench decode`.
 
 Legend: B sequences (equal lengths, as the context asks), P prompt tokens, N new tokens, V vocabulary.
 """

@@ -34,7 +34,7 @@ from oppo_megatron.mcore.out_of_memory import Begun
 Loss = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
 """(micro-batch, output of its rows) -> (its share of the minibatch's loss, summed statistics).
 
-The minibatch is that of all replicas: shares add up over micro-batches and over replicas.
+The minibatch spans all replicas: shares add up over micro-batches and over replicas.
 """
 
 Chunks = RoleModel | Sequence[RoleModel]
@@ -45,7 +45,7 @@ Chunks = RoleModel | Sequence[RoleModel]
 class StepReport:
     """One optimizer step.  `stats` are sums over the micro-batches (maxima where the name begins with `max_`).
 
-    They are those of all replicas, and known on last-stage ranks only; on the others the mapping is empty.
+    They cover all replicas, and are known on last-stage ranks only; on the others the mapping is empty.
     """
 
     grad_norm: float
@@ -171,6 +171,13 @@ def forward_rows(
     return [report["out"] for report in reports]
 
 
+def shared_with_peers(groups: RoleGroups) -> str | None:
+    """Why a rank cannot make micro-batches of a full forward again while others are at theirs; None where it can."""
+    if groups.tp == groups.pp == 1:
+        return None
+    return "the other ranks of its tensor- or pipeline-parallel group compute the same micro-batch"
+
+
 class TrainedModel:
     """A role's chunks on this rank with their optimizer, which updates them in place; `model` is the first of them."""
 
@@ -238,7 +245,7 @@ class TrainedModel:
         """Forward, backward and one optimizer step on this replica's share of a minibatch, which may be empty.
 
         All ranks of all replicas make the call.  The micro-batches' losses add up, over the replicas too, to the
-        minibatch's; the gradient and its norm are those of the sum.  Raises NumericsError, before the weights change, if
+        minibatch's; the gradient and its norm belong to the sum.  Raises NumericsError, before the weights change, if
         the norm is not finite.
         """
         for ddp in self.ddp:
@@ -262,9 +269,8 @@ class TrainedModel:
 
     def bound_to_peers(self) -> str | None:
         """Why this rank cannot make the step's micro-batches again while others are at theirs; None where it can."""
-        groups = self.model.groups
-        if groups.tp > 1 or groups.pp > 1:
-            return "the other ranks of its tensor- or pipeline-parallel group compute the same micro-batch"
+        if (shared := shared_with_peers(self.model.groups)) is not None:
+            return shared
         if any(bucket.grad_reduce_handle is not None for ddp in self.ddp for bucket in ddp.bucket_groups):
             return "gradients of its last micro-batch are on their way to other replicas; set train.overlap_grad_reduce to false"
         return None

@@ -1,4 +1,4 @@
-"""Taking an update back: weights, optimizer state and learning rate of a trained model, set aside in host memory."""
+"""Undoing an update: weights, optimizer state and learning rate of a trained model are set aside in host memory."""
 
 from __future__ import annotations
 

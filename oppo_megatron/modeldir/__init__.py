@@ -1,1 +1,1 @@
-"""What a model's directory holds, read without loading it: headers, sizes, vocabularies, ids.  No torch here."""
+"""The content of a model's directory, read without loading the model: headers, sizes, vocabularies, ids.  No torch here."""

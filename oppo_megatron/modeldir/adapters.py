@@ -1,4 +1,4 @@
-"""A peft directory's adapters: whether they are those that the settings describe.  Pure."""
+"""Checks that a peft directory's adapters match the settings.  Pure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PLAIN: Mapping[str, tuple[Any, ...]] = {
         (None,),
     ),
 }
-"""Of peft's LoRA, the options that are not computed here, with the values that leave them off."""
+"""The options of peft's LoRA that are not supported here, with the values that turn them off."""
 
 
 def adapter_problems(name: str, lora: LoraConfig) -> list[str]:

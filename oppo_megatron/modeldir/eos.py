@@ -1,4 +1,4 @@
-"""Which token ids end a response, as a model's directory says it.  Pure; no weights and no tokenizer are loaded."""
+"""The token ids that end a response, read from a model's directory.  Pure; no weights and no tokenizer are loaded."""
 
 from __future__ import annotations
 

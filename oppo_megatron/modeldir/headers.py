@@ -1,4 +1,4 @@
-"""What can be known of a Hugging Face checkpoint and of a tokenizer without loading them: headers, sizes.  Pure."""
+"""Facts about a Hugging Face checkpoint and a tokenizer that need no loading: headers, sizes.  Pure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which folder of a Megatron checkpoint a path names, and where the model's `config.json` lies.  Pure; no tensor is read.
+"""Finds the folder of a Megatron checkpoint that a path names, and the model's `config.json`.  Pure; no tensor is read.
 
 A `torch_dist` checkpoint (megatron-core's `dist_checkpointing`) is a folder with `metadata.json`, torch's index `.metadata`
-and `*.distcp` files.  It may be named by itself, or by what its writers put around it:
+and `*.distcp` files.  A path may name it directly, or the folders that its writers put around it:
 
     Megatron-LM     DIR/latest_checkpointed_iteration.txt, DIR/iter_0000010/
     NeMo            DIR/model_weights/ of an unpacked .nemo; a trainer's megatron_gpt-step=... is such a folder itself

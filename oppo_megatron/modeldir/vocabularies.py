@@ -1,6 +1,6 @@
-"""Whether the run's tokenizer is the one that each role's model was made with.  Files are read, no model; without torch.
+"""Checks that the run's tokenizer is the one of each role's model.  Reads files, no model; without torch.
 
-Two tokenizers are the same where each id stands for the same piece, and sample texts become the same ids.  One may have added
+Two tokenizers are the same if each id stands for the same piece, and sample texts become the same ids.  One may have added
 tokens that the other lacks, or has under a reserved name; one may be a fast tokenizer and the other its sentencepiece model.
 """
 

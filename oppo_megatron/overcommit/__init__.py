@@ -1,1 +1,1 @@
-"""Inter-step overlap: the buffer that holds a batch and delta rollouts more, and the scheduler above the prompts."""
+"""Inter-step overlap: the buffer with a batch and delta more rollouts, and the scheduler that admits prompts."""

@@ -1,6 +1,6 @@
-"""What is left of a run that goes on from a checkpoint: how many prompts it still admits, and whether it may.
+"""The rest of a run that goes on from a checkpoint: the prompts it still admits, and whether it may go on.
 
-A step trains B rollouts, so `steps` steps need (steps - done) * B more, of which the buffer holds some already.
+A step trains B rollouts, so `steps` steps need (steps - done) * B more; the buffer holds some of them already.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from oppo_megatron.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Ahead:
-    """`done` steps are trained, prompts before `position` of the stream admitted, of which `held` rollouts are not trained yet.
+    """`done` steps are trained, prompts before `position` of the stream admitted, and `held` rollouts of these not trained yet.
 
     `left_out` are positions that are passed over.  A run that begins has none of these.
     """
@@ -53,13 +53,13 @@ def require_resumable(done: int, steps: int | None) -> None:
         )
 
 
-def require_prompts(ahead: Ahead, most: int | None, num_rows: int) -> None:
-    """Raises CheckpointError where the run has admitted prompts behind `most`, the end of the passes over `num_rows` prompts."""
+def require_prompts(ahead: Ahead, most: int | None, a_pass: int) -> None:
+    """Raises CheckpointError where the run has admitted prompts behind `most`, the end of passes of `a_pass` prompts."""
     if most is not None and ahead.position > most:
-        passes = math.ceil(ahead.position / num_rows)
+        passes = math.ceil(ahead.position / a_pass)
         raise CheckpointError(
-            f"epochs comes to {most // num_rows}, but the checkpoint's run was at prompt {ahead.position}, in pass "
-            f"{passes} over {num_rows} prompts: there is no way back to fewer; set epochs to {passes} or "
+            f"epochs comes to {most // a_pass}, but the checkpoint's run was at prompt {ahead.position}, in pass "
+            f"{passes} over {a_pass} prompts: there is no way back to fewer; set epochs to {passes} or "
             "more, or give steps without it"
         )
 
@@ -69,8 +69,8 @@ def require_work(ahead: Ahead, steps: int | None, most: int | None, batch_size: 
     ends = [end for end in (ahead.limit(steps, batch_size), most) if end is not None]
     if ahead.total_steps(steps, min(ends), batch_size) <= ahead.done:
         raise CheckpointError(
-            f"the run has ended after {ahead.done} steps, and with these settings there is nothing more to train; set steps, or "
-            "epochs where it is what ends the run, to more, or choose another run_dir"
+            f"the run has ended after {ahead.done} steps, and with these settings there is nothing more to train; raise steps, "
+            "or epochs if they end the run, or choose another run_dir"
         )
 
 
@@ -89,7 +89,7 @@ def require_bounded_deferrals(deferrals: Sequence[int], batch_size: int, max_def
         )
     if needed > batch_size:
         raise CheckpointError(
-            f"rollout.batch_size is {batch_size}, but the checkpoint holds {len(deferrals)} rollouts, {forced} of which may not "
-            f"be deferred again: not all could be trained within overlap.max_deferrals={max_deferrals}; resume with "
+            f"rollout.batch_size is {batch_size}, but the checkpoint holds {len(deferrals)} rollouts, and {forced} of them may "
+            f"not be deferred again: not all could be trained within overlap.max_deferrals={max_deferrals}; resume with "
             f"rollout.batch_size={needed} or more"
         )

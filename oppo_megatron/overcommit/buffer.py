@@ -1,4 +1,4 @@
-"""The rollout buffer: holds B + delta rollouts while they grow, and says which B of them are a step's batch.
+"""The rollout buffer: holds B + delta growing rollouts, and selects B of them as a step's batch.
 
 Legend: B is the batch size, delta the number of rollouts decoded beyond it, *clock* the logical clock (decode steps
 since the run began).  Nothing here depends on wall time or on the size of a chunk, so a batch can be repeated.
@@ -18,7 +18,7 @@ Invariants (held by the unit tests):
 
 1. Every admitted rollout leaves the buffer once, in exactly one batch, with every token that was recorded for it.
 2. Admission never makes the buffer hold more than B + delta.  A smaller delta drops nothing: the buffer drains.
-   With backfill, which admits within a step too, what is finished makes room for others: admission never makes the
+   With backfill, which also admits within a step, finished rollouts make room for others: admission never makes the
    buffer hold more than B + delta unfinished rollouts, nor more than 2B in all.
 3. A batch has B rollouts; only after the end of the prompts may the last one have fewer.
 4. Forced rollouts apart, no rollout of a batch finished after one that stayed behind finished (ties: by admission).
@@ -120,7 +120,7 @@ class RolloutBuffer:
 
     @property
     def target(self) -> int:
-        """Size of the next batch: B, or what is left once the prompts have ended."""
+        """Size of the next batch: B, or the remaining rollouts once the prompts have ended."""
         return min(self.batch_size, len(self)) if self._closed else self.batch_size
 
     @property
@@ -130,7 +130,7 @@ class RolloutBuffer:
 
     @property
     def active(self) -> Held:
-        """What is to be decoded (not finished), in the order of admission."""
+        """The unfinished rollouts, in the order of admission."""
         rows = np.flatnonzero(~self._table.columns.finished)
         return Held(self._unfinished.values(), self._rollouts, self._table.view(rows))
 
@@ -176,7 +176,7 @@ class RolloutBuffer:
         return admitted
 
     def set_delta(self, delta: int) -> None:
-        """Change the capacity to B + `delta`.  What is beyond a smaller capacity stays until it has been trained."""
+        """Change the capacity to B + `delta`.  Rollouts beyond a smaller capacity stay until they have been trained."""
         assert delta >= 0
         self._delta = delta
 

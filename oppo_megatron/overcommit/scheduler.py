@@ -13,9 +13,9 @@ One step, as its owner runs it::
 
 Plain PPO is the same loop with delta fixed at 0.
 
-With backfill, prompts also enter within a step, every `backfill_every` decode steps since it began, in the place of what
-has finished by then.  That is a matter of the logical clock: the chunk size decides where rounds end beside that, and no
-more about which rollouts make a batch than without backfill, which is nothing.
+With backfill, prompts also enter within a step, every `backfill_every` decode steps since it began, in the places of
+finished rollouts.  Admission follows the logical clock, so the chunk size does not decide which rollouts make a batch, with
+backfill or without.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from oppo_megatron.records import Decision, Prompt, Rollout, StepSignals
 
 
 class DeltaController(Protocol):
-    """What sets delta from what a step has shown; `oppo_megatron.control.delta` has the rules."""
+    """What sets delta from what a step has shown; `oppo_megatron.control.delta_controllers` has the rules."""
 
     @property
     def value(self) -> int: ...
@@ -86,7 +86,7 @@ class OvercommitScheduler:
         return self._admit()
 
     def backfill(self) -> list[Rollout]:
-        """Between two rounds: where it is time, admit prompts in the place of what has finished, as `begin_step` does."""
+        """Between two rounds: if it is time, admit prompts in the places of finished rollouts, as `begin_step` does."""
         if not self._backfills or self.buffer.clock < self._due:
             return []
         assert self._every is not None and self.buffer.clock == self._due, "a round went beyond an admission"

@@ -1,1 +1,1 @@
-"""A trained policy to be asked: what a directory holds, and the model of it on the ranks."""
+"""Trained policies that answer prompts: finding one in a directory, and its model on the ranks."""

@@ -1,4 +1,4 @@
-"""What every rank of `oppo generate` executes."""
+"""The entry point of every rank of `oppo generate`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from oppo_megatron.engine.stopping import Stopping, all_ids
 from oppo_megatron.policy.answers import Decode, GrowingText, Meter, ResponseFile, answer_of
 from oppo_megatron.policy.asked import Conversation, Drawing, OutputFile, Request, Terminal
 from oppo_megatron.policy.chat import Messages, converse, open_lines, until_interrupted
-from oppo_megatron.policy.fitting import policy_tokenizer
+from oppo_megatron.policy.finding import policy_tokenizer
+from oppo_megatron.policy.given_prompts import require_room
 from oppo_megatron.policy.loading import LoadedPolicy, build_place, load_policy
-from oppo_megatron.policy.prompts import require_room
 from oppo_megatron.records import Prompt, Rollout
 
 SHOWN_STEPS = 4
@@ -71,7 +71,7 @@ def _sampling(drawing: Drawing) -> Sampling:
 
 
 def _show(request: Request, to: Terminal, policy: LoadedPolicy, world: World) -> None:
-    """In the order of the prompts."""
+    """Show the responses, in the order of the prompts."""
     speaks, prompts = world.rank == 0, request.prompts
     if len(prompts) == 1 and not to.as_json:
         _grow(_decoder(request, policy, SHOWN_STEPS), prompts[0], policy.tokenizer.decode, speaks)
@@ -122,7 +122,7 @@ def _fill(request: Request, to: OutputFile, policy: LoadedPolicy, world: World) 
     file = ResponseFile(to, request.prompts, request.samples, decode)
     left, meter = file.left, Meter(len(file), len(request.prompts))
     if world.size > 1:
-        dist.barrier()  # all have read what is there before it is written anew
+        dist.barrier()  # all have read the file before it is written again
     responses = _decoder(request, policy, FILE_STEPS).decode(left)
     if world.rank != 0:
         for _ in responses:

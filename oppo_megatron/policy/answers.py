@@ -1,4 +1,4 @@
-"""Where responses go: the terminal, or a file that is whole or not there.  No torch."""
+"""Output of responses: to the terminal, or to a file that appears whole or not at all.  No torch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def partial_path(path: Path) -> Path:
 
 
 def require_output(to: OutputFile) -> bool:
-    """Whether anything is left to do.  Raises ConfigError where what is there would be lost, or is of other settings."""
+    """Whether anything is left to do.  Raises ConfigError if an existing file would be lost, or has other settings."""
     partial = partial_path(to.path)
     if to.path.exists():
         if to.resume:
@@ -89,7 +89,7 @@ class ResponseFile:
     """A JSONL file of responses, in the order of prompts once all are there; until then what has ended lies beside it."""
 
     def __init__(self, to: OutputFile, prompts: Sequence[Prompt], samples: int, decode: Decode):
-        """Raises DataError where what is there answers other prompts."""
+        """Raises DataError if the file answers other prompts."""
         self._to, self._samples, self._decode = to, samples, decode
         self._prompts = {(prompt.row, prompt.seq_id % samples): prompt for prompt in prompts}
         self._done: dict[tuple[int, int], str] = {}
@@ -159,7 +159,7 @@ def _read(partial: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """An error of the file system says of which file it is, also where a disk is full."""
+    """Errors of the file system name the file, also if a disk is full."""
     try:
         yield
     except OSError as error:
@@ -172,7 +172,7 @@ class Meter:
     """Tells on the standard error how far it is: now and then, and at the end."""
 
     def __init__(self, done: int, total: int, clock: Callable[[], float] = time.monotonic):
-        self._before, self._total, self._clock = done, total, clock
+        self._total, self._clock = total, clock
         self._count, self._tokens = done, 0
         self._begun = self._shown = clock()
 

@@ -1,4 +1,4 @@
-"""What is asked of a policy, as the ranks are given it.  Pure."""
+"""The request to a policy, as given to the ranks.  Pure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Terminal:
 
 @dataclass(frozen=True)
 class OutputFile:
-    """Responses go to a JSONL file; `settings` are those of which they are a function."""
+    """Responses go to a JSONL file; `settings`: all that the responses depend on."""
 
     path: Path
     settings: dict[str, Any]
@@ -53,7 +53,7 @@ class Request:
     """`prompts` have `seq_id` = place * `samples` + sample; a conversation has none.
 
     `max_length`: tokens of the longest prompt and its response.  `num_slots`: sequences that a replica decodes at once.
-    `left_out`: what is said of prompts that were too long to be asked; empty: there were none.
+    `left_out`: the message about prompts that were too long; empty: there were none.
     """
 
     policy: Policy

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any, TextIO
 
 from oppo_megatron.errors import DataError
-from oppo_megatron.policy.prompts import opening
+from oppo_megatron.policy.given_prompts import opening
 
 Messages = list[dict[str, Any]]
 RESET = "/reset"
@@ -71,7 +71,7 @@ def _line(stream: TextIO) -> str | None:
 
 @contextmanager
 def until_interrupted() -> Iterator[Callable[[], bool]]:
-    """In the block Ctrl-C is counted, not raised; tells whether there was one.  Only a process's main thread can."""
+    """In the block Ctrl-C is counted, not raised; the result tells whether there was one.  For a process's main thread only."""
     heard = False
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False

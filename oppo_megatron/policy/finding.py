@@ -1,4 +1,4 @@
-"""What policy a directory holds: an export, adapters, a Megatron checkpoint, a checkpoint of a run, or a run.  Pure; no torch."""
+"""Finds the policy of a directory: export, adapters, Megatron checkpoint, a checkpoint of a run, or a run.  Pure; no torch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from pydantic import ValidationError
 
 from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.config.load import read_tree
-from oppo_megatron.config.model import Dtype, ModelConfig, TrainedRoleConfig
+from oppo_megatron.config.model import Dtype, ModelConfig, ParallelConfig, TrainedRoleConfig
 from oppo_megatron.config.paths import missing_path
 from oppo_megatron.config.renamed import with_new_names
 from oppo_megatron.config.run import SFTConfig, TrainSettings
+from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from oppo_megatron.errors import CheckpointError, ConfigError
-from oppo_megatron.layout.shape import check_head
+from oppo_megatron.layout.shape import check_head, check_shape
 from oppo_megatron.modeldir.adapters import ADAPTER_CONFIG, lora_of, read_adapter_config
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.modeldir.megatron import SHAPE, find_megatron
@@ -45,7 +46,7 @@ class Choice:
 class Policy:
     """`told`: a line that says what was taken.  `run`: the settings of the run that it comes from, where there is one.
 
-    `adapters`: of a checkpoint that holds adapters alone, its `models/` and their name in it; `model` is what they stand beside.
+    `adapters`: of a checkpoint with adapters alone, its `models/` and their name in it; `model`: their base.
     """
 
     directory: Path
@@ -245,3 +246,14 @@ def _tokenizer(found: _Weights, run: RunConfig | None, choice: Choice) -> Tokeni
 
 def _has_tokenizer(directory: Path) -> bool:
     return any((directory / name).is_file() for name in TOKENIZER_FILES)
+
+
+def policy_tokenizer(policy: Policy) -> Tokenizer:
+    """The tokenizer, with the ids that end the policy's responses.  Raises ConfigError or CheckpointError."""
+    return load_tokenizer(policy.tokenizer, policy.eos_source)
+
+
+def require_layout(policy: Policy, parallel: ParallelConfig, max_length: int, vocab_size: int) -> None:
+    """Raises CheckpointError if the model does not fit the layout, contexts of `max_length` tokens or the tokenizer."""
+    if problems := check_shape(str(policy.directory), policy.hf_config, parallel, max_length, vocab_size):
+        raise CheckpointError("\n".join(problems))

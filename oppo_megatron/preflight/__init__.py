@@ -1,1 +1,1 @@
-"""What is checked before anything expensive starts: settings, files, shapes.  No torch here."""
+"""Checks before anything expensive starts: settings, files, shapes.  No torch here."""

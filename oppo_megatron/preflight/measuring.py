@@ -1,4 +1,4 @@
-"""Whether what is measured on held-out rows can be measured, and what goes by it."""
+"""Checks of held-out metrics, and of the settings that depend on them."""
 
 from __future__ import annotations
 

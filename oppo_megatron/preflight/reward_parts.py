@@ -1,4 +1,4 @@
-"""Cross-checks of one part of the reward: what its kind needs is there, and nothing else."""
+"""Cross-checks of one part of the reward: it has all settings that its kind needs, and no others."""
 
 from __future__ import annotations
 

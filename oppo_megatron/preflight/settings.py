@@ -1,4 +1,4 @@
-"""Cross-checks: rules that tie several settings together.  Nothing is loaded; of paths only existence is asked.
+"""Cross-checks: rules that tie several settings together.  Nothing is loaded; paths are checked for existence only.
 
 Ranks and layouts are checked in `layout/checks.py`, because what fits depends on the models' shapes.
 """
@@ -50,7 +50,7 @@ def check_train(config: TrainConfig) -> list[str]:
 
 def _check_algorithm(config: TrainConfig) -> list[str]:
     """Settings of `ppo` that only a critic gives a meaning."""
-    if config.algorithm.has_critic:
+    if config.algorithm.needs.critic:
         return []
     preset, plain = config.algorithm.preset, PPOConfig()
     return [

@@ -122,7 +122,7 @@ def check_shared_vocabulary(shapes: Mapping[str, Mapping[str, Any]]) -> list[str
 
 
 def _check_role(role: Role, context: int, vocab_size: int | None, problems: list[str]) -> Mapping[str, Any] | None:
-    """Add what is wrong with the role's files and shape to `problems`; its config.json where it is usable."""
+    """Add the faults of the role's files and shape to `problems`.  Returns its config.json if usable."""
     if check_source(role.name, role.model):
         return None  # reported by the cross-checks
     try:

@@ -1,1 +1,1 @@
-"""A run that can be looked into: the page of `oppo report` and the terminal of `oppo watch`."""
+"""Reports on runs: the page of `oppo report` and the terminal view of `oppo watch`."""

@@ -7,23 +7,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from oppo_megatron.errors import DataError
-from oppo_megatron.report.blocks import Section
 from oppo_megatron.report.learning import heldout_section, learning_section
 from oppo_megatron.report.machine import memory_section, step_section, utilization_section
 from oppo_megatron.report.overview import overview
-from oppo_megatron.report.page import HEADING, Page, render
+from oppo_megatron.report.page import HEADING, Page, Section, render
 from oppo_megatron.report.plots import draw_windows
 from oppo_megatron.report.png import draw
-from oppo_megatron.report.run_records import RunRecord, read_runs
-from oppo_megatron.report.samples import sample_responses
-from oppo_megatron.report.timelines import SPANS_OF_PAGE, timeline
-from oppo_megatron.report.training import (
+from oppo_megatron.report.progress import (
     control_section,
     deferral_section,
     length_bin_section,
     length_section,
     reward_section,
 )
+from oppo_megatron.report.run_records import RunRecord, read_runs
+from oppo_megatron.report.samples import sample_responses
+from oppo_megatron.report.timelines import SPANS_OF_PAGE, timeline
 from oppo_megatron.rundir.directory import write_text
 from oppo_megatron.rundir.step_window import step_window
 

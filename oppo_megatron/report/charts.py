@@ -1,4 +1,4 @@
-"""What a chart says, apart from how it is drawn: `svg.py` draws it into the page, `png.py` into a picture."""
+"""Charts as data: `svg.py` draws them into the page, `png.py` into pictures."""
 
 from __future__ import annotations
 

@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
-from oppo_megatron.report.plots import OTHER_COLOUR, RUN_COLOURS, SPAN_COLOURS
+# Okabe and Ito's palette, made to be told apart with any kind of colour vision.
+RUN_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+SPAN_COLOURS = {
+    "prefill": "#56B4E9",
+    "decode": "#0072B2",
+    "send": "#CC79A7",
+    "score": "#E69F00",
+    "experience": "#F0E442",
+    "update": "#009E73",
+    "evaluate": "#D55E00",
+    "wait": "#DDDDDD",
+    "wait_scores": "#DDDDDD",
+    "wait_tokens": "#DDDDDD",
+    "wait_update": "#DDDDDD",
+}
+OTHER_COLOUR = "#666666"
 
 RUN_COLOURS_DARK = ("#56B4E9", "#E98A45", "#2FC49B", "#E3A3C6", "#F0B73C", "#9AD0F0", "#F2F2F2")
 

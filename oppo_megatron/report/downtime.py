@@ -1,4 +1,4 @@
-"""The time in which a run that was stopped and resumed did not run, taken out of its spans."""
+"""Removes the time between a run's stop and its resumption from its spans."""
 
 from __future__ import annotations
 

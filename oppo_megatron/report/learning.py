@@ -1,6 +1,6 @@
-"""The parts of the page that tell whether a model learns: held-out metrics, the policy's update, the critic's, optimizers.
+"""The sections of the page about learning: held-out metrics, the policy's update, the critic's, optimizers.
 
-At each chart stands what a healthy curve looks like, and what an unhealthy one means.
+A note at each chart describes a healthy curve, and the meaning of an unhealthy one.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from oppo_megatron.report.blocks import Section
 from oppo_megatron.report.charts import Line, LineChart, Style
 from oppo_megatron.report.colours import run_colour
+from oppo_megatron.report.page import Section
 from oppo_megatron.report.plots import moving_mean
 from oppo_megatron.report.run_records import RunRecord, number
 

@@ -1,4 +1,4 @@
-"""What `oppo watch` reads: the record of a run that may go on, and the ends of its long files."""
+"""The input of `oppo watch`: the record of a run that may go on, and the ends of its long files."""
 
 from __future__ import annotations
 

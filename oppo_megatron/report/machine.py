@@ -1,4 +1,4 @@
-"""The parts of the page that tell how time and memory are used."""
+"""The sections of the page about time and memory."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from statistics import fmean, median
 from typing import Any, TypeGuard
 
 from oppo_megatron.errors import DataError
-from oppo_megatron.report.blocks import Section, Table
 from oppo_megatron.report.charts import MAX_BARS, BarChart, Bars, Line, LineChart, short
 from oppo_megatron.report.colours import run_colour
-from oppo_megatron.report.run_records import RunRecord, number
-from oppo_megatron.report.step_split import ALL_PARTS, split_step
-from oppo_megatron.report.training import STEP_AXIS
+from oppo_megatron.report.page import Section, Table
+from oppo_megatron.report.progress import STEP_AXIS
+from oppo_megatron.report.run_records import ALL_PARTS, RunRecord, number, split_step
 from oppo_megatron.report.utilization import shares
 
 DOT = " \N{MIDDLE DOT} "
@@ -74,7 +73,7 @@ def _mean_split(found: Sequence[tuple[int, dict[str, float]]]) -> dict[str, floa
 
 
 def _bins(found: Sequence[tuple[int, dict[str, float]]]) -> list[tuple[str, dict[str, float]]]:
-    """At most `MAX_BARS` bars: where there are more steps, means of neighbouring ones."""
+    """At most `MAX_BARS` bars; with more steps, each bar is a mean of neighbouring steps."""
     width = math.ceil(len(found) / MAX_BARS)
     groups = [found[start : start + width] for start in range(0, len(found), width)]
     return [

@@ -1,4 +1,4 @@
-"""The tables at the top of the page: figures of the runs side by side, and where their settings differ."""
+"""The tables at the top of the page: figures of the runs side by side, and their differing settings."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from oppo_megatron.clock import format_duration
-from oppo_megatron.report.blocks import Section, Table
 from oppo_megatron.report.charts import short
+from oppo_megatron.report.page import Section, Table
+from oppo_megatron.report.progress import deferred_counts
 from oppo_megatron.report.run_records import RunRecord, number
-from oppo_megatron.report.training import deferred_counts
 from oppo_megatron.rundir.metrics_log import summarise
 
 Form = Callable[[Any], str]
@@ -77,7 +77,7 @@ def _best(found: Any) -> str:
 
 
 def _figures(record: RunRecord) -> dict[str, Any]:
-    """Of the summary, or of the steps until there is one; `oppo sft` and `oppo rm` call the total `time_s`."""
+    """The figures of the summary, or of the steps until there is one; `oppo sft` and `oppo rm` call the total `time_s`."""
     figures = {**summarise([_plain(line) for line in record.lines]), **(record.summary or {})}
     return {"total_s": figures.get("time_s"), **figures}
 

@@ -1,4 +1,4 @@
-"""The page: one HTML file that needs nothing beside it."""
+"""The page: its sections, and the one HTML file that they become, which needs nothing beside it."""
 
 from __future__ import annotations
 
@@ -11,21 +11,52 @@ from importlib.resources import files
 from typing import Any
 
 from oppo_megatron import __version__
-from oppo_megatron.report.blocks import Section, Table
 from oppo_megatron.report.charts import BarChart, Chart, LineChart, short
 from oppo_megatron.report.colours import css_variables
+from oppo_megatron.report.run_records import RunRecord
 from oppo_megatron.report.svg import chart_svg, hover_data
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under `head`; the first column names the row.  `folded`: hidden under its title until it is opened."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    folded: bool = False
+
+
+@dataclass
+class Section:
+    """A part of the page.  `missing` says, run by run, what was not recorded."""
+
+    name: str
+    heading: str
+    about: str
+    charts: list[Chart] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+    def lacks(self, record: RunRecord, what: str, why: str = "") -> None:
+        """Say in its place that a run did not record something."""
+        if not why:
+            why = "it was `oppo sft` or `oppo rm`" if record.kind == "supervised" else "no step has it"
+            if not record.lines:
+                why = "no step has ended yet"
+        self.missing.append(f"{record.name}: no {what} ({why}).")
+
 
 LONGEST_TEXT = 4000
 UNSHOWABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]")
 
 HEADING = "<h1>Run report</h1>"
-"""What tells a page of ours from others."""
+"""The mark of a page of ours."""
 
 
 @dataclass
 class Page:
-    """What the page shows, in its order.  `samples` and `timelines` are by run, with what is missing of each."""
+    """The content of the page, in order.  `samples` and `timelines` are by run, with notes on missing ones."""
 
     runs: Sequence[str]
     sections: list[Section]
@@ -61,7 +92,7 @@ def render(page: Page) -> str:
 
 
 def show(text: str) -> str:
-    """Text that a file and a browser can hold: what is no character, or turns the writing around, becomes \ufffd."""
+    """Text that a file and a browser can hold: non-characters, and marks that reverse the text, become \ufffd."""
     return UNSHOWABLE.sub("\ufffd", text)
 
 

@@ -1,4 +1,4 @@
-"""Pictures of finished runs: reward curves, and what each rank did in one step.
+"""Pictures of finished runs: reward curves, and each rank's work in one step.
 
 matplotlib is loaded on first use and drawn on without its global state, so no display is needed.
 """
@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from oppo_megatron.errors import DataError
+from oppo_megatron.report.colours import OTHER_COLOUR, RUN_COLOURS, SPAN_COLOURS
 from oppo_megatron.rundir.step_window import WAITING, StepWindow, step_window
 from oppo_megatron.rundir.trace import read_trace
 
@@ -20,29 +21,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DPI = 150
-# Okabe and Ito's palette, made to be told apart with any kind of colour vision.
-RUN_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-SPAN_COLOURS = {
-    "prefill": "#56B4E9",
-    "decode": "#0072B2",
-    "send": "#CC79A7",
-    "score": "#E69F00",
-    "experience": "#F0E442",
-    "update": "#009E73",
-    "evaluate": "#D55E00",
-    "wait": "#DDDDDD",
-    "wait_scores": "#DDDDDD",
-    "wait_tokens": "#DDDDDD",
-    "wait_update": "#DDDDDD",
-}
-OTHER_COLOUR = "#666666"
 OTHER_STEP_ALPHA = 0.4
 
 
 def plot_reward(runs: Mapping[str, Sequence[Mapping[str, Any]]], out_png: str | os.PathLike[str]) -> None:
     """Draw `reward_mean` against steps and against seconds (`time_s`), a line a run.
 
-    `runs` maps a run's name to its metrics lines.  The faint line is what was measured, the strong one its moving mean
+    `runs` maps a run's name to its metrics lines.  The faint line shows the measured values, the strong one their moving mean
     over a tenth of the steps.  Raises DataError where a run has no reward.
     """
     figure = new_figure(width_in=10.0, height_in=4.2)
@@ -72,19 +57,12 @@ def plot_reward(runs: Mapping[str, Sequence[Mapping[str, Any]]], out_png: str | 
     figure.savefig(out_png)
 
 
-def plot_timeline(
-    traces: Mapping[str, str | os.PathLike[str]],
-    out_png: str | os.PathLike[str],
-    step: Mapping[str, int] | None = None,
-) -> None:
-    """Draw what each rank did in one step of each run, a row a (run, rank, role), all on one time axis.
+def plot_timeline(traces: Mapping[str, str | os.PathLike[str]], out_png: str | os.PathLike[str]) -> None:
+    """Draw what each rank did in each run's step of median length, a row a (run, rank, role), all on one time axis.
 
-    `traces` maps a run's name to its `trace.json`; `step` picks steps by run name, others show their step of median
-    length. Raises DataError where a trace is unreadable or lacks the step.
+    `traces` maps a run's name to its `trace.json`.  Raises DataError where a trace is unreadable or has no step.
     """
-    draw_windows(
-        {name: step_window(name, read_trace(path), (step or {}).get(name)) for name, path in traces.items()}, out_png
-    )
+    draw_windows({name: step_window(name, read_trace(path), None) for name, path in traces.items()}, out_png)
 
 
 def draw_windows(windows: Mapping[str, StepWindow], out_png: str | os.PathLike[str]) -> None:
@@ -95,7 +73,7 @@ def draw_windows(windows: Mapping[str, StepWindow], out_png: str | os.PathLike[s
         len(windows), 1, sharex=True, squeeze=False, height_ratios=[count + 0.6 for count in rows]
     )[:, 0]
     for axes, (name, window) in zip(panels, windows.items(), strict=True):
-        _draw_window(axes, name, window)
+        draw_window(axes, name, window)
     longest_s = max(window.seconds for window in windows.values())
     panels[-1].set_xlim(0.0, longest_s * 1.02)
     panels[-1].set_xlabel("seconds since the step's start")
@@ -116,7 +94,7 @@ def new_figure(width_in: float, height_in: float) -> Figure:
     return Figure(figsize=(width_in, height_in), dpi=DPI, layout="constrained")
 
 
-def _draw_window(axes: Axes, name: str, window: StepWindow) -> None:
+def draw_window(axes: Axes, name: str, window: StepWindow) -> None:
     """One panel: a row a lane, bars clipped to the step, a line where the step ends."""
     row_of = {lane: row for row, lane in enumerate(window.lanes)}
     bars: dict[tuple[bool, int, str, bool], list[tuple[float, float]]] = defaultdict(list)

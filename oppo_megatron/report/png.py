@@ -36,12 +36,12 @@ def draw(chart: Chart, out_png: str | os.PathLike[str]) -> None:
         axes.spines[side].set_visible(False)
     handles, names = axes.get_legend_handles_labels()
     if handles:
-        figure.legend(handles, names, loc="outside lower center", ncols=_legend_columns(names), frameon=False)
+        figure.legend(handles, names, loc="outside lower center", ncols=legend_columns(names), frameon=False)
     figure.savefig(out_png)
 
 
-def _legend_columns(names: Sequence[str]) -> int:
-    """As many as the picture is wide enough for, at most 4; matplotlib fills one column after the other."""
+def legend_columns(names: Sequence[str]) -> int:
+    """Columns of a legend: as many as the picture is wide enough for, at most 4; matplotlib fills one column after the other."""
     for columns in range(min(4, len(names)), 1, -1):
         rows, higher = divmod(len(names), columns)  # the first `higher` columns have a row more
         starts = [place * rows + min(place, higher) for place in range(columns + 1)]

@@ -19,10 +19,9 @@ from oppo_megatron.report.live import Glance
 from oppo_megatron.report.machine import USES, memory_peaks, steady
 from oppo_megatron.report.page import show
 from oppo_megatron.report.plots import moving_mean
-from oppo_megatron.report.run_records import RunRecord, number
-from oppo_megatron.report.step_split import ALL_PARTS, split_step
+from oppo_megatron.report.progress import QUARTERS, deferred_counts
+from oppo_megatron.report.run_records import ALL_PARTS, RunRecord, number, split_step
 from oppo_megatron.report.timelines import colour_of
-from oppo_megatron.report.training import QUARTERS, deferred_counts
 from oppo_megatron.report.utilization import shares
 from oppo_megatron.rundir.step_window import StepWindow, step_bounds, step_window
 

@@ -1,4 +1,4 @@
-"""What share of its time each rank does useful work, from the traces of runs (the paper's Figure 5)."""
+"""Each rank's share of useful work, from the traces of runs (the paper's Figure 5)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KINDS = ("decode", "score", "update")
 
 
 def utilization(runs: Sequence[Path]) -> list[dict[str, float]]:
-    """For each rank: its number, and the percent of the steps after the first that it decodes, scores, updates, is idle.
+    """Each rank's number, and the percent of the steps after the first in which it decodes, scores, updates, is idle.
 
     The time counts from the first work of step 2 on any rank (of step 1, where there is no other) to the last work of
     the run.  A stretch of decoding or scoring holds what the loop does between its actions.  Waiting, messages and the

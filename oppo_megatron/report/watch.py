@@ -1,4 +1,4 @@
-"""`oppo watch`: look at a run again and again until it has ended."""
+"""`oppo watch`: shows a run repeatedly until it has ended."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def watch(path: str | os.PathLike[str], interval_s: float, console: Console, *, 
 
 
 def screens(now: Glance, console: Console) -> list[RenderableType]:
-    """The figures in parts, each of which the terminal can show at once."""
+    """The figures in parts that each fit the terminal."""
     top = head(now)
     free = console.height - _height(top.copy().append("  part 10 of 10"), console)
     parts: list[list[RenderableType]] = [[]]

@@ -1,4 +1,4 @@
-"""When a service that fails is asked again: pauses that grow, and a breaker that many senders share.  No I/O here."""
+"""Retries of a failing service: growing pauses, and a circuit breaker that many senders share.  No I/O here."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """A user's reward function in a process of its own, under limits of time and memory.
 
-The limits hold accidents: an endless loop, a leak, a crash of native code.  They are no sandbox: the function has the
+The limits contain accidents: an endless loop, a leak, a crash of native code.  They are no sandbox: the function has the
 user's rights, files and network.
 
 Parent and child speak JSON, a line each way a call, over two pipes that the function's own output cannot get into.  Each call
-has a name that its answer repeats: what the function, or a copy of its process, writes into the pipe is no answer to another.
+has a name that its answer repeats, so text that the function, or a copy of its process, writes into the pipe is no answer.
 """
 
 from __future__ import annotations
@@ -20,20 +20,26 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NoReturn
+
+import psutil
 
 from oppo_megatron.config.remote import START_S, IsolationConfig
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.rewards.isolated_child import MAX_ANSWER_BYTES
 
 CHILD = "oppo_megatron.rewards.isolated_child"
+MARK = "OPPO_ISOLATED"
+"""Environment variable of the process and of all that it starts: by its value they are found when they are to end."""
+END_S = 2.0
 
 
 class IsolatedFunction:
     """`entry_point` with the keyword arguments `options`, as a function of (prompt, response, fields).
 
     The process starts with the first call and serves all of them; after a failure the next call starts another.
-    `environment` is what the process inherits, `cpu_s` the processor time of a call; None: as long as it may take.  All
+    `environment`: inherited by the process; `cpu_s`: processor time of a call, None: no limit.  All
     calls come from one thread, with which the process ends: the kernel ties PR_SET_PDEATHSIG to the thread that starts a
     process, not to that thread's process (prctl(2)).
     """
@@ -50,6 +56,7 @@ class IsolatedFunction:
         self._cpu_s = math.ceil(limits.wall_s) if cpu_s is None else cpu_s
         self._environment = dict(environment)
         self._process: subprocess.Popen[bytes] | None = None
+        self._mark = ""
         self._thread = self._to_child = self._from_child = -1
 
     def check(self) -> None:
@@ -61,7 +68,7 @@ class IsolatedFunction:
         self.close()
 
     def __call__(self, prompt: str, response: str, fields: Mapping[str, Any]) -> float:
-        """Raises RewardError, naming the function, for an exception, a crash, a limit, or what is no number."""
+        """Raises RewardError, naming the function, for an exception, a crash, a limit, or a result that is no number."""
         if self._process is None:
             self._start()
         assert threading.get_ident() == self._thread, f"{self.entry_point} is called from the thread that started it"
@@ -72,21 +79,20 @@ class IsolatedFunction:
         return float(answer["value"])
 
     def close(self) -> None:
-        """End the process and all that it has started."""
+        """End the process and all that it has started, in sessions of their own too."""
         if self._process is None:
             return
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._process.wait()
+        _end_marked(f"{MARK}={self._mark}".encode())
         os.close(self._to_child)
         os.close(self._from_child)
         self._process = None
 
     def _start(self) -> None:
         """Raises RewardError if the function cannot be loaded there in time."""
-        self._thread = threading.get_ident()
+        self._thread, self._mark = threading.get_ident(), secrets.token_hex(8)
         child_reads, self._to_child = os.pipe()
         self._from_child, child_writes = os.pipe()
         self._process = subprocess.Popen(  # noqa: S603  (this package's own module, and no shell)
@@ -94,7 +100,8 @@ class IsolatedFunction:
             stdin=subprocess.DEVNULL,
             stdout=2,  # what the function prints is no answer
             pass_fds=(child_reads, child_writes),
-            env=self._environment | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+            env=self._environment
+            | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), MARK: self._mark},
             start_new_session=True,
         )
         os.close(child_reads)
@@ -161,6 +168,26 @@ class IsolatedFunction:
     def _end(self, reason: str) -> NoReturn:
         self.close()
         raise RewardError(reason)
+
+
+def _end_marked(mark: bytes) -> None:
+    """Kill every process of this host that started with `mark` in its environment, and what it starts meanwhile.
+
+    One that cannot be killed at once (it waits for a disk) is left to its signal after END_S.
+    """
+    until = time.monotonic() + END_S
+    while (marked := [pid for pid in psutil.pids() if mark in _environment_of(pid)]) and time.monotonic() < until:
+        for pid in marked:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _environment_of(pid: int) -> bytes:
+    """As the process got it; nothing of one that has ended, or is another user's."""
+    with suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
+        return file.read()
+    return b""
 
 
 def _ready(descriptor: int, event: int, deadline: float) -> bool:

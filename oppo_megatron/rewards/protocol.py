@@ -1,4 +1,4 @@
-"""What goes over the wire between a run and a reward service, and the reading of answers that may be anything.
+"""The wire format between a run and a reward service, and the validation of its answers.
 
 POST url    Authorization: Bearer TOKEN
 {"items": [{"id": 7, "prompt": "...", "response": "...", "fields": {...}, "tokens": [...] or null}]}

@@ -7,8 +7,8 @@ event loop sends them:
                      ^                        |
                      +-- pause, breaker <-----+ failed: the same request again, until `give_up_s` are over
 
-What failed is never given a score.  A failure that time does not mend (refused token, wrong address) and one that lasted too
-long end the run: `request` and `result` raise it from then on.
+A failure is never a score.  A permanent failure (refused token, wrong address) and one that lasts too long end the run:
+`request` and `result` raise it from then on.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class RemoteReward:
             loop.run_until_complete(loop.shutdown_asyncgens())
 
     def _fail(self, error: Exception) -> None:
-        """From now on `error` is what every waiting and every further request gets; the first one counts."""
+        """From now on every waiting and every further request raises `error`; the first one counts."""
         with self._lock:
             if self._failure is None:
                 self._failure = error

@@ -1,13 +1,13 @@
-"""Rewards from a service of `oppo serve-scorer`: sequences are handed in while they grow, scores taken when they are whole.
+"""Rewards from a service of `oppo serve-scorer`: sequences are sent while they grow, scores are taken when they are whole.
 
-What goes over the wire, by POST URL/extend, with a bearer token where the service wants one:
+The wire format, by POST URL/extend, with a bearer token if the service needs one:
 
     {"session": "...", "rows": [{"id": 7, "offset": 12, "tokens": [...], "checksum": 123, "final": false}]}
     200 {"rows": [{"id": 7, "known": 20, "score": null}]}
 
-`checksum` is the CRC-32 of the whole sequence up to the end of `tokens`, as little-endian int32.  `known` is how many tokens the
-service has: fewer than were sent where it had to forget the sequence, and then the client sends it again from there.  So
-nothing depends on the service's memory but the time that a score takes.
+`checksum` is the CRC-32 of the whole sequence up to the end of `tokens`, as little-endian int32.  `known` is the number of
+tokens that the service holds.  If it had to forget some, `known` is less than was sent, and the client sends the rest again.  So
+only the time of a score depends on the service's memory.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TOKENS_A_REQUEST = 500_000
 
 
 def checksum(tokens: Sequence[int], start: int = 0) -> int:
-    """CRC-32 of token ids; `start` is that of the ids before."""
+    """CRC-32 of token ids; `start`: of the ids before."""
     return zlib.crc32(struct.pack(f"<{len(tokens)}i", *tokens), start)
 
 

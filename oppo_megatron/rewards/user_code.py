@@ -1,4 +1,4 @@
-"""Calling a user's reward function: what becomes of its exceptions, and of its ending the process."""
+"""Calls a user's reward function; its exceptions, and its attempts to end the process, become errors."""
 
 from __future__ import annotations
 

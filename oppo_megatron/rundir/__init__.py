@@ -1,1 +1,1 @@
-"""What a run directory holds: its paths, its checkpoints, readers and writers of its files.  No torch here."""
+"""The content of a run directory: its paths, its checkpoints, readers and writers of its files.  No torch here."""

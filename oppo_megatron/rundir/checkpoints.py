@@ -1,10 +1,10 @@
 """The checkpoints of a run: `checkpoints/step-<steps done>`, or `step-<steps done>-clock-<decode steps>` within a step.
 
-A checkpoint is written into a folder whose name begins with a dot and is renamed when it is whole, so that what has a
-checkpoint's name is one, unless a disk has failed since: the manifest tells.
+A checkpoint is written into a folder whose name begins with a dot and is renamed when it is whole, so a folder with a
+checkpoint's name is complete, unless a disk has failed since: the manifest tells.
 
     .step-000003             being written, or left by a writer that was killed    .removed-step-000001    on its way out
-    .replaced-step-000003    whole, and out of the way of its successor; the name is given back where there is none
+    .replaced-step-000003    whole, moved away for its successor; it gets its name back if there is none
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Position:
 
     @property
     def name(self) -> str:
-        """Of the checkpoint's folder."""
+        """The name of the checkpoint's folder."""
         return f"step-{self.step:06d}" + ("" if self.clock < 0 else f"-clock-{self.clock:08d}")
 
     @classmethod
     def of(cls, name: str) -> Position | None:
-        """None for what is not a checkpoint's name."""
+        """None if it is not a checkpoint's name."""
         match = NAME.fullmatch(name)
         position = None if match is None else cls(int(match[1]), -1 if match[2] is None else int(match[2]))
         return None if position is None or position.name != name else position
@@ -101,10 +101,14 @@ class CheckpointStore:
         """Remove all but the last `keep`, and but for `best`.  Returns what was removed."""
         removed = [position for position in self.positions()[:-keep] if position != best]
         for position in removed:
-            trash = self.root / f"{REMOVED}{position.name}"
-            self.folder(position).rename(trash)  # a checkpoint's name never stands for half of one
-            shutil.rmtree(trash)
+            self.remove(position)
         return removed
+
+    def remove(self, position: Position) -> None:
+        """Remove one."""
+        trash = self.root / f"{REMOVED}{position.name}"
+        self.folder(position).rename(trash)  # a checkpoint's name never stands for half of one
+        shutil.rmtree(trash)
 
     def set_aside(self, position: Position) -> None:
         """A damaged checkpoint is one no longer, but is kept for a look at it, as `damaged-...`."""

@@ -1,16 +1,16 @@
-"""The run directory: where each product of a run lies, and how a file is written so that a crash leaves no half of it.
+"""The run directory: the paths of a run's files, and writing them so that a crash leaves no half-written file.
 
 config.yaml       resolved configuration          summary.json      figures of the whole run; marks it finished
 checkpoints/      what `--resume` continues from
 metrics.jsonl     a line a step                   quarantine.jsonl  rows refused and why
-trace.json        what each rank did, and when    weights/          final weights
+trace.json        each rank's work over time      weights/          final weights
 hosts.json        where each rank ran             schedules.txt     each round's schedule (`debug.actions`)
-rejected/           batches that a guard found fault with, for `oppo replay`
-rollbacks.jsonl   what was left out where a guard went back to a checkpoint
-stacks/           what each rank's threads were at where the run stood still
+rejected/           batches that a guard rejected, for `oppo replay`
+rollbacks.jsonl   prompts left out when a guard went back to a checkpoint
+stacks/           stacks of each rank's threads when the run stood still
 ended-step-<n>/   summary, weights and trace of the run that had ended there, before it was given more steps
-memory_limits.json  what the run may do at once, where memory ran out among ranks
-placement.json    what `placement.mode: auto` measured, in the runs under placement/; later attempts use it again
+memory_limits.json  limits of work at once, after memory ran out among ranks
+placement.json    measurements of `placement.mode: auto`, from the runs under placement/; later attempts reuse it
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from oppo_megatron.rundir.checkpoints import CheckpointStore
 from oppo_megatron.rundir.space import free_bytes, megabytes
 
 RUN_FORMAT = 1
-"""Of the files of a run directory; `hosts.json` has it.  Raised when files of an earlier version would be misread."""
+"""The format of the files of a run directory, recorded in `hosts.json`.  It is raised when earlier files would be misread."""
 
 HELD_WAIT_S = 20.0
 """Ranks that were killed a moment ago may still be ending."""
@@ -211,7 +211,7 @@ class RunDirectory:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             handle = os.open(self.path, os.O_RDONLY)
-        except OSError:  # `prepare` says what is wrong with it
+        except OSError:  # `prepare` reports its fault
             yield
             return
         try:
@@ -254,7 +254,7 @@ class RunDirectory:
         return steps if isinstance(steps, int) else None
 
     def _set_ending_aside(self) -> None:
-        """`summary.json` goes last: until then the run counts as finished, and what is left is moved by the next call."""
+        """`summary.json` is moved last: until then the run counts as finished, and the next call moves the rest."""
         products = [product for product in (self.weights, self.best, self.trace, self.summary) if product.exists()]
         folder = self._place_of_ending({product.name for product in products})
         folder.mkdir(exist_ok=True)

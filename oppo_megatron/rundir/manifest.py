@@ -1,4 +1,4 @@
-"""The manifest of a folder: size and SHA-256 of each of its files, so that a damaged one is known before it is read."""
+"""The manifest of a folder: size and SHA-256 of each of its files, to detect damaged files before they are read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from oppo_megatron.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT = 2
-"""Of what a manifest vouches for: another where what an older version wrote cannot be read any more."""
+"""The format of the files under a manifest; it changes when files of older versions cannot be read any more."""
 BLOCK_BYTES = 2**22
 
 
@@ -117,9 +117,9 @@ def find_misfits(
 def find_damage(
     folder: Path, entries: Mapping[str, Entry], part: int = 0, parts: int = 1, *, checksums: bool = True
 ) -> str | None:
-    """What is wrong with the first damaged file, or None.  `part` of `parts`: look at that share of the files only.
+    """The fault of the first damaged file, or None.  `part` of `parts`: check that share of the files only.
 
-    Without `checksums` no file is read: what is missing or has another size is found.
+    Without `checksums` no file is read: only missing files and other sizes are found.
     """
     for name in sorted(entries)[part::parts]:
         path, due = folder / name, entries[name]

@@ -1,25 +1,32 @@
-"""`memory_limits.json`: what a run may do at once, where memory ran out among ranks that compute together.
+"""`memory_limits.json`: limits of a run's work at once, after memory ran out among ranks that compute together.
 
-A rank that runs out writes it and ends; every rank of the next start reads it.
+A rank that runs out writes it and ends; every rank of the next start reads it.  It holds for the layout in which memory ran out:
+in another a rank has another share of the models.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
 from oppo_megatron.rundir.directory import RunDirectory, write_json
 
 
-def read_memory_limits(run: RunDirectory) -> dict[str, int]:
-    """The limits by name; none where memory never ran out.  A damaged file counts as none: they are found again."""
+def read_memory_limits(run: RunDirectory, layout: Mapping[str, Any]) -> dict[str, int]:
+    """The limits by name; none where memory never ran out in this `layout` (`layout.placements.layout_tree`).
+
+    A damaged file counts as none: they are found again.
+    """
     try:
         found = json.loads(run.memory_limits.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+        limits = found["limits"] if found["layout"] == layout else {}
+        return {name: most for name, most in limits.items() if isinstance(most, int) and most > 0}
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
         return {}
-    return {name: most for name, most in found.items() if isinstance(most, int) and most > 0}
 
 
-def lower_memory_limit(run: RunDirectory, name: str, most: int) -> None:
-    """From the next start on at most so much."""
-    limits = read_memory_limits(run)
-    write_json(run.memory_limits, limits | {name: min(most, limits.get(name, most))})
+def lower_memory_limit(run: RunDirectory, layout: Mapping[str, Any], name: str, most: int) -> None:
+    """Set the limit `name` to at most `most`, from the next start in this layout on."""
+    limits = read_memory_limits(run, layout)
+    write_json(run.memory_limits, {"layout": layout, "limits": limits | {name: min(most, limits.get(name, most))}})

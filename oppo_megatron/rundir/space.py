@@ -1,4 +1,4 @@
-"""What is said of a disk that is full: where, why, how many bytes are needed and free, and what to do."""
+"""The message about a full disk: path, reason, bytes needed and free, and the remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which part of a trace is one step."""
+"""The part of a trace that belongs to one step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank did and when: spans recorded while training, merged into one file for Perfetto or chrome://tracing."""
+"""Traces: each rank's spans, recorded while training, merged into one file for Perfetto or chrome://tracing."""
 
 from __future__ import annotations
 

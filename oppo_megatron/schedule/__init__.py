@@ -1,1 +1,1 @@
-"""Schedules as data: what every rank does in a step, and how its work is packed.  Pure: no torch, no processes."""
+"""Schedules as data: every rank's actions in a step, and the packing of its work.  Pure: no torch, no processes."""

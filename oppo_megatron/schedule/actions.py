@@ -1,4 +1,4 @@
-"""What a rank can be told to do, and a schedule of it for all ranks.
+"""The actions of a rank, and schedules of them for all ranks.
 
 A schedule covers one round: the actor decodes chunk c (at most C tokens of each running sequence) while the scorers
 prefill chunk c - 1.  Its text form has a line an action, under a line for each rank::

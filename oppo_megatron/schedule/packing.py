@@ -58,8 +58,8 @@ def balance(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
 class Packing:
     """How full the micro-batches of an optimizer step are, over all replicas; all in tokens.
 
-    `tokens` is what their rows have, `room` what as many micro-batches could hold (one of a single sequence longer than the
-    budget holds just that), `padded` what the rows would take with each filled up to the longest.
+    `tokens`: of their rows; `room`: capacity of as many micro-batches (a single sequence longer than the budget fills its
+    own); `padded`: tokens of the rows if each were padded to the longest.
     """
 
     tokens: int
@@ -76,7 +76,7 @@ class Packing:
 
 
 def packing_figures(steps: Sequence[Packing]) -> dict[str, float]:
-    """Of one or more optimizer steps: the share of their micro-batches that tokens fill, and of padding that is avoided."""
+    """For one or more optimizer steps: the share of their micro-batches filled with tokens, and the share of padding avoided."""
     tokens = sum(step.tokens for step in steps)
     return {
         "packing_efficiency": tokens / sum(step.room for step in steps),

@@ -1,4 +1,4 @@
-"""What distinguishes plain PPO, intra-step overlap, inter-step overlap and both.  One loop runs them all."""
+"""The differences between plain PPO, intra-step overlap, inter-step overlap and both.  One loop runs them all."""
 
 from __future__ import annotations
 

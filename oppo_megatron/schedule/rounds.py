@@ -1,6 +1,6 @@
-"""What is to be done in one round, before it is decided when: the input of every schedule generator.
+"""The work of one round, not yet ordered: the input of every schedule generator.
 
-A round is planned anew from the sequences that are active, because decoded lengths are known only afterwards.
+Each round is planned from the sequences active at its start, because decoded lengths are known only afterwards.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The HTTP side: who may ask, how much, and what is answered.  The wire format is in `rewards/protocol.py`.
+"""The HTTP side: authorisation, limits and answers.  The wire format is in `rewards/protocol.py`.
 
 GET  /health    200 {"status": "ok"}
 POST /score     200 scores; 401 token; 408 too slow; 413 too large; 415 not JSON; 422 not of the form, or cannot be
@@ -11,6 +11,7 @@ import asyncio
 import hmac
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -21,12 +22,29 @@ from starlette.requests import ClientDisconnect
 
 from oppo_megatron.errors import RewardError
 from oppo_megatron.rewards import protocol
-from oppo_megatron.serving.limits import LIMITS, RequestLimits
 
 Scorer = Callable[[Sequence[protocol.Item]], list[float]]
 Asked = TypeVar("Asked")
 Found = TypeVar("Found")
 Message = TypeVar("Message", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """Limits of one request: bytes of its body, items, characters of one prompt or response, seconds for its body to arrive.
+
+    A larger request is answered with 413.  `max_waiting`: requests that are being scored or wait for it; more are answered
+    with 429.
+    """
+
+    max_bytes: int = 8 << 20
+    max_items: int = 256
+    max_characters: int = 200_000
+    max_waiting: int = 16
+    read_s: float = 30.0
+
+
+LIMITS = RequestLimits()
 
 
 class Refusal(Exception):
@@ -54,23 +72,28 @@ class Gate(Generic[Asked, Found]):
         self._read, self._score, self._limits = read, score, limits
         self._expected = None if token is None else f"Bearer {token.get_secret_value()}".encode()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="scorer")
-        self._waiting = 0
+        self._waiting = self._unread_bytes = 0  # requests; bytes of bodies that are on their way
 
     async def answer(self, request: Request) -> tuple[Asked, Found]:
         """What was asked, and what the scorer has found.  Raises Refusal."""
         self._authorise(request)
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise Refusal(415, "the body must be application/json")
-        if self._waiting >= self._limits.max_waiting:
-            raise Refusal(429, f"{self._waiting} requests are waiting", **{"Retry-After": "1"})
+        self._require_room()
+        asked = self._read(await self._body(request))
+        self._require_room()
         self._waiting += 1
         try:
-            asked = self._read(await self._body(request))
             return asked, await asyncio.get_running_loop().run_in_executor(self._worker, self._score, asked)
         except RewardError as error:
             raise Refusal(422, str(error)) from error
         finally:
             self._waiting -= 1
+
+    def _require_room(self) -> None:
+        """Raises Refusal.  A request whose body is still to come takes no place from others."""
+        if self._waiting >= self._limits.max_waiting:
+            raise Refusal(429, f"{self._waiting} requests are waiting", **{"Retry-After": "1"})
 
     def _authorise(self, request: Request) -> None:
         given = request.headers.get("authorization", "").encode("latin-1", errors="replace")
@@ -85,12 +108,16 @@ class Gate(Generic[Asked, Found]):
         if announced.isdigit() and (len(announced) > 18 or int(announced) > limit):
             raise too_large
 
+        body = bytearray()
+
         async def read() -> bytes:
-            body = bytearray()
             async for piece in request.stream():
-                body += piece
+                body.extend(piece)
+                self._unread_bytes += len(piece)
                 if len(body) > limit:
                     raise too_large
+                if self._unread_bytes > limit * self._limits.max_waiting:
+                    raise Refusal(429, "too many bodies are on their way", **{"Retry-After": "1"})
             return bytes(body)
 
         try:
@@ -99,6 +126,8 @@ class Gate(Generic[Asked, Found]):
             raise Refusal(408, f"the body did not come within {self._limits.read_s:g} s") from None
         except ClientDisconnect:
             raise Refusal(400, "the body ended early") from None
+        finally:
+            self._unread_bytes -= len(body)
 
 
 def read_message(kind: type[Message], body: bytes, what: str) -> Message:
@@ -117,16 +146,14 @@ def _read_items(limits: RequestLimits, body: bytes) -> list[protocol.Item]:
         raise Refusal(413, f"{len(items)} items are more than {limits.max_items}")
     longest = max(max(len(item.prompt), len(item.response)) for item in items)
     if longest > limits.max_characters:
-        raise Refusal(
-            413, f"a text has {longest} characters, more than {limits.max_characters}"
-        )
+        raise Refusal(413, f"a text has {longest} characters, more than {limits.max_characters}")
     if len({item.id for item in items}) < len(items):
         raise Refusal(422, "an id stands twice")
     return items
 
 
 def new_app() -> FastAPI:
-    """A service that answers what is refused with a reason, and says that it is there."""
+    """A service that answers refused requests with a reason, and has a health check."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.get("/health")

@@ -1,4 +1,4 @@
-"""A reward model on this process, asked for whole sequences.
+"""A reward model on this process, and the scorer that gives it whole sequences.
 
 Legend: S sequences of a micro-batch.
 """
@@ -11,14 +11,39 @@ from dataclasses import dataclass
 
 import torch
 
+from oppo_megatron.cluster.world import choose_device, open_world
+from oppo_megatron.config.model import ParallelConfig, RoleConfig, RuntimeConfig
 from oppo_megatron.config.serve import ServeRewardConfig
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
-from oppo_megatron.errors import RewardError
+from oppo_megatron.errors import ConfigError, RewardError
+from oppo_megatron.layout.shape import check_shape
 from oppo_megatron.mcore.batch import join_rows, pack_sequences
+from oppo_megatron.mcore.groups import build_groups
 from oppo_megatron.mcore.model import RoleModel
+from oppo_megatron.mcore.roles import load_role
 from oppo_megatron.mcore.training import forward_rows
+from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.rewards.protocol import Item
-from oppo_megatron.serving.served_model import open_reward_model
+
+
+@contextmanager
+def open_reward_model(
+    reward: RoleConfig, runtime: RuntimeConfig, *, max_tokens: int, vocab_size: int | None = None
+) -> Iterator[tuple[RoleModel, torch.device]]:
+    """The model and its device.  `vocab_size`: of the tokenizer, if texts are tokenized here.
+
+    Raises ConfigError or CheckpointError.
+    """
+    choose_device(runtime)
+    shape = read_hf_config(reward)
+    if problems := check_shape("reward", shape, ParallelConfig(), max_tokens, vocab_size or shape["vocab_size"]):
+        raise ConfigError(problems)
+    with open_world(runtime, {}) as world:
+        groups = build_groups(range(1), 1, 1, "reward")
+        assert groups is not None
+        model = load_role(reward, groups, head="scalar", max_length=max_tokens, device=world.device)
+        model.requires_grad_(False)
+        yield model, world.device
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,43 @@
-"""What a service scores with: the weighted sum of its parts, with a reward model on this process where one is named."""
+"""The scorer of a service: the weighted sum of its parts, with a reward model on this process if one is named.
+
+Importing this file, and `try_parts`, need none of the packages that serve.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
 
-from oppo_megatron.config.serve import ServeRewardConfig
-from oppo_megatron.rewards.functions import RewardSum
-from oppo_megatron.rewards.protocol import Item
-from oppo_megatron.serving.app import Scorer
-from oppo_megatron.serving.checking import build_rewards
+from oppo_megatron.config.serve import ServeRewardConfig, ServeScorerConfig
+from oppo_megatron.data.tokenizer import load_tokenizer
+from oppo_megatron.rewards.functions import RewardSum, build_reward_functions
+from oppo_megatron.rewards.protocol import Item, read_token
+
+if TYPE_CHECKING:
+    from oppo_megatron.serving.app import Scorer
+
+
+def build_rewards(config: ServeRewardConfig, environment: Mapping[str, str]) -> RewardSum:
+    """The service's sum.  Its isolated parts do not see the service's token.  Raises ConfigError."""
+    inherited = {name: value for name, value in environment.items() if name != config.token_env}
+    return build_reward_functions(config.rewards, inherited)
+
+
+def try_parts(config: ServeRewardConfig | ServeScorerConfig, environment: Mapping[str, str]) -> list[str]:
+    """Try token, rewards and tokenizer without loading a model or listening.  Returns a line about the rewards.
+
+    Raises ConfigError.
+    """
+    if config.token_env is not None:
+        read_token(config.token_env, environment)
+    if isinstance(config, ServeScorerConfig):
+        return []
+    rewards = build_rewards(config, environment)
+    rewards.close()
+    if config.reward is not None and config.tokenizer is not None:
+        load_tokenizer(config.tokenizer)
+    return ["rewards: " + ", ".join(f"{part.label} x {part.weight:g}" for part in rewards.summands)]
 
 
 @contextmanager

@@ -14,12 +14,10 @@ from oppo_megatron.config.serve import ServeRewardConfig, ServeScorerConfig, is_
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.rewards.protocol import read_token
 from oppo_megatron.serving.app import build_app
+from oppo_megatron.serving.connections import server_settings
 from oppo_megatron.serving.scorers import open_scorer
 from oppo_megatron.serving.stream_app import build_stream_app
 from oppo_megatron.serving.stream_scorer import open_stream_scorer
-
-CONNECTIONS = 256
-GRACE_S = 5
 
 
 def serve(
@@ -31,22 +29,14 @@ def serve(
     """
     token = None if config.token_env is None else read_token(config.token_env, environment)
     with (
-        _listen(config.host, config.port, guarded=token is not None) as listening,
+        bound_socket(config.host, config.port, guarded=token is not None) as listening,
         _open_app(config, environment, token) as app,
     ):
-        settings = uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            limit_concurrency=CONNECTIONS,
-            timeout_graceful_shutdown=GRACE_S,
-        )
         host, port = listening.getsockname()[:2]
         listening.listen()
         what, path = ("rewards", "/score") if isinstance(config, ServeRewardConfig) else ("streamed rewards", "")
         say(f"serving {what} at http://{f'[{host}]' if ':' in host else host}:{port}{path}")
-        uvicorn.Server(settings).run(sockets=[listening])
+        uvicorn.Server(server_settings(app)).run(sockets=[listening])
 
 
 def _open_app(
@@ -71,13 +61,13 @@ def _scorer_app(config: ServeScorerConfig, token: SecretStr | None) -> Iterator[
         yield build_stream_app(scorer.extend, token)
 
 
-def _listen(host: str, port: int, *, guarded: bool) -> socket.socket:
+def bound_socket(host: str, port: int, *, guarded: bool) -> socket.socket:
     """A bound socket that takes no connection yet; on the loopback, where no token guards the service."""
     found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         found.bind((host, port))
-    except (OSError, OverflowError, TypeError, ValueError) as error:  # the latter two of what is no name of a host
+    except (OSError, OverflowError, TypeError, ValueError) as error:  # the latter two for an invalid host name
         found.close()
         raise ConfigError(f"host {host!r}, port {port} cannot be listened on ({error}); name others") from error
     address = found.getsockname()[0]

@@ -1,6 +1,6 @@
 """The HTTP side of `oppo serve-scorer`.  The wire format is in `rewards/streaming.py`.
 
-POST /extend    200 what is known of each sequence, and the scores of whole ones; else as `serving/app.py`
+POST /extend    200 the known length of each sequence, and the scores of whole ones; else as `serving/app.py`
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, StrictBool, StrictInt, StrictStr
 
-from oppo_megatron.serving.app import Gate, Refusal, new_app, read_message
-from oppo_megatron.serving.limits import LIMITS, RequestLimits
+from oppo_megatron.serving.app import LIMITS, Gate, Refusal, RequestLimits, new_app, read_message
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 

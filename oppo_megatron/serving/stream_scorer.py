@@ -19,7 +19,7 @@ from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.out_of_memory import Exhausted, attempt
 from oppo_megatron.mcore.stage import step
 from oppo_megatron.rewards.streaming import checksum
-from oppo_megatron.serving.served_model import open_reward_model
+from oppo_megatron.serving.model_scorer import open_reward_model
 from oppo_megatron.serving.stream_app import Known, Piece
 
 Name = tuple[str, int]
@@ -27,7 +27,7 @@ Name = tuple[str, int]
 
 @dataclass
 class _Held:
-    """A sequence in the cache, by the number it has there.  `checksum` is that of its `known` tokens."""
+    """A sequence in the cache, by its number there.  `checksum`: of its `known` tokens."""
 
     number: int
     known: int = 0
@@ -40,7 +40,6 @@ class StreamScorer:
     def __init__(self, model: RoleModel, *, sequences: int, max_tokens: int, micro_batch_tokens: int):
         self.model, self.max_tokens, self.micro_batch_tokens = model, max_tokens, micro_batch_tokens
         self.cache = model.new_cache(sequences)
-        self.prefilled_tokens = 0
         self._held: OrderedDict[Name, _Held] = OrderedDict()
         self._next = 0
 
@@ -48,7 +47,8 @@ class StreamScorer:
     def extend(self, session: str, pieces: Sequence[Piece]) -> list[Known]:
         """Take the pieces; whole sequences are scored at their last token, and forgotten.
 
-        Raises RewardError for tokens that the model cannot read; then nothing is taken.
+        Raises RewardError for tokens that the model cannot read; then nothing is taken.  Where a piece fails otherwise, its
+        sequence is forgotten, for a part of its tokens may be cached; the pieces before it are taken.
         """
         for piece in pieces:
             self._check(piece)
@@ -74,7 +74,11 @@ class StreamScorer:
             if whole:
                 raise RewardError(f"sequence {piece.id}: the checksum is not that of its {len(piece.tokens)} tokens")
             return Known(id=piece.id, known=0)
-        score = self._prefill(held, fresh)
+        try:
+            score = self._prefill(held, fresh)
+        except BaseException:
+            self._drop(name)
+            raise
         held.known, held.checksum = held.known + len(fresh), grown
         if not piece.final:
             return Known(id=piece.id, known=held.known)
@@ -88,9 +92,9 @@ class StreamScorer:
         if held is None:
             if not self.cache.num_free:
                 self._drop(next(iter(self._held)))
-            held = self._held[name] = _Held(self._next)
-            self._next += 1
+            held = _Held(self._next)
             self.cache.open(held.number)
+            self._held[name], self._next = held, self._next + 1
         self._held.move_to_end(name)
         return held
 
@@ -105,7 +109,6 @@ class StreamScorer:
             tokens_T = torch.tensor(part, dtype=torch.int64, device=self.cache.device)
             last_R = torch.tensor([len(part) - 1], device=self.cache.device)
             score = float(step(self.model, self.cache, [held.number], [len(part)], tokens_T, last_R)[0])
-        self.prefilled_tokens += len(tokens)
         return score
 
     def _check(self, piece: Piece) -> None:

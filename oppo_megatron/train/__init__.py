@@ -1,1 +1,1 @@
-"""Training: PPO with overlap, supervised fine-tuning and reward modelling, and what a run writes."""
+"""Training: PPO with overlap, supervised fine-tuning and reward modelling, and the files that a run writes."""

@@ -1,4 +1,4 @@
-"""The actor on its ranks: decodes, and is updated.
+"""The actor on its ranks: decoding and updates.
 
 Legend: T response tokens of a batch (packed).
 """

@@ -1,4 +1,4 @@
-"""What adapts from step to step: delta, the chunk size, the KL coefficient, and the costs by which rounds are woven."""
+"""Adaptation from step to step: delta, the chunk size, the KL coefficient, and the costs by which rounds are woven."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch.distributed as dist
 from oppo_megatron.algorithms.experience import Experience
 from oppo_megatron.cluster.peers import waiting_for
 from oppo_megatron.cluster.world import World
-from oppo_megatron.control.chunk import ChunkTuner, DecodeLaw, StepCost
-from oppo_megatron.control.kl import KLController
+from oppo_megatron.control.chunk_tuner import ChunkTuner, DecodeLaw, StepCost
+from oppo_megatron.control.kl_controller import KLController
 from oppo_megatron.control.occupancy import length_gap
 from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler

@@ -1,4 +1,4 @@
-"""The critic on its ranks: updated, while the actor may already decode the next step.
+"""The critic on its ranks: its updates, during which the actor may already decode the next step.
 
 Legend: T response tokens of a batch (packed).
 """
@@ -24,7 +24,7 @@ CRITIC_STATS = ("critic_loss", "critic_clip_fraction", "critic_error", "critic_g
 
 @dataclass
 class Critic:
-    """The value model and its optimizer.  `stats` are those of its last update, on every rank of the critic.
+    """The value model and its optimizer.  `stats`: of its last update, on every rank of the critic.
 
     `memory_limit` bounds its micro-batches on this rank.
     """
@@ -70,5 +70,5 @@ class Critic:
 
 
 def no_stats() -> dict[str, float]:
-    """Of an update that was not made."""
+    """The statistics of an update that was not made."""
     return dict.fromkeys(CRITIC_STATS, math.nan) | {"critic_update_s": 0.0}

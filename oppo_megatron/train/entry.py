@@ -1,4 +1,4 @@
-"""What every rank of a run executes."""
+"""The entry point of every rank of a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from oppo_megatron.cluster.world import World, choose_device, open_world
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import EXIT_AGAIN, EXIT_REQUEUE, CapacityError
-from oppo_megatron.layout.placements import named_roles
+from oppo_megatron.layout.placements import layout_tree, named_roles
 from oppo_megatron.mcore.cpu.private_ops import require_private_ops
 from oppo_megatron.mcore.out_of_memory import LessAtOnce, is_out_of_memory
 from oppo_megatron.overcommit.ahead import NEW_RUN
@@ -52,7 +52,7 @@ def run_rank(kind: str, config: Any) -> int:
                 return _run_train(config)
             return 0 if (run_sft if kind == "sft" else run_reward_model)(config) else EXIT_REQUEUE
     except LessAtOnce as error:
-        lower_memory_limit(run, error.limit, error.most)
+        lower_memory_limit(run, layout_tree(config), error.limit, error.most)
         print(f"{error}; from the last checkpoint on at most {error.most}", file=sys.stderr, flush=True)
         return EXIT_AGAIN
 
@@ -114,7 +114,7 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preem
             loop.journal.progress.note("\n".join([*start, *describe_inputs(inputs), *rollbacks.describe()]))
         if found is not None:
             saver.restore(loop.state, found)
-        loop.bound_memory(read_memory_limits(run) if config.checkpoint.resume else {})
+        loop.bound_memory(read_memory_limits(run, layout_tree(config)) if config.checkpoint.resume else {})
         if not loop.run():
             return False
         with world.activity.doing("writing weights"):

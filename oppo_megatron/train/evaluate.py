@@ -1,4 +1,4 @@
-"""Held-out prompts answered by the actor as it is, and judged by rules, functions, services and the run's reward model.
+"""Held-out evaluation: the current actor answers prompts; rules, functions, services and the run's reward model judge them.
 
 Legend: N responses, K metrics.
 """
@@ -20,11 +20,13 @@ from oppo_megatron.control.estimates import Figures, estimate
 from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.engine.completions import PromptDecoder
-from oppo_megatron.engine.rounds import RoundRunner
+from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.mcore.batch import join_rows, pack_sequences
-from oppo_megatron.mcore.training import forward_rows
+from oppo_megatron.mcore.model import RoleModel
+from oppo_megatron.mcore.out_of_memory import Begun, MemoryLimits, in_smaller_ones
+from oppo_megatron.mcore.training import forward_rows, shared_with_peers
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.rewards.functions import RewardSum
 from oppo_megatron.train.actor import Actor
@@ -51,6 +53,7 @@ class Loop(Protocol):
 class Evaluator:
     """Decodes on a cache of its own that lives only as long, of at most `max_slots` slots and `kv_budget_bytes` (None: no limit).
 
+    `memory_limits` are its own, too: what it does at once is no measure of the run's, nor the run's of it.
     Every rank of the world makes the calls, with the same result.
     """
 
@@ -70,6 +73,7 @@ class Evaluator:
         self.config, self.judges, self.tokenizer, self.stopping = config, judges, tokenizer, stopping
         self.runtime, self.max_slots, self.kv_budget_bytes = runtime, max_slots, kv_budget_bytes
         self.sampling = Sampling(temperature=config.temperature, seed=seed)
+        self.memory_limits = MemoryLimits()
         self.stop = None if early_stop is None else EarlyStop(early_stop)
         count = min(len(prompts), config.max_rows)
         once = PromptStream(prompts, 0, epochs=1, limit=count, shuffle=False)
@@ -124,7 +128,7 @@ class Evaluator:
             self.stop.load_state_dict(dict(state))
 
     def _decode(self, loop: Loop) -> list[Rollout]:
-        """In the order of the prompts."""
+        """The responses, in the order of the prompts."""
         assert loop.actor is not None
         decoder = PromptDecoder(
             loop.actor.role.serving,
@@ -134,6 +138,7 @@ class Evaluator:
             sampling=self.sampling,
             stopping=self.stopping,
             kv_budget_bytes=self.kv_budget_bytes,
+            memory_limits=self.memory_limits,
             activity=loop.world.activity,
         )
         return sorted(decoder.decode(self.prompts), key=lambda rollout: rollout.seq_id)
@@ -156,15 +161,24 @@ class Evaluator:
             rows, scores = range(replica, len(prompts), placement.dp), None
             if coords is not None and coords.replica == replica and rows:
                 sequences = [[*prompts[i].tokens, *flat[i].tolist()] for i in rows]
-                batches = pack_sequences(sequences, self.runtime.micro_batch_tokens, exchange.device)
-                model = loop.rounds.scoring["reward"].model
-                with torch.no_grad():
-                    outputs = forward_rows(model, batches, lambda _, scores_S: scores_S.float())
-                scores = join_rows(outputs, [1] * len(rows), batches) if outputs else None
+                scores = self._scores_of(sequences, loop.rounds.scoring["reward"].model, exchange.device)
             scores_N[replica :: placement.dp] = exchange.shared(
                 "held-out scores", scores, len(rows), placement.output_rank(replica)
             )
         return scores_N
+
+    def _scores_of(self, sequences: Sequence[list[int]], model: RoleModel, device: torch.device) -> Tensor | None:
+        """The reward model's score of each; None before its last stage."""
+        begun = Begun()
+
+        def forward(most: int) -> Tensor | None:
+            batches = pack_sequences(sequences, most, device)
+            with torch.no_grad():
+                outputs = forward_rows(model, batches, lambda _, scores_S: scores_S.float(), begun)
+            return join_rows(outputs, [1] * len(sequences), batches) if outputs else None
+
+        most, limit = self.runtime.micro_batch_tokens, self.memory_limits.score
+        return in_smaller_ones(forward, most, limit, begun, lambda: shared_with_peers(model.groups))
 
     def _judge(self, rollouts: Sequence[Rollout], scores_N: Tensor | None) -> list[tuple[float, float]]:
         """Mean and standard error (below 0: none) of each metric, in the order of their names."""

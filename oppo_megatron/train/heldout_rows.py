@@ -1,4 +1,4 @@
-"""Rows that supervised training does not see, and what the model as it is makes of them.
+"""Held-out rows of supervised training, and their measurement with the current model.
 
 Legend: N rows, K metrics.
 """
@@ -17,6 +17,7 @@ from oppo_megatron.config.evaluation import EarlyStopConfig, HeldoutConfig
 from oppo_megatron.control.early_stop import EarlyStop
 from oppo_megatron.control.estimates import Figures, moments_of, ratios
 from oppo_megatron.mcore.batch import MicroBatch
+from oppo_megatron.mcore.out_of_memory import MemoryLimit, in_smaller_ones
 from oppo_megatron.mcore.training import TrainedModel, forward_rows
 from oppo_megatron.mcore.vocab_shards import VocabShards
 from oppo_megatron.train.score_exchange import sum_over_ranks
@@ -51,6 +52,8 @@ class Heldout(Generic[RowT]):
         self.every, self.task, self.metrics, self.world = config.every_steps, task, metrics, world
         self.rows = rows[: config.max_rows]
         self.stop = None if stop is None else EarlyStop(stop)
+        # By the name of training's: where peers end with it, their next start takes less of both at once.
+        self.memory_limit = MemoryLimit("train", "a held-out micro-batch", "tokens")
 
     @property
     def over(self) -> bool:
@@ -72,8 +75,12 @@ class Heldout(Generic[RowT]):
         """
         groups = trained.model.groups
         mine = self.rows[groups.dp_rank :: groups.dp]
-        batches = self.task.micro_batches(mine, budget, next(trained.model.parameters()).device)
-        tables = forward_rows(trained.chunks, batches, self.task.measure(mine, trained.model.vocab))
+        device, finish = next(trained.model.parameters()).device, self.task.measure(mine, trained.model.vocab)
+
+        def forward(most: int) -> list[Tensor]:
+            return forward_rows(trained.chunks, self.task.micro_batches(mine, most, device), finish, trained.begun)
+
+        tables = in_smaller_ones(forward, budget, self.memory_limit, trained.begun, trained.bound_to_peers)
         speaks = groups.is_last_stage and groups.tp_rank == 0  # one rank for each replica
         rows = torch.cat(tables).tolist() if speaks and tables else []
         width = 1 + len(self.metrics)

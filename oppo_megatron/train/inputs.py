@@ -53,7 +53,10 @@ def read_inputs(config: TrainSettings) -> Inputs:
     lengths = forced_quantile(config.debug.lengths, config.rollout.max_response_tokens)
     require_stop_texts(config.rollout.stop_texts, tokenizer, "rollout.stop", "rollout.stop")
     rewards, quarantine = build_reward_functions(config.rewards), Quarantine()
-    prompts = load_prompts(config.data, tokenizer, quarantine=quarantine, check=rewards.check)
+    responses = config.algorithm.needs.responses_per_prompt
+    prompts = load_prompts(
+        config.data, tokenizer, quarantine=quarantine, check=rewards.check, responses_per_prompt=responses
+    )
     heldout = judges = None
     if config.evaluation is not None:
         judges = build_reward_functions(config.evaluation.judges)

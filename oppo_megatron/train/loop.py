@@ -1,6 +1,6 @@
 """The training loop.  Plain PPO, every overlap and every algorithm are this loop under other plans, schedules and parts.
 
-Every rank runs it.  Prompts, buffer, books and controllers are the same on all ranks and advance by what the chunks say, so
+Every rank runs it.  Prompts, buffer, books and controllers are the same on all ranks and advance by the chunks alone, so
 no rank asks another what to do next.  A step is a number of rounds, then the update:
 
     ranks of the actor      decode a chunk, send it, go on; at the step's end begin the actor's update, wait for the scores
@@ -22,7 +22,7 @@ from oppo_megatron.algorithms.experience import ScoredBatch
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.occupancy import Occupancy
-from oppo_megatron.engine.rounds import RoundRunner
+from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.records import Chunk, Rollout
 from oppo_megatron.schedule.plan import StepPlan, plan_step
 from oppo_megatron.train.actor import Actor
@@ -31,8 +31,7 @@ from oppo_megatron.train.critic import Critic
 from oppo_megatron.train.evaluate import Evaluator
 from oppo_megatron.train.logs.facts import StepFacts
 from oppo_megatron.train.logs.journal import Journal
-from oppo_megatron.train.metering.meter import StepMeter
-from oppo_megatron.train.metering.phase import RolloutPhase
+from oppo_megatron.train.metering.meter import RolloutPhase, StepMeter
 from oppo_megatron.train.rollouts import Rollouts
 from oppo_megatron.train.run_state import RunState
 from oppo_megatron.train.saving.saver import Saver
@@ -60,6 +59,8 @@ class TrainingLoop:
         limits = self.meter.memory.memory_limits
         limits.bound(most)
         self.rounds.planner.actor.most = limits.decode.most
+        if self.evaluator is not None:
+            self.evaluator.memory_limits.bound(most)
 
     def run(self) -> bool:
         """Train until the prompts end and every rollout has been trained; False: told to stop, and saved."""
@@ -78,7 +79,7 @@ class TrainingLoop:
         return True
 
     def _step(self, step: int, plan: StepPlan) -> bool:
-        """One step of the paper's Algorithm 1, or what is left of it; False: told to stop within it."""
+        """One step of the paper's Algorithm 1, or the rest of one; False: told to stop within it."""
         self._admit(step)
         while not self.rollouts.complete:
             chunk = self._decode(plan)  # while the scorers prefill the chunk before

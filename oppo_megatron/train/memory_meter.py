@@ -1,4 +1,4 @@
-"""What each rank's memory came to, beside what the plan counted for it."""
+"""Measured memory of each rank, compared with the plan."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def require_memory(config: TrainConfig | SupervisedConfig, world: World) -> None
 class MemoryMeter:
     """This rank's memory: `base_bytes` held before any model was built, and the most up to the last `look`.
 
-    `memory_limits` say how much this rank may do at once, once memory has run out; `by_rank` is what all ranks said last.
+    `memory_limits` bound this rank's work at once, after memory has run out; `by_rank`: the last report of all ranks.
     """
 
     device: torch.device
@@ -50,7 +50,7 @@ class MemoryMeter:
 
     @classmethod
     def begin(cls, device: torch.device) -> MemoryMeter:
-        """To be called when libraries, process groups and inputs are there, and no model is."""
+        """Call this once libraries, process groups and inputs are there, before any model is built."""
         base = held_bytes(device)
         return cls(device, base, base)
 
@@ -96,7 +96,7 @@ class MemoryByRank:
         }
 
     def state_dict(self) -> list[list[int]]:
-        """By rank the bounds of training, prefill and decoding, in plain JSON types."""
+        """The limits of training, prefill and decoding by rank, in plain JSON types."""
         return [[int(each) for each in rank] for rank in zip(self.train, self.score, self.decode, strict=True)]
 
     def peak_fields(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class MemoryByRank:
         return {"memory_peak_mb": _mebibytes(self.peak)}
 
     def summary(self, planned: Sequence[float]) -> dict[str, Any]:
-        """What `summary.json` says; `planned` bytes are those of `rank_memory`."""
+        """The figures for `summary.json`; `planned`: bytes from `rank_memory`."""
         return {
             "memory_base_mb": _mebibytes(self.base),
             "memory_peak_mb": _mebibytes(self.peak),

@@ -56,7 +56,7 @@ class RewardModelling:
         return share
 
     def measure(self, rows: Sequence[Pair], vocab: VocabShards) -> Measure:
-        """Of each pair 1; its loss; whether the chosen answer scores higher; and by how much."""
+        """For each pair: 1, its loss, whether the chosen answer scores higher, and by how much."""
 
         def table(batch: MicroBatch, scores_S: Tensor) -> Tensor:
             return preference_table(scores_S.view(-1, 2)).double()

@@ -1,4 +1,4 @@
-"""Builds the roles that a rank has a part in: models, caches, workers, and the rounds that they work in."""
+"""Builds a rank's roles: models, caches, workers, and the rounds in which they work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.engine.executor import Executor, RoleWorker
 from oppo_megatron.engine.generation import DecodeWorker
-from oppo_megatron.engine.rounds import RoundRunner
+from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.scoring import ScorerRole, ScoringWorker
 from oppo_megatron.engine.stopping import Quantile, Stopping

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from oppo_megatron.config.overlap import OverlapConfig
-from oppo_megatron.engine.rounds import Decoding, RoundRunner
+from oppo_megatron.engine.round_runner import Decoding, RoundRunner
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
 from oppo_megatron.records import Chunk, Rollout
@@ -20,7 +20,7 @@ class Rollouts:
     of this rank's workers, the codec of the token stream, and what reward services have been asked for.  All but the
     workers' are alike on every rank.
 
-    `planning` surrounds what is decided and booked here.
+    `planning` times the decisions and bookkeeping here.
     """
 
     scheduler: OvercommitScheduler
@@ -74,7 +74,7 @@ class Rollouts:
         return self.rounds.owes(batch)
 
     def score(self, batch: Sequence[Rollout], most: int, version: int) -> None:
-        """A round that scores what is left of the batch, and decodes nothing."""
+        """A round that scores the rest of the batch, and decodes nothing."""
         self.rounds.run([], batch, most, Decoding(self.buffer.clock, version, self.buffer.readiness))
 
     def retire(self, batch: Sequence[Rollout]) -> None:

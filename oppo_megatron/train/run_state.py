@@ -1,4 +1,4 @@
-"""Where a run stands on one rank: the counters of the loop, and what a checkpoint takes of its parts."""
+"""The state of a run on one rank: the counters of the loop, and the state of its parts for checkpoints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from oppo_megatron.engine.rounds import RoundRunner
+from oppo_megatron.engine.round_runner import RoundRunner
+from oppo_megatron.layout.placements import layout_tree
 from oppo_megatron.mcore.training import TrainedModel
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.records import Rollout
@@ -16,15 +17,14 @@ from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.train.adaptation import Adaptation
 from oppo_megatron.train.evaluate import Evaluator
 from oppo_megatron.train.guards.rollback import Rollbacks
-from oppo_megatron.train.metering.meter import StepMeter
-from oppo_megatron.train.metering.phase import RolloutPhase
+from oppo_megatron.train.metering.meter import RolloutPhase, StepMeter
 from oppo_megatron.train.rollouts import Rollouts
 from oppo_megatron.train.updates import Updates
 
 
 @dataclass
 class RunState:
-    """`done` steps are trained; `phase` is that of the step under way, where a run stops or goes on within one."""
+    """`done` steps are trained; `phase`: of the step under way, if a run stops or goes on within one."""
 
     parts: Rollouts
     updates: Updates
@@ -98,14 +98,18 @@ class RunState:
             "kl": self.adaptation.kl.state_dict(),
             "early_stop": None if self.evaluator is None else self.evaluator.state_dict(),
             "guard": self.updates.guard.state_dict(),
-            "memory": {"decode": self.rounds.planner.actor.most, "ranks": self.meter.memory.by_rank.state_dict()},
+            "memory": {
+                "layout": layout_tree(self.updates.config),
+                "decode": self.rounds.planner.actor.most,
+                "ranks": self.meter.memory.by_rank.state_dict(),
+            },
             "actor": {"version": actor.version, "ess": actor.ess},
             "updates": actor.role.trained.updates,  # the critic has made as many
             "phase": None if self.phase is None else self.phase.state_dict(),
             "journal": journal.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], rollouts: Sequence[Rollout], *, same_layout: bool) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], rollouts: Sequence[Rollout]) -> None:
         self.done = self.meter.settled = state["done"]
         self.parts.scheduler.load_state_dict(state["scheduler"], rollouts)
         self.adaptation.chunk.load_state_dict(state["chunk"])
@@ -120,6 +124,7 @@ class RunState:
         if self.meter.journal is not None:
             self.meter.journal.load_state_dict(state["journal"])
         self.rounds.admit(self.buffer.rollouts)
-        if same_layout:  # elsewhere other bounds would be met
-            self.rounds.planner.actor.most = state["memory"]["decode"]
-            self.meter.memory.memory_limits.resume(state["memory"]["ranks"][dist.get_rank()])
+        memory, ranks = state["memory"], state["memory"]["ranks"]
+        if memory.get("layout") == layout_tree(self.updates.config) and len(ranks) == dist.get_world_size():
+            self.rounds.planner.actor.most = memory["decode"]  # elsewhere other bounds would be met
+            self.meter.memory.memory_limits.resume(ranks[dist.get_rank()])

@@ -1,4 +1,4 @@
-"""Bringing what the scorers found to every rank.
+"""Brings the scorers' results to every rank.
 
 Legend: B rollouts of the batch, T their response tokens (packed), P parts of the reward.
 """
@@ -18,7 +18,7 @@ from oppo_megatron.algorithms.experience import ScoredBatch
 from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.cluster.liveness.failures import noted
 from oppo_megatron.data.tokenizer import Tokenizer
-from oppo_megatron.engine.rounds import RoundRunner
+from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.engine.stream import share
 from oppo_megatron.layout.placements import RolePlacement, scorers_leader
 from oppo_megatron.records import Rollout
@@ -35,7 +35,7 @@ class ScoreReport:
     """What comes with the scores: mean of each reward part, seconds of the scorers' first rank, the last critic update.
 
     `work` are seconds of the scorers' first rank, round by round (`StepClock.work`).
-    `ess` is what the actor's last update measured, hence of the step before; 1 in the first step.
+    `ess`: measured in the actor's last update, hence in the step before; 1 in the first step.
     """
 
     parts: dict[str, float]
@@ -50,7 +50,7 @@ class ScoreReport:
 class ScoreExchange:
     """Collective of the world, once a step.  Sizes follow from the batch, which every rank knows.
 
-    `actor` and `critic` are those of this rank.  A reward that is no finite number is a NaN on every rank; `refusal` says
+    `actor` and `critic`: of this rank.  A reward that is no finite number is a NaN on every rank; `refusal` says
     why, on the scorers' first.
     """
 
@@ -194,7 +194,7 @@ def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]
 
 
 def by_rank(values: Sequence[float], device: torch.device) -> list[list[float]]:
-    """For each of the values what it is on every rank, in the order of the ranks.  Collective of the world."""
+    """Each of the values from every rank, in the order of the ranks.  Collective of the world."""
     return _of_all_ranks(values, device).T.tolist()
 
 

@@ -1,4 +1,4 @@
-"""From a checked configuration and what it reads (`inputs`) to this rank's trainer."""
+"""Builds this rank's trainer from a checked configuration and its inputs (`inputs.py`)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from oppo_megatron.algorithms.algorithm import make_algorithm
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.derived import longest_chunk
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.control.chunk import ChunkTuner
-from oppo_megatron.control.delta import make_delta_controller
-from oppo_megatron.control.kl import KLController
+from oppo_megatron.control.chunk_tuner import ChunkTuner
+from oppo_megatron.control.delta_controllers import make_delta_controller
+from oppo_megatron.control.kl_controller import KLController
 from oppo_megatron.data.prompts import PromptSet, PromptStream
-from oppo_megatron.engine.rounds import RoundRunner
+from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.overcommit.ahead import NEW_RUN, Ahead
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
@@ -65,7 +65,7 @@ def build_loop(
     meter = StepMeter(
         world, rounds, tracer.spans, tracer, memory, journal,
         role="scorer" if actor is None else "actor",
-        critic=_critic_placement(config, topology.site) if algorithm.trains_critic else None,
+        critic=_critic_placement(config, topology.site) if algorithm.needs.critic else None,
     )  # fmt: skip
     guard = Guard(config, algorithm, world.rank, world.device, topology.site, total_steps, rollbacks)
     return _assemble(config, world, inputs, saver, Parts(prompts, rounds, meter, guard, actor, critic), builder)

@@ -54,7 +54,7 @@ class FineTuning:
         return share
 
     def measure(self, rows: Sequence[Completion], vocab: VocabShards) -> Measure:
-        """Of each row its completion's tokens; their negative log-probs, summed; and how many are the likeliest."""
+        """For each row: its completion's tokens, the sum of their negative log-probs, and how many are the likeliest."""
 
         def table(batch: MicroBatch, logits_RV: Tensor) -> Tensor:
             logp_R, _ = token_logprobs(logits_RV, batch.targets_R, vocab)

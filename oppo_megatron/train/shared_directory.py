@@ -1,4 +1,4 @@
-"""Tells which rank of a run is on which host, and sees that all hosts have the run directory."""
+"""Prints the hosts of the ranks, and checks that all hosts share the run directory."""
 
 from __future__ import annotations
 

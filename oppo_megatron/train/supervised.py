@@ -21,6 +21,7 @@ from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised_rows import BEGINNING
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from oppo_megatron.errors import ConfigError
+from oppo_megatron.layout.placements import layout_tree
 from oppo_megatron.layout.shape import check_shape
 from oppo_megatron.mcore.cpu.private_ops import require_private_ops
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
@@ -109,7 +110,7 @@ def _build(
     rows, heldout = _load_rows(config, task, tokenizer, quarantine, world)
     saver = SupervisedSaver(config, task.title, world, rows, preemption)
     found, start = _continued(config, saver, world)
-    limits = read_memory_limits(run) if config.checkpoint.resume else {}
+    limits = read_memory_limits(run, layout_tree(config)) if config.checkpoint.resume else {}
     if is_owner:
         _prepare(config, run, found, quarantine)
     share_run_directory(run, world, owner=is_owner, show=config.logging.console != "off")
@@ -166,7 +167,7 @@ def _write(config: SupervisedConfig, trainer: SupervisedTrainer[RowT], tokenizer
 def _continued(
     config: SupervisedConfig, saver: SupervisedSaver, world: World
 ) -> tuple[FoundSupervised | None, list[str]]:
-    """The checkpoint that the run goes on from, and what is said of that; nothing of the run has been touched."""
+    """The checkpoint from which the run goes on, and the message about it; nothing of the run has been touched."""
     found = find_supervised(config, world)
     if found is None:
         return None, [tell_of_nothing(config.run_dir)] if config.checkpoint.resume else []

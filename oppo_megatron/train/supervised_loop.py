@@ -1,4 +1,4 @@
-"""The loop of `oppo sft` and `oppo rm`, on every rank; a task says how rows become micro-batches and what their loss is."""
+"""The loop of `oppo sft` and `oppo rm`, on every rank; a task turns rows into micro-batches and gives their loss."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from oppo_megatron.control.estimates import Figures
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised_rows import Passed, batches
 from oppo_megatron.data.tokenizer import Tokenizer
+from oppo_megatron.layout.placements import layout_tree
 from oppo_megatron.mcore.batch import MicroBatch
 from oppo_megatron.mcore.model import Head
 from oppo_megatron.mcore.out_of_memory import in_smaller_ones
@@ -51,13 +52,13 @@ class Task(Protocol[RowT]):
         ...
 
     def measure(self, rows: Sequence[RowT], vocab: VocabShards) -> Measure:
-        """Of each of `rows` what it weighs, and the sums of the held-out metrics over it."""
+        """For each of `rows` its weight, and the sums of the held-out metrics over it."""
         ...
 
 
 @dataclass
 class SupervisedTrainer(Generic[RowT]):
-    """One rank's view of the run.  `steps` are those of the whole run; the `report` is that of one rank, others have none."""
+    """One rank's view of the run.  `steps`: of the whole run; `report`: on one rank, None on the others."""
 
     config: SupervisedConfig
     task: Task[RowT]
@@ -107,18 +108,18 @@ class SupervisedTrainer(Generic[RowT]):
 
     @property
     def beside(self) -> dict[str, Any]:
-        """What a checkpoint holds beside the model and the place in the data; memory as the ranks said last."""
+        """What a checkpoint holds beside the model and the place in the data; memory as the ranks of the layout said last."""
         stop = None if self.heldout is None else self.heldout.state_dict()
-        return {"early_stop": stop, "memory": self.memory.by_rank.state_dict()}
+        return {"early_stop": stop, "memory": self.memory.by_rank.state_dict(), "layout": layout_tree(self.config)}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Go on with what a checkpoint holds beside them; bounds of memory are those of as many ranks, or none."""
+        """Restore the rest of a checkpoint's state; memory limits only if the layout is the same."""
         if self.heldout is not None:
             self.heldout.load_state_dict(state.get("early_stop"))
         if self.report is not None:
             self.report.heldout.load_state_dict(state.get("heldout", ()))
         ranks = state.get("memory", ())
-        if len(ranks) == dist.get_world_size():
+        if state.get("layout") == layout_tree(self.config) and len(ranks) == dist.get_world_size():
             self.memory.memory_limits.resume(ranks[dist.get_rank()])
 
     def _order(self) -> Iterator[list[int]]:

@@ -1,4 +1,4 @@
-"""The process groups of a run: of every role where it works and where it is trained, and the links of the schedule."""
+"""The process groups of a run: of every role for its work and its training, and of the links of the schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trained role: the model that is updated, the model that decodes or scores, and the way of the weights between them."""
+"""A trained role: the model that is updated, the model that decodes or scores, and the transfer of weights between them."""
 
 from __future__ import annotations
 

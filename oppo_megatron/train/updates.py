@@ -9,7 +9,7 @@ from oppo_megatron.algorithms.experience import Experience, ScoredBatch
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.guards import Breach
-from oppo_megatron.control.kl import KLController
+from oppo_megatron.control.kl_controller import KLController
 from oppo_megatron.records import Rollout
 from oppo_megatron.train.actor import Actor
 from oppo_megatron.train.critic import Critic, no_stats

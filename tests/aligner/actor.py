@@ -66,21 +66,25 @@ class InferenceOfOldMegatron(GPTModel):
 
 
 class TinyActor(MegatronGPTActorModel):
-    """Two layers of 16 on the ranks of the default group, all of them replicas."""
+    """Two layers of 16 on the ranks of the default group: one pipeline stage of it, or all."""
 
     def __init__(self, cfg: DictConfig, seed: int = 0):
         torch.nn.Module.__init__(self)
         self._cfg = cfg
+        self.num_inferred = 0
         self.tokenizer = Tokenizer()
         self.model_parallel_config = self.transformer_config = TransformerConfig(
             num_layers=2, hidden_size=16, num_attention_heads=2, ffn_hidden_size=32, use_cpu_initialization=True,
             hidden_dropout=0.0, attention_dropout=0.0, masked_softmax_fusion=False, bias_dropout_fusion=False,
             gradient_accumulation_fusion=False, persist_layer_norm=False, init_method_std=0.3,
+            pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+            pipeline_dtype=torch.float32,
         )  # fmt: skip
         torch.manual_seed(seed)
         self.model = InferenceOfOldMegatron(
             self.transformer_config, get_gpt_layer_local_spec(), vocab_size=VOCAB, max_sequence_length=64,
             position_embedding_type="rope", share_embeddings_and_output_weights=False,
+            pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
         )  # fmt: skip
         self._set_flags()
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
@@ -100,6 +104,11 @@ class TinyActor(MegatronGPTActorModel):
         self.rampup_batch_size = self.inference_params = self.megatron_timers = None
         self.distributed_adam_offload_manager = None
 
+    def infer(self, inference_batch: Any) -> Any:
+        """NeMo-Aligner's; counts."""
+        self.num_inferred += 1
+        return super().infer(inference_batch)
+
     def cuda(self, device: Any = None) -> TinyActor:
         return self
 
@@ -112,21 +121,21 @@ class TinyActor(MegatronGPTActorModel):
         assert not value
 
 
-def start_megatron(micro: int, batch: int, seed: int) -> None:
-    """megatron's groups over the default group, and NeMo's counter of micro-batches."""
+def start_megatron(micro: int, batch: int, seed: int, pp: int = 1) -> None:
+    """megatron's groups over the default group, in replicas of `pp` stages, and NeMo's counter of micro-batches."""
     from megatron.core.num_microbatches_calculator import (
         destroy_num_microbatches_calculator,
         init_num_microbatches_calculator,
     )
 
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(1, 1)
+    parallel_state.initialize_model_parallel(1, pp)
     initialize_rng_tracker(inference_rng_tracker=True)  # there is no dropout: nothing is drawn inside the model
     destroy_num_microbatches_calculator()
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    init_num_microbatches_calculator(rank, None, batch, micro, world)
+    init_num_microbatches_calculator(rank, None, batch, micro, world // pp)
     AppState().global_rank = rank
-    torch.manual_seed(seed + rank)
+    torch.manual_seed(seed + parallel_state.get_data_parallel_rank())
 
 
 def weights(actor: Any) -> dict[str, torch.Tensor]:

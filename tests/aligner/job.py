@@ -12,7 +12,10 @@ from omegaconf import DictConfig, OmegaConf
 
 @dataclass(frozen=True)
 class Job:
-    """A run.  `batch` is global; `oppo` is the block of the plugin, None: NeMo-Aligner's own trainer."""
+    """A run.  `batch` is global; `oppo` is the block of the plugin, None: NeMo-Aligner's own trainer.
+
+    `folder` is its log folder; `resume` at a step of its own checkpoints, or of those of the log folder `resume_from`.
+    """
 
     prompts: int = 32
     batch: int = 8
@@ -29,7 +32,11 @@ class Job:
     seed: int = 3
     oppo: Mapping[str, Any] | None = None
     folder: Path = Path("unused")
+    checkpoints: bool = True
     resume: int | None = None
+    resume_from: Path | None = None
+    pp: int = 1
+    trt_llm: bool = False
 
     def trainer_config(self) -> DictConfig:
         return OmegaConf.create(
@@ -38,7 +45,7 @@ class Job:
                 "save_interval": self.save_every, "gradient_clip_val": None, "initial_policy_kl_penalty": 0.02,
                 "use_absolute_kl": True, "discount_factor": 1.0, "gae_lambda": 0.95, "normalize_advantages": True,
                 "critic_warmup_steps": self.warmup, "model_gbs": self.batch, "model_mbs": self.micro,
-                "rollout_batch_seq_length": None, "trt_llm": {"enable": False, "reshard": False},
+                "rollout_batch_seq_length": None, "trt_llm": {"enable": self.trt_llm, "reshard": False},
                 "num_rollout_samples": self.batch, "batch_iterator": {"use_flask": False},
             } | ({} if self.oppo is None else {"oppo": dict(self.oppo)})
         )  # fmt: skip

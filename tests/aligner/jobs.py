@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import logging
+import logging.handlers
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from tests.aligner import shims
@@ -20,10 +23,14 @@ from nemo_aligner.models.nlp.gpt.gpt_reward_model import GPTRewardModel
 from pydantic import SecretStr
 
 from oppo_megatron.errors import OppoError
+from oppo_megatron.integrations.nemo_aligner.pool import Pool, Row
+from oppo_megatron.integrations.nemo_aligner.pooled_actor import PooledActor
+from oppo_megatron.rewards.streaming import checksum
 from oppo_megatron.serving.stream_app import Known, Piece, build_stream_app
 from tests.aligner.actor import start_megatron, weights
+from tests.aligner.checkpoints import callback_of
 from tests.aligner.job import Job
-from tests.aligner.world import build
+from tests.aligner.world import build, started
 from tests.support.serving import served_app
 
 gc.collect()
@@ -38,6 +45,9 @@ def run(job: Job) -> dict[str, Any]:
     log = given["logger"]
     return {
         "trained": given["rm_critic"].trained,
+        "rewards": given["rm_critic"].rewards,
+        "endings": given["rm_critic"].endings,
+        "inferred": given["model"].num_inferred,
         "weights": weights(given["model"]),
         "rollouts": log.of("train_rollouts/"),
         "optim": log.of("train_optim/"),
@@ -68,12 +78,40 @@ def refusal(job: Job, **changes: Any) -> str:
 
 
 def refused_resume(job: Job) -> str:
-    """What a resume says that cannot be."""
+    """What a resume says that cannot be, or that it warns of."""
+    told = logging.handlers.BufferingHandler(100)
+    told.setLevel(logging.WARNING)
+    logging.getLogger("nemo_logger").addHandler(told)
     try:
         build(job)
     except OppoError as error:
         return f"{type(error).__name__}: {error}"
-    return "taken"
+    finally:
+        logging.getLogger("nemo_logger").removeHandler(told)
+    return "taken" + "".join(f", {record.getMessage()}" for record in told.buffer)
+
+
+def rows_left(job: Job) -> list[list[int]]:
+    """The answers of two of three carried rows, after a wave that may leave them.
+
+    The one that is taken has its last token to go; of the others one has begun by then, the context of the other is longer.
+    """
+    model = started(job)["model"]
+    model.prepare_for_inference()
+    pool = Pool(max_deferrals=4)
+    pool.restore([Row(0, [4], [20] * 11), Row(1, [4] * 6, [21] * 5), Row(2, [4] * 8, [22] * 8)], next_key=3)
+    pool.begin(batch=1, width=3)
+    actor = PooledActor(model, pool, None)
+    actor.pooled = True
+    assert actor.infer({"count": torch.tensor(1)})["response_lengths"].tolist() == [1 + job.max_length]
+    return [row.tokens for row in pool.rows]
+
+
+def topk_of_next_run(job: Job) -> tuple[list[str], list[str]]:
+    """The names of the checkpoints of a run that NeMo's callback of the next one finds: to rank them, and to thin them out."""
+    callback = callback_of(job.folder, n_resume=True)
+    listed = callback._get_checkpoints_list(str(job.folder / "checkpoints" / "next"))
+    return sorted(Path(path).name for path in callback.best_k_models), [Path(path).name for path in listed]
 
 
 def load_reward_model(weights: str, sizes: Mapping[str, int], tied: bool) -> dict[str, torch.Tensor]:
@@ -96,12 +134,11 @@ def load_reward_model(weights: str, sizes: Mapping[str, int], tied: bool) -> dic
 
 
 class Recorder:
-    """A scorer without a model: the score of `world.Critic`, and what it was sent."""
+    """A scorer without a model: the score of `world.Critic`, and what it was sent.  Forgets as `StreamScorer` does."""
 
     def __init__(self) -> None:
         self.tokens: dict[int, list[int]] = {}
         self.pieces: list[tuple[int, int, bool]] = []
-        self.lost = 0
 
     def extend(self, session: str, pieces: Sequence[Piece]) -> list[Known]:
         return [self._take(piece) for piece in pieces]
@@ -111,6 +148,9 @@ class Recorder:
         held = self.tokens.setdefault(piece.id, [])
         assert piece.offset == len(held), "no token is sent twice"
         held += piece.tokens
+        if (piece.final and not piece.tokens) or checksum(held) != piece.checksum:
+            held.clear()  # what came before is no part of the sequence: again, from its start
+            return Known(id=piece.id, known=0)
         if not piece.final:
             return Known(id=piece.id, known=len(held))
         even = torch.tensor(float(sum(token % 2 == 0 for token in held)))
@@ -125,3 +165,22 @@ def run_streamed(job: Job) -> dict[str, Any]:
         block = {**(job.oppo or {}), "scorer": {"url": url, "token_env": "ALIGNER_TEST_TOKEN"}}
         done = run(replace(job, oppo=block))
     return done | {"pieces": recorder.pieces, "lengths": {i: len(t) for i, t in recorder.tokens.items()}}
+
+
+def run_failing(job: Job) -> str:
+    """What a run says that comes to an error."""
+    trainer, _ = build(job)
+    try:
+        trainer.fit()
+    except OppoError as error:
+        return f"{type(error).__name__}: {error}"
+    return "trained"
+
+
+def run_refused(job: Job, rank: int) -> str:
+    """What a run says of which rank `rank` alone has the wrong token for its scorer."""
+    token = TOKEN if torch.distributed.get_rank() != rank else "another-token-of-the-test"
+    with served_app(build_stream_app(Recorder().extend, SecretStr(token))) as url:
+        os.environ["ALIGNER_TEST_TOKEN"] = TOKEN
+        block = {**(job.oppo or {}), "scorer": {"url": url, "token_env": "ALIGNER_TEST_TOKEN"}}
+        return run_failing(replace(job, oppo=block))

@@ -6,7 +6,10 @@ Runs in an environment of its own: `make test-aligner`.
 from __future__ import annotations
 
 import importlib.util
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from tests.support.ranks import run_ranks
 NO_DELTA = {"delta": {"rule": "fixed", "initial": 0, "max": 0}}
 DELTA = {"delta": {"rule": "fixed", "initial": 4, "max": 8}, "chunk": {"tokens": 4, "adaptive": False}}
 EVERY = list(range(32))
+EOS = 1
 
 
 def run(job: Job, world: int = 1, entry: str = "run") -> list[dict[str, Any]]:
@@ -46,20 +50,81 @@ def same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
             assert {name: a[name] for name in b} == b
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_without_delta_training_is_nemo_aligners(world: int) -> None:
-    job = Job(val_every=2, warmup=1)
-    same(run(replace(job, oppo=NO_DELTA), world), run(job, world))
+Runs = Callable[[int], list[dict[str, Any]]]
+PLAIN = Job(val_every=2, warmup=1, save_every=2)
+EACH = {"chunk": {"tokens": 1, "adaptive": False}}  # so that rows are streamed up to the limit of the longest
+CARRYING = Job(oppo=DELTA | EACH, val_every=2)
 
 
-@pytest.mark.parametrize(("world", "changes"), [(1, {}), (2, {}), (1, {"random_sampler": False})])
-def test_with_delta_every_prompt_is_trained_once(world: int, changes: dict[str, Any]) -> None:
-    results = run(Job(oppo=DELTA, **changes), world)
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """NeMo-Aligner's own run on so many replicas."""
+    return cache(lambda world: run(replace(PLAIN, folder=tmp_path_factory.mktemp("theirs")), world))
+
+
+@pytest.fixture(scope="module")
+def carrying() -> list[dict[str, Any]]:
+    """A run with delta on one replica."""
+    return run(CARRYING)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[Job, list[dict[str, Any]]]]:
+    """A run with delta that saves after every step, on so many replicas, and its job."""
+
+    @cache
+    def made(world: int) -> tuple[Job, list[dict[str, Any]]]:
+        job = Job(oppo=DELTA, greedy=True, save_every=1, folder=tmp_path_factory.mktemp("saved"))
+        return job, run(job, world)
+
+    return made
+
+
+def test_the_changed_import_alone_changes_nothing(theirs: Runs, tmp_path: Path) -> None:
+    ours, other = run(replace(PLAIN, oppo={}, folder=tmp_path)), theirs(1)
+    same(ours, other)
+    assert ours[0]["inferred"] == other[0]["inferred"], "the model's own infer is what generates"
+    for a, b in zip(ours[0]["rollouts"], other[0]["rollouts"], strict=True):
+        assert a.keys() == b.keys(), "nothing more is logged"
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"], "nothing more is written"
+
+
+def test_without_delta_training_is_nemo_aligners(theirs: Runs, tmp_path: Path) -> None:
+    ours, other = run(replace(PLAIN, oppo=NO_DELTA, folder=tmp_path), 2), theirs(2)
+    same(ours, other)
+    assert [result["inferred"] for result in ours] == [result["inferred"] for result in other]
+
+
+def once(results: list[dict[str, Any]], deferred: list[int]) -> None:
+    """Every prompt is trained once, and nothing stands behind the end of an answer."""
     assert trained(results) == EVERY
     rollouts = results[0]["rollouts"]
-    assert [row["oppo_deferred"] for row in rollouts] == [4, 4, 4, 0], "the epoch's end drains the pool"
+    assert [row["oppo_deferred"] for row in rollouts] == deferred, "the epoch's end drains the pool"
     assert any(row["oppo_stale_tokens"] > 0 for row in rollouts)
     assert results[0]["step"] == 4 and results[0]["consumed"] == 32
+    assert all(ends in ([], [-1]) for result in results for ends in result["endings"])
+
+
+def test_with_delta_every_prompt_is_trained_once(carrying: list[dict[str, Any]]) -> None:
+    once(carrying, [4, 4, 4, 0])
+
+
+def test_a_delta_that_replicas_do_not_divide_is_drawn_whole() -> None:
+    uneven = {"delta": {"rule": "fixed", "initial": 3, "max": 8}}
+    once(run(Job(oppo=DELTA | uneven), 2), [3, 3, 3, 0])
+
+
+def test_a_wave_ends_when_all_of_its_rows_have_begun() -> None:
+    ((early, late),) = run_ranks(1, "tests.aligner.jobs:rows_left", job=Job(greedy=True))
+    assert EOS not in early[:-1] and len(early) > 6, "not filled with NeMo's end until the longest context is reached"
+    assert len(late) > 8
+
+
+def test_with_wider_waves_in_the_order_of_the_data_every_prompt_is_trained_once() -> None:
+    once(
+        run(Job(oppo=DELTA | {"delta": {"rule": "fixed", "initial": 8, "max": 8}}, micro=4, random_sampler=False)),
+        [8, 8, 8, 0],
+    )
 
 
 def test_each_epoch_has_every_prompt_once() -> None:
@@ -73,11 +138,16 @@ def test_a_longer_answer_is_waited_for_in_the_end() -> None:
     assert max(row["oppo_max_deferrals"] for row in results[0]["rollouts"]) == 1
 
 
-def test_validation_leaves_the_pool_alone() -> None:
-    job = Job(oppo=DELTA, greedy=True)
-    plain, validated = run(job)[0], run(replace(job, val_every=1))[0]
+def test_validation_leaves_the_pool_alone(saved: Callable[[int], tuple[Job, list[dict[str, Any]]]]) -> None:
+    job, (plain,) = saved(1)
+    validated = run(replace(job, val_every=1, save_every=0))[0]
     assert plain["trained"] == validated["trained"]
     assert len(validated["validation"]) == 4 and validated["validation"][0]["rollout_size"] == 8
+
+
+def test_a_run_without_checkpoints_saves_nothing(tmp_path: Path) -> None:
+    result = run(Job(oppo=DELTA, save_every=1, stop_after=1, checkpoints=False, folder=tmp_path))[0]
+    assert result["step"] == 1 and not list(tmp_path.iterdir())
 
 
 def test_the_critics_warm_up_gives_its_rollouts_back() -> None:
@@ -92,54 +162,125 @@ def test_the_critics_warm_up_gives_its_rollouts_back() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_deferred_rows_survive_a_resume(world: int, tmp_path: Path) -> None:
-    job = Job(oppo=DELTA, greedy=True, save_every=2, folder=tmp_path)
-    whole = run(job, world)
+def test_deferred_rows_survive_a_resume(
+    world: int, saved: Callable[[int], tuple[Job, list[dict[str, Any]]]], tmp_path: Path
+) -> None:
+    job, whole = saved(world)
     assert whole[0]["rollouts"][1]["oppo_deferred"] == 4
-    resumed = run(replace(job, resume=2), world)
+    resume = replace(job, resume=2, resume_from=job.folder, folder=tmp_path)  # into a log folder of its own
+    resumed = run(resume, world)
     assert sorted(trained(whole, slice(0, 2)) + trained(resumed)) == EVERY
     for before, after in zip(whole, resumed, strict=True):
         assert before["trained"][2:] == after["trained"]
         assert all(torch.equal(before["weights"][name], after["weights"][name]) for name in before["weights"])
-    other = replace(job, resume=2, oppo=DELTA | {"delta": {"rule": "eq4"}})
-    for text in run_ranks(world, "tests.aligner.jobs:refused_resume", job=other):
+    other = replace(resume, oppo=DELTA | {"delta": {"rule": "eq4", "initial": 4, "max": 8}})
+    for text in refused(other, world):
         assert "trainer.ppo.oppo.delta.rule is eq4, but the checkpoint's run has fixed" in text
-    (tmp_path / "oppo" / "step-000002").rename(tmp_path / "oppo" / "step-000003")
-    refused = run_ranks(world, "tests.aligner.jobs:refused_resume", job=replace(job, resume=2))
-    for text in refused:
-        assert text.startswith("CheckpointError") and "no rows of step 2, only of 3, 4" in text
-    refused = run_ranks(3 - world, "tests.aligner.jobs:refused_resume", job=replace(job, resume=4))
-    for text in refused:
+    for text in refused(replace(resume, resume=4), 3 - world):
         assert (
             text.startswith("CheckpointError")
             and f"rows of {world} data-parallel replicas, there are {3 - world}" in text
         )
 
 
-@pytest.mark.parametrize("delta", [NO_DELTA, DELTA])
-def test_rewards_that_are_streamed_are_those_of_whole_sequences(delta: dict[str, Any]) -> None:
-    job = Job(oppo=delta | {"chunk": {"tokens": 4, "adaptive": False}}, val_every=2)
-    plain, streamed = run(job), run(job, entry="run_streamed")
-    same(streamed, plain)
-    pieces = streamed[0]["pieces"]
-    assert sum(count for _, count, _ in pieces) == sum(streamed[0]["lengths"].values()), "every token is sent once"
-    assert sum(final for *_, final in pieces) == 32 + 2 * 8
-    assert len(pieces) > 1.5 * 48, "most were begun before they were whole"
+def test_a_run_that_defers_no_more_drains_its_pool(
+    saved: Callable[[int], tuple[Job, list[dict[str, Any]]]], tmp_path: Path
+) -> None:
+    job, whole = saved(1)
+    resume = replace(job, resume=2, resume_from=job.folder, folder=tmp_path, oppo={}, save_every=0)
+    drained = run(resume)
+    assert sorted(trained(whole, slice(0, 2)) + trained(drained)) == EVERY
+    assert [row["oppo_deferred"] for row in drained[0]["rollouts"]] == [0, 0]
+    (text,) = refused(replace(resume, trt_llm=True), 1)
+    assert "deferred 4 rollouts of this replica" in text and "trainer.ppo.trt_llm.enable is true" in text
+
+
+def refused(job: Job, world: int) -> list[str]:
+    return run_ranks(world, "tests.aligner.jobs:refused_resume", job=job)
+
+
+def test_sidecars_live_and_die_with_nemos_checkpoints(
+    saved: Callable[[int], tuple[Job, list[dict[str, Any]]]], tmp_path: Path
+) -> None:
+    shutil.copytree(saved(2)[0].folder, tmp_path, dirs_exist_ok=True)
+    job = replace(saved(2)[0], folder=tmp_path)
+    rows = tmp_path / "checkpoints-oppo"
+    assert sorted(path.name for path in rows.iterdir()) == ["step-000001", "step-000002", "step-000004"]
+    ((ranked, listed),) = run_ranks(1, "tests.aligner.jobs:topk_of_next_run", job=job)
+    assert [name.split("-")[1] for name in ranked] == [name.split("-")[1] for name in listed] == ["step=1", "step=2"]
+    spoiled = next((rows / "step-000002").glob("replica-00001.safetensors"))
+    spoiled.write_bytes(spoiled.read_bytes()[:-1])
+    for text in refused(replace(job, resume=2), 2):
+        assert text.startswith("CheckpointError") and "replica-00001.safetensors" in text
+    (rows / "step-000002").rename(rows / "step-000003")
+    for text in refused(replace(job, resume=2), 2):
+        assert text.startswith("CheckpointError") and "no rows of step 2, only of 1, 3, 4" in text
+    rows.rename(tmp_path / "elsewhere")
+    for text in refused(replace(job, resume=2), 2):
+        assert "checkpoints-oppo does not exist: no deferred rollouts are carried into this run" in text
+
+
+def check_streamed(streamed: list[dict[str, Any]], num_rows: int) -> None:
+    pieces = [piece for result in streamed for piece in result["pieces"]]
+    lengths = sum(length for result in streamed for length in result["lengths"].values())
+    assert sum(count for _, count, _ in pieces) == lengths, "every token is sent once"
+    assert sum(final for *_, final in pieces) == num_rows
+    assert len(pieces) > 1.5 * num_rows, "most were begun before they were whole"
+
+
+def test_rewards_that_are_streamed_are_those_of_whole_sequences(theirs: Runs, tmp_path: Path) -> None:
+    job = replace(PLAIN, oppo=NO_DELTA | EACH, folder=tmp_path)
+    streamed = run(job, entry="run_streamed")
+    same(streamed, theirs(1))
+    check_streamed(streamed, 40 + 2 * 8)
+    assert streamed[0]["inferred"] == theirs(1)[0]["inferred"]
+
+
+def test_rewards_of_deferred_rows_are_those_of_whole_sequences(carrying: list[dict[str, Any]]) -> None:
+    streamed = run(CARRYING, entry="run_streamed")
+    same(streamed, carrying)
+    check_streamed(streamed, 32 + 2 * 8)
+
+
+def test_the_last_pipeline_stage_streams_while_it_draws() -> None:
+    job = Job(oppo=DELTA, pp=2)
+    first, last = run(job, 2, entry="run_streamed")
+    assert trained([last]) == EVERY and first["trained"] == last["trained"]
+    assert not first["pieces"]
+    check_streamed([last], 32)
+    means = [sum(first["rewards"][i : i + 8]) / 8 for i in range(0, 32, 8)]
+    assert [row["rewards"] for row in first["rollouts"]] == pytest.approx(means)
+
+
+def test_a_scorer_that_fails_one_replica_ends_all_of_them() -> None:
+    mine, other = run_ranks(2, "tests.aligner.jobs:run_refused", timeout_s=60.0, job=Job(oppo=DELTA), rank=1)
+    assert other.startswith("RewardError: the scorer at") and "answered 401" in other
+    assert mine.startswith("RewardError: rank 1: the scorer at") and "answered 401" in mine
 
 
 def test_what_generates_without_a_break_is_refused() -> None:
     job = Job(oppo=DELTA)
-    refused = run_ranks(1, "tests.aligner.jobs:refusal", job=job, **{"trt_llm.enable": True})[0]
-    assert "trainer.ppo.trt_llm.enable is true" in refused and "set it to false" in refused
-    refused = run_ranks(1, "tests.aligner.jobs:refusal", job=job, batch_iterator_cls=dict)[0]
-    assert "the batch iterator is dict" in refused and "use_flask" in refused
-    refused = run_ranks(1, "tests.aligner.jobs:refusal", job=replace(job, oppo={"delta": {"max": 9}}))[0]
-    assert "delta.max 9 is more than the batch of 8" in refused
-    refused = run_ranks(1, "tests.aligner.jobs:refusal", job=replace(job, oppo={"dleta": {}}))[0]
-    assert "ConfigError" in refused and "dleta" in refused and "delta" in refused
-    refused = run_ranks(1, "tests.aligner.jobs:refusal", job=job, oppo=5)[0]
-    assert "trainer.ppo.oppo is 5, but must be a section of keys" in refused
+    said = run_ranks(1, "tests.aligner.jobs:refusal", job=job, **{"trt_llm.enable": True})[0]
+    assert "trainer.ppo.trt_llm.enable is true" in said and "set it to false" in said
+    alone = run_ranks(1, "tests.aligner.jobs:refusal", job=replace(job, oppo={}), **{"trt_llm.enable": True})
+    assert alone == ["taken"], "what generates there is the model's own affair"
+    said = run_ranks(1, "tests.aligner.jobs:refusal", job=job, batch_iterator_cls=dict)[0]
+    assert "the batch iterator is dict" in said and "use_flask" in said
+    said = run_ranks(1, "tests.aligner.jobs:refusal", job=replace(job, oppo={"delta": {"max": 9}}))[0]
+    assert "delta.max 9 is more than the batch of 8" in said
+    said = run_ranks(1, "tests.aligner.jobs:refusal", job=replace(job, oppo={"dleta": {}}))[0]
+    assert "ConfigError" in said and "dleta" in said and "delta" in said
+    said = run_ranks(1, "tests.aligner.jobs:refusal", job=job, oppo=5)[0]
+    assert "trainer.ppo.oppo is 5, but must be a section of keys" in said
     assert run_ranks(1, "tests.aligner.jobs:refusal", job=job) == ["taken"]
+
+
+def test_a_disk_that_fails_one_rank_ends_all_of_them(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints-oppo").write_text("a file where the folder is to be")
+    job = Job(oppo=DELTA, save_every=1, stop_after=1, folder=tmp_path)
+    mine, other = run_ranks(2, "tests.aligner.jobs:run_failing", timeout_s=60.0, job=job)
+    assert mine.startswith("CheckpointError") and "checkpoints-oppo" in mine
+    assert other.startswith("CheckpointError: rank 0: ") and "see to the disk" in other
 
 
 @pytest.mark.parametrize("tied", [False, True])

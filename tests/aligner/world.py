@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from omegaconf import OmegaConf
 
 from oppo_megatron.integrations.nemo_aligner import PPOTrainer
 from tests.aligner.actor import EOS, TinyActor, actor_config, start_megatron
+from tests.aligner.checkpoints import attach, restore
 from tests.aligner.job import Job
 
 DIGITS, FIRST = 8, 4  # a prompt begins with its index in base 8, by tokens 4..11
@@ -40,15 +41,20 @@ def index_of(tokens: torch.Tensor) -> int:
 
 @dataclass
 class Critic:
-    """Rewards and values that are functions of the tokens; remembers what it was trained with."""
+    """Rewards and values that are functions of the tokens; remembers what it was asked and trained with."""
 
     trained: list[list[int]] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    endings: list[list[int]] = field(default_factory=list)
     saved: int = 0
 
     def infer_rm_critic(self, rollout: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         tokens, lengths = rollout["response_tokens"], rollout["response_lengths"]
         inside = torch.arange(tokens.size(1)) < lengths[:, None]
         rewards = ((tokens % 2 == 0) & inside).float().sum(-1) / lengths
+        self.rewards += rewards.tolist()
+        rows = zip(tokens.tolist(), rollout["prompt_lengths"].tolist(), lengths.tolist(), strict=True)
+        self.endings += [[i - length for i in range(first, length) if row[i] == EOS] for row, first, length in rows]
         return rewards, torch.where(inside, (tokens % 5).float() / 10, 0.0)[:, 1:]
 
     def train(self, data: Mapping[str, torch.Tensor]) -> None:
@@ -83,22 +89,6 @@ class Log:
 
     def of(self, prefix: str) -> list[dict[str, Any]]:
         return [metrics for found, _, metrics in self.rows if found == prefix]
-
-
-class Checkpoints:
-    """NeMo's callback as the trainer uses it; keeps the weights of each save."""
-
-    def __init__(self, folder: Path, actor: TinyActor):
-        self.dirpath, self.actor = str(folder), actor
-
-    def custom_save(self, monitor_candidates: Mapping[str, torch.Tensor], is_train_end: bool) -> None:
-        state = {name: int(monitor_candidates[name]) for name in ("step", "consumed_samples", "epoch")}
-        state["ppo_optimization_step"] = int(monitor_candidates["ppo_optimization_step"])
-        if torch.distributed.get_rank() == 0:
-            folder = Path(self.dirpath)
-            folder.mkdir(parents=True, exist_ok=True)
-            torch.save((state, self.actor.model.state_dict()), folder / f"step={state['step']}.pt")
-        torch.distributed.barrier()
 
 
 class Timer:
@@ -148,15 +138,15 @@ def arguments(job: Job) -> Iterator[tuple[str, Any]]:
     yield "rm_critic", Critic()
     yield "batch_iterator_cls", get_batch_iterator_cls(cfg.batch_iterator)
     yield "logger", Log()
-    yield "ckpt_callback", Checkpoints(job.folder, actor)
+    yield "ckpt_callback", attach(job, actor)
     yield "run_timer", Timer(job.stop_after)
 
 
 def started(job: Job) -> dict[str, Any]:
     """megatron set up for the job, and the arguments of its trainer."""
-    start_megatron(job.micro, job.batch, job.seed)
+    start_megatron(job.micro, job.batch, job.seed, job.pp)
     given = dict(arguments(job))
-    torch.manual_seed(job.seed + torch.distributed.get_rank())
+    torch.manual_seed(job.seed + parallel_state.get_data_parallel_rank())
     return given
 
 
@@ -167,7 +157,5 @@ def build(job: Job) -> tuple[Any, dict[str, Any]]:
     given = started(job)
     trainer = (Theirs if job.oppo is None else PPOTrainer)(**given)
     if job.resume is not None:
-        state, weights = torch.load(job.folder / f"step={job.resume}.pt", weights_only=True)
-        given["model"].model.load_state_dict(weights)
-        trainer.load_state_dict(state)
+        trainer.load_state_dict(restore(given["model"]))
     return trainer, given

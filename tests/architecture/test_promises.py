@@ -11,12 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from oppo_megatron.config.renamed import renamed
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "promises.md"
 NONE = "**none**"
 BREAK = "<br>"
 ROW = re.compile(r"^\| (?P<promise>.+) \| (?P<tests>.+) \| (?P<tiers>.*?) ?\|$")
 NAME = re.compile(r"`(tests/[\w/]+\.py)::(\w+(?:::\w+)?)`")
+KEY = re.compile(r"`([a-z_.]+)(?:: [^`]*)?`")
 COUNTS = re.compile(r"^Promises: (\d+), guarded: (\d+), unguarded: (\d+)\.$", re.MULTILINE)
 LISTS = (ast.List, ast.Tuple)
 
@@ -106,8 +109,8 @@ def checked_rooms() -> re.Pattern[str]:
 def tier(file: str, found: set[str]) -> str:
     if file.startswith("tests/gpu/") or "gpu" in found:
         return "gpu"
-    if file.startswith("tests/slurm/"):
-        return "slurm"
+    if file.startswith(("tests/slurm/", "tests/nvrx/")):
+        return file.split("/")[1]
     if "long" in found:
         return "long"
     return "check" if checked_rooms().match(file) and "slow" not in found else "test"
@@ -128,6 +131,7 @@ def problems(page: str) -> list[str]:
         expected = tuple(right) if len(set(right)) > 1 else tuple(right[:1])
         if len(right) == len(row.tests) and row.tiers != expected:
             wrong.append(f"{row.text}: tier {BREAK.join(row.tiers)!r}, but the marks say {BREAK.join(expected)!r}")
+    wrong += [f"{row.text}: {told}" for row in rows for key in KEY.findall(row.text) if (told := renamed(key))]
     texts = [row.text for row in rows]
     wrong += [f"{text}: stands there twice" for text in sorted({text for text in texts if texts.count(text) > 1})]
     guarded = sum(bool(row.tests) for row in rows)
@@ -150,6 +154,7 @@ SOME_LONG = "tests/e2e/test_layouts.py::test_layout_trains_as_one_process"
 LONG = "tests/e2e/test_tutorial.py::test_followed_to_the_letter"
 MODULE_SLOW = "tests/e2e/test_demo.py::test_figures"
 GPU = "tests/gpu/test_cuda.py::test_draws_never_leave_the_support"
+NVRX = "tests/nvrx/test_ft_launcher.py::test_a_run_that_it_stops_and_starts_again_ends_as_if_nothing_had_been"
 SLURM = "tests/slurm/test_preemption.py::test_a_job_is_told_to_stop_requeued_and_finishes_as_if_nothing_had_been"
 
 
@@ -158,7 +163,7 @@ SLURM = "tests/slurm/test_preemption.py::test_a_job_is_told_to_stop_requeued_and
     [
         ([HERE], ["check"], (1, 1, 0), None),
         ([PLAIN, SOME_LONG, MODULE_SLOW], ["test"], (1, 1, 0), None),
-        ([HERE, LONG, GPU, SLURM], ["check", "long", "gpu", "slurm"], (1, 1, 0), None),
+        ([HERE, LONG, GPU, SLURM, NVRX], ["check", "long", "gpu", "slurm", "nvrx"], (1, 1, 0), None),
         ([], [], (1, 0, 1), None),
         ([HERE + "_not"], ["check"], (1, 1, 0), "there is no test"),
         (["tests/e2e/test_resume.py::CASES"], ["test"], (1, 1, 0), "there is no test"),
@@ -181,6 +186,13 @@ def test_each_fault_of_a_page_is_found(
     page = f"| promise | test | tier |\n|---|---|---|\n| It holds | {cells} | {BREAK.join(tiers)} |\n\n{last}\n"
     found = problems(page)
     assert [says in each for each in found] == [True] if says else found == []
+
+
+@pytest.mark.parametrize("text", ["`preempt.enabled: false` does it", "`max_steps` extends a run", "up to `preempt.deadline_s`"])
+def test_an_old_name_of_a_setting_is_found(text: str) -> None:
+    page = f"| promise | test | tier |\n|---|---|---|\n| {text} | `{HERE}` | check |\n\nPromises: 1, guarded: 1, unguarded: 0.\n"
+    (found,) = problems(page)
+    assert "is now" in found
 
 
 @pytest.mark.parametrize(

@@ -7,20 +7,29 @@ import os
 import signal
 import threading
 import time
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from oppo_megatron.cluster.world import World
+from oppo_megatron.config.ppo import NEEDS
 from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.engine import generation
+from oppo_megatron.engine.completions import PromptDecoder
 from oppo_megatron.engine.executor import Executor, RoleWorker
-from oppo_megatron.engine.rounds import RoundRunner
+from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.errors import OppoError
-from oppo_megatron.mcore.training import TrainedModel
-from oppo_megatron.schedule.actions import Action
+from oppo_megatron.mcore.out_of_memory import LessAtOnce
+from oppo_megatron.mcore.training import StepReport, TrainedModel
+from oppo_megatron.records import Prompt, Rollout
+from oppo_megatron.schedule.actions import Action, Op
 from oppo_megatron.train.critic import Critic
 from oppo_megatron.train.entry import run_ppo, run_rank
 from oppo_megatron.train.guards.rollback import RollBack
@@ -30,7 +39,7 @@ from oppo_megatron.train.run_state import RunState
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.resuming import Found
 from oppo_megatron.train.saving.saver import Saver
-from tests.support.limits import room_for
+from tests.support.limits import begun_within, room_for
 
 
 def train(config: dict[str, Any]) -> None:
@@ -46,34 +55,77 @@ def train_with_environment(config: dict[str, Any], environment: dict[str, str]) 
         train(config)
 
 
+def train_with_responses(config: dict[str, Any], responses_per_prompt: int) -> None:
+    """`train`, where the preset's algorithm asks for so many responses a prompt."""
+    preset = TrainConfig(**config).algorithm.preset
+    needs = replace(NEEDS[preset], responses_per_prompt=responses_per_prompt)
+    with mock.patch.dict(NEEDS, {preset: needs}):
+        train(config)
+
+
+@dataclass
+class Disturbed:
+    """A role's worker in an executor; `disturb` is called before it computes, and before it takes a message."""
+
+    worker: RoleWorker
+    disturb: Callable[[Action], None]
+
+    def live(self, action: Action) -> bool:
+        return self.worker.live(action)
+
+    def compute(self, action: Action) -> int:
+        self.disturb(action)
+        return self.worker.compute(action)
+
+    def outbox(self, action: Action) -> Sequence[Tensor]:
+        return self.worker.outbox(action)
+
+    def inbox(self, action: Action) -> Iterator[Tensor]:
+        self.disturb(action)
+        yield from self.worker.inbox(action)
+
+
+@contextmanager
+def disturbing(disturb: Callable[[int, Action], None]) -> Iterator[None]:
+    """In the block `disturb(rank, action)` comes before what this rank's executors compute, and before what they take."""
+    run = Executor.run
+
+    def disturbed(executor: Executor, actions: Sequence[Action], shift: int = 0) -> None:
+        tell = partial(disturb, executor.rank)
+        workers = {role: Disturbed(worker, tell) for role, worker in executor.workers.items()}
+        with mock.patch.object(executor, "workers", workers):
+            run(executor, actions, shift)
+
+    with mock.patch.object(Executor, "run", disturbed):
+        yield
+
+
 def train_with_a_death(config: dict[str, Any], rank: int, at: str) -> tuple[str, str, float]:
     """`train`, but `rank` dies when it is about to do the action `at` for the second time: its error, and the seconds to it."""
     seen = []
-    compute = Executor._compute
 
-    def mortal(executor: Executor, action: Action, worker: RoleWorker) -> int:
-        if executor.rank == rank and str(action) == at:
+    def mortal(own: int, action: Action) -> None:
+        if own == rank and str(action) == at:
             seen.append(action)
             if len(seen) == 2:
                 os._exit(9)
-        return compute(executor, action, worker)
 
-    with mock.patch.object(Executor, "_compute", mortal):
+    with disturbing(mortal):
         return _error_of(config)
 
 
 def train_with_a_death_in_an_update(config: dict[str, Any], rank: int, nth: int) -> tuple[str, str, float]:
     """`train`, but `rank` dies within its `nth` optimizer step, before the gradients' norm: as `train_with_a_death`."""
     seen = []
-    finish = TrainedModel._checked_step
+    step = TrainedModel.step
 
-    def mortal(trained: TrainedModel) -> float:
+    def mortal(trained: TrainedModel, *args: Any) -> StepReport:
         seen.append(trained)
         if dist.get_rank() == rank and len(seen) == nth:
-            os._exit(9)
-        return finish(trained)
+            trained.optimizer.prepare_grads = partial(os._exit, 9)
+        return step(trained, *args)
 
-    with mock.patch.object(TrainedModel, "_checked_step", mortal):
+    with mock.patch.object(TrainedModel, "step", mortal):
         return _error_of(config)
 
 
@@ -89,14 +141,12 @@ def _error_of(config: dict[str, Any]) -> tuple[str, str, float]:
 
 def train_beside_a_slow_rank(config: dict[str, Any], rank: int, seconds: float) -> None:
     """`train`, where `rank` takes a while before it takes a message."""
-    receive = Executor._receive
 
-    def slow(executor: Executor, action: Action, worker: RoleWorker) -> None:
-        if executor.rank == rank:
+    def slow(own: int, action: Action) -> None:
+        if own == rank and action.op is Op.RECV:
             time.sleep(seconds)
-        receive(executor, action, worker)
 
-    with mock.patch.object(Executor, "_receive", slow):
+    with disturbing(slow):
         train(config)
 
 
@@ -131,6 +181,35 @@ def train_within(config: dict[str, Any], mebibytes: int, rank: int = 0) -> None:
         train(config)
 
 
+def train_with_short_evaluation(
+    config: dict[str, Any], most: int, decode: int | None = None
+) -> tuple[str | None, int, list[int]]:
+    """`train`, where held-out evaluation has memory for decode steps of `most` sequences, and the run's own bound is `decode`.
+
+    The limit that ended this rank and to what it is to be lowered, if one did, and how many sequences were decoded at once.
+    """
+    sizes: list[int] = []
+    respond, step = PromptDecoder.decode, generation.step
+
+    def failing(model: Any, cache: Any, seq_ids: Any, lens: Any, *rest: Any) -> torch.Tensor:
+        if set(lens) == {1}:
+            sizes.append(len(lens))
+            if len(lens) > most:
+                raise MemoryError("no more")
+        return step(model, cache, seq_ids, lens, *rest)
+
+    def short(decoder: PromptDecoder, prompts: Sequence[Prompt]) -> list[Rollout]:
+        with mock.patch.object(generation, "step", failing):
+            return list(respond(decoder, prompts))
+
+    with mock.patch.object(PromptDecoder, "decode", short), begun_within(decode=decode):
+        try:
+            train(config)
+        except LessAtOnce as error:
+            return error.limit, error.most, sizes
+    return None, 0, sizes
+
+
 def run_rank_within(kind: str, config: Any) -> int:
     """`run_rank`, where the process of the last rank may not grow by more than BOUND_MB once its models are built."""
     run = TrainingLoop.run
@@ -144,8 +223,11 @@ def run_rank_within(kind: str, config: Any) -> int:
         return run_rank(kind, config)
 
 
-def train_until(config: dict[str, Any], rounds: int, rank: int = 0) -> bool:
-    """`train`, where `rank` alone is told to stop once it has begun so many rounds; whether the run ended by itself."""
+def train_until(config: dict[str, Any], rounds: int, rank: int = 0, most: int | None = None) -> bool:
+    """`train`, where `rank` alone is told to stop once it has begun so many rounds; whether the run ended by itself.
+
+    `most`: memory has run out with more tokens of a micro-batch that is trained.
+    """
     checked = TrainConfig(**config)
     preemption = Preemption(checked.preempt_deadline_s)
     run, begun = RoundRunner.run, 0
@@ -158,7 +240,7 @@ def train_until(config: dict[str, Any], rounds: int, rank: int = 0) -> bool:
         return run(runner, *args)
 
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    with mock.patch.object(RoundRunner, "run", counting):
+    with mock.patch.object(RoundRunner, "run", counting), begun_within(train=most):
         return run_ppo(checked, world, read_inputs(checked), preemption)
 
 

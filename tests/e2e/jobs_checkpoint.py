@@ -27,15 +27,16 @@ from oppo_megatron.errors import OppoError
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.rundir.space import clear_when_full
 from oppo_megatron.train.entry import run_ppo
-from oppo_megatron.train.guards.rollback import Rollbacks
+from oppo_megatron.train.guards.rollback import RollBack, Rollbacks
 from oppo_megatron.train.inputs import Inputs, read_inputs
 from oppo_megatron.train.loop import TrainingLoop
 from oppo_megatron.train.saving import writing
-from oppo_megatron.train.saving.layout import ROLLOUTS
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.resuming import Found, find_checkpoint
 from oppo_megatron.train.saving.saver import Saver
-from oppo_megatron.train.saving.state import rollout_lines, run_state
+from oppo_megatron.train.saving.snapshot import ROLLOUTS
+from oppo_megatron.train.saving.state import frozen_models, rollout_lines, run_state
+from oppo_megatron.train.saving.telling import config_state
 from oppo_megatron.train.saving.writing import CheckpointWriting
 from oppo_megatron.train.setup import build_loop
 from tests.support.checkpoint_mutations import mutate
@@ -122,6 +123,37 @@ def run_with_small_files(config: dict[str, Any], num_bytes: int, within: str) ->
     return "", ""
 
 
+def end_without_space_for_a_checkpoint(config: dict[str, Any]) -> tuple[str, str]:
+    """A run none of whose checkpoints can be written: its error, if it ends with one, and what it says on the console."""
+    said, place = io.StringIO(), "oppo_megatron.train.saving.writing:CheckpointWriting.run"
+    with contextlib.redirect_stdout(said):
+        _, message = run_with_small_files(config, 9_000, place)
+    return message, said.getvalue()
+
+
+def resume_noting_syncs(config: dict[str, Any]) -> list[tuple[float, str, int]]:
+    """A run, or what is left of it: (monotonic seconds, path, time of the last change in ns) of what was brought to the disk.
+
+    A change of a folder's name by this rank is noted as (seconds, the new name, -1).
+    """
+    noted: list[tuple[float, str, int]] = []
+    sync, rename = os.fsync, Path.rename
+
+    def fsync(handle: int) -> None:
+        changed = os.fstat(handle).st_mtime_ns
+        sync(handle)
+        noted.append((time.monotonic(), os.readlink(f"/proc/self/fd/{handle}"), changed))
+
+    def renamed(path: Path, target: Path) -> Path:
+        noted.append((time.monotonic(), str(target), -1))
+        return rename(path, target)
+
+    checked, world = TrainConfig(**config), World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    with mock.patch.object(os, "fsync", fsync), mock.patch.object(Path, "rename", renamed):
+        run_ppo(checked, world, read_inputs(checked), Preemption(checked.preempt_deadline_s))
+    return noted
+
+
 def run_with_a_slow_disk(config: dict[str, Any], late_s: float, full_on: int | None = None) -> tuple[str, list[int]]:
     """A run each of whose checkpoints begins to be written `late_s` after its snapshot; on one rank there is no space for it.
 
@@ -129,7 +161,7 @@ def run_with_a_slow_disk(config: dict[str, Any], late_s: float, full_on: int | N
     """
     checked, steps = TrainConfig(**config), []
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    write, step = CheckpointWriting.run, TrainingLoop._step
+    write, run = CheckpointWriting.run, TrainingLoop.run
     running: list[TrainingLoop] = []
 
     def slow(self: CheckpointWriting) -> int:
@@ -143,14 +175,14 @@ def run_with_a_slow_disk(config: dict[str, Any], late_s: float, full_on: int | N
         steps.append(running[0].state.done)
         return num_bytes
 
-    def noted(self: TrainingLoop, *args: Any) -> bool:
-        running[:] = [self]
-        return step(self, *args)
+    def noted(self: TrainingLoop) -> bool:
+        running.append(self)
+        return run(self)
 
-    with mock.patch.object(CheckpointWriting, "run", slow), mock.patch.object(TrainingLoop, "_step", noted):
+    with mock.patch.object(CheckpointWriting, "run", slow), mock.patch.object(TrainingLoop, "run", noted):
         try:
             run_ppo(checked, world, read_inputs(checked), Preemption(checked.preempt_deadline_s))
-        except OppoError as error:
+        except (OppoError, RollBack) as error:
             return f"{type(error).__name__}: {error}", steps
     return "", steps
 
@@ -247,7 +279,9 @@ def _differences(loop: TrainingLoop, found: Found) -> list[str]:
     """What of the loop is not what the file says, where that is not the configuration's to decide."""
     now = json.loads(json.dumps(run_state(loop.state, loop.config)))
     names = ["done", "actor", "updates", "phase"]
-    names += ["books"] if found.state["layout"] == now["layout"] and found.state["caches"] else []
+    cached = found.state["caches"] and found.state["layout"] == now["layout"]
+    cached = cached and frozen_models(found.state["config"]) == frozen_models(config_state(loop.config))
+    names += ["books"] if cached else []
     differing = [name for name in names if now[name] != found.state[name]]
     differing += [key for key in ("num_consumed", "due") if now["scheduler"][key] != found.state["scheduler"][key]]
     lines = [json.loads(line) for line in (found.folder / ROLLOUTS).read_text().splitlines()]

@@ -32,9 +32,10 @@ def train_with_a_shared_reference(config: dict[str, Any]) -> int:
         for name, param in worker.model.named_parameters():
             assert param is actor.role.serving.get_parameter(name), name
             shared += param.numel()
-        fused, ours = worker.model._fused, actor.role.serving._fused
+        fused, ours = worker.model.fused, actor.role.serving.fused
         assert fused is not None and ours is not None
-        assert fused.layers[0].down is ours._bare[0].down is not ours.layers[0].down, "laid-out weights are shared, too"
+        bare = ours.without_adapters(worker.model.groups.collection.tp)
+        assert fused.layers[0].down is bare.layers[0].down is not ours.layers[0].down, "laid-out weights are shared, too"
         return run(loop)
 
     with mock.patch.object(TrainingLoop, "run", looked_at):

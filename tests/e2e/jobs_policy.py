@@ -17,8 +17,7 @@ from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.mcore.model import build_model
 from oppo_megatron.mcore.weights.hf_source import open_weights
 from oppo_megatron.mcore.weights.hf_weights import export_weights, load_weights
-from oppo_megatron.policy.finding import Choice, find_policy, read_run
-from oppo_megatron.policy.fitting import policy_tokenizer, require_layout
+from oppo_megatron.policy.finding import Choice, find_policy, policy_tokenizer, read_run, require_layout
 from oppo_megatron.policy.loading import build_place, load_policy
 from oppo_megatron.records import Prompt
 

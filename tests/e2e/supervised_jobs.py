@@ -14,18 +14,23 @@ from oppo_megatron.train.reward_model import RewardModelling
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.sft import FineTuning
 from oppo_megatron.train.supervised import train_supervised
+from tests.support.limits import begun_within
 
 
-def train(kind: str, settings: dict[str, Any], stop_after: int | None = None) -> None:
-    """As `run_sft` and `run_reward_model`, in the process group that the test's ranks already have."""
+def train(kind: str, settings: dict[str, Any], stop_after: int | None = None, most: int | None = None) -> None:
+    """As `run_sft` and `run_reward_model`, in the process group that the test's ranks already have.
+
+    `most`: memory has run out with micro-batches of more tokens.
+    """
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     preemption = Preemption()
     if stop_after is not None:
         preemption = StopAfter(stop_after)
-    if kind == "sft":
-        train_supervised(SFTConfig(**settings), FineTuning(), world, preemption)
-    else:
-        train_supervised(RewardModelConfig(**settings), RewardModelling(), world, preemption)
+    with begun_within(train=most):
+        if kind == "sft":
+            train_supervised(SFTConfig(**settings), FineTuning(), world, preemption)
+        else:
+            train_supervised(RewardModelConfig(**settings), RewardModelling(), world, preemption)
 
 
 class StopAfter(Preemption):

@@ -6,6 +6,7 @@ to the same final weights, or in an error that says what is wrong.
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import random
 import shutil
@@ -22,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from oppo_megatron.rundir.checkpoints import CheckpointStore
+from oppo_megatron.rundir.checkpoints import CheckpointStore, Position
 from oppo_megatron.rundir.manifest import require_whole
 from tests.e2e.jobs_checkpoint import call, die_while_saving, resume_to_the_end, weights_digest
 from tests.support.checkpoint_mutations import canary
@@ -41,7 +42,6 @@ KINDS_OF_FILES = (
     CACHE_FILE,
     "manifest.json",
 )
-OFFSETS_EACH = 3
 STARTING = threading.Lock()
 
 
@@ -115,12 +115,12 @@ def in_a_process(servers: Any, job: Any, *args: Any) -> tuple[int, Any]:
         return process.exitcode, None
 
 
-def random_bytes(newest: Path) -> list[Fault]:
-    """Of each kind of file."""
+def random_bytes(newest: Path, each: int) -> list[Fault]:
+    """So many of each kind of file."""
     rng = random.Random(5)
     sizes = {path.name: path.stat().st_size for path in newest.rglob("*") if path.is_file()}
     sizes[".metadata.tmp"] = sizes[".metadata"]
-    return [AtByte(name, rng.randrange(sizes[name])) for name in KINDS_OF_FILES for _ in range(OFFSETS_EACH)]
+    return [AtByte(name, rng.randrange(sizes[name])) for name in KINDS_OF_FILES for _ in range(each)]
 
 
 def strike(begun: Begun, servers: Any, run: Path, fault: Fault, to_the_end: bool) -> bool:
@@ -154,8 +154,9 @@ def contents(checkpoints: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("offsets_each", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_killed_anywhere_in_a_save_the_run_continues_to_the_same_weights(
-    begun: Begun, servers: Any, tmp_path: Path
+    begun: Begun, servers: Any, tmp_path: Path, offsets_each: int
 ) -> None:
     """A checkpoint is saved in place of itself, so that its successor's getting the name is disturbed, too."""
 
@@ -165,8 +166,8 @@ def test_killed_anywhere_in_a_save_the_run_continues_to_the_same_weights(
 
     twelfth = cycle([True] + [False] * 11)
     with ThreadPoolExecutor(2) as pool:
-        at_bytes = random_bytes(sorted(begun.checkpoints.iterdir())[-1])
-        assert all(hits(at_bytes)) and len(at_bytes) >= 20
+        at_bytes = random_bytes(sorted(begun.checkpoints.iterdir())[-1], offsets_each)
+        assert all(hits(at_bytes)) and len(at_bytes) >= 7 * offsets_each
         num_events = 0
         while all(struck := hits([AtEvent(num_events + number) for number in range(4)])):
             num_events += 4
@@ -222,6 +223,33 @@ def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole(begun: Begun, s
     assert_ended_with_the_last_checkpoint_whole(begun, small_disk / "run", answers, "No space left on device")
 
 
+def test_a_run_whose_last_checkpoint_cannot_be_written_has_ended_and_says_so(begun: Begun, tmp_path: Path) -> None:
+    config = begun.again(tmp_path / "run")
+    config |= {"checkpoint": config["checkpoint"] | {"every_steps": 0}, "logging": {"console": "plain"}}
+    ((error, said),) = run_ranks(1, "tests.e2e.jobs_checkpoint:end_without_space_for_a_checkpoint", config=config)
+    assert error == ""
+    assert "the run has ended, but cannot be given more steps later: " in said and "File too large" in said
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
+    assert weights_digest(tmp_path / "run") == begun.final_weights
+    assert contents(tmp_path / "run" / "checkpoints") == contents(begun.checkpoints)
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(begun: Begun, tmp_path: Path) -> None:
+    """Every file and folder of it, of two ranks, as it was then left; and at last the name."""
+    config = begun.again(tmp_path / "run") | {"placement": {"mode": "disaggregated"}}
+    by_rank = run_ranks(2, "tests.e2e.jobs_checkpoint:resume_noting_syncs", config=config)
+    store, position = CheckpointStore(tmp_path / "run" / "checkpoints"), Position(2)
+    whole, aside = store.folder(position), store.aside(position)
+    synced = [each for noted in by_rank for each in noted]
+    (named_s,) = (seconds for seconds, path, changed in synced if path == str(whole) and changed == -1)
+    before = {(path, changed) for seconds, path, changed in synced if seconds < named_s}
+    parts = [whole, *whole.rglob("*")]
+    assert len(parts) > 8 and len({path.name for path in (whole / "caches").iterdir()}) == 2
+    for part in parts:
+        assert (str(aside / part.relative_to(whole)), part.stat().st_mtime_ns) in before, part
+    assert any(path == str(store.root) and seconds > named_s for seconds, path, changed in synced if changed != -1)
+
+
 def test_weights_that_cannot_be_written_are_told_of_and_leave_nothing(begun: Begun, tmp_path: Path) -> None:
     config = begun.again(tmp_path / "run")
     job, place = "tests.e2e.jobs_checkpoint:run_with_small_files", "oppo_megatron.train.weights:export_weights"
@@ -232,10 +260,7 @@ def test_weights_that_cannot_be_written_are_told_of_and_leave_nothing(begun: Beg
 
 def test_figures_that_cannot_be_written_are_told_of(begun: Begun, tmp_path: Path) -> None:
     config = begun.again(tmp_path / "run")
-    job, place = (
-        "tests.e2e.jobs_checkpoint:run_with_small_files",
-        "oppo_megatron.train.logs.journal:Journal._write_rollouts",
-    )
+    job, place = "tests.e2e.jobs_checkpoint:run_with_small_files", "oppo_megatron.train.logs.journal:Journal.step"
     kind, message = run_ranks(1, job, config=config, num_bytes=100, within=place)[0]
     assert kind == "CheckpointError" and message.startswith(f"{tmp_path / 'run'}: ") and "--resume" in message
 

@@ -52,7 +52,10 @@ def test_every_other_rank_names_the_action_it_waited_for(tmp_path_factory: pytes
         assert seconds < world * TIMEOUT_S + 20
 
 
-@pytest.mark.parametrize(("nth", "part"), [(2, "update actor, step 1"), (6, "update critic, step 1")])
+@pytest.mark.parametrize(
+    ("nth", "part"),
+    [(2, "update actor, step 1"), pytest.param(6, "update critic, step 1", marks=pytest.mark.long)],
+)
 def test_every_other_rank_names_the_update_it_was_in(
     tmp_path_factory: pytest.TempPathFactory, nth: int, part: str
 ) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from oppo_megatron.cli import generate
 from oppo_megatron.cli.main import main
 from oppo_megatron.policy import answering, answers
+from tests.support.configs import least_config
 from tests.support.hf import save_tiny
 from tests.support.ppo import SHAPE
 from tests.support.tokenizers import save_byte_level
@@ -85,6 +89,25 @@ def test_a_response_has_the_room_that_the_model_has(export: Path, capsys: pytest
     assert found["finish_reason"] in ("eos", "length") and found["tokens"] <= 256 - 240
     assert main(["generate", str(export), "--prompt", prompt * 2]) == 2
     assert "shorten it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "texts", "ids"),
+    [
+        ([], ("END",), (7,)),
+        (["--stop-id", "9", "--stop-id", "11"], ("END",), (7, 9, 11)),
+        (["--stop", "Q:"], ("Q:",), (7,)),
+    ],
+)
+def test_ids_join_those_of_the_run_and_texts_replace_its_own(
+    words: list[str], texts: tuple[str, ...], ids: tuple[int, ...], tmp_path: Path
+) -> None:
+    """As the help says.  An export has the run's ids among its own, so they end its responses whatever is asked for."""
+    parser = argparse.ArgumentParser()
+    generate.add_drawing_arguments(parser)
+    run = least_config(tmp_path, rollout={"batch_size": 8, "max_response_tokens": 100, "stop": ["END", 7]})
+    drawing = generate.drawing_of(parser.parse_args(words), SimpleNamespace(run=run), 8)
+    assert (drawing.stop, drawing.stop_token_ids) == (texts, ids)
 
 
 def test_a_layout_and_a_file_change_nothing(export: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

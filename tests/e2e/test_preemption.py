@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from oppo_megatron.errors import EXIT_REQUEUE
+from oppo_megatron.errors import EXIT_REQUEUE, INTERRUPTED
 from oppo_megatron.rundir.checkpoints import CheckpointStore
 from oppo_megatron.rundir.manifest import find_damage, read_manifest
 from oppo_megatron.train.saving.preemption import Preemption
@@ -25,11 +25,8 @@ from tests.support.ranks import run_ranks
 STEPS = 16
 
 
-@pytest.mark.slow
-def test_a_run_that_is_told_to_stop_and_a_run_whose_rank_is_killed_end_as_if_nothing_had_been(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    workspace = Workspace.create(tmp_path_factory.mktemp("preemption"))
+def stopped_killed_and_undisturbed(workspace: Workspace, *options: str) -> str:
+    """A run that is told to stop, resumed, and has a rank killed, beside one that is left alone; what the resumed one says."""
     changes: dict[str, Any] = {
         "steps": STEPS,
         "runtime.threads_per_rank": 1,  # a product's last bit may depend on how many threads make it
@@ -40,21 +37,46 @@ def test_a_run_that_is_told_to_stop_and_a_run_whose_rank_is_killed_end_as_if_not
     }
     config = deep(workspace, "preempted", **changes)
 
-    run = start(config, "--max-restarts", "1")
+    run = start(config, "--max-restarts", "1", *options)
     wait_until(run, lambda: num_lines(config) >= 2)
     run.send_signal(signal.SIGTERM)
     assert run.wait(60) == EXIT_REQUEUE, run.communicate()
 
-    run = start(config, "--resume", "--max-restarts", "1")
+    run = start(config, "--resume", "--max-restarts", "1", *options)
     wait_until(run, lambda: num_lines(config) >= 6)
     os.kill(rank_pids(config)[0], signal.SIGKILL)
     _, told = run.communicate(timeout=100)
-    assert run.returncode == 0 and "was ended by SIGKILL" in told and "0 of 1 restarts left" not in told
+    assert run.returncode == 0 and "was ended by SIGKILL" in told and "0 of 1 restarts left" not in told, told
 
     outcome, plain = read_outcome(Path(config["run_dir"])), run_ppo_ranks(deep(workspace, "plain", **changes))
     assert [line["step"] for line in outcome.metrics] == list(range(1, STEPS + 1))
     assert outcome.rollouts == plain.rollouts
     assert weight_distance(outcome.actor, plain.actor) == weight_distance(outcome.critic, plain.critic) == 0.0
+    return told
+
+
+@pytest.mark.slow
+def test_a_run_that_is_told_to_stop_and_a_run_whose_rank_is_killed_end_as_if_nothing_had_been(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    stopped_killed_and_undisturbed(Workspace.create(tmp_path_factory.mktemp("preemption")))
+
+
+@pytest.mark.long
+def test_a_rank_that_cannot_give_up_its_save_is_killed(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A stopped one: 8 s after `preempt_deadline_s` it is ended, with the run, which can go on."""
+    workspace = Workspace.create(tmp_path_factory.mktemp("stopped"))
+    config = deep(workspace, "stopped", steps=99, placement={"mode": "disaggregated"}, preempt_deadline_s=1.0)
+    run = start(config)
+    wait_until(run, lambda: num_lines(config) >= 1)
+    pids = rank_pids(config)
+    os.kill(pids[1], signal.SIGSTOP)
+    run.send_signal(signal.SIGTERM)
+    told = time.monotonic()
+    _, said = run.communicate(timeout=60)
+    assert run.returncode == EXIT_REQUEUE and not still_there(pids), said
+    assert 1 + 8 <= time.monotonic() - told < 25
+    assert "nothing was saved within preempt_deadline_s=1" in said
 
 
 def whole_checkpoints(config: dict[str, Any]) -> list[str]:
@@ -66,6 +88,7 @@ def whole_checkpoints(config: dict[str, Any]) -> list[str]:
     return [position.name for position in store.positions()]
 
 
+@pytest.mark.long
 def test_a_second_sigterm_ends_a_run_within_a_save_and_a_save_that_is_late_is_given_up(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
@@ -118,6 +141,23 @@ def test_sigterm_at_random_moments_to_either_rank(tmp_path_factory: pytest.TempP
         config["checkpoint"] = {"resume": True}
         assert whole_checkpoints(config)
     assert_bit_equal(run_ppo_ranks(config), plain)
+
+
+@pytest.mark.long
+def test_ranks_under_torchrun_save_on_ctrl_c(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A terminal sends it to torchrun and to both ranks, and torchrun passes it on; its own exit code is 1."""
+    workspace = Workspace.create(tmp_path_factory.mktemp("torchrun"))
+    changes: dict[str, Any] = CARRIED | {"steps": 14, "placement": {"mode": "disaggregated"}}
+    config = deep(workspace, "ctrl-c", **changes)
+    torchrun = "torch.distributed.run --standalone --nproc-per-node 2 -m oppo_megatron train"
+    run = start(config, module=torchrun, new_session=True)
+    wait_until(run, lambda: num_lines(config) >= 2)
+    os.killpg(run.pid, signal.SIGINT)
+    _, said = run.communicate(timeout=60)
+    assert run.returncode == 1 and INTERRUPTED in said and num_lines(config) < 14, said
+    assert len(whole_checkpoints(config)) == 1 and not still_there(rank_pids(config))
+    config["checkpoint"] = {"resume": True}
+    assert_bit_equal(run_ppo_ranks(config), run_ppo_ranks(deep(workspace, "plain", **changes)))
 
 
 def test_a_rank_that_is_told_while_ranks_agree_does_what_they_agreed(monkeypatch: pytest.MonkeyPatch) -> None:

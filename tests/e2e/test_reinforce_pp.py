@@ -21,7 +21,8 @@ from oppo_megatron.preflight.settings import check_train
 from oppo_megatron.train.guards.rejected import read_rejected
 from tests.support.hf import save_tiny
 from tests.support.layouts import STEADY_ADAM, WITHOUT_CRITIC, assert_same, deep
-from tests.support.ppo import SHAPE, Outcome, Workspace, run_ppo_ranks, weight_distance
+from tests.support.ppo import SHAPE, Outcome, Workspace, read_outcome, run_ppo_ranks, weight_distance
+from tests.support.ranks import run_ranks
 
 EPOCHS, CLIP, KL, ENTROPY, GAMMA, CLIP_GRAD = 2, 0.2, 0.05, 0.01, 0.97, 1.0
 CARRIED: dict[str, Any] = {
@@ -143,6 +144,25 @@ def test_overlap_and_layout_change_nothing(workspace: Workspace, plain: Outcome,
 def test_the_chunk_size_changes_nothing(workspace: Workspace, plain: Outcome, chunk: int) -> None:
     changes = {"overlap.intra": True, "overlap.chunk.tokens": chunk}
     assert_same(run_ppo_ranks(deep(workspace, f"chunk-{chunk}", **WITHOUT_CRITIC, **changes)), plain)
+
+
+def test_an_algorithm_may_ask_for_several_responses_a_prompt(workspace: Workspace) -> None:
+    """The run is, to the bit, that of data in which each row stands as often, one after the other."""
+    rows = (workspace.root / "data" / "prompts.jsonl").read_text().splitlines(keepends=True)
+    repeated = workspace.root / "each-twice.jsonl"
+    repeated.write_text("".join(row * 2 for row in rows))
+    common: dict[str, Any] = {**WITHOUT_CRITIC, **CARRIED, "data.shuffle": False, "steps": 2}
+    asked = workspace.config("two-responses", **common)
+    run_ranks(1, "tests.e2e.jobs:train_with_responses", config=asked, responses_per_prompt=2)
+    ours = read_outcome(Path(asked["run_dir"]))
+    plain = run_ppo_ranks(workspace.config("two-rows", **common, **{"data.path": str(repeated)}))
+    assert ours.tokens() == plain.tokens() and ours.batches() == plain.batches()
+    assert weight_distance(ours.actor, plain.actor) == 0
+    answers: dict[str, list[list[int]]] = {}
+    for row in sorted(ours.rollouts, key=lambda row: row["seq_id"]):
+        answers.setdefault(row["prompt"], []).append(row["tokens"])
+    pairs = [each for each in answers.values() if len(each) == 2]
+    assert len(pairs) >= 4 and all(first != second for first, second in pairs)
 
 
 def test_nothing_of_a_critic_is_written(workspace: Workspace, plain: Outcome) -> None:

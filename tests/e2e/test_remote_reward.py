@@ -134,6 +134,7 @@ def one_bad_day(addresses: list[str], services: list[Service], done: threading.E
         done.wait(timeout=120)
 
 
+@pytest.mark.long
 def test_an_outage_in_a_run_loses_nothing_and_invents_nothing(tmp_path: Path) -> None:
     """Late, garbage, NaN, a score missing, 500, cut off, out of range, nobody there: the run is the one of good days."""
     workspace = Workspace.create(tmp_path)

@@ -6,6 +6,7 @@ step) or within a rollout (by being told to stop on one rank).
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,10 @@ from typing import Any
 import pytest
 
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.layout.placements import world_size
+from oppo_megatron.data.tokenizer import train_sentencepiece
+from oppo_megatron.layout.placements import layout_tree, world_size
+from oppo_megatron.rundir.directory import RunDirectory
+from oppo_megatron.rundir.memory_limits import lower_memory_limit, read_memory_limits
 from tests.support.layouts import DEEP, WITHOUT_CRITIC, assert_same, deep
 from tests.support.ppo import Outcome, Workspace, run_ppo_ranks, weight_distance
 from tests.support.ranks import run_ranks
@@ -49,6 +53,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 WIDEST = "PP2 | 1, tied, bfloat16"
+MEMORY_LIMIT = 1_000_000
+"""Tokens of a micro-batch: more than there are, so that it is known of without a change."""
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +62,16 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     return Workspace.create(tmp_path_factory.mktemp("resume"))
 
 
-def stop(config: dict[str, Any], rounds: int, rank: int = 0) -> None:
-    """Run until `rank` is told to stop in its round number `rounds`."""
+@pytest.fixture(scope="module")
+def carried(workspace: Workspace) -> Outcome:
+    """The undisturbed run on one rank with rollouts that are carried over."""
+    return run_ppo_ranks(deep(workspace, "carried", **CARRIED))
+
+
+def stop(config: dict[str, Any], rounds: int, rank: int = 0, most: int | None = None) -> None:
+    """Run until `rank` is told to stop in its round number `rounds`; `most`: a bound of memory that has been met."""
     world = world_size(TrainConfig(**config))
-    ended = run_ranks(world, "tests.e2e.jobs:train_until", config=config, rounds=rounds, rank=rank)
+    ended = run_ranks(world, "tests.e2e.jobs:train_until", config=config, rounds=rounds, rank=rank, most=most)
     assert ended == [False] * world, "the run was over before it was to stop"
 
 
@@ -69,6 +81,17 @@ def resumed(config: dict[str, Any]) -> Outcome:
 
 def checkpoints(config: dict[str, Any]) -> list[str]:
     return sorted(path.name for path in (Path(config["run_dir"]) / "checkpoints").iterdir())
+
+
+def last_checkpoint(config: dict[str, Any]) -> Path:
+    return Path(config["run_dir"]) / "checkpoints" / checkpoints(config)[-1]
+
+
+def memory_bounds(config: dict[str, Any]) -> list[list[int]]:
+    """Of training, prefill and decoding (0: none), by rank, in the last checkpoint."""
+    state = json.loads((last_checkpoint(config) / "state.json").read_text())
+    bounds: list[list[int]] = state["memory"]["ranks"]
+    return bounds
 
 
 def assert_bit_equal(outcome: Outcome, plain: Outcome) -> None:
@@ -81,6 +104,12 @@ def assert_bit_equal(outcome: Outcome, plain: Outcome) -> None:
     assert weight_distance(outcome.critic, plain.critic) == 0.0
 
 
+def furthest_logprob(outcome: Outcome, other: Outcome) -> float:
+    """Between log-probs that tokens were sampled with."""
+    ours, theirs = ({row["seq_id"]: row["logprobs"] for row in each.rollouts} for each in (outcome, other))
+    return max(abs(a - b) for seq_id in ours for a, b in zip(ours[seq_id], theirs[seq_id], strict=False))
+
+
 def untimed(line: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in line.items() if not name.endswith(TIMES)}
 
@@ -88,10 +117,12 @@ def untimed(line: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.long) if case == WIDEST else case for case in CASES]
 )
-def test_stopped_within_rollouts_and_resumed_is_the_run_that_never_stopped(workspace: Workspace, case: str) -> None:
+def test_stopped_within_rollouts_and_resumed_is_the_run_that_never_stopped(
+    workspace: Workspace, carried: Outcome, case: str
+) -> None:
     """Told to stop on one rank, twice."""
     name = "".join(c for c in case if c.isalnum())
-    plain = run_ppo_ranks(deep(workspace, f"{name}-plain", **CASES[case]))
+    plain = carried if case == "one rank" else run_ppo_ranks(deep(workspace, f"{name}-plain", **CASES[case]))
     config = deep(workspace, name, **CASES[case])
     stop(config, rounds=3, rank=world_size(TrainConfig(**config)) - 1 if "replicas" in case else 0)
     assert "clock" in checkpoints(config)[-1]
@@ -119,19 +150,70 @@ def test_resumed_after_a_step_is_the_run_that_never_stopped(workspace: Workspace
     assert_bit_equal(resumed(config), plain)
 
 
-def test_resume_in_another_layout(workspace: Workspace) -> None:
-    """Within a rollout, from 1 | 1 to TP2 | 1 and then to replicas with a distributed optimizer: caches are filled anew."""
-    plain = run_ppo_ranks(deep(workspace, "layout-plain", **CARRIED))
+def test_resume_in_another_layout(workspace: Workspace, carried: Outcome) -> None:
+    """Within a rollout, from 1 | 1 over TP2 | 1 and PP2 | 1 to replicas with a distributed optimizer: caches are filled anew.
+
+    Memory that ran out in a layout, on a rank alone or among peers, bounds nothing in the next, on as many ranks.
+    """
     config = deep(workspace, "layout", **CARRIED, **TWO_RANKS)
     stop(config, rounds=3)
     config["checkpoint"] = {"resume": True}
     config["placement"] = {"mode": "disaggregated", "actor": {"tp": 2}}
+    stop(config, rounds=2, most=MEMORY_LIMIT)
+    run, layout = RunDirectory(config["run_dir"]), layout_tree(TrainConfig(**config))
+    lower_memory_limit(run, layout, "score", MEMORY_LIMIT)
+    assert memory_bounds(config) == [[MEMORY_LIMIT, 0, 0]] * 3
+    config["placement"] = {"mode": "disaggregated", "actor": {"pp": 2}}
     stop(config, rounds=2)
+    assert memory_bounds(config) == [[0, 0, 0]] * 3 and read_memory_limits(run, layout) == {"score": MEMORY_LIMIT}
     config["placement"] = {"mode": "colocated", "actor": {"dp": 2}, "scorer": {"dp": 2}}
     config["actor"]["train"] = {"distributed_optimizer": True}
+    assert_same(run_ppo_ranks(config), carried)
+
+
+def test_resumed_without_caches_it_is_the_same_to_rounding(workspace: Workspace, carried: Outcome) -> None:
+    """Within a rollout: first from a checkpoint that has caches, which are not used, then from one that has none."""
+    config = deep(workspace, "no-caches", **CARRIED)
+    stop(config, rounds=3, most=MEMORY_LIMIT)
+    assert list((last_checkpoint(config) / "caches").iterdir())
+    config["checkpoint"] = {"resume": True, "caches": False}
     stop(config, rounds=2)
-    config["placement"] = {"mode": "disaggregated", "actor": {"pp": 2}}
-    assert_same(run_ppo_ranks(config), plain)
+    assert not list((last_checkpoint(config) / "caches").iterdir())
+    config["checkpoint"] = {"resume": True}
+    outcome = run_ppo_ranks(config)
+    assert_same(outcome, carried)
+    assert outcome.metrics[-1]["memory_train_tokens"] == MEMORY_LIMIT, "on the same layout a bound is found again"
+
+
+def test_resumed_with_a_chunk_that_adapts_the_tokens_are_the_same(workspace: Workspace, carried: Outcome) -> None:
+    """Told to stop within the first step; the sizes are tried out after it."""
+    config = deep(workspace, "adaptive", **CARRIED | {"overlap.chunk": {"tokens": 7, "adaptive": True}})
+    stop(config, rounds=3)
+    outcome = resumed(config)
+    assert_same(outcome, carried)
+    assert len({line["chunk_tokens"] for line in outcome.metrics}) > 1, "the chunk size is always the same: no case"
+
+
+def test_stale_caches_that_cannot_be_restored_are_those_of_the_current_weights(workspace: Workspace) -> None:
+    """After the first step, with rollouts that are carried over: what is decoded of them then is what `recompute` decodes.
+
+    Without caches, and in another layout; with them the run is another, or nothing is tested.
+    """
+    two_steps = CARRIED | {"steps": 2, "checkpoint": {"every_steps": 1, "keep": 9}}
+    fresh = run_ppo_ranks(deep(workspace, "fresh", **two_steps))
+    config = deep(workspace, "stale", **two_steps, **{"overlap.actor_kv": "keep"})
+    kept = run_ppo_ranks(config)
+    first = [row for row in kept.rollouts if row["step"] == 1]
+    assert first == [row for row in fresh.rollouts if row["step"] == 1], "nothing is stale in the first step"
+    assert furthest_logprob(kept, fresh) > 1e-3
+    for name, changes in ("caches", {"checkpoint": {"caches": False, "resume": True}}), ("layout", TWO_RANKS):
+        again = config | {"run_dir": f"{config['run_dir']}-{name}", "checkpoint": {"resume": True}} | changes
+        shutil.copytree(config["run_dir"], again["run_dir"])
+        shutil.rmtree(last_checkpoint(again))
+        (Path(again["run_dir"]) / "summary.json").unlink()
+        outcome = run_ppo_ranks(again)
+        assert_same(outcome, fresh)
+        assert furthest_logprob(outcome, fresh) < 1e-4
 
 
 def test_a_damaged_checkpoint_is_told_of_and_the_one_before_is_used(workspace: Workspace) -> None:
@@ -169,6 +251,14 @@ def test_what_cannot_be_continued_is_refused(workspace: Workspace) -> None:
     assert "are not those that the checkpoint's run" in refusal(
         config | {"data": config["data"] | {"path": str(other)}}
     )
+    assert kept == {path: path.read_bytes() for path in kept}, "a start that is refused has touched the run"
+    other_tokenizer = data.with_name("other.model")
+    train_sentencepiece(["other words of another tongue"], other_tokenizer, 276)
+    for changed in (
+        {"tokenizer": {"path": str(other_tokenizer)}},
+        {"data": config["data"] | {"prompt_template": "{prompt} "}},
+    ):
+        assert "resume with the same data, tokenizer and template" in refusal(config | changed)
     assert kept == {path: path.read_bytes() for path in kept}, "a start that is refused has touched the run"
     wider = config["actor"] | {"init": config["actor"]["init"] | {"intermediate_size": 96}}
     assert "does not hold the models of this configuration" in refusal(config | {"actor": wider})

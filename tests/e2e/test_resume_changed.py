@@ -16,13 +16,14 @@ from oppo_megatron.cli.main import main
 from oppo_megatron.errors import EXIT_REQUEUE
 from tests.e2e.started import num_lines, start, wait_until
 from tests.e2e.test_resume import CARRIED, assert_bit_equal, checkpoints
-from tests.support.layouts import deep
+from tests.support.layouts import STEADY_ADAM, deep
 from tests.support.ppo import Outcome, Workspace, read_outcome, run_ppo_ranks
 
 STEPS = 4
 CHANGES = {
     "rollout.batch_size": 8,
     "overlap.delta": {"rule": "fixed", "initial": 2, "max": 4},
+    "actor.optimizer": STEADY_ADAM | {"decay": "linear"},
     "logging": {"console": "plain", "rollouts": True},
     "checkpoint": {"every_steps": 1, "keep": 9},
 }
@@ -58,6 +59,11 @@ def typed(config: dict[str, Any], *overrides: str) -> int:
     path.parent.mkdir(exist_ok=True)
     path.write_text(yaml.safe_dump(config))
     return main(["train", str(path), *overrides, "--resume"])
+
+
+def linear(lr: float, step: int, steps: int) -> float:
+    """The learning rate of a step's last update, of two epochs over two minibatches each."""
+    return lr * (1 - (4 * step - 1) / (4 * steps))
 
 
 def batch_sizes(config: dict[str, Any]) -> list[int]:
@@ -117,12 +123,32 @@ def test_a_finished_run_is_given_more_steps(
         assert f"changed: {change}" in told
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
-    assert [line["lr"] for line in lines] == [0.002] * 4 + [0.001] * 2
+    schedule = [linear(0.002, step, 4) for step in (1, 2, 3, 4)] + [linear(0.001, step, 6) for step in (5, 6)]
+    assert [line["lr"] for line in lines] == pytest.approx(schedule), "it goes on at its step, over the new length"
     assert [line["kl_coefficient"] for line in lines] == [0.05] * 4 + [0.5] * 2
     aside = run / "ended-step-000004"
     assert (aside / "weights" / "actor" / "model.safetensors").read_bytes() == weights
     assert json.loads((aside / "summary.json").read_text())["steps"] == 4
     assert (run / "weights" / "actor" / "model.safetensors").read_bytes() != weights
+
+
+def test_another_actor_is_the_reference_and_leaves_the_weights_alone(
+    ended: dict[str, Any], at_step_3: dict[str, Any], tmp_path: Path
+) -> None:
+    """Named as `actor.checkpoint`, where `reference` is null, it is the same as if it were named as the reference.
+
+    Of rollouts in flight, too, for which the checkpoint has caches of the reference before.
+    """
+    other = Path(ended["run_dir"]) / "weights" / "actor"
+    twin = at_step_3 | {"run_dir": str(tmp_path / "twin")}
+    shutil.copytree(at_step_3["run_dir"], twin["run_dir"])
+    assert typed(at_step_3, f"actor.checkpoint={other}", "actor.init=null") == 0
+    assert typed(twin, f"reference.checkpoint={other}", "checkpoint.caches=false") == 0
+    plain, ours, theirs = (read_outcome(Path(config["run_dir"])) for config in (ended, at_step_3, twin))
+    assert_bit_equal(ours, theirs)
+    assert ours.tokens() == plain.tokens() and ours.batches() == plain.batches(), "the policy is the checkpoint's"
+    assert max(row["deferrals"] for row in ours.rollouts if row["step"] == 4) > 0, "nothing was in flight"
+    assert abs(ours.metrics[3]["kl_mean"] - plain.metrics[3]["kl_mean"]) > 1e-3, "the reference is another"
 
 
 def test_a_run_that_ended_after_the_same_step_again_is_kept_beside_the_first(

@@ -30,21 +30,27 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 
 
 def test_a_stopped_scorer_is_named_and_ended_and_the_run_goes_on(workspace: Workspace) -> None:
+    """SIGUSR2 before that has the other rank write its stacks, and disturbs nothing."""
     config = deep(workspace, "stopped", steps=6, **TWO_RANKS)
     run = start(config, "--max-restarts", "1")
-    wait_until(run, lambda: num_lines(config) >= 2)
+    wait_until(run, lambda: num_lines(config) >= 1)
     pids = rank_pids(config)
+    os.kill(pids[0], signal.SIGUSR2)
+    seen = num_lines(config)
+    wait_until(run, lambda: num_lines(config) > seen)
     os.kill(pids[1], signal.SIGSTOP)
     wait_until(run, lambda: not still_there(pids), STALL_S + AFTER_S)
     _, told = run.communicate(timeout=100)
     assert run.returncode == 0, told
     assert "rank 1 did not answer" in told and "it last said, " in told and "; rank 0 " in told, told
     assert "starting again, 1 of 1 restarts left" in told
+    asked, _, after = told.partition("the run stands still")
+    assert "(most recent call first)" in asked and "in run_ppo" in asked and "in run_ppo" not in after, told
     assert "in run_ppo" in (Path(config["run_dir"]) / "stacks" / "rank-0.txt").read_text()
     assert num_lines(config) == 6
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_rank_killed_within_a_checkpoint_is_named_with_what_it_was_at(workspace: Workspace) -> None:
     """So is what the other waited for, or was at."""
     config = deep(workspace, "killed", steps=8, **TWO_RANKS)

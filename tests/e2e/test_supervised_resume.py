@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,14 +16,19 @@ import pytest
 import torch
 import yaml
 
+from oppo_megatron.data.tokenizer import train_sentencepiece
 from oppo_megatron.errors import EXIT_REQUEUE, CheckpointError
 from oppo_megatron.rundir.checkpoints import CheckpointStore
 from tests.e2e.test_supervised import inputs, metrics, run, settings, tensors_of
 from tests.support.ranks import run_ranks
 
 __all__ = ["inputs"]
-SCHEDULE = {"optimizer": {"lr": 5e-3, "decay": "linear", "warmup_steps": 2}, "epochs": 3, "batch_size": 10}
+SCHEDULE = {
+    "optimizer": {"lr": 5e-3, "eps": 1e-4, "decay": "linear", "warmup_steps": 2}, "epochs": 3, "batch_size": 10,
+}  # fmt: skip
 LAYOUTS = [{"tp": 2}, {"pp": 2}, {"dp": 2}]
+MEMORY_LIMIT = 100_000
+"""Tokens of a micro-batch: more than there are, so that it is known of without a change."""
 
 
 def figures(run_dir: Path) -> list[dict[str, Any]]:
@@ -37,24 +43,46 @@ def require_equal(run_dir: Path, whole: Path) -> None:
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+def require_close(run_dir: Path, whole: Path) -> None:
+    for ours, theirs in zip(figures(run_dir), figures(whole), strict=True):
+        assert all(ours[name] == theirs[name] for name in ("step", "tokens", "lr"))
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-4), ours["step"]
+    expected = tensors_of(whole / "weights")
+    for name, tensor in tensors_of(run_dir / "weights").items():
+        assert (tensor - expected[name]).abs().max() < 1e-3, name
+
+
+def memory_limit(run_dir: Path) -> int | None:
+    """In tokens of a micro-batch that is trained, as the finished run knows it."""
+    most: int | None = json.loads((run_dir / "summary.json").read_text())["memory_train_tokens"]
+    return most
+
+
 @pytest.mark.parametrize("kind, layout", [("sft", LAYOUTS[0]), ("rm", LAYOUTS[1]), ("sft", LAYOUTS[2])])
 def test_a_run_that_was_told_to_stop_goes_on_as_if_it_had_not_been(
     inputs: Path, tmp_path: Path, kind: str, layout: dict[str, int]
 ) -> None:
+    """On the same layout to the bit; on another one to rounding, and without the bound of memory that was met on this one."""
+
     def train(name: str, **changes: Any) -> None:
         chosen = settings(inputs, kind, tmp_path / name, parallel=layout, **SCHEDULE)
         if kind == "rm":
             chosen["model"] = {"checkpoint": inputs / "qwen2", "fresh_head": True}
-        stop_after = changes.pop("stop_after", None)
-        run_ranks(2, "tests.e2e.supervised_jobs:train", kind=kind, settings=chosen | changes, stop_after=stop_after)
+        told = {name: changes.pop(name, None) for name in ("stop_after", "most")}
+        run_ranks(2, "tests.e2e.supervised_jobs:train", kind=kind, settings=chosen | changes, **told)
 
     train("whole")
-    train("parts", stop_after=3)
-    parts = tmp_path / "parts"
+    train("parts", stop_after=3, most=MEMORY_LIMIT)
+    parts, elsewhere = tmp_path / "parts", tmp_path / "elsewhere"
+    shutil.copytree(parts, elsewhere)
     assert [line["step"] for line in metrics(parts)] == [1, 2, 3] and not (parts / "summary.json").exists()
     assert [position.step for position in CheckpointStore(parts / "checkpoints").positions()] == [3]
     train("parts", checkpoint={"resume": True})
     require_equal(parts, tmp_path / "whole")
+    assert memory_limit(parts) == MEMORY_LIMIT
+    train("elsewhere", parallel=LAYOUTS[LAYOUTS.index(layout) - 1], checkpoint={"resume": True})
+    require_close(elsewhere, tmp_path / "whole")
+    assert memory_limit(elsewhere) is None
 
 
 def test_a_finished_run_is_given_more_steps(inputs: Path, tmp_path: Path) -> None:
@@ -68,6 +96,10 @@ def test_a_finished_run_is_given_more_steps(inputs: Path, tmp_path: Path) -> Non
         run("sft", {**resumed, "steps": 4})
     with pytest.raises(CheckpointError, match="seed"):
         run("sft", {**resumed, "seed": 9, "steps": 7})
+    other = tmp_path / "other.model"
+    train_sentencepiece((inputs / "sft.jsonl").read_text().splitlines(), other, 310)
+    with pytest.raises(CheckpointError, match="resume with the same data, tokenizer and template"):
+        run("sft", {**resumed, "tokenizer": {"path": other}, "steps": 7})
     run("sft", {**resumed, "steps": 7})
     require_equal(tmp_path / "more", tmp_path / "whole")
     assert (tmp_path / "more" / "ended-step-000004" / "weights").is_dir()
@@ -76,15 +108,19 @@ def test_a_finished_run_is_given_more_steps(inputs: Path, tmp_path: Path) -> Non
 
 
 def test_an_epoch_that_ended_with_a_short_batch_is_followed_by_another(inputs: Path, tmp_path: Path) -> None:
-    chosen = settings(inputs, "sft", tmp_path / "run", batch_size=10)
+    """The schedule of the learning rate goes on at its step, over the new length."""
+    optimizer = {"lr": 6e-3, "decay": "linear"}
+    chosen = settings(inputs, "sft", tmp_path / "run", batch_size=10, optimizer=optimizer)
     first = run("sft", chosen)
     assert len(first) == 3
     lines = run("sft", {**chosen, "epochs": 2, "checkpoint": {"resume": True}})
     assert len(lines) == 6, "24 rows are left: batches of 10, 10 and 4"
+    assert [line["lr"] for line in lines] == pytest.approx([6e-3, 4e-3, 2e-3, 3e-3, 2e-3, 1e-3])
     assert sum(line["tokens"] for line in lines) == 2 * sum(line["tokens"] for line in first)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_save_and_say_how_to_go_on(inputs: Path, tmp_path: Path, number: signal.Signals) -> None:
     run_dir, config = tmp_path / "run", tmp_path / "sft.yaml"
     chosen = settings(inputs, "sft", run_dir, epochs=4000, batch_size=8, parallel={"dp": 2})

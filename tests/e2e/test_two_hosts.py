@@ -175,7 +175,7 @@ def namespaces() -> Iterator[tuple[list[str], list[str], str]]:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_network_namespaces_run_the_same_job(
     workspace: Workspace, one_launch: Path, namespaces: tuple[list[str], list[str], str]
 ) -> None:
@@ -231,7 +231,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("kind", "agents", "reason"),
     [
-        ("killed", True, "Connection|wait timeout"),
+        pytest.param("killed", True, "Connection|wait timeout", marks=pytest.mark.long),
         ("killed", False, "Connection|wait timeout"),
         pytest.param("withheld", False, "3000ms", marks=pytest.mark.long),
     ],

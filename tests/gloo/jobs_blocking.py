@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -14,8 +15,11 @@ from torch.distributed import checkpoint
 
 from oppo_megatron.cluster.activity import Activity, Doing
 from oppo_megatron.engine.executor import Executor
-from oppo_megatron.engine.links import Links
-from oppo_megatron.schedule.actions import Action, Op
+from oppo_megatron.engine.links import build_links
+from oppo_megatron.layout.placements import RolePlacement
+from oppo_megatron.schedule.actions import Action, Op, Payload
+from oppo_megatron.schedule.rounds import Site
+from tests.gloo.jobs_executor import Parrot
 
 LATE_S = 0.4
 
@@ -38,13 +42,14 @@ def look_at_waits(folder: str) -> dict[str, Doing]:
 
 def _calls(folder: str) -> dict[str, Callable[[], Any]]:
     rank = dist.get_rank()
-    executor = Executor(rank, {}, Links({}), 20.0, torch.device("cpu"), lambda *_: None)
+    links = build_links(Site({"actor": RolePlacement((0, 1), pp=2)}))
+    parrot = Parrot(None, None, random.Random())
+    executor = Executor(rank, {"actor": parrot}, links, 20.0, torch.device("cpu"), lambda *_: None)
 
     def message() -> None:
-        if rank == 0:
-            executor._wait(Action(0, Op.RECV, "actor", 0, 0), dist.irecv(torch.empty(1), 1))
-        else:
-            dist.send(torch.zeros(1), 0)
+        op, peer = (Op.SEND, 0) if rank else (Op.RECV, 1)
+        executor.run([Action(rank, op, "actor", 0, 0, payload=Payload.TOKENS, peer=peer)])
+        executor.drain()
 
     def hangs() -> None:
         if rank == 0:

@@ -10,7 +10,7 @@ from unittest import mock
 from oppo_megatron.config.model import DecodePath, KVLayout
 from oppo_megatron.engine import device_decode
 from oppo_megatron.engine.links import build_links
-from oppo_megatron.engine.rounds import RoundRunner, decoder
+from oppo_megatron.engine.round_runner import RoundRunner, decoder
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stop_text import StopText
 from oppo_megatron.engine.stopping import Stopping
@@ -89,7 +89,7 @@ def _facts(chunk: Chunk) -> Facts:
     return {"index": chunk.index, "clock": chunk.clock, "rows": rows}
 
 
-def _travel(model: RoleModel, course: Course, way: Way) -> tuple[list[Facts], list[float]]:
+def travel(model: RoleModel, course: Course, way: Way) -> tuple[list[Facts], list[float]]:
     """Rounds of random length until all have ended: rollouts join, batches are complete in the middle, caches are forgotten.
 
     Returns what came of each round, and all log-probs of both kinds in the order of rollouts.
@@ -128,7 +128,7 @@ def beside_each_other(directory: str, tp: int, courses: list[Course], ways: list
     groups = world_groups(tp, 1)
     models = {path: load(directory, groups, path=path) for path in {way.path for way in ways}}
     with mock.patch.object(sequence_cache, "REACH", 4):  # so that these short sequences meet several bounds
-        return [{way: _travel(models[way.path], course, way) for way in ways} for course in courses]
+        return [{way: travel(models[way.path], course, way) for way in ways} for course in courses]
 
 
 def looks(directory: str, sync_steps: int) -> list[int]:

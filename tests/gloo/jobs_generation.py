@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from oppo_megatron.engine.links import build_links
-from oppo_megatron.engine.rounds import Decoding, RoundRunner, decoder
+from oppo_megatron.engine.round_runner import Decoding, RoundRunner, decoder
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.layout.placements import RolePlacement

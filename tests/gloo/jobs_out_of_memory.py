@@ -15,15 +15,15 @@ from torch import Tensor
 
 from oppo_megatron.config.model import ModelConfig, OptimizerConfig, TrainingLayoutConfig
 from oppo_megatron.engine import generation, scoring
-from oppo_megatron.engine.device_decode import DeviceLane
 from oppo_megatron.engine.links import build_links
-from oppo_megatron.engine.rounds import decoder
+from oppo_megatron.engine.round_runner import decoder
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.errors import CapacityError
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.mcore import out_of_memory
 from oppo_megatron.mcore.batch import MicroBatch
+from oppo_megatron.mcore.kv.cached_plan import StepPlan
 from oppo_megatron.mcore.layers.vocab_parallel import token_logprobs
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.out_of_memory import MemoryLimit, MemoryLimits
@@ -31,6 +31,7 @@ from oppo_megatron.mcore.roles import load_role, load_training
 from oppo_megatron.mcore.stage import step
 from oppo_megatron.mcore.training import TrainedModel
 from oppo_megatron.records import Prompt, Rollout
+from oppo_megatron.schedule.actions import Action, Op
 from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.train.update import UpdateSettings, run_update
 from tests.gloo import jobs_device_decode, jobs_scoring
@@ -67,41 +68,55 @@ def _failing(most: int, dice: random.Random) -> Callable[..., Tensor]:
 
 def decoded(directory: str, courses: list[Course], ways: list[Way]) -> list[dict[Way, Any]]:
     """As `jobs_device_decode.beside_each_other`, but the first of the ways alone has memory for all that it does at once."""
-    model, dice, advance = load(directory, world_groups(1, 1)), random.Random(3), DeviceLane._advance
+    model, dice = load(directory, world_groups(1, 1)), random.Random(3)
 
-    def failing_lane(lane: DeviceLane) -> None:
-        if lane._size > 2 and dice.random() < 0.3:
+    def failing_lane(_: RoleModel, given: tuple[Any, ...]) -> None:
+        tokens_B, plan, *_ = given
+        if isinstance(plan, StepPlan) and len(tokens_B) > 2 and dice.random() < 0.3:
             raise RuntimeError(TOLD)
-        advance(lane)
 
-    found: list[dict[Way, Any]] = [{ways[0]: jobs_device_decode._travel(model, each, ways[0])} for each in courses]
+    found: list[dict[Way, Any]] = [{ways[0]: jobs_device_decode.travel(model, each, ways[0])} for each in courses]
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(generation, "step", _failing(3, dice)))
-        stack.enter_context(mock.patch.object(DeviceLane, "_advance", failing_lane))
+        stack.callback(model.register_forward_pre_hook(failing_lane).remove)
         stack.enter_context(mock.patch.object(out_of_memory, "gc"))  # nothing big is held here
         lowered = stack.enter_context(mock.patch.object(MemoryLimit, "lower", autospec=True, side_effect=MemoryLimit.lower))
         for course, answers in zip(courses, found, strict=True):
             for way in ways[1:]:
-                answers[way] = jobs_device_decode._travel(model, course, way)
+                answers[way] = jobs_device_decode.travel(model, course, way)
     assert lowered.call_count > 2 * len(courses)
     return found
 
 
 def scored(models: dict[str, str], pp: int) -> dict[str, float]:
-    """As `jobs_scoring.together`, with memory for fewer tokens than are planned."""
-    reduce, dice = scoring.ScoringWorker._reduce, random.Random(dist.get_rank())
+    """As `jobs_scoring.together`, with memory for fewer tokens than are planned, and of log-probs.
 
-    def failing(worker: scoring.ScoringWorker, batch: Any, out_R: Tensor) -> Tensor:
-        if len(batch) > 1 and dice.random() < 0.2:
+    Those run out where a whole micro-batch is scored first, for that is where they alone are made in splits.
+    """
+    dice, compute = random.Random(dist.get_rank()), scoring.ScoringWorker.compute
+    failed, at = dict.fromkeys((Op.SCORE, Op.PREFILL), 0), Op.PREFILL
+
+    def noted(worker: scoring.ScoringWorker, action: Action) -> int:
+        nonlocal at
+        at = action.op
+        return compute(worker, action)
+
+    def failing(out_R: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        in_turn = at is Op.SCORE or failed[Op.SCORE]
+        if len(out_R) > 1 and in_turn and (not failed[at] or dice.random() < 0.2):
+            failed[at] += 1
             raise RuntimeError(TOLD)
-        return reduce(worker, batch, out_R)
+        return token_logprobs(out_R, *rest)
 
     with (
         mock.patch.object(out_of_memory, "gc"),
         mock.patch.object(scoring, "step", _failing(5, dice)),
-        mock.patch.object(scoring.ScoringWorker, "_reduce", failing),
+        mock.patch.object(scoring, "token_logprobs", failing),
+        mock.patch.object(scoring.ScoringWorker, "compute", noted),
     ):
-        return jobs_scoring.together(models, 1, pp)
+        answer = jobs_scoring.together(models, 1, pp)
+    assert (failed[Op.SCORE] > 0) == (dist.get_rank() == pp - 1), "the last stage alone gives log-probs"
+    return answer
 
 
 def _batch() -> list[Rollout]:

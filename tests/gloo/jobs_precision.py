@@ -80,21 +80,6 @@ def plain_adamw(model: RoleModel, data: Minibatch, num_steps: int) -> dict[str, 
     return masters
 
 
-def bfloat16_only(directory: str, data: Minibatch, num_steps: int) -> tuple[int, int]:
-    """AdamW on bfloat16 weights themselves: how many of the numbers near 1 have moved at all, and how many there are."""
-    model = load(directory, world_groups(1, 1), dtype="bfloat16")
-    start = {name: p.detach().clone() for name, p in model.named_parameters()}
-    adam = _adamw(list(model.parameters()))
-    for _ in range(num_steps):
-        gradients = _gradients(model, data)
-        for name, param in model.named_parameters():
-            param.grad = gradients[name].bfloat16()
-        adam.step()
-    near = {name: start[name].abs() > 0.75 for name in start}
-    moved = sum(int((p != start[name])[near[name]].sum()) for name, p in model.named_parameters())
-    return moved, sum(int(mask.sum()) for mask in near.values())
-
-
 def _adamw(params: list[Tensor]) -> torch.optim.AdamW:
     """As megatron's, without decay of norms and biases."""
     groups = [

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from oppo_megatron.engine.executor import Executor
 from oppo_megatron.engine.links import Links, build_links
-from oppo_megatron.engine.rounds import Decoding, RoundRunner
+from oppo_megatron.engine.round_runner import Decoding, RoundRunner
 from oppo_megatron.engine.scoring import ScoringWorker
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.mcore.batch import join_rows, pack_responses

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -206,30 +207,36 @@ def updates(
 
     trained = TrainedModel(chunks, OptimizerConfig(lr=0.01), total_steps=8, layout=layout)
     settings = UpdateSettings(epochs=2, minibatches=3, micro_batch_tokens=20, seed=3, step=1, device=CPU)
-    calls: list[int] = []
-    trained.ddp[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    outputs = watched_outputs(trained)
     if begin:
         begin_update(trained, batch if begin == "same" else list(reversed(batch)), settings)
-    before = len(calls)
+    before = len(outputs)
     reports = run_update(trained, batch, {"weights": weights_T}, loss, settings)
-    assert trained._ahead is None and not model.training
+    assert not model.training and not any(held() is not None for held in outputs), "no forward pass waits for a step"
     group = groups.collection
     export_weights(model, model.shape, Path(target), head="lm", tp_group=group.tp, pp_group=group.pp, dp_group=group.dp)
-    return reports, (before, len(calls) - before)
+    return reports, (before, len(outputs) - before)
+
+
+def watched_outputs(trained: TrainedModel) -> list[weakref.ref[Tensor]]:
+    """What every forward pass of the first chunk will have given, as long as it is held."""
+    outputs: list[weakref.ref[Tensor]] = []
+    trained.ddp[0].register_forward_hook(lambda _module, _inputs, out: outputs.append(weakref.ref(out)))
+    return outputs
 
 
 def begun_and_abandoned(directory: str, tp: int) -> list[tuple[bool, bool]]:
     """Before an update is begun, when it is, and when it has been abandoned: whether the model that decodes has what makes it
-    fast, and whether a forward pass waits for the update.  What is decoded before and after is the same."""
+    fast, and whether the output of a forward pass is held for the update.  What is decoded before and after is the same."""
     model = load(directory, world_groups(tp, 1))
     trained = TrainedModel(model, OptimizerConfig(lr=0.1), total_steps=4)
     actor = Actor(TrainedRole(trained, model, None), PPO(PPOConfig()), TEMPERATURE, keep_kv=False)
     batch = [Rollout(Prompt(i, i, "", (1 + i, 7)), i, [3, 4, 5 + i]) for i in range(4)]
     settings = UpdateSettings(epochs=1, minibatches=1, micro_batch_tokens=20, seed=3, step=1, device=CPU)
-    probes, seen = [[1, 2, 3, 4], [9, 8, 7]], []
+    probes, seen, outputs = [[1, 2, 3, 4], [9, 8, 7]], [], watched_outputs(trained)
 
     def look() -> None:
-        seen.append((model._fused is not None, trained._ahead is not None))
+        seen.append((model.fused is not None, any(held() is not None for held in outputs)))
 
     look()
     before = cached_outputs(model, probes)
@@ -240,6 +247,15 @@ def begun_and_abandoned(directory: str, tp: int) -> list[tuple[bool, bool]]:
     after = cached_outputs(model, probes)
     assert before is not None and after is not None and torch.equal(before, after)
     return seen
+
+
+def learning_rates(
+    directory: str, config: OptimizerConfig, total_steps: int, steps: int, data: Minibatch
+) -> list[float]:
+    """Of so many optimizer steps."""
+    model = load(directory, world_groups(1, 1))
+    trained, loss = TrainedModel(model, config, total_steps), loss_of(model, data.num_tokens)
+    return [trained.step(data.pack(), loss).lr for _ in range(steps)]
 
 
 def refused_step(directory: str, tp: int, pp: int, data: list[Minibatch]) -> str:

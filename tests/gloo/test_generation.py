@@ -31,7 +31,7 @@ LOGPROB_TOLERANCE = 1e-4
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2), (1, 2, 2)]
 layouts = pytest.mark.parametrize(
     ("tp", "pp", "dp"),
-    [pytest.param(*layout, marks=[pytest.mark.long] if layout == (2, 2, 1) else []) for layout in LAYOUTS],
+    [pytest.param(*layout, marks=[pytest.mark.long] if layout in LAYOUTS[3::2] else []) for layout in LAYOUTS],
     ids=[f"tp{tp}-pp{pp}-dp{dp}" for tp, pp, dp in LAYOUTS],
 )
 

@@ -21,13 +21,6 @@ MINIBATCH = DATA[1]
 LAYOUTS = [(1, 1, 1, False), (1, 1, 2, True), (1, 1, 2, False), (2, 1, 1, False), (1, 2, 1, False), (2, 1, 2, True)]
 
 
-def test_bfloat16_weights_alone_lose_updates_of_a_ten_thousandth(models: dict[str, str]) -> None:
-    """What the next test would see, were there no float32 weights: 50 steps of 1e-4 do not move a number near 1."""
-    job = {"directory": models["qwen3"], "data": MINIBATCH, "num_steps": NUM_STEPS}
-    ((moved, numbers),) = run_ranks(1, f"{JOBS}bfloat16_only", **job)
-    assert numbers > 400 and moved == 0
-
-
 @cache
 def distance_in_one_process(directory: str) -> float:
     job = {"directory": directory, "data": MINIBATCH, "num_steps": NUM_STEPS}
@@ -37,7 +30,7 @@ def distance_in_one_process(directory: str) -> float:
 
 @pytest.mark.parametrize(
     ("tp", "pp", "dp", "sharded"),
-    [pytest.param(*layout, marks=[pytest.mark.long] if layout == (2, 1, 2, True) else []) for layout in LAYOUTS],
+    [pytest.param(*layout, marks=[pytest.mark.long] if layout in LAYOUTS[2::2] + LAYOUTS[5:] else []) for layout in LAYOUTS],
 )
 def test_updates_of_a_ten_thousandth_add_up(models: dict[str, str], tp: int, pp: int, dp: int, sharded: bool) -> None:
     """As plain AdamW on float32 weights, number by number where a rank's shares are comparable; else as far in all."""

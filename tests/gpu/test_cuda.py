@@ -19,7 +19,7 @@ from oppo_megatron.config.model import ModelConfig, RuntimeConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.engine.device_decode import DeviceLane, Row
 from oppo_megatron.engine.links import Links
-from oppo_megatron.engine.rounds import Decoding, RoundRunner, decoder
+from oppo_megatron.engine.round_runner import Decoding, RoundRunner, decoder
 from oppo_megatron.engine.sampler import Sampling, draw
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.integrations.huggingface import write_random_checkpoint

@@ -1,4 +1,4 @@
-"""`python -m tests.mistakes.page > docs/mistakes.md`: every mistake, and what is said to it, as it is said now."""
+"""`python -m tests.mistakes.page > docs/mistakes.md`: every mistake, with the message that it gets now."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from oppo_megatron.cli.main import main
 from tests.mistakes.files import DATA, RUNS, TOKENIZERS, WEIGHTS, YAML
 from tests.mistakes.mistake import Mistake
 from tests.mistakes.policies import EVAL, GENERATE, TAKEN
-from tests.mistakes.project import build
+from tests.mistakes.project import build, inside
 from tests.mistakes.resume import ENDS, RESUME
 from tests.mistakes.settings import SETTINGS
 from tests.mistakes.usage import COMMANDS, ENVIRONMENT, FUNCTIONS
@@ -37,14 +37,14 @@ GROUPS = {
     "Weights, reports and jobs that are written": TAKEN,
     "Commands": COMMANDS,
     "Reward functions": FUNCTIONS,
-    "What a launcher or a machine says": ENVIRONMENT,
+    "Launchers and machines": ENVIRONMENT,
 }
 MISTAKES = tuple(mistake for group in GROUPS.values() for mistake in group)
 HEAD = """\
 # Mistakes and their remedies
 
-Each of these is made by a test, which looks that no file is lost or changed and that no traceback is shown, then follows the
-remedy and looks that it works.  The page is written by `python -m tests.mistakes.page`, from what the commands say.
+A test makes each of these mistakes, checks that no file is lost or changed and that no traceback is shown, then follows the
+remedy and checks that it works.  `python -m tests.mistakes.page` writes this page from the commands' messages.
 """
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 LONGEST = 420
@@ -88,7 +88,7 @@ def _cell(text: str) -> str:
 def mistaken(mistake: Mistake, template: Path, folder: Path) -> Iterator[None]:
     """Inside the project as it is with the mistake."""
     shutil.copytree(template, folder)
-    with contextlib.chdir(folder), mock.patch.dict(os.environ), mock.patch.object(sys, "path", [str(folder), *sys.path]):
+    with inside(folder), mock.patch.dict(os.environ), mock.patch.object(sys, "path", [str(folder), *sys.path]):
         for name in [name for name in os.environ if name in LAUNCHED or name.startswith("SLURM_")]:
             del os.environ[name]
         for edit in mistake.spoils:
@@ -110,7 +110,7 @@ def _write() -> None:
             build(template)
         print(HEAD)
         for number, (name, group) in enumerate(GROUPS.items()):
-            print(f"## {name}\n\n| mistake | typed | what is said |\n|---|---|---|")
+            print(f"## {name}\n\n| mistake | typed | message |\n|---|---|---|")
             for place, mistake in enumerate(group):
                 folder, said = Path(scratch) / f"{number}-{place}" / "project", io.StringIO()
                 folder.parent.mkdir()

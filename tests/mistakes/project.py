@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from oppo_megatron.cli.main import main
@@ -56,6 +58,17 @@ def short(prompt, response, fields):
 '''
 
 
+@contextlib.contextmanager
+def inside(folder: Path) -> Iterator[None]:
+    """With the folder as the working directory; contextlib has this from Python 3.11 on."""
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
 def build(folder: Path) -> None:
     """Write the project into an empty folder."""
     train_sentencepiece(TEXTS, folder / "t.model", 300)
@@ -75,7 +88,7 @@ def build(folder: Path) -> None:
     ):  # fmt: skip
         (folder / name).write_text(text)
     write_run(folder / "runs" / "done")
-    with contextlib.chdir(folder):
+    with inside(folder):
         assert main(["train", "train.yaml", "run_dir=runs/ppo", "steps=2"]) == 0
         assert main(["sft", "sft.yaml", "run_dir=runs/tuned", "steps=2"]) == 0
     shutil.copytree(folder / "runs" / "ppo", folder / "runs" / "cut")

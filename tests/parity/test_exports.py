@@ -26,6 +26,8 @@ TEMPLATE = (
 )
 TEXTS = [f"{a} + {b}  =\n" + "\u2581caf\u00e9 <s>" * (a % 3 == 0) for a in range(20) for b in range(10)]
 KINDS = ("sentencepiece", "byte-level BPE", "sentencepiece, chat", "byte-level BPE, chat")
+COVERED = KINDS[1:3]
+"""A chat's template and each kind of tokenizer are in the others."""
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +62,9 @@ def prompts_of(kind: str, tokenizer: Tokenizer) -> list[str]:
     return [tokenizer.render_chat([{"role": "user", "content": text}]) for text in TEXTS]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.long] if kind in COVERED else []) for kind in KINDS]
+)
 def test_greedy_answers_are_the_engines_own(workspace: Workspace, kind: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

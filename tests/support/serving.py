@@ -10,11 +10,15 @@ from contextlib import contextmanager
 import uvicorn
 from fastapi import FastAPI
 
+from oppo_megatron.serving.connections import CONNECTION_LIMITS, ConnectionLimits, server_settings
+
 
 @contextmanager
-def served_app(app: FastAPI) -> Iterator[str]:
+def served_app(app: FastAPI, limits: ConnectionLimits = CONNECTION_LIMITS) -> Iterator[str]:
     """The address of the application."""
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1))
+    settings = server_settings(app, limits)
+    settings.timeout_graceful_shutdown = 1
+    server = uvicorn.Server(settings)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
 
-from oppo_megatron.algorithms.algorithm import PPO
+from oppo_megatron.algorithms.algorithm import ALGORITHMS, PPO, make_algorithm
 from oppo_megatron.algorithms.experience import Experience, ScoredBatch
-from oppo_megatron.config.ppo import PPOConfig
+from oppo_megatron.config.ppo import NEEDS, AlgorithmConfig, PPOConfig
 from oppo_megatron.errors import NumericsError, RewardError
 
 LENGTHS = [3, 1, 4]
@@ -171,3 +172,11 @@ def test_a_kl_that_overflows_is_named() -> None:
     scored.behaviour_logp_T[4] = -200.0
     with pytest.raises(NumericsError, match="KL to the reference of row 2, response token 0, is inf"):
         PPO(config(kl={"estimator": "k3"})).experience(scored, 0.1)
+
+
+@pytest.mark.parametrize("preset", get_args(AlgorithmConfig.model_fields["preset"].annotation))
+def test_a_preset_needs_what_the_configuration_says_of_it(preset: str) -> None:
+    """Layouts and the prompt stream follow from the configuration, without torch; the loop is given the object."""
+    chosen = AlgorithmConfig.model_validate({"preset": preset})
+    assert make_algorithm(chosen, config()).needs is chosen.needs
+    assert ALGORITHMS.keys() == NEEDS.keys()

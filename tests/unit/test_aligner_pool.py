@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oppo_megatron.config.aligner import read_aligner_config
-from oppo_megatron.errors import CheckpointError, ConfigError
+from oppo_megatron.errors import CheckpointError, ConfigError, OppoError
 from oppo_megatron.integrations.nemo_aligner.pool import Pool, Row, room, share_of
-from oppo_megatron.integrations.nemo_aligner.sidecar import Kept, Sidecar
+from oppo_megatron.integrations.nemo_aligner.sidecar import Kept, Sidecar, folder_beside, steps_of
 
 
 @pytest.mark.skipif(importlib.util.find_spec("nemo_aligner") is not None, reason="nemo_aligner is installed")
@@ -30,10 +30,13 @@ def test_without_nemo_the_trainer_can_be_imported_and_says_what_is_missing() -> 
 
 def test_the_block_is_read_strictly() -> None:
     assert read_aligner_config({}).delta.rule == "eq4" and read_aligner_config({}).scorer is None
+    for unasked in ({}, {"delta": {}}, {"delta": {"window": 3}, "chunk": {"tokens": 64}}):
+        delta = read_aligner_config(unasked).delta
+        assert (delta.initial, delta.max) == (0, 0), "nothing is deferred until that is asked for"
     with pytest.raises(ConfigError, match="trainer.ppo.oppo: .*chunk.tokens"):
         read_aligner_config({"chunk": {"tokens": 0}})
     with pytest.raises(ConfigError, match=r"initial 4 is not within min 0 and max 2"):
-        read_aligner_config({"delta": {"max": 2}})
+        read_aligner_config({"delta": {"initial": 4, "max": 2}})
     with pytest.raises(ConfigError, match="url"):
         read_aligner_config({"scorer": {"url": "somewhere:80"}})
 
@@ -74,8 +77,17 @@ def test_a_step_trains_its_batch_and_leaves_what_was_drawn_beyond(
     assert sorted(trained + [row.prompt[0] for row in pool.rows]) == list(range(drawn))
 
 
-def test_delta_is_shared_out_and_an_epoch_leaves_room_for_its_own_prompts() -> None:
-    assert [share_of(5, replica, 3) for replica in range(3)] == [2, 2, 1]
+@pytest.mark.parametrize("replicas", [1, 2, 3, 8, 64])
+def test_parts_of_delta_sum_to_it_and_lie_far_apart(replicas: int) -> None:
+    for delta in range(2 * replicas + 3):
+        parts = [share_of(delta, replica, replicas) for replica in range(replicas)]
+        assert sum(parts) == delta and max(parts) - min(parts) <= 1
+        for first in range(0, replicas, 8):  # a machine of eight has what its size asks for, give or take one
+            here = parts[first : first + 8]
+            assert abs(sum(here) - delta * len(here) / replicas) < 1
+
+
+def test_an_epoch_leaves_room_for_its_own_prompts() -> None:
     assert [room(drawn, 32, 8) for drawn in (0, 8, 24, 32, 40)] == [32, 24, 8, 32, 24]
 
 
@@ -93,8 +105,16 @@ ROWS = [
 ]
 
 
+def alone(error: Exception | None, kind: type[OppoError]) -> None:
+    """The agreement of one rank."""
+    if error is not None:
+        raise error
+
+
 def sidecar(folder: Path, replica: int = 0, replicas: int = 1) -> Sidecar:
-    return Sidecar(folder, replica, replicas, writes=True, leads=replica == 0, wait=lambda: None)
+    """Beside `folder`/checkpoints."""
+    root = folder_beside(folder / "checkpoints")
+    return Sidecar(root, replica, replicas, writes=True, leads=replica == 0, agree=alone)
 
 
 def test_a_sidecar_gives_back_what_was_written(tmp_path: Path) -> None:
@@ -106,7 +126,7 @@ def test_a_sidecar_gives_back_what_was_written(tmp_path: Path) -> None:
     empty = Kept([], 0, {})
     sidecar(tmp_path).write(8, empty)
     assert sidecar(tmp_path).read(8) == empty
-    assert sorted(path.suffix for path in (tmp_path / "oppo" / "step-000006").iterdir()) == [
+    assert sorted(path.suffix for path in (tmp_path / "checkpoints-oppo" / "step-000006").iterdir()) == [
         ".json", ".jsonl", ".safetensors",
     ]  # fmt: skip
 
@@ -117,11 +137,49 @@ def test_a_sidecar_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
         sidecar(tmp_path).read(5)
     with pytest.raises(CheckpointError, match="rows of 1 data-parallel replicas, there are 2"):
         sidecar(tmp_path, replicas=2).read(4)
-    rows = tmp_path / "oppo" / "step-000004" / "replica-00000.jsonl"
+    rows = tmp_path / "checkpoints-oppo" / "step-000004" / "replica-00000.jsonl"
     lines = rows.read_text().splitlines()
     rows.write_text("\n".join([lines[0], json.dumps({**json.loads(lines[1]), "prompt": 1}), *lines[2:]]))
     with pytest.raises(CheckpointError, match="replica-00000.jsonl"):
         sidecar(tmp_path).read(4)
+
+
+NAME = "megatron_gpt-step={}-consumed_samples=64-ppo_optimization_step={}-epoch=0-val_rewards=1.5"
+
+
+@pytest.mark.parametrize(
+    "where", ["{}", "{}.ckpt", "mp_rank_00/{}.ckpt", "tp_rank_00_pp_rank_001/{}.ckpt", "{}-last", "{}-unfinished"]
+)
+def test_steps_are_read_from_the_names_of_nemos_checkpoints(where: str, tmp_path: Path) -> None:
+    (tmp_path / where.format(NAME.format(12, 48))).mkdir(parents=True)
+    (tmp_path / "megatron_gpt.nemo").touch()
+    assert steps_of(tmp_path) == {12}
+
+
+def test_rows_go_with_their_checkpoint(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    for step in (2, 6):
+        (checkpoints / NAME.format(step, step)).mkdir(parents=True)
+    for step in (2, 4, 6, 8):
+        sidecar(tmp_path).write(step, Kept(ROWS, 12, {}))
+    assert len(list(checkpoints.iterdir())) == 2, "nothing stands among NeMo's checkpoints"
+    sidecar(tmp_path).prune(checkpoints, 8)  # its checkpoint is still being written
+    kept = sorted(path.name for path in (tmp_path / "checkpoints-oppo").iterdir())
+    assert kept == ["step-000002", "step-000006", "step-000008"]
+
+
+def test_rows_stay_where_no_checkpoint_tells_its_step(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "epoch=0-last").mkdir(parents=True)
+    for step in (2, 4):
+        sidecar(tmp_path).write(step, Kept(ROWS, 12, {}))
+    sidecar(tmp_path).prune(tmp_path / "checkpoints", 4)
+    assert len(list((tmp_path / "checkpoints-oppo").iterdir())) == 2
+
+
+def test_a_disk_that_fails_is_a_checkpoint_error(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints-oppo").write_text("a file where the folder is to be")
+    with pytest.raises(CheckpointError, match="checkpoints-oppo.*see to the disk"):
+        sidecar(tmp_path).write(2, Kept(ROWS, 12, {}))
 
 
 def test_the_examples_block_is_one_that_the_plugin_reads() -> None:

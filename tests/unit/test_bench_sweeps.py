@@ -14,15 +14,14 @@ from oppo_megatron.bench.outcomes import BenchError, BenchStopped
 from oppo_megatron.bench.overhead import dry_figures, tiny
 from oppo_megatron.bench.overlap import switched
 from oppo_megatron.bench.pictures import draw_chunks, draw_deltas, draw_scaling
-from oppo_megatron.bench.suite import Run, Suite
+from oppo_megatron.bench.suite import Run, Suite, require_same_work, work_figures, work_lines
 from oppo_megatron.bench.weave import weave_figures
-from oppo_megatron.bench.work import require_same_work, work_figures, work_lines
 from oppo_megatron.config.derived import max_context
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.overlap import ChunkConfig
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.control.chunk import ChunkTuner, StepCost, first_settled_step
-from oppo_megatron.control.delta import RULES
+from oppo_megatron.control.chunk_tuner import ChunkTuner, StepCost, first_settled_step
+from oppo_megatron.control.delta_controllers import RULES
 from oppo_megatron.errors import EXIT_REQUEUE, ConfigError
 from oppo_megatron.layout.placements import role_placements, world_size
 from oppo_megatron.layout.shape import check_shape
@@ -209,7 +208,7 @@ def test_a_dry_run_trains_every_prompt_and_forgets_it() -> None:
         assert len(steps) == 3 and dry.scheduler.num_consumed == 48
         for part in ("scheduler and buffer", "planner and checker", "stream", "controllers"):
             assert all(step[part] > 0 for step in steps), part
-        assert not dry.encoder._ledgers and not dry.decoder._ledgers
+        assert not dry.encoder.ledgers and not dry.decoder.ledgers
         assert all(book.num_open(0) == 0 for book in (dry.planner.actor, *dry.planner.scorers.values()))
 
 

@@ -47,7 +47,7 @@ def test_a_key_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
         out.splitlines()[0]
         == "runtime.timeout_s  (oppo train, oppo sft, oppo rm, oppo serve-reward, oppo serve-scorer)"
     )
-    for line in ("value:   number, > 0", "unit:    s", "default: 1800.0", "a message or collective later"):
+    for line in ("value:   number, > 0", "unit:    s", "default: 1800.0", "time limit of a message or collective"):
         assert line in out
     assert "`eq4`, `algorithm1`" in shown(capsys, "--explain", "overlap.delta.rule")
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from oppo_megatron.cli.init.cases import CASES
-from oppo_megatron.cli.main import _parse, main
+from oppo_megatron.cli.main import main, parse_arguments
 from oppo_megatron.config.data import RewardPart
 from oppo_megatron.config.explain import dotted
 from oppo_megatron.rewards.functions import build_reward_functions
@@ -160,7 +160,7 @@ def test_the_next_commands_can_be_given(case: str, out: str, capsys: pytest.Capt
         if words[0] == "export":
             assert words == ["export", f"PYTHONPATH={'with space/' if ' ' in out else '.'}"]
         else:
-            assert words[0] == "oppo" and _parse(words[1:]).command == words[1]
+            assert words[0] == "oppo" and parse_arguments(words[1:]).command == words[1]
 
 
 def test_the_list_shows_every_case(capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,12 +58,6 @@ def test_one_that_still_waits_comes_with_the_end(tmp_path: Path, monkeypatch: py
     time.sleep(0.2)  # it does not come again
 
 
-def test_without_it_the_import_is_broken_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = interrupted_module(tmp_path, monkeypatch, "imported_unguarded")
-    with pytest.raises(RuntimeError, match="within the import"):
-        importlib.import_module(name)
-
-
 def test_elsewhere_an_interrupt_is_heard_at_once() -> None:
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt), interrupts_behind_imports():

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import pytest
 from oppo_megatron.cli.launch import check_world_size, external_ranks, launch, speaks_for_all
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import EXIT_AGAIN, EXIT_REQUEUE, ConfigError
+from tests.e2e.started import still_there
 from tests.support.configs import least_config
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "1234"}
@@ -91,6 +94,9 @@ def run(kind, path):
     if kind == "elsewhere":
         print(rank, os.getpid(), flush=True)
         return
+    if kind == "long":
+        print(os.getpid(), flush=True)
+        time.sleep(100)
     import torch.distributed as dist
     dist.init_process_group("gloo")
     dist.barrier()  # rank 0 serves the store: gone before its peer has joined, it would take it along
@@ -116,11 +122,13 @@ def run(kind, path):
 
 PARENT = """
 import sys
+from types import SimpleNamespace
 from oppo_megatron.cli.launch import launch
 from oppo_megatron.errors import OppoError
 if __name__ == "__main__":
+    config = SimpleNamespace(preempt_deadline_s=float(sys.argv[2])) if sys.argv[2:] else "c.yaml"
     try:
-        sys.exit(launch(sys.argv[1], "c.yaml", 2, entry="entry_of_test:run"))
+        sys.exit(launch(sys.argv[1], config, 2, entry="entry_of_test:run"))
     except OppoError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
@@ -202,10 +210,10 @@ def test_given_rank_runs_here(
         ("fine", 0, ""),
         ("wrong input", 2, "rank 1: line 3 is not JSON; correct it\n"),
         ("rollback", EXIT_AGAIN, ""),
-        ("abort", 2, "rank 0: line 4 is not JSON; correct it\n"),
+        pytest.param("abort", 2, "rank 0: line 4 is not JSON; correct it\n", marks=pytest.mark.long),
         ("killed", 2, "rank 1 was ended by SIGKILL"),
         ("defect", 1, "TypeError: a bug of ours"),
-        ("stalled", 1, "KeyError: 'the cause'"),
+        pytest.param("stalled", 1, "KeyError: 'the cause'", marks=pytest.mark.long),
         ("full disk", 2, "rank 1: [Errno 28] No space left on device: 'runs/x/metrics.jsonl'"),
     ],
 )
@@ -216,6 +224,22 @@ def test_two_local_ranks(two_ranks: Path, kind: str, code: int, message: str) ->
         assert done.stderr == message
     assert message in done.stderr
     assert done.stderr.count("Traceback") == (1 if kind in ("defect", "stalled") else 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
+def test_ranks_that_would_save_nothing_end_with_the_first_signal(two_ranks: Path, number: signal.Signals) -> None:
+    """`preempt_deadline_s: 0`: with the exit code of a process that leaves the signal alone, and nobody starts it again."""
+    parent = started(two_ranks, "parent.py", "long", "0")
+    assert parent.stdout is not None
+    pids = [int(parent.stdout.readline()) for _ in range(2)]
+    parent.send_signal(number)
+    _, errors = parent.communicate(timeout=60)
+    assert parent.returncode == 128 + number and "saves what" not in errors, errors
+    until = time.monotonic() + 10
+    while still_there(pids):
+        assert time.monotonic() < until
+        time.sleep(0.02)
 
 
 @pytest.mark.slow

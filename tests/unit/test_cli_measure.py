@@ -69,7 +69,7 @@ def write_record(config: Path) -> dict[str, Any]:
     machine = Machine("cpu", usable_cores())
     options = find_candidates(settings, machine)
     trials = measure_all(
-        options.candidates, lambda c, turn: Run(2, 100, 3.0 + (c.name != "disaggregated 1 | 1"), 1.0, 1.0), 1
+        options.candidates, lambda c, turn: Run(2, 100, 3.0 + (c.name != "disaggregated 1 | 1"), 1.0, 1.0)
     )
     record = to_record(fingerprint(settings, machine), options, trials, choose(options, trials))
     Path("run").mkdir()

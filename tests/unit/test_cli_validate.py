@@ -75,7 +75,7 @@ def test_rows_set_aside_of_held_out_files_are_counted_apart(folder: Path, capsys
     assert main(["validate", "sft.yaml", "data.bad_rows=quarantine", held_out]) == 0
     said = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("data: "))
     assert said.startswith("data: 4 rows, 1 of them duplicates; 2 rows set aside; ") and said.endswith(
-        "4 rows held out, of which 4 are measured; 2 more of the held-out files set aside"
+        "4 rows held out, 4 of them measured; 2 more of the held-out files set aside"
     )
 
 

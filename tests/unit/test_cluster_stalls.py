@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -15,6 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from oppo_megatron.cluster.activity import Activity
+from oppo_megatron.cluster.liveness import watchdog as watchdog_module
 from oppo_megatron.cluster.liveness.stalls import Note, Watch
 from oppo_megatron.cluster.liveness.watchdog import Board, Watchdog
 from oppo_megatron.cluster.loopback import loopback_store
@@ -160,30 +163,27 @@ def connection(store: dist.TCPStore) -> dist.Store:
     return dist.TCPStore("127.0.0.1", store.port, None, False, timeout, wait_for_workers=False)
 
 
-def dog(rank: int, activity: Activity, board: Board | None, folder: Path, told: list[str], size: int = 2) -> Watchdog:
-    watch = Watch(range(size), 0.6, 0.5, time.monotonic)
-    return Watchdog(rank, watch, activity, board, folder / "stacks", told.append)
-
-
 def test_all_ranks_write_their_stacks_and_say_the_same(store: dist.TCPStore, tmp_path: Path) -> None:
     """Two watchdogs in one process, one a rank; the other rank's main thread waits."""
     told: tuple[list[str], list[str]] = [], []
     boards = [Board(lambda: connection(store), range(2), "this test") for _ in range(2)]
     activities = Activity(), Activity()
     ended = threading.Barrier(3, timeout=20)
+
+    def watchdog(rank: int) -> Watchdog:
+        def end(message: str) -> None:
+            told[rank].append(message)
+            ended.wait()
+
+        watch = Watch(range(2), 0.6, 0.5, time.monotonic)
+        return Watchdog(rank, watch, activities[rank], boards[rank], tmp_path / "stacks", end)
+
     with (
         activities[0].doing("step 1, wait_scores actor", waits=True),
         activities[1].doing("step 1, reward of sequence 4"),
+        watchdog(0).watching(),
+        watchdog(1).watching(),
     ):
-        for rank in range(2):
-            watchdog = dog(rank, activities[rank], boards[rank], tmp_path, told[rank])
-
-            def end(message: str, rank: int = rank) -> None:
-                told[rank].append(message)
-                ended.wait()
-
-            watchdog._end = end
-            watchdog._thread.start()
         ended.wait()
     for rank in range(2):
         assert "rank 1 has not moved for" in told[rank][0] and "reward of sequence 4" in told[rank][0]
@@ -222,3 +222,26 @@ def test_a_store_whose_process_is_stopped_keeps_nobody(tmp_path: Path) -> None:
     finally:
         keeper.kill()
         keeper.wait()
+
+
+def hold_the_interpreter(board: Board, folder: Path) -> None:
+    """A rank whose main thread is in a call that lets no other thread run, from some notes on."""
+    watch = Watch(range(2), 0.4, 0.3, time.monotonic)
+    with Watchdog(0, watch, Activity(), board, folder / "stacks", lambda _: os._exit(77)).watching():
+        time.sleep(0.3)
+        ctypes.PyDLL(None).sleep(60)  # unlike CDLL it keeps the interpreter
+
+
+def test_a_rank_whose_interpreter_is_held_is_ended_by_its_timer(
+    store: dist.TCPStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog_module, "ANSWER_S", 0.3)
+    monkeypatch.setattr(watchdog_module, "TOLD_S", 0.3)
+    board = Board(lambda: connection(store), range(2), "this test")
+    rank = multiprocessing.get_context("fork").Process(target=hold_the_interpreter, args=(board, tmp_path))
+    rank.start()
+    rank.join(20)
+    rank.kill()
+    assert rank.exitcode == 1, "as faulthandler ends a process"
+    stacks = (tmp_path / "stacks" / "rank-0.txt").read_text()
+    assert stacks.startswith("Timeout (0:00:01") and "in hold_the_interpreter" in stacks

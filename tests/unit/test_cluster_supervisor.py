@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterator
+import signal
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from oppo_megatron.cluster.liveness import supervisor as supervisor_module
+from oppo_megatron.cluster.liveness.failures import read_failures
+from oppo_megatron.cluster.liveness.stalls import Note
 from oppo_megatron.cluster.liveness.supervisor import Limits, Supervisor
+from oppo_megatron.cluster.liveness.watchdog import board_of, told_within_s
+from oppo_megatron.cluster.loopback import loopback_store
 from oppo_megatron.cluster.rendezvous import MeetingPoint
 from oppo_megatron.errors import EXIT_REQUEUE
 
@@ -55,7 +64,7 @@ def new_supervisor(folder: Path) -> Supervisor:
 def alive_to(folder: Path) -> Supervisor:
     """A supervisor that has seen the ranks alive."""
     supervisor = new_supervisor(folder)
-    assert not supervisor._someone_failed()
+    assert not supervisor.someone_failed()
     return supervisor
 
 
@@ -68,7 +77,7 @@ def test_an_end_is_seen_and_left_to_the_agent(
     for child, tell in ranks:
         tell.send(code)
         assert ended(child.pid)
-    assert [supervisor._someone_failed() for _ in range(3)] == [failed] * 3
+    assert [supervisor.someone_failed() for _ in range(3)] == [failed] * 3
     for child, _ in ranks:  # the agent, which would be told of nothing if someone had asked before
         pid, status = os.waitpid(child.pid or 0, os.WNOHANG)
         assert pid == child.pid and os.waitstatus_to_exitcode(status) == code
@@ -80,7 +89,7 @@ def test_a_failure_that_the_agent_has_asked_for_first_is_seen_too(
     supervisor, (child, tell) = alive_to(tmp_path), ranks[0]
     tell.send(3)
     child.join()
-    assert supervisor._someone_failed()
+    assert supervisor.someone_failed()
 
 
 def test_an_end_that_the_agent_is_just_asking_for_is_no_failure(
@@ -90,4 +99,64 @@ def test_an_end_that_the_agent_is_just_asking_for_is_no_failure(
     supervisor, (child, tell) = alive_to(tmp_path), ranks[0]
     tell.send(0)
     assert os.waitpid(child.pid or 0, 0)[0] == child.pid
-    assert not supervisor._someone_failed()
+    assert not supervisor.someone_failed()
+
+
+SPEED = 10.0
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
+    """The supervisor's clock, on which time passes ten times as fast."""
+    started = time.monotonic()
+
+    def clock() -> float:
+        return started + SPEED * (time.monotonic() - started)
+
+    monkeypatch.setattr(supervisor_module, "time", SimpleNamespace(monotonic=clock, time=time.time))
+    monkeypatch.setattr(supervisor_module, "POLL_S", supervisor_module.POLL_S / SPEED)
+    return clock
+
+
+@pytest.fixture
+def point() -> Iterator[MeetingPoint]:
+    """Where the two ranks would meet, with a store that answers."""
+    store = loopback_store(0, timedelta(seconds=20))
+    yield MeetingPoint("127.0.0.1", store.port, 2, "a run", False, "this test")
+
+
+def ended_by_kill(supervisor: Supervisor, ranks: list[tuple[BaseProcess, Connection]], clock: Callable[[], float]) -> float:
+    """When the last of the ranks, which are stopped, was ended by the supervisor."""
+    for child, _ in ranks:
+        os.kill(child.pid or 0, signal.SIGSTOP)
+    with supervisor.guarding():
+        for child, _ in ranks:
+            child.join(20)
+        at = clock()
+    assert [child.exitcode for child, _ in ranks] == [-signal.SIGKILL] * 2
+    return at
+
+
+def test_ranks_that_cannot_give_up_their_save_are_killed_8_s_later(
+    ranks: list[tuple[BaseProcess, Connection]], tmp_path: Path, point: MeetingPoint, hurried: Callable[[], float]
+) -> None:
+    """Told to stop, 3 s of `preempt_deadline_s` to save, and stopped themselves."""
+    told = hurried()
+    supervisor = Supervisor(tmp_path, point, Limits(0.0, 3.0, 0.0), lambda: hurried() - told)
+    assert 11.0 <= ended_by_kill(supervisor, ranks, hurried) - told < 60.0, "a busy machine may be late"
+
+
+def test_where_no_rank_can_report_the_notes_are_read_and_the_ranks_ended(
+    ranks: list[tuple[BaseProcess, Connection]], tmp_path: Path, point: MeetingPoint, hurried: Callable[[], float]
+) -> None:
+    """As both are stopped, no watchdog says that the run stands still."""
+    board = board_of(point)
+    for note in Note(0, 7, 5, "step 3, wait_scores actor", True, 0.0), Note(1, 9, 4, "step 3, prefill critic", False, 0.0):
+        assert board.exchange(note, 5.0)
+    begun, stall_s = hurried(), 4.0
+    supervisor = Supervisor(tmp_path, point, Limits(stall_s, None, 0.0), lambda: None)
+    assert ended_by_kill(supervisor, ranks, hurried) - begun >= stall_s + told_within_s(stall_s), "watchdogs come first"
+    (failure,) = read_failures(tmp_path)
+    assert failure.kind == "stall" and "the run stands still (stall_deadline_s is 4)" in failure.message
+    for rank, what in enumerate(["step 3, wait_scores actor", "step 3, prefill critic"]):
+        assert f"rank {rank} did not answer" in failure.message and f"s ago: {what}" in failure.message

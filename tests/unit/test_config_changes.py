@@ -29,7 +29,7 @@ def test_settings_that_changed_are_told() -> None:
 def test_what_goes_on_from_the_checkpoint_is_said() -> None:
     now = tree(actor={"checkpoint": "other"}, overlap={"delta": {"initial": 3}, "chunk": {"tokens": 48}})
     told = "\n".join(changed_settings(tree(), now))
-    assert "actor.checkpoint: a -> other (the actor's weights are those of the checkpoint)" in told
+    assert "actor.checkpoint: a -> other (the actor's weights come from the checkpoint)" in told
     assert "overlap.delta.initial: 4 -> 3 (delta goes on from the checkpoint)" in told
     assert "(the chunk size goes on from the checkpoint)" in told
     fixed = tree(overlap={"delta": {"rule": "fixed", "initial": 3}})

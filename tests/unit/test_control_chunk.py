@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from oppo_megatron.config.overlap import ChunkConfig
-from oppo_megatron.control.chunk import ChunkTuner, DecodeLaw, StepCost
+from oppo_megatron.control.chunk_tuner import ChunkTuner, DecodeLaw, StepCost
 
 
 def drive(tuner: ChunkTuner, num_steps: int, cost: Callable[[int, int], float], first_step: int = 0) -> list[int]:

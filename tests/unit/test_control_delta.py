@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from oppo_megatron.config.overlap import DeltaConfig
 from oppo_megatron.control import Decision
-from oppo_megatron.control.delta import DeltaController, make_delta_controller
+from oppo_megatron.control.delta_controllers import DeltaController, make_delta_controller
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.records import StepSignals
 

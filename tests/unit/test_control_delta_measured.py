@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 
 from oppo_megatron.config.overlap import DeltaConfig
 from oppo_megatron.control import Decision
-from oppo_megatron.control.delta import BOUNDS, Bounds, DeltaController, MeasuredDelta, make_delta_controller
+from oppo_megatron.control.delta_controllers import (
+    BOUNDS,
+    Bounds,
+    DeltaController,
+    MeasuredDelta,
+    make_delta_controller,
+)
 from oppo_megatron.records import StepSignals
 
 CALM = StepSignals(reward_mean=0.0, tail_waste=0.35, ess=1.0, length_gap=0.0)

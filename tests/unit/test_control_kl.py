@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oppo_megatron.config.ppo import KLConfig
-from oppo_megatron.control.kl import KLController
+from oppo_megatron.control.kl_controller import KLController
 
 
 def adaptive(coefficient: float = 0.1, target: float = 6.0, horizon: float = 1000.0) -> KLController:

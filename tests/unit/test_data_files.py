@@ -137,7 +137,9 @@ def test_messages_in_a_cell_of_a_table(tmp_path: Path) -> None:
 
 
 BROKEN: dict[str, tuple[str, bytes, str]] = {
-    "an array that is cut": ("a.json", b'[\n{"prompt": "a"},\n{"prompt": "b"', r"a\.json:3: not JSON .*write one object a line"),
+    "an array that is cut": (
+        "a.json", b'[\n{"prompt": "a"},\n{"prompt": "b"', r"a\.json:3: not JSON .*write each object"
+    ),
     "an array without a comma": ("a.json", b'[\n{"prompt": "a"}\n{"prompt": "b"},\n]', r"a\.json:3: the array has no comma"),
     "two arrays": ("a.json", b'[\n{"prompt": "a"}\n]\n[\n{"prompt": "b"}\n]', "there is more behind the array's ]"),
     "an array that is not UTF-8": ("a.json", b'[\n{"prompt": "\xe9"}\n]', r"a\.json:2: not UTF-8 .*save the file as UTF-8"),

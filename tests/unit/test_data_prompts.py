@@ -26,8 +26,9 @@ def write(path: Path, *values: object) -> Path:
     return path
 
 
-def plain_set(num_rows: int) -> PromptSet:
-    return PromptSet([PromptRow(i, f"f:{i + 1}", chr(97 + i), (97 + i,), {}) for i in range(num_rows)], 0, 0, 0)
+def plain_set(num_rows: int, responses_per_prompt: int = 1) -> PromptSet:
+    rows = [PromptRow(i, f"f:{i + 1}", chr(97 + i), (97 + i,), {}) for i in range(num_rows)]
+    return PromptSet(rows, 0, 0, 0, responses_per_prompt)
 
 
 def test_rows_become_prompts_with_their_other_columns(tmp_path: Path) -> None:
@@ -141,6 +142,21 @@ def test_what_is_left_out_of_a_stream_counts_for_nothing(
     assert given_prompts == kept and stream.planned == (7 * epochs if limit is None else min(limit, 7 * epochs))
     resumed = PromptStream(plain_set(7), 3, epochs=epochs, limit=limit, left_out=left_out, start=start)
     assert list(resumed) == [prompt for prompt in kept if prompt.seq_id >= start]
+
+
+@given(num_rows=st.integers(1, 9), responses=st.integers(2, 5), epochs=st.integers(1, 3), start=st.integers(0, 40))
+def test_responses_of_a_prompt_follow_each_other_under_positions_of_their_own(
+    num_rows: int, responses: int, epochs: int, start: int
+) -> None:
+    """The rows are those of one response a prompt, each `responses` times; a run may go on within a prompt's."""
+    once = [prompt.row for prompt in PromptStream(plain_set(num_rows), 3, epochs=epochs)]
+    prompts = plain_set(num_rows, responses)
+    stream = PromptStream(prompts, 3, epochs=epochs)
+    given_prompts = list(stream)
+    assert stream.planned == len(given_prompts) == epochs * prompts.rollouts_per_pass
+    assert [prompt.row for prompt in given_prompts] == [row for row in once for _ in range(responses)]
+    assert [prompt.seq_id for prompt in given_prompts] == list(range(len(given_prompts)))
+    assert list(PromptStream(prompts, 3, epochs=epochs, start=start)) == given_prompts[start:]
 
 
 def test_order_depends_on_seed_and_epoch_and_never_on_the_platform() -> None:

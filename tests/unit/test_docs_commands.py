@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from oppo_megatron.cli.main import COMMANDS, _parse
+from oppo_megatron.cli.main import COMMANDS, parse_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -77,7 +77,7 @@ def test_pages_are_found() -> None:
 @pytest.mark.parametrize(("page", "line"), sorted(set(command_lines())))
 def test_a_command_line_is_taken(page: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
-        args = _parse(words_of(line))
+        args = parse_arguments(words_of(line))
     except SystemExit as end:
         assert end.code == 0, f"{page}: oppo {line}\n{capsys.readouterr().err}"
         return

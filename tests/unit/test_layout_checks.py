@@ -75,7 +75,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({**EIGHT, "actor.generate": {"dp": 4}}, "actor.generate is tp 1 x pp 1 x dp 4 = 4 ranks, but the role has 8"),
     (
         {**EIGHT, "critic.train": {"tp": 4}},
-        "critic.train is tp 4 x pp 2 x dp 2 = 16 ranks (sizes left null are those of the role), but the role has 8",
+        "critic.train is tp 4 x pp 2 x dp 2 = 16 ranks (null sizes are taken from the role), but the role has 8",
     ),
     (
         {"placement": {"mode": "colocated", "actor": {"pp": 4}, "scorer": {"pp": 2}}},

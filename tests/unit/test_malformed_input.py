@@ -7,6 +7,7 @@ reader: PyYAML, the standard library's JSON read line by line, what was sent, th
 from __future__ import annotations
 
 import json
+import tempfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -140,17 +141,17 @@ def test_hostile_configurations(tmp_path: Path, text: bytes, says: str) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(key=st.text(max_size=12), value=st.text(max_size=20))
+@example(key="steps", value="0x10")
 def test_overrides(key: str, value: str) -> None:
-    path = Path(__file__).parent / "no-such-file.yaml"
-    assert not path.exists()
-    from omegaconf import OmegaConf
-
-    from oppo_megatron.config.load import _apply_overrides
-
-    tree = OmegaConf.create(yaml.safe_load(CONFIG))
-    with time_limit(SECONDS):
-        problems = _apply_overrides(tree, [f"{key}={value}", f"seed={value}"])
-    assert all(isinstance(problem, str) and problem for problem in problems)
+    """An error of our own, or a configuration that has the value, as YAML reads it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "c.yaml"
+        path.write_bytes(CONFIG)
+        found = outcome(lambda: load_config(TrainSettings, path, [f"{key}={value}", f"seed={value}"]), ConfigError)
+        if not isinstance(found, ConfigError):
+            assert found.seed == yaml.safe_load(value)
+        only = outcome(lambda: load_config(TrainSettings, path, [f"seed={value}"]), ConfigError)
+        assert isinstance(only, ConfigError) or only.seed == yaml.safe_load(value)
 
 
 def refusable(raw: bytes) -> bool:

@@ -14,7 +14,7 @@ from oppo_megatron.cluster.world import open_world
 from oppo_megatron.config.model import DecodePath, KVLayout, ModelConfig, RuntimeConfig
 from oppo_megatron.engine.device_decode import batch_bucket
 from oppo_megatron.engine.links import Links
-from oppo_megatron.engine.rounds import Decoding, RoundRunner, decoder
+from oppo_megatron.engine.round_runner import Decoding, RoundRunner, decoder
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.mcore import fused

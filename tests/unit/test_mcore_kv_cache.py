@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
-from oppo_megatron.errors import CapacityError
+from oppo_megatron.errors import CapacityError, CheckpointError
 from oppo_megatron.layout.memory import BLOCK_TOKENS, slot_tokens
 from oppo_megatron.mcore.kv import cached_plan
 from oppo_megatron.mcore.kv.dense import KVCache
 from oppo_megatron.mcore.kv.paged import PagedKVCache
 from oppo_megatron.mcore.kv.paged_kernels import PagedCall, torch_varlen
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
-from oppo_megatron.mcore.layers.windows import binding
 
 HEADS, GROUPS, DIM, LENGTH, LAYERS = 4, 2, 4, 12, 2
 SLOT_BYTES = 2 * LAYERS * GROUPS * LENGTH * DIM * 4
@@ -269,6 +269,22 @@ def test_a_planned_step_that_is_not_committed_leaves_the_books_alone() -> None:
     assert cache.length(4) == 0
 
 
+@pytest.mark.parametrize("layout", CACHES)
+def test_what_cannot_be_restored_leaves_no_sequence_open(layout: str) -> None:
+    cache = CACHES[layout](2)
+    fitting = torch.ones(2 * LAYERS, LENGTH, GROUPS, DIM)
+    for stored, error in [
+        (fitting[:-1], CheckpointError),
+        (fitting.double(), CheckpointError),
+        (fitting.repeat(1, 2, 1, 1), CapacityError),
+    ]:
+        with pytest.raises(error, match="sequence 5"):
+            cache.restore(5, stored)
+        assert 5 not in cache and cache.num_free == 2
+    cache.restore(5, fitting)
+    assert torch.equal(cache.stored(5), fitting)
+
+
 @pytest.mark.parametrize("slots", [1, 3, 5])
 def test_the_budget_in_bytes_is_kept_to(slots: int) -> None:
     for spare in (0, SLOT_BYTES - 1):
@@ -297,6 +313,18 @@ def test_a_sequence_beyond_its_positions_is_an_error_that_names_it() -> None:
     cache.begin([9], [1])
 
 
+def watch_attention(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of sequences of each of torch's attention calls from now on."""
+    seen, attend = [], F.scaled_dot_product_attention
+
+    def watched(q: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+        seen.append(len(q))
+        return attend(q, *rest, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    return seen
+
+
 @pytest.mark.parametrize("window", [None, 5, LENGTH])
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 0, 3]], ids=["neighbours", "scattered slots"])
 @pytest.mark.parametrize("new", [new_cache, new_paged], ids=["dense", "paged"])
@@ -304,7 +332,7 @@ def test_sequences_attend_alike_one_by_one_all_at_once_and_in_stretches(
     order: list[int], new: Callable[[int], SequenceCache], window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three calls: some sequences are new and some go on from what is cached; then each decodes a token."""
-    found, cuts = [], []
+    found, cuts, products = [], [], watch_attention(monkeypatch)
     for fewest, call in ((0, 1e9), (1e9, 1e9), (1e9, 0.5)):
         monkeypatch.setattr(cached_plan, "FEW_TOKENS", fewest)
         monkeypatch.setattr(cached_plan, "CALL_NUMBERS", call)
@@ -316,11 +344,14 @@ def test_sequences_attend_alike_one_by_one_all_at_once_and_in_stretches(
             ids, lens = order, [lens[i] for i in order]
             plan = cache.begin(ids, lens)
             q, k, v = (torch.randn(sum(lens), heads, DIM) for heads in (HEADS, GROUPS, GROUPS))
+            products.clear()
             outputs += [plan.attend(layer, q, k, v, DIM**-0.5, window) for layer in range(LAYERS)]
-            cuts.append(len(plan._together.get(binding(window, plan.longest), [])))
+            cuts.append(list(products))
             cache.commit(plan)
         found.append(torch.cat(outputs))
-    assert cuts[:6] == [0, 0, 0, 1, 1, 1]
-    assert all(number > 1 for number in cuts[6:])
+    each, all_at_once, stretches = cuts[:3], cuts[3:6], cuts[6:]
+    assert each == [[1] * LAYERS * len(order)] * 3
+    assert all_at_once == [[len(order)] * LAYERS] * 3
+    assert all(len(sizes) > LAYERS and sum(sizes) == LAYERS * len(order) for sizes in stretches)
     for other in found[1:]:
         torch.testing.assert_close(found[0], other, atol=1e-6, rtol=1e-6)

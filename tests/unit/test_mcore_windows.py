@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from oppo_megatron.mcore.kv.dense import KVCache
@@ -75,8 +76,15 @@ def test_prefill_in_chunks(window: int, chunk: int) -> None:
     torch.testing.assert_close(found, plain(q, k, v, window), atol=1e-5, rtol=1e-5)
 
 
-def test_no_mask_where_the_window_leaves_nothing_out() -> None:
+def test_no_mask_where_the_window_leaves_nothing_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert binding(8, 9) == 8 and binding(8, 8) is None and binding(None, 9) is None
-    plan = PackedPlan([7, 8], ROPE)
-    plan.attend(0, *inputs(15), SCALE, 8)
-    assert plan._through_window is None
+    masked, attend = [], F.scaled_dot_product_attention
+
+    def watched(*given: Tensor, attn_mask: Tensor | None, **options: Any) -> Tensor:
+        masked.append(attn_mask is not None)
+        return attend(*given, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    for window in (8, 7):
+        PackedPlan([7, 8], ROPE).attend(0, *inputs(15), SCALE, window)
+    assert masked == [False, False, False, True]

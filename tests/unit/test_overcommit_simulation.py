@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oppo_megatron.config.overlap import DeltaConfig
-from oppo_megatron.control.delta import make_delta_controller
+from oppo_megatron.control.delta_controllers import make_delta_controller
 from oppo_megatron.control.occupancy import Occupancy
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler

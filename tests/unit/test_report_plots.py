@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from oppo_megatron.errors import DataError
+from oppo_megatron.report.colours import SPAN_COLOURS
 from oppo_megatron.report.plots import (
     OTHER_STEP_ALPHA,
-    SPAN_COLOURS,
-    _draw_window,
+    draw_window,
     moving_mean,
     new_figure,
     plot_reward,
@@ -90,7 +90,7 @@ def test_bars_are_clipped_coloured_and_pale_for_other_steps() -> None:
             Span(0, "actor", "wait_scores", 2, 15.0, 25.0),
         ],
     )
-    _draw_window(axes, "oppo", window)
+    draw_window(axes, "oppo", window)
     drawn = {}
     for bars in axes.collections:
         corners = bars.get_paths()[0].get_extents()
@@ -125,7 +125,7 @@ def write_trace(folder: Path, decode_s: float) -> Path:
 def test_timeline_of_any_number_of_runs(tmp_path: Path, num_runs: int) -> None:
     traces = {f"run {number}": write_trace(tmp_path / str(number), 1.0 + number) for number in range(num_runs)}
     out = tmp_path / "timeline.png"
-    plot_timeline(traces, out, step={"run 0": 2})
+    plot_timeline(traces, out)
     width, height = png_size(out)
     assert width == 1650
     assert 250 < height < 1500

@@ -67,6 +67,12 @@ def behave(prompt, response, fields, factor=1.0):
     if response == "child":
         open(fields["file"], "w").write(str(subprocess.Popen(["sleep", "60"]).pid))
         time.sleep(60)
+    if response in ("session", "session, and exit"):
+        away = [{"start_new_session": True}, {"preexec_fn": os.setpgrp}]
+        own = [subprocess.Popen(["sleep", "60"], **how) for how in away]
+        orphan = subprocess.run("setsid sleep 60 > /dev/null & echo $!", shell=True, stdout=subprocess.PIPE, text=True).stdout
+        open(fields["file"], "w").write(f"{own[0].pid} {own[1].pid} {orphan}")
+        time.sleep(60) if response == "session" else os.abort()
     if response == "limits":
         return float(resource.getrlimit(resource.RLIMIT_CORE) == (0, 0))
     if response == "environment":
@@ -139,6 +145,17 @@ def test_what_it_has_started_ends_with_it(function: IsolatedFunction, tmp_path: 
     with pytest.raises(RewardError, match="wall_s"):
         function("", "child", {"file": str(tmp_path / "pid")})
     assert_ends(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.parametrize("response", ["session", "session, and exit"])
+def test_so_does_what_has_left_its_session(function: IsolatedFunction, tmp_path: Path, response: str) -> None:
+    """Also where the process has ended by itself, and nothing ties to it what it had started."""
+    with pytest.raises(RewardError, match="wall_s" if response == "session" else "killed by SIGABRT"):
+        function("", response, {"file": str(tmp_path / "pids")})
+    pids = (tmp_path / "pids").read_text().split()
+    assert len(pids) == 3
+    for pid in pids:
+        assert_ends(int(pid))
 
 
 def assert_ends(process: int) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import pytest
 
 from oppo_megatron.errors import ConfigError, DataError
+from oppo_megatron.rundir import directory
 from oppo_megatron.rundir.directory import RunDirectory, atomic_writer, encode_json, write_json, write_text
 
 
@@ -84,6 +87,36 @@ def test_one_process_at_a_time_is_at_work_in_it(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with RunDirectory(tmp_path / "file" / "run").held():  # which `prepare` refuses
         pass
+
+
+class Clock:
+    """Time passes while somebody sleeps; `due` happens `after_s`."""
+
+    def __init__(self, after_s: float, due: Callable[[], None]):
+        self.now, self.after_s, self.due = 0.0, after_s, due
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        if self.now >= self.after_s:
+            self.due()
+
+
+@pytest.mark.parametrize(("ends_s", "begins"), [(19.0, True), (21.0, False)])
+def test_a_second_start_waits_for_the_first_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends_s: float, begins: bool
+) -> None:
+    """For 20 s, by a clock of the test's own; the lock is a real one."""
+    with ExitStack() as first:
+        first.enter_context(RunDirectory(tmp_path).held())
+        clock = Clock(ends_s, first.close)
+        monkeypatch.setattr(directory, "time", clock)
+        refused = nullcontext() if begins else pytest.raises(ConfigError, match="has been for 20 s; wait for its end")
+        with refused, RunDirectory(tmp_path).held():
+            assert begins
+    assert clock.now == pytest.approx(min(ends_s, 20.0), abs=0.2)
 
 
 def test_only_the_last_line_of_a_run_may_be_cut_short(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -15,7 +16,7 @@ from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.records import Prompt
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
-from oppo_megatron.schedule.checking.caches import caches_hold
+from oppo_megatron.schedule.checking.caches import require_room
 from oppo_megatron.schedule.checking.checker import check
 from oppo_megatron.schedule.checking.faults import FaultKind
 from oppo_megatron.schedule.checking.proof import prove, require_provable
@@ -226,16 +227,19 @@ def test_caches_that_do_not_hold_a_round_are_those_the_checker_names(
     round_, site, costs = case
     budgets = {role: [KVBudget(slots, longest, others)] * placement.dp for role, placement in site.placements.items()}
     schedule = add_communication(GENERATORS["intra"](round_, site, costs), round_, site)
-    assert caches_hold(round_, budgets) == (check(schedule, round_, site, budgets, costs) == [])
+    faults = check(schedule, round_, site, budgets, costs)
+    with pytest.raises(ScheduleError, match="cannot take round") if faults else nullcontext():
+        require_room(round_, {role: dict(enumerate(own)) for role, own in budgets.items()})
 
 
 def test_a_cache_too_short_for_the_round_is_told_before_it_runs() -> None:
-    """By the planner of one rank, of its own replicas; the message is the checker's."""
-    planner = new_planner(colocated((2, 2, 2)), "woven", rank=0)
+    """By the planner of one rank, of its own replica, under the number that it has on all ranks."""
+    planner = new_planner(colocated((2, 2, 2)), "woven", rank=2)
     planner.max_length = 5
     buffer = RolloutBuffer(4, 0, 1)
     buffer.admit(Prompt(i, i, "", (1,) * 6) for i in range(4))
-    with pytest.raises(ScheduleError, match="the cache of actor replica 0 has room for 5 of each"):
+    told = "^1 cache cannot take round 1:\n.*the cache of actor replica 1 has room for 5 tokens a sequence, but one grows to"
+    with pytest.raises(ScheduleError, match=told):
         planner.plan(1, buffer.active, buffer.rollouts, 3, list)
 
 

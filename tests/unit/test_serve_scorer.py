@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,11 @@ from oppo_megatron.config.serve import ServeScorerConfig
 from oppo_megatron.errors import CapacityError, RewardError
 from oppo_megatron.rewards import streaming
 from oppo_megatron.rewards.streaming import ScorerStream, checksum
-from oppo_megatron.serving.limits import RequestLimits
+from oppo_megatron.serving.app import RequestLimits
 from oppo_megatron.serving.stream_app import Extend, Known, Piece, build_stream_app
 from oppo_megatron.serving.stream_scorer import open_stream_scorer
 from tests.support.hf import save_tiny
+from tests.support.limits import room_for
 from tests.support.serving import served_app
 
 HTTP = httpx.Client(trust_env=False, verify=False, timeout=10.0, limits=httpx.Limits(max_keepalive_connections=0))
@@ -121,6 +122,38 @@ def test_caches_that_memory_does_not_hold_are_a_capacity_error(tmp_path: Path) -
         open_stream_scorer(config),
     ):
         pass
+
+
+def test_a_sequence_of_which_a_part_was_read_when_memory_ran_out_is_read_again(tmp_path: Path) -> None:
+    """The first 4096 tokens attend without a mask; that of the others takes 128 MiB, more than there is, once."""
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    save_tiny(tmp_path, "llama", "scalar", max_position_embeddings=16384, **sizes)
+    runtime = {"device": "cpu", "micro_batch_tokens": 4096}
+    config = ServeScorerConfig(reward={"checkpoint": tmp_path}, sequences=2, max_tokens=16384, runtime=runtime)
+    tokens = torch.randint(1, 64, (8192,), generator=torch.Generator().manual_seed(0)).tolist()
+    calls: list[list[Known]] = []
+    failures: list[str] = []
+
+    with open_stream_scorer(config) as scorer:
+
+        def extend(session: str, pieces: Sequence[Piece]) -> list[Known]:
+            short = len(calls) == 1 and not failures
+            try:
+                with room_for(64) if short else nullcontext():
+                    calls.append(scorer.extend(session, pieces))
+            except RuntimeError as error:
+                failures.append(str(error))
+                raise
+            return calls[-1]
+
+        with served(extend) as address:
+            stream = ScorerStream(StreamConfig(url=address))
+            for seq_id in range(2):
+                stream.offer(seq_id, tokens, final=True)
+                stream.result(seq_id)
+            stream.close()
+    assert len(failures) == 1 and "can't allocate memory" in failures[0]
+    assert calls[1][0].score == calls[0][0].score
 
 
 def test_a_service_that_cannot_be_had_ends_the_run_with_a_reason() -> None:
@@ -230,6 +263,16 @@ def test_scores_of_streamed_sequences_are_the_models_of_whole_ones(service: tupl
     with torch.no_grad():
         expected = [float(model.score(model.model(torch.tensor([tokens]))[0])[0, -1, 0]) for tokens in sequences]
     assert scores == pytest.approx(expected, abs=1e-4)
+
+
+def test_three_hundred_half_sent_requests_keep_nobody_from_being_served(service: tuple[str, Any]) -> None:
+    address, _ = service
+    url = httpx.URL(address)
+    with ExitStack() as stack:
+        for _ in range(300):
+            held = stack.enter_context(socket.create_connection((url.host, url.port), timeout=10))
+            held.sendall(b"POST /extend HTTP/1.1\r\nhost: service\r\n")
+        assert post(address, [piece(9, final=True)]).status_code == 200
 
 
 def test_what_the_model_cannot_read_is_refused(service: tuple[str, Any]) -> None:

@@ -24,10 +24,9 @@ from oppo_megatron.config.serve import ServeRewardConfig
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.rewards.protocol import Item, ScoreItem
 from oppo_megatron.rewards.remote import RemoteReward
-from oppo_megatron.serving.app import Scorer, build_app
-from oppo_megatron.serving.limits import RequestLimits
+from oppo_megatron.serving.app import RequestLimits, Scorer, build_app
 from oppo_megatron.serving.scorers import open_scorer
-from oppo_megatron.serving.server import _listen
+from oppo_megatron.serving.server import bound_socket
 from tests.support.serving import served_app
 
 HTTP = httpx.Client(trust_env=False, verify=False, timeout=10.0, limits=httpx.Limits(max_keepalive_connections=0))
@@ -235,10 +234,10 @@ def test_what_cannot_be_served_is_said_at_once(refused: Callable[..., str]) -> N
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert "cannot be listened on" in refused(f"port={taken.getsockname()[1]}")
     with pytest.raises(ConfigError, match="is 0.0.0.0 here, which others can reach, but token_env"):
-        _listen("", 0, guarded=False)  # as a name may lead anywhere
+        bound_socket("", 0, guarded=False)  # as a name may lead anywhere
     for host in ("no\0name", "\udc80"):
         with pytest.raises(ConfigError, match="cannot be listened on"):
-            _listen(host, 0, guarded=True)
+            bound_socket(host, 0, guarded=True)
     assert "does not pass requests on" in refused("rewards=[{kind: http, url: 'http://h/'}]")
     assert "no `tokenizer` section" in refused("rewards=[{kind: model}]", "reward={init: {model_type: llama}}")
     assert "cannot be imported" in refused("rewards=[{kind: python, entry_point: 'no_such_module:f'}]")

@@ -9,11 +9,11 @@ import psutil
 import pytest
 import torch
 
-from oppo_megatron.cluster.held_memory import _peak_resident, device_bytes, held_bytes, peak_bytes
+from oppo_megatron.cluster.held_memory import device_bytes, held_bytes, peak_bytes, peak_resident_bytes
 from oppo_megatron.cluster.hosts import RankHost
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.cores import _group_limits
+from oppo_megatron.cores import group_limits
 from oppo_megatron.errors import CapacityError
 from oppo_megatron.layout.holdings import lasting_memory
 from oppo_megatron.layout.memory import shortage
@@ -38,8 +38,8 @@ def test_what_is_held_for_a_while_stays_in_the_peak() -> None:
 def test_the_kernels_high_water_mark_is_in_kibibytes(tmp_path: Path) -> None:
     status = tmp_path / "status"
     status.write_text("Name:\tpython\nVmHWM:\t    2048 kB\nVmRSS:\t    1024 kB\n")
-    assert _peak_resident(status) == 2 * MIB
-    without = _peak_resident(tmp_path / "absent")  # as where the kernel has no such file
+    assert peak_resident_bytes(status) == 2 * MIB
+    without = peak_resident_bytes(tmp_path / "absent")  # as where the kernel has no such file
     assert 10 * MIB < without < 2**40
 
 
@@ -111,6 +111,6 @@ def test_a_job_has_what_its_control_groups_leave_it(tmp_path: Path) -> None:
         "9:name=systemd:/job\n4:cpu,memory:/slurm/step\n0::/\n": [3 * GIB, 2**63 - 4096],
     }.items():
         membership.write_text(text)
-        assert list(_group_limits(membership, groups)) == found, text
-    assert list(_group_limits(tmp_path / "absent", groups)) == []
+        assert list(group_limits(membership, groups)) == found, text
+    assert list(group_limits(tmp_path / "absent", groups)) == []
     assert 0 < device_bytes(CPU) <= psutil.virtual_memory().total

@@ -7,7 +7,7 @@ import signal
 import sys
 
 from oppo_megatron.cli.bench import chunk, decode, delta, gpu, overhead, overlap, planning, scaling, seeds, weave
-from oppo_megatron.cli.debug import add_debug_argument
+from oppo_megatron.cli.parser import add_debug_argument
 from oppo_megatron.cli.signals import ending_by_signal
 
 KINDS = {

@@ -1,4 +1,4 @@
-"""`oppo bench chunk`: chunk sizes against seconds a step, and what the tuner makes of them."""
+"""`oppo bench chunk`: chunk sizes against seconds a step, and the tuner's choice."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _chunk(args: argparse.Namespace) -> int:
     from oppo_megatron.bench.chunk import COLUMNS, bench_chunk, remarks
+    from oppo_megatron.bench.figures import format_table
     from oppo_megatron.bench.limit import limit_lines
-    from oppo_megatron.bench.table import format_table
-    from oppo_megatron.bench.work import work_lines
+    from oppo_megatron.bench.suite import work_lines
 
     result = bench_chunk(new_suite(args), load_base(args), args.sizes, not args.no_adaptive, limit_cores(args))
     print(format_table(COLUMNS, result["results"]))

@@ -1,4 +1,4 @@
-"""What the benchmarks of whole runs have in common: their arguments, the configuration these come to, how runs start."""
+"""Common parts of the benchmarks of whole runs: arguments, the resulting configuration, the start of runs."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def new_suite(args: argparse.Namespace) -> Suite:
 
 
 def chosen(option: str, names: Sequence[str] | None, known: Sequence[str]) -> list[str]:
-    """`names`, all of which are known; all that are known where None is given, or `all` is named.  Raises ConfigError."""
+    """`names`, or all known names if None or `all` is given.  Raises ConfigError for an unknown name."""
     from oppo_megatron.errors import ConfigError
 
     asked = [name for name in names or ["all"] if name != "all"]

@@ -42,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _decode(args: argparse.Namespace) -> int:
     from oppo_megatron.bench.decode import COLUMNS, LIMIT_COLUMNS, PEERS, DecodeWork, available_peers, bench_decode
+    from oppo_megatron.bench.figures import format_table
     from oppo_megatron.bench.limit import peak_lines
-    from oppo_megatron.bench.table import format_table
     from oppo_megatron.config.model import ParallelConfig
     from oppo_megatron.errors import ConfigError
     from oppo_megatron.layout.shape import check_shape

@@ -37,9 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _delta(args: argparse.Namespace) -> int:
     from oppo_megatron.bench.delta import COLUMNS, COMPARED_RULES, MOVING_RULES, bench_delta, remarks
+    from oppo_megatron.bench.figures import format_table
     from oppo_megatron.bench.limit import limit_lines
-    from oppo_megatron.bench.table import format_table
-    from oppo_megatron.bench.work import work_lines
+    from oppo_megatron.bench.suite import work_lines
 
     rules = chosen("--rules", args.rules or COMPARED_RULES, MOVING_RULES)
     config = load_base(args)

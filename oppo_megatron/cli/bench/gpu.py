@@ -41,8 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _gpu(args: argparse.Namespace) -> int:
     import sys
 
+    from oppo_megatron.bench.figures import format_table
     from oppo_megatron.bench.gpu import COLUMNS, SIZES, GpuBench, GpuWork, require_gpu
-    from oppo_megatron.bench.table import format_table
 
     sizes = chosen("--sizes", args.sizes, list(SIZES))
     memory_bytes = require_gpu()

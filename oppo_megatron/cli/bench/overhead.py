@@ -1,4 +1,4 @@
-"""`oppo bench overhead`: what the loop itself costs beside the models."""
+"""`oppo bench overhead`: the cost of the loop itself, besides the models."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _overhead(args: argparse.Namespace) -> int:
+    from oppo_megatron.bench.figures import format_table
     from oppo_megatron.bench.overhead import COLUMNS, bench_overhead, remarks
-    from oppo_megatron.bench.table import format_table
 
     result = bench_overhead(new_suite(args), load_base(args), args.batch, profile=args.profile)
     print(format_table(COLUMNS, result["results"]))

@@ -1,4 +1,4 @@
-"""`oppo bench overlap`: what each overlap saves, against plain PPO in the same placement and in the best one."""
+"""`oppo bench overlap`: the time that each overlap saves, against plain PPO in the same placement and in the best one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ones carried over), full (both), full+backfill (freed slots refilled at once), f
 the next step's decoding), intra+critic, full+both.
 
 placements: pair (as the configuration says), single (one process with all cores as threads), replicas (all roles on
-every core: data-parallel processes of one thread).  sequential in single and replicas is what pair has to beat."""
+every core: data-parallel processes of one thread).  pair has to beat sequential in single and replicas."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,10 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _overlap(args: argparse.Namespace) -> int:
+    from oppo_megatron.bench.figures import format_table
     from oppo_megatron.bench.limit import limit_lines
     from oppo_megatron.bench.overlap import COLUMNS, MODES, PLACEMENTS, RANK_COLUMNS, bench_overlap, rank_rows, remarks
-    from oppo_megatron.bench.table import format_table
-    from oppo_megatron.bench.work import work_lines
+    from oppo_megatron.bench.suite import work_lines
     from oppo_megatron.cores import usable_cores
 
     modes = chosen("--modes", args.modes, list(MODES))

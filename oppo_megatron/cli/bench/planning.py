@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _planning(args: argparse.Namespace) -> int:
+    from oppo_megatron.bench.figures import format_table
     from oppo_megatron.bench.planning import COLUMNS, Cluster, bench_planning
-    from oppo_megatron.bench.table import format_table
 
     cluster = Cluster(tp=args.tp, pp=args.pp, chunk=args.chunk, steps=args.steps)
     rows = list(bench_planning(cluster, args.mode, args.ranks, args.sequences))

@@ -37,16 +37,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=numbers,
         default=[0.5, 1.0, 2.0],
         metavar="F,F",
-        help="of the other axes, by what is configured; default 0.5,1,2",
+        help="factors of the configured values on the other axes; default 0.5,1,2",
     )
     add_limit_argument(parser)
     parser.set_defaults(measure=_scaling)
 
 
 def _scaling(args: argparse.Namespace) -> int:
+    from oppo_megatron.bench.figures import format_table
     from oppo_megatron.bench.limit import limit_lines
     from oppo_megatron.bench.scaling import COLUMNS, bench_scaling, make_axes, remarks
-    from oppo_megatron.bench.table import format_table
     from oppo_megatron.cores import usable_cores
 
     cores = usable_cores()

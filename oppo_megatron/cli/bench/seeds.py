@@ -1,4 +1,4 @@
-"""`oppo bench seeds`: the demo by several seeds, and whether the overlaps change what is learned."""
+"""`oppo bench seeds`: the demo by several seeds, to see whether the overlaps change the trained policy."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _seeds(args: argparse.Namespace) -> int:
-    from oppo_megatron.bench.measured_on import describe_machine
+    from oppo_megatron.bench.figures import format_table
     from oppo_megatron.bench.outcomes import BenchError, BenchStopped
+    from oppo_megatron.bench.peaks import describe_machine
     from oppo_megatron.bench.pictures import draw_seeds
     from oppo_megatron.bench.seeds import COLUMNS, compare, remarks, reward_half
-    from oppo_megatron.bench.table import format_table
     from oppo_megatron.cli import demo
     from oppo_megatron.errors import EXIT_INTERRUPTED, EXIT_REQUEUE, ConfigError
     from oppo_megatron.rundir.directory import RunDirectory, write_json

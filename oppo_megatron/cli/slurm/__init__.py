@@ -1,4 +1,4 @@
-"""`oppo launch slurm`: write the sbatch script of a configuration, and say what it asks for."""
+"""`oppo launch slurm`: writes the sbatch script of a configuration, and shows the requested resources."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from oppo_megatron.cli.debug import add_debug_argument
+from oppo_megatron.cli.parser import add_debug_argument
 from oppo_megatron.cli.run import add_config_arguments, load_train
 from oppo_megatron.cli.slurm.request import JobOptions, PartOptions, plan_job
 from oppo_megatron.cli.slurm.script import packaged, write_script
@@ -22,7 +22,7 @@ OPTIONS = {
     *(f"{prefix}{field.name}" for prefix in ("", "scorer_") for field in fields(PartOptions)),
     *(field.name for field in fields(JobOptions) if field.name != "overrides"), "out",
 }  # fmt: skip
-"""By which the command can be written again; the overrides stand for themselves."""
+"""The options with which the command can be written again; overrides are added as they are."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cluster-env",
         type=Path,
         metavar="FILE",
-        help="what is local to the cluster; a new one is made from the template",
+        help="settings local to the cluster; a missing file is made from the template",
     )
     slurm.add_argument(
         "--hetero", action="store_true", help="a heterogeneous job: nodes for the actor, others for scorers"

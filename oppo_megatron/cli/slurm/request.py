@@ -1,4 +1,4 @@
-"""What a configuration asks of a Slurm cluster: nodes, tasks and GPUs, and why it may not fit.  Starts and writes nothing."""
+"""The Slurm resources that a configuration requests: nodes, tasks, GPUs, and why it may not fit.  Starts and writes nothing."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def _split(config: TrainConfig, options: JobOptions, problems: list[str]) -> lis
 
 
 def _part(name: str, num_ranks: int, wanted: PartOptions, device: str) -> Part | str:
-    """The component, or what is wrong with it."""
+    """The component, or its fault in words."""
     of = f" of the {name}" if name else ""
     prefix = "scorer-" if name == "scorers" else ""
     gpus = 0 if device == "cpu" else (wanted.gpus_per_node or GPUS_PER_NODE)

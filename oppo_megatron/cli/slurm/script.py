@@ -19,7 +19,7 @@ def packaged(name: str) -> str:
 
 
 def write_script(job: Job, command: str) -> str:
-    """The whole script; `command` is what wrote it."""
+    """The whole script; `command` is the command line that wrote it."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(  # noqa: S701  (a shell's script: values are quoted by shlex, or checked by `plan_job`)

@@ -1,1 +1,1 @@
-"""Whether a run still moves: watchdogs of its ranks, the supervisor over them, and what ranks that ended have left."""
+"""Liveness of a run: watchdogs of its ranks, the supervisor over them, and the failures that ended ranks leave."""

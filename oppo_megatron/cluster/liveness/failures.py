@@ -1,4 +1,4 @@
-"""Why a rank ended, told to whoever has started it."""
+"""Reports why a rank ended to the process that started it."""
 
 from __future__ import annotations
 

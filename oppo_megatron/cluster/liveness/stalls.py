@@ -1,9 +1,9 @@
-"""Which rank stands still, as told from notes that the ranks' watchdogs pass round.
+"""Finds the rank that stands still, from notes that the ranks' watchdogs exchange.
 
-Every rank puts down a note now and then: what it does, whether that is to wait for others, and how often it has moved.  A run
-has stalled where one of these has lasted for the deadline:
+Every rank regularly writes a note: its activity, whether it waits for others, and how often it has moved.  A run has stalled
+if one of these has lasted for the deadline:
 
-    a rank gives no more notes                 it is stopped, dead, or a call that never returns holds its interpreter
+    a rank writes no more notes                it is stopped, dead, or a call that never returns holds its interpreter
     a rank does not move, and does not wait    a function that never returns, a file system that does not answer
     no rank moves                              they wait for each other, or for a message that was lost
 

@@ -1,8 +1,8 @@
-"""Sees, in the process that has started the ranks of a host, that all of them end where the run has ended.
+"""Ensures, in the process that started the ranks of a host, that all of them end once the run has ended.
 
-a rank was killed or failed        those that are still there GRACE_S later are killed: they may hang, or be stopped
-told to stop, and not saved        the ranks end by themselves; those that cannot are killed
-the run stands still               as the ranks' watchdogs say, and end; where none of them can, all are killed
+a rank was killed or failed        the ranks still there GRACE_S later are killed: they may hang, or be stopped
+told to stop, and not saved        the ranks end by themselves; ranks that cannot are killed
+the run stands still               the ranks' watchdogs say so and end them; if none of them can, all are killed
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Supervisor:
     def _run(self) -> None:
         while not self._over.wait(POLL_S):
             now = time.monotonic()
-            if not self._ending_since and (self._someone_failed() or self._is_late()):
+            if not self._ending_since and (self.someone_failed() or self._is_late()):
                 self._ending_since = now
                 self._listen()
             looks = self._limits.stall_s and now - self._looked >= tick_s(self._limits.stall_s)
@@ -122,7 +122,8 @@ class Supervisor:
         told_s, limit_s = self._told_s(), self._limits.told_s
         return told_s is not None and limit_s is not None and told_s >= limit_s
 
-    def _someone_failed(self) -> bool:
+    def someone_failed(self) -> bool:
+        """Whether a rank has ended as none should, or a watchdog has ended one; leaves their ends to be asked for."""
         pids = self._pids()
         if any(pid not in self._children and _runs(pid) for pid in pids):
             # Kept, for the agent may ask for a rank's end first, and then nobody else is told of it.  Once a rank, for this asks

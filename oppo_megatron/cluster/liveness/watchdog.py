@@ -1,12 +1,12 @@
-"""A rank's watchdog: sees that the run does not stand still, and ends the rank where it does.
+"""A rank's watchdog: ends the rank if the run stands still.
 
-A thread puts the rank's note down in the store where the ranks have met, and reads those of the others, several times within
-`stall_deadline_s`.  Where the run has stalled (`stalls.py`), every watchdog writes the stacks of all threads of its process to
+A thread writes the rank's note to the store where the ranks have met, and reads those of the others, several times within
+`stall_deadline_s`.  If the run has stalled (`stalls.py`), every watchdog writes the stacks of all threads of its process to
 `stacks/rank-N.txt`, says so in its note, waits for the notes of the others, and ends its process: the main thread may be in a
 call that nothing can interrupt.
 
-A call that holds the interpreter stops the watchdog, too.  Then a timer of `faulthandler`, which needs no interpreter, and which
-the watchdog winds up with each note, writes the stacks and ends the process.
+A call that holds the interpreter stops the watchdog, too.  Then a timer of `faulthandler`, which needs no interpreter, writes
+the stacks and ends the process; the watchdog restarts this timer with each note.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def tick_s(deadline_s: float) -> float:
 
 
 def told_within_s(deadline_s: float) -> float:
-    """Within so many seconds beyond the deadline the watchdogs that still run have said what is wrong, and end."""
+    """Seconds beyond the deadline within which the running watchdogs have reported the stall and end."""
     return 4 * tick_s(deadline_s) + ANSWER_S + TOLD_S + 0.5
 
 
@@ -72,7 +72,7 @@ class Board:
         return None
 
     def _exchange(self, mine: Note | None) -> None:
-        with suppress(RuntimeError, ValueError):  # the store has ended, or what is there is no note
+        with suppress(RuntimeError, ValueError):  # the store has ended, or the value is no note
             if self._store is None:
                 self._store = self._connect()
             store = self._store
@@ -98,7 +98,7 @@ def board_of(point: MeetingPoint) -> Board:
 
 
 class Watchdog:
-    """One rank's.  `board` is None for a rank alone; `end` is told what is wrong, and does not return."""
+    """One rank's watchdog.  `board` is None for a single rank; `end` takes the message of the stall and does not return."""
 
     def __init__(
         self,

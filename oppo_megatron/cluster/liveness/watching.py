@@ -1,4 +1,4 @@
-"""Sets a rank's watchdog over what it does."""
+"""Starts a rank's watchdog around its work."""
 
 from __future__ import annotations
 

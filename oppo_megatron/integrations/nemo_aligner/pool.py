@@ -1,4 +1,4 @@
-"""The rollouts of one replica: drawn, decoded in waves, finished or carried to the next step.  Knows nothing of nemo or torch.
+"""The rollouts of one replica: drawn, decoded in waves, finished or carried to the next step.  Independent of nemo and torch.
 
 NeMo's generation keeps all rows of a call at one position, so rows are decoded in waves of NeMo-Aligner's own rollout
 micro-batch: carried rows first, those of like length together, then the new ones as they were drawn.  A wave ends when few
@@ -44,7 +44,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Wave:
-    """Rows that are decoded in one call, of which `may_be_left` need not finish.  A row of `awaited` must."""
+    """Rows that are decoded in one call; `may_be_left` of them need not finish, but each row of `awaited` must."""
 
     rows: list[Row]
     may_be_left: int
@@ -125,14 +125,14 @@ class Pool:
         return sorted(taken, key=lambda row: row.key)
 
     def end(self) -> None:
-        """The step's batch has been taken: what is here is carried on.  Waves that it did not need have not begun."""
+        """The step's batch has been taken: the remaining rows are carried on.  Waves that it did not need have not begun."""
         for row in self.rows:
             row.deferrals += bool(row.tokens)
 
 
 def share_of(delta: int, replica: int, replicas: int) -> int:
-    """This replica's part of a delta that is counted over all."""
-    return delta // replicas + (replica < delta % replicas)
+    """This replica's part of a delta that is counted over all: parts differ by one at most, the larger ones lie far apart."""
+    return delta * (replica + 1) // replicas - delta * replica // replicas
 
 
 def room(drawn: int, epoch: int, batch: int) -> int:

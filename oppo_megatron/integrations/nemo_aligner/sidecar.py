@@ -1,6 +1,7 @@
-"""Deferred rows beside NeMo-Aligner's checkpoints: `<checkpoints>/oppo/step-<steps done>/`, a pair of files a replica.
+"""Deferred rows beside NeMo-Aligner's checkpoints: `<checkpoints>-oppo/step-<steps done>/`, a pair of files a replica.
 
-NeMo-Aligner resumes from four integers in a checkpoint's file name, which cannot hold rows.
+NeMo-Aligner resumes from four integers in a checkpoint's file name, which cannot hold rows.  NeMo takes every folder among its
+checkpoints for one of them, so what is kept here has a folder of its own, next to theirs.
 
     replica-00000.jsonl          a header, then a line a row: key, lengths, deferrals, versions
     replica-00000.safetensors    the token ids of all rows, prompt and response, one after the other: int64
@@ -10,7 +11,8 @@ NeMo-Aligner resumes from four integers in a checkpoint's file name, which canno
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,68 +20,110 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from oppo_megatron.errors import CheckpointError
+from oppo_megatron.errors import CheckpointError, OppoError
 from oppo_megatron.integrations.nemo_aligner.pool import Row
 from oppo_megatron.rundir.checkpoints import CheckpointStore, Position
 from oppo_megatron.rundir.manifest import list_files, require_whole, seal, write_manifest
 
 FORMAT = 1
+STEP = re.compile(r"(?<![A-Za-z_])step=(\d+)")
+"""In the name of a checkpoint of NeMo-Aligner's, which is where it reads the step from, too."""
+
+Agree = Callable[[Exception | None, type[OppoError]], None]
+"""Of all ranks: raises on each of them where any has an error."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What a replica resumes with.  `state` is that of the controllers, in plain JSON types."""
+    """The state from which a replica resumes.  `state`: of the controllers, in plain JSON types."""
 
     rows: list[Row]
     next_key: int
     state: dict[str, Any]
 
 
+def folder_beside(checkpoints: Path) -> Path:
+    """Where rows are kept whose checkpoints lie in the folder `checkpoints`."""
+    whole = checkpoints.resolve()
+    return whole.with_name(f"{whole.name}-oppo")
+
+
+def steps_of(checkpoints: Path) -> set[int]:
+    """The steps of the checkpoints in a folder of NeMo's, unfinished ones among them: files, folders, or files a model rank."""
+    names = [path.name for pattern in ("*", "*_rank_*/*") for path in checkpoints.glob(pattern)]
+    return {int(found[1]) for found in map(STEP.search, names) if found is not None}
+
+
 @dataclass(frozen=True)
 class Sidecar:
-    """Below `folder`, of replica `replica` of `replicas`.  `writes`: this rank writes for its replica; `leads`: for all.
+    """In `root`, of replica `replica` of `replicas`.  `writes`: this rank writes for its replica; `leads`: for all.
 
-    `wait` waits for all ranks.
+    With `agree` an error of one rank becomes one of all.
     """
 
-    folder: Path
+    root: Path
     replica: int
     replicas: int
     writes: bool
     leads: bool
-    wait: Callable[[], None]
+    agree: Agree
 
     @property
     def _store(self) -> CheckpointStore:
-        return CheckpointStore(self.folder / "oppo")
+        return CheckpointStore(self.root)
 
     def write(self, step: int, kept: Kept) -> None:
-        """What has been carried at the end of `step` steps; whole or not there.  A collective call."""
+        """What has been carried at the end of `step` steps; whole or not there.  A collective call.  Raises CheckpointError."""
         store, position = self._store, Position(step)
-        if self.leads:
-            store.begin(position)
-        self.wait()
-        if self.writes:
-            _write_files(store.aside(position) / self._name, kept)
-        self.wait()
-        if self.leads:
-            aside = store.aside(position)
-            write_manifest(aside, seal(aside, list_files(aside)))
-            store.commit(position)
-        self.wait()
+        self._together(self.leads, lambda: store.begin(position))
+        self._together(self.writes, lambda: _write_files(store.aside(position) / self._name, kept))
+        self._together(self.leads, lambda: self._commit(position))
+
+    def prune(self, checkpoints: Path, step: int) -> None:
+        """Remove what belongs to checkpoints that are no longer in their folder.  A collective call.  Raises CheckpointError.
+
+        That of `step` stays, whose checkpoint may still be on its way to the disk; all stay where no checkpoint tells its step.
+        """
+        self._together(self.leads, lambda: self._prune(steps_of(checkpoints), step))
 
     def read(self, step: int) -> Kept | None:
-        """What `write` kept; None where the checkpoints are NeMo-Aligner's own, without any sidecar.
+        """What `write` kept; None where there is nothing of any step.  A collective call.
 
-        Raises CheckpointError for one that is missing among others, is damaged, or is of another number of replicas.
+        Raises CheckpointError for rows that are missing among others, are damaged, or are of another number of replicas.
         """
+        found: list[Kept | None] = []
+        self._together(True, lambda: found.append(self._read(step)))
+        return found[0]
+
+    def _together(self, mine: bool, work: Callable[[], object]) -> None:
+        error: Exception | None = None
+        try:
+            if mine:
+                work()
+        except CheckpointError as wrong:
+            error = wrong
+        except OSError as failed:
+            error = CheckpointError(f"{self.root}: {failed}; see to the disk, or resume from another checkpoint")
+        self.agree(error, CheckpointError)
+
+    def _commit(self, position: Position) -> None:
+        aside = self._store.aside(position)
+        write_manifest(aside, seal(aside, list_files(aside)))
+        self._store.commit(position)
+
+    def _prune(self, steps: Set[int], step: int) -> None:
+        for position in self._store.positions():
+            if steps and position.step not in steps | {step}:
+                self._store.remove(position)
+
+    def _read(self, step: int) -> Kept | None:
         there = self._store.positions()
         if not there:
             return None
         if Position(step) not in there:
             steps = ", ".join(str(position.step) for position in there)
             raise CheckpointError(
-                f"{self._store.root} has no rows of step {step}, only of {steps}; resume from one of those checkpoints, or move "
+                f"{self.root} has no rows of step {step}, only of {steps}; resume from one of those checkpoints, or move "
                 "the folder away to go on without the rows that were deferred, whose prompts are then trained late or not at all"
             )
         folder = self._store.folder(Position(step))

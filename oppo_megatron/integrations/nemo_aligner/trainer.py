@@ -1,6 +1,6 @@
 """NeMo-Aligner's `PPOTrainer` with a pool of rollouts under its unchanged `fit`.
 
-    generate_rollouts -> PoolBatches draws -> PooledActor.infer decodes waves -> StreamedRewards takes the scores
+    generate_rollouts -> fill draws for the pool -> PooledActor.infer decodes waves -> StreamedRewards takes the scores
 
 The wrappers stand for the model, the batch iterator and the reward client that the script passes; no code of NeMo-Aligner is
 replaced.
@@ -11,36 +11,37 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from nemo.utils import logging
+from nemo.utils.model_utils import uninject_model_parallel_rank
 from nemo_aligner.algorithms import ppo
 from nemo_aligner.utils import parallel_state
-from nemo_aligner.utils.batch_iterators import DefaultBatchIterator
 from nemo_aligner.utils.distributed import all_reduce_dict
 from omegaconf import DictConfig
 
-from oppo_megatron.config.aligner import AlignerConfig, read_aligner_config
-from oppo_megatron.control.chunk import ChunkTuner, StepCost
-from oppo_megatron.control.delta import make_delta_controller
-from oppo_megatron.errors import CheckpointError, ConfigError
-from oppo_megatron.integrations.nemo_aligner.actor import Effort, PoolBatches, PooledActor
-from oppo_megatron.integrations.nemo_aligner.decode import plain
+from oppo_megatron.config.aligner import StreamConfig
+from oppo_megatron.control.chunk_tuner import ChunkTuner, StepCost
+from oppo_megatron.control.delta_controllers import make_delta_controller
+from oppo_megatron.errors import CheckpointError, ConfigError, DataError
+from oppo_megatron.integrations.nemo_aligner.agreement import raise_together
+from oppo_megatron.integrations.nemo_aligner.feed import Feed
 from oppo_megatron.integrations.nemo_aligner.pool import Pool, room, share_of
+from oppo_megatron.integrations.nemo_aligner.pooled_actor import Effort, PoolBatches, PooledActor, fill
 from oppo_megatron.integrations.nemo_aligner.rewarding import StreamedRewards
-from oppo_megatron.integrations.nemo_aligner.sidecar import Kept, Sidecar
+from oppo_megatron.integrations.nemo_aligner.settings import read_block, require_fit, shared, uncut
+from oppo_megatron.integrations.nemo_aligner.sidecar import Kept, Sidecar, folder_beside
 from oppo_megatron.records import StepSignals
-from oppo_megatron.rewards.streaming import build_stream
+from oppo_megatron.rewards.streaming import ScorerStream, build_stream
 
 
 class PPOTrainer(ppo.PPOTrainer):
     """As `nemo_aligner.algorithms.ppo.PPOTrainer`, with a block `oppo:` in `trainer.ppo` (docs/nemo_aligner.md).
 
-    Raises ConfigError for a block that is wrong, and for TensorRT-LLM or the shared prompt queue of `batch_iterator.use_flask`,
-    whose generation cannot be cut.
+    Without that block it is NeMo-Aligner's.  Raises ConfigError for a block that is wrong, and for what the block asks for where
+    it cannot be had: with TensorRT-LLM, or with the shared prompt queue of `batch_iterator.use_flask`.
     """
 
     def __init__(
@@ -58,15 +59,15 @@ class PPOTrainer(ppo.PPOTrainer):
         ckpt_callback: Any,
         run_timer: Any,
     ):
-        self._settings = _settings(cfg, model, batch_iterator_cls)
-        asks = _is_source() and self._settings.scorer is not None
-        self._stream = build_stream(self._settings.scorer, os.environ) if asks and self._settings.scorer else None
-        self._actor = PooledActor(model, Pool(self._settings.max_deferrals), self._stream)
+        self._settings = read_block(cfg)
+        self._uncut, self._shared = uncut(cfg, model), shared(batch_iterator_cls)
+        require_fit(self._settings, self._uncut, self._shared, getattr(ckpt_callback, "dirpath", None))
+        self._feed = None if self._settings.scorer is None else Feed(_open_stream(self._settings.scorer))
+        self._active = self._settings.delta.max > 0 or self._feed is not None
+        self._actor = PooledActor(model, Pool(self._settings.max_deferrals), self._feed)
         self._delta = make_delta_controller(self._settings.delta)
         self._chunk = ChunkTuner(self._settings.chunk, model.cfg.ppo.length_params.max_length)
-        self._their_batches = batch_iterator_cls
-        self._consumed_after = 0
-        self._draw: int | None = None
+        self._their_batches, self._consumed_after, self._draw = batch_iterator_cls, 0, 0
         super().__init__(
             cfg=cfg,
             model=self._actor,
@@ -75,7 +76,7 @@ class PPOTrainer(ppo.PPOTrainer):
             train_dataloader_builder=train_dataloader_builder,
             val_dataloader_builder=val_dataloader_builder,
             collate_fn=collate_fn,
-            rm_critic=StreamedRewards(rm_critic, self._settings.scorer is not None, self._stream),
+            rm_critic=StreamedRewards(rm_critic, self._feed),
             batch_iterator_cls=self._batches,
             logger=logger,
             ckpt_callback=ckpt_callback,
@@ -92,6 +93,9 @@ class PPOTrainer(ppo.PPOTrainer):
     @torch.no_grad()
     def generate_rollouts(self) -> tuple[Any, dict[str, Any], dict[str, float]]:
         """NeMo-Aligner's, on a step that may overcommit; adds `oppo_*` to its rollout metrics."""
+        if not self._active:
+            plain: tuple[Any, dict[str, Any], dict[str, float]] = super().generate_rollouts()
+            return plain
         self._begin_step()
         started = time.monotonic()
         data, metrics, timers = super().generate_rollouts()
@@ -102,40 +106,57 @@ class PPOTrainer(ppo.PPOTrainer):
     def run_validation(self) -> dict[str, Any]:
         """NeMo-Aligner's, by whole batches: the pool rests."""
         effort, self._actor.effort = self._actor.effort, Effort()
-        self._actor.pooled, self._draw = False, None
+        self._actor.pooled, self._draw = False, 0
         metrics: dict[str, Any] = super().run_validation()
         self._actor.effort = effort
         return metrics
 
     def save(self, extra_candidates: dict[str, Any] | None = None, is_train_end: bool = False) -> None:
-        """The sidecar first: no checkpoint is without the rows that it has deferred."""
+        """The sidecar first: no checkpoint is without the rows that it has deferred.  It goes when its checkpoint goes."""
+        folder = self._checkpoints()
+        if folder is None or not self._active:
+            super().save(extra_candidates, is_train_end)
+            return
+        sidecar = self._sidecar(folder)
         state = {"delta": self._delta.state_dict(), "chunk": self._chunk.state_dict()}
-        self._sidecar().write(self.step, Kept(self.pool.rows, self.pool.next_key, state))
+        sidecar.write(self.step, Kept(self.pool.rows, self.pool.next_key, state))
         super().save(extra_candidates, is_train_end)
+        sidecar.prune(folder, self.step)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """NeMo-Aligner's four numbers, and the rows beside the checkpoint.  Raises CheckpointError."""
+        """NeMo-Aligner's four numbers, and the rows beside the checkpoint, wherever it lies.  Raises CheckpointError."""
         super().load_state_dict(state_dict)
         self._consumed_after = self.consumed_samples
-        kept = self._sidecar().read(int(self.step))
-        if kept is None:
-            logging.info("no rows of oppo_megatron beside the checkpoints: none are carried")
+        folder = self._restored_from()
+        if folder is None:
             return
-        if kept.state["delta"]["rule"] != self._settings.delta.rule:
-            raise CheckpointError(
-                f"trainer.ppo.oppo.delta.rule is {self._settings.delta.rule}, but the checkpoint's run has "
-                f"{kept.state['delta']['rule']}, whose history means nothing to it; resume with that"
+        sidecar = self._sidecar(folder)
+        kept = sidecar.read(int(self.step))
+        if kept is None:
+            tell = logging.warning if self._active else logging.info
+            tell(
+                f"{sidecar.root} does not exist: no deferred rollouts are carried into this run. Right for a checkpoint that "
+                "NeMo-Aligner wrote by itself; where its run deferred rollouts, their prompts are lost: bring that folder from "
+                "beside the place where the checkpoint was written, and resume again"
             )
+            return
+        self._restore(kept)
+
+    def _restore(self, kept: Kept) -> None:
+        rule = self._settings.delta.rule if self._settings.delta.max > 0 else None
+        raise_together(_unfit(kept, rule, [*self._uncut, *self._shared]), CheckpointError)
+        self._active = True
         self.pool.restore(kept.rows, kept.next_key)
-        self._delta.load_state_dict(kept.state["delta"])
         self._chunk.load_state_dict(kept.state["chunk"])
+        if self._settings.delta.max > 0:
+            self._delta.load_state_dict(kept.state["delta"])
 
     def _begin_step(self) -> None:
         if self.consumed_samples < self._consumed_after:
             # After the critic's warm-up the prompts come again from the start, those of the pool among them.
             given_up = self.pool.flush()
-            if self._stream is not None:
-                self._stream.forget([row.key for row in given_up])
+            if self._feed is not None:
+                self._feed.forget([row.key for row in given_up])
         replicas, replica = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
         batch = self._batch // replicas
         left = room(self.consumed_samples // replicas, self.num_steps_per_epoch * batch, batch)
@@ -143,14 +164,22 @@ class PPOTrainer(ppo.PPOTrainer):
         held = min(batch + share_of(self._delta.value, replica, replicas), left)
         self._draw = max(0, held - len(self.pool))
         self._actor.pooled = len(self.pool) > 0 or held > batch
-        self._actor.policy, self._actor.chunk, self._actor.effort = self.step, self._chunk.value, Effort()
+        self._actor.policy, self._actor.chunk = self.step, self._chunk.value
+        self._actor.measured, self._actor.effort = True, Effort()
 
     def _batches(self, sampler_iter: Any, num_microbatches: int, dataset: Any, collate_fn: Any) -> Any:
         """NeMo-Aligner's batch iterator, or the pool's."""
-        if not self._actor.pooled:
-            return self._their_batches(sampler_iter, num_microbatches, dataset, collate_fn)
-        assert self._draw is not None
-        return PoolBatches(self._actor, self._draw, sampler_iter, num_microbatches, dataset, collate_fn)
+        given = (sampler_iter, num_microbatches, dataset, collate_fn)
+        made: PoolBatches | None = None
+        error: DataError | None = None
+        if self._actor.pooled:
+            try:
+                made = fill(self.pool, self._draw, *given)
+            except DataError as wrong:
+                error = wrong
+        if self._active:
+            raise_together(error, DataError)
+        return self._their_batches(*given) if made is None else made
 
     def _end_step(self, metrics: dict[str, Any], seconds: float) -> dict[str, float]:
         """Let the controllers see the step; what it has carried and drawn, over all replicas."""
@@ -174,48 +203,65 @@ class PPOTrainer(ppo.PPOTrainer):
         self._chunk.observe(self.step, StepCost(seconds, effort.positions, effort.tokens, effort.law))
         return figures
 
-    def _sidecar(self) -> Sidecar:
+    def _checkpoints(self) -> Path | None:
+        """The folder of this run's checkpoints; None where it has none (`create_checkpoint_callback: false`)."""
+        dirpath = getattr(self.ckpt_callback, "dirpath", None)
+        return None if dirpath is None else Path(dirpath)
+
+    def _restored_from(self) -> Path | None:
+        """The folder of the checkpoint that the model was restored from, as Lightning's trainer has it."""
+        path = getattr(getattr(self.model, "trainer", None), "ckpt_path", None)
+        return self._checkpoints() if path is None else Path(uninject_model_parallel_rank(path)).parent
+
+    def _sidecar(self, checkpoints: Path) -> Sidecar:
         return Sidecar(
-            Path(self.ckpt_callback.dirpath),
+            folder_beside(checkpoints),
             parallel_state.get_data_parallel_rank(),
             parallel_state.get_data_parallel_world_size(),
-            writes=_is_source(),
+            writes=bool(torch.distributed.get_rank() == parallel_state.get_model_parallel_src_rank()),
             leads=torch.distributed.get_rank() == 0,
-            wait=torch.distributed.barrier,
+            agree=raise_together,
         )
 
 
 def _require_delta(most: int, batch: int) -> None:
+    """Raises ConfigError for a delta that is too large; tells of one of which not every replica can have a part."""
     if most > batch:
         raise ConfigError(
             f"trainer.ppo.oppo.delta.max {most} is more than the batch of {batch} rollouts (num_rollout_samples); lower it"
         )
-
-
-def _is_source() -> bool:
-    """Whether this rank speaks for its replica."""
-    return bool(torch.distributed.get_rank() == parallel_state.get_model_parallel_src_rank())
-
-
-def _settings(cfg: DictConfig, model: Any, batch_iterator_cls: Any) -> AlignerConfig:
-    """The block `oppo:`.  Raises ConfigError for it, and for settings of NeMo-Aligner's that it does not go with."""
-    block = cfg.get("oppo")
-    if not isinstance(block, DictConfig | None):
-        raise ConfigError(f"trainer.ppo.oppo is {block!r:.40}, but must be a section of keys (docs/nemo_aligner.md)")
-    settings = read_aligner_config({} if block is None else plain(block))
-    problems = []
-    for name, tree in (("trainer.ppo.trt_llm", cfg), ("model.ppo.trt_llm", model.cfg.ppo)):
-        if (tree.get("trt_llm") or {}).get("enable", False):
-            problems.append(
-                f"{name}.enable is true, but TensorRT-LLM generates whole micro-batches without a break, so rollouts can "
-                "neither be deferred nor streamed; set it to false, or use nemo_aligner.algorithms.ppo.PPOTrainer"
-            )
-    made = batch_iterator_cls.func if isinstance(batch_iterator_cls, partial) else batch_iterator_cls
-    if settings.delta.max > 0 and made is not DefaultBatchIterator:
-        problems.append(
-            f"the batch iterator is {getattr(made, '__name__', made)}, but deferral counts what each replica has drawn by "
-            "itself; set trainer.ppo.batch_iterator.use_flask to false, or oppo.delta.max to 0"
+    replicas = parallel_state.get_data_parallel_world_size()
+    if 0 < most < replicas:
+        logging.warning(
+            f"trainer.ppo.oppo.delta.max is {most}, over {replicas} data-parallel replicas: those without a part of it decode "
+            f"every answer to its end, and the others wait for them; set it to {replicas} or more"
         )
-    if problems:
-        raise ConfigError(problems)
-    return settings
+
+
+def _open_stream(settings: StreamConfig) -> ScorerStream | None:
+    """The scorer's client, on the one rank of a replica that sees tokens as they are drawn.  Raises ConfigError, on all ranks."""
+    stream: ScorerStream | None = None
+    error: ConfigError | None = None
+    if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
+        try:
+            stream = build_stream(settings, os.environ)
+        except ConfigError as wrong:
+            error = wrong
+    raise_together(error, ConfigError)
+    return stream
+
+
+def _unfit(kept: Kept, rule: str | None, cannot: list[str]) -> CheckpointError | None:
+    """Why the run cannot go on with what was kept; `rule` of delta, None where there is none to go on."""
+    before = kept.state["delta"]["rule"]
+    if rule is not None and before != rule:
+        return CheckpointError(
+            f"trainer.ppo.oppo.delta.rule is {rule}, but the checkpoint's run has {before}, whose history means nothing to it; "
+            "resume with that"
+        )
+    if kept.rows and cannot:
+        return CheckpointError(
+            f"the checkpoint's run has deferred {len(kept.rows)} rollouts of this replica, which cannot be decoded on here: "
+            + "; ".join(cannot)
+        )
+    return None

@@ -1,1 +1,1 @@
-"""Choosing a placement: which ones a machine and the models admit, how they are measured, which is taken.  Pure."""
+"""Choosing a placement: candidates for a machine and the models, their measurement, the choice.  Pure."""

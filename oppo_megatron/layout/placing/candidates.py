@@ -1,8 +1,8 @@
-"""Which placements a machine and a configuration admit: those that `placement.mode: auto` measures.
+"""The placements that a machine and a configuration admit; `placement.mode: auto` measures them.
 
 With W ranks, as many as the machine has CUDA devices or cores:
 
-    single           one process; on CUDA only where there is one device, else the others would lie idle
+    single           one process; on CUDA only if there is one device, else the others would be idle
     disaggregated    actor | scorers: W-1 | 1, three quarters | one, half | half; on CPU also 1 | 1 with W/2 threads each
     colocated        all roles on W ranks
 

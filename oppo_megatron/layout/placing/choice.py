@@ -1,4 +1,4 @@
-"""Which placement is taken, why, and the record that is kept of it."""
+"""The choice of a placement, its reason, and its record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A measuring run: the configuration that it has, and the figures that it leaves."""
+"""A measuring run: its configuration, and its figures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Run(NamedTuple):
 def probe_config(settings: TrainSettings, placement: PlacementConfig, run_dir: Path) -> TrainConfig:
     """The configuration of a measuring run.
 
-    Models, prompts, seed and overlaps are those of `settings`.  It is short and quiet and keeps no weights; the chunk size
+    It has the models, prompts, seed and overlaps of `settings`.  It is short and quiet and keeps no weights; the chunk size
     stays as it is at the start, since a search would give every step another one.
     """
     config = settings.with_placement(placement)

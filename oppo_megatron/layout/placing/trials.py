@@ -46,15 +46,14 @@ class Trial:
             self.failure = str(error)
 
 
-def measure_all(candidates: Sequence[Candidate], measure: Measure, repeats: int = 1) -> list[Trial]:
-    """Each candidate `repeats` times, in turn, so that a machine that grows busy does so for all; then the close ones.
+def measure_all(candidates: Sequence[Candidate], measure: Measure) -> list[Trial]:
+    """Each candidate once, then the close ones in turn, so that a machine that grows busy does so for all.
 
     Of placements whose noise is within 1.4% the one that then has the least time is within 3% of the best.
     """
     trials = [Trial(candidate) for candidate in candidates]
-    for _ in range(repeats):
-        for trial in running(trials):
-            trial.take(measure)
+    for trial in trials:
+        trial.take(measure)
     while unsure := [trial for trial in close_ones(trials) if len(trial.runs) < CONFIRMED_RUNS]:
         for trial in unsure:
             trial.take(measure)

@@ -2,7 +2,7 @@
 
 For more than a few rows torch's float32 product lays the weights out anew in every call, which in a decode step costs more
 than the product itself; its bfloat16 product looks up their order in every call.  oneDNN, which torch brings along, takes
-weights that were laid out before.  What is laid out is a copy: it has to be made again after the weights have changed.
+weights that were laid out before.  The laid-out weights are a copy, which must be made again after the weights have changed.
 
 Legend: T rows, I inputs, O outputs of this tensor rank.
 """

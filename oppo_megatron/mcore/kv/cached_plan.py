@@ -1,4 +1,4 @@
-"""How the tokens of a call attend to what is cached: what dense and paged caches have in common.
+"""Attention of a call's tokens to cached positions: the common part of dense and paged caches.
 
 Legend: T packed tokens of a call, S sequences of the call, C longest chunk of the call, B rows of a decode step, G key/value
 heads of this rank, N query heads, R query heads a key/value head, L cached positions, D head dimension, X = R + 2 (query
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from oppo_megatron.mcore.cpu.stretches import CALL_NUMBERS, stretches
+from oppo_megatron.mcore.cpu.cpu_attention import CALL_NUMBERS, stretches
 from oppo_megatron.mcore.layers.rope import apply_rope
 from oppo_megatron.mcore.layers.windows import WindowedAttention, binding
 
@@ -27,7 +27,7 @@ and calls are many."""
 
 
 class Cache(Protocol):
-    """What a plan takes of the cache whose sequences it continues: its rotary tables (cosine, sine), type and device."""
+    """The part of a cache that a plan needs: rotary tables (cosine, sine), type and device."""
 
     rope: tuple[Tensor, Tensor]
     dtype: torch.dtype
@@ -123,7 +123,7 @@ class CallPlan(CachedPlan):
         return WindowedAttention(self._dtype, self._device)
 
     def _attend_each(self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float, window: int | None) -> Tensor:
-        """One sequence after the other, as long as each is: nothing is padded, and what is not visible is skipped."""
+        """One sequence after the other, each at its own length: nothing is padded, and invisible positions are skipped."""
         q_NTD, outputs, first = q_TGRD.flatten(1, 2).transpose(0, 1), [], 0
 
         def core(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -226,7 +226,7 @@ class StepPlan(CachedPlan):
 
     @abstractmethod
     def _extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Cache k and v; what is cached of the rows, each [B, G, reach, D]."""
+        """Cache k and v.  Returns the rows' cached keys and values, each [B, G, reach, D]."""
 
 
 class StepRows(ABC):

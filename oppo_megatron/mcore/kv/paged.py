@@ -156,7 +156,7 @@ class _PagedRows(StepRows):
         return None
 
     def reach(self, longest: int) -> int:
-        """A kernel reads what is there, whatever the bound; to gather takes time for all of it."""
+        """A kernel reads only cached positions, whatever the bound; gathering takes time for the whole bound."""
         return self._cache.bucket(longest) if self._cache.kernel is None else self._cache.max_length
 
     def plan(self, position_B: Tensor, reach: int) -> StepPlan:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 LEAST_CAPABILITY = (8, 0)
-"""Of the CUDA device: what FlashAttention-2 asks for."""
+"""The compute capability that FlashAttention-2 needs."""
 
 
 @dataclass(frozen=True)

@@ -118,12 +118,23 @@ class SequenceCache(ABC):
         self._lengths[self._slots[seq_id]] += new
 
     def stored(self, seq_id: int) -> Tensor:
-        """What is cached of the sequence: keys and values by layer, [2 * layers, length, G, D]."""
+        """The sequence's cached keys and values by layer, [2 * layers, length, G, D]."""
         return self._read(self._slots[seq_id], self.length(seq_id))
 
     def restore(self, seq_id: int, stored: Tensor) -> None:
-        """Open the sequence with what `stored` gave.  Raises CheckpointError for what another model's cache gave."""
+        """Open the sequence with what `stored` gave.  Raises CheckpointError for what another model's cache gave.
+
+        Where it raises, the sequence is not open.
+        """
         self.open(seq_id)
+        try:
+            self._fill(seq_id, stored)
+        except BaseException:
+            self.close(seq_id)
+            raise
+
+    def _fill(self, seq_id: int, stored: Tensor) -> None:
+        """`restore` of an open sequence that is empty."""
         slot = self._slots[seq_id]
         ours = self._read(slot, 0)
         fits = stored.dim() == 4 and stored.shape[0] == ours.shape[0] and stored.shape[2:] == ours.shape[2:]

@@ -1,1 +1,1 @@
-"""What the layers of a transformer are made of."""
+"""Building blocks of a transformer's layers."""

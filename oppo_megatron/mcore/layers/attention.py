@@ -1,10 +1,10 @@
-"""Attention over packed tokens: what a transformer layer asks of the sequences that its tokens belong to.
+"""Attention over packed tokens: the interface between a transformer layer and the sequences of its tokens.
 
 Legend: T packed tokens, N query heads, G key/value heads of this tensor rank, D head dimension, S sequences of the call.
 
 A layer hands its q, k, v to an `AttentionPlan`, which knows where each token stands.  `PackedPlan` below holds whole
-sequences and no cache (training, full forward); `kv_cache.CachedPlan` continues sequences from their cache (decode and chunked
-prefill).  Both run through the same layers, so decode, scoring and training share one model.
+sequences and no cache (training, full forward); `CachedPlan` (`kv/cached_plan.py`) continues sequences from their cache
+(decode and chunked prefill).  Both run through the same layers, so decode, scoring and training share one model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from oppo_megatron.mcore.cpu.attention import HalfOnCpu
+from oppo_megatron.mcore.cpu.cpu_attention import HalfOnCpu
 from oppo_megatron.mcore.layers.rope import apply_rope
 from oppo_megatron.mcore.layers.windows import WindowedAttention, binding
 
@@ -33,7 +33,7 @@ class AttentionPlan(Protocol):
     ) -> Tensor:
         """Rotated, causal attention of one layer -> [T, N * D].  `layer` counts from 0 on this pipeline stage.
 
-        `window`: tokens that each token attends to, the last of which is itself; None: all before it, too.
+        `window`: number of tokens that each token attends to, itself included; None: all before it.
         """
 
 

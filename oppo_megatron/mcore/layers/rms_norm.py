@@ -1,7 +1,7 @@
 """Root-mean-square norm (Zhang and Sennrich 2019): x / sqrt(mean(x^2) + eps) * w, in float32 inside.
 
 torch has a kernel of it for CUDA.  On a CPU it composes norm and gradient of some twenty-five passes over float32 tensors, and
-keeps several of them for the backward pass.  Here they are twelve passes, and the input is kept.  What is computed is
+keeps several of them for the backward pass.  This version makes twelve passes and keeps the input.  The result is
 x / hypot(|x|, sqrt(H eps)) * sqrt(H) w, to the bit the same in training and in cached calls.
 
 Legend: H features, R rows of [..., H].

@@ -1,16 +1,20 @@
-"""The modules that our layer spec puts in place of megatron-core's own, and nothing else.
+"""The modules that our layer spec puts in place of megatron-core's own, and the attributes that megatron reads off parameters.
 
 Legend: T packed tokens, H hidden, N query heads, G key/value heads of this tensor rank, R = N / G, D head dimension.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel import checkpoint
+from megatron.core.tensor_parallel import (
+    checkpoint,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
@@ -20,10 +24,19 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from oppo_megatron.layout.kernels import LayerKind
-from oppo_megatron.mcore.layers.biased_linear import BiasedLinear
-from oppo_megatron.mcore.layers.parameter_tags import tag_parameter
 from oppo_megatron.mcore.layers.rms_norm import rms_norm
 from oppo_megatron.mcore.layers.swiglu import swiglu
+
+
+def tag_parameter(
+    parameter: torch.Tensor, name: Literal["sequence_parallel", "partition_stride"], value: bool | int
+) -> None:
+    """Set an attribute that megatron looks for and torch's types do not declare.
+
+    `sequence_parallel`: the gradient is summed over tensor ranks, because each has seen a part of the tokens.
+    `partition_stride`: the number of separate pieces in a tensor-parallel shard.
+    """
+    setattr(parameter, name, value)
 
 
 class RMSNorm(torch.nn.Module):
@@ -110,3 +123,21 @@ def _block(
         parts.self_attention.submodules.q_layernorm = norm
         parts.self_attention.submodules.k_layernorm = norm
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
+
+
+class BiasedLinear(ColumnParallelLinear):
+    """The projection with a bias (queries, keys and values of Qwen2), rounded once; without a bias it is megatron's own.
+
+    megatron-core adds the bias to a product that has been rounded already.  In bfloat16 this second rounding, which neither
+    Hugging Face's forward nor cached decoding makes, would let log-probs of decoding and training drift apart.
+    """
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        bias, group = kwargs["bias"], kwargs["tp_group"]
+        if bias is None:
+            return super()._forward_impl(input, weight, *args, **kwargs)
+        if kwargs["sequence_parallel"]:
+            input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=group)
+        elif kwargs["allreduce_dgrad"]:
+            input = copy_to_tensor_model_parallel_region(input, group=group)
+        return F.linear(input, weight, bias)

@@ -1,8 +1,8 @@
 """The gated feed-forward's activation (SwiGLU, Shazeer 2020): silu(gate) * up.
 
 megatron-core composes it of a silu, a sum of up and an offset of zero and a product; their results are kept for the backward
-pass beside gate and up, and the gradients of gate and up are joined by a copy.  Here only gate and up are kept, and what
-silu gave is made again: two tensors of the feed-forward size less are held, and fewer are passed over.
+pass beside gate and up, and the gradients of gate and up are joined by a copy.  Here only gate and up are kept, and the
+silu is computed again: this saves two tensors of the feed-forward size, and some passes.
 
 Legend: T tokens, F feed-forward size of this tensor rank.
 """

@@ -1,8 +1,8 @@
 """Log-probs and entropy from vocabulary-parallel logits, the tensor ranks given, in float32.
 
 megatron's unfused cross entropy reads the global tensor-parallel group, and its fused one rounds gradients to bfloat16.
-Both hold several numbers in float32 for each logit.  Here some rows at a time are, and what is kept for the backward pass are
-the logits themselves.
+Both hold several numbers in float32 for each logit.  Here only some rows at a time do, and the
+backward pass keeps the logits themselves.
 
 Legend: R rows, V vocabulary shard of this rank, q the distribution softmax(logits / temperature) over the whole vocabulary.
 """

@@ -1,1 +1,1 @@
-"""How Hugging Face, peft and Megatron name the tensors of a model."""
+"""Names of a model's tensors in Hugging Face, peft and Megatron."""

@@ -1,8 +1,8 @@
-"""How megatron-core names a model's parameters in a `dist_checkpointing` checkpoint, against the modules' own names.
+"""megatron-core's names of parameters in a `dist_checkpointing` checkpoint, mapped to the modules' own names.
 
 Layers of one kind are stacked: `decoder.layers.mlp.linear_fc2.weight` has all of them, its first dimension counts them.  Newer
-checkpoints may give each its own (`decoder.layers.7...`).  Either way a tensor is whole: what tensor ranks hold lies one
-behind the other, and of gate and up all of gate comes first.  Norms are named as transformer-engine fuses them into the
+checkpoints may give each its own (`decoder.layers.7...`).  Either way a tensor is whole: the shards of tensor ranks
+follow each other, and all of gate comes before up.  Norms are named as transformer-engine fuses them into the
 product behind them; NeMo-Aligner calls a scalar head `rm_head`.  Pure.
 """
 

@@ -1,4 +1,4 @@
-"""Where each Hugging Face tensor lives in a megatron-core model: one description for loading and for exporting.
+"""The place of each Hugging Face tensor in a megatron-core model: one description for loading and for exporting.
 
 Pure: neither torch nor megatron is needed.  Legend: H hidden, F ffn, V vocabulary, D head dim, N query heads,
 G key/value groups, R = N / G query heads of one group.

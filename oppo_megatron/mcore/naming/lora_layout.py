@@ -1,4 +1,4 @@
-"""Where each tensor of a peft directory lives in a megatron-core model with adapters: `hf_layout.py` for adapters.  Pure."""
+"""The place of each tensor of a peft directory in a megatron-core model: `hf_layout.py` for adapters.  Pure."""
 
 from __future__ import annotations
 

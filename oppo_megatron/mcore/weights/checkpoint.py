@@ -7,7 +7,7 @@ the whole model in pieces.  Two things are done here, because megatron-core 0.16
     groups of gloo to save.
   - Files are written by this process.  megatron-core forks writers (filesystem_async.py:266), which a process with CUDA,
     or with the threads of a process group, must not.
-What is no tensor (counts of steps) is the caller's to keep: rank 0 alone would write it, and rank 0 may not hold the model.
+The caller keeps all but tensors (counts of steps): rank 0 alone would write them, and rank 0 may not hold the model.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MASTER = "fp32_param"
 
 @dataclass(frozen=True)
 class ModelShards:
-    """What this rank writes of trained models: torch's own form of tensors with their places, and what is no tensor.
+    """This rank's part of trained models: tensors with their places in torch's own form, and everything else.
 
     `shapes`: the `config.json` of each model whose first rank this is, which tensors do not say.  `num_bytes`: about what it
     comes to on the disk; what replicas hold alike is the first one's.

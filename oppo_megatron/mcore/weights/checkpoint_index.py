@@ -1,4 +1,4 @@
-"""The index of a `torch_dist` checkpoint (`.metadata`), which torch writes and reads as a pickle: only data may be in it.
+"""The index of a `torch_dist` checkpoint (`.metadata`), which torch writes and reads as a pickle: it may hold data only.
 
 A pickle can call any function that it names.  Here it is read with a table of the classes that torch's own index is made of
 (torch/distributed/checkpoint/metadata.py), so that torch's reader never meets another.

@@ -1,6 +1,6 @@
 """A model written as a Megatron `torch_dist` checkpoint from any source of tensors, without a model and without ranks.
 
-One parameter is in memory at a time: what is to be written is planned from the shapes, and read when its turn comes.
+One parameter is in memory at a time: the file is planned from the shapes, and each tensor is read when its turn comes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where Hugging Face tensors come from: a directory of safetensors, or random numbers keyed by a tensor's name."""
+"""Sources of Hugging Face tensors: a directory of safetensors, or random numbers keyed by a tensor's name."""
 
 from __future__ import annotations
 

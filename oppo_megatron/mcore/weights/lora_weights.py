@@ -1,4 +1,4 @@
-"""Adapters between peft directories and the parameters of one rank, and merged into the weights that they stand beside."""
+"""Adapters: transfer between peft directories and the parameters of one rank, and merging into the base weights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class FreshAdapters(DrawnSource):
 
 
 def open_adapters(directory: Path, parts: Collection[Part]) -> TensorSource:
-    """The tensors of a peft directory.  Raises CheckpointError unless they are those of `parts`; a scalar head may lack."""
+    """The tensors of a peft directory.  Raises CheckpointError unless they match `parts`; a scalar head may be missing."""
     source = SafetensorsSource(directory, ADAPTER_WEIGHTS)
     due = {part.hf_name: part.hf_shape for part in parts}
     optional = {f"{PEFT}{SCALAR_HEAD}"}

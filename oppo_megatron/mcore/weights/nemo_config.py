@@ -1,7 +1,7 @@
-"""The `model_config.yaml` that NeMo 1 and NeMo-Aligner read beside `model_weights/`: what of a model its weights do not say.
+"""The `model_config.yaml` that NeMo 1 and NeMo-Aligner read beside `model_weights/`: the facts that weights do not show.
 
-Keys and values are those that NeMo's own converters of Llama, Mistral and Qwen2 write.  What a training run decides (batch sizes,
-layouts, data, optimizer) stands in the configuration of that run, which NeMo-Aligner merges over this one.
+Keys and values follow NeMo's own converters of Llama, Mistral and Qwen2.  Settings of a training run (batch sizes, layouts,
+data, optimizer) are in the configuration of that run, which NeMo-Aligner merges over this one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A trained role's weights, carried from the layout that updates them to the layout that decodes or scores with them.
+"""Moves a trained role's weights from the layout of its updates to the layout of decoding or scoring.
 
 The plan and its execution are megatron-core's (`megatron.core.resharding`).  Four things are added, because megatron-core
 0.16.1 plans over all ranks of the world, knows one module a rank, may fetch what a rank has itself, and stages a whole model
@@ -8,7 +8,7 @@ at once:
     copy of tied embeddings that a last stage keeps by the name of the embeddings;
   - `_nearest_replica` prefers the weights that the receiving rank trains itself;
   - the plan is cut into rounds of bounded size.
-Where both layouts are the same there is nothing to carry: the two models are given the same parameters.
+If both layouts are the same nothing moves: the two models share their parameters.
 """
 
 from __future__ import annotations

@@ -200,7 +200,7 @@ class Timeline {
     this.explain();
   }
 
-  // What is too short to be seen beside the bar before it, of the same lane and colour, is not drawn.
+  // A bar too short to be seen beside the bar before it, of the same lane and colour, is not drawn.
   bars(x, scale) {
     const made = [], reached = new Map();
     for (let k = 0; k < this.spans.length; k += 6) {

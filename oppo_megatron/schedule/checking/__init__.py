@@ -1,1 +1,1 @@
-"""Whether a schedule can be carried out: the dry run in virtual time, and every fault that it or the lists show."""
+"""Checks of a schedule: the dry run in virtual time, and all faults that it or the lists show."""

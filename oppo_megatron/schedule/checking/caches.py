@@ -1,38 +1,57 @@
-"""Whether a round's caches hold what it puts into them: asked of the round alone, whatever order its actions have."""
+"""Whether the caches hold what a round adds to them.
+
+That follows from the sizes of its micro-batches; all else that the checker looks for follows from the round's shape.  So the
+schedule of a shape is checked once, and this for each round.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterator, Mapping, Sequence
 
-from oppo_megatron.schedule.rounds import Batch, KVBudget, Round
+from oppo_megatron.errors import ScheduleError
+from oppo_megatron.schedule.rounds import KVBudget, Round
 
 Budgets = Mapping[str, Sequence[KVBudget]]
 """What each replica of each role may cache; a role that is missing is not checked."""
 
 
-def caches_hold(round_: Round, budgets: Budgets) -> bool:
-    """Whether no cache has too few slots or is too short, and each micro-batch continues what is cached.
+def require_room(round_: Round, budgets: Mapping[str, Mapping[int, KVBudget]]) -> None:
+    """Raises ScheduleError with every cache that the round overruns, or asks to continue what it does not hold.
 
-    Where not, the checker says which action is the first to find that out.
+    `budgets` are those of the replicas to be checked, by role and number.
     """
-    return all(
-        _holds([*_of(round_.prefill.get(role, ()), d), *(_of(round_.decode, d) if role == "actor" else ())], budget)
-        for role, own in budgets.items()
-        for d, budget in enumerate(own)
-    )
+    faults = [
+        text for role, own in budgets.items() for d, budget in own.items() for text in _of(round_, role, d, budget)
+    ]
+    if faults:
+        count = "1 cache" if len(faults) == 1 else f"{len(faults)} caches"
+        raise ScheduleError(
+            f"{count} cannot take round {round_.index}:\n" + "".join(f"  - {text}\n" for text in faults)
+        )
 
 
-def _of(replicas: Sequence[Sequence[Batch]], replica: int) -> Sequence[Batch]:
-    return replicas[replica] if replica < len(replicas) else ()
+def _of(round_: Round, role: str, replica: int, budget: KVBudget) -> Iterator[str]:
+    """The first thing that is wrong with one replica's cache."""
+    cache, lengths = f"the cache of {role} replica {replica}", dict[int, int]()
+    for seq_id, past, new in _growths(round_, role, replica):
+        if lengths.get(seq_id, past) != past:
+            yield f"{cache} holds {lengths[seq_id]} tokens of sequence {seq_id}, which is to be continued at {past}"
+            return
+        lengths[seq_id] = past + new
+    longest = max(lengths.values(), default=0)
+    if lengths and budget.others + len(lengths) > budget.slots:
+        yield f"{cache} has {budget.slots} slots, but {len(lengths)} sequences grow beside {budget.others} others"
+    elif longest > budget.max_length:
+        yield f"{cache} has room for {budget.max_length} tokens a sequence, but one grows to {longest}"
 
 
-def _holds(batches: Sequence[Batch], budget: KVBudget) -> bool:
-    """Of one replica, whose micro-batches these are in the order in which it does them."""
-    cached: dict[int, int] = {}
-    for growth in chain.from_iterable(batches):
-        if cached.get(growth.seq_id, growth.past) != growth.past:
-            return False
-        cached[growth.seq_id] = growth.past + growth.new
-    fits = max(cached.values(), default=0) <= budget.max_length
-    return fits and (not cached or budget.others + len(cached) <= budget.slots)
+def _growths(round_: Round, role: str, replica: int) -> Iterator[tuple[int, int, int]]:
+    """What a replica's micro-batches add, in their order: sequence, tokens cached before, new ones."""
+    prefill = round_.prefill.get(role, ())
+    for batch in prefill[replica] if replica < len(prefill) else ():
+        for growth in batch:
+            yield growth.seq_id, growth.past, growth.new
+    if role == "actor":
+        for batch in round_.decode[replica] if replica < len(round_.decode) else ():
+            for growth in batch:
+                yield growth.seq_id, growth.past, min(growth.new, round_.steps)

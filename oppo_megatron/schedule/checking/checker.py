@@ -1,9 +1,9 @@
 """Finds out, before it runs, whether a schedule would hang, break causality or overrun a cache.
 
-What is checked, in this order: that each rank has exactly the actions that the round asks of it; that each message has
-both its ends, and is asked for in the order of sending; that the tensor ranks of a stage agree; that on each rank
-nothing is used before it is there, and no cache overruns (`walk`); that a dry run of all ranks comes to its end
-(`timeline`).  Every action counts as live: at run time those of ended sequences are skipped by all ranks alike.
+The checks, in this order: each rank has exactly the actions that the round requires; each message has both its ends, and is
+received in the order of sending; the tensor ranks of a stage agree; on each rank nothing is used before it is there, and no
+cache overruns (`walk`); a dry run of all ranks comes to its end (`timeline`).  Every action counts as live: at run time all
+ranks alike skip the actions of ended sequences.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def _awaited(stuck: Stuck, timeline: Timeline) -> int | None:
 def _waiting(chain: list[Stuck], ring: bool) -> Fault:
     steps = [f"rank {stuck.rank} waits at `{stuck.action}`" for stuck in chain]
     end = f"for rank {chain[0].rank}" if ring else f"where {chain[-1].reason}"
-    rule = "what a rank waits for must come before it waits" if ring else "what is waited for must be done by someone"
+    rule = "an awaited action must come before the wait for it" if ring else "some rank must do the awaited action"
     message = f"{', for '.join(steps)}, {end}; {rule}; put the awaited action earlier in its list, or add it"
     last = chain[0] if ring else chain[-1]
     return Fault(FaultKind.DEADLOCK, last.rank, last.position, last.action, message)

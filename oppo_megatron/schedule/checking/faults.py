@@ -1,4 +1,4 @@
-"""What can be wrong with a schedule."""
+"""The faults of a schedule."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ class FaultKind(str, Enum):
     MISSING = "missing"  # the round asks for an action that no list has
     DOUBLED = "doubled"  # a rank is told to do the same twice
     FOREIGN = "foreign"  # the round asks for no such action, or not of this rank
-    LOST_PEER = "lost peer"  # a send that nobody receives, a receive of what nobody sends, a wrong peer
+    LOST_PEER = "lost peer"  # a send that nobody receives, a receive that nobody sends, a wrong peer
     ORDER = "order"  # messages asked for in another order than sent; micro-batches out of their order
     TENSOR_RANKS = "tensor ranks"  # the tensor ranks of a stage are told different things
     CAUSALITY = "causality"  # something is used before it is there
-    KV = "kv"  # a cache overruns its budget, or does not hold what a micro-batch builds upon
-    DEADLOCK = "deadlock"  # ranks that wait for each other, or for what never comes
+    KV = "kv"  # a cache overruns its budget, or lacks the tokens that a micro-batch continues
+    DEADLOCK = "deadlock"  # ranks wait for each other, or for a message that never comes
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that is wrong, at `position` of the list of `rank`.
+    """One fault, at `position` of the list of `rank`.
 
-    `action` is None where the list has no such action; `position` is then where the list ends.  `message` says in a
-    sentence what is wrong, the rule that it breaks, and what to do.
+    `action` is None if the list has no such action; `position` is then the list's end.  `message` is a sentence with the fault,
+    the rule that it breaks, and the remedy.
     """
 
     kind: FaultKind

@@ -1,4 +1,4 @@
-"""Every action that a round asks of each rank, in no order: what a complete schedule consists of."""
+"""All actions that a round requires of each rank, in no order: the content of a complete schedule."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A quick proof that a schedule of compute actions is sound once it has its messages.
 
 `prove` looks at compute actions alone, in one pass and one run of whole numbers; messages need not be there yet.  Where it
-says yes, `check` finds nothing but, possibly, caches that overrun (`caches`).  Where it says no, `check` says why.
+says yes, `check` finds nothing but, possibly, caches that overrun (`require_room`).  Where it says no, `check` says why.
 
 It asks three things.  Call a decode with its sample, or a prefill with its score, a *unit*.
 
@@ -32,7 +32,7 @@ from dataclasses import dataclass
 
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.schedule.actions import Action, Op, Schedule
-from oppo_megatron.schedule.checking.caches import Budgets, caches_hold
+from oppo_megatron.schedule.checking.caches import Budgets
 from oppo_megatron.schedule.checking.checker import require_sound
 from oppo_megatron.schedule.rounds import Round, Site
 from oppo_megatron.schedule.weaving.communication import add_communication
@@ -66,8 +66,11 @@ class _Stage:
 
 
 def require_provable(computes: Schedule, round_: Round, site: Site, budgets: Budgets, costs: Costs) -> None:
-    """`require_sound` of a schedule of compute actions, quickly where there is a proof.  Raises ScheduleError."""
-    if not (prove(computes, round_, site) and caches_hold(round_, budgets)):
+    """`require_sound` of a schedule of compute actions, quickly where there is a proof.  Raises ScheduleError.
+
+    The caches hold the round, as `require_room` says.
+    """
+    if not prove(computes, round_, site):
         require_sound(add_communication(computes, round_, site), round_, site, budgets, costs)
 
 

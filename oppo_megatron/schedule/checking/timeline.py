@@ -1,9 +1,9 @@
-"""A schedule carried out in virtual time: when each rank does what, and where nothing can go on.
+"""Simulates a schedule in virtual time: the times of each rank's actions, and where nothing can go on.
 
 Every rank walks its own list.  Decode, sample, prefill and score wait for all tensor ranks of their stage, gather for
 all ranks of the actor.  A send takes no time; its message arrives `Costs.message_s` later and the messages of one
-(sender, receiver, role, payload) arrive in the order sent.  A receive waits for its message.  What happens does not
-depend on which rank is looked at first.
+(sender, receiver, role, payload) arrive in the order sent.  A receive waits for its message.  The
+result does not depend on the order in which ranks are examined.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One pass over each rank's list: nothing is used before it is there, and no cache overruns its budget.
 
-Messages are actions of their own, so what a rank has at an action follows from its own list alone.  Of each role a rank
+Messages are actions of their own, so the state of a rank at an action follows from its own list alone.  Of each role a rank
 holds one hidden state: the one received last, or the result (hidden state, logits) of the last decode or prefill.
 """
 
@@ -62,7 +62,7 @@ class _Walk:
     gathered: bool = False
 
     def visit(self, action: Action) -> Iterator[Trouble]:
-        """What is wrong with doing `action` now; then it counts as done."""
+        """The faults of doing `action` now; then it counts as done."""
         if action.op is Op.GATHER:
             yield from self._whole_chunk(gathered=True)
             self.gathered = True
@@ -135,7 +135,7 @@ class _Walk:
             yield FaultKind.CAUSALITY, f"{trouble}; a rank holds one of each role; put it directly behind what makes it"
 
     def _hold(self, what: str, action: Action) -> Iterator[Trouble]:
-        """What is held waits for a decode, prefill, send, sample or score; the actor's last stage prefills for none."""
+        """The held state waits for a decode, prefill, send, sample or score; the actor's last stage prefills for none."""
         if action.role in self.held:
             held, (m, step) = self.held[action.role]
             yield (
@@ -166,7 +166,7 @@ class _Walk:
                     yield (
                         FaultKind.KV,
                         f"continues sequence {growth.seq_id} at {growth.past} tokens where its cache holds "
-                        f"{cached[growth.seq_id]}; a micro-batch continues what is cached; put it in its order",
+                        f"{cached[growth.seq_id]}; a micro-batch continues the cached tokens; put it in its order",
                     )
             lengths = [g.past + (g.new if step is None else min(1, g.new)) for g in batch]
         for growth, length in zip(batch, lengths, strict=True):

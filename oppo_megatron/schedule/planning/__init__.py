@@ -1,1 +1,1 @@
-"""What is to be done in a round: the books of all roles, the planner, and the merge of what the replicas decoded."""
+"""Planning of rounds: the books of all roles, the planner, and the merge of the replicas' tokens."""

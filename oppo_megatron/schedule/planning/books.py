@@ -1,7 +1,7 @@
-"""What each role has cached and computed of every rollout, kept alike on all ranks that plan a round with it.  Pure.
+"""Each role's cached and computed tokens of every rollout, kept alike on all ranks that plan a round with it.  Pure.
 
-A book says which replica a sequence belongs to, which sequences get a cache slot, and what each micro-batch of the coming
-round adds; the caches themselves follow it.
+A book assigns sequences to replicas and cache slots, and says what each micro-batch of the coming round adds; the caches
+themselves follow it.
 
 Every rank keeps the books of all replicas, because all come to the same numbers from the same chunks; it does so in arrays
 over all sequences.  Micro-batches it needs of its own replicas only: `own` are those that `plan` packs them for.
@@ -66,7 +66,7 @@ class Book:
         return int(self._num_open[replica])
 
     def state_dict(self) -> dict[str, Any]:
-        """Between two rounds, in plain JSON types: who belongs where, and what is cached."""
+        """The state between two rounds, in plain JSON types: each sequence's replica and its cached tokens."""
         return {
             "replicas": self._replicas.state_dict(),
             "cached": [list(self.cached(replica).items()) for replica in range(len(self))],
@@ -333,7 +333,7 @@ class ActorBook(Book):
         self._ledger[REPLICA][rows[ended]] = ABSENT
 
     def invalidate(self) -> None:
-        """The weights changed: what is cached is to be computed again."""
+        """The weights changed: caches must be computed again."""
         self._ledger[CACHED][self._ledger[CACHED] != ABSENT] = 0
 
     def _admit(self, rows: Ints, micro_batches: int) -> tuple[Bools, Bools]:

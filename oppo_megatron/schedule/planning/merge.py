@@ -1,8 +1,8 @@
-"""From what each replica of the actor decoded in a round to the one chunk that every rank records.
+"""Merges the tokens that the actor's replicas decoded in a round into the one chunk that every rank records.
 
 Every running sequence gets one token a decode step, so token k of a row has the logical clock `start + 1 + k`.  Replicas (and
-decode micro-batches) do not wait for each other within a round: what they decoded beyond the step at which the batch was
-complete is cut off here, and so the chunk is the one that a single process would have decoded.
+decode micro-batches) do not wait for each other within a round.  Tokens decoded beyond the step at which the batch was
+complete are cut off here, so the chunk equals the one that a single process would have decoded.
 """
 
 from __future__ import annotations

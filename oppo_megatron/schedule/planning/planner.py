@@ -1,6 +1,6 @@
-"""Plans the rounds of a run: the books say what is to be done, a generator says when, the checker says that it will work.
+"""Plans the rounds of a run: the books give the work, a generator its order, and the checker proves the result.
 
-Every rank plans for itself and comes to the same schedule, because the books advance by what every rank knows.
+Every rank plans for itself and reaches the same schedule, because the books advance by chunks that every rank records.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from oppo_megatron.columns import Columns, columns_of
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.actions import Schedule
-from oppo_megatron.schedule.checking.caches import Budgets
+from oppo_megatron.schedule.checking.caches import Budgets, require_room
 from oppo_megatron.schedule.checking.checker import require_sound
 from oppo_megatron.schedule.checking.proof import require_provable
 from oppo_megatron.schedule.planning.books import ActorBook, Book, ReplicaWork, ScoringBook
@@ -84,9 +84,10 @@ class RoundPlanner:
         order: Order,
         readable: Set[int] | None = None,
     ) -> PlannedRound:
-        """The round that decodes up to `chunk` tokens of each of `decode` and scores what is new of `score`.
+        """The round that decodes up to `chunk` tokens of each of `decode` and scores the new tokens of `score`.
 
-        Roles whose outputs do not outlive the step read the sequences of `readable` alone; null: all.
+        Roles whose outputs do not outlive the step read the sequences of `readable` alone; null: all.  Raises ScheduleError
+        where the round cannot be carried out.
         """
         active = columns_of(decode)
         read = self._read(columns_of(score), readable, decodes=bool(decode))
@@ -106,7 +107,10 @@ class RoundPlanner:
             tuple(tuple(work.decode) for work in actor),
             {name: tuple(tuple(w.prefill) for w in replicas) for name, replicas in works.items()},
         )
-        return PlannedRound(round_, works, self._schedule(round_, works))
+        budgets = self._budgets(works)
+        require_room(round_, budgets)
+        ours = {name: list(own.values()) for name, own in budgets.items()}
+        return PlannedRound(round_, works, self._schedule(round_, ours))
 
     def owes(self, rollouts: Sequence[Rollout]) -> bool:
         """Whether a scorer, on any rank, has not read all of the rollouts."""
@@ -168,20 +172,23 @@ class RoundPlanner:
         actor, placements = self.site.placements["actor"], self.site.placements
         return [name for name in self.scorers if any(actor.coords(rank) is not None for rank in placements[name].ranks)]
 
-    def _schedule(self, round_: Round, works: Mapping[str, Sequence[ReplicaWork]]) -> Schedule:
-        """The schedule of the round's shape: sizes of micro-batches do not change what has to be done in which order."""
+    def _schedule(self, round_: Round, budgets: Budgets) -> Schedule:
+        """The schedule of the round's shape: sizes of micro-batches do not change what has to be done in which order.
+
+        It is checked once: what sizes decide, `require_room` has seen.
+        """
         component = self._component
         part = round_ if component is None else component.part(round_)
         shape = replace(part, index=1)
         if component is None or not repeats(self.generator, shape, component.model):
-            return self._checked(shape, works)
+            return self._checked(shape, budgets)
         key = part.steps, _counts(part)
         if key not in self._known:
-            own = self._checked(shortened(shape), works).of(component.rank)
+            own = self._checked(shortened(shape), budgets).of(component.rank)
             self._keep(key, Schedule({component.rank: lengthened(own, part.steps)}))
         return self._known[key]
 
-    def _checked(self, shape: Round, works: Mapping[str, Sequence[ReplicaWork]]) -> Schedule:
+    def _checked(self, shape: Round, budgets: Budgets) -> Schedule:
         """Made and checked once; where only a component is planned, its model is, and the rank's own list is what is kept."""
         key, component = (shape.steps, _counts(shape)), self._component
         if key not in self._known:
@@ -189,9 +196,9 @@ class RoundPlanner:
             computes = GENERATORS[self.generator](shape, site, self.costs)
             if component is None:
                 schedule = add_communication(computes, shape, site)
-                require_sound(schedule, shape, site, self._budgets(works), self.costs)
+                require_sound(schedule, shape, site, budgets, self.costs)
             else:
-                self.require(computes, shape, site, self._budgets(works), self.costs)
+                self.require(computes, shape, site, budgets, self.costs)
                 schedule = Schedule({component.rank: component.own_list(computes, shape)})
             self._keep(key, schedule)
         return self._known[key]
@@ -201,16 +208,16 @@ class RoundPlanner:
             self._known.clear()
         self._known[key] = schedule
 
-    def _budgets(self, works: Mapping[str, Sequence[ReplicaWork]]) -> Budgets:
-        """What each cache can hold, and how much of it sequences have that the round leaves alone; of our replicas alone."""
+    def _budgets(self, works: Mapping[str, Sequence[ReplicaWork]]) -> dict[str, dict[int, KVBudget]]:
+        """What the caches of our replicas can hold, and how much of it sequences have that the round leaves alone."""
         books: dict[str, Book] = {"actor": self.actor, **self.scorers}
 
-        def budgets(name: str, replicas: Sequence[ReplicaWork]) -> list[KVBudget]:
+        def budgets(name: str, replicas: Sequence[ReplicaWork]) -> dict[int, KVBudget]:
             book, own = books[name], self._own(name)
-            return [
-                KVBudget(book.slots, self.max_length, book.num_open(d) - len(_grown(replicas[d])))
+            return {
+                d: KVBudget(book.slots, self.max_length, book.num_open(d) - len(_grown(replicas[d])))
                 for d in (range(len(replicas)) if own is None else own)
-            ]
+            }
 
         return {name: budgets(name, replicas) for name, replicas in works.items()}
 

@@ -1,7 +1,7 @@
-"""The rounds that a run's first step would have, from its configuration alone.
+"""Previews the rounds of a run's first step from its configuration alone.
 
-The planner and the books are those of a run; only the sequences are made up: prompts of one length, and no response that
-ends before `rollout.max_response_tokens`.
+Planner and books are the run's own; only the sequences are made up: prompts of one length, and responses of
+`rollout.max_response_tokens` tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which replica of a role each sequence belongs to.  Pure."""
+"""Each sequence's replica of a role.  Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REPLICA = "replica"
 
 
 class Replicas:
-    """Which replica each sequence belongs to; it stays there until it has left.  `slots` are those of one replica's cache.
+    """Each sequence's replica, where it stays until it leaves.  `slots`: the number of slots of one replica's cache.
 
     `ledger` has the replicas in its column REPLICA, and what else a book keeps of its sequences (`columns`).
     """

@@ -1,1 +1,1 @@
-"""When everything is done: generators, the cut of a round, the cost model that both use, and the pass that adds messages."""
+"""The order of a round: generators, the cut, the cost model that both use, and the pass that adds messages."""

@@ -1,6 +1,7 @@
 """The pass that adds messages to a schedule of compute actions.
 
-A send stands directly behind what makes its content and never blocks; a receive stands directly before what needs it.
+A send stands directly behind the action that makes its content and never blocks; a receive directly before the action that
+needs it.
 So the messages of a link are asked for in the order in which they are sent, and the lists stay free of deadlock.
 """
 

@@ -1,4 +1,4 @@
-"""How long actions take: the cost model that schedules are planned with."""
+"""Durations of actions: the cost model for planning schedules."""
 
 from __future__ import annotations
 

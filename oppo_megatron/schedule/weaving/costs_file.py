@@ -16,7 +16,7 @@ LINES = ("sample", "default_prefill", "score")
 
 
 def read_costs(path: Path, placements: Mapping[str, RolePlacement]) -> Costs:
-    """The costs in `path`: pairs of seconds, fixed and per token; what is missing has its default.
+    """The costs in `path`: pairs of seconds, fixed and per token; missing ones have their defaults.
 
     Keys are `decode`, `sample`, `score`, `default_prefill`, `prefill` (by role) and `message_s`.  `decode` and a role's
     `prefill` are a pair for all pipeline stages, or a list of pairs, one for each stage that it has in `places`.

@@ -1,4 +1,4 @@
-"""How a round's work is cut: into how many decode micro-batches, and into prefill micro-batches of how many tokens.
+"""The cut of a round: the number of decode micro-batches, and the tokens of a prefill micro-batch.
 
 Few, large micro-batches pay fixed costs seldom; small ones leave or fill the gaps of the decode pipeline better.  The
 choice is the cut of fewest predicted seconds.  With P stages, n sequences in M micro-batches, w_p the seconds of stage p
@@ -34,7 +34,7 @@ MOST_IN_A_GAP = 4
 """Prefill micro-batches that a gap is cut for."""
 
 ROUNDING = 1e-6
-"""What is this close to a whole number of micro-batches is one."""
+"""A ratio this close to a whole number of micro-batches counts as whole."""
 
 
 @dataclass(frozen=True)

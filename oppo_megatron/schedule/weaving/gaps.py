@@ -16,7 +16,7 @@ def nanoseconds(seconds: float) -> int:
 
 
 class Gaps:
-    """Gaps of each rank, the last of which is endless.  Gaps shorter than `shortest`, which nobody needs, are forgotten."""
+    """Gaps of each rank; the last one is endless.  Gaps shorter than `shortest`, which are useless, are forgotten."""
 
     def __init__(self, ranks: Sequence[int], shortest: int = 1):
         self._shortest = max(1, shortest)
@@ -60,11 +60,11 @@ class Gaps:
                 starts[-1] = start + duration
 
     def end(self, ranks: Sequence[int]) -> int:
-        """From when on nothing is placed on any of `ranks`."""
+        """The time from which nothing is placed on any of `ranks`."""
         return max(self._starts[rank][-1] for rank in ranks)
 
     def close(self) -> None:
-        """Forget all gaps but the last: what is placed from now on comes after what is there."""
+        """Forget all gaps but the last: later actions are placed behind all present ones."""
         for rank in self._starts:
             del self._starts[rank][:-1], self._ends[rank][:-1]
 

@@ -1,4 +1,4 @@
-"""Generators: from what is to be done in a round to what every rank does, in order.  Compute actions only.
+"""Generators: they turn the work of a round into an ordered list of actions for every rank.  Compute actions only.
 
 All of them lay the actions out on one virtual timeline, by the cost model; a rank's list is its part of that timeline,
 in order of start.  A list order that comes from one timeline cannot deadlock, however the roles' ranks overlap: the
@@ -27,7 +27,7 @@ What = tuple[int, int, int | None]
 
 
 def sequential(round: Round, site: Site, costs: Costs) -> Schedule:
-    """On each rank first the actor's part, then the scorers'."""
+    """The actor's part first on each rank, then the scorers'."""
     layout = _Layout(round, site, costs)
     layout.place_actor()
     layout.free.close()
@@ -36,7 +36,7 @@ def sequential(round: Round, site: Site, costs: Costs) -> Schedule:
 
 
 def intra(round: Round, site: Site, costs: Costs) -> Schedule:
-    """On each rank first the scorers' part, then the actor's: on ranks of their own, scorers work beside the actor."""
+    """The scorers' part first on each rank, then the actor's: on ranks of their own, scorers work beside the actor."""
     layout = _Layout(round, site, costs)
     layout.place_scorers()
     layout.free.close()

@@ -1,1 +1,1 @@
-"""What guards do with a batch or an update: keep it, skip it, stop the run or take it back to a checkpoint; and replay it."""
+"""Actions of guards: skip a step, stop the run or return to a checkpoint, keep the rejected batch, and replay it."""

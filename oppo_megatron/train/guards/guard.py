@@ -1,7 +1,7 @@
-"""Holds the guards' rules (`control/guards.py`) against each step, on every rank alike, and keeps the rejected batches.
+"""Checks each step against the guards' rules (`control/guards.py`), on every rank alike, and keeps the rejected batches.
 
-What the scorers found of a batch is the same on all ranks, so each decides alone whether to train on it.  What an update
-shows is known to the ranks of its role only: where it may have to be taken back, all ranks meet after both updates.
+The scorers' results for a batch are the same on all ranks, so each rank decides alone whether to train on it.  The results of
+an update are known to the ranks of its role only: if it may have to be undone, all ranks meet after both updates.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Guard:
         return experience, self.rules.check({"kl_mean": experience.stats.kl_mean})
 
     def watch(self, role: str, update: Callable[[], dict[str, float]]) -> tuple[dict[str, float], Breach | None]:
-        """Make an update of `role`; its statistics (none where a gradient was no finite number), and what is wrong with it."""
+        """Make an update of `role`.  Returns its statistics (none if a gradient was not finite) and its breaches."""
         try:
             figures = update()
         except NumericsError as error:
@@ -103,7 +103,7 @@ class Guard:
     def settle(self, breach: Breach | None, evidence: Evidence, position: int) -> None:
         """Keep the rejected batch, and raise NumericsError or RewardError where the run is to stop, RollBack where it goes back.
 
-        `position` is that of the stream of prompts: what has been admitted lies before it.
+        `position`: of the stream of prompts; all admitted prompts lie before it.
         """
         if breach is None:
             self.in_a_row = 0

@@ -1,7 +1,7 @@
-"""Rejected batches: all that one update needs, written where a guard found fault with it, and read by `oppo replay`.
+"""Rejected batches: all inputs of one update, written when a guard rejects it, and read by `oppo replay`.
 
 `step-N.safetensors` holds the tensors (`TENSORS`), `step-N.jsonl` beside it a first line about the step and then a line
-about each rollout.  No pickle, and nothing else than numbers and text.
+about each rollout.  The files hold numbers and text only, no pickle.
 
 Legend: B rollouts, P their prompt tokens, T their response tokens (both packed).
 """
@@ -42,7 +42,7 @@ LEAST: dict[str, int] = {"step": 1, "total_steps": 1}  # of these numbers; of th
 
 @dataclass(frozen=True)
 class Facts:
-    """Of the step: `policy_version` is the actor's before its update, `config` the run's as YAML, `figures` its statistics."""
+    """The step: `policy_version` of the actor before its update, the run's `config` as YAML, its statistics (`figures`)."""
 
     step: int
     seed: int
@@ -97,7 +97,7 @@ class RejectedBatch:
 
 
 def read_rejected(path: Path) -> RejectedBatch:
-    """Read what `write` wrote; `path` is either file.  Raises DataError for what is damaged or something else."""
+    """Read a batch written by `write`; `path` is either file.  Raises DataError for damaged or other files."""
     path = path.with_suffix(".safetensors")
     lines = list(iter_json_lines(path.with_suffix(".jsonl")))
     head = lines[0] if lines else {}

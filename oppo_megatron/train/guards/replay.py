@@ -1,4 +1,4 @@
-"""One update of actor and critic again, alone, from a rejected batch."""
+"""Repeats one update of actor and critic, in one process, from a rejected batch."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _require_fit(rejected: RejectedBatch, config: TrainConfig) -> None:
             f"the batch has a sequence of {longest} tokens, but data.max_prompt_tokens and rollout.max_response_tokens allow "
             f"{max_context(config)}; give those of the run"
         )
-    if config.algorithm.has_critic and rejected.scored.values_T is None:
+    if config.algorithm.needs.critic and rejected.scored.values_T is None:
         problems.append(
             f"the batch has no values, but algorithm.preset {config.algorithm.preset} updates a critic; name its run's preset"
         )
@@ -109,7 +109,7 @@ def _replay(rejected: RejectedBatch, config: TrainConfig, world: World) -> Repla
         version=facts.policy_version,
     )
     critic = None
-    if algorithm.trains_critic:
+    if algorithm.needs.critic:
         critic = Critic(_role("critic", "scalar", config, world, topology, facts.total_steps, facts.step), algorithm)
     figures, breach = _update(rejected, experience, actor, critic, config, world)
     return Replayed(figures, facts.figures, breach)

@@ -1,9 +1,9 @@
-"""Going back to the last checkpoint where a guard says so, and on from there with other prompts.
+"""Rollback: the run returns to the last checkpoint when a guard demands it, and continues with other prompts.
 
-A run repeats itself: the same prompts would end in the same breach.  So prompts admitted since the checkpoint are left out, and
-those of the rejected batch that the checkpoint has in flight; other draws follow.  `rollbacks.jsonl` of the run directory has a
-line for each rollback.  It is written before any rank ends; every later start obeys all of its lines, whichever checkpoint it
-begins with.
+A run repeats itself, so the same prompts would end in the same breach.  Prompts admitted since the checkpoint are left out, and
+so are those of the rejected batch that the checkpoint has in flight; other draws follow.  `rollbacks.jsonl` of the run directory
+has a line for each rollback.  It is written before any rank ends; every later start obeys all of its lines, whichever
+checkpoint it begins with.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Rollback:
         if line.keys() != kinds.keys() or any(type(line[name]) is not kind for name, kind in kinds.items()):
             raise CheckpointError(f"rollbacks.jsonl has a line that is no rollback: {line!r:.80}; restore the file")
         if any(type(position) is not int for position in line["left_out"]):
-            raise CheckpointError("rollbacks.jsonl: left_out has what is no position; restore the file")
+            raise CheckpointError("rollbacks.jsonl: left_out holds something that is no position; restore the file")
         return cls(**line)
 
     def describe(self) -> str:

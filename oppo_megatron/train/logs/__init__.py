@@ -1,1 +1,1 @@
-"""What a run tells of itself while it goes on: lines of metrics, console, trackers, traces of each rank, pictures."""
+"""Outputs of a running run: lines of metrics, console, trackers, traces of each rank, pictures."""

@@ -69,7 +69,7 @@ class Progress:
             print(text, file=self._stream, flush=True)
 
     def _seconds_left(self, step: int) -> float | None:
-        """From the pace since the first update, so that starting up does not count; None until there is a pace."""
+        """The estimate from the pace since the first update, so that start-up does not count; None until there is a pace."""
         now = self._clock()
         if self._first is None:
             self._first = (step, now)

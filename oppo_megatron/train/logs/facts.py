@@ -1,4 +1,4 @@
-"""What is known of a step when its line in the metrics is written."""
+"""The facts of a step for its line in the metrics."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class HeldoutLog:
         }
 
     def state_dict(self) -> list[tuple[int, dict[str, Any]]]:
-        """In plain JSON types."""
+        """The state, in plain JSON types."""
         return list(self._by_step.items())
 
     def load_state_dict(self, state: Iterable[tuple[int, Mapping[str, Any]]]) -> None:

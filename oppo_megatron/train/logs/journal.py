@@ -1,4 +1,4 @@
-"""What a PPO run writes while it goes: a metrics line a step, progress, trackers, and the summary at its end."""
+"""The journal of a PPO run: a metrics line a step, progress, trackers, and the summary at its end."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Journal:
         self.trackers.log(step, late)
 
     def state_dict(self) -> dict[str, Any]:
-        """What is not in metrics.jsonl, in plain JSON types."""
+        """State that is not in metrics.jsonl, in plain JSON types."""
         figures = {"accuracy": list(self.accuracy.items()), "heldout": self.heldout.state_dict()}
         return {"elapsed_s": time.monotonic() - self.started, **figures}
 

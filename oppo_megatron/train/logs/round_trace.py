@@ -1,4 +1,4 @@
-"""What the executor does, told to the trace, to the step's totals and to the cost model."""
+"""Reports the executor's actions to the trace, to the step's totals and to the cost model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `oppo sft` and `oppo rm` tell of themselves: a line a step, and the summary."""
+"""The report of `oppo sft` and `oppo rm`: a line a step, and the summary."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Report:
                 self.note(note)
 
     def begin(self, start: Sequence[str], rows: Sequence[Any], held: Sequence[Any], quarantine: Quarantine) -> None:
-        """From where the run goes on, how its rows are read, and which are not trained on, or more than once."""
+        """Report where the run goes on from, how its rows are read, and which rows are not trained on, or more than once."""
         self._rows, self._num_quarantined = rows, len(quarantine)
         for note in [*start, *quarantine.notes]:
             self.note(note)
@@ -107,7 +107,7 @@ class Report:
 
 
 def _figures(run: RunDirectory, title: str, rows: Sequence[Any], num_quarantined: int) -> dict[str, Any]:
-    """Of all steps.  Losses (and accuracies) are of the first and of the last tenth of the steps."""
+    """The summary of all steps.  Losses (and accuracies) are of the first and of the last tenth of the steps."""
     lines = read_metrics(run.metrics)
     tenth = max(1, len(lines) // 10)
     learned = [name for name in ("loss", "accuracy", "margin") if name in lines[0]]

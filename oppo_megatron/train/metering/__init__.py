@@ -1,1 +1,1 @@
-"""Watching a step from outside: seconds by part, what each wait was for, and the facts that its line in the metrics has."""
+"""Measures a step: seconds by part, the cause of each wait, and the facts for its line in the metrics."""

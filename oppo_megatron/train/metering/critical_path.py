@@ -1,10 +1,10 @@
-"""What of the critic's update the actor has to wait for, and what its own work hides.
+"""Splits the critic's update into the part for which the actor waits, and the part hidden by the actor's own work.
 
-Where the critic has ranks of its own and the step does not wait for it (`debug.wait_for`), the update of step k holds up
-the scorers at the start of step k + 1, and chunks queue up meanwhile.  The scorers then are a queue with a single server.
-It has absorbed the delay where it stood idle once more before the last chunk; how long it stood idle after the update does
-not say how long it would have without.  So the step is played back with the update and without it, over the times at which
-the chunks were there and the seconds of work on each.  The critic's first rank stands for the scorers.
+If the critic has ranks of its own and the step does not wait for it (`debug.wait_for`), the update of step k delays the scorers
+at the start of step k + 1, and chunks queue up meanwhile.  The scorers then are a queue with a single server, which has absorbed
+the delay if it is idle again before the last chunk.  Its idle time after the update does not tell how long it would have been
+idle without the update.  So the step is replayed with the update and without it, over the arrival times of the chunks and the
+seconds of work on each.  The critic's first rank stands for the scorers.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 class StepClock:
     """One rank's rounds of a step, in seconds since it met all others for the scores of the step before.
 
-    `ends` are those of the rounds that decode: on the actor's output rank the times at which the chunks were there.
-    `work` is what was done before the first round (the critic's update is in it), then in each round, the drawn-out end
+    `ends`: of the rounds that decode; on the actor's output rank the times at which the chunks were there.
+    `work`: the work before the first round (the critic's update is in it), then in each round, the drawn-out end
     of the scoring included; waits for chunks are left out.
     """
 
@@ -49,7 +49,7 @@ class StepClock:
 
 
 def scoring_delay(update_s: float, work: Sequence[float], arrivals: Sequence[float]) -> float:
-    """By how many seconds an update at the start of the scorers' step makes its scoring end later.
+    """The seconds by which an update at the start of the scorers' step delays the end of its scoring.
 
     `work` is the scorers' (`StepClock.work`), `arrivals` the actor's (`StepClock.ends`); after each of the first rounds the
     scorers wait until its chunk is there.

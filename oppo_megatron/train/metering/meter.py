@@ -1,4 +1,4 @@
-"""Watches the steps of one rank from outside.  The loop says what it is at; nothing here changes what is trained.
+"""Measures the steps of one rank.  The loop reports its phases; nothing here affects training.
 
 begin(phase)  round() ... decoded(...)  drain()  part("wait_scores")  scored(...)  part("update")  end(...)
 """
@@ -8,23 +8,46 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from oppo_megatron.algorithms.experience import Experience, ScoredBatch
 from oppo_megatron.cluster.peers import waiting_for
 from oppo_megatron.cluster.world import World
-from oppo_megatron.control.chunk import StepCost
-from oppo_megatron.engine.rounds import RoundRunner
+from oppo_megatron.control.chunk_tuner import DecodeLaw, StepCost
+from oppo_megatron.control.occupancy import Occupancy
+from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.records import Chunk, Rollout
 from oppo_megatron.rundir.trace import SpanRecorder
-from oppo_megatron.train.logs.facts import StepFacts
+from oppo_megatron.train.logs.facts import LATER_FACTS, StepFacts
 from oppo_megatron.train.logs.journal import Journal
 from oppo_megatron.train.logs.round_trace import RoundTracer
 from oppo_megatron.train.memory_meter import MemoryByRank, MemoryMeter
 from oppo_megatron.train.metering.critical_path import CriticPlacement, StepClock, scoring_delay
-from oppo_megatron.train.metering.phase import RolloutPhase
 from oppo_megatron.train.score_exchange import ScoreReport
+
+
+@dataclass
+class RolloutPhase:
+    """The rollout phase of a step under way, which a checkpoint may interrupt.
+
+    It began at logical clock `begun`, and took `spent_s` before the interruption.
+    """
+
+    facts: StepFacts
+    occupancy: Occupancy
+    begun: int
+    spent_s: float = 0.0
+    law: DecodeLaw = field(default_factory=DecodeLaw)  # of the rounds since the last interruption
+
+    def state_dict(self) -> dict[str, Any]:
+        facts = {name: value for name, value in asdict(self.facts).items() if name not in LATER_FACTS}
+        return {"facts": facts, "occupancy": self.occupancy.state_dict(), "begun": self.begun, "spent_s": self.spent_s}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> RolloutPhase:
+        occupancy = Occupancy.from_state(state["occupancy"])
+        return cls(StepFacts(**state["facts"]), occupancy, state["begun"], state["spent_s"])
 
 
 @dataclass

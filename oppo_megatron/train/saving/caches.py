@@ -1,4 +1,4 @@
-"""What is cached and computed of sequences in flight, a file a rank: KV caches and the scorers' outputs so far."""
+"""Caches of sequences in flight, a file a rank: KV caches and the scorers' outputs so far."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from oppo_megatron.engine.rounds import RoundRunner
+from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.errors import CapacityError, CheckpointError
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.records import Rollout

@@ -1,7 +1,7 @@
-"""When checkpoints are due, and whether the run waits for them; what they hold is the caller's.
+"""Decides when checkpoints are due, and whether the run waits for them; the caller gives their content.
 
 With `checkpoint.asynchronous` the run waits for a snapshot only: a thread writes it, in agreement with the other ranks' threads
-over a group of their own, and the ranks find at a later step's meeting that it is whole.
+over a group of their own, and the ranks learn at a later step's meeting that it is complete.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ from oppo_megatron.mcore.training import TrainedModel
 from oppo_megatron.mcore.weights.checkpoint import load_models
 from oppo_megatron.rundir.checkpoints import CheckpointStore, Position
 from oppo_megatron.rundir.directory import RunDirectory
-from oppo_megatron.train.saving.layout import MODELS, STATE
 from oppo_megatron.train.saving.preemption import Preemption
-from oppo_megatron.train.saving.snapshot import Best, Snapshot
+from oppo_megatron.train.saving.snapshot import MODELS, STATE, Best, Snapshot
 from oppo_megatron.train.saving.writing import CheckpointWriting
 
 
 class Cost(NamedTuple):
-    """Of a checkpoint: seconds that the run stood still for it, its bytes, and seconds of writing beside the run."""
+    """The cost of a checkpoint: seconds that the run stood still for it, its bytes, and seconds of writing beside the run."""
 
     waited_s: float = 0.0
     num_bytes: int = 0
@@ -119,7 +118,7 @@ class CheckpointKeeper:
         return self.stopping or self._overdue or best or bool(every and step % every == 0)
 
     def take_cost(self) -> Cost:
-        """Of checkpoints, since the last call."""
+        """The cost of checkpoints since the last call."""
         cost, self._cost = self._cost, Cost()
         return cost
 

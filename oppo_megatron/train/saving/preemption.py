@@ -1,7 +1,7 @@
-"""Told to stop: signals are noted, and every rank learns of them at the same place of the run.
+"""Stopping on signals: they are noted, and every rank learns of them at the same place of the run.
 
-SIGUSR1 and the first SIGTERM or SIGINT (Ctrl-C) ask for a checkpoint.  A second one of these two, or a deadline that passes,
-ends the process at once: the last checkpoint is whole, for a checkpoint that is being written has no name yet.
+SIGUSR1 and the first SIGTERM or SIGINT (Ctrl-C) ask for a checkpoint.  A second SIGTERM or SIGINT, or a missed
+deadline, ends the process at once: the last checkpoint is whole, because a checkpoint under way has no name yet.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Preemption:
         return asked, any_rank
 
     def _hear(self, reads: int) -> None:
-        """In a thread of its own: the main one may be in a call that waits for a peer, and then runs no handler."""
+        """Runs in a thread of its own: the main one may wait for a peer in a call, and then runs no handler."""
         with open(reads, "rb", buffering=0) as numbers:
             while number := numbers.read(1):
                 if number[0] not in HEARD:
@@ -128,7 +128,7 @@ class Preemption:
                 self.ask()
 
     def _counts(self, number: int) -> bool:
-        """Whether the signal is one of those of which the second ends the process."""
+        """Whether a second signal of this kind ends the process."""
         if number == signal.SIGUSR1:
             return False
         now = time.monotonic()

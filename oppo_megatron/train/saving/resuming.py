@@ -19,7 +19,7 @@ from oppo_megatron.overcommit.ahead import Ahead
 from oppo_megatron.rundir.checkpoints import CheckpointStore, Position
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.rundir.manifest import OtherFormatError, find_damage, find_misfits, read_manifest
-from oppo_megatron.train.saving.layout import CACHES, MODELS, ROLLOUTS, STATE
+from oppo_megatron.train.saving.snapshot import CACHES, MODELS, ROLLOUTS, STATE
 from oppo_megatron.train.saving.state_schema import read_lines, read_state
 
 FoundT = TypeVar("FoundT")
@@ -61,7 +61,7 @@ def find_checkpoint(config: TrainConfig, world: World) -> Found | None:
 def find_whole(run: RunDirectory, world: World, files: Sequence[str], read: Callable[[Path], FoundT]) -> FoundT | None:
     """The last whole checkpoint of the run directory, the same on every rank; None where a new run is to begin.
 
-    It has these `files`, and `read` makes of it what is returned; where it raises CheckpointError, it is not whole.
+    It has these `files`, and the result of `read` is returned; if `read` raises CheckpointError, the checkpoint is not whole.
 
     Every rank makes the call, and reads a share of the files.  Damaged ones are told of and set aside.  Raises
     CheckpointError where there are checkpoints, and none is whole; OtherFormatError, with nothing set aside, for one that
@@ -99,7 +99,7 @@ def _set_aside(store: CheckpointStore, damages: list[tuple[Position, str]], chos
 
 
 def _damage(folder: Path, world: World, files: Sequence[str], read: Callable[[Path], object]) -> str | None:
-    """What is wrong with a checkpoint, as found by any rank.  Raises OtherFormatError, on all ranks."""
+    """The fault of a checkpoint, as found by any rank.  Raises OtherFormatError, on all ranks."""
     mine: str | OtherFormatError | None
     try:
         entries = read_manifest(folder)

@@ -1,11 +1,11 @@
-"""What a checkpoint takes of a run, and gives back to it."""
+"""The interface through which a checkpoint saves and restores a run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from oppo_megatron.engine.rounds import RoundRunner
+from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.mcore.training import TrainedModel
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.records import Rollout
@@ -62,6 +62,6 @@ class Saveable(Protocol):
         """All but models, caches and rollouts, in plain JSON types, on the rank that keeps the journal."""
         ...
 
-    def load_state_dict(self, state: Mapping[str, Any], rollouts: Sequence[Rollout], *, same_layout: bool) -> None:
-        """On every rank, before its first round; books and caches are restored apart."""
+    def load_state_dict(self, state: Mapping[str, Any], rollouts: Sequence[Rollout]) -> None:
+        """Restore the state on every rank, before its first round; books and caches are restored separately."""
         ...

@@ -1,4 +1,4 @@
-"""The checkpoints of `oppo train`: what is settled before one is written, and how a run goes on from one."""
+"""The checkpoints of `oppo train`: preparing and writing one, and continuing a run from one."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from oppo_megatron.cluster.peers import waiting_for
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.derived import best_standard
 from oppo_megatron.config.evaluation import REWARD
+from oppo_megatron.config.renamed import with_new_names
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.errors import CheckpointError
@@ -26,14 +27,14 @@ from oppo_megatron.overcommit.ahead import (
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.train.saving.caches import load_caches, require_sound_books
 from oppo_megatron.train.saving.keeper import CheckpointKeeper, Cost, Work
-from oppo_megatron.train.saving.layout import MODELS, cache_path
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.resuming import Found
 from oppo_megatron.train.saving.saveable import Saveable
-from oppo_megatron.train.saving.snapshot import Snapshot, best_of, take_snapshot
+from oppo_megatron.train.saving.snapshot import MODELS, Snapshot, best_of, cache_path, take_snapshot
 from oppo_megatron.train.saving.state import (
     adapter_state,
     data_state,
+    frozen_models,
     layout_of,
     make_rollouts,
     require_same_adapters,
@@ -99,7 +100,7 @@ class Saver(CheckpointKeeper):
         self.write(Work(position, take, whole, note, last), started)
 
     def require_same_run(self, found: Found, left_out: Set[int]) -> Ahead:
-        """What is left of a checkpoint's run, as it is configured now; `left_out` are positions in the stream of prompts.
+        """The rest of a checkpoint's run under the present configuration; `left_out`: positions in the stream of prompts.
 
         Raises CheckpointError where it has other prompts, another order of them, other adapters, had more steps or passes over
         the prompts, or has ended and has nothing left to train, and where rollouts in flight could not be trained within
@@ -109,9 +110,9 @@ class Saver(CheckpointKeeper):
         require_same_adapters(found.state["adapters"], adapter_state(self.config))
         ahead = found.ahead(left_out)
         require_resumable(ahead.done, self.config.steps)
-        num_rows, passes = len(self.prompts), self.config.passes
-        most = None if passes is None else passes * num_rows
-        require_prompts(ahead, most, num_rows)
+        a_pass, passes = self.prompts.rollouts_per_pass, self.config.passes
+        most = None if passes is None else passes * a_pass
+        require_prompts(ahead, most, a_pass)
         if RunDirectory(self.config.run_dir).finished:
             require_work(ahead, self.config.steps, most, self.config.rollout.batch_size)
         if ahead.done != self.config.steps:
@@ -120,7 +121,7 @@ class Saver(CheckpointKeeper):
         return ahead
 
     def describe(self, found: Found) -> list[str]:
-        """From where the run goes on, and which settings are not what they were."""
+        """Report where the run goes on from, and the changed settings."""
         state, run = found.state, RunDirectory(self.config.run_dir)
         then = state.get("config") or read_config_state(run.config)
         told = tell_of_changes(then, self._told["config"], state.get("sources", {}), self._told["sources"])
@@ -139,7 +140,7 @@ class Saver(CheckpointKeeper):
         run.publish()
         stream = PromptStream(self.prompts, self.config.seed, shuffle=self.config.data.shuffle)
         held = make_rollouts(found.held(rollbacks.left_out), stream)
-        run.load_state_dict(state, held, same_layout=state["layout"] == layout_of(run.rounds))
+        run.load_state_dict(state, held)
         rollbacks.checkpoint = found.folder.name, found.position
         lost = len(held) < len(found.rollouts)
         if not lost:
@@ -150,7 +151,7 @@ class Saver(CheckpointKeeper):
     def _restore_caches(self, run: Saveable, found: Found) -> None:
         """Where layout and options allow, then and now; else everything is prefilled again, with what each sequence has."""
         there = self.config.checkpoint.caches and found.state["caches"]
-        if not there or found.state["layout"] != layout_of(run.rounds):
+        if not there or found.state["layout"] != layout_of(run.rounds) or self._other_models(found):
             return
         require_sound_books(found.state, run.buffer.rollouts)
         planner, books = run.rounds.planner, found.state["books"]
@@ -158,6 +159,11 @@ class Saver(CheckpointKeeper):
         for name, book in planner.scorers.items():
             book.load_state_dict(books[name])
         load_caches(cache_path(found.folder, self.world.rank), run.rounds)
+
+    def _other_models(self, found: Found) -> bool:
+        """Whether reference or reward model are not those that computed what is cached, as far as the checkpoint says."""
+        then = found.state.get("config")
+        return then is not None and frozen_models(with_new_names(then)) != frozen_models(self._told["config"])
 
     def _data_now(self) -> dict[str, Any]:
         if self._data is None:

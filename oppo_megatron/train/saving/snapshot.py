@@ -1,5 +1,10 @@
-"""What a checkpoint is to hold, taken between two rounds, when every rank has recorded the same chunk and no message is
-under way."""
+"""The content of a checkpoint, taken between two rounds, when every rank has recorded the same chunk and no message is
+under way.
+
+state.json       counters, controllers, books           models/   weights and optimizers of actor and critic
+rollouts.jsonl   every rollout in the buffer            caches/   a file a rank, with `checkpoint.caches`
+manifest.json    size and SHA-256 of all the others
+"""
 
 from __future__ import annotations
 
@@ -7,18 +12,26 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.mcore.weights.checkpoint import ModelShards, gather_models
 from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.train.saving.caches import CacheContents, gather_caches
-from oppo_megatron.train.saving.layout import ROLLOUTS, STATE
 from oppo_megatron.train.saving.saveable import Saveable
 from oppo_megatron.train.saving.state import rollout_lines, run_state
 
+STATE, ROLLOUTS, MODELS, CACHES = "state.json", "rollouts.jsonl", "models", "caches"
+
+
+def cache_path(folder: Path, rank: int) -> Path:
+    """The file of a rank's caches in a checkpoint's folder."""
+    return folder / CACHES / f"rank-{rank:05d}.safetensors"
+
+
 Best = tuple[float, Position]
-"""How good a checkpoint is (the higher the better: the mean reward of its step), and which."""
+"""The score of a checkpoint (the higher the better: the mean reward of its step), and its position."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +53,7 @@ def take_snapshot(
 ) -> Snapshot:
     """Collective of the world.  `copied`: into memory of its own, so that the run may go on while it is written.
 
-    `told` is what tells the run: its `data` by `data_state`, its `config` and the `sources` of its functions by `telling.py`.
+    `told` identifies the run: its `data` by `data_state`, its `config` and the `sources` of its functions by `telling.py`.
     """
     caches, texts = config.checkpoint.caches, {}
     models = gather_models(run.models, copied=copied)
@@ -58,7 +71,7 @@ def take_snapshot(
 
 
 def best_state(best: Best | None) -> list[Any] | None:
-    """In plain JSON types."""
+    """The state, in plain JSON types."""
     return None if best is None else [best[0], [best[1].step, best[1].clock]]
 
 

@@ -1,4 +1,4 @@
-"""What of a run is not weights: as JSON and JSON lines, and back.
+"""The state of a run apart from weights, as JSON and JSON lines, and back.
 
 `state.json` has the counters, controllers and books, `rollouts.jsonl` a line for each rollout in the buffer.  Prompts are named
 by their positions in the stream, which (seed, data) fix; the data's fingerprint is checked before.
@@ -13,8 +13,9 @@ from typing import Any
 from oppo_megatron.config.derived import adapters
 from oppo_megatron.config.run import SupervisedConfig, TrainConfig
 from oppo_megatron.data.prompts import PromptSet, PromptStream
-from oppo_megatron.engine.rounds import RoundRunner
+from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.errors import CheckpointError
+from oppo_megatron.layout.placements import MODEL_FIELDS
 from oppo_megatron.records import Rollout
 from oppo_megatron.train.saving.saveable import Saveable
 
@@ -25,7 +26,7 @@ ROLLOUT_FIELDS = (
 
 
 def run_state(run: Saveable, config: TrainConfig) -> dict[str, Any]:
-    """Between two rounds, on the rank that keeps the journal, in plain JSON types."""
+    """The run's state between two rounds, on the rank that keeps the journal, in plain JSON types."""
     planner = run.rounds.planner
     return {
         **run.state_dict(),
@@ -54,6 +55,12 @@ def layout_of(rounds: RoundRunner) -> dict[str, Any]:
     }
 
 
+def frozen_models(settings: Mapping[str, Any]) -> list[list[Any]]:
+    """What reference and reward model are made from, by a configuration in plain JSON types; caches of others do not fit them."""
+    roles = settings.get("reference") or settings.get("actor"), settings.get("reward")
+    return [[role.get(name) for name in MODEL_FIELDS] if isinstance(role, Mapping) else [] for role in roles]
+
+
 def data_state(config: TrainConfig, prompts: PromptSet) -> dict[str, Any]:
     """What fixes the order of the prompts."""
     fingerprint = prompts.fingerprint()
@@ -61,7 +68,7 @@ def data_state(config: TrainConfig, prompts: PromptSet) -> dict[str, Any]:
 
 
 def require_same_data(saved: dict[str, Any], now: dict[str, Any], noun: str = "prompts") -> None:
-    """Raises CheckpointError, naming what has changed; `noun` is what the data are."""
+    """Raises CheckpointError that names the change; `noun`: the word for the data."""
     for name, words in (("seed", "seed"), ("shuffle", "data.shuffle"), ("rows", f"the number of usable {noun}")):
         if saved[name] != now[name]:
             raise CheckpointError(

@@ -1,7 +1,7 @@
-"""What `state.json` and `rollouts.jsonl` of a checkpoint must look like: types, ranges, and what must agree.
+"""The schema of `state.json` and `rollouts.jsonl` of a checkpoint: types, ranges, and consistency.
 
-A manifest tells that a file is what was written; this tells that what was written can be continued from.  Both hold
-before any state of a run is touched.
+The manifest proves that a file is unchanged since it was written; the schema proves that a run can continue from its content.
+Both are checked before any state of a run is touched.
 """
 
 from __future__ import annotations
@@ -95,6 +95,7 @@ class _Guard(_Strict):
 
 
 class _Memory(_Strict):
+    layout: dict[str, tuple[list[Count], Count, Count, Count]] = {}
     decode: Annotated[int, Field(ge=1, lt=2**53)] | None
     ranks: list[tuple[Count, Count, Count]]
 

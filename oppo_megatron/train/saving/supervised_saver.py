@@ -1,4 +1,4 @@
-"""The checkpoints of `oppo sft` and `oppo rm`: model and optimizer, and how far the run is in its rows."""
+"""The checkpoints of `oppo sft` and `oppo rm`: model, optimizer, and the position in the rows."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.train.logs.supervised_report import Report
 from oppo_megatron.train.saving.keeper import CheckpointKeeper, Cost, Work
-from oppo_megatron.train.saving.layout import MODELS, STATE
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.resuming import find_whole
-from oppo_megatron.train.saving.snapshot import Snapshot, best_of, best_state
+from oppo_megatron.train.saving.snapshot import MODELS, STATE, Snapshot, best_of, best_state
 from oppo_megatron.train.saving.state import adapter_state, require_same_adapters, require_same_data
 from oppo_megatron.train.saving.state_schema import EarlyStopState, unusable
 from oppo_megatron.train.saving.telling import config_state, tell_of_changes, tell_of_start
@@ -66,6 +65,7 @@ class _State(_Strict):
     heldout: list[tuple[Count, dict[str, dict[str, float | None]]]] = []
     early_stop: EarlyStopState | None = None
     memory: list[tuple[Count, Count, Count]] = []
+    layout: dict[str, tuple[list[Count], Count, Count, Count]] = {}
     config: dict[str, Any]
 
 
@@ -97,7 +97,7 @@ def find_supervised(config: SupervisedConfig, world: World) -> FoundSupervised |
 
 
 class SupervisedSaver(CheckpointKeeper):
-    """One rank's part.  The `report` is that of the rank that has the losses; the others have none."""
+    """One rank's part.  `report`: of the rank that has the losses; None on the others."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class SupervisedSaver(CheckpointKeeper):
         return num_batches(self._num_rows, config.batch_size, config.epochs, config.steps, passed)
 
     def describe(self, found: FoundSupervised) -> list[str]:
-        """From where the run goes on, and which settings are not what they were."""
+        """Report where the run goes on from, and the changed settings."""
         state = found.state
         told = tell_of_start(self.config.run_dir, found.folder.name, state["done"], state["saved_at"])
         return [told, *tell_of_changes(state["config"], self._config, {}, {})]

@@ -1,4 +1,4 @@
-"""What a run that is to be continued says before it goes on: from where, and with which settings changed."""
+"""Messages of a continued run: its checkpoint, and the changed settings."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _source(entry_point: str) -> Path | None:
     try:
         spec = find_spec(name)
     except (ImportError, ValueError, AttributeError):
-        return None  # what is wrong with it is said where the function is loaded
+        return None  # loading the function reports its fault
     path = Path(spec.origin) if spec is not None and spec.origin else None
     return path if path is not None and path.is_file() else None
 

@@ -1,4 +1,4 @@
-"""A snapshot on the disk, whole or not at all: all ranks write, and agree after every part that all could."""
+"""Writes a snapshot to disk, whole or not at all: all ranks write, and agree after every part that all succeeded."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from oppo_megatron.rundir.checkpoints import CheckpointStore
 from oppo_megatron.rundir.manifest import Entry, list_files, seal, write_manifest
 from oppo_megatron.rundir.space import shortage, unwritten
 from oppo_megatron.train.saving.caches import write_caches
-from oppo_megatron.train.saving.layout import CACHES, MODELS, cache_path
-from oppo_megatron.train.saving.snapshot import Snapshot
+from oppo_megatron.train.saving.snapshot import CACHES, MODELS, Snapshot, cache_path
 
 ResultT = TypeVar("ResultT")
 

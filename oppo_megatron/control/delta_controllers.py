@@ -2,7 +2,7 @@
 
 Legend: R_t is the mean reward of step t's batch, W (w in eq. 4) the window in steps.
 
-Two kinds of rules are built: from the reward's trend, as the paper has them, and from what overcommitting costs and saves.
+There are two kinds of rules: from the reward's trend, as in the paper, and from the costs and savings of overcommitment.
 
 The OPPO paper gives two rules that disagree in sign: eq. 4 grows delta while the reward improves, line 24 of Algorithm
 1 shrinks it.  Its prose (delta decays to its minimum as training converges) agrees with eq. 4.
@@ -11,7 +11,7 @@ The OPPO paper gives two rules that disagree in sign: eq. 4 grows delta while th
 `eq4`          eq. 4 with the windowed means of Algorithm 1 (line 22) as the slope; the default
 `algorithm1`   lines 21-27 of Algorithm 1 to the letter
 `eq4_literal`  eq. 4 as printed; its mean of differences telescopes to (R_t - R_{t-w}) / w
-`measured`     as large as empty decode steps ask for, as small as bias asks for (`MeasuredDelta`)
+`measured`     grows with empty decode steps, shrinks with bias (`MeasuredDelta`)
 `fixed`        delta stays as configured; plain PPO is `fixed` at 0
 =============  ================================================================================
 

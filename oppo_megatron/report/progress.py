@@ -1,4 +1,4 @@
-"""The parts of the page that tell how training goes."""
+"""The sections of the page about the course of training."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from oppo_megatron.report.blocks import Section, Table
 from oppo_megatron.report.charts import BarChart, Bars, Line, LineChart, Style, short
 from oppo_megatron.report.colours import run_colour
+from oppo_megatron.report.page import Section, Table
 from oppo_megatron.report.plots import moving_mean
 from oppo_megatron.report.run_records import RunRecord, number
 

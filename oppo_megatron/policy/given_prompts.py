@@ -19,7 +19,7 @@ WITHOUT_LIMIT = 2**40  # tokens: how long a prompt may be is asked with its resp
 
 @dataclass(frozen=True)
 class Wording:
-    """What is put around a prompt: `template`, whose `{prompt}` it is; or the tokenizer's chat template, as a user's turn."""
+    """The text around a prompt: `template`, at its `{prompt}`; or the tokenizer's chat template, as a user's turn."""
 
     template: str = "{prompt}"
     as_chat: bool = False

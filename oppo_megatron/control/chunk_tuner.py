@@ -1,7 +1,7 @@
 """Tuner of the chunk size: tries a few sizes on different steps and keeps the one that takes the least time for its work.
 
-Steps differ in work: one whose batch waits for a single long response needs many decode steps for few tokens.  So a step's
-seconds are held against what its decode steps and tokens take by a law that all rounds have been fitted to.
+Steps differ in work: one whose batch waits for a single long response needs many decode steps for few tokens.  So a
+step's seconds are compared with the prediction for its decode steps and tokens by a law fitted to all rounds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NANOSECOND = 1e-9
 
 @dataclass(slots=True)
 class DecodeLaw:
-    """Seconds of a round = a x its decode steps + b x its tokens, by least squares; what is kept are the sums for it."""
+    """Seconds of a round = a x its decode steps + b x its tokens, by least squares; only the sums are kept."""
 
     steps_steps: float = 0.0
     steps_tokens: float = 0.0
@@ -188,7 +188,7 @@ class ChunkTuner:
             return f"search tries chunk {search.current} ({search.num_measured} of {search.num_steps} steps measured)"
         ratios = {size: trials.ratio(self._law) for size, trials in search.costs.items()}
         self._settled = min(search.candidates, key=lambda size: (ratios[size], size))
-        self._search, self._law = None, DecodeLaw()  # of the next search by what is measured until then
+        self._search, self._law = None, DecodeLaw()  # the next search uses the measurements until then
         figures = ", ".join(f"{size}: {ratios[size]:.4g}" for size in search.candidates)
         return (
             f"chunk {self._settled} is the fastest (seconds until scored, over those of decoding such work: {figures})"

@@ -1,6 +1,6 @@
 """One rank's part in the rounds of a run: planned from the books, carried out by the executor.
 
-A round decodes a chunk of the active rollouts and scores what came before: `run`, then the buffer records the chunk, then
+A round decodes a chunk of the active rollouts and scores the chunk before: `run`, then the buffer records the chunk, then
 `recorded`.
 """
 
@@ -24,6 +24,7 @@ from oppo_megatron.engine.stream import ChunkOutlet, ListenWorker
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.model import RoleModel
+from oppo_megatron.mcore.out_of_memory import MemoryLimits
 from oppo_megatron.records import Chunk, Rollout
 from oppo_megatron.schedule.planning.books import ActorBook, ReplicaWork
 from oppo_megatron.schedule.planning.merge import StopSignal
@@ -50,7 +51,7 @@ class RoundRunner:
 
     `decode` is None on ranks without the actor, `listen` on ranks with it; `scoring` are the scorer roles held here.
     `replicas` is the replica that this rank is part of, by role.
-    `planning_s` is what all rounds so far took to plan and check.
+    `planning_s`: seconds spent so far on planning and checking rounds.
     """
 
     planner: RoundPlanner
@@ -71,7 +72,7 @@ class RoundRunner:
         decoding: Decoding,
         readable: Set[int] | None = None,
     ) -> Chunk | None:
-        """Decode up to `chunk_tokens` of each of `active`, and score what is new of `score` (the critic: of `readable` in it).
+        """Decode up to `chunk_tokens` of each of `active`; score new tokens of `score` (for the critic: of those in `readable`).
 
         Returns the chunk, the same on every rank; None where `active` is empty.  Raises ScheduleError before anything
         has run, StallError where a peer does not come.
@@ -168,6 +169,7 @@ def decoder(
     micro_batch_tokens: int,
     timeout_s: float,
     sync_steps: int = 1,
+    memory_limits: MemoryLimits | None = None,
     activity: Activity | None = None,
 ) -> RoundRunner:
     """Rounds that only decode, on the ranks of one model (held-out evaluation, benchmarks)."""
@@ -176,7 +178,9 @@ def decoder(
     rank = dist.get_rank()
     coords = placement.coords(rank)
     assert coords is not None, "only ranks that hold the model decode with it"
-    worker = DecodeWorker(model, cache, sampling=sampling, stopping=stopping, sync_steps=sync_steps)
+    worker = DecodeWorker(
+        model, cache, sampling=sampling, stopping=stopping, sync_steps=sync_steps, memory_limits=memory_limits
+    )
     book = ActorBook(placement.dp, cache.num_slots, stopping.limit)
     site = Site({"actor": placement})
     planner = RoundPlanner(

@@ -1,4 +1,4 @@
-"""`oppo sft`: supervised fine-tuning of an actor."""
+"""`oppo sft`: supervised fine-tuning of an actor.  `oppo rm`: a reward model from preference pairs."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    return run_kind("sft", args)
+    return run_kind(args.command, args)

@@ -5,7 +5,8 @@ Legend: b rows of a call, S positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,24 +29,43 @@ def plain(tree: Any) -> dict[str, Any]:
     return {str(name): value for name, value in found.items()}
 
 
-class WatchedStrategy(GPTModelTextGenerationStrategy):
-    """NeMo's strategy, which lets `watch` see every position and end the call.
+class WatchedStrategy:
+    """A generation strategy of NeMo's, or the user's, that lets `watch` see every position and end the call.
 
-    The end of a row is told as NeMo-Aligner's `TrackLengthGPTModelTextGenerationStrategy` tells it.
+    The end of a row is told as NeMo-Aligner's `TrackLengthGPTModelTextGenerationStrategy` tells it.  NeMo asks the last pipeline
+    stage alone whether a generation ends: only its ranks call `watch`.
     """
 
-    def __init__(self, model: Any, context_lengths_b: Tensor, watch: Watch):
-        super().__init__(model)
-        self._context_lengths_b, self._watch = context_lengths_b, watch
+    def __init__(self, strategy: Any, context_lengths_b: Tensor, watch: Watch):
+        self._strategy, self._context_lengths_b, self._watch = strategy, context_lengths_b, watch
         self.ends_b = torch.full_like(context_lengths_b, -1)
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._strategy, name)
+
     def end_of_generation_condition(self, tokens: Tensor, prev: Tensor, eod_id: int, end_strings: list[str]) -> Tensor:
-        """As NeMo's; all true where the watch says so."""
-        is_end_b = super().end_of_generation_condition(tokens, prev, eod_id, end_strings)
+        """As the strategy's; all true where the watch says so."""
+        is_end_b: Tensor = self._strategy.end_of_generation_condition(tokens, prev, eod_id, end_strings)
         position = tokens.size(1) - 1
         first_end_b = (self._context_lengths_b <= position) & is_end_b & (self.ends_b < 0)
         self.ends_b = torch.where(first_end_b, position, self.ends_b)
         return torch.ones_like(is_end_b) if self._watch(tokens, self.ends_b) else is_end_b
+
+
+@contextmanager
+def watched(model: Any, context_lengths_b: Tensor, watch: Watch) -> Iterator[None]:
+    """While this lasts, `watch` sees what the model's own `infer` generates, if it generates by the model's `generate`."""
+    generate = model.generate
+
+    def shown(*args: Any, **kwargs: Any) -> Any:
+        strategy = kwargs.pop("strategy")
+        return generate(*args, strategy=WatchedStrategy(strategy, context_lengths_b, watch), **kwargs)
+
+    model.generate = shown
+    try:
+        yield
+    finally:
+        del model.generate
 
 
 @dataclass(frozen=True)
@@ -84,7 +104,7 @@ class Decoder:
         """
         device = torch.cuda.current_device()
         texts_bS, contexts_b, limits_b = (t.to(device) for t in (texts_bS, contexts_b, limits_b))
-        strategy = WatchedStrategy(self.model, contexts_b, watch)
+        strategy = WatchedStrategy(GPTModelTextGenerationStrategy(self.model), contexts_b, watch)
         steps = int(limits_b.max() - contexts_b.max())
         output = self.model.generate(
             inputs=(texts_bS, contexts_b),

@@ -1,0 +1,22 @@
+"""An error of one rank becomes an error of all, so that none waits for one that has left until its group's timeout ends it."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from oppo_megatron.errors import OppoError
+
+
+def raise_together(error: Exception | None, kind: type[OppoError]) -> None:
+    """Where any rank has an `error`, all raise: that one, or a `kind` that tells whose it is.  A collective call of all ranks."""
+    failed = torch.tensor([error is not None], dtype=torch.int32, device=torch.cuda.current_device())
+    dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+    if not failed.item():
+        return
+    texts: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, None if error is None else str(error))
+    if error is not None:
+        raise error
+    rank, text = next((rank, text) for rank, text in enumerate(texts) if text is not None)
+    raise kind(f"rank {rank}: {text}")

@@ -1,0 +1,53 @@
+"""The scorer's client as the actor sees it: fed by the one rank of a replica that sees tokens while they are drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from oppo_megatron.rewards.streaming import ScorerStream
+
+
+class Feed:
+    """Offers rows to `stream`, where this rank has one, and takes their scores.
+
+    An error waits here until scores are taken, where all ranks learn of it (`StreamedRewards`): a rank that raised it in the
+    middle of a generation would leave the others of its model waiting there.
+    """
+
+    def __init__(self, stream: ScorerStream | None):
+        self._stream = stream
+        self._failure: Exception | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether rows that are offered here are scored."""
+        return self._stream is not None and self._failure is None
+
+    def offer(self, key: int, tokens: Sequence[int], final: bool) -> None:
+        """The row is `tokens` by now; `final`: it is whole."""
+        if self._stream is None or self._failure is not None:
+            return
+        try:
+            self._stream.offer(key, tokens, final)
+        except Exception as error:
+            self._failure = error
+
+    def take(self, keys: Sequence[int]) -> list[float]:
+        """The scores of whole rows, waited for; zeros on the other ranks, and after an error."""
+        if self._stream is None or self._failure is not None:
+            return [0.0] * len(keys)
+        try:
+            return [self._stream.result(key) for key in keys]
+        except Exception as error:
+            self._failure = error
+            return [0.0] * len(keys)
+
+    def forget(self, keys: Sequence[int]) -> None:
+        """Rows that nobody will ask for."""
+        if self._stream is not None:
+            self._stream.forget(keys)
+
+    def give_failure(self) -> Exception | None:
+        """What has gone wrong, once."""
+        failure, self._failure = self._failure, None
+        return failure

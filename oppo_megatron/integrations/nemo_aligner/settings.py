@@ -1,0 +1,59 @@
+"""What of NeMo-Aligner's settings the block `oppo:` goes with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from nemo_aligner.utils.batch_iterators import DefaultBatchIterator
+from omegaconf import DictConfig
+
+from oppo_megatron.config.aligner import AlignerConfig, read_aligner_config
+from oppo_megatron.errors import ConfigError
+from oppo_megatron.integrations.nemo_aligner.watched_decode import plain
+
+
+def read_block(cfg: DictConfig) -> AlignerConfig:
+    """The block of `trainer.ppo`; without it nothing is asked for.  Raises ConfigError."""
+    block = cfg.get("oppo")
+    if not isinstance(block, DictConfig | None):
+        raise ConfigError(f"trainer.ppo.oppo is {block!r:.40}, but must be a section of keys (docs/nemo_aligner.md)")
+    return read_aligner_config({} if block is None else plain(block))
+
+
+def uncut(cfg: DictConfig, model: Any) -> list[str]:
+    """Why micro-batches are generated without a break, one sentence each."""
+    return [
+        f"{name}.enable is true, but TensorRT-LLM generates whole micro-batches without a break, so rollouts can neither be "
+        "deferred nor streamed; set it to false, or leave delta.max at 0 and scorer out of trainer.ppo.oppo"
+        for name, tree in (("trainer.ppo.trt_llm", cfg), ("model.ppo.trt_llm", model.cfg.ppo))
+        if (tree.get("trt_llm") or {}).get("enable", False)
+    ]
+
+
+def shared(batch_iterator_cls: Any) -> list[str]:
+    """Why a replica does not know which prompts are its own."""
+    made = batch_iterator_cls.func if isinstance(batch_iterator_cls, partial) else batch_iterator_cls
+    if made is DefaultBatchIterator:
+        return []
+    return [
+        f"the batch iterator is {getattr(made, '__name__', made)}, but deferral counts what each replica has drawn by "
+        "itself; set trainer.ppo.batch_iterator.use_flask to false, or oppo.delta.max to 0"
+    ]
+
+
+def require_fit(settings: AlignerConfig, uncut: Sequence[str], shared: Sequence[str], dirpath: str | None) -> None:
+    """Raises ConfigError for what the block asks for and the rest of the configuration cannot give."""
+    problems: list[str] = []
+    if settings.delta.max > 0 or settings.scorer is not None:
+        problems += uncut
+    if settings.delta.max > 0:
+        problems += shared
+        if dirpath is not None and "://" in dirpath:
+            problems.append(
+                f"checkpoints go to {dirpath}, but deferred rollouts are kept in a folder beside them; give a path of a file "
+                "system as exp_manager.checkpoint_callback_params.dirpath, or set oppo.delta.max to 0"
+            )
+    if problems:
+        raise ConfigError(problems)

@@ -1,0 +1,104 @@
+"""Overcommit as a sampler of NeMo-RL's asynchronous controller: which prompt groups are begun, and which are trained.
+
+    async_rl:
+      sampler:
+        name: custom
+        target: oppo_megatron.integrations.nemo_rl.sampler:OvercommitSampler
+        delta: 16
+        max_deferrals: 4
+
+Meets NeMo-RL's protocol `PromptGroupSampler`: the controller's rollout pump awaits `admit` before it begins the next batch of B
+prompts, its train pump awaits `select` until it has B finished groups for a step, then trains and raises its version.
+
+Legend: B prompt groups of a step; a group's *start* is the version of the weights it was begun with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from oppo_megatron.errors import ConfigError
+
+POLL_S = 0.005
+"""Between two looks at the buffer, which tells nobody of a change."""
+
+
+class OvercommitSampler:
+    """Begins the next batch when no more than `delta` groups still run, and trains the B that finish first, the oldest before.
+
+    So at most B + delta groups run at a time.  What a step leaves is deferred: it is neither dropped nor aborted.  A group that
+    `max_deferrals` updates have passed by must be in the step, which waits for it.  With `delta` 0 a batch begins when the one
+    before it has been trained, and nothing is stale.
+    """
+
+    def __init__(self, buffer: Any, *, delta: int, max_deferrals: int = 4):
+        problems = [
+            f"async_rl.sampler.{name} is {value!r:.20}, but must be a whole number of {least} or more"
+            for name, value, least in (("delta", delta, 0), ("max_deferrals", max_deferrals, 1))
+            if type(value) is not int or value < least
+        ]
+        if problems:
+            raise ConfigError(problems)
+        self._buffer = buffer
+        self._delta, self._max_deferrals = delta, max_deferrals
+        self._batches = 0
+
+    def set_dispatch_index(self, resume_from_step: int) -> None:
+        """The run goes on after so many steps."""
+        self._batches = resume_from_step
+
+    async def admit(self, *, trainer_version_fn: Callable[[], int]) -> int | None:
+        """Wait until the next batch may begin; None, because no group is drawn for one step alone."""
+        # What was admitted last takes its places in the buffer when its tasks first run, which is no later than this wakes up.
+        await asyncio.sleep(POLL_S)
+        while self._buffer.ready_list.count(False) > self._delta or not self._is_current(trainer_version_fn()):
+            await asyncio.sleep(POLL_S)
+        self._batches += 1
+        return None
+
+    async def select(
+        self, *, current_train_weight: int, min_prompt_groups: int, max_prompt_groups: int
+    ) -> tuple[Any | None, int]:
+        """(rows of the groups taken, their number); (None, 0) where fewer than `min_prompt_groups` may be.
+
+        Oldest first.  Places are kept for groups that must be in the step and are not ready.
+        """
+        if not 1 <= min_prompt_groups <= max_prompt_groups:
+            raise ValueError(f"{min_prompt_groups} to {max_prompt_groups} prompt groups are no range to take")
+        starts, ready = self._buffer.start_weight_list, self._buffer.ready_list
+        due = [current_train_weight - start >= self._max_deferrals for start in starts]
+        kept = sum(due[i] and not ready[i] for i in range(len(starts)))
+        found = sorted((i for i in range(len(starts)) if ready[i]), key=lambda i: (not due[i], i))
+        taken = found[: max(0, max_prompt_groups - kept)]
+        if len(taken) < min_prompt_groups:
+            return None, 0
+        first, *others = [self._buffer.meta_list[i] for i in taken]
+        await self._buffer.remove(taken, remove_in_dp=False)
+        return first.concat(*others), len(taken)
+
+    async def evict(self, *, current_train_weight: int) -> int:
+        """Nothing: whatever was begun is trained."""
+        return 0
+
+    def should_abort_inflight(self, *, start_weight_version: int, current_train_weight: int) -> bool:
+        """Never."""
+        return False
+
+    @property
+    def is_on_policy(self) -> bool:
+        """Whether groups are trained with the weights they were drawn with."""
+        return self._delta == 0
+
+    def required_buffer_capacity(self, groups_per_step: int) -> int | None:
+        """Places that `async_rl.max_buffered_rollouts` must have.  Raises ConfigError for a delta beyond the batch."""
+        if self._delta > groups_per_step:
+            raise ConfigError(
+                f"async_rl.sampler.delta {self._delta} is more than the {groups_per_step} prompts of a step; lower it"
+            )
+        return groups_per_step * (1 + (self._delta > 0))
+
+    def _is_current(self, version: int) -> bool:
+        """Whether all batches that have begun are trained; with delta, all but one."""
+        return self._batches <= version + (self._delta > 0)

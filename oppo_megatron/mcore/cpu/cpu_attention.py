@@ -1,0 +1,61 @@
+"""Attention on a CPU: the operation in bfloat16, and which sequences of a call attend together.
+
+Neighbouring sequences that attend together read as many positions as the longest of them: reading beyond the end of a
+shorter one is wasted, but a call of its own costs time too.  Sequences that joined together are of similar length and lie
+side by side, so few cuts save most of the waste.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class HalfOnCpu(torch.autograd.Function):
+    """torch's attention in bfloat16 on a CPU, causal without a mask, with its backward pass in float32.
+
+    In bfloat16 a backward pass takes up to three times as long, and keeps hundreds of megabytes of kernels, one for every
+    length that it meets.  The forward pass is the one that cached calls make.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Tensor:
+        out, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale
+        )
+        ctx.save_for_backward(q, k, v, out, log_sums)
+        ctx.scale, ctx.mask = scale, mask
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q, k, v, out, log_sums = ctx.saved_tensors
+        tensors = [x.float() for x in (grad, q, k, v, out)]
+        mask = None if ctx.mask is None else ctx.mask.float()
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *tensors, log_sums, 0.0, mask is None, attn_mask=mask, scale=ctx.scale
+        )
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+
+
+CALL_NUMBERS = 2**16
+"""Cached numbers that can be read in the time that one attention call takes beside reading."""
+
+
+def stretches(lengths: Sequence[int], call: float) -> list[slice]:
+    """Cuts rows wherever that saves more than `call` positions, the price of one attention call; each cut is the best one."""
+    return [slice(first, end) for first, end in _cut(lengths, 0, len(lengths), call)]
+
+
+def _cut(lengths: Sequence[int], first: int, end: int, call: float) -> list[tuple[int, int]]:
+    rows = lengths[first:end]
+    left, right = list(accumulate(rows, max)), list(accumulate(reversed(rows), max))[::-1]
+    costs = [n * left[n - 1] + (len(rows) - n) * right[n] for n in range(1, len(rows))]
+    if not costs or min(costs) + call >= len(rows) * left[-1]:
+        return [(first, end)]
+    middle = first + 1 + costs.index(min(costs))
+    return [*_cut(lengths, first, middle, call), *_cut(lengths, middle, end, call)]

@@ -1,0 +1,127 @@
+"""Tests reach the package by its public names: none reads, imports or patches a name that begins with one underscore."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = "oppo_megatron"
+PRIVATE = re.compile(r"_[A-Za-z]\w*")
+BY_NAME = {"getattr", "setattr", "hasattr", "delattr", "object"}
+"""Functions whose arguments may name an attribute in a string: Python's, monkeypatch's and `mock.patch.object`."""
+OTHERS = {"_actions"}
+"""Of argparse's parsers, which say nowhere else what they take; members of the package have the name, too."""
+
+
+class Names(NamedTuple):
+    """Private names: of modules' own functions, classes and variables, and of classes' members."""
+
+    own: set[str]
+    members: set[str]
+
+
+def bound(body: Iterable[ast.stmt]) -> Iterator[str]:
+    """Names that statements of a module or a class define."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        else:
+            stored = (each for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store))
+            yield from (each.id for each in stored)
+
+
+def defined_in(tree: ast.Module) -> Names:
+    own, members = set(bound(tree.body)), set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            members.update(bound(node.body))
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
+            members.add(node.attr)
+    return Names(
+        {name for name in own if PRIVATE.fullmatch(name)}, {name for name in members if PRIVATE.fullmatch(name)}
+    )
+
+
+def is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def package_modules(tree: ast.Module) -> set[str]:
+    """What may be a module of the package in a file, by the name or dotted path that it has there."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {each.asname or each.name for each in node.names if each.name.partition(".")[0] == PACKAGE}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == PACKAGE:
+            found |= {each.asname or each.name for each in node.names}
+    return found
+
+
+def uses(tree: ast.Module, private: Names) -> Iterator[tuple[int, str]]:
+    """(line, name) wherever a file of tests goes for one of the package's `private` names.
+
+    A member that a class of the file has too is taken for that class's; other libraries' private names are not the package's.
+    """
+    members, modules = private.members - defined_in(tree).members - OTHERS, package_modules(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == PACKAGE:
+            parts = [*str(node.module).split("."), *(each.name for each in node.names)]
+            yield from ((node.lineno, part) for part in parts if PRIVATE.fullmatch(part))
+        elif isinstance(node, ast.Attribute):
+            of_module = ast.unparse(node.value) in modules and PRIVATE.fullmatch(node.attr)
+            if of_module or (node.attr in members and not is_self(node.value)):
+                yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.Call):
+            called = ast.unparse(node.func).rpartition(".")[2]
+            texts = [each.value for each in node.args if called in BY_NAME and isinstance(each, ast.Constant)]
+            yield from ((node.lineno, str(text)) for text in texts if text in private.own | members)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith(f"{PACKAGE}."):
+            path = re.fullmatch(r"[\w.:]+", node.value)
+            if path and any(PRIVATE.fullmatch(part) for part in re.split("[.:]", path[0])):
+                yield node.lineno, node.value
+
+
+def parsed(folder: str) -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / folder).rglob("*.py"))}
+
+
+def test_no_test_reaches_a_private_name() -> None:
+    found_in = [defined_in(tree) for tree in parsed(PACKAGE).values()]
+    private = Names(
+        set[str]().union(*(each.own for each in found_in)), set[str]().union(*(each.members for each in found_in))
+    )
+    assert min(map(len, private)) > 300, "the package has many"
+    trees = {path: tree for path, tree in parsed("tests").items() if path != Path(__file__)}
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {name}" for path, tree in trees.items() for line, name in uses(tree, private)
+    ]
+    assert not found, "test through the public surface, or make the name public:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("from oppo_megatron.mcore.training import Loss, _run", ["_run"]),
+        ("import oppo_megatron.mcore.training as t\nt._run()", ["t._run"]),
+        ("from oppo_megatron.mcore import training\ntraining._run()", ["training._run"]),
+        ("executor._wait(1)\nexecutor.wait(1)", ["executor._wait"]),
+        ("mock.patch.object(Executor, '_wait', slow)", ["_wait"]),
+        ("monkeypatch.setattr(journal, '_run', 1)\ngetattr(executor, '_wait')", ["_run", "_wait"]),
+        (
+            "mock.patch('oppo_megatron.engine.executor.Executor._wait')",
+            ["oppo_megatron.engine.executor.Executor._wait"],
+        ),
+        ("place = 'oppo_megatron.engine.executor:Executor._wait'", ["oppo_megatron.engine.executor:Executor._wait"]),
+        ("os._exit(1)\nmock.patch.object(os, '_exit')\nimport torch._dynamo\nloop._run()", []),
+        ("class Mine:\n    def __init__(self):\n        self._wait = 1\nMine()._wait", []),
+        ("print('_wait', oppo.__name__)\nfrom oppo_megatron import __version__", []),
+    ],
+)
+def test_each_way_to_reach_one_is_found(source: str, names: list[str]) -> None:
+    assert [name for _, name in uses(ast.parse(source), Names({"_run"}, {"_wait"}))] == names

@@ -1,0 +1,197 @@
+"""The sampler for NeMo-RL under two pumps like those of its controller, over a buffer with the parts of its own that are used.
+
+NeMo-RL itself cannot be installed here: docs/nemo_rl.md says why, and what was checked by hand against it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from oppo_megatron.errors import ConfigError
+from oppo_megatron.integrations.nemo_rl.sampler import OvercommitSampler
+
+B = 8
+
+
+@dataclass(frozen=True)
+class Meta:
+    """Rows of groups, as NeMo-RL's `KVBatchMeta` joins them."""
+
+    groups: tuple[int, ...]
+
+    def concat(self, *others: Meta) -> Meta:
+        return Meta(sum((other.groups for other in others), self.groups))
+
+
+@dataclass
+class Buffer:
+    """Places of groups that were begun and not taken, as in NeMo-RL's `TQReplayBuffer`: parallel lists, oldest first."""
+
+    names: list[int] = field(default_factory=list)
+    meta_list: list[Meta | None] = field(default_factory=list)
+    start_weight_list: list[int] = field(default_factory=list)
+    ready_list: list[bool] = field(default_factory=list)
+
+    def reserve(self, name: int, version: int) -> None:
+        self.names.append(name)
+        self.meta_list.append(None)
+        self.start_weight_list.append(version)
+        self.ready_list.append(False)
+
+    def commit(self, name: int) -> None:
+        place = self.names.index(name)
+        self.meta_list[place], self.ready_list[place] = Meta((name,)), True
+
+    async def remove(self, idxs: list[int], remove_in_dp: bool) -> int:
+        for place in sorted(idxs, reverse=True):
+            for column in (self.names, self.meta_list, self.start_weight_list, self.ready_list):
+                del column[place]
+        return len(idxs)
+
+
+@dataclass
+class Controller:
+    """A rollout pump and a train pump around a sampler; answers take `seconds`, by prompt."""
+
+    sampler: OvercommitSampler
+    buffer: Buffer
+    seconds: list[float]
+    chunk: int
+    capacity: int
+    version: int = 0
+    most: int = 0
+    starts: dict[int, int] = field(default_factory=dict)
+    steps: list[list[int]] = field(default_factory=list)
+
+    async def roll_out(self) -> None:
+        tasks = []
+        for first in range(0, len(self.seconds), B):
+            assert await self.sampler.admit(trainer_version_fn=lambda: self.version) is None
+            tasks += [asyncio.create_task(self._generate(name)) for name in range(first, first + B)]
+        await asyncio.gather(*tasks)
+
+    async def _generate(self, name: int) -> None:
+        self.starts[name] = self.version
+        self.buffer.reserve(name, self.version)
+        assert len(self.buffer.names) <= self.capacity
+        self.most = max(self.most, self.buffer.ready_list.count(False))
+        await asyncio.sleep(self.seconds[name])
+        self.buffer.commit(name)
+
+    async def train(self) -> None:
+        for _ in range(len(self.seconds) // B):
+            step: list[int] = []
+            while len(step) < B:
+                least = min(self.chunk, B - len(step))
+                assert await self.sampler.evict(current_train_weight=self.version) == 0
+                meta, count = await self.sampler.select(
+                    current_train_weight=self.version, min_prompt_groups=least, max_prompt_groups=B - len(step)
+                )
+                if meta is None:
+                    await asyncio.sleep(0.001)
+                    continue
+                assert len(meta.groups) == count >= least
+                step += meta.groups
+            self.steps.append(step)
+            await asyncio.sleep(0.002)
+            self.version += 1
+
+
+def train(delta: int, max_deferrals: int, chunk: int, seconds: list[float]) -> Controller:
+    buffer = Buffer()
+    sampler = OvercommitSampler(buffer, delta=delta, max_deferrals=max_deferrals)
+    sampler.set_dispatch_index(0)
+    capacity = sampler.required_buffer_capacity(B)
+    assert capacity == (2 * B if delta else B)
+    controller = Controller(sampler, buffer, seconds, chunk, capacity)
+
+    async def both() -> None:
+        await asyncio.wait_for(asyncio.gather(controller.roll_out(), controller.train()), timeout=30)
+
+    asyncio.run(both())
+    return controller
+
+
+def long_tailed(steps: int, seed: int) -> list[float]:
+    chance = random.Random(seed)
+    return [0.05 if chance.random() < 0.15 else 0.004 * chance.random() for _ in range(steps * B)]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, B])
+@pytest.mark.parametrize("delta", [0, 3, B])
+def test_every_group_is_trained_once_and_no_more_than_delta_run_beyond_a_batch(delta: int, chunk: int) -> None:
+    done = train(delta, max_deferrals=2, chunk=chunk, seconds=long_tailed(6, delta))
+    assert sorted(name for step in done.steps for name in step) == list(range(6 * B))
+    assert [len(step) for step in done.steps] == [B] * 6 and done.most <= B + delta
+    stale = [version - done.starts[name] for version, step in enumerate(done.steps) for name in step]
+    if delta == 0:
+        assert not any(stale) and done.sampler.is_on_policy
+    else:
+        assert not done.sampler.is_on_policy
+
+
+@pytest.mark.parametrize("chunk", [1, B])
+def test_the_next_batch_begins_while_the_tail_of_the_last_one_runs(chunk: int) -> None:
+    seconds = [0.001] * (3 * B)
+    seconds[0] = seconds[1] = 0.2
+    done = train(delta=2, max_deferrals=2, chunk=chunk, seconds=seconds)
+    assert not {0, 1} & set(done.steps[0]), "the tail is deferred"
+    assert {done.starts[name] for name in done.steps[0]} == {0}
+    assert {0, 1} <= {name for step in done.steps[1:] for name in step}
+
+
+def test_a_group_that_was_deferred_often_enough_is_waited_for() -> None:
+    seconds = [0.001] * (6 * B)
+    seconds[0] = 0.4
+    done = train(delta=2, max_deferrals=2, chunk=1, seconds=seconds)
+    assert 0 in done.steps[2], "passed by two updates, then waited for"
+
+
+def test_ready_groups_that_are_due_come_first() -> None:
+    buffer = Buffer()
+    for name, version in enumerate([2, 2, 0]):
+        buffer.reserve(name, version)
+        buffer.commit(name)
+    sampler = OvercommitSampler(buffer, delta=2, max_deferrals=2)
+    meta, count = asyncio.run(sampler.select(current_train_weight=2, min_prompt_groups=2, max_prompt_groups=2))
+    assert (meta, count) == (Meta((2, 0)), 2) and buffer.names == [1]
+    with pytest.raises(ValueError, match="0 to 2 prompt groups"):
+        asyncio.run(sampler.select(current_train_weight=2, min_prompt_groups=0, max_prompt_groups=2))
+
+
+def test_it_has_what_the_controller_calls() -> None:
+    """The names and keywords of NeMo-RL's `PromptGroupSampler`, which its factory and pumps use."""
+    calls = {
+        "admit": ["trainer_version_fn"],
+        "select": ["current_train_weight", "min_prompt_groups", "max_prompt_groups"],
+        "evict": ["current_train_weight"],
+        "should_abort_inflight": ["start_weight_version", "current_train_weight"],
+    }
+    for name, keywords in calls.items():
+        parameters = inspect.signature(getattr(OvercommitSampler, name)).parameters
+        assert [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY] == keywords
+    assert all(inspect.iscoroutinefunction(getattr(OvercommitSampler, name)) for name in ("admit", "select", "evict"))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"delta": -1}, "delta is -1"),
+        ({"delta": 1.5}, "delta is 1.5"),
+        ({"delta": 2, "max_deferrals": 0}, "max_deferrals is 0"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=f"async_rl.sampler.{says}"):
+        OvercommitSampler(Buffer(), **given)
+
+
+def test_a_delta_beyond_the_batch_is_refused() -> None:
+    with pytest.raises(ConfigError, match="delta 9 is more than the 8 prompts of a step"):
+        OvercommitSampler(Buffer(), delta=9).required_buffer_capacity(B)

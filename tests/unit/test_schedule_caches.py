@@ -1,0 +1,90 @@
+"""What the sizes of a round decide is checked for each round, and as the checker of whole schedules sees it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from oppo_megatron.errors import ScheduleError
+from oppo_megatron.schedule.checking.caches import require_room
+from oppo_megatron.schedule.checking.checker import FaultKind, check
+from oppo_megatron.schedule.planning import planner as planner_module
+from oppo_megatron.schedule.planning.planner import PlannedRound
+from oppo_megatron.schedule.rounds import Growth, KVBudget, Round, Site
+from oppo_megatron.schedule.weaving.generators import GENERATORS
+from tests.support.schedules import build, make_site
+from tests.unit.test_schedule_planner import SITES, Run, new_planner, shape
+
+
+def sized(rng: random.Random) -> tuple[Round, Site, dict[str, list[KVBudget]]]:
+    """A round whose micro-batches mostly continue each other, and caches that mostly hold it."""
+    site = rng.choice([make_site((1, 1, 2), {"reward": (0, 1, 1, 2)}), make_site((1, 2, 1), {"reward": (2, 1, 1, 1)})])
+    steps = rng.randint(1, 4)
+
+    def prefill(first: int) -> tuple[tuple[Growth, ...], ...]:
+        lengths, batches = [rng.randint(0, 3) for _ in range(3)], []
+        for _ in range(rng.randint(1, 2)):  # `build` has decoding wait for as many as it has micro-batches
+            news = [rng.randint(1, 3) for _ in lengths]
+            slip = int(rng.random() < 0.1)
+            batches.append(tuple(Growth(first + i, lengths[i] + slip, new) for i, new in enumerate(news)))
+            lengths = [g.past + g.new for g in batches[-1]]
+        return tuple(batches)
+
+    dp = site.placements["actor"].dp
+    stale = [prefill(10) for _ in range(dp)]
+    decode = []
+    for own in stale:
+        cached = {g.seq_id: g.past + g.new for batch in own for g in batch}
+        decode.append((tuple(Growth(i, past, rng.randint(1, 5)) for i, past in cached.items()), (Growth(20, 4, 2),)))
+    round_ = Round(2, steps, tuple(decode), {"actor": tuple(stale), "reward": tuple(prefill(0) for _ in range(dp))})
+
+    def budget() -> KVBudget:
+        return KVBudget(rng.randint(4, 6), rng.randint(9, 20), rng.randint(0, 2))
+
+    return round_, site, {role: [budget() for _ in range(dp)] for role in site.placements}
+
+
+def test_what_sizes_decide_is_found_without_the_schedule_too() -> None:
+    """`require_room` refuses a round where its caches are at fault in every schedule of its shape, and no other round."""
+    refused = 0
+    for seed in range(300):
+        round_, site, budgets = sized(random.Random(seed))
+        faults = check(build(round_, site), round_, site, budgets)
+        assert {fault.kind for fault in faults} <= {FaultKind.KV}
+        by_number = {role: dict(enumerate(own)) for role, own in budgets.items()}
+        if not faults:
+            require_room(round_, by_number)
+            continue
+        refused += 1
+        with pytest.raises(ScheduleError, match="cannot take round 2") as error:
+            require_room(round_, by_number)
+        told, caches = (
+            "".join(fault.message for fault in faults),
+            [f"{role} replica {d}" for role in budgets for d in range(2)],
+        )
+        assert {cache for cache in caches if cache in told} <= {cache for cache in caches if cache in str(error.value)}
+    assert 50 < refused < 250
+
+
+def test_every_round_is_checked_and_not_only_the_first_of_its_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs alike.  Caches of the second are as long as all rounds need but one, whose shape has been checked before."""
+    made, generate = [], GENERATORS["intra"]
+    monkeypatch.setattr(planner_module, "GENERATORS", {"intra": lambda *args: made.append(args) or generate(*args)})
+    seen: list[PlannedRound] = []
+    Run([new_planner(SITES["PP2 | 1"], "intra")], random.Random(2)).steps(6, lambda plans: seen.extend(plans))
+    lengths, shapes = [longest(plan) for plan in seen], [shape(plan) for plan in seen]
+    at = next(i for i in range(1, len(seen)) if lengths[i] > max(lengths[:i]) and shapes[i] in shapes[:i])
+
+    made.clear()
+    planner = new_planner(SITES["PP2 | 1"], "intra")
+    planner.max_length = max(lengths[:at])
+    with pytest.raises(ScheduleError, match=f"cannot take round {at + 1}:\n.* one grows to {lengths[at]}"):
+        Run([planner], random.Random(2)).steps(6, lambda _: None)
+    assert len(made) == len(set(shapes[:at])), "no schedule was made for that round, nor checked"
+
+
+def longest(plan: PlannedRound) -> int:
+    """Tokens of the longest sequence in any cache after the round."""
+    batches = [batch for works in plan.works.values() for work in works for batch in (*work.prefill, *work.decode)]
+    return max(growth.past + growth.new for batch in batches for growth in batch)

@@ -1,0 +1,305 @@
+"""Connections that do not send a whole request: closed in time, and never in the way of one that does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from fastapi.responses import Response
+from pydantic import SecretStr
+
+from oppo_megatron.serving.app import RequestLimits, build_app
+from oppo_megatron.serving.connections import CONNECTION_LIMITS, ConnectionLimits, network_of
+from tests.support.serving import served_app
+
+HTTP = httpx.Client(trust_env=False, verify=False, timeout=10.0, limits=httpx.Limits(max_keepalive_connections=0))
+TOKEN = "a-token-of-enough-characters"
+BODY = json.dumps({"items": [{"id": 1, "prompt": "1+1=", "response": "#### 2", "fields": {"answer": "2"}}]}).encode()
+HALF = b"POST /score HTTP/1.1\r\nhost: service\r\n"
+WHOLE = HALF + b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(BODY)
+HEALTH = b"GET /health HTTP/1.1\r\nhost: service\r\n"
+LATE_S = 8.0
+"""After so long a connection is said not to be closed: a busy machine is slow."""
+
+
+@contextmanager
+def served(token: str | None = None, requests: RequestLimits | None = None, **limits: Any) -> Iterator[tuple[str, int]]:
+    """Host and port of a service that scores each item with 1."""
+    secret = None if token is None else SecretStr(token)
+    app = build_app(lambda items: [1.0] * len(items), secret, requests or RequestLimits())
+    with served_app(app, ConnectionLimits(**limits)) as address:
+        url = httpx.URL(address)
+        assert url.port is not None
+        yield url.host, url.port
+
+
+def connect(address: tuple[str, int], sent: bytes = b"", source: str = "127.0.0.1") -> socket.socket:
+    """A connection from an address of the loopback that has sent so much."""
+    found = socket.create_connection(address, timeout=LATE_S, source_address=(source, 0))
+    found.sendall(sent)
+    return found
+
+
+def until_closed(connection: socket.socket) -> bytes:
+    """What the service still says.  A timeout where it leaves the connection open."""
+    said = b""
+    with connection:
+        try:
+            while piece := connection.recv(4096):
+                said += piece
+        except (ConnectionResetError, BrokenPipeError):
+            pass
+    return said
+
+
+def is_open(connection: socket.socket) -> bool:
+    """Whether a connection is still there, and nothing was said on it."""
+    connection.setblocking(False)
+    try:
+        connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return True
+    except ConnectionResetError:
+        return False
+    finally:
+        connection.settimeout(LATE_S)
+    return False
+
+
+def held_by_server(connection: socket.socket) -> bool:
+    """Whether the other end, which is on this machine, has not closed the connection, whatever has been read here."""
+    ports = f":{connection.getpeername()[1]:04X}", f":{connection.getsockname()[1]:04X}"
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
+    return any(row[1][-5:] == ports[0] and row[2][-5:] == ports[1] and row[3] == "01" for row in rows)  # established
+
+
+def drip(connection: socket.socket) -> bytes:
+    """A byte every tenth of a second, for as long as the service takes them; what it said."""
+    said, until = b"", time.monotonic() + LATE_S
+    with connection:
+        connection.settimeout(0.1)
+        while time.monotonic() < until:
+            try:
+                connection.sendall(b"x")
+                piece = connection.recv(4096)
+            except TimeoutError:
+                continue
+            except (ConnectionResetError, BrokenPipeError):
+                return said
+            if not piece:
+                return said
+            said += piece
+    raise TimeoutError("the service goes on listening")
+
+
+def ask(address: tuple[str, int], token: str | None = None) -> int:
+    """The status that an honest client gets."""
+    headers = {"content-type": "application/json"} | ({} if token is None else {"authorization": f"Bearer {token}"})
+    return HTTP.post(f"http://{address[0]}:{address[1]}/score", content=BODY, headers=headers).status_code
+
+
+@pytest.mark.parametrize(
+    ("sent", "end", "said"),
+    [
+        (b"", until_closed, b""),
+        (HALF, until_closed, b"HTTP/1.1 408 Request Timeout"),
+        (HALF + b"x-long: ", drip, b"HTTP/1.1 408 Request Timeout"),
+        (HEALTH + b"content-length: 99999\r\n\r\n", drip, b"HTTP/1.1 200 OK"),
+        (HEALTH + b"\r\n" + HEALTH, until_closed, b"HTTP/1.1 200 OK"),
+    ],
+    ids=[
+        "nothing",
+        "half of the headers",
+        "headers byte by byte",
+        "a body after its answer",
+        "half of the next headers",
+    ],
+)
+def test_what_does_not_come_in_time_ends_the_connection(
+    sent: bytes, end: Callable[[socket.socket], bytes], said: bytes
+) -> None:
+    with served(header_s=0.5) as address:
+        begun = time.monotonic()
+        assert end(connect(address, sent)).startswith(said)
+        assert time.monotonic() - begun >= 0.4, "it had its time"
+
+
+def test_each_request_of_a_connection_has_a_deadline_of_its_own() -> None:
+    with (
+        served(header_s=2.0) as address,
+        httpx.Client(base_url=f"http://127.0.0.1:{address[1]}", trust_env=False) as client,
+    ):
+        begun, ports = time.monotonic(), set()
+        while time.monotonic() - begun < 3.0:
+            with client.stream("GET", "/health") as answer:
+                assert answer.status_code == 200
+                ports.add(answer.extensions["network_stream"].get_extra_info("client_addr"))
+                answer.read()
+            time.sleep(0.5)
+    assert len(ports) == 1, "all by one connection"
+
+
+def test_a_slow_body_comes_whole() -> None:
+    """Longer than the deadline of headers, shorter than its own."""
+    with served(header_s=0.5) as address, connect(address, WHOLE) as connection:
+        for start in range(0, len(BODY), 8):
+            time.sleep(0.12)
+            connection.sendall(BODY[start : start + 8])
+        assert len(BODY) // 8 * 0.12 > 2 * 0.5
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200 OK")
+
+
+def test_whoever_has_waited_for_longest_makes_room_and_each_peer_for_its_own() -> None:
+    with served(TOKEN, waiting=8, waiting_of_peer=4, header_s=60.0) as address, ExitStack() as stack:
+
+        def come(source: str) -> socket.socket:
+            found = stack.enter_context(connect(address, HALF, source))
+            time.sleep(0.1)
+            return found
+
+        one, two = [come("127.0.0.1") for _ in range(4)], [come("127.0.0.2") for _ in range(2)]
+        assert all(map(is_open, [*one, *two]))
+        one.append(come("127.0.0.1"))
+        assert [is_open(each) for each in [*one, *two]] == [False, *[True] * 6], "the fifth of a peer costs its first"
+        three = [come("127.0.0.3") for _ in range(3)]
+        assert [is_open(each) for each in [*one, *two, *three]] == [False, False, *[True] * 8], (
+            "the largest peer gives way"
+        )
+        assert ask(address, TOKEN) == 200
+        three[0].sendall(b"\r\n")
+        assert three[0].recv(4096).startswith(b"HTTP/1.1 401"), "who has kept its place may still send the rest"
+
+
+def test_bodies_that_do_not_come_take_no_place_from_others() -> None:
+    """Refused at once without the token; where there is none to give, until their time is up."""
+    requests = RequestLimits(max_waiting=2, read_s=1.0)
+    with served(TOKEN, requests) as address:
+        held = [connect(address, WHOLE + BODY[:5]) for _ in range(20)]
+        assert ask(address, TOKEN) == 200
+        assert all(until_closed(each).startswith(b"HTTP/1.1 401") for each in held)
+    with served(None, requests) as address:
+        held = [connect(address, WHOLE + BODY[:5]) for _ in range(20)]
+        assert ask(address) == 200
+        assert all(until_closed(each).startswith(b"HTTP/1.1 408") for each in held)
+        assert ask(address) == 200
+
+
+def test_bodies_on_their_way_are_held_to_the_memory_of_those_that_may_wait() -> None:
+    requests = RequestLimits(max_waiting=2, max_bytes=1000, read_s=2.0)
+    long = HALF + b"content-type: application/json\r\ncontent-length: 1000\r\n\r\n"
+    with served(None, requests) as address:
+        held = [connect(address, long + b" " * 900) for _ in range(2)]
+        time.sleep(0.2)
+        assert ask(address) == 200
+        assert until_closed(connect(address, long + b" " * 900)).startswith(b"HTTP/1.1 429")
+        assert all(until_closed(each).startswith(b"HTTP/1.1 408") for each in held)
+        with connect(address, long + b" " * (1000 - len(BODY)) + BODY) as connection:
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200"), "what they held is free again"
+
+
+def test_a_client_that_does_not_read_its_answer_is_left() -> None:
+    app = FastAPI()
+
+    @app.get("/large")
+    async def large() -> Response:
+        return Response(bytes(20_000_000))
+
+    with served_app(app, ConnectionLimits(header_s=0.5)) as address:
+        url = httpx.URL(address)
+        assert url.port is not None
+        with connect((url.host, url.port), b"GET /large HTTP/1.1\r\nhost: service\r\n\r\n") as connection:
+            until = time.monotonic() + LATE_S
+            while not connection.recv(1, socket.MSG_PEEK) or held_by_server(connection):
+                assert time.monotonic() < until
+                time.sleep(0.1)
+            assert len(until_closed(connection)) < 20_000_000
+        assert len(HTTP.get(f"{address}/large").content) == 20_000_000, "whoever reads gets all"
+
+
+@pytest.mark.parametrize(
+    ("address", "peer"),
+    [
+        ("10.0.0.7", "10.0.0.7"),
+        ("::ffff:10.0.0.7", "10.0.0.7"),
+        ("2001:db8:0:1::1", network_of("2001:db8:0:1:ffff::2")),
+        ("fe80::1%eth0", network_of("fe80::2")),
+    ],
+)
+def test_the_peer_behind_an_address(address: str, peer: str) -> None:
+    assert network_of(address) == peer
+    assert network_of("2001:db8:0:1::1") != network_of("2001:db8:0:2::1")
+
+
+# --- the command
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Iterator[tuple[tuple[str, int], int]]:
+    """`oppo serve-reward` with a token: its address and process."""
+    config = tmp_path / "serve.yaml"
+    config.write_text("rewards: [{kind: verifier, name: gsm8k}]\nport: 0\ntoken_env: SERVE_TOKEN\n")
+    arguments = [sys.executable, "-m", "oppo_megatron", "serve-reward", str(config)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "SERVE_TOKEN": TOKEN}
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    url = httpx.URL(line.split()[-1])
+    assert url.port is not None, line
+    yield (url.host, url.port), process.pid
+    process.send_signal(signal.SIGTERM)
+    process.wait(20)
+
+
+def descriptors(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def resident_mib(pid: int) -> float:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_three_hundred_half_sent_requests_for_a_minute(command: tuple[tuple[str, int], int]) -> None:
+    """Without the token, from the address of an honest client: replaced as they are closed, and then left to the service."""
+    address, pid = command
+    assert ask(address, TOKEN) == 200
+    before, memory = descriptors(pid), resident_mib(pid)
+    kinds: Sequence[bytes] = (b"", HALF, WHOLE + BODY[:5])
+    held: list[socket.socket] = []
+    took: list[float] = []
+    until, opened = time.monotonic() + 60, 0
+    try:
+        while time.monotonic() < until:
+            for gone in [each for each in held if not is_open(each)]:
+                gone.close()
+                held.remove(gone)
+            while len(held) < 300:
+                held.append(connect(address, kinds[opened % len(kinds)]))
+                opened += 1
+            asked = time.monotonic()
+            assert ask(address, TOKEN) == 200
+            took.append(time.monotonic() - asked)
+            time.sleep(0.25)
+        assert opened > 600, "they were closed meanwhile, and came again"
+        assert max(took) < 1.0, sorted(took)[-5:]
+        deadline = time.monotonic() + CONNECTION_LIMITS.header_s + 5
+        while descriptors(pid) > before and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert descriptors(pid) <= before, "the service has closed them all"
+        assert resident_mib(pid) < memory + 30
+    finally:
+        for each in held:
+            each.close()
