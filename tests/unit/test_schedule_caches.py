@@ -73,7 +73,7 @@ def test_every_round_is_checked_and_not_only_the_first_of_its_shape(monkeypatch:
     monkeypatch.setattr(planner_module, "GENERATORS", {"intra": lambda *args: made.append(args) or generate(*args)})
     seen: list[PlannedRound] = []
     Run([new_planner(SITES["PP2 | 1"], "intra")], random.Random(2)).steps(6, lambda plans: seen.extend(plans))
-    lengths, shapes = [longest(plan) for plan in seen], [shape(plan) for plan in seen]
+    lengths, shapes = [longest(plan) for plan in seen], [shape(plan.round) for plan in seen]
     at = next(i for i in range(1, len(seen)) if lengths[i] > max(lengths[:i]) and shapes[i] in shapes[:i])
 
     made.clear()

@@ -238,9 +238,10 @@ def test_a_cache_too_short_for_the_round_is_told_before_it_runs() -> None:
     planner.max_length = 5
     buffer = RolloutBuffer(4, 0, 1)
     buffer.admit(Prompt(i, i, "", (1,) * 6) for i in range(4))
-    told = "^1 cache cannot take round 1:\n.*the cache of actor replica 1 has room for 5 tokens a sequence, but one grows to"
-    with pytest.raises(ScheduleError, match=told):
+    with pytest.raises(ScheduleError, match="^2 caches cannot take round 1:\n") as told:
         planner.plan(1, buffer.active, buffer.rollouts, 3, list)
+    room = "replica 1 has room for 5 tokens a sequence, but one grows to"
+    assert f"the cache of actor {room} 8" in str(told.value) and f"the cache of reward {room} 6" in str(told.value)
 
 
 def lengthened_or_not(own: tuple[Action, ...], steps: int, short: bool) -> tuple[Action, ...]:
