@@ -31,6 +31,7 @@ ALIGNER_PIP := $(ALIGNER_VENV)/bin/python -m pip --disable-pip-version-check ins
 # Tests run in so many processes, a file in one of them.  Ranks that a file's tests start are used again by the next.
 JOBS ?= 2
 PYTEST := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+ALIGNER_PYTEST := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PYTHONPATH=. $(ALIGNER_VENV)/bin/python -m pytest -W ignore tests/aligner
 PURE := tests/architecture $(wildcard $(addprefix tests/unit/test_, $(addsuffix _*.py, \
 	algorithms config control layout modeldir overcommit preflight rundir schedule)))
 
@@ -42,12 +43,15 @@ demo: $(INSTALLED)
 check: lint
 	$(PYTEST) -q -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not gpu and not long and not slow" $(PURE)
 
-test: lint docs
-	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not gpu and not long"
-	$(MAKE) test-aligner
+# The plugin's tests, which mostly wait, run beside the others; what they print comes at the end.
+test: lint docs $(ALIGNER_INSTALLED)
+	@mkdir -p build
+	$(ALIGNER_PYTEST) > build/aligner.log 2>&1 & aligner=$$!; \
+	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not gpu and not long"; tests=$$?; \
+	wait $$aligner; aligner=$$?; cat build/aligner.log; exit $$((tests | aligner))
 
 test-aligner: $(ALIGNER_INSTALLED)
-	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PYTHONPATH=. $(ALIGNER_VENV)/bin/python -m pytest -W ignore tests/aligner
+	$(ALIGNER_PYTEST)
 
 test-long: $(INSTALLED_TEST)
 	$(PYTEST) -m long --durations=0 --durations-min=5

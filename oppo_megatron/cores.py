@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -14,6 +16,16 @@ GROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 def usable_cores() -> int:
     """Cores that this process may run on, which a container or a job may have fewer of than the machine."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def has_cuda(devices: Path = Path("/dev")) -> bool:
+    """Whether torch would find a CUDA device, told without loading it: by its build, the driver's files and what is visible."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None or os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        return False
+    version = Path(spec.origin).with_name("version.py")
+    built = version.is_file() and re.search(r"^cuda\b.*=\s*['\"]", version.read_text(encoding="utf-8"), re.MULTILINE)
+    return bool(built) and any((devices / name).exists() for name in ("nvidiactl", "nvidia0", "dxg"))
 
 
 def processor() -> tuple[str, str]:

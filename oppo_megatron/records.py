@@ -34,7 +34,8 @@ class Rollout:
     """A prompt's response while it grows, with what each token was sampled under.
 
     `logprobs` are of the full distribution at the configured temperature (what PPO uses), `sampling_logprobs` of the
-    distribution the token was drawn from (after top-k / top-p); `versions` is the policy version of each token.
+    distribution the token was drawn from (after top-k / top-p); `versions` is the policy version of each token: of the
+    oldest weights in the cache that it was drawn over.
 
     Every rank records every chunk, but reads the tokens of few rollouts.  So `extend` keeps the row as it is, and the lists
     are joined when one of them is asked for.
@@ -184,10 +185,10 @@ class Chunk:
 class StepSignals:
     """What a step has shown, the same number on every rank: what delta is controlled by.
 
-    `reward_mean` is of the batch's scores.  `tail_waste` is the share of the decode batch that ran empty: 1 - tokens /
-    (decode steps x the most sequences that ran at once).  `ess` is the effective sample size that the actor last
-    measured, as a share of its tokens (of the step before; 1 in the first step, where nothing is stale).  `length_gap` is
-    the share by which the batch's responses are shorter than all that were submitted (below 0: longer).
+    `reward_mean` is of the batch's scores, as they are trained on.  `tail_waste` is the share of the decode batch that ran
+    empty: 1 - tokens / (decode steps x the most sequences that ran at once).  `ess` is the effective sample size that the
+    actor last measured, as a share of its tokens (of the step before; 1 in the first step, where nothing is stale).
+    `length_gap` is the share by which the batch's responses are shorter than all that were submitted (below 0: longer).
     """
 
     reward_mean: float

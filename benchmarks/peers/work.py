@@ -128,7 +128,15 @@ def _ppo_problems(config: TrainConfig) -> Iterator[str]:
     ppo = config.ppo
     if ppo.kl.mode != "penalty" or ppo.kl.estimator == "k2" or ppo.kl.target is not None:
         yield "TRL's KL is a penalty with a fixed coefficient by k1 or k3: set ppo.kl.mode, .estimator and .target so"
-    wanted = {"entropy_coefficient": 0.0, "whiten_advantages": True, "reward_clip": None, "truncated_score": None}
+    wanted = {
+        "entropy_coefficient": 0.0,
+        "whiten_advantages": True,
+        "reward_clip": None,
+        "truncated_score": None,
+        "missing_eos_penalty": 0.0,
+        "reward_normalization": "none",
+        "critic_warmup_steps": 0,
+    }
     for name, value in wanted.items():
         if (found := getattr(ppo, name)) != value:
             yield f"ppo.{name} is {found}, and TRL has no such setting: it must be {value}".replace("None", "null")
@@ -171,7 +179,7 @@ def _ppo_settings(config: TrainConfig) -> dict[str, Any]:
 def _optimizer_settings(config: TrainConfig) -> dict[str, float]:
     optimizer = config.actor.optimizer
     return {
-        "learning_rate": optimizer.lr,
+        "learning_rate": optimizer.rate,
         "adam_beta1": optimizer.betas[0],
         "adam_beta2": optimizer.betas[1],
         "adam_epsilon": optimizer.eps,

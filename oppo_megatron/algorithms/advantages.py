@@ -6,6 +6,7 @@ Legend: T all response tokens of the batch (packed, see `packing`), B rows (resp
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -52,9 +53,41 @@ def gae(
     return advantages_T, advantages_T + values_T
 
 
-def whiten(x_T: Tensor) -> Tensor:
-    """`x_T` shifted to mean 0 and scaled to population variance 1, [T].  The moments are taken in double precision."""
-    exact_T = x_T.detach().double()
-    mean = float(exact_T.sum()) / x_T.numel()
-    variance = max(float(exact_T.square().sum()) / x_T.numel() - mean**2, 0.0)  # rounding must not make it negative
-    return (x_T - mean) / math.sqrt(variance + WHITEN_EPS)
+@dataclass(frozen=True)
+class Moments:
+    """Count, sum and sum of squares of a quantity, in double precision; moments of disjoint parts add up."""
+
+    count: int
+    total: float
+    total_of_squares: float
+
+    @classmethod
+    def of(cls, x_T: Tensor) -> Moments:
+        exact_T = x_T.detach().double()
+        return cls(x_T.numel(), float(exact_T.sum()), float(exact_T.square().sum()))
+
+    def __add__(self, other: Moments) -> Moments:
+        return Moments(
+            self.count + other.count, self.total + other.total, self.total_of_squares + other.total_of_squares
+        )
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count
+
+    @property
+    def variance(self) -> float:
+        """Population variance; rounding never makes it negative."""
+        return max(self.total_of_squares / self.count - self.mean**2, 0.0)
+
+
+NOTHING_SEEN = Moments(0, 0.0, 0.0)
+
+
+def whiten(x_T: Tensor, moments: Moments | None = None) -> Tensor:
+    """`x_T` shifted to mean 0 and scaled to population variance 1, [T].
+
+    `moments`: those of a larger set that `x_T` is a part of; None takes those of `x_T` itself.
+    """
+    moments = moments or Moments.of(x_T)
+    return (x_T - moments.mean) / math.sqrt(moments.variance + WHITEN_EPS)

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from oppo_megatron.algorithms.advantages import gae
+from oppo_megatron.algorithms.advantages import NOTHING_SEEN, Moments, gae
 from oppo_megatron.algorithms.experience import Experience, ScoredBatch, build_experience
 from oppo_megatron.algorithms.losses import ActorTargets, PolicyStats, ValueStats, actor_loss, value_loss
 from oppo_megatron.algorithms.staleness import ratio_base
@@ -33,9 +33,11 @@ class Algorithm(ABC):
     def advantages(self, rewards_T: Tensor, values_T: Tensor | None, lengths_B: Tensor) -> tuple[Tensor, Tensor]:
         """Advantages, before whitening, and returns, both [T]; `values_T` where a critic is trained."""
 
-    def experience(self, scored: ScoredBatch, kl_coefficient: float, check: bool = True) -> Experience:
+    def experience(
+        self, scored: ScoredBatch, kl_coefficient: float, check: bool = True, seen: Moments = NOTHING_SEEN
+    ) -> Experience:
         """What the update trains on.  Raises as `build_experience` does."""
-        return build_experience(scored, self.ppo, kl_coefficient, self.advantages, check)
+        return build_experience(scored, self.ppo, kl_coefficient, self.advantages, check, seen)
 
     @property
     def needs_proximal(self) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from oppo_megatron.algorithms.advantages import clip_scores, token_rewards, whiten
+from oppo_megatron.algorithms.advantages import NOTHING_SEEN, Moments, clip_scores, token_rewards, whiten
 from oppo_megatron.algorithms.kl import kl_per_token
 from oppo_megatron.algorithms.packed import Lengths, last_tokens, lengths_like
 from oppo_megatron.config.ppo import PPOConfig
@@ -40,6 +40,7 @@ class ExperienceStats:
 
     score_mean: float  # scores as the reward gave them, before clipping
     score_std: float
+    shaped_score_mean: float  # clipped, of cut responses by `truncated_score` and `missing_eos_penalty`; not normalised
     reward_mean: float  # per response: what GAE sees, KL penalty included
     kl_mean: float  # per response, nats
     value_mean: float | None  # per token
@@ -67,6 +68,7 @@ class Experience:
     kl_T: Tensor
     rewards_T: Tensor
     lengths_B: Tensor
+    scores: Moments  # of this batch's, clipped: what a running normalisation remembers
     stats: ExperienceStats
 
 
@@ -75,13 +77,19 @@ Estimator = Callable[[Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor]]
 
 
 def build_experience(
-    scored: ScoredBatch, ppo: PPOConfig, kl_coefficient: float, estimator: Estimator, check: bool = True
+    scored: ScoredBatch,
+    ppo: PPOConfig,
+    kl_coefficient: float,
+    estimator: Estimator,
+    check: bool = True,
+    seen: Moments = NOTHING_SEEN,
 ) -> Experience:
     """Rewards, advantages and returns (by `estimator`) of the whole global batch, without gradient.
 
-    Scores are clipped first; `truncated_score` then stands as the user wrote it.  The KL enters the rewards only with
-    `kl.mode: penalty`.  Raises RewardError for a score, NumericsError for any other quantity that is not finite,
-    unless `check` is false: then what follows from such a quantity is not finite either.
+    Scores are clipped first, then normalised (`seen`: those of all batches trained before); `truncated_score` and
+    `missing_eos_penalty` then stand as the user wrote them.  The KL enters the rewards only with `kl.mode: penalty`.
+    Raises RewardError for a score, NumericsError for any other quantity that is not finite, unless `check` is false: then
+    what follows from such a quantity is not finite either.
     """
     lengths_B = lengths_like(scored.behaviour_logp_T, scored.lengths_B)
     if check:
@@ -90,9 +98,7 @@ def build_experience(
         kl_T = kl_per_token(scored.behaviour_logp_T, scored.reference_logp_T, ppo.kl.estimator)
         if check:
             _check_tokens("KL to the reference", kl_T, lengths_B)
-        scores_B = clip_scores(scored.scores_B, ppo.reward_clip)
-        if ppo.truncated_score is not None:
-            scores_B = scores_B.masked_fill(scored.truncated_B, ppo.truncated_score)
+        scores_B, shaped_B, moments = _trained_scores(scored, ppo, seen)
         penalty = kl_coefficient if ppo.kl.mode == "penalty" else 0.0
         rewards_T = token_rewards(scores_B, kl_T, lengths_B, penalty)
         advantages_T, returns_T = estimator(rewards_T, scored.values_T, lengths_B)
@@ -107,18 +113,41 @@ def build_experience(
             kl_T=kl_T,
             rewards_T=rewards_T,
             lengths_B=lengths_B,
-            stats=_summarise(scored, kl_T, rewards_T, advantages_T, returns_T),
+            scores=moments,
+            stats=_summarise(scored, shaped_B, kl_T, rewards_T, advantages_T, returns_T),
         )
 
 
+def _trained_scores(scored: ScoredBatch, ppo: PPOConfig, seen: Moments) -> tuple[Tensor, Tensor, Moments]:
+    """Scores as they are trained on; these without a normalisation; and the moments of this batch's, clipped."""
+    clipped_B = clip_scores(scored.scores_B, ppo.reward_clip)
+    moments = Moments.of(clipped_B)
+    normalised_B = _normalised(clipped_B, moments, seen, ppo)
+    return _shaped(normalised_B, scored.truncated_B, ppo), _shaped(clipped_B, scored.truncated_B, ppo), moments
+
+
+def _shaped(scores_B: Tensor, truncated_B: Tensor, ppo: PPOConfig) -> Tensor:
+    """Scores, those of responses that were cut at the limit as the settings want them."""
+    if ppo.truncated_score is not None:
+        scores_B = scores_B.masked_fill(truncated_B, ppo.truncated_score)
+    return scores_B - ppo.missing_eos_penalty * truncated_B
+
+
+def _normalised(scores_B: Tensor, moments: Moments, seen: Moments, ppo: PPOConfig) -> Tensor:
+    if ppo.reward_normalization == "none":
+        return scores_B
+    return whiten(scores_B, moments if ppo.reward_normalization == "batch" else seen + moments)
+
+
 def _summarise(
-    scored: ScoredBatch, kl_T: Tensor, rewards_T: Tensor, advantages_T: Tensor, returns_T: Tensor
+    scored: ScoredBatch, shaped_B: Tensor, kl_T: Tensor, rewards_T: Tensor, advantages_T: Tensor, returns_T: Tensor
 ) -> ExperienceStats:
     num_rows = scored.scores_B.numel()
     scores_B, advantages_T = scored.scores_B.double(), advantages_T.double()
     return ExperienceStats(
         score_mean=float(scores_B.mean()),
         score_std=float(scores_B.std(correction=0)),
+        shaped_score_mean=float(shaped_B.double().mean()),
         reward_mean=float(rewards_T.double().sum()) / num_rows,
         kl_mean=float(kl_T.double().sum()) / num_rows,
         value_mean=None if scored.values_T is None else float(scored.values_T.double().mean()),

@@ -175,6 +175,8 @@ class DryRun:
                 book.forget(*(rollout.seq_id for rollout in batch))
             if self.config.overlap.actor_kv == "recompute":
                 self.planner.actor.invalidate()
+            else:
+                self.planner.actor.keep()
             self.planner.reset_perishable()
         if self.site.listeners:
             with self.watch.part("stream"):

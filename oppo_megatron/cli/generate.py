@@ -135,6 +135,7 @@ def run(args: argparse.Namespace) -> int:
 
 def make_request(args: argparse.Namespace) -> Request | None:
     """What the ranks are given, every check made; None where the output is whole already."""
+    from oppo_megatron.data.prompt_tokens import encode_prompt
     from oppo_megatron.data.stops import require_stop_texts
     from oppo_megatron.policy.answers import require_output
     from oppo_megatron.policy.asked import OutputFile, Request
@@ -145,7 +146,7 @@ def make_request(args: argparse.Namespace) -> Request | None:
     policy = find_policy(args.directory, Choice(args.tokenizer, args.chat_template, args.base, args.dtype))
     tokenizer = policy_tokenizer(policy)
     asked, left_out = _asked(args, _wording(args, policy), tokenizer)
-    longest = max((len(tokenizer.encode(each.text)) for each in asked), default=0)
+    longest = max((len(encode_prompt(tokenizer, each.text)) for each in asked), default=0)
     max_length, max_tokens = _room(args, policy, longest)
     drawing = drawing_of(args, policy, max_tokens)
     require_stop_texts(drawing.stop, tokenizer, "--stop", "--stop-id")

@@ -18,6 +18,11 @@ class TokenizerConfig(Section):
     chat_template: str | None = Field(
         None, description="Jinja template for OpenAI-style `messages`; default: the tokenizer's own"
     )
+    add_bos: bool | None = Field(
+        None,
+        description="begin each prompt with BOS, unless its text or template already does; null: if the tokenizer itself does "
+        "so (a sentencepiece model does not)",
+    )
 
 
 class ColumnsConfig(Section):

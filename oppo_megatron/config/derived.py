@@ -53,6 +53,12 @@ def minibatch_rows(config: TrainConfig) -> int:
     return max(1, config.rollout.batch_size // config.ppo.minibatches)
 
 
+def num_updates(config: TrainConfig, role: str, steps: int) -> int:
+    """Optimizer steps of a trained role in a run of `steps` steps; the actor makes none while the critic warms up."""
+    warming = config.ppo.critic_warmup_steps if role == "actor" else 0
+    return max(0, steps - warming) * config.ppo.epochs * config.ppo.minibatches
+
+
 def scorers(config: TrainConfig) -> Iterator[tuple[str, RoleConfig]]:
     """The scorer roles that the configuration spells out (a null reference is the actor's start)."""
     if config.reference is not None:

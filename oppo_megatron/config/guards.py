@@ -30,9 +30,9 @@ class GapGuardConfig(GuardConfig):
 
     limit: Annotated[PositiveFloat | Literal["auto"] | None, Unit("nats")] = Field(  # type: ignore[assignment]
         "auto",
-        description="largest |logprob at decode - at training|. auto: 1e-4 for a float32 actor; 0.25 for bfloat16, where 0.06 "
-        "was measured on trained actors of 4 layers and one rounding of a logit between 16 and 32 makes 0.125; both divided by "
-        "a temperature below 1, which scales rounding up. null: no limit",
+        description="largest |logprob at decode - at training| of any token. auto: 1e-4 for a float32 actor; 0.25 for bfloat16, "
+        "where one rounding of a logit between 16 and 32 makes 0.125; doubled with each doubling of a token's largest logit "
+        "beyond 32, divided by a temperature below 1, and up to four times that for one token in a thousand. null: no limit",
     )
 
     def in_numbers(self, dtype: str, temperature: float) -> float | None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from annotated_types import Ge, Lt
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
+from typing_extensions import Self
 
 from oppo_megatron.config.base import Section, Unit
 from oppo_megatron.config.lora import LoraConfig
+from oppo_megatron.cores import has_cuda
 
 Layers = Literal["auto", "torch", "transformer_engine"]
 _RANKS = re.compile("{0}(-{0})?(,{0}(-{0})?)*".format("[0-9]{1,18}"))
@@ -102,10 +104,22 @@ class LearningModelConfig(ModelConfig):
     )
 
 
+class UsualRate(NamedTuple):
+    """The default learning rate: of all weights, and of adapters."""
+
+    weights: float
+    adapters: float
+
+
 class OptimizerConfig(Section):
     """Adam and its schedule, through megatron-core's optimizer."""
 
-    lr: Annotated[float, Unit("")] = Field(1e-4, gt=0, description="largest learning rate")
+    lr: Annotated[float | None, Unit("")] = Field(
+        None,
+        gt=0,
+        description="largest learning rate; null: 1e-6 for an actor, 5e-6 for a critic, 1e-5 for the model of `oppo sft` and "
+        "`oppo rm`; ten times that if adapters (`lora`) are trained. `config.yaml` shows the result",
+    )
     min_lr: Annotated[float, Unit("")] = Field(0.0, ge=0, description="learning rate at the end of the decay")
     warmup_steps: Annotated[int, Unit("optimizer steps")] = Field(
         0, ge=0, description="optimizer steps of linear warm-up"
@@ -125,6 +139,18 @@ class OptimizerConfig(Section):
         1.0, ge=0, description="largest global gradient norm; 0 turns clipping off"
     )
 
+    @property
+    def rate(self) -> float:
+        """`lr`, which the enclosing section has settled."""
+        assert self.lr is not None, "no section has settled the learning rate"
+        return self.lr
+
+    def settled(self, usual: UsualRate, lora: LoraConfig | None) -> OptimizerConfig:
+        """The same settings with a learning rate: the usual one if none is given."""
+        if self.lr is not None:
+            return self
+        return self.model_copy(update={"lr": usual.weights if lora is None else usual.adapters})
+
 
 class RoleConfig(ModelConfig):
     """A frozen role (reference, reward)."""
@@ -142,17 +168,31 @@ class RoleConfig(ModelConfig):
         return text
 
 
-class TrainedRoleConfig(RoleConfig, LearningModelConfig):
+class AdaptedRoleConfig(RoleConfig, LearningModelConfig):
+    """A role that may have adapters; a role that is not trained keeps its initial ones."""
+
+
+class TrainedRoleConfig(AdaptedRoleConfig):
     """A trained role (critic)."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainingLayoutConfig = TrainingLayoutConfig()
+
+    USUAL_RATE: ClassVar[UsualRate] = UsualRate(5e-6, 5e-5)
+
+    @model_validator(mode="after")
+    def _learning_rate(self) -> Self:
+        if self.optimizer.lr is None:
+            self.optimizer = self.optimizer.settled(self.USUAL_RATE, self.lora)
+        return self
 
 
 class ActorConfig(TrainedRoleConfig):
     """The policy."""
 
     generate: ParallelConfig | None = Field(None, description="layout of decoding; default: `parallel`")
+
+    USUAL_RATE: ClassVar[UsualRate] = UsualRate(1e-6, 1e-5)
 
 
 class AutoPlacementConfig(Section):
@@ -199,14 +239,19 @@ class PlacementConfig(PlacementSettings):
 LEAST_MEETING_S = 60.0
 
 
+def usual_dtype(device: object) -> Dtype:
+    """The default type of roles on a `runtime.device`."""
+    return "bfloat16" if device == "cuda" or (device == "auto" and has_cuda()) else "float32"
+
+
 class RuntimeConfig(Section):
     """Use of the machine: device, threads, memory, kernels."""
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if there is a device, else cpu")
-    dtype: Dtype = Field(
-        "float32",
+    dtype: Dtype | None = Field(
+        None,
         description="type of every role that gives no type of its own; with bfloat16 the optimizer also keeps float32 "
-        "weights",
+        "weights. null: bfloat16 on CUDA devices, float32 on a CPU; `config.yaml` shows the result",
     )
     threads_per_rank: Annotated[int, Unit("threads")] = Field(
         0, ge=0, description="CPU threads of each rank; 0: cores divided by local ranks"
@@ -252,6 +297,12 @@ class RuntimeConfig(Section):
     def meeting_s(self) -> float:
         """Seconds that a rank waits at the start for the others, which may first read data and load libraries."""
         return max(self.timeout_s / 6, LEAST_MEETING_S)
+
+    @model_validator(mode="after")
+    def _settled_dtype(self) -> Self:
+        if self.dtype is None:
+            self.dtype = usual_dtype(self.device)
+        return self
 
     def sync_steps(self, device: str) -> int:
         """`decode_sync_steps` on a device of this type."""

@@ -43,7 +43,7 @@ class KLConfig(Section):
 
     estimator: Literal["k1", "k2", "k3"] = Field("k1", description="KL of one sampled token; see docs/algorithm.md")
     mode: Literal["penalty", "loss"] = Field(
-        "penalty", description="per-token reward penalty, or a term of the actor's loss"
+        "penalty", description="per-token reward penalty, or a term of the actor's loss (estimator k2 or k3)"
     )
     coefficient: Annotated[float, Unit("reward a nat")] = Field(
         0.05, ge=0, description="weight of the KL; the initial weight if it is adaptive"
@@ -107,10 +107,21 @@ class PPOConfig(Section):
     )
     whiten_advantages: bool = Field(True, description="mean 0 and variance 1 over the whole batch")
     reward_clip: Annotated[float | None, Unit("reward")] = Field(
-        None, gt=0, description="bound of the absolute score of a rollout"
+        None, gt=0, description="bound of the absolute score of a rollout, applied first"
     )
     truncated_score: Annotated[float | None, Unit("reward")] = Field(
         None, description="score of a response cut at the limit, in place of its reward; null: its reward"
+    )
+    missing_eos_penalty: Annotated[float, Unit("reward")] = Field(
+        0.0, ge=0, description="subtracted from the score of a response cut at the limit, after `truncated_score`"
+    )
+    reward_normalization: Literal["none", "batch", "running"] = Field(
+        "none",
+        description="scales scores to mean 0 and variance 1, after `reward_clip`: over the batch, or over all batches so far, "
+        "this one included",
+    )
+    critic_warmup_steps: int = Field(
+        0, ge=0, description="number of initial steps that train only the critic; the policy does not change"
     )
     kl: KLConfig = KLConfig()
     staleness: Literal["behaviour", "decoupled"] = Field(

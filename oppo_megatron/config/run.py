@@ -35,6 +35,8 @@ from oppo_megatron.config.model import (
     RoleConfig,
     RuntimeConfig,
     TrainedRoleConfig,
+    UsualRate,
+    usual_dtype,
 )
 from oppo_megatron.config.overlap import OverlapConfig
 from oppo_megatron.config.ppo import AlgorithmConfig, PPOConfig, RolloutConfig
@@ -43,7 +45,10 @@ from oppo_megatron.config.reliability import CheckpointConfig, TrainCheckpointCo
 
 def _with_common_dtype(data: Any, roles: Sequence[str]) -> Any:
     """The settings with `runtime.dtype` in each role that gives no type of its own; the section refuses a wrong type."""
-    runtime = data.get("runtime") if isinstance(data, dict) else None
+    runtime = data.get("runtime", {}) if isinstance(data, dict) else None
+    if isinstance(runtime, dict) and runtime.get("dtype") is None:
+        runtime = runtime | {"dtype": usual_dtype(runtime.get("device", "auto"))}
+        data = data | {"runtime": runtime}
     dtype = runtime.get("dtype") if isinstance(runtime, dict) else getattr(runtime, "dtype", None)
     if dtype not in get_args(Dtype):
         return data
@@ -136,7 +141,7 @@ class TrainSettings(RunConfig):
     actor: ActorConfig
     critic: TrainedRoleConfig | None = Field(None, description="required if `algorithm.preset` trains a critic, "
     "otherwise an error")
-    reference: RoleConfig | None = Field(None, description="null: the actor's starting weights")
+    reference: RoleConfig | None = Field(None, description="null: the actor's starting weights, `lora.adapter` included")
     reward: RoleConfig | None = Field(None, description="the reward model, if `rewards` names one")
     rewards: list[RewardPart] = Field(..., min_length=1, description="the reward is the sum of these parts")
     rollout: RolloutConfig
@@ -213,6 +218,14 @@ class SupervisedConfig(RunConfig):
     @classmethod
     def _common_dtype(cls, data: Any) -> Any:
         return _with_long_rows(_with_common_dtype(data, ("model",)))
+
+    USUAL_RATE: ClassVar[UsualRate] = UsualRate(1e-5, 1e-4)
+
+    @model_validator(mode="after")
+    def _learning_rate(self) -> Self:
+        if self.optimizer.lr is None:
+            self.optimizer = self.optimizer.settled(self.USUAL_RATE, self.model.lora)
+        return self
 
     @property
     def measured(self) -> list[str]:

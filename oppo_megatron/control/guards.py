@@ -13,7 +13,8 @@ from oppo_megatron.config.guards import Action, GuardsConfig
 
 RULES = ("non_finite", "kl_mean", "ratio_max", "ess", "logprob_gap")
 FIGURES = (
-    "batch", "kl_mean", "actor_loss", "grad_norm", "ratio_max", "ess", "logprob_gap", "critic_loss", "critic_grad_norm",
+    "batch", "kl_mean", "actor_loss", "grad_norm", "ratio_max", "ess", "logprob_gap", "logprob_gap_judged",
+    "critic_loss", "critic_grad_norm",
 )  # fmt: skip
 """What may break a rule.  `batch` stands for all that the update is given."""
 ACTIONS: tuple[Action, ...] = ("skip", "stop", "rollback")
@@ -120,7 +121,7 @@ class Rules:
         known = {name: figures[name] for name in FIGURES if name in figures}
         found = [self.non_finite(name, value) for name, value in known.items() if not math.isfinite(value)]
         for rule, (limit, action) in self.config.limits(self.gap_limit).items():
-            value = known.get(rule)
+            value = known.get("logprob_gap_judged", known.get(rule)) if rule == "logprob_gap" else known.get(rule)
             if value is None or not math.isfinite(value):
                 continue
             if value < limit if rule == "ess" else value > limit:

@@ -12,6 +12,7 @@ import numpy as np
 
 from oppo_megatron.config.data import DataConfig
 from oppo_megatron.data.examples import Example, read_prompts
+from oppo_megatron.data.prompt_tokens import encode_prompt, end_of_prompt
 from oppo_megatron.data.rows import Quarantine, RowProblems, require_some
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.errors import DataError, OppoError
@@ -72,12 +73,12 @@ def load_prompts(
     rows: list[PromptRow] = []
     num_truncated = 0
     for example in read_prompts(config, tokenizer, problems):
-        tokens = tokenizer.encode(example.prompt)
+        tokens = encode_prompt(tokenizer, example.prompt)
         text = example.prompt
         if _refused(example, len(tokens), config, problems, check):
             continue
         if len(tokens) > config.max_prompt_tokens:
-            tokens = tokens[-config.max_prompt_tokens :]
+            tokens = end_of_prompt(tokenizer, tokens, config.max_prompt_tokens)
             text = tokenizer.decode(tokens)
             num_truncated += 1
         place = f"{example.row.file}:{example.row.line}"

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from oppo_megatron.config.data import DataConfig
 from oppo_megatron.data.examples import Example, read_completions, read_pairs
+from oppo_megatron.data.prompt_tokens import encode_prompt, end_of_prompt
 from oppo_megatron.data.prompts import epoch_order
 from oppo_megatron.data.rows import Quarantine, RowProblems, require_some
 from oppo_megatron.data.tokenizer import Tokenizer
@@ -71,7 +72,7 @@ def _tokenize(
 ) -> list[list[list[int]]]:
     tokenized: list[list[list[int]]] = []
     for example in examples:
-        prompt = tokenizer.encode(example.prompt)
+        prompt = encode_prompt(tokenizer, example.prompt)
         answers = [_ended(tokenizer.encode(answer), tokenizer) for answer in example.answers]
         num_tokens = len(prompt) + max(len(answer) for answer in answers)
         if not prompt:
@@ -79,7 +80,7 @@ def _tokenize(
         elif num_tokens <= max_tokens:
             tokenized.append([prompt, *answers])
         elif long_rows == "truncate":
-            tokenized.append(_cut(prompt, answers, max_tokens))
+            tokenized.append(_cut(tokenizer, prompt, answers, max_tokens))
         else:
             reason = f"prompt and answer have {num_tokens} tokens, more than max_tokens={max_tokens}"
             problems.report(example.row.file, example.row.line, reason, long_rows, setting="data.long_rows")
@@ -95,7 +96,8 @@ def _as_trained(texts: Mapping[str, str], row: Completion | Pair, tokenizer: Tok
 
     def shown(part: str, ids: list[int]) -> str:
         whole = tokenizer.encode(texts[part])
-        return texts[part] if ids in (whole, [*whole, tokenizer.eos_id]) else tokenizer.decode(ids)
+        same = (whole, [*whole, tokenizer.eos_id], encode_prompt(tokenizer, texts[part]))
+        return texts[part] if ids in same else tokenizer.decode(ids)
 
     return {part: shown(part, ids) for part, ids in row._asdict().items()}
 
@@ -111,11 +113,11 @@ def _ended(tokens: list[int], tokenizer: Tokenizer) -> list[int]:
     return [*tokens, tokenizer.eos_id]
 
 
-def _cut(prompt: list[int], answers: list[list[int]], max_tokens: int) -> list[list[int]]:
+def _cut(tokenizer: Tokenizer, prompt: list[int], answers: list[list[int]], max_tokens: int) -> list[list[int]]:
     """Cut the prompt's beginning, to no less than half of `max_tokens`; then the answers' ends, and their EOS."""
     longest = max(len(answer) for answer in answers)
     room = max(max_tokens - longest, max_tokens // 2)
-    prompt = prompt[-room:]
+    prompt = end_of_prompt(tokenizer, prompt, room) if room < len(prompt) else prompt
     return [prompt, *(answer[: max_tokens - len(prompt)] for answer in answers)]
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.config.paths import irregular_path
 from oppo_megatron.data.fast_tokenizer import SPACE_MARK, chat_template_of, disagreement, fast_files, is_made_from
+from oppo_megatron.data.prompt_tokens import settle_bos
 from oppo_megatron.errors import ConfigError, DataError
 from oppo_megatron.modeldir.eos import distinct, model_eos_ids
 
@@ -40,12 +41,13 @@ class Tokenizer(Protocol):
     """What the rest of the package knows of a tokenizer.  `vocab_size` is the largest id + 1, added tokens included.
 
     `eos_id` is the tokenizer's own EOS, which is written behind answers to learn from; `eos_ids` are all ids that end a
-    response, that one first.
+    response, that one first.  `adds_bos`: prompts begin with `bos_id` (`prompt_tokens.py`).
     """
 
     eos_id: int
     eos_ids: tuple[int, ...]
     bos_id: int | None
+    adds_bos: bool
     pad_id: int | None
     other_ids: tuple[int, ...]  # of further special tokens, that of unknown text first
     vocab_size: int
@@ -100,6 +102,7 @@ def load_tokenizer(config: TokenizerConfig, model: Path | None = None) -> Tokeni
     directories = [directory for directory in (path, model) if directory is not None and directory.is_dir()]
     named = [i for directory in directories for i in model_eos_ids(directory)]
     tokenizer.eos_ids = distinct([tokenizer.eos_id, *named])
+    settle_bos(tokenizer, config.add_bos, path)
     return tokenizer
 
 
@@ -163,6 +166,7 @@ class HuggingFaceTokenizer:
         self.eos_id: int = loaded.eos_token_id
         self.eos_ids: tuple[int, ...] = (self.eos_id,)
         self.bos_id: int | None = loaded.bos_token_id
+        self.adds_bos = self.bos_id is not None and loaded.encode("a")[:1] == [self.bos_id]
         self.pad_id: int | None = loaded.pad_token_id
         unknown = [] if loaded.unk_token_id is None else [loaded.unk_token_id]
         self.other_ids: tuple[int, ...] = distinct([*unknown, *loaded.all_special_ids])
@@ -231,6 +235,7 @@ class SentencePieceTokenizer:
         self.bos_id, self.pad_id = (
             i if i >= 0 else None for i in (self._processor.bos_id(), self._processor.pad_id())
         )
+        self.adds_bos = False  # the library's own way
         self.other_ids: tuple[int, ...] = (self._processor.unk_id(),)
         self.vocab_size: int = self._processor.get_piece_size()
         self._space_mark_ids = self._find_space_mark_ids()

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TypeVar
 
 import torch
@@ -98,16 +99,18 @@ class DecodeWorker:
         clock: int,
         version: int,
         halt: bool = False,
+        outlived: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         """A round of this replica's `work` begins.  `readiness()` is a fresh signal of what the batch still waits for.
 
-        `halt` is passed on with the chunk.
+        `halt` is passed on with the chunk.  `version` is the policy's; what is drawn over a cache that has outlived
+        updates is of the oldest weights in it.
         """
         for seq_id in work.open:
             self.cache.open(seq_id)
         running = {g.seq_id for batch in work.decode for g in batch}
         held = {r.seq_id: r for r in rollouts if r.seq_id in running}
-        growing = {i: Growing(r, self.stopping.limit(i), version) for i, r in held.items()}
+        growing = {i: Growing(r, self.stopping.limit(i), version - outlived.get(i, 0)) for i, r in held.items()}
         self._begun = DecodeRound(work, growing, index, clock, halt, local=readiness(), stop=readiness())
         if self.captured is not None:
             self.captured.renew()

@@ -121,6 +121,10 @@ class RoundRunner:
         if self.decode is not None:
             self.decode.invalidate()
 
+    def actor_kept(self) -> None:
+        """The actor's weights changed, and its cache is kept: what is drawn over it is of older weights."""
+        self.planner.actor.keep()
+
     def scorers_changed(self) -> None:
         """Scorers that are trained have other weights: what they have computed of carried rollouts is stale."""
         for name in self.planner.reset_perishable():
@@ -141,6 +145,7 @@ class RoundRunner:
             self.decode.begin(
                 mine, grown(mine.decode, active), decoding.readiness,
                 index=index, clock=decoding.clock, version=decoding.version, halt=decoding.halt,
+                outlived=self.planner.actor.outlived,
             )  # fmt: skip
 
     def _end(self) -> Chunk:

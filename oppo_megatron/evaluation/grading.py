@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from oppo_megatron.config.serve import ServeRewardConfig
+from oppo_megatron.data.prompt_tokens import encode_prompt
 from oppo_megatron.data.tokenizer import load_tokenizer
 from oppo_megatron.errors import ConfigError, DataError, RewardError
 from oppo_megatron.rewards.functions import build_reward_functions
@@ -83,7 +84,7 @@ class Grader:
         items = []
         for number, each in enumerate(answers):
             end = [tokenizer.eos_id] if each.finish_reason == "eos" else []
-            tokens = [*tokenizer.encode(each.prompt), *tokenizer.encode(each.response), *end]
+            tokens = [*encode_prompt(tokenizer, each.prompt), *tokenizer.encode(each.response), *end]
             items.append(Item(id=number, prompt=each.prompt, response=each.response, tokens=tokens))
         return items
 

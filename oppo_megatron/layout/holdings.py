@@ -68,7 +68,7 @@ class _Model:
     dtype: str
     scalar: bool
     lora: LoraConfig | None = None
-    shared: bool = False  # the reference, over the actor's weights
+    shared: bool = False  # the reference, over the weights beside the actor's adapters
 
     @classmethod
     def of(cls, model: ModelConfig, *, scalar: bool, shared: bool = False) -> _Model:
@@ -81,9 +81,8 @@ class _Model:
         return replace(self, shape={**self.shape, "vocab_size": vocab_rows(self.shape["vocab_size"], tp) * tp})
 
     def weights(self, placement: RolePlacement, stage: int) -> int:
-        if self.shared:
-            return 0
-        return (self.parameters(placement, stage) + self._adapters(placement)) * DTYPE_BYTES[self.dtype]
+        own = 0 if self.shared else self.parameters(placement, stage)
+        return (own + self._adapters(placement)) * DTYPE_BYTES[self.dtype]
 
     def packed(self, placement: RolePlacement, stage: int) -> int:
         if self.shared:

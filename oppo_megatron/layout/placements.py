@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from oppo_megatron.config.model import ParallelConfig, RoleConfig, TrainedRoleConfig
+from oppo_megatron.config.model import ActorConfig, AdaptedRoleConfig, ParallelConfig, RoleConfig, TrainedRoleConfig
 from oppo_megatron.config.run import SupervisedConfig, TrainConfig
 
 Layout = tuple[int, int, int]
@@ -135,7 +135,8 @@ def layout_tree(config: TrainConfig | SupervisedConfig) -> dict[str, list[Any]]:
 
 
 def shares_weights(config: TrainConfig) -> bool:
-    """Whether the reference is the actor without its adapters, over the very same weights: where both are on the same ranks."""
+    """Whether the reference is computed over the weights beside which the actor's adapters stand: where both are on the same
+    ranks."""
     placements = role_placements(config)
     return config.actor.lora is not None and config.reference is None and placements["reference"] == placements["actor"]
 
@@ -147,11 +148,8 @@ def decodes_and_scores(placements: Mapping[str, RolePlacement]) -> bool:
 
 
 def named_roles(config: TrainConfig) -> Mapping[str, RoleConfig]:
-    """The roles' sections by name; a null reference is the actor's model in the scorers' place."""
-    roles: dict[str, RoleConfig] = {
-        "actor": config.actor,
-        "reference": config.reference or RoleConfig(**config.actor.model_dump(include=set(MODEL_FIELDS))),
-    }
+    """The roles' sections by name; a null reference is the actor as it begins, in the scorers' place."""
+    roles: dict[str, RoleConfig] = {"actor": config.actor, "reference": config.reference or _start_of(config.actor)}
     others = {"critic": config.critic, "reward": config.reward}
     return roles | {name: role for name, role in others.items() if role is not None}
 
@@ -165,6 +163,14 @@ def scorers_leader(placements: Mapping[str, RolePlacement]) -> int:
 def parse_ranks(text: str) -> tuple[int, ...]:
     """`0-2,5` -> (0, 1, 2, 5)."""
     return tuple(_expand(text))
+
+
+def _start_of(actor: ActorConfig) -> RoleConfig:
+    """The actor before its first update.  Adapters that are not given add nothing there."""
+    model = actor.model_dump(include=set(MODEL_FIELDS))
+    if actor.lora is None or actor.lora.adapter is None:
+        return RoleConfig(**model)
+    return AdaptedRoleConfig(**model, lora=actor.lora)
 
 
 MODEL_FIELDS = ("checkpoint", "init", "init_seed", "fresh_head", "dtype")

@@ -41,10 +41,12 @@ class FusedStage:
         self.final_norm = None if final_norm is None else fixed_norm(final_norm.weight, final_norm.eps)
         self.tp_group = tp_group if tp_group.size() > 1 else None
 
-    def without_adapters(self, tp_group: dist.ProcessGroup) -> FusedStage:
-        """The same products without what adapters add to them, for a model of its own group."""
+    def of(self, layers: Sequence[Any], tp_group: dist.ProcessGroup) -> FusedStage:
+        """The same products with what the adapters of `layers`, if any, add to them: those of another model, of its own group,
+        over the same weights."""
         stage = copy.copy(self)
-        stage.layers, stage.tp_group = self._bare, tp_group if tp_group.size() > 1 else None
+        stage.layers = [_adapted(bare, layer) for bare, layer in zip(self._bare, layers, strict=True)]
+        stage.tp_group = tp_group if tp_group.size() > 1 else None
         return stage
 
     def __call__(self, x_TH: Tensor, plan: CachedPlan) -> Tensor:

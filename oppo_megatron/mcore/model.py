@@ -146,10 +146,10 @@ class RoleModel(GPTModel):
             self._fused_head = product(weight, packed=packed)
 
     def compute_as(self, adapted: RoleModel) -> None:
-        """Cached calls over what `adapted`, whose weights this model shares, has made of them, without its adapters."""
+        """Cached calls over what `adapted`, whose weights this model shares, has made of them, with this model's adapters."""
         self._path, self._fused_head = adapted._path, adapted._fused_head
         if adapted.fused is not None:
-            self.fused = adapted.fused.without_adapters(self.groups.collection.tp)
+            self.fused = adapted.fused.of(self.decoder.layers, self.groups.collection.tp)
 
     def set_rope(self, device: torch.device) -> None:
         """Make the rotary tables on the device that the parameters are on."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from oppo_megatron.config.model import DecodePath, Dtype, Layers, LearningModelConfig, ModelConfig, TrainingLayoutConfig
+from oppo_megatron.config.model import DecodePath, Layers, LearningModelConfig, ModelConfig, TrainingLayoutConfig
 from oppo_megatron.layout.kernels import LayerKind, find_available, layer_kind
 from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.mcore.lora import attach_adapters
@@ -67,15 +67,19 @@ def load_training(
     return chunks
 
 
-def without_adapters(adapted: RoleModel, groups: RoleGroups, dtype: Dtype) -> RoleModel:
-    """The model that a model with adapters was before, in the same layout and over the very same weights, to score with."""
+def as_it_began(adapted: RoleModel, groups: RoleGroups, config: ModelConfig) -> RoleModel:
+    """The model that a model with adapters began as, in the same layout and over the very same weights, to score with.
+
+    `config` names it: with adapters, those that were given; without, they were to begin with as if there were none.
+    """
     device = next(adapted.parameters()).device
     model = build_model(
-        adapted.shape, groups, head=adapted.head, max_length=adapted.max_length, dtype=dtype, device=device
+        adapted.shape, groups, head=adapted.head, max_length=adapted.max_length, dtype=config.dtype, device=device
     )
     share_parameters(adapted, model)
+    _fill_adapters(model, config)
     model.compute_as(adapted)
-    return model.eval()
+    return model.requires_grad_(False).eval()
 
 
 def _open(config: ModelConfig, head: Head, vocab_multiple: int) -> tuple[ModelShape, TensorSource]:
@@ -96,6 +100,10 @@ def _fill(model: RoleModel, source: TensorSource, config: ModelConfig) -> None:
         model, model.shape, source, head=model.head,
         tp_rank=model.groups.tp_rank, tp_size=model.groups.tp, pp_rank=model.stage, pp_size=model.num_stages,
     )  # fmt: skip
+    _fill_adapters(model, config)
+
+
+def _fill_adapters(model: RoleModel, config: ModelConfig) -> None:
     if isinstance(config, LearningModelConfig) and config.lora is not None:
         attach_adapters(model, config.lora)
         fill_adapters(model, config.lora, config.init_seed)

@@ -328,7 +328,7 @@ def _optimizer(ddp: list[DistributedDataParallel], config: OptimizerConfig, grou
     """Adam over all chunks; `sharded`: each replica keeps the state of a share of the weights."""
     settings = ddp[0].config
     optimizer_config = McoreOptimizerConfig(
-        optimizer="adam", lr=config.lr, min_lr=config.min_lr, weight_decay=config.weight_decay,
+        optimizer="adam", lr=config.rate, min_lr=config.min_lr, weight_decay=config.weight_decay,
         adam_beta1=config.betas[0], adam_beta2=config.betas[1], adam_eps=config.eps, clip_grad=config.clip_grad,
         bf16=settings.bf16, params_dtype=settings.params_dtype, use_distributed_optimizer=sharded,
     )  # fmt: skip
@@ -351,9 +351,9 @@ def _scheduler(optimizer: Any, config: OptimizerConfig, total_steps: int) -> Opt
     return OptimizerParamScheduler(
         optimizer,
         # megatron starts a warm-up at init_lr: the first step is to be one of the ramp, not one that does nothing.
-        init_lr=config.lr / config.warmup_steps if config.warmup_steps else config.lr,
-        max_lr=config.lr,
-        min_lr=config.min_lr if config.decay != "constant" else min(config.min_lr, config.lr),
+        init_lr=config.rate / config.warmup_steps if config.warmup_steps else config.rate,
+        max_lr=config.rate,
+        min_lr=config.min_lr if config.decay != "constant" else min(config.min_lr, config.rate),
         lr_warmup_steps=config.warmup_steps,
         lr_decay_steps=max(total_steps, config.warmup_steps + 1),
         lr_decay_style=config.decay,

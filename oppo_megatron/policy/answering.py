@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from oppo_megatron.cluster.world import World, choose_device, open_world
 from oppo_megatron.config.model import RuntimeConfig
+from oppo_megatron.data.prompt_tokens import encode_prompt
 from oppo_megatron.engine.completions import PromptDecoder
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stop_text import StopText
@@ -170,7 +171,7 @@ class _Turns:
         """Shown while it grows.  Raises DataError where no room is left."""
         tokenizer, drawing = self._policy.tokenizer, self._request.drawing
         text = tokenizer.render_chat(messages)
-        tokens = tuple(tokenizer.encode(text))
+        tokens = tuple(encode_prompt(tokenizer, text))
         require_room("the conversation", len(tokens), self._request.max_length, drawing.max_tokens)
         prompt = Prompt(self._count, self._count, text, tokens)
         self._count += 1

@@ -241,7 +241,8 @@ def _tokenizer(found: _Weights, run: RunConfig | None, choice: Choice) -> Tokeni
             f"{found.told}: no tokenizer lies with the weights{theirs}; name one with --tokenizer (a Hugging Face directory or a "
             "sentencepiece .model file)"
         )
-    return TokenizerConfig(path=path, chat_template=template)
+    add_bos = None if run is None else run.tokenizer.add_bos
+    return TokenizerConfig(path=path, chat_template=template, add_bos=add_bos)
 
 
 def _has_tokenizer(directory: Path) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from oppo_megatron.config.data import ColumnsConfig, DataConfig
+from oppo_megatron.data.prompt_tokens import encode_prompt
 from oppo_megatron.data.prompts import load_prompts
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.tokenizer import NoChatTemplateError, Tokenizer
@@ -76,7 +77,7 @@ def within(asked: Sequence[Asked], most_tokens: int | None, tokenizer: Tokenizer
     """Those of at most `most_tokens`, where it is given.  Raises DataError where none is."""
     if most_tokens is None:
         return list(asked)
-    lengths = [len(tokenizer.encode(each.text)) for each in asked]
+    lengths = [len(encode_prompt(tokenizer, each.text)) for each in asked]
     kept = [each for each, length in zip(asked, lengths, strict=True) if length <= most_tokens]
     if not kept:
         raise DataError(
@@ -96,7 +97,7 @@ def numbered(
     room = max_length - max_tokens
     remedy = f"leave such rows out (--max-prompt-tokens {room})" if of_file and room > 0 else "shorten it"
     for place, each in enumerate(asked):
-        tokens = tuple(tokenizer.encode(each.text))
+        tokens = tuple(encode_prompt(tokenizer, each.text))
         if not tokens:
             raise DataError(f"prompt {each.row} ({each.text!r}) has no token; give it some text")
         require_room(f"prompt {each.row}", len(tokens), max_length, max_tokens, remedy)

@@ -42,6 +42,8 @@ def check_train(config: TrainConfig) -> list[str]:
         *(check_data("evaluation.data", config.evaluation.data, templates=("prompt",)) if config.evaluation else []),
         *check_evaluation(config),
         *_check_algorithm(config),
+        *_check_kl(config.ppo),
+        *_check_warmup(config),
         *(problem for name, role in config.trained.items() for problem in _check_optimizer(name, role.optimizer)),
         *check_layers(config.runtime, adapters=bool(adapters(config))),
         *(problem for name, lora in adapters(config).items() for problem in check_adapter(name, lora)),
@@ -55,8 +57,28 @@ def _check_algorithm(config: TrainConfig) -> list[str]:
     preset, plain = config.algorithm.preset, PPOConfig()
     return [
         f"ppo.{name} is {getattr(config.ppo, name)}, but algorithm.preset {preset} has no critic, and nothing reads it; remove it"
-        for name in ("gae_lambda", "value_clip")
+        for name in ("gae_lambda", "value_clip", "critic_warmup_steps")
         if getattr(config.ppo, name) != getattr(plain, name)
+    ]
+
+
+def _check_kl(ppo: PPOConfig) -> list[str]:
+    """A loss term must pull: the gradient of k1 is the score function, whose expectation is 0."""
+    if ppo.kl.mode != "loss" or ppo.kl.estimator != "k1":
+        return []
+    return [
+        "ppo.kl.mode is loss, but the gradient of ppo.kl.estimator k1 is 0 in expectation, so that nothing would hold the "
+        "policy to the reference; set ppo.kl.estimator to k2, which has the KL's gradient, or to k3"
+    ]
+
+
+def _check_warmup(config: TrainConfig) -> list[str]:
+    """A run must reach beyond the critic's warm-up."""
+    warming, steps = config.ppo.critic_warmup_steps, config.steps
+    if not warming or steps is None or warming < steps:
+        return []
+    return [
+        f"ppo.critic_warmup_steps is {warming}, but the run has {steps} steps, and the policy would never be trained; lower it"
     ]
 
 
@@ -266,7 +288,7 @@ def _check_sources(config: TrainConfig) -> list[str]:
 
 
 def _check_optimizer(name: str, optimizer: OptimizerConfig, key: str | None = None) -> list[str]:
-    if optimizer.min_lr <= optimizer.lr:
+    if optimizer.min_lr <= optimizer.rate:
         return []
     where = key or f"{name}.optimizer"
-    return [f"{where}.min_lr is {optimizer.min_lr}, but must not exceed lr {optimizer.lr}; lower it"]
+    return [f"{where}.min_lr is {optimizer.min_lr}, but must not exceed lr {optimizer.rate}; lower it"]

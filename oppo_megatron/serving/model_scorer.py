@@ -14,6 +14,7 @@ import torch
 from oppo_megatron.cluster.world import choose_device, open_world
 from oppo_megatron.config.model import ParallelConfig, RoleConfig, RuntimeConfig
 from oppo_megatron.config.serve import ServeRewardConfig
+from oppo_megatron.data.prompt_tokens import encode_prompt
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.layout.shape import check_shape
@@ -67,9 +68,10 @@ class ModelScorer:
 
     def _tokens(self, item: Item) -> list[int]:
         """The ids that were sent; else those of prompt and response, and the end of a whole response."""
-        encode, tokens = self.tokenizer.encode, item.tokens
+        tokens = item.tokens
         if tokens is None:
-            tokens = [*encode(item.prompt), *encode(item.response), self.tokenizer.eos_id]
+            prompt, response = encode_prompt(self.tokenizer, item.prompt), self.tokenizer.encode(item.response)
+            tokens = [*prompt, *response, self.tokenizer.eos_id]
         if not 1 <= len(tokens) <= self.max_tokens:
             raise RewardError(
                 f"sequence {item.id} has {len(tokens)} tokens, but must have 1 to max_tokens {self.max_tokens}"

@@ -1,6 +1,6 @@
 """The actor on its ranks: decoding and updates.
 
-Legend: T response tokens of a batch (packed).
+Legend: T response tokens of a batch (packed), R rows of a micro-batch (its tokens), V vocabulary shard.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oppo_megatron.algorithms.algorithm import Algorithm
+from oppo_megatron.algorithms.decode_gap import GAP_STATS, GapLimit, gap_stats, judged_gap
 from oppo_megatron.algorithms.experience import Experience
 from oppo_megatron.algorithms.losses import ActorTargets
 from oppo_megatron.algorithms.packed import tokens_of_rows
 from oppo_megatron.mcore.batch import MicroBatch, join_rows, pack_responses
 from oppo_megatron.mcore.groups import RoleGroups
-from oppo_megatron.mcore.layers.vocab_parallel import token_logprobs
+from oppo_megatron.mcore.layers.vocab_parallel import largest_logits, token_logprobs
 from oppo_megatron.mcore.out_of_memory import MemoryLimit, MemoryLimits, in_smaller_ones
 from oppo_megatron.mcore.training import forward_rows
 from oppo_megatron.mcore.vocab_shards import VocabShards
@@ -29,15 +30,23 @@ from oppo_megatron.train.update import UpdateSettings, begin_update, run_update,
 
 STATS = (
     "actor_loss", "clip_fraction", "approx_kl", "ratio_mean", "ratio_max", "importance_weight_mean", "entropy", "ess",
-    "logprob_gap", "grad_norm", "lr",
+    "logprob_gap", "logprob_gap_judged", "grad_norm", "lr",
 )  # fmt: skip
+
+
+WHOLE_EVERY = 10
+"""In the first step and every so many, decoding is held against training in all minibatches, not only in the first.
+
+Beyond the first the weights have moved, so that those tokens take a forward pass of their own."""
 
 
 @dataclass(frozen=True)
 class BegunUpdate:
-    """What an update needs beside scores: the decoupled correction's log-probs [T], on the last stage where it is in force."""
+    """What an update needs beside scores: log-probs under the weights that it starts from [T], on the last stage where the
+    decoupled correction needs them; and how far decoding was from them."""
 
-    proximal_T: Tensor | None
+    proximal_T: Tensor | None = None
+    gap: dict[str, float] | None = None
 
 
 @dataclass
@@ -45,15 +54,16 @@ class Actor:
     """The policy and its optimizer.  `version` counts its updates; every token carries that of its sampling.
 
     `ess` is the effective sample size of the last update, on every rank of the actor; before the first nothing can be stale.
+    `gap_limit` is how far decoding and training may be apart.
     `memory_limit` bounds its micro-batches on this rank.
     """
 
     role: TrainedRole
     algorithm: Algorithm
     temperature: float
-    keep_kv: bool
     version: int = 0
     ess: float = 1.0
+    gap_limit: GapLimit = GapLimit()
     memory_limit: MemoryLimit = field(default_factory=lambda: MemoryLimits().train)
     _begun: BegunUpdate | None = None
 
@@ -93,10 +103,10 @@ class Actor:
                 micro.extra.get("weight"),
             )
             value, stats = self.algorithm.actor_loss(logp, entropy, targets, kl_coefficient, num_tokens)
-            return value, stats_dict(stats) | (_decode_check(micro, logp.detach()) if first else {})
+            return value, stats_dict(stats) | (self._first_sums(micro, logp.detach(), output) if first else {})
 
         reports = run_update(self.role.trained, batch, extra, loss, settings, self.memory_limit)
-        summary = self.role.share(self._summary(reports), STATS)
+        summary = self.role.share(self._summary(reports, begun.gap), STATS)
         self.ess = summary["ess"]
         self.version += 1
         moved = self.role.publish()
@@ -115,7 +125,10 @@ class Actor:
         return back
 
     def _prepare(self, batch: Sequence[Rollout], settings: UpdateSettings) -> BegunUpdate:
-        begun = BegunUpdate(self._proximal(batch, settings) if self.algorithm.needs_proximal else None)
+        begun = BegunUpdate()
+        whole = settings.minibatches > 1 and settings.step % WHOLE_EVERY == 1 and self.gap_limit.nats is not None
+        if whole or self.algorithm.needs_proximal:
+            begun = self._under_start(batch, settings)
         self.role.retire()
         return begun
 
@@ -143,8 +156,8 @@ class Actor:
         }
         return inputs if weight_T is None else inputs | {"weight": weight_T}
 
-    def _proximal(self, batch: Sequence[Rollout], settings: UpdateSettings) -> Tensor | None:
-        """Log-probs under the weights that the step begins with, [T]; None before the last stage.
+    def _under_start(self, batch: Sequence[Rollout], settings: UpdateSettings) -> BegunUpdate:
+        """Log-probs of the whole batch under the weights that the step begins with; nothing before the last stage.
 
         Each replica makes those of a share of the rows, divided by tokens.
         """
@@ -153,7 +166,8 @@ class Actor:
         prompts, responses = [batch[i].prompt.tokens for i in rows], [batch[i].tokens for i in rows]
 
         def logprobs(micro: MicroBatch, output: Tensor) -> Tensor:
-            return token_logprobs(output, micro.targets_R, self._vocab, self.temperature)[0]
+            logp_R, _ = token_logprobs(output, micro.targets_R, self._vocab, self.temperature)
+            return torch.stack([logp_R, largest_logits(output, self._vocab)], -1)
 
         def forward(most: int) -> Tensor | None:
             micros = pack_responses(prompts, responses, most, settings.device)
@@ -164,27 +178,39 @@ class Actor:
             forward, settings.micro_batch_tokens, self.memory_limit, trained.begun, trained.bound_to_peers
         )
         if not groups.is_last_stage:
-            return None
+            return BegunUpdate()
         lengths_B = torch.tensor([len(r.tokens) for r in batch])
-        logp_T = torch.zeros(int(lengths_B.sum()), device=settings.device)
+        found_T2 = torch.zeros(int(lengths_B.sum()), 2, device=settings.device)
         if mine is not None:
-            logp_T[tokens_of_rows(lengths_B, rows).to(settings.device)] = mine
+            found_T2[tokens_of_rows(lengths_B, rows).to(settings.device)] = mine
         if groups.dp > 1:
-            dist.all_reduce(logp_T, group=groups.collection.dp)  # each is 0 on all replicas but one
-        return logp_T
+            dist.all_reduce(found_T2, group=groups.collection.dp)  # each is 0 on all replicas but one
+        logp_T, largest_T = found_T2.unbind(-1)
+        drawn_T = torch.tensor([x for r in batch for x in r.logprobs], device=settings.device)
+        gap = gap_stats(logp_T - drawn_T, largest_T, self._fresh(batch).to(settings.device), self.gap_limit)
+        return BegunUpdate(logp_T, {name: float(value) for name, value in gap.items()})
 
     def _fresh(self, batch: Sequence[Rollout]) -> Tensor:
         """[T]: 1 where decoding saw the very weights that the update starts from, cache included."""
-        flags: list[float] = []
-        for rollout in batch:
-            current = [version == self.version for version in rollout.versions]
-            flags += current if not self.keep_kv or all(current) else [False] * len(current)
+        flags = [float(version == self.version) for rollout in batch for version in rollout.versions]
         return torch.tensor(flags, dtype=torch.float32)
 
-    def _summary(self, reports: list[dict[str, float]]) -> dict[str, float]:
+    def _first_sums(self, micro: MicroBatch, logp_R: Tensor, logits_RV: Tensor) -> dict[str, Tensor]:
+        """Before the first update: the gap between decode and training, and the moments of the current / behaviour ratio."""
+        difference_R = logp_R - micro.extra["behaviour_logp"]
+        ratio_R = difference_R.double().exp()
+        largest_R = largest_logits(logits_RV, self._vocab)
+        return gap_stats(difference_R, largest_R, micro.extra["fresh"], self.gap_limit) | {
+            "weight_sum": ratio_R.sum(),
+            "weight_squares": ratio_R.square().sum(),
+        }
+
+    def _summary(self, reports: list[dict[str, float]], gap: dict[str, float] | None) -> dict[str, float]:
+        """`gap`: of the whole batch, where it is known."""
         if not reports or "num_tokens" not in reports[0]:
             return {}
         first = reports[0]
+        gap = gap or {name: first[name] for name in GAP_STATS}
         tokens = sum(r["num_tokens"] for r in reports)
         mean = {
             k: sum(r[k] for r in reports) / tokens
@@ -199,18 +225,8 @@ class Actor:
             "importance_weight_mean": mean["weight"],
             "entropy": mean["entropy"],
             "ess": first["weight_sum"] ** 2 / (first["weight_squares"] * first["num_tokens"]),
-            "logprob_gap": first["max_logprob_gap"],
+            "logprob_gap": gap["max_logprob_gap"],
+            "logprob_gap_judged": judged_gap(self.gap_limit, **gap),
             "grad_norm": sum(r["grad_norm"] for r in reports) / len(reports),
             "lr": reports[-1]["lr"],
         }
-
-
-def _decode_check(micro: MicroBatch, logp_R: Tensor) -> dict[str, Tensor]:
-    """Before the first update: the gap between decode and training, and the moments of the current / behaviour ratio."""
-    difference_R = logp_R - micro.extra["behaviour_logp"]
-    ratio_R = difference_R.double().exp()
-    return {
-        "max_logprob_gap": (difference_R.abs() * micro.extra["fresh"]).amax(),
-        "weight_sum": ratio_R.sum(),
-        "weight_squares": ratio_R.square().sum(),
-    }

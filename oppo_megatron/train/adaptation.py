@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-
-import torch
-import torch.distributed as dist
+from dataclasses import dataclass
 
 from oppo_megatron.algorithms.experience import Experience
 from oppo_megatron.cluster.peers import waiting_for
 from oppo_megatron.cluster.world import World
-from oppo_megatron.control.chunk_tuner import ChunkTuner, DecodeLaw, StepCost
+from oppo_megatron.control.chunk_tuner import ChunkTuner, StepCost
 from oppo_megatron.control.kl_controller import KLController
 from oppo_megatron.control.occupancy import length_gap
-from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
 from oppo_megatron.records import Rollout, StepSignals
 from oppo_megatron.schedule.planning.planner import RoundPlanner
@@ -28,7 +24,10 @@ COSTS_KEPT = 0.5
 
 @dataclass
 class Adaptation:
-    """The controllers of one rank; `decoding` are the actor's groups on ranks that hold it, where the chunk size is tuned."""
+    """The controllers of one rank.  `tunes_chunk`: the chunk size is searched, which rounds without scoring gain nothing by.
+
+    All that plan a round need the same size, also ranks that only score: it goes by what the scores bring to every rank.
+    """
 
     world: World
     scheduler: OvercommitScheduler
@@ -36,7 +35,7 @@ class Adaptation:
     kl: KLController
     planner: RoundPlanner
     costs: CostMeter
-    decoding: RoleGroups | None
+    tunes_chunk: bool
 
     def learn_costs(self, step: int) -> None:
         """What all ranks measured becomes the cost model of the next step's rounds, where they are woven by it.
@@ -50,24 +49,23 @@ class Adaptation:
         self.planner.learn(CostMeter(self.costs.stages, sums).costs(Costs()))
         self.costs.forget(COSTS_KEPT)
 
-    def learn_batch(self, facts: StepFacts, batch: Sequence[Rollout], experience: Experience) -> None:
-        """Delta and KL after an update; their inputs are the same on every rank."""
+    def learn_batch(
+        self, facts: StepFacts, batch: Sequence[Rollout], experience: Experience, *, actor_trained: bool = True
+    ) -> None:
+        """Delta and KL after an update of the actor; their inputs are the same on every rank."""
         assert facts.scores is not None
         with facts.planning():
             facts.length_gap = length_gap(batch, self.scheduler.buffer.rollouts)
-            signals = StepSignals(experience.stats.score_mean, facts.tail_waste, facts.scores.ess, facts.length_gap)
+            if not actor_trained:
+                facts.delta_reason = f"step {facts.step}: delta stays, the critic warms up"
+                return
+            signals = StepSignals(
+                experience.stats.shaped_score_mean, facts.tail_waste, facts.scores.ess, facts.length_gap
+            )
             facts.delta_reason = self.scheduler.end_step(facts.step, signals).reason
             self.kl.observe(experience.stats.kl_mean, len(batch))
 
     def learn_times(self, facts: StepFacts, cost: StepCost) -> None:
-        """The chunk size goes by the times of the actor's output rank."""
-        groups = self.decoding
-        if groups is None:
-            return
-        measured = torch.tensor([cost.seconds, *cost.rounds.sums()], dtype=torch.float64, device=self.world.device)
-        if groups.all.size() > 1:
-            with waiting_for(f"seconds of the rollout, step {facts.step}", self.world.activity):
-                dist.broadcast(measured, groups.output_rank, group=groups.all)
-        seconds, *sums = measured.tolist()
-        cost = replace(cost, seconds=seconds, rounds=DecodeLaw(*sums))
-        facts.chunk_reason = self.chunk.observe(facts.step, cost).reason
+        """The chunk size, by what the step cost."""
+        if self.tunes_chunk:
+            facts.chunk_reason = self.chunk.observe(facts.step, cost).reason

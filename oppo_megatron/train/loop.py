@@ -93,9 +93,10 @@ class TrainingLoop:
         scored = self._gather_scores(step, batch)
         self.adaptation.learn_costs(step)
         experience, breach = self.updates.make(step, batch, scored)
-        self._end_update(plan, changed=breach is None)
+        actor_trained = self.updates.trains_actor(step)
+        self._end_update(plan, changed=breach is None, actor_trained=actor_trained)
         if breach is None:
-            self.adaptation.learn_batch(self.meter.facts, batch, experience)
+            self.adaptation.learn_batch(self.meter.facts, batch, experience, actor_trained=actor_trained)
         else:
             self.meter.facts.skipped = breach.reason
         self.adaptation.learn_times(self.meter.facts, self.meter.cost())
@@ -157,7 +158,7 @@ class TrainingLoop:
         """Every rank gets the scores, and knows how all ranks fare."""
         with self.meter.part("send" if self.actor is None else "wait_scores"):
             scored, report = self.exchange.gather(
-                batch, self.rounds, self.meter.scoring_seconds(), self.meter.clock.work
+                batch, self.rounds, self.meter.scoring_seconds(), self.meter.clock.work, self.meter.measured
             )
             self.rounds.planner.actor.most = self.meter.all_memory().decode_most
             self.saver.meet(step, float(scored.scores_B.double().mean()))
@@ -165,10 +166,10 @@ class TrainingLoop:
         self.rollouts.retire(batch)
         return scored
 
-    def _end_update(self, plan: StepPlan, changed: bool) -> None:
+    def _end_update(self, plan: StepPlan, changed: bool, actor_trained: bool) -> None:
         """Caches of changed weights are void; the ranks meet where the next step waits for the critic."""
         if changed:
-            self.rollouts.weights_changed()
+            self.rollouts.weights_changed(actor_trained)
         self.rounds.executor.drain()
         self.meter.memory.look()
         if plan.wait_for_critic and self.world.size > 1:

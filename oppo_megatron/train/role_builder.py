@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from oppo_megatron.algorithms.algorithm import Algorithm
+from oppo_megatron.algorithms.decode_gap import GapLimit
 from oppo_megatron.cluster.world import World
-from oppo_megatron.config.derived import max_context
+from oppo_megatron.config.derived import max_context, num_updates
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.engine.executor import Executor, RoleWorker
@@ -21,7 +22,7 @@ from oppo_megatron.mcore.kv.paged_kernels import find_kernel
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.model import DTYPES, Head, RoleModel
 from oppo_megatron.mcore.out_of_memory import MemoryLimits
-from oppo_megatron.mcore.roles import load_role, without_adapters
+from oppo_megatron.mcore.roles import as_it_began, load_role
 from oppo_megatron.schedule.plan import round_generator
 from oppo_megatron.schedule.planning.new_planner import cache_slots, new_planner, share_of_sequences
 from oppo_megatron.train.actor import Actor
@@ -66,12 +67,12 @@ class RoleBuilder:
         return share_of_sequences(self.config, self.topology.site.placements[role])
 
     def actor(self) -> Actor | None:
-        config = self.config
         role = self._trained("actor", "lm")
         if role is None:
             return None
-        keeps = config.overlap.actor_kv == "keep"
-        return Actor(role, self.algorithm, config.rollout.temperature, keeps, memory_limit=self.memory_limits.train)
+        config, temperature = self.config, self.config.rollout.temperature
+        gap_limit = GapLimit.of(config.guards.logprob_gap, config.actor.dtype, temperature)
+        return Actor(role, self.algorithm, temperature, gap_limit=gap_limit, memory_limit=self.memory_limits.train)
 
     def critic(self) -> Critic | None:
         role = self._trained("critic", "scalar")
@@ -149,7 +150,7 @@ class RoleBuilder:
                 assert actor is not None
                 groups = self.topology.groups[name]
                 assert groups is not None
-                model = without_adapters(actor.role.serving, groups, self.config.actor.dtype)
+                model = as_it_began(actor.role.serving, groups, named_roles(self.config)[name])
             else:
                 model = self._model(name, head).requires_grad_(False)
             cache = self._cache(name, model)
@@ -170,7 +171,6 @@ class RoleBuilder:
         groups, training = self.topology.groups.get(name), self.topology.training.get(name)
         if groups is None or training is None:
             return None
-        ppo = self.config.ppo
         role = build_trained_role(
             self.config.trained[name],
             groups,
@@ -180,7 +180,7 @@ class RoleBuilder:
             device=self.world.device,
             path=self.config.runtime.decode_path,
             layers=self.config.runtime.layers,
-            num_updates=self.total_steps * ppo.epochs * ppo.minibatches,
+            num_updates=num_updates(self.config, name, self.total_steps),
         )
         for chunk in role.trained.chunks:  # every micro-batch of an update is a sign of life
             chunk.register_forward_pre_hook(lambda *_: self.world.activity.beat())

@@ -82,8 +82,13 @@ class Rollouts:
         with self.planning():
             self.rounds.retire(batch)
 
-    def weights_changed(self) -> None:
-        """Trained roles have other weights: what they have cached of carried rollouts is stale, where it is not kept."""
-        if self.overlap.actor_kv == "recompute":
+    def weights_changed(self, actor: bool) -> None:
+        """Trained roles have other weights: what they have cached of carried rollouts is stale, where it is not kept.
+
+        `actor`: it is among them.
+        """
+        if actor and self.overlap.actor_kv == "recompute":
             self.rounds.actor_changed()
+        elif actor:
+            self.rounds.actor_kept()
         self.rounds.scorers_changed()

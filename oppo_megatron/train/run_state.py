@@ -104,7 +104,8 @@ class RunState:
                 "ranks": self.meter.memory.by_rank.state_dict(),
             },
             "actor": {"version": actor.version, "ess": actor.ess},
-            "updates": actor.role.trained.updates,  # the critic has made as many
+            "history": self.updates.history,
+            "updates": actor.role.trained.updates,  # the critic has made as many, and those of its warm-up
             "phase": None if self.phase is None else self.phase.state_dict(),
             "journal": journal.state_dict(),
         }
@@ -117,8 +118,9 @@ class RunState:
         if self.evaluator is not None:
             self.evaluator.load_state_dict(state.get("early_stop"))
         self.updates.guard.load_state_dict(state["guard"])
+        self.updates.recall(state.get("history", {}), state["actor"]["version"])
         if self.updates.actor is not None:
-            self.updates.actor.version, self.updates.actor.ess = state["actor"]["version"], state["actor"]["ess"]
+            self.updates.actor.ess = state["actor"]["ess"]
         if state["phase"] is not None:
             self.phase = RolloutPhase.from_state(state["phase"])
         if self.meter.journal is not None:

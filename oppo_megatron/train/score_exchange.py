@@ -6,7 +6,7 @@ Legend: B rollouts of the batch, T their response tokens (packed), P parts of th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -35,7 +35,8 @@ class ScoreReport:
     """What comes with the scores: mean of each reward part, seconds of the scorers' first rank, the last critic update.
 
     `work` are seconds of the scorers' first rank, round by round (`StepClock.work`).
-    `ess`: measured in the actor's last update, hence in the step before; 1 in the first step.
+    `ess`: measured in the actor's last update, hence in the step before; 1 in the first step.  `measured`: what the step's
+    rollout took on the rank that sends the chunks (`StepMeter.measured`).
     """
 
     parts: dict[str, float]
@@ -44,6 +45,7 @@ class ScoreReport:
     work: list[float]
     critic: dict[str, float]
     ess: float
+    measured: list[float]
 
 
 @dataclass
@@ -65,11 +67,17 @@ class ScoreExchange:
     refusal: str | None = None
 
     def gather(
-        self, batch: Sequence[Rollout], rounds: RoundRunner, seconds: Mapping[str, float], work: Sequence[float]
+        self,
+        batch: Sequence[Rollout],
+        rounds: RoundRunner,
+        seconds: Mapping[str, float],
+        work: Sequence[float],
+        measured: Callable[[], list[float]],
     ) -> tuple[ScoredBatch, ScoreReport]:
         """Scores, values and reference log-probs of the batch on every rank.  Raises RewardError on the scorers' first.
 
-        `seconds` are this rank's totals of the step over the scoring roles, `work` those of its rounds.
+        `seconds` are this rank's totals of the step over the scoring roles, `work` those of its rounds; `measured` is asked
+        once all scores are here.
         """
         lengths = [len(r.tokens) for r in batch]
         reference_T = self._share("reference", batch, lengths, rounds)
@@ -88,7 +96,9 @@ class ScoreExchange:
             lengths_B=lengths,
             truncated_B=torch.tensor([r.finish_reason == "length" for r in batch], device=self.device),
         )
-        return scored, ScoreReport(parts, busy_s, idle_s, leaders_work, self.critic_stats(), self._ess())
+        critic = self.critic_stats()
+        ess, *of_rollout = self._of_actor(measured()).tolist()
+        return scored, ScoreReport(parts, busy_s, idle_s, leaders_work, critic, ess, of_rollout)
 
     def request(self, rollouts: Sequence[Rollout]) -> None:
         """Ask reward services for the scores of finished rollouts, while others are still decoded.  Returns at once.
@@ -115,13 +125,13 @@ class ScoreExchange:
         stats = self.shared("critic's statistics", mine, len(CRITIC_STATS), self._leader)
         return dict(zip(CRITIC_STATS, stats.tolist(), strict=True))
 
-    def _ess(self) -> float:
-        """The effective sample size of the actor's last update, on every rank."""
-        source, mine = self.placements["actor"].ranks[0], None
+    def _of_actor(self, measured: Sequence[float]) -> Tensor:
+        """The effective sample size of the actor's last update, and what the actor's rank has measured, on every rank."""
+        source, mine = self.placements["actor"].output_rank(), None
         if self.rank == source:
             assert self.actor is not None
-            mine = torch.tensor([self.actor.ess], dtype=torch.float64)
-        return float(self.shared("effective sample size", mine, 1, source))
+            mine = torch.tensor([self.actor.ess, *measured], dtype=torch.float64)
+        return self.shared("effective sample size, seconds of the rollout", mine, 1 + len(measured), source)
 
     @property
     def _leader(self) -> int:

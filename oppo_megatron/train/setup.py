@@ -94,7 +94,7 @@ def _assemble(
     )  # fmt: skip
     adaptation = Adaptation(
         world, scheduler, ChunkTuner(config.overlap.chunk, longest_chunk(config)), kl, rounds.planner, meter.tracer.meter,
-        decoding=actor.role.serving.groups if actor is not None and config.overlap.intra else None,
+        tunes_chunk=config.overlap.intra,
     )  # fmt: skip
     updates = Updates(
         config, world, actor, critic, parts.guard, kl, exchange, meter, saver.conclude, lambda: scheduler.position

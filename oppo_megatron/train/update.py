@@ -134,12 +134,12 @@ def stats_dict(stats: TokenStats) -> dict[str, Tensor]:
 
 def _shares(batch: Sequence[Rollout], num_replicas: int, settings: UpdateSettings) -> Iterator[list[list[int]]]:
     """The rows of each replica, for every optimizer step: a minibatch divided by tokens."""
-    for minibatch in _minibatches(len(batch), settings):
+    for minibatch in minibatches_of(len(batch), settings):
         parts = balance([batch[i].num_tokens for i in minibatch], num_replicas)
         yield [[minibatch[i] for i in part] for part in parts]
 
 
-def _minibatches(num_rows: int, settings: UpdateSettings) -> Iterator[list[int]]:
+def minibatches_of(num_rows: int, settings: UpdateSettings) -> Iterator[list[int]]:
     """Rows of each minibatch; a batch smaller than their number makes fewer.  One minibatch keeps the batch's order."""
     count = min(settings.minibatches, num_rows)
     for epoch in range(settings.epochs):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from oppo_megatron.algorithms.advantages import NOTHING_SEEN, Moments
 from oppo_megatron.algorithms.experience import Experience, ScoredBatch
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.run import TrainConfig
@@ -23,8 +24,10 @@ from oppo_megatron.train.update import UpdateSettings
 class Updates:
     """`actor` and `critic` are None where the rank has no part in them, or the algorithm no critic.
 
-    `conclude` waits for the checkpoint that is being written, if there is one: a guard may go back to it.  `admitted` is the
-    position in the stream of prompts behind the last one admitted.
+    `version` is the policy's, alike on every rank: updates of the actor so far; `warmed` are optimizer steps that the critic
+    has made without it, `seen` the scores of the batches trained so far.  `conclude` waits for the checkpoint that is being
+    written, if there is one: a guard may go back to it.  `admitted` is the position in the stream of prompts behind the last
+    one admitted.
     """
 
     config: TrainConfig
@@ -37,24 +40,41 @@ class Updates:
     meter: StepMeter
     conclude: Callable[[], None]
     admitted: Callable[[], int]
-
-    @property
-    def version(self) -> int:
-        """The policy's on ranks that hold it: updates so far."""
-        return 0 if self.actor is None else self.actor.version
+    version: int = 0
+    seen: Moments = NOTHING_SEEN
+    warmed: int = 0
 
     def begin(self, step: int, batch: Sequence[Rollout]) -> None:
         """What of the actor's update needs no scores."""
-        if self.actor is not None:
+        if self.actor is not None and self.trains_actor(step):
             with self.meter.part("update", "actor"):
                 self.actor.begin(batch, self._settings(step))
+
+    def trains_actor(self, step: int) -> bool:
+        """False while the critic warms up."""
+        return step > self.config.ppo.critic_warmup_steps
+
+    @property
+    def history(self) -> dict[str, float]:
+        """What updates remember of the steps before, as plain numbers."""
+        seen = self.seen
+        return {"count": seen.count, "total": seen.total, "squares": seen.total_of_squares, "warmed": self.warmed}
+
+    def recall(self, history: Mapping[str, float], version: int) -> None:
+        """Go on from a `history`, at a version of the policy, on every rank; a run of an older program has none."""
+        if history:
+            self.seen = Moments(int(history["count"]), history["total"], history["squares"])
+            self.warmed = int(history["warmed"])
+        self.version = version
+        if self.actor is not None:
+            self.actor.version = version
 
     def make(self, step: int, batch: Sequence[Rollout], scored: ScoredBatch) -> tuple[Experience, Breach | None]:
         """Update actor and critic with the batch, or leave them as they are where a guard finds fault, and say with what.
 
         Raises where the run is to stop, or to go back.
         """
-        experience, breach = self.guard.examine(scored, self.kl.value)
+        experience, breach = self.guard.examine(scored, self.kl.value, self.seen)
         evidence = self._evidence(step, batch, scored, experience)
         if breach is not None:
             self._settle(breach, evidence)
@@ -62,16 +82,25 @@ class Updates:
             return experience, breach
         figures, breach = self._update(step, batch, experience)
         self._settle(breach, replace(evidence, figures={**evidence.figures, **figures}))
+        if breach is None:
+            self._remember(step, batch, experience)
         return experience, breach
+
+    def _remember(self, step: int, batch: Sequence[Rollout], experience: Experience) -> None:
+        """An update has been made, and stays."""
+        if self.config.ppo.reward_normalization == "running":
+            self.seen += experience.scores
+        if self.trains_actor(step):
+            self.version += 1
+        else:
+            self.warmed += self.config.ppo.epochs * min(self.config.ppo.minibatches, len(batch))
 
     def _settings(self, step: int) -> UpdateSettings:
         return UpdateSettings.of(self.config, step, self.world.device)
 
     def _evidence(self, step: int, batch: Sequence[Rollout], scored: ScoredBatch, experience: Experience) -> Evidence:
-        newest = max(rollout.newest_version for rollout in batch)
-        version = newest if self.actor is None else self.meter.facts.version
         figures = experience.stats.figures()
-        return Evidence(step, version, self.kl.value, batch, scored, figures, self.exchange.refusal)
+        return Evidence(step, self.version, self.kl.value, batch, scored, figures, self.history, self.exchange.refusal)
 
     def _settle(self, breach: Breach | None, evidence: Evidence) -> None:
         if breach is not None:
@@ -89,7 +118,8 @@ class Updates:
         self, step: int, batch: Sequence[Rollout], experience: Experience
     ) -> tuple[dict[str, float], Breach | None]:
         """Statistics, and where a guard finds fault, what it is; the update is taken back if it may be."""
-        actor, critic, coefficient, settings = self.actor, self.critic, self.kl.value, self._settings(step)
+        actor = self.actor if self.trains_actor(step) else None
+        critic, coefficient, settings = self.critic, self.kl.value, self._settings(step)
         roles = [role for role in (actor, critic) if role is not None]
         undo = [role.set_aside() for role in roles] if self.guard.rules.undo_updates else []
         figures: dict[str, float] = {}

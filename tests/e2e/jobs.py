@@ -35,10 +35,12 @@ from oppo_megatron.train.entry import run_ppo, run_rank
 from oppo_megatron.train.guards.rollback import RollBack
 from oppo_megatron.train.inputs import read_inputs
 from oppo_megatron.train.loop import TrainingLoop
+from oppo_megatron.train.rollouts import Rollouts
 from oppo_megatron.train.run_state import RunState
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.resuming import Found
 from oppo_megatron.train.saving.saver import Saver
+from oppo_megatron.train.update import UpdateSettings, minibatches_of
 from tests.support.limits import begun_within, room_for
 
 
@@ -242,6 +244,33 @@ def train_until(config: dict[str, Any], rounds: int, rank: int = 0, most: int | 
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     with mock.patch.object(RoundRunner, "run", counting), begun_within(train=most):
         return run_ppo(checked, world, read_inputs(checked), preemption)
+
+
+def train_with_a_wrong_logprob(config: dict[str, Any], minibatch: int) -> str:
+    """`train`, where the log-prob of one token in a minibatch of the first step is not what it was drawn with: its error."""
+    take, settings = Rollouts.take_batch, UpdateSettings.of(TrainConfig(**config), 1, torch.device("cpu"))
+
+    def spoilt(rollouts: Rollouts) -> list[Rollout]:
+        batch = take(rollouts)
+        row = list(minibatches_of(len(batch), settings))[minibatch][0]
+        batch[row].logprobs[0] -= 0.5
+        return batch
+
+    with mock.patch.object(Rollouts, "take_batch", spoilt):
+        return train_error(config)
+
+
+def train_and_tell_chunks(config: dict[str, Any]) -> list[int]:
+    """`train`; the most tokens that each round of this rank was planned with."""
+    chunks, run = [], RoundRunner.run
+
+    def noting(runner: RoundRunner, active: Any, score: Any, chunk_tokens: int, *args: Any) -> Any:
+        chunks.append(chunk_tokens)
+        return run(runner, active, score, chunk_tokens, *args)
+
+    with mock.patch.object(RoundRunner, "run", noting):
+        train(config)
+    return chunks
 
 
 def train_with_sigterm(config: dict[str, Any], rank: int, after_s: float) -> bool:

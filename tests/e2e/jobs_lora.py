@@ -34,7 +34,8 @@ def train_with_a_shared_reference(config: dict[str, Any]) -> int:
             shared += param.numel()
         fused, ours = worker.model.fused, actor.role.serving.fused
         assert fused is not None and ours is not None
-        bare = ours.without_adapters(worker.model.groups.collection.tp)
+        reference = worker.model
+        bare = ours.of(reference.decoder.layers, reference.groups.collection.tp)
         assert fused.layers[0].down is bare.layers[0].down is not ours.layers[0].down, "laid-out weights are shared, too"
         return run(loop)
 

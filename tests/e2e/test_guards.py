@@ -77,7 +77,8 @@ def test_an_update_that_went_too_far_is_taken_back_on_all_ranks(
     workspace: Workspace, untrained: Outcome, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Actor and critic on ranks of their own: the ratio is the actor's to see, and the critic's update goes with it."""
-    outcome = run_ppo_ranks(workspace.config("ratio", steps=2, placement=DISAGGREGATED, guards=RATIO))
+    schedule = {"actor.optimizer.warmup_steps": 10}
+    outcome = run_ppo_ranks(workspace.config("ratio", steps=2, placement=DISAGGREGATED, guards=RATIO, **schedule))
     assert all(re.match(r"ratio_max is .*, above guards.ratio_max.limit", line["skipped"]) for line in outcome.metrics)
     assert all(line["critic_loss"] > 0 for line in outcome.metrics), "what was found out is told"
     assert is_as_it_was(outcome, untrained)
@@ -91,6 +92,9 @@ def test_an_update_that_went_too_far_is_taken_back_on_all_ranks(
     for name in names:
         assert float(figures[name]) == pytest.approx(recorded[name], rel=2e-3, abs=2e-5), name
     assert "the replay: ratio_max is" in out
+    assert main(["replay", str(path.with_name("step-2.safetensors"))]) == 0
+    (rates,) = re.findall(r"^lr +(\S+) +(\S+)$", capsys.readouterr().out, re.MULTILINE)
+    assert rates[0] == rates[1], "the step that was skipped before has made no update"
     assert main(["replay", str(path), "guards.ratio_max.limit=null", "actor.optimizer.lr=1e-6"]) == 0
     assert "the replay: within all guards" in capsys.readouterr().out
 

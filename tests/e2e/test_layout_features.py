@@ -5,12 +5,14 @@ As in `test_layouts`, every run is compared with one process.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.layouts import assert_same, deep
-from tests.support.ppo import Outcome, Workspace, run_ppo_ranks
+from tests.support.ppo import Outcome, Workspace, read_outcome, run_ppo_ranks
+from tests.support.ranks import run_ranks
 
 OVERCOMMITTED = {
     "overlap.intra": True,
@@ -103,6 +105,19 @@ def test_scorers_on_ranks_of_their_own(workspace: Workspace, plain: Outcome) -> 
     config["critic"]["ranks"] = "3"
     config["reference"] = {"init": config["actor"]["init"], "ranks": "0-1", "parallel": {"tp": 2}}
     assert_same(run_ppo_ranks(config), plain)
+
+
+def test_a_tuned_chunk_is_the_same_for_scorers_partly_on_the_actors_ranks(workspace: Workspace, plain: Outcome) -> None:
+    """The reward model's stages are on a rank that decodes and on one that does not: both plan its rounds."""
+    chunk = {"overlap.chunk": {"tokens": 7, "adaptive": True, "candidates": [7, 20]}, "runtime.timeout_s": 60.0}
+    apart = {"placement": {"mode": "disaggregated", "actor": {"pp": 2}}, "overlap.intra": True}
+    config = deep(workspace, "partly", **apart, **chunk)
+    config["reward"] |= {"ranks": "1-2", "parallel": {"pp": 2}}
+    planned = run_ranks(3, "tests.e2e.jobs:train_and_tell_chunks", config=config)
+    assert planned[0] == planned[1] == planned[2] and set(planned[0]) == {7, 20}, "by round, on each rank"
+    outcome = read_outcome(Path(config["run_dir"]))
+    assert [line["chunk_tokens"] for line in outcome.metrics] == [7, 7, 20], "a search has tried another size"
+    assert_same(outcome, plain)
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,22 @@ def test_layouts_train_alike(workspace: Workspace, plain: dict[str, Any], change
     assert max(line["logprob_gap"] for line in metrics(config)) < 1e-4
 
 
+@pytest.mark.parametrize("mode", ["single", "disaggregated"])
+def test_a_null_reference_begins_with_the_adapters_that_are_given(
+    workspace: Workspace, plain: dict[str, Any], mode: str
+) -> None:
+    config = configured(workspace, f"given-{mode}", steps=2, placement={"mode": mode})
+    trained = Path(plain["run_dir"]) / "weights" / "actor"
+    config["actor"] |= {"lora": LORA | {"adapter": str(trained)}}
+    assert train_problems(TrainConfig(**config)) == []
+    run(config)
+    first, second = metrics(config)
+    assert abs(first["kl_mean"]) < 1e-4 < abs(second["kl_mean"]), "0 at first, and the reference stays where it was"
+    assert abs(metrics(plain)[-1]["kl_mean"]) > 1e-2, "the adapters do something"
+    shared = {each.role: each.memory.weights for each in train_holdings(TrainConfig(**config), on_cpu=True)}
+    assert (0 < shared["reference"] < shared["actor"] / 2) == (mode == "single"), "beside the actor adapters alone"
+
+
 def test_a_resumed_run_is_the_undisturbed_one(workspace: Workspace, plain: dict[str, Any]) -> None:
     config = configured(workspace, "resumed", **{"checkpoint.every_steps": 1})
     assert run_ranks(1, "tests.e2e.jobs:train_until", config=config, rounds=4, rank=0) == [False]

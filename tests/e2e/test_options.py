@@ -72,6 +72,15 @@ def test_a_gap_between_decoding_and_training_stops_the_run(workspace: Workspace)
         run_ppo_ranks(workspace.config("gap", steps=1, **{"guards.logprob_gap.limit": 1e-9}))
 
 
+@pytest.mark.parametrize("minibatch", [0, 1])
+def test_a_gap_is_found_in_any_minibatch(workspace: Workspace, minibatch: int) -> None:
+    """Behind the first one, where the update has moved the weights, too."""
+    config = workspace.config(f"gap-{minibatch}", steps=1)
+    assert config["ppo"]["minibatches"] == 2
+    (error,) = run_ranks(1, "tests.e2e.jobs:train_with_a_wrong_logprob", config=config, minibatch=minibatch)
+    assert "the log-prob of a token differs by 5.00e-01 between decoding and training" in error
+
+
 @pytest.mark.parametrize(
     ("limit", "dtype", "temperature", "expected"),
     [

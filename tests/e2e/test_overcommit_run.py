@@ -122,6 +122,16 @@ def test_staleness_settings_run_and_gate_the_fresh_tokens(workspace: Workspace, 
     weights = [line["importance_weight_mean"] for line in run.metrics]
     assert any(w != 1.0 for w in weights) == (correction == "decoupled")
     assert all(0 < line["ess"] <= 1 + 1e-9 for line in run.metrics)
+    gaps = [(line["logprob_gap_judged"], line["logprob_gap"]) for line in run.metrics]
+    assert all(0 < judged <= gap or judged == gap == 0 for judged, gap in gaps)
+    # Most tokens of the second step are stale; with `behaviour` only the first minibatch's fresh ones are looked at.
+    assert all(gap > 0 for step, (_, gap) in enumerate(gaps, 1) if step != 2 or correction == "decoupled")
+    spans = [set(row["versions"]) for row in run.rollouts if row["deferrals"]]
+    if actor_kv == "keep":  # a token is as old as the oldest weights that it was drawn over
+        assert all(len(versions) == 1 for versions in spans)
+        assert all(row["step"] - 1 - row["versions"][-1] == row["deferrals"] for row in run.rollouts if row["deferrals"])
+    else:
+        assert any(len(versions) > 1 for versions in spans)
 
 
 def test_corrections_are_equal_where_nothing_is_stale(workspace: Workspace) -> None:

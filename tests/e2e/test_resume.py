@@ -18,7 +18,7 @@ from oppo_megatron.data.tokenizer import train_sentencepiece
 from oppo_megatron.layout.placements import layout_tree, world_size
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.rundir.memory_limits import lower_memory_limit, read_memory_limits
-from tests.support.layouts import DEEP, WITHOUT_CRITIC, assert_same, deep
+from tests.support.layouts import DEEP, STEADY_ADAM, WITHOUT_CRITIC, assert_same, deep
 from tests.support.ppo import Outcome, Workspace, run_ppo_ranks, weight_distance
 from tests.support.ranks import run_ranks
 
@@ -148,6 +148,50 @@ def test_resumed_after_a_step_is_the_run_that_never_stopped(workspace: Workspace
         shutil.rmtree(run / "checkpoints" / later)
     (run / "summary.json").unlink()
     assert_bit_equal(resumed(config), plain)
+
+
+@pytest.mark.parametrize("steps_left", [3, 1])
+def test_a_critics_warm_up_and_the_scores_seen_go_on(
+    workspace: Workspace, warmed_up: tuple[dict[str, Any], Outcome], steps_left: int
+) -> None:
+    """From within the warm-up, and from behind it."""
+    config, plain = warmed_up
+    config = config | {"run_dir": f"{config['run_dir']}-{steps_left}"}
+    shutil.copytree(Path(config["run_dir"].rpartition("-")[0]), config["run_dir"])
+    for name in checkpoints(config)[-steps_left:]:
+        shutil.rmtree(Path(config["run_dir"]) / "checkpoints" / name)
+    (Path(config["run_dir"]) / "summary.json").unlink()
+    assert_bit_equal(resumed(config), plain)
+
+
+@pytest.fixture(scope="module")
+def warmed_up(workspace: Workspace) -> tuple[dict[str, Any], Outcome]:
+    """A run whose first two steps train the critic alone, under schedules that end with the run."""
+    falling = STEADY_ADAM | {"decay": "linear"}
+    changes = {
+        "ppo.critic_warmup_steps": 2,
+        "ppo.reward_normalization": "running",
+        "ppo.missing_eos_penalty": 0.5,
+        "ppo.minibatches": 2,
+        "overlap.actor_kv": "keep",
+        "checkpoint": {"every_steps": 1, "keep": 9},
+    }
+    config = deep(workspace, "warm", **CARRIED, **TWO_RANKS, **changes)
+    config["actor"]["optimizer"] = config["critic"]["optimizer"] = falling
+    return config, run_ppo_ranks(config)
+
+
+def test_a_critic_warms_up_alone(warmed_up: tuple[dict[str, Any], Outcome]) -> None:
+    _, outcome = warmed_up
+    assert [("actor_loss" in line, line["critic_loss"] > 0) for line in outcome.metrics] == [
+        (False, True), (False, True), (True, True), (True, True),
+    ]  # fmt: skip
+    kl = [abs(line["kl_mean"]) for line in outcome.metrics]
+    assert max(kl[:3]) < 1e-3 < kl[3], "the policy stays where it begins"
+    assert all(max(row["versions"]) == 0 for row in outcome.rollouts if row["step"] <= 3)
+    assert all(line["stale_token_fraction"] == 0 for line in outcome.metrics[:3])
+    assert outcome.metrics[2]["lr"] > outcome.metrics[3]["lr"] > 0, "the schedule is of the steps that train the actor"
+    assert outcome.metrics[0]["critic_error"] != outcome.metrics[1]["critic_error"]
 
 
 def test_resume_in_another_layout(workspace: Workspace, carried: Outcome) -> None:

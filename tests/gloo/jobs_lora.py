@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from oppo_megatron.config.lora import LoraConfig
-from oppo_megatron.config.model import OptimizerConfig, TrainedRoleConfig, TrainingLayoutConfig
+from oppo_megatron.config.model import ModelConfig, OptimizerConfig, TrainedRoleConfig, TrainingLayoutConfig
+from oppo_megatron.mcore.lora import is_adapter
 from oppo_megatron.mcore.naming.hf_layout import Head
-from oppo_megatron.mcore.roles import load_role, load_training, without_adapters
+from oppo_megatron.mcore.roles import as_it_began, load_role, load_training
 from oppo_megatron.mcore.training import TrainedModel
 from oppo_megatron.mcore.weights.lora_weights import export_adapters
 from tests.gloo.jobs_training import Minibatch, cached_outputs, full_outputs, loss_of
@@ -62,13 +63,22 @@ def outputs_of_paths(directory: str, settings: dict[str, Any], tp: int, probes: 
     answers = {}
     for path in PATHS:
         model = load_role(role, groups, head="lm", max_length=MAX_LENGTH, device=CPU, path=path)
-        bare = without_adapters(model, groups, "float32")
+        bare, began = (as_it_began(model, groups, config) for config in (ModelConfig(), role))
         ours = dict(model.named_parameters())
         assert all(param is ours[name] for name, param in bare.named_parameters())
+        assert all((param is ours[name]) != is_adapter(name) for name, param in began.named_parameters())
+        assert not any(param.requires_grad for param in began.parameters())
         for whose, each in (("adapted", model), ("bare", bare)):
             out = cached_outputs(each, probes)
             assert out is not None
             answers[f"{whose}, {path}"] = gather_logits(out, model.vocab).clone()
+        with torch.no_grad():  # as an update does
+            for param in (param for name, param in ours.items() if is_adapter(name)):
+                param.mul_(3.0)
+        out = cached_outputs(began, probes)
+        assert out is not None
+        answers[f"began, {path}"] = gather_logits(out, model.vocab).clone()
+    model = load_role(role, groups, head="lm", max_length=MAX_LENGTH, device=CPU)
     out = full_outputs([model], probes)
     assert out is not None
     answers["adapted, full"] = gather_logits(out, model.vocab).clone()

@@ -64,7 +64,7 @@ def training_bytes(hf_config: dict[str, Any], dtype: str, dp: int, sharded: bool
     layout = TrainingLayoutConfig(distributed_optimizer=sharded)
     shape, device = ModelShape.from_hf(hf_config), torch.device("cpu")
     chunks = build_chunks(shape, groups, layout, head="scalar", max_length=16, dtype=dtype, device=device)
-    trained = TrainedModel(chunks, OptimizerConfig(), total_steps=1, layout=layout)
+    trained = TrainedModel(chunks, OptimizerConfig(lr=1e-4), total_steps=1, layout=layout)
     trained.optimizer.zero_grad()
     trained.optimizer.step()
     gradients = sum(buffer.grad_data.nbytes for ddp in trained.ddp for buffer in ddp.buffers)

@@ -124,7 +124,7 @@ def test_steps_equal_peft_and_plain_torch(
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_decoding_computes_as_training_and_the_reference_as_the_base(
+def test_decoding_computes_as_training_and_the_reference_as_the_base_or_the_given_adapters(
     models: dict[str, str], adapters: dict[str, Path], tp: int
 ) -> None:
     (first, *_) = run_ranks(
@@ -133,8 +133,10 @@ def test_decoding_computes_as_training_and_the_reference_as_the_base(
     )  # fmt: skip
     with torch.no_grad():
         adapted, bare = wrapped(models["qwen2"], adapters["qwen2"]).eval(), load_hf(models["qwen2"]).eval()
+        adapted_outputs = torch.cat([plain_outputs(adapted, probe) for probe in PROBES])
         expected = {
-            "adapted": torch.cat([plain_outputs(adapted, probe) for probe in PROBES]),
+            "adapted": adapted_outputs,
+            "began": adapted_outputs,
             "bare": torch.cat([plain_outputs(bare, probe) for probe in PROBES]),
         }
     assert (expected["adapted"] - expected["bare"]).abs().max() > 0.1, "the adapters do something"

@@ -49,6 +49,7 @@ SETTINGS: tuple[Mistake, ...] = (
     setting("checkpoints at negative steps", "checkpoint.every_steps=-5", "checkpoint.every_steps=5", "-5"),
     setting("no checkpoint kept", "checkpoint.keep=0", "checkpoint.keep=1", "0"),
     setting("a KL coefficient below zero", "ppo.kl.coefficient=-0.1", "ppo.kl.coefficient=0.1", "-0.1"),
+    setting("a loss of k1, which pulls at nothing", "ppo.kl.mode=loss", "ppo.kl={mode: loss, estimator: k3}", "k1", "k2", "k3"),
     setting("whole passes of no length", "epochs=0", "epochs=1", "0", command="sft"),
     setting("a policy for long rows that is none", "data.long_rows=drop", "data.long_rows=truncate", "drop", "truncate",
             command="rm"),

@@ -13,6 +13,7 @@ class CharacterTokenizer:
     eos_id = 3
     eos_ids = (3,)
     bos_id = None
+    adds_bos = False
     pad_id = None
     other_ids = ()
     vocab_size = 0x110000

@@ -9,6 +9,7 @@ from typing import get_args
 import pytest
 import torch
 
+from oppo_megatron.algorithms.advantages import NOTHING_SEEN
 from oppo_megatron.algorithms.algorithm import ALGORITHMS, PPO, make_algorithm
 from oppo_megatron.algorithms.experience import Experience, ScoredBatch
 from oppo_megatron.config.ppo import NEEDS, AlgorithmConfig, PPOConfig
@@ -34,15 +35,27 @@ def batch(seed: int = 0) -> ScoredBatch:
     )
 
 
+def shaped(scores: list[float], ppo: PPOConfig, seen: list[float] | None = None) -> list[float]:
+    """What the responses are trained on; `seen` are the clipped scores of the batches before."""
+    bound = ppo.reward_clip or math.inf
+    scores = [min(max(score, -bound), bound) for score in scores]
+    if ppo.reward_normalization != "none":
+        known = scores + ((seen or []) if ppo.reward_normalization == "running" else [])
+        mean = sum(known) / len(known)
+        deviation = math.sqrt(sum((x - mean) ** 2 for x in known) / len(known) + 1e-8)
+        scores = [(score - mean) / deviation for score in scores]
+    cut = ppo.truncated_score
+    return [
+        (score if cut is None or not truncated else cut) - ppo.missing_eos_penalty * truncated
+        for score, truncated in zip(scores, TRUNCATED, strict=True)
+    ]
+
+
 def plain(scored: ScoredBatch, ppo: PPOConfig, coefficient: float) -> dict[str, list[float]]:
     actor, reference, values = (x.tolist() for x in (scored.behaviour_logp_T, scored.reference_logp_T, scored.values_T))
     result: dict[str, list[float]] = {"kl": [], "rewards": [], "advantages": [], "returns": []}
     start = 0
-    for length, truncated, score in zip(LENGTHS, TRUNCATED, scored.scores_B.tolist(), strict=True):
-        if ppo.reward_clip is not None:
-            score = min(max(score, -ppo.reward_clip), ppo.reward_clip)
-        if truncated and ppo.truncated_score is not None:
-            score = ppo.truncated_score
+    for length, score in zip(LENGTHS, shaped(scored.scores_B.tolist(), ppo), strict=True):
         d = [actor[i] - reference[i] for i in range(start, start + length)]
         kl = [{"k1": x, "k2": x * x / 2, "k3": math.exp(-x) - 1 + x}[ppo.kl.estimator] for x in d]
         rewards = [-coefficient * k if ppo.kl.mode == "penalty" else 0.0 for k in kl]
@@ -64,6 +77,9 @@ OPTIONS: list[dict[str, object]] = [
     {"reward_clip": 1.0},
     {"truncated_score": -2.0},
     {"truncated_score": -2.0, "reward_clip": 1.0},
+    {"missing_eos_penalty": 1.5},
+    {"missing_eos_penalty": 1.5, "truncated_score": -2.0, "reward_normalization": "running"},
+    {"reward_normalization": "batch", "reward_clip": 1.0, "missing_eos_penalty": 0.5},
     {"kl": {"mode": "loss", "estimator": "k2"}},
     {"kl": {"estimator": "k2"}},
     {"kl": {"estimator": "k3"}},
@@ -116,6 +132,19 @@ def test_summary() -> None:
     assert stats.advantage_std == pytest.approx(math.sqrt(variance(expected["advantages"])), abs=1e-5)
     explained = 1 - variance(expected["advantages"]) / variance(expected["returns"])
     assert stats.explained_variance == pytest.approx(explained, abs=1e-4)
+
+
+def test_a_running_normalisation_is_over_all_scores_so_far() -> None:
+    ppo, seen = config(reward_normalization="running", reward_clip=4.0), NOTHING_SEEN
+    known: list[float] = []
+    for scale in (1.0, 2.0, 0.1):
+        scored = replace(batch(), scores_B=batch().scores_B * scale)
+        experience = PPO(ppo).experience(scored, 0.0, seen=seen)
+        rewards = experience.rewards_T[[2, 3, 7]].tolist()
+        assert rewards == pytest.approx(shaped(scored.scores_B.tolist(), ppo, known), abs=1e-5)
+        known += [min(max(score, -4.0), 4.0) for score in scored.scores_B.tolist()]
+        seen += experience.scores
+        assert seen.count == len(known) and seen.mean == pytest.approx(sum(known) / len(known))
 
 
 def test_explained_variance_of_a_perfect_critic_is_one_and_of_flat_returns_zero() -> None:

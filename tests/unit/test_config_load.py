@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from oppo_megatron.config.load import dump_config, load_config
 from oppo_megatron.config.model import ActorConfig, RuntimeConfig, TrainedRoleConfig
 from oppo_megatron.config.run import SFTConfig, TrainConfig
+from oppo_megatron.cores import has_cuda
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.placements import named_roles
 from oppo_megatron.preflight.settings import check_forced_lengths, check_source
@@ -215,6 +217,57 @@ def test_roles_take_the_runtimes_type_unless_they_give_their_own(good: Path, tmp
     again = load_config(TrainConfig, tmp_path / "dumped.yaml", ["runtime.dtype=float32"])
     assert again.actor.dtype == "bfloat16", "what is written down for a role stays"
     assert load_config(TrainConfig, good).actor.dtype == "float32"
+
+
+def test_a_learning_rate_that_is_not_given_is_that_of_the_roles_kind(good: Path, tmp_path: Path) -> None:
+    critic = "critic.optimizer.lr=null"
+    plain = load_config(TrainConfig, good, [critic])
+    assert (plain.actor.optimizer.lr, plain.trained["critic"].optimizer.lr) == (1e-6, 5e-6)
+    adapted = load_config(TrainConfig, good, [critic, "actor.lora={rank: 4}", "actor.optimizer.warmup_steps=3"])
+    assert (adapted.actor.optimizer.lr, adapted.trained["critic"].optimizer.lr) == (1e-5, 5e-6)
+    given = load_config(TrainConfig, good, ["actor.optimizer.lr=3e-6", "critic.lora={rank: 4}"])
+    assert (given.actor.optimizer.lr, given.trained["critic"].optimizer.lr) == (3e-6, 1e-5), "as it is given"
+    dump_config(plain, tmp_path / "dumped.yaml")
+    assert "lr: 5.0e-06" in (tmp_path / "dumped.yaml").read_text(), "config.yaml shows what it came to"
+    assert load_config(TrainConfig, tmp_path / "dumped.yaml") == plain
+
+    supervised = {"run_dir": "r", "tokenizer": {"path": "t"}, "data": {"path": "d"}}
+    assert SFTConfig(**supervised, model={"checkpoint": "m"}).optimizer.lr == 1e-5
+    assert SFTConfig(**supervised, model={"checkpoint": "m", "lora": {}}).optimizer.lr == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("device", "visible", "driver", "expected"),
+    [
+        ("cpu", "0", True, "float32"),
+        ("cuda", "", False, "bfloat16"),
+        ("auto", "0", True, "bfloat16"),
+        ("auto", "", True, "float32"),
+        ("auto", "0", False, "float32"),
+    ],
+)
+def test_the_usual_type_is_that_of_the_device(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, visible: str, driver: bool, expected: str
+) -> None:
+    devices = tmp_path / "dev"
+    devices.mkdir()
+    if driver:
+        (devices / "nvidiactl").touch()
+    package = tmp_path / "packages" / "torch"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "version.py").write_text("cuda: Optional[str] = '12.8'\n")
+    monkeypatch.syspath_prepend(package.parent)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr("oppo_megatron.config.model.has_cuda", lambda: has_cuda(devices))
+    config = load_config(TrainConfig, good, [f"runtime.device={device}"])
+    assert config.runtime.dtype == config.actor.dtype == named_roles(config)["reference"].dtype == expected
+    assert load_config(TrainConfig, good, [f"runtime.device={device}", "actor.dtype=float32"]).actor.dtype == "float32"
+    dump_config(config, tmp_path / "dumped.yaml")
+    assert f"dtype: {expected}" in (tmp_path / "dumped.yaml").read_text(), "config.yaml shows what it came to"
+    (package / "version.py").write_text("cuda: Optional[str] = None\n")
+    assert not has_cuda(devices), "torch's build for processors has none"
 
 
 def test_roles_given_as_sections_take_the_runtimes_type(good: Path) -> None:

@@ -51,6 +51,8 @@ def rules(gap: float | None = 1e-4, **settings: Any) -> Rules:
         ({"ratio_max": 4.5}, "ratio_max", "stop", "ratio_max is 4.5, above guards.ratio_max.limit 4"),
         ({"ess": 0.49}, "ess", "skip", "ess is 0.49, below guards.ess.limit 0.5"),
         ({"logprob_gap": 0.1}, "logprob_gap", "skip", "differs by 1.00e-01 between decoding and training"),
+        ({"logprob_gap": 1e-3, "logprob_gap_judged": 2e-4}, "logprob_gap", "skip", "differs by 2.00e-04"),
+        ({"logprob_gap": 0.1, "logprob_gap_judged": 1e-4}, None, None, ""),
         ({"critic_loss": math.inf}, "non_finite", "stop", "critic_loss is inf, no finite number"),
         ({"kl_mean": math.nan, "ess": 0.1}, "non_finite", "stop", "kl_mean is nan"),
         ({"ess": 0.1, "ratio_max": 9.0}, "ratio_max", "stop", "ratio_max"),  # what stops comes before what skips

@@ -203,3 +203,23 @@ def test_a_run_that_has_ended_needs_more_to_train(steps: int | None, passes: int
         return
     with pytest.raises(CheckpointError, match="ended after 4 steps, and with these settings there is nothing more"):
         require_work(ahead, steps, most, 16)
+
+
+@pytest.mark.parametrize(
+    ("deferrals", "batch_size", "needed"),
+    [
+        ([0] * 12, 6, None),
+        ([0] * 12, 5, 6),  # a batch of 5 leaves 7 behind, of which the next takes 5, and so on
+        ([0] * 13, 6, 7),
+        ([2, 2, 2, 0], 3, None),
+        ([2, 2, 2, 0], 2, 3),  # three may not be deferred again
+    ],
+)
+def test_a_batch_too_small_for_what_is_in_flight_is_refused(
+    deferrals: list[int], batch_size: int, needed: int | None
+) -> None:
+    if needed is None:
+        require_bounded_deferrals(deferrals, batch_size, max_deferrals=2)
+        return
+    with pytest.raises(CheckpointError, match=rf"resume with rollout.batch_size={needed} or more"):
+        require_bounded_deferrals(deferrals, batch_size, max_deferrals=2)

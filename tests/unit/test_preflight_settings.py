@@ -91,6 +91,9 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"debug.trace_column": "x"}, "debug.trace_column is 'x', but only a trace has it"),
     ({"guards.ratio_max.limit": 1.0}, "guards.ratio_max.limit is 1, but must be greater than 1; raise it"),
     ({"guards.ess.limit": 1.0}, "guards.ess.limit is 1, but must be less than 1; lower it"),
+    ({"steps": 3, "ppo.critic_warmup_steps": 3}, "ppo.critic_warmup_steps is 3, but the run has 3 steps"),
+    ({"ppo.kl.mode": "loss"}, "ppo.kl.estimator k1 is 0 in expectation"),
+    ({"ppo.kl": {"mode": "loss", "estimator": "k1", "coefficient": 1.0}}, "set ppo.kl.estimator to k2, "),
     ({"rollout.stop": [7, -1]}, "rollout.stop has -1, but ids are numbers from 0 on"),
     ({"rollout.stop": ["x", ""]}, "rollout.stop has an empty text"),
     (
@@ -135,6 +138,7 @@ GOOD: list[dict[str, Any]] = [
     {"guards.kl_mean.action": "rollback"},  # without a limit nothing breaks the rule
     {"overlap": {"inter": False, "delta": {"min": 5, "initial": 9, "max": 2}}},
     {"overlap": {"backfill": 96}},
+    {"steps": 4, "ppo.critic_warmup_steps": 3},
     {"rewards": [{"kind": "python", "entry_point": "pkg.mod:f", "options": {"a": 1}}]},
     {"debug.forced_lengths": [20, 1.0]},
     {"debug": {"forced_lengths": __file__, "trace_column": "ContextTokens"}},

@@ -421,6 +421,32 @@ def test_where_memory_is_short_the_first_run_and_the_others_keep_what_they_have(
     assert work.open == [] and [g.seq_id for batch in work.decode for g in batch] == [1, 2]
 
 
+def test_a_cache_that_is_kept_is_as_old_as_its_first_tokens() -> None:
+    book, held = ActorBook(1, 4, lambda _: 9), [rollout(i, 3) for i in range(2)]
+
+    def decode(*rollouts: Rollout) -> None:
+        book.plan(rollouts, 1, 1, BUDGET, list)
+        for each in rollouts:
+            each.tokens.append(7)
+        book.record(rollouts)
+
+    decode(held[0])
+    assert book.outlived == {}
+    book.keep()
+    decode(*held)
+    assert book.outlived == {0: 1}, "the other was begun by the new weights"
+    book.keep()
+    assert book.outlived == {0: 2, 1: 1}
+    resumed = ActorBook(1, 4, lambda _: 9)
+    resumed.load_state_dict(book.state_dict())
+    assert resumed.outlived == book.outlived
+    held[0].finish_clock = 3
+    decode(*held)
+    assert book.outlived == {1: 1}, "what has ended has no cache"
+    book.invalidate()
+    assert book.outlived == {}, "what is computed again is by the new weights"
+
+
 def test_replicas_that_lost_sequences_get_the_next_ones() -> None:
     book = ActorBook(2, 8, lambda _: 9)
     first = [rollout(i, 2) for i in range(4)]

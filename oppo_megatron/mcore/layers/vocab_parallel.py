@@ -88,6 +88,15 @@ def token_logprobs(
     return _LogProbEntropy.apply(logits_RV, targets_R, shards, temperature or 1.0)
 
 
+def largest_logits(logits_RV: Tensor, shards: VocabShards) -> Tensor:
+    """The largest absolute logit of the whole vocabulary, [R], equal on every rank of the shards; without gradient."""
+    logits_RV = logits_RV.detach()
+    largest_R = torch.maximum(logits_RV.amax(-1), -logits_RV.amin(-1)).float()
+    if shards.size > 1:
+        dist.all_reduce(largest_R, op=dist.ReduceOp.MAX, group=shards.group)
+    return largest_R
+
+
 def are_likeliest(logits_RV: Tensor, targets_R: Tensor, shards: VocabShards) -> Tensor:
     """Whether no token of the whole vocabulary is likelier than the target, [R], equal on every rank of the shards."""
     local_R = targets_R - shards.first

@@ -23,9 +23,9 @@ from oppo_megatron.schedule.planning.replicas import REPLICA, Pairs, Replicas, p
 from oppo_megatron.schedule.rounds import Batch, Growth
 from oppo_megatron.schedule.weaving.cut import even_portions
 
-CACHED, OPENED, OUTPUTS, LIMIT, WAITING = "cached", "opened", "outputs", "limit", "waiting"
+CACHED, OPENED, OUTPUTS, LIMIT, WAITING, OUTLIVED = "cached", "opened", "outputs", "limit", "waiting", "outlived"
 """Columns: tokens cached (ABSENT: no slot), which opening gave the slot, outputs given, most response tokens, 1 where a
-sequence has a slot and does not run."""
+sequence has a slot and does not run, updates made since its cache was begun."""
 
 
 @dataclass
@@ -260,13 +260,14 @@ class ActorBook(Book):
     """The book of the decoding actor.
 
     Between rounds an open sequence has all but its last token cached, unless its cache is stale: then the next round
-    begins with its prefill.  With too few slots, or memory for `most` in a micro-batch only, those admitted first run, and
+    begins with its prefill.  One that is kept beyond updates has outlived so many: what is drawn over it is of weights as
+    old.  With too few slots, or memory for `most` in a micro-batch only, those admitted first run, and
     the others wait for the next round.
     """
 
     def __init__(self, replicas: int, slots: int, limit: Callable[[int], int]):
         """`limit(seq_id)`: the most response tokens that the sequence may have."""
-        super().__init__(replicas, slots, {LIMIT: ABSENT, WAITING: 0})
+        super().__init__(replicas, slots, {LIMIT: ABSENT, WAITING: 0, OUTLIVED: 0})
         self._limit = limit
         self.most: int | None = None  # sequences of a decode micro-batch, where memory allows no more
 
@@ -331,10 +332,32 @@ class ActorBook(Book):
         self._ledger[CACHED][rows[going]] = columns.num_tokens[going] - 1
         self._close(rows[ended])
         self._ledger[REPLICA][rows[ended]] = ABSENT
+        self._ledger[OUTLIVED][rows[ended]] = 0
 
     def invalidate(self) -> None:
         """The weights changed: caches must be computed again."""
         self._ledger[CACHED][self._ledger[CACHED] != ABSENT] = 0
+        self._ledger[OUTLIVED][:] = 0
+
+    def keep(self) -> None:
+        """The weights changed, and what is cached is kept."""
+        self._ledger[OUTLIVED][self._ledger[CACHED] > 0] += 1
+
+    @property
+    def outlived(self) -> Mapping[int, int]:
+        """Updates that were made since the cache of a sequence was begun; 0 of one that is not there."""
+        return dict(self._pairs_of_outlived())
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"outlived": self._pairs_of_outlived()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._ledger.enter(OUTLIVED, state.get("outlived") or [])  # older checkpoints have none
+
+    def _pairs_of_outlived(self) -> Pairs:
+        mask = self._ledger[OUTLIVED] > 0
+        return pairs_of(self._ledger.where(mask), self._ledger[OUTLIVED][mask])
 
     def _admit(self, rows: Ints, micro_batches: int) -> tuple[Bools, Bools]:
         """Which of the sequences run, and which of these have just been given their slots."""

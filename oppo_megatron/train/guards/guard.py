@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from oppo_megatron.algorithms.advantages import Moments
 from oppo_megatron.algorithms.algorithm import Algorithm
 from oppo_megatron.algorithms.experience import Experience, ScoredBatch
 from oppo_megatron.cluster.peers import waiting_for
@@ -30,7 +31,8 @@ from oppo_megatron.train.guards.rollback import Rollbacks
 
 @dataclass(frozen=True)
 class Evidence:
-    """Of one step: what a rejected batch is made of.  `figures` are statistics that this rank knows of the step."""
+    """Of one step: what a rejected batch is made of.  `figures` are statistics that this rank knows of the step, `history` what
+    the run remembers of those before (`Updates.history`)."""
 
     step: int
     policy_version: int
@@ -38,6 +40,7 @@ class Evidence:
     batch: Sequence[Rollout]
     scored: ScoredBatch
     figures: Mapping[str, float]
+    history: Mapping[str, float]
     refusal: str | None  # what the scorers' first rank said of a reward that is no finite number
 
 
@@ -70,12 +73,17 @@ class Guard:
         config = self.config
         return Rules(config.guards, config.guards.logprob_gap.in_numbers(config.actor.dtype, config.rollout.temperature))
 
-    def examine(self, scored: ScoredBatch, kl_coefficient: float) -> tuple[Experience, Breach | None]:
-        """The experience, and whether it may not be trained on; then its figures may be no finite numbers."""
+    def examine(
+        self, scored: ScoredBatch, kl_coefficient: float, seen: Moments
+    ) -> tuple[Experience, Breach | None]:
+        """The experience, and whether it may not be trained on; then its figures may be no finite numbers.
+
+        `seen` are the scores of the batches before (`build_experience`).
+        """
         try:
-            experience = self.algorithm.experience(scored, kl_coefficient)
+            experience = self.algorithm.experience(scored, kl_coefficient, seen=seen)
         except (RewardError, NumericsError) as error:
-            unchecked = self.algorithm.experience(scored, kl_coefficient, check=False)
+            unchecked = self.algorithm.experience(scored, kl_coefficient, check=False, seen=seen)
             return unchecked, self.rules.non_finite("batch", math.nan, str(error))
         return experience, self.rules.check({"kl_mean": experience.stats.kl_mean})
 
@@ -150,6 +158,7 @@ class Guard:
             config=config_yaml(self.config),
             reason=breach.reason,
             figures=figures,
+            history=dict(evidence.history),
         )
         return RejectedBatch(facts, evidence.batch, evidence.scored)
 

@@ -35,14 +35,15 @@ TENSORS = {
 WITHOUT_CRITIC = ("values_T",)  # may be empty: no critic was trained
 NUMBERS: dict[str, type | tuple[type, ...]] = {
     "step": int, "seed": int, "total_steps": int, "policy_version": int, "kl_coefficient": (int, float), "config": str,
-    "reason": str, "figures": dict,
+    "reason": str, "figures": dict, "history": dict,
 }  # fmt: skip
 LEAST: dict[str, int] = {"step": 1, "total_steps": 1}  # of these numbers; of the others 0
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The step: `policy_version` of the actor before its update, the run's `config` as YAML, its statistics (`figures`)."""
+    """The step: `policy_version` of the actor before its update, the run's `config` as YAML, its statistics (`figures`),
+    and the `history` that the run remembered of the steps before (`Updates.history`)."""
 
     step: int
     seed: int
@@ -52,6 +53,7 @@ class Facts:
     config: str
     reason: str
     figures: dict[str, float | None]
+    history: dict[str, float | None]
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ def read_rejected(path: Path) -> RejectedBatch:
     """Read a batch written by `write`; `path` is either file.  Raises DataError for damaged or other files."""
     path = path.with_suffix(".safetensors")
     lines = list(iter_json_lines(path.with_suffix(".jsonl")))
-    head = lines[0] if lines else {}
+    head = {"history": {}} | (lines[0] if lines else {})  # older ones have none
     if head.get("format") != FORMAT:
         raise _unusable(path, f"its .jsonl does not begin with format {FORMAT!r}")
     _check_head(path, head)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from oppo_megatron.algorithms.advantages import Moments
 from oppo_megatron.algorithms.algorithm import make_algorithm
+from oppo_megatron.algorithms.decode_gap import GapLimit
 from oppo_megatron.algorithms.experience import Experience
 from oppo_megatron.cluster.world import World, choose_device, open_world
-from oppo_megatron.config.derived import max_context
+from oppo_megatron.config.derived import max_context, num_updates
 from oppo_megatron.config.model import PlacementConfig, TrainingLayoutConfig
 from oppo_megatron.config.run import TrainConfig, TrainSettings
 from oppo_megatron.control.guards import Breach, Rules, gravest
@@ -20,7 +23,7 @@ from oppo_megatron.mcore.model import Head
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.train.actor import Actor
 from oppo_megatron.train.critic import Critic
-from oppo_megatron.train.guards.rejected import RejectedBatch
+from oppo_megatron.train.guards.rejected import Facts, RejectedBatch
 from oppo_megatron.train.topology import Topology, build_topology
 from oppo_megatron.train.trained_role import TrainedRole, build_trained_role
 from oppo_megatron.train.update import UpdateSettings
@@ -100,24 +103,27 @@ def _replay(rejected: RejectedBatch, config: TrainConfig, world: World) -> Repla
         **{name: x.to(world.device) if isinstance(x, torch.Tensor) else x for name, x in vars(rejected.scored).items()}
     )
     algorithm = make_algorithm(config.algorithm, config.ppo)
-    experience = algorithm.experience(scored, facts.kl_coefficient, check=False)
+    count, total, squares, warmed = (facts.history.get(name) or 0 for name in ("count", "total", "squares", "warmed"))
+    seen = Moments(int(count), total, squares)
+    experience = algorithm.experience(scored, facts.kl_coefficient, check=False, seen=seen)
     actor = Actor(
-        _role("actor", "lm", config, world, topology, facts.total_steps, facts.step),
+        _role("actor", "lm", config, world, topology, facts, warmed=0),
         algorithm,
         config.rollout.temperature,
-        config.overlap.actor_kv == "keep",
         version=facts.policy_version,
+        gap_limit=GapLimit.of(config.guards.logprob_gap, config.actor.dtype, config.rollout.temperature),
     )
     critic = None
     if algorithm.needs.critic:
-        critic = Critic(_role("critic", "scalar", config, world, topology, facts.total_steps, facts.step), algorithm)
+        critic = Critic(_role("critic", "scalar", config, world, topology, facts, int(warmed)), algorithm)
     figures, breach = _update(rejected, experience, actor, critic, config, world)
     return Replayed(figures, facts.figures, breach)
 
 
 def _role(
-    name: str, head: Head, config: TrainConfig, world: World, topology: Topology, total_steps: int, step: int
+    name: str, head: Head, config: TrainConfig, world: World, topology: Topology, facts: Facts, warmed: int
 ) -> TrainedRole:
+    """`warmed`: optimizer steps that it has made without the actor."""
     groups, training = topology.groups[name], topology.training[name]
     assert groups is not None and training is not None, "a world of one has every role"
     per_step = config.ppo.epochs * config.ppo.minibatches
@@ -130,9 +136,9 @@ def _role(
         device=world.device,
         path=config.runtime.decode_path,
         layers=config.runtime.layers,
-        num_updates=total_steps * per_step,
+        num_updates=num_updates(config, name, facts.total_steps),
     )
-    role.trained.scheduler.step(increment=(step - 1) * per_step)  # the learning rate that the step had
+    role.trained.resume_schedule(facts.policy_version * per_step + warmed)  # skipped steps have made none
     return role
 
 
@@ -144,7 +150,9 @@ def _update(
     coefficient = rejected.facts.kl_coefficient
     figures = experience.stats.figures()
     found = [rules.check(figures)]
-    updates = {"grad_norm": lambda: actor.update(rejected.batch, experience, coefficient, settings)}
+    updates: dict[str, Callable[[], dict[str, float]]] = {}
+    if rejected.facts.step > config.ppo.critic_warmup_steps:
+        updates["grad_norm"] = partial(actor.update, rejected.batch, experience, coefficient, settings)
     if critic is not None:
         updates["critic_grad_norm"] = partial(critic.update, rejected.batch, experience, settings)
     for name, update in updates.items():

@@ -71,7 +71,6 @@ class StepMeter:
     _before_s: float = 0.0  # what the step took before an interruption
     _planned_s: float = 0.0
     _round_s: float = 0.0
-    _scored_s: float = 0.0
     _phase: RolloutPhase | None = None
 
     @property
@@ -171,11 +170,17 @@ class StepMeter:
             facts.critic_exposed_s = self._critic_delay(report)
             self._complete(before, report.critic | memory.peak_fields(), facts.critic_exposed_s)
         self.settled = before
-        self._scored_s = self._elapsed_s() - self.spans.totals(facts.step, "actor").get("update", 0.0)
+
+    def measured(self) -> list[float]:
+        """Seconds of the step here up to now, without what of the actor's update was made; then the sums of its rounds' law."""
+        update_s = self.spans.totals(self.facts.step, "actor").get("update", 0.0)
+        return [self._elapsed_s() - update_s, *self.phase.law.sums()]
 
     def cost(self) -> StepCost:
-        """What the step's rollout and scoring took here."""
-        return StepCost(self._scored_s, self.facts.decode_steps, self.facts.tokens_decoded, self.phase.law)
+        """What the step's rollout and scoring took, as the rank that sends the chunks has measured it: alike on every rank."""
+        assert self.facts.scores is not None
+        seconds, *sums = self.facts.scores.measured
+        return StepCost(seconds, self.facts.decode_steps, self.facts.tokens_decoded, DecodeLaw(*sums))
 
     def end(self, batch: Sequence[Rollout], carried: Sequence[Rollout], experience: Experience) -> None:
         """The step is made; its line waits for the critic's update, which may still run."""

@@ -88,6 +88,8 @@ def require_sound_books(state: Mapping[str, Any], rollouts: Sequence[Rollout]) -
             and all(replica_of.get(seq_id) == replica and count <= tokens[seq_id] for seq_id, replica, count in cached)
             and ("outputs" in book) == (role != "actor")
             and all(seq_id in replica_of and count <= tokens[seq_id] for seq_id, count in book.get("outputs", []))
+            and {seq_id for seq_id, _ in book.get("outlived") or []} <= {seq_id for seq_id, _, _ in cached}
+            and max((count for _, count in book.get("outlived") or []), default=0) <= state["actor"]["version"]
         )
         if not sound:
             raise CheckpointError(

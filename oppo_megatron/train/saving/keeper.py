@@ -30,7 +30,7 @@ from oppo_megatron.mcore.weights.checkpoint import load_models
 from oppo_megatron.rundir.checkpoints import CheckpointStore, Position
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.train.saving.preemption import Preemption
-from oppo_megatron.train.saving.snapshot import MODELS, STATE, Best, Snapshot
+from oppo_megatron.train.saving.snapshot import MODELS, STATE, Best, Snapshot, updates_of
 from oppo_megatron.train.saving.writing import CheckpointWriting
 
 
@@ -140,9 +140,9 @@ class CheckpointKeeper:
             return False
         folder = self.store.folder(self.best[1])
         if self.best[1] != now:
-            updates = json.loads((folder / STATE).read_text(encoding="utf-8"))["updates"]
+            updates = updates_of(json.loads((folder / STATE).read_text(encoding="utf-8")), models)
             with waiting_for("models of the best checkpoint", self.world.activity, waits=False):
-                load_models(folder / MODELS, models, dict.fromkeys(models, updates))
+                load_models(folder / MODELS, models, updates)
         return True
 
     def judge(self, position: Position) -> None:

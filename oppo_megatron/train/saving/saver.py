@@ -30,7 +30,7 @@ from oppo_megatron.train.saving.keeper import CheckpointKeeper, Cost, Work
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.resuming import Found
 from oppo_megatron.train.saving.saveable import Saveable
-from oppo_megatron.train.saving.snapshot import MODELS, Snapshot, best_of, cache_path, take_snapshot
+from oppo_megatron.train.saving.snapshot import MODELS, Snapshot, best_of, cache_path, take_snapshot, updates_of
 from oppo_megatron.train.saving.state import (
     adapter_state,
     data_state,
@@ -132,11 +132,11 @@ class Saver(CheckpointKeeper):
         state, models, rollbacks = found.state, run.models, run.rollbacks
         self.require_same_run(found, rollbacks.left_out)
         self.resume_best(best_of(state), state.get("best_metric", REWARD))
-        updates = dict.fromkeys(models, state["updates"])
+        updates = updates_of(state, models)
         with waiting_for("models of the checkpoint", self.world.activity, waits=False):
             load_models(found.folder / MODELS, models, updates)
-        for model in models.values():
-            model.resume_schedule(state["updates"])
+        for name, model in models.items():
+            model.resume_schedule(updates[name])
         run.publish()
         stream = PromptStream(self.prompts, self.config.seed, shuffle=self.config.data.shuffle)
         held = make_rollouts(found.held(rollbacks.left_out), stream)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,12 @@ from oppo_megatron.train.saving.saveable import Saveable
 from oppo_megatron.train.saving.state import rollout_lines, run_state
 
 STATE, ROLLOUTS, MODELS, CACHES = "state.json", "rollouts.jsonl", "models", "caches"
+
+
+def updates_of(state: Mapping[str, Any], models: Iterable[str]) -> dict[str, int]:
+    """Optimizer steps of each model by a checkpoint's `state.json`; the critic's warm-up adds to its own."""
+    warmed = state.get("history", {}).get("warmed", 0)
+    return {name: state["updates"] + (warmed if name == "critic" else 0) for name in models}
 
 
 def cache_path(folder: Path, rank: int) -> Path:

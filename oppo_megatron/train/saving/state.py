@@ -56,9 +56,17 @@ def layout_of(rounds: RoundRunner) -> dict[str, Any]:
 
 
 def frozen_models(settings: Mapping[str, Any]) -> list[list[Any]]:
-    """What reference and reward model are made from, by a configuration in plain JSON types; caches of others do not fit them."""
+    """What reference and reward model are made from, by a configuration in plain JSON types; caches of others do not fit them.
+
+    A null reference has the adapters that the actor is given.
+    """
     roles = settings.get("reference") or settings.get("actor"), settings.get("reward")
-    return [[role.get(name) for name in MODEL_FIELDS] if isinstance(role, Mapping) else [] for role in roles]
+    return [
+        [*(role.get(name) for name in MODEL_FIELDS), (role.get("lora") or {}).get("adapter")]
+        if isinstance(role, Mapping)
+        else []
+        for role in roles
+    ]
 
 
 def data_state(config: TrainConfig, prompts: PromptSet) -> dict[str, Any]:

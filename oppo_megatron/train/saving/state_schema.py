@@ -105,6 +105,13 @@ class _Actor(_Strict):
     ess: Annotated[float, Field(allow_inf_nan=True)]
 
 
+class _History(_Strict):
+    count: Count
+    total: float
+    squares: Annotated[float, Field(ge=0)]
+    warmed: Count
+
+
 class _Occupancy(_Strict):
     clock: Count
     steps: Count
@@ -144,6 +151,7 @@ class _Book(_Strict):
     replicas: list[Pair]
     cached: list[list[Pair]]
     outputs: list[Pair] | None = None
+    outlived: list[Pair] | None = None
 
 
 class _Data(_Strict):
@@ -167,6 +175,7 @@ class _State(_Strict):
     guard: _Guard
     memory: _Memory
     actor: _Actor
+    history: _History = _History(count=0, total=0.0, squares=0.0, warmed=0)  # older checkpoints have none
     updates: Count
     phase: _Phase | None
     journal: _Journal

@@ -1,0 +1,62 @@
+"""What the controllers are told of a step: figures of what was trained on."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from oppo_megatron.algorithms.algorithm import PPO
+from oppo_megatron.config.overlap import ChunkConfig
+from oppo_megatron.config.ppo import KLConfig
+from oppo_megatron.control.chunk_tuner import ChunkTuner
+from oppo_megatron.control.kl_controller import KLController
+from oppo_megatron.data.prompts import PromptStream
+from oppo_megatron.overcommit.buffer import RolloutBuffer
+from oppo_megatron.overcommit.scheduler import OvercommitScheduler
+from oppo_megatron.records import Decision, StepSignals
+from oppo_megatron.train.adaptation import Adaptation
+from oppo_megatron.train.logs.facts import StepFacts
+from oppo_megatron.train.score_exchange import ScoreReport
+from tests.unit.test_algorithms_experience import batch, config
+from tests.unit.test_data_prompts import plain_set
+
+
+class Listening:
+    """A rule for delta that keeps what it is told."""
+
+    value = 0
+
+    def __init__(self) -> None:
+        self.told: list[StepSignals] = []
+
+    def observe(self, step: int, signals: StepSignals) -> Decision:
+        self.told.append(signals)
+        return Decision(0, "", False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "scores"),
+    [
+        ({}, [0.5, -7.0, 3.0]),
+        ({"reward_clip": 1.0}, [0.5, -1.0, 1.0]),
+        ({"reward_clip": 1.0, "truncated_score": -2.0}, [0.5, -1.0, -2.0]),
+        ({"reward_clip": 1.0, "missing_eos_penalty": 3.0}, [0.5, -1.0, -2.0]),
+        ({"reward_clip": 1.0, "reward_normalization": "batch"}, [0.5, -1.0, 1.0]),  # whose mean would say nothing
+    ],
+)
+def test_delta_is_told_the_scores_that_are_trained_on(settings: dict[str, Any], scores: list[float]) -> None:
+    rule, buffer = Listening(), RolloutBuffer(3, 0, 1)
+    scheduler = OvercommitScheduler(PromptStream(plain_set(3), 1), buffer, cast(Any, rule))
+    tuner, kl = ChunkTuner(ChunkConfig(), 8), KLController(KLConfig())
+    nothing = cast(Any, None)  # worlds, planners and costs have no part in this
+    adaptation = Adaptation(nothing, scheduler, tuner, kl, nothing, nothing, tunes_chunk=True)
+    facts = StepFacts(1, 0, 8)
+    facts.scores = ScoreReport({}, 0.0, 0.0, [], {}, ess=1.0, measured=[])
+    scheduler.begin_step()
+    for rollout in buffer.rollouts:
+        rollout.tokens = [1]
+    adaptation.learn_batch(facts, buffer.rollouts, PPO(config(**settings)).experience(batch(), 0.3))
+    assert rule.told[0].reward_mean == pytest.approx(sum(scores) / 3)
+    adaptation.learn_batch(facts, buffer.rollouts, PPO(config()).experience(batch(), 0.3), actor_trained=False)
+    assert len(rule.told) == 1 and "warms up" in facts.delta_reason, "a policy that is not trained has no trend"
