@@ -242,6 +242,7 @@ def test_a_rank_whose_interpreter_is_held_is_ended_by_its_timer(
     rank.start()
     rank.join(20)
     rank.kill()
-    assert rank.exitcode == 1, "as faulthandler ends a process"
+    # 1 is faulthandler's own; another thread of the fork that meets the end first may make it an abort.  -9 would be ours.
+    assert rank.exitcode in (1, -signal.SIGABRT), "as faulthandler ends a process"
     stacks = (tmp_path / "stacks" / "rank-0.txt").read_text()
     assert stacks.startswith("Timeout (0:00:01") and "in hold_the_interpreter" in stacks
