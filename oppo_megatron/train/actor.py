@@ -51,7 +51,7 @@ class BegunUpdate:
 
 @dataclass
 class Actor:
-    """The policy and its optimizer.  `version` counts its updates; every token carries that of its sampling.
+    """The policy and its optimizer.
 
     `ess` is the effective sample size of the last update, on every rank of the actor; before the first nothing can be stale.
     `gap_limit` is how far decoding and training may be apart.
@@ -61,7 +61,6 @@ class Actor:
     role: TrainedRole
     algorithm: Algorithm
     temperature: float
-    version: int = 0
     ess: float = 1.0
     gap_limit: GapLimit = GapLimit()
     memory_limit: MemoryLimit = field(default_factory=lambda: MemoryLimits().train)
@@ -92,7 +91,7 @@ class Actor:
         Raises NumericsError, on every rank, for a gradient that is not finite.
         """
         begun, self._begun = self._begun or self._prepare(batch, settings), None
-        extra = self._loss_inputs(batch, experience, begun.proximal_T, settings.device)
+        extra = self._loss_inputs(batch, experience, begun.proximal_T, settings)
 
         def loss(micro: MicroBatch, output: Tensor, num_tokens: int, first: bool) -> tuple[Tensor, dict[str, Tensor]]:
             logp, entropy = token_logprobs(output, micro.targets_R, self._vocab, self.temperature)
@@ -108,7 +107,6 @@ class Actor:
         reports = run_update(self.role.trained, batch, extra, loss, settings, self.memory_limit)
         summary = self.role.share(self._summary(reports, begun.gap), STATS)
         self.ess = summary["ess"]
-        self.version += 1
         moved = self.role.publish()
         most = self.memory_limit.within(settings.micro_batch_tokens)
         packing = update_packing(batch, self._groups.dp, settings, most)
@@ -116,11 +114,11 @@ class Actor:
 
     def set_aside(self) -> Callable[[], None]:
         """What takes back every update from now on, where it is called."""
-        undo, version, ess = self.role.undo(), self.version, self.ess
+        undo, ess = self.role.undo(), self.ess
 
         def back() -> None:
             undo()
-            self.version, self.ess = version, ess
+            self.ess = ess
 
         return back
 
@@ -141,7 +139,7 @@ class Actor:
         return self.role.trained.model.vocab
 
     def _loss_inputs(
-        self, batch: Sequence[Rollout], experience: Experience, proximal_T: Tensor | None, device: torch.device
+        self, batch: Sequence[Rollout], experience: Experience, proximal_T: Tensor | None, settings: UpdateSettings
     ) -> dict[str, Tensor]:
         """What the loss needs of each response token, each [T]; the loss runs on the last stage only."""
         if not self._groups.is_last_stage:
@@ -152,7 +150,7 @@ class Actor:
             "behaviour_logp": experience.old_logp_T,
             "advantages": experience.advantages_T,
             "reference_logp": experience.reference_logp_T,
-            "fresh": self._fresh(batch).to(device),
+            "fresh": fresh_tokens(batch, settings),
         }
         return inputs if weight_T is None else inputs | {"weight": weight_T}
 
@@ -187,13 +185,8 @@ class Actor:
             dist.all_reduce(found_T2, group=groups.collection.dp)  # each is 0 on all replicas but one
         logp_T, largest_T = found_T2.unbind(-1)
         drawn_T = torch.tensor([x for r in batch for x in r.logprobs], device=settings.device)
-        gap = gap_stats(logp_T - drawn_T, largest_T, self._fresh(batch).to(settings.device), self.gap_limit)
+        gap = gap_stats(logp_T - drawn_T, largest_T, fresh_tokens(batch, settings), self.gap_limit)
         return BegunUpdate(logp_T, {name: float(value) for name, value in gap.items()})
-
-    def _fresh(self, batch: Sequence[Rollout]) -> Tensor:
-        """[T]: 1 where decoding saw the very weights that the update starts from, cache included."""
-        flags = [float(version == self.version) for rollout in batch for version in rollout.versions]
-        return torch.tensor(flags, dtype=torch.float32)
 
     def _first_sums(self, micro: MicroBatch, logp_R: Tensor, logits_RV: Tensor) -> dict[str, Tensor]:
         """Before the first update: the gap between decode and training, and the moments of the current / behaviour ratio."""
@@ -230,3 +223,9 @@ class Actor:
             "grad_norm": sum(r["grad_norm"] for r in reports) / len(reports),
             "lr": reports[-1]["lr"],
         }
+
+
+def fresh_tokens(batch: Sequence[Rollout], settings: UpdateSettings) -> Tensor:
+    """[T]: 1 where decoding saw the very weights that the update starts from, cache included."""
+    flags = [float(version == settings.version) for rollout in batch for version in rollout.versions]
+    return torch.tensor(flags, dtype=torch.float32, device=settings.device)

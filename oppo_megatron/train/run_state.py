@@ -19,6 +19,7 @@ from oppo_megatron.train.evaluate import Evaluator
 from oppo_megatron.train.guards.rollback import Rollbacks
 from oppo_megatron.train.metering.meter import RolloutPhase, StepMeter
 from oppo_megatron.train.rollouts import Rollouts
+from oppo_megatron.train.update import History
 from oppo_megatron.train.updates import Updates
 
 
@@ -103,8 +104,8 @@ class RunState:
                 "decode": self.rounds.planner.actor.most,
                 "ranks": self.meter.memory.by_rank.state_dict(),
             },
-            "actor": {"version": actor.version, "ess": actor.ess},
-            "history": self.updates.history,
+            "actor": {"version": self.updates.version, "ess": actor.ess},
+            "history": self.updates.history.numbers(),
             "updates": actor.role.trained.updates,  # the critic has made as many, and those of its warm-up
             "phase": None if self.phase is None else self.phase.state_dict(),
             "journal": journal.state_dict(),
@@ -118,7 +119,7 @@ class RunState:
         if self.evaluator is not None:
             self.evaluator.load_state_dict(state.get("early_stop"))
         self.updates.guard.load_state_dict(state["guard"])
-        self.updates.recall(state.get("history", {}), state["actor"]["version"])
+        self.updates.version, self.updates.history = state["actor"]["version"], History.of(state.get("history", {}))
         if self.updates.actor is not None:
             self.updates.actor.ess = state["actor"]["ess"]
         if state["phase"] is not None:

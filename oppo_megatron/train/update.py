@@ -5,13 +5,14 @@ Legend: T response tokens of the whole batch (packed), R rows of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from oppo_megatron.algorithms.advantages import NOTHING_SEEN, Moments
 from oppo_megatron.algorithms.packed import tokens_of_rows
 from oppo_megatron.algorithms.stats import TokenStats
 from oppo_megatron.config.run import TrainConfig
@@ -27,7 +28,10 @@ UpdateLoss = Callable[[MicroBatch, Tensor, int, bool], tuple[Tensor, dict[str, T
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """How a batch is cut for an update.  `step` keys the shuffle, so that actor and critic see the same minibatches."""
+    """How a batch is cut for an update.  `step` keys the shuffle, so that actor and critic see the same minibatches.
+
+    `version` is the policy's, which the update starts from.
+    """
 
     epochs: int
     minibatches: int
@@ -35,12 +39,33 @@ class UpdateSettings:
     seed: int
     step: int
     device: torch.device
+    version: int = 0
 
     @classmethod
-    def of(cls, config: TrainConfig, step: int, device: torch.device) -> UpdateSettings:
+    def of(cls, config: TrainConfig, step: int, device: torch.device, version: int = 0) -> UpdateSettings:
         """Those of PPO step `step`, for actor and critic."""
         ppo, budget = config.ppo, config.runtime.micro_batch_tokens
-        return cls(ppo.epochs, ppo.minibatches, budget, config.seed, step, device)
+        return cls(ppo.epochs, ppo.minibatches, budget, config.seed, step, device, version)
+
+
+@dataclass(frozen=True)
+class History:
+    """What an update needs of the steps before: the scores `seen` in batches that were trained (for a running normalisation),
+    and the optimizer steps that the critic has made alone (`warmed`)."""
+
+    seen: Moments = NOTHING_SEEN
+    warmed: int = 0
+
+    @classmethod
+    def of(cls, numbers: Mapping[str, float | None]) -> History:
+        """From `numbers()`, which an older program has not written."""
+        count, total, squares, warmed = (numbers.get(name) or 0 for name in ("count", "total", "squares", "warmed"))
+        return cls(Moments(int(count), total, squares), int(warmed))
+
+    def numbers(self) -> dict[str, float]:
+        """In plain JSON types."""
+        seen = self.seen
+        return {"count": seen.count, "total": seen.total, "squares": seen.total_of_squares, "warmed": self.warmed}
 
 
 def begin_update(

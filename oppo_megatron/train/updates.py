@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from oppo_megatron.algorithms.advantages import NOTHING_SEEN, Moments
 from oppo_megatron.algorithms.experience import Experience, ScoredBatch
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.run import TrainConfig
@@ -17,17 +16,16 @@ from oppo_megatron.train.critic import Critic, no_stats
 from oppo_megatron.train.guards.guard import Evidence, Guard
 from oppo_megatron.train.metering.meter import StepMeter
 from oppo_megatron.train.score_exchange import ScoreExchange
-from oppo_megatron.train.update import UpdateSettings
+from oppo_megatron.train.update import History, UpdateSettings
 
 
 @dataclass
 class Updates:
     """`actor` and `critic` are None where the rank has no part in them, or the algorithm no critic.
 
-    `version` is the policy's, alike on every rank: updates of the actor so far; `warmed` are optimizer steps that the critic
-    has made without it, `seen` the scores of the batches trained so far.  `conclude` waits for the checkpoint that is being
-    written, if there is one: a guard may go back to it.  `admitted` is the position in the stream of prompts behind the last
-    one admitted.
+    `version` is the policy's, updates of the actor so far, and like `history` the same on every rank.  `conclude` waits for the
+    checkpoint that is being written, if there is one: a guard may go back to it.  `admitted` is the position in the stream of
+    prompts behind the last one admitted.
     """
 
     config: TrainConfig
@@ -41,8 +39,7 @@ class Updates:
     conclude: Callable[[], None]
     admitted: Callable[[], int]
     version: int = 0
-    seen: Moments = NOTHING_SEEN
-    warmed: int = 0
+    history: History = History()
 
     def begin(self, step: int, batch: Sequence[Rollout]) -> None:
         """What of the actor's update needs no scores."""
@@ -54,27 +51,12 @@ class Updates:
         """False while the critic warms up."""
         return step > self.config.ppo.critic_warmup_steps
 
-    @property
-    def history(self) -> dict[str, float]:
-        """What updates remember of the steps before, as plain numbers."""
-        seen = self.seen
-        return {"count": seen.count, "total": seen.total, "squares": seen.total_of_squares, "warmed": self.warmed}
-
-    def recall(self, history: Mapping[str, float], version: int) -> None:
-        """Go on from a `history`, at a version of the policy, on every rank; a run of an older program has none."""
-        if history:
-            self.seen = Moments(int(history["count"]), history["total"], history["squares"])
-            self.warmed = int(history["warmed"])
-        self.version = version
-        if self.actor is not None:
-            self.actor.version = version
-
     def make(self, step: int, batch: Sequence[Rollout], scored: ScoredBatch) -> tuple[Experience, Breach | None]:
         """Update actor and critic with the batch, or leave them as they are where a guard finds fault, and say with what.
 
         Raises where the run is to stop, or to go back.
         """
-        experience, breach = self.guard.examine(scored, self.kl.value, self.seen)
+        experience, breach = self.guard.examine(scored, self.kl.value, self.history.seen)
         evidence = self._evidence(step, batch, scored, experience)
         if breach is not None:
             self._settle(breach, evidence)
@@ -88,19 +70,22 @@ class Updates:
 
     def _remember(self, step: int, batch: Sequence[Rollout], experience: Experience) -> None:
         """An update has been made, and stays."""
-        if self.config.ppo.reward_normalization == "running":
-            self.seen += experience.scores
+        ppo, history = self.config.ppo, self.history
+        if ppo.reward_normalization == "running":
+            history = replace(history, seen=history.seen + experience.scores)
         if self.trains_actor(step):
             self.version += 1
         else:
-            self.warmed += self.config.ppo.epochs * min(self.config.ppo.minibatches, len(batch))
+            history = replace(history, warmed=history.warmed + ppo.epochs * min(ppo.minibatches, len(batch)))
+        self.history = history
 
     def _settings(self, step: int) -> UpdateSettings:
-        return UpdateSettings.of(self.config, step, self.world.device)
+        return UpdateSettings.of(self.config, step, self.world.device, self.version)
 
     def _evidence(self, step: int, batch: Sequence[Rollout], scored: ScoredBatch, experience: Experience) -> Evidence:
         figures = experience.stats.figures()
-        return Evidence(step, self.version, self.kl.value, batch, scored, figures, self.history, self.exchange.refusal)
+        history = self.history.numbers()
+        return Evidence(step, self.version, self.kl.value, batch, scored, figures, history, self.exchange.refusal)
 
     def _settle(self, breach: Breach | None, evidence: Evidence) -> None:
         if breach is not None:

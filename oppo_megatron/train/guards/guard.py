@@ -32,7 +32,7 @@ from oppo_megatron.train.guards.rollback import Rollbacks
 @dataclass(frozen=True)
 class Evidence:
     """Of one step: what a rejected batch is made of.  `figures` are statistics that this rank knows of the step, `history` what
-    the run remembers of those before (`Updates.history`)."""
+    the run remembers of those before (`History`)."""
 
     step: int
     policy_version: int

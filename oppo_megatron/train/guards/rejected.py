@@ -43,7 +43,7 @@ LEAST: dict[str, int] = {"step": 1, "total_steps": 1}  # of these numbers; of th
 @dataclass(frozen=True)
 class Facts:
     """The step: `policy_version` of the actor before its update, the run's `config` as YAML, its statistics (`figures`),
-    and the `history` that the run remembered of the steps before (`Updates.history`)."""
+    and the `history` that the run remembered of the steps before (`History`)."""
 
     step: int
     seed: int

@@ -8,7 +8,6 @@ from functools import partial
 
 import torch
 
-from oppo_megatron.algorithms.advantages import Moments
 from oppo_megatron.algorithms.algorithm import make_algorithm
 from oppo_megatron.algorithms.decode_gap import GapLimit
 from oppo_megatron.algorithms.experience import Experience
@@ -26,7 +25,7 @@ from oppo_megatron.train.critic import Critic
 from oppo_megatron.train.guards.rejected import Facts, RejectedBatch
 from oppo_megatron.train.topology import Topology, build_topology
 from oppo_megatron.train.trained_role import TrainedRole, build_trained_role
-from oppo_megatron.train.update import UpdateSettings
+from oppo_megatron.train.update import History, UpdateSettings
 
 
 @dataclass(frozen=True)
@@ -103,19 +102,17 @@ def _replay(rejected: RejectedBatch, config: TrainConfig, world: World) -> Repla
         **{name: x.to(world.device) if isinstance(x, torch.Tensor) else x for name, x in vars(rejected.scored).items()}
     )
     algorithm = make_algorithm(config.algorithm, config.ppo)
-    count, total, squares, warmed = (facts.history.get(name) or 0 for name in ("count", "total", "squares", "warmed"))
-    seen = Moments(int(count), total, squares)
-    experience = algorithm.experience(scored, facts.kl_coefficient, check=False, seen=seen)
+    history = History.of(facts.history)
+    experience = algorithm.experience(scored, facts.kl_coefficient, check=False, seen=history.seen)
     actor = Actor(
         _role("actor", "lm", config, world, topology, facts, warmed=0),
         algorithm,
         config.rollout.temperature,
-        version=facts.policy_version,
         gap_limit=GapLimit.of(config.guards.logprob_gap, config.actor.dtype, config.rollout.temperature),
     )
     critic = None
     if algorithm.needs.critic:
-        critic = Critic(_role("critic", "scalar", config, world, topology, facts, int(warmed)), algorithm)
+        critic = Critic(_role("critic", "scalar", config, world, topology, facts, history.warmed), algorithm)
     figures, breach = _update(rejected, experience, actor, critic, config, world)
     return Replayed(figures, facts.figures, breach)
 
@@ -146,7 +143,7 @@ def _update(
     rejected: RejectedBatch, experience: Experience, actor: Actor, critic: Critic | None, config: TrainConfig, world: World
 ) -> tuple[dict[str, float], Breach | None]:
     rules = Rules(config.guards, config.guards.logprob_gap.in_numbers(config.actor.dtype, config.rollout.temperature))
-    settings = UpdateSettings.of(config, rejected.facts.step, world.device)
+    settings = UpdateSettings.of(config, rejected.facts.step, world.device, rejected.facts.policy_version)
     coefficient = rejected.facts.kl_coefficient
     figures = experience.stats.figures()
     found = [rules.check(figures)]

@@ -21,13 +21,14 @@ from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.train.saving.caches import CacheContents, gather_caches
 from oppo_megatron.train.saving.saveable import Saveable
 from oppo_megatron.train.saving.state import rollout_lines, run_state
+from oppo_megatron.train.update import History
 
 STATE, ROLLOUTS, MODELS, CACHES = "state.json", "rollouts.jsonl", "models", "caches"
 
 
 def updates_of(state: Mapping[str, Any], models: Iterable[str]) -> dict[str, int]:
     """Optimizer steps of each model by a checkpoint's `state.json`; the critic's warm-up adds to its own."""
-    warmed = state.get("history", {}).get("warmed", 0)
+    warmed = History.of(state.get("history", {})).warmed
     return {name: state["updates"] + (warmed if name == "critic" else 0) for name in models}
 
 
