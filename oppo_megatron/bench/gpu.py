@@ -233,8 +233,7 @@ class GpuBench:
                 },
                 "runtime": {"device": work.device, "micro_batch_tokens": work.micro_batch_tokens},
                 "logging": {"console": "plain"},
-                "save_weights": False,
-                "checkpoint": {"every_minutes": 0, "final": False},
+                "checkpoint": {"every_minutes": 0, "final": "nothing"},
             }
         )
 

@@ -121,11 +121,10 @@ def bare(config: TrainConfig) -> TrainConfig:
     """The configuration without held-out evaluation, final weights and checkpoints that it does not ask for, which are no
     part of a step; with the trace, which is read."""
     logging = config.logging.model_copy(update={"trace": True})
-    checkpoint = config.checkpoint.model_copy(update={"every_minutes": 0.0, "final": False})
+    checkpoint = config.checkpoint.model_copy(update={"every_minutes": 0.0, "final": "nothing"})
     changes = {
         "evaluation": None,
         "early_stop": None,
-        "save_weights": False,
         "logging": logging,
         "checkpoint": checkpoint,
     }

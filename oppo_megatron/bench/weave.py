@@ -31,7 +31,7 @@ WORKING = {Op.DECODE, Op.SAMPLE, Op.PREFILL, Op.SCORE}
 
 def bench_weave(suite: Suite, config: TrainConfig, modes: Sequence[str]) -> dict[str, Any]:
     """Run the modes, every action traced.  Writes weave.json and weave.png."""
-    logging = config.logging.model_copy(update={"actions": True})
+    logging = config.logging.model_copy(update={"trace": "actions"})
     traced = config.model_copy(update={"logging": logging})
     configs = {
         mode: traced.model_copy(update={"overlap": config.overlap.model_copy(update=WEAVES[mode])}) for mode in modes

@@ -60,7 +60,7 @@ def _overrides(args: argparse.Namespace) -> list[str]:
     from oppo_megatron.data.random_prompts import write_random_prompts
 
     overrides = [*args.overrides, f"run_dir={args.out / 'disturbed'}"]
-    overrides += ["save_weights=true", "logging.rollouts=true", "logging.trace=false", "logging.console=off"]
+    overrides += ["logging.rollouts=true", "logging.trace=false", "logging.console=off"]
     if args.prompt_tokens is not None:
         tokenizer, prompts = write_random_prompts(args.out / "inputs", args.prompt_tokens)
         overrides += [f"tokenizer.path={tokenizer}", f"data.path={prompts}"]

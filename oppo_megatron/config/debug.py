@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -35,18 +35,12 @@ class DebugConfig(Section):
     their 99th percentile is `rollout.max_response_tokens`.
     """
 
-    forced_lengths: Annotated[list[float] | Path | None, Unit("tokens, nats")] = Field(
+    forced_lengths: Annotated[list[float] | Path | tuple[Path, str] | None, Unit("tokens, nats")] = Field(
         None,
         description="lengths at which responses end, in place of EOS: [median, sigma] of log-normal lengths, in "
-        "tokens, and the standard deviation of their logarithm (0: all equal); or a CSV file of recorded lengths",
-    )
-    trace_column: str | None = Field(
-        None,
-        description="column of tokens in such a file (null: `GeneratedTokens`); the kind, if the file is a histogram "
-        "(null: `output`)",
-    )
-    actions: bool = Field(
-        False, description="trace every action of every round, and write the rounds' schedules to schedules.txt"
+        "tokens, and the standard deviation of their logarithm (0: all equal); or a CSV file of recorded lengths; or "
+        "[file, column], with the file's column of tokens (else `GeneratedTokens`), or the kind, if the file is a "
+        "histogram (else `output`)",
     )
     wait_for: list[Literal["critic", "scores"]] = Field(
         default=[],
@@ -57,9 +51,9 @@ class DebugConfig(Section):
 
     @field_validator("forced_lengths")
     @classmethod
-    def _median_and_sigma(cls, value: list[float] | Path | None) -> list[float] | Path | None:
+    def _median_and_sigma(cls, value: Any) -> Any:
         if isinstance(value, list) and not (len(value) == 2 and value[0] > 0 and value[1] >= 0):
-            raise ValueError("[median, sigma] with a median above 0 and a sigma of at least 0, or a CSV file")
+            raise ValueError("[median, sigma] with a median above 0 and a sigma of at least 0, a CSV file, or [file, column]")
         return value
 
     @property
@@ -69,5 +63,7 @@ class DebugConfig(Section):
         if given is None:
             return None
         if isinstance(given, Path):
-            return ForcedLengths(trace=given, column=self.trace_column)
+            return ForcedLengths(trace=given)
+        if isinstance(given, tuple):
+            return ForcedLengths(trace=given[0], column=given[1])
         return ForcedLengths(median=given[0], sigma=given[1])

@@ -152,6 +152,8 @@ def _type(annotation: Any, of_section: Callable[[type[Section]], str]) -> str:
         return " ".join([_type(arguments[0], of_section), *_bounds(arguments[1:])])
     if origin is list:
         return f"list of {_type(arguments[0], of_section)}"
+    if origin is tuple:
+        return f"[{', '.join(_type(part, of_section) for part in arguments)}]"
     if origin is dict:
         return "mapping"
     if isinstance(annotation, type) and issubclass(annotation, Section):

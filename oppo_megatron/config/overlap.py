@@ -32,11 +32,11 @@ class DeltaConfig(Section):
     window: Annotated[int, Unit("steps")] = Field(
         5, ge=1, description="steps averaged by the rule (W or w in the paper)"
     )
-    increase: Annotated[int, Unit("prompts")] = Field(
-        1, ge=1, description="delta_inc of eq. 4; `measured` grows by it too"
-    )
-    decrease: Annotated[int, Unit("prompts")] = Field(
-        1, ge=1, description="delta_dec of eq. 4; `measured` shrinks by it too"
+    change: Annotated[list[PositiveInt], Unit("prompts")] = Field(
+        default=[1, 1],
+        min_length=2,
+        max_length=2,
+        description="[delta_inc, delta_dec] of eq. 4; `measured` grows and shrinks by them too",
     )
 
 

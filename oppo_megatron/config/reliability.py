@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -16,7 +16,11 @@ class CheckpointConfig(Section):
     every_minutes: Annotated[float, Unit("minutes")] = Field(
         15.0, ge=0, description="save after the first step that ends this long after the last checkpoint; 0: never"
     )
-    final: bool = Field(True, description="save after the last step, so that the run can be given more steps later")
+    final: bool | Literal["nothing"] = Field(
+        True,
+        description="save after the last step, so that the run can be given more steps later; false: only the final "
+        "weights are written; nothing: not even these",
+    )
     keep: Annotated[int, Unit("checkpoints")] = Field(2, ge=1, description="number of last checkpoints that are kept")
     keep_best: bool | str = Field(
         False,
@@ -34,6 +38,16 @@ class CheckpointConfig(Section):
     resume: bool = Field(
         False, description="continue from the last whole checkpoint of `run_dir`, if it has one (`--resume`)"
     )
+
+    @property
+    def saves_end(self) -> bool:
+        """Whether the run saves a checkpoint after its last step."""
+        return self.final is True
+
+    @property
+    def writes_weights(self) -> bool:
+        """Whether the run writes weights to `weights/`, and to `best/` where a best step is kept."""
+        return self.final != "nothing"
 
 
 class TrainCheckpointConfig(CheckpointConfig):

@@ -57,6 +57,12 @@ def _direction(now: Any, value: Any) -> Any:
     return f"{value} {now}" if value and isinstance(now, str) else now
 
 
+def _column(now: Any, value: Any) -> Any:
+    return [now, value] if isinstance(now, str) and value is not None else now
+
+
+ACTIONS = "write `actions` there in place of true"
+CHANGE = "write [increase, decrease]"
 WORDS = "write the direction before the metric, as in `min toxicity`"
 PAIR = "write [lowest, highest] there, null where there is none"
 NOT_TUNED = "no run has gained by another value"
@@ -76,6 +82,8 @@ def _of_overlap(block: str) -> dict[str, Moved | Fixed]:
         f"{block}.delta.dead_band": Fixed("0.05", NOT_TUNED),
         f"{block}.delta.ess_floor": Fixed("0.8", NOT_TUNED),
         f"{block}.delta.length_gap_cap": Fixed("0.4", NOT_TUNED),
+        f"{block}.delta.increase": Moved(f"{block}.delta.change", CHANGE, _place(0, [1, 1])),
+        f"{block}.delta.decrease": Moved(f"{block}.delta.change", CHANGE, _place(1, [1, 1])),
     }
 
 
@@ -136,7 +144,11 @@ RENAMED: dict[str, Moved | Fixed] = {
         lambda now, value: value if now and value is not None else now,
     ),
     "checkpoint.best_mode": Moved("checkpoint.keep_best", WORDS, _direction),
-    "logging.actions": Moved("debug.actions"),
+    "logging.actions": Moved("logging.trace", ACTIONS, lambda now, value: "actions" if value else now),
+    "debug.actions": Moved("logging.trace", ACTIONS, lambda now, value: "actions" if value else now),
+    "save_weights": Moved(
+        "checkpoint.final", "write `nothing` there in place of false", lambda now, value: now if value else "nothing"
+    ),
     "logging.wandb_mode": Fixed("what the variable WANDB_MODE says", "Weights & Biases reads it itself"),
     "rollout.stop_token_ids": Moved(
         "rollout.stop", "write the ids there, among the texts", lambda now, value: [*(now or []), *value]
@@ -151,7 +163,8 @@ RENAMED: dict[str, Moved | Fixed] = {
         lambda now, value: [now[0], value] if isinstance(now, list) and value is not None else now,
     ),
     "rollout.forced_lengths.trace": Moved("debug.forced_lengths", "name the file there", lambda now, value: value or now),
-    "rollout.forced_lengths.column": Moved("debug.trace_column"),
+    "rollout.forced_lengths.column": Moved("debug.forced_lengths", "write [file, column]", _column),
+    "debug.trace_column": Moved("debug.forced_lengths", "write [file, column]", _column),
     "rollout.forced_lengths.scale": Fixed("auto", "the lengths of a trace are to fit `rollout.max_response_tokens`"),
     "overlap.hide_critic": Moved(
         "debug.wait_for",

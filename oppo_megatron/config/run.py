@@ -85,7 +85,11 @@ class LoggingConfig(Section):
     wandb_project: str | None = Field(
         None, description="Weights & Biases project to log to, in the mode of the variable WANDB_MODE; null: none"
     )
-    trace: bool = Field(True, description="write trace.json: each rank's work over time")
+    trace: bool | Literal["actions"] = Field(
+        True,
+        description="write trace.json: each rank's work over time; actions: every action of every round in it, and the "
+        "rounds' schedules in schedules.txt",
+    )
     rollouts: bool = Field(False, description="write every trained rollout to rollouts.jsonl")
 
     @field_validator("console", mode="before")
@@ -152,7 +156,6 @@ class TrainSettings(RunConfig):
     guards: GuardsConfig = GuardsConfig()
     checkpoint: TrainCheckpointConfig = TrainCheckpointConfig()
     debug: DebugConfig = DebugConfig()
-    save_weights: bool = Field(True, description="write the final weights of actor and critic to `weights/`")
 
     @model_validator(mode="before")
     @classmethod

@@ -108,7 +108,8 @@ class RewardDelta(DeltaController):
     def _follow(self, slope: float, figures: str) -> tuple[int, str]:
         """Eq. 4's two cases."""
         old = self._value
-        change = self._config.increase if slope > 0 else -self._config.decrease
+        increase, decrease = self._config.change
+        change = increase if slope > 0 else -decrease
         new = self._clip(old + change)
         trend = "improves" if slope > 0 else "does not improve"
         return new, f"{figures}: the reward {trend}, delta {old} {change:+d} -> {new}{self._bounds()}"
@@ -291,20 +292,21 @@ class MeasuredDelta(DeltaController):
         return self._value, f"{figures}: delta stays {self._value}"
 
     def _shrink(self, signal: str, figures: str) -> tuple[int, str]:
-        old, new = self._value, self._clip(self._value - self._config.decrease)
+        old, decrease = self._value, self._config.change[1]
+        new = self._clip(old - decrease)
         if new < old and self._grown:
             self._ceiling = Ceiling(old - 1, signal)
         self._moved(new, grown=False)
-        return new, f"{figures}: delta {old} {-self._config.decrease:+d} -> {new}{self._bounds()}"
+        return new, f"{figures}: delta {old} {-decrease:+d} -> {new}{self._bounds()}"
 
     def _grow(self, figures: str) -> tuple[int, str]:
-        old, ceiling = self._value, self._ceiling_now()
-        new = self._clip(old + self._config.increase)
+        old, ceiling, increase = self._value, self._ceiling_now(), self._config.change[0]
+        new = self._clip(old + increase)
         if ceiling is not None and new > ceiling.delta:
             new = max(old, ceiling.delta)
             figures += f", {ceiling.delta + 1} was taken back for its {ceiling.signal.replace('_', ' ')}"
         self._moved(new, grown=True)
-        return new, f"{figures}: delta {old} {self._config.increase:+d} -> {new}{self._bounds()}"
+        return new, f"{figures}: delta {old} {increase:+d} -> {new}{self._bounds()}"
 
     def _ceiling_now(self) -> Ceiling | None:
         """The ceiling at the end of a window at one delta (law 3)."""

@@ -69,7 +69,7 @@ def forced_quantile(forced: ForcedLengths | None, max_response_tokens: int) -> C
     else:
         raise DataError(
             f"{forced.trace}: the 99th percentile of its lengths is 0 tokens, which no scale makes "
-            f"rollout.max_response_tokens; name another column in debug.trace_column"
+            f"rollout.max_response_tokens; name another column, as in debug.forced_lengths: [{forced.trace}, COLUMN]"
         )
     return lambda u: factor * trace.quantile(u)
 
@@ -151,7 +151,7 @@ class _Histogram:
     def nothing_found(self) -> str:
         return (
             f"a histogram with 0 requests of kind `{self.kind}`, but at least one is needed; its kinds are "
-            f"{', '.join(sorted(self.kinds)) or 'none'}: name another in debug.trace_column, or another file"
+            f"{', '.join(sorted(self.kinds)) or 'none'}: name another, as in debug.forced_lengths: [FILE, KIND], or another file"
         )
 
 
@@ -172,7 +172,7 @@ def _place(where: str, header: Sequence[str], name: str) -> int:
         raise DataError(f"{where}: the column `{name}` must stand once in the header ({found}); rename one")
     raise DataError(
         f"{where}: there must be a column `{name}`, but the columns are: {found}; name the one that holds "
-        f"tokens in debug.trace_column, or give a histogram {','.join(HISTOGRAM)}"
+        f"tokens, as in debug.forced_lengths: [FILE, COLUMN], or give a histogram {','.join(HISTOGRAM)}"
     )
 
 

@@ -137,7 +137,7 @@ def holdings_of(config: TrainConfig | SupervisedConfig, *, on_cpu: bool) -> list
 def written_bytes(config: TrainConfig | SupervisedConfig) -> float:
     """Bytes of a run's final weights, and of one checkpoint where it makes any; not of adapters, which are small beside these."""
     saves = config.checkpoint
-    checkpoints = bool(saves.final or saves.every_steps or saves.every_minutes)
+    checkpoints = bool(saves.saves_end or saves.every_steps or saves.every_minutes)
     weights = state = 0.0
     if isinstance(config, SupervisedConfig):
         if config.model.lora is not None:
@@ -145,7 +145,7 @@ def written_bytes(config: TrainConfig | SupervisedConfig) -> float:
         holdings = supervised_holdings(config)
         weights = sum(held.memory.weights for held in holdings if held.coords.replica == 0)
         state = sum(held.memory.optimizer for held in holdings)  # sharded over the replicas
-        return weights * (1 + bool(saves.keep_best)) + (weights + state) * checkpoints
+        return weights * saves.writes_weights * (1 + bool(saves.keep_best)) + (weights + state) * checkpoints
     for held in train_holdings(config, on_cpu=False):
         role = named_roles(config)[held.role.partition(".")[0]]
         if not isinstance(role, TrainedRoleConfig) or role.lora is not None:
@@ -153,7 +153,7 @@ def written_bytes(config: TrainConfig | SupervisedConfig) -> float:
         state += held.memory.optimizer if held.coords.replica == 0 or role.train.distributed_optimizer else 0
         trains = held.memory.optimizer > 0
         weights += max(held.memory.weights, held.memory.copy) if trains and held.coords.replica == 0 else 0
-    return weights * config.save_weights * (1 + bool(saves.keep_best)) + (weights + state) * checkpoints
+    return weights * saves.writes_weights * (1 + bool(saves.keep_best)) + (weights + state) * checkpoints
 
 
 def rank_memory(holdings: Sequence[Holding]) -> dict[int, Memory]:

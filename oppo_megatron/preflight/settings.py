@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from oppo_megatron.config.data import DataConfig, RewardPart
 from oppo_megatron.config.debug import DebugConfig
@@ -168,12 +167,9 @@ def _check_backfill(overlap: OverlapConfig) -> list[str]:
 
 
 def check_forced_lengths(debug: DebugConfig) -> list[str]:
-    """A trace that exists, and no column of another."""
-    if isinstance(debug.forced_lengths, Path):
-        return check_exists("debug.forced_lengths", debug.forced_lengths)
-    if debug.trace_column is not None:
-        return [f"debug.trace_column is {debug.trace_column!r}, but only a trace has it; remove it or name a trace"]
-    return []
+    """A trace that exists."""
+    trace = None if debug.lengths is None else debug.lengths.trace
+    return [] if trace is None else check_exists("debug.forced_lengths", trace)
 
 
 def check_stops(rollout: RolloutConfig, *, forced: bool) -> list[str]:

@@ -67,7 +67,7 @@ def untraced_percent(runs: Sequence[Path]) -> float:
 def kind_of(span: Span) -> str | None:
     """Which of `KINDS` the span's work is of; None where it is none, or waits.
 
-    Spans are named by label, or by action (`prefill reward m0 c3`) in a run with `debug.actions`.
+    Spans are named by label, or by action (`prefill reward m0 c3`) in a run with `logging.trace: actions`.
     """
     word = span.name.split(" ")[0]
     if word in ("decode", "sample") or (word == "prefill" and span.role == "actor"):

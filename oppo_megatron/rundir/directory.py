@@ -4,7 +4,7 @@ config.yaml       resolved configuration          summary.json      figures of t
 checkpoints/      what `--resume` continues from
 metrics.jsonl     a line a step                   quarantine.jsonl  rows refused and why
 trace.json        each rank's work over time      weights/          final weights
-hosts.json        where each rank ran             schedules.txt     each round's schedule (`debug.actions`)
+hosts.json        where each rank ran             schedules.txt     each round's schedule (`logging.trace: actions`)
 rejected/           batches that a guard rejected, for `oppo replay`
 rollbacks.jsonl   prompts left out when a guard went back to a checkpoint
 stacks/           stacks of each rank's threads when the run stood still

@@ -117,11 +117,13 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preem
         loop.bound_memory(read_memory_limits(run, layout_tree(config)) if config.checkpoint.resume else {})
         if not loop.run():
             return False
+        keeps = config.checkpoint.writes_weights
         with world.activity.doing("writing weights"):
-            _save_weights(config, loop, inputs, run.weights)
+            if keeps:
+                _save_weights(config, loop, inputs, run.weights)
         saver.save_end(loop.state)
         with world.activity.doing("writing the best step's weights"):
-            if config.save_weights and saver.load_best(loop.state.models, loop.state.position):
+            if keeps and saver.load_best(loop.state.models, loop.state.position):
                 _save_weights(config, loop, inputs, run.best)
     with world.activity.doing("summary"):
         _finish(config, loop, inputs)
@@ -129,10 +131,10 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preem
 
 
 def _save_weights(config: TrainConfig, loop: TrainingLoop, inputs: Inputs, folder: Path) -> None:
-    if config.save_weights and loop.actor is not None:
+    if loop.actor is not None:
         stops = config.rollout.stop_token_ids
         save_role(loop.actor.role.trained.chunks, folder / "actor", inputs.tokenizer, config.actor.checkpoint, stops)
-    if config.save_weights and loop.critic is not None and config.critic is not None:
+    if loop.critic is not None and config.critic is not None:
         save_role(loop.critic.role.trained.chunks, folder / "critic", inputs.tokenizer, config.critic.checkpoint)
 
 

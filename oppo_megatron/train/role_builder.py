@@ -89,7 +89,7 @@ class RoleBuilder:
             site,
             round_generator(config.overlap, site),
             self._stopping.limit,
-            rank=None if config.debug.actions else rank,  # schedules.txt shows all ranks
+            rank=None if config.logging.trace == "actions" else rank,  # schedules.txt shows all ranks
         )
         first: RoleWorker | None = decode if decode is not None else listen
         assert first is not None

@@ -122,8 +122,8 @@ def _tracer(config: TrainConfig, rank: int, site: Site) -> RoundTracer:
         SpanRecorder(rank, config.run_dir if config.logging.trace else None),
         CostMeter({role: placement.pp for role, placement in site.placements.items()}),
         site,
-        actions=config.debug.actions,
-        schedules=schedules if config.debug.actions and rank == site.source else None,
+        actions=config.logging.trace == "actions",
+        schedules=schedules if config.logging.trace == "actions" and rank == site.source else None,
     )
 
 

@@ -153,13 +153,14 @@ def _load_rows(
 
 def _write(config: SupervisedConfig, trainer: SupervisedTrainer[RowT], tokenizer: Tokenizer) -> None:
     """What the run has come to: the weights, a checkpoint to go on from, and the best step's weights."""
-    run = RunDirectory(config.run_dir)
+    run, keeps = RunDirectory(config.run_dir), config.checkpoint.writes_weights
     trained, passed, base = trainer.trained, trainer.passed, config.model.checkpoint
     with trainer.spans.span("save", role="model", step=passed.steps), trainer.activity.doing("writing weights"):
-        save_role(trained.chunks, run.weights, tokenizer, base)
+        if keeps:
+            save_role(trained.chunks, run.weights, tokenizer, base)
     trainer.saver.save_end(trained, passed, trainer.report, trainer.beside)
     with trainer.activity.doing("writing the best step's weights"):
-        if trainer.saver.load_best({MODEL: trained}, Position(passed.steps)):
+        if keeps and trainer.saver.load_best({MODEL: trained}, Position(passed.steps)):
             save_role(trained.chunks, run.best, tokenizer, base)
     trainer.spans.flush()
 

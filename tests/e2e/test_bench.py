@@ -102,6 +102,8 @@ def test_overlap_where_roles_share_a_process(workspace: Workspace, tmp_path: Pat
     result = bench_overlap(
         suite(tmp_path, repeats=2), config(workspace, steps=1), ["sequential", "full+backfill"], ["single"], cores=1
     )
+    for run in ("single/sequential-1", "single/full+backfill-2"):
+        assert (tmp_path / run / "summary.json").exists() and not (tmp_path / run / "weights").exists()
     [rank] = result["nothing_waits"][0]["ranks"]
     assert 0 < rank["step_s"] <= rank["total_s"] and result["best_sequential"]["step_s"] == "single"
     written = left(tmp_path, "overlap")

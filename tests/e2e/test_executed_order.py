@@ -44,7 +44,7 @@ def executed_actions(run: Path) -> dict[int, list[Action]]:
 
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_ranks_do_what_the_schedule_says_in_its_order(workspace: Workspace, name: str) -> None:
-    changes = {"overlap.intra": True, "debug.actions": True, "overlap.weave": [2, "auto"]}
+    changes = {"overlap.intra": True, "logging.trace": "actions", "overlap.weave": [2, "auto"]}
     config = deep(workspace, name.replace(" ", "-"), placement=PLACEMENTS[name], steps=2, **changes)
     run_ppo_ranks(config)
     run = Path(config["run_dir"])

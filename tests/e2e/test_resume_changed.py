@@ -191,7 +191,7 @@ def test_the_end_is_a_checkpoint_unless_it_is_not_wanted(workspace: Workspace) -
     assert checkpoints(config) == ["step-000002"]
     config = deep(workspace, "no-final", **{"steps": 1, "checkpoint.final": False})
     run_ppo_ranks(config)
-    assert not (Path(config["run_dir"]) / "checkpoints").exists()
+    assert not (Path(config["run_dir"]) / "checkpoints").exists() and (Path(config["run_dir"]) / "weights").exists()
     assert typed(config, "steps=2") == 2
 
 

@@ -240,7 +240,9 @@ def test_refused_rows_are_set_aside(inputs: Path, tmp_path: Path) -> None:
     long_row = {"prompt": "Q: 1", "completion": "1 2 " * 100}
     data.write_text((inputs / "sft.jsonl").read_text() + "not JSON\n" + json.dumps(long_row) + "\n")
     chosen = settings(inputs, "sft", tmp_path / "run", steps=1, data={"path": data, "bad_rows": "quarantine"})
-    run("sft", chosen)
+    run("sft", chosen | {"checkpoint": {"final": "nothing"}})
+    left = {path.name for path in (tmp_path / "run").iterdir()}
+    assert "summary.json" in left and not {"weights", "checkpoints"} & left
     entries = [json.loads(line) for line in (tmp_path / "run" / "quarantine.jsonl").read_text().splitlines()]
     assert sorted(entry["line"] for entry in entries) == [NUM_ROWS + 1, NUM_ROWS + 2]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

@@ -182,7 +182,7 @@ def test_evaluation_and_weights_are_no_part_of_a_benchmark() -> None:
         evaluation={"data": {"path": "h.jsonl"}, "verifier": "gsm8k"}, logging={"trace": False, "console": "off"}
     )
     changed = bare(held_out)
-    assert changed.evaluation is None and not changed.save_weights
+    assert changed.evaluation is None and not changed.checkpoint.writes_weights
     assert changed.logging.trace and changed.logging.console == "off"
 
 

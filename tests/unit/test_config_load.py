@@ -134,9 +134,8 @@ def test_a_key_that_is_wrong_is_not_said_to_be_absent_as_well(good: Path) -> Non
     def check(config: TrainConfig) -> list[str]:
         return [*check_forced_lengths(config.debug), *check_source("actor", config.actor)]
 
-    lengths = ["debug.forced_lengths=[0,1]", "debug.trace_column=null"]
     with pytest.raises(ConfigError) as caught:
-        load_config(TrainConfig, good, [*lengths, "actor.checkpoint=[1]", "actor.lorra={}"], check=check)
+        load_config(TrainConfig, good, ["debug.forced_lengths=[0,1]", "actor.checkpoint=[1]", "actor.lorra={}"], check=check)
     assert sorted(problem.split("`")[1] for problem in caught.value.problems) == [
         "actor.checkpoint", "actor.lorra", "debug.forced_lengths"
     ]  # fmt: skip

@@ -36,7 +36,7 @@ def mean(rewards: list[float]) -> Fraction:
 
 
 def test_eq4_grows_while_the_reward_improves_and_decays_when_it_is_flat() -> None:
-    config = DeltaConfig(rule="eq4", initial=4, min=1, max=6, window=2, increase=2, decrease=1)
+    config = DeltaConfig(rule="eq4", initial=4, min=1, max=6, window=2, change=[2, 1])
     rising, flat = [0.0, 0.0, 1.0, 1.0, 2.0], [2.0] * 8
     # Waits for 4 rewards; then +2 clipped at 6; flat means shrink by 1 until 1.
     assert values(make_delta_controller(config), rising + flat) == [4, 4, 4, 6, 6, 6, 6, 5, 4, 3, 2, 1, 1]
@@ -61,7 +61,7 @@ def test_fixed_ignores_the_reward() -> None:
 
 @given(rewards=rewards_strategy, window=st.integers(1, 5), initial=st.integers(0, 12), increase=st.integers(1, 4))
 def test_eq4_against_its_definition(rewards: list[float], window: int, initial: int, increase: int) -> None:
-    config = DeltaConfig(rule="eq4", initial=initial, min=0, max=12, window=window, increase=increase, decrease=2)
+    config = DeltaConfig(rule="eq4", initial=initial, min=0, max=12, window=window, change=[increase, 2])
     expected, delta = [], initial
     for t in range(1, len(rewards) + 1):
         if t >= 2 * window:

@@ -37,7 +37,7 @@ def run(controller: DeltaController, steps: list[StepSignals]) -> list[int]:
 
 def test_waste_above_the_target_grows_delta_once_a_window() -> None:
     assert run(new(), [EMPTY] * 7) == [4, 5, 5, 6, 6, 7, 7]
-    assert run(new(increase=3), [EMPTY] * 6) == [4, 7, 7, 8, 8, 8]
+    assert run(new(change=[3, 1]), [EMPTY] * 6) == [4, 7, 7, 8, 8, 8]
 
 
 def test_waste_below_the_target_shrinks_delta_once_a_window() -> None:
@@ -58,7 +58,7 @@ def test_the_mean_over_the_window_counts_and_windows_do_not_overlap() -> None:
 @pytest.mark.parametrize("broken", [STALE, SHORT])
 def test_a_broken_bound_shrinks_delta_at_once(broken: StepSignals) -> None:
     assert run(new(window=5), [broken] * 3) == [3, 2, 1]
-    assert run(new(window=5, decrease=3), [broken] * 3) == [1, 0, 0]
+    assert run(new(window=5, change=[1, 3]), [broken] * 3) == [1, 0, 0]
 
 
 def test_one_step_of_low_ess_shrinks_and_forbids_growth_in_its_window() -> None:
@@ -185,8 +185,7 @@ def rules(draw: st.DrawFn) -> Rule:
         initial=initial,
         max=high,
         window=draw(st.integers(1, 4)),
-        increase=draw(st.integers(1, 3)),
-        decrease=draw(st.integers(1, 3)),
+        change=draw(st.lists(st.integers(1, 3), min_size=2, max_size=2)),
     )
     bounds = Bounds(
         target_waste=draw(st.sampled_from([0.1, 0.35, 0.6])),

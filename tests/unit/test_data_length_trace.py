@@ -138,7 +138,7 @@ def test_lengths_of_0_become_1_and_the_scale_is_a_factor(tmp_path: Path) -> None
 REFUSED: list[tuple[str | bytes, str | None, str]] = [
     ("", None, r"line 1: there must be a column `GeneratedTokens`, but the columns are: none; name the one"),
     ("a,b\n1,2\n", None, r"line 1: there must be a column `GeneratedTokens`, but the columns are: a, b; name the one"),
-    (REQUESTS, "Length", r"line 1: there must be a column `Length`.*debug\.trace_column"),
+    (REQUESTS, "Length", r"line 1: there must be a column `Length`.*debug\.forced_lengths: \[FILE, COLUMN\]"),
     ("a,a\n1,2\n", "a", r"line 1: the column `a` must stand once in the header \(a, a\); rename one"),
     (REQUESTS, None, r"no row follows the header, but at least one request is needed; add rows"),
     (REQUESTS + "t,1,-4\n", None, r"trace\.csv:2: `GeneratedTokens` is '-4', but must be a whole number of at least 0"),
@@ -155,7 +155,7 @@ REFUSED: list[tuple[str | bytes, str | None, str]] = [
     (
         HISTOGRAM + "output,5,1\n",
         "inptu",
-        r"0 requests of kind `inptu`.*its kinds are output: name another in .*column",
+        r"0 requests of kind `inptu`.*its kinds are output: name another, as in .*\[FILE, KIND\]",
     ),
     (HISTOGRAM, None, r"0 requests of kind `output`.*its kinds are none"),
     (HISTOGRAM + "output,5,-1\n", None, r"trace\.csv:2: `requests` is '-1', but must be a whole number"),
@@ -166,7 +166,7 @@ REFUSED: list[tuple[str | bytes, str | None, str]] = [
     (
         REQUESTS + "t,1,0\n",
         None,
-        r"99th percentile of its lengths is 0 tokens.*name another column in debug\.trace_column",
+        r"99th percentile of its lengths is 0 tokens.*name another column, as in debug\.forced_lengths: \[.*trace\.csv, COLUMN\]",
     ),
 ]
 

@@ -207,9 +207,9 @@ def test_a_measuring_run_is_the_configuration_but_short_and_quiet() -> None:
     asked = settings(auto={"steps": 5}, evaluation={"data": {"path": "x"}, "verifier": "gsm8k"}, steps=900)
     placement = PlacementConfig(mode="single")
     probe = probe_config(asked, placement, Path("scratch"))
-    assert (probe.run_dir, probe.steps, probe.evaluation, probe.save_weights) == (Path("scratch"), 5, None, False)
+    assert (probe.run_dir, probe.steps, probe.evaluation, probe.checkpoint.final) == (Path("scratch"), 5, None, "nothing")
     assert probe.logging.console == "off" and not probe.logging.trace and not probe.overlap.chunk.adaptive
-    changed = {"run_dir", "steps", "epochs", "evaluation", "save_weights", "logging", "overlap", "placement"}
+    changed = {"run_dir", "steps", "epochs", "evaluation", "logging", "overlap", "placement"}
     changed |= {"checkpoint"}
     before, after = asked.with_placement(placement).model_dump(), probe.model_dump()
     assert {name for name in before if before[name] != after[name]} <= changed
@@ -220,7 +220,7 @@ def test_a_measuring_run_is_the_configuration_but_short_and_quiet() -> None:
 def test_what_measuring_replaces_does_not_ask_for_another_measurement() -> None:
     machine = Machine("cpu", 2)
     key = fingerprint(settings(), machine)
-    for same in ({"run_dir": "other"}, {"steps": 7}, {"logging": {"console": "off"}}, {"save_weights": False}):
+    for same in ({"run_dir": "other"}, {"steps": 7}, {"logging": {"console": "off"}}, {"checkpoint": {"final": "nothing"}}):
         assert fingerprint(settings(**same), machine) == key, same
     others = [settings(batch=8), settings(auto={"steps": 4}), settings(kv_heads=4), settings(seed=2)]
     others += [settings(overlap={"intra": False}), settings(runtime={"threads_per_rank": 1})]

@@ -87,8 +87,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         "overlap.backfill is 48, but must be a multiple of overlap.chunk.tokens 32 (rounds end where prompts enter); "
         "set it to 64",
     ),
-    ({"debug": {"forced_lengths": [9, 1], "trace_column": "x"}}, "debug.trace_column is 'x', but only a trace has it"),
-    ({"debug.trace_column": "x"}, "debug.trace_column is 'x', but only a trace has it"),
+    ({"debug.forced_lengths": ["gone.csv", "x"]}, "debug.forced_lengths `gone.csv` does not exist"),
     ({"guards.ratio_max.limit": 1.0}, "guards.ratio_max.limit is 1, but must be greater than 1; raise it"),
     ({"guards.ess.limit": 1.0}, "guards.ess.limit is 1, but must be less than 1; lower it"),
     ({"steps": 3, "ppo.critic_warmup_steps": 3}, "ppo.critic_warmup_steps is 3, but the run has 3 steps"),
@@ -141,7 +140,7 @@ GOOD: list[dict[str, Any]] = [
     {"steps": 4, "ppo.critic_warmup_steps": 3},
     {"rewards": [{"kind": "python", "entry_point": "pkg.mod:f", "options": {"a": 1}}]},
     {"debug.forced_lengths": [20, 1.0]},
-    {"debug": {"forced_lengths": __file__, "trace_column": "ContextTokens"}},
+    {"debug.forced_lengths": [__file__, "ContextTokens"]},
 ]
 
 

@@ -127,7 +127,7 @@ def length_settings(args: argparse.Namespace) -> dict[str, Any] | None:
     if args.trace_column is not None and args.trace is None:
         raise ConfigError(f"--trace-column {args.trace_column} names a column of no file; give --trace, too")
     if args.trace is not None:
-        return {"forced_lengths": str(args.trace), "trace_column": args.trace_column}
+        return {"forced_lengths": [str(args.trace), args.trace_column] if args.trace_column else str(args.trace)}
     if args.lognormal is not None:
         return {"forced_lengths": list(args.lognormal)}
     return None
@@ -138,8 +138,7 @@ def forced_lengths(args: argparse.Namespace) -> list[str]:
     settings = length_settings(args)
     if settings is None:
         return []
-    lengths = {"trace_column": None} | settings  # a column that the file names is not of these
-    return [f"debug.{name}={json.dumps(value)}" for name, value in lengths.items()]
+    return [f"debug.{name}={json.dumps(value)}" for name, value in settings.items()]
 
 
 def new_suite(args: argparse.Namespace) -> Suite:

@@ -51,8 +51,7 @@ def probe_config(settings: TrainSettings, placement: PlacementConfig, run_dir: P
         "logging": LoggingConfig(console="off", trace=False),
         "evaluation": None,
         "early_stop": None,
-        "save_weights": False,
-        "checkpoint": config.checkpoint.model_copy(update={"every_minutes": 0.0, "final": False}),
+        "checkpoint": config.checkpoint.model_copy(update={"every_minutes": 0.0, "final": "nothing"}),
     }
     return config.model_copy(update=changes)
 

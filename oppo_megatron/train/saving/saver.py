@@ -70,7 +70,7 @@ class Saver(CheckpointKeeper):
 
     def save_end(self, run: Saveable) -> None:
         """After the last step, behind the weights: a disk that is full now costs no more than the way on from here."""
-        if not self.rules.final or self.saved == run.position:
+        if not self.rules.saves_end or self.saved == run.position:
             return
         try:
             self.save(run)

@@ -187,7 +187,7 @@ class SupervisedSaver(CheckpointKeeper):
 
     def save_end(self, trained: TrainedModel, passed: Passed, report: Report | None, beside: Mapping[str, Any]) -> None:
         """After the last step, behind the weights: a disk that is full now costs no more than the way on from here."""
-        if not self.rules.final or self.saved == Position(passed.steps):
+        if not self.rules.saves_end or self.saved == Position(passed.steps):
             return
         try:
             self.save(trained, passed, report, beside)
