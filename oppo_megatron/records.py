@@ -30,24 +30,81 @@ class Prompt:
     place: str = field(default="", compare=False)
 
 
-@dataclass(slots=True)
 class Rollout:
     """A prompt's response while it grows, with what each token was sampled under.
 
     `logprobs` are of the full distribution at the configured temperature (what PPO uses), `sampling_logprobs` of the
     distribution the token was drawn from (after top-k / top-p); `versions` is the policy version of each token: of the
     oldest weights in the cache that it was drawn over.
+
+    Every rank records every chunk, but reads the tokens of few rollouts.  So `extend` keeps the row as it is, and the lists
+    are joined when one of them is asked for.
     """
 
-    prompt: Prompt
-    admission: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    sampling_logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    deferrals: int = 0
-    finish_clock: int | None = None
-    finish_reason: FinishReason | None = None
+    __slots__ = (
+        "_logprobs", "_rows", "_sampling_logprobs", "_tokens", "_versions",
+        "admission", "deferrals", "finish_clock", "finish_reason", "prompt",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        admission: int,
+        tokens: list[int] | None = None,
+        logprobs: list[float] | None = None,
+        sampling_logprobs: list[float] | None = None,
+        versions: list[int] | None = None,
+        deferrals: int = 0,
+        finish_clock: int | None = None,
+        finish_reason: FinishReason | None = None,
+    ):
+        self.prompt, self.admission, self.deferrals = prompt, admission, deferrals
+        self.finish_clock, self.finish_reason = finish_clock, finish_reason
+        self._tokens, self._logprobs = tokens, logprobs
+        self._sampling_logprobs, self._versions = sampling_logprobs, versions
+        self._rows: list[ChunkRow] = []  # recorded, and not in the lists yet
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Rollout) and (self.prompt, self._facts()) == (other.prompt, other._facts())
+
+    def __repr__(self) -> str:
+        return f"Rollout({self.prompt!r}, {', '.join(map(repr, self._facts()))})"
+
+    @property
+    def tokens(self) -> list[int]:
+        return self._joined()[0]
+
+    @tokens.setter
+    def tokens(self, tokens: list[int]) -> None:
+        self._joined()
+        self._tokens = tokens
+
+    @property
+    def logprobs(self) -> list[float]:
+        return self._joined()[1]
+
+    @logprobs.setter
+    def logprobs(self, logprobs: list[float]) -> None:
+        self._joined()
+        self._logprobs = logprobs
+
+    @property
+    def sampling_logprobs(self) -> list[float]:
+        return self._joined()[2]
+
+    @sampling_logprobs.setter
+    def sampling_logprobs(self, sampling_logprobs: list[float]) -> None:
+        self._joined()
+        self._sampling_logprobs = sampling_logprobs
+
+    @property
+    def versions(self) -> list[int]:
+        return self._joined()[3]
+
+    @versions.setter
+    def versions(self, versions: list[int]) -> None:
+        self._joined()
+        self._versions = versions
 
     @property
     def seq_id(self) -> int:
@@ -58,17 +115,43 @@ class Rollout:
         return self.finish_clock is not None
 
     @property
+    def num_response_tokens(self) -> int:
+        """`len(tokens)`, without joining them."""
+        joined = len(self._tokens or ())
+        return joined + sum([len(row.tokens) for row in self._rows]) if self._rows else joined
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of the whole sequence, prompt included."""
-        return len(self.prompt.tokens) + len(self.tokens)
+        return len(self.prompt.tokens) + self.num_response_tokens
+
+    @property
+    def newest_version(self) -> int:
+        """The largest of `versions`, of which there must be one."""
+        versions = list(self._versions or ())
+        return max(versions + [row.version for row in self._rows if row.tokens])
 
     def extend(self, row: ChunkRow) -> None:
-        """Append what follows."""
-        self.tokens += row.tokens
-        self.logprobs += row.logprobs
-        self.sampling_logprobs += row.sampling_logprobs
-        self.versions += [row.version] * len(row.tokens)
+        """Append what follows.  The row belongs to the rollout from now on."""
+        self._rows.append(row)
         self.finish_clock, self.finish_reason = row.finish_clock, row.finish_reason
+
+    def _joined(self) -> tuple[list[int], list[float], list[float], list[int]]:
+        """The four lists, with all that is recorded.  Most rollouts of other ranks never have any."""
+        self._tokens = [] if self._tokens is None else self._tokens
+        self._logprobs = [] if self._logprobs is None else self._logprobs
+        self._sampling_logprobs = [] if self._sampling_logprobs is None else self._sampling_logprobs
+        self._versions = [] if self._versions is None else self._versions
+        for row in self._rows:
+            self._tokens += row.tokens
+            self._logprobs += row.logprobs
+            self._sampling_logprobs += row.sampling_logprobs
+            self._versions += [row.version] * len(row.tokens)
+        self._rows.clear()
+        return self._tokens, self._logprobs, self._sampling_logprobs, self._versions
+
+    def _facts(self) -> tuple[object, ...]:
+        return self.admission, *self._joined(), self.deferrals, self.finish_clock, self.finish_reason
 
 
 @dataclass(slots=True)

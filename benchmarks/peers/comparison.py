@@ -20,9 +20,10 @@ from benchmarks.peers.hf_generate import measure_generate, require_cuda
 from benchmarks.peers.outcome import Ours
 from benchmarks.peers.work import build_work, export_models, require_same_work
 from oppo_megatron.bench.figures import format_table
+from oppo_megatron.bench.outcomes import BenchError, BenchStopped
 from oppo_megatron.bench.overlap import MODES, PLACEMENTS, placed, switched
 from oppo_megatron.bench.peaks import describe_machine
-from oppo_megatron.bench.suite import BenchError, BenchStopped, Lines, Suite
+from oppo_megatron.bench.suite import Lines, Suite
 from oppo_megatron.cli.bench.common import add_run_arguments, chosen, count, load_base, names, new_suite
 from oppo_megatron.cli.signals import ending_by_signal
 from oppo_megatron.config.run import TrainConfig

@@ -9,7 +9,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import compress
 
+from oppo_megatron.columns import columns_of
 from oppo_megatron.config.derived import longest_chunk
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.chunk_tuner import ChunkTuner, StepCost
@@ -34,32 +36,43 @@ PARTS = ("scheduler and buffer", "planner and checker", "stream", "controllers")
 
 @dataclass
 class Stopwatch:
-    """Seconds by part."""
+    """Seconds of `clock` by part."""
 
+    clock: Callable[[], float] = time.perf_counter
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Count the block."""
-        started = time.perf_counter()
+        started = self.clock()
         try:
             yield
         finally:
-            self.seconds[name] += time.perf_counter() - started
+            self.seconds[name] += self.clock() - started
 
 
 class DryRun:
-    """What one rank of a run does beside its actions: that of the actor's output rank, and the codec of a listener."""
+    """What one rank of a run does beside its actions, and the codec of a listener.
 
-    def __init__(self, config: TrainConfig, prompt_tokens: int):
-        self.config, self.watch = config, Stopwatch()
+    `rank` is by default the actor's output rank; `clock` what seconds are told by.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        prompt_tokens: int,
+        rank: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self.config, self.clock, self.watch = config, clock, Stopwatch(clock)
         self.site = Site(role_placements(config))
         self.stream, period = plan_step(config).stream, config.overlap.admission_period
         trace = forced_quantile(config.debug.lengths, config.rollout.max_response_tokens)
         stopping = Stopping.of(config.rollout, (), config.seed, trace, forced=config.debug.lengths)
         self.limit: Callable[[int], int] = stopping.limit
         generator = round_generator(config.overlap, self.site)
-        self.planner = new_planner(config, self.site, generator, self.limit, rank=self.site.source)
+        rank = self.site.source if rank is None else rank
+        self.planner = new_planner(config, self.site, generator, self.limit, rank=rank)
         assert config.steps is not None
         self.scheduler = OvercommitScheduler(
             _prompts(config.steps * config.rollout.batch_size, prompt_tokens),
@@ -76,7 +89,7 @@ class DryRun:
         """Seconds by part of each step, to the end of the prompts."""
         steps: list[dict[str, float]] = []
         while not self.scheduler.done:
-            self.watch = Stopwatch()
+            self.watch = Stopwatch(self.clock)
             self._step(len(steps) + 1)
             steps.append(self.watch.seconds)
         return steps
@@ -87,7 +100,7 @@ class DryRun:
         self._open(admitted)
         buffer, begun = self.scheduler.buffer, self.scheduler.buffer.clock
         occupancy = Occupancy(begun)
-        started = time.perf_counter()
+        started = self.clock()
         while True:
             with self.watch.part("scheduler and buffer"):
                 if buffer.readiness().ready:
@@ -95,7 +108,7 @@ class DryRun:
                 admitted, active = self.scheduler.backfill(), buffer.active
             self._open(admitted)
             self._round(active, buffer.rollouts if self.stream else [], occupancy)
-        seconds = time.perf_counter() - started
+        seconds = self.clock() - started
         with self.watch.part("scheduler and buffer"):
             batch = self.scheduler.take_batch()
         self._score(batch)
@@ -103,8 +116,10 @@ class DryRun:
             gap = length_gap(batch, buffer.rollouts)
             self.scheduler.end_step(step, StepSignals(0.0, occupancy.tail_waste, 1.0, gap))
             self.kl.observe(0.0, len(batch))
-            steps, tokens = buffer.clock - begun, sum(len(r.tokens) for r in batch)
+            steps, tokens = buffer.clock - begun, int(columns_of(batch).response_tokens.sum())
             self.chunk_tuner.observe(step, StepCost(seconds, steps, tokens))
+            if self.planner.generator == "woven":  # a run has measured other costs by now, and plans anew
+                self.planner.learn(self.planner.costs)
 
     def _round(self, active: Sequence[Rollout], score: Sequence[Rollout], occupancy: Occupancy) -> None:
         buffer = self.scheduler.buffer
@@ -125,14 +140,14 @@ class DryRun:
             return self.planner.plan(self.num_rounds, active, score, chunk, list)
 
     def _decoded(self, planned: PlannedRound, active: Sequence[Rollout]) -> list[ChunkRow]:
-        """What the models would have decoded; not timed."""
-        rollouts, clock, rows = {r.seq_id: r for r in active}, self.scheduler.buffer.clock, []
-        for growth in (growth for replica in planned.round.decode for batch in replica for growth in batch):
-            offset = len(rollouts[growth.seq_id].tokens)
-            ended = offset + growth.new == self.limit(growth.seq_id)
-            numbers = [-1.0] * growth.new
-            finish = (clock + growth.new, "length") if ended else (None, None)
-            rows.append(ChunkRow(growth.seq_id, offset, [1] * growth.new, numbers, [*numbers], 0, *finish))
+        """What the models would have decoded on all ranks; not timed."""
+        clock, rows = self.scheduler.buffer.clock, []
+        for rollout in compress(active, self.planner.actor.runs(active).tolist()):
+            offset, limit = rollout.num_response_tokens, self.limit(rollout.seq_id)
+            new = min(planned.round.steps, limit - offset)
+            numbers = [-1.0] * new
+            finish = (clock + new, "length") if offset + new == limit else (None, None)
+            rows.append(ChunkRow(rollout.seq_id, offset, [1] * new, numbers, [*numbers], 0, *finish))
         return rows
 
     def _open(self, admitted: Sequence[Rollout]) -> None:
@@ -150,16 +165,14 @@ class DryRun:
 
     def _score(self, batch: Sequence[Rollout]) -> None:
         """Score the rest, and forget the trained rollouts."""
-        books = self.planner.scorers.values()
         while True:
             with self.watch.part("planner and checker"):
-                if not any(book.owes(batch) for book in books):
+                if not self.planner.owes(batch):
                     break
             self._plan([], batch, self.chunk_tuner.value)
         with self.watch.part("planner and checker"):
-            for rollout in batch:
-                for book in books:
-                    book.forget(rollout.seq_id)
+            for book in self.planner.scorers.values():
+                book.forget(*(rollout.seq_id for rollout in batch))
             if self.config.overlap.actor_kv == "recompute":
                 self.planner.actor.invalidate()
             else:

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
+from oppo_megatron.bench.outcomes import BenchError, BenchStopped
 from oppo_megatron.bench.peaks import describe_machine
 from oppo_megatron.cluster.held_memory import device_bytes
 from oppo_megatron.config.load import config_yaml
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.errors import EXIT_REQUEUE, ConfigError, OppoError
+from oppo_megatron.errors import EXIT_REQUEUE, ConfigError
 from oppo_megatron.layout.holdings import lasting_memory
 from oppo_megatron.layout.memory import shortage
 from oppo_megatron.layout.placements import world_size
@@ -32,14 +33,6 @@ Launch = Callable[[str, TrainConfig, int], int]
 
 Lines = Sequence[Mapping[str, Any]]
 """The metrics of a run, an entry a step."""
-
-
-class BenchError(OppoError, RuntimeError):
-    """A run of a benchmark did not come to its end; its own message says why."""
-
-
-class BenchStopped(BenchError):
-    """The benchmark was told to stop, and the run at work with it."""
 
 
 @dataclass(frozen=True)

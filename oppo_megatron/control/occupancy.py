@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import sub
 from typing import Any
 
-from oppo_megatron.records import Chunk, ChunkRow, Rollout
+from oppo_megatron.columns import columns_of
+from oppo_megatron.records import Chunk, Rollout
 
 
 class Occupancy:
@@ -24,9 +26,11 @@ class Occupancy:
 
     def record(self, chunk: Chunk) -> None:
         """The next chunk of the phase."""
+        counts = [len(row.tokens) for row in chunk.rows]
+        ends = [chunk.clock if row.finish_clock is None else row.finish_clock for row in chunk.rows]
         self._num_steps += chunk.clock - self._clock
-        self._num_tokens += sum(len(row.tokens) for row in chunk.rows)
-        self._width = max(self._width, _most_running(chunk.rows, chunk.clock))
+        self._num_tokens += sum(counts)
+        self._width = max(self._width, _most_running(counts, ends))
         self._clock = chunk.clock
 
     def state_dict(self) -> dict[str, Any]:
@@ -47,13 +51,11 @@ class Occupancy:
         return 1 - self._num_tokens / (self._num_steps * self._width) if self._num_tokens else 0.0
 
 
-def _most_running(rows: Sequence[ChunkRow], clock: int) -> int:
-    changes: Counter[int] = Counter()
-    for row in rows:
-        end = clock if row.finish_clock is None else row.finish_clock
-        changes[end - len(row.tokens)] += 1
-        changes[end] -= 1
-    return max(accumulate(changes[at] for at in sorted(changes)), default=0)
+def _most_running(counts: Sequence[int], ends: Sequence[int]) -> int:
+    """Of rows that ran in `counts` steps up to the clocks `ends`."""
+    changes = Counter(ends)
+    changes.subtract(map(sub, ends, counts))
+    return max(accumulate(-changes[at] for at in sorted(changes)), default=0)
 
 
 def length_gap(trained: Sequence[Rollout], carried: Sequence[Rollout]) -> float:
@@ -61,6 +63,6 @@ def length_gap(trained: Sequence[Rollout], carried: Sequence[Rollout]) -> float:
 
     A carried response counts with its tokens so far, so the gap is a lower bound while any is unfinished.
     """
-    lengths = [len(rollout.tokens) for rollout in trained]
-    submitted = lengths + [len(rollout.tokens) for rollout in carried]
+    lengths: list[int] = columns_of(trained).response_tokens.tolist()
+    submitted: list[int] = lengths + columns_of(carried).response_tokens.tolist()
     return 1 - (sum(lengths) / len(lengths)) / (sum(submitted) / len(submitted))

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from oppo_megatron.engine.sampler import Sampling, draw_at, row_state, uniforms_at
+from oppo_megatron.engine.sampler import Sampling, draw_at, uniforms_at
+from oppo_megatron.engine.uniforms import row_state
 from oppo_megatron.mcore.cuda_graphs import StepRunner
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.model import RoleModel

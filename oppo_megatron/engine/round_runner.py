@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from oppo_megatron.cluster.activity import Activity
+from oppo_megatron.columns import Held
 from oppo_megatron.engine.executor import Executor
 from oppo_megatron.engine.generation import DecodeWorker
 from oppo_megatron.engine.links import Links
@@ -28,7 +29,7 @@ from oppo_megatron.records import Chunk, Rollout
 from oppo_megatron.schedule.planning.books import ActorBook, ReplicaWork
 from oppo_megatron.schedule.planning.merge import StopSignal
 from oppo_megatron.schedule.planning.planner import PlannedRound, RoundPlanner
-from oppo_megatron.schedule.rounds import Site
+from oppo_megatron.schedule.rounds import Batch, Site
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class RoundRunner:
 
     def owes(self, rollouts: Sequence[Rollout]) -> bool:
         """Whether a scorer, here or elsewhere, has not read all of the rollouts."""
-        return any(book.owes(rollouts) for book in self.planner.scorers.values())
+        return self.planner.owes(rollouts)
 
     def admit(self, rollouts: Sequence[Rollout]) -> None:
         """New rollouts."""
@@ -107,11 +108,12 @@ class RoundRunner:
         """Rollouts whose scores are everywhere: nothing of them is needed any more."""
         for end in self._stream_ends():
             end.retire(rollouts)
-        for rollout in rollouts:
-            for book in self.planner.scorers.values():
-                book.forget(rollout.seq_id)
-            for worker in self.scoring.values():
-                worker.forget(rollout.seq_id)
+        seq_ids = [rollout.seq_id for rollout in rollouts]
+        for book in self.planner.scorers.values():
+            book.forget(*seq_ids)
+        for worker in self.scoring.values():
+            for seq_id in seq_ids:
+                worker.forget(seq_id)
 
     def actor_changed(self) -> None:
         """The actor's weights changed: its cache is stale."""
@@ -135,12 +137,13 @@ class RoundRunner:
         works = planned.works
         for name, worker in self.scoring.items():
             if name in works:
-                worker.begin(works[name][self.replicas[name]], score)
+                read = works[name][self.replicas[name]]
+                worker.begin(read, grown(read.prefill, score))
         if self.decode is not None and active:
             mine: ReplicaWork = works["actor"][self.replicas["actor"]]
             index = planned.round.index
             self.decode.begin(
-                mine, active, decoding.readiness,
+                mine, grown(mine.decode, active), decoding.readiness,
                 index=index, clock=decoding.clock, version=decoding.version, halt=decoding.halt,
                 outlived=self.planner.actor.outlived,
             )  # fmt: skip
@@ -153,6 +156,12 @@ class RoundRunner:
     def _stream_ends(self) -> list[ListenWorker | ChunkOutlet]:
         outlet = None if self.decode is None else self.decode.outlet
         return [end for end in (self.listen, outlet) if end is not None]
+
+
+def grown(batches: Sequence[Batch], rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """Those of `rollouts` that the micro-batches advance: a rank looks at its own replica's, not at all."""
+    by_id = rollouts.by_id if isinstance(rollouts, Held) else {rollout.seq_id: rollout for rollout in rollouts}
+    return [by_id[growth.seq_id] for batch in batches for growth in batch]
 
 
 def decoder(
@@ -178,8 +187,9 @@ def decoder(
         model, cache, sampling=sampling, stopping=stopping, sync_steps=sync_steps, memory_limits=memory_limits
     )
     book = ActorBook(placement.dp, cache.num_slots, stopping.limit)
+    site = Site({"actor": placement})
     planner = RoundPlanner(
-        Site({"actor": placement}), "sequential", ("auto", "auto"), micro_batch_tokens, cache.max_length, book, {}
+        site, "sequential", ("auto", "auto"), micro_batch_tokens, cache.max_length, book, {}, rank=rank
     )
     executor = Executor(
         rank, {"actor": worker}, links, timeout_s, cache.device, lambda *_: None, activity or Activity()

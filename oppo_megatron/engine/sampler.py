@@ -13,16 +13,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from oppo_megatron.config.ppo import RolloutConfig
+from oppo_megatron.engine.uniforms import uniforms
 from oppo_megatron.errors import NumericsError
 from oppo_megatron.mcore.vocab_shards import VocabShards
 
-WORD = 2**64 - 1
 BELOW_ONE = 1 - 2.0**-24
 """A float32 times this number is the next one below it."""
 
@@ -77,28 +76,6 @@ def no_distribution(sampling: Sampling, seq_id: int, position: int) -> NumericsE
         "but must give a distribution; check the actor's weights, lower the learning rate if training has diverged, or "
         "raise the temperature (0 is greedy)"
     )
-
-
-def uniforms(seed: int, seq_ids: Sequence[int], positions: Sequence[int]) -> list[float]:
-    """One number in [0, 1) per (seed, sequence id, position): 53 bits of a splitmix64 chain (Steele et al. 2014).
-
-    In Python's integers: numpy takes some forty calls, which for the rows of a step are dearer.
-    """
-    rows = zip(seq_ids, positions, strict=True)
-    return [(_mix(row_state(seed, seq_id) ^ position) >> 11) * 2.0**-53 for seq_id, position in rows]
-
-
-@lru_cache(maxsize=2**16)
-def row_state(seed: int, seq_id: int) -> int:
-    """The chain up to the sequence id, in 64 bits; all draws of a sequence have it in common."""
-    return _mix(_mix(seed) ^ seq_id)
-
-
-def _mix(x: int) -> int:
-    x = (x + 0x9E3779B97F4A7C15) & WORD
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & WORD
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & WORD
-    return x ^ (x >> 31)
 
 
 def uniforms_at(states_R: Tensor, positions_R: Tensor) -> Tensor:

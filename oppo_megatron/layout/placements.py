@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from oppo_megatron.config.model import ActorConfig, AdaptedRoleConfig, ParallelConfig, RoleConfig, TrainedRoleConfig
@@ -51,15 +52,21 @@ class RolePlacement:
 
     def coords(self, rank: int) -> RankCoordinates | None:
         """What `rank` holds of the role, or None."""
-        if rank not in self.ranks:
+        index = self._indices.get(rank)
+        if index is None:
             return None
-        outer, shard = divmod(self.ranks.index(rank), self.tp)
+        outer, shard = divmod(index, self.tp)
         stage, replica = divmod(outer, self.dp)
         return RankCoordinates(replica, stage, shard)
 
     def output_rank(self, replica: int = 0) -> int:
         """The rank that speaks for a replica's outputs: first tensor rank of the last stage."""
         return self.rank(replica, self.pp - 1, 0)
+
+    @cached_property
+    def _indices(self) -> Mapping[int, int]:
+        """Where each rank stands in `ranks`; made once, because every action of a schedule asks for coordinates."""
+        return {rank: index for index, rank in enumerate(self.ranks)}
 
 
 def role_placements(config: TrainConfig) -> dict[str, RolePlacement]:

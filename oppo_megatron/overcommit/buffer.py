@@ -29,9 +29,12 @@ Invariants (held by the unit tests):
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
+import numpy as np
+
+from oppo_megatron.columns import Held, Ints, Table
 from oppo_megatron.errors import StreamError
 from oppo_megatron.records import Chunk, ChunkRow, Prompt, Rollout
 
@@ -49,7 +52,8 @@ class Readiness:
     def __init__(self, target: int, num_finished: int, unfinished: Iterable[int], forced: Iterable[int]):
         """`forced` are the sequences among `unfinished` that the batch has to wait for."""
         self._num_missing = target - num_finished
-        self._unfinished = set(unfinished)
+        self._unfinished = frozenset(unfinished)
+        self._ended: set[int] = set()
         self._forced = set(forced)
 
     @property
@@ -59,8 +63,9 @@ class Readiness:
 
     def finish(self, seq_id: int) -> None:
         """Note that the sequence has its last token."""
-        assert seq_id in self._unfinished, f"sequence {seq_id} is not decoded in this step or has already finished"
-        self._unfinished.remove(seq_id)
+        decoded = seq_id in self._unfinished and seq_id not in self._ended
+        assert decoded, f"sequence {seq_id} is not decoded in this step or has already finished"
+        self._ended.add(seq_id)
         self._forced.discard(seq_id)
         self._num_missing -= 1
 
@@ -75,6 +80,11 @@ class RolloutBuffer:
         self.backfill = backfill
         self._delta = delta
         self._rollouts: dict[int, Rollout] = {}  # by seq_id, in the order of admission
+        self._unfinished: dict[int, Rollout] = {}  # of these, in the same order
+        self._forced: set[int] = set()  # those that may not be deferred again
+        self._rows: dict[int, int] = {}  # of the table, by seq_id
+        self._table = Table()  # in the order of admission
+        self._running: frozenset[int] | None = None  # the unfinished ones, for all that ask before they change
         self._num_admitted = 0
         self._clock = 0
         self._closed = False
@@ -95,7 +105,7 @@ class RolloutBuffer:
     def room(self) -> int:
         """How many prompts may be admitted now; 0 while the buffer drains after delta has shrunk."""
         if self.backfill:
-            return max(0, min(self.capacity - len(self.active), 2 * self.batch_size - len(self)))
+            return max(0, min(self.capacity - len(self._unfinished), 2 * self.batch_size - len(self)))
         return max(0, self.capacity - len(self))
 
     @property
@@ -114,14 +124,15 @@ class RolloutBuffer:
         return min(self.batch_size, len(self)) if self._closed else self.batch_size
 
     @property
-    def rollouts(self) -> list[Rollout]:
+    def rollouts(self) -> Held:
         """Everything held, in the order of admission."""
-        return list(self._rollouts.values())
+        return Held(self._rollouts.values(), self._rollouts, self._table.view(np.arange(len(self))))
 
     @property
-    def active(self) -> list[Rollout]:
+    def active(self) -> Held:
         """The unfinished rollouts, in the order of admission."""
-        return [r for r in self._rollouts.values() if not r.finished]
+        rows = np.flatnonzero(~self._table.columns.finished)
+        return Held(self._unfinished.values(), self._rollouts, self._table.view(rows))
 
     @property
     def sure(self) -> set[int]:
@@ -132,7 +143,7 @@ class RolloutBuffer:
         """
         if len(self) <= self.target and (self._closed or not self.backfill):
             return set(self._rollouts)
-        return {r.seq_id for r in self._foremost()}
+        return set(self._table.columns.seq_ids[self._foremost()].tolist())
 
     def worth_reading(self, reads: CriticReads) -> set[int]:
         """Sequences that the critic reads now, though what it computes is lost where they are carried on.
@@ -141,9 +152,9 @@ class RolloutBuffer:
         will be in the batch; then `sure`.  all: all.
         """
         sure = self.sure
-        unsure = {r.seq_id for r in self.active} - sure
+        num_unsure = len(self._unfinished) - len(sure & self._unfinished.keys())
         missing = self.target - len(sure)
-        if reads == "all" or (reads == "likely" and 2 * missing >= len(unsure)):
+        if reads == "all" or (reads == "likely" and 2 * missing >= num_unsure):
             return set(self._rollouts)
         return sure
 
@@ -155,10 +166,13 @@ class RolloutBuffer:
         admitted = []
         for prompt in prompts:
             assert prompt.seq_id not in self._rollouts, f"sequence {prompt.seq_id} is already in the buffer"
-            rollout = Rollout(prompt, admission=self._num_admitted)
-            self._rollouts[prompt.seq_id] = rollout
+            rollout = Rollout(prompt, self._num_admitted)
+            self._rollouts[prompt.seq_id] = self._unfinished[prompt.seq_id] = rollout
+            self._rows[prompt.seq_id] = len(self._rows)
             self._num_admitted += 1
             admitted.append(rollout)
+        self._table.add(admitted)
+        self._running = None
         return admitted
 
     def set_delta(self, delta: int) -> None:
@@ -172,13 +186,10 @@ class RolloutBuffer:
 
     def readiness(self) -> Readiness:
         """A fresh counter of what the next batch still waits for."""
-        unfinished = self.active
-        return Readiness(
-            target=self.target,
-            num_finished=len(self) - len(unfinished),
-            unfinished=[r.seq_id for r in unfinished],
-            forced=[r.seq_id for r in unfinished if self._forced(r)],
-        )
+        if self._running is None:
+            self._running = frozenset(self._unfinished)
+        num_finished = len(self) - len(self._unfinished)
+        return Readiness(self.target, num_finished, self._running, self._forced & self._unfinished.keys())
 
     def record(self, chunk: Chunk) -> None:
         """Append a round's tokens to their rollouts.
@@ -192,17 +203,17 @@ class RolloutBuffer:
                 f"chunk {chunk.index} ({where}): its clock is {chunk.clock}, but {self._clock} is already recorded; "
                 f"chunks must be recorded in the order in which they were decoded"
             )
-        seen: set[int] = set()
-        for row in chunk.rows:
-            problem = self._problem(row, chunk.clock)
-            if row.seq_id in seen:
-                problem = "the sequence has two rows in this chunk; it may have one"
-            if problem:
-                raise StreamError(f"chunk {chunk.index}, sequence {row.seq_id}, offset {row.offset}: {problem}")
-            seen.add(row.seq_id)
-        for row in chunk.rows:
-            self._rollouts[row.seq_id].extend(row)
-        self._clock = chunk.clock
+        seq_ids = [row.seq_id for row in chunk.rows]
+        counts = [len(row.tokens) for row in chunk.rows]
+        rows = np.array([self._rows.get(seq_id, -1) for seq_id in seq_ids], dtype=np.int64)
+        if not self._in_order(chunk, seq_ids, rows, counts):
+            self._refuse(chunk)
+        for rollout, row in zip(map(self._rollouts.__getitem__, seq_ids), chunk.rows, strict=True):
+            rollout.extend(row)
+        self._table.columns.response_tokens[rows] += np.array(counts, dtype=np.int64)
+        for seq_id in [row.seq_id for row in chunk.rows if row.finish_clock is not None]:
+            self._finish(self._unfinished.pop(seq_id))
+        self._clock, self._running = chunk.clock, None
 
     def state_dict(self) -> dict[str, Any]:
         """All but the rollouts, in plain JSON types."""
@@ -213,29 +224,75 @@ class RolloutBuffer:
         self._clock, self._num_admitted = state["clock"], state["num_admitted"]
         self._delta, self._closed = state["delta"], state["closed"]
         self._rollouts = {rollout.seq_id: rollout for rollout in rollouts}
+        self._unfinished = {seq_id: rollout for seq_id, rollout in self._rollouts.items() if not rollout.finished}
+        self._table = Table()
+        self._table.add(list(self._rollouts.values()))
+        self._number()
 
-    def take_batch(self) -> list[Rollout]:
+    def take_batch(self) -> Held:
         """Remove the batch and return it, by (finish_clock, admission); defer everything else."""
         assert self.readiness().ready, "take_batch before the batch is ready"
-        batch = sorted(self._foremost(), key=finish_order)
-        for rollout in batch:
-            del self._rollouts[rollout.seq_id]
+        rows = np.sort(self._foremost())
+        rows = rows[np.argsort(self._table.finish_clocks[rows], kind="stable")]
+        columns, kept = self._table.columns.at(rows), np.ones(len(self), dtype=np.bool_)
+        kept[rows] = False
+        batch = {seq_id: self._rollouts.pop(seq_id) for seq_id in columns.seq_ids.tolist()}
         for rollout in self._rollouts.values():
             rollout.deferrals += 1
-        return batch
+        self._table.keep(kept)
+        self._number()
+        return Held(batch.values(), batch, lambda: columns)
 
-    def _foremost(self) -> list[Rollout]:
-        """What of the next batch is settled.
+    def _number(self) -> None:
+        """Others are held than before, or with other deferrals."""
+        self._rows = {seq_id: row for row, seq_id in enumerate(self._rollouts)}
+        self._forced = {seq_id for seq_id, r in self._rollouts.items() if r.deferrals >= self.max_deferrals}
+        self._running = None
+
+    def _finish(self, rollout: Rollout) -> None:
+        row = self._rows[rollout.seq_id]
+        assert rollout.finish_clock is not None
+        self._table.columns.finished[row] = True
+        self._table.finish_clocks[row] = rollout.finish_clock
+
+    def _foremost(self) -> Ints:
+        """What of the next batch is settled, as rows of the table.
 
         Forced rollouts are chosen first (the oldest, should delta > B have made more than B of them), then finished
         ones by (finish_clock, admission).
         """
-        forced = [r for r in self._rollouts.values() if self._forced(r)]
-        others = [r for r in self._rollouts.values() if r.finished and not self._forced(r)]
-        return [*forced, *sorted(others, key=finish_order)][: self.target]
+        others = self._table.columns.finished.copy()
+        forced = np.array(sorted(self._rows[seq_id] for seq_id in self._forced), dtype=np.int64)
+        others[forced] = False
+        finished = np.flatnonzero(others)
+        in_order = finished[np.argsort(self._table.finish_clocks[finished], kind="stable")]
+        return np.concatenate([forced, in_order])[: self.target]
 
-    def _forced(self, rollout: Rollout) -> bool:
-        return rollout.deferrals >= self.max_deferrals
+    def _in_order(self, chunk: Chunk, seq_ids: Sequence[int], rows: Ints, counts: Sequence[int]) -> bool:
+        """Whether `_problem` has nothing to say of any row, told from all of them at once."""
+        if len(set(seq_ids)) < len(seq_ids) or (rows < 0).any():
+            return False
+        columns = self._table.columns
+        due = columns.response_tokens[rows].tolist()
+        if columns.finished[rows].any() or [row.offset for row in chunk.rows] != due:
+            return False
+        ends = [row.finish_clock for row in chunk.rows if row.finish_clock is not None]
+        if ends and not self._clock <= min(ends) <= max(ends) <= chunk.clock:
+            return False
+        numbers = [len(row.logprobs) for row in chunk.rows], [len(row.sampling_logprobs) for row in chunk.rows]
+        return all(each == counts for each in numbers)
+
+    def _refuse(self, chunk: Chunk) -> None:
+        """Raises StreamError for the first row that cannot be recorded."""
+        seen: set[int] = set()
+        for row in chunk.rows:
+            problem = self._problem(row, chunk.clock)
+            if row.seq_id in seen:
+                problem = "the sequence has two rows in this chunk; it may have one"
+            if problem:
+                raise StreamError(f"chunk {chunk.index}, sequence {row.seq_id}, offset {row.offset}: {problem}")
+            seen.add(row.seq_id)
+        raise AssertionError(f"chunk {chunk.index} is in order, row by row, but not as a whole")
 
     def _problem(self, row: ChunkRow, clock: int) -> str | None:
         """Why a row of a chunk that ends at `clock` cannot be recorded, or None."""
@@ -243,10 +300,10 @@ class RolloutBuffer:
         if rollout is None:
             return "the sequence is not in the buffer; it was never admitted or has already been trained"
         if rollout.finished:
-            return f"it finished at clock {rollout.finish_clock} with {len(rollout.tokens)} tokens; none may follow"
-        if row.offset != len(rollout.tokens):
-            kind = "lost" if row.offset > len(rollout.tokens) else "repeated"
-            return f"the next token has offset {len(rollout.tokens)}; a chunk was {kind}"
+            return f"it finished at clock {rollout.finish_clock} with {rollout.num_response_tokens} tokens; none may follow"
+        if row.offset != rollout.num_response_tokens:
+            kind = "lost" if row.offset > rollout.num_response_tokens else "repeated"
+            return f"the next token has offset {rollout.num_response_tokens}; a chunk was {kind}"
         if not len(row.tokens) == len(row.logprobs) == len(row.sampling_logprobs):
             return (
                 f"{len(row.tokens)} tokens come with {len(row.logprobs)} log-probs and {len(row.sampling_logprobs)} "
@@ -255,9 +312,3 @@ class RolloutBuffer:
         if row.finish_clock is not None and not self._clock <= row.finish_clock <= clock:
             return f"it finished at clock {row.finish_clock}, outside the round's clocks {self._clock}..{clock}"
         return None
-
-
-def finish_order(rollout: Rollout) -> tuple[int, int]:
-    """Sort key of finished rollouts: when they finished, ties by admission."""
-    assert rollout.finish_clock is not None
-    return rollout.finish_clock, rollout.admission

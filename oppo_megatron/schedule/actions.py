@@ -44,9 +44,10 @@ class Payload(Enum):
     CHUNK = "chunk"  # a decoded chunk, to ranks that do not hold the actor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Action:
-    """One thing that one rank does.
+    """One thing that one rank does.  Nobody changes one: it is not frozen because a frozen one takes three times as long to
+    make, and a round has tens of thousands.
 
     `step` is set for the actor's decode micro-steps and their messages; `payload` and `peer` for send and recv.  Gather
     and chunk messages have micro-batch 0.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 
 def pack_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -16,16 +17,23 @@ def pack_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """
     assert budget >= 1, f"the token budget of a micro-batch must be at least 1, not {budget}"
     bins: list[list[int]] = []
-    loads: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        length = lengths[index]
-        fitting = next((b for b, load in enumerate(loads) if load + length <= budget), None)
-        if fitting is None:
-            bins.append([index])
-            loads.append(length)
-        else:
-            bins[fitting].append(index)
-            loads[fitting] += length
+    rooms: list[int] = []
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)  # stable: ties by index
+    for length, run in groupby(order, key=lengths.__getitem__):
+        alike = list(run)
+        # Items of one length fill a bin as far as they fit before the next bin gets any.
+        for b, room in enumerate(rooms):
+            if not alike:
+                break
+            if room >= length:
+                fitting = len(alike) if length == 0 else min(room // length, len(alike))
+                bins[b] += alike[:fitting]
+                rooms[b] -= fitting * length
+                del alike[:fitting]
+        each = max(1, len(alike) if length == 0 else budget // length)
+        for start in range(0, len(alike), each):
+            bins.append(alike[start : start + each])
+            rooms.append(budget - len(bins[-1]) * length)
     return bins
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from oppo_megatron.layout.placements import RolePlacement
@@ -71,10 +72,15 @@ class Site:
 
     placements: Mapping[str, RolePlacement]
 
-    @property
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """All that hold a role, ascending."""
+        return tuple(sorted({rank for placement in self.placements.values() for rank in placement.ranks}))
+
+    @cached_property
     def listeners(self) -> tuple[int, ...]:
-        actor = set(self.placements["actor"].ranks)
-        return tuple(sorted({rank for placement in self.placements.values() for rank in placement.ranks} - actor))
+        actor = self.placements["actor"]
+        return tuple(rank for rank in self.ranks if actor.coords(rank) is None)
 
     @property
     def source(self) -> int:

@@ -150,8 +150,10 @@ class ScoreExchange:
         """A role's outputs of the batch, `sizes` of each rollout, from whichever replica scored it, in the batch's order."""
         placement, book = self.placements[role], rounds.planner.scorers[role]
         pieces: dict[int, Tensor] = {}
-        for replica in range(placement.dp):
-            rows = [i for i, rollout in enumerate(batch) if book.replica(rollout.seq_id) == replica]
+        scored_by: list[list[int]] = [[] for _ in range(placement.dp)]
+        for i, replica in enumerate(book.homes(batch).tolist()):
+            scored_by[replica].append(i)
+        for replica, rows in enumerate(scored_by):
             source, mine = placement.output_rank(replica), None
             if self.rank == source:
                 mine = rounds.scoring[role].collect([batch[i] for i in rows])

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from oppo_megatron.config.ppo import RolloutConfig
 from oppo_megatron.engine import sampler
-from oppo_megatron.engine.sampler import Sampling, draw, draw_at, row_state, uniforms, uniforms_at
+from oppo_megatron.engine.sampler import Sampling, draw, draw_at, uniforms_at
+from oppo_megatron.engine.uniforms import row_state, uniforms
 from oppo_megatron.errors import NumericsError
 
 MASK = 2**64 - 1

@@ -224,7 +224,7 @@ def test_scorers_read_and_give_exactly_what_is_there(role: str, replicas: int, s
         life.arrive()
         life.grow()
         rollouts = life.listed()
-        pending = book.pending(rollouts)
+        homes, news = book.pending(rollouts)
         wanted = [
             {r.seq_id for r in rollouts if book.replica(r.seq_id) == d and book.owes([r])} for d in range(replicas)
         ]
@@ -233,7 +233,7 @@ def test_scorers_read_and_give_exactly_what_is_there(role: str, replicas: int, s
         caches.carry_out(works, life.known)
         if roomy:
             planned = [sorted(g.new for batch in work.prefill for g in batch) for work in works]
-            assert planned == [sorted(news) for news in pending]
+            assert planned == [sorted(news[homes == replica]) for replica in range(replicas)]
             assert not book.owes(rollouts) and not any(work.evict for work in works)
         for own in rollouts:
             got, owed = caches.outputs[own.seq_id], caches.owed(own)

@@ -52,12 +52,13 @@ def test_what_sizes_decide_is_found_without_the_schedule_too() -> None:
         round_, site, budgets = sized(random.Random(seed))
         faults = check(build(round_, site), round_, site, budgets)
         assert {fault.kind for fault in faults} <= {FaultKind.KV}
+        by_number = {role: dict(enumerate(own)) for role, own in budgets.items()}
         if not faults:
-            require_room(round_, budgets)
+            require_room(round_, by_number)
             continue
         refused += 1
         with pytest.raises(ScheduleError, match="cannot take round 2") as error:
-            require_room(round_, budgets)
+            require_room(round_, by_number)
         told, caches = (
             "".join(fault.message for fault in faults),
             [f"{role} replica {d}" for role in budgets for d in range(2)],
@@ -72,7 +73,7 @@ def test_every_round_is_checked_and_not_only_the_first_of_its_shape(monkeypatch:
     monkeypatch.setattr(planner_module, "GENERATORS", {"intra": lambda *args: made.append(args) or generate(*args)})
     seen: list[PlannedRound] = []
     Run([new_planner(SITES["PP2 | 1"], "intra")], random.Random(2)).steps(6, lambda plans: seen.extend(plans))
-    lengths, shapes = [longest(plan) for plan in seen], [shape(plan) for plan in seen]
+    lengths, shapes = [longest(plan) for plan in seen], [shape(plan.round) for plan in seen]
     at = next(i for i in range(1, len(seen)) if lengths[i] > max(lengths[:i]) and shapes[i] in shapes[:i])
 
     made.clear()

@@ -18,9 +18,10 @@ from oppo_megatron.schedule.checking.timeline import Timeline, simulate
 from oppo_megatron.schedule.packing import pack_by_tokens
 from oppo_megatron.schedule.rounds import Growth, Round, Site
 from oppo_megatron.schedule.weaving.communication import add_communication
+from oppo_megatron.schedule.weaving.components import component_of
 from oppo_megatron.schedule.weaving.costs import Costs, Linear, Lines
 from oppo_megatron.schedule.weaving.cut import Cut, Work, choose_cut, even_portions, predict_s
-from oppo_megatron.schedule.weaving.generators import GENERATORS, component, intra, woven
+from oppo_megatron.schedule.weaving.generators import GENERATORS, intra, woven
 from tests.support.schedule_interpreter import harm
 from tests.support.schedules import ample_budgets
 from tests.unit.golden_schedules import GOLDEN, NAMES, schedules
@@ -114,18 +115,20 @@ def _kind(action: Action) -> str:
 def test_a_component_gives_its_ranks_the_same_lists(case: tuple[Round, Site, Costs], name: str) -> None:
     round_, site, costs = case
     all_ranks = whole(name, round_, site, costs)
-    for rank in range(8):
-        part = GENERATORS[name](component(round_, site, rank), site, costs)
-        assert add_communication(part, round_, site).of(rank) == all_ranks.of(rank)
+    for rank in site.ranks:
+        part = component_of(site, rank)
+        shape = part.part(round_)
+        assert part.own_list(GENERATORS[name](shape, part.model, costs), shape) == all_ranks.of(rank)
 
 
 def test_a_component_leaves_out_what_shares_no_rank() -> None:
     site = Site({"actor": RolePlacement((0, 1, 2, 3), pp=2, dp=2), "reward": RolePlacement((0, 1, 2, 3), pp=2, dp=2)})
-    batch = (Growth(0, 3, 2),)
-    round_ = Round(1, 2, ((batch,), (batch,)), {"reward": ((batch,), (batch,))})
-    assert component(round_, site, 2) == Round(1, 2, ((batch,), ()), {"reward": ((batch,), ())})
+    batch, other = (Growth(0, 3, 2),), (Growth(1, 3, 2),)
+    round_ = Round(1, 2, ((batch,), (other,)), {"reward": ((batch,), (other,))})
+    assert component_of(site, 2).part(round_) == Round(1, 2, ((batch,),), {"reward": ((batch,),)})
+    assert component_of(site, 2).replicas == {"actor": (0,), "reward": (0,)}
     tied = Site(site.placements | {"reward": RolePlacement((0, 1), tp=2)})
-    assert component(round_, tied, 3).decode == round_.decode
+    assert component_of(tied, 3).part(round_).decode == round_.decode
 
 
 def test_prefill_moves_no_decode_micro_step_while_it_fits() -> None:

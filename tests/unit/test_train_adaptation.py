@@ -14,7 +14,7 @@ from oppo_megatron.control.kl_controller import KLController
 from oppo_megatron.data.prompts import PromptStream
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
-from oppo_megatron.records import Decision, StepSignals
+from oppo_megatron.records import Chunk, ChunkRow, Decision, StepSignals
 from oppo_megatron.train.adaptation import Adaptation
 from oppo_megatron.train.logs.facts import StepFacts
 from oppo_megatron.train.score_exchange import ScoreReport
@@ -54,8 +54,7 @@ def test_delta_is_told_the_scores_that_are_trained_on(settings: dict[str, Any], 
     facts = StepFacts(1, 0, 8)
     facts.scores = ScoreReport({}, 0.0, 0.0, [], {}, ess=1.0, measured=[])
     scheduler.begin_step()
-    for rollout in buffer.rollouts:
-        rollout.tokens = [1]
+    buffer.record(Chunk(0, 1, [ChunkRow(r.seq_id, 0, [1], [0.0], [0.0], version=0) for r in buffer.rollouts]))
     adaptation.learn_batch(facts, buffer.rollouts, PPO(config(**settings)).experience(batch(), 0.3))
     assert rule.told[0].reward_mean == pytest.approx(sum(scores) / 3)
     adaptation.learn_batch(facts, buffer.rollouts, PPO(config()).experience(batch(), 0.3), actor_trained=False)

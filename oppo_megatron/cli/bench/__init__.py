@@ -6,13 +6,13 @@ import argparse
 import signal
 import sys
 
-from oppo_megatron.cli.bench import chunk, decode, delta, gpu, overhead, overlap, scaling, seeds, weave
+from oppo_megatron.cli.bench import chunk, decode, delta, gpu, overhead, overlap, planning, scaling, seeds, weave
 from oppo_megatron.cli.parser import add_debug_argument
 from oppo_megatron.cli.signals import ending_by_signal
 
 KINDS = {
     "decode": decode, "overlap": overlap, "weave": weave, "chunk": chunk, "delta": delta, "scaling": scaling,
-    "overhead": overhead, "seeds": seeds, "gpu": gpu,
+    "overhead": overhead, "planning": planning, "seeds": seeds, "gpu": gpu,
 }  # fmt: skip
 """Each module has HELP (a line), ABOUT (what its help begins with) and `add_arguments`, which names the function to call."""
 
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from oppo_megatron.bench.suite import BenchStopped
+    from oppo_megatron.bench.outcomes import BenchStopped
 
     with ending_by_signal():
         try:

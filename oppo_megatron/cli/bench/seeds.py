@@ -33,10 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _seeds(args: argparse.Namespace) -> int:
     from oppo_megatron.bench.figures import format_table
+    from oppo_megatron.bench.outcomes import BenchError, BenchStopped
     from oppo_megatron.bench.peaks import describe_machine
     from oppo_megatron.bench.pictures import draw_seeds
     from oppo_megatron.bench.seeds import COLUMNS, compare, remarks, reward_half
-    from oppo_megatron.bench.suite import BenchError, BenchStopped
     from oppo_megatron.cli import demo
     from oppo_megatron.errors import EXIT_INTERRUPTED, EXIT_REQUEUE, ConfigError
     from oppo_megatron.rundir.directory import RunDirectory, write_json

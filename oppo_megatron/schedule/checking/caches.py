@@ -11,11 +11,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from oppo_megatron.errors import ScheduleError
 from oppo_megatron.schedule.rounds import KVBudget, Round
 
+Budgets = Mapping[str, Sequence[KVBudget]]
+"""What each replica of each role may cache; a role that is missing is not checked."""
 
-def require_room(round_: Round, budgets: Mapping[str, Sequence[KVBudget]]) -> None:
-    """Raises ScheduleError with every cache that the round overruns, or asks to continue what it does not hold."""
+
+def require_room(round_: Round, budgets: Mapping[str, Mapping[int, KVBudget]]) -> None:
+    """Raises ScheduleError with every cache that the round overruns, or asks to continue what it does not hold.
+
+    `budgets` are those of the replicas to be checked, by role and number.
+    """
     faults = [
-        text for role, own in budgets.items() for d, budget in enumerate(own) for text in _of(round_, role, d, budget)
+        text for role, own in budgets.items() for d, budget in own.items() for text in _of(round_, role, d, budget)
     ]
     if faults:
         count = "1 cache" if len(faults) == 1 else f"{len(faults)} caches"
@@ -33,7 +39,7 @@ def _of(round_: Round, role: str, replica: int, budget: KVBudget) -> Iterator[st
             return
         lengths[seq_id] = past + new
     longest = max(lengths.values(), default=0)
-    if budget.others + len(lengths) > budget.slots:
+    if lengths and budget.others + len(lengths) > budget.slots:
         yield f"{cache} has {budget.slots} slots, but {len(lengths)} sequences grow beside {budget.others} others"
     elif longest > budget.max_length:
         yield f"{cache} has room for {budget.max_length} tokens a sequence, but one grows to {longest}"

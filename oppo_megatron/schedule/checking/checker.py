@@ -9,22 +9,20 @@ ranks alike skip the actions of ended sequences.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 
 from oppo_megatron.errors import ScheduleError
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
+from oppo_megatron.schedule.checking.caches import Budgets
 from oppo_megatron.schedule.checking.faults import Fault, FaultKind
 from oppo_megatron.schedule.checking.inventory import required_actions
 from oppo_megatron.schedule.checking.timeline import COMPUTE, Link, Stuck, Timeline, content_of, link_of, simulate
 from oppo_megatron.schedule.checking.walk import walk_ranks
-from oppo_megatron.schedule.rounds import KVBudget, Round, Site
+from oppo_megatron.schedule.rounds import Round, Site
 from oppo_megatron.schedule.weaving.costs import Costs
 
 __all__ = ["Fault", "FaultKind", "check", "check_timeline", "require_sound"]
-
-Budgets = Mapping[str, Sequence[KVBudget]]
-"""What each replica of each role may cache; a role that is missing is not checked."""
 
 Found = list[tuple[int, Action]]
 """Actions with their positions."""
@@ -97,14 +95,10 @@ def _unasked(
         rule = f"only chunks before {round.index} are known when the round begins"
         return fault(FaultKind.CAUSALITY, f"uses a chunk before it has been decoded; {rule}; do it a round later")
     if action.peer is not None:
-        peers = sorted({peer for peer in _peers(site) if replace(action, peer=peer) in asked})
+        peers = [peer for peer in site.ranks if replace(action, peer=peer) in asked]
         if peers:
             return fault(FaultKind.LOST_PEER, f"has the wrong peer; what it carries goes between these ranks: {peers}")
     return fault(FaultKind.FOREIGN, f"is nothing that round {round.index} asks of rank {action.rank}; take it away")
-
-
-def _peers(site: Site) -> Iterable[int]:
-    return {rank for placement in site.placements.values() for rank in placement.ranks}
 
 
 def _links(schedule: Schedule) -> Iterator[Fault]:

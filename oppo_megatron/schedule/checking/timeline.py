@@ -91,14 +91,10 @@ def simulate(schedule: Schedule, round_: Round, site: Site, costs: Costs | None 
     return Timeline({rank: tuple(own) for rank, own in run.spans.items()}, stuck)
 
 
-def coordinates_of(site: Site) -> dict[tuple[str, int], RankCoordinates]:
-    """What each rank holds of each role."""
-    coords_by_role = {}
-    for role, placement in site.placements.items():
-        for rank in placement.ranks:
-            if (coords := placement.coords(rank)) is not None:
-                coords_by_role[role, rank] = coords
-    return coords_by_role
+def coordinates_at(site: Site, rank: int) -> dict[str, RankCoordinates]:
+    """What `rank` holds of each role that it has a part of."""
+    found = {role: placement.coords(rank) for role, placement in site.placements.items()}
+    return {role: coords for role, coords in found.items() if coords is not None}
 
 
 def batch_of(round_: Round, action: Action, replica: int) -> Batch:
@@ -137,14 +133,16 @@ class _Run:
     """State of the dry run: of every rank its place in its list and its clock; of every link the messages under way."""
 
     def __init__(self, schedule: Schedule, round_: Round, site: Site, costs: Costs):
-        ranks = sorted({*schedule.actions, *(rank for placement in site.placements.values() for rank in placement.ranks)})
+        ranks = sorted({*schedule.actions, *site.ranks})
         self.lists = {rank: schedule.of(rank) for rank in ranks}
         self.position = dict.fromkeys(ranks, 0)
         self.clock = dict.fromkeys(ranks, 0.0)
         self.spans: dict[int, list[Span]] = {rank: [] for rank in ranks}
         self.links: dict[Link, deque[tuple[Action, float]]] = defaultdict(deque)
         self.round, self.costs, self.actor_ranks = round_, costs, site.placements["actor"].ranks
-        self.coords_by_role = coordinates_of(site)
+        self.coords_by_role = {
+            (role, rank): coords for rank in site.ranks for role, coords in coordinates_at(site, rank).items()
+        }
         self.groups = {
             (role, rank): site.placements[role].stage_ranks(coords.replica, coords.stage)
             for (role, rank), coords in self.coords_by_role.items()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from oppo_megatron.layout.placements import RankCoordinates
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
 from oppo_megatron.schedule.checking.faults import Fault, FaultKind
-from oppo_megatron.schedule.checking.timeline import batch_of, coordinates_of
+from oppo_megatron.schedule.checking.timeline import batch_of, coordinates_at
 from oppo_megatron.schedule.rounds import Batch, KVBudget, Round, Site
 
 Step = tuple[int, int | None]
@@ -29,18 +29,10 @@ def walk_ranks(
     skip: Collection[tuple[int, int]] = (),
 ) -> list[Fault]:
     """The faults of every rank.  Actions at `skip` (rank, position) are passed over: they do not belong there."""
-    coords_by_role = coordinates_of(site)
     faults: list[Fault] = []
     told: set[tuple[str, int, str]] = set()
     for rank in sorted(schedule.actions):
-        walk = _Walk(
-            rank,
-            round_,
-            site,
-            {role: coords for (role, r), coords in coords_by_role.items() if r == rank},
-            budgets,
-            told,
-        )
+        walk = _Walk(rank, round_, site, coordinates_at(site, rank), budgets, told)
         for position, action in enumerate(schedule.of(rank)):
             if (rank, position) not in skip:
                 faults += [

@@ -2,25 +2,30 @@
 
 A book assigns sequences to replicas and cache slots, and says what each micro-batch of the coming round adds; the caches
 themselves follow it.
+
+Every rank keeps the books of all replicas, because all come to the same numbers from the same chunks; it does so in arrays
+over all sequences.  Micro-batches it needs of its own replicas only: `own` are those that `plan` packs them for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from oppo_megatron.columns import Bools, Columns, Ints, columns_of
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.packing import pack_by_tokens
+from oppo_megatron.schedule.planning.ledger import ABSENT
+from oppo_megatron.schedule.planning.replicas import REPLICA, Pairs, Replicas, pairs_of
 from oppo_megatron.schedule.rounds import Batch, Growth
 from oppo_megatron.schedule.weaving.cut import even_portions
 
-Pairs = list[tuple[int, int]]
-"""A mapping of numbers as JSON keeps it: keys stay numbers, and their order stays."""
-
-
-def pairs(mapping: Mapping[int, int]) -> Pairs:
-    return list(mapping.items())
+CACHED, OPENED, OUTPUTS, LIMIT, WAITING, OUTLIVED = "cached", "opened", "outputs", "limit", "waiting", "outlived"
+"""Columns: tokens cached (ABSENT: no slot), which opening gave the slot, outputs given, most response tokens, 1 where a
+sequence has a slot and does not run, updates made since its cache was begun."""
 
 
 @dataclass
@@ -34,106 +39,87 @@ class ReplicaWork:
     done: list[int] = field(default_factory=list)
 
 
-class Replicas:
-    """Each sequence's replica, where it stays until it leaves.  `slots`: the number of slots of one replica's cache."""
-
-    def __init__(self, num_replicas: int, slots: int):
-        self._num_replicas, self._slots = num_replicas, slots
-        self._of: dict[int, int] = {}
-
-    def of(self, seq_id: int) -> int:
-        """The sequence's replica, which it was given by `place`."""
-        return self._of[seq_id]
-
-    def __contains__(self, seq_id: int) -> bool:
-        return seq_id in self._of
-
-    def place(self, held: Sequence[Rollout]) -> None:
-        """Give a replica to each of `held` that has none; `held` are all that the replicas have to do with now.
-
-        The longest first (ties: the first of `held`), each to the replica that holds the fewest tokens, prompts and
-        responses so far (ties: the fewest sequences, then the first), among those that have slots for it: beyond this
-        round, in which finished sequences still have theirs, and in this round.  Where none has, to one of the least
-        crowded.
-        """
-        new = [r for r in held if r.seq_id not in self._of]
-        if not new:
-            return
-        parts = [_Part(replica, self._slots) for replica in range(self._num_replicas)]
-        for rollout in held:
-            if rollout.seq_id in self._of:
-                parts[self._of[rollout.seq_id]].add(rollout)
-        for rollout in sorted(new, key=lambda r: -r.num_tokens):
-            part = min(parts, key=lambda p: p.rank_for(rollout))
-            part.add(rollout)
-            self._of[rollout.seq_id] = part.replica
-
-    def remove(self, seq_id: int) -> None:
-        """The sequence has left."""
-        self._of.pop(seq_id, None)
-
-    def state_dict(self) -> Pairs:
-        """[sequence, replica] of each, in plain JSON types."""
-        return pairs(self._of)
-
-    def load_state_dict(self, state: Pairs) -> None:
-        self._of = dict(state)
-
-
-@dataclass
-class _Part:
-    """What one replica holds."""
-
-    replica: int
-    slots: int
-    tokens: int = 0
-    sequences: int = 0
-    unfinished: int = 0
-
-    def add(self, rollout: Rollout) -> None:
-        self.tokens += rollout.num_tokens
-        self.sequences += 1
-        self.unfinished += not rollout.finished
-
-    def rank_for(self, rollout: Rollout) -> tuple[int, ...]:
-        """The replica with the smallest takes the rollout."""
-        staying = self.unfinished + (not rollout.finished)
-        crowded = max(0, staying - self.slots), max(0, self.sequences + 1 - self.slots)
-        return *crowded, self.tokens, self.sequences, self.replica
-
-
 class Book:
     """What the books of all roles have: `slots` of each replica's cache, and who has one."""
 
-    def __init__(self, replicas: int, slots: int):
+    def __init__(self, replicas: int, slots: int, columns: Mapping[str, int]):
         self.slots = slots
-        self._replicas = Replicas(replicas, slots)
-        self._cached: list[dict[int, int]] = [{} for _ in range(replicas)]  # open sequences -> tokens cached
+        self._replicas = Replicas(replicas, slots, {CACHED: ABSENT, OPENED: 0} | dict(columns))
+        self._ledger = self._replicas.ledger
+        self._num_open = np.zeros(replicas, dtype=np.int64)
+        self._num_opened = 0
 
     def __len__(self) -> int:
         """Replicas."""
-        return len(self._cached)
+        return len(self._num_open)
 
     def replica(self, seq_id: int) -> int:
         """The replica that the sequence belongs to, once a round with it has been planned."""
         return self._replicas.of(seq_id)
 
+    def homes(self, rollouts: Sequence[Rollout]) -> Ints:
+        """The replica of each, once a round with it has been planned."""
+        return self._ledger[REPLICA][self._ledger.rows(columns_of(rollouts).seq_ids)]
+
     def num_open(self, replica: int) -> int:
         """Sequences that have a slot beyond the round planned last."""
-        return len(self._cached[replica])
+        return int(self._num_open[replica])
 
     def state_dict(self) -> dict[str, Any]:
         """The state between two rounds, in plain JSON types: each sequence's replica and its cached tokens."""
-        return {"replicas": self._replicas.state_dict(), "cached": [pairs(cached) for cached in self._cached]}
+        return {
+            "replicas": self._replicas.state_dict(),
+            "cached": [list(self.cached(replica).items()) for replica in range(len(self))],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`; the caches hold what it says."""
         self._replicas.load_state_dict(state["replicas"])
-        self._cached = [dict(cached) for cached in state["cached"]]
+        for replica, cached in enumerate(state["cached"]):
+            rows = self._ledger.enter(CACHED, cached)
+            self._stamp(rows)
+            self._num_open[replica] = len(rows)
 
-    def cached(self, replica: int) -> Mapping[int, int]:
-        """Tokens cached of each sequence that has a slot."""
-        return self._cached[replica]
+    def cached(self, replica: int) -> dict[int, int]:
+        """Tokens cached of each sequence that has a slot, in the order of opening."""
+        seq_ids = self._open_ids(replica)
+        return dict(pairs_of(seq_ids, self._ledger[CACHED][self._ledger.rows(seq_ids)]))
+
+    def _open_ids(self, replica: int) -> Ints:
+        """Sequences of the replica that have a slot, in the order of opening."""
+        ledger = self._ledger
+        seq_ids = ledger.where((ledger[REPLICA] == replica) & (ledger[CACHED] != ABSENT))
+        return seq_ids[np.argsort(ledger[OPENED][ledger.rows(seq_ids)], kind="stable")]
+
+    def _open(self, rows: Ints) -> None:
+        """Give slots to the sequences at `rows`, in that order; nothing of them is cached."""
+        self._ledger[CACHED][rows] = 0
+        self._stamp(rows)
+        self._count(rows, 1)
+
+    def _close(self, rows: Ints) -> None:
+        self._ledger[CACHED][rows] = ABSENT
+        self._count(rows, -1)
+
+    def _count(self, rows: Ints, each: int) -> None:
+        self._num_open += each * np.bincount(self._ledger[REPLICA][rows], minlength=len(self))
+
+    def _stamp(self, rows: Ints) -> None:
+        self._ledger[OPENED][rows] = np.arange(self._num_opened, self._num_opened + len(rows))
+        self._num_opened += len(rows)
+
+    def _short(self, homes: Ints) -> Ints:
+        """Replicas that have too few slots for one more sequence at each of `homes`."""
+        return np.flatnonzero(self._num_open + np.bincount(homes, minlength=len(self)) > self.slots)
+
+    def _ours(self, own: Collection[int] | None) -> dict[int, ReplicaWork]:
+        """The work of the replicas in `own` (None: of all), to be filled in."""
+        return {replica: ReplicaWork() for replica in (range(len(self)) if own is None else own)}
+
+    def _works(self, ours: Mapping[int, ReplicaWork]) -> list[ReplicaWork]:
+        """By replica; what is not ours shares one that is empty."""
+        elsewhere = ReplicaWork()
+        return [ours.get(replica, elsewhere) for replica in range(len(self))]
 
 
 class ScoringBook(Book):
@@ -146,103 +132,128 @@ class ScoringBook(Book):
     """
 
     def __init__(self, role: str, replicas: int, slots: int):
-        super().__init__(replicas, slots)
+        super().__init__(replicas, slots, {OUTPUTS: 0})
         self.role = role
         self.perishable = role == "critic"  # each update makes what it has computed stale
-        self._outputs: dict[int, int] = {}
 
-    def owes(self, rollouts: Iterable[Rollout]) -> bool:
+    def owes(self, rollouts: Sequence[Rollout] | Columns) -> bool:
         """Whether one of the rollouts has tokens that this role has not read."""
-        return any(self._missing(r) for r in rollouts)
+        columns = columns_of(rollouts)
+        return bool(self._missing(columns, self._ledger.rows(columns.seq_ids)).any())
 
-    def pending(self, rollouts: Iterable[Rollout]) -> list[list[int]]:
-        """New tokens of each sequence that this role has not read, by replica."""
-        self._replicas.place(self._unscored(rollouts))
-        news: list[list[int]] = [[] for _ in self._cached]
-        for rollout in rollouts:
-            if self._missing(rollout):
-                replica = self.replica(rollout.seq_id)
-                news[replica].append(self._target(rollout) - self._cached[replica].get(rollout.seq_id, 0))
-        return news
+    def pending(self, rollouts: Sequence[Rollout] | Columns) -> tuple[Ints, Ints]:
+        """Of each sequence with new tokens that this role has not read: its replica, and how many they are."""
+        columns, rows, missing = self._placed(rollouts)
+        rows, cached = rows[missing], self._ledger[CACHED][rows[missing]]
+        return self._ledger[REPLICA][rows], self._targets(columns)[missing] - np.maximum(cached, 0)
 
-    def plan(self, rollouts: Sequence[Rollout], budget: int) -> list[ReplicaWork]:
+    def plan(
+        self, rollouts: Sequence[Rollout] | Columns, budget: int, own: Collection[int] | None = None
+    ) -> list[ReplicaWork]:
         """The next micro-batches (at most `budget` tokens each) of every replica; the book counts them as done."""
-        self._replicas.place(self._unscored(rollouts))
-        works = [ReplicaWork() for _ in self._cached]
-        for replica, work in enumerate(works):
-            wanted = [r for r in rollouts if self.replica(r.seq_id) == replica and self._missing(r)]
-            admitted = self._admit(wanted, replica, work)
-            growths = [self._grow(r, self._cached[replica]) for r in admitted]
-            bins = pack_by_tokens([g.new for g in growths], budget)
+        columns, rows, missing = self._placed(rollouts)
+        columns, rows = columns.at(missing), rows[missing]
+        ours = self._ours(own)
+        self._admit(columns, rows, ours)
+        admitted = self._ledger[CACHED][rows] != ABSENT
+        columns, rows = columns.at(admitted), rows[admitted]
+        table = self._grow(columns, rows)
+        homes = self._ledger[REPLICA][rows]
+        for replica, work in ours.items():
+            here = homes == replica
+            growths = list(map(Growth._make, table[here].tolist()))
+            bins = pack_by_tokens([growth.new for growth in growths], budget)
             work.prefill = [tuple(growths[i] for i in sorted(members)) for members in bins]
-            work.done = [r.seq_id for r in admitted if r.finished]
-            for seq_id in work.done:
-                del self._cached[replica][seq_id]
-        return works
+            work.done = columns.seq_ids[here & columns.finished].tolist()
+        self._close(rows[columns.finished])
+        return self._works(ours)
 
-    def forget(self, seq_id: int) -> None:
-        """The sequence has been trained."""
-        assert seq_id not in self._cached[self.replica(seq_id)], f"{self.role}: sequence {seq_id} was trained unscored"
-        self._outputs.pop(seq_id, None)
-        self._replicas.remove(seq_id)
+    def forget(self, *seq_ids: int) -> None:
+        """The sequences have been trained."""
+        rows = self._ledger.rows(np.array(seq_ids, dtype=np.int64))
+        open_ids = self._ledger.where(self._ledger[CACHED] != ABSENT)
+        unscored = sorted(set(seq_ids).intersection(open_ids.tolist()))
+        assert not unscored, f"{self.role}: sequence {unscored[0]} was trained unscored"
+        self._ledger[OUTPUTS][rows] = 0
+        self._replicas.remove(*seq_ids)
 
     def reset(self) -> None:
         """The weights changed: nothing that is cached or computed is valid any more."""
-        self._outputs.clear()
-        for cached in self._cached:
-            cached.clear()
+        self._ledger[OUTPUTS][:] = 0
+        self._ledger[CACHED][:] = ABSENT
+        self._num_open[:] = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"outputs": pairs(self._outputs)}
+        return super().state_dict() | {"outputs": self._pairs_of_outputs(self._ledger[OUTPUTS] > 0)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._outputs = dict(state["outputs"])
+        self._ledger.enter(OUTPUTS, state["outputs"])
 
     def outputs(self, replica: int) -> Mapping[int, int]:
         """How many outputs each sequence of the replica has, where it has any."""
-        return {seq_id: count for seq_id, count in self._outputs.items() if count and self.replica(seq_id) == replica}
+        return dict(self._pairs_of_outputs((self._ledger[OUTPUTS] > 0) & (self._ledger[REPLICA] == replica)))
 
-    def _target(self, rollout: Rollout) -> int:
-        """Tokens of the sequence that this role has use for now."""
-        return rollout.num_tokens - (self.role != "reward")
+    def _pairs_of_outputs(self, mask: Bools) -> Pairs:
+        return pairs_of(self._ledger.where(mask), self._ledger[OUTPUTS][mask])
 
-    def _missing(self, rollout: Rollout) -> bool:
-        if rollout.finished:
-            return self._outputs.get(rollout.seq_id, 0) < (1 if self.role == "reward" else len(rollout.tokens))
-        seq_id = rollout.seq_id
-        cached = self._cached[self.replica(seq_id)].get(seq_id, 0) if seq_id in self._replicas else 0
-        return cached < self._target(rollout)
+    def _placed(self, rollouts: Sequence[Rollout] | Columns) -> tuple[Columns, Ints, Bools]:
+        """Columns, rows of the ledger, and of which something is missing; all that have, or will have, are placed."""
+        columns = columns_of(rollouts)
+        rows = self._ledger.rows(columns.seq_ids)
+        missing = self._missing(columns, rows)
+        self._replicas.place(columns.at(missing | ~columns.finished))
+        return columns, rows, missing
 
-    def _unscored(self, rollouts: Iterable[Rollout]) -> list[Rollout]:
-        """Those that this role has, or will have, something to read of."""
-        return [r for r in rollouts if not r.finished or self._missing(r)]
+    def _targets(self, columns: Columns) -> Ints:
+        """Tokens of each sequence that this role has use for now."""
+        return columns.num_tokens - (self.role != "reward")
 
-    def _admit(self, rollouts: list[Rollout], replica: int, work: ReplicaWork) -> list[Rollout]:
-        """Those of the rollouts that have a slot or get one now.  A finished one may take that of an unfinished one."""
-        cached, finished = self._cached[replica], {r.seq_id for r in rollouts if r.finished}
-        youngest = sorted(seq_id for seq_id in cached if seq_id not in finished)
-        for rollout in sorted(rollouts, key=lambda r: not r.finished):
-            if rollout.seq_id in cached:
+    def _missing(self, columns: Columns, rows: Ints) -> Bools:
+        due = 1 if self.role == "reward" else columns.response_tokens
+        unread = np.maximum(self._ledger[CACHED][rows], 0) < self._targets(columns)
+        return np.where(columns.finished, self._ledger[OUTPUTS][rows] < due, unread)
+
+    def _admit(self, columns: Columns, rows: Ints, ours: Mapping[int, ReplicaWork]) -> None:
+        """Give slots to those that have none, those finished first; the work of `ours` hears of it."""
+        homes, closed = self._ledger[REPLICA][rows], self._ledger[CACHED][rows] == ABSENT
+        new = np.concatenate([np.flatnonzero(closed & columns.finished), np.flatnonzero(closed & ~columns.finished)])
+        short = self._short(homes[new])
+        for replica in short.tolist():
+            self._make_way(replica, columns.at(homes == replica), ours.get(replica) or ReplicaWork())
+        new = new[~np.isin(homes[new], short)]
+        self._open(rows[new])
+        for replica, work in ours.items():
+            work.open += columns.seq_ids[new[homes[new] == replica]].tolist()
+
+    def _make_way(self, replica: int, columns: Columns, work: ReplicaWork) -> None:
+        """Where slots are too few: a finished sequence may take that of an unfinished one."""
+        wanted = list(zip(columns.seq_ids.tolist(), columns.finished.tolist(), strict=True))
+        finished = {seq_id for seq_id, ended in wanted if ended}
+        cached = set(self._open_ids(replica).tolist())
+        youngest = sorted(cached - finished)
+        for seq_id, ended in sorted(wanted, key=lambda each: not each[1]):
+            if seq_id in cached:
                 continue
-            if len(cached) == self.slots and rollout.finished and youngest:
+            if len(cached) == self.slots and ended and youngest:
                 work.evict.append(youngest.pop())
-                del cached[work.evict[-1]]
+                cached.remove(work.evict[-1])
             if len(cached) < self.slots:
-                cached[rollout.seq_id] = 0
-                work.open.append(rollout.seq_id)
-        return [r for r in rollouts if r.seq_id in cached]
+                cached.add(seq_id)
+                work.open.append(seq_id)
+        self._close(self._ledger.rows(np.array(work.evict, dtype=np.int64)))
+        self._open(self._ledger.rows(np.array(work.open, dtype=np.int64)))
 
-    def _grow(self, rollout: Rollout, cached: dict[int, int]) -> Growth:
-        seq_id, past, target = rollout.seq_id, cached[rollout.seq_id], self._target(rollout)
+    def _grow(self, columns: Columns, rows: Ints) -> Ints:
+        """Read what is there.  Returns a `Growth` of each, [n, 4]."""
+        past, target, outputs = self._ledger[CACHED][rows], self._targets(columns), self._ledger[OUTPUTS][rows]
         if self.role == "reward":
-            rows = int(rollout.finished)
+            given = columns.finished.astype(np.int64)
         else:
-            first = len(rollout.prompt.tokens) - 1 + self._outputs.get(seq_id, 0)
-            rows = max(0, target - max(first, past))
-        self._outputs[seq_id] = self._outputs.get(seq_id, 0) + rows
-        cached[seq_id] = target
-        return Growth(seq_id, past, target - past, rows)
+            given = np.maximum(0, target - np.maximum(columns.prompt_tokens - 1 + outputs, past))
+        self._ledger[OUTPUTS][rows] = outputs + given
+        self._ledger[CACHED][rows] = target
+        return np.stack([columns.seq_ids, past, target - past, given], axis=1)
 
 
 class ActorBook(Book):
@@ -256,92 +267,130 @@ class ActorBook(Book):
 
     def __init__(self, replicas: int, slots: int, limit: Callable[[int], int]):
         """`limit(seq_id)`: the most response tokens that the sequence may have."""
-        super().__init__(replicas, slots)
+        super().__init__(replicas, slots, {LIMIT: ABSENT, WAITING: 0, OUTLIVED: 0})
         self._limit = limit
         self.most: int | None = None  # sequences of a decode micro-batch, where memory allows no more
-        self._waiting: set[int] = set()  # that have a slot, and did not run in the round planned last
-        self._outlived: dict[int, int] = {}  # updates since an open sequence's cache was begun, where there were any
 
-    def running(self, active: Sequence[Rollout]) -> list[int]:
+    def running(self, active: Sequence[Rollout] | Columns) -> list[int]:
         """How many sequences each replica will decode in the next round."""
-        self._replicas.place(active)
-        held = [0] * len(self._cached)
-        for rollout in active:
-            held[self.replica(rollout.seq_id)] += 1
-        return [min(count, self.slots) for count in held]
+        columns = columns_of(active)
+        self._replicas.place(columns)
+        homes = self._ledger[REPLICA][self._ledger.rows(columns.seq_ids)]
+        counts: list[int] = np.minimum(np.bincount(homes, minlength=len(self)), self.slots).tolist()
+        return counts
 
-    def steps(self, active: Sequence[Rollout], chunk: int) -> int:
+    def steps(self, active: Sequence[Rollout] | Columns, chunk: int) -> int:
         """Decode steps of the next round: a chunk, or less where no sequence may grow by as much."""
-        return min(chunk, max((self._room(r) for r in active), default=0))
+        return min(chunk, int(self._rooms(columns_of(active)).max(initial=0)))
 
     def plan(
         self,
-        active: Sequence[Rollout],
+        active: Sequence[Rollout] | Columns,
         steps: int,
         micro_batches: int,
         budget: int,
         order: Callable[[Sequence[int]], list[int]],
+        own: Collection[int] | None = None,
     ) -> list[ReplicaWork]:
         """What each replica prefills and decodes.
 
         `order(seq_ids)` puts open sequences in the order of their cache slots where this rank holds them.
         """
-        self._replicas.place(active)
-        self._waiting = set()
-        works = []
-        for replica, cached in enumerate(self._cached):
-            held = [r for r in active if self.replica(r.seq_id) == replica]
-            bound = len(held) if self.most is None else self.most * micro_batches
-            mine = {r.seq_id: r for r in held[:bound]}
-            self._waiting |= {r.seq_id for r in held[bound:]}
-            work = ReplicaWork(open=[i for i in mine if i not in cached][: self.slots - len(cached)])
-            running = [mine[i] for i in [*order([i for i in cached if i in mine]), *work.open]]
-            cached.update(dict.fromkeys(work.open, 0))
-            stale = [Growth(r.seq_id, cached[r.seq_id], r.num_tokens - 1 - cached[r.seq_id]) for r in running]
-            stale = [g for g in stale if g.new]
+        columns = columns_of(active)
+        self._replicas.place(columns)
+        rows = self._ledger.rows(columns.seq_ids)
+        running, new = self._admit(rows, micro_batches)
+        ours, rooms = self._ours(own), self._rooms(columns)
+        homes, lengths = self._ledger[REPLICA][rows], columns.num_tokens
+        table = np.stack([columns.seq_ids, lengths - 1, np.minimum(steps, rooms), np.zeros_like(rows)], axis=1)
+        cached = self._ledger[CACHED][rows]
+        for replica, work in ours.items():
+            here = running & (homes == replica)
+            held = {growth[0]: growth for growth in map(Growth._make, table[here].tolist())}
+            past = dict(pairs_of(columns.seq_ids[here], cached[here]))
+            work.open = columns.seq_ids[here & new].tolist()
+            opened = set(work.open)
+            before = [seq_id for seq_id in self._open_ids(replica).tolist() if seq_id in held and seq_id not in opened]
+            growths = [held[seq_id] for seq_id in [*order(before), *work.open]]
+            stale = [Growth(g.seq_id, past[g.seq_id], g.past - past[g.seq_id]) for g in growths if past[g.seq_id] < g.past]
             bins = pack_by_tokens([g.new for g in stale], budget)
             work.prefill = [tuple(stale[i] for i in sorted(members)) for members in bins]
-            growths = [Growth(r.seq_id, r.num_tokens - 1, min(steps, self._room(r))) for r in running]
             work.decode = [tuple(portion) for portion in even_portions(growths, micro_batches)]
-            works.append(work)
-        return works
+        return self._works(ours)
 
-    def record(self, rollouts: Iterable[Rollout]) -> None:
+    def runs(self, rollouts: Sequence[Rollout]) -> Bools:
+        """Which of the rollouts run in the round planned last."""
+        rows = self._ledger.rows(columns_of(rollouts).seq_ids)
+        run: Bools = (self._ledger[CACHED][rows] != ABSENT) & (self._ledger[WAITING][rows] == 0)
+        return run
+
+    def record(self, rollouts: Sequence[Rollout]) -> None:
         """A round has been recorded in the rollouts."""
-        for rollout in rollouts:
-            cached = self._cached[self.replica(rollout.seq_id)]
-            if rollout.seq_id not in cached or rollout.seq_id in self._waiting:
-                continue
-            if rollout.finished:
-                del cached[rollout.seq_id]
-                self._replicas.remove(rollout.seq_id)
-                self._outlived.pop(rollout.seq_id, None)
-            else:
-                cached[rollout.seq_id] = rollout.num_tokens - 1
+        columns, run = columns_of(rollouts), self.runs(rollouts)
+        rows = self._ledger.rows(columns.seq_ids)
+        going, ended = run & ~columns.finished, run & columns.finished
+        self._ledger[CACHED][rows[going]] = columns.num_tokens[going] - 1
+        self._close(rows[ended])
+        self._ledger[REPLICA][rows[ended]] = ABSENT
+        self._ledger[OUTLIVED][rows[ended]] = 0
 
     def invalidate(self) -> None:
         """The weights changed: caches must be computed again."""
-        for cached in self._cached:
-            cached.update(dict.fromkeys(cached, 0))
-        self._outlived = {}
+        self._ledger[CACHED][self._ledger[CACHED] != ABSENT] = 0
+        self._ledger[OUTLIVED][:] = 0
 
     def keep(self) -> None:
         """The weights changed, and what is cached is kept."""
-        for cached in self._cached:
-            for seq_id in (each for each, count in cached.items() if count):
-                self._outlived[seq_id] = self._outlived.get(seq_id, 0) + 1
+        self._ledger[OUTLIVED][self._ledger[CACHED] > 0] += 1
 
     @property
     def outlived(self) -> Mapping[int, int]:
         """Updates that were made since the cache of a sequence was begun; 0 of one that is not there."""
-        return self._outlived
+        return dict(self._pairs_of_outlived())
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"outlived": pairs(self._outlived)}
+        return super().state_dict() | {"outlived": self._pairs_of_outlived()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._outlived = dict(state.get("outlived") or [])  # older checkpoints have none
+        self._ledger.enter(OUTLIVED, state.get("outlived") or [])  # older checkpoints have none
 
-    def _room(self, rollout: Rollout) -> int:
-        return self._limit(rollout.seq_id) - len(rollout.tokens)
+    def _pairs_of_outlived(self) -> Pairs:
+        mask = self._ledger[OUTLIVED] > 0
+        return pairs_of(self._ledger.where(mask), self._ledger[OUTLIVED][mask])
+
+    def _admit(self, rows: Ints, micro_batches: int) -> tuple[Bools, Bools]:
+        """Which of the sequences run, and which of these have just been given their slots."""
+        homes = self._ledger[REPLICA][rows]
+        chosen = np.ones(len(rows), dtype=np.bool_)
+        if self.most is not None:
+            chosen = _ordinal(homes) < self.most * micro_batches
+        self._ledger[WAITING][:] = 0
+        self._ledger[WAITING][rows[~chosen]] = 1
+        new = chosen & (self._ledger[CACHED][rows] == ABSENT)
+        if len(self._short(homes[new])):
+            places = np.flatnonzero(new)
+            free = self.slots - self._num_open[homes[places]]
+            new[places[_ordinal(homes[places]) >= free]] = False
+        self._open(rows[new])
+        return chosen & (self._ledger[CACHED][rows] != ABSENT), new
+
+    def _rooms(self, columns: Columns) -> Ints:
+        """Tokens that each may still get."""
+        rows = self._ledger.rows(columns.seq_ids)
+        limits = self._ledger[LIMIT]
+        unknown = limits[rows] == ABSENT
+        if unknown.any():
+            limits[rows[unknown]] = [self._limit(seq_id) for seq_id in columns.seq_ids[unknown].tolist()]
+        return limits[rows] - columns.response_tokens
+
+
+def _ordinal(homes: Ints) -> Ints:
+    """How many of the same home stand before each."""
+    order = np.argsort(homes, kind="stable")
+    ordered = homes[order]
+    starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]])) if len(homes) else order
+    lengths = np.diff(np.append(starts, len(homes)))
+    found = np.empty_like(homes)
+    found[order] = np.arange(len(homes)) - np.repeat(starts, lengths)
+    return found

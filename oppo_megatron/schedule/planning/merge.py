@@ -8,6 +8,7 @@ complete are cut off here, so the chunk equals the one that a single process wou
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Protocol
 
 from oppo_megatron.records import Chunk, ChunkRow
@@ -27,21 +28,19 @@ def merge_rows(index: int, start: int, rows: Iterable[ChunkRow], stop: StopSigna
 
     The rows of sequences that got tokens beyond that clock are shortened in place.
     """
-    rows = sorted((row for row in rows if row.tokens), key=lambda row: row.seq_id)
+    rows = sorted((row for row in rows if row.tokens), key=attrgetter("seq_id"))
     end = _stop_clock(start, rows, stop)
-    for row in rows:
-        keep = end - start
-        if len(row.tokens) > keep:
-            del row.tokens[keep:], row.logprobs[keep:], row.sampling_logprobs[keep:]
-            row.finish_clock = row.finish_reason = None
+    keep = end - start
+    for row in [row for row in rows if len(row.tokens) > keep]:
+        del row.tokens[keep:], row.logprobs[keep:], row.sampling_logprobs[keep:]
+        row.finish_clock = row.finish_reason = None
     return Chunk(index, end, rows)
 
 
 def _stop_clock(start: int, rows: list[ChunkRow], stop: StopSignal) -> int:
     ends: dict[int, list[int]] = {}
-    for row in rows:
-        if row.finish_clock is not None:
-            ends.setdefault(row.finish_clock, []).append(row.seq_id)
+    for clock, seq_id in [(row.finish_clock, row.seq_id) for row in rows if row.finish_clock is not None]:
+        ends.setdefault(clock, []).append(seq_id)
     for clock in sorted(ends):
         for seq_id in ends[clock]:
             stop.finish(seq_id)

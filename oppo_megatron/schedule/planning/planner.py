@@ -6,31 +6,41 @@ Every rank plans for itself and reaches the same schedule, because the books adv
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
-from statistics import median
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
+import numpy as np
+
+from oppo_megatron.columns import Columns, columns_of
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.actions import Schedule
-from oppo_megatron.schedule.checking.caches import require_room
+from oppo_megatron.schedule.checking.caches import Budgets, require_room
 from oppo_megatron.schedule.checking.checker import require_sound
+from oppo_megatron.schedule.checking.proof import require_provable
 from oppo_megatron.schedule.planning.books import ActorBook, Book, ReplicaWork, ScoringBook
 from oppo_megatron.schedule.rounds import KVBudget, Round, Site
 from oppo_megatron.schedule.weaving.communication import add_communication
+from oppo_megatron.schedule.weaving.components import component_of
 from oppo_megatron.schedule.weaving.costs import Costs
 from oppo_megatron.schedule.weaving.cut import Cut, Work, choose_cut
-from oppo_megatron.schedule.weaving.generators import GENERATORS, component
+from oppo_megatron.schedule.weaving.generators import GENERATORS
+from oppo_megatron.schedule.weaving.steady import lengthened, repeats, shortened
 
 KEPT_SCHEDULES = 256
 
 Order = Callable[[Sequence[int]], list[int]]
+
+Require = Callable[[Schedule, Round, Site, Budgets, Costs], None]
+"""Raises ScheduleError where a schedule of compute actions has a fault."""
 
 
 @dataclass(frozen=True)
 class PlannedRound:
     """A round, what it asks of each replica of each role, and its schedule.
 
-    The schedule is of the round's shape: its chunks count from 1, not from `round.index` (`Schedule.shifted`).
+    The schedule is of the round's shape: its chunks count from 1, not from `round.index` (`Schedule.shifted`).  A planner of
+    one rank gives the micro-batches of its component's replicas, and its own list.
     """
 
     round: Round
@@ -43,7 +53,8 @@ class RoundPlanner:
     """One rank's planner.
 
     `weave` is `overlap.weave`; `micro_batch_tokens` bounds every prefill micro-batch, `max_length` every cached sequence.
-    With `rank` the schedule has only what that rank and the ranks tied to it do: for that rank the same, and sooner made.
+    With `rank` it plans and checks that rank's `Component`: for the rank the same list, in a time that does not grow with the
+    number of replicas.  Without, it plans all ranks and checks all lists together.
     `late` are scorers that read nothing in rounds that decode.
     """
 
@@ -57,8 +68,12 @@ class RoundPlanner:
     costs: Costs = Costs()
     rank: int | None = None
     late: Set[str] = frozenset()
+    require: Require = require_provable
     _known: dict[tuple[object, ...], Schedule] = field(default_factory=dict)
     _cuts: dict[tuple[object, ...], Cut] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._component = None if self.rank is None else component_of(self.site, self.rank)
 
     def plan(
         self,
@@ -74,15 +89,17 @@ class RoundPlanner:
         Roles whose outputs do not outlive the step read the sequences of `readable` alone; null: all.  Raises ScheduleError
         where the round cannot be carried out.
         """
-        late = self.late if decode else ()
-        read = {name: [] if name in late else _readable(book, score, readable) for name, book in self.scorers.items()}
-        cut = self._cut(decode, read, chunk)
+        active = columns_of(decode)
+        read = self._read(columns_of(score), readable, decodes=bool(decode))
+        cut = self._cut(active, read, chunk)
         works: dict[str, list[ReplicaWork]] = {}
-        steps = self.actor.steps(decode, chunk)
+        steps = self.actor.steps(active, chunk)
         if decode:
-            works["actor"] = self.actor.plan(decode, steps, cut.micro_batches, self.micro_batch_tokens, order)
+            works["actor"] = self.actor.plan(
+                active, steps, cut.micro_batches, self.micro_batch_tokens, order, self._own("actor")
+            )
         if score:
-            works |= {name: book.plan(read[name], cut.prefill_tokens) for name, book in self.scorers.items()}
+            works |= {n: book.plan(read[n], cut.prefill_tokens, self._own(n)) for n, book in self.scorers.items()}
         actor = works.get("actor", [])
         round_ = Round(
             index,
@@ -92,7 +109,13 @@ class RoundPlanner:
         )
         budgets = self._budgets(works)
         require_room(round_, budgets)
-        return PlannedRound(round_, works, self._schedule(round_, budgets))
+        ours = {name: list(own.values()) for name, own in budgets.items()}
+        return PlannedRound(round_, works, self._schedule(round_, ours))
+
+    def owes(self, rollouts: Sequence[Rollout]) -> bool:
+        """Whether a scorer, on any rank, has not read all of the rollouts."""
+        columns = columns_of(rollouts)
+        return any(book.owes(columns) for book in self.scorers.values())
 
     def learn(self, costs: Costs) -> None:
         """Plan by `costs` from now on.  All ranks do so between the same two rounds."""
@@ -107,23 +130,34 @@ class RoundPlanner:
             self.scorers[name].reset()
         return stale
 
-    def _cut(self, decode: Sequence[Rollout], read: Mapping[str, Sequence[Rollout]], chunk: int) -> Cut:
+    def _own(self, role: str) -> tuple[int, ...] | None:
+        """The role's replicas that micro-batches are wanted of; None: all."""
+        return None if self._component is None else self._component.replicas.get(role, ())
+
+    def _read(self, score: Columns, readable: Set[int] | None, decodes: bool) -> dict[str, Columns]:
+        """What each scorer may read of `score` in this round."""
+        late = self.late if decodes else ()
+        none = score.at(slice(0))
+        some = score
+        if readable is not None and any(book.perishable for book in self.scorers.values()):
+            some = score.at(np.fromiter(map(readable.__contains__, score.seq_ids.tolist()), np.bool_, len(score.seq_ids)))
+        return {n: none if n in late else some if book.perishable else score for n, book in self.scorers.items()}
+
+    def _cut(self, decode: Columns, read: Mapping[str, Columns], chunk: int) -> Cut:
         """Decode micro-batches of each replica, and the token budget of a scorer's prefill micro-batch."""
         (micro_batches, asked), placement = self.weave, self.site.placements["actor"]
         tokens = None if asked == "auto" else min(asked, self.micro_batch_tokens)
         if self.generator != "woven" or placement.pp == 1:
             return Cut(1 if micro_batches == "auto" else micro_batches, tokens or self.micro_batch_tokens)
-        decoding = set(placement.ranks)
-        beside = [name for name in self.scorers if decoding & set(self.site.placements[name].ranks)]
-        pending = {name: self.scorers[name].pending(read[name]) for name in beside}
-        growths = [new for replicas in pending.values() for news in replicas for new in news]
+        pending = {name: self.scorers[name].pending(read[name]) for name in self._beside}
+        growths = np.concatenate([news for _, news in pending.values()]) if pending else np.zeros(0, dtype=np.int64)
         work = Work(
             num_sequences=_coarse(max(self.actor.running(decode))),
             steps=_coarse(self.actor.steps(decode, chunk)),
             pp=placement.pp,
-            prefill_tokens={name: _coarse(max(map(sum, replicas))) for name, replicas in pending.items()},
+            prefill_tokens={name: _coarse(int(np.bincount(*each).max(initial=0))) for name, each in pending.items()},
         )
-        grain = _coarse(int(median(growths))) if growths else 1
+        grain = _coarse(int(np.median(growths))) if len(growths) else 1
         key = (work.num_sequences, work.steps, *work.prefill_tokens.items(), grain)
         if key not in self._cuts:
             wanted = None if micro_batches == "auto" else micro_batches
@@ -132,39 +166,66 @@ class RoundPlanner:
             )
         return self._cuts[key]
 
-    def _schedule(self, round_: Round, budgets: Mapping[str, Sequence[KVBudget]]) -> Schedule:
+    @cached_property
+    def _beside(self) -> list[str]:
+        """Scorers that share ranks with the actor."""
+        actor, placements = self.site.placements["actor"], self.site.placements
+        return [name for name in self.scorers if any(actor.coords(rank) is not None for rank in placements[name].ranks)]
+
+    def _schedule(self, round_: Round, budgets: Budgets) -> Schedule:
         """The schedule of the round's shape: sizes of micro-batches do not change what has to be done in which order.
 
         It is checked once: what sizes decide, `require_room` has seen.
         """
-        counts = tuple((name, tuple(map(len, replicas))) for name, replicas in sorted(round_.prefill.items()))
-        key = (round_.steps, tuple(map(len, round_.decode)), counts)
+        component = self._component
+        part = round_ if component is None else component.part(round_)
+        shape = replace(part, index=1)
+        if component is None or not repeats(self.generator, shape, component.model):
+            return self._checked(shape, budgets)
+        key = part.steps, _counts(part)
         if key not in self._known:
-            if len(self._known) >= KEPT_SCHEDULES:
-                self._known.clear()
-            shape = Round(1, round_.steps, round_.decode, round_.prefill)
-            if self.rank is not None:
-                shape = component(shape, self.site, self.rank)
-            schedule = GENERATORS[self.generator](shape, self.site, self.costs)
-            schedule = add_communication(schedule, shape, self.site)
-            require_sound(schedule, shape, self.site, budgets, self.costs)
-            self._known[key] = schedule
+            own = self._checked(shortened(shape), budgets).of(component.rank)
+            self._keep(key, Schedule({component.rank: lengthened(own, part.steps)}))
         return self._known[key]
 
-    def _budgets(self, works: Mapping[str, Sequence[ReplicaWork]]) -> dict[str, list[KVBudget]]:
-        """What each cache can hold, and how much of it sequences have that the round leaves alone."""
+    def _checked(self, shape: Round, budgets: Budgets) -> Schedule:
+        """Made and checked once; where only a component is planned, its model is, and the rank's own list is what is kept."""
+        key, component = (shape.steps, _counts(shape)), self._component
+        if key not in self._known:
+            site = self.site if component is None else component.model
+            computes = GENERATORS[self.generator](shape, site, self.costs)
+            if component is None:
+                schedule = add_communication(computes, shape, site)
+                require_sound(schedule, shape, site, budgets, self.costs)
+            else:
+                self.require(computes, shape, site, budgets, self.costs)
+                schedule = Schedule({component.rank: component.own_list(computes, shape)})
+            self._keep(key, schedule)
+        return self._known[key]
+
+    def _keep(self, key: tuple[object, ...], schedule: Schedule) -> None:
+        if len(self._known) >= KEPT_SCHEDULES:
+            self._known.clear()
+        self._known[key] = schedule
+
+    def _budgets(self, works: Mapping[str, Sequence[ReplicaWork]]) -> dict[str, dict[int, KVBudget]]:
+        """What the caches of our replicas can hold, and how much of it sequences have that the round leaves alone."""
         books: dict[str, Book] = {"actor": self.actor, **self.scorers}
-        return {
-            name: [
-                KVBudget(books[name].slots, self.max_length, books[name].num_open(d) - len(_grown(work)))
-                for d, work in enumerate(replicas)
-            ]
-            for name, replicas in works.items()
-        }
+
+        def budgets(name: str, replicas: Sequence[ReplicaWork]) -> dict[int, KVBudget]:
+            book, own = books[name], self._own(name)
+            return {
+                d: KVBudget(book.slots, self.max_length, book.num_open(d) - len(_grown(replicas[d])))
+                for d in (range(len(replicas)) if own is None else own)
+            }
+
+        return {name: budgets(name, replicas) for name, replicas in works.items()}
 
 
-def _readable(book: ScoringBook, score: Sequence[Rollout], readable: Set[int] | None) -> Sequence[Rollout]:
-    return [r for r in score if r.seq_id in readable] if readable is not None and book.perishable else score
+def _counts(part: Round) -> tuple[object, ...]:
+    """How many micro-batches there are of everything."""
+    prefill = tuple((name, tuple(map(len, replicas))) for name, replicas in sorted(part.prefill.items()))
+    return tuple(map(len, part.decode)), prefill
 
 
 def _grown(work: ReplicaWork) -> set[int]:

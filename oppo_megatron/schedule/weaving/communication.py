@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from oppo_megatron.layout.placements import RolePlacement
+from oppo_megatron.layout.placements import RankCoordinates, RolePlacement
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
 from oppo_megatron.schedule.rounds import Round, Site
 
@@ -20,23 +20,24 @@ def add_communication(schedule: Schedule, round: Round, site: Site) -> Schedule:
     Activations go from each stage to the next.  Drawn tokens go from the last stage to all others of the replica: each
     takes them before the sequences' next decode micro-step, those of the last step at its end.  When a rank has done
     its part, the actor's replicas gather their chunks, and the ranks without the actor are sent the whole chunk.
-    `schedule` may be that of a `component` of `round`: its ranks get the same messages as in the whole.
     """
-    ranks = sorted({rank for placement in site.placements.values() for rank in placement.ranks})
-    lists = {
-        rank: (
-            *(message for action in schedule.of(rank) for message in _with_messages(action, site.placements[action.role])),
-            *_last_tokens(schedule.of(rank), site.placements["actor"]),
-            *_chunk(rank, round, site),
-        )
-        for rank in ranks
-    }
+    lists = {rank: messages_of(rank, schedule, round, site) for rank in site.ranks}
     return Schedule({rank: own for rank, own in lists.items() if own})
 
 
-def _with_messages(action: Action, placement: RolePlacement) -> Iterator[Action]:
-    """An action between the receives before it and the sends behind it."""
-    coords = placement.coords(action.rank)
+def messages_of(rank: int, schedule: Schedule, round: Round, site: Site) -> tuple[Action, ...]:
+    """The rank's list with its messages, which follow from its own list alone."""
+    placements, own = site.placements, schedule.of(rank)
+    coords_by_role = {role: placement.coords(rank) for role, placement in placements.items()}
+    return (
+        *(m for action in own for m in _with_messages(action, placements[action.role], coords_by_role[action.role])),
+        *_last_tokens(own, placements["actor"]),
+        *(_spread(rank, round.index, site) if round.decodes else ()),
+    )
+
+
+def _with_messages(action: Action, placement: RolePlacement, coords: RankCoordinates | None) -> Iterator[Action]:
+    """An action between the receives before it and the sends behind it; `coords` are its rank's."""
     assert coords is not None, f"rank {action.rank} has no part of {action.role}"
     replica, stage, shard = coords
     last = placement.pp - 1
@@ -67,18 +68,17 @@ def _last_tokens(actions: tuple[Action, ...], actor: RolePlacement) -> Iterator[
             yield _message(action, Op.RECV, Payload.TOKENS, source, action.step)
 
 
-def _chunk(rank: int, round: Round, site: Site) -> Iterator[Action]:
-    """How the round's chunk becomes known outside the replica that decoded it."""
-    if not round.decodes:
-        return
+def _spread(rank: int, chunk: int, site: Site) -> Iterator[Action]:
+    """The end of a rank's list where a chunk was decoded: how it becomes known outside the replica that decoded it."""
     actor = site.placements["actor"]
-    if actor.dp > 1 and rank in actor.ranks:
-        yield Action(rank, Op.GATHER, "actor", 0, round.index)
+    decoding = actor.coords(rank) is not None
+    if actor.dp > 1 and decoding:
+        yield Action(rank, Op.GATHER, "actor", 0, chunk)
     if rank == site.source:
         for listener in site.listeners:
-            yield Action(rank, Op.SEND, "actor", 0, round.index, payload=Payload.CHUNK, peer=listener)
-    elif rank in site.listeners:
-        yield Action(rank, Op.RECV, "actor", 0, round.index, payload=Payload.CHUNK, peer=site.source)
+            yield Action(rank, Op.SEND, "actor", 0, chunk, payload=Payload.CHUNK, peer=listener)
+    elif not decoding:
+        yield Action(rank, Op.RECV, "actor", 0, chunk, payload=Payload.CHUNK, peer=site.source)
 
 
 def _message(action: Action, op: Op, payload: Payload, peer: int, step: int | None) -> Action:

@@ -73,43 +73,21 @@ def choose_cut(
     `micro_batches` and `prefill_tokens` are settled where given.
     """
     most = max(1, min(2 * work.pp, work.num_sequences)) if work.steps else 1
-    return min(
-        (
-            Cut(count, size)
-            for count in (range(1, most + 1) if micro_batches is None else [micro_batches])
-            for size in (_sizes(work, count, costs, budget, grain) if prefill_tokens is None else [prefill_tokens])
-        ),
-        key=lambda cut: (predict_s(work, cut, costs), cut.micro_batches, -cut.prefill_tokens),
-    )
+    best: tuple[float, int, int] | None = None
+    for count in range(1, most + 1) if micro_batches is None else [micro_batches]:
+        lap = _lap(work, count, costs)
+        if best is not None and max(_ends(work, lap)) > best[0]:  # decoding alone takes longer
+            continue
+        for size in _sizes(work, lap, costs, budget, grain) if prefill_tokens is None else [prefill_tokens]:
+            found = (_predicted(work, Cut(count, size), costs, lap), count, -size)
+            best = found if best is None else min(best, found)
+    assert best is not None, "there is at least one number of micro-batches, and at least the budget"
+    return Cut(best[1], -best[2])
 
 
 def predict_s(work: Work, cut: Cut, costs: Costs) -> float:
     """Seconds of the woven round by the formula above."""
-    lap, message_s = _lap(work, cut.micro_batches, costs), _message_s(work, costs)
-    decoded = max(0, work.steps - 1) * lap.seconds
-    gaps = [float(max(0, work.steps - 1))] * work.pp  # left of each stage
-    ends = [decoded + end for end in lap.end_s]
-    drain = [0.0] * work.pp
-    for role, tokens in work.prefill_tokens.items():
-        if not tokens:
-            continue
-        count = ceil(tokens / cut.prefill_tokens)
-        seconds = _prefill_s(work, role, tokens / count, costs)
-        longest = _prefill_s(work, role, min(tokens, cut.prefill_tokens), costs)
-        begun, before, ready = gaps[0], count, 0.0
-        for stage, missed in enumerate(_missed(lap, longest, message_s)):
-            in_a_gap = int(lap.gap_s[stage] / longest[stage] + ROUNDING) if longest[stage] > 0 else count
-            gaps[stage] = max(0.0, min(gaps[stage], begun - missed))
-            woven = min(before, int(gaps[stage] * in_a_gap + ROUNDING))
-            gaps[stage] -= woven / in_a_gap if woven else 0.0
-            if woven < count:
-                start = max(ends[stage], ready if woven == before else 0.0)
-                ready = start + seconds[stage] + message_s
-                ends[stage] = start + (count - woven) * seconds[stage]
-                later = sum(seconds[stage + 1 :]) + (work.pp - 1 - stage) * message_s
-                drain[stage] = max(drain[stage], later)
-            before = woven
-    return max(map(sum, zip(ends, drain, strict=True)))
+    return _predicted(work, cut, costs, _lap(work, cut.micro_batches, costs))
 
 
 def even_portions(items: Sequence[T], portions: int) -> list[list[T]]:
@@ -138,6 +116,39 @@ def _lap(work: Work, micro_batches: int, costs: Costs) -> _Lap:
     reached, slowest = accumulate(busy), accumulate(busy, max)
     ends = [a + p * message_s + (micro_batches - 1) * b for p, (a, b) in enumerate(zip(reached, slowest, strict=True))]
     return _Lap(lap, [lap - micro_batches * seconds for seconds in busy], ends)
+
+
+def _ends(work: Work, lap: _Lap) -> list[float]:
+    """When each stage has decoded."""
+    decoded = max(0, work.steps - 1) * lap.seconds
+    return [decoded + end for end in lap.end_s]
+
+
+def _predicted(work: Work, cut: Cut, costs: Costs, lap: _Lap) -> float:
+    message_s = _message_s(work, costs)
+    gaps = [float(max(0, work.steps - 1))] * work.pp  # left of each stage
+    ends = _ends(work, lap)
+    drain = [0.0] * work.pp
+    for role, tokens in work.prefill_tokens.items():
+        if not tokens:
+            continue
+        count = ceil(tokens / cut.prefill_tokens)
+        seconds = _prefill_s(work, role, tokens / count, costs)
+        longest = _prefill_s(work, role, min(tokens, cut.prefill_tokens), costs)
+        begun, before, ready = gaps[0], count, 0.0
+        for stage, missed in enumerate(_missed(lap, longest, message_s)):
+            in_a_gap = int(lap.gap_s[stage] / longest[stage] + ROUNDING) if longest[stage] > 0 else count
+            gaps[stage] = max(0.0, min(gaps[stage], begun - missed))
+            woven = min(before, int(gaps[stage] * in_a_gap + ROUNDING))
+            gaps[stage] -= woven / in_a_gap if woven else 0.0
+            if woven < count:
+                start = max(ends[stage], ready if woven == before else 0.0)
+                ready = start + seconds[stage] + message_s
+                ends[stage] = start + (count - woven) * seconds[stage]
+                later = sum(seconds[stage + 1 :]) + (work.pp - 1 - stage) * message_s
+                drain[stage] = max(drain[stage], later)
+            before = woven
+    return max(map(sum, zip(ends, drain, strict=True)))
 
 
 def _missed(lap: _Lap, seconds: Sequence[float], message_s: float) -> list[int]:
@@ -169,7 +180,7 @@ def _prefill_s(work: Work, role: str, tokens: float, costs: Costs) -> list[float
     return seconds
 
 
-def _sizes(work: Work, micro_batches: int, costs: Costs, budget: int, grain: int) -> Iterator[int]:
+def _sizes(work: Work, lap: _Lap, costs: Costs, budget: int, grain: int) -> Iterator[int]:
     """Sizes of prefill micro-batches worth trying: the budget, its half and so on, and those that just fill a gap."""
     size = budget
     yield size
@@ -177,8 +188,8 @@ def _sizes(work: Work, micro_batches: int, costs: Costs, budget: int, grain: int
         size //= 2
         yield size
     roles = [_prefill_lines(work, role, costs) for role in work.prefill_tokens]
-    gap_s, found = _lap(work, micro_batches, costs).gap_s, set[int]()
-    for stage, gap in enumerate(gap_s):
+    found = set[int]()
+    for stage, gap in enumerate(lap.gap_s):
         score = costs.score if stage == work.pp - 1 else Linear(0.0, 0.0)
         own = [Linear(a.fixed_s + score.fixed_s, a.per_token_s + score.per_token_s) for a in (r[stage] for r in roles)]
         for parts in range(1, MOST_IN_A_GAP + 1):

@@ -47,6 +47,18 @@ class Gaps:
             starts[gap : gap + 1] = [a for a, _ in rest]
             ends[gap : gap + 1] = [b for _, b in rest]
 
+    def append(self, ranks: Sequence[int], start: int, duration: int) -> None:
+        """`take`, where nothing is placed on any of `ranks` from `start` on."""
+        for rank in ranks:
+            starts, ends = self._starts[rank], self._ends[rank]
+            assert starts[-1] <= start, f"rank {rank} is busy somewhere in {start} .. {start + duration}"
+            if start - starts[-1] >= self._shortest:
+                ends[-1] = start
+                starts.append(start + duration)
+                ends.append(_FOREVER)
+            else:
+                starts[-1] = start + duration
+
     def end(self, ranks: Sequence[int]) -> int:
         """The time from which nothing is placed on any of `ranks`."""
         return max(self._starts[rank][-1] for rank in ranks)

@@ -7,9 +7,9 @@ actions of all ranks, sorted by start, are an order in which everything an actio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from heapq import heapify, heappop, heapreplace
+from operator import itemgetter
 
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.schedule.actions import Action, Op, Schedule
@@ -60,43 +60,33 @@ def woven(round: Round, site: Site, costs: Costs) -> Schedule:
 GENERATORS: Mapping[str, Generator] = {"sequential": sequential, "intra": intra, "woven": woven}
 
 
-def component(round: Round, site: Site, rank: int) -> Round:
-    """The part of the round that `rank` and the ranks it is tied to have to do with; other replicas' work is left out.
-
-    Ranks are tied where one replica of a role works on both.  A generator gives a rank the same list from this part as
-    from the whole round, in less time.
-    """
-    teams = {
-        (role, replica): set(placement.replica_ranks(replica))
-        for role, placement in site.placements.items()
-        for replica in range(placement.dp)
-        if _has_work(round, role, replica)
-    }
-    tied, before = {rank}, set[int]()
-    while tied != before:
-        before = tied
-        tied = tied.union(*(ranks for ranks in teams.values() if ranks & tied))
-
-    def keep(role: str, replicas: tuple[tuple[Batch, ...], ...]) -> tuple[tuple[Batch, ...], ...]:
-        placement = site.placements[role]
-        return tuple(batches if tied.intersection(placement.replica_ranks(d)) else () for d, batches in enumerate(replicas))
-
-    prefill = {role: keep(role, replicas) for role, replicas in round.prefill.items()}
-    return replace(round, decode=keep("actor", round.decode), prefill=prefill)
-
-
-def _has_work(round: Round, role: str, replica: int) -> bool:
-    return bool(_of_replica(round.prefill.get(role, ()), replica)) or (
-        role == "actor" and round.steps > 0 and bool(_of_replica(round.decode, replica))
-    )
-
-
 def _of_replica(replicas: tuple[tuple[Batch, ...], ...], replica: int) -> tuple[Batch, ...]:
     return replicas[replica] if replica < len(replicas) else ()
 
 
 def _tokens(batch: Batch) -> int:
-    return sum(growth.new for growth in batch)
+    return sum([growth.new for growth in batch])
+
+
+def _laps(durations: list[list[int]], free: list[int], message: int, steps: int) -> Iterator[list[list[int]]]:
+    """Starts of each decode step, by micro-batch and stage; `free` is when each stage may begin.
+
+    A step's starts depend on when the step before lets it begin, and no number but differences counts: once two steps begin
+    in the same way, so many nanoseconds apart, all that follow are as far apart.
+    """
+    ready, lap, apart = [0] * len(durations), list[list[int]](), None
+    through = message if len(free) > 1 else 0
+    for _ in range(steps):
+        if apart is not None:
+            lap = [[start + apart for start in row] for row in lap]
+        else:
+            lap = _lap_starts(durations, ready, free, message)
+            before = *ready, *free
+            ready = [row[-1] + own[-1] + through for row, own in zip(lap, durations, strict=True)]
+            free = [start + duration for start, duration in zip(lap[-1], durations[-1], strict=True)]
+            shifts = {after - earlier for after, earlier in zip((*ready, *free), before, strict=True)}
+            apart = shifts.pop() if len(shifts) == 1 else None
+        yield lap
 
 
 def _lap_starts(durations: list[list[int]], ready: list[int], free: list[int], message: int) -> list[list[int]]:
@@ -151,25 +141,30 @@ class _Layout:
     def __init__(self, round: Round, site: Site, costs: Costs):
         self.round, self.site, self.costs = round, site, costs
         self.message = nanoseconds(costs.message_s)
-        ranks = sorted({rank for placement in site.placements.values() for rank in placement.ranks})
-        self.free = Gaps(ranks, self._shortest_prefill())
+        self._prefill = {
+            (role, replica): [self._prefill_times(role, batch) for batch in batches]
+            for role, replicas in round.prefill.items()
+            for replica, batches in enumerate(replicas)
+        }
+        shortest = min((min(each) for own in self._prefill.values() for each, _ in own), default=1)
+        self.free = Gaps(site.ranks, shortest)
         self._stage_end: dict[Stage, int] = {}
-        self._lists: dict[int, list[tuple[int, int, list[Action]]]] = {rank: [] for rank in ranks}
+        self._lists: dict[int, list[tuple[int, int, list[Action]]]] = {rank: [] for rank in site.ranks}
         self._placed = 0
 
     def place_actor(self) -> None:
         """Its prefill, then its decoding, each as early as it can be."""
         placement = self.site.placements["actor"]
         for replica in range(placement.dp):
-            for j, batch in enumerate(_of_replica(self.round.prefill.get("actor", ()), replica)):
-                self._place_prefill("actor", replica, j, batch)
+            for j in range(len(_of_replica(self.round.prefill.get("actor", ()), replica))):
+                self._place_prefill("actor", replica, j)
             self._place_decode(placement, replica, _of_replica(self.round.decode, replica))
 
     def place_scorers(self) -> None:
         """Their micro-batches, by turns: next is always the replica whose first stage is done with its last one first."""
         roles = [role for role in self.site.placements if role != "actor" and role in self.round.prefill]
         work = {
-            (order, replica): batches
+            (order, replica): len(batches)
             for order, role in enumerate(roles)
             for replica, batches in enumerate(self.round.prefill[role])
             if batches
@@ -178,9 +173,8 @@ class _Layout:
         heapify(turns)
         while turns:
             _, order, replica, j = turns[0]
-            batches = work[order, replica]
-            done = self._place_prefill(roles[order], replica, j, batches[j])
-            if j + 1 < len(batches):
+            done = self._place_prefill(roles[order], replica, j)
+            if j + 1 < work[order, replica]:
                 heapreplace(turns, (done, order, replica, j + 1))
             else:
                 heappop(turns)
@@ -189,7 +183,7 @@ class _Layout:
         """What was placed; a rank's actions by start, those of equal start as they were placed."""
         return Schedule(
             {
-                rank: tuple(action for _, _, actions in sorted(own, key=lambda p: p[:2]) for action in actions)
+                rank: tuple(action for _, _, actions in sorted(own, key=itemgetter(0, 1)) for action in actions)
                 for rank, own in self._lists.items()
                 if own
             }
@@ -198,26 +192,24 @@ class _Layout:
     def _place_decode(self, placement: RolePlacement, replica: int, batches: tuple[Batch, ...]) -> None:
         last, chunk = placement.pp - 1, self.round.index
         durations = [[self._decode_time(stage, batch, stage == last) for stage in range(placement.pp)] for batch in batches]
-        free = [self.free.end(placement.stage_ranks(replica, stage)) for stage in range(placement.pp)]
-        ready = [0] * len(batches)
-        for step in range(self.round.steps if batches else 0):
-            starts = _lap_starts(durations, ready, free, self.message)
+        stages = [placement.stage_ranks(replica, stage) for stage in range(placement.pp)]
+        free = [self.free.end(ranks) for ranks in stages]
+        for step, starts in enumerate(_laps(durations, free, self.message, self.round.steps if batches else 0)):
             for m, own in enumerate(durations):
                 for stage, duration in enumerate(own):
                     ops = (Op.DECODE, Op.SAMPLE) if stage == last else (Op.DECODE,)
-                    self._put(("actor", replica, stage), ops, (m, chunk, step), starts[m][stage], duration)
-                ready[m] = starts[m][last] + own[last] + (self.message if last else 0)
-            free = [start + duration for start, duration in zip(starts[-1], durations[-1], strict=True)]
+                    # The only replica of the actor on these ranks: what is there ends before the lap does.
+                    self.free.append(stages[stage], starts[m][stage], duration)
+                    self._list(stages[stage], starts[m][stage], "actor", ops, (m, chunk, step))
 
-    def _place_prefill(self, role: str, replica: int, j: int, batch: Batch) -> int:
+    def _place_prefill(self, role: str, replica: int, j: int) -> int:
         """Returns when the first stage is done with it."""
         last = self.site.placements[role].pp - 1
         chunk = self.round.index if role == "actor" else self.round.index - 1
+        times, scored = self._prefill[role, replica][j]
         ready = done = 0
-        for stage in range(last + 1):
-            scored = stage == last and role != "actor"
-            ops = (Op.PREFILL, Op.SCORE) if scored else (Op.PREFILL,)
-            duration = self._prefill_time(role, stage, batch, scored)
+        for stage, duration in enumerate([*times[:last], scored]):
+            ops = (Op.PREFILL, Op.SCORE) if stage == last and role != "actor" else (Op.PREFILL,)
             end = self._put((role, replica, stage), ops, (j, chunk, None), ready, duration)
             done = end if stage == 0 else done
             ready = end + self.message
@@ -230,28 +222,23 @@ class _Layout:
         start = self.free.fit(ranks, max(ready, self._stage_end.get(where, 0)), duration)
         self.free.take(ranks, start, duration)
         self._stage_end[where] = start + duration
-        self._placed += 1
-        for rank in ranks:
-            actions = [Action(rank, op, role, *what) for op in ops]
-            self._lists[rank].append((start, self._placed, actions))
+        self._list(ranks, start, role, ops, what)
         return start + duration
+
+    def _list(self, ranks: Iterable[int], start: int, role: str, ops: Iterable[Op], what: What) -> None:
+        self._placed += 1
+        micro_batch, chunk, step = what
+        for rank in ranks:
+            actions = [Action(rank, op, role, micro_batch, chunk, step) for op in ops]
+            self._lists[rank].append((start, self._placed, actions))
 
     def _decode_time(self, stage: int, batch: Batch, sampled: bool) -> int:
         seconds = self.costs.decode_at(stage)(len(batch))
         return nanoseconds(seconds + (self.costs.sample(len(batch)) if sampled else 0.0))
 
-    def _prefill_time(self, role: str, stage: int, batch: Batch, scored: bool) -> int:
-        seconds = self.costs.prefill_at(role, stage)(_tokens(batch))
-        return nanoseconds(seconds + (self.costs.score(sum(g.rows for g in batch)) if scored else 0.0))
-
-    def _shortest_prefill(self) -> int:
-        return min(
-            (
-                self._prefill_time(role, stage, batch, scored=False)
-                for role, replicas in self.round.prefill.items()
-                for batches in replicas
-                for batch in batches
-                for stage in range(self.site.placements[role].pp)
-            ),
-            default=1,
-        )
+    def _prefill_times(self, role: str, batch: Batch) -> tuple[list[int], int]:
+        """Of a micro-batch by stage, and with its score on the last."""
+        tokens, last = _tokens(batch), self.site.placements[role].pp - 1
+        seconds = [self.costs.prefill_at(role, stage)(tokens) for stage in range(last + 1)]
+        score_s = self.costs.score(sum([g.rows for g in batch])) if role != "actor" else 0.0
+        return [nanoseconds(each) for each in seconds], nanoseconds(seconds[last] + score_s)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields
 from typing import Any
 
 from oppo_megatron.config.derived import adapters
@@ -20,7 +19,10 @@ from oppo_megatron.layout.placements import MODEL_FIELDS
 from oppo_megatron.records import Rollout
 from oppo_megatron.train.saving.saveable import Saveable
 
-ROLLOUT_FIELDS = tuple(each.name for each in fields(Rollout) if each.name != "prompt")
+ROLLOUT_FIELDS = (
+    "admission", "tokens", "logprobs", "sampling_logprobs", "versions", "deferrals", "finish_clock", "finish_reason",
+)  # fmt: skip
+"""What a line has of a rollout, beside the position of its prompt."""
 
 
 def run_state(run: Saveable, config: TrainConfig) -> dict[str, Any]:

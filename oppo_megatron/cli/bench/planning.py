@@ -1,0 +1,42 @@
+"""`oppo bench planning`: what planning, checking and bookkeeping cost a rank of a large run, without a model or a GPU."""
+
+from __future__ import annotations
+
+import argparse
+
+from oppo_megatron.cli.bench.common import count
+
+HELP = "processor seconds that a rank of a large run plans, checks and books in a step"
+ABOUT = """Drives one rank's part of the loop's pure half, for rank 0 and for the last rank of each number of ranks, and prints
+its processor seconds a step. The model is a 70B whose step is bounded from below by the peaks of an H100. Loads no torch."""
+
+MODES = ("disaggregated", "colocated")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=count, nargs="+", default=[128, 1024], metavar="N", help="default 128 1024")
+    parser.add_argument(
+        "--sequences", type=count, nargs="+", default=[512], metavar="N", help="rollouts a step; default 512"
+    )
+    parser.add_argument(
+        "--mode", choices=MODES, nargs="+", default=["disaggregated"], help="of the placement; default disaggregated"
+    )
+    parser.add_argument("--tp", type=count, default=8, metavar="N", help="tensor-parallel size of all roles; default 8")
+    parser.add_argument("--pp", type=count, default=8, metavar="N", help="pipeline-parallel size; default 8")
+    parser.add_argument("--chunk", type=count, default=128, metavar="N", help="decode steps of a round; default 128")
+    parser.add_argument("--steps", type=count, default=4, metavar="N", help="PPO steps; default 4")
+    parser.set_defaults(measure=_planning)
+
+
+def _planning(args: argparse.Namespace) -> int:
+    from oppo_megatron.bench.figures import format_table
+    from oppo_megatron.bench.planning import COLUMNS, Cluster, bench_planning
+
+    cluster = Cluster(tp=args.tp, pp=args.pp, chunk=args.chunk, steps=args.steps)
+    rows = list(bench_planning(cluster, args.mode, args.ranks, args.sequences))
+    print(format_table(COLUMNS, rows))
+    print(
+        f"70B, tp {args.tp}, pp {args.pp}, prompts of {cluster.prompt_tokens}, responses of up to {cluster.response_tokens} "
+        f"(log-normal, median {cluster.lengths[0]:g}), chunks of {args.chunk}; medians of {max(1, args.steps - 1)} steps"
+    )
+    return 0

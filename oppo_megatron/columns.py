@@ -1,0 +1,137 @@
+"""Rollouts in columns: what planning asks of each of thousands of sequences every round, as arrays.
+
+Legend: n rollouts; all arrays are [n], in the order of the rollouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import compress
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from oppo_megatron.records import Rollout
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+class Columns(NamedTuple):
+    """Numbers of rollouts as they are now; later changes of the rollouts do not show."""
+
+    seq_ids: Ints
+    prompt_tokens: Ints
+    response_tokens: Ints
+    finished: Bools
+
+    @classmethod
+    def of(cls, rollouts: Sequence[Rollout]) -> Columns:
+        """One rollout after the other: for those that no table holds."""
+        return cls(
+            np.array([r.prompt.seq_id for r in rollouts], dtype=np.int64),
+            np.array([len(r.prompt.tokens) for r in rollouts], dtype=np.int64),
+            np.array([r.num_response_tokens for r in rollouts], dtype=np.int64),
+            np.array([r.finish_clock is not None for r in rollouts], dtype=np.bool_),
+        )
+
+    @property
+    def num_tokens(self) -> Ints:
+        """Of the whole sequences, prompts included."""
+        return self.prompt_tokens + self.response_tokens
+
+    def at(self, rows: Ints | Bools | slice) -> Columns:
+        """Those at `rows`."""
+        return Columns(self.seq_ids[rows], self.prompt_tokens[rows], self.response_tokens[rows], self.finished[rows])
+
+
+class Held(list[Rollout]):
+    """Rollouts as a list, and at little cost in columns, which `view` gives as the rollouts are when it is called.
+
+    `by_id` has them and possibly others.
+    """
+
+    def __init__(self, rollouts: Iterable[Rollout], by_id: Mapping[int, Rollout], view: Callable[[], Columns | None]):
+        super().__init__(rollouts)
+        self.by_id = by_id
+        self._view = view
+
+    def columns(self) -> Columns:
+        """As the rollouts are now, also where they have grown since the list was made."""
+        found = self._view()
+        return Columns.of(self) if found is None else found
+
+    def chosen(self, mask: Bools) -> Held:
+        """Those where `mask` [n] says so."""
+
+        def view() -> Columns | None:
+            found = self._view()
+            return None if found is None else found.at(mask)
+
+        return Held(compress(self, mask.tolist()), self.by_id, view)
+
+
+def columns_of(rollouts: Sequence[Rollout] | Columns) -> Columns:
+    """`Columns` are themselves: who asks several times of the same rollouts has them made once."""
+    if isinstance(rollouts, Columns):
+        return rollouts
+    return rollouts.columns() if isinstance(rollouts, Held) else Columns.of(rollouts)
+
+
+def chosen_of(rollouts: Sequence[Rollout], mask: Bools) -> Sequence[Rollout]:
+    """Those where `mask` [n] says so."""
+    return rollouts.chosen(mask) if isinstance(rollouts, Held) else list(compress(rollouts, mask.tolist()))
+
+
+class Table:
+    """Columns of rollouts that are held for a while: rows are added at the end, changed in place, and dropped together.
+
+    `num_dropped` counts the times that rows were dropped: rows noted before are void then.
+    """
+
+    def __init__(self) -> None:
+        self.num_dropped = 0
+        self._size = 0
+        self._room = _empty(64)
+        self._finish = np.zeros(64, dtype=np.int64)
+
+    @property
+    def columns(self) -> Columns:
+        """Of all rows; they change with the table."""
+        return self._room.at(slice(self._size))
+
+    @property
+    def finish_clocks(self) -> Ints:
+        """Meaningless where a rollout has not finished."""
+        return self._finish[: self._size]
+
+    def view(self, rows: Ints) -> Callable[[], Columns | None]:
+        """What gives the columns at `rows` as they are when it is called; None once rows were dropped."""
+        since = self.num_dropped
+        return lambda: self.columns.at(rows) if since == self.num_dropped else None
+
+    def add(self, rollouts: Sequence[Rollout]) -> None:
+        """New rows."""
+        end = self._size + len(rollouts)
+        if end > len(self._finish):
+            room, finish = _empty(2 * end), np.zeros(2 * end, dtype=np.int64)
+            for new, old in zip((*room, finish), (*self.columns, self.finish_clocks), strict=True):
+                new[: self._size] = old
+            self._room, self._finish = room, finish
+        for column, values in zip(self._room, Columns.of(rollouts), strict=True):
+            column[self._size : end] = values
+        self._finish[self._size : end] = [r.finish_clock or 0 for r in rollouts]
+        self._size = end
+
+    def keep(self, mask: Bools) -> None:
+        """Drop the rows where `mask` is False; the others move up in their order."""
+        kept = [column[mask] for column in (*self.columns, self.finish_clocks)]
+        self._size, self.num_dropped = int(mask.sum()), self.num_dropped + 1
+        for column, values in zip((*self._room, self._finish), kept, strict=True):
+            column[: self._size] = values
+
+
+def _empty(size: int) -> Columns:
+    seq_ids, prompts, responses = (np.zeros(size, dtype=np.int64) for _ in range(3))
+    return Columns(seq_ids, prompts, responses, np.zeros(size, dtype=np.bool_))

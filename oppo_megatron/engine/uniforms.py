@@ -1,0 +1,30 @@
+"""Random numbers from (seed, sequence id, position) alone, on the host.  Pure; `sampler` has them on devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+WORD = 2**64 - 1
+
+
+def uniforms(seed: int, seq_ids: Sequence[int], positions: Sequence[int]) -> list[float]:
+    """One number in [0, 1) per (seed, sequence id, position): 53 bits of a splitmix64 chain (Steele et al. 2014).
+
+    In Python's integers: numpy takes some forty calls, which for the rows of a step are dearer.
+    """
+    rows = zip(seq_ids, positions, strict=True)
+    return [(_mix(row_state(seed, seq_id) ^ position) >> 11) * 2.0**-53 for seq_id, position in rows]
+
+
+@lru_cache(maxsize=2**16)
+def row_state(seed: int, seq_id: int) -> int:
+    """The chain up to the sequence id, in 64 bits; all draws of a sequence have it in common."""
+    return _mix(_mix(seed) ^ seq_id)
+
+
+def _mix(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & WORD
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & WORD
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & WORD
+    return x ^ (x >> 31)

@@ -1,0 +1,60 @@
+"""`oppo bench planning`: the table, what it counts, and that it needs no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from oppo_megatron.bench.planning import Cluster, bench_planning, least_step_s
+from oppo_megatron.cli.main import main
+from oppo_megatron.errors import ConfigError
+
+SMALL = Cluster(tp=2, pp=2, response_tokens=64, chunk=16, lengths=(20.0, 0.5), steps=3)
+
+
+def test_a_row_for_the_first_and_the_last_rank_of_each_size() -> None:
+    rows = list(bench_planning(SMALL, ["disaggregated", "colocated"], [8, 16], [16]))
+    ranks = [(row["mode"], row["ranks"], row["rank"]) for row in rows]
+    assert ranks == [(mode, n, rank) for mode in ("disaggregated", "colocated") for n in (8, 16) for rank in (0, n - 1)]
+    for row in rows:
+        assert 0 < row["planning"] + row["checking"] + row["bookkeeping"] <= 1.5 * row["total"]
+        assert row["percent"] == pytest.approx(100 * row["total"] / row["step_s"])
+        assert row["rounds"] >= 2 and row["first"] > 0
+        assert row["shapes"] > 0 or row["mode"] == "disaggregated", "woven rounds are planned anew in each step"
+
+
+def test_a_step_takes_at_least_what_reading_and_computing_take() -> None:
+    """By hand: 70.6e9 weights, of two bytes, in eight parts; and a step's operations, some 6 and 18 of them a token's weight."""
+    cluster = Cluster(steps=1)
+    config = cluster.config("disaggregated", 128, 64)
+    reading = least_step_s(config, cluster, 1001, 500.0) - least_step_s(config, cluster, 1, 500.0)
+    assert reading == pytest.approx(1000 * 2 * 69.5e9 / 8 / 3.35e12, rel=0.02)
+    computing = least_step_s(config, cluster, 0, 500.0)
+    assert computing == pytest.approx(64 * 1012 * 69.5e9 * (4 * 2 + 2 * 6) / (128 * 989e12), rel=0.05)
+
+
+def test_ranks_that_no_layout_fills_are_refused_before_anything_is_measured() -> None:
+    with pytest.raises(ConfigError, match="--ranks 12: disaggregated replicas of tp 2 x pp 2 need a multiple of 8"):
+        next(bench_planning(SMALL, ["disaggregated"], [8, 12], [16]))
+
+
+def test_the_command_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--tp", "2", "--pp", "1", "--steps", "2", "--chunk", "512"]
+    assert main(["bench", "planning", "--ranks", "4", "8", "--sequences", "8", *sizes]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:3] == ["mode", "ranks", "B"] and lines[0].endswith("share %")
+    assert [line.split()[:4] for line in lines[1:5]] == [
+        ["disaggregated", number, "8", rank] for number, rank in (("4", "0"), ("4", "3"), ("8", "0"), ("8", "7"))
+    ]
+    assert "tp 2, pp 1" in lines[5]
+
+
+def test_it_loads_no_torch() -> None:
+    command = "import sys; from oppo_megatron.cli.main import main; main(sys.argv[1:]); print('torch' in sys.modules)"
+    sizes = ["--tp", "1", "--pp", "1", "--ranks", "2", "--sequences", "4", "--steps", "1", "--chunk", "512"]
+    done = subprocess.run(
+        [sys.executable, "-c", command, "bench", "planning", *sizes], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "False"

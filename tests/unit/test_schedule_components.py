@@ -1,0 +1,268 @@
+"""What a rank plans of its component's model is what a plan of all ranks says, and what is wrong with one shows in the other."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from oppo_megatron.errors import ScheduleError
+from oppo_megatron.layout.placements import RolePlacement
+from oppo_megatron.overcommit.buffer import RolloutBuffer
+from oppo_megatron.records import Prompt
+from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
+from oppo_megatron.schedule.checking.caches import require_room
+from oppo_megatron.schedule.checking.checker import check
+from oppo_megatron.schedule.checking.faults import FaultKind
+from oppo_megatron.schedule.checking.proof import prove, require_provable
+from oppo_megatron.schedule.planning.planner import PlannedRound
+from oppo_megatron.schedule.rounds import Growth, KVBudget, Round, Site
+from oppo_megatron.schedule.weaving.communication import add_communication
+from oppo_megatron.schedule.weaving.components import component_of
+from oppo_megatron.schedule.weaving.costs import Costs
+from oppo_megatron.schedule.weaving.generators import GENERATORS
+from oppo_megatron.schedule.weaving.steady import STEPS, lengthened, repeats, shortened
+from tests.support.schedule_interpreter import harm
+from tests.support.schedules import ample_budgets, colocated, disaggregated, make_round, make_site, split_scorers
+from tests.unit.test_schedule_generators import cases
+from tests.unit.test_schedule_mutations import mutate
+from tests.unit.test_schedule_planner import Run, new_planner
+
+RANKS = 12
+LAYOUTS = [(t, p, d) for t in (1, 2, 3, 4) for p in (1, 2, 4) for d in (1, 2, 3) if t * p * d <= RANKS]
+
+
+@st.composite
+def sites(draw: st.DrawFn) -> Site:
+    """Any layouts on any ranks of twelve; half of the time roles have the actor's ranks in its order."""
+
+    def placement() -> RolePlacement:
+        tp, pp, dp = draw(st.sampled_from(LAYOUTS))
+        return RolePlacement(tuple(draw(st.permutations(range(RANKS)))[: tp * pp * dp]), tp, pp, dp)
+
+    actor = placement()
+    roles = ["critic", *draw(st.lists(st.sampled_from(["reference", "reward"]), unique=True))]
+    return Site({"actor": actor} | {role: actor if draw(st.booleans()) else placement() for role in roles})
+
+
+@settings(deadline=None, max_examples=40)
+@given(site=sites(), generator=st.sampled_from(sorted(GENERATORS)), chunk=st.integers(2, 7), seed=st.integers(0, 10**6))
+def test_every_rank_plans_its_part_of_the_whole(site: Site, generator: str, chunk: int, seed: int) -> None:
+    """On any layout, in every round of a run, for rounds of many steps and of few; the whole is checked as ever."""
+    ranks = site.ranks
+    planners = [new_planner(site, generator, rank=rank, weave=(2, "auto")) for rank in (None, *ranks)]
+    run = Run(planners, random.Random(seed), chunk=chunk)
+
+    def visit(plans: list[PlannedRound]) -> None:
+        for rank, plan in zip(ranks, plans[1:], strict=True):
+            assert plan.schedule.of(rank) == plans[0].schedule.of(rank), f"rank {rank}"
+        for planner in planners:
+            planner.learn(planner.costs)
+
+    run.steps(1, visit)
+
+
+@settings(deadline=None, max_examples=100)
+@given(case=cases(), generator=st.sampled_from(sorted(GENERATORS)), steps=st.integers(STEPS + 1, 9))
+def test_a_round_that_repeats_follows_from_a_short_one(
+    case: tuple[Round, Site, Costs], generator: str, steps: int
+) -> None:
+    drawn, site, costs = case
+    assume(drawn.decodes)
+    decode = tuple(tuple(tuple(g._replace(new=steps) for g in b) for b in replica) for replica in drawn.decode)
+    round_ = Round(drawn.index, steps, decode, drawn.prefill)
+    assume(repeats(generator, round_, site))
+
+    def made(shape: Round) -> Schedule:
+        return add_communication(GENERATORS[generator](shape, site, costs), shape, site)
+
+    short, whole = made(shortened(round_)), made(round_)
+    assert check(short, shortened(round_), site, ample_budgets(site), costs) == []
+    for rank in site.ranks:
+        assert lengthened(short.of(rank), steps) == whole.of(rank)
+
+
+def test_a_round_with_scoring_between_decode_steps_does_not_repeat() -> None:
+    """What is woven into three steps does not lie in longer rounds as if these had been lengthened."""
+    site, costs = colocated((1, 4, 1)), Costs()
+    round_ = make_round(site, steps=6, micro_batches=1, prefills=4)
+    assert not repeats("woven", round_, site) and repeats("intra", round_, site)
+    assert repeats("woven", make_round(site, steps=6, prefills=0), site)
+    assert not repeats("intra", make_round(site, steps=STEPS), site)
+    short = add_communication(GENERATORS["woven"](shortened(round_), site, costs), shortened(round_), site)
+    decodes = [action.op is Op.DECODE for action in short.of(0) if action.op in (Op.DECODE, Op.PREFILL)]
+    assert decodes != sorted(decodes), "some scoring stands before the last decode step"
+
+
+def test_lists_that_wait_for_each_other_are_not_proved() -> None:
+    """Two scorers whose pipelines run in opposite directions: each rank begins with what it must be sent first."""
+    placements = {
+        "actor": RolePlacement((0, 1), 1, 2),
+        "critic": RolePlacement((2, 1), 1, 2),
+        "reward": RolePlacement((1, 2), 1, 2),
+    }
+    site, batch = Site(placements), (Growth(0, 3, 4, 1),)
+    round_ = Round(2, 0, (), {"critic": ((batch,),), "reward": ((batch,),)})
+
+    def lists(first: dict[int, str]) -> Schedule:
+        made = {}
+        for rank, own in first.items():
+            roles = sorted(("critic", "reward"), key=lambda role: role != own)
+            whole = GENERATORS["intra"](round_, site, Costs()).of(rank)
+            made[rank] = tuple(action for role in roles for action in whole if action.role == role)
+        return Schedule(made)
+
+    good, bad = lists({1: "reward", 2: "critic"}), lists({1: "critic", 2: "reward"})
+    assert prove(good, round_, site) and not prove(bad, round_, site)
+    faults = check(add_communication(bad, round_, site), round_, site, ample_budgets(site))
+    assert {fault.kind for fault in faults} == {FaultKind.DEADLOCK}
+
+
+def test_the_caches_of_a_short_round_end_as_long_as_those_of_the_whole() -> None:
+    site = colocated((1, 2, 1))
+    round_ = make_round(site, steps=8)
+    longest = max(g.past + g.new for batch in round_.decode[0] for g in batch)
+    for room, found in ((longest, 0), (longest - 1, 1)):
+        shape, budgets = shortened(round_), {"actor": [KVBudget(10_000, room)]}
+        schedule = add_communication(GENERATORS["intra"](shape, site, Costs()), shape, site)
+        assert len(check(schedule, shape, site, budgets)) == found
+
+
+def test_tensor_ranks_are_one_and_replicas_are_left_out() -> None:
+    """Components of a large site are as small as those of one replica."""
+    site = colocated((8, 8, 4))
+    part = component_of(site, 8 * 8 * 4 - 1)
+    assert len(part.model.ranks) == 8 and part.replicas == {role: (3,) for role in site.placements}
+    scorers = component_of(disaggregated((8, 8, 4), (8, 2, 3)), 8 * 8 * 4)
+    assert scorers.model.placements["reward"].layout == (1, 2, 1)
+    assert scorers.model.placements["actor"].ranks == (scorers.site.source,)
+
+
+def test_classes_that_cut_through_stages_are_not_used() -> None:
+    """A scorer on one of two tensor ranks of the actor's first stage: each rank stands for itself."""
+    site = make_site((2, 2, 1), {"critic": (0, 1, 1, 1)})
+    assert component_of(site, 3).model.ranks == (0, 1, 2, 3)
+    assert component_of(make_site((2, 2, 1), {"critic": (0, 1, 2, 2)}), 3).model.ranks == (0, 1, 2, 3)
+
+
+PLANTED = 300
+SITES = {
+    "colocated": colocated((2, 2, 2)),
+    "colocated, four tensor ranks": colocated((4, 1, 2)),
+    "scorers of another layout": make_site((2, 2, 1), {role: (0, 4, 1, 1) for role in ("reference", "critic", "reward")}),
+    "disaggregated": disaggregated((2, 2, 2), (2, 1, 2)),
+    "split scorers": split_scorers((2, 2, 2)),
+}
+
+
+def test_what_harms_the_whole_is_found_in_the_model() -> None:
+    """Faults are planted in what a component's model is told, then carried out by all its ranks."""
+    rng, counts, missed = random.Random(11), Counter[str](), []
+    while counts.total() < PLANTED:
+        name, generator = rng.choice(list(SITES)), rng.choice(sorted(GENERATORS))
+        site = SITES[name]
+        round_ = make_round(site, steps=rng.choice((0, 2, 5)), prefills=rng.choice((0, 1, 2)), prompts=rng.choice((0, 1)))
+        whole = add_communication(GENERATORS[generator](round_, site, Costs()), round_, site)
+        part = component_of(site, rng.choice(site.ranks))
+        shape = part.part(round_)
+        short = repeats(generator, shape, part.model)
+        shape = shortened(shape) if short else shape
+        sound = GENERATORS[generator](shape, part.model, Costs())
+        if not any(True for _ in sound):
+            continue
+        require_provable(sound, shape, part.model, ample_budgets(part.model), Costs())
+        for _ in range(10):
+            kind, planted = mutate(sound, rng)
+            lists = dict(whole.actions)
+            for other in map(partial(component_of, site), site.ranks):
+                if other.replicas == part.replicas:
+                    lists[other.rank] = lengthened_or_not(other.own_list(planted, shape), round_.steps, short)
+            harmful = harm(Schedule(lists), round_, site) is not None
+            counts["harmful" if harmful else "harmless"] += 1
+            if harmful and not refused(planted, shape, part.model):
+                missed.append(f"{name}, {generator}, {kind}")
+    assert not missed, missed
+    assert counts["harmful"] > PLANTED / 2, counts
+
+
+def refused(computes: Schedule, shape: Round, site: Site) -> bool:
+    try:
+        require_provable(computes, shape, site, ample_budgets(site), Costs())
+    except ScheduleError:
+        return True
+    return False
+
+
+@settings(deadline=None, max_examples=150)
+@given(case=cases(), generator=st.sampled_from(sorted(GENERATORS)), seed=st.integers(0, 10**6))
+def test_what_is_proved_the_checker_finds_sound(case: tuple[Round, Site, Costs], generator: str, seed: int) -> None:
+    """All that generators make is proved; of mutants of it only what is sound."""
+    round_, site, costs = case
+    sound, rng = GENERATORS[generator](round_, site, costs), random.Random(seed)
+    assert prove(sound, round_, site)
+    assume(any(True for _ in sound))
+    for _ in range(5):
+        _, mutated = mutate(sound, rng)
+        if prove(mutated, round_, site):
+            assert check(add_communication(mutated, round_, site), round_, site, ample_budgets(site), costs) == []
+        else:
+            assert mutated != sound
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    case=cases(),
+    slots=st.sampled_from([1, 3, 5, 7, 9, 40, 40]),
+    longest=st.sampled_from([5, 6, 7, 50, 50]),
+    others=st.integers(0, 3),
+)
+def test_caches_that_do_not_hold_a_round_are_those_the_checker_names(
+    case: tuple[Round, Site, Costs], slots: int, longest: int, others: int
+) -> None:
+    round_, site, costs = case
+    budgets = {role: [KVBudget(slots, longest, others)] * placement.dp for role, placement in site.placements.items()}
+    schedule = add_communication(GENERATORS["intra"](round_, site, costs), round_, site)
+    faults = check(schedule, round_, site, budgets, costs)
+    with pytest.raises(ScheduleError, match="cannot take round") if faults else nullcontext():
+        require_room(round_, {role: dict(enumerate(own)) for role, own in budgets.items()})
+
+
+def test_a_cache_too_short_for_the_round_is_told_before_it_runs() -> None:
+    """By the planner of one rank, of its own replica, under the number that it has on all ranks."""
+    planner = new_planner(colocated((2, 2, 2)), "woven", rank=2)
+    planner.max_length = 5
+    buffer = RolloutBuffer(4, 0, 1)
+    buffer.admit(Prompt(i, i, "", (1,) * 6) for i in range(4))
+    with pytest.raises(ScheduleError, match="^2 caches cannot take round 1:\n") as told:
+        planner.plan(1, buffer.active, buffer.rollouts, 3, list)
+    room = "replica 1 has room for 5 tokens a sequence, but one grows to"
+    assert f"the cache of actor {room} 8" in str(told.value) and f"the cache of reward {room} 6" in str(told.value)
+
+
+def lengthened_or_not(own: tuple[Action, ...], steps: int, short: bool) -> tuple[Action, ...]:
+    if not short:
+        return own
+    try:
+        return lengthened(own, steps)
+    except AssertionError:  # the planted fault cuts through the repeated step: then carry it out once
+        return own
+
+
+def test_ends_of_lists_are_the_sites() -> None:
+    """Gather and chunk go over all replicas and listeners, which no model has."""
+    site = disaggregated((2, 1, 2), (2, 1, 2))
+    planner = new_planner(site, "intra", rank=site.source)
+    run = Run([new_planner(site, "intra"), planner], random.Random(0))
+    ends = []
+
+    def visit(plans: list[PlannedRound]) -> None:
+        if plans[1].round.decodes:
+            ends.append([a for a in plans[1].schedule.of(site.source) if a.op is Op.GATHER or a.payload is Payload.CHUNK])
+
+    run.steps(1, visit)
+    assert ends and all([a.peer for a in own] == [None, *site.listeners] for own in ends)
