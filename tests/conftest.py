@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,8 @@ settings.register_profile("explore", deadline=None)
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
 MANY_THREADS = 200
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # `make test &` in a script; tests press Ctrl-C, and wait for what it does
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
