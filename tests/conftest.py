@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -19,6 +20,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # `make test &` in a scri
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+def pytest_collection_finish() -> None:
+    """Modules are no garbage: a collection that looks through all of them takes a third of a second."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
