@@ -149,8 +149,8 @@ def _update(
         return share, {"loss": share.detach()}
 
     reports, kept = [], []
-    for step, budget in enumerate(budgets, start=1):
-        settings = UpdateSettings(1, 1, budget, seed=3, step=step, device=CPU)
+    for number, budget in enumerate(budgets, start=1):
+        settings = UpdateSettings(1, 1, budget, seed=3, step=number, device=CPU)
         reports += run_update(trained, batch, {"weights": weights_T}, loss, settings, memory_limit)
         kept.append(memory_limit.within(budget))
     return reports, torch.cat([p.detach().flatten() for p in trained.model.parameters()]), kept
