@@ -113,7 +113,7 @@ LAYOUTS: dict[str, tuple[str, Layout, Layout, dict[str, Any]]] = {
 }
 
 
-COVERED = ("pair", "stages", "replicas, whole optimizers")
+COVERED = ("pair", "stages", "replicas, whole optimizers", "tensor ranks")
 """The other layouts have what these have, but for options that the tests in float32 vary."""
 
 

@@ -130,7 +130,7 @@ def test_a_tuned_chunk_is_the_same_for_scorers_partly_on_the_actors_ranks(worksp
         ("tp2-vpp2", {"tp": 2}, {"tp": 1, "pp": 2, "vpp": 2}, True),
         pytest.param("pp2-vpp2", {"pp": 2}, {"vpp": 2}, True, marks=pytest.mark.long),
         pytest.param("tp2-sp", {"tp": 2}, {"sequence_parallel": True}, False, marks=pytest.mark.long),
-        ("pp2-full", {"pp": 2}, {"recompute": "full"}, False),
+        pytest.param("pp2-full", {"pp": 2}, {"recompute": "full"}, False, marks=pytest.mark.long),
         ("dp2-plain", {"dp": 2}, {"distributed_optimizer": False, "overlap_grad_reduce": False}, False),
     ],
 )

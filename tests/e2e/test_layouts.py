@@ -44,6 +44,7 @@ WIDE: list[tuple[str, Layout, Layout]] = [
     ("colocated", (2, 2, 1), (2, 2, 1)),
     ("colocated", (1, 2, 1), (2, 1, 1)),
     ("colocated", (1, 2, 2), (1, 4, 1)),
+    ("disaggregated", (2, 1, 1), (2, 1, 1)),
 ]
 FACTORS = {"mode": ("colocated", "disaggregated")} | {
     f"{side} {what}": values

@@ -31,7 +31,7 @@ def distance_in_one_process(directory: str) -> float:
 @pytest.mark.parametrize(
     ("tp", "pp", "dp", "sharded"),
     [
-        pytest.param(*layout, marks=[] if layout in (LAYOUTS[1], LAYOUTS[3]) else [pytest.mark.long])
+        pytest.param(*layout, marks=[] if layout == LAYOUTS[1] else [pytest.mark.long])
         for layout in LAYOUTS
     ],
 )
