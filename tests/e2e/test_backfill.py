@@ -53,7 +53,11 @@ def test_decoding_stays_full(workspace: Workspace, backfilled: Outcome) -> None:
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("pp2-m3", {"placement": {"mode": "colocated", "actor": {"pp": 2}}, "overlap.weave": [3, "auto"]}),
+        pytest.param(
+            "pp2-m3",
+            {"placement": {"mode": "colocated", "actor": {"pp": 2}}, "overlap.weave": [3, "auto"]},
+            marks=pytest.mark.long,
+        ),
         ("dp2-streamed", {"placement": {"mode": "disaggregated", "actor": {"dp": 2}}}),
         pytest.param(
             "tp2-scorer-dp2",
@@ -78,10 +82,11 @@ def test_every_layout_trains_as_one_process(
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        pytest.param("kept", {"overlap.actor_kv": "keep"}, marks=pytest.mark.long),
+        ("kept", {"overlap.actor_kv": "keep"}),
         ("unstreamed", {"overlap.intra": False, "overlap.actor_kv": "recompute"}),
     ],
 )
+@pytest.mark.long
 def test_replicas_train_alike_under_other_settings(workspace: Workspace, name: str, changes: dict[str, Any]) -> None:
     alone = run_ppo_ranks(deep(workspace, f"{name}-alone", **BACKFILL | changes))
     dp2 = {"placement": {"mode": "disaggregated", "actor": {"dp": 2}, "scorer": {"pp": 2}}}

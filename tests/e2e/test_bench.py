@@ -137,6 +137,7 @@ def test_chunk(workspace: Workspace, tmp_path: Path) -> None:
     assert {line["chunk_tokens"] for line in lines} == {8}
 
 
+@pytest.mark.long
 def test_delta(workspace: Workspace, tmp_path: Path) -> None:
     base = config(workspace, **{"overlap.delta": {"initial": 1, "max": 2, "window": 1}}, steps=3)
     bench_delta(suite(tmp_path), base, [0, 2], ["eq4"])

@@ -113,7 +113,13 @@ LAYOUTS: dict[str, tuple[str, Layout, Layout, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+COVERED = ("pair", "stages", "replicas, whole optimizers", "tensor ranks")
+"""The other layouts have what these have, but for options that the tests in float32 vary."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] if name in COVERED else []) for name in LAYOUTS]
+)
 def test_every_layout_trains(workspace: Workspace, half: Outcome, name: str) -> None:
     """As one process does up to rounding, which tensor ranks' partial sums change, and with them draws."""
     mode, actor, scorer, changes = LAYOUTS[name]
@@ -145,7 +151,7 @@ def test_frozen_scorers_alone_in_bfloat16(workspace: Workspace, full: Outcome) -
     assert {tensor.dtype for tensor in (*outcome.actor.values(), *outcome.critic.values())} == {torch.float32}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize("kind", ["sft", "rm"])
 def test_supervised_stages_learn_as_in_float32(workspace: Workspace, tmp_path: Path, kind: str, ranks: int) -> None:
     """On one rank and on two replicas: the first loss within 1 % of float32's, the last within 5 % of the first."""

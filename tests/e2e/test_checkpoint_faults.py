@@ -154,11 +154,14 @@ def contents(checkpoints: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("offsets_each", [1, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("offsets_each", "events"), [(1, 4), pytest.param(3, 1, marks=pytest.mark.long)])
 def test_killed_anywhere_in_a_save_the_run_continues_to_the_same_weights(
-    begun: Begun, servers: Any, tmp_path: Path, offsets_each: int
+    begun: Begun, servers: Any, tmp_path: Path, offsets_each: int, events: int
 ) -> None:
-    """A checkpoint is saved in place of itself, so that its successor's getting the name is disturbed, too."""
+    """A checkpoint is saved in place of itself, so that its successor's getting the name is disturbed, too.
+
+    Of the changes of files each one in `events` is struck.
+    """
 
     def hits(faults: Sequence[Fault]) -> list[bool]:
         places = [tmp_path / f"{type(fault).__name__}-{number}" for number, fault in enumerate(faults)]
@@ -169,9 +172,9 @@ def test_killed_anywhere_in_a_save_the_run_continues_to_the_same_weights(
         at_bytes = random_bytes(sorted(begun.checkpoints.iterdir())[-1], offsets_each)
         assert all(hits(at_bytes)) and len(at_bytes) >= 7 * offsets_each
         num_events = 0
-        while all(struck := hits([AtEvent(num_events + number) for number in range(4)])):
-            num_events += 4
-    assert num_events + sum(struck) >= 15 and struck == sorted(struck, reverse=True)
+        while all(struck := hits([AtEvent(num_events + events * number) for number in range(4)])):
+            num_events += 4 * events
+    assert num_events + events * sum(struck) >= 15 and struck == sorted(struck, reverse=True)
 
 
 def assert_ended_with_the_last_checkpoint_whole(begun: Begun, run: Path, answers: list[Any], reason: str) -> None:

@@ -70,7 +70,7 @@ def test_no_figure_goes_by_a_clock_that_somebody_sets(workspace: Workspace) -> N
     assert all(0 <= span.end - span.start < 60 for span in read_trace(Path(config["run_dir"]) / "trace.json"))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_on_the_actors_ranks_all_of_the_update_is_exposed(workspace: Workspace, ranks: int) -> None:
     mode = {"mode": "colocated", "actor": {"pp": ranks}}
     lines, _ = run(workspace, f"colocated-{ranks}", ranks, placement=mode, **{"overlap.intra": True})

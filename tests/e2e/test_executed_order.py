@@ -42,7 +42,9 @@ def executed_actions(run: Path) -> dict[int, list[Action]]:
     return actions
 
 
-@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] if name == "woven" else []) for name in PLACEMENTS]
+)
 def test_ranks_do_what_the_schedule_says_in_its_order(workspace: Workspace, name: str) -> None:
     changes = {"overlap.intra": True, "logging.trace": "actions", "overlap.weave": [2, "auto"]}
     config = deep(workspace, name.replace(" ", "-"), placement=PLACEMENTS[name], steps=2, **changes)

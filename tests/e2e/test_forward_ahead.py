@@ -43,14 +43,18 @@ def spans_of(workspace: Workspace, name: str, step: int) -> list[Span]:
     ("name", "changes"),
     [
         ("pair", {}),
-        ("whole", {"ppo.epochs": 1, "ppo.minibatches": 1, "runtime.micro_batch_tokens": 150}),
+        pytest.param(
+            "whole",
+            {"ppo.epochs": 1, "ppo.minibatches": 1, "runtime.micro_batch_tokens": 150},
+            marks=pytest.mark.long,
+        ),
         ("decoupled", {"ppo.staleness": "decoupled"}),
         pytest.param("tp", {"placement.actor": {"tp": 2}}, marks=pytest.mark.long),
         ("dp", {"placement.actor": {"dp": 2}}),
         pytest.param(
             "training-layout", {"placement.actor": {"tp": 2}, "actor.train": {"tp": 1, "dp": 2}}, marks=pytest.mark.long
         ),
-        ("stages", {"placement.actor": {"pp": 2}}),
+        pytest.param("stages", {"placement.actor": {"pp": 2}}, marks=pytest.mark.long),
     ],
 )
 def test_the_run_is_the_same_to_the_bit(workspace: Workspace, name: str, changes: dict[str, Any]) -> None:

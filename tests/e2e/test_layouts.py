@@ -35,13 +35,16 @@ LAYOUTS: list[tuple[str, Layout, Layout]] = [
     ("disaggregated", (1, 4, 1), (2, 1, 2)),
 ]
 WIDE: list[tuple[str, Layout, Layout]] = [
-    # of eight processes, and of fewer with tensor-parallel ranks: minutes together on two cores
+    # of eight processes, and of fewer whose parts others have: minutes together on two cores
     ("colocated", (2, 4, 1), (2, 4, 1)),
     ("colocated", (1, 4, 2), (1, 4, 2)),
     ("disaggregated", (2, 2, 1), (1, 2, 2)),
     ("disaggregated", (2, 1, 2), (1, 4, 1)),
     ("disaggregated", (1, 4, 1), (2, 1, 2)),
     ("colocated", (2, 2, 1), (2, 2, 1)),
+    ("colocated", (1, 2, 1), (2, 1, 1)),
+    ("colocated", (1, 2, 2), (1, 4, 1)),
+    ("disaggregated", (2, 1, 1), (2, 1, 1)),
 ]
 FACTORS = {"mode": ("colocated", "disaggregated")} | {
     f"{side} {what}": values

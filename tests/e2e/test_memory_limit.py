@@ -35,7 +35,9 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("intra", [False, True], ids=["sequential", "intra"])
+@pytest.mark.parametrize(
+    "intra", [pytest.param(False, id="sequential", marks=pytest.mark.long), pytest.param(True, id="intra")]
+)
 def test_a_run_goes_on_with_less_at_once(tmp_path: Path, intra: bool) -> None:
     """The address space of its process is limited once its models are built.  With intra memory first runs out in a forward
     pass that is ahead of the scores."""

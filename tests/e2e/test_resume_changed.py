@@ -151,6 +151,7 @@ def test_another_actor_is_the_reference_and_leaves_the_weights_alone(
     assert abs(ours.metrics[3]["kl_mean"] - plain.metrics[3]["kl_mean"]) > 1e-3, "the reference is another"
 
 
+@pytest.mark.long
 def test_a_run_that_ended_after_the_same_step_again_is_kept_beside_the_first(
     ended: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -142,7 +142,7 @@ def test_one_step_equals_transformers_and_adamw(inputs: Path, tmp_path: Path, ki
         assert (tensor - start[name]).abs().max() > 1e-3, f"{name} did not move: nothing is tested"
 
 
-@pytest.mark.parametrize("kind", ["sft", "rm"])
+@pytest.mark.parametrize("kind", ["sft", pytest.param("rm", marks=pytest.mark.long)])
 def test_layouts_train_alike(inputs: Path, tmp_path: Path, kind: str) -> None:
     changes: Settings = {"epochs": 3, "batch_size": 10}
     if kind == "rm":  # a fresh head has to be the same one on every layout
@@ -164,7 +164,7 @@ def test_layouts_train_alike(inputs: Path, tmp_path: Path, kind: str) -> None:
         assert not list(run_dir.glob("trace.rank*")), "per-rank traces are merged"
 
 
-@pytest.mark.parametrize("kind", ["sft", "rm"])
+@pytest.mark.parametrize("kind", ["sft", pytest.param("rm", marks=pytest.mark.long)])
 def test_training_learns_and_leaves_a_model_that_transformers_gives_the_same_loss(
     inputs: Path, tmp_path: Path, kind: str
 ) -> None:

@@ -89,7 +89,13 @@ def test_steps_equal_peft_and_adamw(inputs: Path, starts: dict[str, Path], tmp_p
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout"), [("sft", {"tp": 2}), ("rm", {"tp": 2}), ("rm", {"pp": 2}), ("sft", {"dp": 2})]
+    ("kind", "layout"),
+    [
+        ("sft", {"tp": 2}),
+        pytest.param("rm", {"tp": 2}, marks=pytest.mark.long),
+        ("rm", {"pp": 2}),
+        pytest.param("sft", {"dp": 2}, marks=pytest.mark.long),
+    ],
 )
 def test_layouts_train_alike_and_a_run_that_was_told_to_stop_goes_on(
     inputs: Path, tmp_path: Path, kind: str, layout: dict[str, int]

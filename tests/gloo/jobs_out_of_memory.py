@@ -136,8 +136,10 @@ def _model(**layout: Any) -> TrainedModel:
     return TrainedModel(chunks, OptimizerConfig(lr=1e-3, eps=1e-4), 4, options)
 
 
-def _update(trained: TrainedModel, budget: int, memory_limit: MemoryLimit, batch: list[Rollout]) -> tuple[Any, Tensor]:
-    """Reports of two optimizer steps, and the weights then."""
+def _update(
+    trained: TrainedModel, budgets: list[int], memory_limit: MemoryLimit, batch: list[Rollout]
+) -> tuple[list[Any], Tensor, list[int]]:
+    """Reports of an optimizer step by each of the budgets, the weights then, and the budgets that it came to."""
     vocab = trained.model.vocab
     weights_T = torch.linspace(-1, 1, sum(len(rollout.tokens) for rollout in batch))
 
@@ -146,29 +148,32 @@ def _update(trained: TrainedModel, budget: int, memory_limit: MemoryLimit, batch
         share = -(logp_R * micro.extra["weights"] + 0.01 * entropy_R).sum() / num_tokens
         return share, {"loss": share.detach()}
 
-    settings = UpdateSettings(2, 1, budget, seed=3, step=1, device=CPU)
-    reports = run_update(trained, batch, {"weights": weights_T}, loss, settings, memory_limit)
-    return reports, torch.cat([p.detach().flatten() for p in trained.model.parameters()])
+    reports, kept = [], []
+    for number, budget in enumerate(budgets, start=1):
+        settings = UpdateSettings(1, 1, budget, seed=3, step=number, device=CPU)
+        reports += run_update(trained, batch, {"weights": weights_T}, loss, settings, memory_limit)
+        kept.append(memory_limit.within(budget))
+    return reports, torch.cat([p.detach().flatten() for p in trained.model.parameters()]), kept
 
 
 def trained_within(rooms: list[int], short_ranks: list[int]) -> dict[str, Any]:
     """An update for which some ranks have too little memory: the first of `rooms` (MiB) in which it does not fit.
 
-    Beside it those with enough, by the run's budget and by the one that it came to.
+    Beside it those with enough, by the run's budget and by those that its two steps came to.
     """
     batch, short = _batch(), dist.get_rank() in short_ranks
-    plain_reports, plain = _update(_model(), BUDGET, MemoryLimits().train, batch)
+    plain_reports, plain, _ = _update(_model(), [BUDGET] * 2, MemoryLimits().train, batch)
     told: list[str] = []
     memory_limit = MemoryLimit("train", "a training micro-batch", "tokens", tell=told.append)
     for room in rooms:
         model = _model()
         with room_for(room) if short else nullcontext():
-            reports, weights = _update(model, BUDGET, memory_limit, batch)
+            reports, weights, budgets = _update(model, [BUDGET] * 2, memory_limit, batch)
         halved = torch.tensor(memory_limit.times)
         dist.all_reduce(halved)
         if halved:
             break
-    lower_reports, lower = _update(_model(), memory_limit.within(BUDGET), MemoryLimits().train, batch)
+    lower_reports, lower, _ = _update(_model(), budgets, MemoryLimits().train, batch)
     return {
         "most": memory_limit.most,
         "told": told,
@@ -192,7 +197,7 @@ def refused() -> list[str]:
 
         batch = [_batch()[4]] if alone else _batch()
         with mock.patch("tests.gloo.jobs_out_of_memory.token_logprobs", failing):
-            errors.append(_error(partial(_update, model, BUDGET, MemoryLimits().train, batch)))
+            errors.append(_error(partial(_update, model, [BUDGET], MemoryLimits().train, batch)))
     return errors
 
 

@@ -87,9 +87,13 @@ WITHHELD: dict[str, tuple[str, Callable[[Action], bool]]] = {
     "TP2xPP2, a hidden state of one shard": ("TP2xPP2", lambda a: a.payload is Payload.HIDDEN and a.step == 1),
     "PP2xDP2, drawn tokens of one replica": ("PP2xDP2", lambda a: a.payload is Payload.TOKENS and a.step == 0),
 }
+COVERED = ("PP2, drawn tokens", "TP2xPP2, a hidden state of one shard")
+"""Other cases withhold the like."""
 
 
-@pytest.mark.parametrize("case", WITHHELD)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.long] if case in COVERED else []) for case in WITHHELD]
+)
 def test_a_withheld_message_is_named_by_all_who_wait_for_it(case: str) -> None:
     name, is_it = WITHHELD[case]
     site = SITES[name]

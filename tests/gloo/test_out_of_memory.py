@@ -8,7 +8,7 @@ import pytest
 
 from tests.gloo.jobs_device_decode import Way
 from tests.gloo.test_device_decode import COURSES, PLAIN
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_new_ranks, run_ranks
 
 TOLERANCE = 1e-4
 
@@ -35,8 +35,11 @@ def test_scores_are_the_same_where_prefill_is_made_in_pieces(models: dict[str, s
 
 @pytest.mark.parametrize(("world", "short"), [(1, [0]), (2, [1])], ids=["one rank", "one of two replicas"])
 def test_an_update_without_enough_memory_is_the_same_update(world: int, short: list[int]) -> None:
-    """For real: the process may not grow by what the budget's micro-batches take."""
-    answers: list[dict[str, Any]] = run_ranks(
+    """For real: the process may not grow by what the budget's micro-batches take.
+
+    What an earlier job had and freed would be room that differs from one update to the next.
+    """
+    answers: list[dict[str, Any]] = run_new_ranks(
         world,
         "tests.gloo.jobs_out_of_memory:trained_within",
         rooms=[560 // world, 375 // world, 250 // world],

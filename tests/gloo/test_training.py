@@ -83,7 +83,7 @@ CASES = [
     Case(1, 2, 2, FULL | SHARDED | OVERLAP),
     Case(1, 1, 1, SELECTIVE),
 ]
-COVERED = [Case(2, 1, 1), Case(2, 2, 1), Case(1, 2, 2), Case(2, 1, 2)]
+COVERED = [Case(2, 1, 1), Case(1, 2, 1), Case(1, 1, 2), Case(2, 2, 1), Case(1, 2, 2), Case(2, 1, 2), Case(1, 1, 1, SELECTIVE)]
 """Other cases have these layouts too, with options that change no result."""
 DEEP_CASES = [
     Case(1, 2, 1, {"vpp": 2}),
@@ -248,7 +248,9 @@ def test_steps_through_a_sliding_window(models: dict[str, str], case: Case, tmp_
     check(answers, "mistral", reference(models["mistral"], SETTINGS.clip_grad), tmp_path, case.tp * case.dp)
 
 
-@pytest.mark.parametrize("case", DEEP_CASES, ids=case_id)
+@pytest.mark.parametrize(
+    "case", [DEEP_CASES[0], pytest.param(DEEP_CASES[1], marks=pytest.mark.long), *DEEP_CASES[2:]], ids=case_id
+)
 def test_interleaved_steps_equal_plain_torch(deep_models: dict[str, str], case: Case, tmp_path: Path) -> None:
     """Micro-batches of different lengths, and of a number that is no multiple of the stages."""
     assert all(len({len(micro.tokens_T) for micro in batch.pack()}) > 1 for batch in DATA if len(batch.prompts) > 1)
@@ -348,7 +350,7 @@ def test_an_update_is_the_same_on_any_number_of_replicas(models: dict[str, str],
         (1, 1, 1, {}),
         (2, 2, 1, SEQUENCE),
         (2, 1, 1, SHARDED | OVERLAP),
-        (4, 1, 1, PLAIN),
+        pytest.param(4, 1, 1, PLAIN, marks=pytest.mark.long),
         (1, 1, 1, FULL),
         (2, 1, 2, {}),
     ],

@@ -28,6 +28,7 @@ def _serve(pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.freeze()  # modules are no garbage, and a collection need not look at them
     while True:
         job = pipe.recv()
         if job is None:
@@ -43,7 +44,6 @@ def _serve(pipe: Connection) -> None:
             dist.barrier()
             dist.destroy_process_group()
             let_go_of_groups()
-            gc.freeze()  # what is left are modules and caches, which the next collection need not look at again
         except BaseException as error:  # reported to the test, which raises it
             pipe.send(("error", f"rank {rank}: {error!r}\n{traceback.format_exc()}"))
             return
@@ -63,6 +63,7 @@ def let_go_of_groups() -> None:
         elif type(held).__name__ == "DistributedDataParallel":
             held.grad_accs.clear()
     gc.collect()
+    gc.freeze()  # what is left are modules and caches, which the next collection need not look at again
 
 
 class RankPool:

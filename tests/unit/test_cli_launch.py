@@ -208,8 +208,8 @@ def test_given_rank_runs_here(
     ("kind", "code", "message"),
     [
         ("fine", 0, ""),
-        ("wrong input", 2, "rank 1: line 3 is not JSON; correct it\n"),
-        ("rollback", EXIT_AGAIN, ""),
+        pytest.param("wrong input", 2, "rank 1: line 3 is not JSON; correct it\n", marks=pytest.mark.long),
+        pytest.param("rollback", EXIT_AGAIN, "", marks=pytest.mark.long),
         pytest.param("abort", 2, "rank 0: line 4 is not JSON; correct it\n", marks=pytest.mark.long),
         ("killed", 2, "rank 1 was ended by SIGKILL"),
         ("defect", 1, "TypeError: a bug of ours"),
