@@ -54,7 +54,7 @@ test-aligner: $(ALIGNER_INSTALLED)
 	$(ALIGNER_PYTEST)
 
 test-long: $(INSTALLED_TEST)
-	$(PYTEST) -m long --durations=0 --durations-min=5
+	$(PYTEST) -n $(JOBS) --dist loadfile -m long --durations=0 --durations-min=5
 
 lint: $(INSTALLED_TEST)
 	$(BIN)/ruff check .
