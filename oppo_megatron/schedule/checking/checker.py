@@ -17,8 +17,9 @@ from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
 from oppo_megatron.schedule.checking.caches import Budgets
 from oppo_megatron.schedule.checking.faults import Fault, FaultKind
 from oppo_megatron.schedule.checking.inventory import required_actions
-from oppo_megatron.schedule.checking.timeline import COMPUTE, Link, Stuck, Timeline, content_of, link_of, simulate
+from oppo_megatron.schedule.checking.timeline import COMPUTE, Stuck, Timeline, content_of, simulate
 from oppo_megatron.schedule.checking.walk import walk_ranks
+from oppo_megatron.schedule.links import Link, link_of
 from oppo_megatron.schedule.rounds import Round, Site
 from oppo_megatron.schedule.weaving.costs import Costs
 

@@ -14,14 +14,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from oppo_megatron.layout.placements import RankCoordinates
-from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
+from oppo_megatron.schedule.actions import Action, Op, Schedule
+from oppo_megatron.schedule.links import Link, link_of
 from oppo_megatron.schedule.rounds import Batch, Round, Site
 from oppo_megatron.schedule.weaving.costs import Costs
 
 COMPUTE = (Op.DECODE, Op.SAMPLE, Op.PREFILL, Op.SCORE)
-
-Link = tuple[int, int, str, Payload | None]
-"""(sender, receiver, role, payload)"""
 
 
 class Span(NamedTuple):
@@ -103,13 +101,6 @@ def batch_of(round_: Round, action: Action, replica: int) -> Batch:
     replicas = round_.decode if decodes else round_.prefill.get(action.role, ())
     batches = replicas[replica] if replica < len(replicas) else ()
     return batches[action.micro_batch] if action.micro_batch < len(batches) else ()
-
-
-def link_of(action: Action) -> Link:
-    """The directed link of a send or a receive."""
-    peer = -1 if action.peer is None else action.peer
-    ends = (action.rank, peer) if action.op is Op.SEND else (peer, action.rank)
-    return (*ends, action.role, action.payload)
 
 
 def content_of(action: Action) -> tuple[int, int, int]:
