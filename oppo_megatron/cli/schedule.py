@@ -37,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--costs", type=Path, metavar="COSTS.json", help="seconds of the actions (default: built in)")
     parser.add_argument(
-        "--transport", choices=TRANSPORTS, help="whose rules the round has to keep (default: by runtime.device, auto as cuda)"
+        "--transport",
+        choices=TRANSPORTS,
+        help="whose rules the round has to keep (default: by runtime.device, auto as cuda)",
     )
     parser.add_argument(
         "--from", type=Path, dest="source", metavar="SCHEDULE.txt", help="check and draw this text of the round instead"

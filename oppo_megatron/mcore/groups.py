@@ -66,16 +66,12 @@ def build_groups(ranks: Sequence[int], tp: int, pp: int, name: str) -> RoleGroup
     def rank(p: int, d: int, t: int) -> int:
         return ranks[(p * dp + d) * tp + t]
 
-    def mine(groups: Iterable[list[int]], what: str) -> dist.ProcessGroup | None:
-        found = None
-        for members in groups:
-            group = new_group(members, f"{name}.{what}")
-            if dist.get_rank() in members:
-                found = group
-                made.append(group)
-        return found
-
     made: list[dist.ProcessGroup] = []
+
+    def mine(groups: Iterable[list[int]], what: str) -> dist.ProcessGroup | None:
+        found = _make(groups, f"{name}.{what}")
+        made.extend([] if found is None else [found])
+        return found
 
     tp_group = mine([[rank(p, d, t) for t in shards] for p in stages for d in replicas], "tp")
     pp_group = mine([[rank(p, d, t) for p in stages] for d in replicas for t in shards], "pp")
@@ -96,3 +92,13 @@ def build_groups(ranks: Sequence[int], tp: int, pp: int, name: str) -> RoleGroup
         tp_dp_cp=tp_dp, inter_dist_opt=None, intra_dist_opt=everyone,
     )  # fmt: skip
     return RoleGroups(collection, everyone, tuple(made), tuple(ranks), tp, pp, dp)
+
+
+def _make(groups: Iterable[list[int]], desc: str) -> dist.ProcessGroup | None:
+    """Make a group of each of the lists of members, which share no rank.  Returns this rank's, if it has one."""
+    found = None
+    for members in groups:
+        group = new_group(members, desc)
+        if dist.get_rank() in members:
+            found = group
+    return found

@@ -207,7 +207,9 @@ def test_two_messages_that_change_places_at_one_end_are_found() -> None:
     """NCCL would give each to the other: there are no tags to tell them apart."""
     swapped = edited(("send hidden reward m0 c1 -> 1", "send hidden reward m1 c1 -> 1"))
     faults = faults_of(swapped, ROUND, PP2, NCCL)
-    assert [fault for fault in faults if fault.kind == "order" and "would get `send hidden reward m1 c1" in fault.message]
+    assert [
+        fault for fault in faults if fault.kind == "order" and "would get `send hidden reward m1 c1" in fault.message
+    ]
 
 
 def test_a_missing_receive_is_found() -> None:
@@ -286,7 +288,9 @@ def test_a_planner_takes_another_order_where_one_queue_would_hang() -> None:
         for planned in first_step(settings, planner, 32):
             yield replace(planned.round, index=1), planned.schedule
 
-    plans = zip(*(rounds(t, r) for t, r in ((NCCL, None), (ONE_QUEUE, None), (ONE_QUEUE, 0), (ONE_QUEUE, 1))), strict=True)
+    plans = zip(
+        *(rounds(t, r) for t, r in ((NCCL, None), (ONE_QUEUE, None), (ONE_QUEUE, 0), (ONE_QUEUE, 1))), strict=True
+    )
     changed = 0
     for (round_, free), (_, held), (_, first), (_, second) in plans:
         hangs = bool(simulate(free, round_, site, transport=ONE_QUEUE).stuck)
@@ -305,7 +309,9 @@ def test_a_round_that_no_order_saves_is_refused_with_what_saves_it() -> None:
     round_ = Round(1, 0, (), {"critic": (work,), "reward": (tuple((Growth(9 + j, 0, 4, 4),) for j in range(2)),)})
     own = {
         rank: tuple(
-            sorted(GENERATORS["intra"](round_, site, Costs()).of(rank), key=lambda a: (a.role == "critic") == bool(rank))
+            sorted(
+                GENERATORS["intra"](round_, site, Costs()).of(rank), key=lambda a: (a.role == "critic") == bool(rank)
+            )
         )
         for rank in (0, 1)
     }

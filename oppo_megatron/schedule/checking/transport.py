@@ -95,9 +95,7 @@ def _streams(own: list[tuple[int, Action]], transport: Transport) -> Iterator[Fa
         if transport.stream(action) != transport.stream(first):
             rule = "a communicator is used from one stream, or its operations have no order"
             remedy = "issue both from the same stream, or over two communicators"
-            message = (
-                f"`{action}` goes over the communicator of `{first}`, from another stream than that one; {rule}; {remedy}"
-            )
+            message = f"`{action}` goes over the communicator of `{first}`, from another stream than that one; {rule}; {remedy}"
             yield Fault(FaultKind.COMMUNICATOR, action.rank, position, action, message)
             return
 
