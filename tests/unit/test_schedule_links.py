@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from hypothesis import given, settings
 
@@ -13,32 +13,19 @@ from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.schedule.weaving.communication import add_communication
 from oppo_megatron.schedule.weaving.costs import Costs
 from oppo_megatron.schedule.weaving.generators import intra
+from tests.support.first_use import turns
 from tests.support.schedules import colocated, disaggregated, make_round
 from tests.unit.test_schedule_components import sites
 
 
 def own_lists(order: Sequence[Link]) -> dict[int, list[Link]]:
     """Each rank's links, in the order given."""
-    ranks = sorted({end for link in order for end in link[:2]})
-    return {rank: [link for link in order if rank in link[:2]] for rank in ranks}
+    ranks = sorted({end for link in order for end in ends(link)})
+    return {rank: [link for link in order if rank in ends(link)] for rank in ranks}
 
 
-def turns(lists: Mapping[int, Sequence[Link]]) -> int | None:
-    """In how many turns all links are used, where either end waits until the other has come; None where some never are.
-
-    In a turn each rank uses one link at most.
-    """
-    at, number = dict.fromkeys(lists, 0), 0
-    while any(at[rank] < len(own) for rank, own in lists.items()):
-        here = Counter(own[at[rank]] for rank, own in lists.items() if at[rank] < len(own))
-        met = [link for link, ends in here.items() if ends == 2]
-        if not met:
-            return None
-        for link in met:
-            for end in link[:2]:
-                at[end] += 1
-        number += 1
-    return number
+def ends(link: Link) -> tuple[int, int]:
+    return link[:2]
 
 
 @settings(deadline=None, max_examples=200)
@@ -51,16 +38,16 @@ def test_first_use_never_waits_in_a_circle(site: Site) -> None:
     order = [link for wave in waves for link in wave]
     assert sorted(order) == sorted(links)
     for wave in waves:
-        assert max(Counter(end for link in wave for end in link[:2]).values()) == 1
+        assert max(Counter(end for link in wave for end in ends(link)).values()) == 1
     lists = own_lists(order)
-    assert turns(lists) == len(waves) <= max(0, 2 * max(map(len, lists.values()), default=0) - 1)
+    assert turns(lists, ends) == len(waves) <= max(0, 2 * max(map(len, lists.values()), default=0) - 1)
 
 
 def test_an_order_of_each_rank_s_own_may_wait_in_a_circle() -> None:
     """The judge itself: a rank that sends first and receives then waits for one that does the same."""
     order = [link for wave in in_waves([*links_of(colocated((1, 4, 1)))]) for link in wave]
     lists = {rank: sorted(own, key=lambda link: link[0] != rank) for rank, own in own_lists(order).items()}
-    assert turns(own_lists(order)) is not None and turns(lists) is None
+    assert turns(own_lists(order), ends) is not None and turns(lists, ends) is None
 
 
 def test_waves_do_not_grow_with_replicas() -> None:
@@ -68,7 +55,7 @@ def test_waves_do_not_grow_with_replicas() -> None:
     few, many = ([*links_of(colocated((8, 8, dp)))] for dp in (1, 32))
     assert len(many) == 32 * len(few) > 8000 and len(in_waves(many)) == len(in_waves(few)) <= 15
     chain = [link for link in few if link[2] == "reward"]
-    assert len(in_waves(chain)) == 2 and turns(own_lists(chain)) == 7
+    assert len(in_waves(chain)) == 2 and turns(own_lists(chain), ends) == 7
 
 
 @settings(deadline=None, max_examples=50)
