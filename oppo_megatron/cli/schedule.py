@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,12 +13,14 @@ if TYPE_CHECKING:
     from oppo_megatron.schedule.actions import Schedule
     from oppo_megatron.schedule.checking.checker import Fault
     from oppo_megatron.schedule.checking.timeline import Timeline
+    from oppo_megatron.schedule.checking.transport import Transport
     from oppo_megatron.schedule.planning.preview import Preview
     from oppo_megatron.schedule.weaving.costs import Costs
 
 EXIT_FAULT = 2
 WITHOUT_TERMINAL = (100, 24)
 GENERATORS = ("sequential", "intra", "woven")
+TRANSPORTS = ("gloo", "nccl", "nccl-one-queue", "nccl-cold")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompt-tokens", type=int, metavar="N", help="length of all prompts (default: half of the longest)"
     )
     parser.add_argument("--costs", type=Path, metavar="COSTS.json", help="seconds of the actions (default: built in)")
+    parser.add_argument(
+        "--transport",
+        choices=TRANSPORTS,
+        help="whose rules the round has to keep (default: by runtime.device, auto as cuda)",
+    )
     parser.add_argument(
         "--from", type=Path, dest="source", metavar="SCHEDULE.txt", help="check and draw this text of the round instead"
     )
@@ -58,12 +66,13 @@ def run(args: argparse.Namespace) -> int:
     costs: Costs = read_costs(args.costs, role_placements(config)) if args.costs else Costs()
     shown = preview(config, args.round, prompt_tokens=args.prompt_tokens, generator=args.generator, costs=costs)
     schedule = _read(args.source) if args.source else shown.schedule
-    timeline = simulate(schedule, shown.round, shown.site, costs)
-    faults = check_timeline(schedule, shown.round, shown.site, shown.budgets, timeline)
+    transport = _transport(args.transport, config)
+    timeline = simulate(schedule, shown.round, shown.site, costs, transport)
+    faults = check_timeline(schedule, shown.round, shown.site, shown.budgets, timeline, transport)
     if args.text:
         print(schedule.text())
     title = _title(shown, args)
-    print("\n".join([title, *_facts(shown, timeline, costs, args)]))
+    print("\n".join([title, *_facts(shown, timeline, costs, transport, args)]))
     _draw(timeline, faults, title, args.out)
     return _verdict(faults)
 
@@ -74,6 +83,14 @@ def _check_out(path: Path | None) -> None:
 
     if path is not None and path.suffix != ".png":
         raise ConfigError(f"--out {path}: the grid is drawn as PNG; name a file that ends in .png")
+
+
+def _transport(name: str | None, config: TrainConfig) -> Transport:
+    """The one named, or that of the run; without torch nobody knows what `runtime.device: auto` finds."""
+    from oppo_megatron.schedule.checking.transport import TRANSPORTS as BY_NAME
+    from oppo_megatron.schedule.checking.transport import transport_of
+
+    return BY_NAME[name] if name else transport_of(config.runtime.device, os.environ)
 
 
 def _read(path: Path) -> Schedule:
@@ -93,7 +110,9 @@ def _title(shown: Preview, args: argparse.Namespace) -> str:
     return f"round {args.round} of {shown.num_rounds} of the first step, {origin}"
 
 
-def _facts(shown: Preview, timeline: Timeline, costs: Costs, args: argparse.Namespace) -> list[str]:
+def _facts(
+    shown: Preview, timeline: Timeline, costs: Costs, transport: Transport, args: argparse.Namespace
+) -> list[str]:
     work = [f"{shown.round.steps} decode steps" if shown.round.steps else "no decoding"]
     counts = {role: sum(map(len, replicas)) for role, replicas in shown.round.prefill.items()}
     work += [f"{role} {count}" for role, count in counts.items() if count]
@@ -101,7 +120,7 @@ def _facts(shown: Preview, timeline: Timeline, costs: Costs, args: argparse.Name
     origin = f"costs of {args.costs}" if args.costs else "built-in costs"
     return [
         "assumed:",
-        *(f"  {what}" for what in (*shown.assumed, origin)),
+        *(f"  {what}" for what in (*shown.assumed, origin, f"messages over {transport.name}")),
         f"work: {work[0]}{'; prefill micro-batches: ' if work[1:] else ''}{', '.join(work[1:])}",
         f"{seconds}, bubble share {timeline.bubble():.1%} (of each rank: beside the grid)",
         *([] if timeline.stuck else [_least(shown, timeline, costs)]),

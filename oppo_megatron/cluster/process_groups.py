@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 import torch
@@ -16,6 +16,18 @@ def new_group(ranks: Sequence[int], desc: str, backend: str | None = None) -> di
     world, like torch's.
     """
     return dist.new_group(list(ranks), timeout=world_timeout(), backend=backend, group_desc=desc)
+
+
+def use_once(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
+    """Sum one number over each group, but for groups of one rank.
+
+    NCCL makes a group's communicator in its first collective, and holds the host until all members have come.  So each rank
+    gives its groups in the order in which all ranks have made them: whoever waits, waits at a later group than some rank
+    that can go on.
+    """
+    for group in groups:
+        if group.size() > 1:
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 def world_timeout() -> timedelta:

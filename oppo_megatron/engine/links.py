@@ -1,56 +1,50 @@
-"""One process group for each directed link that a schedule may send over.
-
-Two streams of messages between the same ranks (decode and prefill, say) must not wait for one another, so each has its
-own group: (source, destination, role, payload).
-"""
+"""One process group for each directed link that a schedule may send over."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
 from oppo_megatron.cluster.process_groups import new_group
-from oppo_megatron.schedule.actions import Action, Op, Payload
+from oppo_megatron.schedule.actions import Action
+from oppo_megatron.schedule.links import Link, in_waves, link_of, links_of
 from oppo_megatron.schedule.rounds import Site
-
-Link = tuple[int, int, str, Payload]
 
 
 @dataclass(frozen=True)
 class Links:
-    """This rank's links."""
+    """This rank's links, in the order of their first use."""
 
     groups: dict[Link, dist.ProcessGroup]
 
     def of(self, action: Action) -> dist.ProcessGroup:
         """The group that a send or recv goes over."""
-        assert action.peer is not None and action.payload is not None
-        ends = (action.rank, action.peer) if action.op is Op.SEND else (action.peer, action.rank)
-        return self.groups[ends[0], ends[1], action.role, action.payload]
+        return self.groups[link_of(action)]
+
+    def use_once(self, device: torch.device) -> None:
+        """Send one number over each link.  All ranks that have links make the call.
+
+        NCCL makes the communicator of a pair in its first message, and holds the host of either end until the other has come;
+        a collective of the two would make another communicator.  So the first messages go here, in an order in which no
+        circle of ranks waits (`in_waves`), and not in a round.
+        """
+        rank = dist.get_rank()
+        for (source, destination, *_), group in self.groups.items():
+            number = torch.zeros(1, device=device)
+            work = dist.isend(number, destination, group) if rank == source else dist.irecv(number, source, group)
+            assert work is not None, "this rank is an end of each of its links"
+            work.wait()
 
 
 def build_links(site: Site) -> Links:
     """Create the groups of all links.  Every rank of the world makes the call."""
     rank, groups = dist.get_rank(), {}
-    for link in _links(site):
+    for link in (link for wave in in_waves([*links_of(site)]) for link in wave):
         source, destination, role, payload = link
+        assert payload is not None
         group = new_group([source, destination], f"{role}.{payload.value}.{source}-{destination}")
         if rank in (source, destination):
             groups[link] = group
     return Links(groups)
-
-
-def _links(site: Site) -> Iterator[Link]:
-    for role, placement in site.placements.items():
-        for replica in range(placement.dp):
-            for shard in range(placement.tp):
-                stages = [placement.rank(replica, stage, shard) for stage in range(placement.pp)]
-                for source, destination in zip(stages, stages[1:], strict=False):
-                    yield source, destination, role, Payload.HIDDEN
-                if role == "actor":
-                    for destination in stages[:-1]:
-                        yield stages[-1], destination, role, Payload.TOKENS
-    for listener in site.listeners:
-        yield site.source, listener, "actor", Payload.CHUNK

@@ -6,6 +6,7 @@ A round decodes a chunk of the active rollouts and scores the chunk before: `run
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.out_of_memory import MemoryLimits
 from oppo_megatron.records import Chunk, Rollout
+from oppo_megatron.schedule.checking.transport import transport_of
 from oppo_megatron.schedule.planning.books import ActorBook, ReplicaWork
 from oppo_megatron.schedule.planning.merge import StopSignal
 from oppo_megatron.schedule.planning.planner import PlannedRound, RoundPlanner
@@ -189,8 +191,9 @@ def decoder(
     book = ActorBook(placement.dp, cache.num_slots, stopping.limit)
     site = Site({"actor": placement})
     planner = RoundPlanner(
-        site, "sequential", ("auto", "auto"), micro_batch_tokens, cache.max_length, book, {}, rank=rank
-    )
+        site, "sequential", ("auto", "auto"), micro_batch_tokens, cache.max_length, book, {}, rank=rank,
+        transport=transport_of(cache.device.type, os.environ),
+    )  # fmt: skip
     executor = Executor(
         rank, {"actor": worker}, links, timeout_s, cache.device, lambda *_: None, activity or Activity()
     )

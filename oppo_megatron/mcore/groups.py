@@ -17,10 +17,14 @@ from oppo_megatron.cluster.process_groups import new_group
 
 @dataclass(frozen=True)
 class RoleGroups:
-    """Where one role lives, seen from one of its ranks.  `ranks[(pp_rank * dp + dp_rank) * tp + tp_rank]` is a global rank."""
+    """Where one role lives, seen from one of its ranks.  `ranks[(pp_rank * dp + dp_rank) * tp + tp_rank]` is a global rank.
+
+    `made`: all groups of this rank, in the order in which they were made.
+    """
 
     collection: ProcessGroupCollection
     all: dist.ProcessGroup
+    made: tuple[dist.ProcessGroup, ...]
     ranks: tuple[int, ...]
     tp: int
     pp: int
@@ -62,12 +66,11 @@ def build_groups(ranks: Sequence[int], tp: int, pp: int, name: str) -> RoleGroup
     def rank(p: int, d: int, t: int) -> int:
         return ranks[(p * dp + d) * tp + t]
 
+    made: list[dist.ProcessGroup] = []
+
     def mine(groups: Iterable[list[int]], what: str) -> dist.ProcessGroup | None:
-        found = None
-        for members in groups:
-            group = new_group(members, f"{name}.{what}")
-            if dist.get_rank() in members:
-                found = group
+        found = _make(groups, f"{name}.{what}")
+        made.extend([] if found is None else [found])
         return found
 
     tp_group = mine([[rank(p, d, t) for t in shards] for p in stages for d in replicas], "tp")
@@ -88,4 +91,14 @@ def build_groups(ranks: Sequence[int], tp: int, pp: int, name: str) -> RoleGroup
         expt_tp=tp_group, tp_ep=tp_group, tp_ep_pp=mp_group, expt_dp=dp_group, intra_expt_dp=dp_group,
         tp_dp_cp=tp_dp, inter_dist_opt=None, intra_dist_opt=everyone,
     )  # fmt: skip
-    return RoleGroups(collection, everyone, tuple(ranks), tp, pp, dp)
+    return RoleGroups(collection, everyone, tuple(made), tuple(ranks), tp, pp, dp)
+
+
+def _make(groups: Iterable[list[int]], desc: str) -> dist.ProcessGroup | None:
+    """Make a group of each of the lists of members, which share no rank.  Returns this rank's, if it has one."""
+    found = None
+    for members in groups:
+        group = new_group(members, desc)
+        if dist.get_rank() in members:
+            found = group
+    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from oppo_megatron.cluster.activity import Activity
+from oppo_megatron.cluster.process_groups import use_once
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.model import ParallelConfig, RuntimeConfig
 from oppo_megatron.data.tokenizer import Tokenizer
@@ -36,7 +37,10 @@ def build_place(world: World, parallel: ParallelConfig) -> PolicyPlacement:
     groups = build_groups(ranks, parallel.tp, parallel.pp, "policy")
     assert groups is not None
     placement = RolePlacement(ranks, parallel.tp, parallel.pp, parallel.dp)
-    return PolicyPlacement(world, groups, build_links(Site({"actor": placement})))
+    links = build_links(Site({"actor": placement}))
+    use_once(groups.made, world.device)
+    links.use_once(world.device)
+    return PolicyPlacement(world, groups, links)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
+from oppo_megatron.cluster.process_groups import use_once
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.engine.links import Links, build_links
 from oppo_megatron.layout.placements import RolePlacement, role_placements, training_placements
@@ -25,8 +28,8 @@ class Topology:
     links: Links
 
 
-def build_topology(config: TrainConfig) -> Topology:
-    """Create all process groups.  Every rank makes the call."""
+def build_topology(config: TrainConfig, device: torch.device) -> Topology:
+    """Create all process groups and use each once, the links as links.  Every rank makes the call."""
     site, trained = Site(role_placements(config)), training_placements(config)
     groups = {
         name: build_groups(placement.ranks, placement.tp, placement.pp, name)
@@ -38,4 +41,8 @@ def build_topology(config: TrainConfig) -> Topology:
         else build_groups(placement.ranks, placement.tp, placement.pp, f"{name}.train")
         for name, placement in trained.items()
     }
-    return Topology(site, trained, groups, training, build_links(site))
+    links = build_links(site)
+    own = dict.fromkeys(group for role in (*groups.values(), *training.values()) if role for group in role.made)
+    use_once(own, device)
+    links.use_once(device)
+    return Topology(site, trained, groups, training, links)

@@ -97,6 +97,7 @@ def _carry_out(
 ) -> Outcome:
     rank, outcome = dist.get_rank(), Outcome()
     links = build_links(site)
+    links.use_once(CPU)
     workers = {role: _worker(placement, rank, late_s) for role, placement in site.placements.items()}
     if last_words is not None and last_words[0] == rank:
         for worker in workers.values():

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from oppo_megatron.cli.main import main
-from oppo_megatron.cli.schedule import GENERATORS
+from oppo_megatron.cli.schedule import GENERATORS, TRANSPORTS
 from oppo_megatron.config.load import load_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.schedule.actions import Op, parse_schedule
+from oppo_megatron.schedule.checking import transport
 from oppo_megatron.schedule.planning.preview import preview
 from oppo_megatron.schedule.weaving import generators
 from oppo_megatron.schedule.weaving.costs import Costs, Linear
@@ -41,7 +42,7 @@ PLACES = {role: RolePlacement(tuple(range(4)), pp=2, dp=2) for role in ("actor",
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "COLUMNS"):
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "COLUMNS", "CUDA_DEVICE_MAX_CONNECTIONS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tok").mkdir()
@@ -167,6 +168,32 @@ def test_a_given_text_is_checked_and_its_fault_shown(config: Path, capsys: pytes
     assert Path("g.png").is_file()
     Path("torn.txt").write_text(text[:-9])
     assert "torn.txt" in shown(capsys, str(config), "--from", "torn.txt", code=2)
+
+
+PP4 = ("placement.actor.pp=4", "placement.actor.dp=1", "--round", "1")
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_a_round_that_only_gloo_survives_is_refused(config: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """Which rank, at which action on which link, and why; the same plan is sound over the others."""
+    assert set(TRANSPORTS) == set(transport.TRANSPORTS)
+    cold = name == "nccl-cold"
+    out = shown(capsys, str(config), *PP4, "--transport", name, code=2 if cold else 0)
+    assert f"\n  messages over {name}\n" in out
+    assert ("OK: the checker finds no fault" in out) != cold
+    if cold:
+        assert re.search(r"\n  - rank 0, action \d+, deadlock: rank 0 waits at `send hidden \w+ m0 c0 -> 1`", out)
+        assert "the first use of its communicator, for which both ends have to come" in out
+        assert any("!" in line for line in out.splitlines() if line.startswith("rank 0"))
+
+
+def test_the_transport_is_that_of_the_run(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "messages over gloo\n" in shown(capsys, str(config), "runtime.device=cpu")
+    assert "messages over nccl\n" in shown(capsys, str(config))
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert "messages over nccl-one-queue\n" in shown(capsys, str(config), "runtime.device=cuda")
 
 
 def test_costs_from_a_file(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

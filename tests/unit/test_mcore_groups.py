@@ -12,6 +12,7 @@ from megatron.core.parallel_state import RankGenerator
 
 from oppo_megatron.mcore import groups as groups_module
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
+from tests.support.first_use import turns
 
 LAYOUTS = [(tp, pp, dp) for tp, pp, dp in product((1, 2, 4, 8), repeat=3) if tp * pp * dp <= 8]
 OFFSET = 3  # the role need not begin at rank 0
@@ -23,6 +24,7 @@ class FakeGroup:
 
     ranks: list[int]
     viewer: int
+    desc: str
 
     def rank(self) -> int:
         return self.ranks.index(self.viewer)
@@ -41,12 +43,30 @@ def views(monkeypatch: pytest.MonkeyPatch, tp: int, pp: int, dp: int) -> tuple[l
 
         def new_group(members: list[int], desc: str, viewer: int = viewer) -> FakeGroup:
             calls[viewer].append(tuple(members))
-            return FakeGroup(list(members), viewer)
+            return FakeGroup(list(members), viewer, desc)
 
         monkeypatch.setattr(groups_module, "new_group", new_group)
         monkeypatch.setattr(dist, "get_rank", lambda viewer=viewer: viewer)
         found[viewer] = build_groups(ranks, tp, pp, "role")
     return ranks, found, calls
+
+
+@pytest.mark.parametrize("tp,pp,dp", LAYOUTS)
+def test_groups_used_once_in_the_order_of_making_wait_in_no_circle(
+    monkeypatch: pytest.MonkeyPatch, tp: int, pp: int, dp: int
+) -> None:
+    """Groups of a kind are used at the same time; one rank with another order, and some never come to their end."""
+    _, found, calls = views(monkeypatch, tp, pp, dp)
+    lists = {
+        viewer: [(group.desc, tuple(group.ranks)) for group in groups.made]
+        for viewer, groups in found.items()
+        if groups
+    }
+    assert sum(len({*own}) for own in lists.values()) == sum(map(len, calls[0])), "each group, by each of its members"
+    assert turns(lists, lambda group: group[1]) == len({desc for own in lists.values() for desc, _ in own})
+    if tp > 1:
+        lists[OFFSET] = lists[OFFSET][::-1]
+        assert turns(lists, lambda group: group[1]) is None
 
 
 @pytest.mark.parametrize("tp,pp,dp", LAYOUTS)

@@ -1,8 +1,9 @@
 """Finds out, before it runs, whether a schedule would hang, break causality or overrun a cache.
 
 The checks, in this order: each rank has exactly the actions that the round requires; each message has both its ends, and is
-received in the order of sending; the tensor ranks of a stage agree; on each rank nothing is used before it is there, and no
-cache overruns (`walk`); a dry run of all ranks comes to its end (`timeline`).  Every action counts as live: at run time all
+received in the order of sending; the transport's communicators are used in one order (`transport`); the tensor ranks of a
+stage agree; on each rank nothing is used before it is there, and no cache overruns (`walk`); a dry run of all ranks comes to
+its end (`timeline`).  Every action counts as live: at run time all
 ranks alike skip the actions of ended sequences.
 """
 
@@ -17,8 +18,10 @@ from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
 from oppo_megatron.schedule.checking.caches import Budgets
 from oppo_megatron.schedule.checking.faults import Fault, FaultKind
 from oppo_megatron.schedule.checking.inventory import required_actions
-from oppo_megatron.schedule.checking.timeline import COMPUTE, Link, Stuck, Timeline, content_of, link_of, simulate
+from oppo_megatron.schedule.checking.timeline import COMPUTE, Stuck, Timeline, content_of, simulate
+from oppo_megatron.schedule.checking.transport import GLOO, Transport, communicator_faults
 from oppo_megatron.schedule.checking.walk import walk_ranks
+from oppo_megatron.schedule.links import Link, link_of
 from oppo_megatron.schedule.rounds import Round, Site
 from oppo_megatron.schedule.weaving.costs import Costs
 
@@ -28,33 +31,52 @@ Found = list[tuple[int, Action]]
 """Actions with their positions."""
 
 
-def check(schedule: Schedule, round: Round, site: Site, budgets: Budgets, costs: Costs | None = None) -> list[Fault]:
+def check(
+    schedule: Schedule,
+    round: Round,
+    site: Site,
+    budgets: Budgets,
+    costs: Costs | None = None,
+    transport: Transport = GLOO,
+) -> list[Fault]:
     """Every fault of the schedule, causes before what follows from them; empty where it is sound.
 
     Raises ScheduleError where round and site do not belong together.
     """
-    return check_timeline(schedule, round, site, budgets, simulate(schedule, round, site, costs))
+    timeline = simulate(schedule, round, site, costs, transport)
+    return check_timeline(schedule, round, site, budgets, timeline, transport)
 
 
-def check_timeline(schedule: Schedule, round: Round, site: Site, budgets: Budgets, timeline: Timeline) -> list[Fault]:
-    """`check` for a schedule that has been simulated already."""
+def check_timeline(
+    schedule: Schedule, round: Round, site: Site, budgets: Budgets, timeline: Timeline, transport: Transport = GLOO
+) -> list[Fault]:
+    """`check` for a schedule that has been simulated already, with the same transport."""
     done = dict.fromkeys(required_actions(round, site), False)
     faults = [*_inventory(schedule, done, round, site)]
     flagged = {(fault.rank, fault.position) for fault in faults}
     faults += [fault for fault in _links(schedule) if (fault.rank, fault.position) not in flagged]
     faults += _missing(schedule, [action for action, is_done in done.items() if not is_done], faults)
+    faults += communicator_faults(schedule, transport)
     faults += _tensor_ranks(schedule, site)
     faults += walk_ranks(schedule, round, site, budgets, flagged)
     return faults + [*_deadlocks(timeline)]
 
 
-def require_sound(schedule: Schedule, round: Round, site: Site, budgets: Budgets, costs: Costs | None = None) -> None:
+def require_sound(
+    schedule: Schedule,
+    round: Round,
+    site: Site,
+    budgets: Budgets,
+    costs: Costs | None = None,
+    transport: Transport = GLOO,
+) -> None:
     """Raises ScheduleError with all faults of the schedule, if there are any."""
-    faults = check(schedule, round, site, budgets, costs)
+    faults = check(schedule, round, site, budgets, costs, transport)
     if faults:
         count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
         raise ScheduleError(
-            f"{count} in the schedule of round {round.index}:\n" + "".join(f"  - {f}\n" for f in faults)
+            f"{count} in the schedule of round {round.index}, over {transport.name}:\n"
+            + "".join(f"  - {f}\n" for f in faults)
         )
 
 
@@ -195,9 +217,13 @@ def _awaited(stuck: Stuck, timeline: Timeline) -> int | None:
 
 
 def _waiting(chain: list[Stuck], ring: bool) -> Fault:
-    steps = [f"rank {stuck.rank} waits at `{stuck.action}`" for stuck in chain]
+    steps = [
+        f"rank {stuck.rank} waits at `{stuck.action}`{f' ({stuck.held})' if stuck.held else ''}" for stuck in chain
+    ]
     end = f"for rank {chain[0].rank}" if ring else f"where {chain[-1].reason}"
     rule = "an awaited action must come before the wait for it" if ring else "some rank must do the awaited action"
-    message = f"{', for '.join(steps)}, {end}; {rule}; put the awaited action earlier in its list, or add it"
+    remedies = dict.fromkeys(stuck.remedy for stuck in chain if stuck.remedy)
+    remedy = ", or ".join([*remedies, "put the awaited action earlier in its list, or add it"])
     last = chain[0] if ring else chain[-1]
+    message = f"{', for '.join(steps)}, {end}; {rule}; {remedy}"
     return Fault(FaultKind.DEADLOCK, last.rank, last.position, last.action, message)

@@ -16,6 +16,7 @@ class FaultKind(str, Enum):
     FOREIGN = "foreign"  # the round asks for no such action, or not of this rank
     LOST_PEER = "lost peer"  # a send that nobody receives, a receive that nobody sends, a wrong peer
     ORDER = "order"  # messages asked for in another order than sent; micro-batches out of their order
+    COMMUNICATOR = "communicator"  # its two ends use it in different orders, or one of them from two streams
     TENSOR_RANKS = "tensor ranks"  # the tensor ranks of a stage are told different things
     CAUSALITY = "causality"  # something is used before it is there
     KV = "kv"  # a cache overruns its budget, or lacks the tokens that a micro-batch continues

@@ -23,6 +23,9 @@ of the last step, and what spreads the chunk.  So by 1 and 2:
 And by 3 there is an order of all units in which each stands behind everything that it waits for.  Ranks follow it without
 a deadlock, as sends do not wait, a receive waits for a unit before it in that order, and behind the units there are only
 receives of tokens that have been drawn, a gather of ranks that all come to it, and chunks.
+
+So it proves nothing where the transport may hold a send.  What else a transport asks follows from the above: a communicator
+is that of one link, whose messages have one order and come from the stream of one role.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.schedule.actions import Action, Op, Schedule
 from oppo_megatron.schedule.checking.caches import Budgets
 from oppo_megatron.schedule.checking.checker import require_sound
+from oppo_megatron.schedule.checking.transport import GLOO, Transport
 from oppo_megatron.schedule.rounds import Round, Site
 from oppo_megatron.schedule.weaving.communication import add_communication
 from oppo_megatron.schedule.weaving.costs import Costs
@@ -65,13 +69,15 @@ class _Stage:
         self.last = self
 
 
-def require_provable(computes: Schedule, round_: Round, site: Site, budgets: Budgets, costs: Costs) -> None:
+def require_provable(
+    computes: Schedule, round_: Round, site: Site, budgets: Budgets, costs: Costs, transport: Transport = GLOO
+) -> None:
     """`require_sound` of a schedule of compute actions, quickly where there is a proof.  Raises ScheduleError.
 
     The caches hold the round, as `require_room` says.
     """
-    if not prove(computes, round_, site):
-        require_sound(add_communication(computes, round_, site), round_, site, budgets, costs)
+    if transport.holds or not prove(computes, round_, site):
+        require_sound(add_communication(computes, round_, site), round_, site, budgets, costs, transport)
 
 
 def prove(computes: Schedule, round_: Round, site: Site) -> bool:

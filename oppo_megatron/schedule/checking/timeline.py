@@ -1,27 +1,26 @@
 """Simulates a schedule in virtual time: the times of each rank's actions, and where nothing can go on.
 
 Every rank walks its own list.  Decode, sample, prefill and score wait for all tensor ranks of their stage, gather for
-all ranks of the actor.  A send takes no time; its message arrives `Costs.message_s` later and the messages of one
-(sender, receiver, role, payload) arrive in the order sent.  A receive waits for its message.  The
-result does not depend on the order in which ranks are examined.
+all ranks of the actor.  A send takes no time, unless the transport holds it; its message arrives `Costs.message_s` later and
+the messages of one (sender, receiver, role, payload) arrive in the order sent.  A receive waits for its message.  The result
+does not depend on the order in which ranks are examined.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from oppo_megatron.layout.placements import RankCoordinates
-from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
+from oppo_megatron.schedule.actions import Action, Op, Schedule
+from oppo_megatron.schedule.checking.transport import GLOO, Transport
+from oppo_megatron.schedule.links import Link, link_of
 from oppo_megatron.schedule.rounds import Batch, Round, Site
 from oppo_megatron.schedule.weaving.costs import Costs
 
 COMPUTE = (Op.DECODE, Op.SAMPLE, Op.PREFILL, Op.SCORE)
-
-Link = tuple[int, int, str, Payload | None]
-"""(sender, receiver, role, payload)"""
 
 
 class Span(NamedTuple):
@@ -35,13 +34,19 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """A rank that cannot go on: `action` waits for `ranks`.  `mistaken`: a message other than the one asked for came."""
+    """A rank that cannot go on: `action` waits for `ranks`.
+
+    `mistaken`: a message other than the one asked for came.  `held`: why the transport holds this send, else empty; then
+    `remedy` says what else would let it go.
+    """
 
     action: Action
     position: int
     ranks: tuple[int, ...]
     reason: str
     mistaken: bool = False
+    held: str = ""
+    remedy: str = ""
 
     @property
     def rank(self) -> int:
@@ -79,14 +84,15 @@ class Timeline:
         return sum(map(self.idle_s, ranks)) / total if total else 0.0
 
 
-def simulate(schedule: Schedule, round_: Round, site: Site, costs: Costs | None = None) -> Timeline:
+def simulate(
+    schedule: Schedule, round_: Round, site: Site, costs: Costs | None = None, transport: Transport = GLOO
+) -> Timeline:
     """Carry the schedule out in virtual time, as far as it goes."""
-    run = _Run(schedule, round_, site, costs or Costs())
-    ready = deque(run.lists)
-    while ready:
-        rank = ready.popleft()
+    run = _Run(schedule, round_, site, costs or Costs(), transport)
+    while run.ready:
+        rank = run.ready.popleft()
         while (woken := run.advance(rank)) is not None:
-            ready.extend(woken)
+            run.ready.extend(woken)
     stuck = {rank: run.explain(rank) for rank, own in run.lists.items() if run.position[rank] < len(own)}
     return Timeline({rank: tuple(own) for rank, own in run.spans.items()}, stuck)
 
@@ -103,13 +109,6 @@ def batch_of(round_: Round, action: Action, replica: int) -> Batch:
     replicas = round_.decode if decodes else round_.prefill.get(action.role, ())
     batches = replicas[replica] if replica < len(replicas) else ()
     return batches[action.micro_batch] if action.micro_batch < len(batches) else ()
-
-
-def link_of(action: Action) -> Link:
-    """The directed link of a send or a receive."""
-    peer = -1 if action.peer is None else action.peer
-    ends = (action.rank, peer) if action.op is Op.SEND else (peer, action.rank)
-    return (*ends, action.role, action.payload)
 
 
 def content_of(action: Action) -> tuple[int, int, int]:
@@ -130,15 +129,22 @@ def alike(a: Action | None, b: Action) -> bool:
 
 
 class _Run:
-    """State of the dry run: of every rank its place in its list and its clock; of every link the messages under way."""
+    """State of the dry run: of every rank its place in its list and its clock; of every link the messages under way.
 
-    def __init__(self, schedule: Schedule, round_: Round, site: Site, costs: Costs):
+    `ready` are ranks to be looked at.  Where the transport holds sends: when a link's messages were taken, and which
+    communicators are made.
+    """
+
+    def __init__(self, schedule: Schedule, round_: Round, site: Site, costs: Costs, transport: Transport):
         ranks = sorted({*schedule.actions, *site.ranks})
         self.lists = {rank: schedule.of(rank) for rank in ranks}
         self.position = dict.fromkeys(ranks, 0)
         self.clock = dict.fromkeys(ranks, 0.0)
         self.spans: dict[int, list[Span]] = {rank: [] for rank in ranks}
         self.links: dict[Link, deque[tuple[Action, float]]] = defaultdict(deque)
+        self.ready, self.transport, self.holds = deque(ranks), transport, transport.holds
+        self.taken: dict[Link, list[float]] = defaultdict(list)
+        self.made: set[Hashable] = set()
         self.round, self.costs, self.actor_ranks = round_, costs, site.placements["actor"].ranks
         self.coords_by_role = {
             (role, rank): coords for rank in site.ranks for role, coords in coordinates_at(site, rank).items()
@@ -160,9 +166,7 @@ class _Run:
         if action is None:
             return None
         if action.op is Op.SEND:
-            self.links[link_of(action)].append((action, self.clock[rank] + self.costs.message_s))
-            self._record(action, self.clock[rank], self.clock[rank])
-            return (action.peer,) if action.peer in self.lists else ()
+            return self._send(action)
         if action.op is Op.RECV:
             return self._receive(action)
         group = self._group(action)
@@ -181,6 +185,11 @@ class _Run:
         action = self.current(rank)
         assert action is not None
         position = self.position[rank]
+        if action.op is Op.SEND:
+            held = self._holder(action)
+            assert held is not None and action.peer is not None
+            reason = f"{held}; {self._whereabouts((action.peer,))}"
+            return Stuck(action, position, (action.peer,), reason, held=held, remedy=self.transport.remedy)
         if action.op is Op.RECV:
             link = self.links.get(link_of(action))
             if link:
@@ -199,13 +208,64 @@ class _Run:
             for rank in ranks
         )
 
+    def _send(self, action: Action) -> tuple[int, ...] | None:
+        start_s = end_s = self.clock[action.rank]
+        if self.holds:
+            if self._holder(action) is not None:
+                return None
+            end_s = max(start_s, self._released_s(action))
+        self.links[link_of(action)].append((action, end_s + self.costs.message_s))
+        self._record(action, start_s, end_s)
+        return (action.peer,) if action.peer in self.lists else ()
+
+    def _holder(self, action: Action) -> str | None:
+        """Why the transport holds a send for now."""
+        if not self._meets(action):
+            return "the first use of its communicator, for which both ends have to come"
+        ahead = self.links[link_of(action)]
+        if len(ahead) >= self.transport.in_flight.get(action.payload, len(ahead) + 1):
+            return f"behind `{ahead[0][0]}`, which has not been taken"
+        return None
+
+    def _meets(self, action: Action) -> bool:
+        """Whether the communicator of a send is made, or both its ends are here to make it."""
+        communicator = self.transport.communicator(action)
+        if self.transport.made or communicator in self.made:
+            return True
+        other = None if action.peer is None else self.current(action.peer)
+        return other is not None and other.peer is not None and self.transport.communicator(other) == communicator
+
+    def _released_s(self, action: Action) -> float:
+        """When what held a send has let it go.  Its communicator counts as made from now on."""
+        link, moments = link_of(action), [0.0]
+        communicator = self.transport.communicator(action)
+        if not self.transport.made and communicator not in self.made and action.peer is not None:
+            self.made.add(communicator)
+            moments.append(self.clock[action.peer])
+        taken, most = self.taken[link], self.transport.in_flight.get(action.payload)
+        number = len(taken) + len(self.links[link])
+        if most is not None and number >= most:
+            moments.append(taken[number - most])
+        return max(moments)
+
     def _receive(self, action: Action) -> tuple[int, ...] | None:
-        link = self.links[link_of(action)]
+        name = link_of(action)
+        link = self.links[name]
         if not link or content_of(link[0][0]) != content_of(action):
+            self._let_meet(action)
             return None
         _, arrival = link.popleft()
         self._record(action, self.clock[action.rank], max(self.clock[action.rank], arrival))
-        return ()
+        if not self.holds:
+            return ()
+        self.taken[name].append(self.clock[action.rank])
+        return (name[0],)
+
+    def _let_meet(self, action: Action) -> None:
+        """Look again at a rank that may be held at its first send until this receive is here."""
+        other = None if action.peer is None else self.current(action.peer)
+        if self.holds and other is not None and other.op is Op.SEND and self._meets(other):
+            self.ready.append(other.rank)
 
     def _group(self, action: Action) -> tuple[int, ...]:
         if action.op is Op.GATHER:

@@ -10,6 +10,7 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.memory import kv_slots, slot_tokens
 from oppo_megatron.layout.placements import RolePlacement, named_roles
 from oppo_megatron.modeldir.headers import read_hf_config
+from oppo_megatron.schedule.checking.transport import GLOO, Transport
 from oppo_megatron.schedule.plan import late_scorers
 from oppo_megatron.schedule.planning.books import ActorBook, ScoringBook
 from oppo_megatron.schedule.planning.planner import RoundPlanner
@@ -25,8 +26,12 @@ def new_planner(
     *,
     costs: Costs | None = None,
     rank: int | None = None,
+    transport: Transport = GLOO,
 ) -> RoundPlanner:
-    """A planner with empty books.  `limit(seq_id)` is the most tokens of a response; `rank` as in `RoundPlanner`."""
+    """A planner with empty books.
+
+    `limit(seq_id)` is the most tokens of a response; `rank` and `transport` as in `RoundPlanner`.
+    """
     slots = {role: cache_slots(config, role, placement) for role, placement in site.placements.items()}
     return RoundPlanner(
         site,
@@ -39,6 +44,7 @@ def new_planner(
         costs or Costs(),
         rank,
         late_scorers(site),
+        transport,
     )
 
 

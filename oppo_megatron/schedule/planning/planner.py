@@ -18,6 +18,8 @@ from oppo_megatron.schedule.actions import Schedule
 from oppo_megatron.schedule.checking.caches import Budgets, require_room
 from oppo_megatron.schedule.checking.checker import require_sound
 from oppo_megatron.schedule.checking.proof import require_provable
+from oppo_megatron.schedule.checking.timeline import simulate
+from oppo_megatron.schedule.checking.transport import GLOO, Transport
 from oppo_megatron.schedule.planning.books import ActorBook, Book, ReplicaWork, ScoringBook
 from oppo_megatron.schedule.rounds import KVBudget, Round, Site
 from oppo_megatron.schedule.weaving.communication import add_communication
@@ -31,7 +33,7 @@ KEPT_SCHEDULES = 256
 
 Order = Callable[[Sequence[int]], list[int]]
 
-Require = Callable[[Schedule, Round, Site, Budgets, Costs], None]
+Require = Callable[[Schedule, Round, Site, Budgets, Costs, Transport], None]
 """Raises ScheduleError where a schedule of compute actions has a fault."""
 
 
@@ -55,7 +57,7 @@ class RoundPlanner:
     `weave` is `overlap.weave`; `micro_batch_tokens` bounds every prefill micro-batch, `max_length` every cached sequence.
     With `rank` it plans and checks that rank's `Component`: for the rank the same list, in a time that does not grow with the
     number of replicas.  Without, it plans all ranks and checks all lists together.
-    `late` are scorers that read nothing in rounds that decode.
+    `late` are scorers that read nothing in rounds that decode.  `transport`: whose rules the schedules have to keep.
     """
 
     site: Site
@@ -68,6 +70,7 @@ class RoundPlanner:
     costs: Costs = Costs()
     rank: int | None = None
     late: Set[str] = frozenset()
+    transport: Transport = GLOO
     require: Require = require_provable
     _known: dict[tuple[object, ...], Schedule] = field(default_factory=dict)
     _cuts: dict[tuple[object, ...], Cut] = field(default_factory=dict)
@@ -193,15 +196,24 @@ class RoundPlanner:
         key, component = (shape.steps, _counts(shape)), self._component
         if key not in self._known:
             site = self.site if component is None else component.model
-            computes = GENERATORS[self.generator](shape, site, self.costs)
+            computes = self._ordered(shape, site)
             if component is None:
                 schedule = add_communication(computes, shape, site)
-                require_sound(schedule, shape, site, budgets, self.costs)
+                require_sound(schedule, shape, site, budgets, self.costs, self.transport)
             else:
-                self.require(computes, shape, site, budgets, self.costs)
+                self.require(computes, shape, site, budgets, self.costs, self.transport)
                 schedule = Schedule({component.rank: component.own_list(computes, shape)})
             self._keep(key, schedule)
         return self._known[key]
+
+    def _ordered(self, shape: Round, site: Site) -> Schedule:
+        """The generator's order, or that of `intra` where the transport would hold sends of it in a circle."""
+        computes = GENERATORS[self.generator](shape, site, self.costs)
+        if self.transport.holds:
+            whole = add_communication(computes, shape, site)
+            if simulate(whole, shape, site, self.costs, self.transport).stuck:
+                return GENERATORS["intra"](shape, site, self.costs)
+        return computes
 
     def _keep(self, key: tuple[object, ...], schedule: Schedule) -> None:
         if len(self._known) >= KEPT_SCHEDULES:

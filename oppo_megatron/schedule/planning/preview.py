@@ -61,7 +61,7 @@ def preview(
     chosen = generator or round_generator(config.overlap, site)
     most = config.rollout.max_response_tokens
     planner = new_planner(config, site, chosen, lambda _: most, costs=costs or Costs())
-    rounds = [*_first_step(config, planner, length)]
+    rounds = [*first_step(config, planner, length)]
     if not 1 <= number <= len(rounds):
         raise ConfigError(f"round {number}: the first step has rounds 1 to {len(rounds)}; ask for one of these")
     planned = rounds[number - 1]
@@ -81,7 +81,7 @@ def least_s(round_: Round, site: Site, timeline: Timeline, costs: Costs) -> tupl
     return simulate(schedule, alone, site, costs).makespan_s, max(map(timeline.busy_s, timeline.spans), default=0.0)
 
 
-def _first_step(config: TrainConfig, planner: RoundPlanner, prompt_tokens: int) -> Iterator[PlannedRound]:
+def first_step(config: TrainConfig, planner: RoundPlanner, prompt_tokens: int) -> Iterator[PlannedRound]:
     """Rounds until the batch has been decoded, then until it has been scored."""
     prompt, chunk = (0,) * prompt_tokens, config.overlap.chunk.tokens
     count = config.rollout.batch_size + delta_rule(config.overlap).initial

@@ -1,0 +1,334 @@
+"""NCCL's rules: what the generators make keeps them, what only gloo survives is found, and where."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.errors import ScheduleError
+from oppo_megatron.layout.placements import RolePlacement, role_placements
+from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule, parse_action
+from oppo_megatron.schedule.checking.checker import Fault, check
+from oppo_megatron.schedule.checking.proof import require_provable
+from oppo_megatron.schedule.checking.timeline import alike, coordinates_at, simulate
+from oppo_megatron.schedule.checking.transport import COLD, GLOO, NCCL, ONE_QUEUE, TRANSPORTS, Transport, transport_of
+from oppo_megatron.schedule.links import Link, link_of
+from oppo_megatron.schedule.planning.new_planner import new_planner
+from oppo_megatron.schedule.planning.preview import first_step
+from oppo_megatron.schedule.rounds import Growth, Round, Site
+from oppo_megatron.schedule.weaving.communication import add_communication
+from oppo_megatron.schedule.weaving.costs import Costs, Linear
+from oppo_megatron.schedule.weaving.generators import GENERATORS
+from tests.support.configs import least_config
+from tests.support.schedules import ample_budgets, build, colocated, make_round
+from tests.unit.test_schedule_components import sites
+from tests.unit.test_schedule_generators import cases
+from tests.unit.test_schedule_mutations import mutate, sound_schedule
+
+SHAPE = {
+    "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 8, "intermediate_size": 128,
+    "vocab_size": 256,
+}  # fmt: skip
+A_COMMUNICATOR_A_PAIR = replace(NCCL, communicator=lambda action: frozenset((action.rank, action.peer)))
+"""As if two ranks had one process group for all that they say to each other."""
+
+
+def stuck(schedule: Schedule, site: Site, transport: Transport) -> dict[int, int]:
+    """The ranks that do not come to their end, and where: the rules once more, by looking at all ranks until none moves.
+
+    With a communicator a link.
+    """
+    lists = {rank: schedule.of(rank) for rank in {*schedule.actions, *site.ranks}}
+    at, sent, taken, made = dict.fromkeys(lists, 0), Counter[Link](), Counter[Link](), set[Link]()
+
+    def now(rank: int | None) -> Action | None:
+        return lists[rank][at[rank]] if rank in lists and at[rank] < len(lists[rank]) else None
+
+    def together(action: Action) -> tuple[int, ...]:
+        if action.op is Op.GATHER:
+            return site.placements["actor"].ranks
+        coords = coordinates_at(site, action.rank)[action.role]
+        return site.placements[action.role].stage_ranks(coords.replica, coords.stage)
+
+    def goes(action: Action) -> bool:
+        if action.peer is None:
+            return all(alike(now(rank), action) for rank in together(action))
+        link, other = link_of(action), now(action.peer)
+        if not transport.made and link not in made:
+            if other is None or other.peer is None or link_of(other) != link:
+                return False
+            made.add(link)
+        if action.op is Op.RECV:
+            return sent[link] > taken[link]
+        return sent[link] - taken[link] < transport.in_flight.get(action.payload, 10**9)
+
+    moved = True
+    while moved:
+        moved = False
+        for rank in lists:
+            while (action := now(rank)) is not None and goes(action):
+                moved = True
+                if action.peer is not None:
+                    (sent if action.op is Op.SEND else taken)[link_of(action)] += 1
+                for member in (rank,) if action.peer is not None else together(action):
+                    at[member] += 1
+    return {rank: at[rank] for rank in lists if now(rank) is not None}
+
+
+def only(faults: list[Fault]) -> Fault:
+    assert len(faults) == 1, [str(fault) for fault in faults]
+    return faults[0]
+
+
+def faults_of(schedule: Schedule, round_: Round, site: Site, transport: Transport) -> list[Fault]:
+    return check(schedule, round_, site, ample_budgets(site), transport=transport)
+
+
+def config(placement: dict[str, Any], batch: int = 16, chunk: int = 16) -> TrainConfig:
+    """Of a run whose first step decodes `batch` + 8 sequences of 64 tokens."""
+    role = {"init": SHAPE}
+    overlap = {"chunk": {"tokens": chunk, "adaptive": False}, "delta": {"rule": "fixed", "initial": 8, "max": 8}}
+    return least_config(
+        Path("none"), placement=placement, actor=role, critic=role, reward=role, rewards=[{"kind": "model"}],
+        data={"path": "none", "max_prompt_tokens": 32}, rollout={"batch_size": batch, "max_response_tokens": 64},
+        overlap=overlap, runtime={"micro_batch_tokens": 16 * batch},
+    )  # fmt: skip
+
+
+def whole_step(placement: dict[str, Any], generator: str) -> tuple[Schedule, Round, Site]:
+    """All rounds of the first step as one schedule: what is made in a round is there in the next one.  And its first round."""
+    settings = config(placement)
+    site = Site(role_placements(settings))
+    planner = new_planner(settings, site, generator, lambda _: settings.rollout.max_response_tokens)
+    lists: dict[int, list[Action]] = {rank: [] for rank in site.ranks}
+    rounds = [*first_step(settings, planner, 32)]
+    for planned in rounds:
+        for rank, own in planned.schedule.shifted(planned.round.index - 1).actions.items():
+            lists[rank] += own
+    return Schedule({rank: tuple(own) for rank, own in lists.items()}), rounds[0].round, site
+
+
+STEPS: dict[str, dict[str, Any]] = {
+    "colocated pp2": {"mode": "colocated", "actor": {"pp": 2}},
+    "colocated pp4": {"mode": "colocated", "actor": {"pp": 4}},
+    "colocated tp2 pp2 dp2": {"mode": "colocated", "actor": {"tp": 2, "pp": 2, "dp": 2}},
+    "disaggregated": {"mode": "disaggregated"},
+    "disaggregated pp2": {"mode": "disaggregated", "actor": {"pp": 2}, "scorer": {"pp": 2}},
+}
+
+
+@pytest.mark.parametrize("generator", sorted(GENERATORS))
+@pytest.mark.parametrize("name", STEPS)
+def test_the_first_step_of_a_run_with_and_without_its_communicators(name: str, generator: str) -> None:
+    """All go through once these are made; else the four stages of a woven round wait for each other in their first sends."""
+    schedule, round_, site = whole_step(STEPS[name], generator)
+    assert simulate(schedule, round_, site, transport=NCCL).stuck == {}
+    cold = simulate(schedule, round_, site, transport=COLD).stuck
+    if (name, generator) != ("colocated pp4", "woven"):
+        assert cold == {}
+        return
+    assert {rank: str(each.action) for rank, each in cold.items()} == {
+        0: "send hidden reward m0 c0 -> 1",
+        1: "send hidden critic m0 c0 -> 2",
+        2: "send hidden reference m0 c0 -> 3",
+        3: "send tokens actor m0 c1 s0 -> 0",
+    }
+
+
+def test_the_fault_names_ranks_actions_links_and_why() -> None:
+    site = Site(dict.fromkeys(("actor", "critic", "reward", "reference"), RolePlacement((0, 1, 2, 3), pp=4)))
+    round_ = make_round(site, steps=3)
+    schedule = add_communication(GENERATORS["woven"](round_, site, Costs()), round_, site)
+    assert faults_of(schedule, round_, site, GLOO) == faults_of(schedule, round_, site, NCCL) == []
+    fault = only(faults_of(schedule, round_, site, COLD))
+    assert fault.kind == "deadlock" and fault.action is not None and fault.action.op is Op.SEND
+    assert f"rank {fault.rank} waits at `{fault.action}` (the first use of its communicator" in fault.message
+    assert "make the communicators before the round" in fault.message
+
+
+@settings(deadline=None, max_examples=150)
+@given(case=cases(), generator=st.sampled_from(sorted(GENERATORS)))
+def test_what_generators_make_keeps_nccls_rules(case: tuple[Round, Site, Costs], generator: str) -> None:
+    """On any layout, once communicators are made: by the checker, and by the proof that a run asks first."""
+    round_, site, costs = case
+    computes = GENERATORS[generator](round_, site, costs)
+    whole = add_communication(computes, round_, site)
+    assert check(whole, round_, site, ample_budgets(site), costs, NCCL) == []
+    require_provable(computes, round_, site, ample_budgets(site), costs, NCCL)
+
+
+@settings(deadline=None, max_examples=150)
+@given(seed=st.integers(0, 10**6), transport=st.sampled_from([GLOO, NCCL, COLD, ONE_QUEUE]))
+def test_who_waits_for_ever_is_found_whoever_is_looked_at_first(seed: int, transport: Transport) -> None:
+    """Of sound schedules and of spoilt ones; the judge looks at every rank again and again."""
+    rng = random.Random(seed)
+    _, schedule, round_, site = sound_schedule(rng)
+    if not any(True for _ in schedule):
+        return
+    for made in (schedule, mutate(schedule, rng)[1]):
+        found = simulate(made, round_, site, transport=transport).stuck
+        if not any(each.mistaken for each in found.values()):  # the judge takes what comes
+            assert {rank: each.position for rank, each in found.items()} == stuck(made, site, transport)
+
+
+@settings(deadline=None, max_examples=100)
+@given(site=sites(), generator=st.sampled_from(sorted(GENERATORS)), seed=st.integers(0, 10**6))
+def test_first_uses_in_rounds_of_any_layout(site: Site, generator: str, seed: int) -> None:
+    round_ = make_round(site, steps=2, prefills=1 + seed % 3, sequences=1)
+    schedule = add_communication(GENERATORS[generator](round_, site, Costs()), round_, site)
+    for transport in (COLD, ONE_QUEUE):
+        found = simulate(schedule, round_, site, transport=transport).stuck
+        assert {rank: each.position for rank, each in found.items()} == stuck(schedule, site, transport)
+
+
+PP2 = colocated((1, 2, 1))
+ROUND = make_round(PP2, steps=2)
+SOUND = build(ROUND, PP2)
+
+
+def edited(*swaps: tuple[str, str], without: str = "", rank: int = 0) -> Schedule:
+    own = [action for action in SOUND.of(rank) if str(action) != without]
+    for one, other in swaps:
+        i, j = (own.index(parse_action(rank, text)) for text in (one, other))
+        own[i], own[j] = own[j], own[i]
+    return Schedule({**SOUND.actions, rank: tuple(own)})
+
+
+def test_two_messages_that_change_places_at_one_end_are_found() -> None:
+    """NCCL would give each to the other: there are no tags to tell them apart."""
+    swapped = edited(("send hidden reward m0 c1 -> 1", "send hidden reward m1 c1 -> 1"))
+    faults = faults_of(swapped, ROUND, PP2, NCCL)
+    assert [
+        fault for fault in faults if fault.kind == "order" and "would get `send hidden reward m1 c1" in fault.message
+    ]
+
+
+def test_a_missing_receive_is_found() -> None:
+    text = "recv hidden reward m0 c1 <- 0"
+    faults = faults_of(edited(without=text, rank=1), ROUND, PP2, NCCL)
+    assert [str(fault.action) for fault in faults if fault.kind == "lost peer"] == ["send hidden reward m0 c1 -> 1"]
+
+
+def test_a_send_on_another_stream_is_found() -> None:
+    text = "send hidden reward m1 c1 -> 1"
+    astray = replace(NCCL, stream=lambda action: "astray" if str(action) == text else action.role)
+    assert faults_of(SOUND, ROUND, PP2, NCCL) == []
+    fault = only(faults_of(SOUND, ROUND, PP2, astray))
+    assert (fault.kind, fault.rank, str(fault.action)) == ("communicator", 0, text)
+    assert "the communicator of `send hidden reward m0 c1 -> 1`, from another stream" in fault.message
+
+
+def test_two_ways_over_one_communicator_are_found() -> None:
+    """Tokens come back while hidden states go on: each end sends before it has received, which NCCL wants grouped."""
+    shared = replace(A_COMMUNICATOR_A_PAIR, stream=lambda action: "one")
+    faults = faults_of(SOUND, ROUND, PP2, shared)
+    assert {fault.kind for fault in faults} == {"communicator"}
+    fault = only(faults)
+    assert "both send first, so group each send with the receive" in fault.message
+    assert fault.action is not None and f"`{fault.action}` meets `" in fault.message
+
+
+def test_roles_that_share_a_communicator_are_found() -> None:
+    faults = faults_of(SOUND, ROUND, PP2, A_COMMUNICATOR_A_PAIR)
+    assert {fault.rank for fault in faults if "from another stream" in fault.message} == {0, 1}
+
+
+def test_gloo_has_tags_and_lets_a_communicator_be_shared() -> None:
+    assert faults_of(SOUND, ROUND, PP2, replace(A_COMMUNICATOR_A_PAIR, by_order=False)) == []
+
+
+MESSAGES = Site({"actor": RolePlacement((0, 1), pp=2), "reward": RolePlacement((0, 1), pp=2)})
+PREFILLS = Round(1, 0, (), {"reward": (tuple((Growth(j, 0, 4, 4),) for j in range(3)),)})
+
+
+@pytest.mark.parametrize(
+    ("transport", "sent_s"), [(NCCL, [1.0, 2.0, 3.0]), (COLD, [1.0, 2.0, 3.0]), (ONE_QUEUE, [1.0, 2.0, 11.5])]
+)
+def test_when_a_send_is_let_go(transport: Transport, sent_s: list[float]) -> None:
+    """Prefills of 1 s on the first stage and 10 s on the second; a message takes 0.5 s.
+
+    The second stage takes the first message at 1.5 and the second one at 11.5.
+    """
+    costs = Costs(default_prefill=Linear(0, 0), prefill={"reward": (Linear(1, 0), Linear(10, 0))}, score=Linear(0, 0))
+    costs = replace(costs, message_s=0.5)
+    schedule = add_communication(GENERATORS["intra"](PREFILLS, MESSAGES, costs), PREFILLS, MESSAGES)
+    spans = simulate(schedule, PREFILLS, MESSAGES, costs, transport).spans[0]
+    assert [span.end_s for span in spans if span.action.op is Op.SEND] == sent_s
+
+
+def test_a_first_send_goes_when_its_receiver_comes() -> None:
+    """Rank 1 prefills for the critic, 3 s, before it receives for the reward model."""
+    site = Site({"actor": RolePlacement((0,)), "critic": RolePlacement((1,)), "reward": RolePlacement((0, 1), pp=2)})
+    round_ = Round(1, 0, (), {"critic": (((Growth(9, 0, 4, 4),),),), "reward": PREFILLS.prefill["reward"]})
+    costs = Costs(prefill={"critic": Linear(3, 0), "reward": Linear(1, 0)}, score=Linear(0, 0), message_s=0.0)
+    schedule = add_communication(GENERATORS["sequential"](round_, site, costs), round_, site)
+    assert schedule.of(1)[0].role == "critic"
+    for transport, sent_s in ((NCCL, [1, 2, 3]), (COLD, [3, 4, 5])):
+        spans = simulate(schedule, round_, site, costs, transport).spans[0]
+        assert [span.end_s for span in spans if span.action.op is Op.SEND] == sent_s
+
+
+def test_a_planner_takes_another_order_where_one_queue_would_hang() -> None:
+    """Stage 0 weaves two prefills into a gap before stage 1 takes the first one's hidden state."""
+    settings = config(STEPS["colocated pp2"], batch=64, chunk=8)
+    site = Site(role_placements(settings))
+
+    def rounds(transport: Transport, rank: int | None) -> Iterator[tuple[Round, Schedule]]:
+        most = settings.rollout.max_response_tokens
+        planner = new_planner(settings, site, "woven", lambda _: most, rank=rank, transport=transport)
+        for planned in first_step(settings, planner, 32):
+            yield replace(planned.round, index=1), planned.schedule
+
+    plans = zip(
+        *(rounds(t, r) for t, r in ((NCCL, None), (ONE_QUEUE, None), (ONE_QUEUE, 0), (ONE_QUEUE, 1))), strict=True
+    )
+    changed = 0
+    for (round_, free), (_, held), (_, first), (_, second) in plans:
+        hangs = bool(simulate(free, round_, site, transport=ONE_QUEUE).stuck)
+        assert (free != held) == hangs
+        assert faults_of(held, round_, site, ONE_QUEUE) == []
+        assert {**first.actions, **second.actions} == held.actions
+        changed += hangs
+    assert changed
+
+
+def test_a_round_that_no_order_saves_is_refused_with_what_saves_it() -> None:
+    """Prefills in opposite directions over the same two ranks, of more micro-batches than may be on their way."""
+    actor, back = RolePlacement((2,)), RolePlacement((1, 0), pp=2)
+    site = Site({"actor": actor, "critic": RolePlacement((0, 1), pp=2), "reward": back})
+    work = tuple((Growth(j, 0, 4, 4),) for j in range(2))
+    round_ = Round(1, 0, (), {"critic": (work,), "reward": (tuple((Growth(9 + j, 0, 4, 4),) for j in range(2)),)})
+    own = {
+        rank: tuple(
+            sorted(
+                GENERATORS["intra"](round_, site, Costs()).of(rank), key=lambda a: (a.role == "critic") == bool(rank)
+            )
+        )
+        for rank in (0, 1)
+    }
+    computes = Schedule(own)
+    require_provable(computes, round_, site, ample_budgets(site), Costs(), NCCL)
+    with pytest.raises(ScheduleError, match="over nccl-one-queue") as told:
+        require_provable(computes, round_, site, ample_budgets(site), Costs(), ONE_QUEUE)
+    assert "(behind `send hidden critic m0 c0 -> 1`, which has not been taken)" in str(told.value)
+    assert "unset CUDA_DEVICE_MAX_CONNECTIONS, or take overlap.schedule=intra" in str(told.value)
+
+
+def test_the_transport_of_a_run() -> None:
+    assert transport_of("cpu", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}) is GLOO
+    assert transport_of("cuda", {}) is NCCL
+    assert transport_of("cuda", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}) is ONE_QUEUE
+    assert transport_of("cuda", {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}) is NCCL
+    assert {name: each.holds for name, each in TRANSPORTS.items()} == {
+        "gloo": False, "nccl": False, "nccl-cold": True, "nccl-one-queue": True,
+    }  # fmt: skip
+    assert ONE_QUEUE.in_flight == {Payload.HIDDEN: 1}
