@@ -35,9 +35,7 @@ def attend(
     """The last `lens` of each sequence's `lengths` positions attend to those before, and to `left` of them where not -1."""
     assert causal and right == 0 and k_PKGD.shape[1] % LEAST_BLOCK == 0
     out = torch.empty_like(q_TND)
-    for part, length, table_W, q_nND in zip(
-        out.split(lens), lengths, table_SW.long(), q_TND.split(lens), strict=True
-    ):
+    for part, length, table_W, q_nND in zip(out.split(lens), lengths, table_SW.long(), q_TND.split(lens), strict=True):
         k_LGD, v_LGD = (pool[table_W].flatten(0, 1)[:length].float() for pool in (k_PKGD, v_PKGD))
         heads = q_nND.shape[1] // k_LGD.shape[1]
         k_LND, v_LND = (x.repeat_interleave(heads, 1) for x in (k_LGD, v_LGD))

@@ -1,4 +1,4 @@
-"""What a process with transformer-engine's Python does: `python -m tests.gpulibs.te_jobs JOB FILE` leaves its findings in FILE."""
+"""Models of transformer-engine's layers beside torch's: `python -m tests.gpulibs.te_jobs JOB FILE` leaves findings in FILE."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from oppo_megatron.cluster.world import open_world  # noqa: E402
 from oppo_megatron.config.model import ModelConfig, RuntimeConfig, TrainingLayoutConfig  # noqa: E402
-from oppo_megatron.layout.kernels import LayerKind  # noqa: E402
+from oppo_megatron.layout.kernels import Available, LayerKind  # noqa: E402
+from oppo_megatron.mcore import roles  # noqa: E402
 from oppo_megatron.mcore.groups import RoleGroups, build_groups  # noqa: E402
 from oppo_megatron.mcore.layers.attention import PackedPlan  # noqa: E402
 from oppo_megatron.mcore.model import RoleModel, build_chunks  # noqa: E402
@@ -106,8 +107,11 @@ def outputs() -> dict[str, Any]:
 
 
 def _loaded(kind: str, layers: LayerKind, groups: RoleGroups) -> RoleModel:
-    config = ModelConfig(init=SHAPE | {"model_type": kind})
-    return load_role(config, groups, head="lm", max_length=64, device=CPU, layers=layers).requires_grad_(False)
+    """Through the product's own loading, which is told that the layers can be transformer-engine's."""
+    config, available = ModelConfig(init=SHAPE | {"model_type": kind}), Available(transformer_engine="2", cuda=True)
+    with mock.patch.object(roles, "find_available", lambda cuda: available):
+        model = load_role(config, groups, head="lm", max_length=64, device=CPU, layers=layers)
+    return model.requires_grad_(False)
 
 
 def _outputs(model: RoleModel) -> dict[str, Tensor]:

@@ -15,7 +15,9 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".gpulibs"
 FETCHED = "`make test-gpulibs` fetches it and runs this"
-CLONED = f"put NVIDIA's source there (git clone https://github.com/NVIDIA/apex {FOLDER / 'apex'}), then `make test-gpulibs`"
+CLONED = (
+    f"put NVIDIA's source there (git clone https://github.com/NVIDIA/apex {FOLDER / 'apex'}), then `make test-gpulibs`"
+)
 REMEDIES = {"transformer_engine": FETCHED, "flash_attn": FETCHED, "apex": CLONED}
 KINDS = ("qwen2", "llama", "qwen3")  # a bias, none, and norms of queries and keys
 
