@@ -7,6 +7,7 @@
 #   make docs    builds docs/ as a site into build/site; a link that leads nowhere is an error
 #   make test-wandb    the test of the tracker with the real wandb, installed into .wandb
 #   make test-nvrx     restarts by nvidia-resiliency-ext's real ft_launcher, installed into .nvrx
+#   make test-gpulibs  calls of transformer-engine, flash-attn and apex against their Python, put into .gpulibs; no GPU needed
 #   make test-aligner    creates .venv-aligner, tests the NeMo-Aligner plugin against the real package
 #   make bench-trl ARGS='--steps 8 --repeats 3'    creates .venv-trl with TRL, compares its PPO trainer with ours
 # A command that finds .venv up to date with pyproject.toml and constraints.txt installs nothing.
@@ -28,6 +29,9 @@ ALIGNER_INSTALLED := $(ALIGNER_VENV)/.installed
 ALIGNER_REQUIREMENTS := tests/aligner/requirements-nodeps.txt tests/aligner/requirements.txt
 ALIGNER_PIP := $(ALIGNER_VENV)/bin/python -m pip --disable-pip-version-check install
 
+# The versions that megatron-core 0.16 names, and the one of the container that the Dockerfile begins from.
+TE ?= transformer-engine>=2.9,<2.13
+
 # Tests run in so many processes, a file in one of them.  Ranks that a file's tests start are used again by the next.
 JOBS ?= 2
 PYTEST := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
@@ -35,7 +39,7 @@ ALIGNER_PYTEST := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PYTHONPATH=. $(ALIGNER
 PURE := tests/architecture $(wildcard $(addprefix tests/unit/test_, $(addsuffix _*.py, \
 	algorithms config control layout modeldir overcommit preflight rundir schedule)))
 
-.PHONY: demo check test test-long test-aligner lint docs hooks gpu-test test-slurm test-wandb test-nvrx bench-trl clean
+.PHONY: demo check test test-long test-aligner lint docs hooks gpu-test test-slurm test-wandb test-nvrx test-gpulibs bench-trl clean
 
 demo: $(INSTALLED)
 	$(BIN)/oppo demo
@@ -84,11 +88,19 @@ test-nvrx: $(INSTALLED_TEST)
 	test -d .nvrx || $(PIP) --quiet --no-deps --target .nvrx 'nvidia-resiliency-ext>=0.4.1,<0.5' defusedxml nvidia-ml-py pynvml
 	PYTHONPATH=$(CURDIR)/.nvrx $(PYTEST) tests/nvrx tests/unit/test_cli_ft_launcher.py
 
+# The Python of these libraries alone: flash-attn would otherwise look for a compiler, or for a wheel of its own on the network.
+test-gpulibs: $(INSTALLED_TEST)
+	test -d .gpulibs/transformer_engine || $(PIP) --quiet --no-deps --only-binary=:all: --target .gpulibs/transformer_engine '$(TE)'
+	test -d .gpulibs/flash_attn || { $(PIP) --quiet setuptools wheel && \
+		FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE FLASH_ATTENTION_FORCE_BUILD=TRUE $(PIP) --quiet --no-deps --no-build-isolation \
+		--target .gpulibs/flash_attn 'flash-attn>=2.5,<3'; }
+	$(PYTEST) tests/gpulibs
+
 bench-trl: $(INSTALLED) $(PEER_INSTALLED)
 	$(BIN)/python benchmarks/peers/compare.py examples/benchmark/overlap.yaml --prompt-tokens 64 $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(PEER_VENV) $(ALIGNER_VENV) .wandb .nvrx build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEER_VENV) $(ALIGNER_VENV) .wandb .nvrx .gpulibs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(INSTALLED): pyproject.toml setup.py constraints.txt | $(BIN)/python
 	$(PIP) -e .

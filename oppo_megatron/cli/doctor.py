@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import sys
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from packaging.requirements import Requirement
 
 from oppo_megatron.cores import usable_cores
 from oppo_megatron.layout.kernels import find_available, kernel_table
+from oppo_megatron.preflight.gpus import Gpu, Problem, TorchBuild, describe, problems, read_host
 
 
 @dataclass(frozen=True)
@@ -61,17 +63,31 @@ def run(args: argparse.Namespace) -> int:
     required = unmet_requirements()
     for line in _torch_report() if versions["torch"] else []:
         print(line)
-    for kernels in kernel_table(find_available(_has_cuda() if versions["torch"] else False)):
+    build, host = torch_build() if versions["torch"] else None, read_host(os.environ)
+    for line in [] if build is None else describe(build, host):
+        print(line)
+    for kernels in kernel_table(find_available(build is not None and bool(build.gpus))):
         print(f"{kernels.part}: {kernels.used}" + (f"; off is {kernels.lacking}" if kernels.lacking else ""))
     print("features that are off:")
     for package in PACKAGES:
         if package.lost is not None and not versions[package.distribution]:
             print(f"  - {package.distribution} is not installed; without it: {package.lost}")
+    return _verdict(required, [] if build is None else problems(build, host))
+
+
+def _verdict(required: list[str], missing: list[Problem]) -> int:
+    if missing:
+        print("missing for GPUs:")
+    for problem in missing:
+        print(f"  - {problem.text}")
     if required:
         print(
             f"not ready: needed are {'; '.join(required)}. Run `pip install oppo-megatron`; in a container whose torch must "
             "stay as it is, `pip install --no-deps` of each"
         )
+        return 1
+    if any(problem.stops for problem in missing):
+        print("not ready: the GPUs cannot be used (above); with runtime.device=cpu they are left alone")
         return 1
     print("ready")
     return 0
@@ -107,35 +123,37 @@ def version_of(package: Package) -> str | None:
         return PRESENT if find_spec(root) is not None else None
 
 
-def _has_cuda() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
 def _torch_report() -> list[str]:
     import torch
     import torch.distributed as dist
 
     lines = []
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            device = torch.cuda.get_device_properties(index)
-            capability = f"{device.major}.{device.minor}"
-            lines.append(
-                f"cuda:{index}: {device.name}, {device.total_memory / 1e9:.0f} GB, compute capability {capability}"
-            )
-    elif torch.version.cuda is None:
-        lines.append("cuda: off, this torch is built for the CPU; runs use gloo and float32")
-    else:
-        lines.append(
-            f"cuda: off, torch is built for CUDA {torch.version.cuda} but finds no device or driver; runs use gloo"
-        )
+    if not torch.cuda.is_available():
+        built = "this torch is built for the CPU" if torch.version.cuda is None else "torch finds no device"
+        lines.append(f"cuda: off, {built}; runs use gloo and float32")
     gloo = dist.is_available() and dist.is_gloo_available()
     nccl = dist.is_available() and dist.is_nccl_available()
     lines.append(f"back ends: gloo {'yes' if gloo else 'no'}, nccl {'yes' if nccl else 'no (needed for GPUs only)'}")
     lines.append(f"torch threads: {torch.get_num_threads()}")
     return lines
+
+
+def torch_build() -> TorchBuild:
+    """What this torch has for GPUs, and the devices that it finds."""
+    import torch
+    import torch.distributed as dist
+
+    if not torch.cuda.is_available():
+        return TorchBuild(torch.version.cuda)
+    nccl = dist.is_available() and dist.is_nccl_available()
+    numbers = range(torch.cuda.device_count())
+    gpus = []
+    for number in numbers:
+        device = torch.cuda.get_device_properties(number)
+        peers = sum(torch.cuda.can_device_access_peer(number, other) for other in numbers if other != number)
+        gpus.append(Gpu(device.name, device.total_memory, (device.major, device.minor), peers))
+    version = ".".join(map(str, torch.cuda.nccl.version())) if nccl else None
+    return TorchBuild(torch.version.cuda, tuple(torch.cuda.get_arch_list()), version, tuple(gpus))
 
 
 def _memory() -> str:

@@ -301,10 +301,11 @@ def _report(failures: Path, error: ChildFailedError, last_words: Mapping[int, st
     from oppo_megatron.cluster.liveness.failures import ended_within, read_failures
 
     within = ended_within(failures)
-    killed = [
-        failed for failed in error.failures.values() if failed.exitcode < 0 and failed.exitcode != -signal.SIGTERM
-    ]
     written = sorted(read_failures(failures), key=lambda failure: failure.time_s)
+    effects = {-signal.SIGTERM}
+    if any(map(_is_cause, written)):  # NCCL aborts a rank whose peer has gone: the peer's own words tell why
+        effects.add(-signal.SIGABRT)
+    killed = [failed for failed in error.failures.values() if failed.exitcode < 0 and failed.exitcode not in effects]
     if stalls := [failure.message for failure in written if failure.kind == "stall"]:
         raise RankStalled(stalls[0])
     if killed:
@@ -326,6 +327,12 @@ def _report(failures: Path, error: ChildFailedError, last_words: Mapping[int, st
     raise (RankStalled if failure.kind == "symptom" else RankError)(f"rank {failure.rank}: {failure.message}")
 
 
+def _is_cause(failure: Failure) -> bool:
+    """Whether a rank failed by itself, and not because another had gone."""
+    lost = any(word in failure.message for word in ("/gloo/", "NCCL", "DistBackendError"))
+    return failure.kind == "input" or (failure.kind == "defect" and not lost)
+
+
 def _killed(
     rank: int, number: int, written: Sequence[Failure], last_words: Mapping[int, str], within: Mapping[int, str]
 ) -> str:
@@ -336,6 +343,10 @@ def _killed(
             told.setdefault(failure.rank, failure.message.rstrip().rpartition("\n")[2])
     at = f"; it was last heard of in: {last_words[rank]}" if rank in last_words else ""
     remedy = "SIGKILL mostly means that memory ran out (lower runtime.micro_batch_tokens or rollout.batch_size)"
+    if number == signal.SIGABRT:
+        remedy = (
+            "on GPUs NCCL ends a rank so whose peer has died or is later than runtime.timeout_s; what it wrote is above"
+        )
     if rank in within:
         at, remedy = f" in {within[rank]}", ISOLATE
     lines = [f"rank {rank} was ended by {signal.Signals(number).name}{at}; {remedy}"]

@@ -10,7 +10,10 @@ from itertools import groupby
 
 @dataclass(frozen=True)
 class RankHost:
-    """Where one rank runs.  `node` is the launcher's number of the machine, where it gives one."""
+    """Where one rank runs.  `node` is the launcher's number of the machine, where it gives one.
+
+    `device` is as the rank counts the devices that it sees, `gpu` the name that the device has of its own (empty: none).
+    """
 
     rank: int
     host: str
@@ -18,6 +21,7 @@ class RankHost:
     device: str
     threads: int
     pid: int
+    gpu: str = ""
 
     def __str__(self) -> str:
         return f"rank {self.rank} on host {self.host}"
@@ -29,6 +33,15 @@ class RankHost:
     @classmethod
     def decode(cls, text: str | bytes) -> RankHost:
         return cls(**json.loads(text))
+
+
+def shared_gpus(hosts: Sequence[RankHost]) -> list[str]:
+    """Ranks that have a GPU together: `ranks 0,4 of host a`."""
+    by_gpu: dict[tuple[str, str], list[int]] = {}
+    for rank in hosts:
+        if rank.gpu:
+            by_gpu.setdefault((rank.host, rank.gpu), []).append(rank.rank)
+    return [f"ranks {format_ranks(ranks)} of host {host}" for (host, _), ranks in by_gpu.items() if len(ranks) > 1]
 
 
 def describe_hosts(hosts: Sequence[RankHost]) -> list[str]:

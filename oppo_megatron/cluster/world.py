@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from oppo_megatron.cluster.activity import Activity
-from oppo_megatron.cluster.hosts import RankHost
+from oppo_megatron.cluster.hosts import RankHost, shared_gpus
 from oppo_megatron.cluster.loopback import LOOPBACK
 from oppo_megatron.cluster.peers import first_clause, is_lost_peer
 from oppo_megatron.cluster.rendezvous import MeetingPoint, meet, within
@@ -55,7 +55,8 @@ def choose_device(config: RuntimeConfig) -> None:
 def open_world(config: RuntimeConfig, environment: Mapping[str, str] = os.environ) -> Iterator[World]:
     """Join the ranks named by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without them be a world of one.
 
-    gloo on CPU, NCCL on GPU (with gloo for CPU tensors).  Raises WorldError where not all ranks come within
+    gloo on CPU, NCCL on GPU (with gloo for CPU tensors); the device is made the current one first, as NCCL takes that.
+    Raises ConfigError where ranks would share a GPU, which NCCL does not allow, WorldError where not all ranks come within
     a sixth of `runtime.timeout_s` (at least 60 s), and where a message or collective fails or is later than `runtime.timeout_s`.
     """
     rank, size = int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
@@ -125,7 +126,14 @@ def _device(config: RuntimeConfig, local_rank: int) -> torch.device:
 def _this_host(rank: int, device: torch.device, environment: Mapping[str, str]) -> RankHost:
     """`node` as torchrun (GROUP_RANK) or srun (SLURM_NODEID) numbers it."""
     node = environment.get("GROUP_RANK") or environment.get("SLURM_NODEID")
-    return RankHost(rank, socket.gethostname(), node, str(device), torch.get_num_threads(), os.getpid())
+    return RankHost(rank, socket.gethostname(), node, str(device), torch.get_num_threads(), os.getpid(), _gpu(device))
+
+
+def _gpu(device: torch.device) -> str:
+    """The name that a GPU has of its own, whichever devices a rank sees and however it counts them."""
+    if device.type != "cuda":
+        return ""
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
 
 
 def _join(me: RankHost, point: MeetingPoint, backend: str, config: RuntimeConfig) -> tuple[RankHost, ...]:
@@ -135,6 +143,12 @@ def _join(me: RankHost, point: MeetingPoint, backend: str, config: RuntimeConfig
     if meeting.local_address is not None:
         # The network that leads to the meeting point: a host's name often resolves to its loopback, for itself alone.
         _prefer_interface_of(meeting.local_address)
+    if shared := shared_gpus(meeting.hosts):
+        raise ConfigError(
+            f"{', '.join(shared)} would share a CUDA device, but NCCL wants one for each rank: start no more ranks on a host "
+            "than it has devices (a smaller placement, or more hosts), and show each rank all of them or one of its own "
+            "(CUDA_VISIBLE_DEVICES); runtime.device=cpu computes without them"
+        )
     timeout = timedelta(seconds=config.timeout_s)
     meeting.store.set_timeout(timeout)
     store = dist.PrefixStore("groups", meeting.store)

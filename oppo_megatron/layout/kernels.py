@@ -76,6 +76,14 @@ def layer_kind(wanted: Layers, available: Available, *, adapters: bool) -> Layer
     return wanted
 
 
+def layers_refused(wanted: Layers, available: Available, *, adapters: bool) -> str | None:
+    """Why layers that are asked for by name cannot be had, and what to set; None where they can."""
+    problem = layer_problem(available, adapters=adapters)
+    if wanted != "transformer_engine" or problem is None:
+        return None
+    return f"runtime.layers is transformer_engine, but {problem}; set it to auto or torch"
+
+
 def kernel_table(available: Available) -> list[Kernels]:
     """Each part of a run on this machine, with `runtime.layers: auto` and no adapters."""
     problem = layer_problem(available, adapters=False)

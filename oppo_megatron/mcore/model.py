@@ -42,7 +42,7 @@ from oppo_megatron.mcore.kv.paged import PagedKVCache
 from oppo_megatron.mcore.kv.paged_kernels import find_kernel
 from oppo_megatron.mcore.layers.attention import AttentionPlan, PackedPlan
 from oppo_megatron.mcore.layers.rope import rope_tables
-from oppo_megatron.mcore.layers.spec import ScalarHead, block_spec, tag_parameter
+from oppo_megatron.mcore.layers.spec import ScalarHead, block_spec
 from oppo_megatron.mcore.layers.windows import binding
 from oppo_megatron.mcore.model_shape import ModelShape
 from oppo_megatron.mcore.vocab_shards import VocabShards
@@ -369,7 +369,8 @@ def _finished(model: RoleModel, device: torch.device) -> RoleModel:
 def _mark_shards(model: RoleModel) -> None:
     """Say which parameters are tensor-parallel shards, so that gradient norms count each weight once.
 
-    megatron marks weights while it initialises them, which this runtime does not let it do.
+    megatron marks weights while it initialises them, which this runtime does not let it do; transformer-engine's layers are
+    marked as they are made.
     """
     for name, module in model.named_modules():
         if isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding)) and module.weight is not None:
@@ -377,5 +378,3 @@ def _mark_shards(model: RoleModel) -> None:
             set_tensor_model_parallel_attributes(module.weight, True, 0, stride)
         elif isinstance(module, RowParallelLinear):
             set_tensor_model_parallel_attributes(module.weight, True, 1, 1)
-        elif name.endswith("linear_fc1"):  # transformer-engine has marked its own, which knows nothing of gate and up
-            tag_parameter(module.weight, "partition_stride", 2)

@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 
 from oppo_megatron.config.model import DecodePath, Layers, LearningModelConfig, ModelConfig, TrainingLayoutConfig
-from oppo_megatron.layout.kernels import LayerKind, find_available, layer_kind
+from oppo_megatron.errors import ConfigError
+from oppo_megatron.layout.kernels import LayerKind, find_available, layer_kind, layers_refused
 from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.mcore.lora import attach_adapters
 from oppo_megatron.mcore.model import Head, RoleModel, build_chunks, build_model
@@ -34,7 +35,8 @@ def load_role(
 
     `vocab_multiple` (`ModelShape`): where weights move between layouts, one that all their tensor ranks divide.
 
-    Raises CheckpointError for weights that are missing or do not fit, CapacityError for too few positions.
+    Raises CheckpointError for weights that are missing or do not fit, CapacityError for too few positions, ConfigError for
+    layers of a library that cannot be used here.
     """
     shape, source = _open(config, head, vocab_multiple)
     kind = _layer_kind(config, layers, device)
@@ -92,7 +94,10 @@ def _open(config: ModelConfig, head: Head, vocab_multiple: int) -> tuple[ModelSh
 
 def _layer_kind(config: ModelConfig, wanted: Layers, device: torch.device) -> LayerKind:
     adapters = isinstance(config, LearningModelConfig) and config.lora is not None
-    return layer_kind(wanted, find_available(device.type == "cuda"), adapters=adapters)
+    available = find_available(device.type == "cuda")
+    if problem := layers_refused(wanted, available, adapters=adapters):  # which device `auto` is, is known only here
+        raise ConfigError(problem)
+    return layer_kind(wanted, available, adapters=adapters)
 
 
 def _fill(model: RoleModel, source: TensorSource, config: ModelConfig) -> None:

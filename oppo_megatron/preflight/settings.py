@@ -17,7 +17,7 @@ from oppo_megatron.config.overlap import OverlapConfig
 from oppo_megatron.config.paths import check_exists, check_files
 from oppo_megatron.config.ppo import PPOConfig, RolloutConfig
 from oppo_megatron.config.run import SupervisedConfig, TrainConfig
-from oppo_megatron.layout.kernels import find_available, layer_problem
+from oppo_megatron.layout.kernels import find_available, layers_refused
 from oppo_megatron.modeldir.headers import check_adapter
 from oppo_megatron.preflight.measuring import check_evaluation, check_heldout
 from oppo_megatron.preflight.reward_parts import check_part, check_waits
@@ -83,10 +83,8 @@ def _check_warmup(config: TrainConfig) -> list[str]:
 
 def check_layers(runtime: RuntimeConfig, *, adapters: bool) -> list[str]:
     """Layers that are asked for by name must be there."""
-    problem = layer_problem(find_available(cuda=runtime.device != "cpu"), adapters=adapters)
-    if runtime.layers != "transformer_engine" or problem is None:
-        return []
-    return [f"runtime.layers is transformer_engine, but {problem}; set it to auto or torch"]
+    problem = layers_refused(runtime.layers, find_available(cuda=runtime.device != "cpu"), adapters=adapters)
+    return [] if problem is None else [problem]
 
 
 def _check_guards(guards: GuardsConfig) -> list[str]:

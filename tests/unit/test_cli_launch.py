@@ -103,7 +103,10 @@ def run(kind, path):
     if kind == "abort":  # as threads of the process groups may do, once Python is clearing up
         atexit.register(os.abort)
         raise DataError("line 4 is not JSON; correct it") if rank == 0 else TypeError("a bug of ours")
-    if kind == "wrong input" and rank == 1:
+    if kind == "aborted" and rank == 0:  # as NCCL does to the peer of a rank that has failed
+        time.sleep(0.3)
+        os.abort()
+    if kind in ("wrong input", "aborted") and rank == 1:
         raise DataError("line 3 is not JSON; correct it")
     if kind == "full disk" and rank == 1:
         raise OSError(28, "No space left on device", "runs/x/metrics.jsonl")
@@ -209,6 +212,7 @@ def test_given_rank_runs_here(
     [
         ("fine", 0, ""),
         pytest.param("wrong input", 2, "rank 1: line 3 is not JSON; correct it\n", marks=pytest.mark.long),
+        ("aborted", 2, "rank 1: line 3 is not JSON; correct it\n"),
         pytest.param("rollback", EXIT_AGAIN, "", marks=pytest.mark.long),
         pytest.param("abort", 2, "rank 0: line 4 is not JSON; correct it\n", marks=pytest.mark.long),
         ("killed", 2, "rank 1 was ended by SIGKILL"),

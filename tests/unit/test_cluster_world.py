@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from oppo_megatron.cluster.hosts import RankHost
 from oppo_megatron.cluster.process_groups import new_group
 from oppo_megatron.cluster.rendezvous import Meeting
-from oppo_megatron.cluster.world import open_world
+from oppo_megatron.cluster.world import choose_device, open_world
 from oppo_megatron.config.model import RuntimeConfig
 from oppo_megatron.engine.stream import share
 from oppo_megatron.errors import ConfigError, WorldError
@@ -68,6 +73,74 @@ def test_a_device_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch)
         pass
     with open_world(RuntimeConfig(device="auto"), {}) as world:
         assert world.device.type == "cpu"
+
+
+class FakeDevices:
+    """torch says that it finds `count` CUDA devices; what is done with them and with process groups is noted in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int, others: list[RankHost]):
+        self.done: list[Any] = []
+        for name, value in {
+            "is_available": lambda: True, "device_count": lambda: count,
+            "set_device": lambda device: self.done.append(("set_device", str(device))),
+            "get_device_properties": lambda device: SimpleNamespace(uuid=f"GPU-{device.index}"),
+        }.items():  # fmt: skip
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(dist, "init_process_group", self._init)
+        monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+        monkeypatch.setattr(
+            "oppo_megatron.cluster.world.meet",
+            lambda me, *_: Meeting(dist.HashStore(), hosts=(me, *others), local_address=None),
+        )
+
+    def _init(self, backend: str, *, timeout: timedelta, **_: Any) -> None:
+        self.done.append((backend, timeout))
+
+
+def ranks_of_two(local_rank: int) -> dict[str, str]:
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
+    return {"RANK": str(4 + local_rank), "LOCAL_RANK": str(local_rank), **where}
+
+
+@pytest.mark.parametrize(("visible", "local_rank", "device"), [(4, 3, "cuda:3"), (4, 0, "cuda:0"), (1, 3, "cuda:0")])
+def test_a_rank_takes_its_device_before_nccl_does(
+    visible: int, local_rank: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its number on the host, or the one that its launcher shows it; messages have the run's deadline on either back end."""
+    fake = FakeDevices(monkeypatch, visible, [])
+    with open_world(RuntimeConfig(device="auto", timeout_s=77), ranks_of_two(local_rank)) as world:
+        assert str(world.device) == device and world.rank == 4 + local_rank
+        assert not world.activity.by_stack, "NCCL's calls return at once: where a rank waits, the stack does not tell"
+    assert fake.done == [("set_device", device), ("cpu:gloo,cuda:nccl", timedelta(seconds=77))]
+
+
+def test_ranks_that_would_share_a_device_are_refused_before_nccl_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However each counts it; on another host the same number, and the same name, is another device."""
+    mine = RankHost(4, socket.gethostname(), None, "cuda:0", 1, 1, "GPU-0")
+    others = [replace(mine, rank=0), replace(mine, rank=1, gpu="GPU-1"), replace(mine, rank=2, host="elsewhere")]
+    fake = FakeDevices(monkeypatch, 1, others)
+    with pytest.raises(ConfigError, match=r"ranks 0,4 of host \S+ would share a CUDA device") as caught:
+        with open_world(RuntimeConfig(device="cuda"), ranks_of_two(0)):
+            pass
+    assert "runtime.device=cpu" in str(caught.value) and fake.done == [("set_device", "cuda:0")]
+    fake = FakeDevices(monkeypatch, 1, others[1:])
+    with open_world(RuntimeConfig(device="cuda"), ranks_of_two(0)):
+        pass
+    assert len(fake.done) == 2
+
+
+def test_with_device_cpu_gpus_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeDevices(monkeypatch, 4, [])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    choose_device(RuntimeConfig(device="cuda"))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
+    choose_device(RuntimeConfig(device="cpu"))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    with open_world(RuntimeConfig(device="cpu", timeout_s=77), ranks_of_two(1)) as world:
+        assert world.device.type == "cpu" and world.activity.by_stack
+        (me,) = world.hosts
+        assert me.gpu == ""
+    assert fake.done == [("gloo", timedelta(seconds=77))]
 
 
 def test_a_world_of_one_knows_its_host() -> None:

@@ -17,7 +17,7 @@ MEGATRON = Path(SPEC.origin).parent
 
 # A process of its own, because the changes are to whole modules.
 SCRIPT = """
-import importlib, sys, types
+import importlib, os, sys, types
 import torch
 from oppo_megatron.mcore import compat
 
@@ -33,7 +33,9 @@ def named():
 
 before = named()
 torch.cuda.is_available = lambda: True
+os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
 assert compat.install() is False and named() == before, "a CUDA device is present: nothing may change"
+assert "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ, "streams side by side need more than one"
 
 torch.cuda.is_available = lambda: False
 for patch in compat.PATCHES:

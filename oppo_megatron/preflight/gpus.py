@@ -1,0 +1,256 @@
+"""What `oppo doctor` says of a machine's GPUs: devices, driver, NCCL, fabric, shared memory, and what is missing.  No torch.
+
+What torch knows comes as `TorchBuild`; the rest is read from the kernel's files, and from nvidia-smi where there is one.
+"""
+
+from __future__ import annotations
+
+import re
+import resource
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from shutil import disk_usage, which
+
+LEAST_CAPABILITY = (8, 0)
+"""Of bfloat16's products and of FlashAttention-2."""
+SHARED, LEAST_SHARED_BYTES = "dev/shm", 2**30
+VARIABLES = (
+    "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_P2P_DISABLE",
+    "NCCL_IB_DISABLE", "NCCL_SOCKET_IFNAME",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A device as torch sees it.  `peers`: how many of the others' memory it can address."""
+
+    name: str
+    memory_bytes: int
+    capability: tuple[int, int]
+    peers: int = 0
+
+
+@dataclass(frozen=True)
+class TorchBuild:
+    """What torch was built for (`cuda` None: the CPU), the architectures that it has kernels of, its NCCL, and its devices."""
+
+    cuda: str | None
+    architectures: tuple[str, ...] = ()
+    nccl: str | None = None
+    gpus: tuple[Gpu, ...] = ()
+
+
+@dataclass(frozen=True)
+class Host:
+    """What the machine says itself.  `links`: NVLinks of each GPU; `ports`: InfiniBand's or RoCE's, by state and rate.
+
+    `memory_lock_bytes`: None where memory may be locked without a limit, as these ports want it.
+    """
+
+    driver: str | None = None
+    links: tuple[int, ...] = ()
+    ports: tuple[str, ...] = ()
+    shared_bytes: int | None = None
+    memory_lock_bytes: int | None = None
+    variables: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is missing, with a remedy; `stops`: no run on these devices can be made."""
+
+    text: str
+    stops: bool = False
+
+
+def read_host(
+    environment: Mapping[str, str],
+    root: Path = Path("/"),
+    ask: Callable[[Sequence[str]], str] | None = None,
+) -> Host:
+    """This machine.  `root`: where its files are; `ask` runs nvidia-smi with arguments, "" where it cannot."""
+    shared, lock = root / SHARED, resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return Host(
+        driver=_driver(root / "proc/driver/nvidia/version"),
+        links=_links((ask or _nvidia_smi)(["nvlink", "--status"])),
+        ports=tuple(_ports(root / "sys/class/infiniband")),
+        shared_bytes=disk_usage(shared).total if shared.is_dir() else None,
+        memory_lock_bytes=None if lock == resource.RLIM_INFINITY else lock,
+        variables={name: environment[name] for name in VARIABLES if name in environment},
+    )
+
+
+def _driver(file: Path) -> str | None:
+    """`NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar ...`."""
+    found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", file.read_text(encoding="utf-8")) if file.is_file() else None
+    return found[1] if found else None
+
+
+def _links(told: str) -> tuple[int, ...]:
+    """Active links of each GPU: `Link 0: 26.562 GB/s` under `GPU 0: ...`."""
+    parts = re.split(r"^GPU \d+:", told, flags=re.MULTILINE)[1:]
+    return tuple(len(re.findall(r"Link \d+: [\d.]+ GB/s", part)) for part in parts)
+
+
+def _ports(folder: Path) -> Iterator[str]:
+    """`mlx5_0/1: ACTIVE, 400 Gb/sec (4X NDR)`."""
+    for port in sorted(folder.glob("*/ports/*")):
+        state, rate = ((port / name).read_text(encoding="utf-8").strip() for name in ("state", "rate"))
+        yield f"{port.parts[-3]}/{port.name}: {state.rpartition(': ')[2]}, {rate}"
+
+
+def _nvidia_smi(arguments: Sequence[str]) -> str:
+    program = which("nvidia-smi")
+    if program is None:
+        return ""
+    try:
+        done = subprocess.run([program, *arguments], capture_output=True, text=True, check=False, timeout=20)  # noqa: S603
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def describe(torch: TorchBuild, host: Host) -> list[str]:
+    """The report's lines of the devices and of what lies between them; none without a device."""
+    if not torch.gpus:
+        return [] if host.driver is None else [f"NVIDIA driver: {host.driver}"]
+    lines = [
+        f"cuda:{number}: {gpu.name}, {gpu.memory_bytes / 1e9:.0f} GB, compute capability {_dotted(gpu.capability)}"
+        for number, gpu in enumerate(torch.gpus)
+    ]
+    shared = "none" if host.shared_bytes is None else f"{host.shared_bytes / 2**30:.1f} GiB"
+    lines.append(
+        f"NVIDIA driver: {host.driver or 'version unknown'}; torch's CUDA {torch.cuda}, NCCL {torch.nccl or 'absent'}"
+    )
+    if len(torch.gpus) > 1:
+        lines.append(f"between devices: {_reach(torch.gpus)}; NVLink: {_told_links(host.links)}")
+    lines.append(f"InfiniBand or RoCE: {'; '.join(host.ports) or 'no port: between hosts NCCL takes sockets'}")
+    lines.append(f"shared memory (/{SHARED}): {shared}")
+    lines += [f"{name}={value}" for name, value in (host.variables or {}).items()]
+    return lines
+
+
+def problems(torch: TorchBuild, host: Host) -> list[Problem]:
+    """What is missing on a machine that has GPUs, or ought to."""
+    if not torch.gpus:
+        return list(_no_device(torch, host))
+    return [*_devices(torch), *_between(torch, host), *_settings(host)]
+
+
+def _no_device(torch: TorchBuild, host: Host) -> Iterator[Problem]:
+    hidden = (host.variables or {}).get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+    if torch.cuda is None:
+        if host.driver is not None:
+            yield Problem(
+                f"an NVIDIA driver ({host.driver}) is loaded, but this torch is built for the CPU: install one built for "
+                "CUDA, or start in a container that has one"
+            )
+    elif hidden:
+        yield Problem("CUDA_VISIBLE_DEVICES hides every device: unset it to compute on GPUs")
+    elif host.driver is None:
+        yield Problem(
+            f"torch is built for CUDA {torch.cuda}, but no NVIDIA driver is loaded: install it, or give the container its "
+            "devices (docker run --gpus all; Slurm: --gpus-per-node)"
+        )
+    else:
+        yield Problem(
+            f"the NVIDIA driver ({host.driver}) is loaded, but torch, built for CUDA {torch.cuda}, finds no device: the "
+            "container has none (docker run --gpus all), or the driver is older than this CUDA needs (update it, or install "
+            "a torch built for an older CUDA)"
+        )
+
+
+def _devices(torch: TorchBuild) -> Iterator[Problem]:
+    for capability, same in _by_capability(torch.gpus):
+        where = ", ".join(f"cuda:{number}" for number in same)
+        if not has_kernels(capability, torch.architectures):
+            yield Problem(
+                f"{where}: this torch has kernels for {' '.join(torch.architectures)}, none of which runs on compute capability "
+                f"{_dotted(capability)}: install a torch built for it",
+                stops=True,
+            )
+        elif capability < LEAST_CAPABILITY:
+            yield Problem(
+                f"{where}: compute capability {_dotted(capability)} has neither fast bfloat16 nor FlashAttention-2, which need "
+                f"{_dotted(LEAST_CAPABILITY)}: set runtime.dtype to float32, or use newer devices"
+            )
+    if torch.nccl is None and len(torch.gpus) > 1:
+        yield Problem("this torch has no NCCL, by which ranks on GPUs talk: install one that has it", stops=True)
+
+
+def _between(torch: TorchBuild, host: Host) -> Iterator[Problem]:
+    if len(torch.gpus) > 1:
+        if not all(gpu.peers == len(torch.gpus) - 1 for gpu in torch.gpus):
+            yield Problem(
+                f"between devices: {_reach(torch.gpus)}; messages of the others go through the host's memory: keep tp within "
+                "devices that reach each other, and see that the IOMMU and PCIe ACS are off"
+            )
+        if (host.shared_bytes or 0) < LEAST_SHARED_BYTES:
+            yield Problem(
+                f"/{SHARED} has {(host.shared_bytes or 0) / 2**20:.0f} MiB, by which NCCL's ranks of a host may talk: start the "
+                "container with --shm-size=16g or --ipc=host"
+            )
+    if host.ports:
+        if not any("ACTIVE" in port for port in host.ports):
+            yield Problem(
+                f"no InfiniBand or RoCE port is active ({'; '.join(host.ports)}): between hosts NCCL takes sockets, which "
+                "are slow; see ibstat and the cables"
+            )
+        if host.memory_lock_bytes is not None:
+            yield Problem(
+                f"at most {host.memory_lock_bytes / 2**10:.0f} KiB may be locked in memory, and InfiniBand locks its buffers: "
+                "ulimit -l unlimited (docker run --ulimit memlock=-1)"
+            )
+
+
+def _settings(host: Host) -> Iterator[Problem]:
+    variables = host.variables or {}
+    if variables.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0":
+        yield Problem(
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING=0 lets a rank wait for a dead peer until stall_deadline_s, not "
+            "runtime.timeout_s: unset it"
+        )
+    for name, lost in (("NCCL_P2P_DISABLE", "NVLink and PCIe between devices"), ("NCCL_IB_DISABLE", "InfiniBand")):
+        if variables.get(name, "0") not in ("", "0"):
+            yield Problem(f"{name}={variables[name]} keeps NCCL from {lost}: unset it, unless that is meant")
+
+
+def has_kernels(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
+    """Whether a device runs what torch has: binaries (sm_) of its generation and no newer, or older source (compute_)."""
+    for kind, major, minor in (
+        (found[1], int(found[2]), int(found[3]))
+        for found in map(re.compile(r"(sm|compute)_(\d+)(\d)a?f?$").match, architectures)
+        if found
+    ):
+        if (major, minor) <= capability and (kind == "compute" or major == capability[0]):
+            return True
+    return False
+
+
+def _by_capability(gpus: Sequence[Gpu]) -> Iterator[tuple[tuple[int, int], list[int]]]:
+    numbers = sorted(range(len(gpus)), key=lambda number: gpus[number].capability)
+    for capability, same in groupby(numbers, key=lambda number: gpus[number].capability):
+        yield capability, list(same)
+
+
+def _reach(gpus: Sequence[Gpu]) -> str:
+    pairs, reached = len(gpus) * (len(gpus) - 1), sum(gpu.peers for gpu in gpus)
+    return (
+        "each reaches the others' memory"
+        if reached == pairs
+        else f"{reached} of {pairs} pairs reach each other's memory"
+    )
+
+
+def _told_links(links: Sequence[int]) -> str:
+    if not links:
+        return "unknown (no answer of nvidia-smi)"
+    least, most = min(links), max(links)
+    return f"{most} links each" if least == most and most else "none" if not most else f"{least} to {most} links each"
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"

@@ -1,0 +1,111 @@
+"""The Python of transformer-engine, flash-attn and NVIDIA's apex, as this package and megatron-core call it, without a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / ".gpulibs"
+FETCHED = "`make test-gpulibs` fetches it and runs this"
+CLONED = (
+    f"put NVIDIA's source there (git clone https://github.com/NVIDIA/apex {FOLDER / 'apex'}), then `make test-gpulibs`"
+)
+REMEDIES = {"transformer_engine": FETCHED, "flash_attn": FETCHED, "apex": CLONED}
+KINDS = ("qwen2", "llama", "qwen3")  # a bias, none, and norms of queries and keys
+
+
+def needed(library: str) -> Path:
+    """The folder that has the library's Python; where it has none, the test is skipped."""
+    if not (FOLDER / library / library / "__init__.py").is_file():
+        pytest.skip(f"no Python of {library} in {FOLDER / library}: {REMEDIES[library]}")
+    return FOLDER / library
+
+
+def run(module: str, *arguments: object, library: Path | None = None) -> None:
+    """A job in a process of its own, where the library is found before any other."""
+    path = os.pathsep.join(str(part) for part in (library, ROOT) if part is not None)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", f"tests.gpulibs.{module}", *map(str, arguments)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def farthest(one: Tensor, other: Tensor) -> float:
+    assert one.shape == other.shape and one.dtype == other.dtype
+    return float((one.float() - other.float()).abs().max())
+
+
+@pytest.fixture(scope="module")
+def transformer_engine() -> Path:
+    return needed("transformer_engine")
+
+
+def test_transformer_engines_parameters_are_those_of_torchs_layers(transformer_engine: Path, tmp_path: Path) -> None:
+    """Names, shapes, types, devices and the marks that megatron-core reads, of a tensor rank of two."""
+    run("te_jobs", "shards", tmp_path / "found.pt", library=transformer_engine)
+    found = torch.load(tmp_path / "found.pt")
+    for kind in KINDS:
+        for shared in (False, True):
+            theirs = found[f"{kind}, sequence parallel {shared}, transformer_engine"]
+            assert theirs == found[f"{kind}, sequence parallel {shared}, torch"]
+            shape, dtype, device, sharded, dim, stride, _, _ = theirs["decoder.layers.0.mlp.linear_fc1.weight"]
+            assert (shape, dtype, device, sharded, dim, stride) == ((64, 32), "torch.bfloat16", "cpu", True, 0, 2)
+            *_, reduced, _ = theirs["decoder.layers.0.input_layernorm.weight"]
+            assert bool(reduced) is shared, "gradients of norms are summed over the tensor ranks"
+
+
+def test_a_model_of_transformer_engines_layers_computes_what_torchs_does(
+    transformer_engine: Path, tmp_path: Path
+) -> None:
+    """Their calls fit the signatures of its modules; cached calls read its parameters to the bit like torch's."""
+    run("te_jobs", "outputs", tmp_path / "found.pt", library=transformer_engine)
+    found = torch.load(tmp_path / "found.pt")
+    assert found["calls"] == ["Linear(inp, is_first_microbatch)", "RMSNorm(input)"]
+    for kind in KINDS:
+        assert {"TEColumnParallelLinear", "TERowParallelLinear"} <= set(found[f"{kind}, transformer_engine, modules"])
+        ours, theirs = found[f"{kind}, torch"], found[f"{kind}, transformer_engine"]
+        assert torch.equal(theirs["fused"], ours["fused"])
+        for path in ("whole", "module"):
+            assert farthest(theirs[path], ours[path]) < 1e-4 < float(ours[path].abs().max())
+
+
+@pytest.mark.parametrize("library", ["transformer_engine", "apex"])
+def test_updates_by_a_fused_adam_are_those_of_torchs(library: str, tmp_path: Path) -> None:
+    """Its constructor takes what megatron-core gives it; norm, clipping, steps, undoing and resuming are torch's."""
+    run("optimizer_job", library, tmp_path, library=needed(library))
+    run("optimizer_job", "torch", tmp_path)
+    theirs, ours = (torch.load(tmp_path / f"{name}.pt") for name in (library, "torch"))
+    given: dict[str, Any] = theirs["constructed"][0]
+    assert given == {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "adam_w_mode": True}
+    for dtype in ("float32", "bfloat16"):
+        fused, plain = theirs[dtype], ours[dtype]
+        assert (fused["optimizer"], plain["optimizer"]) == (f"{library}.FusedAdam", "torch.AdamW")
+        assert fused["norms"] == pytest.approx(plain["norms"], rel=1e-4) and min(plain["norms"]) > 0.5, "clipped"
+        for name, weight in plain["weights"].items():
+            assert farthest(fused["weights"][name], weight) < (1e-4 if dtype == "float32" else 1e-2)
+            for again in ("undone", "resumed"):
+                assert torch.equal(fused[again][name], fused["weights"][name]), (again, name)
+
+
+def test_attention_through_flash_attn_is_that_of_gathered_keys(tmp_path: Path) -> None:
+    """Prefill, decode and windows over tables: flash-attn's functions take the call, and mean by it what we do."""
+    run("flash_job", tmp_path / "found.pt", library=needed("flash_attn"))
+    found = torch.load(tmp_path / "found.pt")
+    assert [call.partition("(")[0] for call in found["calls"]] == ["flash_attn_varlen_func", "flash_attn_with_kvcache"]
+    assert len(found["gathered"]) == len(found["flash-attn"]) == 12
+    for gathered, by_tables in zip(found["gathered"], found["flash-attn"], strict=True):
+        assert farthest(gathered, by_tables) < 0.02

@@ -1,0 +1,143 @@
+"""What is right on a CPU only is not done on a CUDA device: tensors of which nothing is computed show which way is taken.
+
+They are fake ones of a CUDA device; where torch's build for the CPU cannot index these, tensors of the device "meta", for the
+question is whether the device is a CPU.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from oppo_megatron.cluster.held_memory import device_bytes, held_bytes, peak_bytes
+from oppo_megatron.cluster.world import open_world
+from oppo_megatron.config.model import ModelConfig, RuntimeConfig
+from oppo_megatron.errors import ConfigError
+from oppo_megatron.layout.cpu_kernels import WHOLE_MULTIPLE
+from oppo_megatron.layout.kernels import Available
+from oppo_megatron.mcore import roles
+from oppo_megatron.mcore.cpu.cpu_attention import HalfOnCpu
+from oppo_megatron.mcore.cpu.prepacked import can_prepack
+from oppo_megatron.mcore.groups import RoleGroups, build_groups
+from oppo_megatron.mcore.kv.dense import KVCache
+from oppo_megatron.mcore.layers.attention import PackedPlan
+from oppo_megatron.mcore.layers.rms_norm import fixed_norm, rms_norm
+from oppo_megatron.mcore.layers.vocab_parallel import token_logprobs
+from oppo_megatron.mcore.vocab_shards import VocabShards
+from tests.support.ppo import SHAPE
+
+CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")
+
+
+@contextmanager
+def tensors_of(device: torch.device) -> Iterator[Callable[..., Tensor]]:
+    """A maker of tensors of any shape and type on the device: fake ones, where it is a CUDA device."""
+    with FakeTensorMode() if device.type == "cuda" else nullcontext(), torch.no_grad():
+        yield lambda *shape, dtype=torch.bfloat16: torch.ones(shape, dtype=dtype, device=device)
+
+
+@contextmanager
+def counted(owner: Any, name: str) -> Iterator[Counter[str]]:
+    """How often a function is called."""
+    function, calls = getattr(owner, name), Counter[str]()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls[name] += 1
+        return function(*args, **kwargs)
+
+    with mock.patch.object(owner, name, call):
+        yield calls
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[RoleGroups]:
+    with open_world(RuntimeConfig(device="cpu", threads_per_rank=1), {}):
+        found = build_groups([0], 1, 1, "actor")
+        assert found is not None
+        yield found
+
+
+def test_weights_are_laid_out_for_a_cpus_products_only() -> None:
+    with tensors_of(CUDA) as made:
+        assert not any(can_prepack(made(8, 8, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16))
+    assert can_prepack(torch.ones(8, 8)) is torch.backends.mkldnn.is_available()
+
+
+@pytest.mark.parametrize(("device", "calls"), [(CPU, 0), (CUDA, 2)])
+def test_the_norm_is_torchs_kernel_but_on_a_cpu(device: torch.device, calls: int) -> None:
+    with tensors_of(device) as made, counted(F, "rms_norm") as found:
+        for out in (rms_norm(made(3, 8), made(8), 1e-5), fixed_norm(made(8), 1e-5)(made(3, 8))):
+            assert out.shape == (3, 8) and out.device.type == device.type and out.dtype == torch.bfloat16
+    assert found["rms_norm"] == calls
+
+
+@pytest.mark.parametrize(("device", "calls"), [(CPU, 3), (META, 1)])
+def test_sequences_of_a_prefill_attend_one_by_one_on_a_cpu_and_at_once_elsewhere(
+    device: torch.device, calls: int
+) -> None:
+    with tensors_of(device) as made, counted(F, "scaled_dot_product_attention") as found:
+        cache = KVCache(
+            num_layers=1, num_kv_heads=2, head_dim=8, num_slots=3, max_length=700, dtype=torch.bfloat16, device=device,
+            rope=(made(700, 8, dtype=torch.float32), made(700, 8, dtype=torch.float32)),
+        )  # fmt: skip
+        for seq_id in range(3):
+            cache.open(seq_id)
+        plan = cache.begin(range(3), [600, 300, 100])
+        out = plan.attend(0, made(1000, 4, 8), made(1000, 2, 8), made(1000, 2, 8), 0.1, None)
+        assert out.shape == (1000, 32) and out.device.type == device.type
+    assert found["scaled_dot_product_attention"] == calls
+
+
+@pytest.mark.parametrize(("device", "calls"), [(CPU, 2), (META, 0)])
+def test_bfloat16_attention_of_whole_sequences_is_torchs_own_but_on_a_cpu(device: torch.device, calls: int) -> None:
+    with tensors_of(device) as made, counted(HalfOnCpu, "apply") as found:
+        plan = PackedPlan([3, 4], (made(9, 8, dtype=torch.float32), made(9, 8, dtype=torch.float32)))
+        assert plan.attend(0, made(7, 4, 8), made(7, 2, 8), made(7, 2, 8), 0.1).shape == (7, 32)
+    assert found["apply"] == calls
+
+
+def test_log_probs_take_few_kernels_on_a_gpu(groups: RoleGroups) -> None:
+    shards, blocks = VocabShards(groups.collection.tp, 50_000, 50_000), {}
+    for device in (CPU, META):
+        with tensors_of(device) as made, counted(Tensor, "exp") as found:
+            token_logprobs(made(64, 50_000), made(64, dtype=torch.int64), shards)
+        blocks[device.type] = found["exp"]
+    assert blocks["meta"] == 1 < blocks["cpu"]
+
+
+def test_rows_are_filled_up_for_a_cpus_bfloat16_alone(groups: RoleGroups) -> None:
+    config = ModelConfig(init=SHAPE, dtype="bfloat16")
+    model = roles.load_role(config, groups, head="lm", max_length=64, device=CPU)
+    assert model.token_multiple == WHOLE_MULTIPLE
+    assert model.to("meta").token_multiple == 1
+
+
+def test_layers_for_cuda_devices_are_refused_where_auto_turns_out_to_be_a_cpu(
+    groups: RoleGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(roles, "find_available", lambda cuda: Available(transformer_engine="2.12", cuda=cuda))
+    with pytest.raises(ConfigError, match="transformer_engine, but it computes on CUDA devices only; set it to auto"):
+        roles.load_role(
+            ModelConfig(init=SHAPE), groups, head="lm", max_length=64, device=CPU, layers="transformer_engine"
+        )
+
+
+def test_memory_is_the_devices_where_a_rank_computes_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 7)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: mock.Mock(total_memory=9))
+    assert (held_bytes(CUDA), peak_bytes(CUDA), device_bytes(CUDA)) == (5, 7, 9)
+    assert min(held_bytes(CPU), peak_bytes(CPU), device_bytes(CPU)) > 2**20
+
+
+def test_a_gpu_is_asked_for_ended_responses_only_now_and_then() -> None:
+    assert RuntimeConfig().sync_steps("cuda") > 1 == RuntimeConfig().sync_steps("cpu")

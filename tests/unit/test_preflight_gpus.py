@@ -1,0 +1,125 @@
+"""What `oppo doctor` says of GPUs: machines that are made up, and files as the kernel and nvidia-smi write them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from oppo_megatron.cli import doctor
+from oppo_megatron.cli.main import main
+from oppo_megatron.preflight.gpus import Gpu, Host, TorchBuild, describe, has_kernels, problems, read_host
+
+ARCHITECTURES = ("sm_80", "sm_86", "sm_90", "compute_90")
+H100 = Gpu("NVIDIA H100", 80 * 10**9, (9, 0), peers=7)
+NODE = TorchBuild("12.8", ARCHITECTURES, "2.27.3", (H100,) * 8)
+HOST = Host("570.86.15", (18,) * 8, ("mlx5_0/1: ACTIVE, 400 Gb/sec (4X NDR)",), 2**34, None, {})
+SMI = (
+    "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)\n\t Link 0: 26.562 GB/s\n\t Link 1: 26.562 GB/s\n"
+    "GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-2)\n\t Link 0: 26.562 GB/s\n\t Link 1: <inactive>\n"
+)
+
+
+def told(build: TorchBuild, host: Host = HOST) -> str:
+    return "\n".join(problem.text for problem in problems(build, host))
+
+
+def of_all(**changes: object) -> TorchBuild:
+    """The node with other devices."""
+    return replace(NODE, gpus=tuple(replace(gpu, **changes) for gpu in NODE.gpus))
+
+
+def test_a_node_that_lacks_nothing_is_described_and_blamed_for_nothing() -> None:
+    assert problems(NODE, HOST) == []
+    text = "\n".join(describe(NODE, HOST))
+    for word in (
+        "cuda:7: NVIDIA H100, 80 GB, compute capability 9.0", "NVIDIA driver: 570.86.15; torch's CUDA 12.8, NCCL 2.27.3",
+        "each reaches the others' memory; NVLink: 18 links each", "mlx5_0/1: ACTIVE, 400 Gb/sec", "16.0 GiB",
+    ):  # fmt: skip
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    ("build", "host", "says"),
+    [
+        (of_all(capability=(7, 5)), HOST, "none of which runs on compute capability 7.5"),
+        (replace(of_all(capability=(7, 5)), architectures=("sm_75",)), HOST, "set runtime.dtype to float32"),
+        (replace(NODE, nccl=None), HOST, "this torch has no NCCL"),
+        (of_all(peers=3), HOST, "24 of 56 pairs reach each other's memory"),
+        (NODE, replace(HOST, shared_bytes=2**26), "/dev/shm has 64 MiB"),
+        (NODE, replace(HOST, shared_bytes=None), "/dev/shm has 0 MiB"),
+        (NODE, replace(HOST, ports=("mlx5_0/1: DOWN, 10 Gb/sec (4X SDR)",)), "no InfiniBand or RoCE port is active"),
+        (NODE, replace(HOST, memory_lock_bytes=2**26), "at most 65536 KiB may be locked"),
+        (NODE, replace(HOST, variables={"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}), "until stall_deadline_s"),
+        (NODE, replace(HOST, variables={"NCCL_P2P_DISABLE": "1"}), "NCCL_P2P_DISABLE=1 keeps NCCL from NVLink"),
+        (TorchBuild(None), HOST, "this torch is built for the CPU: install one built for CUDA"),
+        (TorchBuild("12.8"), replace(HOST, driver=None), "no NVIDIA driver is loaded"),
+        (TorchBuild("12.8"), HOST, "finds no device"),
+        (TorchBuild("12.8"), replace(HOST, variables={"CUDA_VISIBLE_DEVICES": ""}), "hides every device"),
+    ],
+)
+def test_what_is_missing_is_named_with_a_remedy(build: TorchBuild, host: Host, says: str) -> None:
+    assert says in told(build, host)
+    assert len(problems(build, host)) == 1
+
+
+def test_a_machine_without_gpus_lacks_nothing() -> None:
+    assert problems(TorchBuild(None), Host()) == [] == describe(TorchBuild(None), Host())
+    one = replace(NODE, gpus=(replace(H100, peers=0),), nccl=None)
+    assert problems(one, replace(HOST, shared_bytes=2**26)) == [], "a device alone talks to nobody"
+
+
+@pytest.mark.parametrize(
+    ("capability", "runs"),
+    [((8, 0), True), ((8, 9), True), ((9, 0), True), ((10, 0), True), ((7, 5), False)],
+)
+def test_binaries_serve_their_generation_and_source_all_later_ones(capability: tuple[int, int], runs: bool) -> None:
+    assert has_kernels(capability, ARCHITECTURES) is runs
+    assert has_kernels((12, 0), ["sm_90", "sm_120a"]) and not has_kernels((12, 0), ["sm_100"])
+
+
+def test_the_kernels_files_and_nvidia_smi_are_read(tmp_path: Path) -> None:
+    port = tmp_path / "sys/class/infiniband/mlx5_0/ports/1"
+    port.mkdir(parents=True)
+    (port / "state").write_text("4: ACTIVE\n")
+    (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
+    version = tmp_path / "proc/driver/nvidia/version"
+    version.parent.mkdir(parents=True)
+    version.write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC 12\n"
+    )
+    asked: list[list[str]] = []
+    host = read_host({"NCCL_IB_DISABLE": "1", "HOME": "/"}, tmp_path, lambda words: asked.append(list(words)) or SMI)
+    assert (host.driver, host.links, host.ports) == ("550.54.15", (2, 1), ("mlx5_0/1: ACTIVE, 400 Gb/sec (4X NDR)",))
+    assert (
+        asked == [["nvlink", "--status"]] and host.variables == {"NCCL_IB_DISABLE": "1"} and host.shared_bytes is None
+    )
+    (tmp_path / "dev/shm").mkdir(parents=True)
+    assert (read_host({}, tmp_path, lambda words: "").shared_bytes or 0) > 0
+    nothing = read_host({}, tmp_path / "none", lambda words: "")
+    assert (nothing.driver, nothing.links, nothing.ports) == (None, (), ())
+
+
+def test_the_doctor_looks_at_devices_and_refuses_those_that_torch_cannot_use(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    device = SimpleNamespace(name="NVIDIA B200", total_memory=180 * 10**9, major=10, minor=0)
+    for name, value in {
+        "is_available": lambda: True, "device_count": lambda: 2, "get_device_properties": lambda number: device,
+        "can_device_access_peer": lambda one, other: True, "get_arch_list": lambda: ["sm_90"],
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(doctor, "read_host", lambda environment: HOST)
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "cuda:1: NVIDIA B200, 180 GB, compute capability 10.0" in out and "NCCL 2.27.3" in out
+    assert "kernels for sm_90, none of which runs on compute capability 10.0" in out
+    assert "not ready: the GPUs cannot be used" in out
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_100"])
+    assert main(["doctor"]) == 0 and "missing for GPUs" not in capsys.readouterr().out
