@@ -18,6 +18,15 @@ def new_group(ranks: Sequence[int], desc: str, backend: str | None = None) -> di
     return dist.new_group(list(ranks), timeout=world_timeout(), backend=backend, group_desc=desc)
 
 
+def open_connections(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Before batched messages between some ranks of a group.  Every rank of the group makes the call.
+
+    NCCL connects all ranks of a group in its first call of that group, and waits there for those that do not make it.
+    """
+    if device.type == "cuda" and group.size() > 1:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
 def world_timeout() -> timedelta:
     """How long the world's default group waits (`runtime.timeout_s`)."""
     world = dist.group.WORLD

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
 from oppo_megatron.cluster.process_groups import new_group
@@ -31,15 +32,34 @@ class Links:
         return self.groups[ends[0], ends[1], action.role, action.payload]
 
 
-def build_links(site: Site) -> Links:
-    """Create the groups of all links.  Every rank of the world makes the call."""
+def build_links(site: Site, device: torch.device | None = None) -> Links:
+    """Create the groups of all links, and open those between CUDA devices.  Every rank of the world makes the call.
+
+    NCCL connects two ranks in their first message, and both hosts wait there for each other: within a round, in which ranks
+    send before they receive, for good.  Here all ranks go through the links in the same order.
+    """
     rank, groups = dist.get_rank(), {}
     for link in _links(site):
         source, destination, role, payload = link
         group = new_group([source, destination], f"{role}.{payload.value}.{source}-{destination}")
         if rank in (source, destination):
             groups[link] = group
-    return Links(groups)
+    links = Links(groups)
+    if device is not None and device.type == "cuda":
+        open_links(links, device)
+    return links
+
+
+def open_links(links: Links, device: torch.device) -> None:
+    """A message over each link of this rank.  All ranks make the call."""
+    rank = dist.get_rank()
+    for (source, destination, _, _), group in links.groups.items():
+        number = torch.zeros(1, device=device)
+        work = (
+            dist.isend(number, destination, group=group) if rank == source else dist.irecv(number, source, group=group)
+        )
+        assert work is not None, "a rank's links are those that it is an end of"
+        work.wait()
 
 
 def _links(site: Site) -> Iterator[Link]:

@@ -36,7 +36,7 @@ def build_place(world: World, parallel: ParallelConfig) -> PolicyPlacement:
     groups = build_groups(ranks, parallel.tp, parallel.pp, "policy")
     assert groups is not None
     placement = RolePlacement(ranks, parallel.tp, parallel.pp, parallel.dp)
-    return PolicyPlacement(world, groups, build_links(Site({"actor": placement})))
+    return PolicyPlacement(world, groups, build_links(Site({"actor": placement}), world.device))
 
 
 @dataclass(frozen=True)

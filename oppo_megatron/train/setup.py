@@ -52,7 +52,7 @@ def build_loop(
     assert prompts.planned is not None
     total_steps = ahead.total_steps(config.steps, prompts.planned, config.rollout.batch_size)
     with world.activity.doing("process groups", waits=True):
-        topology = build_topology(config)
+        topology = build_topology(config, world.device)
     algorithm, memory = make_algorithm(config.algorithm, config.ppo), MemoryMeter.begin(world.device)
     limits = memory.memory_limits
     builder = RoleBuilder(config, algorithm, world, topology, inputs.tokenizer, total_steps, inputs.lengths, limits)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.engine.links import Links, build_links
 from oppo_megatron.layout.placements import RolePlacement, role_placements, training_placements
@@ -25,8 +27,8 @@ class Topology:
     links: Links
 
 
-def build_topology(config: TrainConfig) -> Topology:
-    """Create all process groups.  Every rank makes the call."""
+def build_topology(config: TrainConfig, device: torch.device) -> Topology:
+    """Create all process groups, of ranks that compute on `device`.  Every rank makes the call."""
     site, trained = Site(role_placements(config)), training_placements(config)
     groups = {
         name: build_groups(placement.ranks, placement.tp, placement.pp, name)
@@ -38,4 +40,4 @@ def build_topology(config: TrainConfig) -> Topology:
         else build_groups(placement.ranks, placement.tp, placement.pp, f"{name}.train")
         for name, placement in trained.items()
     }
-    return Topology(site, trained, groups, training, build_links(site))
+    return Topology(site, trained, groups, training, build_links(site, device))

@@ -31,6 +31,7 @@ from megatron.core.resharding.utils import ParameterMetadata, ReshardPlan, Trans
 from torch import Tensor
 from torch.nn import Parameter
 
+from oppo_megatron.cluster.process_groups import open_connections
 from oppo_megatron.mcore.lora import is_adapter
 from oppo_megatron.mcore.model import RoleModel
 
@@ -61,6 +62,7 @@ class Reallocation:
         if self.shared:
             share_parameters(training[0], serving)
             return
+        open_connections(ours.all, next(serving.parameters()).device)
         self._source, self._target = _trained_weights(training), _serving_weights(serving)
         self._world, self._service = _RoleWorld(ours.all), GroupCopy(ours.all)
         plan = self._plan()

@@ -97,7 +97,7 @@ def _require_fit(rejected: RejectedBatch, config: TrainConfig) -> None:
 
 
 def _replay(rejected: RejectedBatch, config: TrainConfig, world: World) -> Replayed:
-    facts, topology = rejected.facts, build_topology(config)
+    facts, topology = rejected.facts, build_topology(config, world.device)
     scored = type(rejected.scored)(
         **{name: x.to(world.device) if isinstance(x, torch.Tensor) else x for name, x in vars(rejected.scored).items()}
     )
