@@ -3,6 +3,7 @@
 #   make check   creates .venv, installs with the test extra, runs lint, types, architecture and pure logic: two minutes
 #   make test    the same and the site of docs/, and every test that guards a promise, on the CPU: a quarter of an hour
 #   make test-long    the rest: chaos, benchmarks, the tutorial, every layout; before a release
+#   make gpu-rehearsal    runs on CUDA tensors that are fake, without a GPU; part of `make test`
 #   make hooks   installs the pre-commit hooks
 #   make docs    builds docs/ as a site into build/site; a link that leads nowhere is an error
 #   make test-wandb    the test of the tracker with the real wandb, installed into .wandb
@@ -39,7 +40,7 @@ ALIGNER_PYTEST := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PYTHONPATH=. $(ALIGNER
 PURE := tests/architecture $(wildcard $(addprefix tests/unit/test_, $(addsuffix _*.py, \
 	algorithms config control layout modeldir overcommit preflight rundir schedule)))
 
-.PHONY: demo check test test-long test-aligner lint docs hooks gpu-test test-slurm test-wandb test-nvrx test-gpulibs bench-trl clean
+.PHONY: demo check test test-long test-aligner lint docs hooks gpu-rehearsal gpu-test test-slurm test-wandb test-nvrx test-gpulibs bench-trl clean
 
 demo: $(INSTALLED)
 	$(BIN)/oppo demo
@@ -72,6 +73,9 @@ docs: $(INSTALLED_TEST)
 hooks: $(INSTALLED_TEST)
 	$(PIP) -e '.[hooks]'
 	$(BIN)/pre-commit install
+
+gpu-rehearsal: $(INSTALLED_TEST)
+	$(PYTEST) tests/rehearsal
 
 gpu-test: $(INSTALLED_TEST)
 	$(BIN)/python -m pytest -m gpu

@@ -22,7 +22,7 @@ def total(x_T: Tensor) -> Tensor:
 
 def count(x_T: Tensor) -> Tensor:
     """Number of tokens as a 0-d float64 tensor on the device of `x_T`."""
-    return torch.tensor(float(x_T.numel()), dtype=torch.float64, device=x_T.device)
+    return torch.full((), float(x_T.numel()), dtype=torch.float64, device=x_T.device)  # made there, not copied
 
 
 def maximum(x_T: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ import torch
 from oppo_megatron.engine.sampler import Sampling, draw_at, uniforms_at
 from oppo_megatron.engine.uniforms import row_state
 from oppo_megatron.mcore.cuda_graphs import StepRunner
+from oppo_megatron.mcore.host_copies import on_device
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.model import RoleModel
 
@@ -57,11 +58,10 @@ class DeviceLane:
         self._sampling, self._eos_ids = sampling, sorted(eos_ids)
         self._places = cache.step_rows()
         device, most = cache.device, cache.num_slots
-        self._state_4M = torch.zeros(4, most, dtype=torch.int64, device=device)
-        self._chain_M = torch.zeros(most, dtype=torch.int64, device=device)
+        self._state_5M = torch.zeros(5, most, dtype=torch.int64, device=device)
         self._ended_M = torch.zeros(most, dtype=torch.bool, device=device)
         self._drawn_4KM = torch.zeros(4, sync_steps, most, dtype=torch.float64, device=device)
-        self._eos_E1 = torch.tensor(self._eos_ids, dtype=torch.int64, device=device)[:, None]
+        self._eos_E1 = on_device(self._eos_ids, device)[:, None]
         self._step_1 = torch.zeros(1, dtype=torch.int64, device=device)
         self._sync_steps = sync_steps
         self._rows: Sequence[Row] = ()
@@ -90,8 +90,11 @@ class DeviceLane:
         # What fills up the rows writes where the first one will not write in this window, and has nothing yet.
         aside = min(past[0] + self._window, cache.max_length - 1)
         self._places.load([*slots, *[slots[0]] * filled])
-        state = [(row.token, length, row.position, row.limit) for row, length in zip(rows, past, strict=True)]
-        self._load_state([*state, *[(0, aside, 0, 0)] * filled])
+        state = [
+            (row.token, length, row.position, row.limit, row_state(self._sampling.seed, row.seq_id))
+            for row, length in zip(rows, past, strict=True)
+        ]
+        self._load_state([*state, *[(0, aside, 0, 0, 0)] * filled])
 
     def step(self) -> None:
         """One more token of each row that goes on."""
@@ -115,12 +118,11 @@ class DeviceLane:
         self._window = self._done
         return self.read() if self._done else []
 
-    def _load_state(self, state: list[tuple[int, int, int, int]]) -> None:
-        seq_ids = [row.seq_id for row in self._rows]
-        chain = np.array([row_state(self._sampling.seed, i) for i in seq_ids], dtype=np.uint64).view(np.int64)
-        size, num_rows = len(state), len(seq_ids)
-        self._state_4M[:, :size] = torch.tensor(state).T
-        self._chain_M[:num_rows] = torch.from_numpy(chain)
+    def _load_state(self, state: list[tuple[int, int, int, int, int]]) -> None:
+        """In one copy: token, cached length, position, limit and the state of the random numbers of each row, 64 bits."""
+        size, num_rows = len(state), len(self._rows)
+        table_5B = np.array(state, dtype=np.uint64).view(np.int64).T
+        self._state_5M[:, :size] = on_device(torch.from_numpy(table_5B), self._cache.device)
         self._ended_M[:num_rows] = False
         self._ended_M[num_rows:size] = True
         self._step_1.zero_()
@@ -128,13 +130,11 @@ class DeviceLane:
     def _advance(self) -> None:
         """One step, by operations of the device alone."""
         size = self._size
-        token_B, cached_B, position_B, limit_B = self._state_4M[:, :size].unbind(0)
+        token_B, cached_B, position_B, limit_B, chain_B = self._state_5M[:, :size].unbind(0)
         ended_B = self._ended_M[:size]
         logits_BV = self._model(token_B, self._places.plan(cached_B, self._reach))
-        drawn = draw_at(logits_BV, self._sampling, uniforms_at(self._chain_M[:size], position_B), self._model.vocab)
-        table = drawn.tokens, drawn.logprobs, drawn.sampling_logprobs, drawn.masses
-        drawn_41B = torch.stack([x.double() for x in table]).unsqueeze(1)
-        self._drawn_4KM[:, :, :size].index_copy_(1, self._step_1, drawn_41B)
+        drawn = draw_at(logits_BV, self._sampling, uniforms_at(chain_B, position_B), self._model.vocab)
+        self._drawn_4KM[:, :, :size].index_copy_(1, self._step_1, drawn.table().unsqueeze(1))
         self._step_1 += 1
         going_on_B = ~ended_B
         token_B.copy_(torch.where(going_on_B, drawn.tokens, token_B))

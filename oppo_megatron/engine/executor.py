@@ -155,7 +155,10 @@ class Executor:
 
     def _wait(self, action: Action, work: Any, shift: int | None = None) -> None:
         with self._naming(action, shift):
-            work.wait(timedelta(seconds=self.timeout_s))
+            if self.device.type == "cuda":
+                work.wait()  # the stream waits; given a time, NCCL has the host wait as well.  The group has a time of its own
+            else:
+                work.wait(timedelta(seconds=self.timeout_s))
 
     @contextlib.contextmanager
     def _naming(self, action: Action, shift: int | None = None) -> Iterator[None]:

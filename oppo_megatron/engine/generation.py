@@ -33,6 +33,7 @@ from oppo_megatron.engine.splits import by_rows, obstacle, prefill
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.engine.stream import ChunkOutlet
 from oppo_megatron.mcore.cuda_graphs import CapturedSteps, run_eagerly
+from oppo_megatron.mcore.host_copies import on_device
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.out_of_memory import Done, MemoryLimits, attempt
@@ -139,7 +140,7 @@ class DecodeWorker:
             assert self.outlet is not None
             return self.outlet.message(self._round.merge())
         if action.payload is Payload.TOKENS:
-            return [torch.tensor(self._round.drawn[action.micro_batch], dtype=torch.float64, device=self.cache.device)]
+            return [on_device(self._round.drawn[action.micro_batch], self.cache.device, torch.float64)]
         return [self._round.hidden[action.micro_batch].contiguous()]
 
     def inbox(self, action: Action) -> Iterator[Tensor]:
@@ -219,14 +220,14 @@ class DecodeWorker:
     ) -> Tensor:
         inputs = hidden_T
         if inputs is None:
-            inputs = torch.tensor(tokens, dtype=torch.int64, device=self.cache.device)
+            inputs = on_device(tokens, self.cache.device)
         return step(self.model, self.cache, seq_ids, lens, inputs, rows_R)
 
     def _draw(self, lane: list[Growing], logits_RV: Tensor | None, whole: bool) -> Drawn:
         assert logits_RV is not None
-        return draw(
-            logits_RV, self.sampling, [g.seq_id for g in lane], [g.position for g in lane], self.model.vocab
-        ).read()
+        seq_ids, positions = [g.seq_id for g in lane], [g.position for g in lane]
+        drawn = draw(logits_RV, self.sampling, seq_ids, positions, self.model.vocab)
+        return drawn.read(self.sampling, seq_ids, positions)
 
     def _sample(self, action: Action) -> int:
         micro_batch = action.micro_batch

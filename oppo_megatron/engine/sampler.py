@@ -20,6 +20,7 @@ from torch import Tensor
 from oppo_megatron.config.ppo import RolloutConfig
 from oppo_megatron.engine.uniforms import uniforms
 from oppo_megatron.errors import NumericsError
+from oppo_megatron.mcore.host_copies import on_device
 from oppo_megatron.mcore.vocab_shards import VocabShards
 
 BELOW_ONE = 1 - 2.0**-24
@@ -58,15 +59,20 @@ class Draw:
     sampling_logprobs: Tensor
     masses: Tensor
 
-    def require_finite(self, sampling: Sampling, seq_ids: Sequence[int], positions: Sequence[int]) -> None:
-        """Raises NumericsError for the first row that gave no distribution."""
-        for mass, seq_id, position in zip(self.masses.tolist(), seq_ids, positions, strict=True):
+    def table(self) -> Tensor:
+        """All of them, one below the other: float64 [4, R], in which tokens are exact."""
+        return torch.stack([x.double() for x in (self.tokens, self.logprobs, self.sampling_logprobs, self.masses)])
+
+    def read(self, sampling: Sampling, seq_ids: Sequence[int], positions: Sequence[int]) -> list[list[float]]:
+        """Tokens, log-probs and sampling log-probs for the host, in one copy.
+
+        Raises NumericsError for the first row that gave no distribution.
+        """
+        *drawn, masses = self.table().tolist()
+        for mass, seq_id, position in zip(masses, seq_ids, positions, strict=True):
             if not math.isfinite(mass):
                 raise no_distribution(sampling, seq_id, position)
-
-    def read(self) -> list[list[float]]:
-        """Tokens, log-probs and sampling log-probs for the host."""
-        return [self.tokens.tolist(), self.logprobs.tolist(), self.sampling_logprobs.tolist()]
+        return drawn
 
 
 def no_distribution(sampling: Sampling, seq_id: int, position: int) -> NumericsError:
@@ -108,12 +114,10 @@ def draw(
 ) -> Draw:
     """Draw one token a row from float32 logits, this rank's shard of them where there are `shards`.
 
-    Every rank of the shards makes the call and gets the same answer.  Raises NumericsError for a row that gives no distribution.
+    Every rank of the shards makes the call and gets the same answer.  Whether rows gave distributions shows in `Draw.read`.
     """
-    u_R = torch.tensor(uniforms(sampling.seed, seq_ids, positions), dtype=torch.float64, device=logits_RV.device)
-    drawn = draw_at(logits_RV, sampling, u_R, shards)
-    drawn.require_finite(sampling, seq_ids, positions)
-    return drawn
+    u_R = on_device(uniforms(sampling.seed, seq_ids, positions), logits_RV.device, torch.float64)
+    return draw_at(logits_RV, sampling, u_R, shards)
 
 
 def draw_at(logits_RV: Tensor, sampling: Sampling, u_R: Tensor, shards: VocabShards | None = None) -> Draw:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from oppo_megatron.engine.splits import Splits, obstacle, prefill
+from oppo_megatron.mcore.host_copies import on_device
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.layers.vocab_parallel import token_logprobs
 from oppo_megatron.mcore.model import RoleModel
@@ -144,9 +145,9 @@ class ScoringWorker:
             end += growth.new
             rows += range(end - growth.rows, end)
         device = self.cache.device
-        inputs = torch.tensor(tokens, dtype=torch.int64, device=device) if self.model.pre_process else hidden_T
+        inputs = on_device(tokens, device) if self.model.pre_process else hidden_T
         assert inputs is not None
-        rows_R = torch.tensor(rows, dtype=torch.int64, device=device)
+        rows_R = on_device(rows, device)
         seq_ids, lens = [g.seq_id for g in batch], [g.new for g in batch]
         out = step(self.model, self.cache, seq_ids, lens, inputs, rows_R)
         return out if whole or not self.model.groups.is_last_stage else self._reduce(batch, out)
@@ -180,6 +181,6 @@ class ScoringWorker:
             return out_R
         ends = [g.past + g.new for g in batch]
         targets = [self._round.sequences[g.seq_id][e - g.rows + 1 : e + 1] for g, e in zip(batch, ends, strict=True)]
-        targets_R = torch.tensor([t for part in targets for t in part], dtype=torch.int64, device=out_R.device)
+        targets_R = on_device([t for part in targets for t in part], out_R.device)
         with torch.inference_mode():
             return token_logprobs(out_R, targets_R, self.model.vocab, self.temperature)[0]

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oppo_megatron.engine.chunk_codec import HEADER_SIZE, ChunkDecoder, ChunkEncoder
+from oppo_megatron.mcore.host_copies import on_device
 from oppo_megatron.records import Chunk, Rollout
 from oppo_megatron.schedule.actions import Action
 
@@ -40,7 +41,7 @@ class ChunkOutlet:
         """Header and payload; encoded once for all listeners."""
         if self._encoded is None or self._encoded[0] is not chunk:
             words = self._encoder.encode(chunk)
-            self._encoded = chunk, [torch.from_numpy(part).to(self.device) for part in words if len(part)]
+            self._encoded = chunk, [on_device(torch.from_numpy(part), self.device) for part in words if len(part)]
         return self._encoded[1]
 
 
@@ -92,7 +93,7 @@ def share(values: Tensor | None, size: int, source: int, device: torch.device) -
     vector = torch.empty(size, dtype=torch.float64, device=device)
     if dist.get_rank() == source:
         assert values is not None and values.numel() == size
-        vector.copy_(values)
+        vector.copy_(on_device(values, device))
     if dist.get_world_size() > 1:
         dist.broadcast(vector, source)
     return vector

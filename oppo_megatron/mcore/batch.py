@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from oppo_megatron.mcore.host_copies import on_device
 from oppo_megatron.schedule.packing import pack_by_tokens
 
 
@@ -19,7 +20,8 @@ class MicroBatch:
     """Sequences to run forward (and backward) together.
 
     `index` are the sequences' places in the batch they came from; `rows_R` the packed positions whose outputs are wanted;
-    `targets_R` the token each of these rows predicts; `extra` holds tensors that a loss needs, aligned with the rows.
+    `targets_R` the token each of these rows predicts; `tokens` are those of `tokens_T` for the host, where it may ask for them;
+    `extra` holds tensors that a loss needs, aligned with the rows.
     """
 
     index: list[int]
@@ -27,6 +29,7 @@ class MicroBatch:
     tokens_T: Tensor
     rows_R: Tensor
     targets_R: Tensor
+    tokens: Sequence[int] = ()
     extra: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -69,8 +72,8 @@ def pack_responses(
             rows += range(first, first + len(responses[i]))
             targets += responses[i]
             start += lengths[i]
-        tensors = [torch.tensor(x, dtype=torch.int64, device=device) for x in (tokens, rows, targets)]
-        batches.append(MicroBatch(index, [lengths[i] for i in index], tensors[0], tensors[1], tensors[2]))
+        tensors = [on_device(x, device) for x in (tokens, rows, targets)]
+        batches.append(MicroBatch(index, [lengths[i] for i in index], tensors[0], tensors[1], tensors[2], tokens))
     return batches
 
 
@@ -83,8 +86,8 @@ def pack_sequences(sequences: Sequence[Sequence[int]], budget: int, device: torc
 def whole_sequences(index: list[int], sequences: Sequence[Sequence[int]], device: torch.device) -> MicroBatch:
     """One micro-batch of sequences wanted at their last token; `index` says where they come from.  No targets."""
     lengths = [len(sequence) for sequence in sequences]
-    tokens_T = torch.tensor([token for sequence in sequences for token in sequence], dtype=torch.int64, device=device)
-    last_S = torch.tensor(lengths, device=device).cumsum(0) - 1
+    tokens_T = on_device([token for sequence in sequences for token in sequence], device)
+    last_S = on_device(lengths, device).cumsum(0) - 1
     return MicroBatch(index, lengths, tokens_T, last_S, targets_R=tokens_T.new_empty(0))
 
 

@@ -153,6 +153,32 @@ def make_scratch_memory() -> None:
         parallel_state._set_global_memory_buffer()
 
 
+def keep_norms_on_device() -> None:
+    """Where there is a GPU, but neither transformer-engine nor apex: sum the norms of the gradients there.
+
+    utils.py:1206 reads the norm of each parameter's gradient by itself, and the host waits for the device in each.
+    """
+    clip_grads = importlib.import_module("megatron.core.optimizer.clip_grads")
+    plain = getattr(clip_grads, "local_multi_tensor_l2_norm", None)
+    if torch.cuda.is_available() and plain is not None and clip_grads.l2_norm_impl is plain:
+        _replace(clip_grads, "l2_norm_impl", norm_on_device)
+
+
+def norm_on_device(_chunk: int, _overflow: torch.Tensor, lists: list[list[torch.Tensor]], *_: Any) -> Any:
+    """In place of `local_multi_tensor_l2_norm`, with its result: a tensor of one number."""
+    return torch.nn.utils.get_total_norm(lists[0]).float().reshape(1), None
+
+
+@contextlib.contextmanager
+def known_norm(optimizer: Any, norm: float) -> Iterator[None]:
+    """Within it, `step` of a chained optimizer takes `norm` for that of its gradients (needed on GPU alone).
+
+    optimizer/optimizer.py:1314 computes it again, and the host waits for the device once more.
+    """
+    with mock.patch.object(optimizer, "get_grad_norm", lambda: norm):
+        yield
+
+
 @contextlib.contextmanager
 def optimizer_world(group: dist.ProcessGroup) -> Iterator[None]:
     """Narrow "the world" to a model's own ranks while its optimizer is built (needed on GPU as well).

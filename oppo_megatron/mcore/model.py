@@ -290,6 +290,7 @@ def transformer_config(
         persist_layer_norm=False,
         apply_rope_fusion=False,
         variable_seq_lengths=layout is None or layout.vpp == 1,  # packed micro-batches differ in length
+        batch_p2p_sync=False,  # for torch before 1.12: the host would wait for the device in every message between stages
         moe_token_dispatcher_type="alltoall",  # noqa: S106  (no secret: megatron asks for it beside variable lengths)
         calculate_per_token_loss=True,  # losses are shares of a minibatch's: they add up, over replicas too
         **({} if layout is None else _training_options(layout, groups)),

@@ -19,7 +19,6 @@ from megatron.core.optimizer import OptimizerConfig as McoreOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
 from oppo_megatron.config.model import OptimizerConfig, TrainingLayoutConfig
@@ -30,6 +29,7 @@ from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.mcore.layers.attention import PackedPlan
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.out_of_memory import Begun
+from oppo_megatron.mcore.stage_messages import StageMessages
 
 Loss = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
 """(micro-batch, output of its rows) -> (its share of the minibatch's loss, summed statistics).
@@ -62,7 +62,7 @@ class Ahead:
 
     def take(self, batch: MicroBatch) -> Tensor | None:
         """The output, which is not held here any longer, if it is of this micro-batch."""
-        if batch.index != self.batch.index or not torch.equal(batch.tokens_T, self.batch.tokens_T):
+        if batch.index != self.batch.index or batch.tokens != self.batch.tokens:
             return None
         output, self.output = self.output, None
         return output
@@ -98,7 +98,7 @@ def _run(
         seq_length=max(sizes),
         micro_batch_size=1,
         forward_only=forward_only,
-        p2p_communicator=P2PCommunicator(groups.collection.pp, first.config),
+        p2p_communicator=StageMessages(groups.collection.pp, first.config, sizes),
         pg_collection=groups.collection,
     )
     if not groups.is_last_stage:
@@ -294,25 +294,33 @@ class TrainedModel:
 
     def _checked_step(self) -> float:
         self.optimizer.prepare_grads()
-        norm = float(self.optimizer.get_grad_norm())
+        norm = float(self.optimizer.get_grad_norm())  # for which the host waits
         if not math.isfinite(norm):
             raise NumericsError(
                 f"the gradient norm is {norm}: the update is not applied. Lower the learning rate, or look at the batch's "
                 "rewards and log-prob gap in metrics.jsonl."
             )
-        _, norm, _ = self.optimizer.step()
+        with compat.known_norm(self.optimizer, norm):
+            self.optimizer.step()
         self.scheduler.step(increment=1)
         return norm
 
 
 def _total(reports: Iterable[Mapping[str, Tensor]], groups: RoleGroups) -> dict[str, float]:
     """Statistics of all micro-batches of all replicas, on last-stage ranks."""
-    own = _added([{name: float(value) for name, value in report.items()} for report in reports])
+    own = _added(_read(list(reports)))
     if groups.dp == 1 or not groups.is_last_stage:
         return own
     found: list[Any] = [None] * groups.dp
     dist.all_gather_object(found, own, group=groups.collection.dp)  # a replica without rows knows no names
     return _added(found)
+
+
+def _read(reports: Sequence[Mapping[str, Tensor]]) -> list[dict[str, float]]:
+    """All in one copy from the device."""
+    values = [value.detach().double() for report in reports for value in report.values()]
+    numbers = iter(torch.stack(values).tolist() if values else ())
+    return [{name: next(numbers) for name in report} for report in reports]
 
 
 def _added(reports: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -327,6 +335,7 @@ def _added(reports: Iterable[Mapping[str, float]]) -> dict[str, float]:
 def _optimizer(ddp: list[DistributedDataParallel], config: OptimizerConfig, groups: RoleGroups, sharded: bool) -> Any:
     """Adam over all chunks; `sharded`: each replica keeps the state of a share of the weights."""
     settings = ddp[0].config
+    compat.keep_norms_on_device()
     optimizer_config = McoreOptimizerConfig(
         optimizer="adam", lr=config.rate, min_lr=config.min_lr, weight_decay=config.weight_decay,
         adam_beta1=config.betas[0], adam_beta2=config.betas[1], adam_eps=config.eps, clip_grad=config.clip_grad,

@@ -19,6 +19,7 @@ from oppo_megatron.algorithms.losses import ActorTargets
 from oppo_megatron.algorithms.packed import tokens_of_rows
 from oppo_megatron.mcore.batch import MicroBatch, join_rows, pack_responses
 from oppo_megatron.mcore.groups import RoleGroups
+from oppo_megatron.mcore.host_copies import on_device
 from oppo_megatron.mcore.layers.vocab_parallel import largest_logits, token_logprobs
 from oppo_megatron.mcore.out_of_memory import MemoryLimit, MemoryLimits, in_smaller_ones
 from oppo_megatron.mcore.training import forward_rows
@@ -180,11 +181,11 @@ class Actor:
         lengths_B = torch.tensor([len(r.tokens) for r in batch])
         found_T2 = torch.zeros(int(lengths_B.sum()), 2, device=settings.device)
         if mine is not None:
-            found_T2[tokens_of_rows(lengths_B, rows).to(settings.device)] = mine
+            found_T2[on_device(tokens_of_rows(lengths_B, rows), settings.device)] = mine
         if groups.dp > 1:
             dist.all_reduce(found_T2, group=groups.collection.dp)  # each is 0 on all replicas but one
         logp_T, largest_T = found_T2.unbind(-1)
-        drawn_T = torch.tensor([x for r in batch for x in r.logprobs], device=settings.device)
+        drawn_T = on_device([x for r in batch for x in r.logprobs], settings.device, torch.float32)
         gap = gap_stats(logp_T - drawn_T, largest_T, fresh_tokens(batch, settings), self.gap_limit)
         return BegunUpdate(logp_T, {name: float(value) for name, value in gap.items()})
 
@@ -228,4 +229,4 @@ class Actor:
 def fresh_tokens(batch: Sequence[Rollout], settings: UpdateSettings) -> Tensor:
     """[T]: 1 where decoding saw the very weights that the update starts from, cache included."""
     flags = [float(version == settings.version) for rollout in batch for version in rollout.versions]
-    return torch.tensor(flags, dtype=torch.float32, device=settings.device)
+    return on_device(flags, settings.device, torch.float32)

@@ -21,6 +21,7 @@ from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.engine.stream import share
 from oppo_megatron.layout.placements import RolePlacement, scorers_leader
+from oppo_megatron.mcore.host_copies import on_device
 from oppo_megatron.records import Rollout
 from oppo_megatron.rewards.functions import NonFiniteRewardError, RewardSum
 from oppo_megatron.rewards.protocol import ScoreItem
@@ -87,14 +88,14 @@ class ScoreExchange:
         times = [seconds.get(name, 0.0) for name in TIMES] + list(work)
         mine = torch.tensor(times, dtype=torch.float64) if self.rank == self._leader else None
         busy_s, idle_s, *leaders_work = self.shared("times", mine, len(times), self._leader).tolist()
-        logp_T = torch.tensor([x for r in batch for x in r.logprobs], dtype=torch.float32, device=self.device)
+        logp_T = on_device([x for r in batch for x in r.logprobs], self.device, torch.float32)
         scored = ScoredBatch(
             behaviour_logp_T=logp_T,
             reference_logp_T=reference_T.float(),
             values_T=values_T,
             scores_B=totals_B.float(),
             lengths_B=lengths,
-            truncated_B=torch.tensor([r.finish_reason == "length" for r in batch], device=self.device),
+            truncated_B=on_device([r.finish_reason == "length" for r in batch], self.device, torch.bool),
         )
         critic = self.critic_stats()
         ess, *of_rollout = self._of_actor(measured()).tolist()
@@ -210,7 +211,7 @@ def by_rank(values: Sequence[float], device: torch.device) -> list[list[float]]:
 
 def _of_all_ranks(values: Sequence[float], device: torch.device) -> Tensor:
     """[ranks, values]"""
-    mine = torch.tensor(values, dtype=torch.float64, device=device)
+    mine = on_device(values, device, torch.float64)
     all_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     if len(all_ranks) == 1:
         return mine[None]

@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from oppo_megatron.cluster.liveness.watching import watched
+from oppo_megatron.cluster.process_groups import use_once
 from oppo_megatron.cluster.world import World, open_world
 from oppo_megatron.config.data import DataConfig
 from oppo_megatron.config.load import dump_config
@@ -207,6 +208,7 @@ def _build_groups(config: SupervisedConfig, world: World) -> RoleGroups:
         )
     groups = build_groups(range(world.size), layout.tp, layout.pp, "model")
     assert groups is not None, "every rank of the world is one of the model's"
+    use_once(groups.made, world.device)
     return groups
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from oppo_megatron.config.model import DecodePath, Layers, TrainedRoleConfig
 from oppo_megatron.mcore.groups import RoleGroups
+from oppo_megatron.mcore.host_copies import on_device
 from oppo_megatron.mcore.model import Head, RoleModel
 from oppo_megatron.mcore.roles import load_role, load_training
 from oppo_megatron.mcore.training import TrainedModel
@@ -51,7 +52,7 @@ class TrainedRole:
         """Statistics of an update, known on the last training stage, on every rank of the role."""
         groups = self.trained.model.groups
         device = next(self.serving.parameters()).device
-        values = torch.tensor([stats.get(name, 0.0) for name in names], dtype=torch.float64, device=device)
+        values = on_device([stats.get(name, 0.0) for name in names], device, torch.float64)
         if groups.all.size() > 1:
             dist.broadcast(values, groups.output_rank, group=groups.all)
         return dict(zip(names, values.tolist(), strict=True))

@@ -17,6 +17,7 @@ from oppo_megatron.algorithms.packed import tokens_of_rows
 from oppo_megatron.algorithms.stats import TokenStats
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.mcore.batch import MicroBatch, pack_responses, split_rows
+from oppo_megatron.mcore.host_copies import on_device
 from oppo_megatron.mcore.out_of_memory import MemoryLimit, MemoryLimits, in_smaller_ones
 from oppo_megatron.mcore.training import StepReport, TrainedModel
 from oppo_megatron.records import Rollout
@@ -133,7 +134,7 @@ def _micro_batches(
     """Rows of the batch in micro-batches of at most `most` tokens, each with its part of `extra_T`."""
     prompts, responses = [batch[i].prompt.tokens for i in rows], [batch[i].tokens for i in rows]
     micros = pack_responses(prompts, responses, most, device)
-    chosen, row_lengths = tokens_of_rows(lengths, rows).to(device), lengths[rows].tolist()
+    chosen, row_lengths = on_device(tokens_of_rows(lengths, rows), device), lengths[rows].tolist()
     for name, values_T in extra_T.items():
         for micro, piece in zip(micros, split_rows(values_T[chosen], row_lengths, micros), strict=True):
             micro.extra[name] = piece

@@ -26,7 +26,8 @@ def test_logits_that_are_no_distribution_are_an_error(temperature: float) -> Non
         logits_RV[1, 0] = math.nan
     row = 0 if temperature == 1e-45 else 1
     with pytest.raises(NumericsError, match=f"sequence {[5, 9][row]}, response token {[2, 7][row]}.*not finite"):
-        draw(logits_RV, Sampling(temperature=temperature), [5, 9], [2, 7])
+        sampling = Sampling(temperature=temperature)
+        draw(logits_RV, sampling, [5, 9], [2, 7]).read(sampling, [5, 9], [2, 7])
 
 
 UINT32 = st.integers(0, 2**32 - 1)

@@ -6,10 +6,12 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from oppo_megatron.mcore.compat import PATCHES, Patch
+from oppo_megatron.mcore.compat import PATCHES, Patch, known_norm, norm_on_device
 
 SPEC = find_spec("megatron.core")
 assert SPEC is not None and SPEC.origin is not None
@@ -101,6 +103,25 @@ def test_sequence_parallel_still_needs_the_scratch_memory() -> None:
     """The reason of `make_scratch_memory`."""
     lines = (MEGATRON / "tensor_parallel/layers.py").read_text().splitlines()
     assert "get_global_memory_buffer().get_tensor(" in lines[481]
+
+
+def test_megatron_still_reads_each_gradients_norm_and_clips_by_one_of_its_own() -> None:
+    """The reasons of `keep_norms_on_device` and `known_norm`, and that both give what megatron computes."""
+    assert "torch.norm(torch.tensor(l2))" in (MEGATRON / "utils.py").read_text().splitlines()[1205]
+    assert "self.get_grad_norm()" in (MEGATRON / "optimizer/optimizer.py").read_text().splitlines()[1313]
+    grads = [torch.arange(6.0).view(2, 3), torch.full((4,), 2.0)]
+    (norm,) = norm_on_device(0, torch.zeros(1), [grads])[0].tolist()
+    assert norm == pytest.approx(float(torch.cat([grad.flatten() for grad in grads]).norm()))
+    optimizer = SimpleNamespace(get_grad_norm=lambda: 7.0)
+    with known_norm(optimizer, 3.0):
+        assert optimizer.get_grad_norm() == 3.0
+    assert optimizer.get_grad_norm() == 7.0
+
+
+def test_stages_still_ask_each_other_for_shapes_and_wait() -> None:
+    """The reason of `stage_messages.StageMessages`."""
+    lines = (MEGATRON / "pipeline_parallel/p2p_communication.py").read_text().splitlines()
+    assert "torch.cuda.synchronize()" in lines[241] and ".tolist()" in lines[245] and ".tolist()" in lines[249]
 
 
 def test_patches_take_effect_without_cuda_and_only_then() -> None:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oppo_megatron.mcore.cpu.cpu_attention import CALL_NUMBERS, stretches
+from oppo_megatron.mcore.host_copies import on_device
 from oppo_megatron.mcore.layers.rope import apply_rope
 from oppo_megatron.mcore.layers.windows import WindowedAttention, binding
 
@@ -74,7 +75,7 @@ class CallPlan(CachedPlan):
         self.longest = max(p + n for p, n in zip(past, lens, strict=True))
         self._dtype, self._device = cache.dtype, cache.device
         self._together: dict[int | None, list[_Together]] = {}  # by window, made in the first layer that has it
-        self.slots_S, self.past_S, self.lens_S = torch.tensor([slots, past, lens], device=cache.device).unbind(0)
+        self.slots_S, self.past_S, self.lens_S = on_device([slots, past, lens], cache.device).unbind(0)
         if self.decode:
             self.pos_T = self.past_S
         else:

@@ -14,6 +14,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
+from oppo_megatron.mcore.host_copies import on_device
 from oppo_megatron.mcore.kv.cached_plan import CallPlan, StepPlan, StepRows
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache, slots_within
 
@@ -53,7 +54,9 @@ class KVCache(SequenceCache):
 
     def _swap(self, one: int, other: int, length: int) -> None:
         for store in (*self.k, *self.v):
-            store[[one, other], :, :length] = store[[other, one], :, :length]
+            held = store[one, :, :length].clone()
+            store[one, :, :length] = store[other, :, :length]
+            store[other, :, :length] = held
 
     def _extend(self, slot: int, length: int) -> None:
         """Every position is there from the beginning."""
@@ -100,7 +103,7 @@ class _DenseRows(StepRows):
 
     def load(self, slots: Sequence[int]) -> None:
         self._first = min(slots)
-        self._slot_M[: len(slots)] = torch.tensor(slots)
+        self._slot_M[: len(slots)] = on_device(slots, self._cache.device)
 
     @property
     def key(self) -> Hashable:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from oppo_megatron.layout.memory import BLOCK_TOKENS
+from oppo_megatron.mcore.host_copies import on_device
 from oppo_megatron.mcore.kv.cached_plan import CallPlan, StepPlan, StepRows
 from oppo_megatron.mcore.kv.paged_kernels import PagedCall, PagedKernel
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache, slots_within
@@ -57,9 +58,9 @@ class PagedKVCache(SequenceCache):
         return len(self._free)
 
     def tables(self, slots: Sequence[int], width: int) -> Tensor:
-        """Int32 [S, W] on the host: the blocks of each slot; behind the last that it has, any."""
+        """Int32 [S, W]: the blocks of each slot; behind the last that it has, any."""
         rows = [self._tables[slot][:width] for slot in slots]
-        return torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.int32)
+        return on_device([row + [0] * (width - len(row)) for row in rows], self.device, torch.int32)
 
     def step_rows(self) -> StepRows:
         return _PagedRows(self)
@@ -84,12 +85,12 @@ class PagedKVCache(SequenceCache):
             self._free.append(table.pop())
 
     def _read(self, slot: int, length: int) -> Tensor:
-        table = self._tables[slot]
-        return torch.stack([pool[table].flatten(0, 1)[:length] for pool in (*self.k, *self.v)])
+        table_W = on_device(self._tables[slot], self.device)
+        return torch.stack([pool[table_W].flatten(0, 1)[:length] for pool in (*self.k, *self.v)])
 
     def _write(self, slot: int, stored: Tensor) -> None:
-        position_L = torch.arange(stored.shape[1])
-        block_L = torch.tensor(self._tables[slot], dtype=torch.int64)[position_L // self.block_tokens]
+        position_L = torch.arange(stored.shape[1], device=self.device)
+        block_L = on_device(self._tables[slot], self.device)[position_L // self.block_tokens]
         for pool, values_LGD in zip((*self.k, *self.v), stored, strict=True):
             pool[block_L, position_L % self.block_tokens] = values_LGD
 
@@ -122,7 +123,7 @@ class _PagedPlan(CallPlan):
     def __init__(self, cache: PagedKVCache, slots: list[int], past: list[int], lens: list[int]):
         super().__init__(cache, slots, past, lens)
         self._kernel, width = cache.kernel, -(-self.longest // cache.block_tokens)
-        table_SW = cache.tables(slots, width).to(cache.device)
+        table_SW = cache.tables(slots, width)
         self._places = _Places(cache, table_SW, self.row_T, self.pos_T)
         lens_S = self.lens_S.int()
         self._call = PagedCall(table_SW, lens_S, self.past_S.int() + lens_S, max(lens), self.longest)

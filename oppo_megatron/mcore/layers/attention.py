@@ -81,7 +81,8 @@ class PackedPlan:
 def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Tensor:
     """torch's, causal without a mask."""
     grouped = q.shape[1] != k.shape[1]
-    if grouped and mask is not None and q.device.type == "cuda":  # whose fast kernels with masks know no groups
+    # Of CUDA's fast kernels those for masks, or float32, know no groups.
+    if grouped and q.device.type == "cuda" and (mask is not None or q.dtype == torch.float32):
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         grouped = False
     return F.scaled_dot_product_attention(

@@ -22,6 +22,7 @@ from oppo_megatron.config.load import config_yaml
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.guards import CODE_SIZE, NO_BREACH, Breach, Rules, decode, gravest
 from oppo_megatron.errors import NumericsError, RewardError
+from oppo_megatron.mcore.host_copies import on_device
 from oppo_megatron.records import Rollout
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.schedule.rounds import Site
@@ -101,7 +102,7 @@ class Guard:
         own = gravest(breaches)
         if not self.rules.agree_on_updates or dist.get_world_size() == 1:
             return own
-        mine = torch.tensor(NO_BREACH if own is None else own.encode(), dtype=torch.float64, device=self.device)
+        mine = on_device(NO_BREACH if own is None else own.encode(), self.device, torch.float64)
         codes = [torch.empty(CODE_SIZE, dtype=torch.float64, device=self.device) for _ in range(dist.get_world_size())]
         with waiting_for(f"guards, step {step}"):
             dist.all_gather(codes, mine)

@@ -1,0 +1,321 @@
+"""The calls of torch.distributed between ranks whose tensors are fake: each is told to the others, and compared.
+
+Ranks are processes, and meet in a store.  What is known of a tensor's numbers travels with it.  Every rank of a group makes the
+same call, of the same type and size, or all of them are told who made which.  A first message between two ranks waits for the
+other end, as NCCL does when it opens the connection.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from tests.rehearsal.watch import Watch
+
+PATIENCE_S = 20.0
+BY_NCCL = {
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.int8,
+    torch.bool,
+}
+
+
+class Mismatch(RuntimeError):
+    """Ranks do not make the same call."""
+
+
+class Done:
+    """A message or collective under way."""
+
+    def __init__(self, watch: Watch, finish: Callable[[], None] = lambda: None):
+        self._watch, self._finish = watch, finish
+        self._waited = False
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """The stream waits, and the host where it is given a time for it."""
+        if timeout is not None:
+            self._watch.waits_for("wait with a time")
+        if not self._waited:
+            self._waited = True
+            self._finish()
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class Peers:
+    """The other ranks, from one of them, once it has joined."""
+
+    watch: Watch
+    store: dist.Store
+    rank: int
+
+    def join(self, watch: Watch, store: dist.Store, rank: int, size: int) -> None:
+        self.watch, self.store, self.rank = watch, store, rank
+        store.set_timeout(timedelta(seconds=PATIENCE_S))
+        self.groups: dict[Any, tuple[str, list[int]]] = {}
+        self._world = "world", list(range(size))
+        self._made = 0
+        self.opened: set[str] = set()  # groups of which all ranks have made a call on the device
+        self._calls: Counter[str] = Counter()
+
+    def of(self, group: Any) -> tuple[str, list[int]]:
+        """The name of a group, and its ranks."""
+        return self._world if group is None or group is dist.group.WORLD else self.groups[group]
+
+    def place(self, group: Any, rank: int | None, in_group: int | None) -> int:
+        """The number within the group of a rank that is given by its number in the world, or in the group."""
+        return (in_group or 0) if rank is None else self.of(group)[1].index(rank)
+
+    def remember(self, group: Any, ranks: Sequence[int] | None) -> Any:
+        """A group was made, by a call of all ranks in the same order."""
+        self._made += 1
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            self.groups[group] = f"group {self._made}", list(ranks or self._world[1])
+        return group
+
+    def exchange(self, group: Any, mine: Any) -> list[Any]:
+        """What every rank of the group gives, in their order."""
+        if group is dist.GroupMember.NON_GROUP_MEMBER or (
+            group is not None and group not in self.groups and group is not dist.group.WORLD
+        ):
+            raise Mismatch(f"rank {self.rank} calls {mine} of a group that it is no member of")
+        name, ranks = self.of(group)
+        self._calls[name] += 1
+        key = f"{name}/{self._calls[name]}"
+        self.store.set(f"{key}/{self.rank}", pickle.dumps(mine))
+        return [mine if rank == self.rank else self._get(f"{key}/{rank}", mine, rank) for rank in ranks]
+
+    def _get(self, key: str, waits_in: Any, rank: int) -> Any:
+        try:
+            return pickle.loads(self.store.get(key))
+        except RuntimeError as error:
+            raise Mismatch(f"rank {self.rank} waits in vain for rank {rank} in {waits_in!r:.200}") from error
+
+    def collective(self, what: str, group: Any, tensors: Sequence[Tensor]) -> list[list[Tensor | None]]:
+        """Known numbers of the tensors that each rank gives; raises Mismatch where the calls differ."""
+        for tensor in tensors:
+            if tensor.device.type == "cuda":
+                if tensor.dtype not in BY_NCCL or not tensor.is_contiguous():
+                    self.watch.fault(f"NCCL takes no {tensor.dtype} tensor of strides {tensor.stride()}")
+        if tensors[0].device.type == "cuda":
+            self.opened.add(self.of(group)[0])
+        told = what, [(str(x.dtype), x.numel(), x.device.type) for x in tensors]
+        found = self.exchange(group, (told, [self._numbers(x) for x in tensors]))
+        if any(each[0] != told for each in found):
+            self.watch.fault(f"ranks of {self.of(group)[1]} call {sorted({str(each[0]) for each in found})}")
+            raise Mismatch(f"calls differ: {[each[0] for each in found]}")
+        return [each[1] for each in found]
+
+    def _numbers(self, tensor: Tensor) -> Tensor | None:
+        known = self.watch.known(tensor)
+        return None if known is None else known.clone()
+
+    def put(self, tensor: Tensor, numbers: Tensor | None) -> None:
+        """A collective or message gives a tensor these numbers; the current stream comes behind it."""
+        if isinstance(tensor, FakeTensor):
+            self.watch.writes(tensor)
+            whole = tensor.numel() * tensor.dtype.itemsize == tensor.untyped_storage().nbytes()
+            self.watch.learn(tensor, numbers if whole else None)
+        elif numbers is not None:
+            tensor.copy_(numbers.view(tensor.shape))
+
+    def send(self, tensor: Tensor, to: int, group: Any, *, first_waits: bool) -> Done:
+        """`first_waits`: the connection of these two ranks is opened by this message, if it is the first."""
+        key = self._message(group, self.rank, to)
+        if isinstance(tensor, FakeTensor):
+            self.watch.reads(tensor)
+            if not tensor.is_contiguous():
+                self.watch.fault("a message is not contiguous")
+        told = str(tensor.dtype), tensor.numel(), tensor.device.type
+        self.store.set(key, pickle.dumps((told, self._numbers(tensor))))
+        if first_waits and key.endswith("/1") and tensor.device.type == "cuda":
+            self._get(f"{key}/asked for", f"the first message to rank {to} over {self.of(group)[0]}", to)
+        return Done(self.watch)
+
+    def receive(self, tensor: Tensor, source: int, group: Any) -> Done:
+        key = self._message(group, source, self.rank)
+        self.store.set(f"{key}/asked for", pickle.dumps(True))
+
+        def finish() -> None:
+            told, numbers = self._get(key, f"a message from rank {source}", source)
+            wanted = str(tensor.dtype), tensor.numel(), tensor.device.type
+            if told != wanted:
+                self.watch.fault(f"rank {source} sends {told}, rank {self.rank} receives {wanted}")
+                raise Mismatch(f"rank {source} sends {told}, rank {self.rank} receives {wanted}")
+            self.put(tensor, numbers)
+
+        return Done(self.watch, finish)
+
+    def _message(self, group: Any, source: int, target: int) -> str:
+        name = f"{self.of(group)[0]}/{source}-{target}"
+        self._calls[name] += 1
+        return f"{name}/{self._calls[name]}"
+
+
+def _reduced(op: Any, all_numbers: list[Tensor | None]) -> Tensor | None:
+    if any(numbers is None for numbers in all_numbers):
+        return None
+    stacked = torch.stack([numbers for numbers in all_numbers if numbers is not None])
+    if op == dist.ReduceOp.MAX:
+        return stacked.amax(0)
+    if op == dist.ReduceOp.MIN:
+        return stacked.amin(0)
+    return stacked.sum(0).to(stacked.dtype)
+
+
+def install(peers: Peers) -> None:
+    """For the rest of this process, in torch.distributed: before megatron-core is imported, which keeps some calls by name."""
+    for name, stand_in in {**_collectives(peers), **_messages(peers), **_objects(peers)}.items():
+        for module in (dist, c10d):
+            setattr(module, name, stand_in)
+
+
+def _collectives(peers: Peers) -> dict[str, Any]:
+    def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+        found = peers.collective(f"all_reduce {op}", group, [tensor])
+        peers.put(tensor, _reduced(op, [numbers[0] for numbers in found]))
+        return Done(peers.watch) if async_op else None
+
+    def broadcast(
+        tensor: Tensor, src: int | None = None, group: Any = None, async_op: bool = False, group_src: int | None = None
+    ) -> Any:
+        source = peers.place(group, src, group_src)
+        found = peers.collective(f"broadcast from {source}", group, [tensor])
+        peers.put(tensor, found[source][0])
+        return Done(peers.watch) if async_op else None
+
+    def all_gather(tensors: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        found = peers.collective("all_gather", group, [tensor])
+        for target, numbers in zip(tensors, found, strict=True):
+            assert target.dtype == tensor.dtype and target.device == tensor.device, (target.dtype, tensor.dtype)
+            peers.put(target, numbers[0])
+        return Done(peers.watch) if async_op else None
+
+    def all_gather_into_tensor(output: Tensor, tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        assert output.numel() == tensor.numel() * len(peers.of(group)[1]) and output.dtype == tensor.dtype
+        found = [numbers[0] for numbers in peers.collective("all_gather_into_tensor", group, [tensor])]
+        known = not any(numbers is None for numbers in found)
+        peers.put(
+            output, torch.cat([x.flatten() for x in found if x is not None]).view(output.shape) if known else None
+        )
+        return Done(peers.watch) if async_op else None
+
+    def reduce_scatter_tensor(
+        output: Tensor, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
+        assert output.numel() * len(peers.of(group)[1]) == tensor.numel() and output.dtype == tensor.dtype
+        peers.collective(f"reduce_scatter {op}", group, [tensor])
+        peers.put(output, None)
+        return Done(peers.watch) if async_op else None
+
+    def gather(
+        tensor: Tensor,
+        tensors: Any = None,
+        dst: int | None = None,
+        group: Any = None,
+        async_op: bool = False,
+        group_dst: int | None = None,
+    ) -> Any:
+        found = peers.collective("gather", group, [tensor])
+        for target, numbers in zip(tensors or (), found, strict=False):
+            peers.put(target, numbers[0])
+        return Done(peers.watch) if async_op else None
+
+    def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
+        peers.exchange(group, "barrier")
+        return Done(peers.watch) if async_op else None
+
+    @contextmanager
+    def together(*_: Any, **__: Any) -> Iterator[Done]:
+        yield Done(peers.watch)
+
+    return {
+        "all_reduce": all_reduce, "broadcast": broadcast, "all_gather": all_gather, "barrier": barrier, "gather": gather,
+        "all_gather_into_tensor": all_gather_into_tensor, "reduce_scatter_tensor": reduce_scatter_tensor,
+        "_all_gather_base": all_gather_into_tensor, "_reduce_scatter_base": reduce_scatter_tensor,
+        "_coalescing_manager": together,
+    }  # fmt: skip
+
+
+def _messages(peers: Peers) -> dict[str, Any]:
+    def isend(
+        tensor: Tensor, dst: int | None = None, group: Any = None, tag: int = 0, group_dst: int | None = None
+    ) -> Done:
+        assert dst is not None
+        return peers.send(tensor, dst, group, first_waits=True)
+
+    def irecv(
+        tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0, group_src: int | None = None
+    ) -> Done:
+        assert src is not None
+        return peers.receive(tensor, src, group)
+
+    def batch_isend_irecv(operations: list[Any]) -> list[Done]:
+        done = []
+        for each in operations:
+            if each.tensor.device.type == "cuda" and peers.of(each.group)[0] not in peers.opened:
+                peers.watch.fault("batched messages are the first call of a group")
+            sends = each.op is isend
+            done.append(
+                peers.send(each.tensor, each.peer, each.group, first_waits=False)
+                if sends
+                else peers.receive(each.tensor, each.peer, each.group)
+            )
+        return done
+
+    return {
+        "isend": isend, "irecv": irecv, "batch_isend_irecv": batch_isend_irecv,
+        "send": lambda *a, **k: isend(*a, **k).wait(), "recv": lambda *a, **k: irecv(*a, **k).wait(),
+    }  # fmt: skip
+
+
+def _objects(peers: Peers) -> dict[str, Any]:
+    new_group = dist.new_group
+
+    def made(ranks: Sequence[int] | None = None, timeout: Any = None, backend: Any = None, **more: Any) -> Any:
+        return peers.remember(new_group(ranks, timeout=timeout, **more), ranks)
+
+    def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
+        object_list[:] = peers.exchange(group, obj)
+
+    def broadcast_object_list(
+        object_list: list[Any], src: int | None = None, group: Any = None, device: Any = None, group_src: Any = None
+    ) -> None:
+        object_list[:] = peers.exchange(group, list(object_list))[peers.place(group, src, group_src)]
+
+    def gather_object(
+        obj: Any, object_gather_list: Any = None, dst: int | None = None, group: Any = None, group_dst: Any = None
+    ) -> None:
+        found = peers.exchange(group, obj)
+        if object_gather_list is not None:
+            object_gather_list[:] = found
+
+    def scatter_object_list(
+        scatter_object_output_list: list[Any], scatter_object_input_list: Any = None, src: int | None = None,
+        group: Any = None, group_src: Any = None,
+    ) -> None:  # fmt: skip
+        given = peers.exchange(group, scatter_object_input_list)[peers.place(group, src, group_src)]
+        scatter_object_output_list[0] = given[peers.place(group, peers.rank, None)]
+
+    return {
+        "new_group": made, "all_gather_object": all_gather_object, "broadcast_object_list": broadcast_object_list,
+        "gather_object": gather_object, "scatter_object_list": scatter_object_list,
+    }  # fmt: skip

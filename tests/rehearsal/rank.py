@@ -1,0 +1,114 @@
+"""One rank of a rehearsal, in a process that has loaded the stub and is thrown away afterwards."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import socket
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.rehearsal import device
+from tests.rehearsal.peers import Peers
+from tests.rehearsal.watch import DEVICE, Watch
+
+Report = dict[str, Any]
+
+
+def rehearse(
+    rank: int, size: int, store: dist.Store, peers: Peers, settings: dict[str, Any], plant: Callable[[], None] | None
+) -> Report:
+    """A whole run of `oppo train` on this rank; `plant` breaks the product first."""
+    watch, error = Watch(), None
+    device.install(watch)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    peers.join(watch, store, rank, size)
+    try:
+        _name_phases(watch)
+        if plant is not None:
+            plant()
+        with watch:
+            _run(rank, size, settings)
+        watch.end()
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}\n{''.join(traceback.format_tb(raised.__traceback__)[-14:])}"
+    waits = [(*key, count) for key, count in sorted(watch.waits.items())]
+    return {
+        "waits": waits, "phases": dict(watch.phases), "faults": dict(watch.faults), "lines": watch.lines, "error": error,
+    }  # fmt: skip
+
+
+def _run(rank: int, size: int, settings: dict[str, Any]) -> None:
+    from oppo_megatron.cluster import process_groups
+    from oppo_megatron.cluster.activity import Activity
+    from oppo_megatron.cluster.hosts import RankHost
+    from oppo_megatron.cluster.world import World
+    from oppo_megatron.config.run import TrainConfig
+    from oppo_megatron.train.entry import run_ppo
+    from oppo_megatron.train.inputs import read_inputs
+    from oppo_megatron.train.saving.preemption import Preemption
+
+    process_groups.world_timeout = lambda: timedelta(seconds=60)
+    config = TrainConfig(**settings)
+    hosts = tuple(RankHost(each, socket.gethostname(), None, str(DEVICE), 1, os.getpid()) for each in range(size))
+    world = World(rank, size, DEVICE, hosts, Activity())
+    assert run_ppo(config, world, read_inputs(config), Preemption(config.preempt_deadline_s))
+
+
+def _name_phases(watch: Watch) -> None:
+    """What the run is at, by the product's functions."""
+    from oppo_megatron.engine.device_decode import DeviceLane
+    from oppo_megatron.engine.executor import Executor
+    from oppo_megatron.engine.generation import DecodeWorker
+    from oppo_megatron.engine.scoring import ScoringWorker
+    from oppo_megatron.engine.stream import ListenWorker
+    from oppo_megatron.mcore.training import TrainedModel
+    from oppo_megatron.mcore.weights.weight_sync import Reallocation
+    from oppo_megatron.train import setup
+    from oppo_megatron.train.guards.guard import Guard
+    from oppo_megatron.train.loop import TrainingLoop
+    from oppo_megatron.train.saving import saver
+    from oppo_megatron.train.score_exchange import ScoreExchange
+
+    workers = {"decode": DecodeWorker, "score": ScoringWorker, "listen": ListenWorker}
+    for owner, name, phase in (
+        (TrainingLoop, "run", "rest"),
+        (Executor, "run", "round"),
+        *((worker, name, phase) for phase, worker in workers.items() for name in ("compute", "outbox", "inbox", "end")),
+        *((worker, "begin", phase) for phase, worker in workers.items() if phase != "listen"),
+        (DeviceLane, "step", "decode step"),
+        (TrainedModel, "step", "update"),
+        (TrainedModel, "ahead", "ahead"),
+        (Reallocation, "move", "move"),
+        (ScoreExchange, "gather", "exchange"),
+        (Guard, "examine", "experience"),
+        (saver, "take_snapshot", "checkpoint"),
+        (setup, "build_loop", "start"),
+    ):
+        if hasattr(owner, name):
+            setattr(owner, name, _in_phase(watch, getattr(owner, name), phase))
+
+
+def _in_phase(watch: Watch, function: Callable[..., Any], phase: str) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def within(*args: Any, **kwargs: Any) -> Any:
+        with watch.at(phase):
+            return function(*args, **kwargs)
+
+    @functools.wraps(function)
+    def piecewise(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        pieces = function(*args, **kwargs)
+        while True:
+            with watch.at(phase):
+                piece = next(pieces, pieces)
+            if piece is pieces:
+                return
+            yield piece
+
+    return piecewise if inspect.isgeneratorfunction(function) else within

@@ -1,0 +1,77 @@
+"""Rehearses cases on request: a process that has the stub and the libraries, and forks the ranks of each case.
+
+Reads lines of JSON, {"name", "ranks", "changes", "defect"}, and answers each with a line: the reports of its ranks.
+"""
+
+from __future__ import annotations
+
+from tests.rehearsal import cuda_stub
+
+cuda_stub.load()
+
+import json  # noqa: E402
+import os  # noqa: E402
+import pickle  # noqa: E402
+import sys  # noqa: E402
+import tempfile  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+import torch  # noqa: E402, F401
+import torch.distributed as dist  # noqa: E402
+
+
+def main() -> None:
+    from tests.rehearsal.peers import Peers, install
+
+    peers = Peers()
+    install(peers)
+    import oppo_megatron.train.entry  # noqa: F401  (ranks are forked with it)
+    from tests.rehearsal import defects
+    from tests.rehearsal.cases import PLAIN
+    from tests.support.ppo import Workspace
+
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    with tempfile.TemporaryDirectory() as folder:
+        workspace = Workspace.create(Path(folder))
+        for number, line in enumerate(sys.stdin):
+            asked = json.loads(line)
+            settings = workspace.config(f"{number}", **{**PLAIN, **asked["changes"]})
+            plant = defects.DEFECTS[asked["defect"]].plant if asked["defect"] else None
+            answers.write(json.dumps(_on_ranks(asked["ranks"], Path(folder), peers, settings, plant)) + "\n")
+            answers.flush()
+
+
+def _on_ranks(size: int, folder: Path, peers: Any, settings: dict[str, Any], plant: Any) -> list[dict[str, Any]]:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    children = []
+    for rank in range(size):
+        child = os.fork()
+        if child == 0:
+            _be(rank, size, store.port, folder, peers, settings, plant)
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
+    found = [folder / f"report-{rank}" for rank in range(size)]
+    reports = [pickle.loads(each.read_bytes()) if each.exists() else {"error": "the rank died"} for each in found]
+    for each in found:
+        each.unlink(missing_ok=True)
+    return reports
+
+
+def _be(rank: int, size: int, port: int, folder: Path, peers: Any, settings: dict[str, Any], plant: Any) -> None:
+    from tests.rehearsal.rank import rehearse
+
+    code = 1
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        report = rehearse(rank, size, store, peers, settings, plant)
+        (folder / f"report-{rank}").write_bytes(pickle.dumps(report))
+        code = 0
+    finally:
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

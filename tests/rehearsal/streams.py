@@ -1,0 +1,82 @@
+"""CUDA streams by vector clocks: which operation is known to be done before another begins, whatever a GPU does when.
+
+A time is the number of operations started on a stream.  A stream's clock says up to which time of each stream its next operation
+comes later; the host's clock, of what it has waited for, is part of every operation that it starts from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+Clock = dict[int, int]
+
+
+def merge(into: Clock, other: Clock) -> None:
+    for stream, time in other.items():
+        into[stream] = max(time, into.get(stream, 0))
+
+
+@dataclass
+class Uses:
+    """The last write of a memory, (stream, time), and the last read on each stream."""
+
+    written: tuple[int, int] | None = None
+    read: Clock = field(default_factory=dict)
+
+
+class Streams:
+    """The streams of a device, and what its memories (by number) are used for on them."""
+
+    def __init__(self) -> None:
+        self.host: Clock = {}
+        self.clocks: list[Clock] = []
+        self.uses: dict[int, Uses] = {}
+        self.default = self.current = self.new()
+
+    def new(self) -> int:
+        self.clocks.append({})
+        return len(self.clocks) - 1
+
+    @contextmanager
+    def on(self, stream: int) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def launch(self, reads: Iterable[int], writes: Iterable[int], fresh: Iterable[int] = ()) -> str | None:
+        """An operation starts on the current stream; what is wrong with it, if anything is.  `fresh` memories are new."""
+        stream, clock = self.current, self.clocks[self.current]
+        merge(clock, self.host)
+        for memory in fresh:
+            self.uses[memory] = Uses()
+        reads, writes = list(reads), list(writes)
+        fault = next((told for m in reads if (told := self._unordered(m, clock, writes=False))), None)
+        fault = fault or next((told for m in writes if (told := self._unordered(m, clock, writes=True))), None)
+        time = clock[stream] = clock.get(stream, 0) + 1
+        for memory in reads:
+            self.uses.setdefault(memory, Uses()).read[stream] = time
+        for memory in (*writes, *fresh):
+            self.uses[memory] = Uses((stream, time))
+        return fault
+
+    def _unordered(self, memory: int, clock: Clock, *, writes: bool) -> str | None:
+        uses = self.uses.get(memory)
+        if uses is None:
+            return None
+        if uses.written is not None and uses.written[1] > clock.get(uses.written[0], 0):
+            return f"{'writes' if writes else 'reads'} what another stream has written, without a wait between"
+        if writes and any(time > clock.get(stream, 0) for stream, time in uses.read.items()):
+            return "writes what another stream still reads, without a wait between"
+        return None
+
+    def wait_for(self, clock: Clock) -> None:
+        """The host has waited until all of a clock was done."""
+        merge(self.host, clock)
+
+    def wait_for_all(self) -> None:
+        for clock in self.clocks:
+            merge(self.host, clock)

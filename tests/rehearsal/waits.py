@@ -1,0 +1,48 @@
+"""Where the host waits for the device in the work of a run: by phase, kind and function, at most so many times each time of
+a phase.  A step on a GPU takes seconds, a wait of this list some microseconds; one that is not in it may take far more."""
+
+from __future__ import annotations
+
+Wait = tuple[str, str, str]
+
+ONCE_A_STEP = "exchange"
+
+EXPECTED: dict[Wait, tuple[int, str]] = {
+    # a window of decode steps; with pipeline stages each step, on the last stage and on those that hear of it
+    ("decode", "read", "engine/device_decode.py read"): (1, "decode step"),
+    ("decode", "read", "engine/sampler.py read"): (1, "decode"),
+    ("decode", "read", "engine/generation.py inbox"): (1, "decode"),
+    # a chunk, header and payload
+    ("listen", "read", "engine/stream.py inbox"): (2, "listen"),
+    # an optimizer step: the gradient norm, by which it is made or refused, and the statistics of all micro-batches
+    ("update", "read", "mcore/training.py _checked_step"): (1, "update"),
+    ("update", "read", "mcore/training.py _read"): (1, "update"),
+    ("move", "synchronize", "mcore/weights/weight_sync.py move"): (1, "move"),
+    # a step: scores, and figures of the other ranks
+    ("exchange", "read", "train/score_exchange.py _rewards"): (5, "exchange"),
+    ("exchange", "read", "train/score_exchange.py critic_stats"): (1, "exchange"),
+    ("exchange", "read", "train/score_exchange.py gather"): (2, "exchange"),
+    ("exchange", "synchronize", "train/score_exchange.py shared"): (10, "exchange"),
+    ("rest", "read", "train/loop.py _gather_scores"): (1, ONCE_A_STEP),
+    ("rest", "read", "train/metering/meter.py scored"): (1, ONCE_A_STEP),
+    ("rest", "read", "train/score_exchange.py by_rank"): (4, ONCE_A_STEP),
+    ("rest", "read", "train/score_exchange.py critic_stats"): (1, ONCE_A_STEP),
+    ("rest", "read", "train/score_exchange.py sum_over_ranks"): (1, ONCE_A_STEP),
+    ("rest", "read", "train/trained_role.py share"): (2, ONCE_A_STEP),
+    ("rest", "synchronize", "train/score_exchange.py shared"): (1, ONCE_A_STEP),
+    # a step: checks and figures of its numbers
+    ("experience", "nonzero", "algorithms/experience.py _check_inputs"): (1, "experience"),
+    ("experience", "nonzero", "algorithms/experience.py _check_tokens"): (5, "experience"),
+    ("experience", "pageable", "algorithms/packed.py lengths_like"): (1, "experience"),
+    ("experience", "read", "algorithms/advantages.py gae"): (1, "experience"),
+    ("experience", "read", "algorithms/advantages.py of"): (4, "experience"),
+    ("experience", "read", "algorithms/experience.py _check_tokens"): (5, "experience"),
+    ("experience", "read", "algorithms/experience.py _explained_variance"): (3, "experience"),
+    ("experience", "read", "algorithms/experience.py _summarise"): (9, "experience"),
+    ("experience", "read", "algorithms/packed.py lengths_like"): (6, "experience"),
+    ("experience", "read", "algorithms/packed.py tokens_after"): (1, "experience"),
+    # a checkpoint: two shards a scored sequence, and of a sharded optimizer three tensors a weight
+    ("checkpoint", "read", "train/saving/caches.py hold"): (2, "checkpoint"),
+    ("checkpoint", "read", "mcore/weights/checkpoint.py _state"): (51, "checkpoint"),
+    ("rest", "synchronize", "mcore/weights/checkpoint.py write_data"): (1, ONCE_A_STEP),
+}

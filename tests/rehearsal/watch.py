@@ -1,0 +1,303 @@
+"""Runs operations of CUDA tensors on fake ones, which have a device, a type and a shape; notes what a GPU would make of them.
+
+    waits    where the host waits for the device: a value is read, or memory is copied that is not pinned, or not asynchronously
+    faults   what would be wrong, or unexpectedly slow, on a GPU: streams that do not wait for each other, kernels that there are
+             none of, collectives that do not fit (`peers.py`)
+
+Operations that mix devices raise an error, as on a GPU.
+
+Tensors on the CPU are real.  What has been copied from them to the device is known there as well, with all that is computed of it
+alone, so that the control flow is that of a real run; anything else that is read is answered with a number of its type.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tests.rehearsal.streams import Streams
+
+DEVICE = torch.device("cuda", 0)
+KNOWN_NUMBERS = 2**13
+"""So many numbers of the device are known at the most; larger tensors are weights and activations."""
+READS = {"_local_scalar_dense", "item", "is_nonzero"}
+ANSWERS: dict[torch.dtype, Any] = {torch.bool: True, torch.float32: 0.5, torch.float64: 0.5, torch.bfloat16: 0.5}
+WHOLE = 5
+SHAPE_READERS = {"nonzero", "masked_select", "_unique2", "unique_dim", "equal"}
+ROOTS = ("/oppo_megatron/", "/tests/rehearsal/defects")
+
+
+class Watch(TorchDispatchMode):
+    """Within it a CUDA device is there.  `phase` names what the run is at; waits are counted by phase, kind and function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.streams = Streams()
+        self.phase, self.capturing = "start", False
+        self.waits: Counter[tuple[str, str, str]] = Counter()
+        self.lines: dict[str, str] = {}
+        self.phases: Counter[str] = Counter()
+        self.faults: Counter[str] = Counter()
+        self._copies: list[tuple[tuple[int, int], tuple[str, str]]] = []  # to the host: (stream, time), place
+        self.pinned: dict[int, Tensor] = {}
+        self._known: dict[int, Tensor] = {}  # by storage: its numbers, flat, on the CPU
+
+    @contextmanager
+    def at(self, phase: str) -> Iterator[None]:
+        before, self.phase = self.phase, phase
+        self.phases[phase] += 1
+        try:
+            yield
+        finally:
+            self.phase = before
+
+    def fault(self, what: str) -> None:
+        place, line = _where()
+        self.faults[f"{place}: {what}"] += 1
+        self.lines[place] = line
+
+    def waits_for(self, kind: str, *, all_streams: bool = False) -> None:
+        """The host waits for the current stream."""
+        place, line = _where()
+        self.waits[self.phase, kind, place] += 1
+        self.lines[place] = line
+        if self.capturing:
+            self.fault(f"the host waits ({kind}) in a step that is captured")
+        self.streams.wait_for_all() if all_streams else self.streams.wait_for(self._clock())
+        self._copies = [each for each in self._copies if each[0][1] > self.streams.host.get(each[0][0], 0)]
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """The numbers of a fake tensor, for the host."""
+        if tensor.device.type == "cuda":
+            self._launch(reads=[tensor])
+            self.waits_for("read")
+        return self._numbers(tensor)
+
+    def _numbers(self, tensor: Tensor) -> Tensor:
+        """Those that are known, or answers."""
+        known = self.known(tensor)
+        if known is not None:
+            return known.clone()
+        return torch.full(tuple(tensor.shape), ANSWERS.get(tensor.dtype, WHOLE), dtype=tensor.dtype)
+
+    def known(self, tensor: Tensor) -> Tensor | None:
+        """The numbers of a tensor, where they are known."""
+        if not isinstance(tensor, FakeTensor):
+            return tensor if tensor.numel() <= KNOWN_NUMBERS else None
+        flat = self._known.get(memory_of(tensor))
+        if flat is None or flat.dtype != tensor.dtype:
+            return None
+        return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def learn(self, tensor: Tensor, numbers: Tensor | None) -> None:
+        """The whole memory of a tensor has these numbers, or unknown ones."""
+        memory = memory_of(tensor)
+        numbers_there = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
+        if numbers is None or numbers_there > KNOWN_NUMBERS:
+            self._known.pop(memory, None)
+            return
+        flat = torch.zeros(numbers_there, dtype=tensor.dtype)
+        flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(numbers)
+        self._known[memory] = flat
+
+    def writes(self, *tensors: Tensor) -> None:
+        """Something that is no operation of torch's, a collective say, reads and writes tensors on the current stream."""
+        self._launch(writes=tensors)
+
+    def reads(self, *tensors: Tensor) -> None:
+        self._launch(reads=tensors)
+
+    def end(self) -> None:
+        """The run has ended."""
+        for _, (place, line) in self._copies:
+            self.faults[f"{place}: a copy to the host was not waited for"] += 1
+            self.lines[place] = line
+
+    def _now(self) -> tuple[int, int]:
+        stream = self.streams.current
+        return stream, self.streams.clocks[stream].get(stream, 0)
+
+    def _clock(self) -> dict[int, int]:
+        return self.streams.clocks[self.streams.current]
+
+    def _launch(self, reads: Any = (), writes: Any = (), fresh: Any = ()) -> None:
+        told = self.streams.launch(*(map(memory_of, tensors) for tensors in (reads, writes, fresh)))
+        if told:
+            self.fault(told)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.name().partition("::")[2].partition(".")[0]
+        fakes = [x for x in tree_leaves((args, kwargs)) if isinstance(x, FakeTensor)]
+        if not fakes and not _names_cuda(args, kwargs):
+            return func(*args, **kwargs)
+        if name in READS:
+            return self.read(args[0]).item() if name != "is_nonzero" else bool(self.read(args[0]).item())
+        if name in SHAPE_READERS or _indexes_by_mask(name, args):
+            return self._shaped_by_values(func, name, args, kwargs)
+        if name in ("repeat_interleave", "repeat_interleave_Tensor") and kwargs.get("output_size") is None:
+            self.waits_for("read")
+        self._note_copies(name, args, kwargs)
+        with self.fake:
+            shaped_args, shaped_kwargs = tree_map(self._shaped, (args, kwargs))
+            out = func(*shaped_args, **shaped_kwargs)
+        out = self._brought_back(name, args, out)
+        self._account(func, name, args, kwargs, out)
+        return out
+
+    @staticmethod
+    def _shaped(value: Any) -> Any:
+        """In the place of a tensor of the CPU a fake one, which forgets its numbers."""
+        if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
+            return value
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+
+    def _shaped_by_values(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """An operation whose output has a shape that only the device knows."""
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        self._launch(reads=[x for x in tensors if isinstance(x, FakeTensor)])
+        self.waits_for(name)
+        numbers = {id(x): self.known(x) for x in tensors}
+        if any(known is None for known in numbers.values()):
+            assert name in ("equal", "nonzero"), f"{name} of numbers that are not known"
+            return True if name == "equal" else self._placed(torch.empty(0, tensors[0].dim(), dtype=torch.int64))
+        out = func(*tree_map(lambda x: numbers.get(id(x), x), args), **kwargs)
+        return tree_map(lambda x: self._placed(x) if isinstance(x, Tensor) else x, out)
+
+    def _placed(self, numbers: Tensor) -> Tensor:
+        """A tensor of the device with known numbers, made there."""
+        with self.fake:
+            fake = torch.empty(numbers.shape, dtype=numbers.dtype, device=DEVICE)
+        self._launch(fresh=[fake])
+        self.learn(fake, numbers)
+        return fake
+
+    def _note_copies(self, name: str, args: Any, kwargs: Any) -> None:
+        """Copies between host and device, and the waits that they are."""
+        if name in ("index", "index_put", "index_put_") and args[0].device.type == "cuda":
+            for each in args[1]:
+                if isinstance(each, Tensor) and each.device.type == "cpu" and each.dim():
+                    self.waits_for("pageable")
+        if name not in ("_to_copy", "to", "copy_"):
+            return
+        source = args[1] if name == "copy_" else args[0]
+        target = args[0].device if name == "copy_" else _target(args, kwargs, source.device)
+        way = source.device.type, target.type
+        asynchronous = kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])
+        if way == ("cpu", "cuda"):
+            if source.dim() == 0 and name == "copy_":
+                return  # a number, which the kernel is given
+            if memory_of(source) not in self.pinned or not source.is_contiguous():
+                self.waits_for("pageable")
+            elif not asynchronous:
+                self.waits_for("blocking copy")
+        elif way == ("cuda", "cpu"):
+            self.reads(source)
+            if not asynchronous:
+                self.waits_for("read")
+            else:
+                self._copies.append((self._now(), _where()))
+
+    def _brought_back(self, name: str, args: Any, out: Any) -> Any:
+        """What the host has of the device, and is known, is real."""
+        if name in ("_to_copy", "to") and isinstance(out, FakeTensor) and out.device.type == "cpu":
+            return self._numbers(args[0]).to(out.dtype)
+        if name == "copy_" and not isinstance(args[0], FakeTensor):
+            return args[0].copy_(self._numbers(args[1]))
+        return out
+
+    def _account(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
+        """Which memories were read and written, and what is known of them now."""
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, FakeTensor)]
+        outputs = [x for x in tree_leaves(out) if isinstance(x, FakeTensor)]
+        written = _written(func, args, kwargs)
+        there = {memory_of(x) for x in inputs}
+        fresh = [x for x in outputs if memory_of(x) not in there]
+        if not written and not fresh:
+            return  # a view
+        self._launch(inputs, written, fresh)
+        numbers = self._computed(func, name, args, kwargs, [*written, *fresh])
+        if numbers is None:
+            for each in (*written, *fresh):
+                self._known.pop(memory_of(each), None)
+            return
+        for each, known in zip(outputs, tree_leaves(numbers), strict=False):
+            if memory_of(each) not in there and isinstance(known, Tensor):
+                self.learn(each, known)
+
+    def _computed(self, func: Any, name: str, args: Any, kwargs: Any, changed: list[Tensor]) -> Any | None:
+        """The operation on known numbers (written in place where it does that); None where something is not known."""
+        if any(x.numel() > KNOWN_NUMBERS for x in changed) or "rand" in name:
+            return None
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        numbers = {id(x): self.known(x) for x in tensors}
+        if name == "copy_" and numbers[id(args[0])] is None and numbers[id(args[1])] is not None:
+            whole = args[0].numel() * args[0].dtype.itemsize == args[0].untyped_storage().nbytes()
+            self.learn(args[0], numbers[id(args[1])] if whole else None)
+            return args[0]
+        if any(known is None for known in numbers.values()):
+            return None
+        on_cpu = tree_map(lambda x: _on_cpu(numbers.get(id(x), x)), (args, kwargs))
+        try:
+            with torch.inference_mode(False):
+                return func(*on_cpu[0], **on_cpu[1])
+        except NotImplementedError:  # an operation of GPUs alone
+            return None
+
+
+def memory_of(tensor: Tensor) -> int:
+    """The number of the memory that a tensor, or a view of it, lies in."""
+    return tensor.untyped_storage()._cdata
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    found: list[Any] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += tree_leaves(args[position] if position < len(args) else kwargs.get(argument.name))
+    return [x for x in found if isinstance(x, FakeTensor)]
+
+
+def _names_cuda(args: Any, kwargs: Any) -> bool:
+    return any(isinstance(x, torch.device) and x.type == "cuda" for x in (*args, *kwargs.values()))
+
+
+def _target(args: Any, kwargs: Any, default: torch.device) -> torch.device:
+    """The device that a copy goes to."""
+    for each in (*args[1:], *kwargs.values()):
+        if isinstance(each, torch.device | Tensor):
+            return each if isinstance(each, torch.device) else each.device
+    return default
+
+
+def _on_cpu(value: Any) -> Any:
+    return torch.device("cpu") if isinstance(value, torch.device) else value
+
+
+def _indexes_by_mask(name: str, args: Any) -> bool:
+    return name == "index" and any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+
+
+def _where() -> tuple[str, str]:
+    """The innermost function of the product, as `room/file.py function`, and the file with its line; megatron-core's where
+    that has called it last."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        for root in ROOTS:
+            if root in file and "/tests/rehearsal/watch" not in file:
+                place = file.rpartition(root)[2] if root == ROOTS[0] else Path(file).name
+                return f"{place} {frame.f_code.co_name}", f"{place}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "elsewhere", "?"
