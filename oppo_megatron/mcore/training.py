@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig as McoreOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
@@ -22,6 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
+from oppo_megatron.cluster.gathering import gather_figures
 from oppo_megatron.config.model import OptimizerConfig, TrainingLayoutConfig
 from oppo_megatron.errors import NumericsError
 from oppo_megatron.mcore import compat
@@ -310,9 +310,7 @@ def _total(reports: Iterable[Mapping[str, Tensor]], groups: RoleGroups) -> dict[
     own = _added([{name: float(value) for name, value in report.items()} for report in reports])
     if groups.dp == 1 or not groups.is_last_stage:
         return own
-    found: list[Any] = [None] * groups.dp
-    dist.all_gather_object(found, own, group=groups.collection.dp)  # a replica without rows knows no names
-    return _added(found)
+    return _added(gather_figures(own, groups.collection.dp))  # a replica without rows knows no names
 
 
 def _added(reports: Iterable[Mapping[str, float]]) -> dict[str, float]:
