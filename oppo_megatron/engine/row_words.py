@@ -10,10 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-import torch
-import torch.distributed as dist
 
-from oppo_megatron.cluster.gathering import gather_ragged
 from oppo_megatron.records import ChunkRow, FinishReason
 
 Words = npt.NDArray[np.int64]
@@ -46,14 +43,14 @@ def row_of(fields: Sequence[int], body: Words, start: int) -> ChunkRow:
     )  # fmt: skip
 
 
-def gather_rows(rows: Sequence[ChunkRow], group: dist.ProcessGroup) -> list[ChunkRow]:
-    """The rows of all ranks of the group, in their order."""
+def to_words(rows: Sequence[ChunkRow]) -> Words:
+    """Number of rows, table, body."""
     table = np.array([fields_of(row) for row in rows], dtype=np.int64).reshape(-1)
-    words = np.concatenate([np.array([len(rows)], dtype=np.int64), table, body_of(rows)])
-    return [row for found in gather_ragged(torch.from_numpy(words), group) for row in _rows_in(found.numpy())]
+    return np.concatenate([np.array([len(rows)], dtype=np.int64), table, body_of(rows)])
 
 
-def _rows_in(words: Words) -> list[ChunkRow]:
+def from_words(words: Words) -> list[ChunkRow]:
+    """The rows that `to_words` wrote."""
     end = 1 + int(words[0]) * FIELDS
     table, body = words[1:end].reshape(-1, FIELDS), words[end:].reshape(3, -1)
     starts = np.cumsum(table[:, 2]) - table[:, 2]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch.distributed as dist
 
 from oppo_megatron.cluster.gathering import gather_figures
-from oppo_megatron.engine.row_words import gather_rows
+from oppo_megatron.engine.row_exchange import gather_rows
 from oppo_megatron.records import ChunkRow
 from tests.support.traffic import Traffic
 
