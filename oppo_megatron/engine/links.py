@@ -1,21 +1,15 @@
-"""One process group for each directed link that a schedule may send over.
-
-Two streams of messages between the same ranks (decode and prefill, say) must not wait for one another, so each has its
-own group: (source, destination, role, payload).
-"""
+"""The process groups of the links that a schedule may send over (`schedule/links.py`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from oppo_megatron.cluster.process_groups import new_group
-from oppo_megatron.schedule.actions import Action, Op, Payload
+from oppo_megatron.schedule.actions import Action, Op
+from oppo_megatron.schedule.links import Link, lanes_of
 from oppo_megatron.schedule.rounds import Site
-
-Link = tuple[int, int, str, Payload]
 
 
 @dataclass(frozen=True)
@@ -34,23 +28,7 @@ class Links:
 def build_links(site: Site) -> Links:
     """Create the groups of all links.  Every rank of the world makes the call."""
     rank, groups = dist.get_rank(), {}
-    for link in _links(site):
-        source, destination, role, payload = link
-        group = new_group([source, destination], f"{role}.{payload.value}.{source}-{destination}")
-        if rank in (source, destination):
-            groups[link] = group
+    for lane in lanes_of(site):
+        group = new_group(lane.ranks, lane.label)
+        groups |= {link: group for link in lane.links if rank in link[:2]}
     return Links(groups)
-
-
-def _links(site: Site) -> Iterator[Link]:
-    for role, placement in site.placements.items():
-        for replica in range(placement.dp):
-            for shard in range(placement.tp):
-                stages = [placement.rank(replica, stage, shard) for stage in range(placement.pp)]
-                for source, destination in zip(stages, stages[1:], strict=False):
-                    yield source, destination, role, Payload.HIDDEN
-                if role == "actor":
-                    for destination in stages[:-1]:
-                        yield stages[-1], destination, role, Payload.TOKENS
-    for listener in site.listeners:
-        yield site.source, listener, "actor", Payload.CHUNK

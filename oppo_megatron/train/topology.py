@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from oppo_megatron.cluster.process_groups import SharedGroups
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.engine.links import Links, build_links
 from oppo_megatron.layout.placements import RolePlacement, role_placements, training_placements
@@ -26,16 +27,16 @@ class Topology:
 
 
 def build_topology(config: TrainConfig) -> Topology:
-    """Create all process groups.  Every rank makes the call."""
-    site, trained = Site(role_placements(config)), training_placements(config)
+    """Create all process groups (`schedule/groups.py` lists them).  Every rank makes the call."""
+    site, trained, shared = Site(role_placements(config)), training_placements(config), SharedGroups()
     groups = {
-        name: build_groups(placement.ranks, placement.tp, placement.pp, name)
+        name: build_groups(placement.ranks, placement.tp, placement.pp, name, shared)
         for name, placement in site.placements.items()
     }
     training = {
         name: groups[name]
         if placement == site.placements[name]
-        else build_groups(placement.ranks, placement.tp, placement.pp, f"{name}.train")
+        else build_groups(placement.ranks, placement.tp, placement.pp, name, shared)
         for name, placement in trained.items()
     }
     return Topology(site, trained, groups, training, build_links(site))
