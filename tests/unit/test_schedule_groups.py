@@ -50,7 +50,7 @@ def test_roles_that_share_nothing_but_their_ranks_stay_below_64() -> None:
 
 
 def test_groups_of_the_70b_run_of_4096_ranks() -> None:
-    """By hand: 617 groups of a placement that are no tensor groups, 256 of a role that are, a lane a role and pipeline, tokens."""
+    """By hand: 617 groups of a placement that are no tensor groups, 256 of a role that are, a lane a pipeline, tokens."""
     actor, scorer = over(0, 2048, 8, 8), over(2048, 2048, 8, 8)
     placements = {"actor": actor, **dict.fromkeys(ROLES[1:], scorer)}
     groups = run_groups(placements, {"actor": actor, "critic": scorer})
