@@ -13,9 +13,30 @@ def new_group(ranks: Sequence[int], desc: str, backend: str | None = None) -> di
     """`dist.new_group` with the timeout of the default group (`runtime.timeout_s`), and its back ends if no other is named.
 
     torch itself gives a new group 30 minutes (10 on NCCL), whatever the default group has.  A call of all ranks of the
-    world, like torch's.
+    world, like torch's; for a group of one rank that one's alone.
     """
-    return dist.new_group(list(ranks), timeout=world_timeout(), backend=backend, group_desc=desc)
+    return dist.new_group(
+        list(ranks), timeout=world_timeout(), backend=backend, group_desc=desc, use_local_synchronization=len(ranks) == 1
+    )
+
+
+class SharedGroups:
+    """Groups of which each is made once, however many ask for it by its label and ranks.
+
+    Every rank of the world asks for the same ones in the same order.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
+
+    def get(self, label: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """The group; None on a rank that does not belong to it."""
+        belongs = dist.get_rank() in ranks
+        if not belongs and len(ranks) == 1:
+            return None
+        if (label, ranks) not in self._made:
+            self._made[label, ranks] = new_group(ranks, label)
+        return self._made[label, ranks] if belongs else None
 
 
 def use_once(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:

@@ -3,8 +3,7 @@
 A message is a header of HEADER_SIZE int64 words, then a payload:
 
     header   magic, message index, logical clock, rows, tokens, halt (0 or 1), checksum of these six
-    payload  per row: sequence id, offset, tokens, policy version, finish clock or -1, ending, checksum
-             then all tokens, then all log-probs, then all sampling log-probs (float64 bits)
+    payload  per row: its line of the table of `row_words.py`, and a checksum; then the body
 
 A row's checksum is the CRC-32 of everything sent for its sequence so far, the prompt first.  A lost or repeated chunk
 shows in the offset, a corrupted one (or a peer that has another prompt) in the checksum; either is a StreamError and
@@ -19,17 +18,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from oppo_megatron.engine.row_words import FIELDS, REASONS, Words, body_of, fields_of, row_of
 from oppo_megatron.errors import StreamError
-from oppo_megatron.records import Chunk, ChunkRow, FinishReason
-
-Words = npt.NDArray[np.int64]
+from oppo_megatron.records import Chunk, ChunkRow
 
 HEADER_SIZE = 7
-ROW_SIZE = 7
+ROW_SIZE = FIELDS + 1
 MAGIC = 0x4F50504F
-REASONS: tuple[FinishReason | None, ...] = (None, "eos", "length", "stop")
 
 
 @dataclass
@@ -69,19 +65,14 @@ class ChunkEncoder(ChunkBooks):
         )
         header = np.append(words, zlib.crc32(words.tobytes()))
         self._next_index += 1
-        tokens = np.array([t for row in chunk.rows for t in row.tokens], dtype=np.int64)
-        logprobs = [np.array([x for row in chunk.rows for x in row.logprobs], dtype=np.float64)]
-        logprobs += [np.array([x for row in chunk.rows for x in row.sampling_logprobs], dtype=np.float64)]
-        return header, np.concatenate([rows, tokens, *(x.view(np.int64) for x in logprobs)])
+        return header, np.concatenate([rows, body_of(chunk.rows)])
 
     def _row(self, row: ChunkRow) -> list[int]:
         ledger = self.ledgers[row.seq_id]
         assert ledger.offset == row.offset, f"sequence {row.seq_id}: chunk at {row.offset} after {ledger.offset} tokens"
         ledger.offset += len(row.tokens)
         ledger.checksum = _checksum(row, ledger.checksum)
-        finish = -1 if row.finish_clock is None else row.finish_clock
-        reason = REASONS.index(row.finish_reason)
-        return [row.seq_id, row.offset, len(row.tokens), row.version, finish, reason, ledger.checksum]
+        return [*fields_of(row), ledger.checksum]
 
 
 class ChunkDecoder(ChunkBooks):
@@ -109,14 +100,11 @@ class ChunkDecoder(ChunkBooks):
         table = payload[: num_rows * ROW_SIZE].reshape(num_rows, ROW_SIZE)
         body = payload[num_rows * ROW_SIZE :].reshape(3, num_tokens)
         chunk, start = Chunk(index, clock, halt=bool(halt)), 0
-        for seq_id, offset, count, version, finish, reason, checksum in table.tolist():
+        for *fields, checksum in table.tolist():
+            seq_id, offset, count, _, finish, reason = fields
             if count < 0 or start + count > num_tokens or finish < -1 or not 0 <= reason < len(REASONS):
                 raise StreamError(f"sequence {seq_id}, offset {offset}: the row of message {index} is corrupted.")
-            tokens, logprobs, sampling = (body[k, start : start + count] for k in range(3))
-            row = ChunkRow(
-                seq_id, offset, tokens.tolist(), logprobs.view(np.float64).tolist(), sampling.view(np.float64).tolist(),
-                version, None if finish < 0 else finish, REASONS[reason],
-            )  # fmt: skip
+            row = row_of(fields, body, start)
             self._accept(row, checksum, index)
             chunk.rows.append(row)
             start += count

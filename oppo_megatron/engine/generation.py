@@ -22,12 +22,12 @@ from types import MappingProxyType
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from oppo_megatron.engine.decode_round import DecodeRound
 from oppo_megatron.engine.device_decode import DeviceLane, Row
 from oppo_megatron.engine.growing import DRAWN, Drawn, Growing, beside, joined
+from oppo_megatron.engine.row_exchange import gather_rows
 from oppo_megatron.engine.sampler import Sampling, draw, no_distribution
 from oppo_megatron.engine.splits import by_rows, obstacle, prefill
 from oppo_megatron.engine.stopping import Stopping
@@ -38,7 +38,7 @@ from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.out_of_memory import Done, MemoryLimits, attempt
 from oppo_megatron.mcore.stage import step
-from oppo_megatron.records import Chunk, ChunkRow, Rollout
+from oppo_megatron.records import Chunk, Rollout
 from oppo_megatron.schedule.actions import Action, Op, Payload
 from oppo_megatron.schedule.planning.books import ReplicaWork
 from oppo_megatron.schedule.planning.merge import StopSignal
@@ -332,7 +332,4 @@ class DecodeWorker:
                     self._round.hear(growing.seq_id, (step_, micro_batch))
 
     def _gather(self) -> None:
-        groups = self.model.groups
-        rows: list[list[ChunkRow]] = [[] for _ in range(groups.dp)]
-        dist.all_gather_object(rows, self._round.rows, group=groups.collection.dp)
-        self._round.rows = [row for replica in rows for row in replica]
+        self._round.rows = gather_rows(self._round.rows, self.model.groups.collection.dp)

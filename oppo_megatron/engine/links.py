@@ -1,4 +1,4 @@
-"""One process group for each directed link that a schedule may send over."""
+"""The process groups of the links that a schedule may send over (`schedule/links.py`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from oppo_megatron.cluster.process_groups import new_group
 from oppo_megatron.schedule.actions import Action
-from oppo_megatron.schedule.links import Link, in_waves, link_of, links_of
+from oppo_megatron.schedule.links import Link, in_waves, lanes_of, link_of
 from oppo_megatron.schedule.rounds import Site
 
 
@@ -40,11 +40,10 @@ class Links:
 
 def build_links(site: Site) -> Links:
     """Create the groups of all links.  Every rank of the world makes the call."""
-    rank, groups = dist.get_rank(), {}
-    for link in (link for wave in in_waves([*links_of(site)]) for link in wave):
-        source, destination, role, payload = link
-        assert payload is not None
-        group = new_group([source, destination], f"{role}.{payload.value}.{source}-{destination}")
-        if rank in (source, destination):
-            groups[link] = group
-    return Links(groups)
+    rank, groups = dist.get_rank(), dict[Link, dist.ProcessGroup]()
+    lanes = list(lanes_of(site))
+    for lane in lanes:
+        group = new_group(lane.ranks, lane.label)
+        groups |= {link: group for link in lane.links if rank in link[:2]}
+    waves = in_waves([link for lane in lanes for link in lane.links])
+    return Links({link: groups[link] for wave in waves for link in wave if link in groups})

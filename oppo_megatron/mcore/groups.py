@@ -6,13 +6,14 @@ of the world.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from oppo_megatron.cluster.process_groups import new_group
+from oppo_megatron.cluster.process_groups import SharedGroups
+from oppo_megatron.layout.groups import model_groups
 
 
 @dataclass(frozen=True)
@@ -53,52 +54,28 @@ class RoleGroups:
         return self.ranks[(self.pp - 1) * (len(self.ranks) // self.pp)]
 
 
-def build_groups(ranks: Sequence[int], tp: int, pp: int, name: str) -> RoleGroups | None:
+def build_groups(
+    ranks: Sequence[int], tp: int, pp: int, role: str, shared: SharedGroups | None = None
+) -> RoleGroups | None:
     """Groups of a model on `ranks` (order: tensor fastest, then data, then pipeline; megatron's own).
+
+    `shared`: the groups of the run so far, of which those with the same ranks and part are taken (`layout/groups.py`).
 
     Returns None on a rank that is not among `ranks`, which nevertheless has to make the call.
     """
-    per_stage = len(ranks) // pp
-    assert per_stage % tp == 0 and per_stage * pp == len(ranks), (ranks, tp, pp)
-    dp = per_stage // tp
-    stages, replicas, shards = range(pp), range(dp), range(tp)
-
-    def rank(p: int, d: int, t: int) -> int:
-        return ranks[(p * dp + d) * tp + t]
-
-    made: list[dist.ProcessGroup] = []
-
-    def mine(groups: Iterable[list[int]], what: str) -> dist.ProcessGroup | None:
-        found = _make(groups, f"{name}.{what}")
-        made.extend([] if found is None else [found])
-        return found
-
-    tp_group = mine([[rank(p, d, t) for t in shards] for p in stages for d in replicas], "tp")
-    pp_group = mine([[rank(p, d, t) for p in stages] for d in replicas for t in shards], "pp")
-    dp_group = mine([[rank(p, d, t) for d in replicas] for p in stages for t in shards], "dp")
-    mp_group = mine([[rank(p, d, t) for p in stages for t in shards] for d in replicas], "mp")
-    ends = sorted({0, pp - 1})
-    embedding = mine([[rank(p, d, t) for p in ends] for d in replicas for t in shards], "embedding")
-    position = mine([[rank(0, d, t)] for d in replicas for t in shards], "position")
-    tp_dp = mine([[rank(p, d, t) for d in replicas for t in shards] for p in stages], "tp_dp")
-    alone = mine([[r] for r in ranks], "self")
-    everyone = mine([list(ranks)], "all")
-    if everyone is None:
+    shared, found = shared or SharedGroups(), dict[str, dist.ProcessGroup]()
+    for part, name in model_groups(ranks, tp, pp, role):
+        group = shared.get(*name)
+        if group is not None:
+            found[part] = group
+    if "all" not in found:
         return None
+    everyone, alone, own = found["all"], found["self"], found.get
     collection = ProcessGroupCollection(
-        tp=tp_group, pp=pp_group, dp=dp_group, mp=mp_group, embd=embedding, pos_embd=position,
-        dp_cp=dp_group, intra_dp_cp=dp_group, cp=alone, tp_cp=tp_group, hcp=None, ep=alone,
-        expt_tp=tp_group, tp_ep=tp_group, tp_ep_pp=mp_group, expt_dp=dp_group, intra_expt_dp=dp_group,
-        tp_dp_cp=tp_dp, inter_dist_opt=None, intra_dist_opt=everyone,
+        tp=own("tp"), pp=own("pp"), dp=own("dp"), mp=own("mp"), embd=own("embedding"), pos_embd=own("position"),
+        dp_cp=own("dp"), intra_dp_cp=own("dp"), cp=alone, tp_cp=own("tp"), hcp=None, ep=alone,
+        expt_tp=own("tp"), tp_ep=own("tp"), tp_ep_pp=own("mp"), expt_dp=own("dp"), intra_expt_dp=own("dp"),
+        tp_dp_cp=own("tp_dp"), inter_dist_opt=None, intra_dist_opt=everyone,
     )  # fmt: skip
-    return RoleGroups(collection, everyone, tuple(made), tuple(ranks), tp, pp, dp)
-
-
-def _make(groups: Iterable[list[int]], desc: str) -> dist.ProcessGroup | None:
-    """Make a group of each of the lists of members, which share no rank.  Returns this rank's, if it has one."""
-    found = None
-    for members in groups:
-        group = new_group(members, desc)
-        if dist.get_rank() in members:
-            found = group
-    return found
+    made = tuple(dict.fromkeys(found.values()))
+    return RoleGroups(collection, everyone, made, tuple(ranks), tp, pp, len(ranks) // (tp * pp))

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig as McoreOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
@@ -21,6 +20,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from oppo_megatron.cluster.gathering import gather_figures
 from oppo_megatron.config.model import OptimizerConfig, TrainingLayoutConfig
 from oppo_megatron.errors import NumericsError
 from oppo_megatron.mcore import compat
@@ -311,9 +311,7 @@ def _total(reports: Iterable[Mapping[str, Tensor]], groups: RoleGroups) -> dict[
     own = _added(_read(list(reports)))
     if groups.dp == 1 or not groups.is_last_stage:
         return own
-    found: list[Any] = [None] * groups.dp
-    dist.all_gather_object(found, own, group=groups.collection.dp)  # a replica without rows knows no names
-    return _added(found)
+    return _added(gather_figures(own, groups.collection.dp))  # a replica without rows knows no names
 
 
 def _read(reports: Sequence[Mapping[str, Tensor]]) -> list[dict[str, float]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from oppo_megatron.cluster.process_groups import use_once
+from oppo_megatron.cluster.process_groups import SharedGroups, use_once
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.engine.links import Links, build_links
 from oppo_megatron.layout.placements import RolePlacement, role_placements, training_placements
@@ -29,16 +29,19 @@ class Topology:
 
 
 def build_topology(config: TrainConfig, device: torch.device) -> Topology:
-    """Create all process groups and use each once, the links as links.  Every rank makes the call."""
-    site, trained = Site(role_placements(config)), training_placements(config)
+    """Create all process groups (`schedule/groups.py` lists them) and use each once, the links as links.
+
+    Every rank makes the call.
+    """
+    site, trained, shared = Site(role_placements(config)), training_placements(config), SharedGroups()
     groups = {
-        name: build_groups(placement.ranks, placement.tp, placement.pp, name)
+        name: build_groups(placement.ranks, placement.tp, placement.pp, name, shared)
         for name, placement in site.placements.items()
     }
     training = {
         name: groups[name]
         if placement == site.placements[name]
-        else build_groups(placement.ranks, placement.tp, placement.pp, f"{name}.train")
+        else build_groups(placement.ranks, placement.tp, placement.pp, name, shared)
         for name, placement in trained.items()
     }
     links = build_links(site)

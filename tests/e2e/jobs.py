@@ -42,6 +42,7 @@ from oppo_megatron.train.saving.resuming import Found
 from oppo_megatron.train.saving.saver import Saver
 from oppo_megatron.train.update import UpdateSettings, minibatches_of
 from tests.support.limits import begun_within, room_for
+from tests.support.traffic import Traffic
 
 
 def train(config: dict[str, Any]) -> None:
@@ -49,6 +50,31 @@ def train(config: dict[str, Any]) -> None:
     checked = TrainConfig(**config)
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
     run_ppo(checked, world, read_inputs(checked), Preemption(checked.preempt_deadline_s))
+
+
+def train_counted(config: dict[str, Any]) -> tuple[int, Traffic, Traffic]:
+    """`train`; the number of rounds, and this rank's traffic in them and in whole steps."""
+    rounds, steps = Traffic(), Traffic()
+    run, step, num_rounds = RoundRunner.run, TrainingLoop._step, 0
+
+    def counted_round(runner: RoundRunner, *args: Any) -> Any:
+        nonlocal num_rounds
+        num_rounds += 1
+        with rounds.counting():
+            return run(runner, *args)
+
+    def counted_step(loop: TrainingLoop, *args: Any) -> bool:
+        with steps.counting():
+            return step(loop, *args)
+
+    with (
+        rounds.watched(),
+        steps.watched(),
+        mock.patch.object(RoundRunner, "run", counted_round),
+        mock.patch.object(TrainingLoop, "_step", counted_step),
+    ):
+        train(config)
+    return num_rounds, rounds, steps
 
 
 def train_with_environment(config: dict[str, Any], environment: dict[str, str]) -> None:

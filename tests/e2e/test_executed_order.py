@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
-from oppo_megatron.schedule.actions import Action, Op, Schedule, parse_action, parse_schedule
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.layout.placements import world_size
+from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule, parse_action, parse_schedule
 from tests.support.layouts import deep
-from tests.support.ppo import Workspace, run_ppo_ranks
+from tests.support.ppo import Workspace
+from tests.support.ranks import run_ranks
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "one process": {"mode": "single"},
@@ -48,7 +51,7 @@ def executed_actions(run: Path) -> dict[int, list[Action]]:
 def test_ranks_do_what_the_schedule_says_in_its_order(workspace: Workspace, name: str) -> None:
     changes = {"overlap.intra": True, "logging.trace": "actions", "overlap.weave": [2, "auto"]}
     config = deep(workspace, name.replace(" ", "-"), placement=PLACEMENTS[name], steps=2, **changes)
-    run_ppo_ranks(config)
+    counts = run_ranks(world_size(TrainConfig(**config)), "tests.e2e.jobs:train_counted", config=config)
     run = Path(config["run_dir"])
     schedules, executed = read_schedules(run), executed_actions(run)
     assert len(schedules) > 4 and executed
@@ -68,3 +71,8 @@ def test_ranks_do_what_the_schedule_says_in_its_order(workspace: Workspace, name
             )  # fmt: skip
             skipped += 1
     assert skipped, "every run has sequences that end within a chunk"
+    for rank, (num_rounds, in_rounds, in_steps) in enumerate(counts):
+        assert num_rounds == len(schedules)
+        sends = [action for action in executed[rank] if action.op is Op.SEND]
+        assert in_rounds.calls["isend"] == sum(1 + (action.payload is Payload.CHUNK) for action in sends)
+        assert in_steps.pickled == 0, "numbers go as tensors"

@@ -51,10 +51,23 @@ def test_the_command_prints_the_table(capsys: pytest.CaptureFixture[str]) -> Non
     assert "tp 2, pp 1" in lines[5]
 
 
+def test_the_command_counts_what_a_rank_has(capsys: pytest.CaptureFixture[str]) -> None:
+    """By hand: a rank of an actor of two stages and shards sends a token to the other stage in each step of each micro-batch."""
+    sizes = ["--tp", "2", "--pp", "2", "--sequences", "8", "--chunk", "16"]
+    assert main(["bench", "planning", "--count", "--ranks", "8", "64", *sizes]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:3]]
+    assert [row[:2] for row in rows] == [["disaggregated", "8"], ["disaggregated", "64"]]
+    groups, calls, messages, chunks, peers, notes, summaries = zip(*(map(int, row[2:]) for row in rows), strict=True)
+    assert groups == (15, 16) and calls[0] == 37, "there is a dp group where there are replicas"
+    assert chunks == (8, 64) and peers == (5, 33), "a header and a payload to each listener, and tokens to one stage"
+    assert all((each - chunk) % 16 in (0, 2) for each, chunk in zip(messages, chunks, strict=True)), "two gathers of dp"
+    assert notes == (8, 32) and summaries == (8, 34)
+
+
 def test_it_loads_no_torch() -> None:
     command = "import sys; from oppo_megatron.cli.main import main; main(sys.argv[1:]); print('torch' in sys.modules)"
     sizes = ["--tp", "1", "--pp", "1", "--ranks", "2", "--sequences", "4", "--steps", "1", "--chunk", "512"]
-    done = subprocess.run(
-        [sys.executable, "-c", command, "bench", "planning", *sizes], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.splitlines()[-1] == "False"
+    for counts in [], ["--count"]:
+        told = [sys.executable, "-c", command, "bench", "planning", *sizes, *counts]
+        done = subprocess.run(told, capture_output=True, text=True, check=True)
+        assert done.stdout.splitlines()[-1] == "False"

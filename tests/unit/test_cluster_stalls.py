@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.cluster.liveness import watchdog as watchdog_module
+from oppo_megatron.cluster.liveness.board import Board
 from oppo_megatron.cluster.liveness.stalls import Note, Watch
-from oppo_megatron.cluster.liveness.watchdog import Board, Watchdog
+from oppo_megatron.cluster.liveness.watchdog import Watchdog
 from oppo_megatron.cluster.loopback import loopback_store
 
 

@@ -16,10 +16,11 @@ from types import SimpleNamespace
 import pytest
 
 from oppo_megatron.cluster.liveness import supervisor as supervisor_module
+from oppo_megatron.cluster.liveness.board import board_of
 from oppo_megatron.cluster.liveness.failures import read_failures
 from oppo_megatron.cluster.liveness.stalls import Note
 from oppo_megatron.cluster.liveness.supervisor import Limits, Supervisor
-from oppo_megatron.cluster.liveness.watchdog import board_of, told_within_s
+from oppo_megatron.cluster.liveness.watchdog import told_within_s
 from oppo_megatron.cluster.loopback import loopback_store
 from oppo_megatron.cluster.rendezvous import MeetingPoint
 from oppo_megatron.errors import EXIT_REQUEUE

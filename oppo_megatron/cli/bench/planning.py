@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from oppo_megatron.cli.bench.common import count
 
 HELP = "processor seconds that a rank of a large run plans, checks and books in a step"
 ABOUT = """Drives one rank's part of the loop's pure half, for rank 0 and for the last rank of each number of ranks, and prints
-its processor seconds a step. The model is a 70B whose step is bounded from below by the peaks of an H100. Loads no torch."""
+its processor seconds a step. The model is a 70B whose step is bounded from below by the peaks of an H100. With --count it
+counts instead: process groups, messages and watchdogs' notes of a rank. Loads no torch."""
 
 MODES = ("disaggregated", "colocated")
 
@@ -25,6 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pp", type=count, default=8, metavar="N", help="pipeline-parallel size; default 8")
     parser.add_argument("--chunk", type=count, default=128, metavar="N", help="decode steps of a round; default 128")
     parser.add_argument("--steps", type=count, default=4, metavar="N", help="PPO steps; default 4")
+    parser.add_argument(
+        "--count", action="store_true", help="count groups, messages of a round and notes, instead of timing anything"
+    )
     parser.set_defaults(measure=_planning)
 
 
@@ -33,10 +38,24 @@ def _planning(args: argparse.Namespace) -> int:
     from oppo_megatron.bench.planning import COLUMNS, Cluster, bench_planning
 
     cluster = Cluster(tp=args.tp, pp=args.pp, chunk=args.chunk, steps=args.steps)
+    if args.count:
+        return _count(cluster, args)
     rows = list(bench_planning(cluster, args.mode, args.ranks, args.sequences))
     print(format_table(COLUMNS, rows))
     print(
         f"70B, tp {args.tp}, pp {args.pp}, prompts of {cluster.prompt_tokens}, responses of up to {cluster.response_tokens} "
         f"(log-normal, median {cluster.lengths[0]:g}), chunks of {args.chunk}; medians of {max(1, args.steps - 1)} steps"
+    )
+    return 0
+
+
+def _count(cluster: Any, args: argparse.Namespace) -> int:
+    from oppo_megatron.bench.counting import COLUMNS, count_all
+    from oppo_megatron.bench.figures import format_table
+
+    print(format_table(COLUMNS, list(count_all(cluster, args.mode, args.ranks, args.sequences[0]))))
+    print(
+        f"70B, tp {args.tp}, pp {args.pp}, {args.sequences[0]} sequences, chunks of {args.chunk}; groups: the most of a rank; "
+        "messages: of the actor's output rank"
     )
     return 0

@@ -19,9 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from oppo_megatron.cluster.liveness.board import board_of, tick_s
+from oppo_megatron.cluster.liveness.circles import Circles
 from oppo_megatron.cluster.liveness.failures import Failure
 from oppo_megatron.cluster.liveness.stalls import Watch
-from oppo_megatron.cluster.liveness.watchdog import board_of, tick_s, told_within_s
+from oppo_megatron.cluster.liveness.watchdog import told_within_s
 from oppo_megatron.cluster.rendezvous import MeetingPoint
 from oppo_megatron.errors import EXIT_AGAIN, EXIT_REQUEUE
 
@@ -53,7 +55,8 @@ class Supervisor:
     def __init__(self, folder: Path, point: MeetingPoint, limits: Limits, told_s: Callable[[], float | None]):
         self._folder, self._limits, self._told_s = folder, limits, told_s
         self._board = board_of(point)
-        later_s = told_within_s(limits.stall_s) + 2 * tick_s(limits.stall_s)  # the ranks' watchdogs come first
+        told_within = told_within_s(limits.stall_s, Circles(point.size).count)
+        later_s = told_within + 2 * tick_s(limits.stall_s)  # the ranks' watchdogs come first
         self._watch = Watch(
             range(point.size), limits.stall_s, 3 * tick_s(limits.stall_s), time.monotonic, limits.first_s, later_s
         )

@@ -1,6 +1,6 @@
 """A rank's watchdog: ends the rank if the run stands still.
 
-A thread writes the rank's note to the store where the ranks have met, and reads those of the others, several times within
+A thread writes the rank's note to the store where the ranks have met, and reads those of its circle, several times within
 `stall_deadline_s`.  If the run has stalled (`stalls.py`), every watchdog writes the stacks of all threads of its process to
 `stacks/rank-N.txt`, says so in its note, waits for the notes of the others, and ends its process: the main thread may be in a
 call that nothing can interrupt.
@@ -16,89 +16,42 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
-import torch.distributed as dist
-
 from oppo_megatron.cluster.activity import Activity
+from oppo_megatron.cluster.liveness.board import Board, tick_s
 from oppo_megatron.cluster.liveness.stalls import Note, Watch
-from oppo_megatron.cluster.rendezvous import MeetingPoint
+from oppo_megatron.cluster.liveness.summaries import Summaries, speaker
 
-LONGEST_TICK_S = 5.0
 ANSWER_S = 2.0  # for a rank that hears of a stall to write its stacks and to answer, beside two ticks
+LOOK_S = 1e-4  # what the store takes for a look of one rank, for its circle's notes: so often do ranks look in an alarm
 TOLD_S = 2.0  # for the others to make up their messages: the store may end with this process
 
 
-def tick_s(deadline_s: float) -> float:
-    """Seconds between two notes."""
-    return min(LONGEST_TICK_S, max(0.1, deadline_s / 20))
+def told_within_s(deadline_s: float, circles: int = 1) -> float:
+    """Seconds beyond the deadline within which the running watchdogs have reported the stall and end.
 
-
-def told_within_s(deadline_s: float) -> float:
-    """Seconds beyond the deadline within which the running watchdogs have reported the stall and end."""
-    return 4 * tick_s(deadline_s) + ANSWER_S + TOLD_S + 0.5
-
-
-class Board:
-    """The notes of all ranks, in a store.  `connect` opens a connection of its own to it.
-
-    A call to a store whose process is stopped never returns: calls are made by a thread that may be left behind.
+    Of several circles each hears of the others' ranks by two speakers.
     """
-
-    def __init__(self, connect: Callable[[], dist.Store], ranks: Sequence[int], keeper: str):
-        self.keeper = keeper
-        self._connect, self._ranks = connect, list(ranks)
-        self._store: dist.Store | None = None
-        self._known: set[int] = set()
-        self._call: threading.Thread | None = None
-        self._found: list[Note] | None = None
-
-    def exchange(self, mine: Note | None, within_s: float) -> list[Note] | None:
-        """Put down a note, and read all; None where the store does not answer in time."""
-        if self._call is None or not self._call.is_alive():
-            self._found = None
-            self._call = threading.Thread(target=self._exchange, args=(mine,), name="stall notes", daemon=True)
-            self._call.start()
-            self._call.join(within_s)
-            if not self._call.is_alive():
-                return self._found
-        else:
-            self._call.join(within_s)
-        return None
-
-    def _exchange(self, mine: Note | None) -> None:
-        with suppress(RuntimeError, ValueError):  # the store has ended, or the value is no note
-            if self._store is None:
-                self._store = self._connect()
-            store = self._store
-            if mine is not None:
-                store.set(str(mine.rank), mine.encode())
-                self._known.add(mine.rank)
-            new = [rank for rank in self._ranks if rank not in self._known and store.check([str(rank)])]
-            self._known.update(new)
-            keys = [str(rank) for rank in sorted(self._known)]
-            self._found = [Note.decode(text) for text in store.multi_get(keys)] if keys else []
+    one = 4 * tick_s(deadline_s) + ANSWER_S + TOLD_S + 0.5
+    return one if circles == 1 else one + _elsewhere_s(deadline_s)
 
 
-def board_of(point: MeetingPoint) -> Board:
-    """The board of the ranks that meet at a point; for them, and for who has started them."""
-
-    def connect() -> dist.Store:
-        address = "localhost" if point.opens and not point.address.startswith("127.") else point.address
-        timeout = timedelta(seconds=LONGEST_TICK_S)
-        store = dist.TCPStore(address, point.port, None, False, timeout, wait_for_workers=False)
-        return dist.PrefixStore(f"{point.name}/stalls", store)
-
-    return Board(connect, range(point.size), point.opener)
+def _elsewhere_s(deadline_s: float) -> float:
+    """How long a circle waits for the others' words once its own ranks have answered."""
+    return 4 * tick_s(deadline_s) + 2 * ANSWER_S + TOLD_S  # one with a silent rank takes half of it to say so
 
 
 class Watchdog:
-    """One rank's watchdog.  `board` is None for a single rank; `end` takes the message of the stall and does not return."""
+    """One rank's watchdog.  `board` is None for a single rank; `end` takes the message of the stall and does not return.
+
+    `watch` and `board` are of the rank's circle; `far`: of the other circles, where there are any.
+    """
 
     def __init__(
         self,
@@ -108,8 +61,12 @@ class Watchdog:
         board: Board | None,
         folder: Path,
         end: Callable[[str], None],
+        far: Summaries | None = None,
     ):
-        self.rank, self.watch, self.activity, self.board, self.folder = rank, watch, activity, board, folder
+        self.rank, self.watch, self.activity, self.board, self.folder, self.far = (
+            rank, watch, activity, board, folder, far,
+        )  # fmt: skip
+        self._answered: set[int] | None = None
         self._end, self._tick_s, self._number = end, tick_s(watch.deadline_s), 0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="stall watchdog", daemon=True)
@@ -125,14 +82,14 @@ class Watchdog:
             self._over.set()
             self._thread.join(3 * self._tick_s)
             if self.board is not None:
-                self.board.exchange(replace(self._note(), ended=True), ANSWER_S)
+                self._leave(replace(self._note(), ended=True))
 
     def _run(self) -> None:
         try:
             while not self._over.wait(self._tick_s):
-                self._wind_up(self.watch.deadline_s + told_within_s(self.watch.deadline_s))
+                self._wind_up(self.watch.deadline_s + self._told_within_s)
                 self._look(self._note())
-                if self.watch.alarmed or self.watch.stalled(self.rank):
+                if self.watch.alarmed or self.watch.stalled(self.rank) or self._others_stalled:
                     self._alarm()
                     return
         finally:
@@ -142,34 +99,76 @@ class Watchdog:
         self._number += 1
         return Note.of(self.rank, self._number, self.activity.look())
 
+    @property
+    def _told_within_s(self) -> float:
+        return told_within_s(self.watch.deadline_s, 1 if self.far is None else self.far.circles.count)
+
+    @property
+    def _others_stalled(self) -> bool:
+        return self.far is not None and self._spoken_by == self.rank and self.far.stalled
+
+    @property
+    def _spoken_by(self) -> int | None:
+        return speaker(self.watch, self._answered)
+
     def _look(self, mine: Note) -> None:
-        """Put the note down, and take in all others'."""
+        """Put the note down, and take in those of the circle; as its speaker, those of all circles."""
         found = None if self.board is None else self.board.exchange(mine, self._tick_s)
         others = [note for note in found or [] if note.rank != self.rank]
         self.watch.observe([mine, *others], reaches_others=self.board is None or found is not None)
+        if self.far is not None and self._spoken_by == self.rank:
+            self.far.exchange(self.watch, self._tick_s)
+
+    def _leave(self, last: Note) -> None:
+        """The last to leave a circle says so for it: of two that leave at once, the later finds the other's note."""
+        assert self.board is not None
+        found = self.board.exchange(last, ANSWER_S)
+        if found is not None and self.far is not None:
+            self.watch.observe(found)
+            if not self.watch.live:
+                self.far.exchange(self.watch, ANSWER_S)
 
     def _alarm(self) -> None:
         """Stacks, notes of the others, the message, and the end."""
         mine = replace(self._note(), alarm=True)
         self._write_stacks(mine)
-        self._wind_up(2 * self._tick_s + 2 * ANSWER_S + TOLD_S)
+        beyond_s = 0.0 if self.far is None else _elsewhere_s(self.watch.deadline_s)
+        self._wind_up(2 * self._tick_s + 2 * ANSWER_S + TOLD_S + beyond_s)
         self._look(mine)
-        self._until(2 * self._tick_s + ANSWER_S, mine, lambda note: note.alarm)
-        answered = {self.rank, *self.watch.alarmed}
+        self._until(2 * self._tick_s + ANSWER_S, mine, lambda: self._all(lambda note: note.alarm))
+        answered = self._answered = {self.rank, *self.watch.alarmed}
+        elsewhere = self._words_from_elsewhere(mine)
         keeper = "this rank" if self.board is None else self.board.keeper
-        message = f"{self.watch.describe(self.rank, answered, keeper)}; stacks of all threads are in {self.folder}"
-        told = replace(mine, told=True)
+        message = f"{self.watch.describe(self.rank, answered, keeper, elsewhere)}; stacks of all threads are in {self.folder}"
+        told = replace(mine, told=True, elsewhere=elsewhere)
         self._look(told)
-        self._until(TOLD_S, told, lambda note: note.told or note.rank not in answered)
+        stays = self.far is not None and self._spoken_by == self.rank  # the store may be here, and other circles still read
+        self._until(TOLD_S, told, lambda: not stays and self._all(lambda note: note.told or note.rank not in answered))
         self._end(message)
 
-    def _until(self, seconds: float, mine: Note, done: Callable[[Note], bool]) -> None:
-        """Look until all live ranks' notes are `done`, or the time is over."""
-        until, watch = time.monotonic() + seconds, self.watch
-        while time.monotonic() < until:
-            if len(watch.live) == sum(done(watch.notes[rank]) for rank in watch.live if rank in watch.notes):
-                return
-            time.sleep(min(0.1, self._tick_s))
+    def _words_from_elsewhere(self, mine: Note) -> str:
+        """Which ranks of other circles stand still: asked by the speaker, and passed on in its note."""
+        far, spoken_by, assured_s = self.far, self._spoken_by, _elsewhere_s(self.watch.deadline_s)
+        if far is None or self.watch.alone_s >= self.watch.deadline_s:
+            return ""
+        if spoken_by == self.rank:
+            far.say(self.watch.describe_standing(self._answered or ()))
+            self._until(assured_s - TOLD_S, mine, lambda: far.told)
+            return far.elsewhere()
+        notes = self.watch.notes
+        self._until(assured_s, mine, lambda: spoken_by in notes and notes[spoken_by].told)
+        return notes[spoken_by].elsewhere if spoken_by in notes else ""
+
+    def _all(self, done: Callable[[Note], bool]) -> bool:
+        """Whether the notes of all live ranks of the circle are `done`."""
+        watch = self.watch
+        return len(watch.live) == sum(done(watch.notes[rank]) for rank in watch.live if rank in watch.notes)
+
+    def _until(self, seconds: float, mine: Note, done: Callable[[], bool]) -> None:
+        """Look until it is `done`, or the time is over."""
+        until, size = time.monotonic() + seconds, 1 if self.far is None else self.far.circles.size
+        while time.monotonic() < until and not done():
+            time.sleep(min(max(0.1, LOOK_S * size), self._tick_s))
             self._number += 1
             mine = replace(mine, number=self._number)
             self._look(mine)

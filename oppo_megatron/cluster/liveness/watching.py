@@ -13,9 +13,12 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from oppo_megatron.cluster.liveness.board import board_of, tick_s
+from oppo_megatron.cluster.liveness.circles import Circles
 from oppo_megatron.cluster.liveness.failures import end_stalled
 from oppo_megatron.cluster.liveness.stalls import Watch
-from oppo_megatron.cluster.liveness.watchdog import Watchdog, board_of, tick_s
+from oppo_megatron.cluster.liveness.summaries import Summaries
+from oppo_megatron.cluster.liveness.watchdog import Watchdog
 from oppo_megatron.cluster.rendezvous import MeetingPoint
 from oppo_megatron.cluster.world import World
 from oppo_megatron.rundir.directory import RunDirectory
@@ -34,13 +37,27 @@ def watched(
     if not deadline_s:
         yield
         return
-    meets = world.size > 1 or environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    board = board_of(MeetingPoint.from_environment(environment, world.rank, world.size)) if meets else None
-    watch = Watch(range(world.size), deadline_s, 3 * tick_s(deadline_s), time.monotonic)
-    folder = RunDirectory(run_dir).stacks
-    dog = Watchdog(world.rank, watch, world.activity, board, folder, partial(end, world.rank, command))
+    dog = _watchdog(world, deadline_s, RunDirectory(run_dir).stacks, environment, partial(end, world.rank, command))
     with dog.watching():
         yield
+
+
+def _watchdog(
+    world: World, deadline_s: float, folder: Path, environment: Mapping[str, str], end: Callable[[str], None]
+) -> Watchdog:
+    """Of this rank, over the notes of its circle."""
+    circles, longest_s = Circles(world.size), 3 * tick_s(deadline_s)
+    number = circles.number(world.rank)
+    members, several = circles.members(number), circles.count > 1
+    watch = Watch(members, deadline_s, longest_s, time.monotonic, whole=not several)
+    if world.size == 1 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return Watchdog(world.rank, watch, world.activity, None, folder, end)
+    point, far = MeetingPoint.from_environment(environment, world.rank, world.size), None
+    if several:
+        numbers = range(circles.count)
+        others = Watch(numbers, deadline_s, longest_s, time.monotonic)
+        far = Summaries(circles, number, board_of(point, numbers, "circles"), others)
+    return Watchdog(world.rank, watch, world.activity, board_of(point, members), folder, end, far)
 
 
 def stacks_on_request() -> None:

@@ -1,0 +1,133 @@
+"""The groups of a run are few for each rank at any size, and the list of them is what is made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from oppo_megatron.bench.planning import MODEL_70B
+from oppo_megatron.cluster import process_groups
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.engine import links as links_module
+from oppo_megatron.layout.groups import ALONE, GroupName
+from oppo_megatron.layout.placements import RolePlacement, role_placements, training_placements, world_size
+from oppo_megatron.schedule.groups import calls_of, groups_by_rank, run_groups
+from oppo_megatron.train.topology import Topology, build_topology
+
+ROLES = ("actor", "reference", "critic", "reward")
+SIZES = [8, 64, 128, 1024, 4096]
+SHAPES = [(1, 1), (8, 1), (1, 8), (2, 4), (8, 8), (4, 16), (8, 32)]
+
+
+def over(first: int, size: int, tp: int, pp: int) -> RolePlacement:
+    return RolePlacement(tuple(range(first, first + size)), tp, pp, size // (tp * pp))
+
+
+CASES = [(n, *shape) for n in SIZES for shape in SHAPES if n >= 2 * math.prod(shape)] + [(16384, 8, 8)]
+
+
+@pytest.mark.parametrize(("size", "tp", "pp"), CASES)
+def test_a_rank_belongs_to_few_groups_whatever_the_size(size: int, tp: int, pp: int) -> None:
+    actor, scorer = over(0, size // 2, tp, pp), over(size // 2, size // 2, tp, pp)
+    apart = {"actor": actor, **dict.fromkeys(ROLES[1:], scorer)}
+    together = dict.fromkeys(ROLES, over(0, size, tp, pp))
+    for placements in (apart, together):
+        trained = {role: over(placements[role].ranks[0], len(placements[role].ranks), pp, tp) for role in ("actor", "critic")}
+        assert max(groups_by_rank(run_groups(placements, trained)).values()) <= 34
+
+
+def test_roles_that_share_nothing_but_their_ranks_stay_below_64() -> None:
+    """Each in a layout of its own, trained in others."""
+    for size in (64, 1024):
+        layouts = [(2, 4), (4, 2), (8, 8), (1, 16), (4, 4), (2, 8)]
+        every = [over(0, size, tp, pp) for tp, pp in layouts]
+        placements, trained = dict(zip(ROLES, every, strict=False)), {"actor": every[4], "critic": every[5]}
+        assert 30 < max(groups_by_rank(run_groups(placements, trained)).values()) < 64
+
+
+def test_groups_of_the_70b_run_of_4096_ranks() -> None:
+    """By hand: 617 groups of a placement that are no tensor groups, 256 of a role that are, a lane a pipeline, tokens."""
+    actor, scorer = over(0, 2048, 8, 8), over(2048, 2048, 8, 8)
+    placements = {"actor": actor, **dict.fromkeys(ROLES[1:], scorer)}
+    groups = run_groups(placements, {"actor": actor, "critic": scorer})
+    pipelines, tensor, others = 2048 // 8, 2048 // 8, 256 + 64 + 32 + 256 + 8 + 1
+    assert calls_of(groups) == 1 + 2 * others + 4 * tensor + 5 * pipelines + 1 + 1
+    counts = groups_by_rank(groups)
+    # World, checkpoints, alone; pp, dp, mp, tp_dp, all; a tensor group and a lane a role; tokens; of ends embedding; chunks.
+    assert counts[512] == 3 + 5 + 1 + 1 + 1 and counts[0] == counts[512] + 1
+    assert counts[2047] == counts[0] and counts[1792] == counts[0] + 1, "the output rank sends the chunks"
+    assert counts[4095] == 3 + 5 + 3 + 3 + 1 + 1
+
+
+class FakeGroup:
+    """Stands for a process group seen from one rank."""
+
+    def __init__(self, ranks: Sequence[int], viewer: int):
+        self.ranks, self.viewer = list(ranks), viewer
+
+    def rank(self) -> int:
+        return self.ranks.index(self.viewer)
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "colocated": {"placement": {"mode": "colocated", "actor": {"tp": 2, "pp": 2, "dp": 2}}},
+    "apart": {"placement": {"mode": "disaggregated", "actor": {"pp": 4}, "scorer": {"tp": 2, "pp": 2}}},
+    "own layouts": {
+        "placement": {"mode": "colocated", "actor": {"tp": 2, "pp": 2, "dp": 2}},
+        "actor": {"train": {"tp": 2, "pp": 4, "dp": 1}},
+        "critic": {"ranks": "0-3", "parallel": {"tp": 4}},
+        "reward": {"ranks": "8-9", "parallel": {"dp": 2}},
+    },
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_is_listed_is_what_is_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree: dict[str, Any] = {
+        "run_dir": "none", "steps": 1, "tokenizer": {"path": "none"}, "data": {"path": "none"},
+        "rewards": [{"kind": "model"}], "rollout": {"batch_size": 8, "max_response_tokens": 8},
+    }  # fmt: skip
+    layout = LAYOUTS[name]
+    tree |= {role: {"init": MODEL_70B, **layout.get(role, {})} for role in ("actor", "critic", "reward")}
+    config = TrainConfig.model_validate(tree | {"placement": layout["placement"]})
+    listed = run_groups(role_placements(config), training_placements(config))
+    assert listed.pop() == GroupName("checkpoints", tuple(range(world_size(config))))
+    for viewer in range(world_size(config)):
+        made, topology = _topology(config, viewer, monkeypatch)
+        own = [group for group in listed if group.label != ALONE or group.ranks == (viewer,)]
+        assert [group for group in made if group.label == ALONE] == [group for group in own if group.label == ALONE]
+        assert [g for g in made if g.label != ALONE] == [g for g in own if g.label != ALONE], "in this order"
+        for (source, destination, role, payload), group in topology.links.groups.items():
+            assert viewer in (source, destination) and {source, destination} <= set(group.ranks), (role, payload)
+
+
+def test_links_that_meet_on_two_ranks_have_groups_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = {"run_dir": "none", "steps": 1, "tokenizer": {"path": "none"}, "data": {"path": "none"},
+            "rollout": {"batch_size": 8, "max_response_tokens": 8}, "rewards": [{"kind": "model"}],
+            **{role: {"init": MODEL_70B} for role in ("actor", "critic", "reward")}}  # fmt: skip
+    config = TrainConfig.model_validate(tree | {"placement": {"mode": "colocated", "actor": {"pp": 2}}})
+    _, topology = _topology(config, 1, monkeypatch)
+    assert len(topology.links.groups) == 5 == len({id(group) for group in topology.links.groups.values()})
+
+
+def _topology(
+    config: TrainConfig, viewer: int, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[GroupName], Topology]:
+    """What rank `viewer` makes, in its order, and what it has of it."""
+    made: list[GroupName] = []
+
+    def new_group(ranks: Sequence[int], label: str) -> FakeGroup:
+        made.append(GroupName(label, tuple(ranks)))
+        return FakeGroup(ranks, viewer)
+
+    monkeypatch.setattr(process_groups, "new_group", new_group)
+    monkeypatch.setattr(links_module, "new_group", new_group)
+    monkeypatch.setattr(dist, "get_rank", lambda: viewer)
+    return made, build_topology(config)
