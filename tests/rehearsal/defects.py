@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,16 +27,6 @@ def around(owner: Any, name: str, change: Callable[..., Any]) -> None:
     """A function of the product becomes `change(original, *its arguments)`."""
     original = getattr(owner, name)
     setattr(owner, name, lambda *a, **k: change(original, *a, **k))
-
-
-def tensor_of_the_host() -> None:
-    from oppo_megatron.engine import device_decode
-
-    def drawn(original: Any, *a: Any) -> Any:
-        found = original(*a)
-        return replace(found, tokens=torch.zeros(found.tokens.shape, dtype=torch.int64))
-
-    around(device_decode, "draw_at", drawn)
 
 
 def read_in_the_decode_loop() -> None:
@@ -78,12 +68,6 @@ def mask_that_no_kernel_takes() -> None:
         return out.reshape(len(q_SGRD), -1)
 
     cached_plan.attend_one = attend
-
-
-def checkpoint_copy_under_way() -> None:
-    from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
-
-    around(SequenceCache, "stored", lambda original, *a: original(*a).to("cpu", non_blocking=True))
 
 
 def type_of_one_rank_alone() -> None:
@@ -148,7 +132,6 @@ def weight_left_on_the_host() -> None:
 
 
 DEFECTS = {
-    "a tensor of the host": Defect("single", "two different devices", tensor_of_the_host),
     "a read in the decode loop": Defect("single", "decode step: read in defects.py drawn", read_in_the_decode_loop),
     "a read in a captured step": Defect("single", "waits (read) in a step that is captured", read_in_the_decode_loop),
     "a read of each figure": Defect("single", "update: read in defects.py", read_of_each_figure),
@@ -157,9 +140,6 @@ DEFECTS = {
     ),
     "a copy from pageable memory": Defect("single", "score: pageable in defects.py", copy_from_pageable_memory),
     "a mask that no kernel takes": Defect("single", "no kernel of attention takes this", mask_that_no_kernel_takes),
-    "a checkpoint's copy under way": Defect(
-        "single", "a copy to the host was not waited for", checkpoint_copy_under_way, {"steps": 1}
-    ),
     "a type of one rank alone": Defect("colocated tp 2", "calls differ", type_of_one_rank_alone),
     "links that are not opened": Defect("colocated pp 2", "the first message to rank", links_that_are_not_opened),
     "a message of another type": Defect("colocated pp 2", "sends ('torch.float32'", message_of_another_type),
