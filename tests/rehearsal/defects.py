@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,16 @@ def around(owner: Any, name: str, change: Callable[..., Any]) -> None:
     """A function of the product becomes `change(original, *its arguments)`."""
     original = getattr(owner, name)
     setattr(owner, name, lambda *a, **k: change(original, *a, **k))
+
+
+def tensor_of_the_host() -> None:
+    from oppo_megatron.engine import device_decode
+
+    def drawn(original: Any, *a: Any) -> Any:
+        found = original(*a)
+        return replace(found, tokens=torch.zeros(found.tokens.shape, dtype=torch.int64))
+
+    around(device_decode, "draw_at", drawn)
 
 
 def read_in_the_decode_loop() -> None:
@@ -132,6 +142,7 @@ def weight_left_on_the_host() -> None:
 
 
 DEFECTS = {
+    "a tensor of the host": Defect("single", "on the same device", tensor_of_the_host),
     "a read in the decode loop": Defect("single", "decode step: read in defects.py drawn", read_in_the_decode_loop),
     "a read in a captured step": Defect("single", "waits (read) in a step that is captured", read_in_the_decode_loop),
     "a read of each figure": Defect("single", "update: read in defects.py", read_of_each_figure),
@@ -149,6 +160,6 @@ DEFECTS = {
         "updated as pp 2", "batched messages are the first", batch_before_all_are_connected
     ),
     "a weight left on the host": Defect(
-        "dp 2, updated as tp 2", "two different devices", weight_left_on_the_host, {"checkpoint.every_steps": 0}
+        "dp 2, updated as tp 2", "on the same device", weight_left_on_the_host, {"checkpoint.every_steps": 0}
     ),
 }
