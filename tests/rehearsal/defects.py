@@ -80,12 +80,6 @@ def mask_that_no_kernel_takes() -> None:
     cached_plan.attend_one = attend
 
 
-def checkpoint_copy_under_way() -> None:
-    from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
-
-    around(SequenceCache, "stored", lambda original, *a: original(*a).to("cpu", non_blocking=True))
-
-
 def type_of_one_rank_alone() -> None:
     from oppo_megatron.mcore.vocab_shards import VocabShards
 
@@ -148,7 +142,7 @@ def weight_left_on_the_host() -> None:
 
 
 DEFECTS = {
-    "a tensor of the host": Defect("single", "two different devices", tensor_of_the_host),
+    "a tensor of the host": Defect("single", "on the same device", tensor_of_the_host),
     "a read in the decode loop": Defect("single", "decode step: read in defects.py drawn", read_in_the_decode_loop),
     "a read in a captured step": Defect("single", "waits (read) in a step that is captured", read_in_the_decode_loop),
     "a read of each figure": Defect("single", "update: read in defects.py", read_of_each_figure),
@@ -157,9 +151,6 @@ DEFECTS = {
     ),
     "a copy from pageable memory": Defect("single", "score: pageable in defects.py", copy_from_pageable_memory),
     "a mask that no kernel takes": Defect("single", "no kernel of attention takes this", mask_that_no_kernel_takes),
-    "a checkpoint's copy under way": Defect(
-        "single", "a copy to the host was not waited for", checkpoint_copy_under_way, {"steps": 1}
-    ),
     "a type of one rank alone": Defect("colocated tp 2", "calls differ", type_of_one_rank_alone),
     "links that are not opened": Defect("colocated pp 2", "the first message to rank", links_that_are_not_opened),
     "a message of another type": Defect("colocated pp 2", "sends ('torch.float32'", message_of_another_type),
@@ -169,6 +160,6 @@ DEFECTS = {
         "updated as pp 2", "batched messages are the first", batch_before_all_are_connected
     ),
     "a weight left on the host": Defect(
-        "dp 2, updated as tp 2", "two different devices", weight_left_on_the_host, {"checkpoint.every_steps": 0}
+        "dp 2, updated as tp 2", "on the same device", weight_left_on_the_host, {"checkpoint.every_steps": 0}
     ),
 }

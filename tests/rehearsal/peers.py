@@ -78,7 +78,11 @@ class Peers:
 
     def of(self, group: Any) -> tuple[str, list[int]]:
         """The name of a group, and its ranks."""
-        return self._world if group is None or group is dist.group.WORLD else self.groups[group]
+        if group is None or group is dist.group.WORLD:
+            return self._world
+        if group not in self.groups:
+            raise Mismatch(f"rank {self.rank} makes a call of a group that it is no member of")
+        return self.groups[group]
 
     def place(self, group: Any, rank: int | None, in_group: int | None) -> int:
         """The number within the group of a rank that is given by its number in the world, or in the group."""
