@@ -55,7 +55,7 @@ def train(config: dict[str, Any]) -> None:
 def train_counted(config: dict[str, Any]) -> tuple[int, Traffic, Traffic]:
     """`train`; the number of rounds, and this rank's traffic in them and in whole steps."""
     rounds, steps = Traffic(), Traffic()
-    run, step, num_rounds = RoundRunner.run, TrainingLoop._step, 0
+    run, all_steps, num_rounds = RoundRunner.run, TrainingLoop.run, 0
 
     def counted_round(runner: RoundRunner, *args: Any) -> Any:
         nonlocal num_rounds
@@ -63,15 +63,15 @@ def train_counted(config: dict[str, Any]) -> tuple[int, Traffic, Traffic]:
         with rounds.counting():
             return run(runner, *args)
 
-    def counted_step(loop: TrainingLoop, *args: Any) -> bool:
+    def counted_steps(loop: TrainingLoop) -> bool:
         with steps.counting():
-            return step(loop, *args)
+            return all_steps(loop)
 
     with (
         rounds.watched(),
         steps.watched(),
         mock.patch.object(RoundRunner, "run", counted_round),
-        mock.patch.object(TrainingLoop, "_step", counted_step),
+        mock.patch.object(TrainingLoop, "run", counted_steps),
     ):
         train(config)
     return num_rounds, rounds, steps
