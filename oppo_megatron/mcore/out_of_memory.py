@@ -25,6 +25,8 @@ from oppo_megatron.schedule.rounds import Batch, Growth
 
 ResultT = TypeVar("ResultT")
 CPU_WORDS = ("DefaultCPUAllocator: can't allocate memory", "std::bad_alloc")
+NO_KERNEL = "could not create a primitive"
+"""All that torch tells of oneDNN where it has no memory for a kernel's code.  (Of what it has no kernel for it says more.)"""
 LimitName = Literal["train", "score", "decode"]
 LESS = "lower runtime.micro_batch_tokens, runtime.kv_cache_mb or rollout.max_response_tokens, or use more ranks"
 
@@ -33,7 +35,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocator gave up: torch's on a GPU or on the host (which has no class of its own), numpy's or Python's."""
     if isinstance(error, OppoError):
         return False
-    told = isinstance(error, RuntimeError) and any(words in str(error) for words in CPU_WORDS)
+    told = isinstance(error, RuntimeError) and (
+        str(error) == NO_KERNEL or any(words in str(error) for words in CPU_WORDS)
+    )
     return told or isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
 

@@ -53,6 +53,8 @@ def test_what_allocators_say() -> None:
         np.zeros(2**30)
     assert is_out_of_memory(torch_told.value) and is_out_of_memory(numpy_told.value)
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert is_out_of_memory(RuntimeError("could not create a primitive")), "oneDNN's kernel had no room for its code"
+    assert not is_out_of_memory(RuntimeError("could not create a primitive descriptor for a matmul primitive"))
     assert not is_out_of_memory(CapacityError("a cache is full")), "ours say something else"
     assert not is_out_of_memory(RuntimeError("[/gloo/transport] connection closed"))
 

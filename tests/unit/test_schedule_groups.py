@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from oppo_megatron.bench.planning import MODEL_70B
@@ -16,6 +17,7 @@ from oppo_megatron.engine import links as links_module
 from oppo_megatron.layout.groups import ALONE, GroupName
 from oppo_megatron.layout.placements import RolePlacement, role_placements, training_placements, world_size
 from oppo_megatron.schedule.groups import calls_of, groups_by_rank, run_groups
+from oppo_megatron.train import topology as topology_module
 from oppo_megatron.train.topology import Topology, build_topology
 
 ROLES = ("actor", "reference", "critic", "reward")
@@ -130,4 +132,6 @@ def _topology(
     monkeypatch.setattr(process_groups, "new_group", new_group)
     monkeypatch.setattr(links_module, "new_group", new_group)
     monkeypatch.setattr(dist, "get_rank", lambda: viewer)
-    return made, build_topology(config)
+    monkeypatch.setattr(topology_module, "use_once", lambda groups, device: None)
+    monkeypatch.setattr(links_module.Links, "use_once", lambda links, device: None)
+    return made, build_topology(config, torch.device("cpu"))
