@@ -1,6 +1,6 @@
 """The token stream from the actor to the ranks without it, and the way back for the scorers' results.
 
-    actor's first output rank  --- chunk (isend to each) --->  every listening rank
+    some of the actor's ranks  --- chunk (isend to each) --->  every listening rank, once (`Site.fed`)
     every rank                 <-- outputs, stats (broadcast from the rank that has them)
 
 If every rank holds the actor, nothing is sent.
@@ -21,7 +21,7 @@ from oppo_megatron.schedule.actions import Action
 
 
 class ChunkOutlet:
-    """The sending end, on the actor's first output rank."""
+    """The sending end, on ranks of the actor that send chunks on."""
 
     def __init__(self, device: torch.device):
         self.device, self._encoder = device, ChunkEncoder()

@@ -63,11 +63,16 @@ class KVBudget:
     others: int = 0
 
 
+FAN_OUT = 8
+"""Listeners that one rank of the actor sends chunks to."""
+
+
 @dataclass(frozen=True)
 class Site:
     """Where the round takes place: every role's ranks, and the ranks that only listen to the actor's chunks.
 
-    `listeners` hold a scorer but not the actor; they receive each chunk from `source`, the actor's first output rank.
+    `listeners` hold a scorer but not the actor.  Every rank of the actor knows each chunk; `feeders` are those that send it
+    on, `source`, the actor's first output rank, before all others, and each to neighbouring listeners.
     """
 
     placements: Mapping[str, RolePlacement]
@@ -81,6 +86,20 @@ class Site:
     def listeners(self) -> tuple[int, ...]:
         actor = self.placements["actor"]
         return tuple(rank for rank in self.ranks if actor.coords(rank) is None)
+
+    @cached_property
+    def fed(self) -> Mapping[int, tuple[int, ...]]:
+        """For each feeder the listeners that it sends chunks to: at most FAN_OUT, unless the actor has too few ranks."""
+        source, listeners = self.source, self.listeners
+        feeders = (source, *(rank for rank in self.placements["actor"].ranks if rank != source))
+        most = max(FAN_OUT, -(-len(listeners) // len(feeders)))
+        parts = [listeners[start : start + most] for start in range(0, len(listeners), most)]
+        return dict(zip(feeders, parts, strict=False))
+
+    @cached_property
+    def feeders(self) -> Mapping[int, int]:
+        """For each listener who sends it the chunks."""
+        return {listener: feeder for feeder, own in self.fed.items() for listener in own}
 
     @property
     def source(self) -> int:
