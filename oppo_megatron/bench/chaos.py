@@ -17,7 +17,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ import psutil
 
 from oppo_megatron.bench.chaos_check import differences
 from oppo_megatron.bench.peaks import describe_machine
+from oppo_megatron.cluster.rank_processes import rank_processes
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import OppoError
@@ -242,7 +243,7 @@ class Victims:
 
     def _ranks(self) -> list[psutil.Process]:
         try:
-            found = [rank for rank in _spawned(self._launcher) if rank.pid not in self._gone]
+            found = [rank for rank in rank_processes(self._launcher) if rank.pid not in self._gone]
             return sorted(found, key=lambda child: (child.create_time(), child.pid))
         except psutil.NoSuchProcess:
             return []
@@ -279,15 +280,6 @@ def phase_of(stacks: str) -> tuple[str, str]:
         if any(re.search(pattern, frame) for frame in outer):
             return phase, ours
     return "start-up", ours
-
-
-def _spawned(launcher: psutil.Process) -> Iterator[psutil.Process]:
-    """What it has spawned as ranks, itself or through processes between."""
-    for child in launcher.children():
-        if any("spawn_main" in part for part in child.cmdline()):
-            yield child
-        else:
-            yield from _spawned(child)
 
 
 def _hears(pid: int, number: signal.Signals) -> bool:

@@ -38,9 +38,11 @@ if TYPE_CHECKING:
 
     from oppo_megatron.cluster.liveness.failures import Failure
     from oppo_megatron.cluster.local_ranks import LocalMeeting
+    from oppo_megatron.cluster.rank_processes import Surroundings
 
 ENTRY = "oppo_megatron.train.entry:run_rank"
 EXIT_DEFECT = 1
+GOOD_ENDS = (0, EXIT_REQUEUE, EXIT_AGAIN)
 ISOLATE = "correct the function; with `isolate: true` it runs in a process of its own, whose end is an error and not the run's"
 MONITOR_S = 0.1  # how often the agent looks at the ranks; it tells of the first that it finds ended
 LINGER_S = 5 * MONITOR_S  # so that a rank that was killed is found before those that saw it go
@@ -81,8 +83,25 @@ def launch(kind: str, config: Any, world_size: int, entry: str = ENTRY, *, in_pr
         with _environment(_local_ranks()):
             return _run_entry(entry, kind, config)
     with signals_held():
-        importlib.import_module("torch.distributed.launcher.api")
-    return _launch_local(entry, kind, config, world_size)
+        surroundings = _prepare(config)
+    return _launch_local(entry, kind, config, world_size, surroundings)
+
+
+def _prepare(config: Any) -> Surroundings:
+    """Import what starts ranks, beside the process that they are forked from where they are forked."""
+    from oppo_megatron.cluster.rank_processes import (
+        Surroundings,
+        await_fork_server,
+        begin_fork_server,
+        start_method,
+    )
+
+    forks = start_method(config) == "forkserver"
+    begun = begin_fork_server() if forks else dict(os.environ)
+    importlib.import_module("torch.distributed.launcher.api")
+    if forks:
+        await_fork_server()
+    return Surroundings.since(begun)
 
 
 def quiet_torch() -> None:
@@ -195,13 +214,14 @@ def _run_entry(entry: str, kind: str, config: Any) -> int:
     return int(run(kind, config) or 0)
 
 
-def _launch_local(entry: str, kind: str, config: Any, world_size: int) -> int:
+def _launch_local(entry: str, kind: str, config: Any, world_size: int, surroundings: Surroundings) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
     from oppo_megatron.cluster.liveness.supervisor import Limits, Supervisor
     from oppo_megatron.cluster.local_ranks import LocalMeeting
+    from oppo_megatron.cluster.rank_processes import start_method
 
     # The agent tells of a failed rank at length and of each one that it then ends; ours come from the rank, below.
     for noisy in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
@@ -209,11 +229,11 @@ def _launch_local(entry: str, kind: str, config: Any, world_size: int) -> int:
     meeting = LocalMeeting.open(str(os.getpid()))
     relay = SignalRelay(saves=getattr(config, "preempt_deadline_s", None) != 0)
     with tempfile.TemporaryDirectory(prefix="oppo-") as failures:
-        agent = _agent(world_size, meeting, Path(failures))
+        agent = _agent(world_size, meeting, Path(failures), start_method(config))
         supervisor = Supervisor(Path(failures), meeting.point(world_size), Limits.of(config), relay.told_s)
         try:
             with relay.listening(), supervisor.guarding(), interrupts_from_here_alone():
-                elastic_launch(agent, _local_rank)(entry, kind, config, failures)
+                elastic_launch(agent, _local_rank)(surroundings, entry, kind, config, failures)
         except ChildFailedError as error:
             if any(failed.exitcode == EXIT_REQUEUE for failed in error.failures.values()):
                 return EXIT_REQUEUE
@@ -229,7 +249,7 @@ def _launch_local(entry: str, kind: str, config: Any, world_size: int) -> int:
     return 0
 
 
-def _agent(world_size: int, meeting: LocalMeeting, folder: Path) -> LaunchConfig:
+def _agent(world_size: int, meeting: LocalMeeting, folder: Path, start_method: str) -> LaunchConfig:
     """Settings of torch's agent over the ranks of this machine; `folder` is for its own files."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
@@ -241,7 +261,7 @@ def _agent(world_size: int, meeting: LocalMeeting, folder: Path) -> LaunchConfig
         **meeting.settings(),
         max_restarts=0,
         monitor_interval=MONITOR_S,
-        start_method="spawn",
+        start_method=start_method,
         local_addr="127.0.0.1",
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "agent")),  # its own choice is a folder in /tmp, which it leaves there
     )
@@ -250,11 +270,14 @@ def _agent(world_size: int, meeting: LocalMeeting, folder: Path) -> LaunchConfig
     return agent
 
 
-def _local_rank(entry: str, kind: str, config: Any, failures: str) -> None:
-    """One spawned rank.  Leaves a Failure file instead of a traceback, for the parent to show."""
-    from oppo_megatron.cluster.liveness.failures import FOLDER, Failure
+def _local_rank(surroundings: Surroundings, entry: str, kind: str, config: Any, failures: str) -> None:
+    """One rank in a process of its own.  Leaves a Failure file instead of a traceback, for the parent to show.
 
-    rank, folder, code = int(os.environ["RANK"]), Path(failures), 0
+    It has the `surroundings` since it was given them.
+    """
+    from oppo_megatron.cluster.liveness.failures import FOLDER, Failure, ended_well
+
+    rank, folder = int(os.environ["RANK"]), Path(failures)
     os.environ[FOLDER] = failures
     (folder / f"{rank}.pid").write_text(str(os.getpid()), encoding="utf-8")
     try:
@@ -265,6 +288,8 @@ def _local_rank(entry: str, kind: str, config: Any, failures: str) -> None:
         Failure(rank, time.time(), kind_of_failure, message).leave(folder)
         time.sleep(LINGER_S)
         leave(EXIT_DEFECT)
+    if code in GOOD_ENDS:
+        ended_well(rank, folder)
     if code:
         leave(code)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sys
@@ -14,14 +13,20 @@ from multiprocessing import resource_tracker
 from types import FrameType
 from typing import NoReturn
 
+import psutil
+
+from oppo_megatron.cluster.rank_processes import rank_processes
 from oppo_megatron.errors import EXIT_INTERRUPTED, EXIT_REQUEUE, INTERRUPTED
 
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 def child_pids() -> list[int]:
-    """Ranks that this process has started."""
-    return [child.pid for child in multiprocessing.active_children() if child.pid is not None]
+    """Ranks that this process has started.
+
+    As the system knows them: to ask `multiprocessing` within a signal's handler would take ends from who is asking just then.
+    """
+    return [rank.pid for rank in rank_processes(psutil.Process())]
 
 
 class SignalRelay:

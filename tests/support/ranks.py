@@ -17,12 +17,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from oppo_megatron.cluster.rank_processes import hear_signals
+
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONWARNINGS": "ignore"}
 PRELOADED = ["oppo_megatron.train.setup", "oppo_megatron.train.entry", "tests.e2e.jobs"]
 """What most jobs import: seconds for a process that is spawned, nothing for one that is forked."""
 
 
 def _serve(pipe: Connection) -> None:
+    hear_signals()
     os.environ.update(ENVIRONMENT)
     import torch
     import torch.distributed as dist

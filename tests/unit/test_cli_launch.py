@@ -95,7 +95,7 @@ def run(kind, path):
         print(rank, os.getpid(), flush=True)
         return
     if kind == "long":
-        print(os.getpid(), flush=True)
+        os.write(1, f"{os.getpid()}\\n".encode())  # at once: two ranks write
         time.sleep(100)
     import torch.distributed as dist
     dist.init_process_group("gloo")

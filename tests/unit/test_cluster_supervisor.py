@@ -15,9 +15,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from oppo_megatron.cli.launch import GOOD_ENDS
 from oppo_megatron.cluster.liveness import supervisor as supervisor_module
 from oppo_megatron.cluster.liveness.board import board_of
-from oppo_megatron.cluster.liveness.failures import read_failures
+from oppo_megatron.cluster.liveness.failures import ended_well, read_failures
 from oppo_megatron.cluster.liveness.stalls import Note
 from oppo_megatron.cluster.liveness.supervisor import Limits, Supervisor
 from oppo_megatron.cluster.liveness.watchdog import told_within_s
@@ -28,11 +29,13 @@ from oppo_megatron.errors import EXIT_REQUEUE
 POINT = MeetingPoint(address="127.0.0.1", port=1, size=2, name="nobody meets here", opens=False, opener="nobody")
 
 
-def rank(told: Connection) -> None:
+def rank(told: Connection, index: int, folder: Path) -> None:
     """Ends with the exit code that it is told, or dies by the signal of that number below zero."""
     code = told.recv()
     if code < 0:
         os.kill(os.getpid(), -code)
+    if code in GOOD_ENDS:
+        ended_well(index, folder)
     os._exit(code)
 
 
@@ -42,7 +45,7 @@ def ranks(tmp_path: Path) -> Iterator[list[tuple[BaseProcess, Connection]]]:
     context, started = multiprocessing.get_context("fork"), []
     for index in range(2):
         theirs, ours = context.Pipe(duplex=False)
-        child = context.Process(target=rank, args=(theirs,))
+        child = context.Process(target=rank, args=(theirs, index, tmp_path))
         child.start()
         (tmp_path / f"{index}.pid").write_text(str(child.pid))
         started.append((child, ours))

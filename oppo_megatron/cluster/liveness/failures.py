@@ -16,6 +16,7 @@ from typing import Literal, NoReturn
 FOLDER = "OPPO_FAILURES"
 """Environment variable: where a rank that `oppo` has started leaves its `Failure`."""
 CALLS = ".calls"
+WELL = ".ended"
 EXIT_STALLED = 2  # as every error that is no defect
 
 
@@ -38,6 +39,11 @@ class Failure:
         aside = path.with_suffix(".part")
         aside.write_text(json.dumps(asdict(self)), encoding="utf-8")
         aside.replace(path)
+
+
+def ended_well(rank: int, folder: Path) -> None:
+    """A rank says so at its end."""
+    (folder / f"{rank}{WELL}").touch()
 
 
 def read_failures(folder: Path) -> Iterator[Failure]:

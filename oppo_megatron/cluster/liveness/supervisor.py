@@ -8,10 +8,6 @@ the run stands still               the ranks' watchdogs say so and end them; if 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
-import multiprocessing.process
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,15 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from oppo_megatron.cluster.liveness.board import board_of, tick_s
 from oppo_megatron.cluster.liveness.circles import Circles
-from oppo_megatron.cluster.liveness.failures import Failure
+from oppo_megatron.cluster.liveness.failures import WELL, Failure
 from oppo_megatron.cluster.liveness.stalls import Watch
 from oppo_megatron.cluster.liveness.watchdog import told_within_s
 from oppo_megatron.cluster.rendezvous import MeetingPoint
-from oppo_megatron.errors import EXIT_AGAIN, EXIT_REQUEUE
 
-GOOD_ENDS = (None, 0, EXIT_REQUEUE, EXIT_AGAIN)
 POLL_S = 0.2
 GRACE_S = 8.0
 
@@ -62,7 +58,7 @@ class Supervisor:
         )
         self._looked = self._ending_since = 0.0
         self._over = threading.Event()
-        self._children: dict[int, multiprocessing.process.BaseProcess | None] = {}
+        self._ranks: dict[Path, psutil.Process | None] = {}
 
     @contextlib.contextmanager
     def guarding(self) -> Iterator[None]:
@@ -126,49 +122,35 @@ class Supervisor:
         return told_s is not None and limit_s is not None and told_s >= limit_s
 
     def someone_failed(self) -> bool:
-        """Whether a rank has ended as none should, or a watchdog has ended one; leaves their ends to be asked for."""
-        pids = self._pids()
-        if any(pid not in self._children and _runs(pid) for pid in pids):
-            # Kept, for the agent may ask for a rank's end first, and then nobody else is told of it.  Once a rank, for this asks
-            # for the ends of all, which would take them from the agent (`_peeked`).
-            found = {child.pid: child for child in multiprocessing.active_children()}
-            self._children |= {pid: found.get(pid) for pid in pids}
-        return any(self._folder.glob("*.stall.json")) or any(self._code(pid) not in GOOD_ENDS for pid in pids)
+        """Whether a rank has ended as none should, or a watchdog has ended one.
 
-    def _code(self, pid: int) -> int | None:
-        """With what a rank has ended; None where it runs, or where the agent has asked for its end and is not through yet."""
-        try:
-            return _peeked(pid)
-        except ChildProcessError:
-            child = self._children.get(pid)
-            return None if child is None else child.exitcode
+        Does not ask for a rank's exit code, for there is one answer, which is the agent's.
+        """
+        return any(self._folder.glob("*.stall.json")) or any(
+            not _runs(rank) and not path.with_suffix(WELL).exists() for path, rank in self._processes().items()
+        )
 
-    def _pids(self) -> list[int]:
-        texts = [path.read_text(encoding="utf-8") for path in self._folder.glob("*.pid")]
-        return [int(text) for text in texts if text]
+    def _processes(self) -> dict[Path, psutil.Process | None]:
+        """Of the ranks that have left their process ids, by the file; None for one that was never seen."""
+        for path in self._folder.glob("*.pid"):
+            pid = path.read_text(encoding="utf-8")
+            if pid and path not in self._ranks:
+                try:
+                    self._ranks[path] = psutil.Process(int(pid))
+                except psutil.NoSuchProcess:
+                    self._ranks[path] = None
+        return self._ranks
 
     def _kill(self) -> None:
-        for pid in self._pids():
-            if _runs(pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        for rank in self._processes().values():
+            if rank is not None and _runs(rank):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    rank.kill()
 
 
-def _runs(pid: int) -> bool:
-    """Whether a child of ours has not ended."""
+def _runs(rank: psutil.Process | None) -> bool:
+    """Whether a process has not ended; another that has got its number is not taken for it."""
     try:
-        return _peeked(pid) is None
-    except ChildProcessError:
+        return rank is not None and rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
-
-
-def _peeked(pid: int) -> int | None:
-    """With what a child of ours has ended, None where it runs.  Raises ChildProcessError where someone has asked for its end.
-
-    One that has ended stays to be asked for.  The first thread to ask is told how; torch's agent, in the main thread, is not
-    made for being the second: it would take a rank that has ended well for one that has failed.
-    """
-    ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    if ended is None:
-        return None
-    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status

@@ -1,0 +1,126 @@
+"""Processes of the ranks that one process starts on its host: how they begin, and which they are.
+
+    CPU     forked from a process that has imported what ranks need: each import once, and its memory once
+    CUDA    spawned: an import (transformer-engine's) may make a CUDA context, which does not live on in a fork
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.reduction import DupFd
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+StartMethod = Literal["forkserver", "spawn"]
+PRELOADED = ["oppo_megatron.train.entry"]
+DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/dev/dxg"), Path("/dev/kfd"))
+"""There where a GPU may be: NVIDIA's driver, Windows' for its Linux, AMD's."""
+FOR_RANKS = {signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+"""A signal to the whole process group is for the ranks and for who started them, not for the process between."""
+
+
+def start_method(config: Any, environment: Mapping[str, str] = os.environ) -> StartMethod:
+    """How ranks of a configuration are started, by its `runtime.device`; one without is of the CPU.
+
+    Does not import torch: what is forked is best begun before.
+    """
+    device = config.runtime.device if hasattr(config, "runtime") else "cpu"
+    hidden = environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    on_gpu = device == "cuda" or (device == "auto" and not hidden and any(path.exists() for path in DRIVERS))
+    return "spawn" if on_gpu or sys.platform != "linux" else "forkserver"
+
+
+@cache
+def begin_fork_server() -> Mapping[str, str]:
+    """Start the process that ranks are forked from, unless it runs, and do not wait for it; the environment that it has.
+
+    It hears neither SIGINT nor what is for ranks; they hear the latter again by `hear_signals`.
+    """
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    resource_tracker.ensure_running()  # it would let signals through again where it is started later
+    heard = signal.pthread_sigmask(signal.SIG_BLOCK, {*FOR_RANKS, signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, heard)
+    return dict(os.environ)
+
+
+def await_fork_server() -> None:
+    """Until it has imported all: then a process is there as soon as it is started, and can be told to stop."""
+    first = multiprocessing.get_context("forkserver").Process(target=os.getpid)
+    first.start()
+    first.join()
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a rank is to have of the process that starts it, by whatever process it is forked from: environment, stdout, stderr.
+
+    changes     of the environment since that process began; None for what is gone
+    """
+
+    changes: Mapping[str, str | None]
+
+    @classmethod
+    def since(cls, begun: Mapping[str, str]) -> Surroundings:
+        """What has changed since an environment was that of the process that ranks are forked from."""
+        now = {name: value for name, value in os.environ.items() if begun.get(name) != value}
+        return cls(now | dict.fromkeys(begun.keys() - os.environ.keys()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As a process that is being started is given it, with open files."""
+        return _taken_over, (self.changes, {number: DupFd(number) for number in (1, 2) if _is_open(number)})
+
+
+def _taken_over(changes: Mapping[str, str | None], files: Mapping[int, Any]) -> Surroundings:
+    """In the rank.  It hears signals that the process which it was forked from does not."""
+    for number, file in files.items():
+        given = file.detach()
+        if given != number:  # a spawned process has it already
+            os.dup2(given, number)
+            os.close(given)
+    for name, value in changes.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    hear_signals()
+    return Surroundings(changes)
+
+
+def _is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
+
+
+def hear_signals() -> None:
+    """Those that the process that ranks are forked from leaves to them."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_RANKS)
+
+
+def rank_processes(launcher: psutil.Process) -> Iterator[psutil.Process]:
+    """What a process has started as ranks, itself or through processes between."""
+    with suppress(psutil.NoSuchProcess):
+        for child in launcher.children():
+            with suppress(psutil.NoSuchProcess):
+                command = " ".join(child.cmdline())
+                if "multiprocessing.spawn" in command:
+                    yield child
+                elif "multiprocessing.forkserver" in command:
+                    yield from child.children()
+                else:
+                    yield from rank_processes(child)
