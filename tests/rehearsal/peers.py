@@ -8,6 +8,7 @@ other end, as NCCL does when it opens the connection.
 from __future__ import annotations
 
 import pickle
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from tests.rehearsal.watch import Watch
 
 PATIENCE_S = 20.0
+LOOK_S = 0.25
+"""So often a rank that waits looks whether anybody is left to give it what it waits for."""
+WORKS = "works"
+"""A key that is set: a rank that waits for this one does not wait."""
 BY_NCCL = {
     torch.float32,
     torch.float64,
@@ -66,10 +71,12 @@ class Peers:
     watch: Watch
     store: dist.Store
     rank: int
+    size: int
 
     def join(self, watch: Watch, store: dist.Store, rank: int, size: int) -> None:
         self.watch, self.store, self.rank = watch, store, rank
-        store.set_timeout(timedelta(seconds=PATIENCE_S))
+        self.size = size
+        store.set(WORKS, "")
         self.groups: dict[Any, tuple[str, list[int]]] = {}
         self._world = "world", list(range(size))
         self._made = 0
@@ -108,10 +115,41 @@ class Peers:
         return [mine if rank == self.rank else self._get(f"{key}/{rank}", mine, rank) for rank in ranks]
 
     def _get(self, key: str, waits_in: Any, rank: int) -> Any:
-        try:
-            return pickle.loads(self.store.get(key))
-        except RuntimeError as error:
-            raise Mismatch(f"rank {self.rank} waits in vain for rank {rank} in {waits_in!r:.200}") from error
+        if not self._comes(key):
+            raise Mismatch(f"rank {self.rank} waits in vain for rank {rank} in {waits_in!r:.200}")
+        return pickle.loads(self.store.get(key))
+
+    def _comes(self, key: str) -> bool:
+        """Wait for a key.  False once nobody is left to set it: the others have ended, or wait for keys that are not set, too."""
+        until, before, looked = time.monotonic() + PATIENCE_S, None, False
+        while True:
+            try:
+                self.store.wait([key], timedelta(seconds=LOOK_S))
+            except RuntimeError:
+                self._tell(key)
+                looked, stand = True, self._stand()
+                if (stand and stand == before) or time.monotonic() > until:
+                    return False
+                before = stand
+            else:
+                if looked:
+                    self._tell(WORKS)
+                return True
+
+    def _tell(self, waits_for: str) -> None:
+        self.store.set(f"waits of {self.rank}", waits_for)
+
+    def _stand(self) -> list[bytes] | None:
+        """What each rank waits for, if all do and none of it is there."""
+        waits = [f"waits of {rank}" for rank in range(self.size)]
+        if not self.store.check(waits):
+            return None
+        keys = [self.store.get(each) for each in waits]
+        return None if any(self.store.check([each.decode()]) for each in keys) else keys
+
+    def leave(self) -> None:
+        """This rank has ended, and gives nobody anything."""
+        self._tell("nothing")
 
     def collective(self, what: str, group: Any, tensors: Sequence[Tensor]) -> list[list[Tensor | None]]:
         """Known numbers of the tensors that each rank gives; raises Mismatch where the calls differ."""

@@ -16,16 +16,18 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.rehearsal import device
 from tests.rehearsal.peers import Peers
+from tests.rehearsal.shapes import Kept
 from tests.rehearsal.watch import DEVICE, Watch
 
 Report = dict[str, Any]
 
 
 def rehearse(
-    rank: int, size: int, store: dist.Store, peers: Peers, settings: dict[str, Any], plant: Callable[[], None] | None
-) -> Report:
-    """A whole run of `oppo train` on this rank; `plant` breaks the product first."""
-    watch, error = Watch(), None
+    rank: int, size: int, store: dist.Store, peers: Peers, kept: Kept, settings: dict[str, Any],
+    plant: Callable[[], None] | None,
+) -> Report:  # fmt: skip
+    """A whole run of `oppo train` on this rank; `plant` breaks the product first.  `kept` is known of shapes before."""
+    watch, error = Watch(kept), None
     device.install(watch)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     peers.join(watch, store, rank, size)
@@ -38,9 +40,11 @@ def rehearse(
         watch.end()
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}\n{''.join(traceback.format_tb(raised.__traceback__)[-14:])}"
+    peers.leave()
     waits = [(*key, count) for key, count in sorted(watch.waits.items())]
     return {
         "waits": waits, "phases": dict(watch.phases), "faults": dict(watch.faults), "lines": watch.lines, "error": error,
+        "shapes": watch.shapes.found,
     }  # fmt: skip
 
 

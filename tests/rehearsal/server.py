@@ -17,8 +17,10 @@ import tempfile  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
-import torch  # noqa: E402, F401
+import torch._dynamo  # noqa: E402, F401  (fake tensors ask for it)
 import torch.distributed as dist  # noqa: E402
+
+Shapes = dict[Any, Any]
 
 
 def main() -> None:
@@ -33,23 +35,29 @@ def main() -> None:
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    kept: Shapes = {}
     with tempfile.TemporaryDirectory() as folder:
         workspace = Workspace.create(Path(folder))
         for number, line in enumerate(sys.stdin):
             asked = json.loads(line)
             settings = workspace.config(f"{number}", **{**PLAIN, **asked["changes"]})
             plant = defects.DEFECTS[asked["defect"]].plant if asked["defect"] else None
-            answers.write(json.dumps(_on_ranks(asked["ranks"], Path(folder), peers, settings, plant)) + "\n")
+            reports = _on_ranks(asked["ranks"], Path(folder), peers, kept, settings, plant)
+            for report in reports:
+                kept |= report.pop("shapes", {})
+            answers.write(json.dumps(reports) + "\n")
             answers.flush()
 
 
-def _on_ranks(size: int, folder: Path, peers: Any, settings: dict[str, Any], plant: Any) -> list[dict[str, Any]]:
+def _on_ranks(
+    size: int, folder: Path, peers: Any, kept: Shapes, settings: dict[str, Any], plant: Any
+) -> list[dict[str, Any]]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     children = []
     for rank in range(size):
         child = os.fork()
         if child == 0:
-            _be(rank, size, store.port, folder, peers, settings, plant)
+            _be(rank, size, store.port, folder, peers, kept, settings, plant)
         children.append(child)
     for child in children:
         os.waitpid(child, 0)
@@ -60,13 +68,15 @@ def _on_ranks(size: int, folder: Path, peers: Any, settings: dict[str, Any], pla
     return reports
 
 
-def _be(rank: int, size: int, port: int, folder: Path, peers: Any, settings: dict[str, Any], plant: Any) -> None:
+def _be(
+    rank: int, size: int, port: int, folder: Path, peers: Any, kept: Shapes, settings: dict[str, Any], plant: Any
+) -> None:
     from tests.rehearsal.rank import rehearse
 
     code = 1
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        report = rehearse(rank, size, store, peers, settings, plant)
+        report = rehearse(rank, size, store, peers, kept, settings, plant)
         (folder / f"report-{rank}").write_bytes(pickle.dumps(report))
         code = 0
     finally:

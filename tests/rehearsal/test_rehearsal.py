@@ -112,13 +112,7 @@ def test_scoring_waits_nowhere_and_an_update_twice_a_step(rehearsals: Rehearsals
         assert 0 < steps <= reads <= 2 * steps
 
 
-QUICK = ("a read in the decode loop", "a type of one rank alone", "a tensor of the host", "a copy from pageable memory")
-"""One of each kind of finding; `make gpu-rehearsal` and `make test-long` plant the others, too."""
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.long]) for name in DEFECTS]
-)
+@pytest.mark.parametrize("name", DEFECTS)
 def test_a_planted_defect_is_found(rehearsals: Rehearsals, name: str) -> None:
     """Without it none of this is told: `test_nothing_is_wrong`, and no wait is in `defects.py`."""
     defect = DEFECTS[name]

@@ -21,10 +21,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
+from tests.rehearsal.shapes import Kept, Shapes, leaves
 from tests.rehearsal.streams import Streams
 
 DEVICE = torch.device("cuda", 0)
@@ -33,16 +34,18 @@ KNOWN_NUMBERS = 2**13
 READS = {"_local_scalar_dense", "item", "is_nonzero"}
 ANSWERS: dict[torch.dtype, Any] = {torch.bool: True, torch.float32: 0.5, torch.float64: 0.5, torch.bfloat16: 0.5}
 WHOLE = 5
+DEVICE_OF = torch.ops.prim.device.default
 SHAPE_READERS = {"nonzero", "masked_select", "_unique2", "unique_dim", "equal"}
 ROOTS = ("/oppo_megatron/", "/tests/rehearsal/defects")
 
 
 class Watch(TorchDispatchMode):
-    """Within it a CUDA device is there.  `phase` names what the run is at; waits are counted by phase, kind and function."""
+    """Within it a CUDA device is there.  `phase` names what the run is at; waits are counted by phase, kind and function.
+    `kept` is what is known of shapes."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: Kept) -> None:
         super().__init__()
-        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.shapes = Shapes(kept)
         self.streams = Streams()
         self.phase, self.capturing = "start", False
         self.waits: Counter[tuple[str, str, str]] = Counter()
@@ -136,12 +139,19 @@ class Watch(TorchDispatchMode):
         if told:
             self.fault(told)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled, and being left out takes longer than many an operation
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE_OF:
+            return args[0].fake_device
         kwargs = kwargs or {}
-        name = func.name().partition("::")[2].partition(".")[0]
-        fakes = [x for x in tree_leaves((args, kwargs)) if isinstance(x, FakeTensor)]
+        tensors = [x for x in leaves((args, kwargs)) if isinstance(x, Tensor)]
+        fakes = [x for x in tensors if isinstance(x, FakeTensor)]
         if not fakes and not _names_cuda(args, kwargs):
             return func(*args, **kwargs)
+        name = func.name().partition("::")[2].partition(".")[0]
         if name in READS:
             return self.read(args[0]).item() if name != "is_nonzero" else bool(self.read(args[0]).item())
         if name in SHAPE_READERS or _indexes_by_mask(name, args):
@@ -149,23 +159,13 @@ class Watch(TorchDispatchMode):
         if name in ("repeat_interleave", "repeat_interleave_Tensor") and kwargs.get("output_size") is None:
             self.waits_for("read")
         self._note_copies(name, args, kwargs)
-        with self.fake:
-            shaped_args, shaped_kwargs = tree_map(self._shaped, (args, kwargs))
-            out = func(*shaped_args, **shaped_kwargs)
-        out = self._brought_back(name, args, out)
+        out = self._brought_back(name, args, self.shapes.run(func, args, kwargs))
         self._account(func, name, args, kwargs, out)
         return out
 
-    @staticmethod
-    def _shaped(value: Any) -> Any:
-        """In the place of a tensor of the CPU a fake one, which forgets its numbers."""
-        if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
-            return value
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
-
     def _shaped_by_values(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """An operation whose output has a shape that only the device knows."""
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        tensors = [x for x in leaves((args, kwargs)) if isinstance(x, Tensor)]
         self._launch(reads=[x for x in tensors if isinstance(x, FakeTensor)])
         self.waits_for(name)
         numbers = {id(x): self.known(x) for x in tensors}
@@ -177,7 +177,7 @@ class Watch(TorchDispatchMode):
 
     def _placed(self, numbers: Tensor) -> Tensor:
         """A tensor of the device with known numbers, made there."""
-        with self.fake:
+        with self.shapes.mode:
             fake = torch.empty(numbers.shape, dtype=numbers.dtype, device=DEVICE)
         self._launch(fresh=[fake])
         self.learn(fake, numbers)
@@ -219,8 +219,8 @@ class Watch(TorchDispatchMode):
 
     def _account(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
         """Which memories were read and written, and what is known of them now."""
-        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, FakeTensor)]
-        outputs = [x for x in tree_leaves(out) if isinstance(x, FakeTensor)]
+        inputs = [x for x in leaves((args, kwargs)) if isinstance(x, FakeTensor)]
+        outputs = [x for x in leaves(out) if isinstance(x, FakeTensor)]
         written = _written(func, args, kwargs)
         there = {memory_of(x) for x in inputs}
         fresh = [x for x in outputs if memory_of(x) not in there]
@@ -232,7 +232,7 @@ class Watch(TorchDispatchMode):
             for each in (*written, *fresh):
                 self._known.pop(memory_of(each), None)
             return
-        for each, known in zip(outputs, tree_leaves(numbers), strict=False):
+        for each, known in zip(outputs, leaves(numbers), strict=False):
             if memory_of(each) not in there and isinstance(known, Tensor):
                 self.learn(each, known)
 
@@ -240,7 +240,7 @@ class Watch(TorchDispatchMode):
         """The operation on known numbers (written in place where it does that); None where something is not known."""
         if any(x.numel() > KNOWN_NUMBERS for x in changed) or "rand" in name:
             return None
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        tensors = [x for x in leaves((args, kwargs)) if isinstance(x, Tensor)]
         numbers = {id(x): self.known(x) for x in tensors}
         if name == "copy_" and numbers[id(args[0])] is None and numbers[id(args[1])] is not None:
             whole = args[0].numel() * args[0].dtype.itemsize == args[0].untyped_storage().nbytes()
@@ -265,7 +265,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     found: list[Any] = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found += tree_leaves(args[position] if position < len(args) else kwargs.get(argument.name))
+            found += leaves(args[position] if position < len(args) else kwargs.get(argument.name))
     return [x for x in found if isinstance(x, FakeTensor)]
 
 
