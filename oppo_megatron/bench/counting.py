@@ -21,7 +21,7 @@ COLUMNS = {
     "notes a tick": "notes", "of a speaker": "summaries",
 }  # fmt: skip
 """Of the rank that has most: groups that it belongs to; messages that the actor's output rank sends in a round, gathers among
-them, and to how many ranks; notes that a watchdog reads, and one that speaks for its circle."""
+them, and to how many ranks (no rank sends more chunks); notes that a watchdog reads, and one that speaks for its circle."""
 
 
 def count_all(cluster: Cluster, modes: Sequence[str], ranks: Sequence[int], sequences: int) -> Iterator[dict[str, Any]]:

@@ -13,7 +13,10 @@ def new_group(ranks: Sequence[int], desc: str, backend: str | None = None) -> di
     """`dist.new_group` with the timeout of the default group (`runtime.timeout_s`), and its back ends if no other is named.
 
     torch itself gives a new group 30 minutes (10 on NCCL), whatever the default group has.  A call of all ranks of the
-    world, like torch's; for a group of one rank that one's alone.
+    world, like torch's, which for those outside the group makes and sends nothing; for a group of one rank that one's alone.
+
+    Members alone cannot make a group of several: with `use_local_synchronization` torch (at least up to 2.13) puts the number
+    of groups that a rank has into the group's name, so members that have different numbers wait for each other in vain.
     """
     return dist.new_group(
         list(ranks), timeout=world_timeout(), backend=backend, group_desc=desc, use_local_synchronization=len(ranks) == 1
@@ -23,17 +26,19 @@ def new_group(ranks: Sequence[int], desc: str, backend: str | None = None) -> di
 class SharedGroups:
     """Groups of which each is made once, however many ask for it by its label and ranks.
 
-    Every rank of the world asks for the same ones in the same order.
+    Every rank of the world makes these objects, and asks for the same groups in the same order.  It begins with a group of its
+    own alone, so that all ranks have made equally many calls at each group of several: torch names groups by their number.
     """
 
     def __init__(self) -> None:
         self._made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
+        self._alone = new_group((dist.get_rank(),), "self")
 
     def get(self, label: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """The group; None on a rank that does not belong to it."""
         belongs = dist.get_rank() in ranks
-        if not belongs and len(ranks) == 1:
-            return None
+        if len(ranks) == 1:
+            return self._alone if belongs else None
         if (label, ranks) not in self._made:
             self._made[label, ranks] = new_group(ranks, label)
         return self._made[label, ranks] if belongs else None

@@ -1,7 +1,7 @@
 """The token stream from the actor to the ranks without it, and the way back for the scorers' results.
 
-    actor's first output rank  --- chunk (isend to each) --->  every listening rank
-    every rank                 <-- outputs, stats (broadcast from the rank that has them)
+    ranks of the actor  --- chunk (isend to each) --->  listening ranks, some of which pass it on  (`Site.feeds`)
+    every rank          <-- outputs, stats (broadcast from the rank that has them)
 
 If every rank holds the actor, nothing is sent.
 """
@@ -21,7 +21,7 @@ from oppo_megatron.schedule.actions import Action
 
 
 class ChunkOutlet:
-    """The sending end, on the actor's first output rank."""
+    """The sending end, on each rank of the actor that sends chunks: all make the same message of the same chunk."""
 
     def __init__(self, device: torch.device):
         self.device, self._encoder = device, ChunkEncoder()
@@ -46,11 +46,12 @@ class ChunkOutlet:
 
 
 class ListenWorker:
-    """The receiving end, in the actor's place on a rank that does not hold it."""
+    """The receiving end, in the actor's place on a rank that does not hold it; it may pass on what it receives."""
 
     def __init__(self, device: torch.device):
         self.device, self._decoder = device, ChunkDecoder()
         self._chunk: Chunk | None = None
+        self._received: list[Tensor] = []
 
     def admit(self, rollouts: Sequence[Rollout]) -> None:
         """New sequences, known at both ends."""
@@ -69,7 +70,9 @@ class ListenWorker:
         raise AssertionError(f"{action}: this rank does not hold the actor")
 
     def outbox(self, action: Action) -> Sequence[Tensor]:
-        raise AssertionError(f"{action}: this rank does not hold the actor")
+        """The round's message as it came."""
+        assert self._received, f"{action}: no chunk has come"
+        return self._received
 
     def inbox(self, action: Action) -> Iterator[Tensor]:
         """Header, then payload.  Raises StreamError if the chunk is not the next one, whole."""
@@ -79,12 +82,13 @@ class ListenWorker:
         payload = torch.empty(self._decoder.payload_size(words), dtype=torch.int64, device=self.device)
         if payload.numel():
             yield payload
+        self._received = [header, payload] if payload.numel() else [header]
         self._chunk = self._decoder.decode(words, payload.cpu().numpy())
 
     def end(self) -> Chunk:
         """The round's chunk."""
         assert self._chunk is not None
-        chunk, self._chunk = self._chunk, None
+        chunk, self._chunk, self._received = self._chunk, None, []
         return chunk
 
 

@@ -63,8 +63,9 @@ def build_groups(
 
     Returns None on a rank that is not among `ranks`, which nevertheless has to make the call.
     """
-    shared, found = shared or SharedGroups(), dict[str, dist.ProcessGroup]()
-    for part, name in model_groups(ranks, tp, pp, role):
+    parts, found = list(model_groups(ranks, tp, pp, role)), dict[str, dist.ProcessGroup]()
+    shared = shared or SharedGroups()
+    for part, name in parts:
         group = shared.get(*name)
         if group is not None:
             found[part] = group

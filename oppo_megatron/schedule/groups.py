@@ -5,23 +5,25 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from oppo_megatron.layout.groups import ALONE, GroupName, model_groups
+from oppo_megatron.layout.groups import ALONE, GroupName, group_name, model_groups
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.schedule.links import lanes_of
 from oppo_megatron.schedule.rounds import Site
 
 
 def run_groups(placements: Mapping[str, RolePlacement], trained: Mapping[str, RolePlacement]) -> list[GroupName]:
-    """Those of the roles' work, of their training, of the links and of checkpoints, in the order in which they are made.
+    """Those of each rank alone, of the roles' work, of their training, of the links and of checkpoints, in the order in which
+    they are made.
 
     Without the world's own, which all ranks belong to.
     """
-    found: dict[GroupName, None] = {}
+    site = Site(placements)
+    world = tuple(range(1 + max(site.ranks)))
+    found = dict.fromkeys(group_name(ALONE, (rank,)) for rank in world)
     for role, placement in [*placements.items(), *((r, p) for r, p in trained.items() if p != placements[r])]:
         found |= dict.fromkeys(name for _, name in model_groups(placement.ranks, placement.tp, placement.pp, role))
-    site = Site(placements)
     lanes = [GroupName(lane.label, lane.ranks) for lane in lanes_of(site)]
-    return [*found, *lanes, GroupName("checkpoints", tuple(range(1 + max(site.ranks))))]
+    return [*found, *lanes, GroupName("checkpoints", world)]
 
 
 def groups_by_rank(groups: Iterable[GroupName]) -> Counter[int]:

@@ -45,9 +45,8 @@ def lanes_of(site: Site) -> Iterator[Lane]:
                 yield _lane(stages, role, Payload.HIDDEN, list(neighbours))
                 if role == "actor":
                     yield _lane(stages, role, Payload.TOKENS, [(stages[-1], other) for other in stages[:-1]])
-    if site.listeners:
-        ends = [(site.source, listener) for listener in site.listeners]
-        yield _lane((site.source, *site.listeners), "actor", Payload.CHUNK, ends)
+    for rank, listeners in site.feeds.items():
+        yield _lane((rank, *listeners), "actor", Payload.CHUNK, [(rank, listener) for listener in listeners])
 
 
 def _lane(ranks: tuple[int, ...], role: str, payload: Payload, ends: list[tuple[int, int]]) -> Lane:

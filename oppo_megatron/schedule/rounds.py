@@ -63,11 +63,15 @@ class KVBudget:
     others: int = 0
 
 
+FAN_OUT = 8
+"""Listeners that a rank sends a chunk to, at most."""
+
+
 @dataclass(frozen=True)
 class Site:
     """Where the round takes place: every role's ranks, and the ranks that only listen to the actor's chunks.
 
-    `listeners` hold a scorer but not the actor; they receive each chunk from `source`, the actor's first output rank.
+    `listeners` hold a scorer but not the actor.  `feeds` says who sends chunks to them.
     """
 
     placements: Mapping[str, RolePlacement]
@@ -81,6 +85,27 @@ class Site:
     def listeners(self) -> tuple[int, ...]:
         actor = self.placements["actor"]
         return tuple(rank for rank in self.ranks if actor.coords(rank) is None)
+
+    @cached_property
+    def feeds(self) -> Mapping[int, tuple[int, ...]]:
+        """For each rank that sends chunks, the listeners that it sends them to: FAN_OUT at most.
+
+        Every rank of the actor knows the whole chunk once its replicas have gathered.  So `source` sends, and if that is not
+        enough other ranks of the actor, spaced evenly over its hosts.  Where the actor has too few ranks, listeners pass
+        chunks on, those with the critic last, as they come late after its update.  What a listener receives has gone through
+        listeners before it alone, in this order, so no circle of ranks waits.
+        """
+        actor, critic = self.placements["actor"].ranks, self.placements.get("critic")
+        first = actor.index(self.source)
+        listeners = sorted(self.listeners, key=lambda rank: critic is not None and critic.coords(rank) is not None)
+        parts = [tuple(listeners[start : start + FAN_OUT]) for start in range(0, len(listeners), FAN_OUT)]
+        apart = max(1, len(actor) // max(1, len(parts)))
+        return dict(zip([*(*actor[first:], *actor[:first])[::apart], *listeners], parts, strict=False))
+
+    @cached_property
+    def fed_by(self) -> Mapping[int, int]:
+        """For each listener who sends it the chunks."""
+        return {listener: rank for rank, listeners in self.feeds.items() for listener in listeners}
 
     @property
     def source(self) -> int:

@@ -130,7 +130,7 @@ class RoleBuilder:
         if actor is None:
             return None
         site, device = self.topology.site, self.world.device
-        sends = self.world.rank == site.source and site.listeners
+        sends = self.world.rank in site.feeds
         return DecodeWorker(
             actor.role.serving,
             self._cache("actor", actor.role.serving),

@@ -52,8 +52,14 @@ def train(config: dict[str, Any]) -> None:
     run_ppo(checked, world, read_inputs(checked), Preemption(checked.preempt_deadline_s))
 
 
-def train_counted(config: dict[str, Any]) -> tuple[int, Traffic, Traffic]:
-    """`train`; the number of rounds, and this rank's traffic in them and in whole steps."""
+def train_with_fan_out(config: dict[str, Any], fan_out: int) -> None:
+    """`train`, where a rank sends a chunk to no more than `fan_out` others."""
+    with mock.patch("oppo_megatron.schedule.rounds.FAN_OUT", fan_out):
+        train(config)
+
+
+def train_counted(config: dict[str, Any], fan_out: int) -> tuple[int, Traffic, Traffic]:
+    """`train_with_fan_out`; the number of rounds, and this rank's traffic in them and in whole steps."""
     rounds, steps = Traffic(), Traffic()
     run, all_steps, num_rounds = RoundRunner.run, TrainingLoop.run, 0
 
@@ -73,7 +79,7 @@ def train_counted(config: dict[str, Any]) -> tuple[int, Traffic, Traffic]:
         mock.patch.object(RoundRunner, "run", counted_round),
         mock.patch.object(TrainingLoop, "run", counted_steps),
     ):
-        train(config)
+        train_with_fan_out(config, fan_out)
     return num_rounds, rounds, steps
 
 

@@ -51,7 +51,7 @@ def executed_actions(run: Path) -> dict[int, list[Action]]:
 def test_ranks_do_what_the_schedule_says_in_its_order(workspace: Workspace, name: str) -> None:
     changes = {"overlap.intra": True, "logging.trace": "actions", "overlap.weave": [2, "auto"]}
     config = deep(workspace, name.replace(" ", "-"), placement=PLACEMENTS[name], steps=2, **changes)
-    counts = run_ranks(world_size(TrainConfig(**config)), "tests.e2e.jobs:train_counted", config=config)
+    counts = run_ranks(world_size(TrainConfig(**config)), "tests.e2e.jobs:train_counted", config=config, fan_out=1)
     run = Path(config["run_dir"])
     schedules, executed = read_schedules(run), executed_actions(run)
     assert len(schedules) > 4 and executed

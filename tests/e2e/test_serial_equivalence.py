@@ -11,8 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.layout.placements import world_size
+from oppo_megatron.schedule.rounds import FAN_OUT
 from tests.support.layouts import assert_same, deep
-from tests.support.ppo import Outcome, Workspace, run_ppo_ranks, weight_distance
+from tests.support.ppo import Outcome, Workspace, read_outcome, run_ppo_ranks, weight_distance
+from tests.support.ranks import run_ranks
 
 DISAGGREGATED = {"mode": "disaggregated"}
 FIXED_ZERO = {"rule": "fixed", "initial": 0, "min": 0, "max": 0}
@@ -76,6 +80,28 @@ def test_overlap_equals_plain_ppo_on_parallel_groups(
     placement = DISAGGREGATED | {"actor": actor, "scorer": scorer}
     name = f"parallel-{actor}-{scorer}".translate(str.maketrans("", "", "{}':, "))
     assert_same(run_ppo_ranks(deep(workspace, name, placement=placement, **{"overlap.intra": True})), plain)
+
+
+@pytest.mark.parametrize(
+    ("actor", "scorer"),
+    [({}, {"dp": 3}), pytest.param({"pp": 2, "dp": 2}, {"pp": 2, "dp": 3}, marks=pytest.mark.long)],
+    ids=["1 | DP3", "PP2xDP2 | PP2xDP3"],
+)
+def test_chunks_from_many_ranks_train_to_the_bit_as_those_from_one(
+    workspace: Workspace, plain: Outcome, actor: dict[str, int], scorer: dict[str, int]
+) -> None:
+    """Several of the actor's ranks send, and listeners pass on, where each sends to a single one."""
+    outcomes = []
+    for fan_out in (FAN_OUT, 1):
+        name = f"fan-out-{fan_out}-{len(actor)}"
+        config = deep(workspace, name, placement=DISAGGREGATED | {"actor": actor, "scorer": scorer}, **{"overlap.intra": True})
+        world = world_size(TrainConfig(**config))
+        run_ranks(world, "tests.e2e.jobs:train_with_fan_out", config=config, fan_out=fan_out)
+        outcomes.append(read_outcome(Path(config["run_dir"])))
+    one, many = outcomes
+    assert_same(many, plain)
+    assert many.rollouts == one.rollouts
+    assert weight_distance(many.actor, one.actor) == weight_distance(many.critic, one.critic) == 0.0
 
 
 def test_module_path_decodes_the_same(workspace: Workspace, plain: Outcome) -> None:

@@ -12,6 +12,7 @@ from oppo_megatron.engine.links import build_links
 from oppo_megatron.engine.round_runner import Decoding, RoundRunner, decoder
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping
+from oppo_megatron.engine.stream import ChunkOutlet
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.mcore.batch import join_rows, pack_responses
 from oppo_megatron.mcore.layers.vocab_parallel import token_logprobs
@@ -183,6 +184,8 @@ def early_end(directory: str, tp: int, pp: int, micro_batches: int) -> dict[str,
     model = load(directory, world_groups(tp, pp))
     rounds, rollouts = runner(model, Sampling(seed=7), Variant(micro_batches=micro_batches)), new_rollouts()
     assert rounds.decode is not None
+    outlet = ChunkOutlet(CPU)
+    outlet.admit(list(rollouts.values()))
     first = decode_round(rounds, list(rollouts.values()), NEVER, clock=100, version=0, needed=2)
     cache = rounds.decode.cache
     cached = {seq_id: cache.length(seq_id) for seq_id in cache.seq_ids}
@@ -194,7 +197,7 @@ def early_end(directory: str, tp: int, pp: int, micro_batches: int) -> dict[str,
     rounds.actor_changed()
     assert all(cache.length(seq_id) == 0 for seq_id in cache.seq_ids)
     left = [r for r in rollouts.values() if not r.finished]
-    decode_round(rounds, left, NEVER, clock=first.clock, version=1)
+    second = decode_round(rounds, left, NEVER, clock=first.clock, version=1)
     rounds.executor.drain()
     done = list(rollouts.values())
     answer = {
@@ -203,6 +206,7 @@ def early_end(directory: str, tp: int, pp: int, micro_batches: int) -> dict[str,
         "summary": summary,
         "tokens": [r.tokens for r in done],
         "versions": [v for r in done for v in r.versions],
+        "sent": [part.tolist() for chunk in (first, second) for part in outlet.message(chunk)],
     }
     batches = pack_responses([r.prompt.tokens for r in done], [r.tokens for r in done], 60, CPU)
     vocab = model.vocab

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -80,8 +81,13 @@ class Stream:
         self.executor.run(self.schedule.of(self.executor.rank))
 
 
-def whole(number: int) -> dict[str, Any]:
-    """What arrives, and a vector shared from the last rank."""
+def whole(number: int, fan_out: int) -> dict[str, Any]:
+    """What arrives where a rank sends to `fan_out` others at most, and a vector shared from the last rank."""
+    with mock.patch("oppo_megatron.schedule.rounds.FAN_OUT", fan_out):
+        return _whole(number)
+
+
+def _whole(number: int) -> dict[str, Any]:
     got = _send(number) if dist.get_rank() == 0 else _listen(number)
     last = dist.get_world_size() - 1
     values = torch.tensor([0.5, -3.0]) if dist.get_rank() == last else None
@@ -108,6 +114,7 @@ def _listen(number: int) -> list[Chunk]:
     for _ in range(number):
         stream.round()
         got.append(worker.end())
+    stream.executor.drain()
     worker.retire([rollout()])
     return got
 

@@ -164,7 +164,8 @@ def test_a_round_ends_with_the_batch_and_goes_on_under_new_weights(
         if gaps is not None:
             check_versions(gaps, answer["versions"])
     answer = answers[0]
-    assert all(other == answer for other in answers)
+    assert all(other == answer for other in answers), "each rank would send the same message, to the bit"
+    assert len(answer.pop("sent")) == 4
     finished = {k: (n, clock) for k, (n, clock) in answer["summary"].items() if clock is not None}
     num_steps = answer["clock"] - 100
     assert len(finished) >= 2 and max(clock for _, clock in finished.values()) == answer["clock"]

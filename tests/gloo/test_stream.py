@@ -10,9 +10,10 @@ from tests.gloo.jobs_stream import SEQ_ID, chunks
 from tests.support.ranks import run_ranks
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_every_scorer_rank_receives_what_was_sent(world: int) -> None:
-    answers = run_ranks(world, "tests.gloo.jobs_stream:whole", number=6)
+@pytest.mark.parametrize(("world", "fan_out"), [(2, 8), (4, 8), (4, 1), (5, 2)])
+def test_every_scorer_rank_receives_what_was_sent(world: int, fan_out: int) -> None:
+    """From the actor, or from one of their own that passes it on."""
+    answers = run_ranks(world, "tests.gloo.jobs_stream:whole", number=6, fan_out=fan_out)
     assert answers[0]["got"] == []
     for answer in answers[1:]:
         assert answer["got"] == chunks(6)

@@ -165,6 +165,7 @@ def _spread(round_: Round, site: Site) -> Iterator[Action]:
     if site.placements["actor"].dp > 1:
         yield from (Action(rank, Op.GATHER, "actor", 0, round_.index) for rank in site.placements["actor"].ranks)
     key = ("actor", 0, round_.index, None, Payload.CHUNK)
-    for listener in site.listeners:
-        yield Action(site.source, Op.SEND, *key, listener)
-        yield Action(listener, Op.RECV, *key, site.source)
+    for sender, listeners in site.feeds.items():
+        for listener in listeners:
+            yield Action(sender, Op.SEND, *key, listener)
+            yield Action(listener, Op.RECV, *key, sender)

@@ -59,7 +59,7 @@ def test_the_command_counts_what_a_rank_has(capsys: pytest.CaptureFixture[str]) 
     assert [row[:2] for row in rows] == [["disaggregated", "8"], ["disaggregated", "64"]]
     groups, calls, messages, chunks, peers, notes, summaries = zip(*(map(int, row[2:]) for row in rows), strict=True)
     assert groups == (15, 16) and calls[0] == 37, "there is a dp group where there are replicas"
-    assert chunks == (8, 64) and peers == (5, 33), "a header and a payload to each listener, and tokens to one stage"
+    assert chunks == (8, 16) and peers == (5, 9), "a header and a payload to eight listeners, and tokens to one stage"
     assert all((each - chunk) % 16 in (0, 2) for each, chunk in zip(messages, chunks, strict=True)), "two gathers of dp"
     assert notes == (8, 32) and summaries == (8, 34)
 

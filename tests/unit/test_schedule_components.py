@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from contextlib import nullcontext
 from functools import partial
+from unittest import mock
 
 import pytest
 from hypothesis import assume, given, settings
@@ -20,6 +21,7 @@ from oppo_megatron.schedule.checking.caches import require_room
 from oppo_megatron.schedule.checking.checker import check
 from oppo_megatron.schedule.checking.faults import FaultKind
 from oppo_megatron.schedule.checking.proof import prove, require_provable
+from oppo_megatron.schedule.checking.transport import TRANSPORTS
 from oppo_megatron.schedule.planning.planner import PlannedRound
 from oppo_megatron.schedule.rounds import Growth, KVBudget, Round, Site
 from oppo_megatron.schedule.weaving.communication import add_communication
@@ -266,3 +268,23 @@ def test_ends_of_lists_are_the_sites() -> None:
 
     run.steps(1, visit)
     assert ends and all([a.peer for a in own] == [None, *site.listeners] for own in ends)
+
+
+@settings(deadline=None, max_examples=40)
+@given(site=sites(), generator=st.sampled_from(sorted(GENERATORS)), most=st.integers(1, 3), seed=st.integers(0, 10**6))
+def test_chunks_that_listeners_pass_on_end_the_lists_of_any_layout(
+    site: Site, generator: str, most: int, seed: int
+) -> None:
+    """Where a rank sends to three at most: planned by each rank as for all, and known everywhere in the end."""
+    with mock.patch("oppo_megatron.schedule.rounds.FAN_OUT", most):
+        round_ = make_round(site, steps=2, micro_batches=1, prefills=1 + seed % 2, sequences=1)
+        whole = add_communication(GENERATORS[generator](round_, site, Costs()), round_, site)
+        assert check(whole, round_, site, ample_budgets(site)) == [] and harm(whole, round_, site) is None
+        for rank in site.ranks:
+            part = component_of(site, rank)
+            shape = part.part(round_)
+            computes = GENERATORS[generator](shape, part.model, Costs())
+            model = add_communication(computes, shape, part.model)
+            for transport in TRANSPORTS.values():
+                assert transport.holds or check(model, shape, part.model, ample_budgets(part.model), transport=transport) == []
+            assert part.own_list(computes, shape) == whole.of(rank)

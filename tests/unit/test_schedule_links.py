@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from unittest import mock
 
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from oppo_megatron.schedule.actions import Op
 from oppo_megatron.schedule.links import Link, in_waves, link_of, links_of
-from oppo_megatron.schedule.rounds import Site
+from oppo_megatron.schedule.rounds import FAN_OUT, Site
 from oppo_megatron.schedule.weaving.communication import add_communication
 from oppo_megatron.schedule.weaving.costs import Costs
 from oppo_megatron.schedule.weaving.generators import intra
@@ -29,10 +31,11 @@ def ends(link: Link) -> tuple[int, int]:
 
 
 @settings(deadline=None, max_examples=200)
-@given(site=sites())
-def test_first_use_never_waits_in_a_circle(site: Site) -> None:
+@given(site=sites(), fan_out=st.sampled_from([1, 2, FAN_OUT]))
+def test_first_use_never_waits_in_a_circle(site: Site, fan_out: int) -> None:
     """And takes no more turns than there are waves, of which there are fewer than twice the links of the busiest rank."""
-    links = [*links_of(site)]
+    with mock.patch("oppo_megatron.schedule.rounds.FAN_OUT", fan_out):
+        links = [*links_of(site)]
     assert len(set(links)) == len(links)
     waves = in_waves(links)
     order = [link for wave in waves for link in wave]
@@ -54,6 +57,8 @@ def test_waves_do_not_grow_with_replicas() -> None:
     """Thousands of links: as many waves as in one replica, where the order of making takes a turn for every stage."""
     few, many = ([*links_of(colocated((8, 8, dp)))] for dp in (1, 32))
     assert len(many) == 32 * len(few) > 8000 and len(in_waves(many)) == len(in_waves(few)) <= 15
+    thousands = [*links_of(disaggregated((8, 8, 32), (8, 8, 32)))]
+    assert len(in_waves(thousands)) <= len(in_waves(few)) + FAN_OUT, "as many listen as decode"
     chain = [link for link in few if link[2] == "reward"]
     assert len(in_waves(chain)) == 2 and turns(own_lists(chain), ends) == 7
 

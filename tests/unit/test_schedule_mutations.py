@@ -8,12 +8,13 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 
 from oppo_megatron.schedule.actions import Action, Schedule
 from oppo_megatron.schedule.checking.checker import check
-from oppo_megatron.schedule.rounds import Round, Site
+from oppo_megatron.schedule.rounds import FAN_OUT, Round, Site
 from oppo_megatron.schedule.weaving.communication import add_communication
 from oppo_megatron.schedule.weaving.costs import Costs
 from oppo_megatron.schedule.weaving.generators import GENERATORS
@@ -68,9 +69,12 @@ def test_every_harmful_mutation_is_found(record_property: Callable[[str, object]
     rng = random.Random(20)
     counts: Counter[str] = Counter()
     missed = []
-    done = 0
+    done = passed_on = 0
     while done < NUM_MUTATIONS:
-        name, schedule, round_, site = sound_schedule(rng)
+        fan_out = rng.choice((1, 2, FAN_OUT))
+        with mock.patch("oppo_megatron.schedule.rounds.FAN_OUT", fan_out):
+            name, schedule, round_, site = sound_schedule(rng)
+        passed_on += any(rank in site.listeners for rank in site.feeds)
         budgets = ample_budgets(site)
         if not any(True for _ in schedule):
             continue
@@ -93,6 +97,7 @@ def test_every_harmful_mutation_is_found(record_property: Callable[[str, object]
     assert not missed, "\n".join(missed)
     assert counts["harmful"] > NUM_MUTATIONS / 2 and counts["harmless"] > NUM_MUTATIONS / 50
     assert counts["accepted"] > counts["harmless"] / 3, counts
+    assert passed_on > 5, "listeners that pass chunks on are among them"
 
 
 def test_independent_work_may_change_places() -> None:

@@ -72,6 +72,6 @@ def _spread(round_: Round, site: Site) -> Iterator[Action]:
     if placement.dp > 1:
         for rank in placement.ranks:
             yield Action(rank, Op.GATHER, "actor", 0, round_.index)
-    for listener in site.listeners:
-        yield Action(site.source, Op.SEND, "actor", 0, round_.index, None, Payload.CHUNK, listener)
-        yield Action(listener, Op.RECV, "actor", 0, round_.index, None, Payload.CHUNK, site.source)
+    for listener, sender in site.fed_by.items():
+        yield Action(sender, Op.SEND, "actor", 0, round_.index, None, Payload.CHUNK, listener)
+        yield Action(listener, Op.RECV, "actor", 0, round_.index, None, Payload.CHUNK, sender)

@@ -22,7 +22,8 @@ of the last step, and what spreads the chunk.  So by 1 and 2:
 
 And by 3 there is an order of all units in which each stands behind everything that it waits for.  Ranks follow it without
 a deadlock, as sends do not wait, a receive waits for a unit before it in that order, and behind the units there are only
-receives of tokens that have been drawn, a gather of ranks that all come to it, and chunks.
+receives of tokens that have been drawn, a gather of ranks that all come to it, and chunks, which a rank receives from one
+that comes before it in the order of `Site.feeds`, and then passes on.
 
 So it proves nothing where the transport may hold a send.  What else a transport asks follows from the above: a communicator
 is that of one link, whose messages have one order and come from the stream of one role.

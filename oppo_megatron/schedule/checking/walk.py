@@ -60,6 +60,7 @@ class _Walk:
     prefilled: dict[str, int] = field(default_factory=dict)
     decoded: tuple[int, int] = (-1, -1)
     gathered: bool = False
+    heard: bool = False
 
     def visit(self, action: Action) -> Iterator[Trouble]:
         """The faults of doing `action` now; then it counts as done."""
@@ -90,6 +91,8 @@ class _Walk:
             self.tokens.add((action.micro_batch, action.step))
         elif action.payload is Payload.HIDDEN:
             yield from self._hold(RECEIVED, action)
+        else:
+            self.heard = True
 
     def _decode(self, action: Action) -> Iterator[Trouble]:
         coords, step = self.coords_by_role["actor"], action.step or 0
@@ -149,10 +152,14 @@ class _Walk:
         self.held[action.role] = what, (action.micro_batch, action.step)
 
     def _whole_chunk(self, gathered: bool) -> Iterator[Trouble]:
-        replica = self.coords_by_role["actor"].replica
-        batches = self.round.decode[replica] if replica < len(self.round.decode) else ()
+        coords, unknown = self.coords_by_role.get("actor"), "comes before this rank knows the whole chunk; put it behind its"
+        if coords is None:
+            if not self.heard:
+                yield FaultKind.CAUSALITY, f"{unknown} receive"
+            return
+        batches = self.round.decode[coords.replica] if coords.replica < len(self.round.decode) else ()
         if not gathered or len(self.tokens) < self.round.steps * len(batches):
-            yield FaultKind.CAUSALITY, "comes before this rank knows the whole chunk; put it behind its last tokens"
+            yield FaultKind.CAUSALITY, f"{unknown} last tokens"
 
     def _grow(self, action: Action, coords: RankCoordinates, step: int | None) -> Iterator[Trouble]:
         """Let the cache of the role grow by the micro-batch, or by one step of it."""

@@ -19,7 +19,8 @@ def add_communication(schedule: Schedule, round: Round, site: Site) -> Schedule:
 
     Activations go from each stage to the next.  Drawn tokens go from the last stage to all others of the replica: each
     takes them before the sequences' next decode micro-step, those of the last step at its end.  When a rank has done
-    its part, the actor's replicas gather their chunks, and the ranks without the actor are sent the whole chunk.
+    its part, the actor's replicas gather their chunks, and each rank without the actor is sent the whole chunk by a rank that
+    knows it (`Site.feeds`).
     """
     lists = {rank: messages_of(rank, schedule, round, site) for rank in site.ranks}
     return Schedule({rank: own for rank, own in lists.items() if own})
@@ -74,11 +75,10 @@ def _spread(rank: int, chunk: int, site: Site) -> Iterator[Action]:
     decoding = actor.coords(rank) is not None
     if actor.dp > 1 and decoding:
         yield Action(rank, Op.GATHER, "actor", 0, chunk)
-    if rank == site.source:
-        for listener in site.listeners:
-            yield Action(rank, Op.SEND, "actor", 0, chunk, payload=Payload.CHUNK, peer=listener)
-    elif not decoding:
-        yield Action(rank, Op.RECV, "actor", 0, chunk, payload=Payload.CHUNK, peer=site.source)
+    if not decoding:
+        yield Action(rank, Op.RECV, "actor", 0, chunk, payload=Payload.CHUNK, peer=site.fed_by[rank])
+    for listener in site.feeds.get(rank, ()):
+        yield Action(rank, Op.SEND, "actor", 0, chunk, payload=Payload.CHUNK, peer=listener)
 
 
 def _message(action: Action, op: Op, payload: Payload, peer: int, step: int | None) -> Action:

@@ -15,8 +15,9 @@ What is proved of the model holds for the component, and what is proved of every
   in the same order, in the component as in the model.  Ranks of a class have one list, and so meet at every action.
 - Components share no rank and no message but those that end a round's lists: the gather of the actor's replicas, then the
   chunk's messages.  Behind them nothing is awaited, so if each component comes to its end up to there, all ranks of the
-  actor reach the gather, its output rank reaches its sends, which never wait, and each listener gets its message.  Every
-  list of the model ends in the same way, with the model's own gather and listeners.
+  actor reach the gather, and those that send chunks their sends, which never wait.  A listener waits for one rank, which is
+  of the actor or a listener before it in the order of `Site.feeds`, so each gets its message and passes it on.  Every list
+  of the model ends in the same way, with the model's own gather and listeners.
 - Caches belong to replicas, and a replica lies in one component.
 """
 
