@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from oppo_megatron.schedule.actions import Schedule
 from oppo_megatron.schedule.checking.checker import check
+from oppo_megatron.schedule.checking.faults import FaultKind
 from oppo_megatron.schedule.checking.proof import prove, runs_in_time
 from oppo_megatron.schedule.rounds import Round, Site
 from oppo_megatron.schedule.weaving.communication import add_communication
@@ -20,7 +21,7 @@ from oppo_megatron.schedule.weaving.costs import Costs
 from oppo_megatron.schedule.weaving.generators import GENERATORS
 from oppo_megatron.schedule.weaving.timetable import Times, Timetable
 from tests.support.schedules import ample_budgets, colocated, disaggregated, make_round, split_scorers
-from tests.unit.test_schedule_generators import cases
+from tests.unit.test_schedule_generators import SCORERS, cases
 
 SITES = {
     "colocated": colocated((1, 4, 2)),
@@ -105,3 +106,20 @@ def test_units_of_one_start_come_as_they_were_placed() -> None:
     assert {a.role for a in in_order[:4]} != {"actor"} and in_order[-1].role == "actor"
     units = [a for a in replace(table, times=turned)[rank] if a.op.value in ("decode", "prefill")]
     assert units == [a for a in in_order if a.op.value in ("decode", "prefill")][::-1]
+
+
+def test_a_step_that_begins_before_its_tokens_are_drawn_is_not_proved() -> None:
+    """Stage 0 waits for tokens before it prefills, and stage 1 for that prefill before it draws them."""
+    site = colocated((1, 2, 1))
+    round_ = make_round(site, steps=2, micro_batches=1, prefills=1, prompts=0, sequences=1)
+    placed = iter(range(100))
+
+    def table(second: int) -> Timetable:
+        starts = {"actor": [[0, second], [100, 200]]} | {role: [[3 + n], [6 + n]] for n, role in enumerate(SCORERS)}
+        times = {(role, 0): np.array(own, dtype=np.int64) for role, own in starts.items()}
+        return Timetable(round_, site, {team: Times(own, np.full_like(own, next(placed))) for team, own in times.items()})
+
+    for second, kinds in ((101, set()), (2, {FaultKind.DEADLOCK}), (100, set())):
+        faults = check(add_communication(Schedule(table(second)), round_, site), round_, site, ample_budgets(site))
+        assert {fault.kind for fault in faults} == kinds
+        assert runs_in_time(table(second), round_, site) == (second == 101)
