@@ -42,6 +42,7 @@ from oppo_megatron.schedule.checking.transport import GLOO, Transport
 from oppo_megatron.schedule.rounds import Round, Site
 from oppo_megatron.schedule.weaving.communication import add_communication
 from oppo_megatron.schedule.weaving.costs import Costs
+from oppo_megatron.schedule.weaving.timetable import Timetable, count_of
 
 Unit = tuple[Op, int, int, int | None]
 """Decode or prefill, micro-batch, chunk, decode step."""
@@ -83,6 +84,8 @@ def require_provable(
 
 def prove(computes: Schedule, round_: Round, site: Site) -> bool:
     """Whether the compute actions are those of a sound schedule."""
+    if isinstance(computes.actions, Timetable) and runs_in_time(computes.actions, round_, site):
+        return True
     stages = {place: stage for role in site.placements for place, stage in _stages_of(role, round_, site)}
     orders: dict[int, list[_Stage]] = {}
     for rank in {*computes.actions, *site.ranks}:
@@ -91,6 +94,27 @@ def prove(computes: Schedule, round_: Round, site: Site) -> bool:
             return False
         orders[rank] = order
     return _runs_through(orders)
+
+
+def runs_in_time(table: Timetable, round_: Round, site: Site) -> bool:
+    """Whether the times of all units are an order in which each stands behind what it waits for; then 1, 2 and 3 hold.
+
+    A unit's actions stand together in every list, and the tensor ranks of a stage have one time for each unit.  So what is left
+    of 2 is the number of units and that each stage begins them one after the other; and of 3 that a unit begins after the same
+    one of the stage before, and a decode micro-step after the last stage's micro-step of the step before.
+    """
+    counts = {(role, d): count_of((role, d), round_) for role, own in site.placements.items() for d in range(own.dp)}
+    if table.site != site or not all(team in table.times for team, count in counts.items() if count.units):
+        return False
+    for team, times in table.times.items():
+        count, starts = counts.get(team), times.starts
+        if count is None or starts.shape != (site.placements[team[0]].pp, count.units) or table.count(team) != count:
+            return False
+        drawn, taken = starts[-1, count.prefills :], starts[:, count.prefills + count.batches :]
+        late = (starts[:, 1:] <= starts[:, :-1]).any() or (starts[1:] <= starts[:-1]).any()
+        if late or (taken <= drawn[: taken.shape[1]]).any():
+            return False
+    return True
 
 
 def _stages_of(role: str, round_: Round, site: Site) -> Iterator[tuple[Place, _Stage]]:

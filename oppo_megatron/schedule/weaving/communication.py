@@ -31,13 +31,13 @@ def messages_of(rank: int, schedule: Schedule, round: Round, site: Site) -> tupl
     placements, own = site.placements, schedule.of(rank)
     coords_by_role = {role: placement.coords(rank) for role, placement in placements.items()}
     return (
-        *(m for action in own for m in _with_messages(action, placements[action.role], coords_by_role[action.role])),
+        *(m for action in own for m in with_messages(action, placements[action.role], coords_by_role[action.role])),
         *_last_tokens(own, placements["actor"]),
         *(_spread(rank, round.index, site) if round.decodes else ()),
     )
 
 
-def _with_messages(action: Action, placement: RolePlacement, coords: RankCoordinates | None) -> Iterator[Action]:
+def with_messages(action: Action, placement: RolePlacement, coords: RankCoordinates | None) -> Iterator[Action]:
     """An action between the receives before it and the sends behind it; `coords` are its rank's."""
     assert coords is not None, f"rank {action.rank} has no part of {action.role}"
     replica, stage, shard = coords

@@ -23,16 +23,16 @@ What is proved of the model holds for the component, and what is proved of every
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
 
-from oppo_megatron.layout.placements import RolePlacement
+from oppo_megatron.layout.placements import RankCoordinates, RolePlacement
 from oppo_megatron.schedule.actions import Action, Schedule
 from oppo_megatron.schedule.rounds import Batch, Round, Site
 from oppo_megatron.schedule.weaving.communication import messages_of
-
-Team = tuple[str, int]
-"""(role, replica)"""
+from oppo_megatron.schedule.weaving.timetable import Count, OwnUnits, Team, Timetable
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,10 @@ class Component:
     model: Site
     member: int
 
+    @cached_property
+    def _units(self) -> OwnUnits:
+        return OwnUnits(self.site, self.rank)
+
     def part(self, round: Round) -> Round:
         """What the component has to do of the round, on the model."""
 
@@ -62,8 +66,27 @@ class Component:
         """What the rank does: the list of `member` in `model`, a schedule of compute actions of `shape`, with the rank's number
         and its messages.
         """
+        times = model.actions
+        if isinstance(times, Timetable):
+            return self._spelled(*times.order(self.member), shape)
         own = (Action(self.rank, a.op, a.role, a.micro_batch, a.chunk, a.step) for a in model.of(self.member))
         return messages_of(self.rank, Schedule({self.rank: tuple(own)}), shape, self.site)
+
+    def _spelled(
+        self, order: Sequence[int], stages: Sequence[tuple[str, RankCoordinates, Count]], shape: Round
+    ) -> tuple[Action, ...]:
+        """The rank's list, of its stages' units in this order.
+
+        The tokens of the last step and the spread of the chunk, which end it, follow from its decoding in that step.
+        """
+        units, last = list[tuple[Action, ...]](), list[tuple[Action, ...]]()
+        for role, _, count in stages:
+            own = self._units.of(role, count)
+            units += own
+            last += own[len(own) - count.batches :]
+        computes = tuple(action for unit in last for action in unit if action.peer is None)
+        ends = messages_of(self.rank, Schedule({self.rank: computes}), shape, self.site)[sum(map(len, last)) :]
+        return (*chain.from_iterable(map(units.__getitem__, order)), *ends)
 
 
 def component_of(site: Site, rank: int) -> Component:

@@ -22,13 +22,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from math import ceil
+from itertools import chain, pairwise
 from typing import NamedTuple, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
+from oppo_megatron.columns import Ints
 from oppo_megatron.schedule.weaving.costs import Costs, Linear
 
 T = TypeVar("T")
+
+Floats = npt.NDArray[np.float64]
 
 MOST_IN_A_GAP = 4
 """Prefill micro-batches that a gap is cut for."""
@@ -73,21 +78,23 @@ def choose_cut(
     `micro_batches` and `prefill_tokens` are settled where given.
     """
     most = max(1, min(2 * work.pp, work.num_sequences)) if work.steps else 1
-    best: tuple[float, int, int] | None = None
-    for count in range(1, most + 1) if micro_batches is None else [micro_batches]:
-        lap = _lap(work, count, costs)
-        if best is not None and max(_ends(work, lap)) > best[0]:  # decoding alone takes longer
-            continue
-        for size in _sizes(work, lap, costs, budget, grain) if prefill_tokens is None else [prefill_tokens]:
-            found = (_predicted(work, Cut(count, size), costs, lap), count, -size)
-            best = found if best is None else min(best, found)
-    assert best is not None, "there is at least one number of micro-batches, and at least the budget"
-    return Cut(best[1], -best[2])
+    counts = np.arange(1, most + 1) if micro_batches is None else np.array([micro_batches])
+    laps = _laps(work, counts, costs)
+    if prefill_tokens is None:
+        tried = _sizes(work, laps, costs, budget, grain)
+    else:
+        tried = [[prefill_tokens]] * len(counts)
+    which = np.repeat(np.arange(len(counts)), list(map(len, tried)))
+    sizes = np.array(list(chain.from_iterable(tried)), dtype=np.int64)
+    seconds = _predicted(work, sizes, costs, laps.at(which))
+    best = np.lexsort((-sizes, counts[which], seconds))[0]
+    return Cut(int(counts[which[best]]), int(sizes[best]))
 
 
 def predict_s(work: Work, cut: Cut, costs: Costs) -> float:
     """Seconds of the woven round by the formula above."""
-    return _predicted(work, cut, costs, _lap(work, cut.micro_batches, costs))
+    laps = _laps(work, np.array([cut.micro_batches]), costs)
+    return float(_predicted(work, np.array([cut.prefill_tokens]), costs, laps)[0])
 
 
 def even_portions(items: Sequence[T], portions: int) -> list[list[T]]:
@@ -98,67 +105,69 @@ def even_portions(items: Sequence[T], portions: int) -> list[list[T]]:
     return [list(items[start:end]) for start, end in pairwise(ends)]
 
 
-class _Lap(NamedTuple):
-    """One decode step of all micro-batches; by stage, the gap that it leaves, and when the stage is done with the first."""
+class _Laps(NamedTuple):
+    """One decode step of all micro-batches, [cuts]; and by stage, [stages, cuts], the gap that it leaves, and when the stage is
+    done with the first."""
 
-    seconds: float
-    gap_s: Sequence[float]
-    end_s: Sequence[float]
+    seconds: Floats
+    gap_s: Floats
+    end_s: Floats
+
+    def at(self, which: Ints) -> _Laps:
+        return _Laps(self.seconds[which], self.gap_s[:, which], self.end_s[:, which])
 
 
-def _lap(work: Work, micro_batches: int, costs: Costs) -> _Lap:
+def _laps(work: Work, micro_batches: Ints, costs: Costs) -> _Laps:
     if not work.num_sequences or not work.steps:
-        return _Lap(0.0, [0.0] * work.pp, [0.0] * work.pp)
-    sequences, message_s = ceil(work.num_sequences / micro_batches), _message_s(work, costs)
-    busy = [costs.decode_at(stage)(sequences) for stage in range(work.pp)]
-    busy[-1] += costs.sample(sequences)
-    lap = max(micro_batches * max(busy), sum(busy) + work.pp * message_s)
-    reached, slowest = accumulate(busy), accumulate(busy, max)
-    ends = [a + p * message_s + (micro_batches - 1) * b for p, (a, b) in enumerate(zip(reached, slowest, strict=True))]
-    return _Lap(lap, [lap - micro_batches * seconds for seconds in busy], ends)
+        none = np.zeros((work.pp, len(micro_batches)))
+        return _Laps(none[0], none, none)
+    sequences, message_s = -(-work.num_sequences // micro_batches), _message_s(work, costs)
+    busy = _seconds([costs.decode_at(stage) for stage in range(work.pp)], sequences)
+    busy[-1] += _seconds([costs.sample], sequences)[0]
+    lap = np.maximum(micro_batches * busy.max(axis=0), sum(busy) + work.pp * message_s)
+    ends = np.cumsum(busy, axis=0) + (micro_batches - 1) * np.maximum.accumulate(busy)
+    return _Laps(lap, lap - micro_batches * busy, ends + np.arange(work.pp)[:, None] * message_s)
 
 
-def _ends(work: Work, lap: _Lap) -> list[float]:
-    """When each stage has decoded."""
-    decoded = max(0, work.steps - 1) * lap.seconds
-    return [decoded + end for end in lap.end_s]
-
-
-def _predicted(work: Work, cut: Cut, costs: Costs, lap: _Lap) -> float:
+def _predicted(work: Work, sizes: Ints, costs: Costs, laps: _Laps) -> Floats:
+    """Of each cut, [cuts]; `sizes` are their prefill micro-batches'."""
     message_s = _message_s(work, costs)
-    gaps = [float(max(0, work.steps - 1))] * work.pp  # left of each stage
-    ends = _ends(work, lap)
-    drain = [0.0] * work.pp
+    steps = max(0, work.steps - 1)
+    gaps = np.full(laps.end_s.shape, float(steps))  # left of each stage
+    ends = steps * laps.seconds + laps.end_s
+    drain = np.zeros_like(ends)
     for role, tokens in work.prefill_tokens.items():
         if not tokens:
             continue
-        count = ceil(tokens / cut.prefill_tokens)
+        count = -(-tokens // sizes)
         seconds = _prefill_s(work, role, tokens / count, costs)
-        longest = _prefill_s(work, role, min(tokens, cut.prefill_tokens), costs)
-        begun, before, ready = gaps[0], count, 0.0
-        for stage, missed in enumerate(_missed(lap, longest, message_s)):
-            in_a_gap = int(lap.gap_s[stage] / longest[stage] + ROUNDING) if longest[stage] > 0 else count
-            gaps[stage] = max(0.0, min(gaps[stage], begun - missed))
-            woven = min(before, int(gaps[stage] * in_a_gap + ROUNDING))
-            gaps[stage] -= woven / in_a_gap if woven else 0.0
-            if woven < count:
-                start = max(ends[stage], ready if woven == before else 0.0)
-                ready = start + seconds[stage] + message_s
-                ends[stage] = start + (count - woven) * seconds[stage]
-                later = sum(seconds[stage + 1 :]) + (work.pp - 1 - stage) * message_s
-                drain[stage] = max(drain[stage], later)
+        longest = _prefill_s(work, role, np.minimum(tokens, sizes), costs)
+        begun, before, ready = gaps[0].copy(), count, np.zeros_like(laps.seconds)
+        for stage, missed in enumerate(_missed(laps, longest, message_s)):
+            none = longest[stage] <= 0
+            in_a_gap = np.where(none, count, np.trunc(laps.gap_s[stage] / np.where(none, 1.0, longest[stage]) + ROUNDING))
+            gaps[stage] = np.maximum(0.0, np.minimum(gaps[stage], begun - missed))
+            woven = np.minimum(before, np.trunc(gaps[stage] * in_a_gap + ROUNDING))
+            gaps[stage] -= woven / np.where(woven > 0, in_a_gap, 1.0)
+            rest = woven < count
+            start = np.maximum(ends[stage], np.where(woven == before, ready, 0.0))
+            ready = np.where(rest, start + seconds[stage] + message_s, ready)
+            ends[stage] = np.where(rest, start + (count - woven) * seconds[stage], ends[stage])
+            later = seconds[stage + 1 :].sum(axis=0) + (work.pp - 1 - stage) * message_s
+            drain[stage] = np.where(rest, np.maximum(drain[stage], later), drain[stage])
             before = woven
-    return max(map(sum, zip(ends, drain, strict=True)))
+    found: Floats = (ends + drain).max(axis=0)
+    return found
 
 
-def _missed(lap: _Lap, seconds: Sequence[float], message_s: float) -> list[int]:
+def _missed(laps: _Laps, seconds: Floats, message_s: float) -> Iterator[Floats]:
     """By stage, its gaps that go by before it has a role's first micro-batch, which takes it `seconds`."""
-    missed, ready = [], lap.end_s[0]
-    for end, gap, own in zip(lap.end_s, lap.gap_s, seconds, strict=True):
-        late = ready + own - end - gap
-        missed.append(max(0, ceil(late / lap.seconds - ROUNDING)) if lap.seconds > 0 else 0)
-        ready = max(ready, end + missed[-1] * lap.seconds) + own + message_s
-    return missed
+    lap, ready = laps.seconds, laps.end_s[0]
+    for end, gap, own in zip(laps.end_s, laps.gap_s, seconds, strict=True):
+        late = (ready + own - end - gap) / np.where(lap > 0, lap, 1.0)
+        missed = np.where(lap > 0, np.maximum(0.0, np.ceil(late - ROUNDING)), 0.0)
+        yield missed
+        ready = np.maximum(ready, end + missed * lap) + own + message_s
 
 
 def _message_s(work: Work, costs: Costs) -> float:
@@ -173,26 +182,32 @@ def _prefill_lines(work: Work, role: str, costs: Costs) -> list[Linear]:
     return [lines[round(stage * (len(lines) - 1) / max(1, work.pp - 1))] for stage in range(work.pp)]
 
 
-def _prefill_s(work: Work, role: str, tokens: float, costs: Costs) -> list[float]:
-    """Seconds of a micro-batch by stage; on the last, each new token with its output row."""
-    seconds = [line(round(tokens)) for line in _prefill_lines(work, role, costs)]
-    seconds[-1] += costs.score(round(tokens))
+def _prefill_s(work: Work, role: str, tokens: Ints | Floats, costs: Costs) -> Floats:
+    """Seconds of a micro-batch by stage, [stages, cuts]; on the last, each new token with its output row."""
+    seconds = _seconds(_prefill_lines(work, role, costs), np.rint(tokens))
+    seconds[-1] += _seconds([costs.score], np.rint(tokens))[0]
     return seconds
 
 
-def _sizes(work: Work, lap: _Lap, costs: Costs, budget: int, grain: int) -> Iterator[int]:
-    """Sizes of prefill micro-batches worth trying: the budget, its half and so on, and those that just fill a gap."""
-    size = budget
-    yield size
-    while size // 2 >= grain:
-        size //= 2
-        yield size
-    roles = [_prefill_lines(work, role, costs) for role in work.prefill_tokens]
-    found = set[int]()
-    for stage, gap in enumerate(lap.gap_s):
+def _seconds(lines: Sequence[Linear], numbers: Ints | Floats) -> Floats:
+    """What each of the lines gives of each number, [lines, numbers]."""
+    fixed, each = np.array([(line.fixed_s, line.per_token_s) for line in lines]).T[:, :, None]
+    found: Floats = fixed + numbers * each
+    return found
+
+
+def _sizes(work: Work, laps: _Laps, costs: Costs, budget: int, grain: int) -> list[list[int]]:
+    """By number of decode micro-batches, the sizes of prefill micro-batches worth trying: the budget, its half and so on, and
+    those that just fill a gap."""
+    halves, lines = [budget], [_prefill_lines(work, role, costs) for role in work.prefill_tokens]
+    while halves[-1] // 2 >= grain:
+        halves.append(halves[-1] // 2)
+    fits = [np.zeros((0, len(laps.seconds)))]
+    parts = np.arange(1, MOST_IN_A_GAP + 1)[:, None]
+    for stage, gap in enumerate(laps.gap_s):
         score = costs.score if stage == work.pp - 1 else Linear(0.0, 0.0)
-        own = [Linear(a.fixed_s + score.fixed_s, a.per_token_s + score.per_token_s) for a in (r[stage] for r in roles)]
-        for parts in range(1, MOST_IN_A_GAP + 1):
-            fits = [(gap / parts - line.fixed_s) / line.per_token_s for line in own if line.per_token_s > 0]
-            found.add(int(min(fits, default=0) + ROUNDING) // grain * grain)
-    yield from sorted(size for size in found if 0 < size < budget)
+        own = [(a.fixed_s + score.fixed_s, a.per_token_s + score.per_token_s) for a in (role[stage] for role in lines)]
+        each = [(gap / parts - fixed_s) / per_token_s for fixed_s, per_token_s in own if per_token_s > 0]
+        fits += [np.minimum.reduce(each)] if each else []
+    found = (np.concatenate(fits) + ROUNDING).astype(np.int64) // grain * grain
+    return [[*halves, *sorted(size for size in set(own) if 0 < size < budget)] for own in found.T.tolist()]

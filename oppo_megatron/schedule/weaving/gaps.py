@@ -8,11 +8,21 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
+from oppo_megatron.columns import Ints
+
 _FOREVER = 1 << 62
 
 
 def nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
+
+
+def in_nanoseconds(seconds: npt.NDArray[np.float64]) -> Ints:
+    """Of each number what `nanoseconds` gives of it."""
+    return np.rint(seconds * 1e9).astype(np.int64)
 
 
 class Gaps:
@@ -23,41 +33,21 @@ class Gaps:
         self._starts: dict[int, list[int]] = {rank: [0] for rank in ranks}
         self._ends: dict[int, list[int]] = {rank: [_FOREVER] for rank in ranks}
 
-    def fit(self, ranks: Sequence[int], ready: int, duration: int) -> int:
-        """The earliest time from `ready` on at which all `ranks` are free for `duration`."""
-        if len(ranks) == 1:
-            return self._fit_one(ranks[0], ready, duration)
-        start = ready
-        while True:
-            found = start
-            for rank in ranks:
-                found = self._fit_one(rank, found, duration)
-            if found == start:
-                return start
-            start = found
-
-    def take(self, ranks: Sequence[int], start: int, duration: int) -> None:
-        """Occupy `ranks` for `duration` from `start`, which `fit` found."""
+    def place(self, ranks: Sequence[int], ready: int, duration: int) -> int:
+        """Occupy `ranks` for `duration` from the earliest time on, not before `ready`, at which all are free for so long."""
+        start = self._fit_one(ranks[0], ready, duration) if len(ranks) == 1 else self._fit(ranks, ready, duration)
         for rank in ranks:
-            starts, ends = self._starts[rank], self._ends[rank]
-            gap = bisect_right(starts, start) - 1
-            first, last, end = starts[gap], ends[gap], start + duration
-            assert first <= start and end <= last, f"rank {rank} is busy somewhere in {start} .. {end}"
-            rest = [(a, b) for a, b in ((first, start), (end, last)) if b - a >= self._shortest]
-            starts[gap : gap + 1] = [a for a, _ in rest]
-            ends[gap : gap + 1] = [b for _, b in rest]
+            self._take(rank, start, start + duration)
+        return start
 
-    def append(self, ranks: Sequence[int], start: int, duration: int) -> None:
-        """`take`, where nothing is placed on any of `ranks` from `start` on."""
+    def append(self, ranks: Sequence[int], starts: Ints, ends: Ints) -> None:
+        """Occupy `ranks` from each of `starts` [n] to its end, one after the other; nothing is placed there from the first on."""
         for rank in ranks:
-            starts, ends = self._starts[rank], self._ends[rank]
-            assert starts[-1] <= start, f"rank {rank} is busy somewhere in {start} .. {start + duration}"
-            if start - starts[-1] >= self._shortest:
-                ends[-1] = start
-                starts.append(start + duration)
-                ends.append(_FOREVER)
-            else:
-                starts[-1] = start + duration
+            begins = np.concatenate([self._starts[rank][-1:], ends[:-1]])
+            assert (begins <= starts).all(), f"rank {rank} is busy somewhere in {starts[0]} .. {ends[-1]}"
+            left = starts - begins >= self._shortest
+            self._starts[rank][-1:] = [*begins[left].tolist(), int(ends[-1])]
+            self._ends[rank][-1:] = [*starts[left].tolist(), _FOREVER]
 
     def end(self, ranks: Sequence[int]) -> int:
         """The time from which nothing is placed on any of `ranks`."""
@@ -68,9 +58,37 @@ class Gaps:
         for rank in self._starts:
             del self._starts[rank][:-1], self._ends[rank][:-1]
 
+    def _fit(self, ranks: Sequence[int], ready: int, duration: int) -> int:
+        start = ready
+        while True:
+            found = start
+            for rank in ranks:
+                found = self._fit_one(rank, found, duration)
+            if found == start:
+                return start
+            start = found
+
     def _fit_one(self, rank: int, ready: int, duration: int) -> int:
         starts, ends = self._starts[rank], self._ends[rank]
         gap = bisect_left(ends, ready + duration)
-        while max(starts[gap], ready) + duration > ends[gap]:
+        start = starts[gap]
+        while (start if start > ready else ready) + duration > ends[gap]:
             gap += 1
-        return max(starts[gap], ready)
+            start = starts[gap]
+        return start if start > ready else ready
+
+    def _take(self, rank: int, start: int, end: int) -> None:
+        starts, ends = self._starts[rank], self._ends[rank]
+        gap = bisect_right(starts, start) - 1
+        first, last = starts[gap], ends[gap]
+        assert first <= start and end <= last, f"rank {rank} is busy somewhere in {start} .. {end}"
+        if start - first < self._shortest:
+            if last - end >= self._shortest:
+                starts[gap] = end
+            else:
+                del starts[gap], ends[gap]
+        else:
+            ends[gap] = start
+            if last - end >= self._shortest:
+                starts.insert(gap + 1, end)
+                ends.insert(gap + 1, last)

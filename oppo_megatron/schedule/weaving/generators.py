@@ -7,23 +7,20 @@ actions of all ranks, sorted by start, are an order in which everything an actio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from heapq import heapify, heappop, heapreplace
-from operator import itemgetter
 
+import numpy as np
+
+from oppo_megatron.columns import Ints
 from oppo_megatron.layout.placements import RolePlacement
-from oppo_megatron.schedule.actions import Action, Op, Schedule
+from oppo_megatron.schedule.actions import Schedule
 from oppo_megatron.schedule.rounds import Batch, Round, Site
 from oppo_megatron.schedule.weaving.costs import Costs
-from oppo_megatron.schedule.weaving.gaps import Gaps, nanoseconds
+from oppo_megatron.schedule.weaving.gaps import Gaps, in_nanoseconds, nanoseconds
+from oppo_megatron.schedule.weaving.timetable import Team, Times, Timetable
 
 Generator = Callable[[Round, Site, Costs], Schedule]
-
-Stage = tuple[str, int, int]
-"""(role, replica, pipeline stage)"""
-
-What = tuple[int, int, int | None]
-"""(micro-batch, chunk, decode step)"""
 
 
 def sequential(round: Round, site: Site, costs: Costs) -> Schedule:
@@ -64,29 +61,27 @@ def _of_replica(replicas: tuple[tuple[Batch, ...], ...], replica: int) -> tuple[
     return replicas[replica] if replica < len(replicas) else ()
 
 
-def _tokens(batch: Batch) -> int:
-    return sum([growth.new for growth in batch])
-
-
-def _laps(durations: list[list[int]], free: list[int], message: int, steps: int) -> Iterator[list[list[int]]]:
-    """Starts of each decode step, by micro-batch and stage; `free` is when each stage may begin.
+def _laps(durations: list[list[int]], free: list[int], message: int, steps: int) -> Ints:
+    """Starts of all decode steps, [steps, micro-batches, stages]; `free` is when each stage may begin.
 
     A step's starts depend on when the step before lets it begin, and no number but differences counts: once two steps begin
     in the same way, so many nanoseconds apart, all that follow are as far apart.
     """
-    ready, lap, apart = [0] * len(durations), list[list[int]](), None
+    ready, laps, apart = [0] * len(durations), list[list[list[int]]](), 0
     through = message if len(free) > 1 else 0
-    for _ in range(steps):
-        if apart is not None:
-            lap = [[start + apart for start in row] for row in lap]
-        else:
-            lap = _lap_starts(durations, ready, free, message)
-            before = *ready, *free
-            ready = [row[-1] + own[-1] + through for row, own in zip(lap, durations, strict=True)]
-            free = [start + duration for start, duration in zip(lap[-1], durations[-1], strict=True)]
-            shifts = {after - earlier for after, earlier in zip((*ready, *free), before, strict=True)}
-            apart = shifts.pop() if len(shifts) == 1 else None
-        yield lap
+    while len(laps) < steps:
+        lap = _lap_starts(durations, ready, free, message)
+        laps.append(lap)
+        before = *ready, *free
+        ready = [row[-1] + own[-1] + through for row, own in zip(lap, durations, strict=True)]
+        free = [start + duration for start, duration in zip(lap[-1], durations[-1], strict=True)]
+        shifts = {after - earlier for after, earlier in zip((*ready, *free), before, strict=True)}
+        if len(shifts) == 1:
+            apart = shifts.pop()
+            break
+    found = np.array(laps, dtype=np.int64)
+    later = apart * np.arange(1, steps - len(laps) + 1, dtype=np.int64)
+    return np.concatenate([found, found[-1] + later[:, None, None]])
 
 
 def _lap_starts(durations: list[list[int]], ready: list[int], free: list[int], message: int) -> list[list[int]]:
@@ -132,113 +127,113 @@ def _close(
     return starts
 
 
+class _Line:
+    """A replica of a role while it is placed: its stages' ranks, what its prefills take on each stage, and all that is placed.
+
+    `ends` is when each stage is done with the last prefill; `starts` and `placed` are of the prefills, by stage.
+    """
+
+    def __init__(self, placement: RolePlacement, replica: int, times: list[list[int]]):
+        self.ranks = [placement.stage_ranks(replica, stage) for stage in range(placement.pp)]
+        self.times = times
+        self.ends = [0] * placement.pp
+        self.starts: list[list[int]] = [[] for _ in self.ranks]
+        self.placed: list[list[int]] = [[] for _ in self.ranks]
+        self.decoded: Times | None = None
+
+    def whole(self) -> Times:
+        prefilled = Times(np.array(self.starts, dtype=np.int64), np.array(self.placed, dtype=np.int64))
+        if self.decoded is None:
+            return prefilled
+        return Times(*(np.concatenate(both, axis=1) for both in zip(prefilled, self.decoded, strict=True)))
+
+
 class _Layout:
     """One virtual timeline of a round, being filled.
 
-    Each stage of a replica keeps its actions in the order in which they are placed; `free` says what time is left.
+    Each stage of a replica keeps its units in the order in which they are placed; `free` says what time is left.
     """
 
     def __init__(self, round: Round, site: Site, costs: Costs):
         self.round, self.site, self.costs = round, site, costs
         self.message = nanoseconds(costs.message_s)
-        self._prefill = {
-            (role, replica): [self._prefill_times(role, batch) for batch in batches]
-            for role, replicas in round.prefill.items()
-            for replica, batches in enumerate(replicas)
-        }
-        shortest = min((min(each) for own in self._prefill.values() for each, _ in own), default=1)
-        self.free = Gaps(site.ranks, shortest)
-        self._stage_end: dict[Stage, int] = {}
-        self._lists: dict[int, list[tuple[int, int, list[Action]]]] = {rank: [] for rank in site.ranks}
-        self._placed = 0
+        self._lines: dict[Team, _Line] = {}
+        shortest = []
+        for role, replicas in {"actor": (), **round.prefill}.items():
+            placement = site.placements[role]
+            for replica in range(placement.dp if role == "actor" else len(replicas)):
+                prefill, scored = self._prefill_times(role, _of_replica(replicas, replica))
+                shortest += [int(prefill.min())] if prefill.size else []
+                self._lines[role, replica] = _Line(placement, replica, scored.tolist())
+        self.free = Gaps(site.ranks, min(shortest, default=1))
+        self._num_placed = 0
 
     def place_actor(self) -> None:
         """Its prefill, then its decoding, each as early as it can be."""
-        placement = self.site.placements["actor"]
-        for replica in range(placement.dp):
-            for j in range(len(_of_replica(self.round.prefill.get("actor", ()), replica))):
-                self._place_prefill("actor", replica, j)
-            self._place_decode(placement, replica, _of_replica(self.round.decode, replica))
+        for replica in range(self.site.placements["actor"].dp):
+            line = self._lines["actor", replica]
+            for times in line.times:
+                self._place_prefill(line, times)
+            self._place_decode(line, _of_replica(self.round.decode, replica))
 
     def place_scorers(self) -> None:
         """Their micro-batches, by turns: next is always the replica whose first stage is done with its last one first."""
         roles = [role for role in self.site.placements if role != "actor" and role in self.round.prefill]
-        work = {
-            (order, replica): len(batches)
-            for order, role in enumerate(roles)
-            for replica, batches in enumerate(self.round.prefill[role])
-            if batches
-        }
-        turns = [(0, order, replica, 0) for order, replica in work]
+        lines = {(roles.index(role), replica): line for (role, replica), line in self._lines.items() if role in roles}
+        turns = [(0, order, replica, 0) for (order, replica), line in lines.items() if line.times]
         heapify(turns)
         while turns:
             _, order, replica, j = turns[0]
-            done = self._place_prefill(roles[order], replica, j)
-            if j + 1 < work[order, replica]:
+            line = lines[order, replica]
+            done = self._place_prefill(line, line.times[j])
+            if j + 1 < len(line.times):
                 heapreplace(turns, (done, order, replica, j + 1))
             else:
                 heappop(turns)
 
     def schedule(self) -> Schedule:
-        """What was placed; a rank's actions by start, those of equal start as they were placed."""
-        return Schedule(
-            {
-                rank: tuple(action for _, _, actions in sorted(own, key=itemgetter(0, 1)) for action in actions)
-                for rank, own in self._lists.items()
-                if own
-            }
-        )
+        """What was placed."""
+        return Schedule(Timetable(self.round, self.site, {team: line.whole() for team, line in self._lines.items()}))
 
-    def _place_decode(self, placement: RolePlacement, replica: int, batches: tuple[Batch, ...]) -> None:
-        last, chunk = placement.pp - 1, self.round.index
-        durations = [[self._decode_time(stage, batch, stage == last) for stage in range(placement.pp)] for batch in batches]
-        stages = [placement.stage_ranks(replica, stage) for stage in range(placement.pp)]
-        free = [self.free.end(ranks) for ranks in stages]
-        for step, starts in enumerate(_laps(durations, free, self.message, self.round.steps if batches else 0)):
-            for m, own in enumerate(durations):
-                for stage, duration in enumerate(own):
-                    ops = (Op.DECODE, Op.SAMPLE) if stage == last else (Op.DECODE,)
-                    # The only replica of the actor on these ranks: what is there ends before the lap does.
-                    self.free.append(stages[stage], starts[m][stage], duration)
-                    self._list(stages[stage], starts[m][stage], "actor", ops, (m, chunk, step))
+    def _place_decode(self, line: _Line, batches: tuple[Batch, ...]) -> None:
+        if not (batches and self.round.steps):
+            return
+        stages, steps = range(len(line.ranks)), self.round.steps
+        durations = [[self._decode_time(stage, batch, stage == stages[-1]) for stage in stages] for batch in batches]
+        free = [self.free.end(ranks) for ranks in line.ranks]
+        starts = _laps(durations, free, self.message, steps)
+        ends = starts + np.array(durations, dtype=np.int64)
+        for stage, ranks in enumerate(line.ranks):
+            # The only replica of the actor on these ranks: what is there ends before the lap does.
+            self.free.append(ranks, starts[:, :, stage].ravel(), ends[:, :, stage].ravel())
+        placed = np.arange(self._num_placed, self._num_placed + starts.size).reshape(-1, len(stages))
+        self._num_placed += starts.size
+        line.decoded = Times(starts.reshape(-1, len(stages)).T, placed.T)
 
-    def _place_prefill(self, role: str, replica: int, j: int) -> int:
-        """Returns when the first stage is done with it."""
-        last = self.site.placements[role].pp - 1
-        chunk = self.round.index if role == "actor" else self.round.index - 1
-        times, scored = self._prefill[role, replica][j]
+    def _place_prefill(self, line: _Line, times: list[int]) -> int:
+        """Place the next micro-batch on all tensor ranks of each stage.  Returns when the first stage is done with it."""
         ready = done = 0
-        for stage, duration in enumerate([*times[:last], scored]):
-            ops = (Op.PREFILL, Op.SCORE) if stage == last and role != "actor" else (Op.PREFILL,)
-            end = self._put((role, replica, stage), ops, (j, chunk, None), ready, duration)
+        for stage, duration in enumerate(times):
+            start = self.free.place(line.ranks[stage], max(ready, line.ends[stage]), duration)
+            end = line.ends[stage] = start + duration
+            line.starts[stage].append(start)
+            line.placed[stage].append(self._num_placed)
+            self._num_placed += 1
             done = end if stage == 0 else done
             ready = end + self.message
         return done
-
-    def _put(self, where: Stage, ops: Iterable[Op], what: What, ready: int, duration: int) -> int:
-        """Place `ops`, one directly after the other, on all tensor ranks of a stage.  Returns when they end."""
-        role, replica, stage = where
-        ranks = self.site.placements[role].stage_ranks(replica, stage)
-        start = self.free.fit(ranks, max(ready, self._stage_end.get(where, 0)), duration)
-        self.free.take(ranks, start, duration)
-        self._stage_end[where] = start + duration
-        self._list(ranks, start, role, ops, what)
-        return start + duration
-
-    def _list(self, ranks: Iterable[int], start: int, role: str, ops: Iterable[Op], what: What) -> None:
-        self._placed += 1
-        micro_batch, chunk, step = what
-        for rank in ranks:
-            actions = [Action(rank, op, role, micro_batch, chunk, step) for op in ops]
-            self._lists[rank].append((start, self._placed, actions))
 
     def _decode_time(self, stage: int, batch: Batch, sampled: bool) -> int:
         seconds = self.costs.decode_at(stage)(len(batch))
         return nanoseconds(seconds + (self.costs.sample(len(batch)) if sampled else 0.0))
 
-    def _prefill_times(self, role: str, batch: Batch) -> tuple[list[int], int]:
-        """Of a micro-batch by stage, and with its score on the last."""
-        tokens, last = _tokens(batch), self.site.placements[role].pp - 1
-        seconds = [self.costs.prefill_at(role, stage)(tokens) for stage in range(last + 1)]
-        score_s = self.costs.score(sum([g.rows for g in batch])) if role != "actor" else 0.0
-        return [nanoseconds(each) for each in seconds], nanoseconds(seconds[last] + score_s)
+    def _prefill_times(self, role: str, batches: tuple[Batch, ...]) -> tuple[Ints, Ints]:
+        """Of each micro-batch by stage, [n, stages]; and with its score on the last."""
+        tokens = np.array([sum([growth.new for growth in batch]) for batch in batches], dtype=np.int64)
+        lines = [self.costs.prefill_at(role, stage) for stage in range(self.site.placements[role].pp)]
+        seconds = np.stack([line.fixed_s + tokens * line.per_token_s for line in lines], axis=1)
+        scored = seconds.copy()
+        if role != "actor":
+            rows = np.array([sum([growth.rows for growth in batch]) for batch in batches], dtype=np.int64)
+            scored[:, -1] += self.costs.score.fixed_s + rows * self.costs.score.per_token_s
+        return in_nanoseconds(seconds), in_nanoseconds(scored)

@@ -1,0 +1,151 @@
+"""When each stage begins what it has to do, in arrays, and the ranks' lists that follow from that.
+
+A *unit* is a decode with its sample, or a prefill with its score.  A stage's units count from 0: the prefills by micro-batch,
+then the decode micro-steps by step and micro-batch.  A round has tens of thousands of them, and a rank carries out those of
+its own stages: so the times of all are kept as numbers, and actions are made of a rank's own list alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+
+from oppo_megatron.columns import Ints
+from oppo_megatron.layout.placements import RankCoordinates, RolePlacement
+from oppo_megatron.schedule.actions import Action, Op
+from oppo_megatron.schedule.rounds import Round, Site
+from oppo_megatron.schedule.weaving.communication import with_messages
+
+Team = tuple[str, int]
+"""(role, replica)"""
+
+Units = list[tuple[Action, ...]]
+"""The actions of each unit of a stage."""
+
+
+class Times(NamedTuple):
+    """Of the units of one replica, [stages, units]: their starts in nanoseconds, and which was placed before which."""
+
+    starts: Ints
+    placed: Ints
+
+
+class Count(NamedTuple):
+    """The units of a replica's stages: prefills, and decode micro-batches in each of `steps` steps; their chunk."""
+
+    prefills: int
+    batches: int
+    steps: int
+    chunk: int
+
+    @property
+    def units(self) -> int:
+        return self.prefills + self.batches * self.steps
+
+
+def count_of(team: Team, round: Round) -> Count:
+    """What the round asks of each stage of a replica."""
+    role, replica = team
+
+    def batches(replicas: tuple[tuple[object, ...], ...]) -> int:
+        return len(replicas[replica]) if replica < len(replicas) else 0
+
+    decode = batches(round.decode) if role == "actor" else 0
+    chunk = round.index if role == "actor" else round.index - 1
+    return Count(batches(round.prefill.get(role, ())), decode, round.steps if decode else 0, chunk)
+
+
+@dataclass(frozen=True, eq=False)
+class Timetable(Mapping[int, tuple[Action, ...]]):
+    """The lists of compute actions of all ranks, each made when it is asked for.
+
+    A rank's units are in the order of their starts; those of equal start as they were placed.
+    """
+
+    round: Round
+    site: Site
+    times: Mapping[Team, Times]
+
+    def __getitem__(self, rank: int) -> tuple[Action, ...]:
+        order, stages = self.order(rank)
+        units: Units = []
+        for role, coords, count in stages:
+            units += [_computes(rank, role, self.site.placements[role], coords, what) for what in _numbers(count)]
+        if not order:
+            raise KeyError(rank)
+        return tuple(chain.from_iterable(map(units.__getitem__, order)))
+
+    def __iter__(self) -> Iterator[int]:
+        return (rank for rank in self.site.ranks if any(count.units for _, _, count in self._stages(rank)))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def count(self, team: Team) -> Count:
+        """The units that the lists have of each of a replica's stages."""
+        return count_of(team, self.round)
+
+    def order(self, rank: int) -> tuple[list[int], list[tuple[str, RankCoordinates, Count]]]:
+        """The rank's units in their order, as numbers that count through the units of its stages, which come with it."""
+        stages = self._stages(rank)
+        own = [(self.times[role, coords.replica], coords.stage) for role, coords, _ in stages]
+        if not own:
+            return [], []
+        starts = np.concatenate([times.starts[stage] for times, stage in own])
+        placed = np.concatenate([times.placed[stage] for times, stage in own])
+        return np.lexsort((placed, starts)).tolist(), stages
+
+    def _stages(self, rank: int) -> list[tuple[str, RankCoordinates, Count]]:
+        found = [(role, placement.coords(rank)) for role, placement in self.site.placements.items()]
+        return [
+            (role, coords, self.count((role, coords.replica)))
+            for role, coords in found
+            if coords is not None and (role, coords.replica) in self.times
+        ]
+
+
+class OwnUnits:
+    """What one rank does for each unit of its stages, with its messages: made once, and the same in every round."""
+
+    def __init__(self, site: Site, rank: int):
+        self._site, self._rank = site, rank
+        self._prefills: dict[tuple[str, int], Units] = {}
+        self._decodes: dict[tuple[int, int], Units] = {}
+
+    def of(self, role: str, count: Count) -> Units:
+        """Those of the rank's stage of the role, as many as `count` says."""
+        prefills = self._prefills.setdefault((role, count.chunk), [])
+        prefills += [self._spelled(role, (j, count.chunk, None)) for j in range(len(prefills), count.prefills)]
+        decodes = self._decodes.setdefault((count.batches, count.chunk), [])
+        for number in range(len(decodes), count.batches * count.steps):
+            step, m = divmod(number, count.batches)
+            decodes.append(self._spelled(role, (m, count.chunk, step)))
+        return prefills[: count.prefills] + decodes[: count.batches * count.steps]
+
+    def _spelled(self, role: str, what: tuple[int, int, int | None]) -> tuple[Action, ...]:
+        placement = self._site.placements[role]
+        coords = placement.coords(self._rank)
+        assert coords is not None, f"rank {self._rank} has no part of {role}"
+        computes = _computes(self._rank, role, placement, coords, what)
+        return tuple(message for action in computes for message in with_messages(action, placement, coords))
+
+
+def _numbers(count: Count) -> Iterator[tuple[int, int, int | None]]:
+    """Micro-batch, chunk and decode step of each unit."""
+    yield from ((j, count.chunk, None) for j in range(count.prefills))
+    yield from ((m, count.chunk, step) for step in range(count.steps) for m in range(count.batches))
+
+
+def _computes(
+    rank: int, role: str, placement: RolePlacement, coords: RankCoordinates, what: tuple[int, int, int | None]
+) -> tuple[Action, ...]:
+    """The compute actions of one unit on one rank."""
+    micro_batch, chunk, step = what
+    first = Action(rank, Op.PREFILL if step is None else Op.DECODE, role, micro_batch, chunk, step)
+    if coords.stage < placement.pp - 1 or (step is None and role == "actor"):
+        return (first,)
+    return first, Action(rank, Op.SCORE if step is None else Op.SAMPLE, role, micro_batch, chunk, step)

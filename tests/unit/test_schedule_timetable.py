@@ -1,0 +1,125 @@
+"""Times of units: what they prove, and the lists that are made of them."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oppo_megatron.schedule.actions import Schedule
+from oppo_megatron.schedule.checking.checker import check
+from oppo_megatron.schedule.checking.faults import FaultKind
+from oppo_megatron.schedule.checking.proof import prove, runs_in_time
+from oppo_megatron.schedule.rounds import Round, Site
+from oppo_megatron.schedule.weaving.communication import add_communication
+from oppo_megatron.schedule.weaving.costs import Costs
+from oppo_megatron.schedule.weaving.generators import GENERATORS
+from oppo_megatron.schedule.weaving.timetable import Times, Timetable
+from tests.support.schedules import ample_budgets, colocated, disaggregated, make_round, split_scorers
+from tests.unit.test_schedule_generators import SCORERS, cases
+
+SITES = {
+    "colocated": colocated((1, 4, 2)),
+    "colocated, tensor ranks": colocated((2, 2, 1)),
+    "disaggregated": disaggregated((1, 2, 2), (1, 2, 1)),
+    "split scorers": split_scorers((1, 2, 2)),
+}
+
+
+def table_of(generator: str, round_: Round, site: Site, costs: Costs) -> Timetable:
+    table = GENERATORS[generator](round_, site, costs).actions
+    assert isinstance(table, Timetable)
+    return table
+
+
+def moved(table: Timetable, rng: random.Random) -> Timetable:
+    """One unit of one stage begins at another time: that of another unit, or close to it, or it changes places with it."""
+    team = rng.choice([team for team, times in table.times.items() if times.starts.size])
+    starts = table.times[team].starts.copy()
+    stage, unit = rng.randrange(len(starts)), rng.randrange(starts.shape[1])
+    other = rng.choice([times.starts for times in table.times.values() if times.starts.size] + [starts] * 2)
+    at = rng.randrange(len(other)), rng.randrange(other.shape[1])
+    here, there = starts[stage, unit], other[at]
+    starts[stage, unit] = max(0, there + rng.choice((-1, 0, 1)))
+    if other is starts and rng.random() < 0.5:
+        starts[at] = here
+    return replace(table, times={**table.times, team: Times(starts, table.times[team].placed)})
+
+
+@settings(deadline=None, max_examples=100)
+@given(case=cases(), generator=st.sampled_from(sorted(GENERATORS)), seed=st.integers(0, 10**6))
+def test_lists_of_times_that_are_proved_are_sound(case: tuple[Round, Site, Costs], generator: str, seed: int) -> None:
+    round_, site, costs = case
+    table, rng = table_of(generator, round_, site, costs), random.Random(seed)
+    for _ in range(5 if any(times.starts.size for times in table.times.values()) else 0):
+        table = moved(table, rng)
+        if runs_in_time(table, round_, site):
+            schedule = add_communication(Schedule(table), round_, site)
+            assert check(schedule, round_, site, ample_budgets(site), costs) == []
+
+
+@pytest.mark.parametrize("generator", sorted(GENERATORS))
+@pytest.mark.parametrize("name", SITES)
+def test_times_that_are_moved_are_refused_where_the_lists_are_harmed(name: str, generator: str) -> None:
+    """Every generator's times are proved; of moved ones only few are refused without need."""
+    site, rng, found = SITES[name], random.Random(7), Counter[tuple[bool, bool]]()
+    round_ = make_round(site, steps=4, micro_batches=2, prefills=3, prompts=1)
+    table = table_of(generator, round_, site, Costs())
+    assert runs_in_time(table, round_, site)
+    for _ in range(200):
+        other = moved(table, rng)
+        found[runs_in_time(other, round_, site), prove(Schedule(dict(other)), round_, site)] += 1
+    assert not found[True, False], "proved by its times, and not by its lists"
+    assert found[False, False] > 50 and found[True, True] > 20
+
+
+def test_times_of_another_round_or_site_prove_nothing() -> None:
+    """A micro-batch or a step more or less, a replica that is left out, stages that are."""
+    site = SITES["colocated"]
+    round_ = make_round(site, steps=4, micro_batches=2, prefills=3)
+    table = table_of("woven", round_, site, Costs())
+    more = make_round(site, steps=4, micro_batches=2, prefills=4)
+    longer = make_round(site, steps=5, micro_batches=2, prefills=3)
+    assert not runs_in_time(table, replace(round_, index=round_.index + 1), site)
+    for asked in (more, longer):
+        assert not runs_in_time(table, asked, site)
+        assert not runs_in_time(replace(table, round=asked), asked, site)
+    without = {team: times for team, times in table.times.items() if team != ("critic", 1)}
+    assert not runs_in_time(replace(table, times=without), round_, site)
+    fewer = {team: Times(times.starts[1:], times.placed[1:]) for team, times in table.times.items()}
+    assert not runs_in_time(replace(table, times=fewer), round_, site)
+    assert not runs_in_time(table, round_, colocated((1, 2, 4)))
+
+
+def test_units_of_one_start_come_as_they_were_placed() -> None:
+    site = SITES["colocated"]
+    table = table_of("intra", make_round(site, steps=2, micro_batches=1, prefills=2), site, Costs())
+    rank = site.ranks[0]
+    same = {team: Times(np.zeros_like(times.starts), times.placed) for team, times in table.times.items()}
+    turned = {team: Times(starts, -placed) for team, (starts, placed) in same.items()}
+    in_order = replace(table, times=same)[rank]
+    assert {a.role for a in in_order[:4]} != {"actor"} and in_order[-1].role == "actor"
+    units = [a for a in replace(table, times=turned)[rank] if a.op.value in ("decode", "prefill")]
+    assert units == [a for a in in_order if a.op.value in ("decode", "prefill")][::-1]
+
+
+def test_a_step_that_begins_before_its_tokens_are_drawn_is_not_proved() -> None:
+    """Stage 0 waits for tokens before it prefills, and stage 1 for that prefill before it draws them."""
+    site = colocated((1, 2, 1))
+    round_ = make_round(site, steps=2, micro_batches=1, prefills=1, prompts=0, sequences=1)
+    placed = iter(range(100))
+
+    def table(second: int) -> Timetable:
+        starts = {"actor": [[0, second], [100, 200]]} | {role: [[3 + n], [6 + n]] for n, role in enumerate(SCORERS)}
+        times = {(role, 0): np.array(own, dtype=np.int64) for role, own in starts.items()}
+        return Timetable(round_, site, {team: Times(own, np.full_like(own, next(placed))) for team, own in times.items()})
+
+    for second, kinds in ((101, set()), (2, {FaultKind.DEADLOCK}), (100, set())):
+        faults = check(add_communication(Schedule(table(second)), round_, site), round_, site, ample_budgets(site))
+        assert {fault.kind for fault in faults} == kinds
+        assert runs_in_time(table(second), round_, site) == (second == 101)
