@@ -8,11 +8,16 @@ that have planned another round than their peers (`agreement.py`), all that the 
 
 from __future__ import annotations
 
+import gc
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Any
 
+from oppo_megatron.bench.planning import Cluster
 from oppo_megatron.bench.rank_run import RankRound, RankRun
 from oppo_megatron.bench.traffic import Carried, Traffic, token_bytes, traffic_of
 from oppo_megatron.config.derived import max_context
@@ -29,6 +34,14 @@ from oppo_megatron.schedule.links import Link, link_of
 from oppo_megatron.schedule.planning.new_planner import cache_slots
 from oppo_megatron.schedule.rounds import KVBudget, Round, Site
 from oppo_megatron.schedule.weaving.costs import Costs, Linear
+
+COLUMNS = {
+    "mode": "mode", "ranks": "ranks", "round": "round", "actions": "actions", "chain": "chain", "messages": "messages",
+    "MB": "megabytes", "hidden MB": "hidden", "tokens MB": "tokens", "chunks MB": "chunk", "most messages": "most_messages",
+    "most MB": "most", "gathers": "gathers", "gathered MB": "gather", "results": "results", "results MB": "results_mb",
+    "faults": "faults", "cpu s": "seconds",
+}  # fmt: skip
+"""`most`: what the rank gives that gives most.  `gathers`: collectives of all groups.  `results`: broadcasts of a step."""
 
 NOTHING = Linear(0.0, 0.0)
 ONLY_MESSAGES = Costs(NOTHING, NOTHING, {}, NOTHING, NOTHING, message_s=1.0)
@@ -59,7 +72,12 @@ class Simulated:
 
 
 def simulate_rounds(
-    config: TrainConfig, make_run: MakeRun, first: int, last: int, transport: Transport = NCCL, told: Callable[[int], None] = int
+    config: TrainConfig,
+    make_run: MakeRun,
+    first: int,
+    last: int,
+    transport: Transport = NCCL,
+    told: Callable[[int], object] = int,
 ) -> Iterator[Simulated]:
     """Rounds `first` .. `last` of the run, from 1.  `told(ranks)`: so many ranks have planned.
 
@@ -69,12 +87,81 @@ def simulate_rounds(
     made: dict[int, list[RankRound]] = {}
     known: dict[Records, Records] = {}
     for rank in site.ranks:
-        made[rank] = [_once(each, known) for each in islice(make_run(rank).rank_rounds(), first - 1, last)]
+        with _collecting_the_young():
+            made[rank] = [_once(each, known) for each in islice(make_run(rank).rank_rounds(), first - 1, last)]
         if len(made[rank]) <= last - first:
             raise ConfigError(f"round {last}: rank {rank} has {first - 1 + len(made[rank])}; ask for one of these")
         told(len(made))
     for number in range(last - first + 1):
-        yield _together(config, site, {rank: rounds[number] for rank, rounds in made.items()}, transport)
+        with _collecting_the_young():
+            simulated = _together(config, site, {rank: rounds[number] for rank, rounds in made.items()}, transport)
+        yield simulated
+
+
+@contextmanager
+def _collecting_the_young() -> Iterator[None]:
+    """In the block nobody looks through millions of actions for cycles, only through what is new at its end."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.collect(1)
+        if enabled:
+            gc.enable()
+
+
+def simulate_all(
+    cluster: Cluster,
+    modes: Sequence[str],
+    ranks: Sequence[int],
+    sequences: int,
+    number: int,
+    say: Callable[[str], None],
+    odd: int | None = None,
+) -> Iterator[tuple[dict[str, Any], Sequence[Fault]]]:
+    """A row and the faults of round `number` of the first step, for each number of ranks; `say` is told how far it is.
+
+    `odd`: a rank whose prompts are a token shorter, as another tokenizer would make them, which is a fault.  Raises ConfigError
+    before the first where a number does not fit.
+    """
+    cases = [(mode, size, cluster.config(mode, size, sequences)) for mode in modes for size in ranks]
+    for mode, size, config in cases:
+        started, first_step = time.process_time(), config.model_copy(update={"steps": 1})
+
+        def make_run(rank: int, config: TrainConfig = first_step) -> RankRun:
+            return RankRun(config, cluster.prompt_tokens - (rank == odd), rank)
+
+        def told(done: int, mode: str = mode, size: int = size, started: float = started) -> None:
+            if done % -(-size // 8) == 0 or done == size:
+                say(f"{mode}: {done} of {size} ranks have planned, {time.process_time() - started:.0f} s")
+
+        for simulated in simulate_rounds(first_step, make_run, number, number, told=told):
+            own = {"mode": mode, "ranks": size, "round": number, **_results(make_run(0)), **_figures(simulated)}
+            yield own | {"seconds": time.process_time() - started}, simulated.faults
+
+
+def _figures(simulated: Simulated) -> dict[str, Any]:
+    every = list(simulated.traffic.values())
+    by_payload = sum((traffic.num_bytes for traffic in every), Counter[str]())
+    replicas = max(1, len(simulated.round.decode))
+    return {
+        "actions": simulated.num_actions, "chain": simulated.chain,
+        "messages": sum(traffic.messages.total() for traffic in every),
+        "megabytes": sum(traffic.sent_bytes for traffic in every) / 1e6,
+        **{name: by_payload[name] / 1e6 for name in ("hidden", "tokens", "chunk", "gather")},
+        "most_messages": max(traffic.messages.total() for traffic in every),
+        "most": max(traffic.sent_bytes for traffic in every) / 1e6,
+        "gathers": sum(traffic.gathers for traffic in every) // replicas, "faults": len(simulated.faults),
+    }  # fmt: skip
+
+
+def _results(run: RankRun) -> dict[str, Any]:
+    """Of the first step; all ranks take part in each broadcast."""
+    for _ in run.rank_rounds():
+        pass
+    first = run.results[0]
+    return {"results": len(first), "results_mb": sum(first) / 1e6}
 
 
 def _once(made: RankRound, known: dict[Records, Records]) -> RankRound:

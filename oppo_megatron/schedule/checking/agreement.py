@@ -38,7 +38,8 @@ def agree(plans: Mapping[int, OwnPlan], site: Site) -> tuple[Round, Schedule, li
         if plan.records != records:
             faults[rank] = _fault(rank, plan, _records_told(plan.records, records))
         elif (plan.round.index, plan.round.steps) != sizes:
-            told = f"plans round {plan.round.index} with {plan.round.steps} decode steps, most others round {sizes[0]} with {sizes[1]}"
+            own = f"plans round {plan.round.index} with {plan.round.steps} decode steps"
+            told = f"{own}, most others round {sizes[0]} with {sizes[1]}"
             faults[rank] = _fault(rank, plan, told)
     decode, prefill = _micro_batches(plans, site, faults)
     whole = Round(*sizes, decode, prefill)
@@ -59,7 +60,8 @@ def _micro_batches(
             most = _most(said)
             for rank, own in said.items():
                 if own != most and rank not in faults:
-                    faults[rank] = _fault(rank, plans[rank], f"has other micro-batches of {role} replica {replica} than its peers")
+                    told = f"has other micro-batches of {role} replica {replica} than its peers"
+                    faults[rank] = _fault(rank, plans[rank], told)
             replicas.append(most[1])
             if role == "actor":
                 decode.append(most[0])
