@@ -6,7 +6,7 @@ Chunks are made up: every sequence grows by what its round allows, up to a lengt
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import compress
@@ -51,25 +51,41 @@ class Stopwatch:
             self.seconds[name] += self.clock() - started
 
 
+@dataclass(frozen=True)
+class DryRound:
+    """A round of step `step`; `chunk` is what came of it, None where it only scored."""
+
+    step: int
+    planned: PlannedRound
+    chunk: Chunk | None
+
+
 class DryRun:
     """What one rank of a run does beside its actions, and the codec of a listener.
 
-    `rank` is by default the actor's output rank; `clock` what seconds are told by.
+    `prompt_tokens`: of all prompts, or of each.  `rank` is by default the actor's output rank; `clock` what seconds are told by.
+    `responses(seq_id)`: the tokens with which a response ends, where that is not its limit.  `codec`: whether chunks are
+    encoded and decoded.
     """
 
     def __init__(
         self,
         config: TrainConfig,
-        prompt_tokens: int,
+        prompt_tokens: int | Sequence[int],
         rank: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        *,
+        responses: Callable[[int], int] | None = None,
+        codec: bool = True,
     ):
         self.config, self.clock, self.watch = config, clock, Stopwatch(clock)
         self.site = Site(role_placements(config))
+        self.codec = codec and bool(self.site.listeners)
         self.stream, period = plan_step(config).stream, config.overlap.admission_period
         trace = forced_quantile(config.debug.lengths, config.rollout.max_response_tokens)
         stopping = Stopping.of(config.rollout, (), config.seed, trace, forced=config.debug.lengths)
         self.limit: Callable[[int], int] = stopping.limit
+        self.length = responses or self.limit
         generator = round_generator(config.overlap, self.site)
         rank = self.site.source if rank is None else rank
         self.planner = new_planner(config, self.site, generator, self.limit, rank=rank)
@@ -90,11 +106,19 @@ class DryRun:
         steps: list[dict[str, float]] = []
         while not self.scheduler.done:
             self.watch = Stopwatch(self.clock)
-            self._step(len(steps) + 1)
+            for _ in self._step(len(steps) + 1):
+                pass
             steps.append(self.watch.seconds)
         return steps
 
-    def _step(self, step: int) -> None:
+    def rounds(self) -> Iterator[DryRound]:
+        """The rounds of all steps, each once it is recorded."""
+        step = 0
+        while not self.scheduler.done:
+            step += 1
+            yield from self._step(step)
+
+    def _step(self, step: int) -> Iterator[DryRound]:
         with self.watch.part("scheduler and buffer"):
             admitted = self.scheduler.begin_step()
         self._open(admitted)
@@ -106,12 +130,13 @@ class DryRun:
                 if buffer.readiness().ready:
                     break
                 admitted, active = self.scheduler.backfill(), buffer.active
+                readable = buffer.worth_reading(self.config.overlap.critic_reads)
             self._open(admitted)
-            self._round(active, buffer.rollouts if self.stream else [], occupancy)
+            yield self._round(step, active, buffer.rollouts if self.stream else [], readable, occupancy)
         seconds = self.clock() - started
         with self.watch.part("scheduler and buffer"):
             batch = self.scheduler.take_batch()
-        self._score(batch)
+        yield from self._score(step, batch)
         with self.watch.part("controllers"):
             gap = length_gap(batch, buffer.rollouts)
             self.scheduler.end_step(step, StepSignals(0.0, occupancy.tail_waste, 1.0, gap))
@@ -121,9 +146,11 @@ class DryRun:
             if self.planner.generator == "woven":  # a run has measured other costs by now, and plans anew
                 self.planner.learn(self.planner.costs)
 
-    def _round(self, active: Sequence[Rollout], score: Sequence[Rollout], occupancy: Occupancy) -> None:
+    def _round(
+        self, step: int, active: Sequence[Rollout], score: Sequence[Rollout], readable: Set[int], occupancy: Occupancy
+    ) -> DryRound:
         buffer = self.scheduler.buffer
-        planned = self._plan(active, score, self.scheduler.chunk(self.chunk_tuner.value))
+        planned = self._plan(active, score, self.scheduler.chunk(self.chunk_tuner.value), readable)
         rows = self._decoded(planned, active)
         with self.watch.part("scheduler and buffer"):
             chunk = merge_rows(self.num_rounds, buffer.clock, rows, buffer.readiness())
@@ -133,25 +160,32 @@ class DryRun:
             occupancy.record(chunk)
         with self.watch.part("planner and checker"):
             self.planner.actor.record(active)
+        return DryRound(step, planned, chunk)
 
-    def _plan(self, active: Sequence[Rollout], score: Sequence[Rollout], chunk: int) -> PlannedRound:
+    def _plan(
+        self, active: Sequence[Rollout], score: Sequence[Rollout], chunk: int, readable: Set[int] | None = None
+    ) -> PlannedRound:
         self.num_rounds += 1
         with self.watch.part("planner and checker"):
-            return self.planner.plan(self.num_rounds, active, score, chunk, list)
+            return self.planner.plan(self.num_rounds, active, score, chunk, self._order, readable)
+
+    def _order(self, seq_ids: Sequence[int]) -> list[int]:
+        """Open sequences in the order of their cache slots: as they were opened, for want of a cache."""
+        return list(seq_ids)
 
     def _decoded(self, planned: PlannedRound, active: Sequence[Rollout]) -> list[ChunkRow]:
         """What the models would have decoded on all ranks; not timed."""
         clock, rows = self.scheduler.buffer.clock, []
         for rollout in compress(active, self.planner.actor.runs(active).tolist()):
-            offset, limit = rollout.num_response_tokens, self.limit(rollout.seq_id)
-            new = min(planned.round.steps, limit - offset)
+            offset, length = rollout.num_response_tokens, self.length(rollout.seq_id)
+            new = min(planned.round.steps, length - offset)
             numbers = [-1.0] * new
-            finish = (clock + new, "length") if offset + new == limit else (None, None)
+            finish = (clock + new, "length") if offset + new == length else (None, None)
             rows.append(ChunkRow(rollout.seq_id, offset, [1] * new, numbers, [*numbers], 0, *finish))
         return rows
 
     def _open(self, admitted: Sequence[Rollout]) -> None:
-        if self.site.listeners:
+        if self.codec:
             with self.watch.part("stream"):
                 for rollout in admitted:
                     self.encoder.open(rollout.seq_id, rollout.prompt.tokens)
@@ -159,17 +193,20 @@ class DryRun:
 
     def _send(self, chunk: Chunk) -> None:
         """Both ends: the time covers the actor's rank and a listener together."""
-        if self.site.listeners:
+        if self.codec:
             with self.watch.part("stream"):
                 self.decoder.decode(*self.encoder.encode(chunk))
 
-    def _score(self, batch: Sequence[Rollout]) -> None:
-        """Score the rest, and forget the trained rollouts."""
+    def _score(self, step: int, batch: Sequence[Rollout]) -> Iterator[DryRound]:
+        """Score the rest; then the rollouts are trained."""
         while True:
             with self.watch.part("planner and checker"):
                 if not self.planner.owes(batch):
                     break
-            self._plan([], batch, self.chunk_tuner.value)
+            yield DryRound(step, self._plan([], batch, self.chunk_tuner.value), None)
+        self._retire(batch)
+
+    def _retire(self, batch: Sequence[Rollout]) -> None:
         with self.watch.part("planner and checker"):
             for book in self.planner.scorers.values():
                 book.forget(*(rollout.seq_id for rollout in batch))
@@ -178,13 +215,15 @@ class DryRun:
             else:
                 self.planner.actor.keep()
             self.planner.reset_perishable()
-        if self.site.listeners:
+        if self.codec:
             with self.watch.part("stream"):
                 for rollout in batch:
                     self.encoder.close(rollout.seq_id)
                     self.decoder.close(rollout.seq_id)
 
 
-def _prompts(count: int, num_tokens: int) -> Iterator[Prompt]:
-    tokens = (1,) * num_tokens
-    return (Prompt(seq_id, seq_id, "", tokens) for seq_id in range(count))
+def _prompts(count: int, num_tokens: int | Sequence[int]) -> Iterator[Prompt]:
+    if isinstance(num_tokens, int):
+        tokens = (1,) * num_tokens
+        return (Prompt(seq_id, seq_id, "", tokens) for seq_id in range(count))
+    return (Prompt(seq_id, seq_id, "", (1,) * size) for seq_id, size in enumerate(num_tokens[:count]))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from oppo_megatron.bench.dry_run import DryRun
+from oppo_megatron.bench.dry_run import DryRound, DryRun
 from oppo_megatron.bench.flops import causal_pairs, forward_flops, training_flops, weight_bytes
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
@@ -131,9 +131,9 @@ class _Measured(DryRun):
         """Tokens of all prompts' responses, on average."""
         return sum(map(self.limit, range(self.scheduler.num_consumed))) / self.scheduler.num_consumed
 
-    def _step(self, step: int) -> None:
+    def _step(self, step: int) -> Iterator[DryRound]:
         checking_s, shapes, rounds = self._checking_s, self._shapes, self.num_rounds
-        super()._step(step)
+        yield from super()._step(step)
         spent, checking_s = self.watch.seconds, self._checking_s - checking_s
         row = {
             "planning": spent["planner and checker"] - checking_s,

@@ -26,8 +26,9 @@ from torch import Tensor
 
 from oppo_megatron.engine.decode_round import DecodeRound
 from oppo_megatron.engine.device_decode import DeviceLane, Row
-from oppo_megatron.engine.growing import DRAWN, Drawn, Growing, beside, joined
+from oppo_megatron.engine.growing import Drawn, Growing, beside, joined
 from oppo_megatron.engine.row_exchange import gather_rows
+from oppo_megatron.engine.row_words import DRAWN
 from oppo_megatron.engine.sampler import Sampling, draw, no_distribution
 from oppo_megatron.engine.splits import by_rows, obstacle, prefill
 from oppo_megatron.engine.stopping import Stopping

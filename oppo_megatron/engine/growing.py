@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from oppo_megatron.engine.row_words import DRAWN
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.records import ChunkRow, Rollout
 
-DRAWN = 3
 Drawn = list[list[float]]
 """[DRAWN][R]: token, log-prob and sampling log-prob of each row.  Of steps on the device, which nothing has looked at, a fourth
 row: a number that is finite where there was a distribution."""

@@ -15,6 +15,9 @@ from oppo_megatron.records import ChunkRow, FinishReason
 
 Words = npt.NDArray[np.int64]
 
+DRAWN = 3
+"""Numbers of a drawn token: itself, its log-prob, its sampling log-prob."""
+
 FIELDS = 6
 REASONS: tuple[FinishReason | None, ...] = (None, "eos", "length", "stop")
 

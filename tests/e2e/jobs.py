@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -40,6 +40,7 @@ from oppo_megatron.train.run_state import RunState
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.resuming import Found
 from oppo_megatron.train.saving.saver import Saver
+from oppo_megatron.train.score_exchange import ScoreExchange
 from oppo_megatron.train.update import UpdateSettings, minibatches_of
 from tests.support.limits import begun_within, room_for
 from tests.support.traffic import Traffic
@@ -58,16 +59,37 @@ def train_with_fan_out(config: dict[str, Any], fan_out: int) -> None:
         train(config)
 
 
-def train_counted(config: dict[str, Any], fan_out: int) -> tuple[int, Traffic, Traffic]:
-    """`train_with_fan_out`; the number of rounds, and this rank's traffic in them and in whole steps."""
-    rounds, steps = Traffic(), Traffic()
-    run, all_steps, num_rounds = RoundRunner.run, TrainingLoop.run, 0
+@dataclass
+class Counted:
+    """What one rank of a run gave to others: in each round, among it what replicas gathered, in all steps, and what all ranks
+    shared: (what, numbers)."""
+
+    rounds: list[Traffic] = field(default_factory=list)
+    gathers: list[Traffic] = field(default_factory=list)
+    steps: Traffic = field(default_factory=Traffic)
+    shared: list[tuple[str, int]] = field(default_factory=list)
+
+
+def train_counted(config: dict[str, Any], fan_out: int) -> Counted:
+    """`train_with_fan_out`, and this rank's traffic in it."""
+    counted, rounds, gathers = Counted(), Traffic(), Traffic()
+    run, all_steps, share, steps = RoundRunner.run, TrainingLoop.run, ScoreExchange.shared, counted.steps
+    gather = generation.gather_rows
 
     def counted_round(runner: RoundRunner, *args: Any) -> Any:
-        nonlocal num_rounds
-        num_rounds += 1
         with rounds.counting():
-            return run(runner, *args)
+            chunk = run(runner, *args)
+        counted.rounds.append(rounds.taken())
+        counted.gathers.append(gathers.taken())
+        return chunk
+
+    def counted_gather(*args: Any) -> Any:
+        with gathers.counting():
+            return gather(*args)
+
+    def noted(exchange: ScoreExchange, what: str, values: Tensor | None, size: int, source: int) -> Tensor:
+        counted.shared.append((what, size))
+        return share(exchange, what, values, size, source)
 
     def counted_steps(loop: TrainingLoop) -> bool:
         with steps.counting():
@@ -75,12 +97,15 @@ def train_counted(config: dict[str, Any], fan_out: int) -> tuple[int, Traffic, T
 
     with (
         rounds.watched(),
+        gathers.watched(),
         steps.watched(),
+        mock.patch.object(generation, "gather_rows", counted_gather),
         mock.patch.object(RoundRunner, "run", counted_round),
         mock.patch.object(TrainingLoop, "run", counted_steps),
+        mock.patch.object(ScoreExchange, "shared", noted),
     ):
         train_with_fan_out(config, fan_out)
-    return num_rounds, rounds, steps
+    return counted
 
 
 def train_with_environment(config: dict[str, Any], environment: dict[str, str]) -> None:

@@ -35,6 +35,12 @@ class Traffic:
         finally:
             self.open = before
 
+    def taken(self) -> Traffic:
+        """What has been counted so far; the count begins anew."""
+        counted = Traffic(self.calls, self.num_bytes, self.pickled)
+        self.calls, self.num_bytes, self.pickled = Counter(), Counter(), 0
+        return counted
+
     @contextmanager
     def watched(self) -> Iterator[None]:
         """In the block torch's calls come by here; those within others, too."""

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 from oppo_megatron.cli.bench.common import count
+from oppo_megatron.cli.schedule import EXIT_FAULT
 
 HELP = "processor seconds that a rank of a large run plans, checks and books in a step"
 ABOUT = """Drives one rank's part of the loop's pure half, for rank 0 and for the last rank of each number of ranks, and prints
 its processor seconds a step. The model is a 70B whose step is bounded from below by the peaks of an H100. With --count it
-counts instead: process groups, messages and watchdogs' notes of a rank. Loads no torch."""
+counts instead: process groups, messages and watchdogs' notes of a rank. With --simulate every rank plans a round for itself;
+then all of them play it together, by the rules of NCCL, and what they send is counted: exit code 2 if there is a fault. Loads
+no torch."""
 
 MODES = ("disaggregated", "colocated")
+SHOWN = 20
+"""Faults: one rank that plans otherwise leaves many behind it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,8 +33,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pp", type=count, default=8, metavar="N", help="pipeline-parallel size; default 8")
     parser.add_argument("--chunk", type=count, default=128, metavar="N", help="decode steps of a round; default 128")
     parser.add_argument("--steps", type=count, default=4, metavar="N", help="PPO steps; default 4")
-    parser.add_argument(
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument(
         "--count", action="store_true", help="count groups, messages of a round and notes, instead of timing anything"
+    )
+    instead.add_argument(
+        "--simulate", action="store_true", help="play a round of all ranks, each of which has planned it for itself"
+    )
+    parser.add_argument(
+        "--round", type=count, default=2, metavar="N", help="with --simulate: round of the first step; default 2"
+    )
+    parser.add_argument(
+        "--odd", type=int, metavar="RANK", help="with --simulate: a rank whose prompts are a token shorter, to see it found"
     )
     parser.set_defaults(measure=_planning)
 
@@ -40,6 +56,8 @@ def _planning(args: argparse.Namespace) -> int:
     cluster = Cluster(tp=args.tp, pp=args.pp, chunk=args.chunk, steps=args.steps)
     if args.count:
         return _count(cluster, args)
+    if args.simulate:
+        return _simulate(cluster, args)
     rows = list(bench_planning(cluster, args.mode, args.ranks, args.sequences))
     print(format_table(COLUMNS, rows))
     print(
@@ -59,3 +77,26 @@ def _count(cluster: Any, args: argparse.Namespace) -> int:
         "messages: of the actor's output rank"
     )
     return 0
+
+
+def _simulate(cluster: Any, args: argparse.Namespace) -> int:
+    from oppo_megatron.bench.figures import format_table
+    from oppo_megatron.bench.simulation import COLUMNS, simulate_all
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    cases = cluster, args.mode, args.ranks, args.sequences[0]
+    simulated = list(simulate_all(*cases, args.round, say, args.odd))
+    print(format_table(COLUMNS, [row for row, _ in simulated]))
+    print(
+        f"70B, tp {args.tp}, pp {args.pp}, {args.sequences[0]} sequences, chunks of {args.chunk}; most: of the rank that gives "
+        "most; gathers: collectives of all groups; results: broadcasts of a step"
+    )
+    faults = [fault for _, found in simulated for fault in found]
+    if not faults:
+        print("OK: all ranks have planned the same round, and the checker finds no fault in it")
+        return 0
+    print(f"{len(faults)} faults, of which the first are:")
+    print("\n".join(f"  - {fault}" for fault in faults[:SHOWN]))
+    return EXIT_FAULT

@@ -20,6 +20,7 @@ class FaultKind(str, Enum):
     TENSOR_RANKS = "tensor ranks"  # the tensor ranks of a stage are told different things
     CAUSALITY = "causality"  # something is used before it is there
     KV = "kv"  # a cache overruns its budget, or lacks the tokens that a micro-batch continues
+    PLAN = "plan"  # a rank has planned another round than its peers, each by itself
     DEADLOCK = "deadlock"  # ranks wait for each other, or for a message that never comes
 
 

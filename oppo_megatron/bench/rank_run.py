@@ -1,0 +1,156 @@
+"""One rank's rounds without models: its own plan of each, and what its messages would be about.
+
+Beside the pure half of the loop (`dry_run.py`) this keeps what the caches of a rank decide: which slots its replica's sequences
+lie in, hence their order in micro-batches, and which decode micro-steps are void because their sequences have ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from oppo_megatron.bench.dry_run import DryRun
+from oppo_megatron.columns import columns_of
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.records import Chunk, ChunkRow, Rollout
+from oppo_megatron.schedule.checking.agreement import OwnPlan, Records
+from oppo_megatron.schedule.planning.merge import StopSignal
+from oppo_megatron.schedule.planning.planner import PlannedRound
+from oppo_megatron.schedule.rounds import Batch
+
+WORD = 8
+
+Rows = tuple[tuple[int, ...], ...]
+"""Running sequences of each decode micro-batch in each of its micro-steps that is not void."""
+
+
+@dataclass(frozen=True)
+class RankRound:
+    """A round of step `step` on one rank.  `chunk`: rows and tokens of what came of it; `rows` are of the rank's replica."""
+
+    step: int
+    plan: OwnPlan
+    rows: Rows
+    chunk: tuple[int, int] | None
+
+
+class RankRun(DryRun):
+    """The rounds of `rank`, which it plans for itself.  Arguments as of a `DryRun`.
+
+    `results`: for each step, the bytes of each broadcast that brings the scorers' results to all ranks: each role's outputs
+    by replica, then the rewards.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        prompt_tokens: int | Sequence[int],
+        rank: int,
+        responses: Callable[[int], int] | None = None,
+    ):
+        super().__init__(config, prompt_tokens, rank, responses=responses, codec=False)
+        self.actor = self.site.placements["actor"]
+        self.coords = self.actor.coords(rank)
+        self.slots = Slots()
+        self.results: list[list[int]] = []
+        self._records: Records = ()
+        self._rows: Rows = ()
+
+    def rank_rounds(self) -> Iterator[RankRound]:
+        """One after the other, to the end of the prompts."""
+        rank = self.planner.rank
+        assert rank is not None
+        for done in self.rounds():
+            actions = done.planned.schedule.shifted(done.planned.round.index - 1).of(rank)
+            chunk = None
+            if done.chunk is not None:
+                chunk = len(done.chunk.rows), sum(len(row.tokens) for row in done.chunk.rows)
+            yield RankRound(done.step, OwnPlan(self._records, done.planned.round, actions), self._rows, chunk)
+
+    def _plan(self, active: Sequence[Rollout], score: Sequence[Rollout], *rest: Any) -> PlannedRound:
+        known = dict[int, int]()
+        for columns in map(columns_of, (active, score)):
+            known |= zip(columns.seq_ids.tolist(), columns.num_tokens.tolist(), strict=True)
+        self._records, self._rows = tuple(known.items()), ()
+        return super()._plan(active, score, *rest)
+
+    def _order(self, seq_ids: Sequence[int]) -> list[int]:
+        return self.slots.order(seq_ids)
+
+    def _decoded(self, planned: PlannedRound, active: Sequence[Rollout]) -> list[ChunkRow]:
+        if self.coords is not None:
+            work = planned.works["actor"][self.coords.replica]
+            left = {r.seq_id: self.length(r.seq_id) - r.num_response_tokens for r in active}
+            stop = self.scheduler.buffer.readiness() if self.actor.dp == 1 else None
+            self.slots.open(work.open)
+            self._rows = self.slots.decode(work.decode, left, planned.round.steps, stop)
+        return super()._decoded(planned, active)
+
+    def _send(self, chunk: Chunk) -> None:
+        """What has finished leaves the cache."""
+        self.slots.close([row.seq_id for row in chunk.rows if row.finish_clock is not None])
+
+    def _retire(self, batch: Sequence[Rollout]) -> None:
+        self.results.append(list(self._results(batch)))
+        super()._retire(batch)
+
+    def _results(self, batch: Sequence[Rollout]) -> Iterator[int]:
+        tokens = columns_of(batch).response_tokens
+        for role, book in self.planner.scorers.items():
+            each = np.ones_like(tokens) if role == "reward" else tokens
+            yield from (WORD * np.bincount(book.homes(batch), each, len(book)).astype(np.int64)).tolist()
+        yield WORD * len(batch) * (1 + len(self.config.rewards))
+
+
+class Slots:
+    """Which sequence lies in which slot of a replica's cache: the first ones without a gap (`mcore/kv/sequence_cache.py`), and
+    those that go on in a round before those that have ended in it (`engine/generation.py`).
+    """
+
+    def __init__(self) -> None:
+        self._ids: list[int] = []
+
+    def order(self, seq_ids: Sequence[int]) -> list[int]:
+        """Sequences in the order of their slots, then those that have none."""
+        slots = {seq_id: slot for slot, seq_id in enumerate(self._ids)}
+        return sorted(seq_ids, key=lambda seq_id: slots.get(seq_id, len(slots)))
+
+    def open(self, seq_ids: Sequence[int]) -> None:
+        """Give slots to sequences that have none."""
+        self._ids += seq_ids
+
+    def close(self, seq_ids: Sequence[int]) -> None:
+        """Sequences have finished; others are passed over.  The last one moves into each gap."""
+        for seq_id in reversed([seq_id for seq_id in self._ids if seq_id in set(seq_ids)]):
+            slot, last = self._ids.index(seq_id), self._ids.pop()
+            if slot < len(self._ids):
+                self._ids[slot] = last
+
+    def decode(self, batches: Sequence[Batch], left: Mapping[int, int], steps: int, stop: StopSignal | None) -> Rows:
+        """Up to `steps` micro-steps of each micro-batch; `left`: tokens that each sequence still gets.
+
+        A micro-batch ends with its last sequence, or at `stop`, which only a single replica knows in time.
+        """
+        lanes, rows = [[growth.seq_id for growth in batch] for batch in batches], [list[int]() for _ in batches]
+        going = list(range(len(lanes)))
+        for step in range(steps):
+            for m in list(going):
+                rows[m].append(len(lanes[m]))
+                for seq_id in [seq_id for seq_id in lanes[m] if left[seq_id] == step + 1]:
+                    self._leave(lanes[m], seq_id)
+                    if stop is not None:
+                        stop.finish(seq_id)
+                if not lanes[m] or (stop is not None and stop.ready):
+                    going.remove(m)
+        return tuple(map(tuple, rows))
+
+    def _leave(self, lane: list[int], seq_id: int) -> None:
+        """The last sequence of the micro-batch takes the place of one that has ended, in the cache as well."""
+        last = lane[-1]
+        lane[lane.index(seq_id)] = last
+        lane.pop()
+        one, other = self._ids.index(seq_id), self._ids.index(last)
+        self._ids[one], self._ids[other] = last, seq_id
