@@ -126,6 +126,8 @@ def simulate_all(
     before the first where a number does not fit.
     """
     cases = [(mode, size, cluster.config(mode, size, sequences)) for mode in modes for size in ranks]
+    if odd is not None and odd >= min(ranks):
+        raise ConfigError(f"--odd {odd}: {min(ranks)} ranks are 0 to {min(ranks) - 1}; name one of these")
     for mode, size, config in cases:
         started, first_step = time.process_time(), config.model_copy(update={"steps": 1})
 

@@ -67,7 +67,7 @@ def test_the_command_counts_what_a_rank_has(capsys: pytest.CaptureFixture[str]) 
 def test_it_loads_no_torch() -> None:
     command = "import sys; from oppo_megatron.cli.main import main; main(sys.argv[1:]); print('torch' in sys.modules)"
     sizes = ["--tp", "1", "--pp", "1", "--ranks", "2", "--sequences", "4", "--steps", "1", "--chunk", "512"]
-    for counts in [], ["--count"]:
+    for counts in [], ["--count"], ["--simulate"]:
         told = [sys.executable, "-c", command, "bench", "planning", *sizes, *counts]
         done = subprocess.run(told, capture_output=True, text=True, check=True)
         assert done.stdout.splitlines()[-1] == "False"

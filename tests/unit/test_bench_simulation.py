@@ -12,7 +12,7 @@ import pytest
 
 from oppo_megatron.bench.planning import Cluster
 from oppo_megatron.bench.rank_run import RankRound, RankRun
-from oppo_megatron.bench.simulation import Simulated, simulate_rounds
+from oppo_megatron.bench.simulation import Simulated, simulate_all, simulate_rounds
 from oppo_megatron.cli.main import main
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
@@ -25,7 +25,9 @@ ROUND = 2
 MODES = ["disaggregated", "colocated"]
 
 
-def played(config: TrainConfig, odd: Callable[[int], RankRun] | None = None, rank: int = -1, number: int = ROUND) -> Simulated:
+def played(
+    config: TrainConfig, odd: Callable[[int], RankRun] | None = None, rank: int = -1, number: int = ROUND
+) -> Simulated:
     """The round, in which `rank` is what `odd` makes of it."""
 
     def make_run(each: int) -> RankRun:
@@ -59,7 +61,9 @@ def test_a_rank_with_other_lengths_is_named(mode: str) -> None:
 
     for rank in range(8):
         faults = played(config, odd, rank).faults
-        assert [(fault.kind, fault.rank) for fault in faults if "other records" in fault.message] == [(FaultKind.PLAN, rank)]
+        assert [(fault.kind, fault.rank) for fault in faults if "other records" in fault.message] == [
+            (FaultKind.PLAN, rank)
+        ]
         assert f"of sequence {ended} " in faults[0].message
 
 
@@ -147,3 +151,8 @@ def test_the_command_finds_a_fault_that_it_plants(capsys: pytest.CaptureFixture[
     told = capsys.readouterr().out.partition("faults, of which the first are:\n")[2].splitlines()
     assert told[0].startswith("  - rank 3, action ") and ", plan: it has other records of 9 sequences " in told[0]
     assert not any(", plan: it has other records" in line for line in told[1:])
+
+
+def test_a_rank_that_is_not_there_cannot_be_odd() -> None:
+    with pytest.raises(ConfigError, match="--odd 8: 8 ranks are 0 to 7; name one of these"):
+        next(simulate_all(CLUSTER, ["disaggregated"], [16, 8], 8, 1, print, odd=8))

@@ -44,9 +44,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--round", type=count, default=2, metavar="N", help="with --simulate: round of the first step; default 2"
     )
     parser.add_argument(
-        "--odd", type=int, metavar="RANK", help="with --simulate: a rank whose prompts are a token shorter, to see it found"
+        "--odd",
+        type=rank,
+        metavar="RANK",
+        help="with --simulate: a rank whose prompts are a token shorter, to see it found",
     )
     parser.set_defaults(measure=_planning)
+
+
+def rank(text: str) -> int:
+    """A whole number from 0 on."""
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is no rank; ranks are numbered from 0")
+    return int(text)
 
 
 def _planning(args: argparse.Namespace) -> int:
