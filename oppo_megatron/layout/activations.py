@@ -19,8 +19,9 @@ from oppo_megatron.layout.shape import DTYPE_BYTES, head_dim, num_kv_heads
 
 MASK_NUMBERS = 2**25
 """The most numbers of a mask of attention, where a call on a GPU needs some (`mcore/kv/call_parts.py`)."""
-BLOCK_NUMBERS = 2**26
-"""The most logits that log-probs are made of at once on a GPU (`mcore/layers/vocab_parallel.py`)."""
+BLOCK_NUMBERS, CACHED_NUMBERS = 2**26, 2**17
+"""The most logits that log-probs are made of at once (`mcore/layers/vocab_parallel.py`): on a GPU enough that kernels are few, on
+a CPU what its cache holds."""
 DRAWN_BLOCK = 64
 """Tokens drawn from come in blocks of so many (`engine/sampler.py`)."""
 
@@ -82,6 +83,11 @@ class Model:
         return int(self.shape["num_attention_heads"]) // num_kv_heads(self.shape)
 
     @property
+    def block(self) -> int:
+        """Logits that log-probs are made of at once."""
+        return CACHED_NUMBERS if self.on_cpu else BLOCK_NUMBERS
+
+    @property
     def one_group(self) -> bool:
         """A tensor rank has one key head: queries are then a view of their product with keys and values."""
         return num_kv_heads(self.shape) == self.tp
@@ -138,7 +144,7 @@ class Model:
             return float(tokens * self.hidden * (2 * FP32 + rounded))
         logits, rows = tokens * self.vocab, tokens * self.hidden * self.width
         weights = 0 if self.lora is not None else self.vocab * self.hidden
-        in_blocks = logits * 2 * self.width + 2 * min(logits, BLOCK_NUMBERS) * FP32
+        in_blocks = logits * 2 * self.width + 2 * min(logits, self.block) * FP32
         return float(rows + max(in_blocks, (logits + weights) * self.width + rows))
 
 
@@ -209,10 +215,7 @@ def cached_activations(model: Model, call: Call) -> float:
 def _in_layers(model: Model, call: Call) -> float:
     width, product = model.width, model.query + 2 * model.key
     rotating = (model.query + model.key) * (2 * FP32 + width)
-    mask = 0.0
-    if not call.draws:
-        numbers = min(MASK_NUMBERS, call.tokens * model.repeat * call.context)
-        mask = numbers * (width + (width + 1) / model.repeat) if model.repeat > 1 else numbers * (width + 1)
+    mask = 0.0 if call.draws else _mask(model, call)
     repeated = 2 * model.query if model.repeats_keys else 0
     attending = (model.query + model.key + 3 * model.query + repeated) * width
     layer = product * width + max(rotating, attending)
@@ -220,6 +223,16 @@ def _in_layers(model: Model, call: Call) -> float:
     gathered = 2 * call.gathered * model.key * width
     tokens = call.tokens * (2 * model.hidden * width)
     return float(tokens + max(call.tokens * layer + mask + gathered, call.tokens * feed_forward))
+
+
+def _mask(model: Model, call: Call) -> float:
+    """Of tokens that go on: on a CPU each sequence has one for all heads; on a GPU one for each query head of a group, made of
+    one for all and of bits."""
+    if model.on_cpu:
+        return float(call.tokens * call.context * model.width)
+    numbers = min(MASK_NUMBERS, call.tokens * model.repeat * call.context)
+    copied = model.width if model.repeat > 1 else 0
+    return float(numbers * (copied + (model.width + 1) / model.repeat))
 
 
 def _of_logits(model: Model, call: Call) -> float:
@@ -231,4 +244,4 @@ def _of_logits(model: Model, call: Call) -> float:
         padded = model.vocab % DRAWN_BLOCK > 0
         copies = 1 + (call.temperature not in (0.0, 1.0)) + padded + (model.tp > 1)
         return float(hidden + logits * max(FP32 + rounded, FP32 * (1 + copies)))
-    return float(hidden + max(logits * (FP32 + rounded), logits * FP32 + 2 * min(logits, BLOCK_NUMBERS) * FP32))
+    return float(hidden + max(logits * (FP32 + rounded), logits * FP32 + 2 * min(logits, model.block) * FP32))

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oppo_megatron.mcore.kv import call_parts
-from oppo_megatron.mcore.kv.call_parts import Part, parts_of
 from oppo_megatron.mcore.kv.cached_plan import CallPlan
+from oppo_megatron.mcore.kv.call_parts import Part, parts_of
 from oppo_megatron.mcore.kv.dense import KVCache
 from oppo_megatron.mcore.kv.paged import PagedKVCache
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache

@@ -16,11 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oppo_megatron.layout.activations import BLOCK_NUMBERS
+from oppo_megatron.layout.activations import BLOCK_NUMBERS, CACHED_NUMBERS
 from oppo_megatron.mcore.vocab_shards import VocabShards
-
-CACHED_NUMBERS = 2**17
-"""Numbers that are worked on at once on a CPU: what its cache holds.  On a GPU they are enough that kernels are few."""
 
 
 class _LogProbEntropy(torch.autograd.Function):
