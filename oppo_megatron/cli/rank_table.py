@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Row = tuple[str, ...]
 MEMORY_HEADINGS: Row = (
     "rank", "role", "tp", "pp", "dp", "layers",
-    "weights", "copy", "packed", "kernels", "grads", "Adam", "KV cache", "activations", "total",
+    "weights", "copy", "packed", "kernels", "grads", "Adam", "KV", "buffers", "activations", "total",
 )  # fmt: skip
 BATCH_HEADINGS: Row = (
     "rollout batch B", "B + delta", "sequences a replica", "KV slots", "decode m-batches", "minibatch rows", "rows a batch",
@@ -35,11 +35,12 @@ def rank_table(config: TrainConfig | SupervisedConfig) -> list[str]:
     if isinstance(config, TrainConfig):
         holdings = train_holdings(config, on_cpu=_on_cpu(config.runtime))
     else:
-        holdings = supervised_holdings(config)
+        holdings = supervised_holdings(config, on_cpu=_on_cpu(config.runtime))
     return [
-        "What each rank holds, in MiB, beside interpreter and libraries (copy: weights of a training layout of its own;",
-        "packed: weights laid out for a CPU's products, kernels: what those keep; activations: an estimate, of the update",
-        "or of the largest cached call; roles compute in turn, so of the last two a rank's total has the largest only):",
+        "What each rank holds, in MiB, beside interpreter, libraries and a GPU's context (copy: weights of a training layout of",
+        "its own; packed: weights laid out for a CPU's products, kernels: what those keep; buffers: rotary tables and what",
+        "sequence parallelism gathers; activations: of the largest micro-batch of the update or of cached calls; roles compute",
+        "in turn, so of kernels and activations a rank's total has the largest only):",
         *_aligned([MEMORY_HEADINGS, *_memory_rows(holdings)]),
         "Batch sizes (rows: of an optimizer step; m-batches: micro-batches; auto: as the measured times decide):",
         *_aligned(_batch_rows(holdings)),

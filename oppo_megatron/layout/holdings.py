@@ -11,21 +11,22 @@ from oppo_megatron.config.derived import longest_chunk, max_context, minibatch_r
 from oppo_megatron.config.lora import LoraConfig
 from oppo_megatron.config.model import LearningModelConfig, ModelConfig, TrainedRoleConfig, TrainingLayoutConfig
 from oppo_megatron.config.run import RewardModelConfig, SupervisedConfig, TrainConfig
+from oppo_megatron.layout import activations
+from oppo_megatron.layout.activations import Call, TrainingBatch
 from oppo_megatron.layout.cpu_kernels import FEW_ROWS, kernel_bytes, prefill_sizes, training_kernel_bytes
 from oppo_megatron.layout.layouts import Sizes, vocab_rows
 from oppo_megatron.layout.memory import (
     Memory,
     Shape,
-    TrainingBatch,
     adapter_parameters,
-    cached_activations,
+    gather_bytes,
     kv_cache_bytes,
     kv_slots,
     packed_parameters,
     slot_tokens,
     stage_layers,
     stage_parameters,
-    training_activations,
+    table_bytes,
     training_state,
 )
 from oppo_megatron.layout.placements import (
@@ -48,7 +49,8 @@ SCALAR_ROLES = ("critic", "reward")
 class Holding:
     """One role's share on one rank.  `role` is `actor.train` where training has weights of its own.
 
-    `layers` (from 0) are a range for each virtual stage; `batches` are sizes in words, by their heading.
+    `layers` (from 0) are a range for each virtual stage; `batches` are sizes in words, by their heading.  `phases`: bytes of
+    activations in an update, in reading and in decoding, of which `memory` has the largest.
     """
 
     rank: int
@@ -58,6 +60,7 @@ class Holding:
     layers: list[range]
     memory: Memory
     batches: dict[str, str]
+    phases: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -98,13 +101,23 @@ class _Model:
     def parameters(self, placement: RolePlacement, stage: int) -> int:
         return stage_parameters(self.shape, placement.tp, placement.pp, stage, scalar=self.scalar)
 
+    def computed(self, placement: RolePlacement, *, on_cpu: bool) -> activations.Model:
+        return activations.Model(self.shape, placement.tp, self.dtype, self.scalar, self.lora, on_cpu)
+
     def trained(
-        self, placement: RolePlacement, stage: int, train: TrainingLayoutConfig, batch: TrainingBatch
+        self,
+        placement: RolePlacement,
+        stage: int,
+        train: TrainingLayoutConfig,
+        batch: TrainingBatch,
+        *,
+        on_cpu: bool,
     ) -> Memory:
         state = training_state(self._trainable(placement, stage), self.dtype, placement.dp, train)
-        sizes = Sizes.of(placement, train.vpp)
-        kept = training_activations(self.shape, sizes, stage, self.dtype, train, batch, self.scalar)
-        return replace(state, activations=kept)
+        model, sizes = self.computed(placement, on_cpu=on_cpu), Sizes.of(placement, train.vpp)
+        held = activations.training_activations(model, sizes, stage, train, batch)
+        gathered = gather_bytes(self.shape, self.dtype, train, placement.tp, batch.tokens)
+        return replace(state, buffers=gathered, activations=held)
 
     def _adapters(self, placement: RolePlacement) -> int:
         return 0 if self.lora is None else adapter_parameters(self.shape, placement.tp, placement.pp, self.lora)
@@ -130,7 +143,9 @@ def lasting_memory(config: TrainConfig | SupervisedConfig, *, on_cpu: bool) -> l
 def holdings_of(config: TrainConfig | SupervisedConfig, *, on_cpu: bool) -> list[Holding]:
     """What every rank of a run holds."""
     return (
-        supervised_holdings(config) if isinstance(config, SupervisedConfig) else train_holdings(config, on_cpu=on_cpu)
+        supervised_holdings(config, on_cpu=on_cpu)
+        if isinstance(config, SupervisedConfig)
+        else train_holdings(config, on_cpu=on_cpu)
     )
 
 
@@ -142,7 +157,7 @@ def written_bytes(config: TrainConfig | SupervisedConfig) -> float:
     if isinstance(config, SupervisedConfig):
         if config.model.lora is not None:
             return 0.0
-        holdings = supervised_holdings(config)
+        holdings = supervised_holdings(config, on_cpu=False)
         weights = sum(held.memory.weights for held in holdings if held.coords.replica == 0)
         state = sum(held.memory.optimizer for held in holdings)  # sharded over the replicas
         return weights * saves.writes_weights * (1 + bool(saves.keep_best)) + (weights + state) * checkpoints
@@ -175,7 +190,7 @@ def train_holdings(config: TrainConfig, *, on_cpu: bool) -> list[Holding]:
         model = _Model.of(role, scalar=name in SCALAR_ROLES, shared=shared).laid_out(
             placement, training.get(name, placement)
         )
-        served = _serving(config, name, placement, model, packed=on_cpu and config.runtime.decode_path == "packed")
+        served = _serving(config, name, placement, model, on_cpu=on_cpu)
         if not isinstance(role, TrainedRoleConfig):
             holdings += served
             continue
@@ -183,11 +198,12 @@ def train_holdings(config: TrainConfig, *, on_cpu: bool) -> list[Holding]:
         if has_own_training_weights(placement, training[name], role.train.vpp):
             holdings += [*served, *trained]
         else:
-            holdings += [_both(*pair) for pair in zip(served, trained, strict=True)]
+            one_model = not role.train.sequence_parallel and role.train.recompute == "none"
+            holdings += [_both(*pair, one_model=one_model) for pair in zip(served, trained, strict=True)]
     return sorted(holdings, key=lambda holding: holding.rank)
 
 
-def supervised_holdings(config: SupervisedConfig) -> list[Holding]:
+def supervised_holdings(config: SupervisedConfig, *, on_cpu: bool) -> list[Holding]:
     """The model's share on every rank of `oppo sft` or `oppo rm`."""
     layout = config.parallel
     placement = RolePlacement(tuple(range(layout.num_ranks)), layout.tp, layout.pp, layout.dp)
@@ -199,20 +215,21 @@ def supervised_holdings(config: SupervisedConfig) -> list[Holding]:
     batches = {heading: str(size) for heading, size in shown.items()}
     held = []
     for coords, rank in _coords_of(placement):
-        memory = model.trained(placement, coords.stage, TrainingLayoutConfig(), batch)
-        memory = replace(memory, weights=model.weights(placement, coords.stage))
-        held.append(
-            Holding(rank, "model", coords, Sizes.of(placement), _layers(model, placement, coords), memory, batches)
-        )
+        memory = model.trained(placement, coords.stage, TrainingLayoutConfig(), batch, on_cpu=on_cpu)
+        tables = table_bytes(model.shape, config.max_tokens)
+        memory = replace(memory, weights=model.weights(placement, coords.stage), buffers=tables)
+        layers, phases = _layers(model, placement, coords), {"update": memory.activations}
+        held.append(Holding(rank, "model", coords, Sizes.of(placement), layers, memory, batches, phases))
     return sorted(held, key=lambda holding: holding.rank)
 
 
 def _serving(
-    config: TrainConfig, name: str, placement: RolePlacement, model: _Model, *, packed: bool
+    config: TrainConfig, name: str, placement: RolePlacement, model: _Model, *, on_cpu: bool
 ) -> Iterator[Holding]:
     """Decoding or scoring: weights, cache, and what a call holds."""
-    sequences, context = ceil(most_sequences(config) / placement.dp), max_context(config)
-    context = slot_tokens(context, config.runtime.kv_layout)
+    packed = on_cpu and config.runtime.decode_path == "packed"
+    sequences, longest = ceil(most_sequences(config) / placement.dp), max_context(config)
+    context = slot_tokens(longest, config.runtime.kv_layout)
     budget_mb = config.runtime.kv_cache_mb
     slots = kv_slots(model.shape, placement, model.dtype, slots=sequences, context=context, budget_mb=budget_mb)
     cached = slots
@@ -222,14 +239,19 @@ def _serving(
     tokens = min(config.runtime.micro_batch_tokens, slots * context)
     batches = _serving_batches(config, name, sequences, slots)
     for coords, rank in _coords_of(placement):
+        computed, logits = model.computed(placement, on_cpu=on_cpu), model.makes_logits(placement, coords)
+        calls = _calls(config, name, tokens, slots, logits=logits or (model.scalar and coords.stage == placement.pp - 1))
+        phases = {phase: activations.cached_activations(computed, call) for phase, call in calls.items()}
         memory = Memory(
             weights=model.weights(placement, coords.stage),
             packed=model.packed(placement, coords.stage) if packed else 0,
-            kernels=_kernels(name, tokens, slots, makes_logits=model.makes_logits(placement, coords)) if packed else 0,
+            kernels=_kernels(name, tokens, slots, makes_logits=logits) if packed else 0,
             kv_cache=cache,
-            activations=_of_a_call(name, model, placement, coords, tokens, slots),
+            buffers=table_bytes(model.shape, longest),
+            activations=max(phases.values()),
         )
-        yield Holding(rank, name, coords, Sizes.of(placement), _layers(model, placement, coords), memory, batches)
+        layers = _layers(model, placement, coords)
+        yield Holding(rank, name, coords, Sizes.of(placement), layers, memory, batches, phases)
 
 
 def _training(
@@ -245,26 +267,28 @@ def _training(
     rows = ceil(minibatch_rows(config) / placement.dp)
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     batch = TrainingBatch(config.runtime.micro_batch_tokens, rows * longest)
-    tokens = min(batch.micro_batch_tokens, batch.replica_tokens)
-    kernels = training_kernel_bytes(tokens) if on_cpu and model.dtype == "bfloat16" else 0
+    kernels = training_kernel_bytes(batch.tokens) if on_cpu and model.dtype == "bfloat16" else 0
     for coords, rank in _coords_of(placement):
-        memory = model.trained(placement, coords.stage, train, batch)
-        memory = replace(memory, copy=model.weights(placement, coords.stage), kernels=kernels)
+        memory = model.trained(placement, coords.stage, train, batch, on_cpu=on_cpu)
+        tables = memory.buffers + table_bytes(model.shape, max_context(config)) * train.vpp
+        copy = model.weights(placement, coords.stage)
+        memory = replace(memory, copy=copy, kernels=kernels, buffers=tables)
         layers = stage_layers(model.shape, placement.pp, coords.stage, train.vpp)
-        batches = _training_batches(config, rows)
-        yield Holding(rank, f"{name}.train", coords, Sizes.of(placement, train.vpp), layers, memory, batches)
+        batches, phases = _training_batches(config, rows), {"update": memory.activations}
+        sizes = Sizes.of(placement, train.vpp)
+        yield Holding(rank, f"{name}.train", coords, sizes, layers, memory, batches, phases)
 
 
-def _of_a_call(
-    name: str, model: _Model, placement: RolePlacement, coords: RankCoordinates, tokens: int, slots: int
-) -> float:
-    """Bytes that the largest cached call holds: the actor's has logits where it decodes, the reference's where it reads."""
-
-    def held(tokens: int, rows: int, *, draws: bool = False) -> float:
-        rows = rows if model.makes_logits(placement, coords) else 0
-        return cached_activations(model.shape, placement.tp, model.dtype, tokens=tokens, rows=rows, draws=draws)
-
-    return max(held(tokens, 0), held(slots, slots, draws=True)) if name == "actor" else held(tokens, tokens)
+def _calls(config: TrainConfig, name: str, tokens: int, slots: int, *, logits: bool) -> dict[str, Call]:
+    """The largest cached calls, by phase; `logits`: on the last stage, where the actor makes them as it decodes, scorers as
+    they read."""
+    longest, rollout = max_context(config), config.rollout
+    gathered = slots * slot_tokens(longest, config.runtime.kv_layout) if config.runtime.kv_layout == "paged" else 0
+    if name != "actor":
+        return {"reading": Call(tokens, tokens if logits else 0, longest, gathered)}
+    rows = slots if logits else 0
+    decoding = Call(slots, rows, longest, gathered, draws=True, temperature=rollout.temperature)
+    return {"reading": Call(tokens, 0, longest, gathered), "decoding": decoding}
 
 
 def _kernels(name: str, tokens: int, slots: int, *, makes_logits: bool) -> int:
@@ -273,10 +297,13 @@ def _kernels(name: str, tokens: int, slots: int, *, makes_logits: bool) -> int:
     return kernel_bytes(read + decoded, (decoded if name == "actor" else read) if makes_logits else 0)
 
 
-def _both(served: Holding, trained: Holding) -> Holding:
-    """Serving and training over the same weights."""
-    memory = Memory.of_rank([served.memory, replace(trained.memory, copy=0)])
-    return replace(served, memory=memory, batches=served.batches | trained.batches)
+def _both(served: Holding, trained: Holding, *, one_model: bool) -> Holding:
+    """Serving and training over the same weights; `one_model`: by the same modules, with one set of rotary tables."""
+    tables = served.memory.buffers if one_model else 0
+    own = replace(trained.memory, copy=0, buffers=trained.memory.buffers - tables)
+    memory = Memory.of_rank([served.memory, own])
+    batches, phases = served.batches | trained.batches, trained.phases | served.phases
+    return replace(served, memory=memory, batches=batches, phases=phases)
 
 
 def _serving_batches(config: TrainConfig, name: str, sequences: int, slots: int) -> dict[str, str]:

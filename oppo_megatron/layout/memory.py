@@ -1,8 +1,9 @@
 """A model's share of a rank's memory, counted from its `config.json` and layout.  Pure; nothing is loaded.
 
-Parameters, their packed copies, gradients, optimizer state and KV cache are exact; activations are an estimate (see
-`training_activations` and `cached_activations`), and so are a CPU's kernels (`kernel_bytes`).  Not counted: interpreter and
-libraries, communication buffers, the host copy with which a guard undoes an update, the allocator's own loss.
+Parameters, their packed copies, gradients, optimizer state, KV cache and buffers are exact; activations (`activations.py`) are
+those of the largest micro-batches that the settings allow, and a CPU's kernels an estimate (`kernel_bytes`).  Not counted:
+interpreter and libraries, a device's context, the buffers of NCCL's communicators, the host copy with which a guard undoes an
+update, the allocator's own loss.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from oppo_megatron.config.lora import LoraConfig
 from oppo_megatron.config.model import KVLayout, TrainingLayoutConfig
-from oppo_megatron.layout.layouts import HasSizes, Sizes, vocab_rows
+from oppo_megatron.layout.layouts import HasSizes, vocab_rows
 from oppo_megatron.layout.shape import DTYPE_BYTES, head_dim, kv_bytes_per_token, num_kv_heads
 
 Shape = Mapping[str, Any]
@@ -21,8 +22,6 @@ Shape = Mapping[str, Any]
 FP32 = 4
 BLOCK_TOKENS = 256
 """Positions of a block of a paged KV cache: the least that FlashAttention-2 takes."""
-DRAWING_COPIES = 3
-"""Float32 tensors as large as a step's logits that drawing tokens holds beside them."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,8 @@ class Memory:
 
     `copy`: weights held a second time, because training has a layout of its own.  `packed`: weights held once more in the
     order in which a CPU's products read them (`runtime.decode_path: packed`), `kernels`: what its library prepares for
-    them.  `activations`: the most that one forward and backward pass, or one cached call, holds while it runs.
+    them.  `buffers`: rotary tables, and what gathers activations for sequence parallelism.  `activations`: the most that one
+    forward and backward pass, or one cached call, holds while it runs.
     """
 
     weights: float = 0
@@ -41,6 +41,7 @@ class Memory:
     gradients: float = 0
     optimizer: float = 0
     kv_cache: float = 0
+    buffers: float = 0
     activations: float = 0
 
     @property
@@ -50,7 +51,7 @@ class Memory:
     @property
     def lasting(self) -> float:
         """Memory held at once between updates on any processor, known exactly: no packed copies, no estimates."""
-        return self.weights + self.copy + self.gradients + self.optimizer + self.kv_cache
+        return self.weights + self.copy + self.gradients + self.optimizer + self.kv_cache + self.buffers
 
     @classmethod
     def of_rank(cls, roles: Sequence[Memory]) -> Memory:
@@ -144,65 +145,14 @@ def kv_cache_bytes(
     return held * context * kv_bytes_per_token(shape, layout, dtype)
 
 
-@dataclass(frozen=True)
-class TrainingBatch:
-    """Tokens of one packed micro-batch, and of all rows that a replica has in an optimizer step: both upper bounds."""
-
-    micro_batch_tokens: int
-    replica_tokens: int
+def table_bytes(shape: Shape, context: int) -> int:
+    """A model's rotary tables, cosine and sine of each position and frequency."""
+    return 2 * context * head_dim(shape) * FP32
 
 
-def training_activations(
-    shape: Shape, sizes: Sizes, stage: int, dtype: str, train: TrainingLayoutConfig, batch: TrainingBatch, scalar: bool
-) -> float:
-    """Bytes that the forward pass keeps for the backward on a rank: an estimate of the largest amount at once.
-
-    A layer keeps, of each token, what both norms take and give (over tp with sequence parallelism); the rotated queries
-    and keys, the values, the attention's output as computed and as joined, queries and keys before their norms where it has
-    any, and three tensors of the feed-forward size (gate and up projection, product), these over tp.  Recomputation keeps
-    less: `selective` of attention its input (queries, keys, values) and joined output, `full` a layer's input only, beside
-    one layer that is being computed again.  1F1B has at most pp - stage micro-batches in flight (interleaved:
-    2 (pp - stage - 1) + (vpp - 1) pp + 1 of one virtual stage each), and no more tokens than the minibatch.  The last stage
-    of a language model adds the logits of one micro-batch and their gradient, in float32.
-    """
-    width = DTYPE_BYTES[dtype]
-    tokens = min(batch.micro_batch_tokens, batch.replica_tokens)
-    whole, kept = _layer_activations(shape, sizes.tp, train)
-    if sizes.vpp == 1:
-        in_flight, layers = sizes.pp - stage, shape["num_hidden_layers"] // sizes.pp
-    else:
-        in_flight = 2 * (sizes.pp - stage - 1) + (sizes.vpp - 1) * sizes.pp + 1
-        layers = shape["num_hidden_layers"] // (sizes.pp * sizes.vpp)
-    held = min(in_flight * tokens, sizes.vpp * batch.replica_tokens)
-    total = held * layers * kept * width
-    if train.recompute == "full":
-        total += tokens * whole * width
-    if stage == sizes.pp - 1 and not scalar:
-        total += tokens * vocab_rows(shape["vocab_size"], sizes.tp) * 2 * FP32
-    return float(total)
-
-
-def cached_activations(shape: Shape, tp: int, dtype: str, *, tokens: int, rows: int, draws: bool) -> float:
-    """Bytes that a decode step or a prefill micro-batch of `tokens` tokens holds at most: an estimate.
-
-    Of each token the hidden state twice and a layer's four tensors of the feed-forward size; of the `rows` whose logits are
-    made (0 with a scalar head) those, in float32 and as computed, and where tokens are drawn from them what that takes.
-    """
-    width = DTYPE_BYTES[dtype]
-    computed = 0 if dtype == "float32" else width
-    kept = tokens * (2 * shape["hidden_size"] + 4 * shape["intermediate_size"] / tp) * width
-    logit = FP32 + computed + (DRAWING_COPIES * FP32 if draws else 0)
-    return float(kept + rows * vocab_rows(shape["vocab_size"], tp) * logit)
-
-
-def _layer_activations(shape: Shape, tp: int, train: TrainingLayoutConfig) -> tuple[float, float]:
-    """Numbers of one token in one layer: all that a backward pass needs, and those kept until then."""
-    hidden = shape["hidden_size"] / (tp if train.sequence_parallel else 1)
-    query, key = (heads * head_dim(shape) / tp for heads in (shape["num_attention_heads"], num_kv_heads(shape)))
-    outside = 4 * hidden + query + 3 * shape["intermediate_size"] / tp  # `query`: the output as joined
-    normed = query + key if shape["model_type"] == "qwen3" else 0
-    whole = outside + query + key + key + query + normed  # rotated queries and keys, values, output as computed
-    return whole, {"none": whole, "selective": outside + query + 2 * key, "full": hidden}[train.recompute]
+def gather_bytes(shape: Shape, dtype: str, train: TrainingLayoutConfig, tp: int, tokens: int) -> int:
+    """megatron-core's buffer for a micro-batch's activations of all tensor ranks, which it keeps."""
+    return tokens * int(shape["hidden_size"]) * DTYPE_BYTES[dtype] if train.sequence_parallel and tp > 1 else 0
 
 
 def shortage(lasting: Sequence[float], available: int, who: str, where: str) -> str | None:

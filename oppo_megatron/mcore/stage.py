@@ -35,5 +35,6 @@ def step(
     else:
         model.set_input_tensor(inputs)
         out = model(None, plan, rows_R)
+        model.set_input_tensor(None)  # nobody else would let it go
     kv.commit(plan)
     return out

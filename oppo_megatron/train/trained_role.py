@@ -75,14 +75,13 @@ def build_trained_role(
     plain = layout.vpp == 1 and not layout.sequence_parallel and layout.recompute == "none"
     multiple = lcm(groups.tp, training.tp)
     both: Any = {"head": head, "max_length": max_length, "device": device, "layers": layers, "vocab_multiple": multiple}
-    serving = load_role(config, groups, path=path, **both)
     if plain and training is groups:
+        serving = load_role(config, groups, path=path, **both)
         return TrainedRole(TrainedModel(serving, config.optimizer, num_updates, layout), serving, None)
+    serving = load_role(config, groups, path="module", **both)
     chunks = load_training(config, layout, training, **both)
     trained = TrainedModel(chunks, config.optimizer, num_updates, layout)
     role = TrainedRole(trained, serving.requires_grad_(False), Reallocation(chunks, serving))
-    if (
-        config.lora is not None
-    ):  # what decoding computes with is made once: of the weights that both models share, if they do
-        serving.decode_by(path)
+    # Only now: what decoding computes with would keep the weights that give way to those that both models share, if they do.
+    serving.decode_by(path)
     return role

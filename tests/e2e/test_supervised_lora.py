@@ -166,7 +166,7 @@ def test_adapters_are_counted_and_checked_before_a_model_is_built(
 ) -> None:
     plain = SFTConfig(**settings(inputs, "sft", tmp_path / "a"))
     small = SFTConfig(**adapted(inputs, "sft", tmp_path / "b", {}))
-    (whole,), (adapters,) = supervised_holdings(plain), supervised_holdings(small)
+    (whole,), (adapters,) = supervised_holdings(plain, on_cpu=True), supervised_holdings(small, on_cpu=True)
     assert adapters.memory.optimizer < 0.5 * whole.memory.optimizer
     wrong = RewardModelConfig(**adapted(inputs, "rm", tmp_path / "c", {"adapter": starts["rm"], "rank": 8}))
     (problem,) = supervised_problems(wrong)

@@ -7,15 +7,9 @@ from typing import Any
 import pytest
 
 from oppo_megatron.config.model import ParallelConfig, TrainingLayoutConfig
+from oppo_megatron.layout.activations import Model, TrainingBatch, kept_activations
 from oppo_megatron.layout.layouts import Sizes
-from oppo_megatron.layout.memory import (
-    TrainingBatch,
-    kv_cache_bytes,
-    stage_layers,
-    stage_parameters,
-    training_activations,
-    training_state,
-)
+from oppo_megatron.layout.memory import kv_cache_bytes, stage_layers, stage_parameters, training_state
 from tests.support.hf import tiny_config
 from tests.support.ranks import run_ranks
 
@@ -45,13 +39,8 @@ def test_estimate_of_activations_is_near_what_a_forward_pass_keeps(recompute: st
         1, "tests.gloo.jobs_memory:kept_for_backward", hf_config=shape, lengths=lengths, recompute=recompute
     )
 
-    def estimate(recompute: str) -> float:
-        train = TrainingLayoutConfig(recompute=recompute)
-        return training_activations(shape, Sizes(), 0, "float32", train, TrainingBatch(400, 400), scalar=True)
-
-    expected = estimate(recompute)
-    if recompute == "full":
-        expected -= estimate("none") / layers  # no layer is being computed again yet
+    model, train = Model(shape, 1, "float32", scalar=True, on_cpu=True), TrainingLayoutConfig(recompute=recompute)
+    expected = kept_activations(model, Sizes(), 0, train, TrainingBatch(400, 400))
     assert 0.8 < kept / expected < 1.25, (kept, expected)
 
 

@@ -71,3 +71,20 @@ def test_it_loads_no_torch() -> None:
         told = [sys.executable, "-c", command, "bench", "planning", *sizes, *counts]
         done = subprocess.run(told, capture_output=True, text=True, check=True)
         assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_the_command_shows_the_memory_of_the_fullest_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    """By hand: of the scorers' ranks, three models of 80 / 8 layers over 8 tensor ranks, one of them trained."""
+    assert main(["bench", "planning", "--memory", "--ranks", "128", "1024", "--sequences", "512"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    headings = lines[0].split()
+    assert headings[-1] == "GiB" and "KV" in headings
+    rows = [line.split() for line in lines[1:3]]
+    assert [row[:4] for row in rows] == [["disaggregated", "128", "512", "64"], ["disaggregated", "1024", "512", "512"]]
+    stage = (10 * (8192 * (8192 + 2 * 1024 + 8192) + 3 * 8192 * 28672) + 128256 * 8192) / 8 + 10 * 2 * 8192
+    few, many = ([float(number) for number in row[4:]] for row in rows)
+    for weights, _, gradients, adam, cache, *_, total in (few, many):
+        assert weights == pytest.approx(3 * 2 * stage / 2**30, abs=0.01)
+        assert gradients == pytest.approx(4 * stage / 2**30, abs=0.01) and total < 80 and cache > 0
+        assert adam == pytest.approx(12 * stage / 2**30 / (1 if total == few[-1] else 8), abs=0.01)
+    assert few[4] == pytest.approx(8 * many[4], rel=0.01), "sequences are divided among the replicas"

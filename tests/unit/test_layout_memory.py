@@ -8,18 +8,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from oppo_megatron.config.lora import LoraConfig
 from oppo_megatron.config.model import ParallelConfig, TrainingLayoutConfig
 from oppo_megatron.config.run import RewardModelConfig, TrainConfig
+from oppo_megatron.layout.activations import (
+    BLOCK_NUMBERS,
+    MASK_NUMBERS,
+    Call,
+    Model,
+    TrainingBatch,
+    cached_activations,
+    kept_activations,
+    training_activations,
+)
 from oppo_megatron.layout.holdings import Holding, rank_memory, supervised_holdings, train_holdings
 from oppo_megatron.layout.layouts import Sizes
 from oppo_megatron.layout.memory import (
     Memory,
-    TrainingBatch,
-    cached_activations,
     kv_cache_bytes,
     stage_layers,
     stage_parameters,
-    training_activations,
+    table_bytes,
     training_state,
 )
 
@@ -85,34 +94,62 @@ def test_kv_cache_holds_whole_slots_of_its_budget() -> None:
 TWO_BY_FOUR = Sizes(2, 4)
 
 
-def activations(
+def kept(
     sizes: Sizes = TWO_BY_FOUR, stage: int = 0, tokens: int = 100, rows: int = 10**6, **train: Any
 ) -> float:
-    batch = TrainingBatch(tokens, rows)
-    return training_activations(SHAPE, sizes, stage, "bfloat16", TrainingLayoutConfig(**train), batch, scalar=True)
+    model, batch = Model(SHAPE, sizes.tp, "bfloat16", scalar=True), TrainingBatch(tokens, rows)
+    return kept_activations(model, sizes, stage, TrainingLayoutConfig(**train), batch)
 
 
-def test_activations_by_hand() -> None:
+def test_kept_activations_by_hand() -> None:
     # of a token: 4 x 64 whole; over tp 2: rotated queries, output twice 3 x 64, rotated keys, values 2 x 16, 3 x 128
     layer = 4 * 64 + (3 * 64 + 2 * 16 + 3 * 128) / 2
-    assert activations() == 4 * 100 * 2 * layer * 2, "4 micro-batches in flight of 100 tokens, 2 layers, 2 bytes"
-    assert activations(stage=3) == activations() / 4
-    assert activations(rows=150) == activations() * 150 / 400, "no more tokens than the minibatch has"
-    assert activations(sequence_parallel=True) == 4 * 100 * 2 * (layer - 2 * 64) * 2
-    assert activations(recompute="selective") == 4 * 100 * 2 * (layer - 64 / 2) * 2, (
+    angles = 2 * 8 * 4  # cosine and sine of 8 frequencies
+    assert kept() == 4 * 100 * ((2 * layer + 64) * 2 + angles), "4 micro-batches in flight, 2 layers and an input"
+    assert kept(stage=3) == kept() / 4
+    assert kept(rows=150) == kept() * 150 / 400, "no more tokens than the minibatch has"
+    assert kept(sequence_parallel=True) == 4 * 100 * ((2 * (layer - 2 * 64) + 32) * 2 + angles)
+    assert kept(recompute="selective") == 4 * 100 * ((2 * (layer - 64 / 2) + 64) * 2 + angles), (
         "of the queries one, of the output one"
     )
-    assert activations(recompute="full") == (4 * 100 * 2 * 64 + 100 * layer) * 2
+    assert kept(recompute="full") == 4 * 100 * ((2 * 64 + 64) * 2 + angles)
     # interleaved: 2 x 3 + 4 + 1 virtual stages of one layer in flight
-    assert activations(Sizes(2, 4, 1, 2)) == 11 * 100 * 1 * layer * 2
+    assert kept(Sizes(2, 4, 1, 2)) == 11 * 100 * ((layer + 64) * 2 + angles)
 
 
-def test_the_last_stage_of_a_language_model_holds_logits() -> None:
-    batch, train = TrainingBatch(100, 10**6), TrainingLayoutConfig()
-    logits, scalar = (
-        training_activations(SHAPE, Sizes(2, 2), 1, "bfloat16", train, batch, scalar) for scalar in (False, True)
-    )
-    assert logits - scalar == 100 * 48 * 2 * 4
+def test_a_backward_pass_by_hand() -> None:
+    """On the first stage, of which layer by layer is computed backwards: gradients of a feed-forward's parts and weights."""
+    model, sizes, train = Model(SHAPE, 2, "bfloat16", scalar=True), TWO_BY_FOUR, TrainingLayoutConfig()
+    few, many = TrainingBatch(10, 10**6), TrainingBatch(1000, 10**6)
+
+    def extra(batch: TrainingBatch, train: TrainingLayoutConfig) -> float:
+        return training_activations(model, sizes, 0, train, batch) - kept_activations(model, sizes, 0, train, batch)
+
+    assert extra(many, train) == 1000 * (64 + 3 * 64) * 2, "of gate and up, the product and the layer's output"
+    assert extra(few, train) == (10 * (64 + 64 - 64) + 2 * 64 * 64) * 2, "of the weights of gate and up"
+    layer = 4 * 64 + (3 * 64 + 2 * 16 + 3 * 128) / 2
+    full = TrainingLayoutConfig(recompute="full")
+    assert extra(many, full) == extra(many, train) + 1000 * (layer - 64) * 2, "and a layer that is computed again"
+
+
+def test_the_loss_holds_logits_and_their_gradient_or_a_scalars_input() -> None:
+    language, scalar = (Model(SHAPE, 2, "bfloat16", scalar=scalar) for scalar in (False, True))
+    assert language.loss(100) == 100 * 64 * 2 + 100 * 48 * (2 * 2 + 2 * 4), "two float32 blocks, of all rows"
+    many = 4 * BLOCK_NUMBERS // 48
+    assert language.loss(many) == many * 64 * 2 + many * 48 * 2 * 2 + 2 * BLOCK_NUMBERS * 4
+    assert scalar.loss(100) == 100 * 64 * (2 * 4 + 2)
+    batch, train = TrainingBatch(10**4, 10**6), TrainingLayoutConfig()
+    first, last = (training_activations(language, Sizes(2, 2), stage, train, batch) for stage in (0, 1))
+    assert last == kept_activations(language, Sizes(2, 2), 1, train, batch) + language.loss(10**4)
+    assert first == kept_activations(language, Sizes(2, 2), 0, train, batch) + language.backward_of_layer(train, 10**4)
+
+
+def test_float32_on_a_gpu_repeats_keys_and_adapters_keep_the_inputs_of_their_products() -> None:
+    train, targets = TrainingLayoutConfig(), LoraConfig(rank=4, targets=["q_proj", "down_proj"])
+    gpu, cpu = (Model(SHAPE, 2, "float32", on_cpu=on_cpu).kept_of_layer(train)[0] for on_cpu in (False, True))
+    assert gpu - cpu == 2 * (64 - 16) / 2
+    whole, adapted = (Model(SHAPE, 2, "bfloat16", lora=lora).kept_of_layer(train)[0] for lora in (None, targets))
+    assert whole - adapted == 64 / 2 + 64 - 2 * 4, "neither the output as joined nor the norm before gate and up"
 
 
 def holdings(on_cpu: bool = False, **changes: Any) -> list[Holding]:
@@ -139,7 +176,10 @@ def test_what_each_rank_holds() -> None:
     assert actor.memory.weights == reference.memory.weights == parameters * 4
     assert (actor.memory.gradients, actor.memory.optimizer) == (parameters * 4, parameters * 8 / 2)
     assert (reference.memory.gradients, reference.memory.optimizer, reference.memory.packed) == (0, 0, 0)
-    assert reference.memory.activations == 6 * 128 * (2 * 64 + 4 * 64) * 4, "all that its cache holds, in one call"
+    assert reference.phases == {"reading": reference.memory.activations}
+    reads = cached_activations(Model(SHAPE, 2, "float32"), Call(6 * 128, 0, 128))
+    assert reference.memory.activations == reads, "all that its cache holds, in one call"
+    assert reference.memory.buffers == table_bytes(SHAPE, 128) == 2 * 128 * 8 * 4
     assert actor.memory.kv_cache == 6 * 128 * 2 * 4 * 1 * 8 * 4, "6 of 11 sequences are a replica's"
     assert actor.batches["B + delta"] == "8-11" and actor.batches["sequences a replica"] == "6"
     assert actor.batches["rows a replica"] == "4" and "rows a replica" not in reference.batches
@@ -206,8 +246,9 @@ def test_another_training_layout_is_a_second_copy() -> None:
     moved = {h.role: h for h in holdings(actor={"init": SHAPE, "train": {"tp": 1, "pp": 4}}) if h.rank == 0}
     assert list(moved) == ["actor", "actor.train", "reference", "critic"]
     weights, cache = same["actor"].memory.weights, same["actor"].memory.kv_cache
-    call = same["reference"].memory.activations
-    assert moved["actor"].memory == Memory(weights=weights, kv_cache=cache, activations=call)
+    call, tables = max(moved["actor"].phases.values()), table_bytes(SHAPE, 128)
+    assert moved["actor"].memory == Memory(weights=weights, kv_cache=cache, buffers=tables, activations=call)
+    assert same["actor"].memory.buffers == moved["actor.train"].memory.buffers == tables, "one model, and two"
     copy = moved["actor.train"].memory
     assert copy.copy == copy.gradients == stage_parameters(SHAPE, 1, 4, 0, scalar=False) * 4
     assert copy.weights == 0 and moved["actor.train"].layers == [range(0, 2)]
@@ -244,11 +285,32 @@ def test_a_rank_takes_what_its_roles_hold_and_the_largest_of_what_they_compute()
 
 
 def test_calls_by_hand() -> None:
-    # of a token: 2 x 64 whole, 4 x 128 over tp 2; of a row 48 logits in float32, as computed, and thrice to draw
-    assert cached_activations(SHAPE, 2, "float32", tokens=10, rows=0, draws=False) == 10 * (128 + 256) * 4
-    assert cached_activations(SHAPE, 2, "bfloat16", tokens=10, rows=3, draws=False) == 10 * 384 * 2 + 3 * 48 * (4 + 2)
-    drawn, read = (cached_activations(SHAPE, 2, "float32", tokens=0, rows=3, draws=draws) for draws in (True, False))
-    assert drawn - read == 3 * 48 * 4 * 3
+    """Numbers of a token: 64 hidden; over tp 2 of queries 32, of keys and of values 8, of the feed-forward 64."""
+    model, half = (Model(SHAPE, 2, dtype) for dtype in ("float32", "bfloat16"))
+    mask = 10 * 4 * 12  # 4 query heads a key head
+    repeated = (48 + max((32 + 8) * 3, 32 + 8 + 3 * 32 + 2 * 32)) * 4
+    assert cached_activations(model, Call(10, 0, 12)) == 10 * (2 * 64 * 4 + repeated) + mask * (4 + 5 / 4)
+    assert cached_activations(half, Call(10, 0, 12, draws=True)) == 10 * 2 * (2 * 64 + 64 + 3 * 64)
+    assert cached_activations(half, Call(10, 0, 12, gathered=10**4)) == (
+        10 * (2 * 64 * 2 + 48 * 2 + 40 * 10) + mask * (2 + 3 / 4) + 2 * 10**4 * 8 * 2
+    )
+    long = cached_activations(half, Call(10**4, 0, 10**4)) - cached_activations(half, Call(10**4, 0, 10**5))
+    assert long == 0 < MASK_NUMBERS, "a mask is bounded"
+    # of a row its hidden state and 48 logits: in float32 and as computed, or with two blocks; thrice more to draw
+    wide = Model({**SHAPE, "vocab_size": 96 * 64}, 2, "float32")
+    hidden, logits = (1000 * 2 + 1000) * 64 * 4, 1000 * 48 * 64 * 4
+    assert cached_activations(wide, Call(1000, 1000, 12)) == hidden + 3 * logits
+    assert cached_activations(wide, Call(1000, 1000, 12, draws=True)) == hidden + 3 * logits, "itself, odds, their sum"
+    warm = Call(1000, 1000, 12, draws=True, temperature=0.7)
+    assert cached_activations(wide, warm) == hidden + 4 * logits, "and divided by the temperature"
+
+
+def test_sequence_parallelism_keeps_a_buffer_and_a_model_of_its_own() -> None:
+    train = {"sequence_parallel": True}
+    held = {h.role: h for h in holdings(actor={"init": SHAPE, "train": train}) if h.rank == 0}
+    gathered = 4 * 128 * 64 * 4  # the tokens of 4 rows, of which a micro-batch holds 4,096
+    assert held["actor"].memory.buffers == 2 * table_bytes(SHAPE, 128) + gathered
+    assert held["critic"].memory.buffers == table_bytes(SHAPE, 128)
 
 
 def test_held_out_answers_have_a_cache_of_their_own() -> None:
@@ -260,7 +322,7 @@ def test_held_out_answers_have_a_cache_of_their_own() -> None:
 def test_a_supervised_model_is_one_role() -> None:
     config = {"run_dir": "r", "tokenizer": {"path": "t"}, "data": {"path": "d"}, "model": {"init": SHAPE}}
     held = supervised_holdings(
-        RewardModelConfig.model_validate({**config, "batch_size": 9, "parallel": {"pp": 2, "dp": 2}})
+        RewardModelConfig.model_validate({**config, "batch_size": 9, "parallel": {"pp": 2, "dp": 2}}), on_cpu=True
     )
     assert [(h.rank, h.role, h.coords.stage, h.coords.replica) for h in held] == [
         (0, "model", 0, 0),

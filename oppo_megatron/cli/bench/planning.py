@@ -12,9 +12,9 @@ from oppo_megatron.cli.schedule import EXIT_FAULT
 HELP = "processor seconds that a rank of a large run plans, checks and books in a step"
 ABOUT = """Drives one rank's part of the loop's pure half, for rank 0 and for the last rank of each number of ranks, and prints
 its processor seconds a step. The model is a 70B whose step is bounded from below by the peaks of an H100. With --count it
-counts instead: process groups, messages and watchdogs' notes of a rank. With --simulate every rank plans a round for itself;
-then all of them play it together, by the rules of NCCL, and what they send is counted: exit code 2 if there is a fault. Loads
-no torch."""
+counts instead: process groups, messages and watchdogs' notes of a rank; with --memory bytes by kind. With --simulate every
+rank plans a round for itself; then all of them play it together, by the rules of NCCL, and what they send is counted: exit
+code 2 if there is a fault. Loads no torch."""
 
 MODES = ("disaggregated", "colocated")
 SHOWN = 20
@@ -36,6 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument(
         "--count", action="store_true", help="count groups, messages of a round and notes, instead of timing anything"
+    )
+    instead.add_argument(
+        "--memory", action="store_true", help="show what the fullest rank is to hold, by kind, instead of timing anything"
     )
     instead.add_argument(
         "--simulate", action="store_true", help="play a round of all ranks, each of which has planned it for itself"
@@ -66,6 +69,8 @@ def _planning(args: argparse.Namespace) -> int:
     cluster = Cluster(tp=args.tp, pp=args.pp, chunk=args.chunk, steps=args.steps)
     if args.count:
         return _count(cluster, args)
+    if args.memory:
+        return _memory(cluster, args)
     if args.simulate:
         return _simulate(cluster, args)
     rows = list(bench_planning(cluster, args.mode, args.ranks, args.sequences))
@@ -85,6 +90,19 @@ def _count(cluster: Any, args: argparse.Namespace) -> int:
     print(
         f"70B, tp {args.tp}, pp {args.pp}, {args.sequences[0]} sequences, chunks of {args.chunk}; groups: the most of a rank; "
         "messages: of the actor's output rank"
+    )
+    return 0
+
+
+def _memory(cluster: Any, args: argparse.Namespace) -> int:
+    from oppo_megatron.bench.figures import format_table
+    from oppo_megatron.bench.memory import COLUMNS, bench_memory
+
+    print(format_table(COLUMNS, list(bench_memory(cluster, args.mode, args.ranks, args.sequences))))
+    print(
+        f"70B in bfloat16 on GPUs, tp {args.tp}, pp {args.pp}, sequences of up to "
+        f"{cluster.prompt_tokens + cluster.response_tokens} tokens, micro-batches of 8192, updates with "
+        "sequence parallelism"
     )
     return 0
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from math import prod
 from typing import Any
 
 import torch
@@ -48,14 +49,25 @@ CALL_NUMBERS = 2**16
 
 def stretches(lengths: Sequence[int], call: float) -> list[slice]:
     """Cuts rows wherever that saves more than `call` positions, the price of one attention call; each cut is the best one."""
-    return [slice(first, end) for first, end in _cut(lengths, 0, len(lengths), call)]
+    return blocks([(length,) for length in lengths], call)
 
 
-def _cut(lengths: Sequence[int], first: int, end: int, call: float) -> list[tuple[int, int]]:
-    rows = lengths[first:end]
-    left, right = list(accumulate(rows, max)), list(accumulate(reversed(rows), max))[::-1]
+def blocks(sizes: Sequence[tuple[int, ...]], call: float) -> list[slice]:
+    """As `stretches`, of rows with several sizes: each row costs the product of the largest of those together with it."""
+    return [slice(first, end) for first, end in _cut(sizes, 0, len(sizes), call)]
+
+
+def _cut(sizes: Sequence[tuple[int, ...]], first: int, end: int, call: float) -> list[tuple[int, int]]:
+    rows = sizes[first:end]
+    left, right = _costs(rows), _costs(rows[::-1])[::-1]
     costs = [n * left[n - 1] + (len(rows) - n) * right[n] for n in range(1, len(rows))]
     if not costs or min(costs) + call >= len(rows) * left[-1]:
         return [(first, end)]
     middle = first + 1 + costs.index(min(costs))
-    return [*_cut(lengths, first, middle, call), *_cut(lengths, middle, end, call)]
+    return [*_cut(sizes, first, middle, call), *_cut(sizes, middle, end, call)]
+
+
+def _costs(rows: Sequence[tuple[int, ...]]) -> list[int]:
+    """What a row costs together with all before it."""
+    largest = [accumulate(column, max) for column in zip(*rows, strict=True)]
+    return [prod(each) for each in zip(*largest, strict=True)]

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from oppo_megatron.mcore.cpu.cpu_attention import CALL_NUMBERS, stretches
 from oppo_megatron.mcore.host_copies import on_device
+from oppo_megatron.mcore.kv.call_parts import PartsOfCall, parts_of
+from oppo_megatron.mcore.kv.masks import beyond_mask, hidden_keys
 from oppo_megatron.mcore.layers.rope import apply_rope
 from oppo_megatron.mcore.layers.windows import WindowedAttention, binding
 
@@ -74,7 +76,9 @@ class CallPlan(CachedPlan):
         self.decode = max(lens) == 1
         self.longest = max(p + n for p, n in zip(past, lens, strict=True))
         self._dtype, self._device = cache.dtype, cache.device
-        self._together: dict[int | None, list[_Together]] = {}  # by window, made in the first layer that has it
+        # By window, made in the first layer that has it.
+        self._together: dict[int | None, list[_Together]] = {}
+        self._parts: dict[int | None, PartsOfCall] = {}
         self.slots_S, self.past_S, self.lens_S = on_device([slots, past, lens], cache.device).unbind(0)
         if self.decode:
             self.pos_T = self.past_S
@@ -95,6 +99,8 @@ class CallPlan(CachedPlan):
     ) -> Tensor:
         k_SGLD, v_SGLD = self._extend(layer, k_TGD, v_TGD)
         window = binding(window, self.longest)
+        if not self.decode and self.parts_on(self._device):
+            return self._attend_in_parts(q_TGRD, k_SGLD, v_SGLD, scale, window)
         if self._device.type == "cpu" and sum(self.lens) >= FEW_TOKENS * len(self.lens):
             return self._attend_each(q_TGRD, k_SGLD, v_SGLD, scale, window)
         return self._attend_together(q_TGRD, k_SGLD, v_SGLD, scale, window)
@@ -144,6 +150,23 @@ class CallPlan(CachedPlan):
             outputs.append(out_1NCD[0].transpose(0, 1).flatten(1))
             first += new
         return torch.cat(outputs)
+
+    @staticmethod
+    def parts_on(device: torch.device) -> bool:
+        """Whether sequences with several new tokens attend in parts."""
+        return device.type != "cpu"
+
+    def _attend_in_parts(
+        self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        parts = self._parts.get(window)
+        if parts is None:
+            repeat = q_TGRD.shape[2]
+            of_call = parts_of(self.past, self.lens, repeat, window)
+            places = self.row_T, self.col_T
+            parts = PartsOfCall(of_call, self.lens, self.past_S, places, repeat, self._dtype)
+            self._parts[window] = parts
+        return parts.attend(q_TGRD, k_SGLD, v_SGLD, scale)
 
     def _attend_together(
         self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float, window: int | None
@@ -249,23 +272,6 @@ class StepRows(ABC):
     @abstractmethod
     def plan(self, position_B: Tensor, reach: int) -> StepPlan:
         """A step of the first B rows."""
-
-
-def hidden_keys(position: Tensor, keys: slice, window: int | None) -> Tensor:
-    """[..., L]: which of the cached positions `keys` a token at `position` [...] does not attend to.
-
-    Each attends to one at the least, also where it stands behind all of them, as those do that only fill up a call.
-    """
-    key_L, position_1 = torch.arange(keys.start, keys.stop, device=position.device), position.unsqueeze(-1)
-    beyond = key_L > position_1
-    return beyond if window is None else beyond | (key_L <= (position_1 - window).clamp(max=keys.stop - 2))
-
-
-def beyond_mask(position_S: Tensor, keys: slice, dtype: torch.dtype, window: int | None) -> Tensor:
-    """[S, 1, 1, L]: 0 up to a sequence's position, no further back than its window, and minus infinity elsewhere."""
-    hidden_SL = hidden_keys(position_S, keys, window)
-    mask_SL = torch.zeros(hidden_SL.shape, dtype=dtype, device=position_S.device)
-    return mask_SL.masked_fill_(hidden_SL, -torch.inf)[:, None, None]
 
 
 def attend_one(q_SGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, mask: Tensor | None, scale: float) -> Tensor:

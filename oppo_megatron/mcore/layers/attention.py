@@ -63,7 +63,7 @@ class PackedPlan:
         def core(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
             if q.device.type == "cpu" and q.dtype == torch.bfloat16:
                 return HalfOnCpu.apply(q, k, v, scale, mask)
-            return _attention(q, k, v, scale, mask)
+            return torch_attention(q, k, v, scale, mask)
 
         for q, k, v in zip(*(x.split(self.lengths) for x in (q_TND, k_TGD, v_TGD)), strict=True):
             q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
@@ -78,7 +78,7 @@ class PackedPlan:
         return self._through_window
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Tensor:
+def torch_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Tensor:
     """torch's, causal without a mask."""
     grouped = q.shape[1] != k.shape[1]
     # Of CUDA's fast kernels those for masks, or float32, know no groups.

@@ -16,10 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from oppo_megatron.layout.activations import BLOCK_NUMBERS, CACHED_NUMBERS
 from oppo_megatron.mcore.vocab_shards import VocabShards
-
-CACHED_NUMBERS, FEW_KERNELS = 2**17, 2**26
-"""Numbers that are worked on at once: on a CPU what its cache holds, on a GPU enough that kernels are few."""
 
 
 class _LogProbEntropy(torch.autograd.Function):
@@ -41,6 +39,7 @@ class _LogProbEntropy(torch.autograd.Function):
             mass_BV = shifted_BV.exp()
             sums_3R[0, rows] = mass_BV.sum(-1)
             sums_3R[2, rows] = mass_BV.mul_(shifted_BV).sum(-1)
+            del shifted_BV, mass_BV  # or they would be held while the next rows' are made
         if shards.size > 1:
             dist.all_reduce(sums_3R, group=shards.group)
         mass_R, target_R, weighted_R = sums_3R
@@ -62,13 +61,14 @@ class _LogProbEntropy(torch.autograd.Function):
             grad_BV = logq_BV.exp_().mul_(inner_BV).neg_()
             grad_BV.scatter_add_(-1, local_R[rows, None], pulled_R[rows, None])
             grad_RV[rows] = grad_BV if ctx.temperature == 1.0 else grad_BV.div_(ctx.temperature)
+            del logq_BV, inner_BV, grad_BV
         return grad_RV, None, None, None
 
 
 def _blocks(logits_RV: Tensor) -> Iterator[slice]:
     """Rows that are worked on together."""
     num_rows, width = logits_RV.shape
-    size = max(1, (CACHED_NUMBERS if logits_RV.device.type == "cpu" else FEW_KERNELS) // width)
+    size = max(1, (CACHED_NUMBERS if logits_RV.device.type == "cpu" else BLOCK_NUMBERS) // width)
     return (slice(first, first + size) for first in range(0, num_rows, size))
 
 

@@ -1,0 +1,247 @@
+"""What a rank holds while it computes, counted as the modules of `mcore` make it on a GPU.  Pure.
+
+Every formula is held to what the modules take on fake CUDA tensors (`tests/rehearsal/test_memory_plan.py`).  A CPU's kernels
+take other amounts, of the same order.
+
+Legend of sizes, numbers of a token: `hidden`; `shard`, the hidden size or with sequence parallelism a tensor rank's part of it;
+`query`, `key`, `ffn`, those of a tensor rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from oppo_megatron.config.lora import LoraConfig
+from oppo_megatron.config.model import TrainingLayoutConfig
+from oppo_megatron.layout.layouts import Sizes, vocab_rows
+from oppo_megatron.layout.memory import FP32, Shape
+from oppo_megatron.layout.shape import DTYPE_BYTES, head_dim, num_kv_heads
+
+MASK_NUMBERS = 2**25
+"""The most numbers of a mask of attention, where a call on a GPU needs some (`mcore/kv/call_parts.py`)."""
+BLOCK_NUMBERS, CACHED_NUMBERS = 2**26, 2**17
+"""The most logits that log-probs are made of at once (`mcore/layers/vocab_parallel.py`): on a GPU enough that kernels are few, on
+a CPU what its cache holds."""
+DRAWN_BLOCK = 64
+"""Tokens drawn from come in blocks of so many (`engine/sampler.py`)."""
+
+
+@dataclass(frozen=True)
+class TrainingBatch:
+    """Tokens of one packed micro-batch, and of all rows that a replica has in an optimizer step: both upper bounds."""
+
+    micro_batch_tokens: int
+    replica_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        """Of the largest micro-batch."""
+        return min(self.micro_batch_tokens, self.replica_tokens)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as its modules compute with it on one tensor rank.
+
+    `repeats_keys`: float32 on a GPU, whose attention knows no groups of heads.
+    """
+
+    shape: Shape
+    tp: int
+    dtype: str
+    scalar: bool = False
+    lora: LoraConfig | None = None
+    on_cpu: bool = False
+
+    @property
+    def width(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def hidden(self) -> int:
+        return int(self.shape["hidden_size"])
+
+    @property
+    def query(self) -> float:
+        return float(self.shape["num_attention_heads"] * head_dim(self.shape) / self.tp)
+
+    @property
+    def key(self) -> float:
+        return float(num_kv_heads(self.shape) * head_dim(self.shape) / self.tp)
+
+    @property
+    def ffn(self) -> float:
+        return float(self.shape["intermediate_size"] / self.tp)
+
+    @property
+    def vocab(self) -> int:
+        return vocab_rows(self.shape["vocab_size"], self.tp)
+
+    @property
+    def repeat(self) -> int:
+        """Query heads a key head."""
+        return int(self.shape["num_attention_heads"]) // num_kv_heads(self.shape)
+
+    @property
+    def block(self) -> int:
+        """Logits that log-probs are made of at once."""
+        return CACHED_NUMBERS if self.on_cpu else BLOCK_NUMBERS
+
+    @property
+    def one_group(self) -> bool:
+        """A tensor rank has one key head: queries are then a view of their product with keys and values."""
+        return num_kv_heads(self.shape) == self.tp
+
+    @property
+    def repeats_keys(self) -> bool:
+        return not self.on_cpu and self.dtype == "float32" and self.repeat > 1
+
+    def kept_of_layer(self, train: TrainingLayoutConfig) -> tuple[float, float]:
+        """Numbers of one token in one layer: all that a backward pass needs, and those kept until then.
+
+        What both norms take and give; the rotated queries and keys, the values, the attention's output as computed and as
+        joined; gate, up and their product.  Norms of queries and keys keep the product with the values that they are a view
+        of.  Of frozen weights only those products keep their inputs that have adapters.
+        """
+        shard, targets = self.shard(train), set(_ALL) if self.lora is None else set(self.lora.projections)
+        attention = shard * bool(targets & _ATTENTION) + self.query * ("o_proj" in targets)
+        outside = 2 * shard + shard * bool(targets & _GATES) + 2 * self.ffn + self.ffn * ("down_proj" in targets)
+        if self.shape["model_type"] == "qwen3":
+            outside += self.query + 2 * self.key + (0 if self.one_group else self.query)
+        if self.lora is not None:
+            outside += self.lora.rank * len(targets)
+        inside = 2 * self.query + 2 * (self.query if self.repeats_keys else self.key)
+        given = self.query + 2 * self.key
+        whole = attention + outside + inside
+        kept = {"none": whole, "selective": attention + outside + given, "full": float(shard)}[train.recompute]
+        return whole, kept
+
+    def shard(self, train: TrainingLayoutConfig) -> float:
+        return self.hidden / (self.tp if train.sequence_parallel else 1)
+
+    def backward_of_layer(self, train: TrainingLayoutConfig, tokens: int) -> float:
+        """Bytes that the backward pass through a feed-forward holds beside what was kept, at the most.
+
+        The gradient of the layer's output and, in turn: those of the product and of its weights; of gate and up; of the
+        input and of gate's and up's weights, when what these needed is gone.
+        """
+        shard, gathered = self.shard(train), self.hidden if train.sequence_parallel else 0
+        weights = 0.0 if self.lora is not None else self.hidden * self.ffn
+        own = self.ffn if self.lora is None or "down_proj" in self.lora.projections else 0
+        down = tokens * (shard + gathered + self.ffn) + weights
+        gates = tokens * (shard + 4 * self.ffn - own)
+        up = tokens * (shard + self.hidden - own) + 2 * weights
+        return max(down, gates, up) * self.width
+
+    def loss(self, tokens: int) -> float:
+        """Bytes that the last stage holds beside what layers keep, from the final norm to the gradient of the hidden states.
+
+        Of each row the hidden state, logits and their gradient, as computed, and float32 blocks of these; or with a scalar
+        head the hidden state and its gradient in float32.
+        """
+        if self.scalar:
+            rounded = 0 if self.width == FP32 else self.width
+            return float(tokens * self.hidden * (2 * FP32 + rounded))
+        logits, rows = tokens * self.vocab, tokens * self.hidden * self.width
+        weights = 0 if self.lora is not None else self.vocab * self.hidden
+        in_blocks = logits * 2 * self.width + 2 * min(logits, self.block) * FP32
+        return float(rows + max(in_blocks, (logits + weights) * self.width + rows))
+
+
+_ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_ATTENTION, _GATES = {"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}
+
+
+def kept_activations(
+    model: Model, sizes: Sizes, stage: int, train: TrainingLayoutConfig, batch: TrainingBatch
+) -> float:
+    """Bytes that forward passes keep for their backward passes at once, loss apart: an upper bound.
+
+    1F1B has at most pp - stage micro-batches in flight (interleaved: 2 (pp - stage - 1) + (vpp - 1) pp + 1 of one virtual
+    stage each), and no more tokens than the minibatch.  Each keeps its layers' part (`kept_of_layer`), the stage's input, and
+    the rotary angles of its tokens.
+    """
+    _, kept = model.kept_of_layer(train)
+    if sizes.vpp == 1:
+        in_flight, layers = sizes.pp - stage, model.shape["num_hidden_layers"] // sizes.pp
+    else:
+        in_flight = 2 * (sizes.pp - stage - 1) + (sizes.vpp - 1) * sizes.pp + 1
+        layers = model.shape["num_hidden_layers"] // (sizes.pp * sizes.vpp)
+    held = min(in_flight * batch.tokens, sizes.vpp * batch.replica_tokens)
+    angles = 2 * head_dim(model.shape) * FP32
+    return float(held * ((layers * kept + model.shard(train)) * model.width + angles))
+
+
+def training_activations(
+    model: Model, sizes: Sizes, stage: int, train: TrainingLayoutConfig, batch: TrainingBatch
+) -> float:
+    """Bytes that an update holds at once, at the most: what is kept, and the loss, or a layer whose backward pass is under way.
+
+    With `recompute: full` that layer has been computed again.
+    """
+    whole, kept = model.kept_of_layer(train)
+    of_layer = model.backward_of_layer(train, batch.tokens)
+    if train.recompute == "full":
+        of_layer += batch.tokens * (whole - kept) * model.width
+    of_loss = model.loss(batch.tokens) if stage == sizes.pp - 1 else 0.0
+    return kept_activations(model, sizes, stage, train, batch) + max(of_layer, of_loss)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A cached call: new tokens of any number of sequences, and the rows of them whose logits are made.
+
+    `context`: the longest sequence; `gathered`: positions of all sequences that a layer's attention has copied, which a paged
+    cache without a kernel of its own makes it do.  `draws`: tokens are drawn from the logits, by `copies` tensors like them.
+    """
+
+    tokens: int
+    rows: int
+    context: int
+    gathered: int = 0
+    draws: bool = False
+    temperature: float = 1.0
+
+
+def cached_activations(model: Model, call: Call) -> float:
+    """Bytes that a decode step or a prefill micro-batch holds at most.
+
+    Of each token the stage's input and the hidden state, and in turn: queries, keys and values and their rotation in float32;
+    attention, with its mask; the feed-forward.  Then the rows' hidden states and logits, in float32 and as computed.
+    """
+    return max(_in_layers(model, call), _of_logits(model, call))
+
+
+def _in_layers(model: Model, call: Call) -> float:
+    width, product = model.width, model.query + 2 * model.key
+    rotating = (model.query + model.key) * (2 * FP32 + width)
+    mask = 0.0 if call.draws else _mask(model, call)
+    repeated = 2 * model.query if model.repeats_keys else 0
+    attending = (model.query + model.key + 3 * model.query + repeated) * width
+    layer = product * width + max(rotating, attending)
+    feed_forward = (model.hidden + 3 * model.ffn) * width
+    gathered = 2 * call.gathered * model.key * width
+    tokens = call.tokens * (2 * model.hidden * width)
+    return float(tokens + max(call.tokens * layer + mask + gathered, call.tokens * feed_forward))
+
+
+def _mask(model: Model, call: Call) -> float:
+    """Of tokens that go on: on a CPU each sequence has one for all heads; on a GPU one for each query head of a group, made of
+    one for all and of bits."""
+    if model.on_cpu:
+        return float(call.tokens * call.context * model.width)
+    numbers = min(MASK_NUMBERS, call.tokens * model.repeat * call.context)
+    copied = model.width if model.repeat > 1 else 0
+    return float(numbers * (copied + (model.width + 1) / model.repeat))
+
+
+def _of_logits(model: Model, call: Call) -> float:
+    rounded = 0 if model.width == FP32 else model.width
+    logits, hidden = call.rows * model.vocab, (call.tokens * 2 + call.rows) * model.hidden * model.width
+    if model.scalar:
+        return float(hidden + call.rows * model.hidden * FP32)
+    if call.draws:
+        padded = model.vocab % DRAWN_BLOCK > 0
+        copies = 1 + (call.temperature not in (0.0, 1.0)) + padded + (model.tp > 1)
+        return float(hidden + logits * max(FP32 + rounded, FP32 * (1 + copies)))
+    return float(hidden + max(logits * (FP32 + rounded), logits * FP32 + 2 * min(logits, model.block) * FP32))

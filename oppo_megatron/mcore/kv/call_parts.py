@@ -1,0 +1,161 @@
+"""Attention of a call with many new tokens where torch's kernels compute it, on a GPU: in parts that waste and hold little.
+
+Queries that attend together are padded to the longest chunk, and read as far as the longest sequence.  So a sequence whose own
+attention takes longer than a call takes to start attends alone, and others beside neighbours of like size.  Sequences that are
+new need no mask; those that go on need one, for which there is no fused kernel that knows groups of heads: the query heads of
+a group take the place of query positions.  Such a mask is bounded by taking the queries in pieces.
+
+Legend: T packed tokens of the call, S sequences of a part, C its query positions, N query heads, G key/value heads, R query
+heads a key/value head, L cached positions, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from oppo_megatron.layout.activations import MASK_NUMBERS
+from oppo_megatron.mcore.cpu.cpu_attention import blocks
+from oppo_megatron.mcore.kv.masks import hidden_keys
+from oppo_megatron.mcore.layers.attention import torch_attention
+from oppo_megatron.mcore.layers.windows import binding
+
+CALL_SCORES = 2**20
+"""Scores of a head (pairs of query and key) that are computed in about the time that a call takes to start."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The sequences `rows` of a call; of one alone the new tokens `queries`, else all.  They read the cached positions `keys`.
+
+    `window` is None where it does not bind; `causal`: the part needs no mask, because all its sequences are new.
+    """
+
+    rows: slice
+    queries: slice
+    keys: slice
+    window: int | None
+
+    causal: bool
+
+    @property
+    def alone(self) -> bool:
+        return self.rows.stop - self.rows.start == 1
+
+    def mask_numbers(self, repeat: int) -> int:
+        """Of the mask for `repeat` query heads a key head."""
+        queries, keys = (each.stop - each.start for each in (self.queries, self.keys))
+        return 0 if self.causal else (self.rows.stop - self.rows.start) * repeat * queries * keys
+
+
+def parts_of(
+    past: Sequence[int], lens: Sequence[int], repeat: int, window: int | None, call: int = CALL_SCORES
+) -> list[Part]:
+    """Parts of a call that appends lens[s] tokens to past[s], `repeat` query heads a key head; none needs a larger mask than
+    MASK_NUMBERS, or than that of one query."""
+    parts: list[Part] = []
+    for rows in _groups(past, lens, call):
+        parts += _bounded(past, lens, repeat, window, rows)
+    return parts
+
+
+def _groups(past: Sequence[int], lens: Sequence[int], call: int) -> Iterator[slice]:
+    """Large sequences alone, runs of small ones between them in blocks."""
+    sizes = [(new, before + new) for before, new in zip(past, lens, strict=True)]
+    large = [s for s, (new, reach) in enumerate(sizes) if new * reach >= call]
+    first = 0
+    for stop in [*large, len(sizes)]:
+        if first < stop:
+            yield from (slice(first + b.start, first + b.stop) for b in blocks(sizes[first:stop], call))
+        if stop < len(sizes):
+            yield slice(stop, stop + 1)
+        first = stop + 1
+
+
+def _bounded(past: Sequence[int], lens: Sequence[int], repeat: int, window: int | None, rows: slice) -> list[Part]:
+    """Some sequences, in as many parts as bound the masks."""
+    pasts, news = past[rows], lens[rows]
+    reach, longest = max(p + n for p, n in zip(pasts, news, strict=True)), max(news)
+    bound = binding(window, reach)
+    if bound is None and max(pasts) == 0:
+        return [Part(rows, slice(0, longest), slice(0, longest), None, True)]
+    start = 0 if bound is None else max(0, min(pasts) + 1 - bound)
+    whole = Part(rows, slice(0, longest), slice(start, reach), bound, False)
+    if whole.mask_numbers(repeat) <= MASK_NUMBERS:
+        return [whole]
+    if not whole.alone:
+        middle = (rows.start + rows.stop) // 2
+        halves = slice(rows.start, middle), slice(middle, rows.stop)
+        return [part for half in halves for part in _bounded(past, lens, repeat, window, half)]
+    return list(_pieces(rows, pasts[0], longest, bound, max(1, MASK_NUMBERS // (repeat * reach))))
+
+
+def _pieces(rows: slice, past: int, new: int, window: int | None, size: int) -> Iterator[Part]:
+    for first in range(0, new, size):
+        stop = min(first + size, new)
+        start = 0 if window is None else max(0, past + first + 1 - window)
+        yield Part(rows, slice(first, stop), slice(start, past + stop), window, False)
+
+
+class PartsOfCall:
+    """The parts of a call, with what of them all layers of one window have in common."""
+
+    def __init__(
+        self, parts: Sequence[Part], lens: Sequence[int], past_S: Tensor, places: tuple[Tensor, Tensor], repeat: int,
+        dtype: torch.dtype,
+    ):  # fmt: skip
+        """`places`: sequence and column of each token of the call."""
+        self._parts, self._past_S, self._places, self._repeat, self._dtype = parts, past_S, places, repeat, dtype
+        self._first = [sum(lens[:s]) for s in range(len(lens) + 1)]
+        numbers = sum(part.mask_numbers(repeat) for part in parts)
+        self._masks = [self._mask(part) for part in parts] if numbers <= MASK_NUMBERS else None
+
+    def attend(self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float) -> Tensor:
+        """-> [T, N * D]."""
+        outputs = []
+        for number, part in enumerate(self._parts):
+            mask = self._mask(part) if self._masks is None else self._masks[number]
+            k, v = (x[part.rows, :, part.keys] for x in (k_SGLD, v_SGLD))
+            outputs.append(self._one(part, q_TGRD[self._tokens(part)], k, v, mask, scale))
+            del mask
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _one(self, part: Part, q_TGRD: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        places = None if part.alone else self._within(part)
+        if places is None:
+            q_SCGRD = q_TGRD.unsqueeze(0)
+        else:
+            num_seqs, chunk = part.rows.stop - part.rows.start, part.queries.stop
+            q_SCGRD = q_TGRD.new_zeros(num_seqs, chunk, *q_TGRD.shape[1:])
+            q_SCGRD[places] = q_TGRD
+        num_seqs, chunk, groups, repeat, dim = q_SCGRD.shape
+        q_SGRCD = q_SCGRD.permute(0, 2, 3, 1, 4)
+        if mask is None:
+            out = torch_attention(q_SGRCD.reshape(num_seqs, groups * repeat, chunk, dim), k, v, scale, None)
+        else:
+            out = torch_attention(q_SGRCD.reshape(num_seqs, groups, repeat * chunk, dim), k, v, scale, mask)
+        out_SCGRD = out.view(num_seqs, groups, repeat, chunk, dim).permute(0, 3, 1, 2, 4)
+        return (out_SCGRD[0] if places is None else out_SCGRD[places]).reshape(len(q_TGRD), -1)
+
+    def _tokens(self, part: Part) -> slice:
+        first = self._first[part.rows.start]
+        if part.alone:
+            return slice(first + part.queries.start, first + part.queries.stop)
+        return slice(first, self._first[part.rows.stop])
+
+    def _within(self, part: Part) -> tuple[Tensor, Tensor]:
+        row_T, col_T = (place[self._tokens(part)] for place in self._places)
+        return row_T - part.rows.start, col_T
+
+    def _mask(self, part: Part) -> Tensor | None:
+        """[S, 1, R C, L]: 0 or minus infinity."""
+        if part.causal:
+            return None
+        col_C = torch.arange(part.queries.start, part.queries.stop, device=self._past_S.device)
+        hidden_SCL = hidden_keys(self._past_S[part.rows, None] + col_C, part.keys, part.window)
+        mask_SCL = torch.zeros(hidden_SCL.shape, dtype=self._dtype, device=col_C.device)
+        mask_S1CL = mask_SCL.masked_fill_(hidden_SCL, -torch.inf)[:, None]
+        return mask_S1CL if self._repeat == 1 else mask_S1CL.repeat(1, 1, self._repeat, 1)

@@ -1,0 +1,233 @@
+"""One role on one rank of a run, built and used by the product on fake CUDA tensors: the bytes of each kind of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from oppo_megatron.algorithms.advantages import NOTHING_SEEN
+from oppo_megatron.algorithms.algorithm import make_algorithm
+from oppo_megatron.algorithms.experience import Experience
+from oppo_megatron.cluster import process_groups
+from oppo_megatron.cluster.process_groups import SharedGroups
+from oppo_megatron.config.derived import max_context
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.engine.sampler import Sampling, draw
+from oppo_megatron.engine.scoring import ScoringWorker
+from oppo_megatron.layout.placements import RolePlacement, named_roles, role_placements, training_placements
+from oppo_megatron.mcore import roles, training
+from oppo_megatron.mcore.groups import RoleGroups, build_groups
+from oppo_megatron.mcore.host_copies import on_device
+from oppo_megatron.mcore.model import RoleModel
+from oppo_megatron.mcore.stage import step
+from oppo_megatron.mcore.weights.weight_sync import share_parameters
+from oppo_megatron.records import Prompt, Rollout
+from oppo_megatron.schedule.planning.new_planner import cache_slots
+from oppo_megatron.schedule.rounds import Growth
+from oppo_megatron.train import trained_role
+from oppo_megatron.train.actor import Actor
+from oppo_megatron.train.critic import Critic
+from oppo_megatron.train.trained_role import TrainedRole
+from oppo_megatron.train.update import UpdateSettings
+from tests.rehearsal import device
+from tests.rehearsal.alone import Alone
+from tests.rehearsal.meter import Meter
+from tests.rehearsal.watch import DEVICE
+
+SCALAR_ROLES = ("critic", "reward")
+Measured = dict[str, float]
+
+
+class Measurement:
+    """Of the role `name` of a configuration, on `rank` of it.  For the rest of this process."""
+
+    def __init__(self, config: TrainConfig, name: str, rank: int, peers: Alone):
+        self.config, self.name = config, name
+        self.placement = role_placements(config)[name]
+        self.training = training_placements(config).get(name)
+        self.role: Any = named_roles(config)[name]
+        self.head: Literal["lm", "scalar"] = "scalar" if name in SCALAR_ROLES else "lm"
+        self.groups = SharedGroups()
+        self.found: Measured = {}
+        self.meter = Meter()
+        device.install(self.meter)
+        size = 1 + max(self.placement.ranks)
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+        process_groups.world_timeout = lambda: timedelta(seconds=60)
+        peers.stand(self.meter, rank, size)
+        roles.load_weights = lambda *_, **__: None  # type: ignore[assignment]
+        roles.fill_adapters = lambda *_, **__: None  # type: ignore[assignment]
+        trained_role.Reallocation = _allocated  # type: ignore[misc, assignment]
+
+    def run(self) -> Measured:
+        with self.meter:
+            model = self._load() if self.training is None else self._train(self.training)
+            self._cached(model)
+        return self.found
+
+    def _counted(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, while what its calls keep is counted as `kind`."""
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            with self.meter.span() as taken:
+                out = function(*args, **kwargs)
+            self.found[kind] = self.found.get(kind, 0) + taken.kept
+            return out
+
+        return counted
+
+    def _groups(self, placement: RolePlacement) -> RoleGroups:
+        groups = build_groups(placement.ranks, placement.tp, placement.pp, self.name, self.groups)
+        assert groups is not None
+        return groups
+
+    def _load(self) -> RoleModel:
+        set_rope = RoleModel.set_rope
+        RoleModel.set_rope = self._counted("buffers", set_rope)  # type: ignore[method-assign]
+        with self.meter.span() as taken:
+            model = roles.load_role(
+                self.role, self._groups(self.placement), head=self.head, max_length=max_context(self.config),
+                device=DEVICE, path="fused",
+            )  # fmt: skip
+        self.found["weights"] = taken.kept - self.found["buffers"]
+        return model.requires_grad_(False)
+
+    # Training: what is built, and two updates, the first of which makes the optimizer's state.
+
+    def _train(self, placement: RolePlacement) -> RoleModel:
+        role = self._trained_role(placement)
+        algorithm = make_algorithm(self.config.algorithm, self.config.ppo)
+        member = Actor(role, algorithm, 1.0) if self.name == "actor" else Critic(role, algorithm)
+        with self.meter.span() as first:
+            self._update(member, min(self.config.rollout.batch_size, placement.dp * self._rows_of_a_micro_batch))
+        self.found["buffers"] += self._gather_buffer()
+        self.found["optimizer"] += first.kept - self._gather_buffer()
+        with self.meter.span() as second:
+            self._update(member, self.config.rollout.batch_size)
+        self.found["update"] = second.peak
+        self.found["left behind"] = second.kept
+        return role.serving
+
+    @property
+    def _rows_of_a_micro_batch(self) -> int:
+        config = self.config
+        length = config.data.max_prompt_tokens + config.rollout.max_response_tokens - 1
+        return max(1, config.runtime.micro_batch_tokens // length)
+
+    def _trained_role(self, placement: RolePlacement) -> TrainedRole:
+        serving = self._groups(self.placement)
+        own = serving if placement == self.placement else self._groups(placement)
+        RoleModel.set_rope = self._counted("buffers", RoleModel.set_rope)  # type: ignore[method-assign]
+        training.get_megatron_optimizer = self._counted("optimizer", training.get_megatron_optimizer)
+        trained_role.TrainedModel = self._counted("state", trained_role.TrainedModel)  # type: ignore[misc, assignment]
+        with self.meter.span() as taken:
+            role = trained_role.build_trained_role(
+                self.role, serving, own, head=self.head, max_length=max_context(self.config), device=DEVICE,
+                path="fused", layers="torch", num_updates=10,
+            )  # fmt: skip
+        state = self.found.pop("state")
+        self.found["gradients"] = state - self.found["optimizer"]
+        self.found["weights"] = taken.kept - state - self.found["buffers"]
+        return role
+
+    def _gather_buffer(self) -> int:
+        from megatron.core.parallel_state import get_global_memory_buffer
+
+        return sum(each.nbytes for each in get_global_memory_buffer().buffer.values())
+
+    def _update(self, member: Actor | Critic, rows: int) -> None:
+        config = self.config
+        prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+        numbers, tokens = [0.0] * response, [1] * response
+        batch = [
+            Rollout(Prompt(i, i, "", (1,) * prompt), i, tokens, numbers, numbers, [0] * response, 0, 1, "length")
+            for i in range(rows)
+        ]
+        each = torch.zeros(rows * response, device=DEVICE)
+        lengths = torch.tensor([response] * rows)
+        experience = Experience(each, each, each, each, each, each, each, lengths, NOTHING_SEEN, None)  # type: ignore[arg-type]
+        settings = UpdateSettings(1, 1, config.runtime.micro_batch_tokens, 0, 2, DEVICE)
+        if isinstance(member, Actor):
+            member.update(batch, experience, 0.1, settings)
+        else:
+            member.update(batch, experience, settings)
+
+    # Cached calls: several of a micro-batch's tokens, and a decode step.
+
+    def _cached(self, model: RoleModel) -> None:
+        slots = cache_slots(self.config, self.name, self.placement)
+        with self.meter.span() as taken:
+            cache = model.new_cache(slots, None, self.config.runtime.kv_layout)
+        self.found["kv_cache"] = taken.kept
+        worker = Reader(self.name, model, cache, temperature=1.0)  # type: ignore[arg-type]
+        peaks = []
+        for past, lens in self._reads(slots):
+            worker.reset()
+            self._open(cache, past)
+            with self.meter.span() as taken:
+                worker.read(past, lens, draws=self.name == "actor")
+            peaks.append(taken.peak)
+        self.found["reading"] = max(peaks)
+        if self.name == "actor":
+            worker.reset()
+            self._decode(model, cache)
+
+    def _open(self, cache: Any, past: Sequence[int]) -> None:
+        for seq_id, length in enumerate(past):
+            cache.open(seq_id)
+            cache.reserve(seq_id, length)
+            cache.advance(seq_id, length)
+
+    def _reads(self, slots: int) -> Iterator[tuple[list[int], list[int]]]:
+        """Cached and new tokens: new sequences of like length, a long one among short ones, and many that go on."""
+        budget, longest = self.config.runtime.micro_batch_tokens, max_context(self.config) - 1
+        num = min(slots, max(1, budget // longest))
+        yield [0] * num, [min(budget // num, longest)] * num
+        long = min(longest, budget // 2)
+        lens = [long, *[max(1, min((budget - long) // max(slots - 1, 1), longest))] * (slots - 1)]
+        yield [0] * slots, lens
+        new = min(budget // slots, longest // 2)
+        yield [longest - new] * slots, [new] * slots
+
+    def _decode(self, model: RoleModel, cache: Any) -> None:
+        slots = range(cache.num_slots)
+        self._open(cache, [max_context(self.config) - 2 - seq_id % 2 for seq_id in slots])
+        with self.meter.span() as taken:
+            if model.pre_process:
+                inputs = on_device([1] * len(slots), DEVICE)
+            else:
+                inputs = next(model.parameters()).new_empty(len(slots), 1, model.shape.hidden_size)
+            out = step(model, cache, slots, [1] * len(slots), inputs)
+            if model.groups.is_last_stage:
+                draw(out, Sampling.of(self.config.rollout, 0), slots, [0] * len(slots), model.vocab).table()
+            del inputs, out
+        self.found["decoding"] = taken.peak
+
+
+class Reader(ScoringWorker):
+    """Reads sequences as scorers do, and as the actor reads prompts."""
+
+    def read(self, past: Sequence[int], lens: Sequence[int], *, draws: bool) -> None:
+        """`draws`: the role makes no outputs where it reads."""
+        growths = enumerate(zip(past, lens, strict=True))
+        batch = tuple(Growth(seq_id, before, new, 0 if draws else new) for seq_id, (before, new) in growths)
+        self._round.sequences = {g.seq_id: [1] * (g.past + g.new + 1) for g in batch}
+        if not self.model.pre_process:
+            self._round.hidden = self._weight.new_empty(sum(lens), 1, self.model.shape.hidden_size)
+        self._prefill(batch)
+        if self.model.groups.is_last_stage and not draws:
+            self._score(batch)
+        self._round.hidden, self._round.splits = None, []
+        self._outputs.clear()
+
+
+def _allocated(chunks: Sequence[RoleModel], serving: RoleModel) -> None:
+    """As `Reallocation` begins, but without a plan of moves: other ranks would have a part in it."""
+    ours, theirs = serving.groups, chunks[0].groups
+    if len(chunks) == 1 and (ours.tp, ours.pp, ours.dp) == (theirs.tp, theirs.pp, theirs.dp):
+        share_parameters(chunks[0], serving)

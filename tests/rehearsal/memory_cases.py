@@ -1,0 +1,131 @@
+"""Layouts whose memory plan is held to what their ranks take on fake CUDA tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.layout.placements import role_placements
+
+
+def _llama(hidden: int, layers: int, heads: int, groups: int, ffn: int) -> dict[str, Any]:
+    return {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": hidden, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": groups, "intermediate_size": ffn, "vocab_size": 128256,
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": False,
+    }  # fmt: skip
+
+
+def _qwen(kind: str, hidden: int, layers: int, heads: int, groups: int, ffn: int, tied: bool) -> dict[str, Any]:
+    return {
+        "model_type": kind, "architectures": [f"{kind.capitalize()}ForCausalLM"], "hidden_size": hidden,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": groups, "head_dim": 128,
+        "intermediate_size": ffn, "vocab_size": 151936, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6, "tie_word_embeddings": tied,
+    }  # fmt: skip
+
+
+SHAPES = {
+    "1.5B": _qwen("qwen2", 1536, 28, 12, 2, 8960, True),
+    "8B": _llama(4096, 32, 32, 8, 14336),
+    "32B": _qwen("qwen3", 5120, 64, 64, 8, 25600, False),
+    "70B": _llama(8192, 80, 64, 8, 28672),
+    "405B": _llama(16384, 128, 128, 8, 53248),  # 126 layers, filled up so that 16 stages divide them
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A role of a run on the rank of one pipeline stage (-1: the last).
+
+    Prompts are short, so that nearly every token of a micro-batch is one of a response, which is the most there can be.
+    """
+
+    model: str
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    role: str = "actor"
+    stage: int = 0
+    layers: int | None = None  # fewer than the model has
+    rows: int = 4  # a replica and optimizer step
+    carried: int = 12  # rollouts of a replica beyond those
+    tokens: int = 4096  # of a micro-batch
+    prompt: int = 2
+    response: int = 2046
+    dtype: str = "bfloat16"
+    kv: str = "dense"
+    train: dict[str, Any] = field(default_factory=dict)
+    lora: dict[str, Any] | None = None
+    more: dict[str, Any] = field(default_factory=dict)
+
+    def settings(self) -> dict[str, Any]:
+        more = self.carried * self.dp
+        layout = {"tp": self.tp, "pp": self.pp, "dp": self.dp}
+        shape = SHAPES[self.model]
+        frozen = {"init": shape | {"num_hidden_layers": self.layers or shape["num_hidden_layers"]}}
+        trained = frozen | {"train": self.train} | ({"lora": self.lora} if self.lora else {})
+        return {
+            "run_dir": "none", "steps": 3, "placement": {"mode": "disaggregated", "actor": layout, "scorer": layout},
+            "tokenizer": {"path": "none"}, "data": {"path": "none", "max_prompt_tokens": self.prompt},
+            "actor": trained, "critic": trained, "reward": frozen, "rewards": [{"kind": "model"}],
+            "rollout": {"batch_size": self.rows * self.dp, "max_response_tokens": self.response},
+            "overlap": {"delta": {"rule": "fixed", "initial": more, "max": more}},
+            "ppo": {"minibatches": 1},
+            "runtime": {
+                "device": "cuda", "dtype": self.dtype, "micro_batch_tokens": self.tokens, "kv_layout": self.kv,
+            },
+        } | self.more  # fmt: skip
+
+    def rank(self, config: TrainConfig) -> int:
+        """Of the configuration that `settings` are of."""
+        placement = role_placements(config)[self.role]
+        return placement.rank(0, self.stage % placement.pp, 0)
+
+
+PARALLEL = {"sequence_parallel": True}
+FULL = PARALLEL | {"recompute": "full"}
+LORA = {"rank": 16}
+QUICK = {
+    "1.5B, one rank": Layout("1.5B", layers=2, rows=2),
+    "70B, first of 8 stages": Layout("70B", 8, 8, 2, layers=8, tokens=8192, response=4094, rows=4, train=PARALLEL),
+    "405B, last of 16 stages": Layout(
+        "405B", 8, 16, 2, stage=-1, layers=16, tokens=8192, response=4094, rows=2, train=FULL
+    ),
+    "8B critic, last of 4 stages": Layout(
+        "8B", 2, 4, 2, "critic", -1, layers=4, rows=2, train={"recompute": "selective"}
+    ),
+    "8B reference, paged": Layout("8B", 4, 2, role="reference", stage=-1, layers=2, rows=16, kv="paged"),
+}
+"""With few layers; `make test` has these."""
+
+LAYOUTS = {
+    "1.5B": Layout("1.5B", layers=8),
+    "1.5B, dp 8": Layout("1.5B", dp=8, rows=3, layers=8),
+    "1.5B, dp 4, whole optimizer": Layout("1.5B", dp=4, rows=2, train={"distributed_optimizer": False}, layers=8),
+    "1.5B, float32": Layout("1.5B", tp=2, rows=2, dtype="float32", train={"recompute": "selective"}, layers=8),
+    "1.5B, adapters": Layout("1.5B", rows=2, lora=LORA, layers=8),
+    "8B, tp 4": Layout("8B", 4, dp=2, rows=2, layers=8),
+    "8B, tp 8, recomputed": Layout("8B", 8, rows=4, train=FULL, layers=8),
+    "8B, pp 4, first": Layout("8B", 1, 4, 2, rows=10),
+    "8B, pp 4, third": Layout("8B", 2, 4, stage=2, rows=8, train={"recompute": "selective"}),
+    "8B, pp 2, interleaved": Layout("8B", 2, 2, rows=8, train={"vpp": 2}, layers=8),
+    "8B, adapters of queries and values": Layout(
+        "8B", 2, 4, stage=-1, lora={"rank": 8, "targets": ["q_proj", "v_proj"]}
+    ),
+    "8B critic": Layout("8B", 2, role="critic", rows=2, train={"recompute": "full"}, layers=8),
+    "8B reward, paged": Layout("8B", 2, role="reward", kv="paged", rows=64, layers=8),
+    "8B reference, float32": Layout("8B", 4, 2, role="reference", stage=-1, dtype="float32", rows=32, layers=8),
+    "8B, trained as tp 8": Layout("8B", 2, dp=4, rows=2, train={"tp": 8, "pp": 1, "dp": 1} | PARALLEL, layers=8),
+    "32B, pp 8, first": Layout("32B", 8, 8, 4, tokens=8192, response=4094, rows=16, train=PARALLEL),
+    "32B, pp 8, last": Layout("32B", 4, 8, stage=-1, rows=8, train={"recompute": "selective"} | PARALLEL),
+    "32B, float32": Layout("32B", 8, 16, stage=3, rows=4, dtype="float32"),
+    "32B critic": Layout("32B", 8, 4, 2, "critic", -1, layers=32, rows=4, train=FULL),
+    "70B, pp 8, first": Layout("70B", 8, 8, 16, tokens=8192, response=4094, rows=16, train=PARALLEL),
+    "70B, pp 8, last": Layout("70B", 8, 8, 16, stage=-1, tokens=8192, response=4094, rows=8, train=FULL),
+    "70B reference": Layout("70B", 8, 8, 2, "reference", -1, tokens=8192, response=4094, rows=64),
+    "405B, pp 16, first": Layout("405B", 8, 16, 2, tokens=8192, response=4094, rows=32, train=FULL),
+    "405B, pp 16, last": Layout("405B", 8, 16, 2, stage=-1, tokens=8192, response=4094, rows=8, train=PARALLEL),
+}
+"""Those of more than ten layers a stage have eight in all; `make test-long` has these."""
