@@ -148,8 +148,8 @@ def test_the_command_prints_a_row_for_each_size(capsys: pytest.CaptureFixture[st
 def test_the_command_finds_a_fault_that_it_plants(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--tp", "2", "--pp", "2", "--sequences", "8", "--chunk", "16"]
     assert main(["bench", "planning", "--simulate", "--ranks", "8", "--odd", "3", *sizes]) == 2
-    told = capsys.readouterr().out.partition("faults, of which the first are:\n")[2].splitlines()
-    assert told[0].startswith("  - rank 3, action ") and ", plan: it has other records of 9 sequences " in told[0]
+    told = capsys.readouterr().out.partition("the simulation finds 1 fault:\n")[2].splitlines()
+    assert told[0].startswith("  - rank 3, action ") and ", plan: it has other records of 8 sequences " in told[0]
     assert not any(", plan: it has other records" in line for line in told[1:])
 
 

@@ -125,6 +125,7 @@ def _simulate(cluster: Any, args: argparse.Namespace) -> int:
     if not faults:
         print("OK: all ranks have planned the same round, and the checker finds no fault in it")
         return 0
-    print(f"{len(faults)} faults, of which the first are:")
+    shown = f", the first {SHOWN} of them" if len(faults) > SHOWN else ""
+    print(f"the simulation finds {'1 fault' if len(faults) == 1 else f'{len(faults)} faults'}{shown}:")
     print("\n".join(f"  - {fault}" for fault in faults[:SHOWN]))
     return EXIT_FAULT
