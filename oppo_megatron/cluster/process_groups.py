@@ -44,16 +44,41 @@ class SharedGroups:
         return self._made[label, ranks] if belongs else None
 
 
-def use_once(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
-    """Sum one number over each group, but for groups of one rank.
+def use_once(groups: Iterable[dist.ProcessGroup | None], device: torch.device) -> None:
+    """Sum one number over each group (None: the world's), but for groups of one rank.
 
     NCCL makes a group's communicator in its first collective, and holds the host until all members have come.  So each rank
     gives its groups in the order in which all ranks have made them: whoever waits, waits at a later group than some rank
     that can go on.
     """
     for group in groups:
-        if group.size() > 1:
+        if dist.get_world_size(group) > 1:
             dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
+def use_ring_once(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Send one number between all neighbours in the ring of a group's ranks, of which there are several.
+
+    So that the communicators of megatron-core's interleaved pipeline are made: of each two neighbours, and where the ring has
+    two ranks only, of these in the world's group, too, over which megatron-core sends one way.  Either end of a first message
+    waits, so each rank goes through its pairs in the order that all have.
+    """
+    rank = dist.get_rank()
+    for first, second in ring_pairs(dist.get_process_group_ranks(group)):
+        for over in (group, None) if group.size() == 2 else (group,):
+            number = torch.zeros(1, device=device)
+            if rank == first:
+                dist.send(number, second, over)
+            elif rank == second:
+                dist.recv(number, first, over)
+
+
+def ring_pairs(ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """Neighbours in the ring of `ranks`, each pair once: every second pair first, as those have no rank in common."""
+    if len(ranks) == 2:
+        return [(ranks[0], ranks[1])]
+    pairs = list(zip(ranks, [*ranks[1:], ranks[0]], strict=True))
+    return pairs[::2] + pairs[1::2]
 
 
 def world_timeout() -> timedelta:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from oppo_megatron.cluster.process_groups import SharedGroups, use_once
+from oppo_megatron.cluster.process_groups import SharedGroups, use_once, use_ring_once
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.engine.links import Links, build_links
 from oppo_megatron.layout.placements import RolePlacement, role_placements, training_placements
@@ -31,7 +31,7 @@ class Topology:
 def build_topology(config: TrainConfig, device: torch.device) -> Topology:
     """Create all process groups (`schedule/groups.py` lists them) and use each once, the links as links.
 
-    Every rank makes the call.
+    The world's own, too, which carries scores and statistics.  Every rank makes the call.
     """
     site, trained, shared = Site(role_placements(config)), training_placements(config), SharedGroups()
     groups = {
@@ -46,6 +46,9 @@ def build_topology(config: TrainConfig, device: torch.device) -> Topology:
     }
     links = build_links(site)
     own = dict.fromkeys(group for role in (*groups.values(), *training.values()) if role for group in role.made)
-    use_once(own, device)
+    use_once([None, *own], device)
     links.use_once(device)
+    for name, role in training.items():
+        if role is not None and config.trained[name].train.vpp > 1:
+            use_ring_once(role.collection.pp, device)
     return Topology(site, trained, groups, training, links)

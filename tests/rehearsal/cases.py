@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.support.ppo import SHAPE
+
 LORA = {"rank": 4, "targets": ["q_proj", "v_proj"]}
 
 
@@ -50,5 +52,12 @@ CASES = {
     ),
     "updated as pp 2": Case(
         2, {"placement": {"mode": "colocated", "actor": {"tp": 2}}, "actor.train": {"tp": 1, "pp": 2}}
+    ),
+    "updated as pp 2, interleaved": Case(
+        2,
+        {
+            "placement": {"mode": "colocated", "actor": {"pp": 2}},
+            "actor": {"init": SHAPE | {"num_hidden_layers": 4}, "train": {"vpp": 2}},
+        },
     ),
 }

@@ -127,6 +127,12 @@ def batch_before_all_are_connected() -> None:
     topology.use_once = lambda *_: None  # type: ignore[assignment]
 
 
+def neighbours_that_have_not_met() -> None:
+    from oppo_megatron.train import topology
+
+    topology.use_ring_once = lambda *_: None  # type: ignore[assignment]
+
+
 def weight_left_on_the_host() -> None:
     from oppo_megatron.train.trained_role import TrainedRole
 
@@ -152,12 +158,15 @@ DEFECTS = {
     "a copy from pageable memory": Defect("single", "score: pageable in defects.py", copy_from_pageable_memory),
     "a mask that no kernel takes": Defect("single", "no kernel of attention takes this", mask_that_no_kernel_takes),
     "a type of one rank alone": Defect("colocated tp 2", "calls differ", type_of_one_rank_alone),
-    "links that are not opened": Defect("colocated pp 2", "the first message to rank", links_that_are_not_opened),
+    "links that are not opened": Defect("colocated pp 2", "the first message with rank", links_that_are_not_opened),
     "a message of another type": Defect("colocated pp 2", "sends ('torch.float32'", message_of_another_type),
     "a wait with a time": Defect("colocated pp 2", "round: wait with a time", wait_with_a_time),
     "a group of other ranks": Defect("disaggregated", "that it is no member of", group_of_other_ranks),
     "a batch of messages first": Defect(
         "updated as pp 2", "batched messages are the first", batch_before_all_are_connected
+    ),
+    "neighbours that have not met": Defect(
+        "updated as pp 2, interleaved", "is made in the run's work", neighbours_that_have_not_met
     ),
     "a weight left on the host": Defect(
         "dp 2, updated as tp 2", "on the same device", weight_left_on_the_host, {"checkpoint.every_steps": 0}

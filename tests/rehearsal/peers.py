@@ -1,8 +1,8 @@
 """The calls of torch.distributed between ranks whose tensors are fake: each is told to the others, and compared.
 
 Ranks are processes, and meet in a store.  What is known of a tensor's numbers travels with it.  Every rank of a group makes the
-same call, of the same type and size, or all of them are told who made which.  A first message between two ranks waits for the
-other end, as NCCL does when it opens the connection.
+same call, of the same type and size, or all of them are told who made which.  At the first message of two ranks over a group each
+end waits for the other, as NCCL does when it makes their communicator; made in the run's work, it is a fault.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Peers:
         self.groups: dict[Any, tuple[str, list[int]]] = {}
         self._world = "world", list(range(size))
         self._made = 0
-        self.opened: set[str] = set()  # groups of which all ranks have made a call on the device
+        self.opened: set[str] = set()  # groups, and pairs in them, whose communicator is made
         self._calls: Counter[str] = Counter()
 
     def of(self, group: Any) -> tuple[str, list[int]]:
@@ -157,8 +157,10 @@ class Peers:
             if tensor.device.type == "cuda":
                 if tensor.dtype not in BY_NCCL or not tensor.is_contiguous():
                     self.watch.fault(f"NCCL takes no {tensor.dtype} tensor of strides {tensor.stride()}")
-        if tensors[0].device.type == "cuda":
-            self.opened.add(self.of(group)[0])
+        name, ranks = self.of(group)
+        if tensors[0].device.type == "cuda" and name not in self.opened and len(ranks) > 1:
+            self.opened.add(name)
+            self._opens(f"the communicator of ranks {ranks}")
         told = what, [(str(x.dtype), x.numel(), x.device.type) for x in tensors]
         found = self.exchange(group, (told, [self._numbers(x) for x in tensors]))
         if any(each[0] != told for each in found):
@@ -179,8 +181,26 @@ class Peers:
         elif numbers is not None:
             tensor.copy_(numbers.view(tensor.shape))
 
-    def send(self, tensor: Tensor, to: int, group: Any, *, first_waits: bool) -> Done:
-        """`first_waits`: the connection of these two ranks is opened by this message, if it is the first."""
+    def _opens(self, what: str) -> None:
+        """NCCL makes a communicator now: the host waits for other ranks, and the device's memory gets less."""
+        if self.watch.phase != "start":
+            self.watch.fault(f"{what} is made in the run's work ({self.watch.phase})")
+
+    def _meet(self, peer: int, group: Any) -> None:
+        """The first message of two ranks over a group, either way: each end waits for the other."""
+        name, (low, high) = self.of(group)[0], sorted((self.rank, peer))
+        pair = f"{name}/{low}-{high}"
+        if pair in self.opened:
+            return
+        self.opened.add(pair)
+        self._opens(f"the communicator of ranks {low} and {high}")
+        self.store.set(f"{pair}/met/{self.rank}", pickle.dumps(True))
+        self._get(f"{pair}/met/{peer}", f"the first message with rank {peer} over {name}", peer)
+
+    def send(self, tensor: Tensor, to: int, group: Any, *, alone: bool) -> Done:
+        """`alone`: not in a batch, which goes over the group's own communicator."""
+        if alone and tensor.device.type == "cuda":
+            self._meet(to, group)
         key = self._message(group, self.rank, to)
         if isinstance(tensor, FakeTensor):
             self.watch.reads(tensor)
@@ -188,13 +208,12 @@ class Peers:
                 self.watch.fault("a message is not contiguous")
         told = str(tensor.dtype), tensor.numel(), tensor.device.type
         self.store.set(key, pickle.dumps((told, self._numbers(tensor))))
-        if first_waits and key.endswith("/1") and tensor.device.type == "cuda":
-            self._get(f"{key}/asked for", f"the first message to rank {to} over {self.of(group)[0]}", to)
         return Done(self.watch)
 
-    def receive(self, tensor: Tensor, source: int, group: Any) -> Done:
+    def receive(self, tensor: Tensor, source: int, group: Any, *, alone: bool) -> Done:
+        if alone and tensor.device.type == "cuda":
+            self._meet(source, group)
         key = self._message(group, source, self.rank)
-        self.store.set(f"{key}/asked for", pickle.dumps(True))
 
         def finish() -> None:
             told, numbers = self._get(key, f"a message from rank {source}", source)
@@ -302,13 +321,13 @@ def _messages(peers: Peers) -> dict[str, Any]:
         tensor: Tensor, dst: int | None = None, group: Any = None, tag: int = 0, group_dst: int | None = None
     ) -> Done:
         assert dst is not None
-        return peers.send(tensor, dst, group, first_waits=True)
+        return peers.send(tensor, dst, group, alone=True)
 
     def irecv(
         tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0, group_src: int | None = None
     ) -> Done:
         assert src is not None
-        return peers.receive(tensor, src, group)
+        return peers.receive(tensor, src, group, alone=True)
 
     def batch_isend_irecv(operations: list[Any]) -> list[Done]:
         done = []
@@ -317,9 +336,9 @@ def _messages(peers: Peers) -> dict[str, Any]:
                 peers.watch.fault("batched messages are the first call of a group")
             sends = each.op is isend
             done.append(
-                peers.send(each.tensor, each.peer, each.group, first_waits=False)
+                peers.send(each.tensor, each.peer, each.group, alone=False)
                 if sends
-                else peers.receive(each.tensor, each.peer, each.group)
+                else peers.receive(each.tensor, each.peer, each.group, alone=False)
             )
         return done
 

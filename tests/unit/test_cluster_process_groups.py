@@ -12,13 +12,14 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers the back end)
 
 from oppo_megatron.cluster import process_groups
-from oppo_megatron.cluster.process_groups import SharedGroups, new_group
+from oppo_megatron.cluster.process_groups import SharedGroups, new_group, ring_pairs
 from oppo_megatron.engine.links import build_links
 from oppo_megatron.layout.groups import ALONE
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.mcore.groups import build_groups
 from oppo_megatron.schedule.groups import run_groups
 from oppo_megatron.schedule.rounds import Site
+from tests.support.first_use import turns
 from tests.support.schedules import colocated, disaggregated, make_site, split_scorers
 
 
@@ -95,3 +96,14 @@ def test_a_call_for_others_makes_and_sends_nothing() -> None:
         assert store.num_keys() == before
         store.set("one", "more")
         assert store.num_keys() == before + 1
+
+
+@pytest.mark.parametrize("size", range(2, 10))
+def test_neighbours_in_a_ring_meet_without_a_circle_of_waiting(size: int) -> None:
+    """Each two of them once, in two turns, three where their number is odd."""
+    ranks = [10 * number for number in range(size)]
+    pairs = ring_pairs(ranks)
+    assert {frozenset(pair) for pair in pairs} == {frozenset((rank, (rank + 10) % (10 * size))) for rank in ranks}
+    lists = {rank: [pair for pair in pairs if rank in pair] for rank in ranks}
+    assert len(pairs) == (size if size > 2 else 1)
+    assert turns(lists, lambda pair: pair) == (1 if size == 2 else 2 + size % 2)
