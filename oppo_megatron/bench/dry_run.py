@@ -185,6 +185,8 @@ class DryRun:
         return rows
 
     def _open(self, admitted: Sequence[Rollout]) -> None:
+        for rollout in admitted:
+            self.limit(rollout.seq_id)  # draw made-up lengths here, untimed: a run has one limit for all
         if self.codec:
             with self.watch.part("stream"):
                 for rollout in admitted:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from itertools import accumulate
-from operator import sub
 from typing import Any
+
+import numpy as np
 
 from oppo_megatron.columns import columns_of
 from oppo_megatron.records import Chunk, Rollout
@@ -53,9 +52,13 @@ class Occupancy:
 
 def _most_running(counts: Sequence[int], ends: Sequence[int]) -> int:
     """Of rows that ran in `counts` steps up to the clocks `ends`."""
-    changes = Counter(ends)
-    changes.subtract(map(sub, ends, counts))
-    return max(accumulate(-changes[at] for at in sorted(changes)), default=0)
+    if not counts:
+        return 0
+    stop = np.array(ends, dtype=np.int64)
+    start = stop - np.array(counts, dtype=np.int64)
+    first = start.min()
+    begun, ended = np.bincount(start - first, minlength=stop.max() - first + 1), np.bincount(stop - first)
+    return int(np.cumsum(begun - ended).max())
 
 
 def length_gap(trained: Sequence[Rollout], carried: Sequence[Rollout]) -> float:

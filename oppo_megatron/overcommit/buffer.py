@@ -206,7 +206,7 @@ class RolloutBuffer:
         seq_ids = [row.seq_id for row in chunk.rows]
         counts = [len(row.tokens) for row in chunk.rows]
         rows = np.array([self._rows.get(seq_id, -1) for seq_id in seq_ids], dtype=np.int64)
-        if not self._in_order(chunk, seq_ids, rows, counts):
+        if not self._in_order(chunk, seq_ids, rows):
             self._refuse(chunk)
         for rollout, row in zip(map(self._rollouts.__getitem__, seq_ids), chunk.rows, strict=True):
             rollout.extend(row)
@@ -268,7 +268,7 @@ class RolloutBuffer:
         in_order = finished[np.argsort(self._table.finish_clocks[finished], kind="stable")]
         return np.concatenate([forced, in_order])[: self.target]
 
-    def _in_order(self, chunk: Chunk, seq_ids: Sequence[int], rows: Ints, counts: Sequence[int]) -> bool:
+    def _in_order(self, chunk: Chunk, seq_ids: Sequence[int], rows: Ints) -> bool:
         """Whether `_problem` has nothing to say of any row, told from all of them at once."""
         if len(set(seq_ids)) < len(seq_ids) or (rows < 0).any():
             return False
@@ -279,8 +279,7 @@ class RolloutBuffer:
         ends = [row.finish_clock for row in chunk.rows if row.finish_clock is not None]
         if ends and not self._clock <= min(ends) <= max(ends) <= chunk.clock:
             return False
-        numbers = [len(row.logprobs) for row in chunk.rows], [len(row.sampling_logprobs) for row in chunk.rows]
-        return all(each == counts for each in numbers)
+        return not [r for r in chunk.rows if not len(r.tokens) == len(r.logprobs) == len(r.sampling_logprobs)]
 
     def _refuse(self, chunk: Chunk) -> None:
         """Raises StreamError for the first row that cannot be recorded."""

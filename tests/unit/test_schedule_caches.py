@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import random
+from collections.abc import Sequence
 
 import pytest
 
 from oppo_megatron.errors import ScheduleError
+from oppo_megatron.overcommit.buffer import RolloutBuffer
+from oppo_megatron.records import Prompt
 from oppo_megatron.schedule.checking.caches import require_room
 from oppo_megatron.schedule.checking.checker import FaultKind, check
 from oppo_megatron.schedule.planning import planner as planner_module
@@ -82,6 +86,38 @@ def test_every_round_is_checked_and_not_only_the_first_of_its_shape(monkeypatch:
     with pytest.raises(ScheduleError, match=f"cannot take round {at + 1}:\n.* one grows to {lengths[at]}"):
         Run([planner], random.Random(2)).steps(6, lambda _: None)
     assert len(made) == len(set(shapes[:at])), "no schedule was made for that round, nor checked"
+
+
+def test_sequences_that_keep_their_slots_are_counted() -> None:
+    """Beside those of the round a cache has to hold all others that are open; caches are too small for all at once."""
+    changed = set()
+
+    def visit(plans: list[PlannedRound]) -> None:
+        for role, works in plans[0].works.items():
+            for work in works:
+                growing = {growth.seq_id for batch in (*work.prefill, *work.decode) for growth in batch}
+                assert work.num_staying == len(growing - set(work.done))
+                changed.update((role, name) for name in ("evict", "open", "prefill", "done") if getattr(work, name))
+
+    Run([new_planner(SITES["DP2 | PP2xDP2"], "intra", 3)], random.Random(4)).steps(6, visit)
+    assert {("actor", "prefill"), ("reward", "evict"), ("reward", "done"), ("critic", "done")} <= changed
+
+
+def test_no_garbage_is_collected_while_a_round_is_planned() -> None:
+    seen = []
+
+    def order(seq_ids: Sequence[int]) -> list[int]:
+        seen.append(gc.isenabled())
+        return list(seq_ids)
+
+    planner, buffer = new_planner(SITES["colocated PP2"], "woven"), RolloutBuffer(4, 0, 1)
+    buffer.admit(Prompt(i, i, "", (1,) * 3) for i in range(4))
+    planner.plan(1, buffer.active, [], 2, order)
+    assert seen == [False] and gc.isenabled()
+    planner.max_length = 1
+    with pytest.raises(ScheduleError):
+        planner.plan(2, buffer.active, [], 2, order)
+    assert seen == [False, False] and gc.isenabled()
 
 
 def longest(plan: PlannedRound) -> int:

@@ -32,12 +32,15 @@ def require_room(round_: Round, budgets: Mapping[str, Mapping[int, KVBudget]]) -
 
 def _of(round_: Round, role: str, replica: int, budget: KVBudget) -> Iterator[str]:
     """The first thing that is wrong with one replica's cache."""
-    cache, lengths = f"the cache of {role} replica {replica}", dict[int, int]()
-    for seq_id, past, new in _growths(round_, role, replica):
-        if lengths.get(seq_id, past) != past:
-            yield f"{cache} holds {lengths[seq_id]} tokens of sequence {seq_id}, which is to be continued at {past}"
-            return
-        lengths[seq_id] = past + new
+    cache, growths = f"the cache of {role} replica {replica}", _growths(round_, role, replica)
+    lengths = {seq_id: past + new for seq_id, past, new in growths}
+    if len(lengths) < len(growths):  # some grow twice, each time from where the time before has left them
+        known = dict[int, int]()
+        for seq_id, past, new in growths:
+            if known.get(seq_id, past) != past:
+                yield f"{cache} holds {known[seq_id]} tokens of sequence {seq_id}, which is to be continued at {past}"
+                return
+            known[seq_id] = past + new
     longest = max(lengths.values(), default=0)
     if lengths and budget.others + len(lengths) > budget.slots:
         yield f"{cache} has {budget.slots} slots, but {len(lengths)} sequences grow beside {budget.others} others"
@@ -45,13 +48,10 @@ def _of(round_: Round, role: str, replica: int, budget: KVBudget) -> Iterator[st
         yield f"{cache} has room for {budget.max_length} tokens a sequence, but one grows to {longest}"
 
 
-def _growths(round_: Round, role: str, replica: int) -> Iterator[tuple[int, int, int]]:
+def _growths(round_: Round, role: str, replica: int) -> list[tuple[int, int, int]]:
     """What a replica's micro-batches add, in their order: sequence, tokens cached before, new ones."""
-    prefill = round_.prefill.get(role, ())
-    for batch in prefill[replica] if replica < len(prefill) else ():
-        for growth in batch:
-            yield growth.seq_id, growth.past, growth.new
-    if role == "actor":
-        for batch in round_.decode[replica] if replica < len(round_.decode) else ():
-            for growth in batch:
-                yield growth.seq_id, growth.past, min(growth.new, round_.steps)
+    prefill, steps = round_.prefill.get(role, ()), round_.steps
+    growths = [g[:3] for batch in (prefill[replica] if replica < len(prefill) else ()) for g in batch]
+    if role == "actor" and replica < len(round_.decode):
+        growths += [(g.seq_id, g.past, min(g.new, steps)) for batch in round_.decode[replica] for g in batch]
+    return growths

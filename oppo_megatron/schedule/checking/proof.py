@@ -25,6 +25,9 @@ a deadlock, as sends do not wait, a receive waits for a unit before it in that o
 receives of tokens that have been drawn, a gather of ranks that all come to it, and chunks, which a rank receives from one
 that comes before it in the order of `Site.feeds`, and then passes on.
 
+Where a generator gives its timetable, lists are made of that, and `runs_in_time` proves them without any action: times in which
+each unit comes behind what it waits for are such an order.
+
 So it proves nothing where the transport may hold a send.  What else a transport asks follows from the above: a communicator
 is that of one link, whose messages have one order and come from the stream of one role.
 """

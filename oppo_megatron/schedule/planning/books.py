@@ -9,7 +9,7 @@ over all sequences.  Micro-batches it needs of its own replicas only: `own` are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 from oppo_megatron.columns import Bools, Columns, Ints, columns_of
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.packing import pack_by_tokens
-from oppo_megatron.schedule.planning.ledger import ABSENT
+from oppo_megatron.schedule.planning.ledger import ABSENT, ordinal
 from oppo_megatron.schedule.planning.replicas import REPLICA, Pairs, Replicas, pairs_of
 from oppo_megatron.schedule.rounds import Batch, Growth
 from oppo_megatron.schedule.weaving.cut import even_portions
@@ -37,6 +37,11 @@ class ReplicaWork:
     prefill: list[Batch] = field(default_factory=list)
     decode: list[Batch] = field(default_factory=list)
     done: list[int] = field(default_factory=list)
+
+    @property
+    def num_staying(self) -> int:
+        """Sequences that grow in the round and keep their slots beyond it: each is decoded or, by a scorer, prefilled once."""
+        return sum(map(len, self.decode or self.prefill)) - len(self.done)
 
 
 class Book:
@@ -161,7 +166,7 @@ class ScoringBook(Book):
         homes = self._ledger[REPLICA][rows]
         for replica, work in ours.items():
             here = homes == replica
-            growths = list(map(Growth._make, table[here].tolist()))
+            growths = _growths(column[here] for column in table)
             bins = pack_by_tokens([growth.new for growth in growths], budget)
             work.prefill = [tuple(growths[i] for i in sorted(members)) for members in bins]
             work.done = columns.seq_ids[here & columns.finished].tolist()
@@ -244,8 +249,8 @@ class ScoringBook(Book):
         self._close(self._ledger.rows(np.array(work.evict, dtype=np.int64)))
         self._open(self._ledger.rows(np.array(work.open, dtype=np.int64)))
 
-    def _grow(self, columns: Columns, rows: Ints) -> Ints:
-        """Read what is there.  Returns a `Growth` of each, [n, 4]."""
+    def _grow(self, columns: Columns, rows: Ints) -> tuple[Ints, ...]:
+        """Read what is there.  Returns a `Growth` of each, in columns."""
         past, target, outputs = self._ledger[CACHED][rows], self._targets(columns), self._ledger[OUTPUTS][rows]
         if self.role == "reward":
             given = columns.finished.astype(np.int64)
@@ -253,7 +258,7 @@ class ScoringBook(Book):
             given = np.maximum(0, target - np.maximum(columns.prompt_tokens - 1 + outputs, past))
         self._ledger[OUTPUTS][rows] = outputs + given
         self._ledger[CACHED][rows] = target
-        return np.stack([columns.seq_ids, past, target - past, given], axis=1)
+        return columns.seq_ids, past, target - past, given
 
 
 class ActorBook(Book):
@@ -261,8 +266,7 @@ class ActorBook(Book):
 
     Between rounds an open sequence has all but its last token cached, unless its cache is stale: then the next round
     begins with its prefill.  One that is kept beyond updates has outlived so many: what is drawn over it is of weights as
-    old.  With too few slots, or memory for `most` in a micro-batch only, those admitted first run, and
-    the others wait for the next round.
+    old.  With too few slots, or memory for `most` in a micro-batch only, those admitted first run, and others wait a round.
     """
 
     def __init__(self, replicas: int, slots: int, limit: Callable[[int], int]):
@@ -301,22 +305,29 @@ class ActorBook(Book):
         rows = self._ledger.rows(columns.seq_ids)
         running, new = self._admit(rows, micro_batches)
         ours, rooms = self._ours(own), self._rooms(columns)
-        homes, lengths = self._ledger[REPLICA][rows], columns.num_tokens
-        table = np.stack([columns.seq_ids, lengths - 1, np.minimum(steps, rooms), np.zeros_like(rows)], axis=1)
-        cached = self._ledger[CACHED][rows]
+        homes, cached = self._ledger[REPLICA][rows], self._ledger[CACHED][rows]
+        grown = columns.seq_ids, columns.num_tokens - 1, np.minimum(steps, rooms)
         for replica, work in ours.items():
             here = running & (homes == replica)
-            held = {growth[0]: growth for growth in map(Growth._make, table[here].tolist())}
-            past = dict(pairs_of(columns.seq_ids[here], cached[here]))
             work.open = columns.seq_ids[here & new].tolist()
-            opened = set(work.open)
-            before = [seq_id for seq_id in self._open_ids(replica).tolist() if seq_id in held and seq_id not in opened]
-            growths = [held[seq_id] for seq_id in [*order(before), *work.open]]
-            stale = [Growth(g.seq_id, past[g.seq_id], g.past - past[g.seq_id]) for g in growths if past[g.seq_id] < g.past]
-            bins = pack_by_tokens([g.new for g in stale], budget)
-            work.prefill = [tuple(stale[i] for i in sorted(members)) for members in bins]
+            lined = self._in_line(rows, np.flatnonzero(here & ~new), np.flatnonzero(here & new), order)
+            growths = _growths(column[lined] for column in grown)
+            past, due = cached[lined], columns.num_tokens[lined] - 1
+            stale = past < due
+            again = _growths((columns.seq_ids[lined][stale], past[stale], (due - past)[stale]))
+            bins = pack_by_tokens([g.new for g in again], budget)
+            work.prefill = [tuple(again[i] for i in sorted(members)) for members in bins]
             work.decode = [tuple(portion) for portion in even_portions(growths, micro_batches)]
         return self._works(ours)
+
+    def _in_line(self, rows: Ints, before: Ints, new: Ints, order: Callable[[Sequence[int]], list[int]]) -> Ints:
+        """Positions in `rows`: those of `before`, opened in earlier rounds, in `order`; then those of `new`."""
+        ledger = self._ledger
+        before = before[np.argsort(ledger[OPENED][rows[before]], kind="stable")]
+        position = np.empty(len(ledger), dtype=np.int64)
+        position[rows[before]] = before
+        ordered = order(ledger.ids(rows[before]).tolist())
+        return np.concatenate([position[ledger.rows(np.array(ordered, dtype=np.int64))], new])
 
     def runs(self, rollouts: Sequence[Rollout]) -> Bools:
         """Which of the rollouts run in the round planned last."""
@@ -364,14 +375,14 @@ class ActorBook(Book):
         homes = self._ledger[REPLICA][rows]
         chosen = np.ones(len(rows), dtype=np.bool_)
         if self.most is not None:
-            chosen = _ordinal(homes) < self.most * micro_batches
+            chosen = ordinal(homes) < self.most * micro_batches
         self._ledger[WAITING][:] = 0
         self._ledger[WAITING][rows[~chosen]] = 1
         new = chosen & (self._ledger[CACHED][rows] == ABSENT)
         if len(self._short(homes[new])):
             places = np.flatnonzero(new)
             free = self.slots - self._num_open[homes[places]]
-            new[places[_ordinal(homes[places]) >= free]] = False
+            new[places[ordinal(homes[places]) >= free]] = False
         self._open(rows[new])
         return chosen & (self._ledger[CACHED][rows] != ABSENT), new
 
@@ -385,12 +396,5 @@ class ActorBook(Book):
         return limits[rows] - columns.response_tokens
 
 
-def _ordinal(homes: Ints) -> Ints:
-    """How many of the same home stand before each."""
-    order = np.argsort(homes, kind="stable")
-    ordered = homes[order]
-    starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]])) if len(homes) else order
-    lengths = np.diff(np.append(starts, len(homes)))
-    found = np.empty_like(homes)
-    found[order] = np.arange(len(homes)) - np.repeat(starts, lengths)
-    return found
+def _growths(columns: Iterable[Ints]) -> list[Growth]:
+    return list(map(Growth, *(column.tolist() for column in columns)))

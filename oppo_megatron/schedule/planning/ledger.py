@@ -40,6 +40,10 @@ class Ledger:
                 self._make_room(low, high)
         return seq_ids - self._first
 
+    def ids(self, rows: Ints) -> Ints:
+        """Whose numbers stand at these rows."""
+        return rows + self._first
+
     def row(self, seq_id: int) -> int:
         """The row of a single sequence that is in use.  Raises KeyError for others."""
         row = seq_id - self._first
@@ -56,7 +60,7 @@ class Ledger:
 
     def where(self, mask: npt.NDArray[np.bool_]) -> Ints:
         """Ids of the rows in which `mask` is True, ascending."""
-        return np.flatnonzero(mask) + self._first
+        return self.ids(np.flatnonzero(mask))
 
     def enter(self, name: str, pairs: Sequence[tuple[int, int]]) -> Ints:
         """Set the numbers of sequences, (id, number) each.  Returns their rows."""
@@ -82,3 +86,14 @@ class Ledger:
                 column[used - low] = self._columns[name][used - self._first]
             self._columns[name] = column
         self._first = low
+
+
+def ordinal(homes: Ints) -> Ints:
+    """How many of the same home stand before each."""
+    order = np.argsort(homes, kind="stable")
+    ordered = homes[order]
+    starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]])) if len(homes) else order
+    lengths = np.diff(np.append(starts, len(homes)))
+    found = np.empty_like(homes)
+    found[order] = np.arange(len(homes)) - np.repeat(starts, lengths)
+    return found

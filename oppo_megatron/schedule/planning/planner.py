@@ -5,7 +5,9 @@ Every rank plans for itself and reaches the same schedule, because the books adv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -92,6 +94,18 @@ class RoundPlanner:
         Roles whose outputs do not outlive the step read the sequences of `readable` alone; null: all.  Raises ScheduleError
         where the round cannot be carried out.
         """
+        with _uncollected():
+            return self._plan(index, decode, score, chunk, order, readable)
+
+    def _plan(
+        self,
+        index: int,
+        decode: Sequence[Rollout],
+        score: Sequence[Rollout],
+        chunk: int,
+        order: Order,
+        readable: Set[int] | None,
+    ) -> PlannedRound:
         active = columns_of(decode)
         read = self._read(columns_of(score), readable, decodes=bool(decode))
         cut = self._cut(active, read, chunk)
@@ -227,22 +241,30 @@ class RoundPlanner:
         def budgets(name: str, replicas: Sequence[ReplicaWork]) -> dict[int, KVBudget]:
             book, own = books[name], self._own(name)
             return {
-                d: KVBudget(book.slots, self.max_length, book.num_open(d) - len(_grown(replicas[d])))
+                d: KVBudget(book.slots, self.max_length, book.num_open(d) - replicas[d].num_staying)
                 for d in (range(len(replicas)) if own is None else own)
             }
 
         return {name: budgets(name, replicas) for name, replicas in works.items()}
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without garbage collection.  A plan of thousands of sequences is tens of thousands of small records, none of them garbage,
+    for which the collector would look through all that a run holds, several times."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def _counts(part: Round) -> tuple[object, ...]:
     """How many micro-batches there are of everything."""
     prefill = tuple((name, tuple(map(len, replicas))) for name, replicas in sorted(part.prefill.items()))
     return tuple(map(len, part.decode)), prefill
-
-
-def _grown(work: ReplicaWork) -> set[int]:
-    """Sequences of a replica that grow in the round and keep their slots beyond it."""
-    return {growth.seq_id for batch in (*work.prefill, *work.decode) for growth in batch} - set(work.done)
 
 
 def _coarse(number: int) -> int:

@@ -108,6 +108,8 @@ def _dealt(parts: Sequence[_Part], arrivals: Sequence[tuple[int, bool]]) -> list
     A part with a slot left is not crowded by anything, and one without is by everything, as sequences are no fewer than
     those unfinished.  So the parts with slots come first, by tokens and sequences: a heap has what they have of both.
     """
+    if len(parts) == 1:
+        return [parts[0].replica] * len(arrivals)
     found: list[int] = []
     heap = [(p.tokens, p.sequences, p.replica) for p in parts if p.sequences < p.slots]
     heapify(heap)

@@ -113,18 +113,19 @@ class OwnUnits:
 
     def __init__(self, site: Site, rank: int):
         self._site, self._rank = site, rank
-        self._prefills: dict[tuple[str, int], Units] = {}
-        self._decodes: dict[tuple[int, int], Units] = {}
+        self._prefills: dict[tuple[str, int], Units] = {}  # by role and chunk
+        self._decodes: dict[int, list[Units]] = {}  # by chunk and micro-batch, those of each step
 
     def of(self, role: str, count: Count) -> Units:
         """Those of the rank's stage of the role, as many as `count` says."""
         prefills = self._prefills.setdefault((role, count.chunk), [])
         prefills += [self._spelled(role, (j, count.chunk, None)) for j in range(len(prefills), count.prefills)]
-        decodes = self._decodes.setdefault((count.batches, count.chunk), [])
-        for number in range(len(decodes), count.batches * count.steps):
-            step, m = divmod(number, count.batches)
-            decodes.append(self._spelled(role, (m, count.chunk, step)))
-        return prefills[: count.prefills] + decodes[: count.batches * count.steps]
+        decodes = self._decodes.setdefault(count.chunk, [])
+        decodes += [[] for _ in range(len(decodes), count.batches)]
+        for m, steps in enumerate(decodes[: count.batches]):
+            steps += [self._spelled(role, (m, count.chunk, step)) for step in range(len(steps), count.steps)]
+        by_step = zip(*(steps[: count.steps] for steps in decodes[: count.batches]), strict=True)
+        return [*prefills[: count.prefills], *chain.from_iterable(by_step)]
 
     def _spelled(self, role: str, what: tuple[int, int, int | None]) -> tuple[Action, ...]:
         placement = self._site.placements[role]
