@@ -17,6 +17,7 @@ from shutil import disk_usage, which
 LEAST_CAPABILITY = (8, 0)
 """Of bfloat16's products and of FlashAttention-2."""
 SHARED, LEAST_SHARED_BYTES = "dev/shm", 2**30
+SMI_S = 20.0
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_P2P_DISABLE",
     "NCCL_IB_DISABLE", "NCCL_SOCKET_IFNAME",
@@ -47,7 +48,8 @@ class TorchBuild:
 class Host:
     """What the machine says itself.  `links`: NVLinks of each GPU; `ports`: InfiniBand's or RoCE's, by state and rate.
 
-    `memory_lock_bytes`: None where memory may be locked without a limit, as these ports want it.
+    `memory_lock_bytes`: None where memory may be locked without a limit, as these ports want it.  `smi_failed`: why nvidia-smi,
+    which is there, does not answer.
     """
 
     driver: str | None = None
@@ -56,6 +58,11 @@ class Host:
     shared_bytes: int | None = None
     memory_lock_bytes: int | None = None
     variables: Mapping[str, str] | None = None
+    smi_failed: str | None = None
+
+
+class NoAnswer(Exception):
+    """nvidia-smi is there, but fails or is late."""
 
 
 @dataclass(frozen=True)
@@ -71,16 +78,30 @@ def read_host(
     root: Path = Path("/"),
     ask: Callable[[Sequence[str]], str] | None = None,
 ) -> Host:
-    """This machine.  `root`: where its files are; `ask` runs nvidia-smi with arguments, "" where it cannot."""
+    """This machine.  `root`: where its files are; `ask` runs nvidia-smi with arguments: "" where there is none, or NoAnswer."""
     shared, lock = root / SHARED, resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    links, smi_failed = _ask_for_links(ask or _nvidia_smi)
     return Host(
         driver=_driver(root / "proc/driver/nvidia/version"),
-        links=_links((ask or _nvidia_smi)(["nvlink", "--status"])),
+        links=links,
         ports=tuple(_ports(root / "sys/class/infiniband")),
         shared_bytes=disk_usage(shared).total if shared.is_dir() else None,
         memory_lock_bytes=None if lock == resource.RLIM_INFINITY else lock,
         variables={name: environment[name] for name in VARIABLES if name in environment},
+        smi_failed=smi_failed,
     )
+
+
+def _ask_for_links(ask: Callable[[Sequence[str]], str]) -> tuple[tuple[int, ...], str | None]:
+    """Links of each GPU, and why nvidia-smi fails; that it knows nothing of links alone is no failure."""
+    try:
+        return _links(ask(["nvlink", "--status"])), None
+    except NoAnswer:
+        try:
+            ask(["--list-gpus"])
+        except NoAnswer as error:
+            return (), str(error)
+        return (), None
 
 
 def _driver(file: Path) -> str | None:
@@ -107,10 +128,17 @@ def _nvidia_smi(arguments: Sequence[str]) -> str:
     if program is None:
         return ""
     try:
-        done = subprocess.run([program, *arguments], capture_output=True, text=True, check=False, timeout=20)  # noqa: S603
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
+        done = subprocess.run(  # noqa: S603
+            [program, *arguments], capture_output=True, text=True, errors="replace", check=False, timeout=SMI_S
+        )
+    except subprocess.TimeoutExpired:
+        raise NoAnswer(f"gave no answer within {SMI_S:g} s") from None
+    except OSError as error:
+        raise NoAnswer(f"could not be run ({error.strerror})") from None
+    if done.returncode:
+        said = " ".join((done.stdout + done.stderr).split())
+        raise NoAnswer(f"failed with exit code {done.returncode} ({said[:200] or 'without a word'})")
+    return done.stdout
 
 
 def describe(torch: TorchBuild, host: Host) -> list[str]:
@@ -125,6 +153,8 @@ def describe(torch: TorchBuild, host: Host) -> list[str]:
     lines.append(
         f"NVIDIA driver: {host.driver or 'version unknown'}; torch's CUDA {torch.cuda}, NCCL {torch.nccl or 'absent'}"
     )
+    if host.smi_failed is not None:
+        lines.append(f"nvidia-smi: {host.smi_failed}")
     if len(torch.gpus) > 1:
         lines.append(f"between devices: {_reach(torch.gpus)}; NVLink: {_told_links(host.links)}")
     lines.append(f"InfiniBand or RoCE: {'; '.join(host.ports) or 'no port: between hosts NCCL takes sockets'}")
@@ -137,7 +167,7 @@ def problems(torch: TorchBuild, host: Host) -> list[Problem]:
     """What is missing on a machine that has GPUs, or ought to."""
     if not torch.gpus:
         return list(_no_device(torch, host))
-    return [*_devices(torch), *_between(torch, host), *_settings(host)]
+    return [*_devices(torch), *_smi(host), *_between(torch, host), *_settings(host)]
 
 
 def _no_device(torch: TorchBuild, host: Host) -> Iterator[Problem]:
@@ -156,10 +186,19 @@ def _no_device(torch: TorchBuild, host: Host) -> Iterator[Problem]:
             "devices (docker run --gpus all; Slurm: --gpus-per-node)"
         )
     else:
+        yield from _smi(host)
         yield Problem(
             f"the NVIDIA driver ({host.driver}) is loaded, but torch, built for CUDA {torch.cuda}, finds no device: the "
             "container has none (docker run --gpus all), or the driver is older than this CUDA needs (update it, or install "
             "a torch built for an older CUDA)"
+        )
+
+
+def _smi(host: Host) -> Iterator[Problem]:
+    if host.smi_failed is not None:
+        yield Problem(
+            f"nvidia-smi {host.smi_failed}: a driver that its tool cannot ask may be updated without a restart, or hang on a "
+            "device; see what nvidia-smi and `dmesg | grep -i -e NVRM -e Xid` say, and restart the machine if need be"
         )
 
 
@@ -247,7 +286,7 @@ def _reach(gpus: Sequence[Gpu]) -> str:
 
 def _told_links(links: Sequence[int]) -> str:
     if not links:
-        return "unknown (no answer of nvidia-smi)"
+        return "unknown (nvidia-smi does not say)"
     least, most = min(links), max(links)
     return f"{most} links each" if least == most and most else "none" if not most else f"{least} to {most} links each"
 

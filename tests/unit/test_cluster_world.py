@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -112,6 +112,19 @@ def test_a_rank_takes_its_device_before_nccl_does(
         assert str(world.device) == device and world.rank == 4 + local_rank
         assert not world.activity.by_stack, "NCCL's calls return at once: where a rank waits, the stack does not tell"
     assert fake.done == [("set_device", device), ("cpu:gloo,cuda:nccl", timedelta(seconds=77))]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(("cores", "threads"), [(10, 2), (3, 1)])
+def test_four_ranks_of_a_host_share_its_cores(
+    device: Literal["cpu", "cuda"], cores: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FakeDevices(monkeypatch, 4, [])
+    monkeypatch.setattr("oppo_megatron.cluster.world.usable_cores", lambda: cores)
+    before = torch.get_num_threads()
+    with open_world(RuntimeConfig(device=device), ranks_of_two(1)) as world:
+        assert torch.get_num_threads() == world.hosts[0].threads == threads
+    assert torch.get_num_threads() == before
 
 
 def test_ranks_that_would_share_a_device_are_refused_before_nccl_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,6 +97,25 @@ def test_sequences_of_a_prefill_attend_one_by_one_on_a_cpu_and_at_once_elsewhere
     assert found["scaled_dot_product_attention"] == calls
 
 
+@pytest.mark.parametrize(("device", "calls"), [(CPU, 2), (META, 1)])
+def test_on_a_cpu_alone_long_sequences_attend_apart_from_short_ones(device: torch.device, calls: int) -> None:
+    """Two new tokens each, of one long sequence and seven short ones."""
+    with tensors_of(device) as made:
+        cache = KVCache(
+            num_layers=1, num_kv_heads=2, head_dim=8, num_slots=8, max_length=700, dtype=torch.bfloat16, device=device,
+            rope=(made(700, 8, dtype=torch.float32), made(700, 8, dtype=torch.float32)),
+        )  # fmt: skip
+        for seq_id in range(8):
+            cache.open(seq_id)
+        plan = cache.begin(range(8), [650, *[10] * 7])
+        plan.attend(0, made(720, 4, 8), made(720, 2, 8), made(720, 2, 8), 0.1, None)
+        cache.commit(plan)
+        with counted(F, "scaled_dot_product_attention") as found:
+            plan = cache.begin(range(8), [2] * 8)
+            assert plan.attend(0, made(16, 4, 8), made(16, 2, 8), made(16, 2, 8), 0.1, None).shape == (16, 32)
+    assert found["scaled_dot_product_attention"] == calls
+
+
 @pytest.mark.parametrize(("device", "calls"), [(CPU, 2), (META, 0)])
 def test_bfloat16_attention_of_whole_sequences_is_torchs_own_but_on_a_cpu(device: torch.device, calls: int) -> None:
     with tensors_of(device) as made, counted(HalfOnCpu, "apply") as found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from oppo_megatron.cli import doctor
 from oppo_megatron.cli.main import main
-from oppo_megatron.preflight.gpus import Gpu, Host, TorchBuild, describe, has_kernels, problems, read_host
+from oppo_megatron.preflight.gpus import Gpu, Host, NoAnswer, TorchBuild, describe, has_kernels, problems, read_host
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_90", "compute_90")
 H100 = Gpu("NVIDIA H100", 80 * 10**9, (9, 0), peers=7)
@@ -56,6 +57,11 @@ def test_a_node_that_lacks_nothing_is_described_and_blamed_for_nothing() -> None
         (NODE, replace(HOST, memory_lock_bytes=2**26), "at most 65536 KiB may be locked"),
         (NODE, replace(HOST, variables={"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}), "until stall_deadline_s"),
         (NODE, replace(HOST, variables={"NCCL_P2P_DISABLE": "1"}), "NCCL_P2P_DISABLE=1 keeps NCCL from NVLink"),
+        (
+            NODE,
+            replace(HOST, smi_failed="gave no answer within 20 s"),
+            "nvidia-smi gave no answer within 20 s: a driver that",
+        ),
         (TorchBuild(None), HOST, "this torch is built for the CPU: install one built for CUDA"),
         (TorchBuild("12.8"), replace(HOST, driver=None), "no NVIDIA driver is loaded"),
         (TorchBuild("12.8"), HOST, "finds no device"),
@@ -102,6 +108,45 @@ def test_the_kernels_files_and_nvidia_smi_are_read(tmp_path: Path) -> None:
     assert (read_host({}, tmp_path, lambda words: "").shared_bytes or 0) > 0
     nothing = read_host({}, tmp_path / "none", lambda words: "")
     assert (nothing.driver, nothing.links, nothing.ports) == (None, (), ())
+
+
+SMI_FAILS = {
+    "a failure": (
+        "echo Failed to initialize NVML: Driver/library version mismatch; exit 18",
+        "exit code 18 (Failed to init",
+    ),
+    "without a word": ("exit 9", "failed with exit code 9 (without a word)"),
+    "it hangs": ("exec sleep 60", "gave no answer within 0.3 s"),
+    "no program": (None, "could not be run (Exec format error)"),
+}
+
+
+@pytest.mark.parametrize("name", SMI_FAILS)
+def test_an_nvidia_smi_that_fails_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """In the table, and under what is missing; the devices are there, and the run may go on."""
+    script, says = SMI_FAILS[name]
+    program = tmp_path / "nvidia-smi"
+    program.write_text("" if script is None else f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr("oppo_megatron.preflight.gpus.SMI_S", 0.3 if name == "it hangs" else 20.0)
+    monkeypatch.setattr(doctor, "torch_build", lambda: NODE)
+    assert main(["doctor"]) == 0
+    report = capsys.readouterr().out.splitlines()
+    assert [line for line in report if line.startswith("nvidia-smi: ") and says in line]
+    assert [line for line in report if line.startswith("  - nvidia-smi ") and says in line and "dmesg" in line]
+
+
+def test_an_nvidia_smi_that_knows_of_no_links_is_well() -> None:
+    def ask(words: Sequence[str]) -> str:
+        if "nvlink" in words:
+            raise NoAnswer("failed with exit code 3 (not supported)")
+        return "GPU 0: NVIDIA A10G\n"
+
+    host = read_host({}, Path("/none"), ask)
+    assert host.smi_failed is None and host.links == ()
 
 
 def test_the_doctor_looks_at_devices_and_refuses_those_that_torch_cannot_use(

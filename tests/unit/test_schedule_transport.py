@@ -20,7 +20,16 @@ from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule, parse_
 from oppo_megatron.schedule.checking.checker import Fault, check
 from oppo_megatron.schedule.checking.proof import require_provable
 from oppo_megatron.schedule.checking.timeline import alike, coordinates_at, simulate
-from oppo_megatron.schedule.checking.transport import COLD, GLOO, NCCL, ONE_QUEUE, TRANSPORTS, Transport, transport_of
+from oppo_megatron.schedule.checking.transport import (
+    COLD,
+    GLOO,
+    NCCL,
+    ONE_QUEUE,
+    TRANSPORTS,
+    Transport,
+    communicator_faults,
+    transport_of,
+)
 from oppo_megatron.schedule.links import Link, link_of
 from oppo_megatron.schedule.planning.new_planner import new_planner
 from oppo_megatron.schedule.planning.preview import first_step
@@ -235,6 +244,17 @@ def test_two_ways_over_one_communicator_are_found() -> None:
     fault = only(faults)
     assert "both send first, so group each send with the receive" in fault.message
     assert fault.action is not None and f"`{fault.action}` meets `" in fault.message
+
+
+def test_messages_of_one_link_that_change_places_meet_on_a_shared_communicator() -> None:
+    """Both ends go through the links in one order; of one link they send and receive different messages."""
+    shared = replace(A_COMMUNICATOR_A_PAIR, stream=lambda action: "one")
+    messages = "critic m0", "critic m1", "reward m0"
+    sends = tuple(parse_action(0, f"send hidden {message} c0 -> 1") for message in messages)
+    receives = tuple(parse_action(1, f"recv hidden {message} c0 <- 0") for message in messages)
+    assert not list(communicator_faults(Schedule({0: sends, 1: receives}), shared))
+    fault = only(list(communicator_faults(Schedule({0: sends, 1: (receives[1], receives[0], receives[2])}), shared)))
+    assert "`send hidden critic m0 c0 -> 1` meets `recv hidden critic m1 c0 <- 0` of rank 1" in fault.message
 
 
 def test_roles_that_share_a_communicator_are_found() -> None:
