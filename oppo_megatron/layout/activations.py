@@ -220,7 +220,9 @@ def _in_layers(model: Model, call: Call) -> float:
     attending = (model.query + model.key + 3 * model.query + repeated) * width
     gathered = 2 * call.gathered * model.key * width
     attention = call.tokens * product * width + max(call.tokens * rotating, call.tokens * attending + mask + gathered)
-    feed_forward = call.tokens * (model.hidden + 3 * model.ffn) * width
+    adapted = model.lora is not None and bool(_GATES & set(model.lora.projections))
+    gates = 6 if adapted else 3  # gate and up, and what adapters add to them, and the sum; or silu's result
+    feed_forward = call.tokens * (model.hidden + gates * model.ffn) * width
     return float(call.tokens * 2 * model.hidden * width + max(attention, feed_forward))
 
 
