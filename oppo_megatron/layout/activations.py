@@ -218,11 +218,12 @@ def _in_layers(model: Model, call: Call) -> float:
     mask = 0.0 if call.draws else _mask(model, call)
     repeated = 2 * model.query if model.repeats_keys else 0
     attending = (model.query + model.key + 3 * model.query + repeated) * width
-    layer = product * width + max(rotating, attending)
-    feed_forward = (model.hidden + 3 * model.ffn) * width
     gathered = 2 * call.gathered * model.key * width
-    tokens = call.tokens * (2 * model.hidden * width)
-    return float(tokens + max(call.tokens * layer + mask + gathered, call.tokens * feed_forward))
+    attention = call.tokens * product * width + max(call.tokens * rotating, call.tokens * attending + mask + gathered)
+    adapted = model.lora is not None and bool(_GATES & set(model.lora.projections))
+    gates = 6 if adapted else 3  # gate and up, and what adapters add to them, and the sum; or silu's result
+    feed_forward = call.tokens * (model.hidden + gates * model.ffn) * width
+    return float(call.tokens * 2 * model.hidden * width + max(attention, feed_forward))
 
 
 def _mask(model: Model, call: Call) -> float:

@@ -94,9 +94,7 @@ def test_kv_cache_holds_whole_slots_of_its_budget() -> None:
 TWO_BY_FOUR = Sizes(2, 4)
 
 
-def kept(
-    sizes: Sizes = TWO_BY_FOUR, stage: int = 0, tokens: int = 100, rows: int = 10**6, **train: Any
-) -> float:
+def kept(sizes: Sizes = TWO_BY_FOUR, stage: int = 0, tokens: int = 100, rows: int = 10**6, **train: Any) -> float:
     model, batch = Model(SHAPE, sizes.tp, "bfloat16", scalar=True), TrainingBatch(tokens, rows)
     return kept_activations(model, sizes, stage, TrainingLayoutConfig(**train), batch)
 
@@ -292,7 +290,7 @@ def test_calls_by_hand() -> None:
     assert cached_activations(model, Call(10, 0, 12)) == 10 * (2 * 64 * 4 + repeated) + mask * (4 + 5 / 4)
     assert cached_activations(half, Call(10, 0, 12, draws=True)) == 10 * 2 * (2 * 64 + 64 + 3 * 64)
     assert cached_activations(half, Call(10, 0, 12, gathered=10**4)) == (
-        10 * (2 * 64 * 2 + 48 * 2 + 40 * 10) + mask * (2 + 3 / 4) + 2 * 10**4 * 8 * 2
+        10 * (2 * 64 * 2 + 48 * 2 + (32 + 8 + 3 * 32) * 2) + mask * (2 + 3 / 4) + 2 * 10**4 * 8 * 2
     )
     long = cached_activations(half, Call(10**4, 0, 10**4)) - cached_activations(half, Call(10**4, 0, 10**5))
     assert long == 0 < MASK_NUMBERS, "a mask is bounded"
