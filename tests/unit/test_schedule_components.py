@@ -9,7 +9,7 @@ from functools import partial
 from unittest import mock
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from oppo_megatron.errors import ScheduleError
@@ -272,6 +272,7 @@ def test_ends_of_lists_are_the_sites() -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(site=sites(), generator=st.sampled_from(sorted(GENERATORS)), most=st.integers(1, 3), seed=st.integers(0, 10**6))
+@example(site=disaggregated((1, 1, 1), (1, 1, 11)), generator="intra", most=3, seed=0)
 def test_chunks_that_listeners_pass_on_end_the_lists_of_any_layout(
     site: Site, generator: str, most: int, seed: int
 ) -> None:

@@ -17,6 +17,7 @@ from oppo_megatron.engine import links as links_module
 from oppo_megatron.layout.groups import ALONE, GroupName
 from oppo_megatron.layout.placements import RolePlacement, role_placements, training_placements, world_size
 from oppo_megatron.schedule.groups import calls_of, groups_by_rank, run_groups
+from oppo_megatron.schedule.links import in_waves, links_of
 from oppo_megatron.train import topology as topology_module
 from oppo_megatron.train.topology import Topology, build_topology
 
@@ -107,6 +108,8 @@ def test_what_is_listed_is_what_is_made(name: str, monkeypatch: pytest.MonkeyPat
         own = [group for group in listed if group.label != ALONE or group.ranks == (viewer,)]
         assert made == own, "in this order"
         assert made[0] == GroupName(ALONE, (viewer,)), "or ranks would have different numbers of groups at a common one"
+        waves = in_waves([*links_of(topology.site)])
+        assert [*topology.links.groups] == [link for wave in waves for link in wave if viewer in link[:2]]
         for (source, destination, role, payload), group in topology.links.groups.items():
             assert viewer in (source, destination) and {source, destination} <= set(group.ranks), (role, payload)
 
