@@ -215,7 +215,7 @@ def cached_activations(model: Model, call: Call) -> float:
 def _in_layers(model: Model, call: Call) -> float:
     width, product = model.width, model.query + 2 * model.key
     rotating = (model.query + model.key) * (2 * FP32 + width)
-    mask = 0.0 if call.draws else _mask(model, call)
+    kept, mask = (0.0, 0.0) if call.draws else _mask(model, call)
     repeated = 2 * model.query if model.repeats_keys else 0
     attending = (model.query + model.key + 3 * model.query + repeated) * width
     gathered = 2 * call.gathered * model.key * width
@@ -223,26 +223,33 @@ def _in_layers(model: Model, call: Call) -> float:
     adapted = model.lora is not None and bool(_GATES & set(model.lora.projections))
     gates = 6 if adapted else 3  # gate and up, and what adapters add to them, and the sum; or silu's result
     feed_forward = call.tokens * (model.hidden + gates * model.ffn) * width
-    return float(call.tokens * 2 * model.hidden * width + max(attention, feed_forward))
+    return float(call.tokens * 2 * model.hidden * width + kept + max(attention, feed_forward))
 
 
-def _mask(model: Model, call: Call) -> float:
-    """Of tokens that go on: on a CPU each sequence has one for all heads; on a GPU one for each query head of a group, made of
-    one for all and of bits."""
+def _mask(model: Model, call: Call) -> tuple[float, float]:
+    """Of tokens that go on: what is kept from layer to layer, and what is made in each or in the first.
+
+    On a CPU each sequence has a mask for all heads.  On a GPU one for each query head of a group, made of one for all and of
+    bits; all are kept where they are small together.
+    """
     if model.on_cpu:
-        return float(call.tokens * call.context * model.width)
-    numbers = min(MASK_NUMBERS, call.tokens * model.repeat * call.context)
-    copied = model.width if model.repeat > 1 else 0
-    return float(numbers * (copied + (model.width + 1) / model.repeat))
+        return float(call.tokens * call.context * model.width), 0.0
+    numbers = call.tokens * model.repeat * call.context
+    bounded = min(MASK_NUMBERS, numbers)
+    copied = bounded * (model.width if model.repeat > 1 else 0)
+    made = bounded * (model.width + 1) / model.repeat
+    return (float(copied), made) if numbers <= MASK_NUMBERS else (0.0, copied + made)
 
 
 def _of_logits(model: Model, call: Call) -> float:
+    """Beside the stage's input and the rows' hidden states, which are let go before log-probs are made, or tokens drawn."""
     rounded = 0 if model.width == FP32 else model.width
-    logits, hidden = call.rows * model.vocab, (call.tokens * 2 + call.rows) * model.hidden * model.width
+    logits, hidden = call.rows * model.vocab, (call.tokens + call.rows) * model.hidden * model.width
     if model.scalar:
         return float(hidden + call.rows * model.hidden * FP32)
+    made = hidden + logits * (FP32 + rounded)
     if call.draws:
         padded = model.vocab % DRAWN_BLOCK > 0
         copies = 1 + (call.temperature not in (0.0, 1.0)) + padded + (model.tp > 1)
-        return float(hidden + logits * max(FP32 + rounded, FP32 * (1 + copies)))
-    return float(hidden + max(logits * (FP32 + rounded), logits * FP32 + 2 * min(logits, model.block) * FP32))
+        return float(max(made, logits * FP32 * (1 + copies)))
+    return float(max(made, logits * FP32 + 2 * min(logits, model.block) * FP32))

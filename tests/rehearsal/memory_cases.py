@@ -90,9 +90,7 @@ LORA = {"rank": 16}
 QUICK = {
     "1.5B, one rank": Layout("1.5B", layers=2, rows=2),
     "70B, first of 8 stages": Layout("70B", 8, 8, 2, layers=8, tokens=8192, response=4094, rows=4, train=PARALLEL),
-    "405B, last of 16 stages": Layout(
-        "405B", 8, 16, 2, stage=-1, layers=16, tokens=8192, response=4094, rows=2, train=FULL
-    ),
+    "405B, first of 16 stages": Layout("405B", 8, 16, 2, layers=16, tokens=8192, response=4094, rows=2, train=FULL),
     "8B critic, last of 4 stages": Layout(
         "8B", 2, 4, 2, "critic", -1, layers=4, rows=2, train={"recompute": "selective"}
     ),

@@ -129,10 +129,10 @@ DEFECTS: dict[str, tuple[str, str, Callable[[pytest.MonkeyPatch], None]]] = {
         activations, "kept_activations", lambda n, *_: n / 8)),
     "norms": ("70B, first of 8 stages", "update", _without(
         Model, "kept_of_layer", lambda both, model, train: (both[0], both[1] - 4 * model.shard(train)))),
-    "a layer's backward pass": ("8B critic, last of 4 stages", "update", _without(
+    "a layer's backward pass": ("70B, first of 8 stages", "update", _without(
         Model, "backward_of_layer", lambda *_: 0)),
     "the loss": ("1.5B, one rank", "update", _without(Model, "loss", lambda *_: 0)),
-    "a layer that is computed again": ("405B, last of 16 stages", "update", _without(
+    "a layer that is computed again": ("405B, first of 16 stages", "update", _without(
         Model, "kept_of_layer", lambda both, *_: (both[1], both[1]))),
     "logits of scorers": ("8B reference, paged", "reading", _without(activations, "_of_logits", lambda *_: 0)),
     "layers of a call": ("70B, first of 8 stages", "reading", _without(activations, "_in_layers", lambda n, *_: n / 2)),
