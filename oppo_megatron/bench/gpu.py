@@ -125,15 +125,21 @@ class GpuBench:
         end = time.monotonic() + self.seconds
         inputs = write_random_prompts(self.out / "inputs", self.work.prompt_tokens)
         for size, part in agenda(list(sizes)):
-            (self.out / size).mkdir(parents=True, exist_ok=True)
             seconds = min(SHARES[part] * self.seconds, end - time.monotonic())
-            if part in PPO_MODES:
-                self._train(size, part, self.ppo_run(self.out / size, part, *inputs), seconds)
-            elif part == "trl":
-                self._trl(size, sizes[size], inputs, seconds)
-            else:
-                self._part(size, part, sizes[size], seconds)
+            try:
+                self._measure(size, part, sizes[size], inputs, seconds)
+            except Exception as error:  # nobody is there to see it, and the parts behind it are still to come
+                self._add([{"size": size, "part": part, "why_not": f"{type(error).__name__}: {error}"}])
         return self._figures()
+
+    def _measure(self, size: str, part: str, shape: Shape, inputs: tuple[Path, Path], seconds: float) -> None:
+        (self.out / size).mkdir(parents=True, exist_ok=True)
+        if part in PPO_MODES:
+            self._train(size, part, self.ppo_run(self.out / size, part, *inputs), seconds)
+        elif part == "trl":
+            self._trl(size, shape, inputs, seconds)
+        else:
+            self._part(size, part, shape, seconds)
 
     def _part(self, size: str, part: str, shape: Shape, seconds: float) -> None:
         """A part of `gpu_parts.py`, whose rows come as lines of a file."""

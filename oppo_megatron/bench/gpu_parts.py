@@ -244,7 +244,9 @@ def _hidden(bench: Bench, rounds: RoundRunner) -> dict[str, Any]:
 
     `hidden_percent` is the share of the scoring's time that it does not cost where it runs beside decoding.
     """
-    rollouts, chunk = bench.rollouts(), bench.work.chunk_tokens
+    decoded = 1 + 3 * (1 + REPEATS)  # chunks, all of which have to be within the limit
+    chunk = max(1, min(bench.work.chunk_tokens, (bench.work.response_tokens - 1) // decoded))
+    rollouts = bench.rollouts()
     times: dict[str, list[float]] = {"both_s": [], "decode_s": [], "score_s": []}
 
     def decode() -> None:
@@ -261,7 +263,8 @@ def _hidden(bench: Bench, rounds: RoundRunner) -> dict[str, Any]:
         times["score_s"].append(bench.seconds(score))
         decode()
     found = {name: median(seconds[1:]) for name, seconds in times.items()}
-    return found | {"hidden_percent": 100 * (1 - (found["both_s"] - found["decode_s"]) / found["score_s"])}
+    hidden = 1 - (found["both_s"] - found["decode_s"]) / found["score_s"]
+    return found | {"chunk_tokens": chunk, "hidden_percent": 100 * hidden}
 
 
 PARTS: dict[str, Callable[[Bench], None]] = {"decode": measure_decode, "overlap": measure_overlap}

@@ -2,6 +2,8 @@
 
     CPU     forked from a process that has imported what ranks need: each import once, and its memory once
     CUDA    spawned: an import (transformer-engine's) may make a CUDA context, which does not live on in a fork
+
+Where the folder for temporary files (TMPDIR) has too long a name for a socket in it, they are spawned, too.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,6 +28,8 @@ StartMethod = Literal["forkserver", "spawn"]
 PRELOADED = ["oppo_megatron.train.entry"]
 DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/dev/dxg"), Path("/dev/kfd"))
 """There where a GPU may be: NVIDIA's driver, Windows' for its Linux, AMD's."""
+LONGEST_FOLDER = 108 - len("/pymp-12345678/listener-12345678") - 1
+"""Bytes of the name of a folder in which `multiprocessing` can make a socket's name of at most 108 bytes, the last one 0."""
 FOR_RANKS = {signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 """A signal to the whole process group is for the ranks and for who started them, not for the process between."""
 
@@ -37,7 +42,8 @@ def start_method(config: Any, environment: Mapping[str, str] = os.environ) -> St
     device = config.runtime.device if hasattr(config, "runtime") else "cpu"
     hidden = environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     on_gpu = device == "cuda" or (device == "auto" and not hidden and any(path.exists() for path in DRIVERS))
-    return "spawn" if on_gpu or sys.platform != "linux" else "forkserver"
+    too_long = len(os.fsencode(tempfile.gettempdir())) > LONGEST_FOLDER
+    return "spawn" if on_gpu or too_long or sys.platform != "linux" else "forkserver"
 
 
 @cache

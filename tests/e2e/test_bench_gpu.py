@@ -90,6 +90,15 @@ def test_of_the_first_size_all_is_measured_before_any_other(tmp_path: Path) -> N
     assert len(told) >= 2 * len(SHARES)
 
 
+def test_an_error_of_the_benchmark_itself_costs_one_part(tmp_path: Path) -> None:
+    """Rows for TRL are counted by the shape, and this one has no width."""
+    sizes = {"broken": {**TINY, "hidden_size": "wide"}, "sound": TINY}
+    told = GpuBench(tmp_path, WORK, 1.0, 2**40, trl=TRL, say=quiet).run(sizes)["results"]
+    assert len(told) == 2 * len(SHARES) and json.loads((tmp_path / "gpu.json").read_text())["results"] == told
+    (failed,) = [row for row in told if "s left, fewer than" not in row["why_not"]]
+    assert (failed["size"], failed["part"]) == ("broken", "trl") and failed["why_not"].startswith("TypeError: ")
+
+
 def test_what_a_process_has_started_ends_with_it(tmp_path: Path) -> None:
     """In a session of its own, as torch's elastic launcher starts ranks: it would go on holding the device's memory."""
     child = "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], "

@@ -142,17 +142,19 @@ class FusedNorm(torch.autograd.Function):
         return grad * weight, (grad * x).flatten(0, -2).sum(0)
 
 
-def moved(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """`Module.to`, which for fake tensors would swap what cannot be swapped."""
+def moved(module: torch.nn.Module, target: torch.device | torch.dtype) -> torch.nn.Module:
+    """`Module.to`, which for fake tensors would swap what cannot be swapped; what modules share stays shared."""
+    shared: dict[Tensor, Tensor] = {}
     for each in module.modules():
         for name, old in each._parameters.items():
-            if old is not None:
-                new = torch.nn.Parameter(old.detach().to(device), old.requires_grad)
+            if old is not None and old not in shared:
+                new = torch.nn.Parameter(old.detach().to(target), old.requires_grad)
                 new.__dict__.update({k: v for k, v in old.__dict__.items() if k not in new.__dict__})
-                each._parameters[name] = new
+                shared[old] = new
+            each._parameters[name] = None if old is None else shared[old]
         for name, buffer in each._buffers.items():
-            if buffer is not None:
-                each._buffers[name] = buffer.to(device)
+            if buffer is not None and (isinstance(target, torch.device) or buffer.is_floating_point()):
+                each._buffers[name] = buffer.to(target)
     return module
 
 
@@ -185,15 +187,20 @@ def _state(watch: Watch) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _of(watch: Watch, kind: type) -> type:
+    """A type, as annotations ask for one, whose instances are of the watched device."""
+    return type(kind.__name__, (kind,), {"__init__": lambda self, *_, **__: kind.__init__(self, watch)})
+
+
 def _running(watch: Watch) -> dict[str, Any]:
     streams = watch.streams
     return {
-        "Stream": lambda *_, **__: Stream(watch), "Event": lambda *_, **__: Event(watch),
+        "Stream": _of(watch, Stream), "Event": _of(watch, Event),
         "current_stream": lambda *_: Stream(watch, streams.current),
         "default_stream": lambda *_: Stream(watch, streams.default),
         "stream": lambda stream: streams.on(stream.number),
         "synchronize": lambda *_: watch.waits_for("synchronize", all_streams=True),
-        "CUDAGraph": lambda: Graph(watch), "graph_pool_handle": lambda: object(),
+        "CUDAGraph": _of(watch, Graph), "graph_pool_handle": lambda: object(),
         "graph": lambda graph, **_: graph.captured(),
     }  # fmt: skip
 
@@ -203,6 +210,8 @@ def _tensors(watch: Watch) -> None:
 
     FakeTensor.tolist = lambda self: watch.read(self).tolist()
     FakeTensor.numpy = lambda self, **_: np.asarray(watch.read(self))
+    plain_data_ptr = torch.UntypedStorage.data_ptr
+    torch.UntypedStorage.data_ptr = lambda self: self._cdata if self.device.type == "meta" else plain_data_ptr(self)  # type: ignore[method-assign]
     FakeTensor.data_ptr = lambda self: memory_of(self) + self.storage_offset() * self.dtype.itemsize
     Tensor.cuda = lambda self, *_, **__: self.to(DEVICE)  # type: ignore[assignment]
     Tensor.is_pinned = lambda self, *_: memory_of(self) in watch.pinned  # type: ignore[method-assign]

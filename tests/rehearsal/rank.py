@@ -8,25 +8,35 @@ import os
 import socket
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from oppo_megatron.cluster import process_groups
+from oppo_megatron.cluster.activity import Activity
+from oppo_megatron.cluster.hosts import RankHost
+from oppo_megatron.cluster.world import World
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.train.entry import run_ppo
+from oppo_megatron.train.inputs import read_inputs
+from oppo_megatron.train.saving.preemption import Preemption
 from tests.rehearsal import device
 from tests.rehearsal.peers import Peers
 from tests.rehearsal.shapes import Kept
 from tests.rehearsal.watch import DEVICE, Watch
 
 Report = dict[str, Any]
+Work = Callable[[World], None]
 
 
 def rehearse(
-    rank: int, size: int, store: dist.Store, peers: Peers, kept: Kept, settings: dict[str, Any],
-    plant: Callable[[], None] | None,
-) -> Report:  # fmt: skip
-    """A whole run of `oppo train` on this rank; `plant` breaks the product first.  `kept` is known of shapes before."""
+    rank: int, size: int, store: dist.Store, peers: Peers, kept: Kept, work: Work, plant: Callable[[], None] | None
+) -> Report:
+    """The work of this rank; `plant` breaks the product first.  `kept` is known of shapes before."""
     watch, error = Watch(kept), None
     device.install(watch)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
@@ -36,7 +46,11 @@ def rehearse(
         if plant is not None:
             plant()
         with watch:
-            _run(rank, size, settings)
+            process_groups.world_timeout = lambda: timedelta(seconds=60)
+            hosts = tuple(
+                RankHost(each, socket.gethostname(), None, str(DEVICE), 1, os.getpid()) for each in range(size)
+            )
+            work(World(rank, size, DEVICE, hosts, Activity()))
         watch.end()
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}\n{''.join(traceback.format_tb(raised.__traceback__)[-14:])}"
@@ -48,21 +62,17 @@ def rehearse(
     }  # fmt: skip
 
 
-def _run(rank: int, size: int, settings: dict[str, Any]) -> None:
-    from oppo_megatron.cluster import process_groups
-    from oppo_megatron.cluster.activity import Activity
-    from oppo_megatron.cluster.hosts import RankHost
-    from oppo_megatron.cluster.world import World
-    from oppo_megatron.config.run import TrainConfig
-    from oppo_megatron.train.entry import run_ppo
-    from oppo_megatron.train.inputs import read_inputs
-    from oppo_megatron.train.saving.preemption import Preemption
-
-    process_groups.world_timeout = lambda: timedelta(seconds=60)
-    config = TrainConfig(**settings)
-    hosts = tuple(RankHost(each, socket.gethostname(), None, str(DEVICE), 1, os.getpid()) for each in range(size))
-    world = World(rank, size, DEVICE, hosts, Activity())
+def train(config: TrainConfig, world: World) -> None:
+    """A whole run of `oppo train`."""
     assert run_ppo(config, world, read_inputs(config), Preemption(config.preempt_deadline_s))
+
+
+def bench_part(order: Path, world: World) -> None:
+    """A part of `oppo bench gpu`, as a process of it does what is ordered."""
+    from oppo_megatron.bench import gpu_parts
+
+    gpu_parts.open_world = lambda *_: nullcontext(world)  # type: ignore[assignment]
+    gpu_parts.main(str(order))
 
 
 def _name_phases(watch: Watch) -> None:

@@ -1,6 +1,7 @@
 """Rehearses cases on request: a process that has the stub and the libraries, and forks the ranks of each case.
 
-Reads lines of JSON, {"name", "ranks", "changes", "defect"}, and answers each with a line: the reports of its ranks.
+Reads lines of JSON and answers each with a line, the reports of its ranks: {"ranks", "changes", "defect"} is a run of the cases',
+{"config": FILE} any other, {"order": FILE} a part of `oppo bench gpu`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os  # noqa: E402
 import pickle  # noqa: E402
 import sys  # noqa: E402
 import tempfile  # noqa: E402
+from functools import partial  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
@@ -29,7 +31,9 @@ def main() -> None:
     peers = Peers()
     install(peers)
     import oppo_megatron.train.entry  # noqa: F401  (ranks are forked with it)
-    from tests.rehearsal import defects
+    from oppo_megatron.config.load import load_config
+    from oppo_megatron.config.run import TrainConfig
+    from tests.rehearsal import defects, rank
     from tests.rehearsal.cases import PLAIN
     from tests.support.ppo import Workspace
 
@@ -40,24 +44,28 @@ def main() -> None:
         workspace = Workspace.create(Path(folder))
         for number, line in enumerate(sys.stdin):
             asked = json.loads(line)
-            settings = workspace.config(f"{number}", **{**PLAIN, **asked["changes"]})
-            plant = defects.DEFECTS[asked["defect"]].plant if asked["defect"] else None
-            reports = _on_ranks(asked["ranks"], Path(folder), peers, kept, settings, plant)
+            plant = defects.DEFECTS[asked["defect"]].plant if asked.get("defect") else None
+            if "order" in asked:
+                work = partial(rank.bench_part, Path(asked["order"]))
+            elif "config" in asked:
+                work = partial(rank.train, load_config(TrainConfig, asked["config"]))
+            else:
+                settings = workspace.config(f"{number}", **{**PLAIN, **asked["changes"]})
+                work = partial(rank.train, TrainConfig(**settings))
+            reports = _on_ranks(asked.get("ranks", 1), Path(folder), peers, kept, work, plant)
             for report in reports:
                 kept |= report.pop("shapes", {})
             answers.write(json.dumps(reports) + "\n")
             answers.flush()
 
 
-def _on_ranks(
-    size: int, folder: Path, peers: Any, kept: Shapes, settings: dict[str, Any], plant: Any
-) -> list[dict[str, Any]]:
+def _on_ranks(size: int, folder: Path, peers: Any, kept: Shapes, work: Any, plant: Any) -> list[dict[str, Any]]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     children = []
     for rank in range(size):
         child = os.fork()
         if child == 0:
-            _be(rank, size, store.port, folder, peers, kept, settings, plant)
+            _be(rank, size, store.port, folder, peers, kept, work, plant)
         children.append(child)
     for child in children:
         os.waitpid(child, 0)
@@ -68,15 +76,13 @@ def _on_ranks(
     return reports
 
 
-def _be(
-    rank: int, size: int, port: int, folder: Path, peers: Any, kept: Shapes, settings: dict[str, Any], plant: Any
-) -> None:
+def _be(rank: int, size: int, port: int, folder: Path, peers: Any, kept: Shapes, work: Any, plant: Any) -> None:
     from tests.rehearsal.rank import rehearse
 
     code = 1
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        report = rehearse(rank, size, store, peers, kept, settings, plant)
+        report = rehearse(rank, size, store, peers, kept, work, plant)
         (folder / f"report-{rank}").write_bytes(pickle.dumps(report))
         code = 0
     finally:

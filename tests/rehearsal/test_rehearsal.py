@@ -6,15 +6,17 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from oppo_megatron.bench.gpu import GpuBench, GpuWork
 from tests.rehearsal.cases import CASES, PLAIN
 from tests.rehearsal.cuda_stub import compiler
 from tests.rehearsal.defects import DEFECTS
+from tests.rehearsal.small_gpu_bench import TINY
 from tests.rehearsal.waits import EXPECTED
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,8 +46,10 @@ class Rehearsals:
 
     def _ask(self, case: str, defect: str | None) -> list[Report]:
         changes = CASES[case].changes | (DEFECTS[defect].changes if defect else {})
+        return self.answer({"ranks": CASES[case].ranks, "changes": changes, "defect": defect})
+
+    def answer(self, asked: dict[str, Any]) -> list[Report]:
         assert self._process.stdin is not None and self._process.stdout is not None
-        asked = {"ranks": CASES[case].ranks, "changes": changes, "defect": defect}
         self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
         reports: list[Report] = json.loads(self._process.stdout.readline())
@@ -121,3 +125,40 @@ def test_a_planted_defect_is_found(rehearsals: Rehearsals, name: str) -> None:
     found += [fault for report in reports for fault in report["faults"]]
     found += [f"{phase}: {kind} in {place}" for report in reports for phase, kind, place in waits_of(report)]
     assert any(defect.told in each for each in found), found
+
+
+class BenchHere(GpuBench):
+    """`oppo bench gpu` whose parts are done by the process that rehearses; TRL's runner is left out."""
+
+    rehearsals: Rehearsals
+
+    def _process(self, size: str, part: str, command: Sequence[str], seconds: float) -> Iterator[str | None]:
+        if part == "trl":
+            yield "not rehearsed"
+            return
+        (report,) = self.rehearsals.answer({"order" if part in ("decode", "overlap") else "config": command[-1]})
+        yield report["error"] or ", ".join(report["faults"]) or None
+
+
+def test_the_benchmark_of_a_gpu_goes_through(rehearsals: Rehearsals, tmp_path: Path) -> None:
+    """All its parts on one device, with their figures; the times are those of the host alone."""
+    work = GpuWork(
+        4, 16, 48, median=12.0, chunk_tokens=8, steady_steps=20, delta=2, ppo_steps=2, micro_batch_tokens=256
+    )
+    bench = BenchHere(tmp_path, work, 450.0, 80 * 2.0**30, (ROOT / "benchmarks/peers/compare.py", Path(sys.executable)))
+    bench.rehearsals, bench.say = rehearsals, lambda _: None
+    rows = bench.run({"tiny": TINY})["results"]
+    assert json.loads((tmp_path / "gpu.json").read_text())["results"] == rows
+    why_not = [row for row in rows if "why_not" in row]
+    assert [row["why_not"] for row in why_not] == ["not rehearsed"], why_not
+    told = [(row["part"], row.get("variant")) for row in rows]
+    decoded = ["bandwidth", "as trained", "as trained", "each token read", "transformers generate"]
+    assert told == [("decode", each) for each in decoded] + [("overlap", "second stream")] + [
+        ("ppo", each) for each in ("sequential", "full", "TRL")
+    ]
+    assert all(
+        row["tokens_per_s"] > 0 for row in rows if row.get("variant") not in ("bandwidth", "second stream", "TRL")
+    )
+    tail = next(row for row in rows if row.get("long_tail"))
+    assert tail["graphs"] > 0 and tail["steps"] > 12
+    assert all(len(row["steps"]) == work.ppo_steps for row in rows if row["part"] == "ppo" and "why_not" not in row)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from oppo_megatron.cluster import rank_processes
-from oppo_megatron.cluster.rank_processes import start_method
+from oppo_megatron.cluster.rank_processes import LONGEST_FOLDER, start_method
 
 ENTRY = """
 import os, signal, sys, time
@@ -73,6 +73,22 @@ def test_what_may_use_cuda_is_not_forked(
     assert start_method(config, environment) == expected
     monkeypatch.setattr(sys, "platform", "darwin")
     assert start_method(config, environment) == "spawn"
+
+
+@pytest.mark.parametrize("excess", [0, 1])
+def test_a_folder_for_temporary_files_may_have_a_long_name(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, excess: int
+) -> None:
+    """A batch system's; the name of a socket is short."""
+    temporary = folder / "x"
+    temporary = temporary.with_name("x" * (LONGEST_FOLDER + excess - len(str(folder)) - 1))
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    parent = started(folder, "surroundings", "cpu")
+    out, errors = parent.communicate(timeout=120)
+    assert parent.returncode == 0, errors
+    assert out.splitlines() == [f"None there {not excess}"] * 2
+    assert not [*temporary.iterdir()], "nothing is left"
 
 
 @pytest.fixture

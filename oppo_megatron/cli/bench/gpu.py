@@ -46,7 +46,12 @@ def _gpu(args: argparse.Namespace) -> int:
 
     sizes = chosen("--sizes", args.sizes, list(SIZES))
     memory_bytes = require_gpu()
-    work = GpuWork(batch=args.batch, response_tokens=args.limit)
+    work = GpuWork(
+        batch=args.batch,
+        response_tokens=args.limit,
+        steady_steps=max(1, min(GpuWork.steady_steps, args.limit // 2)),  # beside those that warm up
+        delta=min(GpuWork.delta, args.batch),
+    )
     python = args.peer_python or (PEER_PYTHON if PEER_PYTHON.is_file() else Path(sys.executable))
     figures = GpuBench(args.out, work, args.seconds, memory_bytes, (args.trl, python)).run(
         {size: SIZES[size] for size in sizes}
