@@ -46,7 +46,7 @@ def test_a_run_goes_on_with_less_at_once(tmp_path: Path, intra: bool) -> None:
     config = workspace.config("short", **changes, checkpoint={"every_steps": 1})
     run_new_ranks(1, "tests.e2e.jobs:train", config=undisturbed)
     plain = read_outcome(Path(undisturbed["run_dir"]))
-    run_ranks(1, "tests.e2e.jobs:train_within", config=config, mebibytes=200)  # after one such run 150 to 250 are as good
+    run_ranks(1, "tests.e2e.jobs:train_within", config=config, mebibytes=375)  # after one such run 300 to 450 are as good
     found, folder = read_outcome(Path(config["run_dir"])), Path(config["run_dir"])
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["memory_halved"] >= 1 and summary["memory_train_tokens"] < BATCH_TOKENS
@@ -64,7 +64,7 @@ def test_a_run_goes_on_with_less_at_once(tmp_path: Path, intra: bool) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "mebibytes"),
-    [({"tp": 2}, 100), ({"pp": 2}, 190)],
+    [({"tp": 2}, 160), ({"pp": 2}, 240)],
     ids=["tensor parallel", "pipeline stages"],
 )
 @pytest.mark.long
