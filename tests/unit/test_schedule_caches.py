@@ -99,8 +99,8 @@ def test_sequences_that_keep_their_slots_are_counted() -> None:
                 assert work.num_staying == len(growing - set(work.done))
                 changed.update((role, name) for name in ("evict", "open", "prefill", "done") if getattr(work, name))
 
-    Run([new_planner(SITES["DP2 | PP2xDP2"], "intra", 3)], random.Random(4)).steps(6, visit)
-    assert {("actor", "prefill"), ("reward", "evict"), ("reward", "done"), ("critic", "done")} <= changed
+    Run([new_planner(SITES["DP2 | PP2xDP2"], "intra", 2)], random.Random(4)).steps(6, visit)
+    assert {("actor", "prefill"), ("reference", "evict"), ("reward", "done"), ("critic", "done")} <= changed
 
 
 def test_no_garbage_is_collected_while_a_round_is_planned() -> None:
