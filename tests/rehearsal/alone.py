@@ -20,8 +20,8 @@ class Alone(Peers):
     def exchange(self, group: Any, mine: Any) -> list[Any]:
         return [mine for _ in self.of(group)[1]]
 
-    def send(self, tensor: Tensor, to: int, group: Any, *, first_waits: bool) -> Done:
+    def send(self, tensor: Tensor, to: int, group: Any, *, alone: bool) -> Done:
         return Done(self.watch)
 
-    def receive(self, tensor: Tensor, source: int, group: Any) -> Done:
+    def receive(self, tensor: Tensor, source: int, group: Any, *, alone: bool) -> Done:
         return Done(self.watch, lambda: self.put(tensor, None))

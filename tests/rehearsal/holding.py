@@ -52,7 +52,6 @@ class Measurement:
         self.training = training_placements(config).get(name)
         self.role: Any = named_roles(config)[name]
         self.head: Literal["lm", "scalar"] = "scalar" if name in SCALAR_ROLES else "lm"
-        self.groups = SharedGroups()
         self.found: Measured = {}
         self.meter = Meter()
         device.install(self.meter)
@@ -60,6 +59,7 @@ class Measurement:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
         process_groups.world_timeout = lambda: timedelta(seconds=60)
         peers.stand(self.meter, rank, size)
+        self.groups = SharedGroups()
         roles.load_weights = lambda *_, **__: None  # type: ignore[assignment]
         roles.fill_adapters = lambda *_, **__: None  # type: ignore[assignment]
         trained_role.Reallocation = _allocated  # type: ignore[misc, assignment]

@@ -20,7 +20,7 @@ class Meter(Watch):
     """Counts the memory that is held now, and the most at once since the last `span` began."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__({})
         self.held = self.most = 0
         self._alive: set[int] = set()
 

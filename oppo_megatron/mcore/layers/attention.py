@@ -83,7 +83,9 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor 
     grouped = q.shape[1] != k.shape[1]
     # Of CUDA's fast kernels those for masks, or float32, know no groups.
     if grouped and q.device.type == "cuda" and (mask is not None or q.dtype == torch.float32):
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        repeat = q.shape[1] // k.shape[1]
+        # Not `repeat_interleave`, for which the host waits.
+        k, v = (x.unsqueeze(2).expand(-1, -1, repeat, -1, -1).flatten(1, 2) for x in (k, v))
         grouped = False
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
