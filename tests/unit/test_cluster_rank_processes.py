@@ -75,7 +75,7 @@ def test_what_may_use_cuda_is_not_forked(
     assert start_method(config, environment) == "spawn"
 
 
-@pytest.mark.parametrize("excess", [0, 1])
+@pytest.mark.parametrize("excess", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_folder_for_temporary_files_may_have_a_long_name(
     monkeypatch: pytest.MonkeyPatch, folder: Path, excess: int
 ) -> None:
