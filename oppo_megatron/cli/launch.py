@@ -97,11 +97,12 @@ def _prepare(config: Any) -> Surroundings:
     )
 
     forks = start_method(config) == "forkserver"
-    begun = begin_fork_server() if forks else dict(os.environ)
+    if forks:
+        begin_fork_server()
     importlib.import_module("torch.distributed.launcher.api")
     if forks:
         await_fork_server()
-    return Surroundings.since(begun)
+    return Surroundings.here()
 
 
 def quiet_torch() -> None:

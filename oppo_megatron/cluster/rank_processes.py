@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.reduction import DupFd
 from pathlib import Path
@@ -46,9 +45,8 @@ def start_method(config: Any, environment: Mapping[str, str] = os.environ) -> St
     return "spawn" if on_gpu or too_long or sys.platform != "linux" else "forkserver"
 
 
-@cache
-def begin_fork_server() -> Mapping[str, str]:
-    """Start the process that ranks are forked from, unless it runs, and do not wait for it; the environment that it has.
+def begin_fork_server() -> None:
+    """Start the process that ranks are forked from, unless it runs, and do not wait for it.
 
     It hears neither SIGINT nor what is for ranks; they hear the latter again by `hear_signals`.
     """
@@ -59,7 +57,6 @@ def begin_fork_server() -> Mapping[str, str]:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, heard)
-    return dict(os.environ)
 
 
 def await_fork_server() -> None:
@@ -71,38 +68,31 @@ def await_fork_server() -> None:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a rank is to have of the process that starts it, by whatever process it is forked from: environment, stdout, stderr.
+    """What a rank is to have of the process that starts it, whatever it is forked from: environment, stdout, stderr."""
 
-    changes     of the environment since that process began; None for what is gone
-    """
-
-    changes: Mapping[str, str | None]
+    environment: Mapping[str, str]
 
     @classmethod
-    def since(cls, begun: Mapping[str, str]) -> Surroundings:
-        """What has changed since an environment was that of the process that ranks are forked from."""
-        now = {name: value for name, value in os.environ.items() if begun.get(name) != value}
-        return cls(now | dict.fromkeys(begun.keys() - os.environ.keys()))
+    def here(cls) -> Surroundings:
+        return cls(dict(os.environ))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """As a process that is being started is given it, with open files."""
-        return _taken_over, (self.changes, {number: DupFd(number) for number in (1, 2) if _is_open(number)})
+        return _taken_over, (self.environment, {number: DupFd(number) for number in (1, 2) if _is_open(number)})
 
 
-def _taken_over(changes: Mapping[str, str | None], files: Mapping[int, Any]) -> Surroundings:
-    """In the rank.  It hears signals that the process which it was forked from does not."""
+def _taken_over(environment: Mapping[str, str], files: Mapping[int, Any]) -> Surroundings:
+    """In the rank, before torch's agent adds RANK and the rest.  It hears signals that the process which it was forked from
+    does not."""
     for number, file in files.items():
         given = file.detach()
         if given != number:  # a spawned process has it already
             os.dup2(given, number)
             os.close(given)
-    for name, value in changes.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+    os.environ.clear()
+    os.environ.update(environment)
     hear_signals()
-    return Surroundings(changes)
+    return Surroundings(environment)
 
 
 def _is_open(number: int) -> bool:

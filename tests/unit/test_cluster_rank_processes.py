@@ -32,7 +32,7 @@ def run(kind, path):
 """
 
 PARENT = """
-import os, sys
+import multiprocessing, os, sys
 from types import SimpleNamespace
 from oppo_megatron.cli.launch import launch
 
@@ -43,6 +43,10 @@ def at(kind):
 if __name__ == "__main__":
     if sys.argv[1] == "stops":
         sys.exit(at("stops"))
+    if sys.argv[3:]:  # someone else has begun the process that ranks are forked from
+        first = multiprocessing.get_context("forkserver").Process(target=os.getpid)
+        first.start()
+        first.join()
     os.environ["GONE"] = "there"
     assert at("surroundings") == 0
     del os.environ["GONE"]
@@ -98,25 +102,29 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def started(folder: Path, kind: str, device: str) -> subprocess.Popen[str]:
+def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     root = Path(__file__).resolve().parents[2]
     environment = {
         name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     }
     environment["PYTHONPATH"] = f"{folder}{os.pathsep}{root}"
-    command = [sys.executable, "parent.py", kind, device]
+    command = [sys.executable, "parent.py", *arguments]
     pipe = subprocess.PIPE
     return subprocess.Popen(
         command, cwd=folder, stdout=pipe, stderr=pipe, text=True, env=environment, start_new_session=True
     )
 
 
-@pytest.mark.parametrize(("device", "imported"), [("cpu", True), ("cuda", False)], ids=["forked", "spawned"])
+@pytest.mark.parametrize(
+    ("device", "before", "imported"),
+    [("cpu", [], True), ("cpu", ["by another"], False), ("cuda", [], False)],
+    ids=["forked", "forked from what another began", "spawned"],
+)
 def test_ranks_have_the_environment_and_the_files_of_who_starts_them_now(
-    folder: Path, device: str, imported: bool
+    folder: Path, device: str, before: list[str], imported: bool
 ) -> None:
     """Not those of when the process began that they are forked from."""
-    parent = started(folder, "surroundings", device)
+    parent = started(folder, "surroundings", device, *before)
     out, errors = parent.communicate(timeout=120)
     assert parent.returncode == 0, errors
     assert out.splitlines() == [f"None there {imported}"] * 2
