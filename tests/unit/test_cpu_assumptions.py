@@ -80,17 +80,23 @@ def test_the_norm_is_torchs_kernel_but_on_a_cpu(device: torch.device, calls: int
     assert found["rms_norm"] == calls
 
 
+def opened(made: Any, device: torch.device, num_seqs: int) -> KVCache:
+    """A cache with so many sequences, which are empty."""
+    cache = KVCache(
+        num_layers=1, num_kv_heads=2, head_dim=8, num_slots=num_seqs, max_length=700, dtype=torch.bfloat16, device=device,
+        rope=(made(700, 8, dtype=torch.float32), made(700, 8, dtype=torch.float32)),
+    )  # fmt: skip
+    for seq_id in range(num_seqs):
+        cache.open(seq_id)
+    return cache
+
+
 @pytest.mark.parametrize(("device", "calls"), [(CPU, 3), (META, 1)])
 def test_sequences_of_a_prefill_attend_one_by_one_on_a_cpu_and_at_once_elsewhere(
     device: torch.device, calls: int
 ) -> None:
     with tensors_of(device) as made, counted(F, "scaled_dot_product_attention") as found:
-        cache = KVCache(
-            num_layers=1, num_kv_heads=2, head_dim=8, num_slots=3, max_length=700, dtype=torch.bfloat16, device=device,
-            rope=(made(700, 8, dtype=torch.float32), made(700, 8, dtype=torch.float32)),
-        )  # fmt: skip
-        for seq_id in range(3):
-            cache.open(seq_id)
+        cache = opened(made, device, 3)
         plan = cache.begin(range(3), [600, 300, 100])
         out = plan.attend(0, made(1000, 4, 8), made(1000, 2, 8), made(1000, 2, 8), 0.1, None)
         assert out.shape == (1000, 32) and out.device.type == device.type
@@ -101,12 +107,7 @@ def test_sequences_of_a_prefill_attend_one_by_one_on_a_cpu_and_at_once_elsewhere
 def test_on_a_cpu_alone_long_sequences_attend_apart_from_short_ones(device: torch.device, calls: int) -> None:
     """Two new tokens each, of one long sequence and seven short ones."""
     with tensors_of(device) as made:
-        cache = KVCache(
-            num_layers=1, num_kv_heads=2, head_dim=8, num_slots=8, max_length=700, dtype=torch.bfloat16, device=device,
-            rope=(made(700, 8, dtype=torch.float32), made(700, 8, dtype=torch.float32)),
-        )  # fmt: skip
-        for seq_id in range(8):
-            cache.open(seq_id)
+        cache = opened(made, device, 8)
         plan = cache.begin(range(8), [650, *[10] * 7])
         plan.attend(0, made(720, 4, 8), made(720, 2, 8), made(720, 2, 8), 0.1, None)
         cache.commit(plan)

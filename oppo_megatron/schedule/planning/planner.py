@@ -52,6 +52,19 @@ class PlannedRound:
     schedule: Schedule
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without garbage collection.  A plan of thousands of sequences is tens of thousands of small records, none of them garbage,
+    for which the collector would look through all that a run holds, several times."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 @dataclass
 class RoundPlanner:
     """One rank's planner.
@@ -80,6 +93,7 @@ class RoundPlanner:
     def __post_init__(self) -> None:
         self._component = None if self.rank is None else component_of(self.site, self.rank)
 
+    @_uncollected()
     def plan(
         self,
         index: int,
@@ -94,18 +108,6 @@ class RoundPlanner:
         Roles whose outputs do not outlive the step read the sequences of `readable` alone; null: all.  Raises ScheduleError
         where the round cannot be carried out.
         """
-        with _uncollected():
-            return self._plan(index, decode, score, chunk, order, readable)
-
-    def _plan(
-        self,
-        index: int,
-        decode: Sequence[Rollout],
-        score: Sequence[Rollout],
-        chunk: int,
-        order: Order,
-        readable: Set[int] | None,
-    ) -> PlannedRound:
         active = columns_of(decode)
         read = self._read(columns_of(score), readable, decodes=bool(decode))
         cut = self._cut(active, read, chunk)
@@ -246,19 +248,6 @@ class RoundPlanner:
             }
 
         return {name: budgets(name, replicas) for name, replicas in works.items()}
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without garbage collection.  A plan of thousands of sequences is tens of thousands of small records, none of them garbage,
-    for which the collector would look through all that a run holds, several times."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _counts(part: Round) -> tuple[object, ...]:
