@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,6 +13,7 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout import activations, holdings
 from oppo_megatron.layout.activations import Model
 from oppo_megatron.layout.holdings import train_holdings
+from tests.rehearsal.asking import Server
 from tests.rehearsal.cuda_stub import compiler
 from tests.rehearsal.memory_cases import LAYOUTS, QUICK, Layout
 
@@ -32,31 +29,19 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-class Measurements:
+class Measurements(Server):
     """A process that measures; what it tells of a layout is kept."""
 
     def __init__(self) -> None:
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.rehearsal.memory_server"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment,
-        )  # fmt: skip
+        super().__init__("tests.rehearsal.memory_server")
         self._kept: dict[str, Bytes] = {}
 
     def of(self, name: str, layout: Layout) -> Bytes:
         if name not in self._kept:
-            assert self._process.stdin is not None and self._process.stdout is not None
-            self._process.stdin.write(json.dumps(asdict(layout)) + "\n")
-            self._process.stdin.flush()
-            told: dict[str, Any] = json.loads(self._process.stdout.readline())
+            told: dict[str, Any] = self.answer(asdict(layout))
             assert "error" not in told, told["error"]
             self._kept[name] = told["taken"]
         return self._kept[name]
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 
 from oppo_megatron.bench.gpu import GpuBench, GpuWork
+from tests.rehearsal.asking import Server
 from tests.rehearsal.cases import CASES, PLAIN
 from tests.rehearsal.cuda_stub import compiler
 from tests.rehearsal.defects import DEFECTS
@@ -27,15 +26,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-class Rehearsals:
+class Rehearsals(Server):
     """A process that rehearses; what it reports of a case is kept."""
 
     def __init__(self) -> None:
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.rehearsal.server"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment,
-        )  # fmt: skip
+        super().__init__("tests.rehearsal.server")
         self._kept: dict[tuple[str, str | None], list[Report]] = {}
 
     def of(self, case: str, defect: str | None = None) -> list[Report]:
@@ -46,19 +41,8 @@ class Rehearsals:
 
     def _ask(self, case: str, defect: str | None) -> list[Report]:
         changes = CASES[case].changes | (DEFECTS[defect].changes if defect else {})
-        return self.answer({"ranks": CASES[case].ranks, "changes": changes, "defect": defect})
-
-    def answer(self, asked: dict[str, Any]) -> list[Report]:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(asked) + "\n")
-        self._process.stdin.flush()
-        reports: list[Report] = json.loads(self._process.stdout.readline())
+        reports: list[Report] = self.answer({"ranks": CASES[case].ranks, "changes": changes, "defect": defect})
         return reports
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
 
 
 @pytest.fixture(scope="module")
