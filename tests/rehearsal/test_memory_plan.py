@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from tests.rehearsal.asking import Server
 from tests.rehearsal.cuda_stub import compiler
 from tests.rehearsal.memory_cases import LAYOUTS, QUICK, Layout
 
-ROOT = Path(__file__).resolve().parents[2]
 Bytes = dict[str, float]
 LASTING = ("weights", "gradients", "optimizer", "kv_cache", "buffers")
 MARGIN = 0.1
