@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
+from oppo_megatron.config.algorithm import AlgorithmConfig, with_preset
 from oppo_megatron.config.base import Section, Unit
 from oppo_megatron.config.data import DataConfig, RewardPart, TokenizerConfig
 from oppo_megatron.config.debug import DebugConfig
@@ -39,7 +40,7 @@ from oppo_megatron.config.model import (
     usual_dtype,
 )
 from oppo_megatron.config.overlap import OverlapConfig
-from oppo_megatron.config.ppo import AlgorithmConfig, PPOConfig, RolloutConfig
+from oppo_megatron.config.ppo import PPOConfig, RolloutConfig
 from oppo_megatron.config.reliability import CheckpointConfig, TrainCheckpointConfig
 
 
@@ -145,7 +146,8 @@ class TrainSettings(RunConfig):
     actor: ActorConfig
     critic: TrainedRoleConfig | None = Field(None, description="required if `algorithm.preset` trains a critic, "
     "otherwise an error")
-    reference: RoleConfig | None = Field(None, description="null: the actor's starting weights, `lora.adapter` included")
+    reference: RoleConfig | None = Field(None, description="null: the actor's starting weights, "
+    "`lora.adapter` included; there is none with `ppo.kl.mode: none`")
     reward: RoleConfig | None = Field(None, description="the reward model, if `rewards` names one")
     rewards: list[RewardPart] = Field(..., min_length=1, description="the reward is the sum of these parts")
     rollout: RolloutConfig
@@ -160,17 +162,22 @@ class TrainSettings(RunConfig):
     @model_validator(mode="before")
     @classmethod
     def _common_dtype(cls, data: Any) -> Any:
-        return _with_common_dtype(data, ("actor", "critic", "reference", "reward"))
+        return with_preset(_with_common_dtype(data, ("actor", "critic", "reference", "reward")))
 
     @model_validator(mode="after")
-    def _critic_of_algorithm(self) -> Self:
-        preset = self.algorithm.preset
-        if self.algorithm.needs.critic and self.critic is None:
+    def _roles_of_algorithm(self) -> Self:
+        preset, mode = self.algorithm.preset, self.ppo.kl.mode
+        if self.algorithm.critic and self.critic is None:
             raise ValueError(
                 f"critic is missing, but algorithm.preset {preset} trains one; add the section, with checkpoint or init"
             )
-        if not self.algorithm.needs.critic and self.critic is not None:
+        if not self.algorithm.critic and self.critic is not None:
             raise ValueError(f"critic is given, but algorithm.preset {preset} has none; remove the section")
+        if mode == "none" and self.reference is not None:
+            raise ValueError(
+                f"reference is given, but ppo.kl.mode is none (that of algorithm.preset {preset}, unless it is set), and nothing "
+                "reads it; remove the section, or set ppo.kl.mode to penalty, score or loss"
+            )
         return self
 
     ALWAYS_MEASURED: ClassVar[str | None] = REWARD

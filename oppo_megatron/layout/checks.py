@@ -51,7 +51,7 @@ def check_layouts(config: TrainConfig, shapes: Mapping[str, Shape]) -> list[str]
     wrong_ranks = {name: found for name, role in _sections(config) if (found := _check_ranks(config, name, role))}
     problems = [problem for found in wrong_ranks.values() for problem in found]
     config = _without_ranks(config, wrong_ranks)
-    problems += [*_check_pools(config, shapes), *_check_counts(config, shapes)]
+    problems += [*_check_scorers(config), *_check_pools(config, shapes), *_check_counts(config, shapes)]
     for name, placement in role_placements(config).items():
         problems += _check_serving(config, name, placement, shapes.get(name))
         problems += _check_kv_budget(config, name, placement, shapes.get(name))
@@ -111,6 +111,19 @@ def check_supervised_layout(config: SupervisedConfig, shape: Shape) -> list[str]
             f"one; lower dp or raise batch_size{suggestion(sizes, sizes.num_ranks, limits)}"
         )
     return problems
+
+
+def _check_scorers(config: TrainConfig) -> list[str]:
+    """Ranks for scorers only where there are some."""
+    placement, roles = config.placement, set(named_roles(config))
+    if placement.reference == "actor" and "reference" not in roles:
+        return ["placement.reference is actor, but ppo.kl.mode is none, and there is no reference; remove it"]
+    if placement.scorer is None or len(roles) > 1:
+        return []
+    return [
+        f"placement.scorer is {Sizes.of(placement.scorer)}, but there is no reward model, no critic, and with ppo.kl.mode none "
+        "no reference, so that nothing would use its ranks; remove it"
+    ]
 
 
 def _sections(config: TrainSettings) -> Iterator[tuple[str, RoleConfig]]:
@@ -189,7 +202,7 @@ def _check_pools(config: TrainConfig, shapes: Mapping[str, Shape]) -> list[str]:
     scorer, num_ranks = placement.scorer, placement.actor.num_ranks
     if placement.mode == "disaggregated" or scorer is None or scorer.num_ranks == num_ranks:
         return []
-    name = "reference" if config.critic is None else "critic"
+    name = next((each for each in named_roles(config) if each != "actor"), "actor")
     limits = _limits(config, name, shapes.get(name))
     return [
         f"placement.scorer is {Sizes.of(scorer)} = {scorer.num_ranks} ranks, but colocated scorers share the actor's "

@@ -21,7 +21,7 @@ class MicroBatch:
 
     `index` are the sequences' places in the batch they came from; `rows_R` the packed positions whose outputs are wanted;
     `targets_R` the token each of these rows predicts; `tokens` are those of `tokens_T` for the host, where it may ask for them;
-    `extra` holds tensors that a loss needs, aligned with the rows.
+    `extra` holds tensors that a loss needs, aligned with the rows; `wanted` is the number of rows of each sequence.
     """
 
     index: list[int]
@@ -31,6 +31,7 @@ class MicroBatch:
     targets_R: Tensor
     tokens: Sequence[int] = ()
     extra: dict[str, Tensor] = field(default_factory=dict)
+    wanted: Sequence[int] = ()
 
     @classmethod
     def dummy(cls, device: torch.device) -> MicroBatch:
@@ -73,7 +74,8 @@ def pack_responses(
             targets += responses[i]
             start += lengths[i]
         tensors = [on_device(x, device) for x in (tokens, rows, targets)]
-        batches.append(MicroBatch(index, [lengths[i] for i in index], tensors[0], tensors[1], tensors[2], tokens))
+        sizes, wanted = [lengths[i] for i in index], [len(responses[i]) for i in index]
+        batches.append(MicroBatch(index, sizes, tensors[0], tensors[1], tensors[2], tokens, wanted=wanted))
     return batches
 
 

@@ -15,10 +15,11 @@ from oppo_megatron.config.guards import GuardsConfig
 from oppo_megatron.config.model import ModelConfig, OptimizerConfig, RuntimeConfig
 from oppo_megatron.config.overlap import OverlapConfig
 from oppo_megatron.config.paths import check_exists, check_files
-from oppo_megatron.config.ppo import PPOConfig, RolloutConfig
+from oppo_megatron.config.ppo import RolloutConfig
 from oppo_megatron.config.run import SupervisedConfig, TrainConfig
 from oppo_megatron.layout.kernels import find_available, layers_refused
 from oppo_megatron.modeldir.headers import check_adapter
+from oppo_megatron.preflight.algorithm import check_algorithm
 from oppo_megatron.preflight.measuring import check_evaluation, check_heldout
 from oppo_megatron.preflight.reward_parts import check_part, check_waits
 
@@ -40,34 +41,11 @@ def check_train(config: TrainConfig) -> list[str]:
         *check_data("data", config.data, templates=("prompt",)),
         *(check_data("evaluation.data", config.evaluation.data, templates=("prompt",)) if config.evaluation else []),
         *check_evaluation(config),
-        *_check_algorithm(config),
-        *_check_kl(config.ppo),
+        *check_algorithm(config),
         *_check_warmup(config),
         *(problem for name, role in config.trained.items() for problem in _check_optimizer(name, role.optimizer)),
         *check_layers(config.runtime, adapters=bool(adapters(config))),
         *(problem for name, lora in adapters(config).items() for problem in check_adapter(name, lora)),
-    ]
-
-
-def _check_algorithm(config: TrainConfig) -> list[str]:
-    """Settings of `ppo` that only a critic gives a meaning."""
-    if config.algorithm.needs.critic:
-        return []
-    preset, plain = config.algorithm.preset, PPOConfig()
-    return [
-        f"ppo.{name} is {getattr(config.ppo, name)}, but algorithm.preset {preset} has no critic, and nothing reads it; remove it"
-        for name in ("gae_lambda", "value_clip", "critic_warmup_steps")
-        if getattr(config.ppo, name) != getattr(plain, name)
-    ]
-
-
-def _check_kl(ppo: PPOConfig) -> list[str]:
-    """A loss term must pull: the gradient of k1 is the score function, whose expectation is 0."""
-    if ppo.kl.mode != "loss" or ppo.kl.estimator != "k1":
-        return []
-    return [
-        "ppo.kl.mode is loss, but the gradient of ppo.kl.estimator k1 is 0 in expectation, so that nothing would hold the "
-        "policy to the reference; set ppo.kl.estimator to k2, which has the KL's gradient, or to k3"
     ]
 
 
@@ -251,16 +229,9 @@ def _check_run_dir(config: TrainConfig | SupervisedConfig) -> list[str]:
 
 
 def _check_batch(config: TrainConfig) -> list[str]:
-    batch, minibatches = config.rollout.batch_size, config.ppo.minibatches
-    problems = []
-    if batch % minibatches:
-        fitting = ", ".join(str(count) for count in range(1, batch + 1) if batch % count == 0)
-        problems.append(
-            f"ppo.minibatches {minibatches} does not divide rollout.batch_size {batch}; choose from {fitting}"
-        )
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     what = "data.max_prompt_tokens + rollout.max_response_tokens"
-    return problems + _check_micro_batch(config.runtime.micro_batch_tokens, longest, what)
+    return _check_micro_batch(config.runtime.micro_batch_tokens, longest, what)
 
 
 def _check_micro_batch(micro_batch_tokens: int, longest: int, what: str) -> list[str]:

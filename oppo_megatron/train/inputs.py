@@ -53,9 +53,8 @@ def read_inputs(config: TrainSettings) -> Inputs:
     lengths = forced_quantile(config.debug.lengths, config.rollout.max_response_tokens)
     require_stop_texts(config.rollout.stop_texts, tokenizer, "rollout.stop", "rollout.stop")
     rewards, quarantine = build_reward_functions(config.rewards), Quarantine()
-    responses = config.algorithm.needs.responses_per_prompt
     prompts = load_prompts(
-        config.data, tokenizer, quarantine=quarantine, check=rewards.check, responses_per_prompt=responses
+        config.data, tokenizer, quarantine=quarantine, check=rewards.check, responses_per_prompt=config.rollout.group_size
     )
     heldout = judges = None
     if config.evaluation is not None:

@@ -63,6 +63,7 @@ class ScoreExchange:
     rewards: RewardSum
     tokenizer: Tokenizer
     activity: Activity = field(default_factory=Activity)
+    group_size: int = 1
     actor: Actor | None = None
     critic: Critic | None = None
     refusal: str | None = None
@@ -81,7 +82,7 @@ class ScoreExchange:
         once all scores are here.
         """
         lengths = [len(r.tokens) for r in batch]
-        reference_T = self._share("reference", batch, lengths, rounds)
+        reference_T = self._share("reference", batch, lengths, rounds).float() if "reference" in self.placements else None
         values_T = self._share("critic", batch, lengths, rounds).float() if "critic" in self.placements else None
         model_B = self._share("reward", batch, [1] * len(batch), rounds) if "reward" in self.placements else None
         totals_B, parts = self._rewards(batch, model_B)
@@ -91,11 +92,12 @@ class ScoreExchange:
         logp_T = on_device([x for r in batch for x in r.logprobs], self.device, torch.float32)
         scored = ScoredBatch(
             behaviour_logp_T=logp_T,
-            reference_logp_T=reference_T.float(),
+            reference_logp_T=reference_T,
             values_T=values_T,
             scores_B=totals_B.float(),
             lengths_B=lengths,
             truncated_B=on_device([r.finish_reason == "length" for r in batch], self.device, torch.bool),
+            group_size=self.group_size,
         )
         critic = self.critic_stats()
         ess, *of_rollout = self._of_actor(measured()).tolist()

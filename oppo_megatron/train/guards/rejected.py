@@ -32,7 +32,7 @@ TENSORS = {
     "versions_T": torch.int64, "behaviour_logp_T": torch.float64, "reference_logp_T": torch.float32,
     "values_T": torch.float32, "scores_B": torch.float32, "truncated_B": torch.bool,
 }  # fmt: skip
-WITHOUT_CRITIC = ("values_T",)  # may be empty: no critic was trained
+OPTIONAL = ("reference_logp_T", "values_T")  # may be empty: there was no such role
 NUMBERS: dict[str, type | tuple[type, ...]] = {
     "step": int, "seed": int, "total_steps": int, "policy_version": int, "kl_coefficient": (int, float), "config": str,
     "reason": str, "figures": dict, "history": dict,
@@ -90,7 +90,7 @@ class RejectedBatch:
             "tokens_T": torch.tensor([t for r in rollouts for t in r.tokens]),
             "versions_T": torch.tensor([v for r in rollouts for v in r.versions]),
             "behaviour_logp_T": torch.tensor([x for r in rollouts for x in r.logprobs], dtype=torch.float64),
-            "reference_logp_T": scored.reference_logp_T,
+            "reference_logp_T": torch.empty(0) if scored.reference_logp_T is None else scored.reference_logp_T,
             "values_T": torch.empty(0) if scored.values_T is None else scored.values_T,
             "scores_B": scored.scores_B,
             "truncated_B": scored.truncated_B,
@@ -114,7 +114,7 @@ def read_rejected(path: Path) -> RejectedBatch:
     rollouts = _rollouts(path, tensors, lines[1:])
     scored = ScoredBatch(
         behaviour_logp_T=tensors["behaviour_logp_T"].float(),
-        reference_logp_T=tensors["reference_logp_T"],
+        reference_logp_T=tensors["reference_logp_T"] if len(tensors["reference_logp_T"]) else None,
         values_T=tensors["values_T"] if len(tensors["values_T"]) else None,
         scores_B=tensors["scores_B"],
         lengths_B=tensors["lengths_B"].tolist(),
@@ -155,7 +155,7 @@ def _check_tensors(path: Path, tensors: Mapping[str, Tensor], num_rollouts: int)
         if bool((tensors[name] < 0).any()):
             raise _unusable(path, f"{name} has a number below 0")
     for name in TENSORS:
-        if name in WITHOUT_CRITIC and not len(tensors[name]):
+        if name in OPTIONAL and not len(tensors[name]):
             continue
         if len(tensors[name]) != counts[name[-1]] or not num_rollouts:
             raise _unusable(path, f"{name} has {len(tensors[name])} entries, where {counts[name[-1]]} belong")

@@ -204,7 +204,7 @@ def _experience(facts: StepFacts, experience: Experience) -> dict[str, Any]:
         "reward_parts": facts.scores.parts,
         "penalised_reward_mean": stats.reward_mean,
         "kl_mean": stats.kl_mean,
-        "kl_coefficient": facts.kl_coefficient,
+        "kl_coefficient": None if stats.kl_mean is None else facts.kl_coefficient,
         "value_mean": stats.value_mean,
         "return_mean": stats.return_mean,
         "advantage_std": stats.advantage_std,
