@@ -92,7 +92,13 @@ class DryRun:
         assert config.steps is not None
         self.scheduler = OvercommitScheduler(
             _prompts(config.steps * config.rollout.batch_size, prompt_tokens),
-            RolloutBuffer(config.rollout.batch_size, 0, config.overlap.max_deferrals, backfill=period is not None),
+            RolloutBuffer(
+                config.rollout.batch_size,
+                0,
+                config.overlap.max_deferrals,
+                backfill=period is not None,
+                group_size=config.rollout.group_size,
+            ),
             make_delta_controller(delta_rule(config.overlap)),
             period,
         )

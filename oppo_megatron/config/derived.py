@@ -38,8 +38,8 @@ def most_sequences(config: TrainConfig) -> int:
     reads the last tokens of a finished one in the next round, and then frees its slot: for that one round, what came in
     its place waits.
     """
-    delta = config.overlap.delta
-    return config.rollout.batch_size + (max(delta.max, delta.initial) if config.overlap.inter else 0)
+    delta, rollout = config.overlap.delta, config.rollout
+    return rollout.batch_size + (max(delta.max, delta.initial) * rollout.group_size if config.overlap.inter else 0)
 
 
 def longest_chunk(config: TrainConfig) -> int:

@@ -250,7 +250,8 @@ def _check_serving(config: TrainConfig, name: str, placement: RolePlacement, sha
     asked = _Asked(name, Sizes.of(placement), len(placement.ranks), _limits(config, name, shape))
     problems = _divisions(asked, shape)
     if placement.dp > sequences:
-        delta = f" + overlap.delta.max {sequences - config.rollout.batch_size}" if config.overlap.inter else ""
+        most, size = config.overlap.delta.max, config.rollout.group_size
+        delta = f" + overlap.delta.max {most}" + f" x rollout.group_size {size}" * (size > 1) if config.overlap.inter else ""
         work = "1 sequence is" if sequences == 1 else f"{sequences} sequences are"
         problems.append(
             f"{name} has dp {placement.dp}, but at most {work} in work at once (rollout.batch_size "

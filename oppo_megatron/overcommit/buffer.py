@@ -1,9 +1,12 @@
-"""The rollout buffer: holds B + delta growing rollouts, and selects B of them as a step's batch.
+"""The rollout buffer: holds growing rollouts, and selects those of a step's batch.
 
-Legend: B is the batch size, delta the number of rollouts decoded beyond it, *clock* the logical clock (decode steps
-since the run began).  Nothing here depends on wall time or on the size of a chunk, so a batch can be repeated.
+Legend: a *group* is the n responses to one prompt (n is 1 in plain PPO, and a group a rollout); a batch has B groups, delta is
+the number of groups decoded beyond it, *clock* the logical clock (decode steps since the run began).  Nothing here depends on
+wall time or on the size of a chunk, so a batch can be repeated.
 
-Life of a rollout::
+Rollouts are decoded, groups are admitted, deferred and trained: a group has finished with the last of its rollouts.
+
+Life of a group::
 
       admit            record                record with              take_batch
     ---------> waiting --------> decoding ---------------> finished -----------> trained (left the buffer)
@@ -11,20 +14,21 @@ Life of a rollout::
                +----+            +----+                    +----+
               deferred          deferred                  deferred (a surplus finisher)
 
-Every `take_batch` defers what it leaves: `deferrals` + 1, all tokens kept.  A rollout with `max_deferrals` deferrals is
+Every `take_batch` defers what it leaves: `deferrals` + 1, all tokens kept.  A group with `max_deferrals` deferrals is
 *forced*: the batch is not ready before it has finished, and it is taken first.
 
 Invariants (held by the unit tests):
 
-1. Every admitted rollout leaves the buffer once, in exactly one batch, with every token that was recorded for it.
+1. Every admitted group leaves the buffer once, whole, in exactly one batch, with every token that was recorded for it.
 2. Admission never makes the buffer hold more than B + delta.  A smaller delta drops nothing: the buffer drains.
    With backfill, which also admits within a step, finished rollouts make room for others: admission never makes the
-   buffer hold more than B + delta unfinished rollouts, nor more than 2B in all.
-3. A batch has B rollouts; only after the end of the prompts may the last one have fewer.
-4. Forced rollouts apart, no rollout of a batch finished after one that stayed behind finished (ties: by admission).
-5. While delta <= B (with backfill: always), no rollout is trained with more than `max_deferrals` deferrals: a batch of
-   B out of at most B + delta (with backfill: 2B) rollouts leaves behind at most B, hence no more than B are forced, and
+   buffer hold more than n (B + delta) unfinished rollouts, nor more than 2B groups in all.
+3. A batch has B groups; only after the end of the prompts may the last one have fewer.
+4. Forced groups apart, no group of a batch finished after one that stayed behind finished (ties: by admission).
+5. While delta <= B (with backfill: always), no group is trained with more than `max_deferrals` deferrals: a batch of
+   B out of at most B + delta (with backfill: 2B) groups leaves behind at most B, hence no more than B are forced, and
    the next batch has room for them all.
+6. The responses to a prompt stand side by side, in the buffer and in a batch.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from oppo_megatron.columns import Held, Ints, Table
+from oppo_megatron.columns import Bools, Held, Ints, Table
 from oppo_megatron.errors import StreamError
 from oppo_megatron.records import Chunk, ChunkRow, Prompt, Rollout
 
@@ -49,16 +53,20 @@ class Readiness:
     size.
     """
 
-    def __init__(self, target: int, num_finished: int, unfinished: Iterable[int], forced: Iterable[int]):
-        """`forced` are the sequences among `unfinished` that the batch has to wait for."""
+    def __init__(
+        self, target: int, num_finished: int, unfinished: Iterable[int], forced: Iterable[int], group_size: int = 1
+    ):
+        """Groups that the batch has, and that have finished; sequences that have not, and those of them that the batch has to
+        wait for."""
         self._num_missing = target - num_finished
         self._unfinished = frozenset(unfinished)
         self._ended: set[int] = set()
         self._forced = set(forced)
+        self._group_size = group_size
 
     @property
     def ready(self) -> bool:
-        """Enough rollouts have finished, and with them every rollout that may not be deferred again."""
+        """Enough groups have finished, and with them every group that may not be deferred again."""
         return self._num_missing <= 0 and not self._forced
 
     def finish(self, seq_id: int) -> None:
@@ -67,15 +75,25 @@ class Readiness:
         assert decoded, f"sequence {seq_id} is not decoded in this step or has already finished"
         self._ended.add(seq_id)
         self._forced.discard(seq_id)
-        self._num_missing -= 1
+        self._num_missing -= self._was_last(seq_id)
+
+    def _was_last(self, seq_id: int) -> bool:
+        """Whether its group has finished with it."""
+        first = seq_id - seq_id % self._group_size
+        siblings = self._unfinished.intersection(range(first, first + self._group_size))
+        return siblings <= self._ended
 
 
 class RolloutBuffer:
     """Rollouts from admission to training; see the state machine and the invariants at the top of this file."""
 
-    def __init__(self, batch_size: int, delta: int, max_deferrals: int, *, backfill: bool = False):
-        assert batch_size >= 1 and delta >= 0 and max_deferrals >= 1
+    def __init__(
+        self, batch_size: int, delta: int, max_deferrals: int, *, backfill: bool = False, group_size: int = 1
+    ):
+        """`batch_size` counts rollouts, of whole groups; `delta` counts groups."""
+        assert batch_size >= 1 and delta >= 0 and max_deferrals >= 1 and batch_size % group_size == 0
         self.batch_size = batch_size
+        self.group_size = group_size
         self.max_deferrals = max_deferrals
         self.backfill = backfill
         self._delta = delta
@@ -98,15 +116,16 @@ class RolloutBuffer:
 
     @property
     def capacity(self) -> int:
-        """B + delta."""
-        return self.batch_size + self._delta
+        """Rollouts of B + delta groups."""
+        return self.batch_size + self._delta * self.group_size
 
     @property
     def room(self) -> int:
-        """How many prompts may be admitted now; 0 while the buffer drains after delta has shrunk."""
+        """How many rollouts may be admitted now, of whole groups; 0 while the buffer drains after delta has shrunk."""
+        room = self.capacity - len(self)
         if self.backfill:
-            return max(0, min(self.capacity - len(self._unfinished), 2 * self.batch_size - len(self)))
-        return max(0, self.capacity - len(self))
+            room = min(self.capacity - len(self._unfinished), 2 * self.batch_size - len(self))
+        return max(0, room // self.group_size * self.group_size)
 
     @property
     def full(self) -> bool:
@@ -120,7 +139,7 @@ class RolloutBuffer:
 
     @property
     def target(self) -> int:
-        """Size of the next batch: B, or the remaining rollouts once the prompts have ended."""
+        """Rollouts of the next batch: those of B groups, or all that remain once the prompts have ended."""
         return min(self.batch_size, len(self)) if self._closed else self.batch_size
 
     @property
@@ -159,7 +178,7 @@ class RolloutBuffer:
         return sure
 
     def admit(self, prompts: Iterable[Prompt]) -> list[Rollout]:
-        """Hold a new rollout for each prompt.  Admission numbers count on over the run."""
+        """Hold a new rollout for each prompt, of whole groups.  Admission numbers count on over the run."""
         prompts = list(prompts)
         assert len(prompts) <= self.room, f"{len(prompts)} prompts admitted into room for {self.room}"
         assert not (self._closed and prompts), "prompts admitted after the end of the prompts"
@@ -188,8 +207,8 @@ class RolloutBuffer:
         """A fresh counter of what the next batch still waits for."""
         if self._running is None:
             self._running = frozenset(self._unfinished)
-        num_finished = len(self) - len(self._unfinished)
-        return Readiness(self.target, num_finished, self._running, self._forced & self._unfinished.keys())
+        forced, size = self._forced & self._unfinished.keys(), self.group_size
+        return Readiness(self.target // size, int(self._finished_groups().sum()), self._running, forced, size)
 
     def record(self, chunk: Chunk) -> None:
         """Append a round's tokens to their rollouts.
@@ -230,10 +249,10 @@ class RolloutBuffer:
         self._number()
 
     def take_batch(self) -> Held:
-        """Remove the batch and return it, by (finish_clock, admission); defer everything else."""
+        """Remove the batch and return it, its groups by (finish clock, admission); defer everything else."""
         assert self.readiness().ready, "take_batch before the batch is ready"
-        rows = np.sort(self._foremost())
-        rows = rows[np.argsort(self._table.finish_clocks[rows], kind="stable")]
+        groups = np.sort(self._foremost_groups())
+        rows = self._rows_of(groups[np.argsort(self._group_clocks()[groups], kind="stable")])
         columns, kept = self._table.columns.at(rows), np.ones(len(self), dtype=np.bool_)
         kept[rows] = False
         batch = {seq_id: self._rollouts.pop(seq_id) for seq_id in columns.seq_ids.tolist()}
@@ -256,17 +275,35 @@ class RolloutBuffer:
         self._table.finish_clocks[row] = rollout.finish_clock
 
     def _foremost(self) -> Ints:
-        """What of the next batch is settled, as rows of the table.
+        """What of the next batch is settled, as rows of the table."""
+        return self._rows_of(self._foremost_groups())
 
-        Forced rollouts are chosen first (the oldest, should delta > B have made more than B of them), then finished
-        ones by (finish_clock, admission).
+    def _foremost_groups(self) -> Ints:
+        """The same as groups of the table, by their places.
+
+        Forced groups are chosen first (the oldest, should delta > B have made more than B of them), then finished ones by
+        (finish clock, admission).
         """
-        others = self._table.columns.finished.copy()
-        forced = np.array(sorted(self._rows[seq_id] for seq_id in self._forced), dtype=np.int64)
+        others = self._finished_groups()
+        forced = np.unique(np.array([self._rows[seq_id] for seq_id in self._forced], dtype=np.int64) // self.group_size)
         others[forced] = False
         finished = np.flatnonzero(others)
-        in_order = finished[np.argsort(self._table.finish_clocks[finished], kind="stable")]
-        return np.concatenate([forced, in_order])[: self.target]
+        in_order = finished[np.argsort(self._group_clocks()[finished], kind="stable")]
+        return np.concatenate([forced, in_order])[: self.target // self.group_size]
+
+    def _finished_groups(self) -> Bools:
+        """For each group of the table, whether all of it has finished."""
+        finished: Bools = np.logical_and.reduce(self._table.columns.finished.reshape(-1, self.group_size), axis=1)
+        return finished
+
+    def _group_clocks(self) -> Ints:
+        """When each group finished; meaningless where it has not."""
+        clocks: Ints = self._table.finish_clocks.reshape(-1, self.group_size).max(axis=1)
+        return clocks
+
+    def _rows_of(self, groups: Ints) -> Ints:
+        """The rows of these groups, in their order."""
+        return (groups[:, None] * self.group_size + np.arange(self.group_size)).flatten()
 
     def _in_order(self, chunk: Chunk, seq_ids: Sequence[int], rows: Ints) -> bool:
         """Whether `_problem` has nothing to say of any row, told from all of them at once."""

@@ -29,7 +29,7 @@ def check_train(config: TrainConfig) -> list[str]:
     return [
         *_check_run_dir(config),
         *_check_batch(config),
-        *check_overlap(config.overlap, config.rollout.batch_size),
+        *check_overlap(config.overlap, config.rollout.batch_size, config.rollout.group_size),
         *check_forced_lengths(config.debug),
         *check_stops(config.rollout, forced=config.debug.forced_lengths is not None),
         *_check_sources(config),
@@ -106,7 +106,7 @@ def check_supervised(config: SupervisedConfig) -> list[str]:
     ]
 
 
-def check_overlap(overlap: OverlapConfig, batch_size: int) -> list[str]:
+def check_overlap(overlap: OverlapConfig, batch_size: int, group_size: int = 1) -> list[str]:
     """delta's order and bound (only where it is used), the chunk candidates, and when backfill admits."""
     problems = _check_backfill(overlap)
     delta, candidates = overlap.delta, overlap.chunk.candidates
@@ -115,10 +115,12 @@ def check_overlap(overlap: OverlapConfig, batch_size: int) -> list[str]:
             f"overlap.delta has min {delta.min}, initial {delta.initial}, max {delta.max}, "
             "but min <= initial <= max must hold; reorder them"
         )
-    if overlap.inter and delta.max > batch_size:
+    if overlap.inter and delta.max * group_size > batch_size:
+        groups = f" / rollout.group_size {group_size} = {batch_size // group_size}" if group_size > 1 else ""
+        carried = "groups" if group_size > 1 else "rollouts"
         problems.append(
-            f"overlap.delta.max is {delta.max}, but must not exceed rollout.batch_size {batch_size} "
-            "(more carried rollouts than a batch holds could all fall due at once); lower it"
+            f"overlap.delta.max is {delta.max}, but must not exceed rollout.batch_size {batch_size}{groups} "
+            f"(more carried {carried} than a batch holds could all fall due at once); lower it"
         )
     if len(set(candidates)) < len(candidates):
         problems.append(

@@ -45,13 +45,15 @@ class ScriptedDelta:
 
 @dataclass
 class Run:
-    """A run's plan: response length of each prompt, B, delta of each step, deferral cap, decode steps to a backfill."""
+    """A run's plan: length of each response, responses of a batch, delta of each step (in groups), deferral cap, decode steps
+    to a backfill, responses of a group."""
 
     lengths: list[int]
     batch_size: int
     deltas: list[int]
     max_deferrals: int
     backfill_every: int | None = None
+    group_size: int = 1
 
 
 @dataclass
@@ -100,7 +102,9 @@ def decode_round(
 def simulate(run: Run, chunk_tokens: int) -> Log:
     prompts = (Prompt(i, row=i, text="", tokens=(0,)) for i in range(len(run.lengths)))
     every = run.backfill_every
-    buffer = RolloutBuffer(run.batch_size, run.deltas[0], run.max_deferrals, backfill=every is not None)
+    buffer = RolloutBuffer(
+        run.batch_size, run.deltas[0], run.max_deferrals, backfill=every is not None, group_size=run.group_size
+    )
     scheduler = OvercommitScheduler(prompts, buffer, ScriptedDelta(run.deltas), every)
     log = Log()
     step = index = 0
@@ -139,64 +143,91 @@ def enter(scheduler: OvercommitScheduler, admit: Callable[[], list[Rollout]], lo
         return
     assert len(buffer.active) <= max(unfinished, capacity)
     assert len(buffer) <= 2 * run.batch_size
-    assert not admitted or at_end or len(buffer.active) == capacity or len(buffer) == 2 * run.batch_size
+    left = min(capacity - len(buffer.active), 2 * run.batch_size - len(buffer))
+    assert not admitted or at_end or 0 <= left < run.group_size
 
 
 def naive_batches(run: Run) -> list[list[tuple[int, int]]]:
     """An independent model with no buffer and no chunks: (sequence, finish clock) of each batch."""
-    waiting = list(range(len(run.lengths)))
-    held: dict[int, dict[str, int]] = {}
+    n = run.group_size
+    waiting = list(range(len(run.lengths) // n))
+    held: dict[int, NaiveGroup] = {}
     batches: list[list[tuple[int, int]]] = []
     clock = 0
     while waiting or held:
-        capacity = run.batch_size + run.deltas[len(batches) % len(run.deltas)]
+        room = (run.batch_size // n + run.deltas[len(batches) % len(run.deltas)]) * n
         begun, enters = clock, True
         while True:
-            while enters and waiting and naive_room(held, capacity, run):
+            while enters and waiting and naive_room(held, room, run):
                 newest = waiting.pop(0)
-                held[newest] = {"left": run.lengths[newest], "end": 0, "age": 0}
-            size = run.batch_size if waiting else min(run.batch_size, len(held))
-            must = [s for s in held if held[s]["age"] >= run.max_deferrals]
-            ended = sorted((held[s]["end"], s) for s in held if held[s]["left"] == 0)
-            if len(ended) >= size and all(held[s]["left"] == 0 for s in must):
+                held[newest] = NaiveGroup(run.lengths[newest * n : (newest + 1) * n], [0] * n)
+            size = run.batch_size // n if waiting else min(run.batch_size // n, len(held))
+            must = [g for g in held if held[g].age >= run.max_deferrals]
+            ended = sorted((held[g].end, g) for g in held if held[g].ended)
+            if len(ended) >= size and all(held[g].ended for g in must):
                 break
             clock += 1
-            for state in held.values():
-                if state["left"]:
-                    state["left"] -= 1
-                    state["end"] = clock
-            ended = [s for s in held if held[s]["left"] == 0]
+            for group in held.values():
+                group.advance(clock)
+            ended = [g for g in held if held[g].ended]
             complete = len(ended) >= size and set(must) <= set(ended)
             enters = not complete and run.backfill_every is not None and (clock - begun) % run.backfill_every == 0
         chosen = must[:size]
-        for _, s in ended:
-            if s not in must and len(chosen) < size:
-                chosen.append(s)
-        batches.append([(s, held[s]["end"]) for s in sorted(chosen, key=lambda s: (held[s]["end"], s))])
-        for s in chosen:
-            del held[s]
-        for state in held.values():
-            state["age"] += 1
+        for _, g in ended:
+            if g not in must and len(chosen) < size:
+                chosen.append(g)
+        in_order = sorted(chosen, key=lambda g: (held[g].end, g))
+        batches.append([(g * n + i, held[g].ends[i]) for g in in_order for i in range(n)])
+        for g in chosen:
+            del held[g]
+        for group in held.values():
+            group.age += 1
     return batches
 
 
-def naive_room(held: dict[int, dict[str, int]], capacity: int, run: Run) -> bool:
+@dataclass
+class NaiveGroup:
+    """Tokens that each member still has to get, and the clock at which each ended."""
+
+    left: list[int]
+    ends: list[int]
+    age: int = 0
+
+    @property
+    def ended(self) -> bool:
+        return not any(self.left)
+
+    @property
+    def end(self) -> int:
+        return max(self.ends)
+
+    def advance(self, clock: int) -> None:
+        for i, left in enumerate(self.left):
+            if left:
+                self.left[i], self.ends[i] = left - 1, clock
+
+
+def naive_room(held: dict[int, NaiveGroup], capacity: int, run: Run) -> bool:
+    n = run.group_size
     if run.backfill_every is None:
-        return len(held) < capacity
-    return sum(state["left"] > 0 for state in held.values()) < capacity and len(held) < 2 * run.batch_size
+        return len(held) * n + n <= capacity
+    running = sum(left > 0 for group in held.values() for left in group.left)
+    return running + n <= capacity and (len(held) + 1) * n <= 2 * run.batch_size
 
 
 @st.composite
 def runs(draw: st.DrawFn, capped: bool = True, backfill: bool | None = None) -> Run:
     """Long-tailed lengths; `capped` keeps delta <= B, as the configuration demands; `backfill`: with, without or either."""
-    batch_size = draw(st.integers(1, 5))
+    group_size = draw(st.sampled_from([1, 1, 2, 3]))
+    groups = draw(st.integers(1, 5))
     longest = st.one_of(st.integers(1, 4), st.integers(1, 12), st.integers(20, 150))
     return Run(
-        lengths=draw(st.lists(longest, max_size=40)),
-        batch_size=batch_size,
-        deltas=draw(st.lists(st.integers(0, batch_size if capped else 12), min_size=1, max_size=6)),
+        lengths=draw(st.lists(longest, max_size=40).map(lambda lengths: lengths[: len(lengths) // group_size * group_size])),
+        batch_size=groups * group_size,
+        deltas=draw(st.lists(st.integers(0, groups if capped else 12), min_size=1, max_size=6)),
         max_deferrals=draw(st.integers(1, 4)),
         backfill_every=draw(st.integers(1, 9)) if (draw(st.booleans()) if backfill is None else backfill) else None,
+        group_size=group_size,
     )
 
 
@@ -285,8 +316,11 @@ def test_each_token_carries_the_version_that_sampled_it(run: Run, chunk_tokens: 
 @given(run=runs(), chunk_tokens=st.sampled_from(CHUNKS))
 @settings(max_examples=100, deadline=None)
 def test_batches_are_ordered_by_the_logical_clock(run: Run, chunk_tokens: int) -> None:
+    n = run.group_size
     for batch in simulate(run, chunk_tokens).batches:
-        keys = [(r.finish_clock, r.admission) for r in batch]
+        assert [r.seq_id % n for r in batch] == [i % n for i in range(len(batch))], "groups are whole, and side by side"
+        groups = [batch[i : i + n] for i in range(0, len(batch), n)]
+        keys = [(max(r.finish_clock or 0 for r in group), group[0].admission) for group in groups]
         assert keys == sorted(keys)
 
 

@@ -159,6 +159,7 @@ class _Data(_Strict):
     shuffle: bool
     rows: Count
     fingerprint: str
+    group_size: Count = 1
 
 
 class _Adapters(_Strict):
