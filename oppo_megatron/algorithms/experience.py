@@ -101,14 +101,7 @@ def build_experience(
         if check and kl_T is not None:
             _check_tokens("KL to the reference", kl_T, lengths_B)
         scores_B, shaped_B, moments = _trained_scores(scored, ppo, seen)
-        if ppo.kl.mode == "score" and kl_T is not None:
-            scores_B = scores_B - kl_coefficient * row_sums(kl_T, lengths_B)
-        penalty_T = kl_T if ppo.kl.mode == "penalty" else None
-        rewards_T = token_rewards(scores_B, penalty_T, lengths_B, kl_coefficient)
-        compared_T = rewards_T
-        if choices.compares:
-            compared_B = compared(scores_B, scored.group_size, choices.baseline, choices.scale)
-            compared_T = token_rewards(compared_B, penalty_T, lengths_B, kl_coefficient)
+        rewards_T, compared_T = _rewards(scored, scores_B, kl_T, lengths_B, choices, ppo.kl.mode, kl_coefficient)
         advantages_T, returns_T = _advantages(rewards_T, compared_T, scored.values_T, lengths_B, choices, ppo)
         if check:
             _check_tokens("advantage", advantages_T, lengths_B)
@@ -130,6 +123,26 @@ def _kl(scored: ScoredBatch, ppo: PPOConfig) -> Tensor | None:
     if scored.reference_logp_T is None:
         return None
     return kl_per_token(scored.behaviour_logp_T, scored.reference_logp_T, ppo.kl.estimator)
+
+
+def _rewards(
+    scored: ScoredBatch,
+    scores_B: Tensor,
+    kl_T: Tensor | None,
+    lengths_B: Tensor,
+    choices: AlgorithmConfig,
+    mode: str,
+    kl_coefficient: float,
+) -> tuple[Tensor, Tensor]:
+    """Rewards of the tokens, KL included where it enters them, and the same of scores that have been `compared`; both [T]."""
+    if mode == "score" and kl_T is not None:
+        scores_B = scores_B - kl_coefficient * row_sums(kl_T, lengths_B)
+    penalty_T = kl_T if mode == "penalty" else None
+    rewards_T = token_rewards(scores_B, penalty_T, lengths_B, kl_coefficient)
+    if not choices.compares:
+        return rewards_T, rewards_T
+    compared_B = compared(scores_B, scored.group_size, choices.baseline, choices.scale)
+    return rewards_T, token_rewards(compared_B, penalty_T, lengths_B, kl_coefficient)
 
 
 def _advantages(

@@ -29,7 +29,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "top-k and top-p": {"rollout.temperature": 0.8, "rollout.top_k": 20, "rollout.top_p": 0.9},
     "KL loss, k3": {"ppo.kl": {"mode": "loss", "estimator": "k3", "coefficient": 0.1}},
     "KL k2, adaptive": {"ppo.kl": {"estimator": "k2", "target": 1.0}},
-    "no clipping, no whitening": {"ppo.value_clip": 0.0, "ppo.whiten_advantages": False, "ppo.minibatches": 1},
+    "no clipping, no whitening": {"ppo.value_clip": 0.0, "algorithm": {"scale": "none"}, "ppo.minibatches": 1},
     "truncated score": {"ppo.truncated_score": -1.0, "ppo.reward_clip": 0.5},
     "scheduled learning rate": {"actor.optimizer": {"lr": 1e-3, "warmup_steps": 2, "decay": "cosine", "min_lr": 1e-4}},
     "small micro-batches": {"runtime.micro_batch_tokens": 136},
