@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from oppo_megatron.config.base import Section
+from oppo_megatron.config.base import Choices, Section
 
 Baseline = Literal["critic", "group_mean", "others", "none"]
 Scale = Literal["none", "group_std", "batch_std", "advantage_std", "whiten"]
@@ -97,15 +97,25 @@ Name = Literal[
 ]  # fmt: skip
 
 
-def _table() -> str:
-    rows = [f"{name}: {preset.about} ({preset.source})" for name, preset in PRESETS.items()]
-    return "; ".join(rows)
+def _table() -> tuple[tuple[str, ...], ...]:
+    head = ("preset", *CHOICES, "KL", "group_size", "ppo", "source")
+    return (head, *(_row(name, preset) for name, preset in PRESETS.items()))
+
+
+def _row(name: str, preset: Preset) -> tuple[str, ...]:
+    kl = " ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in preset.kl.values())
+    bounds = ", ".join(f"{key} {value:g}" for key, value in preset.ppo.items())
+    return (name, *preset.choices.values(), kl, str(preset.group_size), bounds or "-", preset.source)
 
 
 class AlgorithmConfig(Section):
     """The algorithm: a preset, or a preset with some of its choices changed."""
 
-    preset: Name = Field("ppo", description=f"what gives the other choices, and their companions in `ppo`: {_table()}")
+    preset: Annotated[Name, Choices(_table())] = Field(
+        "ppo",
+        description="what gives the other choices here their defaults, and `ppo.kl`, bounds in `ppo` and `rollout.group_size` "
+        "theirs; `oppo config --explain algorithm.preset` shows them",
+    )
     baseline: Baseline = Field(
         "critic",
         description="what a score is compared with: a critic's values (GAE), the mean of its group's scores, the mean of the "

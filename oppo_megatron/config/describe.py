@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from oppo_megatron.config.base import Section, Unit
+from oppo_megatron.config.base import Choices, Section, Unit
 from oppo_megatron.config.explain import section_in
 from oppo_megatron.config.run import RewardModelConfig, SFTConfig, TrainSettings
 from oppo_megatron.config.serve import ServeRewardConfig, ServeScorerConfig
@@ -74,6 +74,11 @@ class Setting:
             return None
         given = [rule.name for rule in self.field.metadata if isinstance(rule, Unit)]
         return given[0] if given else UNITS_OF_NAMES.get(self.name.rpartition("_")[2])
+
+    @property
+    def table(self) -> tuple[tuple[str, ...], ...]:
+        """What each value stands for, head first; nothing where a list of them says it."""
+        return next((rule.rows for rule in self.field.metadata if isinstance(rule, Choices)), ())
 
     @property
     def default(self) -> str:
