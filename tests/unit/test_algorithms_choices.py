@@ -1,4 +1,4 @@
-"""The choices of an algorithm against plain loops, closed forms and enumeration: baselines, scales, ratios, objectives, weights."""
+"""The choices of an algorithm against plain loops and enumeration: baselines, scales, ratios, objectives, weights."""
 
 from __future__ import annotations
 
