@@ -208,5 +208,5 @@ def actor_loss(
                 kl_T = with_reverse_gradient(kl_T, logp_T, ppo.kl.estimator)
             loss = loss + kl_coefficient * shared(kl_T, targets.share_T).sum() / num_tokens
     if ppo.entropy_coefficient > 0:
-        loss = loss - ppo.entropy_coefficient * shared(entropy_T, targets.share_T).sum() / num_tokens
+        loss = loss - ppo.entropy_coefficient * (shared(entropy_T, targets.share_T).sum() / num_tokens)
     return loss, replace(stats, entropy=total(entropy_T))
