@@ -155,6 +155,22 @@ class AlgorithmConfig(Section):
         return self.baseline == "critic"
 
     @property
+    def contradiction(self) -> str | None:
+        """A critic makes a preset ppo: the others have no section for it, and ppo no use for a group's baseline."""
+        preset, critic = self.preset, PRESETS[self.preset].baseline == "critic"
+        if self.critic and not critic:
+            return (
+                f"algorithm.baseline is critic, but algorithm.preset {preset} has none; remove it, or choose preset ppo with the "
+                "other choices set"
+            )
+        if critic and not self.critic:
+            return (
+                f"algorithm.baseline is {self.baseline}, but algorithm.preset {preset} is what trains a critic; remove it, or "
+                "choose a preset without one (reinforce_pp has no baseline, grpo a group's)"
+            )
+        return None
+
+    @property
     def compares(self) -> bool:
         """Whether a response's score is changed by those of others."""
         return self.baseline in ("group_mean", "others") or self.scale in ("group_std", "batch_std", "advantage_std")

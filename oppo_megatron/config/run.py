@@ -167,6 +167,8 @@ class TrainSettings(RunConfig):
     @model_validator(mode="after")
     def _roles_of_algorithm(self) -> Self:
         preset, mode = self.algorithm.preset, self.ppo.kl.mode
+        if problem := self.algorithm.contradiction:
+            raise ValueError(problem)
         if self.algorithm.critic and self.critic is None:
             raise ValueError(
                 f"critic is missing, but algorithm.preset {preset} trains one; add the section, with checkpoint or init"

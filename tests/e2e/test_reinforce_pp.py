@@ -191,6 +191,8 @@ def test_a_step_that_a_guard_takes_back_can_be_replayed(
     assert "the replay: ratio_max is" in out and "critic_loss" not in out
     with_critic = ["algorithm.preset=ppo", f"critic.init={json.dumps(SHAPE)}"]
     assert main(["replay", str(path), *with_critic]) == 2
+    assert "algorithm.baseline is none, but algorithm.preset ppo is what trains a critic" in capsys.readouterr().err
+    assert main(["replay", str(path), *with_critic, "algorithm.baseline=critic"]) == 2
     assert "the batch has no values, but algorithm.preset ppo updates a critic" in capsys.readouterr().err
 
 
