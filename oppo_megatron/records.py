@@ -1,4 +1,4 @@
-"""Plain records that the pure half and the torch half share: prompts, rollouts and the chunks between them.
+"""Plain records that the pure half and the torch half share: prompts and rollouts; `chunks.py` has the chunks between them.
 
 Legend: a *sequence* is prompt + response; *offset* counts response tokens; *clock* is the logical clock, the number of
 decode steps that the actor has made since the run began (one decode step gives every running sequence one token).
@@ -7,10 +7,9 @@ decode steps that the actor has made since the run began (one decode step gives 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-FinishReason = Literal["eos", "stop", "length"]
-"""Why a response ended: with an id that ends responses, with a text that does, or at its limit."""
+from oppo_megatron.chunks import ChunkRow, ChunkRows, FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +36,12 @@ class Rollout:
     distribution the token was drawn from (after top-k / top-p); `versions` is the policy version of each token: of the
     oldest weights in the cache that it was drawn over.
 
-    Every rank records every chunk, but reads the tokens of few rollouts.  So `extend` keeps the row as it is, and the lists
-    are joined when one of them is asked for.
+    Every rank records every chunk, but reads the tokens of few rollouts.  So `follow` keeps a chunk's rows as they are, and
+    the lists are joined when one of them is asked for.
     """
 
     __slots__ = (
-        "_logprobs", "_rows", "_sampling_logprobs", "_tokens", "_versions",
+        "_logprobs", "_recorded", "_sampling_logprobs", "_tokens", "_versions",
         "admission", "deferrals", "finish_clock", "finish_reason", "prompt",
     )  # fmt: skip
 
@@ -62,7 +61,7 @@ class Rollout:
         self.finish_clock, self.finish_reason = finish_clock, finish_reason
         self._tokens, self._logprobs = tokens, logprobs
         self._sampling_logprobs, self._versions = sampling_logprobs, versions
-        self._rows: list[ChunkRow] = []  # recorded, and not in the lists yet
+        self._recorded: list[ChunkRows] = []  # with a row of this sequence each, which is not in the lists yet
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Rollout) and (self.prompt, self._facts()) == (other.prompt, other._facts())
@@ -118,7 +117,7 @@ class Rollout:
     def num_response_tokens(self) -> int:
         """`len(tokens)`, without joining them."""
         joined = len(self._tokens or ())
-        return joined + sum([len(row.tokens) for row in self._rows]) if self._rows else joined
+        return joined + sum(int(rows.counts[rows.position(self.seq_id)]) for rows in self._recorded)
 
     @property
     def num_tokens(self) -> int:
@@ -128,57 +127,42 @@ class Rollout:
     @property
     def newest_version(self) -> int:
         """The largest of `versions`, of which there must be one."""
-        versions = list(self._versions or ())
-        return max(versions + [row.version for row in self._rows if row.tokens])
+        versions, places = list(self._versions or ()), [(rows, rows.position(self.seq_id)) for rows in self._recorded]
+        return max(versions + [int(rows.versions[at]) for rows, at in places if rows.counts[at]])
 
     def extend(self, row: ChunkRow) -> None:
-        """Append what follows.  The row belongs to the rollout from now on."""
-        self._rows.append(row)
+        """Append what follows, and whether the response has ended with it."""
+        self._joined()
+        self._append(row)
         self.finish_clock, self.finish_reason = row.finish_clock, row.finish_reason
+
+    def follow(self, rows: ChunkRows) -> None:
+        """Append the sequence's own of `rows` once it is asked for.  Whether the response has ended is for the caller to set."""
+        self._recorded.append(rows)
 
     def _joined(self) -> tuple[list[int], list[float], list[float], list[int]]:
         """The four lists, with all that is recorded.  Most rollouts of other ranks never have any."""
+        recorded, self._recorded = self._recorded, []
+        for rows in recorded:
+            self._append(rows[rows.position(self.seq_id)])
+        return self._lists()
+
+    def _append(self, row: ChunkRow) -> None:
+        tokens, logprobs, sampling_logprobs, versions = self._lists()
+        tokens += row.tokens
+        logprobs += row.logprobs
+        sampling_logprobs += row.sampling_logprobs
+        versions += [row.version] * len(row.tokens)
+
+    def _lists(self) -> tuple[list[int], list[float], list[float], list[int]]:
         self._tokens = [] if self._tokens is None else self._tokens
         self._logprobs = [] if self._logprobs is None else self._logprobs
         self._sampling_logprobs = [] if self._sampling_logprobs is None else self._sampling_logprobs
         self._versions = [] if self._versions is None else self._versions
-        for row in self._rows:
-            self._tokens += row.tokens
-            self._logprobs += row.logprobs
-            self._sampling_logprobs += row.sampling_logprobs
-            self._versions += [row.version] * len(row.tokens)
-        self._rows.clear()
         return self._tokens, self._logprobs, self._sampling_logprobs, self._versions
 
     def _facts(self) -> tuple[object, ...]:
         return self.admission, *self._joined(), self.deferrals, self.finish_clock, self.finish_reason
-
-
-@dataclass(slots=True)
-class ChunkRow:
-    """New response tokens of one sequence: positions offset .. offset + len(tokens) of the response."""
-
-    seq_id: int
-    offset: int
-    tokens: list[int]
-    logprobs: list[float]
-    sampling_logprobs: list[float]
-    version: int
-    finish_clock: int | None = None
-    finish_reason: FinishReason | None = None
-
-
-@dataclass(slots=True)
-class Chunk:
-    """What one round of decoding produced.  `clock` is the logical clock after the round.
-
-    `halt`: the run was told to stop; every rank does after this chunk.
-    """
-
-    index: int
-    clock: int
-    rows: list[ChunkRow] = field(default_factory=list)
-    halt: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,10 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from oppo_megatron.chunks import Chunk, ChunkRow
 from oppo_megatron.columns import Columns, Held, columns_of
 from oppo_megatron.overcommit.buffer import RolloutBuffer
-from oppo_megatron.records import Chunk, ChunkRow, Prompt, Rollout
+from oppo_megatron.records import Prompt, Rollout
 
 
 def same(found: Columns, expected: Columns) -> bool:

@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from oppo_megatron.columns import Columns, columns_of
+from oppo_megatron.columns import Columns, Ints, columns_of
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.actions import Schedule
 from oppo_megatron.schedule.checking.caches import Budgets, require_room
@@ -101,7 +101,7 @@ class RoundPlanner:
         score: Sequence[Rollout],
         chunk: int,
         order: Order,
-        readable: Set[int] | None = None,
+        readable: Ints | None = None,
     ) -> PlannedRound:
         """The round that decodes up to `chunk` tokens of each of `decode` and scores the new tokens of `score`.
 
@@ -153,13 +153,13 @@ class RoundPlanner:
         """The role's replicas that micro-batches are wanted of; None: all."""
         return None if self._component is None else self._component.replicas.get(role, ())
 
-    def _read(self, score: Columns, readable: Set[int] | None, decodes: bool) -> dict[str, Columns]:
+    def _read(self, score: Columns, readable: Ints | None, decodes: bool) -> dict[str, Columns]:
         """What each scorer may read of `score` in this round."""
         late = self.late if decodes else ()
         none = score.at(slice(0))
         some = score
         if readable is not None and any(book.perishable for book in self.scorers.values()):
-            some = score.at(np.fromiter(map(readable.__contains__, score.seq_ids.tolist()), np.bool_, len(score.seq_ids)))
+            some = score.at(np.isin(score.seq_ids, readable))
         return {n: none if n in late else some if book.perishable else score for n, book in self.scorers.items()}
 
     def _cut(self, decode: Columns, read: Mapping[str, Columns], chunk: int) -> Cut:
