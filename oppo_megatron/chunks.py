@@ -57,8 +57,19 @@ class ChunkRows:
     each row begin at `starts` [n].  Neither is changed any more.
     """
 
+    seq_ids: Ints
+    offsets: Ints
+    counts: Ints
+    """Tokens of each."""
+    versions: Ints
+    finish_clocks: Ints
+    """GOES_ON where a response has not ended."""
+    reasons: Ints
+    """Numbers in REASONS."""
+
     def __init__(self, table: Ints, starts: Ints, body: Ints):
         self.table, self.starts, self.body = table, starts, body
+        self.seq_ids, self.offsets, self.counts, self.versions, self.finish_clocks, self.reasons = table
 
     @classmethod
     def of(cls, rows: ChunkRows | Iterable[ChunkRow]) -> ChunkRows:
@@ -97,38 +108,11 @@ class ChunkRows:
         )
 
     @property
-    def seq_ids(self) -> Ints:
-        return self.table[0]
-
-    @property
-    def offsets(self) -> Ints:
-        return self.table[1]
-
-    @property
-    def counts(self) -> Ints:
-        """Tokens of each."""
-        return self.table[2]
-
-    @property
-    def versions(self) -> Ints:
-        return self.table[3]
-
-    @property
-    def finish_clocks(self) -> Ints:
-        """GOES_ON where a response has not ended."""
-        return self.table[4]
-
-    @property
-    def reasons(self) -> Ints:
-        """Numbers in REASONS."""
-        return self.table[5]
-
-    @property
     def num_tokens(self) -> int:
         return int(self.counts.sum())
 
     def __len__(self) -> int:
-        return self.table.shape[1]
+        return len(self.seq_ids)
 
     def __iter__(self) -> Iterator[ChunkRow]:
         return map(self.__getitem__, range(len(self)))
@@ -168,11 +152,17 @@ class ChunkRows:
         places = np.repeat(self.starts - starts, self.counts) + np.arange(self.num_tokens)
         return ChunkRows(self.table, starts, self.body[:, places])
 
-    def position(self, seq_id: int) -> int:
-        """Where the row of a sequence stands that has one."""
-        found = int(self._by_id[np.searchsorted(self.seq_ids, seq_id, sorter=self._by_id)])
-        assert self.seq_ids[found] == seq_id, f"sequence {seq_id} has no row"
-        return found
+    def place(self, seq_id: int) -> int | None:
+        """Where the row of a sequence stands."""
+        if not len(self):
+            return None
+        at = min(int(np.searchsorted(self.seq_ids, seq_id, sorter=self._by_id)), len(self) - 1)
+        found = int(self._by_id[at])
+        return found if self.seq_ids[found] == seq_id else None
+
+    def of_sequences(self, seq_ids: Ints) -> ChunkRows:
+        """The rows of these."""
+        return self.at(np.flatnonzero(np.isin(self.seq_ids, seq_ids)))
 
     @cached_property
     def _by_id(self) -> Ints:

@@ -6,6 +6,7 @@ decode steps that the actor has made since the run began (one decode step gives 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,12 +37,12 @@ class Rollout:
     distribution the token was drawn from (after top-k / top-p); `versions` is the policy version of each token: of the
     oldest weights in the cache that it was drawn over.
 
-    Every rank records every chunk, but reads the tokens of few rollouts.  So `follow` keeps a chunk's rows as they are, and
-    the lists are joined when one of them is asked for.
+    Every rank records every chunk, but reads the tokens of few rollouts.  So a rollout follows a list of chunks that it
+    shares with others, and looks for its rows there when one of its own lists is asked for.
     """
 
     __slots__ = (
-        "_logprobs", "_recorded", "_sampling_logprobs", "_tokens", "_versions",
+        "_logprobs", "_position", "_recorded", "_sampling_logprobs", "_tokens", "_versions",
         "admission", "deferrals", "finish_clock", "finish_reason", "prompt",
     )  # fmt: skip
 
@@ -61,7 +62,8 @@ class Rollout:
         self.finish_clock, self.finish_reason = finish_clock, finish_reason
         self._tokens, self._logprobs = tokens, logprobs
         self._sampling_logprobs, self._versions = sampling_logprobs, versions
-        self._recorded: list[ChunkRows] = []  # with a row of this sequence each, which is not in the lists yet
+        self._recorded: Sequence[ChunkRows] = ()  # from `_position` on they are not in the lists yet
+        self._position = 0
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Rollout) and (self.prompt, self._facts()) == (other.prompt, other._facts())
@@ -117,7 +119,7 @@ class Rollout:
     def num_response_tokens(self) -> int:
         """`len(tokens)`, without joining them."""
         joined = len(self._tokens or ())
-        return joined + sum(int(rows.counts[rows.position(self.seq_id)]) for rows in self._recorded)
+        return joined + sum(int(rows.counts[place]) for rows, place in self._pending())
 
     @property
     def num_tokens(self) -> int:
@@ -127,8 +129,8 @@ class Rollout:
     @property
     def newest_version(self) -> int:
         """The largest of `versions`, of which there must be one."""
-        versions, places = list(self._versions or ()), [(rows, rows.position(self.seq_id)) for rows in self._recorded]
-        return max(versions + [int(rows.versions[at]) for rows, at in places if rows.counts[at]])
+        versions = list(self._versions or ())
+        return max(versions + [int(rows.versions[place]) for rows, place in self._pending() if rows.counts[place]])
 
     def extend(self, row: ChunkRow) -> None:
         """Append what follows, and whether the response has ended with it."""
@@ -136,15 +138,33 @@ class Rollout:
         self._append(row)
         self.finish_clock, self.finish_reason = row.finish_clock, row.finish_reason
 
-    def follow(self, rows: ChunkRows) -> None:
-        """Append the sequence's own of `rows` once it is asked for.  Whether the response has ended is for the caller to set."""
-        self._recorded.append(rows)
+    def follow(self, recorded: Sequence[ChunkRows]) -> None:
+        """What is added to `recorded` from now on counts as appended, where it has a row of this sequence.
+
+        Whether the response has ended with it is for the caller to set.
+        """
+        if self._position < len(self._recorded):
+            self._joined()
+        self._recorded, self._position = recorded, len(recorded)
+
+    def defer(self, recorded: Sequence[ChunkRows], dropped: int) -> None:
+        """A batch was taken without it.  `recorded` is what it has followed, but for `dropped` chunks at the front, which have
+        nothing of it."""
+        self.deferrals += 1
+        self._recorded, self._position = recorded, max(0, self._position - dropped)
+
+    def _pending(self) -> list[tuple[ChunkRows, int]]:
+        """What is recorded and not in the lists yet: rows, and the place of its own among them."""
+        if self._position == len(self._recorded):
+            return []
+        found = [(rows, rows.place(self.seq_id)) for rows in self._recorded[self._position :]]
+        return [(rows, place) for rows, place in found if place is not None]
 
     def _joined(self) -> tuple[list[int], list[float], list[float], list[int]]:
         """The four lists, with all that is recorded.  Most rollouts of other ranks never have any."""
-        recorded, self._recorded = self._recorded, []
-        for rows in recorded:
-            self._append(rows[rows.position(self.seq_id)])
+        pending, self._position = self._pending(), len(self._recorded)
+        for rows, place in pending:
+            self._append(rows[place])
         return self._lists()
 
     def _append(self, row: ChunkRow) -> None:

@@ -93,7 +93,7 @@ class DryRun:
         self.planner = new_planner(config, self.site, generator, self.limit, rank=rank)
         assert config.steps is not None
         self.scheduler = OvercommitScheduler(
-            _prompts(config.steps * config.rollout.batch_size, prompt_tokens),
+            self._prompts(config.steps * config.rollout.batch_size, prompt_tokens),
             RolloutBuffer(config.rollout.batch_size, 0, config.overlap.max_deferrals, backfill=period is not None),
             make_delta_controller(delta_rule(config.overlap)),
             period,
@@ -102,6 +102,12 @@ class DryRun:
         self.kl = KLController(config.ppo.kl)
         self.encoder, self.decoder = ChunkEncoder(), ChunkDecoder()
         self.num_rounds = 0
+
+    def _prompts(self, count: int, num_tokens: int | Sequence[int]) -> Iterator[Prompt]:
+        if isinstance(num_tokens, int):
+            tokens = (1,) * num_tokens
+            return (Prompt(seq_id, seq_id, "", tokens) for seq_id in range(count))
+        return (Prompt(seq_id, seq_id, "", (1,) * size) for seq_id, size in enumerate(num_tokens[:count]))
 
     def run(self) -> list[dict[str, float]]:
         """Seconds by part of each step, to the end of the prompts."""
@@ -215,8 +221,9 @@ class DryRun:
 
     def _retire(self, batch: Sequence[Rollout]) -> None:
         with self.watch.part("planner and checker"):
+            seq_ids = columns_of(batch).seq_ids.tolist()
             for book in self.planner.scorers.values():
-                book.forget(*(rollout.seq_id for rollout in batch))
+                book.forget(*seq_ids)
             if self.config.overlap.actor_kv == "recompute":
                 self.planner.actor.invalidate()
             else:
@@ -227,10 +234,3 @@ class DryRun:
                 for rollout in batch:
                     self.encoder.close(rollout.seq_id)
                     self.decoder.close(rollout.seq_id)
-
-
-def _prompts(count: int, num_tokens: int | Sequence[int]) -> Iterator[Prompt]:
-    if isinstance(num_tokens, int):
-        tokens = (1,) * num_tokens
-        return (Prompt(seq_id, seq_id, "", tokens) for seq_id in range(count))
-    return (Prompt(seq_id, seq_id, "", (1,) * size) for seq_id, size in enumerate(num_tokens[:count]))

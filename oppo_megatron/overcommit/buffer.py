@@ -84,6 +84,7 @@ class RolloutBuffer:
         self._unfinished: dict[int, Rollout] = {}  # of these, in the same order
         self._forced: set[int] = set()  # those that may not be deferred again
         self._table = Table()  # in the order of admission
+        self._recorded: list[ChunkRows] = []  # since the first of them was admitted; the rollouts follow it
         self._running: frozenset[int] | None = None  # the unfinished ones, for all that ask before they change
         self._num_admitted = 0
         self._clock = 0
@@ -141,9 +142,7 @@ class RolloutBuffer:
         Unfinished ones are, where nothing but them can fill it.  Among the finished, those that come first: whatever
         finishes later comes after them.
         """
-        if len(self) <= self.target and (self._closed or not self.backfill):
-            return self._everything()
-        return self._table.columns.at(self._foremost()).seq_ids
+        return self._table.columns.at(self._sure()).seq_ids
 
     def worth_reading(self, reads: CriticReads) -> Ints:
         """Sequences that the critic reads now, though what it computes is lost where they are carried on.
@@ -151,12 +150,13 @@ class RolloutBuffer:
         sure: those that the next batch will have.  likely: all, while no more of the unfinished will be left behind than
         will be in the batch; then `sure`.  all: all.
         """
-        sure, columns = self.sure, self._table.columns
-        num_unsure = int((~np.isin(columns.seq_ids, sure) & ~columns.finished).sum())
-        missing = self.target - len(sure)
+        sure, columns = self._sure(), self._table.columns
+        unsure = ~columns.finished
+        unsure[sure] = False
+        missing, num_unsure = self.target - len(sure), int(unsure.sum())
         if reads == "all" or (reads == "likely" and 2 * missing >= num_unsure):
             return self._everything()
-        return sure
+        return columns.at(sure).seq_ids
 
     def admit(self, prompts: Iterable[Prompt]) -> list[Rollout]:
         """Hold a new rollout for each prompt.  Admission numbers count on over the run."""
@@ -167,6 +167,7 @@ class RolloutBuffer:
         for prompt in prompts:
             assert prompt.seq_id not in self._rollouts, f"sequence {prompt.seq_id} is already in the buffer"
             rollout = Rollout(prompt, self._num_admitted)
+            rollout.follow(self._recorded)
             self._rollouts[prompt.seq_id] = self._unfinished[prompt.seq_id] = rollout
             self._num_admitted += 1
             admitted.append(rollout)
@@ -207,8 +208,7 @@ class RolloutBuffer:
         places = self._table.rows(rows.seq_ids)
         if not self._in_order(chunk, places):
             self._refuse(chunk)
-        for rollout in map(self._rollouts.__getitem__, rows.seq_ids.tolist()):
-            rollout.follow(rows)
+        self._recorded.append(rows)
         self._table.columns.response_tokens[places] += rows.counts
         self._end(rows, places)
         self._clock, self._running = chunk.clock, None
@@ -225,6 +225,9 @@ class RolloutBuffer:
         self._unfinished = {seq_id: rollout for seq_id, rollout in self._rollouts.items() if not rollout.finished}
         self._table = Table()
         self._table.add(list(self._rollouts.values()))
+        self._recorded = []
+        for rollout in self._rollouts.values():
+            rollout.follow(self._recorded)
         self._mark_forced()
 
     def take_batch(self) -> Held:
@@ -235,15 +238,29 @@ class RolloutBuffer:
         columns, kept = self._table.columns.at(rows), np.ones(len(self), dtype=np.bool_)
         kept[rows] = False
         batch = {seq_id: self._rollouts.pop(seq_id) for seq_id in columns.seq_ids.tolist()}
-        for rollout in self._rollouts.values():
-            rollout.deferrals += 1
         self._table.keep(kept)
+        self._defer()
         self._mark_forced()
         return Held(batch.values(), batch, lambda: columns)
 
+    def _defer(self) -> None:
+        """Everything held is deferred; of what was recorded, its own is kept."""
+        seq_ids = self._everything()
+        recorded = [rows.of_sequences(seq_ids) for rows in self._recorded]
+        dropped = next((i for i, rows in enumerate(recorded) if len(rows)), len(recorded))
+        self._recorded = recorded[dropped:]  # another list: the batch follows the old one
+        for rollout in self._rollouts.values():
+            rollout.defer(self._recorded, dropped)
+
     def _everything(self) -> Ints:
         """All sequences."""
-        return np.fromiter(self._rollouts, np.int64, len(self))
+        return self._table.columns.at(np.arange(len(self))).seq_ids
+
+    def _sure(self) -> Ints:
+        """`sure` as rows of the table."""
+        if len(self) <= self.target and (self._closed or not self.backfill):
+            return np.arange(len(self))
+        return self._foremost()
 
     def _mark_forced(self) -> None:
         """Others are held than before, or with other deferrals."""
@@ -275,7 +292,7 @@ class RolloutBuffer:
     def _in_order(self, chunk: Chunk, places: Ints) -> bool:
         """Whether `_problem` has nothing to say of any row, told from all of them at once; `places` in the table."""
         rows, columns = chunk.rows, self._table.columns
-        if (places < 0).any() or len(np.unique(places)) < len(places):
+        if (places < 0).any() or (np.bincount(places, minlength=1) > 1).any():
             return False
         if columns.finished[places].any() or (rows.offsets != columns.response_tokens[places]).any():
             return False

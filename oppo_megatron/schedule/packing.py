@@ -5,10 +5,14 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import pairwise
+
+import numpy as np
+
+from oppo_megatron.columns import Ints
 
 
-def pack_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
+def pack_by_tokens(lengths: Sequence[int] | Ints, budget: int) -> list[list[int]]:
     """Bins of indices into `lengths` whose tokens sum to at most `budget`, by first-fit decreasing.
 
     Longest first, ties by index; every index is in exactly one bin.  A sequence longer than the budget has a bin of its
@@ -16,24 +20,29 @@ def pack_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
     First-fit decreasing needs at most 11/9 of the fewest possible bins, plus one.
     """
     assert budget >= 1, f"the token budget of a micro-batch must be at least 1, not {budget}"
-    bins: list[list[int]] = []
-    rooms: list[int] = []
-    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)  # stable: ties by index
-    for length, run in groupby(order, key=lengths.__getitem__):
-        alike = list(run)
+    sizes = np.asarray(lengths, dtype=np.int64)
+    order = np.argsort(-sizes, kind="stable")  # ties by index
+    edges = [0, *(np.flatnonzero(np.diff(sizes[order])) + 1).tolist(), len(sizes)] if len(sizes) else []
+    indices, ordered = order.tolist(), sizes[order].tolist()
+    shortest, bins, rooms = int(sizes.min(initial=budget)), list[list[int]](), list[int]()
+    open_bins: list[int] = []  # those with room for anything
+    for begin, end in pairwise(edges):
+        length, run = ordered[begin], indices[begin:end]
         # Items of one length fill a bin as far as they fit before the next bin gets any.
-        for b, room in enumerate(rooms):
-            if not alike:
+        for b in open_bins:
+            if not run:
                 break
-            if room >= length:
-                fitting = len(alike) if length == 0 else min(room // length, len(alike))
-                bins[b] += alike[:fitting]
+            if rooms[b] >= length:
+                fitting = len(run) if length == 0 else min(rooms[b] // length, len(run))
+                bins[b] += run[:fitting]
                 rooms[b] -= fitting * length
-                del alike[:fitting]
-        each = max(1, len(alike) if length == 0 else budget // length)
-        for start in range(0, len(alike), each):
-            bins.append(alike[start : start + each])
+                del run[:fitting]
+        each = max(1, len(run) if length == 0 else budget // length)
+        for start in range(0, len(run), each):
+            open_bins.append(len(bins))
+            bins.append(run[start : start + each])
             rooms.append(budget - len(bins[-1]) * length)
+        open_bins = [b for b in open_bins if rooms[b] >= shortest]
     return bins
 
 

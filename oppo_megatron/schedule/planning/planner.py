@@ -5,9 +5,7 @@ Every rank plans for itself and reaches the same schedule, because the books adv
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -15,6 +13,7 @@ from typing import Literal
 import numpy as np
 
 from oppo_megatron.columns import Columns, Ints, columns_of
+from oppo_megatron.cores import uncollected
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.actions import Schedule
 from oppo_megatron.schedule.checking.caches import Budgets, require_room
@@ -52,19 +51,6 @@ class PlannedRound:
     schedule: Schedule
 
 
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without garbage collection.  A plan of thousands of sequences is tens of thousands of small records, none of them garbage,
-    for which the collector would look through all that a run holds, several times."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 @dataclass
 class RoundPlanner:
     """One rank's planner.
@@ -93,7 +79,7 @@ class RoundPlanner:
     def __post_init__(self) -> None:
         self._component = None if self.rank is None else component_of(self.site, self.rank)
 
-    @_uncollected()
+    @uncollected()
     def plan(
         self,
         index: int,
