@@ -133,8 +133,9 @@ class ChunkRows:
     def __repr__(self) -> str:
         return repr(list(self))
 
-    def at(self, positions: Ints) -> ChunkRows:
+    def at(self, positions: Ints | Sequence[int]) -> ChunkRows:
         """Those at `positions`, in this order; their tokens stay where they are."""
+        positions = np.asarray(positions, dtype=np.int64)
         return ChunkRows(self.table[:, positions], self.starts[positions], self.body)
 
     def cut(self, keep: int) -> ChunkRows:

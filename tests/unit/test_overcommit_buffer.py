@@ -168,6 +168,7 @@ BAD_CHUNKS = {
     "finish before the round": (Chunk(5, 8, [row(1, 2, [1], 5)]), r"sequence 1, offset 2.*clock 5, outside.*6\.\.8"),
     "finish after the round": (Chunk(5, 8, [row(1, 2, [1], 9)]), r"sequence 1, offset 2.*clock 9, outside.*6\.\.8"),
     "two rows": (Chunk(5, 8, [row(1, 2, [1]), row(1, 3, [1])]), "sequence 1, offset 3.*two rows"),
+    "the same row twice": (Chunk(5, 8, [row(1, 2, [1]), row(1, 2, [1])]), "sequence 1, offset 2.*two rows"),
     "second row bad": (Chunk(5, 8, [row(1, 2, [1]), row(2, 9, [1])]), "sequence 2, offset 9.*lost"),
 }
 
@@ -182,15 +183,6 @@ def test_a_bad_chunk_is_an_error_and_records_nothing(case: str) -> None:
         buffer.record(chunk)
     assert buffer.rollouts == before
     assert buffer.clock == 6
-
-
-def test_a_token_without_a_log_prob_is_an_error() -> None:
-    for logprobs, sampling_logprobs, message in (
-        ([-1.0], [-1.0, -1.0], "sequence 1, offset 2: 2 tokens come with 1 log-probs and 2 sampling"),
-        ([-1.0, -1.0], [], "sequence 1, offset 2: 2 tokens come with 2 log-probs and 0 sampling"),
-    ):
-        with pytest.raises(StreamError, match=message):
-            Chunk(5, 8, [row(0, 2, [1]), ChunkRow(1, 2, [1, 1], logprobs, sampling_logprobs, 0)])
 
 
 def test_the_critic_reads_what_is_worth_it() -> None:
