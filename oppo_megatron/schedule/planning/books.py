@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from oppo_megatron.columns import Bools, Columns, Ints, columns_of
 from oppo_megatron.records import Rollout
-from oppo_megatron.schedule.packing import pack_by_tokens
+from oppo_megatron.schedule.packing import packed_in_order
 from oppo_megatron.schedule.planning.ledger import ABSENT, ordinal
 from oppo_megatron.schedule.planning.replicas import REPLICA, Pairs, Replicas, pairs_of
 from oppo_megatron.schedule.rounds import Batch, Growths
@@ -394,8 +394,6 @@ class ActorBook(Book):
 
 def _packed(growths: Growths, budget: int) -> list[Batch]:
     """Micro-batches of at most `budget` tokens, each in the order of `growths`."""
-    bins = pack_by_tokens(growths.new, budget)
-    ends = np.cumsum([len(members) for members in bins]).tolist()
-    members = np.fromiter(chain.from_iterable(bins), np.int64, len(growths))
-    ordered = growths.at(members[np.lexsort((members, np.repeat(np.arange(len(bins)), np.diff([0, *ends]))))])
-    return [ordered[start:end] for start, end in pairwise([0, *ends])]
+    members, ends = packed_in_order(growths.new, budget)
+    ordered = growths.at(members)
+    return [ordered[start:end] for start, end in pairwise(ends)]
