@@ -273,7 +273,9 @@ class RolloutBuffer:
         self._table.columns.finished[places[ends]] = True
         self._table.finish_clocks[places[ends]] = rows.finish_clocks[ends]
         ended = map(self._unfinished.pop, rows.seq_ids[ends].tolist())
-        for rollout, clock, reason in zip(ended, rows.finish_clocks[ends].tolist(), rows.reasons[ends].tolist(), strict=True):
+        for rollout, clock, reason in zip(
+            ended, rows.finish_clocks[ends].tolist(), rows.reasons[ends].tolist(), strict=True
+        ):
             rollout.finish_clock, rollout.finish_reason = clock, REASONS[reason]
 
     def _foremost(self) -> Ints:
