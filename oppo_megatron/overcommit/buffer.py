@@ -33,14 +33,15 @@ Invariants (held by the unit tests):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import numpy as np
 
+from oppo_megatron.chunks import GOES_ON, REASONS, Chunk, ChunkRow, ChunkRows
 from oppo_megatron.columns import Bools, Held, Ints, Table
 from oppo_megatron.errors import StreamError
-from oppo_megatron.records import Chunk, ChunkRow, Prompt, Rollout
+from oppo_megatron.records import Prompt, Rollout
 
 CriticReads = Literal["sure", "likely", "all"]
 
@@ -100,8 +101,8 @@ class RolloutBuffer:
         self._rollouts: dict[int, Rollout] = {}  # by seq_id, in the order of admission
         self._unfinished: dict[int, Rollout] = {}  # of these, in the same order
         self._forced: set[int] = set()  # those that may not be deferred again
-        self._rows: dict[int, int] = {}  # of the table, by seq_id
         self._table = Table()  # in the order of admission
+        self._recorded: list[ChunkRows] = []  # since the first of them was admitted; the rollouts follow it
         self._running: frozenset[int] | None = None  # the unfinished ones, for all that ask before they change
         self._num_admitted = 0
         self._clock = 0
@@ -154,28 +155,27 @@ class RolloutBuffer:
         return Held(self._unfinished.values(), self._rollouts, self._table.view(rows))
 
     @property
-    def sure(self) -> set[int]:
+    def sure(self) -> Ints:
         """Sequences that the next batch will have, whatever is decoded from here on.
 
         Unfinished ones are, where nothing but them can fill it.  Among the finished, those that come first: whatever
         finishes later comes after them.
         """
-        if len(self) <= self.target and (self._closed or not self.backfill):
-            return set(self._rollouts)
-        return set(self._table.columns.seq_ids[self._foremost()].tolist())
+        return self._table.columns.at(self._sure()).seq_ids
 
-    def worth_reading(self, reads: CriticReads) -> set[int]:
+    def worth_reading(self, reads: CriticReads) -> Ints:
         """Sequences that the critic reads now, though what it computes is lost where they are carried on.
 
         sure: those that the next batch will have.  likely: all, while no more of the unfinished will be left behind than
         will be in the batch; then `sure`.  all: all.
         """
-        sure = self.sure
-        num_unsure = len(self._unfinished) - len(sure & self._unfinished.keys())
-        missing = self.target - len(sure)
+        sure, columns = self._sure(), self._table.columns
+        unsure = ~columns.finished
+        unsure[sure] = False
+        missing, num_unsure = self.target - len(sure), int(unsure.sum())
         if reads == "all" or (reads == "likely" and 2 * missing >= num_unsure):
-            return set(self._rollouts)
-        return sure
+            return self._everything()
+        return columns.at(sure).seq_ids
 
     def admit(self, prompts: Iterable[Prompt]) -> list[Rollout]:
         """Hold a new rollout for each prompt, of whole groups.  Admission numbers count on over the run."""
@@ -186,8 +186,8 @@ class RolloutBuffer:
         for prompt in prompts:
             assert prompt.seq_id not in self._rollouts, f"sequence {prompt.seq_id} is already in the buffer"
             rollout = Rollout(prompt, self._num_admitted)
+            rollout.follow(self._recorded)
             self._rollouts[prompt.seq_id] = self._unfinished[prompt.seq_id] = rollout
-            self._rows[prompt.seq_id] = len(self._rows)
             self._num_admitted += 1
             admitted.append(rollout)
         self._table.add(admitted)
@@ -214,24 +214,22 @@ class RolloutBuffer:
         """Append a round's tokens to their rollouts.
 
         All rows are checked before any is recorded.  StreamError, naming the sequence and the offset: an unknown
-        sequence or one that has finished, a gap or a repetition of tokens, a clock that runs backwards.
+        sequence or one that has finished, a gap or a repetition of tokens, a clock that runs backwards.  (A row whose
+        tokens and log-probs are not as many is refused where rows become columns.)
         """
+        rows = chunk.rows
         if chunk.clock < self._clock:
-            where = f"sequence {chunk.rows[0].seq_id}, offset {chunk.rows[0].offset}" if chunk.rows else "no rows"
+            where = f"sequence {rows.seq_ids[0]}, offset {rows.offsets[0]}" if len(rows) else "no rows"
             raise StreamError(
                 f"chunk {chunk.index} ({where}): its clock is {chunk.clock}, but {self._clock} is already recorded; "
                 f"chunks must be recorded in the order in which they were decoded"
             )
-        seq_ids = [row.seq_id for row in chunk.rows]
-        counts = [len(row.tokens) for row in chunk.rows]
-        rows = np.array([self._rows.get(seq_id, -1) for seq_id in seq_ids], dtype=np.int64)
-        if not self._in_order(chunk, seq_ids, rows):
+        places = self._table.rows(rows.seq_ids)
+        if not self._in_order(chunk, places):
             self._refuse(chunk)
-        for rollout, row in zip(map(self._rollouts.__getitem__, seq_ids), chunk.rows, strict=True):
-            rollout.extend(row)
-        self._table.columns.response_tokens[rows] += np.array(counts, dtype=np.int64)
-        for seq_id in [row.seq_id for row in chunk.rows if row.finish_clock is not None]:
-            self._finish(self._unfinished.pop(seq_id))
+        self._recorded.append(rows)
+        self._table.columns.response_tokens[places] += rows.counts
+        self._end(rows, places)
         self._clock, self._running = chunk.clock, None
 
     def state_dict(self) -> dict[str, Any]:
@@ -246,7 +244,10 @@ class RolloutBuffer:
         self._unfinished = {seq_id: rollout for seq_id, rollout in self._rollouts.items() if not rollout.finished}
         self._table = Table()
         self._table.add(list(self._rollouts.values()))
-        self._number()
+        self._recorded = []
+        for rollout in self._rollouts.values():
+            rollout.follow(self._recorded)
+        self._mark_forced()
 
     def take_batch(self) -> Held:
         """Remove the batch and return it, its groups by (finish clock, admission); defer everything else."""
@@ -256,23 +257,45 @@ class RolloutBuffer:
         columns, kept = self._table.columns.at(rows), np.ones(len(self), dtype=np.bool_)
         kept[rows] = False
         batch = {seq_id: self._rollouts.pop(seq_id) for seq_id in columns.seq_ids.tolist()}
-        for rollout in self._rollouts.values():
-            rollout.deferrals += 1
         self._table.keep(kept)
-        self._number()
+        self._defer()
+        self._mark_forced()
         return Held(batch.values(), batch, lambda: columns)
 
-    def _number(self) -> None:
+    def _defer(self) -> None:
+        """Everything held is deferred; of what was recorded, its own is kept."""
+        seq_ids = self._everything()
+        recorded = [rows.of_sequences(seq_ids) for rows in self._recorded]
+        dropped = next((i for i, rows in enumerate(recorded) if len(rows)), len(recorded))
+        self._recorded = recorded[dropped:]  # another list: the batch follows the old one
+        for rollout in self._rollouts.values():
+            rollout.defer(self._recorded, dropped)
+
+    def _everything(self) -> Ints:
+        """All sequences."""
+        return self._table.columns.at(np.arange(len(self))).seq_ids
+
+    def _sure(self) -> Ints:
+        """`sure` as rows of the table."""
+        if len(self) <= self.target and (self._closed or not self.backfill):
+            return np.arange(len(self))
+        return self._foremost()
+
+    def _mark_forced(self) -> None:
         """Others are held than before, or with other deferrals."""
-        self._rows = {seq_id: row for row, seq_id in enumerate(self._rollouts)}
         self._forced = {seq_id for seq_id, r in self._rollouts.items() if r.deferrals >= self.max_deferrals}
         self._running = None
 
-    def _finish(self, rollout: Rollout) -> None:
-        row = self._rows[rollout.seq_id]
-        assert rollout.finish_clock is not None
-        self._table.columns.finished[row] = True
-        self._table.finish_clocks[row] = rollout.finish_clock
+    def _end(self, rows: ChunkRows, places: Ints) -> None:
+        """Responses end with some of the rows, which stand at `places` of the table."""
+        ends = np.flatnonzero(rows.finish_clocks != GOES_ON)
+        self._table.columns.finished[places[ends]] = True
+        self._table.finish_clocks[places[ends]] = rows.finish_clocks[ends]
+        ended = map(self._unfinished.pop, rows.seq_ids[ends].tolist())
+        for rollout, clock, reason in zip(
+            ended, rows.finish_clocks[ends].tolist(), rows.reasons[ends].tolist(), strict=True
+        ):
+            rollout.finish_clock, rollout.finish_reason = clock, REASONS[reason]
 
     def _foremost(self) -> Ints:
         """What of the next batch is settled, as rows of the table."""
@@ -285,7 +308,7 @@ class RolloutBuffer:
         (finish clock, admission).
         """
         others = self._finished_groups()
-        forced = np.unique(np.array([self._rows[seq_id] for seq_id in self._forced], dtype=np.int64) // self.group_size)
+        forced = np.unique(self._table.rows(np.array(list(self._forced), dtype=np.int64)) // self.group_size)
         others[forced] = False
         finished = np.flatnonzero(others)
         in_order = finished[np.argsort(self._group_clocks()[finished], kind="stable")]
@@ -305,18 +328,15 @@ class RolloutBuffer:
         """The rows of these groups, in their order."""
         return (groups[:, None] * self.group_size + np.arange(self.group_size)).flatten()
 
-    def _in_order(self, chunk: Chunk, seq_ids: Sequence[int], rows: Ints) -> bool:
-        """Whether `_problem` has nothing to say of any row, told from all of them at once."""
-        if len(set(seq_ids)) < len(seq_ids) or (rows < 0).any():
+    def _in_order(self, chunk: Chunk, places: Ints) -> bool:
+        """Whether `_problem` has nothing to say of any row, told from all of them at once; `places` in the table."""
+        rows, columns = chunk.rows, self._table.columns
+        if (places < 0).any() or (np.bincount(places, minlength=1) > 1).any():
             return False
-        columns = self._table.columns
-        due = columns.response_tokens[rows].tolist()
-        if columns.finished[rows].any() or [row.offset for row in chunk.rows] != due:
+        if columns.finished[places].any() or (rows.offsets != columns.response_tokens[places]).any():
             return False
-        ends = [row.finish_clock for row in chunk.rows if row.finish_clock is not None]
-        if ends and not self._clock <= min(ends) <= max(ends) <= chunk.clock:
-            return False
-        return not [r for r in chunk.rows if not len(r.tokens) == len(r.logprobs) == len(r.sampling_logprobs)]
+        ends = rows.finish_clocks[rows.finish_clocks != GOES_ON]
+        return not len(ends) or bool(self._clock <= ends.min() and ends.max() <= chunk.clock)
 
     def _refuse(self, chunk: Chunk) -> None:
         """Raises StreamError for the first row that cannot be recorded."""
@@ -340,11 +360,6 @@ class RolloutBuffer:
         if row.offset != rollout.num_response_tokens:
             kind = "lost" if row.offset > rollout.num_response_tokens else "repeated"
             return f"the next token has offset {rollout.num_response_tokens}; a chunk was {kind}"
-        if not len(row.tokens) == len(row.logprobs) == len(row.sampling_logprobs):
-            return (
-                f"{len(row.tokens)} tokens come with {len(row.logprobs)} log-probs and {len(row.sampling_logprobs)} "
-                f"sampling log-probs; each token needs one of both"
-            )
         if row.finish_clock is not None and not self._clock <= row.finish_clock <= clock:
             return f"it finished at clock {row.finish_clock}, outside the round's clocks {self._clock}..{clock}"
         return None

@@ -6,9 +6,10 @@ import copy
 
 import pytest
 
+from oppo_megatron.chunks import Chunk, ChunkRow
 from oppo_megatron.errors import StreamError
-from oppo_megatron.overcommit.buffer import Readiness, RolloutBuffer
-from oppo_megatron.records import Chunk, ChunkRow, Prompt, Rollout
+from oppo_megatron.overcommit.buffer import CriticReads, Readiness, RolloutBuffer
+from oppo_megatron.records import Prompt, Rollout
 
 
 def prompts(*seq_ids: int) -> list[Prompt]:
@@ -167,10 +168,7 @@ BAD_CHUNKS = {
     "finish before the round": (Chunk(5, 8, [row(1, 2, [1], 5)]), r"sequence 1, offset 2.*clock 5, outside.*6\.\.8"),
     "finish after the round": (Chunk(5, 8, [row(1, 2, [1], 9)]), r"sequence 1, offset 2.*clock 9, outside.*6\.\.8"),
     "two rows": (Chunk(5, 8, [row(1, 2, [1]), row(1, 3, [1])]), "sequence 1, offset 3.*two rows"),
-    "no log-prob": (
-        Chunk(5, 8, [ChunkRow(1, 2, [1, 1], [-1.0], [-1.0, -1.0], 0)]),
-        "sequence 1, offset 2.*2 tokens.*1 log",
-    ),
+    "the same row twice": (Chunk(5, 8, [row(1, 2, [1]), row(1, 2, [1])]), "sequence 1, offset 2.*two rows"),
     "second row bad": (Chunk(5, 8, [row(1, 2, [1]), row(2, 9, [1])]), "sequence 2, offset 9.*lost"),
 }
 
@@ -189,14 +187,18 @@ def test_a_bad_chunk_is_an_error_and_records_nothing(case: str) -> None:
 
 def test_the_critic_reads_what_is_worth_it() -> None:
     buffer = filled(batch_size=4, delta=2)  # of six unfinished, four will be in the batch
+
+    def worth(reads: CriticReads) -> set[int]:
+        return set(buffer.worth_reading(reads).tolist())
+
     everything = set(range(6))
-    assert buffer.worth_reading("sure") == set()
-    assert buffer.worth_reading("likely") == buffer.worth_reading("all") == everything
+    assert worth("sure") == set()
+    assert worth("likely") == worth("all") == everything
     buffer.record(Chunk(0, 2, [row(0, 0, [1, 1], 2), row(3, 0, [1, 1], 1)]))
-    assert buffer.worth_reading("sure") == {0, 3}
-    assert buffer.worth_reading("likely") == everything, "two of four unfinished will be in it"
+    assert worth("sure") == {0, 3}
+    assert worth("likely") == everything, "two of four unfinished will be in it"
     buffer.record(Chunk(1, 3, [row(1, 0, [1], 3)]))
-    assert buffer.worth_reading("sure") == buffer.worth_reading("likely") == {0, 1, 3}, "one of three will be"
-    assert buffer.worth_reading("all") == everything
+    assert worth("sure") == worth("likely") == {0, 1, 3}, "one of three will be"
+    assert worth("all") == everything
     buffer.record(Chunk(2, 4, [row(4, 0, [1], 4), row(5, 0, [1], 4)]))
-    assert buffer.worth_reading("likely") == {0, 1, 3, 4}, "the fifth finisher is left for the next batch"
+    assert worth("likely") == {0, 1, 3, 4}, "the fifth finisher is left for the next batch"

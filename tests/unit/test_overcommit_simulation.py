@@ -17,12 +17,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from oppo_megatron.chunks import Chunk, ChunkRow
 from oppo_megatron.config.overlap import DeltaConfig
 from oppo_megatron.control.delta_controllers import make_delta_controller
 from oppo_megatron.control.occupancy import Occupancy
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
-from oppo_megatron.records import Chunk, ChunkRow, Decision, Prompt, Rollout, StepSignals
+from oppo_megatron.records import Decision, Prompt, Rollout, StepSignals
 
 CHUNKS = (1, 7, 64, 10**6)
 
@@ -115,11 +116,11 @@ def simulate(run: Run, chunk_tokens: int) -> Log:
         log.sure.append([])
         while not buffer.readiness().ready:
             enter(scheduler, scheduler.backfill, log, run)
-            log.sure[-1].append(buffer.sure)
+            log.sure[-1].append(set(buffer.sure.tolist()))
             steps = scheduler.chunk(chunk_tokens)
             occupancy.record(decode_round(buffer, run.lengths, version=step, index=index, chunk_tokens=steps, log=log))
             index += 1
-        log.sure[-1].append(buffer.sure)
+        log.sure[-1].append(set(buffer.sure.tolist()))
         log.waste.append(occupancy.tail_waste)
         log.num_consumed.append(scheduler.num_consumed)
         log.batches.append(scheduler.take_batch())
