@@ -97,7 +97,7 @@ class DryRun:
             RolloutBuffer(
                 config.rollout.batch_size,
                 0,
-                config.overlap.max_deferrals,
+                config.overlap.max_staleness,
                 backfill=period is not None,
                 group_size=config.rollout.group_size,
             ),

@@ -14,20 +14,21 @@ Life of a group::
                +----+            +----+                    +----+
               deferred          deferred                  deferred (a surplus finisher)
 
-Every `take_batch` defers what it leaves: `deferrals` + 1, all tokens kept.  A group with `max_deferrals` deferrals is
-*forced*: the batch is not ready before it has finished, and it is taken first.
+Every `take_batch` defers what it leaves: `deferrals` + 1, all tokens kept.  No group is trained with more than η deferrals
+(`max_staleness`): the batch waits for those that may not be deferred again, and for as many of the next oldest as must not
+fall due with them (`staleness.py`).
 
 Invariants (held by the unit tests):
 
 1. Every admitted group leaves the buffer once, whole, in exactly one batch, with every token that was recorded for it.
 2. Admission never makes the buffer hold more than B + delta.  A smaller delta drops nothing: the buffer drains.
    With backfill, which also admits within a step, finished rollouts make room for others: admission never makes the
-   buffer hold more than n (B + delta) unfinished rollouts, nor more than 2B groups in all.
+   buffer hold more than n (B + delta) unfinished rollouts, nor more than 2B groups in all (with delta > B: than B + delta and
+   (η + 1) B).
 3. A batch has B groups; only after the end of the prompts may the last one have fewer.
-4. Forced groups apart, no group of a batch finished after one that stayed behind finished (ties: by admission).
-5. While delta <= B (with backfill: always), no group is trained with more than `max_deferrals` deferrals: a batch of
-   B out of at most B + delta (with backfill: 2B) groups leaves behind at most B, hence no more than B are forced, and
-   the next batch has room for them all.
+4. Those apart that the batch waits for, no group of a batch finished after one that stayed behind finished (ties: by
+   admission).
+5. While delta <= η B (with backfill: always), no group is trained with more than η deferrals.
 6. The responses to a prompt stand side by side, in the buffer and in a batch.
 """
 
@@ -41,6 +42,7 @@ import numpy as np
 from oppo_megatron.chunks import GOES_ON, REASONS, Chunk, ChunkRow, ChunkRows
 from oppo_megatron.columns import Bools, Held, Ints, Table
 from oppo_megatron.errors import StreamError
+from oppo_megatron.overcommit.staleness import due, settled
 from oppo_megatron.records import Prompt, Rollout
 
 CriticReads = Literal["sure", "likely", "all"]
@@ -55,28 +57,35 @@ class Readiness:
     """
 
     def __init__(
-        self, target: int, num_finished: int, unfinished: Iterable[int], forced: Iterable[int], group_size: int = 1
+        self,
+        target: int,
+        num_finished: int,
+        unfinished: Iterable[int],
+        waits: Iterable[tuple[Iterable[int], int]] = (),
+        group_size: int = 1,
     ):
-        """Groups that the batch has, and that have finished; sequences that have not, and those of them that the batch has to
-        wait for."""
+        """Groups that the batch has, and that have finished; sequences that have not.  `waits`: of these sequences, so many
+        groups have to finish before the batch is ready."""
         self._num_missing = target - num_finished
         self._unfinished = frozenset(unfinished)
         self._ended: set[int] = set()
-        self._forced = set(forced)
+        self._waits = [(frozenset(sequences), number) for sequences, number in waits]
         self._group_size = group_size
 
     @property
     def ready(self) -> bool:
-        """Enough groups have finished, and with them every group that may not be deferred again."""
-        return self._num_missing <= 0 and not self._forced
+        """Enough groups have finished, and with them all that may not be deferred again."""
+        return self._num_missing <= 0 and not self._waits
 
     def finish(self, seq_id: int) -> None:
         """Note that the sequence has its last token."""
         decoded = seq_id in self._unfinished and seq_id not in self._ended
         assert decoded, f"sequence {seq_id} is not decoded in this step or has already finished"
         self._ended.add(seq_id)
-        self._forced.discard(seq_id)
-        self._num_missing -= self._was_last(seq_id)
+        if self._was_last(seq_id):
+            self._num_missing -= 1
+            left = [(sequences, number - (seq_id in sequences)) for sequences, number in self._waits]
+            self._waits = [wait for wait in left if wait[1] > 0]
 
     def _was_last(self, seq_id: int) -> bool:
         """Whether its group has finished with it."""
@@ -89,18 +98,18 @@ class RolloutBuffer:
     """Rollouts from admission to training; see the state machine and the invariants at the top of this file."""
 
     def __init__(
-        self, batch_size: int, delta: int, max_deferrals: int, *, backfill: bool = False, group_size: int = 1
+        self, batch_size: int, delta: int, max_staleness: int, *, backfill: bool = False, group_size: int = 1
     ):
-        """`batch_size` counts rollouts, of whole groups; `delta` counts groups."""
-        assert batch_size >= 1 and delta >= 0 and max_deferrals >= 1 and batch_size % group_size == 0
+        """`batch_size` counts rollouts, of whole groups; `delta` counts groups, `max_staleness` batches (η)."""
+        assert batch_size >= 1 and delta >= 0 and max_staleness >= 1 and batch_size % group_size == 0
         self.batch_size = batch_size
         self.group_size = group_size
-        self.max_deferrals = max_deferrals
+        self.max_staleness = max_staleness
         self.backfill = backfill
         self._delta = delta
         self._rollouts: dict[int, Rollout] = {}  # by seq_id, in the order of admission
         self._unfinished: dict[int, Rollout] = {}  # of these, in the same order
-        self._forced: set[int] = set()  # those that may not be deferred again
+        self._ages: Ints = np.zeros(0, dtype=np.int64)  # deferrals of each group of the table
         self._table = Table()  # in the order of admission
         self._recorded: list[ChunkRows] = []  # since the first of them was admitted; the rollouts follow it
         self._running: frozenset[int] | None = None  # the unfinished ones, for all that ask before they change
@@ -125,13 +134,18 @@ class RolloutBuffer:
         """How many rollouts may be admitted now, of whole groups; 0 while the buffer drains after delta has shrunk."""
         room = self.capacity - len(self)
         if self.backfill:
-            room = min(self.capacity - len(self._unfinished), 2 * self.batch_size - len(self))
+            room = min(self.capacity - len(self._unfinished), self._most - len(self))
         return max(0, room // self.group_size * self.group_size)
 
     @property
     def full(self) -> bool:
         """With backfill: no more prompts may be admitted before the batch has left."""
-        return len(self) >= 2 * self.batch_size
+        return len(self) >= self._most
+
+    @property
+    def _most(self) -> int:
+        """With backfill: rollouts that may be held, never more than can all be trained in time."""
+        return max(2 * self.batch_size, min(self.capacity, (self.max_staleness + 1) * self.batch_size))
 
     @property
     def clock(self) -> int:
@@ -191,6 +205,7 @@ class RolloutBuffer:
             self._num_admitted += 1
             admitted.append(rollout)
         self._table.add(admitted)
+        self._ages = np.concatenate([self._ages, np.zeros(len(admitted) // self.group_size, dtype=np.int64)])
         self._running = None
         return admitted
 
@@ -207,8 +222,13 @@ class RolloutBuffer:
         """A fresh counter of what the next batch still waits for."""
         if self._running is None:
             self._running = frozenset(self._unfinished)
-        forced, size = self._forced & self._unfinished.keys(), self.group_size
-        return Readiness(self.target // size, int(self._finished_groups().sum()), self._running, forced, size)
+        finished_G, size = self._finished_groups(), self.group_size
+        waits = []
+        for members_G, needed in due(self._ages, self.batch_size // size, self.max_staleness):
+            if (missing := needed - int((members_G & finished_G).sum())) > 0:
+                rows = self._rows_of(np.flatnonzero(members_G & ~finished_G))
+                waits.append((self._table.columns.at(rows).seq_ids.tolist(), missing))
+        return Readiness(self.target // size, int(finished_G.sum()), self._running, waits, size)
 
     def record(self, chunk: Chunk) -> None:
         """Append a round's tokens to their rollouts.
@@ -247,19 +267,20 @@ class RolloutBuffer:
         self._recorded = []
         for rollout in self._rollouts.values():
             rollout.follow(self._recorded)
-        self._mark_forced()
+        deferrals = [rollout.deferrals for rollout in self._rollouts.values()]
+        self._ages, self._running = np.array(deferrals[:: self.group_size], dtype=np.int64), None
 
     def take_batch(self) -> Held:
         """Remove the batch and return it, its groups by (finish clock, admission); defer everything else."""
         assert self.readiness().ready, "take_batch before the batch is ready"
-        groups = np.sort(self._foremost_groups())
+        groups = self._foremost_groups()
         rows = self._rows_of(groups[np.argsort(self._group_clocks()[groups], kind="stable")])
         columns, kept = self._table.columns.at(rows), np.ones(len(self), dtype=np.bool_)
         kept[rows] = False
         batch = {seq_id: self._rollouts.pop(seq_id) for seq_id in columns.seq_ids.tolist()}
         self._table.keep(kept)
+        self._ages, self._running = self._ages[kept[:: self.group_size]] + 1, None
         self._defer()
-        self._mark_forced()
         return Held(batch.values(), batch, lambda: columns)
 
     def _defer(self) -> None:
@@ -281,11 +302,6 @@ class RolloutBuffer:
             return np.arange(len(self))
         return self._foremost()
 
-    def _mark_forced(self) -> None:
-        """Others are held than before, or with other deferrals."""
-        self._forced = {seq_id for seq_id, r in self._rollouts.items() if r.deferrals >= self.max_deferrals}
-        self._running = None
-
     def _end(self, rows: ChunkRows, places: Ints) -> None:
         """Responses end with some of the rows, which stand at `places` of the table."""
         ends = np.flatnonzero(rows.finish_clocks != GOES_ON)
@@ -302,17 +318,10 @@ class RolloutBuffer:
         return self._rows_of(self._foremost_groups())
 
     def _foremost_groups(self) -> Ints:
-        """The same as groups of the table, by their places.
-
-        Forced groups are chosen first (the oldest, should delta > B have made more than B of them), then finished ones by
-        (finish clock, admission).
-        """
-        others = self._finished_groups()
-        forced = np.unique(self._table.rows(np.array(list(self._forced), dtype=np.int64)) // self.group_size)
-        others[forced] = False
-        finished = np.flatnonzero(others)
-        in_order = finished[np.argsort(self._group_clocks()[finished], kind="stable")]
-        return np.concatenate([forced, in_order])[: self.target // self.group_size]
+        """The same as groups of the table, by their places, in the order of admission."""
+        size, finished_G, clocks_G = self.group_size, self._finished_groups(), self._group_clocks()
+        batch, target = self.batch_size // size, self.target // size
+        return settled(finished_G, clocks_G, self._ages, batch, self.max_staleness, target)
 
     def _finished_groups(self) -> Bools:
         """For each group of the table, whether all of it has finished."""

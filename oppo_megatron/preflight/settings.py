@@ -115,12 +115,13 @@ def check_overlap(overlap: OverlapConfig, batch_size: int, group_size: int = 1) 
             f"overlap.delta has min {delta.min}, initial {delta.initial}, max {delta.max}, "
             "but min <= initial <= max must hold; reorder them"
         )
-    if overlap.inter and delta.max * group_size > batch_size:
-        groups = f" / rollout.group_size {group_size} = {batch_size // group_size}" if group_size > 1 else ""
-        carried = "groups" if group_size > 1 else "rollouts"
+    groups = batch_size // group_size
+    if overlap.inter and delta.max > overlap.max_staleness * groups:
+        of = f" / rollout.group_size {group_size} = {groups} prompts" if group_size > 1 else ""
         problems.append(
-            f"overlap.delta.max is {delta.max}, but must not exceed rollout.batch_size {batch_size}{groups} "
-            f"(more carried {carried} than a batch holds could all fall due at once); lower it"
+            f"overlap.delta.max is {delta.max}, but must not exceed overlap.max_staleness {overlap.max_staleness} times "
+            f"rollout.batch_size {batch_size}{of} (more than so many batches could not all be trained in time); lower it, or "
+            "raise overlap.max_staleness"
         )
     if len(set(candidates)) < len(candidates):
         problems.append(

@@ -113,7 +113,7 @@ def _critic_placement(config: TrainConfig, site: Site) -> CriticPlacement:
 def _scheduler(config: TrainConfig, prompts: PromptStream) -> OvercommitScheduler:
     overlap, period = config.overlap, config.overlap.admission_period
     buffer = RolloutBuffer(
-        config.rollout.batch_size, 0, overlap.max_deferrals, backfill=period is not None, group_size=config.rollout.group_size
+        config.rollout.batch_size, 0, overlap.max_staleness, backfill=period is not None, group_size=config.rollout.group_size
     )
     return OvercommitScheduler(prompts, buffer, make_delta_controller(delta_rule(overlap)), period)
 
