@@ -237,7 +237,8 @@ def naive_room(held: dict[int, NaiveGroup], capacity: int, run: Run) -> bool:
     if run.backfill_every is None:
         return len(held) * n + n <= capacity
     running = sum(left > 0 for group in held.values() for left in group.left)
-    return running + n <= capacity and (len(held) + 1) * n <= max(2 * run.batch_size, min(capacity, (run.max_staleness + 1) * run.batch_size))
+    most = max(2 * run.batch_size, min(capacity, (run.max_staleness + 1) * run.batch_size))
+    return running + n <= capacity and (len(held) + 1) * n <= most
 
 
 @st.composite
