@@ -53,7 +53,7 @@ class ReferencePass(Generic[RowT]):
         """The answers of all rows, and of the mismatched ones of every batch from `passed` on."""
         config, task = self.config, self.task
         others = [*task.mismatched(held)]
-        if task.mismatched(rows[:2]):
+        if task.has_mismatched:
             order = batches(
                 len(rows), config.batch_size, config.seed, config.epochs, config.steps, config.data.shuffle, passed
             )

@@ -52,6 +52,11 @@ class Preferences(ABC, Generic[RowT]):
     def columns(self, batch: MicroBatch, logp_S: Tensor) -> dict[str, Tensor]:
         """The loss and the figures of each row, given its answers' log-probs."""
 
+    @property
+    def has_mismatched(self) -> bool:
+        """Whether `mismatched` may give rows."""
+        return False
+
     def mismatched(self, rows: Sequence[RowT]) -> Sequence[RowT]:
         """Rows that are read without gradient before the batch `rows` is learned from; most losses need none."""
         return ()
@@ -134,15 +139,22 @@ class MarkedPreferences(Preferences[Marked]):
     def answers(self, row: Marked) -> Sequence[Answered]:
         return ((row.prompt, row.completion),)
 
+    @property
+    def has_mismatched(self) -> bool:
+        return self.rule.loss == "kto"
+
     def mismatched(self, rows: Sequence[Marked]) -> Sequence[Marked]:
-        """Prompt i with completion i - 1, which is cut where both are longer than a row may be; none of a single row."""
-        if self.rule.loss != "kto" or len(rows) < 2:
+        """Each prompt with the completion of the row before it, past rows of the same prompt; the first row's is the last.
+
+        What is longer than a row may be is cut.  None where all rows have one prompt.
+        """
+        if not self.has_mismatched or len({tuple(row.prompt) for row in rows}) < 2:
             return ()
-        others = [*rows[-1:], *rows[:-1]]
-        return [
-            Marked(row.prompt, other.completion[: self.max_tokens - len(row.prompt)], [0])
-            for row, other in zip(rows, others, strict=True)
-        ]
+        found = []
+        for place, row in enumerate(rows):
+            other = next(rows[place - back] for back in range(1, len(rows)) if rows[place - back].prompt != row.prompt)
+            found.append(Marked(row.prompt, other.completion[: self.max_tokens - len(row.prompt)], [0]))
+        return found
 
     def micro_batches(self, rows: Sequence[Marked], budget: int, device: torch.device) -> list[MicroBatch]:
         """As of all preferences; `sign` is 1 of wanted rows and -1 of others."""
