@@ -180,8 +180,8 @@ def in_smaller_ones(
 ) -> ResultT:
     """`work(tokens)`, which makes micro-batches of at most so many tokens; where memory runs out in one, all of it anew.
 
-    `begun` says in which.  Raises CapacityError where a sequence (or pair) alone does not fit, where memory ran out elsewhere, and
-    where there is an `obstacle` to beginning anew.
+    `begun` says in which.  Raises CapacityError where a sequence (or pair) alone does not fit, where memory ran out elsewhere,
+    and where there is an `obstacle` to beginning anew.
     """
     while True:
         begun.forget()

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.describe import SUPERVISED
+from oppo_megatron.config.model import LearningModelConfig
+from oppo_megatron.train.preference.fingerprint import reference_fingerprint
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.supervised import task_of, train_supervised
 from tests.support.limits import begun_within
@@ -27,6 +29,11 @@ def train(kind: str, settings: dict[str, Any], stop_after: int | None = None, mo
     with begun_within(train=most):
         config = SUPERVISED[kind](**settings)
         train_supervised(config, task_of(config), world, preemption)
+
+
+def fingerprints(models: list[dict[str, Any]]) -> list[str]:
+    """Of references that are made from these."""
+    return [reference_fingerprint(LearningModelConfig.model_validate(model)) for model in models]
 
 
 class StopAfter(Preemption):

@@ -23,6 +23,7 @@ from oppo_megatron.train.preference import reference_pass
 from oppo_megatron.train.preference.tasks import PairPreferences
 from tests.e2e.test_supervised import (
     NUM_ROWS,
+    SHAPE,
     Settings,
     hf_model,
     inputs,
@@ -321,6 +322,26 @@ def test_another_reference_is_not_taken_for_the_same(
     kept.write_bytes(kept.read_bytes()[:-1] + b"\x7f")
     with pytest.raises(DataError, match="is damaged"):
         run("dpo", named | {"run_dir": tmp_path / "last", "reference_logprobs": kept})
+
+
+def test_a_fingerprint_is_of_weights_shape_and_type(inputs: Path, tmp_path: Path) -> None:
+    for name in ("model", "changed", "told"):
+        shutil.copytree(inputs / "qwen2", tmp_path / name)
+    weights = tmp_path / "changed" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
+    (tmp_path / "told" / "README.md").write_text("about it")
+    models: list[Settings] = [
+        {"checkpoint": tmp_path / "model"},
+        {"checkpoint": tmp_path / "told", "lora": {"rank": 2}},
+        {"checkpoint": tmp_path / "changed"},
+        {"checkpoint": tmp_path / "model", "dtype": "bfloat16"},
+        {"init": SHAPE, "init_seed": 1},
+        {"init": SHAPE, "init_seed": 2},
+        {"init": SHAPE | {"rms_norm_eps": 1e-3}, "init_seed": 1},
+    ]
+    first, second = run_ranks(2, "tests.e2e.supervised_jobs:fingerprints", models=models)
+    assert first == second, "ranks read a share of the files each, and know the same"
+    assert first[0] == first[1] and len(set(first[1:])) == len(first) - 1, "fresh adapters and notes change nothing"
 
 
 def test_a_pass_that_is_killed_goes_on_where_it_was(

@@ -104,7 +104,9 @@ def test_the_second_term_is_the_chosen_answers_mean() -> None:
     plain, with_nll = (pair_columns(LOGPS, REFERENCE, COUNTS, DPOLossConfig(nll=nll)) for nll in (0.0, 0.3))
     assert (with_nll["loss"] - plain["loss"]).tolist() == pytest.approx([0.3 * 2.5, 0.3 * 3.0])
     logps_S = LOGPS.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(pair_columns(logps_S, REFERENCE, COUNTS, DPOLossConfig(nll=0.3))["loss"].sum(), logps_S)
+    (gradient,) = torch.autograd.grad(
+        pair_columns(logps_S, REFERENCE, COUNTS, DPOLossConfig(nll=0.3))["loss"].sum(), logps_S
+    )
     (without,) = torch.autograd.grad(pair_columns(logps_S, REFERENCE, COUNTS, DPOLossConfig())["loss"].sum(), logps_S)
     assert (gradient - without).tolist() == pytest.approx([-0.15, 0.0, -0.3, 0.0])
 

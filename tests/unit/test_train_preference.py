@@ -34,7 +34,13 @@ def marked(**changes: Any) -> MarkedPreferences:
 
 
 def settings() -> dict[str, Any]:
-    return {"run_dir": "r", "tokenizer": {"path": "t"}, "data": {"path": "d"}, "model": {"checkpoint": "m"}, "max_tokens": 8}
+    return {
+        "run_dir": "r",
+        "tokenizer": {"path": "t"},
+        "data": {"path": "d"},
+        "model": {"checkpoint": "m"},
+        "max_tokens": 8,
+    }
 
 
 def know(task: Preferences[Any], rows: list[Any]) -> dict[bytes, float]:
@@ -94,14 +100,17 @@ def test_a_file_gives_back_every_bit(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "logprobs.safetensors"
     write_logprobs(path, table, "abc")
     assert read_logprobs(path, "abc") == table
-    write_logprobs(path, {}, "abc")
-    assert read_logprobs(path, "abc") == {} and os.listdir(path.parent) == [path.name]
+    more = table | {key_of([7], [8, 9]): -1e-300}
+    write_logprobs(path, more, "abc")
+    assert read_logprobs(path, "abc") == more and os.listdir(path.parent) == [path.name]
 
 
 def test_a_file_of_no_use_says_why(tmp_path: Path) -> None:
     path = tmp_path / "logprobs.safetensors"
     write_logprobs(path, {key_of([1], [2]): -1.0}, "a" * 64)
-    with pytest.raises(UnusableFileError, match="is of another reference.*fingerprint aaaaaaaaaaaa, those of this run bbbbbbbbbbbb"):
+    with pytest.raises(
+        UnusableFileError, match="is of another reference.*fingerprint aaaaaaaaaaaa, those of this run bbbbbbbbbbbb"
+    ):
         read_logprobs(path, "b" * 64)
     whole = path.read_bytes()
     path.write_bytes(whole[:-1] + b"?")
