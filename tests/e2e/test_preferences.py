@@ -144,8 +144,12 @@ def test_three_steps_equal_transformers_and_adamw(inputs: Path, tmp_path: Path, 
         optimizer.step()
         expected.append((loss.item(), float(norm)))
 
-    chosen = preferring(inputs, kind, tmp_path / "run", rule, reference={"checkpoint": tmp_path / "other"})
-    lines = run(kind, chosen)
+    heldout = {"data": {"path": inputs / "pairs.jsonl"}, "max_rows": BATCH}
+    own: Settings = {"reference": {"checkpoint": tmp_path / "other"}, "evaluation": heldout}
+    lines = run(kind, preferring(inputs, kind, tmp_path / "run", rule, **own))
+    with torch.no_grad():
+        left = float(loss_of(model, other, rows[:BATCH]))
+    assert lines[-1]["heldout"]["loss"] == pytest.approx(left, rel=1e-4), "of the first rows, after the last step"
     assert [line["loss"] for line in lines] == pytest.approx([loss for loss, _ in expected], rel=1e-5)
     assert [line["grad_norm"] for line in lines] == pytest.approx([norm for _, norm in expected], rel=1e-4)
     model.save_pretrained(tmp_path / "reference")
