@@ -29,9 +29,10 @@ class ColumnsConfig(Section):
     """The columns of a row by their part.  A null part is found by the known names (GSM8K's, TRL's, OpenAI's)."""
 
     prompt: str | None = Field(None, description="the prompt: text, or a list of messages")
-    completion: str | None = Field(None, description="the answer to learn (`oppo sft`)")
-    chosen: str | None = Field(None, description="the better answer (`oppo rm`)")
-    rejected: str | None = Field(None, description="the worse answer (`oppo rm`)")
+    completion: str | None = Field(None, description="the answer to learn or to judge (`oppo sft`, `oppo kto`)")
+    chosen: str | None = Field(None, description="the better answer (`oppo rm`, `oppo dpo`, `oppo kto`)")
+    rejected: str | None = Field(None, description="the worse answer (`oppo rm`, `oppo dpo`, `oppo kto`)")
+    label: str | None = Field(None, description="whether the answer is wanted: true or false, 1 or 0 (`oppo kto`)")
 
 
 class DataConfig(Section):
@@ -64,7 +65,7 @@ class DataConfig(Section):
     max_prompt_tokens: int = Field(1024, ge=1, description="longest prompt (`oppo train`)")
     long_rows: Literal["error", "truncate", "quarantine"] = Field(
         "error",
-        description="a longer prompt ends the run, is cut to its end, or is set aside; for `oppo sft` and `oppo rm` "
+        description="a longer prompt ends the run, is cut to its end, or is set aside; for `oppo sft`, `rm`, `dpo` and `kto` "
         "the same for a row of more than `max_tokens`, by default `quarantine`",
     )
     shuffle: bool = Field(True, description="a new order each epoch, from the seed; false: the file's order")
@@ -108,4 +109,5 @@ KNOWN_NAMES: dict[str, tuple[str, ...]] = {
     "completion": ("completion", "response", "answer", "output"),
     "chosen": ("chosen",),
     "rejected": ("rejected",),
+    "label": ("label",),
 }

@@ -16,13 +16,21 @@ from pydantic.fields import FieldInfo
 
 from oppo_megatron.config.base import Choices, Section, Unit
 from oppo_megatron.config.explain import section_in
-from oppo_megatron.config.run import RewardModelConfig, SFTConfig, TrainSettings
+from oppo_megatron.config.preference import DPOConfig, KTOConfig
+from oppo_megatron.config.run import RewardModelConfig, SFTConfig, SupervisedConfig, TrainSettings
 from oppo_megatron.config.serve import ServeRewardConfig, ServeScorerConfig
+
+SUPERVISED: dict[str, type[SupervisedConfig]] = {
+    "sft": SFTConfig,
+    "rm": RewardModelConfig,
+    "dpo": DPOConfig,
+    "kto": KTOConfig,
+}
+"""The commands that train one model on rows."""
 
 COMMANDS: dict[str, type[Section]] = {
     "train": TrainSettings,
-    "sft": SFTConfig,
-    "rm": RewardModelConfig,
+    **SUPERVISED,
     "serve-reward": ServeRewardConfig,
     "serve-scorer": ServeScorerConfig,
 }

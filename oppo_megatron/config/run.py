@@ -63,7 +63,7 @@ def _of_dtype(role: Any, dtype: Any) -> Any:
 
 
 def _with_long_rows(settings: Any) -> Any:
-    """The settings of `oppo sft` and `oppo rm`, where `long_rows` is `quarantine` by default, for held-out rows as for others."""
+    """The settings of supervised runs, where `long_rows` is `quarantine` by default, for held-out rows as for others."""
     data = settings.get("data") if isinstance(settings, dict) else None
     if not isinstance(data, dict):
         return settings
@@ -216,10 +216,12 @@ class TrainConfig(TrainSettings):
 
 
 class SupervisedConfig(RunConfig):
-    """Settings that `oppo sft` and `oppo rm` share."""
+    """Settings that `oppo sft`, `oppo rm`, `oppo dpo` and `oppo kto` share."""
 
     epochs: Annotated[float, Unit("passes")] = Field(1.0, gt=0, description="passes over the data; may be a fraction")
-    batch_size: Annotated[int, Unit("rows")] = Field(32, ge=1, description="rows (pairs for `rm`) per optimizer step")
+    batch_size: Annotated[int, Unit("rows")] = Field(
+        32, ge=1, description="rows (pairs for `rm` and `dpo`) per optimizer step"
+    )
     max_tokens: int = Field(1024, ge=2, description="longest prompt + completion")
     parallel: ParallelConfig = ParallelConfig()
     model: LearningModelConfig
@@ -229,8 +231,9 @@ class SupervisedConfig(RunConfig):
     @model_validator(mode="before")
     @classmethod
     def _common_dtype(cls, data: Any) -> Any:
-        return _with_long_rows(_with_common_dtype(data, ("model",)))
+        return _with_long_rows(_with_common_dtype(data, cls.MODELS))
 
+    MODELS: ClassVar[tuple[str, ...]] = ("model",)
     USUAL_RATE: ClassVar[UsualRate] = UsualRate(1e-5, 1e-4)
 
     @model_validator(mode="after")
@@ -238,6 +241,12 @@ class SupervisedConfig(RunConfig):
         if self.optimizer.lr is None:
             self.optimizer = self.optimizer.settled(self.USUAL_RATE, self.model.lora)
         return self
+
+    @property
+    def models(self) -> dict[str, ModelConfig]:
+        """The models that are read, by the key of their section."""
+        found = {name: getattr(self, name) for name in self.MODELS}
+        return {name: model for name, model in found.items() if model is not None}
 
     @property
     def measured(self) -> list[str]:

@@ -21,6 +21,7 @@ from oppo_megatron.layout.kernels import find_available, layers_refused
 from oppo_megatron.modeldir.headers import check_adapter
 from oppo_megatron.preflight.algorithm import check_algorithm
 from oppo_megatron.preflight.measuring import check_evaluation, check_heldout
+from oppo_megatron.preflight.preferences import check_preferences
 from oppo_megatron.preflight.reward_parts import check_part, check_waits
 
 
@@ -87,11 +88,12 @@ def _check_rollback(config: TrainConfig) -> list[str]:
 
 
 def check_supervised(config: SupervisedConfig) -> list[str]:
-    """Every broken rule of `oppo sft`'s or `oppo rm`'s settings."""
+    """Every broken rule of a supervised run's settings."""
     return [
         *_check_run_dir(config),
         *_check_micro_batch(config.runtime.micro_batch_tokens, config.max_tokens, "max_tokens"),
-        *check_source("model", config.model),
+        *(problem for name, model in config.models.items() for problem in check_source(name, model)),
+        *check_preferences(config),
         *check_exists("tokenizer.path", config.tokenizer.path),
         *check_data("data", config.data, templates=("prompt", "completion")),
         *_check_optimizer("model", config.optimizer, key="optimizer"),

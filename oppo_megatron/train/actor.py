@@ -102,7 +102,7 @@ class Actor:
                 micro.extra.get("reference_logp"),
                 micro.extra.get("weight"),
                 micro.extra.get("share"),
-                on_device(micro.wanted, logp.device) if self.algorithm.needs_lengths else None,
+                on_device(micro.counts, logp.device) if self.algorithm.needs_lengths else None,
             )
             value, stats = self.algorithm.actor_loss(logp, entropy, targets, kl_coefficient, num_tokens)
             return value, stats_dict(stats) | (self._first_sums(micro, logp.detach(), output) if first else {})
