@@ -1,0 +1,1 @@
+"""Whole runs made anew from what they recorded, by an implementation of their own."""
