@@ -22,11 +22,12 @@ DELTA = {"rule": "fixed", "initial": 3, "min": 3, "max": 3}
 
 
 def save_models(root: Path) -> None:
-    """An actor, a critic and a reward model, all of other weights."""
+    """An actor, a critic, a reward model and a reference, all of other weights."""
     shape = {name: SHAPE[name] for name in SHAPE if name not in ("model_type", "initializer_range")}
     save_tiny(root / "actor", "qwen2", **shape)
     save_tiny(root / "critic", "qwen2", "scalar", seed=5, **shape)
     save_tiny(root / "reward", "qwen2", "scalar", seed=6, **shape)
+    save_tiny(root / "reference", "qwen2", seed=7, **shape)
 
 
 def carrying(workspace: Workspace, name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,7 +44,10 @@ def carrying(workspace: Workspace, name: str, changes: Mapping[str, Any]) -> dic
         "overlap.inter": True,
         "overlap.delta": DELTA,
     }
-    return workspace.config(name, **(settings | dict(changes)))
+    config = workspace.config(name, **(settings | dict(changes)))
+    if config.get("reference"):
+        config["reference"]["checkpoint"] = str(root / config["reference"]["checkpoint"])
+    return config
 
 
 def assert_replays(config: Mapping[str, Any], versions: bool = False, **choices: Any) -> tuple[Outcome, Replayed]:
@@ -57,6 +61,6 @@ def assert_replays(config: Mapping[str, Any], versions: bool = False, **choices:
     assert [line["kl_coefficient"] for line in outcome.metrics] == pytest.approx(replayed.coefficients, rel=1e-7)
     start = AutoModelForCausalLM.from_pretrained(config["actor"]["checkpoint"], dtype=torch.float32).state_dict()
     assert weight_distance(outcome.actor, {name: start[name] for name in outcome.actor}) > 1e-3, "the run should train"
-    assert weight_distance(outcome.actor, {name: replayed.actor[name] for name in outcome.actor}) < CLOSE
-    assert weight_distance(outcome.critic, {name: replayed.critic[name] for name in outcome.critic}) < CLOSE
+    for role, ours, theirs in ("actor", outcome.actor, replayed.actor), ("critic", outcome.critic, replayed.critic):
+        assert weight_distance(ours, {name: theirs[name] for name in ours}) < CLOSE, role
     return outcome, replayed

@@ -56,6 +56,12 @@ CASES: dict[str, Case] = {
         }
     ),
     "plain advantages and values": Case({"ppo.whiten_advantages": False, "ppo.value_clip": 0.0}),
+    "another reference": Case(
+        {"reference": {"checkpoint": "reference"}, "ppo.kl": {"estimator": "k2", "coefficient": 0.01}}
+    ),
+    "top-k, top-p": Case({"rollout.top_k": 20, "rollout.top_p": 0.9}),
+    "PP2 | TP2": Case({"placement": {"mode": "disaggregated", "actor": {"pp": 2}, "scorer": {"tp": 2}}}),
+    "small micro-batches": Case(WITHOUT_CRITIC | {"runtime.micro_batch_tokens": 136, "ppo.staleness": "decoupled"}),
     "temperature": Case({"rollout.temperature": 0.7, "ppo.entropy_coefficient": 0.05}),
     "schedules, weight decay": Case({"actor.optimizer": SCHEDULED, "critic.optimizer": UNCLIPPED}),
     "critic warm-up": Case({"ppo.critic_warmup_steps": 2, "actor.optimizer": SCHEDULED}),
