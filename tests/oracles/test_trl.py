@@ -131,4 +131,5 @@ def test_a_group_of_equal_rewards_has_no_advantage_here_and_rounding_there() -> 
     equal = type(each)(batch, rows, rows, 8)
     theirs = torch.cat(grpo_advantages(equal, "group"))
     assert theirs.abs().max() > 1e-4
-    assert not torch.cat(advantages_for(REPLAY, equal, preset("grpo"))).any()
+    for name in ("grpo", "dr_grpo", "rloo", "cispo", "magistral"):
+        assert not torch.cat(advantages_for(REPLAY, equal, preset(name, kl="none"))).any(), name
