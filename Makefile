@@ -147,7 +147,7 @@ $(ORACLES_INSTALLED): $(ORACLES_REQUIREMENTS) $(INSTALLED_TEST)
 		> "$$($(ORACLES_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz-project.pth"
 	{ $(ORACLES_PIP) --no-deps -r tests/oracles/requirements-nodeps.txt && \
 		$(ORACLES_PIP) -c constraints.txt -r tests/oracles/requirements.txt; } || { \
-		echo "TRL, verl or OpenRLHF could not be installed: that needs access to a package index once, and Python 3.11 on x86-64."; exit 1; }
+		echo "TRL, verl or OpenRLHF could not be installed: that needs access to a package index once, and Python 3.11 or 3.12 on x86-64."; exit 1; }
 	touch $@
 
 $(BIN)/python:
