@@ -133,3 +133,16 @@ def test_a_group_of_equal_rewards_has_no_advantage_here_and_rounding_there() -> 
     assert theirs.abs().max() > 1e-4
     for name in ("grpo", "dr_grpo", "rloo", "cispo", "magistral"):
         assert not torch.cat(advantages_for(REPLAY, equal, preset(name, kl="none"))).any(), name
+
+
+def test_a_dual_clip_below_the_clip_binds_good_tokens_there_and_none_here() -> None:
+    """`delta` holds every ratio, of a positive advantage too: it is a dual clip where it is above 1 + epsilon."""
+    recipe, high = preset("dapo", dual_clip=1.1, clip_high=0.5), {"low": 0.2, "high": 0.5}
+    differs = 0
+    for each in samples(count=10):
+        good = [torch.ones_like(row) for row in each.proximal]
+        ours = REPLAY.loss(each.new, each.batch.old, None, good, each.batch, recipe)
+        plain = grpo_loss(each, each.batch.old, good, "dapo", **high)
+        assert_same_loss(ours, plain, each.new)
+        differs += bool((grpo_loss(each, each.batch.old, good, "dapo", delta=1.1, **high) - plain).abs() > 1e-3)
+    assert differs

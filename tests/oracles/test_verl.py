@@ -17,7 +17,7 @@ from oppo_megatron.algorithms.losses import value_loss
 from tests.oracles import verl_oracle as verl
 from tests.oracles.batches import LIMIT, Sample, gradients, samples
 from tests.oracles.comparing import advantages_for, assert_close, assert_rows_close, assert_same_loss, cases
-from tests.oracles.implementations import Implementation
+from tests.oracles.implementations import REPLAY, Implementation
 from tests.replay import formulas
 from tests.replay.formulas import Rows
 from tests.replay.recipe import PRESETS, Recipe
@@ -129,6 +129,15 @@ def test_advantages(ours: Implementation, name: str) -> None:
             tokens = sum(each.lengths)
             expected = [row * (tokens / (tokens - 1)) ** 0.5 for row in expected]
         assert_rows_close(advantages_for(ours, each, recipe), expected, batch=number)
+
+
+def test_a_group_of_one_has_no_advantage_here_and_its_reward_there() -> None:
+    """verl takes 0 for the mean of one reward, and 1 for its deviation."""
+    for each in samples(grouped=False, count=5):
+        theirs = verl.advantages(each, "rloo")
+        assert_rows_close(theirs, [each.batch.scores_B[row].expand(len(old)) for row, old in enumerate(each.batch.old)])
+        assert_rows_close(verl.advantages(each, "grpo"), theirs)
+        assert not torch.cat(advantages_for(REPLAY, each, preset("grpo"))).any()
 
 
 @pytest.mark.parametrize("reduction", AGGREGATIONS)
