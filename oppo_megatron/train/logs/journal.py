@@ -91,6 +91,7 @@ class Journal:
                     "step": facts.step,
                     "seq_id": rollout.seq_id,
                     "prompt": rollout.prompt.text,
+                    "prompt_tokens": rollout.prompt.tokens,
                     "response": self.tokenizer.decode(rollout.tokens),
                     "reward": reward,
                     "tokens": rollout.tokens,
