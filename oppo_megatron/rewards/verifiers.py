@@ -77,8 +77,10 @@ def flexible_answer(text: str) -> Fraction | None:
         pass
     if found is None:
         return None
-    joined = found.start() > 0 and text[found.start() - 1].isalnum()  # `7-5`, `GPT-4`: no sign
-    return parse_number(found[0].strip().lstrip("+-") if joined else found[0])
+    number = found[0].lstrip()
+    before = text[: found.end() - len(number)]
+    joined = before[-1:].isalnum() or (before.rstrip()[-1:].isdigit() and number[1:2].isspace())
+    return parse_number(number.lstrip("+-") if joined else number)  # `7-5`, `7 - 5` and `GPT-4` have no sign
 
 
 ANSWER_OF: dict[str, Callable[[str], Fraction | None]] = {
