@@ -95,7 +95,8 @@ class RewardPart(Section):
         "answer", description="column that holds the expected answer, for rule `code` the tests (verifier)"
     )
     method: Literal["strict", "flexible"] = Field(
-        "strict", description="flexible: where no answer is marked, the last number in the response counts (rule `gsm8k`)"
+        "strict",
+        description="flexible: where no answer is marked, the last number in the response counts (rule `gsm8k`)",
     )
     pattern: str | None = Field(
         None, description="regular expression, of which `.` matches a line's end, too (rule `format`)"
@@ -104,7 +105,9 @@ class RewardPart(Section):
         "full", description="the pattern has to match the whole response, or any stretch of it (rule `format`)"
     )
     buffer_tokens: int | None = Field(
-        None, ge=1, description="the penalty grows from 0 to -1 over the last tokens before `max_tokens` (rule `length`)"
+        None,
+        ge=1,
+        description="the penalty grows from 0 to -1 over the last tokens before `max_tokens` (rule `length`)",
     )
     max_tokens: int | None = Field(
         None, ge=1, description="length from which on it is -1; null: `rollout.max_response_tokens` (rule `length`)"

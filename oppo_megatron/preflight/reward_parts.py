@@ -39,7 +39,9 @@ def check_part(name: str, part: RewardPart) -> list[str]:
     if part.kind == "verifier" and part.name is None:
         problems.append(f"{name} is a verifier without a `name`; add one of {', '.join(get_args(RuleName))}")
     if part.name == "format" and part.pattern is None:
-        problems.append(f"{name} is a rule `format` without a `pattern`; add a regular expression for the whole response")
+        problems.append(
+            f"{name} is a rule `format` without a `pattern`; add a regular expression for the whole response"
+        )
     if part.name == "length" and part.buffer_tokens is None:
         problems.append(
             f"{name} is a rule `length` without `buffer_tokens`; add over how many tokens before the longest response it falls"

@@ -77,7 +77,8 @@ def build_reward_functions(
 ) -> RewardSum:
     """The sum that `parts` describe; tokens of services come from `environment`.
 
-    `max_response_tokens`: the longest response, where that is known: rule `length` goes by it.  Raises `ConfigError` with every problem of every part.
+    `max_response_tokens`: the longest response, where that is known: rule `length` goes by it.  Raises `ConfigError` with
+    every problem of every part.
     """
     has_model = any(part.kind == "model" for part in parts)
     found = check_rewards(parts, has_reward_model=has_model)
@@ -210,7 +211,8 @@ class RewardSum:
     ) -> Reward:
         """The reward of one response and its parts; waits for what was requested, and requests what was not.
 
-        `num_tokens`: of the response; rule `length` needs it.  Raises `RewardError` naming sequence, `place` (file:line of the prompt's row), part and value.
+        `num_tokens`: of the response; rule `length` needs it.  Raises `RewardError` naming sequence, `place` (file:line of the
+        prompt's row), part and value.
         """
         sequence = f"sequence {seq_id} (of {place})" if place else f"sequence {seq_id}"
         parts: dict[str, float] = {}

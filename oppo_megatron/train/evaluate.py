@@ -184,9 +184,7 @@ class Evaluator:
     def _judge(self, rollouts: Sequence[Rollout], scores_N: Tensor | None) -> list[tuple[float, float]]:
         """Mean and standard error (below 0: none) of each metric, in the order of their names."""
         columns: list[dict[int, list[float]]] = [{} for _ in self.config.names]
-        items = [
-            ScoreItem(r.seq_id, r.prompt.text, self.tokenizer.decode(r.tokens), r.prompt.fields) for r in rollouts
-        ]
+        items = [ScoreItem(r.seq_id, r.prompt.text, self.tokenizer.decode(r.tokens), r.prompt.fields) for r in rollouts]
         self.judges.request(items)
         for i, (rollout, item) in enumerate(zip(rollouts, items, strict=True)):
             score = None if scores_N is None else float(scores_N[i])

@@ -181,9 +181,7 @@ def test_programs_make_no_socket_and_see_neither_the_runs_folder_nor_its_variabl
 def test_several_processes_check_at_once_and_each_response_has_its_own_score() -> None:
     rewards, others = code(processes=3), set(psutil.Process().children(recursive=True))
     programs = ["import time; time.sleep(1); print(7)", "while True: pass", "print(7)", "print(8)"] * 2
-    items = [
-        ScoreItem(i, "", f"```\n{program}\n```", {"tests": PAIRS[:1]}) for i, program in enumerate(programs)
-    ]
+    items = [ScoreItem(i, "", f"```\n{program}\n```", {"tests": PAIRS[:1]}) for i, program in enumerate(programs)]
     assert rewards.asks_services
     began = time.monotonic()
     rewards.request(items)

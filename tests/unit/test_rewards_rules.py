@@ -137,13 +137,17 @@ def test_a_format_settles_at_the_first_fault_that_nothing_mends() -> None:
     assert FormatRule(r"<answer>\d", whole=False).settled("so <answer>") is None
 
 
-atoms = st.sampled_from(["a", "b", "c", ".", "[ab]", "[^b]", r"\w", r"\s", r"\.", "^", "$", r"\b", "(?=a)", "(?!b)", r"\Z", "\n"])
+atoms = st.sampled_from(
+    ["a", "b", "c", ".", "[ab]", "[^b]", r"\w", r"\s", r"\.", "^", "$", r"\b", "(?=a)", "(?!b)", r"\Z", "\n"]
+)
 patterns = st.recursive(
     atoms,
     lambda inner: st.one_of(
         st.lists(inner, min_size=1, max_size=3).map("".join),
         st.tuples(inner, inner).map(lambda pair: f"(?:{pair[0]}|{pair[1]})"),
-        st.tuples(inner, st.sampled_from(["*", "+", "?", "*?", "+?", "{1,2}", "*+"])).map(lambda p: f"(?:{p[0]}){p[1]}"),
+        st.tuples(inner, st.sampled_from(["*", "+", "?", "*?", "+?", "{1,2}", "*+"])).map(
+            lambda p: f"(?:{p[0]}){p[1]}"
+        ),
         inner.map(lambda one: f"(?P<n>{one})?(?P=n)" if "?P" not in one else one),
     ),
     max_leaves=6,
@@ -209,4 +213,6 @@ def test_a_length_that_says_nothing_is_refused(settings: dict[str, int], longest
 def test_the_flexible_method_takes_the_last_number(text: str, value: Any) -> None:
     assert flexible_answer(text) == value
     rewards = build_reward_functions([rule("gsm8k", method="flexible")])
-    assert rewards.score("", text, {"answer": 11 if value is None else float(value)}, None, 0) == float(value is not None)
+    assert rewards.score("", text, {"answer": 11 if value is None else float(value)}, None, 0) == float(
+        value is not None
+    )

@@ -76,7 +76,9 @@ def read_tests(value: Any) -> Tests:
 
 def _of_lists(value: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     if value.get("fn_name"):
-        raise RewardError(f"the tests call a function {value['fn_name']!r} by `fn_name`, which is not supported; {_FORMS}")
+        raise RewardError(
+            f"the tests call a function {value['fn_name']!r} by `fn_name`, which is not supported; {_FORMS}"
+        )
     inputs, outputs = value.get("inputs"), value.get("outputs")
     if not isinstance(inputs, Sequence) or not isinstance(outputs, Sequence) or len(inputs) != len(outputs):
         raise RewardError(f"the tests {str(value)[:100]!r} have not as many `inputs` as `outputs`; {_FORMS}")
@@ -120,7 +122,9 @@ def about_network() -> str:
     )
     if json.loads(probe.stdout)["network"] == "cut":
         return "the programs reach no network"
-    return "the programs can reach the network: this kernel or machine has no filter for it; take a host that you can lose"
+    return (
+        "the programs can reach the network: this kernel or machine has no filter for it; take a host that you can lose"
+    )
 
 
 def _same(said: str | None, wanted: str) -> bool:
@@ -140,7 +144,10 @@ def _running(job: Mapping[str, Any], wall_s: float) -> Iterator[Iterator[dict[st
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, tempfile.TemporaryFile() as told:
         told.write(json.dumps(job).encode())
         told.seek(0)
-        environment = {name: os.environ[name] for name in _KEPT if name in os.environ} | {"HOME": folder, "TMPDIR": folder}
+        environment = {name: os.environ[name] for name in _KEPT if name in os.environ} | {
+            "HOME": folder,
+            "TMPDIR": folder,
+        }
         runner = subprocess.Popen(  # noqa: S603  (this package's own file, and no shell)
             [sys.executable, "-I", RUNNER],
             stdin=told,

@@ -30,7 +30,9 @@ def expected_text(value: Any) -> str:
         return str(value)
     if isinstance(value, str) and any(character.isalnum() for character in value):
         return value
-    raise RewardError(f"the expected answer {value!r} is no mathematics; give a number, an expression, or `\\boxed{{...}}`")
+    raise RewardError(
+        f"the expected answer {value!r} is no mathematics; give a number, an expression, or `\\boxed{{...}}`"
+    )
 
 
 def grade(prompt: str, response: str, fields: Mapping[str, Any]) -> float:
