@@ -26,8 +26,9 @@ PAIRS = [{"input": "3\n4\n", "output": "7"}, {"input": "1\n-1\n", "output": "0\n
 SUM = "print(int(input()) + int(input()))"
 
 
-def code(**settings: Any) -> RewardSum:
-    part = RewardPart(kind="verifier", name="code", answer="tests", isolate={"wall_s": 3, "memory_mb": 512}, **settings)
+def code(wall_s: float = 3.0, **settings: Any) -> RewardSum:
+    isolate = {"wall_s": wall_s, "memory_mb": 512}
+    part = RewardPart(kind="verifier", name="code", answer="tests", isolate=isolate, **settings)
     return build_reward_functions([part])
 
 
@@ -84,7 +85,7 @@ def test_mathematical_equality(math: RewardSum, response: str, expected: Any, sc
 def test_a_hanging_comparison_costs_a_row_its_time_and_not_the_run(math: RewardSum) -> None:
     began = time.monotonic()
     assert math.score("", r"\boxed{10^{10^{10}}}", {"answer": "12"}, None, 0) == 0.0
-    assert 2.0 < time.monotonic() - began < 15.0, "it ran into the limit, or the case no longer tests it"
+    assert 2.0 < time.monotonic() - began < 60.0, "it ran into the limit, or the case no longer tests it"
     assert math.score("", r"\boxed{12}", {"answer": "12"}, None, 1) == 1.0
 
 
@@ -158,7 +159,7 @@ def test_an_endless_program_costs_a_row_its_time_and_leaves_nothing(share: Rewar
     slow = "def double(x):\n  while x != 1: pass\n  return 2"
     began = time.monotonic()
     assert scored(share, slow, ASSERTS) == 0.25
-    assert 2.5 < time.monotonic() - began < 8.0
+    assert 2.5 < time.monotonic() - began < 30.0
     away = f"60.0{os.getpid()}"
     leave = f"import subprocess\nsubprocess.Popen('setsid sleep {away} & sleep {away}', shell=True)\n"
     assert scored(share, f"{leave}{SUM}", PAIRS) == 1.0
@@ -178,23 +179,23 @@ def test_programs_make_no_socket_and_see_neither_the_runs_folder_nor_its_variabl
     rewards.close()
 
 
-def test_several_processes_check_at_once_and_each_response_has_its_own_score() -> None:
-    rewards, others = code(processes=3), set(psutil.Process().children(recursive=True))
-    programs = ["import time; time.sleep(1); print(7)", "while True: pass", "print(7)", "print(8)"] * 2
+def test_several_processes_check_at_once_and_each_response_has_its_own_score(tmp_path: Path) -> None:
+    """Each of three programs waits for the two others."""
+    others = set(psutil.Process().children(recursive=True))
+    rewards = code(processes=3, wall_s=30)
+    meet = "import os, time\nopen({0!r}, 'w').close()\nwhile len(os.listdir({1!r})) < 3: time.sleep(0.01)\nprint(7)"
+    programs = [meet.format(f"{tmp_path}/{number}", str(tmp_path)) for number in range(3)] + ["print(7)", "print(8)"]
     items = [ScoreItem(i, "", f"```\n{program}\n```", {"tests": PAIRS[:1]}) for i, program in enumerate(programs)]
     assert rewards.asks_services
-    began = time.monotonic()
     rewards.request(items)
-    assert time.monotonic() - began < 0.5 and all(rewards.requested(item.seq_id) for item in items)
+    assert all(rewards.requested(item.seq_id) for item in items)
     found = [rewards.score(item.prompt, item.response, item.fields, None, item.seq_id) for item in items]
-    assert found == [1.0, 0.0, 1.0, 0.0] * 2
-    assert time.monotonic() - began < 8.0, "one after the other they take more than 8 s"
-    assert not rewards.requested(0)
+    assert found == [1.0, 1.0, 1.0, 1.0, 0.0] and not rewards.requested(0)
     rewards.request([ScoreItem(9, "", "```\nwhile True: pass\n```", {"tests": PAIRS})])
     time.sleep(0.3)
     began = time.monotonic()
     rewards.close()
-    assert time.monotonic() - began < 2.5, "what is under way is not waited for"
+    assert time.monotonic() - began < 20.0, "what is under way is not waited for"
     assert set(psutil.Process().children(recursive=True)) <= others
 
 

@@ -71,7 +71,25 @@ def test_an_expected_answer_that_is_no_choice_is_an_error(value: Any) -> None:
 
 pieces = st.lists(
     st.sampled_from(
-        [r"\boxed{", "}", "{", "A", "b", "(", ")", ".", "\n", " ", "The answer is ", "or ", r"\text{", "*", "1"]
+        [
+            r"\boxed{A}",
+            r"\boxed{B}",
+            r"\boxed{",
+            "}",
+            "{",
+            "A",
+            "b",
+            "(",
+            ")",
+            ".",
+            "\n",
+            " ",
+            "The answer is ",
+            "or ",
+            r"\text{",
+            "*",
+            "1",
+        ]
     ),
     max_size=12,
 ).map("".join)
@@ -94,7 +112,7 @@ def test_choices_settle_at_the_second_box() -> None:
 def test_a_long_response_is_read_at_once(text: str) -> None:
     began = time.monotonic()
     assert choices.choice(text) is None
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 5.0
 
 
 @pytest.mark.parametrize(
@@ -123,7 +141,7 @@ def test_formats(pattern: str, match: str, response: str, score: float) -> None:
 def test_a_catastrophic_pattern_ends() -> None:
     began = time.monotonic()
     assert FormatRule(r"(?:\w+\s?)+#(?=b)|((a|b|ab)*)*c(?<=q)", whole=True).score("ab" * 5000) == 0.0
-    assert 0.9 < time.monotonic() - began < 5.0, "it ran into the limit, or the case no longer tests it"
+    assert 0.9 < time.monotonic() - began < 30.0, "it ran into the limit, or the case no longer tests it"
 
 
 def test_a_format_settles_at_the_first_fault_that_nothing_mends() -> None:

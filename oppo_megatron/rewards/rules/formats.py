@@ -31,7 +31,8 @@ class FormatRule:
 
     def __init__(self, pattern: str, *, whole: bool):
         self._pattern, self._whole = compile_pattern(pattern), whole
-        plain = _without_outer_anchors(pattern) if whole else pattern
+        # A match of the whole begins and ends where the text does, whatever `^` and `$` around the pattern say.
+        plain = pattern.removeprefix("^").removesuffix("$") if whole else pattern
         self._can_settle = bool(_PLAIN.fullmatch(plain))
 
     def score(self, response: str) -> float:
@@ -51,9 +52,3 @@ class FormatRule:
             return 1.0 if self._pattern.search(prefix, timeout=MATCH_S) else None
         except TimeoutError:
             return None
-
-
-def _without_outer_anchors(pattern: str) -> str:
-    """A match of the whole begins and ends where the text does, whatever `^` and `$` around the pattern say."""
-    ends = pattern.endswith("$") and (len(pattern) - len(pattern[:-1].rstrip("\\"))) % 2 == 1
-    return pattern[:-1].removeprefix("^") if ends else pattern.removeprefix("^")
