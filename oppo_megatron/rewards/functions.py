@@ -215,8 +215,31 @@ class RewardSum:
         prompt's row), part and value.
         """
         sequence = f"sequence {seq_id} (of {place})" if place else f"sequence {seq_id}"
-        parts: dict[str, float] = {}
         self.request([ScoreItem(seq_id, prompt, response, fields)])
+        try:
+            parts = self._parts(sequence, prompt, response, fields, model_score, seq_id, num_tokens)
+        except RewardError:
+            for asked in self._asked:
+                if isinstance(
+                    asked, IsolatedRule
+                ):  # a service of rewards goes on, and the name of a sequence comes again
+                    asked.forget(seq_id)
+            raise
+        total = sum(summand.weight * parts[summand.label] for summand in self.summands)
+        return Reward(_finite(total, f"{sequence}: the weighted sum of {parts}"), parts)
+
+    def _parts(
+        self,
+        sequence: str,
+        prompt: str,
+        response: str,
+        fields: Mapping[str, Any],
+        model_score: float | None,
+        seq_id: int,
+        num_tokens: int | None,
+    ) -> dict[str, float]:
+        """What each part gives, before weighting."""
+        parts: dict[str, float] = {}
         for summand in self.summands:
             value: Any = model_score
             if isinstance(summand.function, RemoteReward):
@@ -236,8 +259,7 @@ class RewardSum:
                         "response: correct the function, or the row's columns"
                     ) from (error.__cause__ or error)
             parts[summand.label] = _finite(value, f"{sequence}: reward part {summand.label!r}")
-        total = sum(summand.weight * parts[summand.label] for summand in self.summands)
-        return Reward(_finite(total, f"{sequence}: the weighted sum of {parts}"), parts)
+        return parts
 
 
 def _finite(value: Any, what: str) -> float:

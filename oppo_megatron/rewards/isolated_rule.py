@@ -45,6 +45,7 @@ class IsolatedRule:
 
     def request(self, items: Sequence[ScoreItem]) -> None:
         """Ask for scores; returns at once.  A sequence that is being scored is not asked for again."""
+        assert not self._closed, "who has closed a rule asks it for no score"
         for item in items:
             if item.seq_id not in self._scores:
                 self._scores[item.seq_id] = Future()
@@ -58,6 +59,10 @@ class IsolatedRule:
     def result(self, seq_id: int) -> float:
         """The score of a sequence that was asked for; waits for it.  Raises RewardError where there is none."""
         return self._scores.pop(seq_id).result()
+
+    def forget(self, seq_id: int) -> None:
+        """Nobody takes the score of this sequence: the next one of this name is asked for anew."""
+        self._scores.pop(seq_id, None)
 
     def close(self) -> None:
         """End threads and processes.  What has not been scored stays so."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
+import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +166,39 @@ def test_an_endless_program_costs_a_row_its_time_and_leaves_nothing(share: Rewar
     leave = f"import subprocess\nsubprocess.Popen('setsid sleep {away} & sleep {away}', shell=True)\n"
     assert scored(share, f"{leave}{SUM}", PAIRS) == 1.0
     assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", away]]
+
+
+def test_a_killed_run_leaves_no_program(tmp_path: Path) -> None:
+    program = f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)"
+    ask = f"""
+        from tests.unit.test_rewards_rule_processes import PAIRS, code, scored
+        scored(code(processes=1, wall_s=50), {program!r}, PAIRS)
+    """
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(ask)], env=environment) as run:
+        wait_for(lambda: (tmp_path / "pid").is_file() and (tmp_path / "pid").read_text())
+        run.kill()
+    left = int((tmp_path / "pid").read_text())
+    wait_for(lambda: not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE)
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 30.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it has not come true"
+        time.sleep(0.05)
+
+
+def test_a_sequence_of_which_another_part_failed_is_asked_for_anew() -> None:
+    """In a service, where the names of sequences come again."""
+    parts = [RewardPart(kind="verifier", name="gsm8k"), RewardPart(kind="verifier", name="code", answer="tests")]
+    rewards = build_reward_functions(parts)
+    block = "```\nprint({})\n```\n#### 1"
+    with pytest.raises(RewardError, match="no column 'answer'"):
+        rewards.score("", block.format(8), {"tests": PAIRS[:1]}, None, 5)
+    assert not rewards.requested(5)
+    assert rewards.score("", block.format(7), {"tests": PAIRS[:1], "answer": 1}, None, 5) == 2.0
+    rewards.close()
 
 
 def test_programs_make_no_socket_and_see_neither_the_runs_folder_nor_its_variables(

@@ -30,18 +30,24 @@ MAX_DESCRIPTORS = 1 << 16
 
 # linux/audit.h and the system calls socket and io_uring_setup of each machine
 MACHINES = {"x86_64": (0xC000003E, 41, 425), "aarch64": (0xC00000B7, 198, 425)}
-PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
+PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 1, 38, 22, 2
 BPF_LOAD, BPF_JUMP_IF_EQUAL, BPF_JUMP_IF_GREATER_OR_EQUAL, BPF_RETURN = 0x20, 0x15, 0x35, 0x06
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | 1  # EPERM
 X32_BIT = 0x40000000
 
 
 def main() -> None:
+    _end_with_parent()
     job = json.loads(sys.stdin.buffer.read())
     answers = os.dup(1)
     _tell(answers, {"network": "cut" if cut_network() else "open"})
     for test in job["tests"]:
         _tell(answers, _run(job, test))
+
+
+def _end_with_parent() -> None:
+    """Where the run is killed, nobody is left who would end a program that never returns."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _tell(answers: int, line: dict[str, Any]) -> None:
@@ -81,6 +87,7 @@ def _be_tested(job: dict[str, Any], test: dict[str, str], given: int, output: in
     failed = 1
     try:
         os.setpgid(0, 0)
+        _end_with_parent()
         nowhere, spoken = os.open(os.devnull, os.O_RDWR), "stdin" in test
         for descriptor, file in enumerate((given, output if spoken else nowhere, nowhere, output)):
             os.dup2(file, descriptor)
