@@ -126,7 +126,11 @@ def test_without_the_extra_the_command_is_named_before_the_run(monkeypatch: pyte
         ("raise KeyboardInterrupt", 0),
         ("import ctypes; ctypes.string_at(0)", 0),
         ("filled = bytearray(1 << 30)\ndef double(x): return x * 2", 0),
-        ("import os\nfor n in range(3, 99):\n  try: os.write(n, b'x' * 16)\n  except OSError: pass", 0),
+        (
+            "import os\nfor n in range(3, 99):\n  try: os.write(n, b'{\"passed\": true}\\n' * 8)\n  except OSError: pass",
+            0,
+        ),
+        ("open('large', 'wb').write(bytes(1 << 25))\ndef double(x): return x * 2", 0),
         ("import os, signal; os.kill(os.getppid(), signal.SIGKILL)", 0),
         ("print('x' * 100000)\ndef double(x): return x * 2", 4),
         ("__name__ == '__main__' and exit(1)\ndef double(x): return x * 2", 4),
@@ -158,7 +162,7 @@ def test_standard_input_and_output(every: RewardSum, share: RewardSum, program: 
 
 
 def test_an_endless_program_costs_a_row_its_time_and_leaves_nothing(share: RewardSum) -> None:
-    slow = "def double(x):\n  while x != 1: pass\n  return 2"
+    slow = "import time\ndef double(x):\n  time.sleep(60 * (x != 1))\n  return 2"
     began = time.monotonic()
     assert scored(share, slow, ASSERTS) == 0.25
     assert 2.5 < time.monotonic() - began < 30.0
