@@ -80,7 +80,7 @@ def test_a_reward_of_a_file_has_its_sum(work: Path, tmp_path: Path, capsys: pyte
     parts = [
         {"kind": "verifier", "name": "gsm8k"},
         {"kind": "python", "weight": 0.5, "entry_point": f"{__name__}:length_of"},
-        {"kind": "verifier", "name": "length", "buffer_tokens": 12, "max_tokens": 12, "weight": 2.0},
+        {"kind": "verifier", "name": "length", "buffer_tokens": 1000, "max_tokens": 1000, "weight": 2.0},
     ]
     (tmp_path / "rewards.yaml").write_text(json.dumps({"rewards": parts}))
     assert judge(work, work / "before", "--rewards", tmp_path / "rewards.yaml", "--json", "--max-prompts", 3) == 0
@@ -90,7 +90,7 @@ def test_a_reward_of_a_file_has_its_sum(work: Path, tmp_path: Path, capsys: pyte
         metrics["gsm8k"]["mean"] + 0.5 * metrics[f"{__name__}:length_of"]["mean"] + 2.0 * metrics["length"]["mean"]
     )
     assert (
-        metrics["length"]["mean"] == pytest.approx(-metrics["response tokens"]["mean"] / 12)
+        metrics["length"]["mean"] == pytest.approx(-metrics["response tokens"]["mean"] / 1000)
         and metrics["length"]["mean"] < 0
     )
     assert metrics["reward"]["n"] == 3
