@@ -32,7 +32,7 @@ class EvaluationConfig(MeasuringConfig):
     """Held-out prompts, answered before the first step, after the last and in between, and the judges of the responses."""
 
     data: DataConfig
-    verifier: Literal["arithmetic", "gsm8k"] | None = Field(
+    verifier: Literal["arithmetic", "gsm8k", "math", "multiple_choice"] | None = Field(
         None, description="rule whose share of right responses is the metric `accuracy`, checked against the column "
         "`answer`; null: only `metrics`"
     )

@@ -104,7 +104,9 @@ class ScoreExchange:
         return scored, ScoreReport(parts, busy_s, idle_s, leaders_work, critic, ess, of_rollout)
 
     def request(self, rollouts: Sequence[Rollout]) -> None:
-        """Ask reward services for the scores of finished rollouts, while others are still decoded.  Returns at once.
+        """Ask services and rules' processes for the scores of finished rollouts, while others are still decoded.
+
+        Returns at once.
 
         Raises RewardError, on the scorers' first rank, if a service has failed for good.
         """
@@ -176,7 +178,13 @@ class ScoreExchange:
                 try:
                     with self._scoring(item, rollout.prompt.place):
                         reward = self.rewards.evaluate(
-                            item.prompt, item.response, item.fields, score, item.seq_id, rollout.prompt.place
+                            item.prompt,
+                            item.response,
+                            item.fields,
+                            score,
+                            item.seq_id,
+                            rollout.prompt.place,
+                            len(rollout.tokens),
                         )
                 except NonFiniteRewardError as error:
                     self.refusal = self.refusal or str(error)

@@ -123,6 +123,10 @@ TOKENIZERS: tuple[Mistake, ...] = (
             ("prompt.jsonl",), ("tokenizer", "prompts.jsonl", "--out", "new.model", "--vocab-size", "273")),
 )  # fmt: skip
 
+CHOICE = "rewards.1.name=multiple_choice"
+CHOSEN = '{{"prompt": "1+1=", "answer": "{}"}}\n'
+CODE = "rewards.1={kind: verifier, name: code}"
+TESTED = '{{"prompt": "1+1=", "answer": ["assert {}"]}}\n'
 DATA: tuple[Mistake, ...] = (
     setting("data that are not there", "data.path=prompt.jsonl", "data.path=prompts.jsonl", "prompt.jsonl"),
     Mistake(
@@ -138,6 +142,17 @@ DATA: tuple[Mistake, ...] = (
     ),
     setting("a column that is not there", "data.columns.prompt=question", "data.columns.prompt=prompt", "question", "prompt"),
     setting("an answer's column that is not there", "rewards.1.answer=solution", "rewards.1.answer=answer", "solution", "answer"),
+    Mistake(
+        "a choice in words", ("train", "train.yaml", CHOICE), ("prompts.jsonl:2", "'Paris'", "give a letter"),
+        ("validate", "train.yaml", CHOICE), spoils=[write("prompts.jsonl", CHOSEN.format("C") + CHOSEN.format("Paris"))],
+        mends=[write("prompts.jsonl", CHOSEN.format("C") + CHOSEN.format("B"))],
+    ),
+    Mistake(
+        "a test of a program that is no Python", ("train", "train.yaml", CODE), ("prompts.jsonl:1", "assert f(1 == 2",
+            "give a list of asserts"),
+        ("validate", "train.yaml", CODE), spoils=[write("prompts.jsonl", TESTED.format("f(1 == 2") + TESTED.format("f(2) == 4"))],
+        mends=[write("prompts.jsonl", TESTED.format("f(1) == 2") + TESTED.format("f(2) == 4"))],
+    ),
     Mistake(
         "prompts that are longer than allowed", ("train", "train.yaml", "data.max_prompt_tokens=2"), ("max_prompt_tokens",),
         ("validate", "train.yaml", "data.max_prompt_tokens=2", "data.long_rows=truncate"),
