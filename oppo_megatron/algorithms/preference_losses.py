@@ -42,16 +42,16 @@ def pair_columns(logp_S: Tensor, reference_S: Tensor, counts_S: Tensor, rule: DP
     chosen_P, rejected_P = ratio_P2.unbind(-1)
     losses_P = margin_losses(chosen_P - rejected_P, rule)
     if rule.nll:
-        losses_P = losses_P - rule.nll * (logp_S / counts_S).view(-1, 2)[:, 0]
+        mean_P, _ = (logp_S / counts_S).view(-1, 2).unbind(-1)
+        losses_P = losses_P - rule.nll * mean_P
     with torch.no_grad():
-        rewards_P2 = rule.beta * ratio_P2
-        margin_P = rewards_P2[:, 0] - rewards_P2[:, 1]
+        margin_P = rule.beta * (chosen_P - rejected_P)
         return {
             "loss": losses_P,
             "accuracy": (margin_P > 0).double(),
             "margin": margin_P,
-            "reward_chosen": rewards_P2[:, 0],
-            "reward_rejected": rewards_P2[:, 1],
+            "reward_chosen": rule.beta * chosen_P,
+            "reward_rejected": rule.beta * rejected_P,
         }
 
 

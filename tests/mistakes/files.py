@@ -9,6 +9,7 @@ from tests.mistakes.project import TRAIN
 
 SFT = ("validate", "sft.yaml")
 RM = ("validate", "rm.yaml")
+PAIRS = ("validate", "sft.yaml", "data.path=pairs.jsonl", "data.bad_rows=quarantine", "--kind", "dpo")
 
 YAML: tuple[Mistake, ...] = (
     Mistake("a file that is not there", ("train", "trian.yaml"), ("trian.yaml", "does not exist")),
@@ -158,6 +159,17 @@ DATA: tuple[Mistake, ...] = (
         ("validate", "train.yaml", "data.max_prompt_tokens=2", "data.long_rows=truncate"),
     ),
     Mistake("completions for a reward model", ("rm", "rm.yaml", "data.path=completions.jsonl"), ("chosen",), RM),
+    Mistake("completions for DPO", ("dpo", "sft.yaml"), ("chosen",), PAIRS),
+    Mistake("a pair with the same answer twice", ("dpo", "sft.yaml", "data.path=pairs.jsonl"), ("pairs.jsonl:1", "the same"),
+            PAIRS),
+    Mistake("completions of KTO that nobody has judged", ("kto", "sft.yaml"), ("label", "data.columns.label"),
+            ("validate", *PAIRS[1:-1], "kto")),
+    Mistake("pairs that no micro-batch holds", ("dpo", *PAIRS[1:-2], "runtime.micro_batch_tokens=64"), ("128", "a pair"),
+            (*PAIRS[:-2], "runtime.micro_batch_tokens=128", *PAIRS[-2:])),
+    Mistake("a beta of nothing", ("dpo", *PAIRS[1:-2], "dpo.beta=0"), ("dpo.beta", "greater than 0"),
+            (*PAIRS[:-2], "dpo.beta=0.1", *PAIRS[-2:])),
+    Mistake("robust DPO without a share of wrong pairs", ("dpo", *PAIRS[1:-2], "dpo.loss=robust"), ("dpo.label_smoothing",),
+            (*PAIRS[:-2], "dpo.loss=robust", "dpo.label_smoothing=0.1", *PAIRS[-2:])),
     Mistake(
         "an answer that is a number in words", ("train", "train.yaml"), ("prompts.jsonl:1", "four"),
         ("validate", "train.yaml",

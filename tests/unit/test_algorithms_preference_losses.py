@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from oppo_megatron.algorithms.preference_losses import (
     margin_losses,
@@ -156,3 +157,19 @@ def test_gradients_by_finite_differences(loss: str, average: bool) -> None:
     rule = DPOLossConfig.model_validate({"loss": loss, "average": average, "nll": 0.3, "beta": 0.4, **smoothing})
     logp_S = LOGPS.clone().requires_grad_()
     assert torch.autograd.gradcheck(lambda x: pair_columns(x, REFERENCE, COUNTS, rule)["loss"], logp_S)
+
+
+def test_losses_stay_on_the_models_device_and_wait_for_no_value() -> None:
+    """On tensors of a GPU that is not there."""
+    with FakeTensorMode(), torch.no_grad():
+        cuda = torch.device("cuda")
+        logp_S = sequence_sums(torch.empty(14, device=cuda), [2, 4, 3, 5])
+        others = [torch.empty(4, dtype=torch.float64, device=cuda) for _ in range(2)]
+        for columns in (
+            pair_columns(logp_S, others[0], others[1], DPOLossConfig(average=True, nll=0.1)),
+            row_columns(logp_S, others[0], others[1], KTOLossConfig(), 0.5),
+        ):
+            loss, stats = mean_loss(columns, 4)
+            table = table_of(columns, DPOConfig.METRICS)
+            assert {each.device.type for each in (loss, table, *stats.values())} == {"cuda"}
+            assert loss.dtype == torch.float32 and table.dtype == torch.float64
