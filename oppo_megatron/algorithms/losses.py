@@ -205,7 +205,7 @@ def actor_loss(
         stats = replace(stats, kl=total(kl_T))
         if ppo.kl.mode == "loss":
             if ppo.kl.gradient == "reverse":
-                kl_T = with_reverse_gradient(kl_T, logp_T, ppo.kl.estimator)
+                kl_T = with_reverse_gradient(kl_T, logp_T, targets.old_logp_T, ppo.kl.estimator)
             loss = loss + kl_coefficient * shared(kl_T, targets.share_T).sum() / num_tokens
     if ppo.entropy_coefficient > 0:
         loss = loss - ppo.entropy_coefficient * (shared(entropy_T, targets.share_T).sum() / num_tokens)

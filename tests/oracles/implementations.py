@@ -1,17 +1,22 @@
-"""What is compared with the oracles: the replay's formulas, and the product's functions as far as it has the recipe."""
+"""What is compared with the oracles: the replay's formulas, and the product's functions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from oppo_megatron.algorithms.algorithm import make_algorithm
+from oppo_megatron.algorithms import experience
+from oppo_megatron.algorithms.algorithm import Algorithm
+from oppo_megatron.algorithms.baselines import compared
 from oppo_megatron.algorithms.experience import ScoredBatch
 from oppo_megatron.algorithms.losses import ActorTargets
-from oppo_megatron.config.ppo import AlgorithmConfig, KLConfig, PPOConfig
+from oppo_megatron.config.algorithm import AlgorithmConfig
+from oppo_megatron.config.ppo import KLConfig, PPOConfig
 from tests.replay import formulas
 from tests.replay.formulas import Batch, Rows
 from tests.replay.recipe import Recipe
@@ -44,60 +49,62 @@ def _replay_loss(
 
 
 def _product_has(recipe: Recipe) -> bool:
-    kl = recipe.kl in ("none", "penalty") or (
-        recipe.kl == "loss" and recipe.estimator != "k1" and recipe.kl_gradient == "estimator"
-    )
-    return (
-        recipe.baseline in ("critic", "none")
-        and recipe.scale in ("none", "whiten")
-        and (recipe.ratio, recipe.objective, recipe.reduction) == ("token", "clip", "token_mean")
-        and (recipe.clip_low, recipe.dual_clip) == (recipe.clip_high, None)
-        and kl
-    )
+    """All but a KL whose gradient is another's: d times that of the log-prob, with the estimate for its value."""
+    return recipe.kl_gradient != "reverse"
 
 
-def _settings(recipe: Recipe) -> PPOConfig:
-    return PPOConfig(
+def _algorithm(recipe: Recipe, batch: Batch) -> Algorithm:
+    choices = AlgorithmConfig(
+        preset="ppo" if recipe.baseline == "critic" else "grpo",
+        **{name: getattr(recipe, name) for name in ("baseline", "scale", "ratio", "objective", "reduction")},
+    )
+    ppo = PPOConfig(
         gamma=recipe.gamma,
         gae_lambda=recipe.gae_lambda,
         clip=recipe.clip_low,
-        whiten_advantages=recipe.scale == "whiten",
+        clip_high=recipe.clip_high,
+        dual_clip=recipe.dual_clip,
+        ratio_cap=recipe.cap,
         kl=KLConfig(
+            mode=recipe.kl,
             estimator=recipe.estimator,
-            mode="loss" if recipe.kl == "loss" else "penalty",
-            coefficient=0.0 if recipe.kl == "none" else recipe.kl_coefficient,
+            gradient="reverse" if recipe.kl_gradient == "ratio" else "estimator",
+            coefficient=recipe.kl_coefficient,
         ),
     )
+    return Algorithm(choices, ppo, group_size=batch.groups.count(batch.groups[0]), longest=recipe.longest)
 
 
 def _product_advantages(batch: Batch, recipe: Recipe) -> Rows:
-    preset = "ppo" if recipe.baseline == "critic" else "reinforce_pp"
-    algorithm = make_algorithm(AlgorithmConfig(preset=preset), _settings(recipe))
+    algorithm = _algorithm(recipe, batch)
     scored = ScoredBatch(
         behaviour_logp_T=_packed(batch.old),
-        reference_logp_T=_packed(batch.reference),
-        values_T=None if recipe.baseline == "none" or batch.values is None else _packed(batch.values),
+        reference_logp_T=None if recipe.kl == "none" else _packed(batch.reference),
+        values_T=None if recipe.baseline != "critic" or batch.values is None else _packed(batch.values),
         scores_B=batch.scores_B,
         lengths_B=batch.lengths,
         truncated_B=torch.tensor(batch.cut),
+        group_size=algorithm.group_size,
     )
-    coefficient = 0.0 if recipe.kl == "none" else recipe.kl_coefficient
-    return algorithm.experience(scored, coefficient).advantages_T.split(batch.lengths)
+    # What is added to a deviation differs from one implementation to the next (ours is TRL's).
+    with mock.patch.object(experience, "compared", partial(compared, eps=recipe.std_eps)):
+        return algorithm.experience(scored, recipe.kl_coefficient).advantages_T.split(batch.lengths)
 
 
 def _product_loss(
     new: Rows, old: Rows, importance: Rows | None, advantages: Rows, batch: Batch, recipe: Recipe
 ) -> Tensor:
-    algorithm = make_algorithm(AlgorithmConfig(preset="ppo"), _settings(recipe))
+    algorithm, new_T = _algorithm(recipe, batch), _packed(new)
+    weights = [torch.full((n,), w) for n, w in zip(batch.lengths, algorithm.row_weights(batch.lengths), strict=True)]
     targets = ActorTargets(
         old_logp_T=_packed(old),
         advantages_T=_packed(advantages),
-        reference_logp_T=_packed(batch.reference),
+        reference_logp_T=None if recipe.kl == "none" else _packed(batch.reference),
         weight_T=None if importance is None else _packed(importance),
+        share_T=_packed(weights),
+        lengths_R=torch.tensor(batch.lengths),
     )
-    new_T = _packed(new)
-    coefficient = recipe.kl_coefficient if recipe.kl == "loss" else 0.0
-    loss, _ = algorithm.actor_loss(new_T, torch.zeros_like(new_T), targets, coefficient, new_T.numel())
+    loss, _ = algorithm.actor_loss(new_T, torch.zeros_like(new_T), targets, recipe.kl_coefficient, new_T.numel())
     return loss
 
 

@@ -20,7 +20,15 @@ import yaml
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.replay.formulas import Batch, actor_loss, advantages_of, critic_loss, kl_of, scores_for_training
+from tests.replay.formulas import (
+    Batch,
+    actor_loss,
+    advantages_of,
+    critic_loss,
+    kl_of,
+    row_ratio,
+    scores_for_training,
+)
 from tests.replay.recipe import PRESETS, Recipe
 
 HORIZON, MAX_ERROR = 10_000, 0.2
@@ -95,14 +103,16 @@ def values(model: Any, row: Row) -> Tensor:
     return model.score(hidden)[:, 0]
 
 
-def minibatches(rows: int, count: int, epochs: int, seed: int, step: int) -> Iterator[list[int]]:
-    """The rows of every update: an order of each epoch's own by a counter-based generator, cut into equal parts."""
-    count = min(count, rows)
+def minibatches(rows: int, size: int, count: int, epochs: int, seed: int, step: int) -> Iterator[list[int]]:
+    """The rows of every update: an order of each epoch's own of the groups by a counter-based generator, cut into equal parts."""
+    groups = rows // size
+    count = min(count, groups)
     for epoch in range(epochs):
-        order = np.arange(rows)
+        order = np.arange(groups)
         if count > 1:
             np.random.Generator(np.random.Philox(key=[seed, step * 65536 + epoch])).shuffle(order)
-        yield from (part.tolist() for part in np.array_split(order, count))
+        for part in np.array_split(order, count):
+            yield [group * size + member for group in part.tolist() for member in range(size)]
 
 
 class Replay:
@@ -157,7 +167,8 @@ class Replay:
         old, importance = self._ratio_base(rows, batch)
         out.coefficients.append(self.coefficient)
         rate = math.nan
-        for chosen in minibatches(len(rows), ppo["minibatches"], ppo["epochs"], self.config["seed"], step):
+        cut = (ppo["minibatches"], ppo["epochs"], self.config["seed"], step)
+        for chosen in minibatches(len(rows), self.group_size, *cut):
             if trains_actor:
                 found = [logprobs(self.actor.model, rows[i], self.temperature) for i in chosen]
                 loss = actor_loss(
@@ -193,10 +204,8 @@ class Replay:
         if self.recipe.staleness == "behaviour":
             return batch.old, None
         proximal = [logprobs(self.actor.model, row, self.temperature)[0] for row in rows]
-        weights = [
-            (now - then).exp().clamp(max=self.recipe.weight_cap) for now, then in zip(proximal, batch.old, strict=True)
-        ]
-        return proximal, weights
+        ratios = [row_ratio(now, then, self.recipe) for now, then in zip(proximal, batch.old, strict=True)]
+        return proximal, [ratio.clamp(max=self.recipe.weight_cap) for ratio in ratios]
 
     def _follow_target(self, batch: Batch) -> None:
         """Ziegler et al. 2019: the coefficient moves by the relative error of the KL of a response."""

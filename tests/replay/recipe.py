@@ -57,10 +57,13 @@ class Recipe:
         """The numbers of a run's `config.yaml`; `choices` go before them."""
         ppo, kl = config["ppo"], config["ppo"]["kl"]
         found = cls(
-            scale="whiten" if ppo["whiten_advantages"] else "none",
             kl=kl["mode"],
+            kl_gradient="ratio" if kl["gradient"] == "reverse" else "estimator",
             clip_low=ppo["clip"],
-            clip_high=ppo["clip"],
+            clip_high=ppo["clip"] if ppo["clip_high"] is None else ppo["clip_high"],
+            dual_clip=ppo["dual_clip"],
+            cap=ppo["ratio_cap"] or 5.0,
+            std_eps=1e-4,
             longest=config["rollout"]["max_response_tokens"],
             estimator=kl["estimator"],
             kl_coefficient=kl["coefficient"],
@@ -102,4 +105,4 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "cispo": {"baseline": "group_mean", "scale": "batch_std", "objective": "cispo", "kl": "none"},
 }  # fmt: skip
-"""What each preset chooses; what it leaves out comes from the settings."""
+"""What each preset chooses; what it leaves out comes from the settings, or is plain PPO's."""

@@ -55,7 +55,9 @@ CASES: dict[str, Case] = {
             "ppo.gae_lambda": 0.8,
         }
     ),
-    "plain advantages and values": Case({"ppo.whiten_advantages": False, "ppo.value_clip": 0.0}),
+    "plain advantages and values": Case(
+        {"algorithm": {"scale": "none"}, "ppo.value_clip": 0.0}, {"scale": "none"}
+    ),
     "another reference": Case(
         {"reference": {"checkpoint": "reference"}, "ppo.kl": {"estimator": "k2", "coefficient": 0.01}}
     ),
@@ -70,6 +72,21 @@ CASES: dict[str, Case] = {
     "the critic reads what is likely": Case(APART | {"overlap.critic_reads": "likely"}),
     "backfill": Case(APART | {"overlap.backfill": True, "ppo.staleness": "decoupled"}),
 }
+GROUPED: dict[str, dict[str, Any]] = {
+    "grpo": {}, "dr_grpo": {}, "dapo": {"ppo.dual_clip": 3.0}, "gspo": {"ppo.clip": 0.1, "ppo.clip_high": 0.2}, "cispo": {},
+    "rloo": {}, "reinforce_pp_baseline": {}, "magistral": {},
+}  # fmt: skip
+"""Presets of groups, and what is set beside them."""
+CHOSEN = {"gspo": {"clip_low": 0.1, "clip_high": 0.2}}
+for preset, beside in GROUPED.items():
+    common = {
+        "algorithm": {"preset": preset}, "critic": None, "ppo.kl": {}, "rollout.batch_size": 8, "rollout.group_size": 2,
+        "overlap.delta": {"rule": "fixed", "initial": 4, "min": 4, "max": 4}, **beside,
+    }  # fmt: skip
+    CASES[preset] = Case(common, CHOSEN.get(preset, {}))
+    CASES[f"{preset}, decoupled, replicas"] = Case(
+        common | REPLICAS | {"ppo.staleness": "decoupled"}, CHOSEN.get(preset, {})
+    )
 WITHOUT_VERSIONS = ("critic warm-up",)
 """Where a step is no version of the policy."""
 IN_MAKE_TEST = ("ppo",)

@@ -168,20 +168,24 @@ def softmax_policy(logits_A: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_the_reverse_gradient_is_that_of_the_kl_in_expectation(estimator: str) -> None:
+@pytest.mark.parametrize("moved", [0.0, 0.5], ids=["on-policy", "off-policy"])
+def test_the_reverse_gradient_is_that_of_the_kl_in_expectation(estimator: str, moved: float) -> None:
     """Enumerated over a policy's actions; k3's own gradient is that of the reversed KL, and k1's nothing."""
-    logits_A, reference_A = randn(2, 6, seed=5)
+    logits_A, reference_A, noise_A = randn(3, 6, seed=5)
     logits_A.requires_grad_()
     logp_A, reference_A = softmax_policy(logits_A), softmax_policy(reference_A)
-    probabilities_A = logp_A.detach().exp()
-    (wanted_A,) = torch.autograd.grad((logp_A.exp() * (logp_A - reference_A)).sum(), logits_A, retain_graph=True)
-    (reversed_A,) = torch.autograd.grad(-(reference_A.exp() * logp_A).sum(), logits_A, retain_graph=True)
+    old_A = softmax_policy(logits_A + moved * noise_A).detach()
+    kl = (logp_A.exp() * (logp_A - reference_A)).sum()
+    (wanted_A,) = torch.autograd.grad(kl, logits_A, retain_graph=True)
     own_A = kl_per_token(logp_A, reference_A, estimator)
-    found_A = with_reverse_gradient(own_A, logp_A, estimator)
-    assert torch.equal(found_A, own_A)
-    (gradient_A,) = torch.autograd.grad((probabilities_A * found_A).sum(), logits_A, retain_graph=True)
-    torch.testing.assert_close(gradient_A, wanted_A)
-    (own_gradient_A,) = torch.autograd.grad((probabilities_A * own_A).sum(), logits_A)
+    found = (old_A.exp() * with_reverse_gradient(own_A, logp_A, old_A, estimator)).sum()
+    (gradient_A,) = torch.autograd.grad(found, logits_A, retain_graph=True)
+    if estimator != "k2":
+        torch.testing.assert_close(found, kl)
+    if estimator != "k2" or not moved:
+        torch.testing.assert_close(gradient_A, wanted_A)
+    (reversed_A,) = torch.autograd.grad(-(reference_A.exp() * logp_A).sum(), logits_A, retain_graph=True)
+    (own_gradient_A,) = torch.autograd.grad((logp_A.detach().exp() * own_A).sum(), logits_A)
     expected_A = {"k1": torch.zeros(6, dtype=DOUBLE), "k2": wanted_A, "k3": reversed_A}[estimator]
     torch.testing.assert_close(own_gradient_A, expected_A)
 
