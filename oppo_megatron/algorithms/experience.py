@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from oppo_megatron.algorithms.advantages import NOTHING_SEEN, Moments, clip_scores, gae, token_rewards, whiten
-from oppo_megatron.algorithms.baselines import compared
+from oppo_megatron.algorithms.baselines import compared, equal_groups
 from oppo_megatron.algorithms.kl import kl_per_token
 from oppo_megatron.algorithms.packed import Lengths, last_tokens, lengths_like, row_sums
 from oppo_megatron.config.algorithm import AlgorithmConfig
@@ -53,6 +53,7 @@ class ExperienceStats:
     explained_variance: (
         float | None
     )  # 1 - var(returns - values) / var(returns); 0 where returns vary by no more than rounding
+    equal_groups: float | None = None  # share of groups whose scores are all the same: they teach an actor nothing
 
     def figures(self) -> dict[str, float]:
         """Those that there are, by name."""
@@ -210,6 +211,7 @@ def _summarise(
         advantage_mean=float(advantages_T.mean()),
         advantage_std=float(advantages_T.std(correction=0)),
         explained_variance=None if scored.values_T is None else _explained_variance(returns_T, scored.values_T),
+        equal_groups=None if scored.group_size == 1 else float(equal_groups(scores_B, scored.group_size).double().mean()),
     )
 
 

@@ -29,6 +29,10 @@ Invariants (held by the unit tests):
    B out of at most B + delta (with backfill: 2B) groups leaves behind at most B, hence no more than B are forced, and
    the next batch has room for them all.
 6. The responses to a prompt stand side by side, in the buffer and in a batch.
+
+With a filter (`filter.py`) a group that has finished waits for its verdict: `keep` lets it be trained, `drop` takes it out
+untrained.  Then "finished" stands for "finished and kept" in 3 and 4, every admitted group is trained or dropped, the buffer
+never holds more than B + delta groups, and no round is ended by the last response of a batch.
 """
 
 from __future__ import annotations
@@ -84,19 +88,34 @@ class Readiness:
         return siblings <= self._ended
 
 
+class JudgedReadiness(Readiness):
+    """With a filter: a batch is complete by verdicts, between rounds, and nothing that ends within one completes it."""
+
+    def finish(self, seq_id: int) -> None:
+        pass
+
+
 class RolloutBuffer:
     """Rollouts from admission to training; see the state machine and the invariants at the top of this file."""
 
     def __init__(
-        self, batch_size: int, delta: int, max_deferrals: int, *, backfill: bool = False, group_size: int = 1
+        self,
+        batch_size: int,
+        delta: int,
+        max_deferrals: int,
+        *,
+        backfill: bool = False,
+        group_size: int = 1,
+        filtered: bool = False,
     ):
-        """`batch_size` counts rollouts, of whole groups; `delta` counts groups."""
+        """`batch_size` counts rollouts, of whole groups; `delta` counts groups.  `filtered`: groups wait for verdicts."""
         assert batch_size >= 1 and delta >= 0 and max_deferrals >= 1 and batch_size % group_size == 0
         self.batch_size = batch_size
         self.group_size = group_size
         self.max_deferrals = max_deferrals
         self.backfill = backfill
         self._delta = delta
+        self._kept: set[int] | None = set() if filtered else None  # groups that may be trained, by number
         self._rollouts: dict[int, Rollout] = {}  # by seq_id, in the order of admission
         self._unfinished: dict[int, Rollout] = {}  # of these, in the same order
         self._forced: set[int] = set()  # those that may not be deferred again
@@ -123,9 +142,13 @@ class RolloutBuffer:
     def room(self) -> int:
         """How many rollouts may be admitted now, of whole groups; 0 while the buffer drains after delta has shrunk."""
         room = self.capacity - len(self)
-        if self.backfill:
+        if self.backfill and not self.filtered:
             room = min(self.capacity - len(self._unfinished), 2 * self.batch_size - len(self))
         return max(0, room // self.group_size * self.group_size)
+
+    @property
+    def filtered(self) -> bool:
+        return self._kept is not None
 
     @property
     def full(self) -> bool:
@@ -160,9 +183,10 @@ class RolloutBuffer:
         Unfinished ones are, where nothing but them can fill it.  Among the finished, those that come first: whatever
         finishes later comes after them.
         """
-        if len(self) <= self.target and (self._closed or not self.backfill):
+        if len(self) <= self.target and (self._closed or not self.backfill) and not self.filtered:
             return set(self._rollouts)
-        return set(self._table.columns.seq_ids[self._foremost()].tolist())
+        foremost: list[int] = self._table.columns.seq_ids[self._foremost()].tolist()
+        return {seq_id for seq_id in foremost if self._kept is None or seq_id // self.group_size in self._kept}
 
     def worth_reading(self, reads: CriticReads) -> set[int]:
         """Sequences that the critic reads now, though what it computes is lost where they are carried on.
@@ -207,8 +231,26 @@ class RolloutBuffer:
         """A fresh counter of what the next batch still waits for."""
         if self._running is None:
             self._running = frozenset(self._unfinished)
-        forced, size = self._forced & self._unfinished.keys(), self.group_size
-        return Readiness(self.target // size, int(self._finished_groups().sum()), self._running, forced, size)
+        forced, size, num_finished = self._forced & self._unfinished.keys(), self.group_size, int(self._finished_groups().sum())
+        if self._kept is None:
+            return Readiness(self.target // size, num_finished, self._running, forced, size)
+        unjudged = {seq_id for seq_id in self._forced if seq_id // size not in self._kept}
+        return JudgedReadiness(self.target // size, num_finished, self._running, unjudged, size)
+
+    def keep(self, groups: Iterable[int]) -> None:
+        """These groups, by number, have finished and may be trained."""
+        assert self._kept is not None, "there is no filter"
+        self._kept.update(groups)
+
+    def drop(self, groups: Iterable[int]) -> list[Rollout]:
+        """These groups, by number, leave untrained."""
+        numbers = self._table.columns.seq_ids // self.group_size
+        return self._remove(np.flatnonzero(np.isin(numbers, list(groups))))
+
+    def pass_to(self, clock: int) -> None:
+        """Nothing is decoded until then."""
+        assert not self._unfinished and clock >= self._clock
+        self._clock = clock
 
     def record(self, chunk: Chunk) -> None:
         """Append a round's tokens to their rollouts.
@@ -246,21 +288,29 @@ class RolloutBuffer:
         self._unfinished = {seq_id: rollout for seq_id, rollout in self._rollouts.items() if not rollout.finished}
         self._table = Table()
         self._table.add(list(self._rollouts.values()))
+        self._kept = None if self._kept is None else set()
         self._number()
 
     def take_batch(self) -> Held:
         """Remove the batch and return it, its groups by (finish clock, admission); defer everything else."""
         assert self.readiness().ready, "take_batch before the batch is ready"
         groups = np.sort(self._foremost_groups())
-        rows = self._rows_of(groups[np.argsort(self._group_clocks()[groups], kind="stable")])
-        columns, kept = self._table.columns.at(rows), np.ones(len(self), dtype=np.bool_)
-        kept[rows] = False
-        batch = {seq_id: self._rollouts.pop(seq_id) for seq_id in columns.seq_ids.tolist()}
+        batch = self._remove(self._rows_of(groups[np.argsort(self._group_clocks()[groups], kind="stable")]))
         for rollout in self._rollouts.values():
             rollout.deferrals += 1
+        self._number()
+        return batch
+
+    def _remove(self, rows: Ints) -> Held:
+        """The rollouts at these rows of the table, in that order; they are held no longer."""
+        columns, kept = self._table.columns.at(rows), np.ones(len(self), dtype=np.bool_)
+        kept[rows] = False
+        gone = {seq_id: self._rollouts.pop(seq_id) for seq_id in columns.seq_ids.tolist()}
+        if self._kept is not None:
+            self._kept -= {seq_id // self.group_size for seq_id in gone}
         self._table.keep(kept)
         self._number()
-        return Held(batch.values(), batch, lambda: columns)
+        return Held(gone.values(), gone, lambda: columns)
 
     def _number(self) -> None:
         """Others are held than before, or with other deferrals."""
@@ -292,8 +342,11 @@ class RolloutBuffer:
         return np.concatenate([forced, in_order])[: self.target // self.group_size]
 
     def _finished_groups(self) -> Bools:
-        """For each group of the table, whether all of it has finished."""
+        """For each group of the table, whether all of it has finished, and is not to be dropped."""
         finished: Bools = np.logical_and.reduce(self._table.columns.finished.reshape(-1, self.group_size), axis=1)
+        if self._kept is not None:
+            numbers = self._table.columns.seq_ids[:: self.group_size] // self.group_size
+            finished &= np.isin(numbers, list(self._kept))
         return finished
 
     def _group_clocks(self) -> Ints:

@@ -7,9 +7,10 @@ import inspect
 import math
 import numbers
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from oppo_megatron.config.data import RewardPart
@@ -22,6 +23,8 @@ from oppo_megatron.rewards.protocol import ScoreItem, check_fields, read_token
 from oppo_megatron.rewards.remote import RemoteReward
 from oppo_megatron.rewards.user_code import SHOWN_CHARACTERS, ProcessExit, said_of, staying
 from oppo_megatron.rewards.verifiers import expected_answer, verify
+
+NOTHING_KNOWN: Mapping[str, float] = MappingProxyType({})
 
 
 class NonFiniteRewardError(RewardError):
@@ -177,17 +180,21 @@ class RewardSum:
             except RewardError as error:
                 raise RewardError(f"reward part {summand.label!r}: {error}") from error
 
+    def reads_model(self, labels: Collection[str]) -> bool:
+        """Whether one of these parts is the reward model's score."""
+        return any(summand.function is None for summand in self.summands if summand.label in labels)
+
     def requested(self, seq_id: int) -> bool:
         """Whether every service has been asked for the score of this sequence, and `evaluate` has not taken it."""
         return all(s.function.requested(seq_id) for s in self.summands if isinstance(s.function, RemoteReward))
 
-    def request(self, items: Sequence[ScoreItem]) -> None:
+    def request(self, items: Sequence[ScoreItem], known: Collection[str] = ()) -> None:
         """Ask the services for scores, which `evaluate` takes later; returns at once, asks for nothing twice.
 
-        Raises `RewardError` if a service has failed for good.
+        Parts that are `known` are not asked for.  Raises `RewardError` if a service has failed for good.
         """
         for summand in self.summands:
-            if isinstance(summand.function, RemoteReward):
+            if isinstance(summand.function, RemoteReward) and summand.label not in known:
                 summand.function.request(items)
 
     def close(self) -> None:
@@ -210,29 +217,60 @@ class RewardSum:
         model_score: float | None,
         seq_id: int,
         place: str = "",
+        known: Mapping[str, float] = NOTHING_KNOWN,
     ) -> Reward:
-        """The reward of one response and its parts; waits for what was requested, and requests what was not.
+        """The reward of one response and its parts; those that are `known` already are taken as they are.
+
+        Raises as `parts` does.
+        """
+        item = ScoreItem(seq_id, prompt, response, fields)
+        parts = self.parts(item, model_score, place, known=known)
+        return Reward(_finite(self.total(parts), f"{_of(item, place)}: the weighted sum of {parts}"), parts)
+
+    def total(self, parts: Mapping[str, float]) -> float:
+        """The weighted sum of all parts."""
+        return sum(summand.weight * parts[summand.label] for summand in self.summands)
+
+    def parts(
+        self,
+        item: ScoreItem,
+        model_score: float | None,
+        place: str = "",
+        *,
+        of: Collection[str] | None = None,
+        known: Mapping[str, float] = NOTHING_KNOWN,
+    ) -> dict[str, float]:
+        """The parts `of` a response (None: all), by label; waits for what was requested, and requests what was not.
 
         Raises `RewardError` naming sequence, `place` (file:line of the prompt's row), part and value.
         """
-        sequence = f"sequence {seq_id} (of {place})" if place else f"sequence {seq_id}"
-        parts: dict[str, float] = {}
-        self.request([ScoreItem(seq_id, prompt, response, fields)])
-        for summand in self.summands:
-            value: Any = model_score
-            if isinstance(summand.function, RemoteReward):
-                value = summand.function.result(seq_id)
-            elif summand.function is not None:
-                try:
-                    value = summand.function(prompt, response, fields)
-                except RewardError as error:
-                    raise RewardError(
-                        f"{sequence}: reward part {summand.label!r} failed: {error}; it must give a number for every "
-                        "response: correct the function, or the row's columns"
-                    ) from (error.__cause__ or error)
+        sequence, parts = _of(item, place), dict[str, float]()
+        wanted = [summand for summand in self.summands if of is None or summand.label in of]
+        asked = {summand.label for summand in wanted} - known.keys()
+        self.request([item], {summand.label for summand in self.summands} - asked)
+        for summand in wanted:
+            value = known[summand.label] if summand.label in known else _value(summand, item, model_score, sequence)
             parts[summand.label] = _finite(value, f"{sequence}: reward part {summand.label!r}")
-        total = sum(summand.weight * parts[summand.label] for summand in self.summands)
-        return Reward(_finite(total, f"{sequence}: the weighted sum of {parts}"), parts)
+        return parts
+
+
+def _value(summand: Summand, item: ScoreItem, model_score: float | None, sequence: str) -> Any:
+    """What the part gives for a response; raises `RewardError` where it fails."""
+    if summand.function is None:
+        return model_score
+    if isinstance(summand.function, RemoteReward):
+        return summand.function.result(item.seq_id)
+    try:
+        return summand.function(item.prompt, item.response, item.fields)
+    except RewardError as error:
+        raise RewardError(
+            f"{sequence}: reward part {summand.label!r} failed: {error}; it must give a number for every "
+            "response: correct the function, or the row's columns"
+        ) from (error.__cause__ or error)
+
+
+def _of(item: ScoreItem, place: str) -> str:
+    return f"sequence {item.seq_id} (of {place})" if place else f"sequence {item.seq_id}"
 
 
 def _finite(value: Any, what: str) -> float:

@@ -51,3 +51,10 @@ def hangs(prompt: str, response: str, fields: dict[str, Any], after: int, how: s
             re.match(r"(a|a)*$", "a" * 60 + "b")
         time.sleep(3600)
     return float(len(response))
+
+
+def parity(prompt: str, response: str, fields: dict[str, Any], run: str) -> float:
+    """1 or 0 by the length of the response; counts its calls in the folder of the run, in whatever process they are made."""
+    with open(run, "a") as file:
+        file.write(f"{prompt!r} {response!r}\n")
+    return float(len(response) % 2)

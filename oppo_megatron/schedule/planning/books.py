@@ -182,6 +182,12 @@ class ScoringBook(Book):
         self._ledger[OUTPUTS][rows] = 0
         self._replicas.remove(*seq_ids)
 
+    def give_up(self, *seq_ids: int) -> None:
+        """The sequences leave untrained, whatever was read of them."""
+        rows = self._ledger.rows(np.array(seq_ids, dtype=np.int64))
+        self._close(rows[self._ledger[CACHED][rows] != ABSENT])
+        self.forget(*seq_ids)
+
     def reset(self) -> None:
         """The weights changed: nothing that is cached or computed is valid any more."""
         self._ledger[OUTPUTS][:] = 0
