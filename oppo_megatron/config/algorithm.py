@@ -61,7 +61,7 @@ PRESETS = {
         "group_mean", "none", "token", "clip", "constant", NO_KL, group_size=8,
     ),
     "dapo": Preset(
-        "GRPO over tokens, with more room for a ratio to grow, and a filter of groups", "arXiv 2503.14476",
+        "GRPO over tokens, with more room for a ratio to grow", "arXiv 2503.14476",
         "group_mean", "group_std", "token", "clip", "token_mean", NO_KL, {"clip_high": 0.28}, group_size=16, filter={},
     ),
     "gspo": Preset(
