@@ -13,11 +13,10 @@ from torch import Tensor
 from oppo_megatron.algorithms.advantages import NOTHING_SEEN, Moments
 from oppo_megatron.algorithms.experience import Experience, ScoredBatch, build_experience
 from oppo_megatron.algorithms.losses import ActorTargets, PolicyStats, Surrogate, ValueStats, actor_loss, value_loss
-from oppo_megatron.algorithms.overlong import Overlong
+from oppo_megatron.algorithms.overlong import NO_LIMIT, Overlong
 from oppo_megatron.algorithms.reduction import row_weights
 from oppo_megatron.algorithms.staleness import ratio_base
 from oppo_megatron.config.algorithm import AlgorithmConfig
-from oppo_megatron.config.filtering import OverlongConfig
 from oppo_megatron.config.ppo import PPOConfig
 from oppo_megatron.config.run import TrainConfig
 
@@ -30,19 +29,18 @@ class Algorithm:
     ppo: PPOConfig
     group_size: int
     longest: int
-    overlong: OverlongConfig = OverlongConfig()
+    overlong: Overlong = NO_LIMIT
 
     @classmethod
     def of(cls, config: TrainConfig) -> Algorithm:
-        rollout = config.rollout
-        return cls(config.algorithm, config.ppo, rollout.group_size, rollout.max_response_tokens, config.overlong)
+        size, longest = config.rollout.group_size, config.rollout.max_response_tokens
+        return cls(config.algorithm, config.ppo, size, longest, Overlong(config.overlong, longest))
 
     def experience(
         self, scored: ScoredBatch, kl_coefficient: float, check: bool = True, seen: Moments = NOTHING_SEEN
     ) -> Experience:
         """What the update trains on.  Raises as `build_experience` does."""
-        overlong = Overlong(self.overlong, self.longest)
-        return build_experience(scored, self.choices, self.ppo, kl_coefficient, check, seen, overlong)
+        return build_experience(scored, self.choices, self.ppo, kl_coefficient, check, seen, self.overlong)
 
     @property
     def needs_proximal(self) -> bool:

@@ -13,16 +13,11 @@ from torch import Tensor
 from oppo_megatron.algorithms.advantages import NOTHING_SEEN, Moments, clip_scores, gae, token_rewards, whiten
 from oppo_megatron.algorithms.baselines import compared, equal_groups
 from oppo_megatron.algorithms.kl import kl_per_token
-from oppo_megatron.algorithms.overlong import Overlong
+from oppo_megatron.algorithms.overlong import NO_LIMIT, Overlong
 from oppo_megatron.algorithms.packed import Lengths, last_tokens, lengths_like, row_sums
 from oppo_megatron.config.algorithm import AlgorithmConfig
-from oppo_megatron.config.filtering import OverlongConfig
 from oppo_megatron.config.ppo import PPOConfig
 from oppo_megatron.errors import NumericsError, RewardError
-
-
-NO_LIMIT = Overlong(OverlongConfig(), longest=0)
-"""Nothing is said of long responses."""
 
 
 @dataclass(frozen=True)

@@ -32,3 +32,7 @@ class Overlong:
     def counted(self, truncated_B: Tensor) -> Tensor | None:
         """Which responses the actor's loss counts (bool, [B]); None: all."""
         return ~truncated_B if self.settings.mask else None
+
+
+NO_LIMIT = Overlong(OverlongConfig(), longest=0)
+"""Nothing is said of long responses."""
