@@ -93,17 +93,15 @@ def build_experience(
     """Rewards, advantages and returns of the whole global batch, without gradient.
 
     Scores are clipped first, then normalised (`seen`: those of all batches trained before); `truncated_score`,
-    `missing_eos_penalty` and the penalty of `overlong` then stand as the user wrote them.  The KL enters a response's score with `kl.mode: score`, the
-    rewards of its tokens with `penalty`.  Raises RewardError for a score, NumericsError for any other quantity that is not
-    finite, unless `check` is false: then what follows from such a quantity is not finite either.
+    `missing_eos_penalty` and `overlong` then stand as the user wrote them.  The KL enters a response's score with
+    `kl.mode: score`, the rewards of its tokens with `penalty`.  Raises RewardError for a score, NumericsError for any other
+    quantity that is not finite, unless `check` is false: then what follows from such a quantity is not finite either.
     """
     lengths_B = lengths_like(scored.behaviour_logp_T, scored.lengths_B)
     if check:
         _check_inputs(scored, lengths_B)
     with torch.no_grad():
-        kl_T = _kl(scored, ppo)
-        if check and kl_T is not None:
-            _check_tokens("KL to the reference", kl_T, lengths_B)
+        kl_T = _kl(scored, ppo, lengths_B if check else None)
         scores_B, shaped_B, moments = _trained_scores(scored, lengths_B, ppo, seen, overlong)
         rewards_T, compared_T = _rewards(scored, scores_B, kl_T, lengths_B, choices, ppo.kl.mode, kl_coefficient)
         advantages_T, returns_T = _advantages(rewards_T, compared_T, scored.values_T, lengths_B, choices, ppo)
@@ -113,8 +111,8 @@ def build_experience(
             advantages_T=whiten(advantages_T) if choices.scale == "whiten" else advantages_T,
             returns_T=returns_T,
             old_logp_T=scored.behaviour_logp_T.detach(),
-            reference_logp_T=None if scored.reference_logp_T is None else scored.reference_logp_T.detach(),
-            old_values_T=None if scored.values_T is None else scored.values_T.detach(),
+            reference_logp_T=_detached(scored.reference_logp_T),
+            old_values_T=_detached(scored.values_T),
             kl_T=kl_T,
             rewards_T=rewards_T,
             lengths_B=lengths_B,
@@ -124,10 +122,18 @@ def build_experience(
         )
 
 
-def _kl(scored: ScoredBatch, ppo: PPOConfig) -> Tensor | None:
+def _detached(x_T: Tensor | None) -> Tensor | None:
+    return None if x_T is None else x_T.detach()
+
+
+def _kl(scored: ScoredBatch, ppo: PPOConfig, lengths_B: Tensor | None) -> Tensor | None:
+    """[T], finite where lengths are given to check it by; None where there is no reference."""
     if scored.reference_logp_T is None:
         return None
-    return kl_per_token(scored.behaviour_logp_T, scored.reference_logp_T, ppo.kl.estimator)
+    kl_T = kl_per_token(scored.behaviour_logp_T, scored.reference_logp_T, ppo.kl.estimator)
+    if lengths_B is not None:
+        _check_tokens("KL to the reference", kl_T, lengths_B)
+    return kl_T
 
 
 def _rewards(

@@ -121,7 +121,7 @@ class RoundRunner:
         """Finished rollouts that will not be trained, and may not have been read."""
         seq_ids = [rollout.seq_id for rollout in rollouts]
         for book in self.planner.scorers.values():
-            book.give_up(*seq_ids)
+            book.forget(*seq_ids, unread=True)
         for worker in self.scoring.values():
             for seq_id in seq_ids:
                 worker.give_up(seq_id)

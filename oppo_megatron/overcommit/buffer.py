@@ -99,15 +99,9 @@ class RolloutBuffer:
     """Rollouts from admission to training; see the state machine and the invariants at the top of this file."""
 
     def __init__(
-        self,
-        batch_size: int,
-        delta: int,
-        max_deferrals: int,
-        *,
-        backfill: bool = False,
-        group_size: int = 1,
+        self, batch_size: int, delta: int, max_deferrals: int, *, backfill: bool = False, group_size: int = 1,
         filtered: bool = False,
-    ):
+    ):  # fmt: skip
         """`batch_size` counts rollouts, of whole groups; `delta` counts groups.  `filtered`: groups wait for verdicts."""
         assert batch_size >= 1 and delta >= 0 and max_deferrals >= 1 and batch_size % group_size == 0
         self.batch_size = batch_size

@@ -124,7 +124,12 @@ class GroupFilter:
     def state_dict(self) -> dict[str, Any]:
         """In plain JSON types; a score that is no finite number is null."""
         scores = [[i, [x if math.isfinite(x) else None for x in parts]] for i, parts in self.scores.items()]
-        return {"labels": list(self.rule.labels), "scores": scores, "kept": self.counts.kept, "dropped": self.counts.dropped}
+        return {
+            "labels": list(self.rule.labels),
+            "scores": scores,
+            "kept": self.counts.kept,
+            "dropped": self.counts.dropped,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Continue from `state`, whose rollouts the buffer holds; what was judged by other parts is judged anew."""
@@ -184,7 +189,7 @@ class GroupFilter:
         if counts.judged >= self.rule.max_groups:
             size = self.scheduler.buffer.group_size
             raise SamplingError(
-                f"{counts.judged} groups were judged in this step, and {counts.kept} of them kept ({counts.keep_rate:.1%}), but a "
-                f"batch has {self.scheduler.buffer.batch_size // size}: the responses to most prompts are all equally good; use "
-                "prompts that the policy answers rightly now and then, or raise rollout.group_size or filter.max_groups"
+                f"{counts.judged} groups were judged in this step, and {counts.kept} of them kept ({counts.keep_rate:.1%}), but "
+                f"a batch has {self.scheduler.buffer.batch_size // size}: the responses to most prompts are all equally good; "
+                "use prompts that the policy answers rightly now and then, or raise rollout.group_size or filter.max_groups"
             )

@@ -197,6 +197,12 @@ class RewardSum:
             if isinstance(summand.function, RemoteReward) and summand.label not in known:
                 summand.function.request(items)
 
+    def forget(self, seq_id: int) -> None:
+        """No score of this sequence will be taken any more."""
+        for summand in self.summands:
+            if isinstance(summand.function, RemoteReward):
+                summand.function.forget(seq_id)
+
     def close(self) -> None:
         """End threads and processes."""
         for summand in self.summands:

@@ -96,7 +96,10 @@ class Rollouts:
                     self.rounds.run([], due, 1, Decoding(self.buffer.clock, 0, self.buffer.readiness), frozenset())
             return self.exchange.judge(due, self.rounds, labels)
 
-        self.rounds.give_up(groups.settle(judge))
+        dropped = groups.settle(judge)
+        self.rounds.give_up(dropped)
+        for rollout in dropped:
+            self.exchange.rewards.forget(rollout.seq_id)
 
     def take_batch(self) -> list[Rollout]:
         """The first B that finished leave the buffer; the others are deferred."""

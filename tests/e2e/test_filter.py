@@ -74,7 +74,9 @@ def test_groups_that_are_all_the_same_are_dropped(workspace: Workspace, sequenti
     rewards = {row["seq_id"]: row["reward"] for row in sequential.rollouts}
     groups = {seq_id // GROUP for seq_id in rewards}
     assert all(rewards[GROUP * g] != rewards[GROUP * g + 1] for g in groups)
-    assert dropped(sequential) > 1 and sum(line["backfilled"] for line in sequential.metrics) == GROUP * dropped(sequential)
+    assert dropped(sequential) > 1 and sum(line["backfilled"] for line in sequential.metrics) == GROUP * dropped(
+        sequential
+    )
     assert max(groups) + 1 == len(groups) + dropped(sequential), "no prompt beyond the last that was needed"
     for line in sequential.metrics:
         assert line["keep_rate"] == 3 / (3 + line["groups_dropped"])
@@ -87,7 +89,9 @@ def test_streamed_chunks_of_any_size_train_the_same(workspace: Workspace, sequen
     changes = {"overlap.intra": True, "overlap.chunk.tokens": chunk}
     outcome = run_ppo_ranks(dapo(workspace, f"chunk-{chunk}", **changes))
     assert_same(outcome, sequential)
-    assert [line["groups_dropped"] for line in outcome.metrics] == [line["groups_dropped"] for line in sequential.metrics]
+    assert [line["groups_dropped"] for line in outcome.metrics] == [
+        line["groups_dropped"] for line in sequential.metrics
+    ]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +99,7 @@ def test_streamed_chunks_of_any_size_train_the_same(workspace: Workspace, sequen
     [
         ("actor-scorers", {"placement": {"mode": "disaggregated"}, "overlap.chunk.tokens": 7}),
         ("kl-beside-actor", {"placement": {"mode": "disaggregated", "reference": "actor"}, "ppo.kl": {"mode": "penalty"}}),
-        pytest.param("dp2-dp2", {"placement": {"mode": "colocated", "actor": {"dp": 2}, "scorer": {"dp": 2}}}, marks=pytest.mark.long),
+        ("dp2-dp2", {"placement": {"mode": "colocated", "actor": {"dp": 2}, "scorer": {"dp": 2}}}),
         pytest.param("pp2-woven", {"placement": {"mode": "colocated", "actor": {"pp": 2}}}, marks=pytest.mark.long),
     ],
 )  # fmt: skip
@@ -122,7 +126,9 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(workspace: Workspace, by_mode
     config["checkpoint"] = {"resume": True}
     stop(config, rounds=4)
     assert_bit_equal(resumed(config), plain)
-    whole, stopped = (Counter(calls_of(workspace, f"{kind}-{placement}").read_text().splitlines()) for kind in ("whole", "stopped"))
+    whole, stopped = (
+        Counter(calls_of(workspace, f"{kind}-{placement}").read_text().splitlines()) for kind in ("whole", "stopped")
+    )
     assert stopped == whole
 
 
@@ -135,7 +141,9 @@ def flat(workspace: Workspace, name: str, unlike: int, **changes: Any) -> dict[s
 
 
 def test_a_filter_that_drops_everything_has_an_end(workspace: Workspace) -> None:
-    with pytest.raises(AssertionError, match=r"SamplingError.*3[0-2] groups were judged in this step, and 0 of them kept \(0\.0%\)"):
+    with pytest.raises(
+        AssertionError, match=r"SamplingError.*3[0-2] groups were judged in this step, and 0 of them kept \(0\.0%\)"
+    ):
         run_ppo_ranks(flat(workspace, "nothing", 0))
     with pytest.raises(AssertionError, match="none of the last 4 groups was worth training, and no step was made"):
         run_ppo_ranks(flat(workspace, "no-step", 0, **{"steps": None, "data.max_rows": 4}))
@@ -143,7 +151,10 @@ def test_a_filter_that_drops_everything_has_an_end(workspace: Workspace) -> None
 
 def test_prompts_of_which_nothing_is_left_end_the_run_after_its_last_batch(workspace: Workspace) -> None:
     """Three of five groups make a step; the others are dropped, and held-out prompts are answered once after it."""
-    heldout = {"data": {"path": str(workspace.root / "data" / "heldout.jsonl"), "max_prompt_tokens": 96}, "verifier": "arithmetic"}
+    heldout = {
+        "data": {"path": str(workspace.root / "data" / "heldout.jsonl"), "max_prompt_tokens": 96},
+        "verifier": "arithmetic",
+    }
     config = flat(workspace, "end", 3, **{"steps": None, "data.max_rows": 5, "evaluation": heldout | {"max_rows": 4}})
     outcome = run_ppo_ranks(config)
     assert [sorted(batch) for batch in outcome.batches()] == [list(range(BATCH))]

@@ -28,7 +28,9 @@ def overlong(**settings: Any) -> OverlongConfig:
     return OverlongConfig.model_validate(settings)
 
 
-def trl_soft_overlong_punishment(lengths: Sequence[int], max_completion_len: int, soft_punish_cache: int) -> list[float]:
+def trl_soft_overlong_punishment(
+    lengths: Sequence[int], max_completion_len: int, soft_punish_cache: int
+) -> list[float]:
     """`trl.rewards.get_soft_overlong_punishment` (1.12.0), as it goes over completions."""
     rewards = []
     for length in lengths:
@@ -67,7 +69,9 @@ def scored(lengths: Sequence[int], scores: Sequence[float], size: int) -> Scored
 
 def experience(batch: ScoredBatch, settings: OverlongConfig, **ppo: Any) -> Experience:
     choices = AlgorithmConfig.model_validate({"preset": "dr_grpo"})
-    algorithm = Algorithm(choices, PPOConfig.model_validate(ppo), batch.group_size, LONGEST, Overlong(settings, LONGEST))
+    algorithm = Algorithm(
+        choices, PPOConfig.model_validate(ppo), batch.group_size, LONGEST, Overlong(settings, LONGEST)
+    )
     return algorithm.experience(batch, 0.0)
 
 
@@ -124,7 +128,9 @@ def test_what_is_left_of_the_loss_is_what_trl_leaves(reduction: Reduction, count
         "all": [True] * 6, "some": [True, False, True, True, False, True], "one of a group": [True, False] * 3,
         "no group": [True, True, False, False, True, True], "none": [False] * 6,
     }[counted]  # fmt: skip
-    losses = list(torch.randn(sum(lengths), generator=torch.Generator().manual_seed(3), dtype=torch.float64).split(lengths))
+    losses = list(
+        torch.randn(sum(lengths), generator=torch.Generator().manual_seed(3), dtype=torch.float64).split(lengths)
+    )
     weights = row_weights(lengths, 2, reduction, LONGEST, of)
     share_T = to_tokens(torch.tensor(weights, dtype=torch.float64), torch.tensor(lengths), sum(lengths))
     loss = float(shared(torch.cat(losses), share_T).sum() / sum(lengths))

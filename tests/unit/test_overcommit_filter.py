@@ -86,7 +86,9 @@ class Simulation:
         self.story.dropped += [(self.buffer.clock, rollout.seq_id) for rollout in dropped]
         self.story.known.append(self.filter.known)
         held = {rollout.seq_id for rollout in self.buffer.rollouts}
-        for group in {seq_id // self.run.group_size for seq_id in held if self.run.drops(seq_id // self.run.group_size)}:
+        for group in {
+            seq_id // self.run.group_size for seq_id in held if self.run.drops(seq_id // self.run.group_size)
+        }:
             members = range(group * self.run.group_size, (group + 1) * self.run.group_size)
             assert not self.filter.scores.keys() >= set(members), "a group leaves with its last member's verdict"
 
@@ -144,7 +146,9 @@ class Simulation:
 
     def restored(self) -> Simulation:
         """Through JSON, as a checkpoint keeps it."""
-        state = json.loads(json.dumps([self.scheduler.state_dict(), self.filter.state_dict(), self.deltas.state_dict()]))
+        state = json.loads(
+            json.dumps([self.scheduler.state_dict(), self.filter.state_dict(), self.deltas.state_dict()])
+        )
         to_train = None if self.run.steps is None else (self.run.steps - self.done) * self.run.batch_size
         again = Simulation(self.run, self.scheduler.position, to_train, Deltas(self.run.deltas))
         again.scheduler.load_state_dict(state[0], self.buffer.rollouts)
@@ -258,7 +262,12 @@ def test_batches_agree_with_the_naive_model(run: Run, chunk_tokens: int) -> None
 def naive_batches(run: Run) -> list[list[tuple[int, int]]]:
     """An independent model with no buffer, no rounds and no state of verdicts: (sequence, finish clock) of each batch."""
     n = run.group_size
-    waiting, held, batches, clock = list(range(len(run.lengths) // n)), dict[int, NaiveGroup](), list[list[tuple[int, int]]](), 0
+    waiting, held, batches, clock = (
+        list(range(len(run.lengths) // n)),
+        dict[int, NaiveGroup](),
+        list[list[tuple[int, int]]](),
+        0,
+    )
 
     def enter() -> None:
         places = run.batch_size // n + run.deltas[len(batches) % len(run.deltas)]
@@ -338,7 +347,7 @@ def plain_run(**changes: Any) -> Run:
 
 
 def test_a_filter_that_drops_everything_ends_the_run_with_its_keep_rate() -> None:
-    with pytest.raises(SamplingError, match=r"^6 groups were judged in this step, and 0 of them kept \(0\.0%\), but a batch has 2"):
+    with pytest.raises(SamplingError, match=r"^6 groups were judged in this step, and 0 of them kept \(0\.0%\), but a"):
         Simulation(plain_run(scores=[1.0] * 40, max_groups=6)).play(7)
     story = Simulation(plain_run(scores=[1.0] * 40)).play(7)
     assert story.batches == [] and len(story.dropped) == 40, "without a bound the prompts are the end"

@@ -320,7 +320,7 @@ def test_a_sequence_that_is_given_up_leaves_its_slot_whatever_was_read_of_it() -
     half_read, waiting, unknown = (rollout(i, 2, 1) for i in (0, 1, 2))
     book.plan([half_read, waiting], BUDGET)
     assert [book.num_open(replica) for replica in (0, 1)] == [1, 1]
-    book.give_up(half_read.seq_id, unknown.seq_id)
+    book.forget(half_read.seq_id, unknown.seq_id, unread=True)
     assert [book.num_open(replica) for replica in (0, 1)] == [0, 1]
     assert book.state_dict()["replicas"] == [(1, 1)] and book.state_dict()["outputs"] == []
     works = book.plan([waiting, unknown], BUDGET)
