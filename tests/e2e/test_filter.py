@@ -98,7 +98,6 @@ def test_streamed_chunks_of_any_size_train_the_same(workspace: Workspace, sequen
     ("name", "changes"),
     [
         ("actor-scorers", {"placement": {"mode": "disaggregated"}, "overlap.chunk.tokens": 7}),
-        ("kl-beside-actor", {"placement": {"mode": "disaggregated", "reference": "actor"}, "ppo.kl": {"mode": "penalty"}}),
         ("dp2-dp2", {"placement": {"mode": "colocated", "actor": {"dp": 2}, "scorer": {"dp": 2}}}),
         pytest.param("pp2-woven", {"placement": {"mode": "colocated", "actor": {"pp": 2}}}, marks=pytest.mark.long),
     ],
@@ -106,13 +105,21 @@ def test_streamed_chunks_of_any_size_train_the_same(workspace: Workspace, sequen
 def test_every_layout_trains_as_one_rank(
     workspace: Workspace, by_model: Outcome, name: str, changes: dict[str, Any]
 ) -> None:
-    alone = by_model
-    if kl := {key: value for key, value in changes.items() if key == "ppo.kl"}:
-        alone = run_ppo_ranks(dapo(workspace, f"{name}-alone", MODEL, delta=1, **kl))
     outcome = run_ppo_ranks(dapo(workspace, name, MODEL, delta=1, **{"overlap.intra": True}, **changes))
-    assert_same(outcome, alone)
-    assert dropped(outcome) == dropped(alone) > 1
+    assert_same(outcome, by_model)
+    assert dropped(outcome) == dropped(by_model) > 1
     assert_once(workspace, name, outcome)
+
+
+def test_dropped_groups_leave_scorers_that_have_read_a_part_of_them(workspace: Workspace) -> None:
+    """A reference reads a chunk while the next is decoded, or, beside the actor, nothing before the batch is complete."""
+    kl = {"ppo.kl": {"mode": "penalty", "coefficient": 0.1}}
+    alone = run_ppo_ranks(dapo(workspace, "kl", delta=1, **kl))
+    for place in ("scorer", "actor"):
+        streamed = {"placement": {"mode": "disaggregated", "reference": place}, "overlap.intra": True, "overlap.chunk.tokens": 7}
+        outcome = run_ppo_ranks(dapo(workspace, f"kl-{place}", delta=1, **kl, **streamed))
+        assert_same(outcome, alone)
+        assert dropped(outcome) == dropped(alone) > 1
 
 
 @pytest.mark.parametrize("placement", ["single", "disaggregated"])

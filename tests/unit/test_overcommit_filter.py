@@ -387,3 +387,25 @@ def test_scores_of_other_parts_are_judged_anew() -> None:
     assert simulation.filter.scores == {}
     simulation.filter.load_state_dict(state)
     assert simulation.filter.scores == {0: [0.0], 2: [0.0]}
+
+
+def test_no_response_ends_a_round_of_a_filtered_step() -> None:
+    """Verdicts do, between rounds: what ends within one leaves the decode batch as it is planned."""
+    simulation = Simulation(plain_run(deltas=[0]))
+    simulation.begin()
+    readiness = simulation.buffer.readiness()
+    for rollout in simulation.buffer.active:
+        readiness.finish(rollout.seq_id)
+    assert not readiness.ready
+    simulation.round(64)
+    assert simulation.buffer.clock == 4 and simulation.buffer.readiness().ready
+
+
+def test_a_step_that_is_resumed_where_prompts_are_due_leaves_them_to_backfill() -> None:
+    """They count as backfilled, as if the run had not been stopped."""
+    simulation = Simulation(plain_run(scores=[1.0] * 40, deltas=[0]))
+    simulation.begin()
+    simulation.round(64)
+    assert len(simulation.buffer) == 0 and simulation.buffer.clock == simulation.scheduler.due == 4
+    again = simulation.restored().scheduler
+    assert again.refill() == [] and len(again.backfill()) == 4
