@@ -369,6 +369,15 @@ def test_a_group_is_known_to_be_kept_as_soon_as_two_members_differ() -> None:
     assert set(equal.known) == {0}, "what has ended is the same: nothing is known"
 
 
+def test_the_error_counts_what_is_known_to_be_kept() -> None:
+    """The first group is dropped, and two members of the second differ while the third is decoded."""
+    run = plain_run(
+        lengths=[1, 1, 1, 3, 3, 30], scores=[1.0, 1.0, 1.0, 0.0, 1.0, 1.0], group_size=3, batch_size=3, max_groups=1
+    )
+    with pytest.raises(SamplingError, match=r"1 groups were judged .* but a batch has 1 \(1 more will be kept when"):
+        Simulation(run).play(4)
+
+
 def test_scores_that_are_no_numbers_are_never_dropped() -> None:
     """A guard is to see them."""
     nan = float("nan")
