@@ -42,6 +42,8 @@ def test_rows_and_remarks(tmp_path: Path) -> None:
     result = compare(demos)
     assert [row["speedup"] for row in result["results"]] == pytest.approx([2.0, 1.5])
     assert [row["reward_per_second"] for row in result["results"]] == pytest.approx([2.0, 0.75])
+    rates = result["tests"]["reward per second"]
+    assert (rates["base_mean"], rates["other_mean"]) == pytest.approx(((0.5 + 0.8 / 1.2) / 2, (1.0 + 0.5) / 2))
     assert result["tests"]["held-out accuracy"]["difference_mean"] == pytest.approx(0.0)
     text = "\n".join(remarks(result))
     assert "difference -0.200" in text
