@@ -148,7 +148,7 @@ def _rewards(
     """Rewards of the tokens, KL included where it enters them, and the same of scores that have been `compared`; both [T]."""
     if mode == "score" and kl_T is not None:
         scores_B = scores_B - kl_coefficient * row_sums(kl_T, lengths_B)
-    penalty_T = kl_T if mode == "penalty" else None
+    penalty_T = kl_T if mode == "penalty" and kl_T is not None else torch.zeros_like(scored.behaviour_logp_T)
     rewards_T = token_rewards(scores_B, penalty_T, lengths_B, kl_coefficient)
     if not choices.compares:
         return rewards_T, rewards_T
