@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-SUPERVISED = ("sft", "rm")
+SUPERVISED = ("sft", "rm", "prm")
 SERVICES = ("serve-reward", "serve-scorer")
 
 
 def guess_kind(path: Path, overrides: Sequence[str] = ()) -> str:
     """The command that most of the keys belong to; where several have as many, one that they are enough for.
 
-    The overrides' keys count beside the file's.  `rm` where a model starts from a fresh scalar head.
+    The overrides' keys count beside the file's.  `prm` where steps have a separator or labels; else
+    `rm` where a model starts from a fresh scalar head.
     """
     from oppo_megatron.config.load import read_tree
 
@@ -20,7 +21,13 @@ def guess_kind(path: Path, overrides: Sequence[str] = ()) -> str:
     keys = set(tree)
     kind = max(("train", "sft", *SERVICES), key=lambda kind: (len(keys & _fields(kind)), not _required(kind) - keys))
     model = tree.get("model")
-    return "rm" if kind == "sft" and isinstance(model, dict) and model.get("fresh_head") else kind
+    if kind != "sft":
+        return kind
+    data = tree.get("data")
+    columns = data.get("columns") if isinstance(data, dict) else None
+    if "separator" in tree or (isinstance(columns, dict) and {"completions", "labels"} & columns.keys()):
+        return "prm"
+    return "rm" if isinstance(model, dict) and model.get("fresh_head") else kind
 
 
 def require_kind(kind: str, path: Path, overrides: Sequence[str]) -> None:

@@ -1,4 +1,6 @@
-"""`oppo sft`: supervised fine-tuning of an actor.  `oppo rm`: a reward model from preference pairs."""
+"""`oppo sft`: supervised fine-tuning of an actor.  `oppo rm`: a reward model from preference pairs.  `oppo prm`: a process
+reward model from steps with labels.
+"""
 
 from __future__ import annotations
 

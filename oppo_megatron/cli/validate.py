@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,13 +55,13 @@ def run_lines(kind: str, path: Path, overrides: Sequence[str], *, skip_data: boo
 def tokenizer_lines(settings: TrainSettings | SupervisedConfig) -> list[str]:
     """With what the tokenizer was compared, after the checks found it the same."""
     from oppo_megatron.config.model import PlacementConfig
-    from oppo_megatron.config.run import RewardModelConfig, TrainSettings
+    from oppo_megatron.config.run import TrainSettings
     from oppo_megatron.preflight.validate import Role, compare_with_roles, train_roles
 
     if isinstance(settings, TrainSettings):
         roles = list(train_roles(settings.settled() or settings.with_placement(PlacementConfig(mode="single"))))
     else:
-        roles = [Role("model", settings.model, scalar=isinstance(settings, RewardModelConfig))]
+        roles = [Role("model", settings.model, scalar=settings.SCALAR)]
     return compare_with_roles(settings.tokenizer, roles)[1]
 
 
@@ -93,14 +94,17 @@ def data_lines(settings: TrainSettings | SupervisedConfig) -> list[str]:
 
 def _supervised_lines(settings: SupervisedConfig) -> list[str]:
     from oppo_megatron.config.data import DataConfig
-    from oppo_megatron.config.run import SFTConfig
+    from oppo_megatron.config.run import ProcessRewardModelConfig, SFTConfig
     from oppo_megatron.data.heldout_split import describe_seen, read_heldout
     from oppo_megatron.data.rows import Quarantine
-    from oppo_megatron.data.supervised_rows import load_completions, load_pairs, num_duplicates
+    from oppo_megatron.data.supervised_rows import load_completions, load_pairs, load_steps, num_duplicates
     from oppo_megatron.data.tokenizer import load_tokenizer
     from oppo_megatron.train.inputs import describe_first, describe_quarantine
 
-    quarantine, load = Quarantine(), load_completions if isinstance(settings, SFTConfig) else load_pairs
+    quarantine = Quarantine()
+    load: Callable[..., list[Any]] = load_completions if isinstance(settings, SFTConfig) else load_pairs
+    if isinstance(settings, ProcessRewardModelConfig):
+        load = partial(load_steps, separator=settings.separator)
     tokenizer = load_tokenizer(settings.tokenizer, settings.model.checkpoint)
 
     def read(data: DataConfig) -> list[Any]:

@@ -10,6 +10,8 @@ from pydantic import Field
 from oppo_megatron.config.base import Section, Unit
 from oppo_megatron.config.remote import IsolationConfig, RemoteRewardConfig
 
+STEP_SEPARATOR = "\n"
+
 
 class TokenizerConfig(Section):
     """A Hugging Face tokenizer directory, or a sentencepiece `.model` file."""
@@ -32,6 +34,10 @@ class ColumnsConfig(Section):
     completion: str | None = Field(None, description="the answer to learn (`oppo sft`)")
     chosen: str | None = Field(None, description="the better answer (`oppo rm`)")
     rejected: str | None = Field(None, description="the worse answer (`oppo rm`)")
+    completions: str | None = Field(None, description="the steps of the answer: a list of texts (`oppo prm`)")
+    labels: str | None = Field(
+        None, description="for each step whether it is right: true or false, or a number from 0 to 1 (`oppo prm`)"
+    )
 
 
 class DataConfig(Section):
@@ -64,7 +70,7 @@ class DataConfig(Section):
     max_prompt_tokens: int = Field(1024, ge=1, description="longest prompt (`oppo train`)")
     long_rows: Literal["error", "truncate", "quarantine"] = Field(
         "error",
-        description="a longer prompt ends the run, is cut to its end, or is set aside; for `oppo sft` and `oppo rm` "
+        description="a longer prompt ends the run, is cut to its end, or is set aside; for `oppo sft`, `oppo rm` and `oppo prm` "
         "the same for a row of more than `max_tokens`, by default `quarantine`",
     )
     shuffle: bool = Field(True, description="a new order each epoch, from the seed; false: the file's order")
@@ -108,4 +114,6 @@ KNOWN_NAMES: dict[str, tuple[str, ...]] = {
     "completion": ("completion", "response", "answer", "output"),
     "chosen": ("chosen",),
     "rejected": ("rejected",),
+    "completions": ("completions", "steps"),
+    "labels": ("labels",),
 }

@@ -16,13 +16,14 @@ from pydantic.fields import FieldInfo
 
 from oppo_megatron.config.base import Section, Unit
 from oppo_megatron.config.explain import section_in
-from oppo_megatron.config.run import RewardModelConfig, SFTConfig, TrainSettings
+from oppo_megatron.config.run import ProcessRewardModelConfig, RewardModelConfig, SFTConfig, TrainSettings
 from oppo_megatron.config.serve import ServeRewardConfig, ServeScorerConfig
 
 COMMANDS: dict[str, type[Section]] = {
     "train": TrainSettings,
     "sft": SFTConfig,
     "rm": RewardModelConfig,
+    "prm": ProcessRewardModelConfig,
     "serve-reward": ServeRewardConfig,
     "serve-scorer": ServeScorerConfig,
 }

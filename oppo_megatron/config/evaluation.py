@@ -76,7 +76,7 @@ class EarlyStopConfig(Section):
 
     metric: str = Field(
         ...,
-        description="a metric of `evaluation`: `accuracy`, the label of a part, `response_tokens`; for sft and rm "
+        description="a metric of `evaluation`: `accuracy`, the label of a part, `response_tokens`; for sft, rm and prm "
         "`loss`, ... Lower is better for `loss` and `truncated`, higher for others; `min toxicity` and `max length` "
         "override this",
     )

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
 from oppo_megatron.config.base import Section, Unit
-from oppo_megatron.config.data import DataConfig, RewardPart, TokenizerConfig
+from oppo_megatron.config.data import STEP_SEPARATOR, DataConfig, RewardPart, TokenizerConfig
 from oppo_megatron.config.debug import DebugConfig
 from oppo_megatron.config.evaluation import (
     ACCURACY,
@@ -62,7 +62,7 @@ def _of_dtype(role: Any, dtype: Any) -> Any:
 
 
 def _with_long_rows(settings: Any) -> Any:
-    """The settings of `oppo sft` and `oppo rm`, where `long_rows` is `quarantine` by default, for held-out rows as for others."""
+    """The settings of supervised training, where `long_rows` is `quarantine` by default, for held-out rows as for others."""
     data = settings.get("data") if isinstance(settings, dict) else None
     if not isinstance(data, dict):
         return settings
@@ -207,7 +207,7 @@ class TrainConfig(TrainSettings):
 
 
 class SupervisedConfig(RunConfig):
-    """Settings that `oppo sft` and `oppo rm` share."""
+    """Settings that `oppo sft`, `oppo rm` and `oppo prm` share."""
 
     epochs: Annotated[float, Unit("passes")] = Field(1.0, gt=0, description="passes over the data; may be a fraction")
     batch_size: Annotated[int, Unit("rows")] = Field(32, ge=1, description="rows (pairs for `rm`) per optimizer step")
@@ -223,6 +223,8 @@ class SupervisedConfig(RunConfig):
         return _with_long_rows(_with_common_dtype(data, ("model",)))
 
     USUAL_RATE: ClassVar[UsualRate] = UsualRate(1e-5, 1e-4)
+    SCALAR: ClassVar[bool] = False
+    """Whether the model has a scalar head in place of the language model's."""
 
     @model_validator(mode="after")
     def _learning_rate(self) -> Self:
@@ -246,3 +248,17 @@ class RewardModelConfig(SupervisedConfig):
     """`oppo rm`: Bradley-Terry loss on chosen / rejected pairs."""
 
     METRICS = (LOSS, ACCURACY, MARGIN)
+    SCALAR = True
+
+
+class ProcessRewardModelConfig(SupervisedConfig):
+    """`oppo prm`: binary cross-entropy on the labels of steps."""
+
+    separator: str = Field(
+        STEP_SEPARATOR,
+        min_length=1,
+        description="text between two steps; a step ends with the token that completes it, the last one with the response",
+    )
+
+    METRICS = (LOSS, ACCURACY)
+    SCALAR = True

@@ -204,11 +204,11 @@ def train_holdings(config: TrainConfig, *, on_cpu: bool) -> list[Holding]:
 
 
 def supervised_holdings(config: SupervisedConfig, *, on_cpu: bool) -> list[Holding]:
-    """The model's share on every rank of `oppo sft` or `oppo rm`."""
+    """The model's share on every rank of `oppo sft`, `oppo rm` or `oppo prm`."""
     layout = config.parallel
     placement = RolePlacement(tuple(range(layout.num_ranks)), layout.tp, layout.pp, layout.dp)
-    model = _Model.of(config.model, scalar=isinstance(config, RewardModelConfig))
-    sequences = 2 if model.scalar else 1  # a chosen and a rejected completion
+    model = _Model.of(config.model, scalar=config.SCALAR)
+    sequences = 2 if isinstance(config, RewardModelConfig) else 1  # a chosen and a rejected completion
     rows, tokens = ceil(config.batch_size / placement.dp), config.runtime.micro_batch_tokens
     batch = TrainingBatch(tokens, rows * sequences * config.max_tokens)
     shown = {"rows a batch": config.batch_size, "rows a replica": rows, "micro-batch tokens": tokens}

@@ -10,7 +10,7 @@ from typing import Any
 from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.config.derived import max_context
 from oppo_megatron.config.model import LearningModelConfig, ModelConfig, PlacementConfig
-from oppo_megatron.config.run import RewardModelConfig, SupervisedConfig, TrainConfig, TrainSettings
+from oppo_megatron.config.run import SupervisedConfig, TrainConfig, TrainSettings
 from oppo_megatron.config.serve import ServeRewardConfig, ServeScorerConfig
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.layout.checks import check_auto_placement, check_layouts, check_supervised_layout
@@ -53,10 +53,10 @@ def train_problems(settings: TrainSettings) -> list[str]:
 
 
 def supervised_problems(config: SupervisedConfig) -> list[str]:
-    """Every problem of an SFT or reward-model configuration."""
+    """Every problem of a configuration of supervised training."""
     problems = check_supervised(config)
     vocab_size = _vocab_size(config.tokenizer, problems)
-    role = Role("model", config.model, scalar=isinstance(config, RewardModelConfig))
+    role = Role("model", config.model, scalar=config.SCALAR)
     shape = _check_role(role, config.max_tokens, vocab_size, problems)
     problems += compare_with_roles(config.tokenizer, [role])[0]
     return problems if shape is None else problems + check_supervised_layout(config, shape)

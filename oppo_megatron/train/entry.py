@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -34,12 +34,12 @@ from oppo_megatron.train.saving.saver import Saver
 from oppo_megatron.train.saving.telling import tell_of_nothing
 from oppo_megatron.train.setup import build_loop
 from oppo_megatron.train.shared_directory import share_run_directory
-from oppo_megatron.train.supervised import run_reward_model, run_sft
+from oppo_megatron.train.supervised import run_process_reward_model, run_reward_model, run_sft
 from oppo_megatron.train.weights import save_role
 
 
 def run_rank(kind: str, config: Any) -> int:
-    """Run one rank of a `train`, `sft` or `rm` job; returns its exit code.
+    """Run one rank of a `train`, `sft`, `rm` or `prm` job; returns its exit code.
 
     RANK, WORLD_SIZE and the rest come from the environment.
     """
@@ -50,7 +50,12 @@ def run_rank(kind: str, config: Any) -> int:
         with _told_of_memory(), clear_when_full(config.run_dir):
             if kind == "train":
                 return _run_train(config)
-            return 0 if (run_sft if kind == "sft" else run_reward_model)(config) else EXIT_REQUEUE
+            train: dict[str, Callable[[Any], bool]] = {
+                "sft": run_sft,
+                "rm": run_reward_model,
+                "prm": run_process_reward_model,
+            }
+            return 0 if train[kind](config) else EXIT_REQUEUE
     except LessAtOnce as error:
         lower_memory_limit(run, layout_tree(config), error.limit, error.most)
         print(f"{error}; from the last checkpoint on at most {error.most}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""`oppo sft` and `oppo rm`, from the configuration to the weights.
+"""`oppo sft`, `oppo rm` and `oppo prm`, from the configuration to the weights.
 
 Every rank reads all rows, and a replica trains its share of each batch.  The model's output rank (first of the last
 pipeline stage) has the loss, so it alone owns the run directory; the weights in it are written by the model's first rank.
@@ -7,7 +7,7 @@ pipeline stage) has the loss, so it alone owns the run directory; the weights in
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -16,7 +16,7 @@ from oppo_megatron.cluster.process_groups import use_once
 from oppo_megatron.cluster.world import World, open_world
 from oppo_megatron.config.data import DataConfig
 from oppo_megatron.config.load import dump_config
-from oppo_megatron.config.run import RewardModelConfig, SFTConfig, SupervisedConfig
+from oppo_megatron.config.run import ProcessRewardModelConfig, RewardModelConfig, SFTConfig, SupervisedConfig
 from oppo_megatron.data.heldout_split import read_heldout
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised_rows import BEGINNING
@@ -38,6 +38,7 @@ from oppo_megatron.train.heldout_rows import Heldout
 from oppo_megatron.train.logs.supervised_report import Report
 from oppo_megatron.train.logs.trackers import open_trackers
 from oppo_megatron.train.memory_meter import MemoryMeter, require_memory
+from oppo_megatron.train.process_reward_model import ProcessRewardModelling
 from oppo_megatron.train.reward_model import RewardModelling
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.supervised_saver import MODEL, FoundSupervised, SupervisedSaver, find_supervised
@@ -47,7 +48,7 @@ from oppo_megatron.train.shared_directory import share_run_directory
 from oppo_megatron.train.supervised_loop import SupervisedTrainer, Task
 from oppo_megatron.train.weights import save_role
 
-RowT = TypeVar("RowT", bound=tuple[list[int], ...])
+RowT = TypeVar("RowT", bound=tuple[list[Any], ...])
 
 
 def run_sft(config: SFTConfig) -> bool:
@@ -58,6 +59,11 @@ def run_sft(config: SFTConfig) -> bool:
 def run_reward_model(config: RewardModelConfig) -> bool:
     """Train a scalar head and the model below it on preferences.  Called on every rank; see `train_supervised`."""
     return _run(config, RewardModelling())
+
+
+def run_process_reward_model(config: ProcessRewardModelConfig) -> bool:
+    """Train a scalar head and the model below it on the labels of steps.  Called on every rank; see `train_supervised`."""
+    return _run(config, ProcessRewardModelling())
 
 
 def _run(config: SupervisedConfig, task: Task[RowT]) -> bool:

@@ -1,4 +1,4 @@
-"""The loop of `oppo sft` and `oppo rm`, on every rank; a task turns rows into micro-batches and gives their loss."""
+"""The loop of `oppo sft`, `oppo rm` and `oppo prm`, on every rank; a task turns rows into micro-batches and gives their loss."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from oppo_megatron.train.logs.supervised_report import Report
 from oppo_megatron.train.memory_meter import MemoryMeter
 from oppo_megatron.train.saving.supervised_saver import SupervisedSaver
 
-RowT = TypeVar("RowT", bound=tuple[list[int], ...])
+RowT = TypeVar("RowT", bound=tuple[list[Any], ...])
 
 
 class Task(Protocol[RowT]):

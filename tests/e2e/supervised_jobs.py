@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.cluster.world import World
-from oppo_megatron.config.run import RewardModelConfig, SFTConfig
+from oppo_megatron.config.run import ProcessRewardModelConfig, RewardModelConfig, SFTConfig
+from oppo_megatron.train.process_reward_model import ProcessRewardModelling
 from oppo_megatron.train.reward_model import RewardModelling
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.sft import FineTuning
@@ -29,6 +30,8 @@ def train(kind: str, settings: dict[str, Any], stop_after: int | None = None, mo
     with begun_within(train=most):
         if kind == "sft":
             train_supervised(SFTConfig(**settings), FineTuning(), world, preemption)
+        elif kind == "prm":
+            train_supervised(ProcessRewardModelConfig(**settings), ProcessRewardModelling(), world, preemption)
         else:
             train_supervised(RewardModelConfig(**settings), RewardModelling(), world, preemption)
 

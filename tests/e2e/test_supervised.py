@@ -1,4 +1,4 @@
-"""`oppo sft` and `oppo rm`: parity with transformers and torch, layouts, what a run leaves, bad input."""
+"""`oppo sft`, `oppo rm` and `oppo prm`: parity with transformers and torch, layouts, what a run leaves, bad input."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from tokenizers.pre_tokenizers import ByteLevel
-from torch.nn.functional import cross_entropy, logsigmoid
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, logsigmoid
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Qwen2Tokenizer
 
 from oppo_megatron.config.data import TokenizerConfig
-from oppo_megatron.config.run import RewardModelConfig, SFTConfig
-from oppo_megatron.data.arithmetic import DatasetSizes, Shape, write_dataset
+from oppo_megatron.config.run import ProcessRewardModelConfig, RewardModelConfig, SFTConfig
+from oppo_megatron.data.arithmetic import DatasetSizes, Shape, write_dataset, write_steps
 from oppo_megatron.data.supervised_rows import Pair
 from oppo_megatron.data.tokenizer import load_tokenizer, train_sentencepiece
 from oppo_megatron.errors import CapacityError, CheckpointError, ConfigError, DataError
 from oppo_megatron.rundir.trace import read_trace
 from oppo_megatron.train.reward_model import RewardModelling
-from oppo_megatron.train.supervised import run_reward_model, run_sft
+from oppo_megatron.train.supervised import run_process_reward_model, run_reward_model, run_sft
 from tests.support.hf import SIZES, save_tiny
 from tests.support.ranks import run_ranks
 
@@ -33,6 +33,7 @@ NUM_ROWS = 24
 SHAPE = {"model_type": "qwen2", **SIZES, "vocab_size": VOCAB, "tie_word_embeddings": True}
 OPTIMIZER = {"lr": 1e-2, "weight_decay": 0.1, "clip_grad": 0.5, "eps": 1e-4}
 COLUMNS = {"sft": ["completion"], "rm": ["chosen", "rejected"]}
+FILES = {"sft": "sft.jsonl", "rm": "pairs.jsonl", "prm": "steps.jsonl"}
 Settings = dict[str, Any]
 
 
@@ -42,6 +43,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("inputs")
     sizes = DatasetSizes(sft=NUM_ROWS, pairs=NUM_ROWS, prompts=1, heldout=1)
     paths = write_dataset(root, seed=7, sizes=sizes, shape=Shape(max_operations=4))
+    write_steps(root / FILES["prm"], seed=7, count=NUM_ROWS, shape=Shape(max_operations=4))
     rows = [json.loads(line) for line in paths["sft"].read_text().splitlines()]
     train_sentencepiece([row["prompt"] + row["completion"] for row in rows], root / "tokenizer.model", 280)
     save_tiny(root / "qwen2", "qwen2", vocab_size=VOCAB, tie_word_embeddings=True)
@@ -56,7 +58,7 @@ def settings(inputs: Path, kind: str, run_dir: Path, **changes: Any) -> Settings
         "batch_size": NUM_ROWS,
         "max_tokens": 120,
         "tokenizer": {"path": inputs / "tokenizer.model"},
-        "data": {"path": inputs / ("sft.jsonl" if kind == "sft" else "pairs.jsonl"), "shuffle": False},
+        "data": {"path": inputs / FILES[kind], "shuffle": False},
         "model": {"checkpoint": inputs / ("qwen2" if kind == "sft" else "classifier")},
         "optimizer": OPTIMIZER,
         "runtime": {"device": "cpu", "threads_per_rank": 1, "micro_batch_tokens": 300},
@@ -69,6 +71,8 @@ def run(kind: str, chosen: Settings) -> list[dict[str, Any]]:
     """Train in this process; the lines of metrics.jsonl."""
     if kind == "sft":
         run_sft(SFTConfig(**chosen))
+    elif kind == "prm":
+        run_process_reward_model(ProcessRewardModelConfig(**chosen))
     else:
         run_reward_model(RewardModelConfig(**chosen))
     return metrics(chosen["run_dir"])
@@ -81,17 +85,41 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 def token_rows(inputs: Path, kind: str) -> list[tuple[list[int], list[list[int]]]]:
     """(prompt, answers) of every row, each answer ended by EOS, as transformers would be given them."""
     tokenizer = load_tokenizer(TokenizerConfig(path=inputs / "tokenizer.model"))
-    path = inputs / ("sft.jsonl" if kind == "sft" else "pairs.jsonl")
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = [json.loads(line) for line in (inputs / FILES[kind]).read_text().splitlines()]
+    if kind == "prm":
+        return [
+            (tokenizer.encode(row["prompt"]), [[*tokenizer.encode("\n".join(row["completions"])), tokenizer.eos_id]])
+            for row in rows
+        ]
     return [
         (tokenizer.encode(row["prompt"]), [[*tokenizer.encode(row[c]), tokenizer.eos_id] for c in COLUMNS[kind]])
         for row in rows
     ]
 
 
-def reference_loss(model: Any, kind: str, rows: list[tuple[list[int], list[list[int]]]]) -> torch.Tensor:
-    """The loss of all rows, one unpacked sequence at a time."""
+def step_logits(model: Any, tokens: list[int]) -> torch.Tensor:
+    """The scalar head at every token, not only at the last one."""
+    return model.score(model.model(torch.tensor([tokens])).last_hidden_state)[0, :, 0]
+
+
+def step_loss(inputs: Path, model: Any) -> torch.Tensor:
+    """The mean over all labels: a step ends with its newline, the last with EOS."""
+    tokenizer = load_tokenizer(TokenizerConfig(path=inputs / "tokenizer.model"))
+    (newline,) = tokenizer.encode("\n")
     losses = []
+    labels = [json.loads(line)["labels"] for line in (inputs / FILES["prm"]).read_text().splitlines()]
+    for (prompt, (answer,)), right in zip(token_rows(inputs, "prm"), labels, strict=True):
+        ends = [len(prompt) + place for place, token in enumerate(answer) if token in (newline, tokenizer.eos_id)]
+        logits = step_logits(model, [*prompt, *answer])[ends]
+        losses.append(binary_cross_entropy_with_logits(logits, torch.tensor(right).float(), reduction="none"))
+    return torch.cat(losses).mean()
+
+
+def reference_loss(model: Any, kind: str, inputs: Path) -> torch.Tensor:
+    """The loss of all rows, one unpacked sequence at a time."""
+    if kind == "prm":
+        return step_loss(inputs, model)
+    losses, rows = [], token_rows(inputs, kind)
     for prompt, answers in rows:
         outputs = [model(torch.tensor([[*prompt, *answer]])).logits for answer in answers]
         if kind == "sft":
@@ -113,7 +141,7 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
     return {name: t for file in sorted(directory.glob("*.safetensors")) for name, t in load_file(file).items()}
 
 
-@pytest.mark.parametrize("kind", ["sft", "rm"])
+@pytest.mark.parametrize("kind", ["sft", "rm", "prm"])
 def test_one_step_equals_transformers_and_adamw(inputs: Path, tmp_path: Path, kind: str) -> None:
     chosen = settings(inputs, kind, tmp_path / "run")
     model = hf_model(kind, chosen["model"]["checkpoint"])
@@ -124,7 +152,7 @@ def test_one_step_equals_transformers_and_adamw(inputs: Path, tmp_path: Path, ki
         [{"params": matrices, "weight_decay": OPTIMIZER["weight_decay"]}, {"params": others, "weight_decay": 0.0}],
         lr=OPTIMIZER["lr"], betas=(0.9, 0.95), eps=OPTIMIZER["eps"],
     )  # fmt: skip
-    loss = reference_loss(model, kind, token_rows(inputs, kind))
+    loss = reference_loss(model, kind, inputs)
     loss.backward()
     norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER["clip_grad"]))
     optimizer.step()
@@ -142,10 +170,10 @@ def test_one_step_equals_transformers_and_adamw(inputs: Path, tmp_path: Path, ki
         assert (tensor - start[name]).abs().max() > 1e-3, f"{name} did not move: nothing is tested"
 
 
-@pytest.mark.parametrize("kind", ["sft", pytest.param("rm", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["sft", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("rm", "prm"))])
 def test_layouts_train_alike(inputs: Path, tmp_path: Path, kind: str) -> None:
     changes: Settings = {"epochs": 3, "batch_size": 10}
-    if kind == "rm":  # a fresh head has to be the same one on every layout
+    if kind != "sft":  # a fresh head has to be the same one on every layout
         changes["model"] = {"checkpoint": inputs / "qwen2", "fresh_head": True}
     alone = run(kind, settings(inputs, kind, tmp_path / "alone", **changes))
     assert len(alone) == 8, "3 epochs of 24 rows are 7 batches of 10 and one of 2"
@@ -164,7 +192,7 @@ def test_layouts_train_alike(inputs: Path, tmp_path: Path, kind: str) -> None:
         assert not list(run_dir.glob("trace.rank*")), "per-rank traces are merged"
 
 
-@pytest.mark.parametrize("kind", ["sft", pytest.param("rm", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["sft", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("rm", "prm"))])
 def test_training_learns_and_leaves_a_model_that_transformers_gives_the_same_loss(
     inputs: Path, tmp_path: Path, kind: str
 ) -> None:
@@ -177,15 +205,14 @@ def test_training_learns_and_leaves_a_model_that_transformers_gives_the_same_los
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["kind"] == kind and summary["steps"] == 48 and summary["rows"] == NUM_ROWS
     assert summary["loss_last"] < summary["loss_first"]
-    if kind == "rm":
+    if kind != "sft":
         assert summary["accuracy_last"] > 0.75 and all(0 <= line["accuracy"] <= 1 for line in lines)
 
     weights = tmp_path / "run" / "weights"
     again = settings(inputs, kind, tmp_path / "again", model={"checkpoint": weights})
     (line,) = run(kind, again)
-    rows = token_rows(inputs, kind)
     with torch.no_grad():
-        assert line["loss"] == pytest.approx(float(reference_loss(hf_model(kind, weights), kind, rows)), rel=1e-5)
+        assert line["loss"] == pytest.approx(float(reference_loss(hf_model(kind, weights), kind, inputs)), rel=1e-5)
 
 
 def test_what_a_run_leaves(inputs: Path, tmp_path: Path) -> None:
