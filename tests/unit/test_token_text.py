@@ -59,7 +59,7 @@ def pieces(draws: random.Random, size: int) -> Iterator[str]:
 def test_a_step_ends_with_the_token_that_completes_the_separator(tokenizer: Tokenizer) -> None:
     """Texts in the tokenizer's own borders and in others, EOS among them."""
     draws, found, several = random.Random(5), 0, 0
-    for _ in range(150):
+    for _ in range(400):
         separator, texts = draws.choice(SEPARATORS), list(pieces(draws, draws.choice([3, 60, 120])))
         apart = [token for text in texts for token in tokenizer.encode(text)]
         response = draws.choice([apart, tokenizer.encode("".join(texts))])
