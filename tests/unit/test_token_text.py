@@ -125,6 +125,17 @@ def test_what_a_token_has_behind_the_separator_is_of_the_next_step() -> None:
     assert step_ends.of([5, 3]) == [0, 1], "a token ends one step at most, and z is another"
 
 
+def test_a_decoder_that_drops_the_space_in_front_hides_no_separator() -> None:
+    """As that of sentencepiece models with a dummy prefix does: alone, the second " |" would be the text of a step."""
+    words = {0: " a", 1: " |", 3: ""}
+
+    def decode(ids: list[int]) -> str:
+        return "".join(words[i] for i in ids).removeprefix(" ")
+
+    assert StepEnds(" |", decode).of([0, 1, 1, 3]) == [1]
+    assert StepEnds(" |", decode).of([0, 1, 1, 0, 1, 3]) == [1, 4]
+
+
 def test_few_tokens_are_decoded_again() -> None:
     seen = 0
 
