@@ -22,11 +22,22 @@ def clip_scores(scores_B: Tensor, bound: float | None) -> Tensor:
     return scores_B if bound is None else scores_B.clamp(-bound, bound)
 
 
-def token_rewards(scores_B: Tensor, kl_T: Tensor, lengths_B: Lengths, kl_coefficient: float) -> Tensor:
-    """Reward of each token, [T]: minus coefficient times its KL, and the response's score on its last token."""
-    last_B = last_tokens(lengths_like(kl_T, lengths_B))
+def token_rewards(
+    scores_B: Tensor, kl_T: Tensor, lengths_B: Lengths, kl_coefficient: float, step_rewards_T: Tensor | None = None
+) -> Tensor:
+    """Reward of each token, [T]: minus coefficient times its KL, and the response's score on its last token.
+
+    `step_rewards_T`: the part of the score that tokens have earned by themselves; the last one gets the rest of it.
+    """
+    lengths_B = lengths_like(kl_T, lengths_B)
+    last_B = last_tokens(lengths_B)
     rewards_T = -kl_coefficient * kl_T
-    rewards_T[last_B] += scores_B
+    if step_rewards_T is None:
+        rewards_T[last_B] += scores_B
+        return rewards_T
+    earned_B = torch.segment_reduce(step_rewards_T, "sum", lengths=lengths_B)
+    rewards_T += step_rewards_T
+    rewards_T[last_B] += scores_B - earned_B
     return rewards_T
 
 

@@ -23,7 +23,8 @@ class ScoredBatch:
     """A finished batch with all that the scorers said of it.
 
     `behaviour_logp_T` are the log-probs recorded at sampling, `truncated_B` marks responses cut at the limit (bool);
-    `values_T` is None where no critic is trained.
+    `values_T` is None where no critic is trained.  `step_rewards_T`: the part of the scores that is earned at the ends of
+    steps, there; 0 elsewhere, None where the scores are of whole responses.
     """
 
     behaviour_logp_T: Tensor
@@ -32,6 +33,7 @@ class ScoredBatch:
     scores_B: Tensor
     lengths_B: Lengths
     truncated_B: Tensor
+    step_rewards_T: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ def build_experience(
             _check_tokens("KL to the reference", kl_T, lengths_B)
         scores_B, shaped_B, moments = _trained_scores(scored, ppo, seen)
         penalty = kl_coefficient if ppo.kl.mode == "penalty" else 0.0
-        rewards_T = token_rewards(scores_B, kl_T, lengths_B, penalty)
+        rewards_T = token_rewards(scores_B, kl_T, lengths_B, penalty, scored.step_rewards_T)
         advantages_T, returns_T = estimator(rewards_T, scored.values_T, lengths_B)
         if check:
             _check_tokens("advantage", advantages_T, lengths_B)

@@ -1,10 +1,13 @@
-"""Process rewards: the loss of a model that judges steps.
+"""Process rewards: the loss of a model that judges steps, and what its scores come to as rewards.
 
-Legend: R labelled steps of a micro-batch.  `num_labels` counts the labels of the whole batch, so that the losses (and
-gradients) of micro-batches add up to the batch's mean.
+Legend: R labelled steps of a micro-batch; B responses, S steps of all of them (packed).  `num_labels` counts the labels of
+the whole batch, so that the losses (and gradients) of micro-batches add up to the batch's mean.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -28,3 +31,24 @@ def step_table(logits_R: Tensor, labels_R: Tensor) -> Tensor:
     losses_R = binary_cross_entropy_with_logits(logits_R, labels_R.to(logits_R.dtype), reduction="none")
     right_R = ((logits_R > 0) == (labels_R > 0.5)).to(logits_R.dtype)
     return torch.stack([torch.ones_like(losses_R), losses_R, right_R], -1)
+
+
+def step_scores(logits_S: Tensor) -> Tensor:
+    """The probability that a step is right, in double precision."""
+    return logits_S.double().sigmoid()
+
+
+def response_scores(
+    scores_S: Tensor, counts: Sequence[int], how: Literal["last", "min", "sum", "potential"]
+) -> tuple[Tensor, Tensor | None]:
+    """The score of each response [B], from those of its steps (`counts` of each), and what each step adds to it [S].
+
+    The latter add up to the former; None where only the whole response is rewarded.
+    """
+    rows = scores_S.split(list(counts))
+    if how == "min":
+        return torch.stack([row.amin() for row in rows]), None
+    if how == "sum":
+        return torch.stack([row.sum() for row in rows]), scores_S
+    last_B = torch.stack([row[-1] for row in rows])
+    return last_B, None if how == "last" else torch.cat([row.diff(prepend=row.new_zeros(1)) for row in rows])

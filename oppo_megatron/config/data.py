@@ -79,15 +79,25 @@ class DataConfig(Section):
 class RewardPart(Section):
     """One summand of the reward: `weight` times the number that `kind` gives for a finished response.
 
-    kind: `model` the reward model's scalar; `verifier` a rule by `name` (`arithmetic`, `gsm8k`) that compares the
-    response with column `answer`; `python` a user's function `entry_point` = `package.module:function` or
-    `file.py:function`, called with (prompt, response, fields); `http` a reward service at `url` (docs/rewards.md).
+    kind: `model` the reward model's scalar; `process` the scores that a process reward model gives to the steps of the
+    response, each the probability that the step is right (docs/process_rewards.md); `verifier` a rule by `name`
+    (`arithmetic`, `gsm8k`) that compares the response with column `answer`; `python` a user's function `entry_point` =
+    `package.module:function` or `file.py:function`, called with (prompt, response, fields); `http` a reward service at
+    `url` (docs/rewards.md).
     """
 
-    kind: Literal["model", "verifier", "python", "http"] = Field(
-        ..., description="source of the number: the reward model, a rule, a function, a service"
+    kind: Literal["model", "process", "verifier", "python", "http"] = Field(
+        ..., description="source of the number: the reward model, a process reward model, a rule, a function, a service"
     )
     weight: Annotated[float, Unit("factor")] = Field(1.0, description="factor of this part in the sum")
+    step_rewards: Literal["last", "min", "sum", "potential"] = Field(
+        "last",
+        description="what the steps' scores p_k come to: the last, or the lowest, as the response's reward at its last "
+        "token; sum: p_k at the end of step k; potential: p_k - p_(k-1) there, which is the last in all (process)",
+    )
+    separator: str = Field(
+        STEP_SEPARATOR, min_length=1, description="text between two steps, as the model was trained with (process)"
+    )
     name: Literal["arithmetic", "gsm8k"] | None = Field(None, description="the rule (verifier)")
     answer: str = Field("answer", description="column that holds the expected answer (verifier)")
     entry_point: str | None = Field(None, description="`package.module:function` or `folder/file.py:function` (python)")
@@ -100,6 +110,11 @@ class RewardPart(Section):
         None, description="environment variable with the service's bearer token; null: none is sent (http)"
     )
     remote: RemoteRewardConfig = RemoteRewardConfig()
+
+    @property
+    def reads_model(self) -> bool:
+        """Whether the run's reward model gives the number, as it is or from steps."""
+        return self.kind in ("model", "process")
 
     @property
     def isolation(self) -> IsolationConfig | None:

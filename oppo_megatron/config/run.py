@@ -146,7 +146,7 @@ class TrainSettings(RunConfig):
     critic: TrainedRoleConfig | None = Field(None, description="required if `algorithm.preset` trains a critic, "
     "otherwise an error")
     reference: RoleConfig | None = Field(None, description="null: the actor's starting weights, `lora.adapter` included")
-    reward: RoleConfig | None = Field(None, description="the reward model, if `rewards` names one")
+    reward: RoleConfig | None = Field(None, description="the reward model, or process reward model, if `rewards` names one")
     rewards: list[RewardPart] = Field(..., min_length=1, description="the reward is the sum of these parts")
     rollout: RolloutConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -179,6 +179,11 @@ class TrainSettings(RunConfig):
     def trained(self) -> dict[str, TrainedRoleConfig]:
         """The roles that are trained: the actor, and the critic where there is one."""
         return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
+
+    @property
+    def scores_steps(self) -> bool:
+        """Whether the reward model is a process reward model."""
+        return any(part.kind == "process" for part in self.rewards)
 
     @property
     def measured(self) -> list[str]:
@@ -257,7 +262,8 @@ class ProcessRewardModelConfig(SupervisedConfig):
     separator: str = Field(
         STEP_SEPARATOR,
         min_length=1,
-        description="text between two steps; a step ends with the token that completes it, the last one with the response",
+        description="text between two steps (`oppo prm`); a step ends with the token that completes it, the last one with the "
+        "response",
     )
 
     METRICS = (LOSS, ACCURACY)

@@ -10,6 +10,8 @@ from oppo_megatron.config.data import RewardPart
 from oppo_megatron.config.remote import START_S
 
 OWNER = {
+    "step_rewards": "process",
+    "separator": "process",
     "name": "verifier",
     "entry_point": "python",
     "options": "python",
@@ -68,7 +70,7 @@ def _misplaced(name: str, part: RewardPart) -> Iterator[str]:
     wrong = [key for key, kind in OWNER.items() if kind != part.kind and _is_given(part, key)]
     if "name" in wrong:
         yield f"{name}.name is {part.name!r}, but kind {part.kind} has no rule to name; remove it"
-    for kind in ("python", "http"):
+    for kind in ("process", "python", "http"):
         keys = [key for key in wrong if OWNER[key] == kind]
         if keys:
             yield (f"{name} has {' and '.join(keys)}, but only kind {kind} takes them; remove them or change the kind")

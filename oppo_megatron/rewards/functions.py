@@ -99,7 +99,7 @@ def build_reward_functions(parts: Sequence[RewardPart], environment: Mapping[str
 
     Raises `ConfigError` with every problem of every part.
     """
-    has_model = any(part.kind == "model" for part in parts)
+    has_model = any(part.reads_model for part in parts)
     found = check_rewards(parts, has_reward_model=has_model)
     summands: list[Summand] = []
     secrets = frozenset(part.token_env for part in parts if part.token_env is not None)
@@ -116,7 +116,7 @@ def build_reward_functions(parts: Sequence[RewardPart], environment: Mapping[str
 def _function(
     part: RewardPart, label: str, environment: Mapping[str, str], secrets: frozenset[str]
 ) -> ResponseReward | RemoteReward | None:
-    if part.kind == "model":
+    if part.reads_model:
         return None
     if part.kind == "verifier":
         assert part.name is not None, "check_rewards asks for it"

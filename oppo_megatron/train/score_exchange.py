@@ -27,6 +27,7 @@ from oppo_megatron.rewards.functions import NonFiniteRewardError, RewardSum
 from oppo_megatron.rewards.protocol import ScoreItem
 from oppo_megatron.train.actor import Actor
 from oppo_megatron.train.critic import CRITIC_STATS, Critic
+from oppo_megatron.train.step_rewards import StepRewards
 
 TIMES = ("score", "wait_tokens")
 
@@ -53,8 +54,8 @@ class ScoreReport:
 class ScoreExchange:
     """Collective of the world, once a step.  Sizes follow from the batch, which every rank knows.
 
-    `actor` and `critic`: of this rank.  A reward that is no finite number is a NaN on every rank; `refusal` says
-    why, on the scorers' first.
+    `actor` and `critic`: of this rank; `steps`: where the reward model is a process reward model.  A reward that is no
+    finite number is a NaN on every rank; `refusal` says why, on the scorers' first.
     """
 
     rank: int
@@ -65,6 +66,7 @@ class ScoreExchange:
     activity: Activity = field(default_factory=Activity)
     actor: Actor | None = None
     critic: Critic | None = None
+    steps: StepRewards | None = None
     refusal: str | None = None
 
     def gather(
@@ -83,7 +85,7 @@ class ScoreExchange:
         lengths = [len(r.tokens) for r in batch]
         reference_T = self._share("reference", batch, lengths, rounds)
         values_T = self._share("critic", batch, lengths, rounds).float() if "critic" in self.placements else None
-        model_B = self._share("reward", batch, [1] * len(batch), rounds) if "reward" in self.placements else None
+        model_B, step_rewards_T = self._model_scores(batch, lengths, rounds)
         totals_B, parts = self._rewards(batch, model_B)
         times = [seconds.get(name, 0.0) for name in TIMES] + list(work)
         mine = torch.tensor(times, dtype=torch.float64) if self.rank == self._leader else None
@@ -96,6 +98,7 @@ class ScoreExchange:
             scores_B=totals_B.float(),
             lengths_B=lengths,
             truncated_B=on_device([r.finish_reason == "length" for r in batch], self.device, torch.bool),
+            step_rewards_T=step_rewards_T,
         )
         critic = self.critic_stats()
         ess, *of_rollout = self._of_actor(measured()).tolist()
@@ -161,6 +164,16 @@ class ScoreExchange:
             shared = self.shared(f"outputs of {role}", mine, sum(sizes[i] for i in rows), source)
             pieces |= dict(zip(rows, shared.split([sizes[i] for i in rows]), strict=True))
         return torch.cat([pieces[i] for i in range(len(batch))])
+
+    def _model_scores(
+        self, batch: Sequence[Rollout], lengths: Sequence[int], rounds: RoundRunner
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The reward model's score of each rollout [B], and the part of it that tokens earn [T], if there is such."""
+        if "reward" not in self.placements:
+            return None, None
+        if self.steps is None:
+            return self._share("reward", batch, [1] * len(batch), rounds), None
+        return self.steps.of_tokens(self._share("reward", batch, lengths, rounds), [r.tokens for r in batch])
 
     def _rewards(self, batch: Sequence[Rollout], model_B: Tensor | None) -> tuple[Tensor, dict[str, float]]:
         """Total reward of each rollout [B], and the mean of each part.  User code runs on one rank only."""

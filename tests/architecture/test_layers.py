@@ -198,10 +198,10 @@ def shipped_configs() -> list[Path]:
 def test_shipped_config_parses_and_is_short(path: Path) -> None:
     from oppo_megatron.cli.validate import guess_kind
     from oppo_megatron.config.load import load_config
-    from oppo_megatron.config.run import RewardModelConfig, SFTConfig, TrainConfig
+    from oppo_megatron.config.run import ProcessRewardModelConfig, RewardModelConfig, SFTConfig, TrainConfig
     from oppo_megatron.config.serve import ServeScorerConfig
 
-    kinds = {"train": TrainConfig, "sft": SFTConfig, "rm": RewardModelConfig}
+    kinds = {"train": TrainConfig, "sft": SFTConfig, "rm": RewardModelConfig, "prm": ProcessRewardModelConfig}
     load_config(ServeScorerConfig if path.stem == "scorer" else kinds[guess_kind(path)], path)
     assert len(path.read_text(encoding="utf-8").splitlines()) <= LONG_CONFIG
 

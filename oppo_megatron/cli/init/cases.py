@@ -93,6 +93,10 @@ CASES = {
             {**_ACTOR, "data": "pairs.jsonl"}, ("oppo validate {config}", "oppo rm {config}"), {},
         ),
         Case(
+            "prm", "train a process reward model on steps with labels", "prm", "prm.yaml",
+            {**_ACTOR, "data": "steps.jsonl"}, ("oppo validate {config}", "oppo prm {config}"), {},
+        ),
+        Case(
             "arithmetic", "the whole chain on two CPU cores, with data that is generated here", "train", "arithmetic.yaml",
             {},
             (
