@@ -35,7 +35,7 @@ pytestmark = [
 
 def asked(tokenizer: Path, model: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """What TRL makes of the rows."""
-    command = [str(ROOT / PEER_PYTHON), str(ROOT / "tests" / "support" / "trl_prm.py"), str(tokenizer), str(model)]
+    command = [str(ROOT / PEER_PYTHON), str(ROOT / "tests" / "e2e" / "trl_prm.py"), str(tokenizer), str(model)]
     found = subprocess.run(command, input=json.dumps(rows), capture_output=True, text=True, timeout=300, check=False)
     assert found.returncode == 0, found.stderr
     return json.loads(found.stdout.splitlines()[-1])
@@ -52,7 +52,7 @@ def test_the_loss_is_that_of_two_logits_on_the_same_tokens(tmp_path: Path) -> No
 
     data = {"path": path, "completion_template": TEMPLATE}
     ours = load_steps(
-        DataConfig(**data), load_tokenizer(TokenizerConfig(path=tokenizer)), separator="\n", max_tokens=200,
+        DataConfig(**data), load_tokenizer(TokenizerConfig(path=tokenizer)), separator="\n", max_tokens=120,
         long_rows="error", quarantine=Quarantine(),
     )  # fmt: skip
     assert [[*row.prompt, *row.completion[:-1]] for row in ours] == theirs["tokens"], "but for our EOS"
@@ -62,7 +62,7 @@ def test_the_loss_is_that_of_two_logits_on_the_same_tokens(tmp_path: Path) -> No
         assert row.labels == [labels[end] for end in ends]
 
     settings = {
-        "run_dir": tmp_path / "run", "batch_size": len(rows), "max_tokens": 200, "tokenizer": {"path": tokenizer},
+        "run_dir": tmp_path / "run", "batch_size": len(rows), "max_tokens": 120, "tokenizer": {"path": tokenizer},
         "data": data, "model": {"checkpoint": model}, "runtime": {"device": "cpu", "threads_per_rank": 1},
         "logging": {"console": "off"}, "checkpoint": {"final": "nothing"},
     }  # fmt: skip
