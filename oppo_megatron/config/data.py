@@ -90,14 +90,6 @@ class RewardPart(Section):
         ..., description="source of the number: the reward model, a process reward model, a rule, a function, a service"
     )
     weight: Annotated[float, Unit("factor")] = Field(1.0, description="factor of this part in the sum")
-    step_rewards: Literal["last", "min", "sum", "potential"] = Field(
-        "last",
-        description="what the steps' scores p_k come to: the last, or the lowest, as the response's reward at its last "
-        "token; sum: p_k at the end of step k; potential: p_k - p_(k-1) there, which is the last in all (process)",
-    )
-    separator: str = Field(
-        STEP_SEPARATOR, min_length=1, description="text between two steps, as the model was trained with (process)"
-    )
     name: Literal["arithmetic", "gsm8k"] | None = Field(None, description="the rule (verifier)")
     answer: str = Field("answer", description="column that holds the expected answer (verifier)")
     entry_point: str | None = Field(None, description="`package.module:function` or `folder/file.py:function` (python)")
@@ -110,6 +102,14 @@ class RewardPart(Section):
         None, description="environment variable with the service's bearer token; null: none is sent (http)"
     )
     remote: RemoteRewardConfig = RemoteRewardConfig()
+    step_rewards: Literal["last", "min", "sum", "potential"] = Field(
+        "last",
+        description="what the steps' scores p_k come to: the last, or the lowest, as the response's reward at its last "
+        "token; sum: p_k at the end of step k; potential: p_k - p_(k-1) there, which is the last in all (process)",
+    )
+    separator: str = Field(
+        STEP_SEPARATOR, min_length=1, description="text between two steps, as the model was trained with (process)"
+    )
 
     @property
     def reads_model(self) -> bool:

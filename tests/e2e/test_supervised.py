@@ -102,24 +102,28 @@ def step_logits(model: Any, tokens: list[int]) -> torch.Tensor:
     return model.score(model.model(torch.tensor([tokens])).last_hidden_state)[0, :, 0]
 
 
-def step_loss(inputs: Path, model: Any) -> torch.Tensor:
-    """The mean over all labels: a step ends with its newline, the last with EOS."""
+def judged_steps(inputs: Path, model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits and labels of all steps: a step ends with its newline, the last with EOS."""
     tokenizer = load_tokenizer(TokenizerConfig(path=inputs / "tokenizer.model"))
     (newline,) = tokenizer.encode("\n")
-    losses = []
+    logits = []
     labels = [json.loads(line)["labels"] for line in (inputs / FILES["prm"]).read_text().splitlines()]
-    for (prompt, (answer,)), right in zip(token_rows(inputs, "prm"), labels, strict=True):
+    for prompt, (answer,) in token_rows(inputs, "prm"):
         ends = [len(prompt) + place for place, token in enumerate(answer) if token in (newline, tokenizer.eos_id)]
-        logits = step_logits(model, [*prompt, *answer])[ends]
-        losses.append(binary_cross_entropy_with_logits(logits, torch.tensor(right).float(), reduction="none"))
-    return torch.cat(losses).mean()
+        logits.append(step_logits(model, [*prompt, *answer])[ends])
+    return torch.cat(logits), torch.tensor([label for row in labels for label in row]).float()
 
 
-def reference_loss(model: Any, kind: str, inputs: Path) -> torch.Tensor:
-    """The loss of all rows, one unpacked sequence at a time."""
+def whole_loss(model: Any, kind: str, inputs: Path) -> torch.Tensor:
+    """The loss of all rows of the file."""
     if kind == "prm":
-        return step_loss(inputs, model)
-    losses, rows = [], token_rows(inputs, kind)
+        return binary_cross_entropy_with_logits(*judged_steps(inputs, model))
+    return reference_loss(model, kind, token_rows(inputs, kind))
+
+
+def reference_loss(model: Any, kind: str, rows: list[tuple[list[int], list[list[int]]]]) -> torch.Tensor:
+    """The loss of all rows, one unpacked sequence at a time."""
+    losses = []
     for prompt, answers in rows:
         outputs = [model(torch.tensor([[*prompt, *answer]])).logits for answer in answers]
         if kind == "sft":
@@ -152,7 +156,7 @@ def test_one_step_equals_transformers_and_adamw(inputs: Path, tmp_path: Path, ki
         [{"params": matrices, "weight_decay": OPTIMIZER["weight_decay"]}, {"params": others, "weight_decay": 0.0}],
         lr=OPTIMIZER["lr"], betas=(0.9, 0.95), eps=OPTIMIZER["eps"],
     )  # fmt: skip
-    loss = reference_loss(model, kind, inputs)
+    loss = whole_loss(model, kind, inputs)
     loss.backward()
     norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER["clip_grad"]))
     optimizer.step()
@@ -212,7 +216,20 @@ def test_training_learns_and_leaves_a_model_that_transformers_gives_the_same_los
     again = settings(inputs, kind, tmp_path / "again", model={"checkpoint": weights})
     (line,) = run(kind, again)
     with torch.no_grad():
-        assert line["loss"] == pytest.approx(float(reference_loss(hf_model(kind, weights), kind, inputs)), rel=1e-5)
+        assert line["loss"] == pytest.approx(float(whole_loss(hf_model(kind, weights), kind, inputs)), rel=1e-5)
+
+
+def test_held_out_steps_are_measured_as_transformers_measures_them(inputs: Path, tmp_path: Path) -> None:
+    evaluation = {"data": {"path": inputs / FILES["prm"]}}
+    chosen = settings(inputs, "prm", tmp_path / "run", steps=1, evaluation=evaluation)
+    run("prm", chosen)
+    measured = json.loads((tmp_path / "run" / "summary.json").read_text())["heldout"]
+    for step, weights in ("0", chosen["model"]["checkpoint"]), ("1", tmp_path / "run" / "weights"):
+        with torch.no_grad():
+            logits, labels = judged_steps(inputs, hf_model("prm", weights))
+        mean = measured[step]["mean"]
+        assert mean["loss"] == pytest.approx(float(binary_cross_entropy_with_logits(logits, labels)), rel=1e-5)
+        assert mean["accuracy"] == pytest.approx(float(((logits > 0) == (labels > 0.5)).double().mean()))
 
 
 def test_what_a_run_leaves(inputs: Path, tmp_path: Path) -> None:
