@@ -32,7 +32,7 @@ TENSORS = {
     "versions_T": torch.int64, "behaviour_logp_T": torch.float64, "reference_logp_T": torch.float32,
     "values_T": torch.float32, "scores_B": torch.float32, "truncated_B": torch.bool, "step_rewards_T": torch.float32,
 }  # fmt: skip
-MAY_BE_EMPTY = ("values_T", "step_rewards_T")  # no critic was trained; scores were of whole responses
+MAY_BE_EMPTY = ("values_T", "step_rewards_T")  # no critic was trained; scores are of whole responses
 NUMBERS: dict[str, type | tuple[type, ...]] = {
     "step": int, "seed": int, "total_steps": int, "policy_version": int, "kl_coefficient": (int, float), "config": str,
     "reason": str, "figures": dict, "history": dict,
@@ -94,8 +94,9 @@ class RejectedBatch:
             "values_T": torch.empty(0) if scored.values_T is None else scored.values_T,
             "scores_B": scored.scores_B,
             "truncated_B": scored.truncated_B,
-            "step_rewards_T": torch.empty(0) if scored.step_rewards_T is None else scored.step_rewards_T,
         }
+        if scored.step_rewards_T is not None:
+            tensors["step_rewards_T"] = scored.step_rewards_T
         return {name: tensor.detach().to("cpu", TENSORS[name]).contiguous() for name, tensor in tensors.items()}
 
 
@@ -108,7 +109,7 @@ def read_rejected(path: Path) -> RejectedBatch:
         raise _unusable(path, f"its .jsonl does not begin with format {FORMAT!r}")
     _check_head(path, head)
     try:
-        tensors = {"step_rewards_T": torch.empty(0), **load_file(path)}  # older ones have none
+        tensors = {"step_rewards_T": torch.empty(0), **load_file(path)}  # none where scores are of whole responses
     except (OSError, SafetensorError) as error:
         raise _unusable(path, str(error)) from error
     _check_tensors(path, tensors, len(lines) - 1)
