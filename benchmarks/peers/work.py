@@ -130,7 +130,6 @@ def _ppo_problems(config: TrainConfig) -> Iterator[str]:
         yield "TRL's KL is a penalty with a fixed coefficient by k1 or k3: set ppo.kl.mode, .estimator and .target so"
     wanted = {
         "entropy_coefficient": 0.0,
-        "whiten_advantages": True,
         "reward_clip": None,
         "truncated_score": None,
         "missing_eos_penalty": 0.0,

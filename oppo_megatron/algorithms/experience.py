@@ -1,19 +1,20 @@
-"""Turns scored rollouts into the tensors that the PPO update trains on.
+"""Turns scored rollouts into the tensors that an update trains on.
 
 Legend: T all response tokens of the GLOBAL batch (packed, see `packing`), B rows (responses).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
-from oppo_megatron.algorithms.advantages import NOTHING_SEEN, Moments, clip_scores, token_rewards, whiten
+from oppo_megatron.algorithms.advantages import NOTHING_SEEN, Moments, clip_scores, gae, token_rewards, whiten
+from oppo_megatron.algorithms.baselines import compared
 from oppo_megatron.algorithms.kl import kl_per_token
-from oppo_megatron.algorithms.packed import Lengths, last_tokens, lengths_like
+from oppo_megatron.algorithms.packed import Lengths, last_tokens, lengths_like, row_sums
+from oppo_megatron.config.algorithm import AlgorithmConfig
 from oppo_megatron.config.ppo import PPOConfig
 from oppo_megatron.errors import NumericsError, RewardError
 
@@ -22,29 +23,31 @@ from oppo_megatron.errors import NumericsError, RewardError
 class ScoredBatch:
     """A finished batch with all that the scorers said of it.
 
-    `behaviour_logp_T` are the log-probs recorded at sampling, `truncated_B` marks responses cut at the limit (bool);
-    `values_T` is None where no critic is trained.  `step_rewards_T`: the part of the scores that is earned at the ends of
-    steps, there; 0 elsewhere, None where the scores are of whole responses.
+    `behaviour_logp_T` are the log-probs recorded at sampling, `truncated_B` marks responses cut at the limit (bool),
+    the `group_size` responses to a prompt are side by side; `reference_logp_T` is None where there is no reference,
+    `values_T` where no critic is trained.  `step_rewards_T`: the part of the scores that is earned at the ends of steps,
+    there; 0 elsewhere, None where the scores are of whole responses.
     """
 
     behaviour_logp_T: Tensor
-    reference_logp_T: Tensor
+    reference_logp_T: Tensor | None
     values_T: Tensor | None
     scores_B: Tensor
     lengths_B: Lengths
     truncated_B: Tensor
+    group_size: int = 1
     step_rewards_T: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class ExperienceStats:
-    """Summary of a batch.  Standard deviations are of the population (one row has 0); None: a figure of a critic's values."""
+    """Summary of a batch.  Standard deviations are of the population (one row has 0); None: there is no such role."""
 
     score_mean: float  # scores as the reward gave them, before clipping
     score_std: float
     shaped_score_mean: float  # clipped, of cut responses by `truncated_score` and `missing_eos_penalty`; not normalised
     reward_mean: float  # per response: what GAE sees, KL penalty included
-    kl_mean: float  # per response, nats
+    kl_mean: float | None  # per response, nats
     value_mean: float | None  # per token
     return_mean: float  # per token
     advantage_mean: float  # per token, before whitening
@@ -60,57 +63,55 @@ class ExperienceStats:
 
 @dataclass(frozen=True)
 class Experience:
-    """The tensors that the update trains on.  `kl_T` is the sampling policy's KL, whether or not it entered the rewards."""
+    """The tensors that the update trains on.  `kl_T` is the sampling policy's KL, whether or not it entered the rewards.
+
+    `rewards_T` and `returns_T` are as the scorers gave them, before a baseline of the group.
+    """
 
     advantages_T: Tensor
     returns_T: Tensor
     old_logp_T: Tensor
-    reference_logp_T: Tensor
+    reference_logp_T: Tensor | None
     old_values_T: Tensor | None
-    kl_T: Tensor
+    kl_T: Tensor | None
     rewards_T: Tensor
     lengths_B: Tensor
     scores: Moments  # of this batch's, clipped: what a running normalisation remembers
     stats: ExperienceStats
 
 
-Estimator = Callable[[Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor]]
-"""(rewards_T, values_T, lengths_B) -> advantages before whitening and returns, both [T]."""
-
-
 def build_experience(
     scored: ScoredBatch,
+    choices: AlgorithmConfig,
     ppo: PPOConfig,
     kl_coefficient: float,
-    estimator: Estimator,
     check: bool = True,
     seen: Moments = NOTHING_SEEN,
 ) -> Experience:
-    """Rewards, advantages and returns (by `estimator`) of the whole global batch, without gradient.
+    """Rewards, advantages and returns of the whole global batch, without gradient.
 
     Scores are clipped first, then normalised (`seen`: those of all batches trained before); `truncated_score` and
-    `missing_eos_penalty` then stand as the user wrote them.  The KL enters the rewards only with `kl.mode: penalty`.
-    Raises RewardError for a score, NumericsError for any other quantity that is not finite, unless `check` is false: then
-    what follows from such a quantity is not finite either.
+    `missing_eos_penalty` then stand as the user wrote them.  The KL enters a response's score with `kl.mode: score`, the
+    rewards of its tokens with `penalty`.  Raises RewardError for a score, NumericsError for any other quantity that is not
+    finite, unless `check` is false: then what follows from such a quantity is not finite either.
     """
     lengths_B = lengths_like(scored.behaviour_logp_T, scored.lengths_B)
     if check:
         _check_inputs(scored, lengths_B)
     with torch.no_grad():
-        kl_T = kl_per_token(scored.behaviour_logp_T, scored.reference_logp_T, ppo.kl.estimator)
-        if check:
+        kl_T = _kl(scored, ppo)
+        if check and kl_T is not None:
             _check_tokens("KL to the reference", kl_T, lengths_B)
         scores_B, shaped_B, moments = _trained_scores(scored, ppo, seen)
-        penalty = kl_coefficient if ppo.kl.mode == "penalty" else 0.0
-        rewards_T = token_rewards(scores_B, kl_T, lengths_B, penalty, scored.step_rewards_T)
-        advantages_T, returns_T = estimator(rewards_T, scored.values_T, lengths_B)
+        rewards_T, compared_T = _rewards(scored, scores_B, kl_T, lengths_B, choices, ppo.kl.mode, kl_coefficient)
+        advantages_T, returns_T = _advantages(rewards_T, compared_T, scored.values_T, lengths_B, choices, ppo)
         if check:
             _check_tokens("advantage", advantages_T, lengths_B)
         return Experience(
-            advantages_T=whiten(advantages_T) if ppo.whiten_advantages else advantages_T,
+            advantages_T=whiten(advantages_T) if choices.scale == "whiten" else advantages_T,
             returns_T=returns_T,
             old_logp_T=scored.behaviour_logp_T.detach(),
-            reference_logp_T=scored.reference_logp_T.detach(),
+            reference_logp_T=None if scored.reference_logp_T is None else scored.reference_logp_T.detach(),
             old_values_T=None if scored.values_T is None else scored.values_T.detach(),
             kl_T=kl_T,
             rewards_T=rewards_T,
@@ -118,6 +119,60 @@ def build_experience(
             scores=moments,
             stats=_summarise(scored, shaped_B, kl_T, rewards_T, advantages_T, returns_T),
         )
+
+
+def _kl(scored: ScoredBatch, ppo: PPOConfig) -> Tensor | None:
+    if scored.reference_logp_T is None:
+        return None
+    return kl_per_token(scored.behaviour_logp_T, scored.reference_logp_T, ppo.kl.estimator)
+
+
+def _rewards(
+    scored: ScoredBatch,
+    scores_B: Tensor,
+    kl_T: Tensor | None,
+    lengths_B: Tensor,
+    choices: AlgorithmConfig,
+    mode: str,
+    kl_coefficient: float,
+) -> tuple[Tensor, Tensor]:
+    """Rewards of the tokens, KL included where it enters them, and the same of scores that have been `compared`; both [T].
+
+    Rewards of steps stay as they are, and are not divided by the scale: a response's last token gets what its compared score
+    is more or less than their sum.
+    """
+    steps_T = scored.step_rewards_T
+    if mode == "score" and kl_T is not None:
+        scores_B = scores_B - kl_coefficient * row_sums(kl_T, lengths_B)
+    penalty_T = kl_T if mode == "penalty" else None
+    rewards_T = token_rewards(scores_B, penalty_T, lengths_B, kl_coefficient, steps_T)
+    if not choices.compares:
+        return rewards_T, rewards_T
+    compared_B = compared(scores_B, scored.group_size, choices.baseline, choices.scale)
+    return rewards_T, token_rewards(compared_B, penalty_T, lengths_B, kl_coefficient, steps_T)
+
+
+def _advantages(
+    rewards_T: Tensor,
+    compared_T: Tensor,
+    values_T: Tensor | None,
+    lengths_B: Tensor,
+    choices: AlgorithmConfig,
+    ppo: PPOConfig,
+) -> tuple[Tensor, Tensor]:
+    """Advantages, before whitening, and returns, both [T]; `compared_T`: rewards whose scores have been `compared`.
+
+    With a critic GAE(gamma, lambda).  Else the rewards that follow, A_t = sum over u >= t of gamma^(u-t) r_u: GAE where every
+    value is 0 and lambda is 1.
+    """
+    if choices.critic:
+        assert values_T is not None, "advantages are taken against a critic's values"
+        return gae(compared_T, values_T, lengths_B, ppo.gamma, ppo.gae_lambda)
+    zeros_T = torch.zeros_like(rewards_T)
+    advantages_T, returns_T = gae(compared_T, zeros_T, lengths_B, ppo.gamma, 1.0)
+    if choices.compares:
+        _, returns_T = gae(rewards_T, zeros_T, lengths_B, ppo.gamma, 1.0)
+    return advantages_T, returns_T
 
 
 def _trained_scores(scored: ScoredBatch, ppo: PPOConfig, seen: Moments) -> tuple[Tensor, Tensor, Moments]:
@@ -142,7 +197,12 @@ def _normalised(scores_B: Tensor, moments: Moments, seen: Moments, ppo: PPOConfi
 
 
 def _summarise(
-    scored: ScoredBatch, shaped_B: Tensor, kl_T: Tensor, rewards_T: Tensor, advantages_T: Tensor, returns_T: Tensor
+    scored: ScoredBatch,
+    shaped_B: Tensor,
+    kl_T: Tensor | None,
+    rewards_T: Tensor,
+    advantages_T: Tensor,
+    returns_T: Tensor,
 ) -> ExperienceStats:
     num_rows = scored.scores_B.numel()
     scores_B, advantages_T = scored.scores_B.double(), advantages_T.double()
@@ -151,7 +211,7 @@ def _summarise(
         score_std=float(scores_B.std(correction=0)),
         shaped_score_mean=float(shaped_B.double().mean()),
         reward_mean=float(rewards_T.double().sum()) / num_rows,
-        kl_mean=float(kl_T.double().sum()) / num_rows,
+        kl_mean=None if kl_T is None else float(kl_T.double().sum()) / num_rows,
         value_mean=None if scored.values_T is None else float(scored.values_T.double().mean()),
         return_mean=float(returns_T.double().mean()),
         advantage_mean=float(advantages_T.mean()),
@@ -182,7 +242,8 @@ def _check_inputs(scored: ScoredBatch, lengths_B: Tensor) -> None:
             "finite); a score must be a finite number; check the reward that gave it"
         )
     _check_tokens("behaviour log-prob", scored.behaviour_logp_T, lengths_B)
-    _check_tokens("reference log-prob", scored.reference_logp_T, lengths_B)
+    if scored.reference_logp_T is not None:
+        _check_tokens("reference log-prob", scored.reference_logp_T, lengths_B)
     if scored.values_T is not None:
         _check_tokens("value", scored.values_T, lengths_B)
 

@@ -1,8 +1,8 @@
 """Losses of the actor and of the critic.
 
-Legend: T response tokens of one micro-batch (packed).  `num_tokens` is the token count of the GLOBAL minibatch: every
-loss is a sum over its own tokens divided by it, so the losses and gradients of micro-batches and ranks add up to the
-minibatch's.
+Legend: T response tokens of one micro-batch (packed), R its responses.  `num_tokens` is the token count of the GLOBAL
+minibatch: every loss is a weighted sum over its own tokens divided by it, so the losses and gradients of micro-batches and
+ranks add up to the minibatch's.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from oppo_megatron.algorithms.kl import kl_per_token
+from oppo_megatron.algorithms.kl import kl_per_token, with_reverse_gradient
+from oppo_megatron.algorithms.packed import row_sums, to_tokens
 from oppo_megatron.algorithms.stats import TokenStats, count, maximum, total
+from oppo_megatron.config.algorithm import AlgorithmConfig, Objective, Ratio
 from oppo_megatron.config.ppo import PPOConfig
 
 
@@ -21,8 +23,8 @@ from oppo_megatron.config.ppo import PPOConfig
 class PolicyStats(TokenStats):
     """Sums over the tokens of a policy update.
 
-    `loss` is the clipped surrogate with its sign turned; `clipped` counts tokens whose ratio lies outside the clip
-    range; `approx_kl` is k3 of KL(old || new); `weight` sums the importance weights (1 each where there are none);
+    `loss` is the surrogate with its sign turned, weighted as in the loss; `clipped` counts tokens whose ratio was held
+    back; `approx_kl` is k3 of KL(old || new); `weight` sums the importance weights (1 each where there are none);
     `kl` (to the reference) and `entropy` are filled in by `actor_loss`.
     """
 
@@ -53,44 +55,108 @@ class ValueStats(TokenStats):
 
 @dataclass(frozen=True)
 class ActorTargets:
-    """What the actor's fresh log-probs are compared with; all [T] and without gradient.
+    """What the actor's fresh log-probs are compared with; all but `lengths_R` are [T] and without gradient.
 
-    `old_logp_T` and `weight_T` come from `staleness.ratio_base`, the rest from the step's `Experience`.
+    `old_logp_T` and `weight_T` come from `staleness.ratio_base`, `share_T` (None: 1 each) from `reduction.row_weights`, the
+    rest from the step's `Experience`.  `lengths_R`: tokens of each response, which ratios of whole responses need.
     """
 
     old_logp_T: Tensor
     advantages_T: Tensor
-    reference_logp_T: Tensor
+    reference_logp_T: Tensor | None = None
     weight_T: Tensor | None = None
+    share_T: Tensor | None = None
+    lengths_R: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Surrogate:
+    """The choices that make the actor's loss of a token, and their bounds."""
+
+    clip: float
+    clip_high: float | None = None
+    dual_clip: float | None = None
+    ratio_cap: float | None = None
+    ratio: Ratio = "token"
+    objective: Objective = "clip"
+
+    @classmethod
+    def of(cls, algorithm: AlgorithmConfig, ppo: PPOConfig) -> Surrogate:
+        return cls(ppo.clip, ppo.clip_high, ppo.dual_clip, ppo.ratio_cap, algorithm.ratio, algorithm.objective)
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """The ratios that are not clipped."""
+        return 1 - self.clip, 1 + (self.clip if self.clip_high is None else self.clip_high)
+
+
+def log_ratios(logp_T: Tensor, old_logp_T: Tensor, ratio: Ratio, lengths_R: Tensor | None) -> Tensor:
+    """Log of the ratio that is clipped, for each token, [T].
+
+    sequence: the mean over the response, the same for its tokens (GSPO, arXiv 2507.18071 eq. 7).  sequence_token: that
+    value, with the gradient of the token's own ratio (eq. 14).  sequence_product: the sum over the response.
+    """
+    d_T = logp_T - old_logp_T
+    if ratio == "token":
+        return d_T
+    assert lengths_R is not None, f"ratio {ratio} needs the lengths of the responses"
+    sums_R = row_sums(d_T, lengths_R)
+    if ratio == "sequence_product":
+        return to_tokens(sums_R, lengths_R, d_T.numel())
+    means_T = to_tokens(sums_R / lengths_R, lengths_R, d_T.numel())
+    return means_T if ratio == "sequence" else means_T.detach() + (d_T - d_T.detach())
 
 
 def policy_loss(
-    logp_T: Tensor,
-    old_logp_T: Tensor,
-    advantages_T: Tensor,
-    clip: float,
-    num_tokens: int,
-    weight_T: Tensor | None = None,
+    logp_T: Tensor, targets: ActorTargets, surrogate: Surrogate, num_tokens: int
 ) -> tuple[Tensor, PolicyStats]:
-    """Clipped surrogate (paper eq. 2, sign turned to be minimised), times `weight_T` where given."""
-    ratio_T = (logp_T - old_logp_T).exp()
-    clipped_ratio_T = ratio_T.clamp(1 - clip, 1 + clip)
-    losses_T = -torch.minimum(ratio_T * advantages_T, clipped_ratio_T * advantages_T)
-    if weight_T is not None:
-        losses_T = losses_T * weight_T
+    """The surrogate (with `clip`: paper eq. 2, sign turned to be minimised), each token times its weight where it has one.
+
+    The clipped loss of a product is one term of its response: each of its tokens has an equal part of it.
+    """
+    old_logp_T = targets.old_logp_T
+    ratio_T = log_ratios(logp_T, old_logp_T, surrogate.ratio, targets.lengths_R).exp()
+    losses_T, clipped_T = _surrogate(logp_T, ratio_T, targets.advantages_T, surrogate)
+    if surrogate.ratio == "sequence_product" and surrogate.objective == "clip":
+        assert targets.lengths_R is not None
+        losses_T = losses_T / to_tokens(targets.lengths_R, targets.lengths_R, losses_T.numel())
+    if targets.weight_T is not None:
+        losses_T = losses_T * targets.weight_T
+    losses_T = shared(losses_T, targets.share_T)
     zero = torch.zeros((), dtype=torch.float64, device=logp_T.device)
     stats = PolicyStats(
         num_tokens=count(logp_T),
         loss=total(losses_T),
-        clipped=total(ratio_T != clipped_ratio_T),
+        clipped=total(clipped_T),
         approx_kl=total(kl_per_token(old_logp_T, logp_T, "k3")),
         ratio=total(ratio_T),
-        weight=count(logp_T) if weight_T is None else total(weight_T),
+        weight=count(logp_T) if targets.weight_T is None else total(targets.weight_T),
         kl=zero,
         entropy=zero,
         max_ratio=maximum(ratio_T),
     )
     return losses_T.sum() / num_tokens, stats
+
+
+def shared(terms_T: Tensor, share_T: Tensor | None) -> Tensor:
+    """The terms of a loss by tokens, each as much as the reduction has it count."""
+    return terms_T if share_T is None else terms_T * share_T
+
+
+def _surrogate(logp_T: Tensor, ratio_T: Tensor, advantages_T: Tensor, surrogate: Surrogate) -> tuple[Tensor, Tensor]:
+    """The loss of each token, and whether its ratio was held back, both [T]."""
+    if surrogate.objective == "plain":
+        return -advantages_T * logp_T, torch.zeros_like(ratio_T, dtype=torch.bool)
+    if surrogate.objective == "cispo":
+        assert surrogate.ratio_cap is not None, "objective cispo needs a ratio_cap"
+        capped_T = ratio_T.detach().clamp(max=surrogate.ratio_cap)
+        return -capped_T * advantages_T * logp_T, ratio_T > surrogate.ratio_cap
+    held_T = ratio_T.clamp(*surrogate.range)
+    losses_T = -torch.minimum(ratio_T * advantages_T, held_T * advantages_T)
+    if surrogate.dual_clip is not None:
+        most_T = torch.where(advantages_T < 0, -surrogate.dual_clip * advantages_T, torch.inf)
+        losses_T = torch.minimum(losses_T, most_T)
+    return losses_T, ratio_T != held_T
 
 
 def value_loss(
@@ -119,30 +185,28 @@ def value_loss(
     return losses_T.sum() / num_tokens, stats
 
 
-def entropy_bonus(entropy_T: Tensor, num_tokens: int) -> Tensor:
-    """Mean entropy over the global minibatch, this micro-batch's share of it."""
-    return entropy_T.sum() / num_tokens
-
-
 def actor_loss(
     logp_T: Tensor,
     entropy_T: Tensor,
     targets: ActorTargets,
+    surrogate: Surrogate,
     ppo: PPOConfig,
     kl_coefficient: float,
     num_tokens: int,
 ) -> tuple[Tensor, PolicyStats]:
-    """The actor's whole loss: clipped surrogate + KL term (only with `kl.mode: loss`) - entropy bonus.
+    """The actor's whole loss: surrogate + KL term (only with `kl.mode: loss`) - entropy bonus, by the same weights.
 
     `kl_coefficient` is the coefficient in force (the adaptive one may differ from the configured one).  `entropy_T`
     may come without gradient when the entropy coefficient is 0: it is then only counted.
     """
-    loss, stats = policy_loss(
-        logp_T, targets.old_logp_T, targets.advantages_T, ppo.clip, num_tokens, weight_T=targets.weight_T
-    )
-    kl_T = kl_per_token(logp_T, targets.reference_logp_T, ppo.kl.estimator)
-    if ppo.kl.mode == "loss":
-        loss = loss + kl_coefficient * kl_T.sum() / num_tokens
+    loss, stats = policy_loss(logp_T, targets, surrogate, num_tokens)
+    if targets.reference_logp_T is not None:
+        kl_T = kl_per_token(logp_T, targets.reference_logp_T, ppo.kl.estimator)
+        stats = replace(stats, kl=total(kl_T))
+        if ppo.kl.mode == "loss":
+            if ppo.kl.gradient == "reverse":
+                kl_T = with_reverse_gradient(kl_T, logp_T, targets.old_logp_T, ppo.kl.estimator)
+            loss = loss + kl_coefficient * shared(kl_T, targets.share_T).sum() / num_tokens
     if ppo.entropy_coefficient > 0:
-        loss = loss - ppo.entropy_coefficient * entropy_bonus(entropy_T, num_tokens)
-    return loss, replace(stats, kl=total(kl_T), entropy=total(entropy_T))
+        loss = loss - ppo.entropy_coefficient * (shared(entropy_T, targets.share_T).sum() / num_tokens)
+    return loss, replace(stats, entropy=total(entropy_T))

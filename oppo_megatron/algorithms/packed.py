@@ -43,3 +43,13 @@ def tokens_of_rows(lengths_B: Tensor, rows: Sequence[int]) -> Tensor:
     num_tokens = int(chosen_R.sum())
     end_N = (last_tokens(lengths_B)[rows_R] + 1).repeat_interleave(chosen_R, output_size=num_tokens)
     return end_N - 1 - tokens_after(chosen_R)
+
+
+def row_sums(x_T: Tensor, lengths_B: Tensor) -> Tensor:
+    """Sum of each row's tokens, [B], with gradient.  No host waits."""
+    return torch.segment_reduce(x_T, "sum", lengths=lengths_B, axis=0, unsafe=True)
+
+
+def to_tokens(x_B: Tensor, lengths_B: Tensor, num_tokens: int) -> Tensor:
+    """Each row's value for all of its tokens, [T]; `num_tokens` is T."""
+    return x_B.repeat_interleave(lengths_B, output_size=num_tokens)

@@ -61,7 +61,7 @@ def tokenizer_lines(settings: TrainSettings | SupervisedConfig) -> list[str]:
     if isinstance(settings, TrainSettings):
         roles = list(train_roles(settings.settled() or settings.with_placement(PlacementConfig(mode="single"))))
     else:
-        roles = [Role("model", settings.model, scalar=settings.SCALAR)]
+        roles = [Role(name, model, scalar=settings.SCALAR) for name, model in settings.models.items()]
     return compare_with_roles(settings.tokenizer, roles)[1]
 
 
@@ -82,6 +82,7 @@ def service_lines(kind: str, path: Path, overrides: Sequence[str], *, skip_data:
 
 def data_lines(settings: TrainSettings | SupervisedConfig) -> list[str]:
     """Read all rows as the run would.  Raises DataError or RewardError; returns what became of them."""
+    from oppo_megatron.config.derived import describe_batch
     from oppo_megatron.config.run import TrainSettings
     from oppo_megatron.train.inputs import describe_first, describe_inputs, read_inputs
 
@@ -89,22 +90,34 @@ def data_lines(settings: TrainSettings | SupervisedConfig) -> list[str]:
         return _supervised_lines(settings)
     inputs = read_inputs(settings)
     inputs.rewards.close()
-    return [*describe_inputs(inputs), *describe_first(inputs.quarantine), *unreached_services(settings)]
+    return [describe_batch(settings), *describe_inputs(inputs), *describe_first(inputs.quarantine), *unreached_services(settings)]
+
+
+def _row_loader(settings: SupervisedConfig) -> Callable[..., list[Any]]:
+    """The function that reads the rows of a command's configuration."""
+    from oppo_megatron.config.preference import DPOConfig, KTOConfig
+    from oppo_megatron.config.run import ProcessRewardModelConfig, SFTConfig
+    from oppo_megatron.data.preference_rows import load_marked, load_unequal_pairs
+    from oppo_megatron.data.supervised_rows import load_completions, load_pairs, load_steps
+
+    if isinstance(settings, DPOConfig):
+        return load_unequal_pairs
+    if isinstance(settings, KTOConfig):
+        return load_marked
+    if isinstance(settings, ProcessRewardModelConfig):
+        return partial(load_steps, separator=settings.separator)
+    return load_completions if isinstance(settings, SFTConfig) else load_pairs
 
 
 def _supervised_lines(settings: SupervisedConfig) -> list[str]:
     from oppo_megatron.config.data import DataConfig
-    from oppo_megatron.config.run import ProcessRewardModelConfig, SFTConfig
     from oppo_megatron.data.heldout_split import describe_seen, read_heldout
     from oppo_megatron.data.rows import Quarantine
-    from oppo_megatron.data.supervised_rows import load_completions, load_pairs, load_steps, num_duplicates
+    from oppo_megatron.data.supervised_rows import num_duplicates
     from oppo_megatron.data.tokenizer import load_tokenizer
     from oppo_megatron.train.inputs import describe_first, describe_quarantine
 
-    quarantine = Quarantine()
-    load: Callable[..., list[Any]] = load_completions if isinstance(settings, SFTConfig) else load_pairs
-    if isinstance(settings, ProcessRewardModelConfig):
-        load = partial(load_steps, separator=settings.separator)
+    quarantine, load = Quarantine(), _row_loader(settings)
     tokenizer = load_tokenizer(settings.tokenizer, settings.model.checkpoint)
 
     def read(data: DataConfig) -> list[Any]:

@@ -38,8 +38,21 @@ def most_sequences(config: TrainConfig) -> int:
     reads the last tokens of a finished one in the next round, and then frees its slot: for that one round, what came in
     its place waits.
     """
-    delta = config.overlap.delta
-    return config.rollout.batch_size + (max(delta.max, delta.initial) if config.overlap.inter else 0)
+    delta, rollout = config.overlap.delta, config.rollout
+    return rollout.batch_size + (max(delta.max, delta.initial) * rollout.group_size if config.overlap.inter else 0)
+
+
+def describe_batch(config: TrainSettings) -> str:
+    """Rows, groups and optimizer steps of a batch, in a line."""
+    rollout, ppo = config.rollout, config.ppo
+    groups = rollout.batch_size // rollout.group_size
+    prompts = f"{groups} groups of {rollout.group_size}" if rollout.group_size > 1 else f"{groups} prompts"
+    updates = ppo.epochs * ppo.minibatches
+    return (
+        f"algorithm {config.algorithm.preset}: a batch is {rollout.batch_size} responses to {prompts}; "
+        f"{updates} optimizer step{'s' * (updates > 1)} (epochs {ppo.epochs} x minibatches {ppo.minibatches}) "
+        f"of {minibatch_rows(config)} responses"
+    )
 
 
 def longest_chunk(config: TrainConfig) -> int:
@@ -48,7 +61,7 @@ def longest_chunk(config: TrainConfig) -> int:
     return longest if period is None else min(period, longest)
 
 
-def minibatch_rows(config: TrainConfig) -> int:
+def minibatch_rows(config: TrainSettings) -> int:
     """Rollouts of one optimizer step."""
     return max(1, config.rollout.batch_size // config.ppo.minibatches)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field, StrictInt, StrictStr
@@ -15,6 +14,11 @@ class RolloutConfig(Section):
 
     batch_size: Annotated[int, Unit("rollouts")] = Field(
         ..., ge=1, description="trained rollouts a step (the paper's B)"
+    )
+    group_size: Annotated[int, Unit("rollouts")] = Field(
+        1,
+        ge=1,
+        description="responses to each prompt; must divide the batch size; default: that of `algorithm.preset`",
     )
     max_response_tokens: int = Field(..., ge=1, description="longest response; a longer one is cut")
     temperature: Annotated[float, Unit("factor")] = Field(1.0, ge=0, description="0 means greedy")
@@ -42,8 +46,16 @@ class KLConfig(Section):
     """Distance kept from the reference policy."""
 
     estimator: Literal["k1", "k2", "k3"] = Field("k1", description="KL of one sampled token; see docs/algorithm.md")
-    mode: Literal["penalty", "loss"] = Field(
-        "penalty", description="per-token reward penalty, or a term of the actor's loss (estimator k2 or k3)"
+    mode: Literal["none", "penalty", "score", "loss"] = Field(
+        "penalty",
+        description="none: there is no reference; penalty: subtracted from the reward of each token; score: a response's sum is "
+        "subtracted from its score, before a baseline is; loss: a term of the actor's loss (estimator k2 or k3); default: that "
+        "of `algorithm.preset`",
+    )
+    gradient: Literal["estimator", "reverse"] = Field(
+        "estimator",
+        description="with `mode: loss`: the gradient of the estimator itself, or the one that has that of KL(actor || "
+        "reference) for its expectation",
     )
     coefficient: Annotated[float, Unit("reward a nat")] = Field(
         0.05, ge=0, description="weight of the KL; the initial weight if it is adaptive"
@@ -53,38 +65,6 @@ class KLConfig(Section):
         gt=0,
         description="KL per response that the coefficient follows (Ziegler et al. 2019); null: the coefficient stays",
     )
-
-
-@dataclass(frozen=True)
-class Needs:
-    """What an algorithm asks of a run before there is a tensor: layouts, memory and the prompt stream follow from it."""
-
-    trained_roles: tuple[str, ...]
-    responses_per_prompt: int = 1
-
-    @property
-    def critic(self) -> bool:
-        """Whether a critic is trained."""
-        return "critic" in self.trained_roles
-
-
-NEEDS = {"ppo": Needs(("actor", "critic")), "reinforce_pp": Needs(("actor",))}
-"""By preset; `oppo_megatron.algorithms` has the rest of each."""
-
-
-class AlgorithmConfig(Section):
-    """The algorithm: the roles it needs, and how rewards become advantages."""
-
-    preset: Literal["ppo", "reinforce_pp"] = Field(
-        "ppo",
-        description="ppo: a critic's values and GAE; reinforce_pp: REINFORCE++ (arXiv 2501.03262), discounted returns "
-        "without a critic; the critic then has no section, no ranks and no messages",
-    )
-
-    @property
-    def needs(self) -> Needs:
-        """The roles that the preset trains and its responses a prompt."""
-        return NEEDS[self.preset]
 
 
 class PPOConfig(Section):
@@ -99,13 +79,23 @@ class PPOConfig(Section):
         0.95, ge=0, le=1, description="GAE's lambda: 0 trusts the critic, 1 the rewards"
     )
     clip: Annotated[float, Unit("factor")] = Field(
-        0.2, gt=0, description="the ratio counts within 1 - clip .. 1 + clip"
+        0.2, gt=0, description="the ratio counts within 1 - clip .. 1 + clip; default: that of `algorithm.preset`"
+    )
+    clip_high: Annotated[float | None, Unit("factor")] = Field(
+        None, gt=0, description="the ratio counts up to 1 + clip_high; null: 1 + clip; default: that of `algorithm.preset`"
+    )
+    dual_clip: Annotated[float | None, Unit("factor")] = Field(
+        None,
+        gt=1,
+        description="bound of the loss of a token whose advantage is negative, in advantages (arXiv 1912.09729); null: none",
+    )
+    ratio_cap: Annotated[float | None, Unit("factor")] = Field(
+        None, gt=0, description="largest weight of a token with `algorithm.objective: cispo`, which needs it"
     )
     value_clip: Annotated[float, Unit("reward")] = Field(0.2, ge=0, description="0 turns value clipping off")
     entropy_coefficient: Annotated[float, Unit("reward a nat")] = Field(
         0.0, ge=0, description="weight of the entropy bonus"
     )
-    whiten_advantages: bool = Field(True, description="mean 0 and variance 1 over the whole batch")
     reward_clip: Annotated[float | None, Unit("reward")] = Field(
         None, gt=0, description="bound of the absolute score of a rollout, applied first"
     )

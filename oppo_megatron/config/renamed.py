@@ -77,6 +77,7 @@ NO_CONTEXT_PARALLELISM = Fixed(
 
 def _of_overlap(block: str) -> dict[str, Moved | Fixed]:
     return {
+        f"{block}.max_deferrals": Moved(f"{block}.max_staleness"),
         f"{block}.chunk.trials": Fixed("1", NOT_TUNED),
         f"{block}.delta.target_waste": Fixed("0.35", NOT_TUNED),
         f"{block}.delta.dead_band": Fixed("0.05", NOT_TUNED),
@@ -190,6 +191,11 @@ RENAMED: dict[str, Moved | Fixed] = {
     **_of_overlap("trainer.ppo.oppo"),
     "trainer.ppo.oppo.scorer.timeout_s": Fixed("60 s", NOT_TUNED),
     "trainer.ppo.oppo.scorer.give_up_s": Fixed("600 s", NOT_TUNED),
+    "ppo.whiten_advantages": Moved(
+        "algorithm.scale",
+        "write whiten in place of true, none in place of false",
+        lambda now, value: "whiten" if value else "none",
+    ),
     "ppo.staleness.correction": Moved("ppo.staleness"),
     "ppo.staleness.weight_cap": Fixed("2", NOT_TUNED),
     "ppo.kl.adaptive": Moved("ppo.kl.target", "write the KL per response to keep (6 if none was given)", lambda now, value: now),

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
+from oppo_megatron.config.algorithm import AlgorithmConfig, with_preset
 from oppo_megatron.config.base import Section, Unit
 from oppo_megatron.config.data import STEP_SEPARATOR, DataConfig, RewardPart, TokenizerConfig
 from oppo_megatron.config.debug import DebugConfig
@@ -39,7 +40,7 @@ from oppo_megatron.config.model import (
     usual_dtype,
 )
 from oppo_megatron.config.overlap import OverlapConfig
-from oppo_megatron.config.ppo import AlgorithmConfig, PPOConfig, RolloutConfig
+from oppo_megatron.config.ppo import PPOConfig, RolloutConfig
 from oppo_megatron.config.reliability import CheckpointConfig, TrainCheckpointConfig
 
 
@@ -62,7 +63,7 @@ def _of_dtype(role: Any, dtype: Any) -> Any:
 
 
 def _with_long_rows(settings: Any) -> Any:
-    """The settings of supervised training, where `long_rows` is `quarantine` by default, for held-out rows as for others."""
+    """The settings of supervised runs, where `long_rows` is `quarantine` by default, for held-out rows as for others."""
     data = settings.get("data") if isinstance(settings, dict) else None
     if not isinstance(data, dict):
         return settings
@@ -145,7 +146,8 @@ class TrainSettings(RunConfig):
     actor: ActorConfig
     critic: TrainedRoleConfig | None = Field(None, description="required if `algorithm.preset` trains a critic, "
     "otherwise an error")
-    reference: RoleConfig | None = Field(None, description="null: the actor's starting weights, `lora.adapter` included")
+    reference: RoleConfig | None = Field(None, description="null: the actor's starting weights, "
+    "`lora.adapter` included; there is none with `ppo.kl.mode: none`")
     reward: RoleConfig | None = Field(None, description="the reward model, or process reward model, if `rewards` names one")
     rewards: list[RewardPart] = Field(..., min_length=1, description="the reward is the sum of these parts")
     rollout: RolloutConfig
@@ -160,17 +162,24 @@ class TrainSettings(RunConfig):
     @model_validator(mode="before")
     @classmethod
     def _common_dtype(cls, data: Any) -> Any:
-        return _with_common_dtype(data, ("actor", "critic", "reference", "reward"))
+        return with_preset(_with_common_dtype(data, ("actor", "critic", "reference", "reward")))
 
     @model_validator(mode="after")
-    def _critic_of_algorithm(self) -> Self:
-        preset = self.algorithm.preset
-        if self.algorithm.needs.critic and self.critic is None:
+    def _roles_of_algorithm(self) -> Self:
+        preset, mode = self.algorithm.preset, self.ppo.kl.mode
+        if problem := self.algorithm.contradiction:
+            raise ValueError(problem)
+        if self.algorithm.critic and self.critic is None:
             raise ValueError(
                 f"critic is missing, but algorithm.preset {preset} trains one; add the section, with checkpoint or init"
             )
-        if not self.algorithm.needs.critic and self.critic is not None:
+        if not self.algorithm.critic and self.critic is not None:
             raise ValueError(f"critic is given, but algorithm.preset {preset} has none; remove the section")
+        if mode == "none" and self.reference is not None:
+            raise ValueError(
+                f"reference is given, but ppo.kl.mode is none (that of algorithm.preset {preset}, unless it is set), and nothing "
+                "reads it; remove the section, or set ppo.kl.mode to penalty, score or loss"
+            )
         return self
 
     ALWAYS_MEASURED: ClassVar[str | None] = REWARD
@@ -212,10 +221,12 @@ class TrainConfig(TrainSettings):
 
 
 class SupervisedConfig(RunConfig):
-    """Settings that `oppo sft`, `oppo rm` and `oppo prm` share."""
+    """Settings that `oppo sft`, `oppo rm`, `oppo prm`, `oppo dpo` and `oppo kto` share."""
 
     epochs: Annotated[float, Unit("passes")] = Field(1.0, gt=0, description="passes over the data; may be a fraction")
-    batch_size: Annotated[int, Unit("rows")] = Field(32, ge=1, description="rows (pairs for `rm`) per optimizer step")
+    batch_size: Annotated[int, Unit("rows")] = Field(
+        32, ge=1, description="rows (pairs for `rm` and `dpo`) per optimizer step"
+    )
     max_tokens: int = Field(1024, ge=2, description="longest prompt + completion")
     parallel: ParallelConfig = ParallelConfig()
     model: LearningModelConfig
@@ -225,8 +236,9 @@ class SupervisedConfig(RunConfig):
     @model_validator(mode="before")
     @classmethod
     def _common_dtype(cls, data: Any) -> Any:
-        return _with_long_rows(_with_common_dtype(data, ("model",)))
+        return _with_long_rows(_with_common_dtype(data, cls.MODELS))
 
+    MODELS: ClassVar[tuple[str, ...]] = ("model",)
     USUAL_RATE: ClassVar[UsualRate] = UsualRate(1e-5, 1e-4)
     SCALAR: ClassVar[bool] = False
     """Whether the model has a scalar head in place of the language model's."""
@@ -236,6 +248,12 @@ class SupervisedConfig(RunConfig):
         if self.optimizer.lr is None:
             self.optimizer = self.optimizer.settled(self.USUAL_RATE, self.model.lora)
         return self
+
+    @property
+    def models(self) -> dict[str, ModelConfig]:
+        """The models that are read, by the key of their section."""
+        found = {name: getattr(self, name) for name in self.MODELS}
+        return {name: model for name, model in found.items() if model is not None}
 
     @property
     def measured(self) -> list[str]:

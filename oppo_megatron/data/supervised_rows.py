@@ -58,9 +58,9 @@ def load_completions(
     """
     problems, is_first = RowProblems(quarantine), not quarantine.first
     examples = read_completions(config, tokenizer, problems)
-    rows = [Completion(*parts) for parts in _tokenize(examples, config, tokenizer, max_tokens, long_rows, problems)]
+    rows = [Completion(*parts) for _, parts in tokenize(examples, config, tokenizer, max_tokens, long_rows, problems)]
     if is_first:
-        quarantine.first = _as_trained(quarantine.first, rows[0], tokenizer)
+        quarantine.first = as_trained(quarantine.first, rows[0], tokenizer)
     return rows
 
 
@@ -70,9 +70,9 @@ def load_pairs(
     """Rows for the reward model; `max_tokens` bounds prompt + the longer answer.  Otherwise as `load_completions`."""
     problems, is_first = RowProblems(quarantine), not quarantine.first
     examples = read_pairs(config, tokenizer, problems)
-    rows = [Pair(*parts) for parts in _tokenize(examples, config, tokenizer, max_tokens, long_rows, problems)]
+    rows = [Pair(*parts) for _, parts in tokenize(examples, config, tokenizer, max_tokens, long_rows, problems)]
     if is_first:
-        quarantine.first = _as_trained(quarantine.first, rows[0], tokenizer)
+        quarantine.first = as_trained(quarantine.first, rows[0], tokenizer)
     return rows
 
 
@@ -112,7 +112,7 @@ def load_steps(
             rows.append(Steps(prompt, completion, [end for end, _ in kept], [label for _, label in kept]))
     require_some(len(rows), config, problems)
     if is_first:
-        quarantine.first = _as_trained(quarantine.first, Completion(*rows[0][:2]), tokenizer)
+        quarantine.first = as_trained(quarantine.first, Completion(*rows[0][:2]), tokenizer)
     return rows
 
 
@@ -123,18 +123,19 @@ def _miscounted(found: int, labelled: int, separator: str) -> str:
     )
 
 
-def _tokenize(
+def tokenize(
     examples: Sequence[Example],
     config: DataConfig,
     tokenizer: Tokenizer,
     max_tokens: int,
     long_rows: LongRows,
     problems: RowProblems,
-) -> list[list[list[int]]]:
-    tokenized = (_tokenize_one(each, config, tokenizer, max_tokens, long_rows, problems) for each in examples)
-    rows = [row for row in tokenized if row is not None]
-    require_some(len(rows), config, problems)
-    return rows
+) -> list[tuple[Example, list[list[int]]]]:
+    """The examples that can be used, each with the tokens of its prompt and answers.  Raises DataError as `load_completions`."""
+    each = ((example, _tokenize_one(example, config, tokenizer, max_tokens, long_rows, problems)) for example in examples)
+    tokenized = [(example, parts) for example, parts in each if parts is not None]
+    require_some(len(tokenized), config, problems)
+    return tokenized
 
 
 def _tokenize_one(
@@ -161,7 +162,7 @@ def _tokenize_one(
     return None
 
 
-def _as_trained(texts: Mapping[str, str], row: Completion | Pair, tokenizer: Tokenizer) -> dict[str, str]:
+def as_trained(texts: Mapping[str, str], row: Completion | Pair, tokenizer: Tokenizer) -> dict[str, str]:
     """The parts of `row` as text: those of `texts` that are its very tokens, the others read back from them.
 
     A row may have been cut, at its length or after its EOS, and `texts` may be of one that was set aside.

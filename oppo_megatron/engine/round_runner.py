@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
+from oppo_megatron.chunks import Chunk
 from oppo_megatron.cluster.activity import Activity
-from oppo_megatron.columns import Held
+from oppo_megatron.columns import Held, Ints
 from oppo_megatron.engine.executor import Executor
 from oppo_megatron.engine.generation import DecodeWorker
 from oppo_megatron.engine.links import Links
@@ -26,7 +27,7 @@ from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.out_of_memory import MemoryLimits
-from oppo_megatron.records import Chunk, Rollout
+from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.checking.transport import transport_of
 from oppo_megatron.schedule.planning.books import ActorBook, ReplicaWork
 from oppo_megatron.schedule.planning.merge import StopSignal
@@ -72,7 +73,7 @@ class RoundRunner:
         score: Sequence[Rollout],
         chunk_tokens: int,
         decoding: Decoding,
-        readable: Set[int] | None = None,
+        readable: Ints | None = None,
     ) -> Chunk | None:
         """Decode up to `chunk_tokens` of each of `active`; score new tokens of `score` (for the critic: of those in `readable`).
 

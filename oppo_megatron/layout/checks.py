@@ -51,7 +51,7 @@ def check_layouts(config: TrainConfig, shapes: Mapping[str, Shape]) -> list[str]
     wrong_ranks = {name: found for name, role in _sections(config) if (found := _check_ranks(config, name, role))}
     problems = [problem for found in wrong_ranks.values() for problem in found]
     config = _without_ranks(config, wrong_ranks)
-    problems += [*_check_pools(config, shapes), *_check_counts(config, shapes)]
+    problems += [*_check_scorers(config), *_check_pools(config, shapes), *_check_counts(config, shapes)]
     for name, placement in role_placements(config).items():
         problems += _check_serving(config, name, placement, shapes.get(name))
         problems += _check_kv_budget(config, name, placement, shapes.get(name))
@@ -98,19 +98,32 @@ def _own_layouts(name: str, role: RoleConfig) -> dict[str, str]:
     return {key: str(value) for key, value in said.items() if value is not None}
 
 
-def check_supervised_layout(config: SupervisedConfig, shape: Shape) -> list[str]:
-    """Every problem of the one layout of `oppo sft` and `oppo rm`."""
+def check_supervised_layout(config: SupervisedConfig, shape: Shape, name: str = "model") -> list[str]:
+    """Every problem of the one layout of a supervised run, for the model `name` of this shape."""
     sizes = Sizes.of(config.parallel)
     if sizes.num_ranks > MOST_RANKS:
         return [_enormous("parallel", config.parallel)]
     limits = model_limits(shape, config.batch_size)
-    problems = check_divisions("model", shape, sizes, sizes.num_ranks, limits)
+    problems = check_divisions(name, shape, sizes, sizes.num_ranks, limits)
     if sizes.dp > config.batch_size:
         problems.append(
             f"parallel.dp is {sizes.dp}, but a batch has {config.batch_size} rows (batch_size) and each replica needs "
             f"one; lower dp or raise batch_size{suggestion(sizes, sizes.num_ranks, limits)}"
         )
     return problems
+
+
+def _check_scorers(config: TrainConfig) -> list[str]:
+    """Ranks for scorers only where there are some."""
+    placement, roles = config.placement, set(named_roles(config))
+    if placement.reference == "actor" and "reference" not in roles:
+        return ["placement.reference is actor, but ppo.kl.mode is none, and there is no reference; remove it"]
+    if placement.scorer is None or len(roles) > 1:
+        return []
+    return [
+        f"placement.scorer is {Sizes.of(placement.scorer)}, but there is no reward model, no critic, and with ppo.kl.mode none "
+        "no reference, so that nothing would use its ranks; remove it"
+    ]
 
 
 def _sections(config: TrainSettings) -> Iterator[tuple[str, RoleConfig]]:
@@ -189,7 +202,7 @@ def _check_pools(config: TrainConfig, shapes: Mapping[str, Shape]) -> list[str]:
     scorer, num_ranks = placement.scorer, placement.actor.num_ranks
     if placement.mode == "disaggregated" or scorer is None or scorer.num_ranks == num_ranks:
         return []
-    name = "reference" if config.critic is None else "critic"
+    name = next((each for each in named_roles(config) if each != "actor"), "actor")
     limits = _limits(config, name, shapes.get(name))
     return [
         f"placement.scorer is {Sizes.of(scorer)} = {scorer.num_ranks} ranks, but colocated scorers share the actor's "
@@ -237,7 +250,8 @@ def _check_serving(config: TrainConfig, name: str, placement: RolePlacement, sha
     asked = _Asked(name, Sizes.of(placement), len(placement.ranks), _limits(config, name, shape))
     problems = _divisions(asked, shape)
     if placement.dp > sequences:
-        delta = f" + overlap.delta.max {sequences - config.rollout.batch_size}" if config.overlap.inter else ""
+        most, size = config.overlap.delta.max, config.rollout.group_size
+        delta = f" + overlap.delta.max {most}" + f" x rollout.group_size {size}" * (size > 1) if config.overlap.inter else ""
         work = "1 sequence is" if sequences == 1 else f"{sequences} sequences are"
         problems.append(
             f"{name} has dp {placement.dp}, but at most {work} in work at once (rollout.batch_size "

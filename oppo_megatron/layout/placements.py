@@ -138,7 +138,8 @@ def shares_weights(config: TrainConfig) -> bool:
     """Whether the reference is computed over the weights beside which the actor's adapters stand: where both are on the same
     ranks."""
     placements = role_placements(config)
-    return config.actor.lora is not None and config.reference is None and placements["reference"] == placements["actor"]
+    own = config.actor.lora is not None and config.reference is None
+    return own and placements.get("reference") == placements["actor"]
 
 
 def decodes_and_scores(placements: Mapping[str, RolePlacement]) -> bool:
@@ -148,16 +149,17 @@ def decodes_and_scores(placements: Mapping[str, RolePlacement]) -> bool:
 
 
 def named_roles(config: TrainConfig) -> Mapping[str, RoleConfig]:
-    """The roles' sections by name; a null reference is the actor as it begins, in the scorers' place."""
-    roles: dict[str, RoleConfig] = {"actor": config.actor, "reference": config.reference or _start_of(config.actor)}
-    others = {"critic": config.critic, "reward": config.reward}
-    return roles | {name: role for name, role in others.items() if role is not None}
+    """The roles' sections by name; a null reference, where there is one, is the actor as it begins, in the scorers' place."""
+    reference = None if config.ppo.kl.mode == "none" else config.reference or _start_of(config.actor)
+    others = {"reference": reference, "critic": config.critic, "reward": config.reward}
+    return {"actor": config.actor} | {name: role for name, role in others.items() if role is not None}
 
 
 def scorers_leader(placements: Mapping[str, RolePlacement]) -> int:
-    """The rank that speaks for the scorers: the critic's first, or without a critic the reward model's, or the reference's."""
-    name = next(name for name in ("critic", "reward", "reference") if name in placements)
-    return placements[name].ranks[0]
+    """The rank that speaks for the scorers: the first of the critic's, the reward model's or the reference's; with none of
+    these, the actor's that sends the chunks."""
+    name = next((name for name in ("critic", "reward", "reference") if name in placements), None)
+    return placements["actor"].output_rank() if name is None else placements[name].ranks[0]
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:

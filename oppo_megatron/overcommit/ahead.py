@@ -9,7 +9,10 @@ import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
+import numpy as np
+
 from oppo_megatron.errors import CheckpointError
+from oppo_megatron.overcommit.staleness import needed_batch
 
 
 @dataclass(frozen=True)
@@ -74,22 +77,18 @@ def require_work(ahead: Ahead, steps: int | None, most: int | None, batch_size: 
         )
 
 
-def require_bounded_deferrals(deferrals: Sequence[int], batch_size: int, max_deferrals: int) -> None:
-    """Raises CheckpointError where rollouts of so many deferrals could not all be trained in time in batches of `batch_size`.
-
-    A batch leaves at most `batch_size` of 2 * `batch_size` rollouts behind, so that all of them fit into the next one; and
-    those that must be in the next batch now have to fit into it, too.
-    """
-    forced = sum(each >= max_deferrals for each in deferrals)
-    needed = max(forced, math.ceil(len(deferrals) / 2))
-    if max(deferrals, default=0) > max_deferrals:
+def require_bounded_deferrals(deferrals: Sequence[int], groups: int, group_size: int, max_staleness: int) -> None:
+    """Raises CheckpointError where groups of so many deferrals could not all be trained in time in batches of `groups`."""
+    if max(deferrals, default=0) > max_staleness:
         raise CheckpointError(
-            f"overlap.max_deferrals is {max_deferrals}, but the checkpoint holds a rollout that was deferred "
-            f"{max(deferrals)} times; resume with overlap.max_deferrals={max(deferrals)} or more"
+            f"overlap.max_staleness is {max_staleness}, but the checkpoint holds a rollout that was deferred "
+            f"{max(deferrals)} times; resume with overlap.max_staleness={max(deferrals)} or more"
         )
-    if needed > batch_size:
+    needed = needed_batch(np.array(deferrals, dtype=np.int64), max_staleness)
+    if needed > groups:
+        forced = sum(each >= max_staleness for each in deferrals)
         raise CheckpointError(
-            f"rollout.batch_size is {batch_size}, but the checkpoint holds {len(deferrals)} rollouts, and {forced} of them may "
-            f"not be deferred again: not all could be trained within overlap.max_deferrals={max_deferrals}; resume with "
-            f"rollout.batch_size={needed} or more"
+            f"rollout.batch_size is {groups * group_size}, but the checkpoint holds rollouts of {len(deferrals)} prompts, and "
+            f"those of {forced} may not be deferred again: not all could be trained within overlap.max_staleness="
+            f"{max_staleness}; resume with rollout.batch_size={needed * group_size} or more"
         )

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
+from oppo_megatron.cores import uncollected
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.records import Decision, Prompt, Rollout, StepSignals
 
@@ -136,6 +137,7 @@ class OvercommitScheduler:
         """Whether prompts may still enter within this step."""
         return self._every is not None and self._next_prompt is not None and not self.buffer.full
 
+    @uncollected()
     def _admit(self) -> list[Rollout]:
         admitted: list[Prompt] = []
         room = self.buffer.room

@@ -15,11 +15,13 @@ from oppo_megatron.config.guards import GuardsConfig
 from oppo_megatron.config.model import ModelConfig, OptimizerConfig, RuntimeConfig
 from oppo_megatron.config.overlap import OverlapConfig
 from oppo_megatron.config.paths import check_exists, check_files
-from oppo_megatron.config.ppo import PPOConfig, RolloutConfig
+from oppo_megatron.config.ppo import RolloutConfig
 from oppo_megatron.config.run import SupervisedConfig, TrainConfig
 from oppo_megatron.layout.kernels import find_available, layers_refused
 from oppo_megatron.modeldir.headers import check_adapter
+from oppo_megatron.preflight.algorithm import check_algorithm
 from oppo_megatron.preflight.measuring import check_evaluation, check_heldout
+from oppo_megatron.preflight.preferences import check_preferences
 from oppo_megatron.preflight.reward_parts import check_part, check_waits
 
 
@@ -28,7 +30,7 @@ def check_train(config: TrainConfig) -> list[str]:
     return [
         *_check_run_dir(config),
         *_check_batch(config),
-        *check_overlap(config.overlap, config.rollout.batch_size),
+        *check_overlap(config.overlap, config.rollout.batch_size, config.rollout.group_size),
         *check_forced_lengths(config.debug),
         *check_stops(config.rollout, forced=config.debug.forced_lengths is not None),
         *_check_sources(config),
@@ -40,25 +42,12 @@ def check_train(config: TrainConfig) -> list[str]:
         *check_data("data", config.data, templates=("prompt",)),
         *(check_data("evaluation.data", config.evaluation.data, templates=("prompt",)) if config.evaluation else []),
         *check_evaluation(config),
-        *_check_algorithm(config),
-        *_check_kl(config.ppo),
+        *check_algorithm(config),
         *_check_step_rewards(config),
         *_check_warmup(config),
         *(problem for name, role in config.trained.items() for problem in _check_optimizer(name, role.optimizer)),
         *check_layers(config.runtime, adapters=bool(adapters(config))),
         *(problem for name, lora in adapters(config).items() for problem in check_adapter(name, lora)),
-    ]
-
-
-def _check_algorithm(config: TrainConfig) -> list[str]:
-    """Settings of `ppo` that only a critic gives a meaning."""
-    if config.algorithm.needs.critic:
-        return []
-    preset, plain = config.algorithm.preset, PPOConfig()
-    return [
-        f"ppo.{name} is {getattr(config.ppo, name)}, but algorithm.preset {preset} has no critic, and nothing reads it; remove it"
-        for name in ("gae_lambda", "value_clip", "critic_warmup_steps")
-        if getattr(config.ppo, name) != getattr(plain, name)
     ]
 
 
@@ -71,16 +60,6 @@ def _check_step_rewards(config: TrainConfig) -> list[str]:
     return [
         f"ppo.reward_normalization is {scaling}, which scales the score of a response, but step_rewards {how} gives rewards to "
         "its steps, which stay as they are; set ppo.reward_normalization=none, or step_rewards to last or min"
-    ]
-
-
-def _check_kl(ppo: PPOConfig) -> list[str]:
-    """A loss term must pull: the gradient of k1 is the score function, whose expectation is 0."""
-    if ppo.kl.mode != "loss" or ppo.kl.estimator != "k1":
-        return []
-    return [
-        "ppo.kl.mode is loss, but the gradient of ppo.kl.estimator k1 is 0 in expectation, so that nothing would hold the "
-        "policy to the reference; set ppo.kl.estimator to k2, which has the KL's gradient, or to k3"
     ]
 
 
@@ -122,11 +101,12 @@ def _check_rollback(config: TrainConfig) -> list[str]:
 
 
 def check_supervised(config: SupervisedConfig) -> list[str]:
-    """Every broken rule of `oppo sft`'s or `oppo rm`'s settings."""
+    """Every broken rule of a supervised run's settings."""
     return [
         *_check_run_dir(config),
         *_check_micro_batch(config.runtime.micro_batch_tokens, config.max_tokens, "max_tokens"),
-        *check_source("model", config.model),
+        *(problem for name, model in config.models.items() for problem in check_source(name, model)),
+        *check_preferences(config),
         *check_exists("tokenizer.path", config.tokenizer.path),
         *check_data("data", config.data, templates=("prompt", "completion")),
         *_check_optimizer("model", config.optimizer, key="optimizer"),
@@ -141,7 +121,7 @@ def check_supervised(config: SupervisedConfig) -> list[str]:
     ]
 
 
-def check_overlap(overlap: OverlapConfig, batch_size: int) -> list[str]:
+def check_overlap(overlap: OverlapConfig, batch_size: int, group_size: int = 1) -> list[str]:
     """delta's order and bound (only where it is used), the chunk candidates, and when backfill admits."""
     problems = _check_backfill(overlap)
     delta, candidates = overlap.delta, overlap.chunk.candidates
@@ -150,10 +130,13 @@ def check_overlap(overlap: OverlapConfig, batch_size: int) -> list[str]:
             f"overlap.delta has min {delta.min}, initial {delta.initial}, max {delta.max}, "
             "but min <= initial <= max must hold; reorder them"
         )
-    if overlap.inter and delta.max > batch_size:
+    groups = batch_size // group_size
+    if overlap.inter and delta.max > overlap.max_staleness * groups:
+        of = f" / rollout.group_size {group_size} = {groups} prompts" if group_size > 1 else ""
         problems.append(
-            f"overlap.delta.max is {delta.max}, but must not exceed rollout.batch_size {batch_size} "
-            "(more carried rollouts than a batch holds could all fall due at once); lower it"
+            f"overlap.delta.max is {delta.max}, but must not exceed overlap.max_staleness {overlap.max_staleness} times "
+            f"rollout.batch_size {batch_size}{of} (more than so many batches could not all be trained in time); lower it, or "
+            "raise overlap.max_staleness"
         )
     if len(set(candidates)) < len(candidates):
         problems.append(
@@ -264,16 +247,9 @@ def _check_run_dir(config: TrainConfig | SupervisedConfig) -> list[str]:
 
 
 def _check_batch(config: TrainConfig) -> list[str]:
-    batch, minibatches = config.rollout.batch_size, config.ppo.minibatches
-    problems = []
-    if batch % minibatches:
-        fitting = ", ".join(str(count) for count in range(1, batch + 1) if batch % count == 0)
-        problems.append(
-            f"ppo.minibatches {minibatches} does not divide rollout.batch_size {batch}; choose from {fitting}"
-        )
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     what = "data.max_prompt_tokens + rollout.max_response_tokens"
-    return problems + _check_micro_batch(config.runtime.micro_batch_tokens, longest, what)
+    return _check_micro_batch(config.runtime.micro_batch_tokens, longest, what)
 
 
 def _check_micro_batch(micro_batch_tokens: int, longest: int, what: str) -> list[str]:

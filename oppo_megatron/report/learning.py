@@ -121,6 +121,12 @@ SUPERVISED = (
         "Healthy: it grows slowly. Growth without end, while held-out accuracy stands still, is overconfidence: fewer epochs.",
     ),
     Curve(
+        "implicit-rewards", "Implicit rewards", "beta (log-prob - reference's)",
+        {"reward_chosen": "chosen", "reward_rejected": "rejected", "reward": "of all rows"},
+        "Healthy: chosen stays level or rises, rejected falls. If both fall, chosen answers grow unlikely, too: lower the "
+        "learning rate, raise beta, or add `dpo.nll`.",
+    ),
+    Curve(
         "grad-norm", "Gradient norm", "before clipping", {"grad_norm": ""},
         "Healthy: even, with small peaks. Peaks of ten times the usual and more, or steady growth, come before divergence: lower "
         "the learning rate.", from_zero=True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 import numbers
@@ -17,11 +16,13 @@ from oppo_megatron.config.evaluation import part_labels
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.preflight.settings import check_rewards
 from oppo_megatron.rewards.entry_point import load_entry_point
+from oppo_megatron.rewards.isolated_rule import IsolatedRule
 from oppo_megatron.rewards.isolation import IsolatedFunction
 from oppo_megatron.rewards.protocol import ScoreItem, check_fields, read_token
 from oppo_megatron.rewards.remote import RemoteReward
+from oppo_megatron.rewards.rule_parts import Rule, VerifierReward, build_rule
+from oppo_megatron.rewards.rules.lengths import LengthRule
 from oppo_megatron.rewards.user_code import SHOWN_CHARACTERS, ProcessExit, said_of, staying
-from oppo_megatron.rewards.verifiers import expected_answer, verify
 
 
 class NonFiniteRewardError(RewardError):
@@ -32,32 +33,6 @@ class ResponseReward(Protocol):
     """Scores one response.  `fields` are the other columns of the prompt's row."""
 
     def __call__(self, prompt: str, response: str, fields: Mapping[str, Any]) -> float: ...
-
-
-@dataclass(frozen=True, slots=True)
-class VerifierReward:
-    """1.0 or 0.0 by the verifier `name`, against column `answer`."""
-
-    name: str
-    answer: str
-
-    def __call__(self, prompt: str, response: str, fields: Mapping[str, Any]) -> float:
-        return verify(self.name, response, self._expected(fields))
-
-    def check(self, fields: Mapping[str, Any]) -> None:
-        """Raise `RewardError` if a response to this row could not be scored."""
-        expected_answer(self._expected(fields))
-
-    def _expected(self, fields: Mapping[str, Any]) -> Any:
-        if self.answer not in fields:
-            there = ", ".join(fields) or "none"
-            near = difflib.get_close_matches(self.answer, fields, n=1)
-            named = f", the nearest is `answer: {near[0]}`" if near else ""
-            raise RewardError(
-                f"the row has no column {self.answer!r} with the expected answer (it has: {there}); name the column "
-                f"as `answer` beside the verifier{named}"
-            )
-        return fields[self.answer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +58,7 @@ class Summand:
 
     label: str
     weight: float
-    function: ResponseReward | RemoteReward | None
+    function: ResponseReward | RemoteReward | Rule | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,18 +69,26 @@ class Reward:
     parts: dict[str, float]
 
 
-def build_reward_functions(parts: Sequence[RewardPart], environment: Mapping[str, str] = os.environ) -> RewardSum:
+def build_reward_functions(
+    parts: Sequence[RewardPart],
+    environment: Mapping[str, str] = os.environ,
+    *,
+    max_response_tokens: int | None = None,
+) -> RewardSum:
     """The sum that `parts` describe; tokens of services come from `environment`.
 
-    Raises `ConfigError` with every problem of every part.
+    `max_response_tokens`: the longest response, where that is known: rule `length` goes by it.  Raises `ConfigError` with
+    every problem of every part.
     """
     has_model = any(part.reads_model for part in parts)
     found = check_rewards(parts, has_reward_model=has_model)
     summands: list[Summand] = []
-    secrets = frozenset(part.token_env for part in parts if part.token_env is not None)
+    secrets = {part.token_env for part in parts}
+    inherited = {name: value for name, value in environment.items() if name not in secrets}
     for part, label in zip(parts, part_labels(parts), strict=True) if not found else ():
         try:
-            summands.append(Summand(label, part.weight, _function(part, label, environment, secrets)))
+            function = _function(part, label, environment, inherited, max_response_tokens)
+            summands.append(Summand(label, part.weight, function))
         except ConfigError as error:
             found.extend(error.problems)
     if found:
@@ -114,20 +97,23 @@ def build_reward_functions(parts: Sequence[RewardPart], environment: Mapping[str
 
 
 def _function(
-    part: RewardPart, label: str, environment: Mapping[str, str], secrets: frozenset[str]
-) -> ResponseReward | RemoteReward | None:
+    part: RewardPart,
+    label: str,
+    environment: Mapping[str, str],
+    inherited: Mapping[str, str],
+    max_response_tokens: int | None,
+) -> ResponseReward | RemoteReward | Rule | None:
+    """`inherited`: the environment without the tokens of services, for processes."""
     if part.reads_model:
         return None
     if part.kind == "verifier":
-        assert part.name is not None, "check_rewards asks for it"
-        return VerifierReward(part.name, part.answer)
+        return build_rule(part, inherited, max_response_tokens)
     if part.kind == "http":
         assert part.url is not None, "check_rewards asks for it"
         token = None if part.token_env is None else read_token(part.token_env, environment)
         return RemoteReward(f"reward part {label!r}", part.url, token, part.remote)
     assert part.entry_point is not None, "check_rewards asks for it"
     if part.isolation is not None:
-        inherited = {name: value for name, value in environment.items() if name not in secrets}
         isolated = IsolatedFunction(part.entry_point, part.options, part.isolation, inherited)
         isolated.check()
         return isolated
@@ -135,9 +121,13 @@ def _function(
     return UserFunction(part.entry_point, partial(function, **part.options) if part.options else function)
 
 
-def _about(user: UserFunction) -> str:
-    function = user.function.func if isinstance(user.function, partial) else user.function
-    return (inspect.getdoc(function) or "").partition("\n")[0]
+def _about(function: ResponseReward | RemoteReward | Rule | None) -> str:
+    if isinstance(function, IsolatedRule):
+        return function.about()
+    if not isinstance(function, UserFunction):
+        return ""
+    called = function.function.func if isinstance(function.function, partial) else function.function
+    return (inspect.getdoc(called) or "").partition("\n")[0]
 
 
 class RewardSum:
@@ -152,8 +142,11 @@ class RewardSum:
         return any(summand.function is None for summand in self.summands)
 
     def describe(self) -> list[str]:
-        """What each user's function that runs in this process says of itself: the first line of its docstring."""
-        told = ((part.label, _about(part.function)) for part in self.summands if isinstance(part.function, UserFunction))
+        """What each user's function that runs in this process says of itself: the first line of its docstring.
+
+        Of rule `code`, whether its programs reach the network.
+        """
+        told = ((part.label, _about(part.function)) for part in self.summands)
         return [f"reward {label}: {about}" for label, about in told if about]
 
     @property
@@ -164,13 +157,18 @@ class RewardSum:
     @property
     def asks_services(self) -> bool:
         """Whether scores take a while to come: `request` them as early as the responses are known."""
-        return any(isinstance(summand.function, RemoteReward) for summand in self.summands)
+        return bool(self._asked)
+
+    @property
+    def _asked(self) -> list[RemoteReward | IsolatedRule]:
+        """Services, and rules in processes of their own."""
+        return [s.function for s in self.summands if isinstance(s.function, (RemoteReward, IsolatedRule))]
 
     def check(self, fields: Mapping[str, Any]) -> None:
         """Raise `RewardError` if a row lacks what a verifier needs, or cannot be sent to a service or a process."""
         for summand in self.summands:
             try:
-                if isinstance(summand.function, VerifierReward):
+                if isinstance(summand.function, (VerifierReward, IsolatedRule)):
                     summand.function.check(fields)
                 elif isinstance(summand.function, (RemoteReward, IsolatedFunction)):
                     check_fields(fields)
@@ -178,22 +176,21 @@ class RewardSum:
                 raise RewardError(f"reward part {summand.label!r}: {error}") from error
 
     def requested(self, seq_id: int) -> bool:
-        """Whether every service has been asked for the score of this sequence, and `evaluate` has not taken it."""
-        return all(s.function.requested(seq_id) for s in self.summands if isinstance(s.function, RemoteReward))
+        """Whether each has been asked for the score of this sequence, and `evaluate` has not taken it."""
+        return all(asked.requested(seq_id) for asked in self._asked)
 
     def request(self, items: Sequence[ScoreItem]) -> None:
-        """Ask the services for scores, which `evaluate` takes later; returns at once, asks for nothing twice.
+        """Ask services and processes for scores, which `evaluate` takes later; returns at once, asks for nothing twice.
 
         Raises `RewardError` if a service has failed for good.
         """
-        for summand in self.summands:
-            if isinstance(summand.function, RemoteReward):
-                summand.function.request(items)
+        for asked in self._asked:
+            asked.request(items)
 
     def close(self) -> None:
         """End threads and processes."""
         for summand in self.summands:
-            if isinstance(summand.function, (RemoteReward, IsolatedFunction)):
+            if isinstance(summand.function, (RemoteReward, IsolatedFunction, IsolatedRule)):
                 summand.function.close()
 
     def score(
@@ -210,29 +207,59 @@ class RewardSum:
         model_score: float | None,
         seq_id: int,
         place: str = "",
+        num_tokens: int | None = None,
     ) -> Reward:
         """The reward of one response and its parts; waits for what was requested, and requests what was not.
 
-        Raises `RewardError` naming sequence, `place` (file:line of the prompt's row), part and value.
+        `num_tokens`: of the response; rule `length` needs it.  Raises `RewardError` naming sequence, `place` (file:line of the
+        prompt's row), part and value.
         """
         sequence = f"sequence {seq_id} (of {place})" if place else f"sequence {seq_id}"
-        parts: dict[str, float] = {}
         self.request([ScoreItem(seq_id, prompt, response, fields)])
+        try:
+            parts = self._parts(sequence, prompt, response, fields, model_score, seq_id, num_tokens)
+        except RewardError:
+            for asked in self._asked:
+                if isinstance(
+                    asked, IsolatedRule
+                ):  # a service of rewards goes on, and the name of a sequence comes again
+                    asked.forget(seq_id)
+            raise
+        total = sum(summand.weight * parts[summand.label] for summand in self.summands)
+        return Reward(_finite(total, f"{sequence}: the weighted sum of {parts}"), parts)
+
+    def _parts(
+        self,
+        sequence: str,
+        prompt: str,
+        response: str,
+        fields: Mapping[str, Any],
+        model_score: float | None,
+        seq_id: int,
+        num_tokens: int | None,
+    ) -> dict[str, float]:
+        """What each part gives, before weighting."""
+        parts: dict[str, float] = {}
         for summand in self.summands:
             value: Any = model_score
             if isinstance(summand.function, RemoteReward):
                 value = summand.function.result(seq_id)
+            elif isinstance(summand.function, LengthRule):
+                assert num_tokens is not None, "who takes a rule `length` counts the tokens"
+                value = summand.function.score(num_tokens)
             elif summand.function is not None:
                 try:
-                    value = summand.function(prompt, response, fields)
+                    if isinstance(summand.function, IsolatedRule):
+                        value = summand.function.result(seq_id)
+                    else:
+                        value = summand.function(prompt, response, fields)
                 except RewardError as error:
                     raise RewardError(
                         f"{sequence}: reward part {summand.label!r} failed: {error}; it must give a number for every "
                         "response: correct the function, or the row's columns"
                     ) from (error.__cause__ or error)
             parts[summand.label] = _finite(value, f"{sequence}: reward part {summand.label!r}")
-        total = sum(summand.weight * parts[summand.label] for summand in self.summands)
-        return Reward(_finite(total, f"{sequence}: the weighted sum of {parts}"), parts)
+        return parts
 
 
 def _finite(value: Any, what: str) -> float:

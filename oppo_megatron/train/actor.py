@@ -99,13 +99,16 @@ class Actor:
             targets = ActorTargets(
                 micro.extra["old_logp"],
                 micro.extra["advantages"],
-                micro.extra["reference_logp"],
+                micro.extra.get("reference_logp"),
                 micro.extra.get("weight"),
+                micro.extra.get("share"),
+                on_device(micro.counts, logp.device) if self.algorithm.needs_lengths else None,
             )
             value, stats = self.algorithm.actor_loss(logp, entropy, targets, kl_coefficient, num_tokens)
             return value, stats_dict(stats) | (self._first_sums(micro, logp.detach(), output) if first else {})
 
-        reports = run_update(self.role.trained, batch, extra, loss, settings, self.memory_limit)
+        weights = self.algorithm.row_weights
+        reports = run_update(self.role.trained, batch, extra, loss, settings, self.memory_limit, weights)
         summary = self.role.share(self._summary(reports, begun.gap), STATS)
         self.ess = summary["ess"]
         moved = self.role.publish()
@@ -145,15 +148,15 @@ class Actor:
         """What the loss needs of each response token, each [T]; the loss runs on the last stage only."""
         if not self._groups.is_last_stage:
             return {}
-        base_T, weight_T = self.algorithm.ratio_base(experience.old_logp_T, proximal_T)
+        base_T, weight_T = self.algorithm.ratio_base(experience.old_logp_T, proximal_T, experience.lengths_B)
         inputs = {
             "old_logp": base_T,
             "behaviour_logp": experience.old_logp_T,
             "advantages": experience.advantages_T,
-            "reference_logp": experience.reference_logp_T,
             "fresh": fresh_tokens(batch, settings),
         }
-        return inputs if weight_T is None else inputs | {"weight": weight_T}
+        optional = {"reference_logp": experience.reference_logp_T, "weight": weight_T}
+        return inputs | {name: x_T for name, x_T in optional.items() if x_T is not None}
 
     def _under_start(self, batch: Sequence[Rollout], settings: UpdateSettings) -> BegunUpdate:
         """Log-probs of the whole batch under the weights that the step begins with; nothing before the last stage.

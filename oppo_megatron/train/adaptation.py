@@ -63,7 +63,8 @@ class Adaptation:
                 experience.stats.shaped_score_mean, facts.tail_waste, facts.scores.ess, facts.length_gap
             )
             facts.delta_reason = self.scheduler.end_step(facts.step, signals).reason
-            self.kl.observe(experience.stats.kl_mean, len(batch))
+            if experience.stats.kl_mean is not None:
+                self.kl.observe(experience.stats.kl_mean, len(batch))
 
     def learn_times(self, facts: StepFacts, cost: StepCost) -> None:
         """The chunk size, by what the step cost."""

@@ -19,11 +19,12 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from oppo_megatron.algorithms.experience import ScoredBatch
+from oppo_megatron.chunks import Chunk
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.occupancy import Occupancy
 from oppo_megatron.engine.round_runner import RoundRunner
-from oppo_megatron.records import Chunk, Rollout
+from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.plan import StepPlan, plan_step
 from oppo_megatron.train.actor import Actor
 from oppo_megatron.train.adaptation import Adaptation

@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+from oppo_megatron.chunks import Chunk
 from oppo_megatron.config.overlap import OverlapConfig
 from oppo_megatron.engine.round_runner import Decoding, RoundRunner
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
-from oppo_megatron.records import Chunk, Rollout
+from oppo_megatron.records import Rollout
 from oppo_megatron.train.score_exchange import ScoreExchange
 
 

@@ -64,6 +64,7 @@ class ScoreExchange:
     rewards: RewardSum
     tokenizer: Tokenizer
     activity: Activity = field(default_factory=Activity)
+    group_size: int = 1
     actor: Actor | None = None
     critic: Critic | None = None
     steps: StepRewards | None = None
@@ -83,7 +84,7 @@ class ScoreExchange:
         once all scores are here.
         """
         lengths = [len(r.tokens) for r in batch]
-        reference_T = self._share("reference", batch, lengths, rounds)
+        reference_T = self._share("reference", batch, lengths, rounds).float() if "reference" in self.placements else None
         values_T = self._share("critic", batch, lengths, rounds).float() if "critic" in self.placements else None
         model_B, step_rewards_T = self._model_scores(batch, lengths, rounds)
         totals_B, parts = self._rewards(batch, model_B)
@@ -93,11 +94,12 @@ class ScoreExchange:
         logp_T = on_device([x for r in batch for x in r.logprobs], self.device, torch.float32)
         scored = ScoredBatch(
             behaviour_logp_T=logp_T,
-            reference_logp_T=reference_T.float(),
+            reference_logp_T=reference_T,
             values_T=values_T,
             scores_B=totals_B.float(),
             lengths_B=lengths,
             truncated_B=on_device([r.finish_reason == "length" for r in batch], self.device, torch.bool),
+            group_size=self.group_size,
             step_rewards_T=step_rewards_T,
         )
         critic = self.critic_stats()
@@ -105,7 +107,9 @@ class ScoreExchange:
         return scored, ScoreReport(parts, busy_s, idle_s, leaders_work, critic, ess, of_rollout)
 
     def request(self, rollouts: Sequence[Rollout]) -> None:
-        """Ask reward services for the scores of finished rollouts, while others are still decoded.  Returns at once.
+        """Ask services and rules' processes for the scores of finished rollouts, while others are still decoded.
+
+        Returns at once.
 
         Raises RewardError, on the scorers' first rank, if a service has failed for good.
         """
@@ -187,7 +191,13 @@ class ScoreExchange:
                 try:
                     with self._scoring(item, rollout.prompt.place):
                         reward = self.rewards.evaluate(
-                            item.prompt, item.response, item.fields, score, item.seq_id, rollout.prompt.place
+                            item.prompt,
+                            item.response,
+                            item.fields,
+                            score,
+                            item.seq_id,
+                            rollout.prompt.place,
+                            len(rollout.tokens),
                         )
                 except NonFiniteRewardError as error:
                     self.refusal = self.refusal or str(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from oppo_megatron.algorithms.algorithm import make_algorithm
+from oppo_megatron.algorithms.algorithm import Algorithm
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.derived import longest_chunk
 from oppo_megatron.config.run import TrainConfig
@@ -54,7 +54,7 @@ def build_loop(
     total_steps = ahead.total_steps(config.steps, prompts.planned, config.rollout.batch_size)
     with world.activity.doing("process groups", waits=True):
         topology = build_topology(config, world.device)
-    algorithm, memory = make_algorithm(config.algorithm, config.ppo), MemoryMeter.begin(world.device)
+    algorithm, memory = Algorithm.of(config), MemoryMeter.begin(world.device)
     limits = memory.memory_limits
     builder = RoleBuilder(config, algorithm, world, topology, inputs.tokenizer, total_steps, inputs.lengths, limits)
     keeps_journal = world.rank == topology.site.source
@@ -66,7 +66,7 @@ def build_loop(
     meter = StepMeter(
         world, rounds, tracer.spans, tracer, memory, journal,
         role="scorer" if actor is None else "actor",
-        critic=_critic_placement(config, topology.site) if algorithm.needs.critic else None,
+        critic=_critic_placement(config, topology.site) if config.critic is not None else None,
     )  # fmt: skip
     guard = Guard(config, algorithm, world.rank, world.device, topology.site, total_steps, rollbacks)
     return _assemble(config, world, inputs, saver, Parts(prompts, rounds, meter, guard, actor, critic), builder)
@@ -91,7 +91,7 @@ def _assemble(
     scheduler, kl = _scheduler(config, parts.prompts), KLController(config.ppo.kl)
     exchange = ScoreExchange(
         world.rank, world.device, rounds.planner.site.placements, inputs.rewards, inputs.tokenizer, world.activity,
-        actor, critic, StepRewards.of(config.rewards, inputs.tokenizer),
+        config.rollout.group_size, actor, critic, StepRewards.of(config.rewards, inputs.tokenizer),
     )  # fmt: skip
     adaptation = Adaptation(
         world, scheduler, ChunkTuner(config.overlap.chunk, longest_chunk(config)), kl, rounds.planner, meter.tracer.meter,
@@ -113,7 +113,9 @@ def _critic_placement(config: TrainConfig, site: Site) -> CriticPlacement:
 
 def _scheduler(config: TrainConfig, prompts: PromptStream) -> OvercommitScheduler:
     overlap, period = config.overlap, config.overlap.admission_period
-    buffer = RolloutBuffer(config.rollout.batch_size, 0, overlap.max_deferrals, backfill=period is not None)
+    buffer = RolloutBuffer(
+        config.rollout.batch_size, 0, overlap.max_staleness, backfill=period is not None, group_size=config.rollout.group_size
+    )
     return OvercommitScheduler(prompts, buffer, make_delta_controller(delta_rule(overlap)), period)
 
 

@@ -27,11 +27,15 @@ UpdateLoss = Callable[[MicroBatch, Tensor, int, bool], tuple[Tensor, dict[str, T
 """(micro-batch, output of its rows, tokens of the minibatch, whether it is the first minibatch) -> (loss, sums)."""
 
 
+RowWeights = Callable[[Sequence[int]], list[float]]
+"""Response tokens of a minibatch's rows, groups side by side -> weight of a token of each row, on average 1 over the tokens."""
+
+
 @dataclass(frozen=True)
 class UpdateSettings:
     """How a batch is cut for an update.  `step` keys the shuffle, so that actor and critic see the same minibatches.
 
-    `version` is the policy's, which the update starts from.
+    `version` is the policy's, which the update starts from; the `group_size` responses to a prompt stay together.
     """
 
     epochs: int
@@ -41,12 +45,13 @@ class UpdateSettings:
     step: int
     device: torch.device
     version: int = 0
+    group_size: int = 1
 
     @classmethod
     def of(cls, config: TrainConfig, step: int, device: torch.device, version: int = 0) -> UpdateSettings:
         """Those of PPO step `step`, for actor and critic."""
         ppo, budget = config.ppo, config.runtime.micro_batch_tokens
-        return cls(ppo.epochs, ppo.minibatches, budget, config.seed, step, device, version)
+        return cls(ppo.epochs, ppo.minibatches, budget, config.seed, step, device, version, config.rollout.group_size)
 
 
 @dataclass(frozen=True)
@@ -95,8 +100,10 @@ def run_update(
     loss: UpdateLoss,
     settings: UpdateSettings,
     memory_limit: MemoryLimit | None = None,
+    weights: RowWeights | None = None,
 ) -> list[dict[str, float]]:
-    """One optimizer step for each minibatch of each epoch; a report of each.  `extra_T` are tensors the loss needs.
+    """One optimizer step for each minibatch of each epoch; a report of each.  `extra_T` are tensors the loss needs; by `weights`
+    it has another, `share`, for each token of a minibatch.
 
     Every rank of every replica gives the whole batch.  A minibatch is divided among the replicas by tokens; its loss and its
     report are the whole minibatch's, whatever their number.  Where this rank runs out of memory in a micro-batch, it makes
@@ -106,7 +113,9 @@ def run_update(
     lengths = torch.tensor([len(r.tokens) for r in batch])
     groups = trained.model.groups
     for number, shares in enumerate(_shares(batch, groups.dp, settings)):
-        num_tokens, rows = int(lengths[[i for share in shares for i in share]].sum()), shares[groups.dp_rank]
+        minibatch, rows = sorted(i for share in shares for i in share), shares[groups.dp_rank]
+        num_tokens = int(lengths[minibatch].sum())
+        shared_T = extra_T if weights is None else extra_T | _shares_of_tokens(lengths, minibatch, weights, settings)
 
         def minibatch_loss(
             micro: MicroBatch, output: Tensor, num_tokens: int = num_tokens, first: bool = number == 0
@@ -114,13 +123,28 @@ def run_update(
             return loss(micro, output, num_tokens, first)
 
         def step(
-            most: int, rows: list[int] = rows, loss: Callable[..., tuple[Tensor, dict[str, Tensor]]] = minibatch_loss
+            most: int,
+            rows: list[int] = rows,
+            extra: dict[str, Tensor] = shared_T,
+            loss: Callable[..., tuple[Tensor, dict[str, Tensor]]] = minibatch_loss,
         ) -> StepReport:
-            return trained.step(_micro_batches(batch, rows, lengths, extra_T, most, settings.device), loss)
+            return trained.step(_micro_batches(batch, rows, lengths, extra, most, settings.device), loss)
 
         report = in_smaller_ones(step, settings.micro_batch_tokens, memory_limit, trained.begun, trained.bound_to_peers)
         reports.append({"grad_norm": report.grad_norm, "lr": report.lr} | report.stats)
     return reports
+
+
+def _shares_of_tokens(
+    lengths: Tensor, minibatch: list[int], weights: RowWeights, settings: UpdateSettings
+) -> dict[str, Tensor]:
+    """`share` [T]: how much each token of a minibatch counts; of other rows 0.  Nothing where all count alike."""
+    of_rows = weights(lengths[minibatch].tolist())
+    if all(weight == 1 for weight in of_rows):
+        return {}
+    share_B = torch.zeros(len(lengths))
+    share_B[minibatch] = torch.tensor(of_rows)
+    return {"share": on_device(share_B.repeat_interleave(lengths), settings.device)}
 
 
 def _micro_batches(
@@ -166,10 +190,13 @@ def _shares(batch: Sequence[Rollout], num_replicas: int, settings: UpdateSetting
 
 
 def minibatches_of(num_rows: int, settings: UpdateSettings) -> Iterator[list[int]]:
-    """Rows of each minibatch; a batch smaller than their number makes fewer.  One minibatch keeps the batch's order."""
-    count = min(settings.minibatches, num_rows)
+    """Rows of each minibatch, whole groups; a batch of fewer groups makes fewer.  One minibatch keeps the batch's order."""
+    size = settings.group_size
+    num_groups = num_rows // size
+    count = min(settings.minibatches, num_groups)
     for epoch in range(settings.epochs):
-        order = np.arange(num_rows)
+        order = np.arange(num_groups)
         if count > 1:
             np.random.Generator(np.random.Philox(key=[settings.seed, (settings.step << 16) + epoch])).shuffle(order)
-        yield from (part.tolist() for part in np.array_split(order, count))
+        for part in np.array_split(order, count):
+            yield (part[:, None] * size + np.arange(size)).flatten().tolist()

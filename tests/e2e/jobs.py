@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oppo_megatron.cluster.world import World
-from oppo_megatron.config.ppo import NEEDS
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.engine import generation
 from oppo_megatron.engine.completions import PromptDecoder
@@ -111,14 +110,6 @@ def train_counted(config: dict[str, Any], fan_out: int) -> Counted:
 def train_with_environment(config: dict[str, Any], environment: dict[str, str]) -> None:
     """`train`, where the ranks have been started with these variables."""
     with mock.patch.dict(os.environ, environment):
-        train(config)
-
-
-def train_with_responses(config: dict[str, Any], responses_per_prompt: int) -> None:
-    """`train`, where the preset's algorithm asks for so many responses a prompt."""
-    preset = TrainConfig(**config).algorithm.preset
-    needs = replace(NEEDS[preset], responses_per_prompt=responses_per_prompt)
-    with mock.patch.dict(NEEDS, {preset: needs}):
         train(config)
 
 

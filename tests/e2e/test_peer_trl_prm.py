@@ -16,7 +16,7 @@ from oppo_megatron.data.arithmetic import Shape, write_steps
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised_rows import load_steps
 from oppo_megatron.data.tokenizer import load_tokenizer
-from oppo_megatron.train.supervised import run_process_reward_model
+from oppo_megatron.train.supervised import run_supervised
 from tests.support.hf import save_tiny
 from tests.support.tokenizers import save_byte_level
 
@@ -66,7 +66,7 @@ def test_the_loss_is_that_of_two_logits_on_the_same_tokens(tmp_path: Path) -> No
         "data": data, "model": {"checkpoint": model}, "runtime": {"device": "cpu", "threads_per_rank": 1},
         "logging": {"console": "off"}, "checkpoint": {"final": "nothing"},
     }  # fmt: skip
-    run_process_reward_model(ProcessRewardModelConfig.model_validate(settings))
+    run_supervised(ProcessRewardModelConfig.model_validate(settings))
     (line,) = (json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert line["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
 

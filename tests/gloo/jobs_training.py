@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oppo_megatron.algorithms.algorithm import PPO
+from oppo_megatron.algorithms.algorithm import Algorithm
+from oppo_megatron.config.algorithm import AlgorithmConfig
 from oppo_megatron.config.model import ModelConfig, OptimizerConfig, TrainingLayoutConfig
 from oppo_megatron.config.ppo import PPOConfig
 from oppo_megatron.errors import NumericsError
@@ -230,7 +231,8 @@ def begun_and_abandoned(directory: str, tp: int) -> list[tuple[bool, bool]]:
     fast, and whether the output of a forward pass is held for the update.  What is decoded before and after is the same."""
     model = load(directory, world_groups(tp, 1))
     trained = TrainedModel(model, OptimizerConfig(lr=0.1), total_steps=4)
-    actor = Actor(TrainedRole(trained, model, None), PPO(PPOConfig()), TEMPERATURE)
+    algorithm = Algorithm(AlgorithmConfig(), PPOConfig(), group_size=1, longest=64)
+    actor = Actor(TrainedRole(trained, model, None), algorithm, TEMPERATURE)
     batch = [Rollout(Prompt(i, i, "", (1 + i, 7)), i, [3, 4, 5 + i]) for i in range(4)]
     settings = UpdateSettings(epochs=1, minibatches=1, micro_batch_tokens=20, seed=3, step=1, device=CPU)
     probes, seen, outputs = [[1, 2, 3, 4], [9, 8, 7]], [], watched_outputs(trained)

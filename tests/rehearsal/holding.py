@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from oppo_megatron.algorithms.advantages import NOTHING_SEEN
-from oppo_megatron.algorithms.algorithm import make_algorithm
+from oppo_megatron.algorithms.algorithm import Algorithm
 from oppo_megatron.algorithms.experience import Experience
 from oppo_megatron.cluster import process_groups
 from oppo_megatron.cluster.process_groups import SharedGroups
@@ -101,7 +101,7 @@ class Measurement:
 
     def _train(self, placement: RolePlacement) -> RoleModel:
         role = self._trained_role(placement)
-        algorithm = make_algorithm(self.config.algorithm, self.config.ppo)
+        algorithm = Algorithm.of(self.config)
         member = Actor(role, algorithm, 1.0) if self.name == "actor" else Critic(role, algorithm)
         with self.meter.span() as first:
             self._update(member, min(self.config.rollout.batch_size, placement.dp * self._rows_of_a_micro_batch))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import get_args
 
 import pytest
 import torch
 
 from oppo_megatron.algorithms.advantages import NOTHING_SEEN
-from oppo_megatron.algorithms.algorithm import ALGORITHMS, PPO, make_algorithm
+from oppo_megatron.algorithms.algorithm import Algorithm
 from oppo_megatron.algorithms.experience import Experience, ScoredBatch
-from oppo_megatron.config.ppo import NEEDS, AlgorithmConfig, PPOConfig
+from oppo_megatron.config.algorithm import AlgorithmConfig
+from oppo_megatron.config.ppo import PPOConfig
 from oppo_megatron.errors import NumericsError, RewardError
 
 LENGTHS = [3, 1, 4]
@@ -20,7 +20,11 @@ TRUNCATED = [False, False, True]
 
 
 def config(**changes: object) -> PPOConfig:
-    return PPOConfig.model_validate({"whiten_advantages": False, "gamma": 0.9, "gae_lambda": 0.8, **changes})
+    return PPOConfig.model_validate({"gamma": 0.9, "gae_lambda": 0.8, **changes})
+
+
+def of_ppo(ppo: PPOConfig, scale: str = "none") -> Algorithm:
+    return Algorithm(AlgorithmConfig.model_validate({"scale": scale}), ppo, group_size=1, longest=4)
 
 
 def batch(seed: int = 0) -> ScoredBatch:
@@ -89,7 +93,7 @@ OPTIONS: list[dict[str, object]] = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_experience_equals_a_plain_pass(options: dict[str, object]) -> None:
     scored, ppo = batch(), config(**options)
-    experience = PPO(ppo).experience(scored, 0.3)
+    experience = of_ppo(ppo).experience(scored, 0.3)
     expected = plain(scored, ppo, 0.3)
     assert experience.kl_T.tolist() == pytest.approx(expected["kl"], abs=1e-5)
     assert experience.rewards_T.tolist() == pytest.approx(expected["rewards"], abs=1e-5)
@@ -103,8 +107,8 @@ def test_experience_equals_a_plain_pass(options: dict[str, object]) -> None:
 
 
 def test_whitening_is_over_the_whole_batch_and_leaves_the_returns() -> None:
-    raw = PPO(config()).experience(batch(), 0.3)
-    white = PPO(config(whiten_advantages=True)).experience(batch(), 0.3)
+    raw = of_ppo(config()).experience(batch(), 0.3)
+    white = of_ppo(config(), "whiten").experience(batch(), 0.3)
     advantages = raw.advantages_T.tolist()
     mean = sum(advantages) / 8
     deviation = math.sqrt(sum((a - mean) ** 2 for a in advantages) / 8)
@@ -115,7 +119,7 @@ def test_whitening_is_over_the_whole_batch_and_leaves_the_returns() -> None:
 
 def test_summary() -> None:
     scored, ppo = batch(), config(reward_clip=1.0)
-    stats = PPO(ppo).experience(scored, 0.3).stats
+    stats = of_ppo(ppo).experience(scored, 0.3).stats
     expected = plain(scored, ppo, 0.3)
 
     def variance(x: list[float]) -> float:
@@ -139,7 +143,7 @@ def test_a_running_normalisation_is_over_all_scores_so_far() -> None:
     known: list[float] = []
     for scale in (1.0, 2.0, 0.1):
         scored = replace(batch(), scores_B=batch().scores_B * scale)
-        experience = PPO(ppo).experience(scored, 0.0, seen=seen)
+        experience = of_ppo(ppo).experience(scored, 0.0, seen=seen)
         rewards = experience.rewards_T[[2, 3, 7]].tolist()
         assert rewards == pytest.approx(shaped(scored.scores_B.tolist(), ppo, known), abs=1e-5)
         known += [min(max(score, -4.0), 4.0) for score in scored.scores_B.tolist()]
@@ -152,15 +156,15 @@ def test_explained_variance_of_a_perfect_critic_is_one_and_of_flat_returns_zero(
     scores_B = torch.tensor([2.0, -1.0, 5.0])
     exact = config(gamma=1.0, gae_lambda=1.0)
     perfect = replace(batch(), values_T=values_T, scores_B=scores_B)
-    assert PPO(exact).experience(perfect, 0.0).stats.explained_variance == pytest.approx(1.0)
+    assert of_ppo(exact).experience(perfect, 0.0).stats.explained_variance == pytest.approx(1.0)
     flat = replace(batch(), scores_B=torch.ones(3))
-    assert PPO(exact).experience(flat, 0.0).stats.explained_variance == 0.0
+    assert of_ppo(exact).experience(flat, 0.0).stats.explained_variance == 0.0
 
 
 def test_one_response_of_one_token() -> None:
     one_T = torch.tensor([-0.5])
     scored = ScoredBatch(one_T, one_T, one_T, torch.tensor([2.0]), [1], torch.tensor([False]))
-    experience: Experience = PPO(config(whiten_advantages=True)).experience(scored, 0.1)
+    experience: Experience = of_ppo(config(), "whiten").experience(scored, 0.1)
     assert experience.advantages_T.tolist() == [0.0] and experience.returns_T.tolist() == [2.0]
     assert experience.stats.score_std == 0.0 and experience.stats.explained_variance == 0.0
 
@@ -169,7 +173,7 @@ def test_inputs_are_not_changed_and_no_gradient_is_kept() -> None:
     scored = batch()
     scored.values_T.requires_grad_()
     copies = [x.detach().clone() for x in (scored.values_T, scored.behaviour_logp_T, scored.scores_B)]
-    experience = PPO(config(truncated_score=0.0, reward_clip=1.0)).experience(scored, 0.3)
+    experience = of_ppo(config(truncated_score=0.0, reward_clip=1.0)).experience(scored, 0.3)
     for before, after in zip(copies, (scored.values_T, scored.behaviour_logp_T, scored.scores_B), strict=True):
         assert torch.equal(before, after)
     assert not experience.returns_T.requires_grad and not experience.old_values_T.requires_grad
@@ -179,7 +183,7 @@ def test_inputs_are_not_changed_and_no_gradient_is_kept() -> None:
 def test_a_score_that_is_not_finite_names_its_row_even_where_it_would_be_replaced(value: float) -> None:
     scores_B = torch.tensor([0.5, 1.0, value])
     with pytest.raises(RewardError, match=rf"score of row 2 is {value}"):
-        PPO(config(truncated_score=0.0, reward_clip=1.0)).experience(replace(batch(), scores_B=scores_B), 0.1)
+        of_ppo(config(truncated_score=0.0, reward_clip=1.0)).experience(replace(batch(), scores_B=scores_B), 0.1)
 
 
 @pytest.mark.parametrize(
@@ -193,19 +197,11 @@ def test_a_token_that_is_not_finite_names_quantity_row_and_position(
     scored = batch()
     getattr(scored, field)[token] = math.nan
     with pytest.raises(NumericsError, match=f"the {name} of row {row}, response token {position}, is nan"):
-        PPO(config()).experience(scored, 0.1)
+        of_ppo(config()).experience(scored, 0.1)
 
 
 def test_a_kl_that_overflows_is_named() -> None:
     scored = batch()
     scored.behaviour_logp_T[4] = -200.0
     with pytest.raises(NumericsError, match="KL to the reference of row 2, response token 0, is inf"):
-        PPO(config(kl={"estimator": "k3"})).experience(scored, 0.1)
-
-
-@pytest.mark.parametrize("preset", get_args(AlgorithmConfig.model_fields["preset"].annotation))
-def test_a_preset_needs_what_the_configuration_says_of_it(preset: str) -> None:
-    """Layouts and the prompt stream follow from the configuration, without torch; the loop is given the object."""
-    chosen = AlgorithmConfig.model_validate({"preset": preset})
-    assert make_algorithm(chosen, config()).needs is chosen.needs
-    assert ALGORITHMS.keys() == NEEDS.keys()
+        of_ppo(config(kl={"estimator": "k3"})).experience(scored, 0.1)

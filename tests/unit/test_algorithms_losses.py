@@ -10,16 +10,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oppo_megatron.algorithms.losses import ActorTargets, actor_loss, entropy_bonus, policy_loss, value_loss
+from oppo_megatron.algorithms.losses import ActorTargets, Surrogate, actor_loss, policy_loss, value_loss
 from oppo_megatron.algorithms.staleness import ratio_base
 from oppo_megatron.algorithms.stats import TokenStats
 from oppo_megatron.config.ppo import PPOConfig
 
 DOUBLE = torch.float64
+SURROGATE = Surrogate(0.2)
 
 
 def randn(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=DOUBLE)
+
+
+def against(
+    old_T: torch.Tensor, advantages_T: torch.Tensor, weight_T: torch.Tensor | None = None
+) -> ActorTargets:
+    return ActorTargets(old_T, advantages_T, weight_T=weight_T)
 
 
 def plain_policy_loss(
@@ -64,7 +71,7 @@ def test_policy_loss_equals_a_plain_loop(n: int, clip: float, weighted: bool, se
     logp_T, noise_T, advantages_T, weight_T = randn(4, n, seed=seed)
     old_T, weight_T = logp_T + 0.5 * noise_T, weight_T.exp()
     weights = weight_T.tolist() if weighted else [1.0] * n
-    loss, stats = policy_loss(logp_T, old_T, advantages_T, clip, 7 * n, weight_T if weighted else None)
+    loss, stats = policy_loss(logp_T, against(old_T, advantages_T, weight_T if weighted else None), Surrogate(clip), 7 * n)
     expected, outside = plain_policy_loss(logp_T.tolist(), old_T.tolist(), advantages_T.tolist(), clip, 7 * n, weights)
     assert float(loss) == pytest.approx(expected, rel=1e-9, abs=1e-12)
     assert float(stats.clipped) == outside
@@ -86,7 +93,7 @@ def test_policy_gradient_by_finite_differences_in_every_region() -> None:
     logp_T = (old_T + log_ratio_T).requires_grad_()
 
     def loss_of(x_T: torch.Tensor) -> torch.Tensor:
-        return policy_loss(x_T, old_T, advantages_T, 0.2, 11, weight_T)[0]
+        return policy_loss(x_T, against(old_T, advantages_T, weight_T), Surrogate(0.2), 11)[0]
 
     loss_of(logp_T).backward()
     assert logp_T.grad is not None
@@ -98,7 +105,7 @@ def test_policy_gradient_by_finite_differences_in_every_region() -> None:
 def test_gradient_on_policy_is_the_plain_policy_gradient() -> None:
     old_T, advantages_T = randn(2, 9, seed=1)
     logp_T = old_T.clone().requires_grad_()
-    policy_loss(logp_T, old_T, advantages_T, 0.2, 9)[0].backward()
+    policy_loss(logp_T, against(old_T, advantages_T), Surrogate(0.2), 9)[0].backward()
     torch.testing.assert_close(logp_T.grad, -advantages_T / 9)
 
 
@@ -145,8 +152,8 @@ def actor_inputs(n: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, ActorTa
 def test_actor_loss_is_the_sum_of_its_terms(mode: str, estimator: str) -> None:
     logp_T, entropy_T, targets = actor_inputs(6, seed=2)
     ppo = config(entropy_coefficient=0.01, clip=0.1, kl={"mode": mode, "estimator": estimator, "coefficient": 9.0})
-    loss, stats = actor_loss(logp_T, entropy_T, targets, ppo, kl_coefficient=0.3, num_tokens=12)
-    assert targets.weight_T is not None
+    loss, stats = actor_loss(logp_T, entropy_T, targets, Surrogate(ppo.clip), ppo, kl_coefficient=0.3, num_tokens=12)
+    assert targets.weight_T is not None and targets.reference_logp_T is not None
     expected, _ = plain_policy_loss(
         logp_T.tolist(), targets.old_logp_T.tolist(), targets.advantages_T.tolist(), 0.1, 12, targets.weight_T.tolist()
     )
@@ -163,18 +170,17 @@ def test_actor_gradient_by_finite_differences() -> None:
     ppo = config(entropy_coefficient=0.5, kl={"mode": "loss", "estimator": "k3"})
 
     def loss_of(x_T: torch.Tensor, y_T: torch.Tensor) -> torch.Tensor:
-        return actor_loss(x_T, y_T, targets, ppo, 0.3, 8)[0]
+        return actor_loss(x_T, y_T, targets, SURROGATE, ppo, 0.3, 8)[0]
 
     assert torch.autograd.gradcheck(loss_of, (logp_T.requires_grad_(), entropy_T.requires_grad_()))
 
 
 def test_entropy_is_rewarded_and_needs_no_gradient_when_its_coefficient_is_zero() -> None:
     entropy_T = torch.tensor([1.0, 3.0], requires_grad=True)
-    assert entropy_bonus(entropy_T, 8).item() == 0.5
     logp_T, _, targets = actor_inputs(2, seed=4)
-    actor_loss(logp_T, entropy_T, targets, config(entropy_coefficient=0.1), 0.0, 2)[0].backward()
-    assert entropy_T.grad is not None and (entropy_T.grad < 0).all()
-    loss, _ = actor_loss(logp_T, entropy_T, targets, config(), 0.0, 2)
+    actor_loss(logp_T, entropy_T, targets, SURROGATE, config(entropy_coefficient=0.1), 0.0, 8)[0].backward()
+    assert entropy_T.grad is not None and entropy_T.grad.tolist() == pytest.approx([-0.1 / 8] * 2)
+    loss, _ = actor_loss(logp_T, entropy_T, targets, SURROGATE, config(), 0.0, 2)
     assert not loss.requires_grad
 
 
@@ -186,17 +192,17 @@ def test_micro_batches_add_up_to_the_minibatch(sizes: list[int], seed: int) -> N
     values_T, old_values_T, returns_T = randn(3, n, seed=seed + 1)
     ppo = config(entropy_coefficient=0.01, kl={"mode": "loss", "estimator": "k2"})
     logp_T.requires_grad_()
-    whole, whole_stats = actor_loss(logp_T, entropy_T, targets, ppo, 0.1, n)
+    whole, whole_stats = actor_loss(logp_T, entropy_T, targets, SURROGATE, ppo, 0.1, n)
     whole_value, whole_value_stats = value_loss(values_T, old_values_T, returns_T, 0.2, n)
     (gradient_T,) = torch.autograd.grad(whole, logp_T)
 
     parts, value_parts = [], []
     for part in torch.arange(n).split(sizes):
-        assert targets.weight_T is not None
+        assert targets.weight_T is not None and targets.reference_logp_T is not None
         micro = ActorTargets(
             targets.old_logp_T[part], targets.advantages_T[part], targets.reference_logp_T[part], targets.weight_T[part]
         )
-        parts.append(actor_loss(logp_T[part], entropy_T[part], micro, ppo, 0.1, n))
+        parts.append(actor_loss(logp_T[part], entropy_T[part], micro, SURROGATE, ppo, 0.1, n))
         value_parts.append(value_loss(values_T[part], old_values_T[part], returns_T[part], 0.2, n))
     summed = torch.stack([loss for loss, _ in parts]).sum()
     torch.testing.assert_close(summed, whole, rtol=1e-10, atol=1e-12)
@@ -216,7 +222,7 @@ def assert_same_stats(parts: list[TokenStats], whole: TokenStats) -> None:
 
 def test_stats_are_sums_over_tokens_and_carry_no_gradient() -> None:
     logp_T = torch.tensor([0.0, math.log(2.0)], requires_grad=True)
-    _, stats = policy_loss(logp_T, torch.zeros(2), torch.ones(2), 0.2, 100)
+    _, stats = policy_loss(logp_T, against(torch.zeros(2), torch.ones(2)), SURROGATE, 100)
     assert not any(getattr(stats, f.name).requires_grad for f in fields(stats))
     assert (float(stats.num_tokens), float(stats.clipped)) == (2, 1)
     assert (float(stats.ratio), float(stats.max_ratio)) == (pytest.approx(3.0), pytest.approx(2.0))
@@ -230,7 +236,7 @@ def test_corrections_agree_to_the_bit_when_nothing_is_stale(dtype: torch.dtype) 
     for correction in ("behaviour", "decoupled"):
         fresh_T = logp_T.clone().requires_grad_()
         old_T, weight_T = ratio_base(behaviour_T, behaviour_T.clone(), correction)
-        loss, _ = policy_loss(fresh_T, old_T, advantages_T, 0.2, 50, weight_T)
+        loss, _ = policy_loss(fresh_T, against(old_T, advantages_T, weight_T), SURROGATE, 50)
         loss.backward()
         results.append((loss.detach(), fresh_T.grad))
     assert torch.equal(results[0][0], results[1][0])
@@ -253,6 +259,6 @@ def test_untruncated_decoupled_equals_behaviour_inside_the_clip_range() -> None:
     proximal_T, logp_T = behaviour_T + 0.1 * noise_T, behaviour_T + 0.1 * more_T
     losses = []
     for correction in ("behaviour", "decoupled"):
-        old_T, weight_T = ratio_base(behaviour_T, proximal_T, correction, 1e9)
-        losses.append(float(policy_loss(logp_T, old_T, advantages_T, 0.99, 20, weight_T)[0]))
+        old_T, weight_T = ratio_base(behaviour_T, proximal_T, correction, weight_cap=1e9)
+        losses.append(float(policy_loss(logp_T, against(old_T, advantages_T, weight_T), Surrogate(0.99), 20)[0]))
     assert losses[0] == pytest.approx(losses[1], rel=1e-9)

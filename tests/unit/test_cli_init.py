@@ -25,7 +25,7 @@ ROW = {
     "prompt": "1+1=", "question": "1+1=", "answer": "2 #### 2", "completion": "2", "chosen": "2", "rejected": "3",
     "completions": ["1+1=2", "2"], "labels": [True, True],
 }  # fmt: skip
-HELD_OUT = {"gsm8k": ["gsm8k_test.jsonl"], "hh": ["heldout.jsonl"]}
+HELD_OUT = {"gsm8k": ["gsm8k_test.jsonl"]} | {case: ["heldout.jsonl"] for case in ("hh", "hh-dpo", "hh-kto")}
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +83,7 @@ def test_files_are_short_commented_and_of_known_keys(case: str, capsys: pytest.C
         assert all(line.find("  # ") in (-1, 31) for line in text.splitlines() if line.startswith("run_dir")), "aligned"
         tree = yaml.safe_load(text)
         shape = tree.get("model", {}).pop("init", None)  # a config.json's keys, not ours
-        assert (shape is not None) == (case in ("arithmetic", "hh") and path.name == "sft.yaml")
+        assert (shape is not None) == (case.startswith(("arithmetic", "hh")) and path.name == "sft.yaml")
         for key in every_key(tree):
             assert key.rpartition(".")[2].isdigit() or main(["config", "--explain", key]) == 0, key
 
@@ -97,7 +97,8 @@ def test_with_the_files_supplied_it_is_valid(case: str, folder: Path, capsys: py
     for name in {*CASES[case].paths.values(), *HELD_OUT.get(case, [])}:
         Path(name).parent.mkdir(exist_ok=True)
         if name.endswith(".jsonl"):
-            Path(name).write_text(json.dumps(ROW) + "\n")
+            rows = [ROW | {"prompt": f"{n}+1=", "question": f"{n}+1="} for n in range(30)]
+            Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
         else:
             Path(name).mkdir()
             (Path(name) / "config.json").write_text(json.dumps(SHAPE))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from oppo_megatron.chunks import Chunk, ChunkRow
 from oppo_megatron.control.occupancy import Occupancy, length_gap
-from oppo_megatron.records import Chunk, ChunkRow, Prompt, Rollout
+from oppo_megatron.records import Prompt, Rollout
 
 
 def row(seq_id: int, num_tokens: int, finish_clock: int | None = None, offset: int = 0) -> ChunkRow:

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from oppo_megatron.algorithms.algorithm import PPO
+from oppo_megatron.chunks import Chunk, ChunkRow
 from oppo_megatron.config.overlap import ChunkConfig
 from oppo_megatron.config.ppo import KLConfig
 from oppo_megatron.control.chunk_tuner import ChunkTuner
@@ -14,11 +14,11 @@ from oppo_megatron.control.kl_controller import KLController
 from oppo_megatron.data.prompts import PromptStream
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
-from oppo_megatron.records import Chunk, ChunkRow, Decision, StepSignals
+from oppo_megatron.records import Decision, StepSignals
 from oppo_megatron.train.adaptation import Adaptation
 from oppo_megatron.train.logs.facts import StepFacts
 from oppo_megatron.train.score_exchange import ScoreReport
-from tests.unit.test_algorithms_experience import batch, config
+from tests.unit.test_algorithms_experience import batch, config, of_ppo
 from tests.unit.test_data_prompts import plain_set
 
 
@@ -55,7 +55,7 @@ def test_delta_is_told_the_scores_that_are_trained_on(settings: dict[str, Any], 
     facts.scores = ScoreReport({}, 0.0, 0.0, [], {}, ess=1.0, measured=[])
     scheduler.begin_step()
     buffer.record(Chunk(0, 1, [ChunkRow(r.seq_id, 0, [1], [0.0], [0.0], version=0) for r in buffer.rollouts]))
-    adaptation.learn_batch(facts, buffer.rollouts, PPO(config(**settings)).experience(batch(), 0.3))
+    adaptation.learn_batch(facts, buffer.rollouts, of_ppo(config(**settings)).experience(batch(), 0.3))
     assert rule.told[0].reward_mean == pytest.approx(sum(scores) / 3)
-    adaptation.learn_batch(facts, buffer.rollouts, PPO(config()).experience(batch(), 0.3), actor_trained=False)
+    adaptation.learn_batch(facts, buffer.rollouts, of_ppo(config()).experience(batch(), 0.3), actor_trained=False)
     assert len(rule.told) == 1 and "warms up" in facts.delta_reason, "a policy that is not trained has no trend"

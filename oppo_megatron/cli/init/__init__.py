@@ -26,7 +26,7 @@ PROBLEMS = {"sft": 14400, "pairs": 2000, "prompts": 4000, "heldout": 200}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("case", nargs="?", metavar="CASE", help="what to start from; --list shows the cases")
     parser.add_argument("--list", action="store_true", help="show the cases")
-    parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="default: ppo.yaml, sft.yaml, rm.yaml or prm.yaml")
+    parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="default: ppo.yaml, or sft, rm, prm, dpo, kto.yaml")
     for name, about in OPTIONS.items():
         parser.add_argument(f"--{name}", metavar="PATH", help=about)
     parser.add_argument("--force", action="store_true", help="overwrite files that are there")

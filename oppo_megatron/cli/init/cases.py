@@ -69,6 +69,7 @@ def _scalar(path: str) -> str:
 
 _ACTOR = {"actor": "models/actor"}
 _TRAIN = ("oppo validate {config}", "oppo train {config} --dry-run", "oppo train {config}")
+_HH_TOKENIZER = "oppo tokenizer {data} --out {here}tokenizer.model --vocab-size 2048"
 CASES = {
     case.name: case
     for case in (
@@ -97,6 +98,14 @@ CASES = {
             {**_ACTOR, "data": "steps.jsonl"}, ("oppo validate {config}", "oppo prm {config}"), {},
         ),
         Case(
+            "dpo", "train an actor on chosen/rejected pairs, without a reward model", "dpo", "dpo.yaml",
+            {**_ACTOR, "data": "pairs.jsonl"}, ("oppo validate {config}", "oppo dpo {config}"), {},
+        ),
+        Case(
+            "kto", "train an actor on wanted and unwanted completions", "kto", "kto.yaml",
+            {**_ACTOR, "data": "rows.jsonl"}, ("oppo validate {config}", "oppo kto {config}"), {},
+        ),
+        Case(
             "arithmetic", "the whole chain on two CPU cores, with data that is generated here", "train", "arithmetic.yaml",
             {},
             (
@@ -109,11 +118,21 @@ CASES = {
             "hh", "from HH's pairs to SFT, a reward model and PPO against it, on two CPU cores", "train", "hh.yaml",
             {"data": "train.jsonl"},
             (
-                "oppo tokenizer {data} --out {here}tokenizer.model --vocab-size 2048",
+                _HH_TOKENIZER,
                 "oppo sft {here}sft.yaml", "oppo rm {here}rm.yaml", *_TRAIN,
             ),
             {"sft.yaml": "hh-sft.yaml", "rm.yaml": "hh-rm.yaml"},
             made=("runs/sft/weights", "runs/rm/weights"),
+        ),
+        Case(
+            "hh-dpo", "from HH's pairs to SFT and DPO, on two CPU cores", "dpo", "hh-dpo.yaml", {"data": "train.jsonl"},
+            (_HH_TOKENIZER, "oppo sft {here}sft.yaml", "oppo validate {config}", "oppo dpo {config}"),
+            {"sft.yaml": "hh-sft.yaml"}, made=("runs/sft/weights",),
+        ),
+        Case(
+            "hh-kto", "from HH's pairs to SFT and KTO, on two CPU cores", "kto", "hh-kto.yaml", {"data": "train.jsonl"},
+            (_HH_TOKENIZER, "oppo sft {here}sft.yaml", "oppo validate {config}", "oppo kto {config}"),
+            {"sft.yaml": "hh-sft.yaml"}, made=("runs/sft/weights",),
         ),
     )
 }  # fmt: skip

@@ -9,18 +9,19 @@ over all sequences.  Micro-batches it needs of its own replicas only: `own` are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from oppo_megatron.columns import Bools, Columns, Ints, columns_of
 from oppo_megatron.records import Rollout
-from oppo_megatron.schedule.packing import pack_by_tokens
+from oppo_megatron.schedule.packing import packed_in_order
 from oppo_megatron.schedule.planning.ledger import ABSENT, ordinal
 from oppo_megatron.schedule.planning.replicas import REPLICA, Pairs, Replicas, pairs_of
-from oppo_megatron.schedule.rounds import Batch, Growth
+from oppo_megatron.schedule.rounds import Batch, Growths
 from oppo_megatron.schedule.weaving.cut import even_portions
 
 CACHED, OPENED, OUTPUTS, LIMIT, WAITING, OUTLIVED = "cached", "opened", "outputs", "limit", "waiting", "outlived"
@@ -166,9 +167,7 @@ class ScoringBook(Book):
         homes = self._ledger[REPLICA][rows]
         for replica, work in ours.items():
             here = homes == replica
-            growths = _growths(column[here] for column in table)
-            bins = pack_by_tokens([growth.new for growth in growths], budget)
-            work.prefill = [tuple(growths[i] for i in sorted(members)) for members in bins]
+            work.prefill = _packed(table.at(np.flatnonzero(here)), budget)
             work.done = columns.seq_ids[here & columns.finished].tolist()
         self._close(rows[columns.finished])
         return self._works(ours)
@@ -249,8 +248,8 @@ class ScoringBook(Book):
         self._close(self._ledger.rows(np.array(work.evict, dtype=np.int64)))
         self._open(self._ledger.rows(np.array(work.open, dtype=np.int64)))
 
-    def _grow(self, columns: Columns, rows: Ints) -> tuple[Ints, ...]:
-        """Read what is there.  Returns a `Growth` of each, in columns."""
+    def _grow(self, columns: Columns, rows: Ints) -> Growths:
+        """Read what is there."""
         past, target, outputs = self._ledger[CACHED][rows], self._targets(columns), self._ledger[OUTPUTS][rows]
         given = columns.finished.astype(np.int64)
         if self.every_token:
@@ -258,7 +257,7 @@ class ScoringBook(Book):
             given = np.maximum(0, target - np.maximum(first + outputs, past))
         self._ledger[OUTPUTS][rows] = outputs + given
         self._ledger[CACHED][rows] = target
-        return columns.seq_ids, past, target - past, given
+        return Growths(np.stack([columns.seq_ids, past, target - past, given]))
 
 
 class ActorBook(Book):
@@ -306,18 +305,15 @@ class ActorBook(Book):
         running, new = self._admit(rows, micro_batches)
         ours, rooms = self._ours(own), self._rooms(columns)
         homes, cached = self._ledger[REPLICA][rows], self._ledger[CACHED][rows]
-        grown = columns.seq_ids, columns.num_tokens - 1, np.minimum(steps, rooms)
+        due, none = columns.num_tokens - 1, np.zeros_like(rooms)
+        decode = Growths(np.stack([columns.seq_ids, due, np.minimum(steps, rooms), none]))
+        again = Growths(np.stack([columns.seq_ids, cached, due - cached, none]))
         for replica, work in ours.items():
             here = running & (homes == replica)
             work.open = columns.seq_ids[here & new].tolist()
             lined = self._in_line(rows, np.flatnonzero(here & ~new), np.flatnonzero(here & new), order)
-            growths = _growths(column[lined] for column in grown)
-            past, due = cached[lined], columns.num_tokens[lined] - 1
-            stale = past < due
-            again = _growths((columns.seq_ids[lined][stale], past[stale], (due - past)[stale]))
-            bins = pack_by_tokens([g.new for g in again], budget)
-            work.prefill = [tuple(again[i] for i in sorted(members)) for members in bins]
-            work.decode = [tuple(portion) for portion in even_portions(growths, micro_batches)]
+            work.prefill = _packed(again.at(lined[again.new[lined] > 0]), budget)
+            work.decode = [decode.at(portion) for portion in even_portions(lined.tolist(), micro_batches)]
         return self._works(ours)
 
     def _in_line(self, rows: Ints, before: Ints, new: Ints, order: Callable[[Sequence[int]], list[int]]) -> Ints:
@@ -396,5 +392,8 @@ class ActorBook(Book):
         return limits[rows] - columns.response_tokens
 
 
-def _growths(columns: Iterable[Ints]) -> list[Growth]:
-    return list(map(Growth, *(column.tolist() for column in columns)))
+def _packed(growths: Growths, budget: int) -> list[Batch]:
+    """Micro-batches of at most `budget` tokens, each in the order of `growths`."""
+    members, ends = packed_in_order(growths.new, budget)
+    ordered = growths.at(members)
+    return [ordered[start:end] for start, end in pairwise(ends)]

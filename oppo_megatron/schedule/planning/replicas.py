@@ -113,19 +113,22 @@ def _dealt(parts: Sequence[_Part], arrivals: Sequence[tuple[int, bool]]) -> list
     found: list[int] = []
     heap = [(p.tokens, p.sequences, p.replica) for p in parts if p.sequences < p.slots]
     heapify(heap)
-    for tokens, finished in arrivals:
-        if heap:
-            load, count, replica = heap[0]
-            part = parts[replica]
-            part.unfinished += not finished
-            if count + 1 < part.slots:
-                heapreplace(heap, (load + tokens, count + 1, replica))
-            else:
-                part.tokens, part.sequences = load + tokens, count + 1
-                heappop(heap)
+    for tokens, _ in arrivals if heap else ():
+        load, count, replica = heap[0]
+        found.append(replica)
+        if count + 1 < parts[replica].slots:
+            heapreplace(heap, (load + tokens, count + 1, replica))
         else:
-            part = min(parts, key=lambda p: p.rank_for(finished))
-            part.add(tokens, finished)
+            heappop(heap)
+            if not heap:
+                break
+    rest = arrivals[len(found) :]
+    if rest:
+        for replica, (tokens, finished) in zip(found, arrivals, strict=False):
+            parts[replica].add(tokens, finished)
+    for tokens, finished in rest:
+        part = min(parts, key=lambda p: p.rank_for(finished))
+        part.add(tokens, finished)
         found.append(part.replica)
     return found
 

@@ -86,7 +86,8 @@ class Guard:
         except (RewardError, NumericsError) as error:
             unchecked = self.algorithm.experience(scored, kl_coefficient, check=False, seen=seen)
             return unchecked, self.rules.non_finite("batch", math.nan, str(error))
-        return experience, self.rules.check({"kl_mean": experience.stats.kl_mean})
+        kl = experience.stats.kl_mean
+        return experience, self.rules.check({} if kl is None else {"kl_mean": kl})
 
     def watch(self, role: str, update: Callable[[], dict[str, float]]) -> tuple[dict[str, float], Breach | None]:
         """Make an update of `role`.  Returns its statistics (none if a gradient was not finite) and its breaches."""

@@ -32,7 +32,8 @@ TENSORS = {
     "versions_T": torch.int64, "behaviour_logp_T": torch.float64, "reference_logp_T": torch.float32,
     "values_T": torch.float32, "scores_B": torch.float32, "truncated_B": torch.bool, "step_rewards_T": torch.float32,
 }  # fmt: skip
-MAY_BE_EMPTY = ("values_T", "step_rewards_T")  # no critic was trained; scores are of whole responses
+OPTIONAL = ("reference_logp_T", "values_T", "step_rewards_T")
+"""May be empty: there was no such role, or scores are of whole responses."""
 NUMBERS: dict[str, type | tuple[type, ...]] = {
     "step": int, "seed": int, "total_steps": int, "policy_version": int, "kl_coefficient": (int, float), "config": str,
     "reason": str, "figures": dict, "history": dict,
@@ -90,7 +91,7 @@ class RejectedBatch:
             "tokens_T": torch.tensor([t for r in rollouts for t in r.tokens]),
             "versions_T": torch.tensor([v for r in rollouts for v in r.versions]),
             "behaviour_logp_T": torch.tensor([x for r in rollouts for x in r.logprobs], dtype=torch.float64),
-            "reference_logp_T": scored.reference_logp_T,
+            "reference_logp_T": torch.empty(0) if scored.reference_logp_T is None else scored.reference_logp_T,
             "values_T": torch.empty(0) if scored.values_T is None else scored.values_T,
             "scores_B": scored.scores_B,
             "truncated_B": scored.truncated_B,
@@ -116,7 +117,7 @@ def read_rejected(path: Path) -> RejectedBatch:
     rollouts = _rollouts(path, tensors, lines[1:])
     scored = ScoredBatch(
         behaviour_logp_T=tensors["behaviour_logp_T"].float(),
-        reference_logp_T=tensors["reference_logp_T"],
+        reference_logp_T=tensors["reference_logp_T"] if len(tensors["reference_logp_T"]) else None,
         values_T=tensors["values_T"] if len(tensors["values_T"]) else None,
         scores_B=tensors["scores_B"],
         lengths_B=tensors["lengths_B"].tolist(),
@@ -158,7 +159,7 @@ def _check_tensors(path: Path, tensors: Mapping[str, Tensor], num_rollouts: int)
         if bool((tensors[name] < 0).any()):
             raise _unusable(path, f"{name} has a number below 0")
     for name in TENSORS:
-        if name in MAY_BE_EMPTY and not len(tensors[name]):
+        if name in OPTIONAL and not len(tensors[name]):
             continue
         if len(tensors[name]) != counts[name[-1]] or not num_rollouts:
             raise _unusable(path, f"{name} has {len(tensors[name])} entries, where {counts[name[-1]]} belong")

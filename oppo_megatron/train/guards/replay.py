@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
-from oppo_megatron.algorithms.algorithm import make_algorithm
+from oppo_megatron.algorithms.algorithm import Algorithm
 from oppo_megatron.algorithms.decode_gap import GapLimit
 from oppo_megatron.algorithms.experience import Experience
 from oppo_megatron.cluster.world import World, choose_device, open_world
@@ -84,9 +85,17 @@ def _require_fit(rejected: RejectedBatch, config: TrainConfig) -> None:
             f"the batch has a sequence of {longest} tokens, but data.max_prompt_tokens and rollout.max_response_tokens allow "
             f"{max_context(config)}; give those of the run"
         )
-    if config.algorithm.needs.critic and rejected.scored.values_T is None:
+    if config.algorithm.critic and rejected.scored.values_T is None:
         problems.append(
             f"the batch has no values, but algorithm.preset {config.algorithm.preset} updates a critic; name its run's preset"
+        )
+    if len(rejected.batch) % config.rollout.group_size:
+        problems.append(
+            f"rollout.group_size is {config.rollout.group_size}, but the batch has {len(rejected.batch)} rollouts; give its run's"
+        )
+    if config.ppo.kl.mode != "none" and rejected.scored.reference_logp_T is None:
+        problems.append(
+            f"the batch has no reference log-probs, but ppo.kl.mode is {config.ppo.kl.mode}; name its run's preset or mode"
         )
     if len(rejected.batch) < config.ppo.minibatches:
         problems.append(
@@ -98,10 +107,10 @@ def _require_fit(rejected: RejectedBatch, config: TrainConfig) -> None:
 
 def _replay(rejected: RejectedBatch, config: TrainConfig, world: World) -> Replayed:
     facts, topology = rejected.facts, build_topology(config, world.device)
-    scored = type(rejected.scored)(
-        **{name: x.to(world.device) if isinstance(x, torch.Tensor) else x for name, x in vars(rejected.scored).items()}
-    )
-    algorithm = make_algorithm(config.algorithm, config.ppo)
+    tensors = {name: x for name, x in vars(rejected.scored).items() if isinstance(x, torch.Tensor)}
+    moved: dict[str, Any] = {name: x.to(world.device) for name, x in tensors.items()}
+    scored = replace(rejected.scored, **moved, group_size=config.rollout.group_size)
+    algorithm = Algorithm.of(config)
     history = History.of(facts.history)
     experience = algorithm.experience(scored, facts.kl_coefficient, check=False, seen=history.seen)
     actor = Actor(
@@ -111,7 +120,7 @@ def _replay(rejected: RejectedBatch, config: TrainConfig, world: World) -> Repla
         gap_limit=GapLimit.of(config.guards.logprob_gap, config.actor.dtype, config.rollout.temperature),
     )
     critic = None
-    if algorithm.needs.critic:
+    if config.algorithm.critic:
         critic = Critic(_role("critic", "scalar", config, world, topology, facts, history.warmed), algorithm)
     figures, breach = _update(rejected, experience, actor, critic, config, world)
     return Replayed(figures, facts.figures, breach)

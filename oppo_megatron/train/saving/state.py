@@ -72,15 +72,28 @@ def frozen_models(settings: Mapping[str, Any]) -> list[list[Any]]:
 def data_state(config: TrainConfig, prompts: PromptSet) -> dict[str, Any]:
     """What fixes the order of the prompts."""
     fingerprint = prompts.fingerprint()
-    return {"seed": config.seed, "shuffle": config.data.shuffle, "rows": len(prompts), "fingerprint": fingerprint}
+    return {
+        "seed": config.seed,
+        "shuffle": config.data.shuffle,
+        "rows": len(prompts),
+        "fingerprint": fingerprint,
+        "group_size": config.rollout.group_size,
+    }
 
 
 def require_same_data(saved: dict[str, Any], now: dict[str, Any], noun: str = "prompts") -> None:
     """Raises CheckpointError that names the change; `noun`: the word for the data."""
-    for name, words in (("seed", "seed"), ("shuffle", "data.shuffle"), ("rows", f"the number of usable {noun}")):
-        if saved[name] != now[name]:
+    known = {
+        "seed": "seed",
+        "shuffle": "data.shuffle",
+        "rows": f"the number of usable {noun}",
+        "group_size": "rollout.group_size",
+    }
+    for name, words in known.items():
+        before, here = saved.get(name, 1), now.get(name, 1)  # an older run had no groups, as sft and rm have none
+        if before != here:
             raise CheckpointError(
-                f"{words} is {now[name]}, but the checkpoint's run has {saved[name]}: the {noun} would come in another "
+                f"{words} is {here}, but the checkpoint's run has {before}: the {noun} would come in another "
                 "order; resume with what the run began with, or start a new run in another run_dir"
             )
     if saved["fingerprint"] != now["fingerprint"]:

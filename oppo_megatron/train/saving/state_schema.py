@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
+from oppo_megatron.chunks import FinishReason
 from oppo_megatron.config.evaluation import REWARD
 from oppo_megatron.errors import CheckpointError
-from oppo_megatron.records import FinishReason, StepSignals
+from oppo_megatron.records import StepSignals
 from oppo_megatron.train.logs.facts import LATER_FACTS, StepFacts
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
@@ -159,6 +160,7 @@ class _Data(_Strict):
     shuffle: bool
     rows: Count
     fingerprint: str
+    group_size: Count = 1
 
 
 class _Adapters(_Strict):

@@ -1,0 +1,53 @@
+"""Scores compared with those of other responses: baselines and scales by groups.
+
+Legend: B responses of the batch, G groups of n each, side by side; a group is the responses to one prompt.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from oppo_megatron.config.algorithm import Baseline, Scale
+
+DEVIATION_EPS = 1e-4
+"""Added to a deviation that divides (TRL's; verl adds 1e-6)."""
+
+
+def compared(scores_B: Tensor, group_size: int, baseline: Baseline, scale: Scale, eps: float = DEVIATION_EPS) -> Tensor:
+    """Scores less their baseline, divided by their scale, [B]; in double precision within.
+
+    A group whose scores are all equal is 0 exactly: that is told by its largest and its least score, because a deviation that
+    should be 0 may be a rounding, which a small `eps` would blow up.  Deviations divide by n - 1.  A critic's values and
+    whitening enter by tokens, elsewhere.
+    """
+    scores_GN = scores_B.double().view(-1, group_size)
+    centred_GN = _centred(scores_GN, baseline)
+    if scale == "group_std":
+        centred_GN = centred_GN / (_deviation(scores_GN, 1) + eps)
+    elif scale == "batch_std":
+        centred_GN = centred_GN / (_deviation(scores_GN.flatten(), 0) + eps)
+    elif scale == "advantage_std":
+        centred_GN = (centred_GN - centred_GN.mean()) / (_deviation(centred_GN.flatten(), 0) + eps)
+    return centred_GN.flatten().to(scores_B.dtype)
+
+
+def equal_groups(scores_B: Tensor, group_size: int) -> Tensor:
+    """For each group, whether all its scores are the same (bool, [G])."""
+    scores_GN = scores_B.view(-1, group_size)
+    return scores_GN.amax(1) == scores_GN.amin(1)
+
+
+def _centred(scores_GN: Tensor, baseline: Baseline) -> Tensor:
+    if baseline in ("critic", "none"):
+        return scores_GN
+    size = scores_GN.shape[1]
+    centred_GN = scores_GN - scores_GN.mean(1, keepdim=True)
+    if baseline == "others":
+        centred_GN = centred_GN * size / max(size - 1, 1)
+    return centred_GN.masked_fill(equal_groups(scores_GN.flatten(), size)[:, None], 0.0)
+
+
+def _deviation(x: Tensor, dim: int) -> Tensor:
+    """Of a sample, along a dimension, which stays; 0 for one number."""
+    return x.std(dim, keepdim=True) if x.shape[dim] > 1 else torch.zeros_like(x)

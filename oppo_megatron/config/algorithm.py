@@ -1,0 +1,198 @@
+"""The algorithm: a preset, and the six choices that it is made of.
+
+A preset fills in every choice, and the settings of `ppo`, `ppo.kl` and `rollout` that belong to it, where the configuration
+does not give them (`with_preset`); so the resolved configuration shows what a preset came to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from oppo_megatron.config.base import Choices, Section
+
+Baseline = Literal["critic", "group_mean", "others", "none"]
+Scale = Literal["none", "group_std", "batch_std", "advantage_std", "whiten"]
+Ratio = Literal["token", "sequence", "sequence_token", "sequence_product"]
+Objective = Literal["clip", "cispo", "plain"]
+Reduction = Literal["token_mean", "sequence_mean", "constant", "group_token_mean", "sequence_sum"]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """An algorithm: its choices, and its other settings by section; `source` is the paper, and `about` says what it is."""
+
+    about: str
+    source: str
+    baseline: Baseline
+    scale: Scale
+    ratio: Ratio
+    objective: Objective
+    reduction: Reduction
+    kl: Mapping[str, Any]
+    ppo: Mapping[str, Any] = field(default_factory=dict)
+    group_size: int = 1
+
+    @property
+    def choices(self) -> dict[str, Any]:
+        """Those of `AlgorithmConfig`."""
+        return {name: getattr(self, name) for name in CHOICES}
+
+
+CHOICES = ("baseline", "scale", "ratio", "objective", "reduction")
+NO_KL = {"mode": "none"}
+
+PRESETS = {
+    "ppo": Preset(
+        "a critic's values and GAE", "arXiv 1707.06347",
+        "critic", "whiten", "token", "clip", "token_mean", {"mode": "penalty", "estimator": "k1", "coefficient": 0.05},
+    ),
+    "grpo": Preset(
+        "a group's mean and deviation, each response counts alike", "arXiv 2402.03300",
+        "group_mean", "group_std", "token", "clip", "sequence_mean", {"mode": "loss", "estimator": "k3", "coefficient": 0.04},
+        group_size=8,
+    ),
+    "dr_grpo": Preset(
+        "GRPO without its division by length and by deviation", "arXiv 2503.20783",
+        "group_mean", "none", "token", "clip", "constant", NO_KL, group_size=8,
+    ),
+    "dapo": Preset(
+        "GRPO over tokens, with more room for a ratio to grow", "arXiv 2503.14476",
+        "group_mean", "group_std", "token", "clip", "token_mean", NO_KL, {"clip_high": 0.28}, group_size=16,
+    ),
+    "gspo": Preset(
+        "GRPO with one ratio for a response: the geometric mean of its tokens'", "arXiv 2507.18071",
+        "group_mean", "group_std", "sequence", "clip", "sequence_mean", NO_KL, {"clip": 3e-4, "clip_high": 4e-4}, group_size=8,
+    ),
+    "cispo": Preset(
+        "every token keeps its gradient, weighted by its capped ratio", "arXiv 2506.13585",
+        "group_mean", "batch_std", "token", "cispo", "token_mean", NO_KL, {"ratio_cap": 5.0}, group_size=8,
+    ),
+    "rloo": Preset(
+        "the mean of the group's other responses, a response as one action", "arXiv 2402.14740",
+        "others", "none", "sequence_product", "clip", "sequence_sum",
+        {"mode": "score", "estimator": "k1", "coefficient": 0.03}, group_size=4,
+    ),
+    "reinforce_pp": Preset(
+        "REINFORCE++: no baseline, whitened over the batch's tokens", "arXiv 2501.03262",
+        "none", "whiten", "token", "clip", "token_mean", {"mode": "penalty", "estimator": "k1", "coefficient": 0.01},
+    ),
+    "reinforce_pp_baseline": Preset(
+        "REINFORCE++ with a group's mean as baseline", "arXiv 2501.03262",
+        "group_mean", "whiten", "token", "clip", "token_mean", {"mode": "loss", "estimator": "k2", "coefficient": 0.01},
+        group_size=8,
+    ),
+    "magistral": Preset(
+        "a group's mean, then the batch's deviation; each group counts alike", "arXiv 2506.10910",
+        "group_mean", "advantage_std", "token", "clip", "group_token_mean", NO_KL, {"clip_high": 0.28}, group_size=8,
+    ),
+}  # fmt: skip
+"""By name.  What is not given is the default of its setting."""
+
+Name = Literal[
+    "ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "magistral"
+]  # fmt: skip
+
+
+def _table() -> tuple[tuple[str, ...], ...]:
+    head = ("preset", *CHOICES, "KL", "group_size", "ppo", "source")
+    return (head, *(_row(name, preset) for name, preset in PRESETS.items()))
+
+
+def _row(name: str, preset: Preset) -> tuple[str, ...]:
+    kl = " ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in preset.kl.values())
+    bounds = ", ".join(f"{key} {value:g}" for key, value in preset.ppo.items())
+    return (name, *preset.choices.values(), kl, str(preset.group_size), bounds or "-", preset.source)
+
+
+class AlgorithmConfig(Section):
+    """The algorithm: a preset, or a preset with some of its choices changed."""
+
+    preset: Annotated[Name, Choices(_table())] = Field(
+        "ppo",
+        description="what gives the other choices here their defaults, and `ppo.kl`, bounds in `ppo` and `rollout.group_size` "
+        "theirs; `oppo config --explain algorithm.preset` shows them",
+    )
+    baseline: Baseline = Field(
+        "critic",
+        description="what a score is compared with: a critic's values (GAE), the mean of its group's scores, the mean of the "
+        "others in its group, or nothing; default: the preset's",
+    )
+    scale: Scale = Field(
+        "whiten",
+        description="what advantages are divided by: nothing; the deviation of the group's scores, or of the batch's; that of "
+        "the batch's responses' advantages, after their mean is subtracted; or whiten: mean 0 and variance 1 over "
+        "the batch's tokens; default: the preset's",
+    )
+    ratio: Ratio = Field(
+        "token",
+        description="whose ratio of new to old policy is clipped: each token's; the response's, as the geometric mean of its "
+        "tokens'; that value with each token's gradient; or the response's product; default: the preset's",
+    )
+    objective: Objective = Field(
+        "clip",
+        description="clip: the clipped surrogate; cispo: log-probs weighted by capped ratios, which have no gradient; "
+        "plain: log-probs, without a ratio; default: the preset's",
+    )
+    reduction: Reduction = Field(
+        "token_mean",
+        description="the weight of a token in the loss of a minibatch of N responses in G groups, T tokens: 1/T; 1/(N its "
+        "response's tokens); 1/(N rollout.max_response_tokens); 1/(G its group's tokens); or 1/N; default: the preset's",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _choices(cls, data: Any) -> Any:
+        preset = PRESETS.get(str(data.get("preset", "ppo"))) if isinstance(data, dict) else None
+        return data if preset is None else preset.choices | data
+
+    @property
+    def critic(self) -> bool:
+        """Whether a critic is trained."""
+        return self.baseline == "critic"
+
+    @property
+    def contradiction(self) -> str | None:
+        """A critic makes a preset ppo: the others have no section for it, and ppo no use for a group's baseline."""
+        preset, critic = self.preset, PRESETS[self.preset].baseline == "critic"
+        if self.critic and not critic:
+            return (
+                f"algorithm.baseline is critic, but algorithm.preset {preset} has none; remove it, or choose preset ppo with the "
+                "other choices set"
+            )
+        if critic and not self.critic:
+            return (
+                f"algorithm.baseline is {self.baseline}, but algorithm.preset {preset} is what trains a critic; remove it, or "
+                "choose a preset without one (reinforce_pp has no baseline, grpo a group's)"
+            )
+        return None
+
+    @property
+    def compares(self) -> bool:
+        """Whether a response's score is changed by those of others."""
+        return self.baseline in ("group_mean", "others") or self.scale in ("group_std", "batch_std", "advantage_std")
+
+    @property
+    def needs_group(self) -> bool:
+        """Whether a response is compared with others to its prompt."""
+        return self.baseline in ("group_mean", "others") or self.scale == "group_std"
+
+
+def with_preset(settings: Any) -> Any:
+    """The settings with what belongs to `algorithm.preset` beside the choices: the KL, bounds of the ratio, the group size."""
+    if not isinstance(settings, dict):
+        return settings
+    algorithm = settings.get("algorithm", {})
+    name = algorithm.get("preset", "ppo") if isinstance(algorithm, dict) else getattr(algorithm, "preset", "ppo")
+    preset = PRESETS.get(str(name))
+    if preset is None:
+        return settings
+    ppo, rollout = settings.get("ppo", {}), settings.get("rollout")
+    if isinstance(ppo, dict) and isinstance(ppo.get("kl", {}), dict):
+        settings = settings | {"ppo": dict(preset.ppo) | ppo | {"kl": {**preset.kl, **ppo.get("kl", {})}}}
+    if isinstance(rollout, dict):
+        settings = settings | {"rollout": {"group_size": preset.group_size} | rollout}
+    return settings

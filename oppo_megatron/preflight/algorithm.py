@@ -1,0 +1,98 @@
+"""Rules that tie the choices of an algorithm, its companions and the groups together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from oppo_megatron.config.ppo import KLConfig, PPOConfig
+from oppo_megatron.config.run import TrainConfig
+
+
+def check_algorithm(config: TrainConfig) -> list[str]:
+    """Every broken rule of `algorithm`, `ppo` and `rollout.group_size`, a sentence each."""
+    return [
+        *_check_groups(config),
+        *_check_unread(config),
+        *_check_objective(config),
+        *_check_kl(config.ppo),
+    ]
+
+
+def _check_groups(config: TrainConfig) -> Iterator[str]:
+    algorithm, batch, size = config.algorithm, config.rollout.batch_size, config.rollout.group_size
+    what = f"baseline {algorithm.baseline}, scale {algorithm.scale}"
+    if algorithm.needs_group and size == 1:
+        yield (
+            f"rollout.group_size is 1, but algorithm.preset {algorithm.preset} ({what}) compares the responses to a prompt, "
+            "and one has nothing to be compared with; set it to 2 or more"
+        )
+    if batch % size:
+        lower, higher = batch // size * size, -(-batch // size) * size
+        fitting = f"{lower} or {higher}" if lower else str(higher)
+        yield (
+            f"rollout.batch_size is {batch} responses, but must be a multiple of rollout.group_size {size} (a batch has "
+            f"whole groups); set it to {fitting}, or the group size to a divisor"
+        )
+        return
+    groups, minibatches = batch // size, config.ppo.minibatches
+    if groups % minibatches:
+        whole = f"the {groups} groups of a batch ({batch} responses in groups of {size})"
+        unit = f"rollout.batch_size {batch}" if size == 1 else whole
+        fitting = ", ".join(str(count) for count in range(1, groups + 1) if groups % count == 0)
+        yield f"ppo.minibatches {minibatches} does not divide {unit}; choose from {fitting}"
+
+
+def _check_unread(config: TrainConfig) -> Iterator[str]:
+    """Settings that nothing reads beside what was chosen."""
+    algorithm, ppo = config.algorithm, config.ppo
+    unread: dict[str, tuple[str, ...]] = {}
+    if not algorithm.critic:
+        unread[f"algorithm.preset {algorithm.preset} has no critic"] = (
+            "gae_lambda",
+            "value_clip",
+            "critic_warmup_steps",
+        )
+    if algorithm.objective == "plain":
+        unread["algorithm.objective is plain, which has no ratio"] = ("clip_high", "dual_clip", "ratio_cap")
+    elif algorithm.objective == "cispo":
+        unread["algorithm.objective is cispo, whose bound is ppo.ratio_cap"] = ("clip_high", "dual_clip")
+    else:
+        unread["algorithm.objective is clip, whose bounds are ppo.clip and ppo.clip_high"] = ("ratio_cap",)
+    usual = PPOConfig()
+    for why, names in unread.items():
+        for name in names:
+            if getattr(ppo, name) != getattr(usual, name):
+                yield f"ppo.{name} is {getattr(ppo, name)}, but {why}, and nothing reads it; remove it"
+    if ppo.kl.mode == "none":
+        plain = KLConfig()
+        for name in ("coefficient", "target", "estimator", "gradient"):
+            if getattr(ppo.kl, name) != getattr(plain, name):
+                of = f"that of algorithm.preset {algorithm.preset}, unless it is set"
+                yield (
+                    f"ppo.kl.{name} is {getattr(ppo.kl, name)}, but ppo.kl.mode is none ({of}), and nothing reads it; remove "
+                    "it, or set ppo.kl.mode to penalty, score or loss"
+                )
+
+
+def _check_objective(config: TrainConfig) -> Iterator[str]:
+    algorithm, ppo = config.algorithm, config.ppo
+    if algorithm.objective == "cispo" and ppo.ratio_cap is None:
+        yield "ppo.ratio_cap is null, but algorithm.objective cispo weights log-probs by ratios up to it; set it (5 is usual)"
+    if algorithm.objective == "plain" and (ppo.epochs > 1 or ppo.minibatches > 1):
+        yield (
+            f"algorithm.objective is plain, whose gradient is that of the policy that sampled, but ppo.epochs {ppo.epochs} and "
+            f"ppo.minibatches {ppo.minibatches} make further updates of the same batch; set both to 1, or choose clip"
+        )
+    if algorithm.ratio != "token" and algorithm.objective == "plain":
+        yield f"algorithm.ratio is {algorithm.ratio}, but algorithm.objective plain has no ratio; remove it"
+
+
+def _check_kl(ppo: PPOConfig) -> Iterator[str]:
+    """A loss term must pull: the gradient of k1 is the score function, whose expectation is 0."""
+    if ppo.kl.mode == "loss" and ppo.kl.estimator == "k1" and ppo.kl.gradient == "estimator":
+        yield (
+            "ppo.kl.mode is loss, but the gradient of ppo.kl.estimator k1 is 0 in expectation, so that nothing would hold the "
+            "policy to the reference; set ppo.kl.estimator to k2, which has the KL's gradient, or to k3"
+        )
+    if ppo.kl.mode != "loss" and ppo.kl.gradient == "reverse":
+        yield f"ppo.kl.gradient is reverse, but ppo.kl.mode {ppo.kl.mode} has no gradient; remove it, or set ppo.kl.mode to loss"
