@@ -25,7 +25,8 @@ ROW = {
     "prompt": "1+1=", "question": "1+1=", "answer": "2 #### 2", "completion": "2", "chosen": "2", "rejected": "3",
     "completions": ["1+1=2", "2"], "labels": [True, True],
 }  # fmt: skip
-HELD_OUT = {"gsm8k": ["gsm8k_test.jsonl"]} | {case: ["heldout.jsonl"] for case in ("hh", "hh-dpo", "hh-kto")}
+TEST_SET, HELDOUT = ["gsm8k_test.jsonl"], ["heldout.jsonl"]
+HELD_OUT = dict.fromkeys(("gsm8k", "grpo", "dapo"), TEST_SET) | dict.fromkeys(("hh", "hh-dpo", "hh-kto"), HELDOUT)
 
 
 @pytest.fixture(autouse=True)
@@ -109,8 +110,10 @@ def test_with_the_files_supplied_it_is_valid(case: str, folder: Path, capsys: py
     none = [f"{role}.checkpoint=null" for role in ("actor", "critic", "reward")]
     if CASES[case].kind != "train":
         shape, none = [f"model.init={json.dumps(SHAPE)}"], ["model.checkpoint=null"]
-    elif case not in ("reward-model", "hh"):
-        shape, none = shape[:2], none[:2]
+    else:
+        named = yaml.safe_load(Path(config).read_text())
+        assert ("critic" in named) == (CASES[case].preset == "ppo")
+        shape, none = ([each for each in given if each.partition(".")[0] in named] for given in (shape, none))
     assert main(["validate", config, *shape, *none, "tokenizer.path=t.model"]) == 0, capsys.readouterr().err
     assert f"valid configuration for `oppo {CASES[case].kind}`" in capsys.readouterr().out
 
@@ -145,7 +148,7 @@ def test_what_is_named_stands_in_the_file(capsys: pytest.CaptureFixture[str]) ->
 
 def test_wrong_words_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean `gsm8k`?" in refused(capsys, "gsm")
-    assert "choose one of gsm8k, reward-model" in refused(capsys, "zzzz")
+    assert "choose one of gsm8k, grpo, dapo, reward-model" in refused(capsys, "zzzz")
     assert "no case was given" in refused(capsys)
     assert "--reward: case `gsm8k` has no place for it; it takes --actor, --data" in refused(
         capsys, "gsm8k", "--reward=r"

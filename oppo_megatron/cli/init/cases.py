@@ -34,7 +34,13 @@ class Case:
     commands: tuple[str, ...]
     files: Mapping[str, str]
     makes_data: bool = False
+    preset: str = "ppo"
     made: tuple[str, ...] = ()
+
+    @property
+    def config(self) -> Path:
+        """Where the configuration is written unless the user names a place."""
+        return Path(f"{self.preset if self.kind == 'train' else self.kind}.yaml")
 
     def texts(self, config: Path, paths: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
         """Each file to write and its text, the configuration first; `paths` in place of those of the case."""
@@ -76,6 +82,14 @@ CASES = {
         Case(
             "gsm8k", "PPO of a Hugging Face actor on GSM8K, rewarded by a verifier", "train", "gsm8k.yaml",
             {**_ACTOR, "data": "gsm8k_train.jsonl"}, _TRAIN, {},
+        ),
+        Case(
+            "grpo", "GRPO of a Hugging Face actor on GSM8K, rewarded by a verifier", "train", "grpo.yaml",
+            {**_ACTOR, "data": "gsm8k_train.jsonl"}, _TRAIN, {}, preset="grpo",
+        ),
+        Case(
+            "dapo", "DAPO of a Hugging Face actor on GSM8K, rewarded by a verifier", "train", "dapo.yaml",
+            {**_ACTOR, "data": "gsm8k_train.jsonl"}, _TRAIN, {}, preset="dapo",
         ),
         Case(
             "reward-model", "PPO of a Hugging Face actor against a reward model", "train", "reward-model.yaml",
