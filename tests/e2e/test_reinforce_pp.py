@@ -95,6 +95,7 @@ def independent_loop(
     """REINFORCE++ with transformers and plain torch: weights after all steps of the run, and each step's share of tokens
     that Kish's effective sample size leaves of those that older policies have drawn."""
     policy = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
+    policy.get_input_embeddings().padding_idx = None  # its row would have no gradient, though the token may be drawn
     reference = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32).requires_grad_(False)
     adam = torch.optim.AdamW(
         policy.parameters(), lr=STEADY_ADAM["lr"], betas=(0.9, 0.95), eps=STEADY_ADAM["eps"], weight_decay=0.0

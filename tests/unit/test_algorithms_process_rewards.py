@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,9 +12,12 @@ from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
 from oppo_megatron.algorithms.advantages import token_rewards
+from oppo_megatron.algorithms.experience import ScoredBatch, build_experience
 from oppo_megatron.algorithms.process_rewards import response_scores, step_loss, step_scores
 from oppo_megatron.algorithms.supervised_losses import means
+from oppo_megatron.config.algorithm import AlgorithmConfig
 from oppo_megatron.config.data import RewardPart
+from oppo_megatron.config.ppo import PPOConfig
 from oppo_megatron.token_text import StepEnds
 from oppo_megatron.train.step_rewards import StepRewards
 from tests.support.tokenizers import CharacterTokenizer
@@ -97,6 +101,29 @@ def test_rewards_lie_at_the_ends_of_steps_and_add_up_to_the_score() -> None:
     assert [float(row.sum()) for row in earned_T.split([7, 3, 4])] == pytest.approx(totals_B.tolist(), abs=1e-6)
     rest_T = earned_T - rewards_T
     assert [place for place, rest in enumerate(rest_T.tolist()) if abs(rest) > 1e-6] == [6, 9, 13]
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [*({"preset": name} for name in ("grpo", "dr_grpo", "rloo", "magistral")), {"preset": "reinforce_pp", "scale": "none"}],
+    ids=str,
+)
+def test_a_response_earns_its_compared_score_with_steps_as_without(algorithm: dict[str, str]) -> None:
+    """Advantages are the rewards that still come: the whole score at the first token, then less what steps have given."""
+    lengths, generator = [3, 5, 2, 4], torch.Generator().manual_seed(3)
+    choices, ppo = AlgorithmConfig.model_validate(algorithm), PPOConfig.model_validate({"gamma": 1.0})
+    logp_T, reference_T = -torch.rand(2, sum(lengths), generator=generator)
+    steps_T = torch.zeros(sum(lengths)).index_fill_(0, torch.tensor([1, 4, 6, 11]), 0.5)
+    scored = ScoredBatch(
+        behaviour_logp_T=logp_T, reference_logp_T=reference_T, values_T=None, scores_B=torch.tensor([1.0, -2.0, 0.5, 0.0]),
+        lengths_B=lengths, truncated_B=torch.zeros(4, dtype=torch.bool), group_size=2,
+    )  # fmt: skip
+    whole = build_experience(scored, choices, ppo, 0.1)
+    by_steps = build_experience(replace(scored, step_rewards_T=steps_T), choices, ppo, 0.1)
+    given = [steps.cumsum(0) - steps for steps in steps_T.split(lengths)]
+    for name in ("advantages_T", "returns_T"):
+        expected_T = getattr(whole, name) - torch.cat(given)
+        assert torch.allclose(getattr(by_steps, name), expected_T, atol=1e-6)
 
 
 def test_the_rewards_of_a_potential_telescope_to_the_last_score() -> None:

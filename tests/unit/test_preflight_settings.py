@@ -202,7 +202,7 @@ def test_missing_path_without_a_sibling_says_where_the_trail_ends(
 
 
 def test_all_broken_rules_come_at_once(settings: dict[str, Any]) -> None:
-    for key, value in {"ppo.minibatches": 3, "overlap.delta.max": 9, "data.path": []}.items():
+    for key, value in {"ppo.minibatches": 3, "overlap.delta.max": 33, "data.path": []}.items():
         put(settings, key, value)
     assert len(check_train(TrainConfig.model_validate(settings))) == 3
 
