@@ -14,7 +14,7 @@ from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.data.tokenizer import load_tokenizer
 from oppo_megatron.token_text import StepEnds
 from tests.e2e.rewards import brevity
-from tests.e2e.test_reinforce_pp import CLIP, ENTROPY, EPOCHS, GAMMA, KL, independent_loop
+from tests.e2e.test_reinforce_pp import CARRIED, CLIP, ENTROPY, EPOCHS, GAMMA, KL, independent_loop
 from tests.support.hf import save_tiny
 from tests.support.layouts import STEADY_ADAM, WITHOUT_CRITIC, assert_same, deep
 from tests.support.ppo import SHAPE, Outcome, Workspace, run_ppo_ranks, weight_distance
@@ -69,21 +69,23 @@ def saved(workspace: Workspace, name: str, **changes: Any) -> tuple[dict[str, An
 
 @pytest.mark.parametrize("how", ["sum", "potential"])
 def test_a_run_over_step_rewards_is_what_a_loop_of_its_own_makes_of_them(workspace: Workspace, how: str) -> None:
-    """Streamed on ranks of their own; the loop reads its step scores from transformers."""
+    """Streamed on ranks of their own, with carried rollouts; the loop reads its step scores from transformers."""
     config, actor, reward = saved(
         workspace,
         f"parity-{how}",
         **WITHOUT_CRITIC,
-        **{"overlap.intra": True, "rollout.batch_size": 12},
+        **CARRIED,
+        **{"rollout.batch_size": 12},
         rewards=parts(how),
         placement={"mode": "disaggregated"},
-        steps=1,
+        steps=3,
         ppo={
             "epochs": EPOCHS, "minibatches": 1, "clip": CLIP, "gamma": GAMMA, "entropy_coefficient": ENTROPY,
             "kl": {"coefficient": KL},
         },
     )  # fmt: skip
     run, reference = run_ppo_ranks(config), Reference(reward, workspace)
+    assert sum(row["deferrals"] for row in run.rollouts) > 0, "some rollouts should be carried"
     num_steps = [len(reference.scores(row)[0]) for row in run.rollouts]
     assert max(num_steps) > 2 and sum(count > 1 for count in num_steps) > 2
 
