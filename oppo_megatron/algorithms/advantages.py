@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from oppo_megatron.algorithms.packed import Lengths, last_tokens, lengths_like, tokens_after
+from oppo_megatron.algorithms.packed import Lengths, last_tokens, lengths_like, row_sums, tokens_after
 
 WHITEN_EPS = 1e-8
 """Added to a variance, so that what does not vary can be divided by its deviation."""
@@ -22,11 +22,19 @@ def clip_scores(scores_B: Tensor, bound: float | None) -> Tensor:
     return scores_B if bound is None else scores_B.clamp(-bound, bound)
 
 
-def token_rewards(scores_B: Tensor, kl_T: Tensor, lengths_B: Lengths, kl_coefficient: float) -> Tensor:
-    """Reward of each token, [T]: minus coefficient times its KL, and the response's score on its last token."""
-    last_B = last_tokens(lengths_like(kl_T, lengths_B))
+def token_rewards(
+    scores_B: Tensor, kl_T: Tensor, lengths_B: Lengths, kl_coefficient: float, step_rewards_T: Tensor | None = None
+) -> Tensor:
+    """Reward of each token, [T]: minus coefficient times its KL, and the response's score on its last token.
+
+    `step_rewards_T`: the part of the score that tokens have earned by themselves; the last one gets the rest of it.
+    """
+    lengths_B = lengths_like(kl_T, lengths_B)
     rewards_T = -kl_coefficient * kl_T
-    rewards_T[last_B] += scores_B
+    if step_rewards_T is not None:
+        rewards_T = rewards_T + step_rewards_T
+        scores_B = scores_B - row_sums(step_rewards_T, lengths_B)
+    rewards_T[last_tokens(lengths_B)] += scores_B
     return rewards_T
 
 

@@ -26,7 +26,8 @@ class ScoredBatch:
 
     `behaviour_logp_T` are the log-probs recorded at sampling, `truncated_B` marks responses cut at the limit (bool),
     the `group_size` responses to a prompt are side by side; `reference_logp_T` is None where there is no reference,
-    `values_T` where no critic is trained.
+    `values_T` where no critic is trained.  `step_rewards_T`: the part of the scores that is earned at the ends of steps,
+    there; 0 elsewhere, None where the scores are of whole responses.
     """
 
     behaviour_logp_T: Tensor
@@ -36,6 +37,7 @@ class ScoredBatch:
     lengths_B: Lengths
     truncated_B: Tensor
     group_size: int = 1
+    step_rewards_T: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -145,15 +147,20 @@ def _rewards(
     mode: str,
     kl_coefficient: float,
 ) -> tuple[Tensor, Tensor]:
-    """Rewards of the tokens, KL included where it enters them, and the same of scores that have been `compared`; both [T]."""
+    """Rewards of the tokens, KL included where it enters them, and the same of scores that have been `compared`; both [T].
+
+    Rewards of steps stay as they are, and are not divided by the scale: a response's last token gets what its compared score
+    is more or less than their sum.
+    """
+    steps_T = scored.step_rewards_T
     if mode == "score" and kl_T is not None:
         scores_B = scores_B - kl_coefficient * row_sums(kl_T, lengths_B)
     penalty_T = kl_T if mode == "penalty" and kl_T is not None else torch.zeros_like(scored.behaviour_logp_T)
-    rewards_T = token_rewards(scores_B, penalty_T, lengths_B, kl_coefficient)
+    rewards_T = token_rewards(scores_B, penalty_T, lengths_B, kl_coefficient, steps_T)
     if not choices.compares:
         return rewards_T, rewards_T
     compared_B = compared(scores_B, scored.group_size, choices.baseline, choices.scale)
-    return rewards_T, token_rewards(compared_B, penalty_T, lengths_B, kl_coefficient)
+    return rewards_T, token_rewards(compared_B, penalty_T, lengths_B, kl_coefficient, steps_T)
 
 
 def _advantages(

@@ -102,8 +102,8 @@ class RankRun(DryRun):
 
     def _results(self, batch: Sequence[Rollout]) -> Iterator[int]:
         tokens = columns_of(batch).response_tokens
-        for role, book in self.planner.scorers.items():
-            each = np.ones_like(tokens) if role == "reward" else tokens
+        for book in self.planner.scorers.values():
+            each = tokens if book.every_token else np.ones_like(tokens)
             yield from (WORD * np.bincount(book.homes(batch), each, len(book)).astype(np.int64)).tolist()
         yield WORD * len(batch) * (1 + len(self.config.rewards))
 

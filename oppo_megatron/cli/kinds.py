@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-SUPERVISED = ("sft", "rm", "dpo", "kto")
+SUPERVISED = ("sft", "rm", "prm", "dpo", "kto")
 SERVICES = ("serve-reward", "serve-scorer")
 
 
 def guess_kind(path: Path, overrides: Sequence[str] = ()) -> str:
     """The command that most of the keys belong to; where several have as many, one that they are enough for.
 
-    The overrides' keys count beside the file's.  `rm` where a model starts from a fresh scalar head; `dpo` and `kto` by their
-    sections of that name.
+    The overrides' keys count beside the file's.  `dpo` and `kto` by their sections of that name; `prm` where steps have a
+    separator or labels; else `rm` where a model starts from a fresh scalar head.
     """
     from oppo_megatron.config.load import read_tree
 
@@ -22,7 +22,13 @@ def guess_kind(path: Path, overrides: Sequence[str] = ()) -> str:
     known = ("train", "sft", "dpo", "kto", *SERVICES)
     kind = max(known, key=lambda kind: (len(keys & _fields(kind)), not _required(kind) - keys))
     model = tree.get("model")
-    return "rm" if kind == "sft" and isinstance(model, dict) and model.get("fresh_head") else kind
+    if kind != "sft":
+        return kind
+    data = tree.get("data")
+    columns = data.get("columns") if isinstance(data, dict) else None
+    if "separator" in tree or (isinstance(columns, dict) and {"completions", "labels"} & columns.keys()):
+        return "prm"
+    return "rm" if isinstance(model, dict) and model.get("fresh_head") else kind
 
 
 def require_kind(kind: str, path: Path, overrides: Sequence[str]) -> None:

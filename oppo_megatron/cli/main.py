@@ -40,6 +40,7 @@ COMMANDS = (
     Command("train", "oppo_megatron.cli.train", "train a policy with PPO, both overlaps on or off"),
     Command("sft", "oppo_megatron.cli.supervised", "fine-tune an actor on prompt/completion rows"),
     Command("rm", "oppo_megatron.cli.supervised", "train a reward model on chosen/rejected rows"),
+    Command("prm", "oppo_megatron.cli.supervised", "train a process reward model on rows with a label a step"),
     Command("dpo", "oppo_megatron.cli.supervised", "train an actor on chosen/rejected rows (DPO, IPO, hinge)"),
     Command("kto", "oppo_megatron.cli.supervised", "train an actor on wanted and unwanted completions (KTO)"),
     Command("generate", "oppo_megatron.cli.generate", "let a trained policy answer prompts or chat"),

@@ -16,7 +16,7 @@ from oppo_megatron.errors import EXIT_REQUEUE
 if TYPE_CHECKING:
     from oppo_megatron.config.run import SupervisedConfig, TrainConfig, TrainSettings
 
-KINDS = ("train", "sft", "rm", "dpo", "kto")
+KINDS = ("train", "sft", "rm", "prm", "dpo", "kto")
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,14 +55,13 @@ def run_lines(kind: str, path: Path, overrides: Sequence[str], *, skip_data: boo
 def tokenizer_lines(settings: TrainSettings | SupervisedConfig) -> list[str]:
     """With what the tokenizer was compared, after the checks found it the same."""
     from oppo_megatron.config.model import PlacementConfig
-    from oppo_megatron.config.run import RewardModelConfig, TrainSettings
+    from oppo_megatron.config.run import TrainSettings
     from oppo_megatron.preflight.validate import Role, compare_with_roles, train_roles
 
     if isinstance(settings, TrainSettings):
         roles = list(train_roles(settings.settled() or settings.with_placement(PlacementConfig(mode="single"))))
     else:
-        scalar = isinstance(settings, RewardModelConfig)
-        roles = [Role(name, model, scalar=scalar) for name, model in settings.models.items()]
+        roles = [Role(name, model, scalar=settings.SCALAR) for name, model in settings.models.items()]
     return compare_with_roles(settings.tokenizer, roles)[1]
 
 
@@ -96,14 +96,16 @@ def data_lines(settings: TrainSettings | SupervisedConfig) -> list[str]:
 def _row_loader(settings: SupervisedConfig) -> Callable[..., list[Any]]:
     """The function that reads the rows of a command's configuration."""
     from oppo_megatron.config.preference import DPOConfig, KTOConfig
-    from oppo_megatron.config.run import SFTConfig
+    from oppo_megatron.config.run import ProcessRewardModelConfig, SFTConfig
     from oppo_megatron.data.preference_rows import load_marked, load_unequal_pairs
-    from oppo_megatron.data.supervised_rows import load_completions, load_pairs
+    from oppo_megatron.data.supervised_rows import load_completions, load_pairs, load_steps
 
     if isinstance(settings, DPOConfig):
         return load_unequal_pairs
     if isinstance(settings, KTOConfig):
         return load_marked
+    if isinstance(settings, ProcessRewardModelConfig):
+        return partial(load_steps, separator=settings.separator)
     return load_completions if isinstance(settings, SFTConfig) else load_pairs
 
 

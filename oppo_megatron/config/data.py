@@ -11,6 +11,8 @@ from pydantic import Field, field_validator
 from oppo_megatron.config.base import Section, Unit
 from oppo_megatron.config.remote import IsolationConfig, RemoteRewardConfig
 
+STEP_SEPARATOR = "\n"
+
 
 class TokenizerConfig(Section):
     """A Hugging Face tokenizer directory, or a sentencepiece `.model` file."""
@@ -34,6 +36,10 @@ class ColumnsConfig(Section):
     chosen: str | None = Field(None, description="the better answer (`oppo rm`, `oppo dpo`, `oppo kto`)")
     rejected: str | None = Field(None, description="the worse answer (`oppo rm`, `oppo dpo`, `oppo kto`)")
     label: str | None = Field(None, description="whether the answer is wanted: true or false, 1 or 0 (`oppo kto`)")
+    completions: str | None = Field(None, description="the steps of the answer: a list of texts (`oppo prm`)")
+    labels: str | None = Field(
+        None, description="for each step whether it is right: true or false, or a number from 0 to 1 (`oppo prm`)"
+    )
 
 
 class DataConfig(Section):
@@ -66,7 +72,7 @@ class DataConfig(Section):
     max_prompt_tokens: int = Field(1024, ge=1, description="longest prompt (`oppo train`)")
     long_rows: Literal["error", "truncate", "quarantine"] = Field(
         "error",
-        description="a longer prompt ends the run, is cut to its end, or is set aside; for `oppo sft`, `rm`, `dpo` and `kto` "
+        description="a longer prompt ends the run, is cut to its end, or is set aside; for supervised training "
         "the same for a row of more than `max_tokens`, by default `quarantine`",
     )
     shuffle: bool = Field(True, description="a new order each epoch, from the seed; false: the file's order")
@@ -82,13 +88,14 @@ RULE_WALL_S = {"math": 5.0, "code": 10.0}
 class RewardPart(Section):
     """One summand of the reward: `weight` times the number that `kind` gives for a finished response.
 
-    kind: `model` the reward model's scalar; `verifier` a rule by `name`, most of which compare the response with column
-    `answer`; `python` a user's function `entry_point` = `package.module:function` or `file.py:function`, called with
-    (prompt, response, fields); `http` a reward service at `url` (docs/rewards.md).
+    kind: `model` the reward model's scalar; `process` the scores that a process reward model gives to the steps of the
+    response, each the probability that the step is right (docs/process_rewards.md); `verifier` a rule by `name`, most of
+    which compare the response with column `answer`; `python` a user's function `entry_point` = `package.module:function` or
+    `file.py:function`, called with (prompt, response, fields); `http` a reward service at `url` (docs/rewards.md).
     """
 
-    kind: Literal["model", "verifier", "python", "http"] = Field(
-        ..., description="source of the number: the reward model, a rule, a function, a service"
+    kind: Literal["model", "process", "verifier", "python", "http"] = Field(
+        ..., description="source of the number: the reward model, a process reward model, a rule, a function, a service"
     )
     weight: Annotated[float, Unit("factor")] = Field(1.0, description="factor of this part in the sum")
     name: RuleName | None = Field(None, description="the rule (verifier)")
@@ -131,6 +138,19 @@ class RewardPart(Section):
         None, description="environment variable with the service's bearer token; null: none is sent (http)"
     )
     remote: RemoteRewardConfig = RemoteRewardConfig()
+    step_rewards: Literal["last", "min", "sum", "potential"] = Field(
+        "last",
+        description="what the steps' scores p_k come to: the last, or the lowest, as the response's reward at its last "
+        "token; sum: p_k at the end of step k; potential: p_k - p_(k-1) there, which is the last in all (process)",
+    )
+    separator: str = Field(
+        STEP_SEPARATOR, min_length=1, description="text between two steps, as the model was trained with (process)"
+    )
+
+    @property
+    def reads_model(self) -> bool:
+        """Whether the run's reward model gives the number, as it is or from steps."""
+        return self.kind in ("model", "process")
 
     @field_validator("pattern")
     @classmethod
@@ -164,4 +184,6 @@ KNOWN_NAMES: dict[str, tuple[str, ...]] = {
     "chosen": ("chosen",),
     "rejected": ("rejected",),
     "label": ("label",),
+    "completions": ("completions", "steps"),
+    "labels": ("labels",),
 }

@@ -17,12 +17,19 @@ from pydantic.fields import FieldInfo
 from oppo_megatron.config.base import Choices, Section, Unit
 from oppo_megatron.config.explain import section_in
 from oppo_megatron.config.preference import DPOConfig, KTOConfig
-from oppo_megatron.config.run import RewardModelConfig, SFTConfig, SupervisedConfig, TrainSettings
+from oppo_megatron.config.run import (
+    ProcessRewardModelConfig,
+    RewardModelConfig,
+    SFTConfig,
+    SupervisedConfig,
+    TrainSettings,
+)
 from oppo_megatron.config.serve import ServeRewardConfig, ServeScorerConfig
 
 SUPERVISED: dict[str, type[SupervisedConfig]] = {
     "sft": SFTConfig,
     "rm": RewardModelConfig,
+    "prm": ProcessRewardModelConfig,
     "dpo": DPOConfig,
     "kto": KTOConfig,
 }

@@ -38,8 +38,8 @@ class EvaluationConfig(MeasuringConfig):
     )
     metrics: list[RewardPart] = Field(
         default_factory=list,
-        description="parts as under `rewards`; each is a metric of its own, whatever its weight; `model` is the run's "
-        "reward model",
+        description="parts as under `rewards`; each is a metric of its own, whatever its weight; `model` and `process` "
+        "are the run's reward model",
     )
     samples: Annotated[int, Unit("responses")] = Field(1, ge=1, description="responses per prompt")
     temperature: Annotated[float, Unit("")] = Field(0.0, ge=0, description="0: the likeliest token each time")
@@ -113,6 +113,7 @@ def part_labels(parts: Sequence[RewardPart]) -> list[str]:
     labels: list[str] = []
     for part in parts:
         address = (part.url or "").partition("://")[2]
-        name = {"model": "model", "verifier": part.name, "python": part.entry_point, "http": address}[part.kind] or ""
+        named = {"verifier": part.name, "python": part.entry_point, "http": address}
+        name = named.get(part.kind, part.kind) or ""
         labels.append(name if name not in labels else f"{name}#{len(labels) + 1}")
     return labels

@@ -11,7 +11,7 @@ from typing_extensions import Self
 
 from oppo_megatron.config.algorithm import AlgorithmConfig, with_preset
 from oppo_megatron.config.base import Section, Unit
-from oppo_megatron.config.data import DataConfig, RewardPart, TokenizerConfig
+from oppo_megatron.config.data import STEP_SEPARATOR, DataConfig, RewardPart, TokenizerConfig
 from oppo_megatron.config.debug import DebugConfig
 from oppo_megatron.config.evaluation import (
     ACCURACY,
@@ -149,7 +149,7 @@ class TrainSettings(RunConfig):
     "otherwise an error")
     reference: RoleConfig | None = Field(None, description="null: the actor's starting weights, "
     "`lora.adapter` included; there is none with `ppo.kl.mode: none`")
-    reward: RoleConfig | None = Field(None, description="the reward model, if `rewards` names one")
+    reward: RoleConfig | None = Field(None, description="the reward model, or process reward model, if `rewards` names one")
     rewards: list[RewardPart] = Field(..., min_length=1, description="the reward is the sum of these parts")
     rollout: RolloutConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -194,6 +194,11 @@ class TrainSettings(RunConfig):
         return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
 
     @property
+    def scores_steps(self) -> bool:
+        """Whether the reward model is a process reward model."""
+        return any(part.kind == "process" for part in self.rewards)
+
+    @property
     def measured(self) -> list[str]:
         """The held-out metrics that are measured while the run goes on, in their order."""
         return self.evaluation.names if self.evaluation is not None and self.evaluation.every_steps else []
@@ -220,7 +225,7 @@ class TrainConfig(TrainSettings):
 
 
 class SupervisedConfig(RunConfig):
-    """Settings that `oppo sft`, `oppo rm`, `oppo dpo` and `oppo kto` share."""
+    """Settings that `oppo sft`, `oppo rm`, `oppo prm`, `oppo dpo` and `oppo kto` share."""
 
     epochs: Annotated[float, Unit("passes")] = Field(1.0, gt=0, description="passes over the data; may be a fraction")
     batch_size: Annotated[int, Unit("rows")] = Field(
@@ -239,6 +244,8 @@ class SupervisedConfig(RunConfig):
 
     MODELS: ClassVar[tuple[str, ...]] = ("model",)
     USUAL_RATE: ClassVar[UsualRate] = UsualRate(1e-5, 1e-4)
+    SCALAR: ClassVar[bool] = False
+    """Whether the model has a scalar head in place of the language model's."""
 
     @model_validator(mode="after")
     def _learning_rate(self) -> Self:
@@ -268,3 +275,18 @@ class RewardModelConfig(SupervisedConfig):
     """`oppo rm`: Bradley-Terry loss on chosen / rejected pairs."""
 
     METRICS = (LOSS, ACCURACY, MARGIN)
+    SCALAR = True
+
+
+class ProcessRewardModelConfig(SupervisedConfig):
+    """`oppo prm`: binary cross-entropy on the labels of steps."""
+
+    separator: str = Field(
+        STEP_SEPARATOR,
+        min_length=1,
+        description="text between two steps (`oppo prm`); a step ends with the token that completes it, the last one with the "
+        "response",
+    )
+
+    METRICS = (LOSS, ACCURACY)
+    SCALAR = True

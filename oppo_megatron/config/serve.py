@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from oppo_megatron.config.base import Section, Unit
 from oppo_megatron.config.data import RewardPart, TokenizerConfig
@@ -36,6 +36,13 @@ class ServeRewardConfig(ServiceConfig):
     tokenizer: TokenizerConfig | None = Field(
         None, description="the reward model's tokenizer, for requests without token ids"
     )
+
+    @field_validator("rewards")
+    @classmethod
+    def _of_whole_responses(cls, parts: list[RewardPart]) -> list[RewardPart]:
+        if any(part.kind == "process" for part in parts):
+            raise ValueError("parts of other kinds than process, which is for the reward model of `oppo train`")
+        return parts
 
 
 class ServeScorerConfig(ServiceConfig):

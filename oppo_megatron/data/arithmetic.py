@@ -158,6 +158,14 @@ def _early_stop(problem: Problem, rng: random.Random) -> str | None:
     return shorter.solution if shorter.answer != problem.answer else None
 
 
+def labelled_steps(problem: Problem, rng: random.Random, wrong: float = 0.6) -> tuple[list[str], list[bool]]:
+    """The lines of a solution, which is wrong in a share of the problems, and of each whether all is right up to it."""
+    text = wrong_solution(problem, rng) if rng.random() < wrong else problem.solution
+    steps, right = text.split("\n"), problem.solution.split("\n")
+    same = [step == expected for step, expected in zip(steps, right, strict=False)]
+    return steps, [all(same[: place + 1]) for place in range(len(steps))]
+
+
 @dataclass(frozen=True, slots=True)
 class DatasetSizes:
     """Rows of each file."""
@@ -201,6 +209,17 @@ def write_dataset(
         "heldout": (question(p) for p in islice(_distinct(problems(seed, "heldout", shape)), sizes.heldout)),
     }
     return {name: _write_jsonl(directory / f"{name}.jsonl", rows) for name, rows in files.items()}
+
+
+def write_steps(path: Path, seed: int, count: int, shape: Shape = Shape()) -> Path:
+    """Write `count` solutions in steps with labels, of problems of the train split, and return the path."""
+    rng = random.Random(f"arithmetic steps {seed}")  # noqa: S311  (to be drawn again, not to be secret)
+
+    def row(problem: Problem) -> dict[str, Any]:
+        steps, labels = labelled_steps(problem, rng)
+        return {"prompt": problem.prompt, "completions": steps, "labels": labels}
+
+    return _write_jsonl(path, map(row, islice(problems(seed, "train", shape), count)))
 
 
 def _distinct(stream: Iterable[Problem]) -> Iterator[Problem]:

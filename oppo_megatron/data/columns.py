@@ -7,6 +7,8 @@ Known names, in the order in which they are tried (GSM8K's, TRL's, OpenAI's, Alp
     chosen      chosen
     rejected    rejected
     label       label
+    completions completions, steps
+    labels      labels
 
 A value is text or a list of messages, `{"role": ..., "content": ...}` or `{"from": ..., "value": ...}`.  If there is no
 prompt column but chosen and rejected are whole dialogues, the prompt is their common beginning.
@@ -18,7 +20,7 @@ import difflib
 import os
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from oppo_megatron.config.data import KNOWN_NAMES, ColumnsConfig
 from oppo_megatron.data.rows import Row
@@ -118,6 +120,43 @@ def read_label(row: Row, column: str) -> bool:
             "(false, 0)"
         )
     return said
+
+
+def read_texts(row: Row, column: str) -> list[str]:
+    """The texts in `column`.  Raises `DataError` if missing, empty or of a wrong type."""
+    return [
+        _checked_text(item, f"step {i} of column {column!r}")
+        if isinstance(item, str)
+        else _refuse(f"step {i} of column {column!r} is no text, but {type(item).__name__}")
+        for i, item in enumerate(_listed(row, column), start=1)
+    ]
+
+
+def read_labels(row: Row, column: str) -> list[float | None]:
+    """The labels in `column`, from 0 (wrong) to 1 (right); None of a step without one.  Raises `DataError`."""
+    labels = _listed(row, column)
+    for i, label in enumerate(labels, start=1):
+        if label is not None and not (isinstance(label, bool | int | float) and 0 <= label <= 1):
+            raise DataError(
+                f"label {i} of column {column!r} is {label!r:.60}, but must be true or false, or a number from 0 (wrong) to 1 "
+                "(right), or null"
+            )
+    if all(label is None for label in labels):
+        raise DataError(f"column {column!r} has no label that is not null")
+    return [None if label is None else float(label) for label in labels]
+
+
+def _listed(row: Row, column: str) -> list[Any]:
+    if column not in row.values:
+        raise DataError(f"column {column!r} is missing (the row has: {', '.join(row.values) or 'none'})")
+    value = row.values[column]
+    if not isinstance(value, list) or not value:
+        raise DataError(f"column {column!r} is no list with something in it, one item a step, but {value!r:.60}")
+    return value
+
+
+def _refuse(reason: str) -> NoReturn:
+    raise DataError(reason)
 
 
 def _checked_text(text: str, what: str) -> str:

@@ -14,6 +14,8 @@ from oppo_megatron.data.columns import (
     align,
     find_column,
     read_label,
+    read_labels,
+    read_texts,
     read_value,
     require_column,
     split_dialogue,
@@ -129,6 +131,26 @@ def _pairs(rows: Sequence[Row], config: DataConfig, tokenizer: Tokenizer, proble
     return examples
 
 
+def read_steps(
+    config: DataConfig, tokenizer: Tokenizer, problems: RowProblems, separator: str
+) -> list[tuple[Example, list[float | None]]]:
+    """Prompts with one answer, whose steps are joined by the separator, and the steps' labels (None: it has none)."""
+    rows = read_rows(config, problems, ["prompt", "completion"])
+    steps, labels = (require_column(part, config.columns, rows) for part in ("completions", "labels"))
+    layout = recognise(config, rows, "steps")
+    problems.quarantine.note(f"{rows[0].file}: steps from {steps!r}, their labels from {labels!r}")
+
+    def joined(row: Row) -> Sequence[Answered]:
+        texts, num_labels = read_texts(row, steps), len(read_labels(row, labels))
+        if len(texts) != num_labels:
+            raise DataError(f"{len(texts)} steps in column {steps!r}, but {num_labels} labels in {labels!r}")
+        prompt, answers = _without_prompt(_prompt(row, layout), [separator.join(texts)])
+        return [(prompt, answers)]
+
+    examples = _render(rows, joined, layout, "steps", config, tokenizer, problems)
+    return [(example, read_labels(example.row, labels)) for example in examples]
+
+
 def _prompt(row: Row, layout: Layout) -> Value:
     """The prompt: text with its addition, or messages with the system's in front."""
     assert layout.prompt is not None, "asked for where there is a column"
@@ -214,7 +236,13 @@ def _render(
             filled = tuple(config.completion_template.replace("{completion}", answer) for answer in answers)
             examples.append(Example(row, prompt, filled, fields))
     if examples and not problems.quarantine.first:
-        names = {"prompt": ["prompt"], "completion": ["prompt", "completion"], "pair": ["prompt", "chosen", "rejected"]}
+        answered = ["prompt", "completion"]
+        names = {
+            "prompt": ["prompt"],
+            "completion": answered,
+            "pair": ["prompt", "chosen", "rejected"],
+            "steps": answered,
+        }
         parts = (examples[0].prompt, *examples[0].answers)
         problems.quarantine.first = dict(zip(names[wanted], parts, strict=True))
     return examples

@@ -19,7 +19,7 @@ from oppo_megatron.data.columns import ASSISTANT_MARK, find_column, require_colu
 from oppo_megatron.data.rows import Row
 from oppo_megatron.errors import DataError
 
-Wanted = Literal["prompt", "completion", "pair"]
+Wanted = Literal["prompt", "completion", "pair", "steps"]
 TITLES = {"alpaca": "Alpaca", "sharegpt": "ShareGPT", "messages": "chat messages", "hh": "HH dialogues"}
 ADDED = ("input", "context")
 DIALOGUES = ("conversations", "conversation", "messages", "prompt")

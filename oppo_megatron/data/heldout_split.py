@@ -6,13 +6,13 @@ import hashlib
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from oppo_megatron.config.data import DataConfig
 from oppo_megatron.config.evaluation import HeldoutConfig
 from oppo_megatron.errors import DataError
 
-RowT = TypeVar("RowT", bound=tuple[list[int], ...])
+RowT = TypeVar("RowT", bound=tuple[list[Any], ...])
 
 
 def read_heldout(

@@ -10,15 +10,20 @@ from oppo_megatron.errors import ConfigError
 EITHER_SIDE = "a"
 
 
-def require_stop_texts(texts: Sequence[str], tokenizer: Tokenizer, setting: str, ids_setting: str) -> None:
-    """Raises ConfigError for a text that no response can contain: a special token has an id and no text."""
+def require_stop_texts(texts: Sequence[str], tokenizer: Tokenizer, setting: str, ids_setting: str | None = None) -> None:
+    """Raises ConfigError for a text that no response can contain: a special token has an id and no text.
+
+    `ids_setting`: where its id may be given instead.
+    """
     problems = []
     for text in texts:
         ids = tokenizer.encode(f"{EITHER_SIDE}{text}{EITHER_SIDE}")
         if text in tokenizer.decode(ids):
             continue
         special = [i for i in ids if not tokenizer.decode([i])]
-        remedy = f"; give its id in {ids_setting}: {special}" if special else "; remove it"
+        remedy = "; name another" if ids_setting is None else "; remove it"
+        if special and ids_setting is not None:
+            remedy = f"; give its id in {ids_setting}: {special}"
         problems.append(
             f"{setting} has {text!r:.60}, which is in no response's text: the tokenizer has a special token for it, or drops it"
             f"{remedy}"

@@ -1,5 +1,5 @@
-"""Token rows for `oppo sft` (prompt, completion) and `oppo rm` (prompt, chosen, rejected), and the order of their
-batches.
+"""Token rows for `oppo sft` (prompt, completion), `oppo rm` (prompt, chosen, rejected) and `oppo prm` (prompt, steps, labels),
+and the order of their batches.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from oppo_megatron.config.data import DataConfig
-from oppo_megatron.data.examples import Example, read_completions, read_pairs
+from oppo_megatron.data.examples import Example, read_completions, read_pairs, read_steps
 from oppo_megatron.data.prompt_tokens import encode_prompt, end_of_prompt
 from oppo_megatron.data.prompts import epoch_order
 from oppo_megatron.data.rows import Quarantine, RowProblems, require_some
+from oppo_megatron.data.stops import require_stop_texts
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.errors import DataError
+from oppo_megatron.token_text import StepEnds
 
 LongRows = Literal["error", "truncate", "quarantine"]
 
@@ -32,6 +34,18 @@ class Pair(NamedTuple):
     prompt: list[int]
     chosen: list[int]
     rejected: list[int]
+
+
+class Steps(NamedTuple):
+    """Token ids of one answer in steps, which ends with EOS unless cut.
+
+    `ends`: the last tokens of the steps that have labels, by their places in the completion; `labels` from 0 to 1.
+    """
+
+    prompt: list[int]
+    completion: list[int]
+    ends: list[int]
+    labels: list[float]
 
 
 def load_completions(
@@ -62,6 +76,53 @@ def load_pairs(
     return rows
 
 
+def load_steps(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    separator: str,
+    max_tokens: int,
+    long_rows: LongRows,
+    quarantine: Quarantine,
+) -> list[Steps]:
+    """Rows for the process reward model: the steps joined by the separator and tokenized as one text, as a policy writes it.
+
+    A row whose text has another number of steps than labels is refused.  Otherwise as `load_completions`; ConfigError for a
+    separator that no answer can have.
+    """
+    require_stop_texts([separator], tokenizer, "separator")
+    problems, is_first = RowProblems(quarantine), not quarantine.first
+    step_ends = StepEnds(separator, tokenizer.decode)
+    rows: list[Steps] = []
+    for example, labels in read_steps(config, tokenizer, problems, separator):
+        tokenized = _tokenize_one(example, config, tokenizer, max_tokens, long_rows, problems)
+        if tokenized is None:
+            continue
+        prompt, completion = tokenized
+        is_cut = completion[-1] not in tokenizer.eos_ids
+        ends = step_ends.of(tokenizer.encode(example.answers[0]) if is_cut else completion)
+        kept = [(end, label) for end, label in zip(ends, labels, strict=False) if label is not None and end < len(completion)]
+        if len(ends) != len(labels):
+            reason = _miscounted(len(ends), len(labels), separator)
+            problems.report(example.row.file, example.row.line, reason, config.bad_rows, once="by the separator")
+        elif not kept:
+            reason = f"no step with a label ends within max_tokens={max_tokens}"
+            problems.report(example.row.file, example.row.line, reason, config.bad_rows)
+        else:
+            rows.append(Steps(prompt, completion, [end for end, _ in kept], [label for _, label in kept]))
+    require_some(len(rows), config, problems)
+    if is_first:
+        quarantine.first = as_trained(quarantine.first, Completion(*rows[0][:2]), tokenizer)
+    return rows
+
+
+def _miscounted(found: int, labelled: int, separator: str) -> str:
+    return (
+        f"the text has {found} steps by the separator {separator!r}, but the row has {labelled}: a step has the separator within "
+        "it, or a token holds several steps; split the step, or set another separator"
+    )
+
+
 def tokenize(
     examples: Sequence[Example],
     config: DataConfig,
@@ -71,22 +132,34 @@ def tokenize(
     problems: RowProblems,
 ) -> list[tuple[Example, list[list[int]]]]:
     """The examples that can be used, each with the tokens of its prompt and answers.  Raises DataError as `load_completions`."""
-    tokenized: list[tuple[Example, list[list[int]]]] = []
-    for example in examples:
-        prompt = encode_prompt(tokenizer, example.prompt)
-        answers = [_ended(tokenizer.encode(answer), tokenizer) for answer in example.answers]
-        num_tokens = len(prompt) + max(len(answer) for answer in answers)
-        if not prompt:
-            problems.report(example.row.file, example.row.line, "the prompt has no token", config.bad_rows)
-        elif num_tokens <= max_tokens:
-            tokenized.append((example, [prompt, *answers]))
-        elif long_rows == "truncate":
-            tokenized.append((example, _cut(tokenizer, prompt, answers, max_tokens)))
-        else:
-            reason = f"prompt and answer have {num_tokens} tokens, more than max_tokens={max_tokens}"
-            problems.report(example.row.file, example.row.line, reason, long_rows, setting="data.long_rows")
+    each = ((example, _tokenize_one(example, config, tokenizer, max_tokens, long_rows, problems)) for example in examples)
+    tokenized = [(example, parts) for example, parts in each if parts is not None]
     require_some(len(tokenized), config, problems)
     return tokenized
+
+
+def _tokenize_one(
+    example: Example,
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    max_tokens: int,
+    long_rows: LongRows,
+    problems: RowProblems,
+) -> list[list[int]] | None:
+    """Prompt and answers; None where the row is refused, which `problems` hears of."""
+    prompt = encode_prompt(tokenizer, example.prompt)
+    answers = [_ended(tokenizer.encode(answer), tokenizer) for answer in example.answers]
+    num_tokens = len(prompt) + max(len(answer) for answer in answers)
+    if not prompt:
+        problems.report(example.row.file, example.row.line, "the prompt has no token", config.bad_rows)
+        return None
+    if num_tokens <= max_tokens:
+        return [prompt, *answers]
+    if long_rows == "truncate":
+        return _cut(tokenizer, prompt, answers, max_tokens)
+    reason = f"prompt and answer have {num_tokens} tokens, more than max_tokens={max_tokens}"
+    problems.report(example.row.file, example.row.line, reason, long_rows, setting="data.long_rows")
+    return None
 
 
 def as_trained(texts: Mapping[str, str], row: Completion | Pair, tokenizer: Tokenizer) -> dict[str, str]:

@@ -7,12 +7,10 @@ response's tokens alone, not on the layout, nor on how many tokens are examined 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-Decode = Callable[[Sequence[int]], str]
-"""The text of token ids; special tokens have none."""
+from oppo_megatron.token_text import Completing, Decode
 
-INCOMPLETE = "\ufffd"  # what bytes of a character stand for until the last has come
 EDGE_CHARACTERS = 8
 """So many characters of a part's text may differ from those of the whole: a space that begins it, half a character."""
 FIRST_TOKENS = 16
@@ -25,12 +23,11 @@ class StopText:
         assert strings and all(strings)
         self.strings, self._decode = tuple(strings), decode
         self._longest = max(map(len, strings))
-        self._last = frozenset(string[-1] for string in strings)
-        self._completing: dict[int, bool] = {}
+        self._completing = Completing(strings, decode)
 
     def ends(self, response: Sequence[int]) -> bool:
         """Whether the last token is the one that the response ends with; the tokens before it have not ended it."""
-        if not self._may_complete(response[-1]):
+        if response[-1] not in self._completing:
             return False
         size = FIRST_TOKENS + self._longest
         while size < len(response):
@@ -45,12 +42,3 @@ class StopText:
 
     def _in(self, text: str) -> bool:
         return any(string in text for string in self.strings)
-
-    def _may_complete(self, token: int) -> bool:
-        """Whether a string's last character can be this token's; a token's text alone may lack the space that it begins with."""
-        if token not in self._completing:
-            text = self._decode([token])
-            self._completing[token] = (
-                INCOMPLETE in text or " " in self._last or any(last in text for last in self._last)
-            )
-        return self._completing[token]

@@ -208,7 +208,7 @@ def supervised_holdings(config: SupervisedConfig, *, on_cpu: bool) -> list[Holdi
     """The model's share on every rank of supervised training."""
     layout = config.parallel
     placement = RolePlacement(tuple(range(layout.num_ranks)), layout.tp, layout.pp, layout.dp)
-    model = _Model.of(config.model, scalar=isinstance(config, RewardModelConfig))
+    model = _Model.of(config.model, scalar=config.SCALAR)
     sequences = 2 if isinstance(config, RewardModelConfig | DPOConfig) else 1  # a chosen and a rejected completion
     rows, tokens = ceil(config.batch_size / placement.dp), config.runtime.micro_batch_tokens
     batch = TrainingBatch(tokens, rows * sequences * config.max_tokens)

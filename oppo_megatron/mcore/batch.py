@@ -98,6 +98,24 @@ def pack_sequences(sequences: Sequence[Sequence[int]], budget: int, device: torc
     return [whole_sequences(index, [sequences[i] for i in index], device) for index in pack_by_tokens(lengths, budget)]
 
 
+def pack_at(
+    sequences: Sequence[Sequence[int]], places: Sequence[Sequence[int]], budget: int, device: torch.device
+) -> list[MicroBatch]:
+    """As `pack_sequences`, but each sequence is wanted at places of its own, in their order."""
+    lengths = [len(sequence) for sequence in sequences]
+    batches = []
+    for index in pack_by_tokens(lengths, budget):
+        batch = whole_sequences(index, [sequences[i] for i in index], device)
+        rows: list[int] = []
+        start = 0
+        for i in index:
+            rows += [start + place for place in places[i]]
+            start += lengths[i]
+        batch.rows_R = on_device(rows, device)
+        batches.append(batch)
+    return batches
+
+
 def whole_sequences(index: list[int], sequences: Sequence[Sequence[int]], device: torch.device) -> MicroBatch:
     """One micro-batch of sequences wanted at their last token; `index` says where they come from.  No targets."""
     lengths = [len(sequence) for sequence in sequences]

@@ -16,14 +16,21 @@ def check_evaluation(config: TrainConfig) -> list[str]:
             problems += check_part(f"evaluation.metrics.{index}", part)
         if not evaluation.judges:
             return [*problems, "evaluation has neither verifier nor metrics; say what judges a response"]
-        models = sum(part.kind == "model" for part in evaluation.metrics)
+        models = sum(part.reads_model for part in evaluation.metrics)
         if models > 1:
             problems.append("evaluation.metrics names the reward model more than once; once is enough")
         if models and config.reward is None:
             problems.append(
-                "evaluation.metrics has a part of kind model, but the run has no reward model; add one to `rewards`, or ask a "
-                "service (`oppo serve-reward`) with kind http"
+                "evaluation.metrics has a part of kind model or process, but the run has no reward model; add one to `rewards`, "
+                "or ask a service (`oppo serve-reward`) with kind http"
             )
+        elif kind := next((part.kind for part in evaluation.metrics if part.reads_model), None):
+            trained = next((part.kind for part in config.rewards if part.reads_model), kind)
+            if kind != trained:
+                problems.append(
+                    f"evaluation.metrics has a part of kind {kind}, but in `rewards` the reward model has kind {trained}; write "
+                    f"kind {trained}"
+                )
         if evaluation.samples > 1 and evaluation.temperature == 0:
             problems.append(
                 f"evaluation.samples is {evaluation.samples}, but greedy responses are all the same; set evaluation.temperature"

@@ -11,6 +11,8 @@ from oppo_megatron.config.data import RULE_WALL_S, RewardPart, RuleName
 from oppo_megatron.config.remote import START_S
 
 OWNER = {
+    "step_rewards": "process",
+    "separator": "process",
     "name": "verifier",
     "entry_point": "python",
     "options": "python",
@@ -89,7 +91,7 @@ def _misplaced(name: str, part: RewardPart) -> Iterator[str]:
         wrong.remove("isolate")
     if "name" in wrong:
         yield f"{name}.name is {part.name!r}, but kind {part.kind} has no rule to name; remove it"
-    for kind in ("python", "http"):
+    for kind in ("process", "python", "http"):
         keys = [key for key in wrong if OWNER[key] == kind]
         if keys:
             yield (f"{name} has {' and '.join(keys)}, but only kind {kind} takes them; remove them or change the kind")

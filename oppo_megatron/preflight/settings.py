@@ -45,10 +45,23 @@ def check_train(config: TrainConfig) -> list[str]:
         *check_evaluation(config),
         *check_algorithm(config),
         *check_filtering(config),
+        *_check_step_rewards(config),
         *_check_warmup(config),
         *(problem for name, role in config.trained.items() for problem in _check_optimizer(name, role.optimizer)),
         *check_layers(config.runtime, adapters=bool(adapters(config))),
         *(problem for name, lora in adapters(config).items() for problem in check_adapter(name, lora)),
+    ]
+
+
+def _check_step_rewards(config: TrainConfig) -> list[str]:
+    """Scores of responses are scaled, rewards of steps are not."""
+    how = next((part.step_rewards for part in config.rewards if part.kind == "process"), "last")
+    scaling = config.ppo.reward_normalization
+    if how not in ("sum", "potential") or scaling == "none":
+        return []
+    return [
+        f"ppo.reward_normalization is {scaling}, which scales the score of a response, but step_rewards {how} gives rewards to "
+        "its steps, which stay as they are; set ppo.reward_normalization=none, or step_rewards to last or min"
     ]
 
 
@@ -195,16 +208,16 @@ def check_source(name: str, model: ModelConfig) -> list[str]:
 def check_rewards(parts: Sequence[RewardPart], *, has_reward_model: bool) -> list[str]:
     """Each part has what its kind needs and nothing else; the reward model is there if and only if it is used."""
     problems = [problem for index, part in enumerate(parts) for problem in check_part(f"rewards.{index}", part)]
-    num_models = sum(part.kind == "model" for part in parts)
+    num_models = sum(part.reads_model for part in parts)
     if num_models > 1:
         problems.append(f"rewards names the reward model {num_models} times, but once is allowed; add their weights up")
     if num_models and not has_reward_model:
         problems.append(
-            "rewards has a part of kind model, but there is no `reward` section; add it with the model's checkpoint"
+            "rewards has a part of kind model or process, but there is no `reward` section; add it with the model's checkpoint"
         )
     if has_reward_model and not num_models:
         problems.append(
-            "a `reward` section is given, but no part of rewards has kind model; add `- kind: model` or remove it"
+            "a `reward` section is given, but no part of rewards has kind model or process; add `- kind: model` or remove it"
         )
     return problems
 

@@ -10,7 +10,7 @@ from typing import Any
 from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.config.derived import max_context
 from oppo_megatron.config.model import LearningModelConfig, ModelConfig, PlacementConfig
-from oppo_megatron.config.run import RewardModelConfig, SupervisedConfig, TrainConfig, TrainSettings
+from oppo_megatron.config.run import SupervisedConfig, TrainConfig, TrainSettings
 from oppo_megatron.config.serve import ServeRewardConfig, ServeScorerConfig
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.layout.checks import check_auto_placement, check_layouts, check_supervised_layout
@@ -56,8 +56,8 @@ def supervised_problems(config: SupervisedConfig) -> list[str]:
     """Every problem of the configuration of a supervised run."""
     problems = check_supervised(config)
     vocab_size = _vocab_size(config.tokenizer, problems)
-    scalar, shapes = isinstance(config, RewardModelConfig), dict[str, Mapping[str, Any]]()
-    roles = [Role(name, model, scalar=scalar) for name, model in config.models.items()]
+    shapes: dict[str, Mapping[str, Any]] = {}
+    roles = [Role(name, model, scalar=config.SCALAR) for name, model in config.models.items()]
     for role in roles:
         shape = _check_role(role, config.max_tokens, vocab_size, problems)
         if shape is not None:

@@ -83,7 +83,7 @@ def build_reward_functions(
     `max_response_tokens`: the longest response, where that is known: rule `length` goes by it.  Raises `ConfigError` with
     every problem of every part.
     """
-    has_model = any(part.kind == "model" for part in parts)
+    has_model = any(part.reads_model for part in parts)
     found = check_rewards(parts, has_reward_model=has_model)
     summands: list[Summand] = []
     secrets = {part.token_env for part in parts}
@@ -107,7 +107,7 @@ def _function(
     max_response_tokens: int | None,
 ) -> ResponseReward | RemoteReward | Rule | None:
     """`inherited`: the environment without the tokens of services, for processes."""
-    if part.kind == "model":
+    if part.reads_model:
         return None
     if part.kind == "verifier":
         return build_rule(part, inherited, max_response_tokens)

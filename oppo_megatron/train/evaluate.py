@@ -23,7 +23,7 @@ from oppo_megatron.engine.completions import PromptDecoder
 from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping
-from oppo_megatron.mcore.batch import join_rows, pack_sequences
+from oppo_megatron.mcore.batch import join_rows, pack_at
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.out_of_memory import Begun, MemoryLimits, in_smaller_ones
 from oppo_megatron.mcore.training import forward_rows, shared_with_peers
@@ -33,6 +33,7 @@ from oppo_megatron.rewards.protocol import ScoreItem
 from oppo_megatron.train.actor import Actor
 from oppo_megatron.train.logs.journal import Journal
 from oppo_megatron.train.score_exchange import ScoreExchange
+from oppo_megatron.train.step_rewards import StepRewards
 
 
 class Loop(Protocol):
@@ -73,6 +74,7 @@ class Evaluator:
     ):
         self.config, self.judges, self.tokenizer, self.stopping = config, judges, tokenizer, stopping
         self.runtime, self.max_slots, self.kv_budget_bytes = runtime, max_slots, kv_budget_bytes
+        self.steps = StepRewards.of(config.judges, tokenizer)
         self.sampling = Sampling(temperature=config.temperature, seed=seed)
         self.memory_limits = MemoryLimits()
         self.stop = None if early_stop is None else EarlyStop(early_stop)
@@ -161,22 +163,36 @@ class Evaluator:
         for replica in range(placement.dp):
             rows, scores = range(replica, len(prompts), placement.dp), None
             if coords is not None and coords.replica == replica and rows:
-                sequences = [[*prompts[i].tokens, *flat[i].tolist()] for i in rows]
-                scores = self._scores_of(sequences, loop.rounds.scoring["reward"].model, exchange.device)
+                of_rows = [(prompts[i].tokens, flat[i].tolist()) for i in rows]
+                scores = self._scores_of(of_rows, loop.rounds.scoring["reward"].model, exchange.device)
             scores_N[replica :: placement.dp] = exchange.shared(
                 "held-out scores", scores, len(rows), placement.output_rank(replica)
             )
         return scores_N
 
-    def _scores_of(self, sequences: Sequence[list[int]], model: RoleModel, device: torch.device) -> Tensor | None:
-        """The reward model's score of each; None before its last stage."""
+    def _scores_of(
+        self, rows: Sequence[tuple[Sequence[int], list[int]]], model: RoleModel, device: torch.device
+    ) -> Tensor | None:
+        """The reward model's score of each prompt and response; None before its last stage."""
+        sequences = [[*prompt, *response] for prompt, response in rows]
+        if self.steps is None:
+            return self._outputs_at([[len(sequence) - 1] for sequence in sequences], sequences, model, device)
+        ends = self.steps.ends([response for _, response in rows])
+        places = [[len(prompt) + end for end in own] for (prompt, _), own in zip(rows, ends, strict=True)]
+        logits_S = self._outputs_at(places, sequences, model, device)
+        return None if logits_S is None else self.steps.scores(logits_S, ends)
+
+    def _outputs_at(
+        self, places: Sequence[Sequence[int]], sequences: Sequence[list[int]], model: RoleModel, device: torch.device
+    ) -> Tensor | None:
+        """The reward model's outputs of each sequence at `places`, one after the other; None before its last stage."""
         begun = Begun()
 
         def forward(most: int) -> Tensor | None:
-            batches = pack_sequences(sequences, most, device)
+            batches = pack_at(sequences, places, most, device)
             with torch.no_grad():
                 outputs = forward_rows(model, batches, lambda _, scores_S: scores_S.float(), begun)
-            return join_rows(outputs, [1] * len(sequences), batches) if outputs else None
+            return join_rows(outputs, [len(row) for row in places], batches) if outputs else None
 
         most, limit = self.runtime.micro_batch_tokens, self.memory_limits.score
         return in_smaller_ones(forward, most, limit, begun, lambda: shared_with_peers(model.groups))

@@ -22,8 +22,8 @@ from oppo_megatron.mcore.training import TrainedModel, forward_rows
 from oppo_megatron.mcore.vocab_shards import VocabShards
 from oppo_megatron.train.score_exchange import sum_over_ranks
 
-RowT = TypeVar("RowT", bound=tuple[list[int], ...])
-RowC = TypeVar("RowC", bound=tuple[list[int], ...], contravariant=True)
+RowT = TypeVar("RowT", bound=tuple[list[Any], ...])
+RowC = TypeVar("RowC", bound=tuple[list[Any], ...], contravariant=True)
 
 Measure = Callable[[MicroBatch, Tensor], Tensor]
 """(micro-batch, output of its rows) -> [N, 1 + K] in float64: what each row weighs, and each metric's sum over it."""

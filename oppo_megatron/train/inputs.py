@@ -52,6 +52,7 @@ def read_inputs(config: TrainSettings) -> Inputs:
     tokenizer = load_tokenizer(config.tokenizer, config.actor.checkpoint)
     lengths = forced_quantile(config.debug.lengths, config.rollout.max_response_tokens)
     require_stop_texts(config.rollout.stop_texts, tokenizer, "rollout.stop", "rollout.stop")
+    require_separators(config, tokenizer)
     longest = config.rollout.max_response_tokens
     rewards, quarantine = build_reward_functions(config.rewards, max_response_tokens=longest), Quarantine()
     prompts = load_prompts(
@@ -62,6 +63,15 @@ def read_inputs(config: TrainSettings) -> Inputs:
         judges = build_reward_functions(config.evaluation.judges, max_response_tokens=longest)
         heldout = load_prompts(config.evaluation.data, tokenizer, quarantine=quarantine, check=judges.check)
     return Inputs(tokenizer, rewards, prompts, heldout, judges, quarantine, lengths)
+
+
+def require_separators(config: TrainSettings, tokenizer: Tokenizer) -> None:
+    """Raises ConfigError for a separator of steps that no response can have."""
+    metrics = [] if config.evaluation is None else config.evaluation.metrics
+    for name, parts in (("rewards", config.rewards), ("evaluation.metrics", metrics)):
+        for index, part in enumerate(parts):
+            if part.kind == "process":
+                require_stop_texts([part.separator], tokenizer, f"{name}.{index}.separator")
 
 
 def describe_inputs(inputs: Inputs) -> list[str]:

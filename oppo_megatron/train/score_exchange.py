@@ -29,6 +29,7 @@ from oppo_megatron.rewards.functions import NonFiniteRewardError, RewardSum
 from oppo_megatron.rewards.protocol import ScoreItem
 from oppo_megatron.train.actor import Actor
 from oppo_megatron.train.critic import CRITIC_STATS, Critic
+from oppo_megatron.train.step_rewards import StepRewards
 
 TIMES = ("score", "wait_tokens")
 Known = Mapping[int, Mapping[str, float]]
@@ -59,8 +60,8 @@ class ScoreReport:
 class ScoreExchange:
     """Collective of the world, once a step.  Sizes follow from the batch, which every rank knows.
 
-    `actor` and `critic`: of this rank.  A reward that is no finite number is a NaN on every rank; `refusal` says
-    why, on the scorers' first.
+    `actor` and `critic`: of this rank; `steps`: where the reward model is a process reward model.  A reward that is no
+    finite number is a NaN on every rank; `refusal` says why, on the scorers' first.
     """
 
     rank: int
@@ -72,6 +73,7 @@ class ScoreExchange:
     group_size: int = 1
     actor: Actor | None = None
     critic: Critic | None = None
+    steps: StepRewards | None = None
     refusal: str | None = None
 
     def gather(
@@ -91,7 +93,7 @@ class ScoreExchange:
         lengths = [len(r.tokens) for r in batch]
         reference_T = self._share("reference", batch, lengths, rounds).float() if "reference" in self.placements else None
         values_T = self._share("critic", batch, lengths, rounds).float() if "critic" in self.placements else None
-        model_B = self._share("reward", batch, [1] * len(batch), rounds) if "reward" in self.placements else None
+        model_B, step_rewards_T = self._model_scores(batch, rounds)
         totals_B, parts = self._rewards(batch, model_B, known)
         times = [seconds.get(name, 0.0) for name in TIMES] + list(work)
         mine = torch.tensor(times, dtype=torch.float64) if self.rank == self._leader else None
@@ -105,6 +107,7 @@ class ScoreExchange:
             lengths_B=lengths,
             truncated_B=on_device([r.finish_reason == "length" for r in batch], self.device, torch.bool),
             group_size=self.group_size,
+            step_rewards_T=step_rewards_T,
         )
         critic = self.critic_stats()
         ess, *of_rollout = self._of_actor(measured()).tolist()
@@ -116,7 +119,7 @@ class ScoreExchange:
         A reward model among them has read all of the rollouts.  Raises RewardError on the scorers' first rank.
         """
         reads_model = self.rewards.reads_model(labels)
-        model_N = self._share("reward", rollouts, [1] * len(rollouts), rounds) if reads_model else None
+        model_N = self._model_scores(rollouts, rounds)[0] if reads_model else None
         self.request(rollouts)
 
         def parts(item: ScoreItem, score: float | None, rollout: Rollout) -> list[float]:
@@ -188,6 +191,15 @@ class ScoreExchange:
             shared = self.shared(f"outputs of {role}", mine, sum(sizes[i] for i in rows), source)
             pieces |= dict(zip(rows, shared.split([sizes[i] for i in rows]), strict=True))
         return torch.cat([pieces[i] for i in range(len(batch))])
+
+    def _model_scores(self, rollouts: Sequence[Rollout], rounds: RoundRunner) -> tuple[Tensor | None, Tensor | None]:
+        """The reward model's score of each rollout [N], and the part of it that tokens earn [T], if there is such."""
+        if "reward" not in self.placements:
+            return None, None
+        if self.steps is None:
+            return self._share("reward", rollouts, [1] * len(rollouts), rounds), None
+        outputs_T = self._share("reward", rollouts, [len(r.tokens) for r in rollouts], rounds)
+        return self.steps.of_tokens(outputs_T, [r.tokens for r in rollouts])
 
     def _rewards(self, batch: Sequence[Rollout], model_B: Tensor | None, known: Known) -> tuple[Tensor, dict[str, float]]:
         """Total reward of each rollout [B], and the mean of each part."""

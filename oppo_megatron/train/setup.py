@@ -41,6 +41,7 @@ from oppo_megatron.train.rollouts import Rollouts
 from oppo_megatron.train.run_state import RunState
 from oppo_megatron.train.saving.saver import Saver
 from oppo_megatron.train.score_exchange import ScoreExchange
+from oppo_megatron.train.step_rewards import StepRewards
 from oppo_megatron.train.topology import build_topology
 from oppo_megatron.train.updates import Updates
 
@@ -91,7 +92,7 @@ def _assemble(
     scheduler, kl = parts.scheduler, KLController(config.ppo.kl)
     exchange = ScoreExchange(
         world.rank, world.device, rounds.planner.site.placements, inputs.rewards, inputs.tokenizer, world.activity,
-        config.rollout.group_size, actor, critic,
+        config.rollout.group_size, actor, critic, StepRewards.of(config.rewards, inputs.tokenizer),
     )  # fmt: skip
     adaptation = Adaptation(
         world, scheduler, ChunkTuner(config.overlap.chunk, longest_chunk(config)), kl, rounds.planner, meter.tracer.meter,

@@ -1,4 +1,4 @@
-"""`oppo sft`, `rm`, `dpo` and `kto`, from the configuration to the weights.
+"""`oppo sft`, `rm`, `prm`, `dpo` and `kto`, from the configuration to the weights.
 
 Every rank reads all rows, and a replica trains its share of each batch.  The model's output rank (first of the last
 pipeline stage) has the loss, so it alone owns the run directory; the weights in it are written by the model's first rank.
@@ -19,7 +19,7 @@ from oppo_megatron.config.data import DataConfig
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.config.preference import DPOConfig, KTOConfig, PreferenceConfig
-from oppo_megatron.config.run import RewardModelConfig, SupervisedConfig
+from oppo_megatron.config.run import ProcessRewardModelConfig, RewardModelConfig, SupervisedConfig
 from oppo_megatron.data.heldout_split import read_heldout
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised_rows import BEGINNING
@@ -44,6 +44,7 @@ from oppo_megatron.train.memory_meter import MemoryMeter, require_memory
 from oppo_megatron.train.preference.reference_pass import ReferencePass
 from oppo_megatron.train.preference.reference_point import ReferencePoint
 from oppo_megatron.train.preference.tasks import MarkedPreferences, PairPreferences, Preferences
+from oppo_megatron.train.process_reward_model import ProcessRewardModelling
 from oppo_megatron.train.reward_model import RewardModelling
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.supervised_saver import MODEL, FoundSupervised, SupervisedSaver, find_supervised
@@ -53,7 +54,7 @@ from oppo_megatron.train.shared_directory import share_run_directory
 from oppo_megatron.train.supervised_loop import SupervisedTrainer, Task
 from oppo_megatron.train.weights import save_role
 
-RowT = TypeVar("RowT", bound=tuple[list[int], ...])
+RowT = TypeVar("RowT", bound=tuple[list[Any], ...])
 
 
 def run_supervised(config: SupervisedConfig) -> bool:
@@ -67,6 +68,8 @@ def task_of(config: SupervisedConfig) -> Task[Any]:
         return PairPreferences(config)
     if isinstance(config, KTOConfig):
         return MarkedPreferences(config)
+    if isinstance(config, ProcessRewardModelConfig):
+        return ProcessRewardModelling()
     return RewardModelling() if isinstance(config, RewardModelConfig) else FineTuning()
 
 

@@ -30,7 +30,7 @@ from oppo_megatron.train.logs.supervised_report import Report
 from oppo_megatron.train.memory_meter import MemoryMeter
 from oppo_megatron.train.saving.supervised_saver import SupervisedSaver
 
-RowT = TypeVar("RowT", bound=tuple[list[int], ...])
+RowT = TypeVar("RowT", bound=tuple[list[Any], ...])
 
 
 class Task(Protocol[RowT]):

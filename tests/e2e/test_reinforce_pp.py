@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +81,21 @@ def test_a_run_with_carried_rollouts_is_what_a_loop_of_its_own_makes_of_its_toke
     assert weight_distance(run.actor, {name: trained[name] for name in run.actor}) < 1e-5
 
 
-def independent_loop(start: Path, run: Outcome, workspace: Workspace) -> tuple[dict[str, Tensor], list[float]]:
+def at_the_end(row: dict[str, Any], prompt: list[int]) -> list[float]:
+    """The reward of each token: the response's at the last."""
+    return [0.0] * (len(row["tokens"]) - 1) + [row["reward"]]
+
+
+def independent_loop(
+    start: Path,
+    run: Outcome,
+    workspace: Workspace,
+    rewards_of: Callable[[dict[str, Any], list[int]], list[float]] = at_the_end,
+) -> tuple[dict[str, Tensor], list[float]]:
     """REINFORCE++ with transformers and plain torch: weights after all steps of the run, and each step's share of tokens
     that Kish's effective sample size leaves of those that older policies have drawn."""
     policy = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
+    policy.get_input_embeddings().padding_idx = None  # its row would have no gradient, though the token may be drawn
     reference = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32).requires_grad_(False)
     adam = torch.optim.AdamW(
         policy.parameters(), lr=STEADY_ADAM["lr"], betas=(0.9, 0.95), eps=STEADY_ADAM["eps"], weight_decay=0.0
@@ -98,8 +109,7 @@ def independent_loop(start: Path, run: Outcome, workspace: Workspace) -> tuple[d
         returns = []
         for prompt, row, logp in zip(prompts, batch, old, strict=True):
             kl = logp - logprobs(reference, prompt, row["tokens"])[0]
-            rewards = (-KL * kl).tolist()
-            rewards[-1] += row["reward"]
+            rewards = [a + b for a, b in zip((-KL * kl).tolist(), rewards_of(row, prompt), strict=True)]
             later, found = 0.0, []
             for value in reversed(rewards):
                 later = value + GAMMA * later

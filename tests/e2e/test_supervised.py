@@ -1,4 +1,4 @@
-"""`oppo sft` and `oppo rm`: parity with transformers and torch, layouts, what a run leaves, bad input."""
+"""`oppo sft`, `oppo rm` and `oppo prm`: parity with transformers and torch, layouts, what a run leaves, bad input."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from tokenizers.pre_tokenizers import ByteLevel
-from torch.nn.functional import cross_entropy, logsigmoid
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, logsigmoid
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Qwen2Tokenizer
 
 from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.config.describe import SUPERVISED
 from oppo_megatron.config.run import SFTConfig
-from oppo_megatron.data.arithmetic import DatasetSizes, Shape, write_dataset
+from oppo_megatron.data.arithmetic import DatasetSizes, Shape, write_dataset, write_steps
 from oppo_megatron.data.supervised_rows import Pair
 from oppo_megatron.data.tokenizer import load_tokenizer, train_sentencepiece
 from oppo_megatron.errors import CapacityError, CheckpointError, ConfigError, DataError
@@ -34,6 +34,7 @@ NUM_ROWS = 24
 SHAPE = {"model_type": "qwen2", **SIZES, "vocab_size": VOCAB, "tie_word_embeddings": True}
 OPTIMIZER = {"lr": 1e-2, "weight_decay": 0.1, "clip_grad": 0.5, "eps": 1e-4}
 COLUMNS = {"sft": ["completion"], "rm": ["chosen", "rejected"]}
+FILES = {"sft": "sft.jsonl", "rm": "pairs.jsonl", "prm": "steps.jsonl"}
 Settings = dict[str, Any]
 
 
@@ -43,6 +44,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("inputs")
     sizes = DatasetSizes(sft=NUM_ROWS, pairs=NUM_ROWS, prompts=1, heldout=1)
     paths = write_dataset(root, seed=7, sizes=sizes, shape=Shape(max_operations=4))
+    write_steps(root / FILES["prm"], seed=7, count=NUM_ROWS, shape=Shape(max_operations=4))
     rows = [json.loads(line) for line in paths["sft"].read_text().splitlines()]
     train_sentencepiece([row["prompt"] + row["completion"] for row in rows], root / "tokenizer.model", 280)
     save_tiny(root / "qwen2", "qwen2", vocab_size=VOCAB, tie_word_embeddings=True)
@@ -57,7 +59,7 @@ def settings(inputs: Path, kind: str, run_dir: Path, **changes: Any) -> Settings
         "batch_size": NUM_ROWS,
         "max_tokens": 120,
         "tokenizer": {"path": inputs / "tokenizer.model"},
-        "data": {"path": inputs / ("sft.jsonl" if kind == "sft" else "pairs.jsonl"), "shuffle": False},
+        "data": {"path": inputs / FILES[kind], "shuffle": False},
         "model": {"checkpoint": inputs / ("qwen2" if kind == "sft" else "classifier")},
         "optimizer": OPTIMIZER,
         "runtime": {"device": "cpu", "threads_per_rank": 1, "micro_batch_tokens": 300},
@@ -79,12 +81,40 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 def token_rows(inputs: Path, kind: str) -> list[tuple[list[int], list[list[int]]]]:
     """(prompt, answers) of every row, each answer ended by EOS, as transformers would be given them."""
     tokenizer = load_tokenizer(TokenizerConfig(path=inputs / "tokenizer.model"))
-    path = inputs / ("sft.jsonl" if kind == "sft" else "pairs.jsonl")
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = [json.loads(line) for line in (inputs / FILES[kind]).read_text().splitlines()]
+    if kind == "prm":
+        return [
+            (tokenizer.encode(row["prompt"]), [[*tokenizer.encode("\n".join(row["completions"])), tokenizer.eos_id]])
+            for row in rows
+        ]
     return [
         (tokenizer.encode(row["prompt"]), [[*tokenizer.encode(row[c]), tokenizer.eos_id] for c in COLUMNS[kind]])
         for row in rows
     ]
+
+
+def step_logits(model: Any, tokens: list[int]) -> torch.Tensor:
+    """The scalar head at every token, not only at the last one."""
+    return model.score(model.model(torch.tensor([tokens])).last_hidden_state)[0, :, 0]
+
+
+def judged_steps(inputs: Path, model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits and labels of all steps: a step ends with its newline, the last with EOS."""
+    tokenizer = load_tokenizer(TokenizerConfig(path=inputs / "tokenizer.model"))
+    (newline,) = tokenizer.encode("\n")
+    logits = []
+    labels = [json.loads(line)["labels"] for line in (inputs / FILES["prm"]).read_text().splitlines()]
+    for prompt, (answer,) in token_rows(inputs, "prm"):
+        ends = [len(prompt) + place for place, token in enumerate(answer) if token in (newline, tokenizer.eos_id)]
+        logits.append(step_logits(model, [*prompt, *answer])[ends])
+    return torch.cat(logits), torch.tensor([label for row in labels for label in row]).float()
+
+
+def whole_loss(model: Any, kind: str, inputs: Path) -> torch.Tensor:
+    """The loss of all rows of the file."""
+    if kind == "prm":
+        return binary_cross_entropy_with_logits(*judged_steps(inputs, model))
+    return reference_loss(model, kind, token_rows(inputs, kind))
 
 
 def reference_loss(model: Any, kind: str, rows: list[tuple[list[int], list[list[int]]]]) -> torch.Tensor:
@@ -111,7 +141,7 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
     return {name: t for file in sorted(directory.glob("*.safetensors")) for name, t in load_file(file).items()}
 
 
-@pytest.mark.parametrize("kind", ["sft", "rm"])
+@pytest.mark.parametrize("kind", ["sft", "rm", "prm"])
 def test_one_step_equals_transformers_and_adamw(inputs: Path, tmp_path: Path, kind: str) -> None:
     chosen = settings(inputs, kind, tmp_path / "run")
     model = hf_model(kind, chosen["model"]["checkpoint"])
@@ -122,7 +152,7 @@ def test_one_step_equals_transformers_and_adamw(inputs: Path, tmp_path: Path, ki
         [{"params": matrices, "weight_decay": OPTIMIZER["weight_decay"]}, {"params": others, "weight_decay": 0.0}],
         lr=OPTIMIZER["lr"], betas=(0.9, 0.95), eps=OPTIMIZER["eps"],
     )  # fmt: skip
-    loss = reference_loss(model, kind, token_rows(inputs, kind))
+    loss = whole_loss(model, kind, inputs)
     loss.backward()
     norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER["clip_grad"]))
     optimizer.step()
@@ -140,10 +170,10 @@ def test_one_step_equals_transformers_and_adamw(inputs: Path, tmp_path: Path, ki
         assert (tensor - start[name]).abs().max() > 1e-3, f"{name} did not move: nothing is tested"
 
 
-@pytest.mark.parametrize("kind", ["sft", pytest.param("rm", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["sft", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("rm", "prm"))])
 def test_layouts_train_alike(inputs: Path, tmp_path: Path, kind: str) -> None:
     changes: Settings = {"epochs": 3, "batch_size": 10}
-    if kind == "rm":  # a fresh head has to be the same one on every layout
+    if kind != "sft":  # a fresh head has to be the same one on every layout
         changes["model"] = {"checkpoint": inputs / "qwen2", "fresh_head": True}
     alone = run(kind, settings(inputs, kind, tmp_path / "alone", **changes))
     assert len(alone) == 8, "3 epochs of 24 rows are 7 batches of 10 and one of 2"
@@ -162,7 +192,7 @@ def test_layouts_train_alike(inputs: Path, tmp_path: Path, kind: str) -> None:
         assert not list(run_dir.glob("trace.rank*")), "per-rank traces are merged"
 
 
-@pytest.mark.parametrize("kind", ["sft", pytest.param("rm", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["sft", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("rm", "prm"))])
 def test_training_learns_and_leaves_a_model_that_transformers_gives_the_same_loss(
     inputs: Path, tmp_path: Path, kind: str
 ) -> None:
@@ -175,15 +205,27 @@ def test_training_learns_and_leaves_a_model_that_transformers_gives_the_same_los
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["kind"] == kind and summary["steps"] == 48 and summary["rows"] == NUM_ROWS
     assert summary["loss_last"] < summary["loss_first"]
-    if kind == "rm":
+    if kind != "sft":
         assert summary["accuracy_last"] > 0.75 and all(0 <= line["accuracy"] <= 1 for line in lines)
 
     weights = tmp_path / "run" / "weights"
     again = settings(inputs, kind, tmp_path / "again", model={"checkpoint": weights})
     (line,) = run(kind, again)
-    rows = token_rows(inputs, kind)
     with torch.no_grad():
-        assert line["loss"] == pytest.approx(float(reference_loss(hf_model(kind, weights), kind, rows)), rel=1e-5)
+        assert line["loss"] == pytest.approx(float(whole_loss(hf_model(kind, weights), kind, inputs)), rel=1e-5)
+
+
+def test_held_out_steps_are_measured_as_transformers_measures_them(inputs: Path, tmp_path: Path) -> None:
+    evaluation = {"data": {"path": inputs / FILES["prm"]}}
+    chosen = settings(inputs, "prm", tmp_path / "run", steps=1, evaluation=evaluation)
+    run("prm", chosen)
+    measured = json.loads((tmp_path / "run" / "summary.json").read_text())["heldout"]
+    for step, weights in ("0", chosen["model"]["checkpoint"]), ("1", tmp_path / "run" / "weights"):
+        with torch.no_grad():
+            logits, labels = judged_steps(inputs, hf_model("prm", weights))
+        mean = measured[step]["mean"]
+        assert mean["loss"] == pytest.approx(float(binary_cross_entropy_with_logits(logits, labels)), rel=1e-5)
+        assert mean["accuracy"] == pytest.approx(float(((logits > 0) == (labels > 0.5)).double().mean()))
 
 
 def test_what_a_run_leaves(inputs: Path, tmp_path: Path) -> None:

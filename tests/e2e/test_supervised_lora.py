@@ -95,13 +95,14 @@ def test_steps_equal_peft_and_adamw(inputs: Path, starts: dict[str, Path], tmp_p
         pytest.param("rm", {"tp": 2}, marks=pytest.mark.long),
         ("rm", {"pp": 2}),
         pytest.param("sft", {"dp": 2}, marks=pytest.mark.long),
+        pytest.param("prm", {"tp": 2}, marks=pytest.mark.long),
     ],
 )
 def test_layouts_train_alike_and_a_run_that_was_told_to_stop_goes_on(
     inputs: Path, tmp_path: Path, kind: str, layout: dict[str, int]
 ) -> None:
     """From fresh adapters; of a reward model from a fresh head, too."""
-    model = {"checkpoint": inputs / "qwen2", "lora": LORA, "fresh_head": kind == "rm"}
+    model = {"checkpoint": inputs / "qwen2", "lora": LORA, "fresh_head": kind != "sft"}
     changes: Settings = {"model": model, "batch_size": 10, "evaluation": {"fraction": 0.2, "every_steps": 2}}
     lines = run(kind, settings(inputs, kind, tmp_path / "alone", epochs=2, **changes))
 

@@ -58,7 +58,15 @@ def memory_limit(run_dir: Path) -> int | None:
     return most
 
 
-@pytest.mark.parametrize("kind, layout", [("sft", LAYOUTS[0]), ("rm", LAYOUTS[1]), ("sft", LAYOUTS[2])])
+@pytest.mark.parametrize(
+    "kind, layout",
+    [
+        ("sft", LAYOUTS[0]),
+        ("rm", LAYOUTS[1]),
+        ("sft", LAYOUTS[2]),
+        pytest.param("prm", LAYOUTS[1], marks=pytest.mark.long),
+    ],
+)
 def test_a_run_that_was_told_to_stop_goes_on_as_if_it_had_not_been(
     inputs: Path, tmp_path: Path, kind: str, layout: dict[str, int]
 ) -> None:

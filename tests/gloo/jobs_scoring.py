@@ -32,6 +32,8 @@ TEMPERATURE = 0.7
 SIZES = [(1, 1), (1, 9), (5, 1), (3, 4), (7, 12), (2, 6), (4, 3), (1, 14), (6, 2)]
 """(prompt tokens, response tokens)"""
 ROLES = ("reward", "reference", "critic")
+STREAMED = (*ROLES, "process")
+"""`process`: a reward model that gives an output at every response token."""
 PREFILL_TOKENS = 16
 
 
@@ -63,6 +65,10 @@ def _expected(role: str, model: RoleModel, rollouts: Sequence[Rollout]) -> Tenso
     if role == "reward":
         wholes = [Whole([*r.prompt.tokens, *r.tokens], [r.num_tokens - 1]) for r in rollouts]
         return full_outputs(model, wholes)
+    if role == "process":
+        return full_outputs(
+            model, [Whole([*r.prompt.tokens, *r.tokens], [*range(len(r.prompt.tokens), r.num_tokens)]) for r in rollouts]
+        )
     batches = pack_responses([r.prompt.tokens for r in rollouts], [r.tokens for r in rollouts], 40, CPU)
     outputs = forward_rows(
         model,
@@ -80,7 +86,9 @@ class Scorers:
     def __init__(self, models: dict[str, RoleModel], slots: dict[str, int], links: Links, site: Site):
         rank = dist.get_rank()
         self.workers = {
-            role: ScoringWorker(role, model, _cache(model, slots[role]), temperature=TEMPERATURE)
+            role: ScoringWorker(
+                "reward" if role == "process" else role, model, _cache(model, slots[role]), temperature=TEMPERATURE
+            )
             for role, model in models.items()
         }
         planner = RoundPlanner(
@@ -90,7 +98,7 @@ class Scorers:
             MAX_LENGTH,
             MAX_LENGTH,
             ActorBook(site.placements["actor"].dp, 1, lambda _: 1),
-            {role: ScoringBook(role, site.placements[role].dp, slots[role]) for role in models},
+            {role: _book(role, site.placements[role].dp, slots[role]) for role in models},
         )
         executor = Executor(rank, dict(self.workers), links, 60.0, CPU, lambda *_: None)
         coords_by_role = {
@@ -120,6 +128,12 @@ class Scorers:
 
     def _round(self, rollouts: Sequence[Rollout]) -> None:
         self.rounds.run([], rollouts, 1, Decoding(0, 0, _nothing_decoded))
+
+
+def _book(role: str, replicas: int, slots: int) -> ScoringBook:
+    if role == "process":
+        return ScoringBook("reward", replicas, slots, every_token=True)
+    return ScoringBook(role, replicas, slots)
 
 
 def _nothing_decoded() -> Any:
@@ -183,7 +197,7 @@ def streamed_against_full(models: dict[str, str], tp: int, pp: int) -> dict[str,
     groups: RoleGroups = world_groups(tp, pp)
     placement = RolePlacement(groups.ranks, groups.tp, groups.pp, groups.dp)
     reports = {}
-    for role in ROLES:
+    for role in STREAMED:
         site = Site({"actor": placement, role: placement})
         links = build_links(site)
         for slots in (len(SIZES), 3, 1):

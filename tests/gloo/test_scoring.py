@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.gloo.jobs_scoring import ROLES, SIZES
+from tests.gloo.jobs_scoring import ROLES, SIZES, STREAMED
 from tests.support.ranks import run_ranks
 
 TOLERANCE = 1e-5
@@ -16,14 +16,19 @@ layouts = pytest.mark.parametrize(("tp", "pp", "dp"), LAYOUTS, ids=[f"tp{tp}-pp{
 
 @pytest.fixture
 def chosen(models: dict[str, str]) -> dict[str, str]:
-    return {"reward": models["qwen2-scalar"], "reference": models["llama"], "critic": models["qwen3-scalar"]}
+    return {
+        "reward": models["qwen2-scalar"],
+        "reference": models["llama"],
+        "critic": models["qwen3-scalar"],
+        "process": models["qwen2-scalar"],
+    }
 
 
 @layouts
 def test_streamed_outputs_equal_the_full_forward(chosen: dict[str, str], tp: int, pp: int, dp: int) -> None:
     answers = run_ranks(tp * pp * dp, "tests.gloo.jobs_scoring:streamed_against_full", models=chosen, tp=tp, pp=pp)
     for answer in answers:
-        assert set(answer) == {f"{role}/{slots}" for role in ROLES for slots in (len(SIZES), 3, 1)}
+        assert set(answer) == {f"{role}/{slots}" for role in STREAMED for slots in (len(SIZES), 3, 1)}
         for name, report in answer.items():
             assert report["error"] < TOLERANCE, (name, report)
             assert report["taken"] == 1

@@ -34,8 +34,13 @@ class CharacterTokenizer:
         raise NotImplementedError("tests do not save it")
 
 
-def save_byte_level(directory: Path, texts: Sequence[str], vocab_size: int = 320, **settings: Any) -> Path:
-    """A byte-level BPE tokenizer trained on `texts`, as a Hugging Face directory; its EOS is `<|end|>`."""
+def save_byte_level(
+    directory: Path, texts: Sequence[str], vocab_size: int = 320, *, over_words: bool = False, **settings: Any
+) -> Path:
+    """A byte-level BPE tokenizer trained on `texts`, as a Hugging Face directory; its EOS is `<|end|>`.
+
+    `over_words`: a token may hold the end of a word, a line break and the beginning of the next word.
+    """
     from tokenizers import Tokenizer as FastTokenizer
     from tokenizers.decoders import ByteLevel as ByteLevelDecoder
     from tokenizers.models import BPE
@@ -44,7 +49,7 @@ def save_byte_level(directory: Path, texts: Sequence[str], vocab_size: int = 320
     from transformers import PreTrainedTokenizerFast
 
     fast = FastTokenizer(BPE())
-    fast.pre_tokenizer, fast.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    fast.pre_tokenizer, fast.decoder = ByteLevel(add_prefix_space=False, use_regex=not over_words), ByteLevelDecoder()
     specials = ["<|end|>", "<|turn|>"]
     trainer = BpeTrainer(
         vocab_size=vocab_size, special_tokens=specials, initial_alphabet=ByteLevel.alphabet(), show_progress=False

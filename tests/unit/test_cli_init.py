@@ -23,6 +23,7 @@ SHAPE = {
 }  # fmt: skip
 ROW = {
     "prompt": "1+1=", "question": "1+1=", "answer": "2 #### 2", "completion": "2", "chosen": "2", "rejected": "3",
+    "completions": ["1+1=2", "2"], "labels": [True, True],
 }  # fmt: skip
 TEST_SET, HELDOUT = ["gsm8k_test.jsonl"], ["heldout.jsonl"]
 HELD_OUT = dict.fromkeys(("gsm8k", "grpo", "dapo"), TEST_SET) | dict.fromkeys(("hh", "hh-dpo", "hh-kto"), HELDOUT)

@@ -61,6 +61,7 @@ def test_right(part: dict[str, Any]) -> None:
             "entry_point and isolate, but only kind python",
         ),
         ({"kind": "http", "url": URL, "name": "gsm8k"}, "kind http has no rule to name"),
+        (FUNCTION | {"step_rewards": "min", "separator": "."}, "step_rewards and separator, but only kind process takes"),
         (FUNCTION | {"url": URL, "token_env": "A"}, "url and token_env, but only kind http takes them"),
         (FUNCTION | {"remote": {"timeout_s": 3}}, "remote, but only kind http takes them"),
         ({"kind": "verifier", "name": "gsm8k", "isolate": {"wall_s": 3}}, "isolate, but only kind python takes them"),

@@ -11,7 +11,7 @@ import pytest
 from oppo_megatron.config.data import DataConfig, RewardPart, TokenizerConfig
 from oppo_megatron.data.prompts import load_prompts
 from oppo_megatron.data.rows import Quarantine
-from oppo_megatron.data.supervised_rows import load_completions, load_pairs
+from oppo_megatron.data.supervised_rows import load_completions, load_pairs, load_steps
 from oppo_megatron.data.tokenizer import load_tokenizer, train_sentencepiece
 from oppo_megatron.errors import ConfigError, DataError
 from oppo_megatron.rewards.functions import build_reward_functions
@@ -24,6 +24,8 @@ def load(kind: str, path: Path | list[Path], **settings: Any) -> Any:
     config, tokenizer, aside = DataConfig(path=path, **settings), CharacterTokenizer(), Quarantine()
     if kind == "train":
         return load_prompts(config, tokenizer, quarantine=aside)
+    if kind == "prm":
+        return load_steps(config, tokenizer, separator="\n", max_tokens=1000, long_rows="error", quarantine=aside)
     reader = load_completions if kind == "sft" else load_pairs
     return reader(config, tokenizer, max_tokens=1000, long_rows="error", quarantine=aside)
 
@@ -55,6 +57,17 @@ MISTAKES: dict[str, tuple[str, list[Any], dict[str, Any], str]] = {
         "rm", [{"chosen": [USER, REPLY], "rejected": [REPLY, USER]}], {}, "have no beginning in common"),
     "an empty answer": ("rm", [{"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant:"}], {},
                         "the rejected answer after the common dialogue is empty"),
+    "no labels": ("prm", [{"prompt": "a", "completions": ["b"]}], {}, "no column for the labels .*it has: prompt, completions"),
+    "a text as steps": ("prm", [{"prompt": "a", "completions": "b", "labels": [1]}], {}, "no list with something in it"),
+    "a number as a step": ("prm", [{"prompt": "a", "completions": ["b", 3], "labels": [1, 0]}], {}, "step 2 .* but int"),
+    "an empty step": ("prm", [{"prompt": "a", "completions": ["b", " "], "labels": [1, 0]}], {}, "step 2 .* is empty"),
+    "more labels than steps": ("prm", [{"prompt": "a", "completions": ["b"], "labels": [1, 0]}], {}, "1 steps .* but 2 labels"),
+    "a label beyond 1": ("prm", [{"prompt": "a", "completions": ["b"], "labels": [-1]}], {}, "label 1 .* is -1, but must be"),
+    "a word as label": ("prm", [{"prompt": "a", "completions": ["b"], "labels": ["+"]}], {}, "label 1 .* is '[+]', but must be"),
+    "no label at all": ("prm", [{"prompt": "a", "completions": ["b"], "labels": [None]}], {}, "no label that is not null"),
+    "two lines in a step": (
+        "prm", [{"prompt": "a", "completions": ["b\nc", "d"], "labels": [1, 0]}], {},
+        "the text has 3 steps by the separator '.n', but the row has 2: .* bad_rows=quarantine|Correct them"),
     "hh, but Alpaca": ("sft", [{"instruction": "a", "output": "b"}], {"format": "hh"}, "no column for the|no HH dialogues"),
     "sharegpt, but messages": ("sft", [{"messages": [USER, REPLY]}], {"format": "sharegpt"}, "ShareGPT|no column for the"),
     "a template without its place": ("sft", [{"prompt": "a", "completion": "b"}], {"prompt_template": "Q"}, "must contain"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from oppo_megatron.config.data import DataConfig
 from oppo_megatron.data.rows import Quarantine
-from oppo_megatron.data.supervised_rows import batches, load_completions, load_pairs, num_batches
+from oppo_megatron.data.supervised_rows import Steps, batches, load_completions, load_pairs, load_steps, num_batches
 from oppo_megatron.errors import DataError
 from tests.support.tokenizers import CharacterTokenizer
 
@@ -172,3 +172,51 @@ def test_real_preference_pairs_and_solutions(shared_data: Path) -> None:
     assert len(pairs) == 2426 and all(pair.chosen != pair.rejected for pair in pairs)
     rows = completions(DataConfig(path=shared_data / "gsm8k_train.jsonl", max_rows=50), 10_000)
     assert len(rows) == 50 and all(row.completion[-1:] == EOS for row in rows)
+
+
+def steps(config: DataConfig, max_tokens: int = 100, long_rows: str = "error", quarantine: Quarantine | None = None):
+    quarantine = quarantine if quarantine is not None else Quarantine()
+    return load_steps(
+        config, TOKENIZER, separator="\n", max_tokens=max_tokens, long_rows=long_rows, quarantine=quarantine
+    )
+
+
+def test_labels_lie_at_the_ends_that_a_policys_response_has(tmp_path: Path) -> None:
+    """The last step ends with EOS, a label that is null is none."""
+    rows = [
+        {"prompt": "q", "completions": ["ab", "cd", "e"], "labels": [True, 0.25, False]},
+        {"prompt": "q", "completions": ["ab", "cd\n"], "labels": [None, 1]},
+    ]
+    assert steps(write(tmp_path / "s.jsonl", *rows)) == [
+        Steps(ids("q"), ids("ab\ncd\ne") + EOS, [2, 5, 7], [1.0, 0.25, 0.0]),
+        Steps(ids("q"), ids("ab\ncd\n") + EOS, [5], [1.0]),
+    ]
+
+
+def test_of_a_row_that_is_cut_the_whole_steps_are_left(tmp_path: Path) -> None:
+    config = write(tmp_path / "s.jsonl", {"prompt": "q", "completions": ["ab", "cd", "ef"], "labels": [1, 0, 0]})
+    assert steps(config, 8, "truncate") == [Steps(ids("q"), ids("ab\ncd\ne"), [2, 5], [1.0, 0.0])]
+    with pytest.raises(DataError, match="no step with a label ends within max_tokens=3"):
+        steps(config, 3, "truncate")
+    with pytest.raises(DataError, match="have 10 tokens, more than max_tokens=9"):
+        steps(config, 9)
+
+
+def test_rows_with_other_steps_than_labels_are_set_aside(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "q", "completions": ["a\nb"], "labels": [1]},
+        {"prompt": "q", "completions": ["a", "b"], "labels": [1, 0]},
+    ]
+    config, quarantine = write(tmp_path / "s.jsonl", *rows), Quarantine()
+    config = config.model_copy(update={"bad_rows": "quarantine"})
+    assert steps(config, quarantine=quarantine) == [Steps(ids("q"), ids("a\nb") + EOS, [1, 3], [1.0, 0.0])]
+    (entry,) = quarantine.entries
+    assert entry["line"] == 1 and "2 steps by the separator '\\n', but the row has 1" in entry["reason"]
+    assert quarantine.first == {"prompt": "q", "completion": TOKENIZER.decode(ids("a\nb") + EOS)}
+
+
+def test_messages_as_prompts_and_steps_behind_them(tmp_path: Path) -> None:
+    row = {"prompt": [{"role": "user", "content": "hi"}], "completions": ["a", "b"], "labels": [1, 0]}
+    assert steps(write(tmp_path / "s.jsonl", row)) == [
+        Steps(ids("<user>hi\3\n<assistant>"), ids("a\nb") + EOS, [1, 3], [1.0, 0.0])
+    ]

@@ -158,6 +158,23 @@ def test_reward_model_must_be_used_once(settings: dict[str, Any], tmp_path: Path
     assert check_train(TrainConfig.model_validate(settings)) == []
     settings["rewards"].append({"kind": "model", "weight": 2})
     assert "names the reward model 2 times" in check_train(TrainConfig.model_validate(settings))[0]
+    settings["rewards"] = [{"kind": "process"}, {"kind": "model"}]
+    assert "names the reward model 2 times" in check_train(TrainConfig.model_validate(settings))[0]
+
+
+def test_what_a_process_reward_model_goes_with(settings: dict[str, Any], tmp_path: Path) -> None:
+    settings["rewards"] = [{"kind": "process", "step_rewards": "sum"}]
+    assert "no `reward` section" in check_train(TrainConfig.model_validate(settings))[0]
+    settings["reward"] = {"checkpoint": tmp_path / "actor"}
+    assert check_train(TrainConfig.model_validate(settings)) == []
+    put(settings, "ppo.reward_normalization", "batch")
+    (problem,) = check_train(TrainConfig.model_validate(settings))
+    assert "step_rewards sum gives rewards to its steps" in problem
+    settings["rewards"][0]["step_rewards"] = "min"
+    assert check_train(TrainConfig.model_validate(settings)) == []
+    settings["evaluation"] = {"data": settings["data"], "metrics": [{"kind": "model"}]}
+    (problem,) = check_train(TrainConfig.model_validate(settings))
+    assert "evaluation.metrics has a part of kind model, but in `rewards` the reward model has kind process" in problem
 
 
 @pytest.mark.parametrize(
@@ -185,7 +202,7 @@ def test_missing_path_without_a_sibling_says_where_the_trail_ends(
 
 
 def test_all_broken_rules_come_at_once(settings: dict[str, Any]) -> None:
-    for key, value in {"ppo.minibatches": 3, "overlap.delta.max": 9, "data.path": []}.items():
+    for key, value in {"ppo.minibatches": 3, "overlap.delta.max": 33, "data.path": []}.items():
         put(settings, key, value)
     assert len(check_train(TrainConfig.model_validate(settings))) == 3
 

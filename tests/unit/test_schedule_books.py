@@ -135,6 +135,7 @@ class Caches:
     role: str
     replicas: int
     slots: int
+    of_steps: bool = False
     lengths: list[dict[int, int]] = field(default_factory=list)
     outputs: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))  # positions, in order
     read: Counter[tuple[int, int]] = field(default_factory=Counter)  # (sequence, position) -> times prefilled
@@ -185,6 +186,8 @@ class Caches:
     def owed(self, rollout: Rollout) -> list[int]:
         """Positions whose outputs a rollout must have given by now."""
         num_prompt = len(rollout.prompt.tokens)
+        if self.of_steps:
+            return list(range(num_prompt, rollout.num_tokens))
         if self.role == "reward":
             return [rollout.num_tokens - 1] if rollout.finished else []
         return list(range(num_prompt - 1, rollout.num_tokens - 1))
@@ -216,9 +219,11 @@ class Life:
 
 
 @settings(deadline=None, max_examples=150)
-@given(role=st.sampled_from(ROLES), replicas=st.integers(1, 3), slots=st.integers(1, 5), seed=st.integers(0, 10**6))
+@given(role=st.sampled_from((*ROLES, "process")), replicas=st.integers(1, 3), slots=st.integers(1, 5), seed=st.integers(0, 10**6))
 def test_scorers_read_and_give_exactly_what_is_there(role: str, replicas: int, slots: int, seed: int) -> None:
-    book, caches, life = ScoringBook(role, replicas, slots), Caches(role, replicas, slots), Life(seed)
+    of_steps, role = role == "process", "reward" if role == "process" else role
+    book, life = ScoringBook(role, replicas, slots, every_token=of_steps), Life(seed)
+    caches = Caches(role, replicas, slots, of_steps=of_steps)
     reset_at = life.random.randint(0, 12) if role == "critic" else None
     for index in range(12):
         life.arrive()

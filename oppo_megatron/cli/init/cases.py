@@ -108,6 +108,10 @@ CASES = {
             {**_ACTOR, "data": "pairs.jsonl"}, ("oppo validate {config}", "oppo rm {config}"), {},
         ),
         Case(
+            "prm", "train a process reward model on steps with labels", "prm", "prm.yaml",
+            {**_ACTOR, "data": "steps.jsonl"}, ("oppo validate {config}", "oppo prm {config}"), {},
+        ),
+        Case(
             "dpo", "train an actor on chosen/rejected pairs, without a reward model", "dpo", "dpo.yaml",
             {**_ACTOR, "data": "pairs.jsonl"}, ("oppo validate {config}", "oppo dpo {config}"), {},
         ),

@@ -131,15 +131,15 @@ class Book:
 class ScoringBook(Book):
     """The book of a scoring role.
 
-    The reward model reads every token and gives one score at the last; reference and critic give an output for each
-    response token t from position P + t - 1 (P prompt tokens), so they never read the last one.  A sequence's slot is
-    freed when its outputs are complete.  With too few slots a finished sequence takes the place of the youngest
-    unfinished one, which is prefilled again later; its outputs stay valid.
+    The reward model reads every token and gives one score at the last, or one at each response token (`every_token`);
+    reference and critic give an output for each response token t from position P + t - 1 (P prompt tokens), so they never
+    read the last one.  A sequence's slot is freed when its outputs are complete.  With too few slots a finished sequence
+    takes the place of the youngest unfinished one, which is prefilled again later; its outputs stay valid.
     """
 
-    def __init__(self, role: str, replicas: int, slots: int):
+    def __init__(self, role: str, replicas: int, slots: int, every_token: bool = False):
         super().__init__(replicas, slots, {OUTPUTS: 0})
-        self.role = role
+        self.role, self.every_token = role, every_token or role != "reward"
         self.perishable = role == "critic"  # each update makes what it has computed stale
 
     def owes(self, rollouts: Sequence[Rollout] | Columns) -> bool:
@@ -214,7 +214,7 @@ class ScoringBook(Book):
         return columns.num_tokens - (self.role != "reward")
 
     def _missing(self, columns: Columns, rows: Ints) -> Bools:
-        due = 1 if self.role == "reward" else columns.response_tokens
+        due = columns.response_tokens if self.every_token else 1
         unread = np.maximum(self._ledger[CACHED][rows], 0) < self._targets(columns)
         return np.where(columns.finished, self._ledger[OUTPUTS][rows] < due, unread)
 
@@ -251,10 +251,10 @@ class ScoringBook(Book):
     def _grow(self, columns: Columns, rows: Ints) -> Growths:
         """Read what is there."""
         past, target, outputs = self._ledger[CACHED][rows], self._targets(columns), self._ledger[OUTPUTS][rows]
-        if self.role == "reward":
-            given = columns.finished.astype(np.int64)
-        else:
-            given = np.maximum(0, target - np.maximum(columns.prompt_tokens - 1 + outputs, past))
+        given = columns.finished.astype(np.int64)
+        if self.every_token:
+            first = columns.prompt_tokens - (self.role != "reward")
+            given = np.maximum(0, target - np.maximum(first + outputs, past))
         self._ledger[OUTPUTS][rows] = outputs + given
         self._ledger[CACHED][rows] = target
         return Growths(np.stack([columns.seq_ids, past, target - past, given]))

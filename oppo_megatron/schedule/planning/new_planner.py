@@ -40,7 +40,11 @@ def new_planner(
         config.runtime.micro_batch_tokens,
         max_context(config),
         ActorBook(site.placements["actor"].dp, slots["actor"], limit),
-        {role: ScoringBook(role, placement.dp, slots[role]) for role, placement in site.placements.items() if role != "actor"},
+        {
+            role: ScoringBook(role, placement.dp, slots[role], every_token=config.scores_steps)
+            for role, placement in site.placements.items()
+            if role != "actor"
+        },
         costs or Costs(),
         rank,
         late_scorers(site),

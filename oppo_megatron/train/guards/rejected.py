@@ -30,9 +30,10 @@ FORMAT = "oppo rejected batch 1"
 TENSORS = {
     "prompt_lengths_B": torch.int64, "prompt_tokens_P": torch.int64, "lengths_B": torch.int64, "tokens_T": torch.int64,
     "versions_T": torch.int64, "behaviour_logp_T": torch.float64, "reference_logp_T": torch.float32,
-    "values_T": torch.float32, "scores_B": torch.float32, "truncated_B": torch.bool,
+    "values_T": torch.float32, "scores_B": torch.float32, "truncated_B": torch.bool, "step_rewards_T": torch.float32,
 }  # fmt: skip
-OPTIONAL = ("reference_logp_T", "values_T")  # may be empty: there was no such role
+OPTIONAL = ("reference_logp_T", "values_T", "step_rewards_T")
+"""May be empty: there was no such role, or scores are of whole responses."""
 NUMBERS: dict[str, type | tuple[type, ...]] = {
     "step": int, "seed": int, "total_steps": int, "policy_version": int, "kl_coefficient": (int, float), "config": str,
     "reason": str, "figures": dict, "history": dict,
@@ -95,6 +96,8 @@ class RejectedBatch:
             "scores_B": scored.scores_B,
             "truncated_B": scored.truncated_B,
         }
+        if scored.step_rewards_T is not None:
+            tensors["step_rewards_T"] = scored.step_rewards_T
         return {name: tensor.detach().to("cpu", TENSORS[name]).contiguous() for name, tensor in tensors.items()}
 
 
@@ -107,7 +110,7 @@ def read_rejected(path: Path) -> RejectedBatch:
         raise _unusable(path, f"its .jsonl does not begin with format {FORMAT!r}")
     _check_head(path, head)
     try:
-        tensors = load_file(path)
+        tensors = {"step_rewards_T": torch.empty(0), **load_file(path)}  # none where scores are of whole responses
     except (OSError, SafetensorError) as error:
         raise _unusable(path, str(error)) from error
     _check_tensors(path, tensors, len(lines) - 1)
@@ -119,6 +122,7 @@ def read_rejected(path: Path) -> RejectedBatch:
         scores_B=tensors["scores_B"],
         lengths_B=tensors["lengths_B"].tolist(),
         truncated_B=tensors["truncated_B"],
+        step_rewards_T=tensors["step_rewards_T"] if len(tensors["step_rewards_T"]) else None,
     )
     return RejectedBatch(Facts(**{name: head[name] for name in NUMBERS}), rollouts, scored)
 

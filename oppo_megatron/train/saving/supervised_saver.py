@@ -105,7 +105,7 @@ class SupervisedSaver(CheckpointKeeper):
         config: SupervisedConfig,
         kind: str,
         world: World,
-        rows: Sequence[tuple[list[int], ...]],
+        rows: Sequence[tuple[list[Any], ...]],
         preemption: Preemption,
     ):
         super().__init__(config.checkpoint, best_standard(config), config.run_dir, world, preemption)
@@ -211,10 +211,14 @@ class SupervisedSaver(CheckpointKeeper):
                 report.note(f"the run has ended, but cannot be given more steps later: {error}")
 
 
-def _hash(rows: Sequence[tuple[list[int], ...]]) -> str:
-    """SHA-256 of all rows' tokens, part by part."""
+def _hash(rows: Sequence[tuple[list[Any], ...]]) -> str:
+    """SHA-256 of all rows' tokens and labels, part by part."""
     digest = hashlib.sha256()
     for row in rows:
         for part in row:
-            digest.update(len(part).to_bytes(8, "little") + array("q", part).tobytes())
+            digest.update(len(part).to_bytes(8, "little") + _bytes_of(part))
     return digest.hexdigest()
+
+
+def _bytes_of(part: list[int] | list[float]) -> bytes:
+    return array("d" if any(isinstance(value, float) for value in part) else "q", part).tobytes()
