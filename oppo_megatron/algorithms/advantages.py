@@ -23,19 +23,14 @@ def clip_scores(scores_B: Tensor, bound: float | None) -> Tensor:
 
 
 def token_rewards(
-    scores_B: Tensor,
-    kl_T: Tensor | None,
-    lengths_B: Tensor,
-    kl_coefficient: float,
-    step_rewards_T: Tensor | None = None,
+    scores_B: Tensor, kl_T: Tensor, lengths_B: Lengths, kl_coefficient: float, step_rewards_T: Tensor | None = None
 ) -> Tensor:
-    """Reward of each token, [T]: minus coefficient times its KL (None: nothing), and the response's score on its last token.
+    """Reward of each token, [T]: minus coefficient times its KL, and the response's score on its last token.
 
     `step_rewards_T`: the part of the score that tokens have earned by themselves; the last one gets the rest of it.
     """
-    num_tokens = int(torch.as_tensor(lengths_B).sum())
-    rewards_T = scores_B.new_zeros(num_tokens) if kl_T is None else -kl_coefficient * kl_T
-    lengths_B = lengths_like(rewards_T, lengths_B)
+    lengths_B = lengths_like(kl_T, lengths_B)
+    rewards_T = -kl_coefficient * kl_T
     if step_rewards_T is not None:
         rewards_T = rewards_T + step_rewards_T
         scores_B = scores_B - row_sums(step_rewards_T, lengths_B)

@@ -72,9 +72,11 @@ def remarks(result: Mapping[str, Any]) -> list[str]:
             f"(sd {test['other_sd']:.3f}); difference {test['difference_mean']:+.3f} (sd {test['difference_sd']:.3f}), "
             f"sign-flip test over {len(result['results'])} seeds p = {test['p']:.2f}"
         )
-    speedup, reward_rate = (mean(row[key] for row in result["results"]) for key in ("speedup", "reward_per_second"))
-    lines.append(f"OPPO's steps are {speedup:.2f} times as fast; reward per second is {reward_rate:.2f} times as much")
-    return lines
+    faster = f"OPPO's steps are {mean(row['speedup'] for row in result['results']):.2f} times as fast"
+    gains = [row["reward_per_second"] for row in result["results"]]
+    if None in gains:
+        return [*lines, f"{faster}; reward per second is not compared, since a sequential run had no reward"]
+    return [*lines, f"{faster}; reward per second is {mean(gains):.2f} times as much"]
 
 
 def _row(seed: int, demo: Mapping[str, Figures]) -> dict[str, Any]:
@@ -84,7 +86,8 @@ def _row(seed: int, demo: Mapping[str, Figures]) -> dict[str, Any]:
     named = {f"{name}.{key}": demo[name][key] for name in ("sequential", "oppo") for key in keys}
     rates = {name: demo[name]["reward_half"] / demo[name]["step_s"] for name in ("sequential", "oppo")}
     named |= {f"{name}.reward_rate": rate for name, rate in rates.items()}
-    return {"seed": seed, "speedup": speedup, "reward_per_second": rates["oppo"] / rates["sequential"], **named}
+    gain = rates["oppo"] / rates["sequential"] if rates["sequential"] else None  # nothing was solved
+    return {"seed": seed, "speedup": speedup, "reward_per_second": gain, **named}
 
 
 def _signs(count: int) -> itertools.product[tuple[int, ...]]:

@@ -32,7 +32,7 @@ QUICK = {
     "rm": ["steps=5", "batch_size=8"],
     "ppo": ["steps=5", "rollout.batch_size=8", "rollout.max_response_tokens=64", "overlap.delta={initial: 3, max: 3}"],
     "grpo": [
-        "steps=4", "rollout.batch_size=16", "rollout.group_size=4", "rollout.max_response_tokens=64",
+        "steps=3", "rollout.batch_size=16", "rollout.group_size=4", "rollout.max_response_tokens=64",
         "overlap.delta={initial: 1, max: 1}",
     ],
 }  # fmt: skip

@@ -35,6 +35,7 @@ class Preset:
     kl: Mapping[str, Any]
     ppo: Mapping[str, Any] = field(default_factory=dict)
     group_size: int = 1
+    filter: Mapping[str, Any] | None = None  # where `overlap.backfill` is set, without which there is no filter
 
     @property
     def choices(self) -> dict[str, Any]:
@@ -61,7 +62,7 @@ PRESETS = {
     ),
     "dapo": Preset(
         "GRPO over tokens, with more room for a ratio to grow", "arXiv 2503.14476",
-        "group_mean", "group_std", "token", "clip", "token_mean", NO_KL, {"clip_high": 0.28}, group_size=16,
+        "group_mean", "group_std", "token", "clip", "token_mean", NO_KL, {"clip_high": 0.28}, group_size=16, filter={},
     ),
     "gspo": Preset(
         "GRPO with one ratio for a response: the geometric mean of its tokens'", "arXiv 2507.18071",
@@ -182,7 +183,8 @@ class AlgorithmConfig(Section):
 
 
 def with_preset(settings: Any) -> Any:
-    """The settings with what belongs to `algorithm.preset` beside the choices: the KL, bounds of the ratio, the group size."""
+    """The settings with what belongs to `algorithm.preset` beside the choices: the KL, bounds of the ratio, the group size, and
+    the filter of groups where backfill makes one possible."""
     if not isinstance(settings, dict):
         return settings
     algorithm = settings.get("algorithm", {})
@@ -195,4 +197,7 @@ def with_preset(settings: Any) -> Any:
         settings = settings | {"ppo": dict(preset.ppo) | ppo | {"kl": {**preset.kl, **ppo.get("kl", {})}}}
     if isinstance(rollout, dict):
         settings = settings | {"rollout": {"group_size": preset.group_size} | rollout}
+    overlap = settings.get("overlap", {})
+    if preset.filter is not None and isinstance(overlap, dict) and overlap.get("backfill"):
+        settings = {"filter": dict(preset.filter)} | settings
     return settings

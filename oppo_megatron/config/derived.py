@@ -94,3 +94,14 @@ def best_standard(config: TrainSettings | SupervisedConfig) -> Standard | None:
         return config.early_stop.standard
     metric = names[0] if names else config.ALWAYS_MEASURED
     return None if metric is None else Standard.of(metric)
+
+
+BATCHES_JUDGED = 10
+"""With a filter, and no number of groups given: so many batches' groups may be judged for one."""
+
+
+def most_judged(config: TrainConfig) -> int:
+    """Groups that a step may judge without having a batch."""
+    groups = config.rollout.batch_size // config.rollout.group_size
+    given = None if config.filter is None else config.filter.max_groups
+    return BATCHES_JUDGED * groups if given is None else given

@@ -23,6 +23,7 @@ from oppo_megatron.config.evaluation import (
     HeldoutConfig,
     MeasuringConfig,
 )
+from oppo_megatron.config.filtering import FilterConfig, OverlongConfig
 from oppo_megatron.config.guards import GuardsConfig
 from oppo_megatron.config.model import (
     ActorConfig,
@@ -153,7 +154,10 @@ class TrainSettings(RunConfig):
     rollout: RolloutConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
     ppo: PPOConfig = PPOConfig()
+    overlong: OverlongConfig = OverlongConfig()
     overlap: OverlapConfig = OverlapConfig()
+    filter: FilterConfig | None = Field(None, description="drops groups whose responses are all equally good; null: none is; "
+    "default: that of `algorithm.preset`, where `overlap.backfill` is set")
     evaluation: EvaluationConfig | None = None
     guards: GuardsConfig = GuardsConfig()
     checkpoint: TrainCheckpointConfig = TrainCheckpointConfig()

@@ -24,11 +24,11 @@ class Occupancy:
         self._clock = clock
         self._num_steps = self._num_tokens = self._width = 0
 
-    def record(self, chunk: Chunk) -> None:
-        """The next chunk of the phase."""
+    def record(self, chunk: Chunk, since: int | None = None) -> None:
+        """The next chunk of the phase; `since`: when it began, if the clock passed by while nothing was decoded."""
         rows = chunk.rows
         ends = np.where(rows.finish_clocks == GOES_ON, chunk.clock, rows.finish_clocks)
-        self._num_steps += chunk.clock - self._clock
+        self._num_steps += chunk.clock - (self._clock if since is None else since)
         self._num_tokens += rows.num_tokens
         self._width = max(self._width, _most_running(rows.counts, ends))
         self._clock = chunk.clock
@@ -44,6 +44,11 @@ class Occupancy:
         occupancy._num_steps, occupancy._num_tokens = state["steps"], state["tokens"]
         occupancy._width = state["width"]
         return occupancy
+
+    @property
+    def num_steps(self) -> int:
+        """Decode steps so far."""
+        return self._num_steps
 
     @property
     def tail_waste(self) -> float:

@@ -98,9 +98,9 @@ class RoundRunner:
         """The chunk has been recorded in the rollouts that were active."""
         self.planner.actor.record(rollouts)
 
-    def owes(self, rollouts: Sequence[Rollout]) -> bool:
-        """Whether a scorer, here or elsewhere, has not read all of the rollouts."""
-        return self.planner.owes(rollouts)
+    def owes(self, rollouts: Sequence[Rollout], role: str | None = None) -> bool:
+        """Whether a scorer, here or elsewhere, has not read all of the rollouts; `role`: whether that one has not."""
+        return self.planner.owes(rollouts) if role is None else self.planner.scorers[role].owes(rollouts)
 
     def admit(self, rollouts: Sequence[Rollout]) -> None:
         """New rollouts."""
@@ -117,6 +117,16 @@ class RoundRunner:
         for worker in self.scoring.values():
             for seq_id in seq_ids:
                 worker.forget(seq_id)
+
+    def give_up(self, rollouts: Sequence[Rollout]) -> None:
+        """Finished rollouts that will not be trained, and may not have been read."""
+        seq_ids = [rollout.seq_id for rollout in rollouts]
+        for book in self.planner.scorers.values():
+            book.forget(*seq_ids, unread=True)
+        for worker in self.scoring.values():
+            for seq_id in seq_ids:
+                worker.give_up(seq_id)
+        self.retire(rollouts)
 
     def actor_changed(self) -> None:
         """The actor's weights changed: its cache is stale."""

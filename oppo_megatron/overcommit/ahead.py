@@ -38,8 +38,18 @@ class Ahead:
             return None
         return self.given + max(0, (steps - self.done) * batch_size - self.held)
 
-    def total_steps(self, steps: int | None, planned: int, batch_size: int) -> int:
-        """Steps of the whole run, of a stream of `planned` prompts; only the last may have fewer than `batch_size` rows."""
+    def to_train(self, steps: int | None, batch_size: int) -> int | None:
+        """Rollouts that are left to train; None where data alone end the run."""
+        return None if steps is None else max(0, steps - self.done) * batch_size
+
+    def total_steps(self, steps: int | None, planned: int | None, batch_size: int) -> int:
+        """Steps of the whole run, of a stream of `planned` prompts; only the last may have fewer than `batch_size` rows.
+
+        `planned` None: it has no end, and `steps` do.  A filter may leave fewer.
+        """
+        if planned is None:
+            assert steps is not None, "something ends a run"
+            return steps
         by_data = self.done + math.ceil((planned - self.given + self.held) / batch_size)
         return by_data if steps is None else min(steps, by_data)
 

@@ -30,6 +30,10 @@ Invariants (held by the unit tests):
    admission).
 5. While delta <= η B (with backfill: always), no group is trained with more than η deferrals.
 6. The responses to a prompt stand side by side, in the buffer and in a batch.
+
+With a filter (`filter.py`) a group that has finished waits for its verdict: `keep` lets it be trained, `drop` takes it out
+untrained.  Then "finished" stands for "finished and kept" in 3 and 4, every admitted group is trained or dropped, the buffer
+never holds more than B + delta groups, and no round is ended by the last response of a batch.
 """
 
 from __future__ import annotations
@@ -42,71 +46,35 @@ import numpy as np
 from oppo_megatron.chunks import GOES_ON, REASONS, Chunk, ChunkRow, ChunkRows
 from oppo_megatron.columns import Bools, Held, Ints, Table
 from oppo_megatron.errors import StreamError
+from oppo_megatron.overcommit.readiness import JudgedReadiness, Readiness
 from oppo_megatron.overcommit.staleness import due, settled
 from oppo_megatron.records import Prompt, Rollout
 
 CriticReads = Literal["sure", "likely", "all"]
 
 
-class Readiness:
-    """Tells, within a round, at which decode step the batch is complete.
-
-    A decode engine calls `finish` for every sequence that ends at a decode step and then looks at `ready`; stopping
-    there, and not at the end of the chunk, makes the batch and the state of all other rollouts the same for every chunk
-    size.
-    """
-
-    def __init__(
-        self,
-        target: int,
-        num_finished: int,
-        unfinished: Iterable[int],
-        waits: Iterable[tuple[Iterable[int], int]] = (),
-        group_size: int = 1,
-    ):
-        """Groups that the batch has, and that have finished; sequences that have not.  `waits`: of these sequences, so many
-        groups have to finish before the batch is ready."""
-        self._num_missing = target - num_finished
-        self._unfinished = frozenset(unfinished)
-        self._ended: set[int] = set()
-        self._waits = [(frozenset(sequences), number) for sequences, number in waits]
-        self._group_size = group_size
-
-    @property
-    def ready(self) -> bool:
-        """Enough groups have finished, and with them all that may not be deferred again."""
-        return self._num_missing <= 0 and not self._waits
-
-    def finish(self, seq_id: int) -> None:
-        """Note that the sequence has its last token."""
-        decoded = seq_id in self._unfinished and seq_id not in self._ended
-        assert decoded, f"sequence {seq_id} is not decoded in this step or has already finished"
-        self._ended.add(seq_id)
-        if self._was_last(seq_id):
-            self._num_missing -= 1
-            left = [(sequences, number - (seq_id in sequences)) for sequences, number in self._waits]
-            self._waits = [wait for wait in left if wait[1] > 0]
-
-    def _was_last(self, seq_id: int) -> bool:
-        """Whether its group has finished with it."""
-        first = seq_id - seq_id % self._group_size
-        siblings = self._unfinished.intersection(range(first, first + self._group_size))
-        return siblings <= self._ended
-
-
 class RolloutBuffer:
     """Rollouts from admission to training; see the state machine and the invariants at the top of this file."""
 
     def __init__(
-        self, batch_size: int, delta: int, max_staleness: int, *, backfill: bool = False, group_size: int = 1
+        self,
+        batch_size: int,
+        delta: int,
+        max_staleness: int,
+        *,
+        backfill: bool = False,
+        group_size: int = 1,
+        filtered: bool = False,
     ):
-        """`batch_size` counts rollouts, of whole groups; `delta` counts groups, `max_staleness` batches (η)."""
+        """`batch_size` counts rollouts, of whole groups; `delta` counts groups, `max_staleness` batches (η).  `filtered`: groups
+        wait for verdicts."""
         assert batch_size >= 1 and delta >= 0 and max_staleness >= 1 and batch_size % group_size == 0
         self.batch_size = batch_size
         self.group_size = group_size
         self.max_staleness = max_staleness
         self.backfill = backfill
         self._delta = delta
+        self._kept: set[int] | None = set() if filtered else None  # groups that may be trained, by number
         self._rollouts: dict[int, Rollout] = {}  # by seq_id, in the order of admission
         self._unfinished: dict[int, Rollout] = {}  # of these, in the same order
         self._ages: Ints = np.zeros(0, dtype=np.int64)  # deferrals of each group of the table
@@ -133,9 +101,13 @@ class RolloutBuffer:
     def room(self) -> int:
         """How many rollouts may be admitted now, of whole groups; 0 while the buffer drains after delta has shrunk."""
         room = self.capacity - len(self)
-        if self.backfill:
+        if self.backfill and not self.filtered:
             room = min(self.capacity - len(self._unfinished), self._most - len(self))
         return max(0, room // self.group_size * self.group_size)
+
+    @property
+    def filtered(self) -> bool:
+        return self._kept is not None
 
     @property
     def full(self) -> bool:
@@ -228,7 +200,22 @@ class RolloutBuffer:
             if (missing := needed - int((members_G & finished_G).sum())) > 0:
                 rows = self._rows_of(np.flatnonzero(members_G & ~finished_G))
                 waits.append((self._table.columns.at(rows).seq_ids.tolist(), missing))
-        return Readiness(self.target // size, int(finished_G.sum()), self._running, waits, size)
+        kind = JudgedReadiness if self.filtered else Readiness
+        return kind(self.target // size, int(finished_G.sum()), self._running, waits, size)
+
+    def keep(self, groups: Iterable[int]) -> None:
+        """These groups, by number, have finished and may be trained."""
+        assert self._kept is not None, "there is no filter"
+        self._kept.update(groups)
+
+    def drop(self, groups: Iterable[int]) -> list[Rollout]:
+        """These groups, by number, leave untrained."""
+        return self._remove(np.flatnonzero(np.isin(self._numbers(), list(groups))))
+
+    def pass_to(self, clock: int) -> None:
+        """Nothing is decoded until then."""
+        assert not self._unfinished and clock >= self._clock
+        self._clock = clock
 
     def record(self, chunk: Chunk) -> None:
         """Append a round's tokens to their rollouts.
@@ -269,19 +256,29 @@ class RolloutBuffer:
             rollout.follow(self._recorded)
         deferrals = [rollout.deferrals for rollout in self._rollouts.values()]
         self._ages, self._running = np.array(deferrals[:: self.group_size], dtype=np.int64), None
+        self._kept = None if self._kept is None else set()
 
     def take_batch(self) -> Held:
         """Remove the batch and return it, its groups by (finish clock, admission); defer everything else."""
         assert self.readiness().ready, "take_batch before the batch is ready"
         groups = self._foremost_groups()
-        rows = self._rows_of(groups[np.argsort(self._group_clocks()[groups], kind="stable")])
+        batch = self._remove(self._rows_of(groups[np.argsort(self._group_clocks()[groups], kind="stable")]))
+        self._ages += 1
+        self._defer()
+        return batch
+
+    def _remove(self, rows: Ints) -> Held:
+        """The rollouts at these rows of the table, in that order; they are held no longer."""
         columns, kept = self._table.columns.at(rows), np.ones(len(self), dtype=np.bool_)
         kept[rows] = False
-        batch = {seq_id: self._rollouts.pop(seq_id) for seq_id in columns.seq_ids.tolist()}
+        gone = {seq_id: self._rollouts.pop(seq_id) for seq_id in columns.seq_ids.tolist()}
+        for seq_id in gone:
+            self._unfinished.pop(seq_id, None)
+        if self._kept is not None:
+            self._kept -= {seq_id // self.group_size for seq_id in gone}
         self._table.keep(kept)
-        self._ages, self._running = self._ages[kept[:: self.group_size]] + 1, None
-        self._defer()
-        return Held(batch.values(), batch, lambda: columns)
+        self._ages, self._running = self._ages[kept[:: self.group_size]], None
+        return Held(gone.values(), gone, lambda: columns)
 
     def _defer(self) -> None:
         """Everything held is deferred; of what was recorded, its own is kept."""
@@ -298,9 +295,14 @@ class RolloutBuffer:
 
     def _sure(self) -> Ints:
         """`sure` as rows of the table."""
-        if len(self) <= self.target and (self._closed or not self.backfill):
+        if len(self) <= self.target and (self._closed or not self.backfill) and not self.filtered:
             return np.arange(len(self))
-        return self._foremost()
+        rows = self._foremost()
+        return rows if self._kept is None else rows[np.isin(self._numbers()[rows], list(self._kept))]
+
+    def _numbers(self) -> Ints:
+        """The group of each row of the table."""
+        return self._table.columns.seq_ids // self.group_size
 
     def _end(self, rows: ChunkRows, places: Ints) -> None:
         """Responses end with some of the rows, which stand at `places` of the table."""
@@ -324,8 +326,10 @@ class RolloutBuffer:
         return settled(finished_G, clocks_G, self._ages, batch, self.max_staleness, target)
 
     def _finished_groups(self) -> Bools:
-        """For each group of the table, whether all of it has finished."""
+        """For each group of the table, whether all of it has finished, and is not to be dropped."""
         finished: Bools = np.logical_and.reduce(self._table.columns.finished.reshape(-1, self.group_size), axis=1)
+        if self._kept is not None:
+            finished &= np.isin(self._numbers()[:: self.group_size], list(self._kept))
         return finished
 
     def _group_clocks(self) -> Ints:

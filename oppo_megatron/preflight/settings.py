@@ -20,6 +20,7 @@ from oppo_megatron.config.run import SupervisedConfig, TrainConfig
 from oppo_megatron.layout.kernels import find_available, layers_refused
 from oppo_megatron.modeldir.headers import check_adapter
 from oppo_megatron.preflight.algorithm import check_algorithm
+from oppo_megatron.preflight.filtering import check_filtering
 from oppo_megatron.preflight.measuring import check_evaluation, check_heldout
 from oppo_megatron.preflight.preferences import check_preferences
 from oppo_megatron.preflight.reward_parts import check_part, check_waits
@@ -44,6 +45,7 @@ def check_train(config: TrainConfig) -> list[str]:
         *check_evaluation(config),
         *check_algorithm(config),
         *_check_step_rewards(config),
+        *check_filtering(config),
         *_check_warmup(config),
         *(problem for name, role in config.trained.items() for problem in _check_optimizer(name, role.optimizer)),
         *check_layers(config.runtime, adapters=bool(adapters(config))),

@@ -75,6 +75,12 @@ POLICY = (
         "Healthy: near 0, or falling. A rise means that responses no longer end: raise `rollout.max_response_tokens` if they "
         "are good ones, or reward ending.", from_zero=True,
     ),
+    Curve(
+        "groups", "Groups that teach", "share of groups", {"keep_rate": "kept by the filter", "equal_groups": "all the same"},
+        "Of groups whose responses all score the same nothing is learned; a filter drops them. Healthy: most are kept. A fall "
+        "means that the prompts have become too easy, or are too hard: take others, or a larger `rollout.group_size`.",
+        from_zero=True,
+    ),
 )  # fmt: skip
 VALUE = (
     Curve(

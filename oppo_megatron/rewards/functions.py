@@ -6,9 +6,10 @@ import inspect
 import math
 import numbers
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from oppo_megatron.config.data import RewardPart
@@ -23,6 +24,8 @@ from oppo_megatron.rewards.remote import RemoteReward
 from oppo_megatron.rewards.rule_parts import Rule, VerifierReward, build_rule
 from oppo_megatron.rewards.rules.lengths import LengthRule
 from oppo_megatron.rewards.user_code import SHOWN_CHARACTERS, ProcessExit, said_of, staying
+
+NOTHING_KNOWN: Mapping[str, float] = MappingProxyType({})
 
 
 class NonFiniteRewardError(RewardError):
@@ -175,17 +178,28 @@ class RewardSum:
             except RewardError as error:
                 raise RewardError(f"reward part {summand.label!r}: {error}") from error
 
+    def reads_model(self, labels: Collection[str]) -> bool:
+        """Whether one of these parts is the reward model's score."""
+        return any(summand.function is None for summand in self.summands if summand.label in labels)
+
     def requested(self, seq_id: int) -> bool:
         """Whether each has been asked for the score of this sequence, and `evaluate` has not taken it."""
         return all(asked.requested(seq_id) for asked in self._asked)
 
-    def request(self, items: Sequence[ScoreItem]) -> None:
+    def request(self, items: Sequence[ScoreItem], known: Collection[str] = ()) -> None:
         """Ask services and processes for scores, which `evaluate` takes later; returns at once, asks for nothing twice.
 
-        Raises `RewardError` if a service has failed for good.
+        Parts that are `known` are not asked for.  Raises `RewardError` if a service has failed for good.
         """
-        for asked in self._asked:
-            asked.request(items)
+        for summand in self.summands:
+            if isinstance(summand.function, RemoteReward | IsolatedRule) and summand.label not in known:
+                summand.function.request(items)
+
+    def forget(self, seq_id: int) -> None:
+        """No score of this sequence will be taken any more."""
+        for summand in self.summands:
+            if isinstance(summand.function, RemoteReward | IsolatedRule):
+                summand.function.forget(seq_id)
 
     def close(self) -> None:
         """End threads and processes."""
@@ -208,58 +222,74 @@ class RewardSum:
         seq_id: int,
         place: str = "",
         num_tokens: int | None = None,
+        known: Mapping[str, float] = NOTHING_KNOWN,
     ) -> Reward:
-        """The reward of one response and its parts; waits for what was requested, and requests what was not.
+        """The reward of one response and its parts; those that are `known` already are taken as they are.
+
+        Raises as `parts` does.
+        """
+        item = ScoreItem(seq_id, prompt, response, fields)
+        parts = self.parts(item, model_score, place, num_tokens, known=known)
+        return Reward(_finite(self.total(parts), f"{_of(item, place)}: the weighted sum of {parts}"), parts)
+
+    def total(self, parts: Mapping[str, float]) -> float:
+        """The weighted sum of all parts."""
+        return sum(summand.weight * parts[summand.label] for summand in self.summands)
+
+    def parts(
+        self,
+        item: ScoreItem,
+        model_score: float | None,
+        place: str = "",
+        num_tokens: int | None = None,
+        *,
+        of: Collection[str] | None = None,
+        known: Mapping[str, float] = NOTHING_KNOWN,
+    ) -> dict[str, float]:
+        """The parts `of` a response (None: all), by label; waits for what was requested, and requests what was not.
 
         `num_tokens`: of the response; rule `length` needs it.  Raises `RewardError` naming sequence, `place` (file:line of the
         prompt's row), part and value.
         """
-        sequence = f"sequence {seq_id} (of {place})" if place else f"sequence {seq_id}"
-        self.request([ScoreItem(seq_id, prompt, response, fields)])
+        sequence, parts = _of(item, place), dict[str, float]()
+        wanted = [summand for summand in self.summands if of is None or summand.label in of]
+        asked = {summand.label for summand in wanted} - known.keys()
+        self.request([item], {summand.label for summand in self.summands} - asked)
         try:
-            parts = self._parts(sequence, prompt, response, fields, model_score, seq_id, num_tokens)
+            for summand in wanted:
+                new = summand.label not in known
+                value = _value(summand, item, model_score, sequence, num_tokens) if new else known[summand.label]
+                parts[summand.label] = _finite(value, f"{sequence}: reward part {summand.label!r}")
         except RewardError:
-            for asked in self._asked:
-                if isinstance(
-                    asked, IsolatedRule
-                ):  # a service of rewards goes on, and the name of a sequence comes again
-                    asked.forget(seq_id)
+            for each in self._asked:
+                if isinstance(each, IsolatedRule):  # a service of rewards goes on, and the name of a sequence comes again
+                    each.forget(item.seq_id)
             raise
-        total = sum(summand.weight * parts[summand.label] for summand in self.summands)
-        return Reward(_finite(total, f"{sequence}: the weighted sum of {parts}"), parts)
-
-    def _parts(
-        self,
-        sequence: str,
-        prompt: str,
-        response: str,
-        fields: Mapping[str, Any],
-        model_score: float | None,
-        seq_id: int,
-        num_tokens: int | None,
-    ) -> dict[str, float]:
-        """What each part gives, before weighting."""
-        parts: dict[str, float] = {}
-        for summand in self.summands:
-            value: Any = model_score
-            if isinstance(summand.function, RemoteReward):
-                value = summand.function.result(seq_id)
-            elif isinstance(summand.function, LengthRule):
-                assert num_tokens is not None, "who takes a rule `length` counts the tokens"
-                value = summand.function.score(num_tokens)
-            elif summand.function is not None:
-                try:
-                    if isinstance(summand.function, IsolatedRule):
-                        value = summand.function.result(seq_id)
-                    else:
-                        value = summand.function(prompt, response, fields)
-                except RewardError as error:
-                    raise RewardError(
-                        f"{sequence}: reward part {summand.label!r} failed: {error}; it must give a number for every "
-                        "response: correct the function, or the row's columns"
-                    ) from (error.__cause__ or error)
-            parts[summand.label] = _finite(value, f"{sequence}: reward part {summand.label!r}")
         return parts
+
+
+def _value(summand: Summand, item: ScoreItem, model_score: float | None, sequence: str, num_tokens: int | None) -> Any:
+    """What the part gives for a response; raises `RewardError` where it fails."""
+    if summand.function is None:
+        return model_score
+    if isinstance(summand.function, RemoteReward):
+        return summand.function.result(item.seq_id)
+    if isinstance(summand.function, LengthRule):
+        assert num_tokens is not None, "who takes a rule `length` counts the tokens"
+        return summand.function.score(num_tokens)
+    try:
+        if isinstance(summand.function, IsolatedRule):
+            return summand.function.result(item.seq_id)
+        return summand.function(item.prompt, item.response, item.fields)
+    except RewardError as error:
+        raise RewardError(
+            f"{sequence}: reward part {summand.label!r} failed: {error}; it must give a number for every "
+            "response: correct the function, or the row's columns"
+        ) from (error.__cause__ or error)
+
+
+def _of(item: ScoreItem, place: str) -> str:
+    return f"sequence {item.seq_id} (of {place})" if place else f"sequence {item.seq_id}"
 
 
 def _finite(value: Any, what: str) -> float:

@@ -95,7 +95,7 @@ def test_an_algorithm_without_a_critic_takes_the_same_start(
     before = json.loads((demo / "demo.json").read_text())["oppo"]["accuracy_before"]
     for name in ("sequential", "oppo"):
         assert report[name]["accuracy_before"] == before and report[name]["scoring_hidden"] is None
-        assert sum(report[name]["deferred"].values()) == 4 * 16
+        assert sum(report[name]["deferred"].values()) == 3 * 16
     assert set(report["sequential"]["deferred"]) == {"0"} and any(line["carried"] for line in lines(tmp_path / "oppo"))
 
 

@@ -33,6 +33,13 @@ def test_a_sequence_that_enters_within_a_chunk_takes_an_empty_place() -> None:
     assert occupancy.tail_waste == 0
 
 
+def test_a_clock_that_passes_by_is_no_waste() -> None:
+    occupancy = Occupancy(0)
+    occupancy.record(Chunk(1, 3, [row(0, 3, 3)]), 0)
+    occupancy.record(Chunk(2, 12, [row(1, 4, 12)]), 8)
+    assert (occupancy.num_steps, occupancy.tail_waste) == (7, 0)
+
+
 def test_nothing_decoded_is_no_waste() -> None:
     occupancy = Occupancy(7)
     assert occupancy.tail_waste == 0

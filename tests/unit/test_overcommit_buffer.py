@@ -8,7 +8,8 @@ import pytest
 
 from oppo_megatron.chunks import Chunk, ChunkRow
 from oppo_megatron.errors import StreamError
-from oppo_megatron.overcommit.buffer import CriticReads, Readiness, RolloutBuffer
+from oppo_megatron.overcommit.buffer import CriticReads, RolloutBuffer
+from oppo_megatron.overcommit.readiness import Readiness
 from oppo_megatron.records import Prompt, Rollout
 
 

@@ -172,12 +172,12 @@ class ScoringBook(Book):
         self._close(rows[columns.finished])
         return self._works(ours)
 
-    def forget(self, *seq_ids: int) -> None:
-        """The sequences have been trained."""
+    def forget(self, *seq_ids: int, unread: bool = False) -> None:
+        """The sequences have been trained; `unread`: they leave untrained, whatever was read of them."""
         rows = self._ledger.rows(np.array(seq_ids, dtype=np.int64))
-        open_ids = self._ledger.where(self._ledger[CACHED] != ABSENT)
-        unscored = sorted(set(seq_ids).intersection(open_ids.tolist()))
-        assert not unscored, f"{self.role}: sequence {unscored[0]} was trained unscored"
+        held = rows[self._ledger[CACHED][rows] != ABSENT]
+        assert unread or not len(held), f"{self.role}: sequence {self._ledger.ids(held).min()} was trained unscored"
+        self._close(held)
         self._ledger[OUTPUTS][rows] = 0
         self._replicas.remove(*seq_ids)
 

@@ -124,11 +124,11 @@ class StepMeter:
         """What the round gave, which began at logical clock `begun_at`, `backfilled` rollouts having been admitted."""
         facts, phase = self.facts, self.phase
         tokens = chunk.rows.num_tokens
-        phase.occupancy.record(chunk)
+        phase.occupancy.record(chunk, begun_at)
         facts.backfilled += backfilled
         facts.tokens_decoded += tokens
         facts.decode_s += self._round_s
-        facts.decode_steps, facts.tail_waste = chunk.clock - phase.begun, phase.occupancy.tail_waste
+        facts.decode_steps, facts.tail_waste = phase.occupancy.num_steps, phase.occupancy.tail_waste
         if begun_at > phase.begun:  # the first round reads the step's prompts, too
             phase.law.add(chunk.clock - begun_at, tokens, self._round_s)
         phase.spent_s = self._elapsed_s()

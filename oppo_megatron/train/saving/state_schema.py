@@ -80,6 +80,15 @@ class _Scheduler(_Strict):
     buffer: _Buffer
 
 
+class _Filter(_Strict):
+    """Scores in force, by sequence and part; null is a score that is no finite number."""
+
+    labels: list[str]
+    scores: list[tuple[Count, list[float | None]]]
+    kept: Count
+    dropped: Count
+
+
 class _Chunk(_Strict):
     value: Annotated[int, Field(ge=1, lt=2**53)]
     steps_to_search: Annotated[int, Field(gt=-(2**53), lt=2**53)]
@@ -192,6 +201,7 @@ class _State(_Strict):
     sources: dict[str, str] = {}
     best_metric: str | None = REWARD
     early_stop: EarlyStopState | None = None
+    filter: _Filter | None = None  # older checkpoints have none
 
 
 class _Line(_Strict):
