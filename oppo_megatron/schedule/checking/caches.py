@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from oppo_megatron.errors import ScheduleError
-from oppo_megatron.schedule.rounds import KVBudget, Round
+from oppo_megatron.schedule.rounds import Fork, Forks, KVBudget, Round
 
 Budgets = Mapping[str, Sequence[KVBudget]]
 """What each replica of each role may cache; a role that is missing is not checked."""
@@ -41,11 +41,49 @@ def _of(round_: Round, role: str, replica: int, budget: KVBudget) -> Iterator[st
                 yield f"{cache} holds {known[seq_id]} tokens of sequence {seq_id}, which is to be continued at {past}"
                 return
             known[seq_id] = past + new
+    if forks := round_.forks_of(role, replica):
+        fault = _fork_fault(cache, growths, forks)
+        if fault is not None:
+            yield fault
+            return
     longest = max(lengths.values(), default=0)
     if lengths and budget.others + len(lengths) > budget.slots:
         yield f"{cache} has {budget.slots} slots, but {len(lengths)} sequences grow beside {budget.others} others"
     elif longest > budget.max_length:
         yield f"{cache} has room for {budget.max_length} tokens a sequence, but one grows to {longest}"
+
+
+def _fork_fault(cache: str, growths: Sequence[tuple[int, int, int]], forks: Sequence[Fork]) -> str | None:
+    """The first thing that is wrong with the forks: a source that is not cached by then, a target that is something else."""
+    cached = {fork.source: fork.held for fork in forks}
+    made, left = dict[int, int](), Forks(forks)
+    sources = {fork.target: fork for fork in forks}
+    if len(sources) < len(forks) or sources.keys() & cached.keys():
+        return f"{cache} is to fork a sequence twice, or onto one that others are forked from"
+
+    def make(source: int) -> None:
+        made.update((fork.target, fork.tokens) for fork in left.due(source, cached[source]))
+
+    for source in left.sources:
+        make(source)
+    for seq_id, past, new in growths:
+        if seq_id in sources and made.get(seq_id) != past:
+            return f"{cache} is to continue sequence {seq_id} at {past} tokens, {_told(sources[seq_id], made, cached)}"
+        if seq_id in cached:
+            if cached[seq_id] != past:
+                return f"{cache} holds {cached[seq_id]} tokens of sequence {seq_id}, which is to be continued at {past}"
+            cached[seq_id] = past + new
+            make(seq_id)
+        elif seq_id in sources:
+            made[seq_id] = past + new
+    unmade = next((fork for fork in forks if fork.target not in made), None)
+    return None if unmade is None else f"{cache} is to fork sequence {unmade.target}, {_told(unmade, made, cached)}"
+
+
+def _told(fork: Fork, made: Mapping[int, int], cached: Mapping[int, int]) -> str:
+    if fork.target in made:
+        return f"of which it holds {made[fork.target]}, forked from sequence {fork.source}"
+    return f"forked from {fork.tokens} of sequence {fork.source}, of which it holds {cached[fork.source]} by then"
 
 
 def _growths(round_: Round, role: str, replica: int) -> list[tuple[int, int, int]]:
