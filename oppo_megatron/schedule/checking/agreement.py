@@ -63,7 +63,8 @@ def _works(
             most = _most(said)
             for rank, own in said.items():
                 if own != most and rank not in faults:
-                    told = f"has other micro-batches or forks of {role} replica {replica} than its peers"
+                    what = "micro-batches" if own[:2] != most[:2] else "forks"
+                    told = f"has other {what} of {role} replica {replica} than its peers"
                     faults[rank] = _fault(rank, plans[rank], told)
             replicas.append(most[1])
             forked.append(most[2])
