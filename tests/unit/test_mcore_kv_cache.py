@@ -205,9 +205,19 @@ def test_books_and_contents_equal_a_dictionary(
         else:
             getattr(naive, action)()
         naive.check()
-    while naive.held:
-        naive.close()
-        naive.check()
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_forks_go_on_by_themselves_and_leave_no_block_behind(kind: str) -> None:
+    """Whoever grows, is rolled back or closed, the others keep what they have; after the last one all blocks are free."""
+    forks = ("open", "prefill", "prefill", "prefill", "fork", "fork", "truncate", "truncate", "decode", "exchange", "close")
+    for seed in range(20):
+        naive, rng = Naive(CACHES[kind](4), seed), random.Random(seed)
+        for action in (rng.choice(forks) for _ in range(50)):
+            naive.step(action == "decode") if action in ("decode", "prefill") else getattr(naive, action)()
+            naive.check()
+        while naive.held:
+            naive.close()
+            naive.check()
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2], [0, 2, 1]])

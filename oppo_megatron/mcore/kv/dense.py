@@ -61,7 +61,7 @@ class KVCache(SequenceCache):
     def _share(self, source: int, targets: list[int], length: int) -> None:
         slot_S = on_device(targets, self.device)
         for store in (*self.k, *self.v):
-            store[slot_S, :, :length] = store[source, :, :length]
+            store[slot_S, :, :length] = store[source, :, :length].clone()
 
     def _extend(self, slot: int, length: int) -> None:
         """Every position is there from the beginning."""

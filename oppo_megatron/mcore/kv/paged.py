@@ -118,7 +118,7 @@ class PagedKVCache(SequenceCache):
         """The first `length` positions of a block to others."""
         block_S = on_device(copies, self.device)
         for pool in (*self.k, *self.v):
-            pool[block_S, :length] = pool[block, :length]
+            pool[block_S, :length] = pool[block, :length].clone()
 
     def _read(self, slot: int, length: int) -> Tensor:
         table_W = on_device(self._tables[slot], self.device)
