@@ -99,19 +99,6 @@ def test_layouts_train_alike(workspace: Workspace, plain: dict[str, Any], change
 
 
 @pytest.mark.parametrize("mode", ["single", "disaggregated"])
-@pytest.mark.long
-def test_prompts_fork_with_adapters(workspace: Workspace) -> None:
-    """Caches are of the adapted weights, and of the reference's without adapters: both fork as those of whole models."""
-    groups = {"rollout.group_size": 3, "overlap.intra": True}
-    forked, apart = (configured(workspace, f"fork-{on}", **groups, **{"debug.fork": on}) for on in (True, False))
-    for config in (forked, apart):
-        run(config)
-    assert tokens(forked) == tokens(apart)
-    found, due = adapters(forked), adapters(apart)
-    assert max(float((found[name] - due[name]).abs().max()) for name in due) < 2e-4
-    assert [min(line["forked_tokens"] for line in metrics(config)) > 0 for config in (forked, apart)] == [True, False]
-
-
 def test_a_null_reference_begins_with_the_adapters_that_are_given(
     workspace: Workspace, plain: dict[str, Any], mode: str
 ) -> None:
@@ -125,6 +112,19 @@ def test_a_null_reference_begins_with_the_adapters_that_are_given(
     assert abs(metrics(plain)[-1]["kl_mean"]) > 1e-2, "the adapters do something"
     shared = {each.role: each.memory.weights for each in train_holdings(TrainConfig(**config), on_cpu=True)}
     assert (0 < shared["reference"] < shared["actor"] / 2) == (mode == "single"), "beside the actor adapters alone"
+
+
+@pytest.mark.long
+def test_prompts_fork_with_adapters(workspace: Workspace) -> None:
+    """Caches are of the adapted weights, and of the reference's without adapters: both fork as those of whole models."""
+    groups = {"rollout.group_size": 3, "overlap.intra": True}
+    forked, apart = (configured(workspace, f"fork-{on}", **groups, **{"debug.fork": on}) for on in (True, False))
+    for config in (forked, apart):
+        run(config)
+    assert tokens(forked) == tokens(apart)
+    found, due = adapters(forked), adapters(apart)
+    assert max(float((found[name] - due[name]).abs().max()) for name in due) < 2e-4
+    assert [min(line["forked_tokens"] for line in metrics(config)) > 0 for config in (forked, apart)] == [True, False]
 
 
 def test_a_resumed_run_is_the_undisturbed_one(workspace: Workspace, plain: dict[str, Any]) -> None:
