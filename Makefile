@@ -10,6 +10,7 @@
 #   make test-nvrx     restarts by nvidia-resiliency-ext's real ft_launcher, installed into .nvrx
 #   make test-gpulibs  calls of transformer-engine, flash-attn and apex against their Python, put into .gpulibs; no GPU needed
 #   make test-aligner    creates .venv-aligner, tests the NeMo-Aligner plugin against the real package
+#   make test-oracles    creates .venv-oracles with TRL, verl and OpenRLHF, compares losses and advantages with theirs
 #   make bench-trl ARGS='--steps 8 --repeats 3'    creates .venv-trl with TRL, compares its PPO trainer with ours
 # A command that finds .venv up to date with pyproject.toml and constraints.txt installs nothing.
 
@@ -30,6 +31,11 @@ ALIGNER_INSTALLED := $(ALIGNER_VENV)/.installed
 ALIGNER_REQUIREMENTS := tests/aligner/requirements-nodeps.txt tests/aligner/requirements.txt
 ALIGNER_PIP := $(ALIGNER_VENV)/bin/python -m pip --disable-pip-version-check install
 
+ORACLES_VENV := .venv-oracles
+ORACLES_INSTALLED := $(ORACLES_VENV)/.installed
+ORACLES_REQUIREMENTS := tests/oracles/requirements-nodeps.txt tests/oracles/requirements.txt
+ORACLES_PIP := $(ORACLES_VENV)/bin/python -m pip --disable-pip-version-check install
+
 # The versions that megatron-core 0.16 names, and the one of the container that the Dockerfile begins from.
 TE ?= transformer-engine>=2.9,<2.13
 
@@ -40,7 +46,7 @@ ALIGNER_PYTEST := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PYTHONPATH=. $(ALIGNER
 PURE := tests/architecture $(wildcard $(addprefix tests/unit/test_, $(addsuffix _*.py, \
 	algorithms config control layout modeldir overcommit preflight rundir schedule)))
 
-.PHONY: demo check test test-long test-aligner lint docs hooks gpu-rehearsal gpu-test test-slurm test-wandb test-nvrx test-gpulibs bench-trl clean
+.PHONY: demo check test test-long test-aligner lint docs hooks gpu-rehearsal gpu-test test-slurm test-wandb test-nvrx test-gpulibs test-oracles bench-trl clean
 
 demo: $(INSTALLED)
 	$(BIN)/oppo demo
@@ -100,11 +106,14 @@ test-gpulibs: $(INSTALLED_TEST)
 		--target .gpulibs/flash_attn 'flash-attn>=2.5,<3'; }
 	$(PYTEST) tests/gpulibs
 
+test-oracles: $(ORACLES_INSTALLED)
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(ORACLES_VENV)/bin/python -m pytest -W ignore tests/oracles
+
 bench-trl: $(INSTALLED) $(PEER_INSTALLED)
 	$(BIN)/python benchmarks/peers/compare.py examples/benchmark/overlap.yaml --prompt-tokens 64 $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(PEER_VENV) $(ALIGNER_VENV) .wandb .nvrx .gpulibs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEER_VENV) $(ALIGNER_VENV) $(ORACLES_VENV) .wandb .nvrx .gpulibs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(INSTALLED): pyproject.toml setup.py constraints.txt | $(BIN)/python
 	$(PIP) -e .
@@ -128,6 +137,17 @@ $(ALIGNER_INSTALLED): $(ALIGNER_REQUIREMENTS) $(INSTALLED_TEST)
 		> "$$($(ALIGNER_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz-project.pth"
 	{ $(ALIGNER_PIP) --no-deps -r tests/aligner/requirements-nodeps.txt && $(ALIGNER_PIP) -r tests/aligner/requirements.txt; } || { \
 		echo "NeMo-Aligner could not be installed: that needs access to a package index once, and Python 3.11 or newer."; exit 1; }
+	touch $@
+
+# As above; what they ask for would bring ray, vllm and deepspeed, and other versions of torch and transformers.
+$(ORACLES_INSTALLED): $(ORACLES_REQUIREMENTS) $(INSTALLED_TEST)
+	rm -rf $(ORACLES_VENV)
+	$(BIN)/python -m venv --without-pip $(ORACLES_VENV)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(ORACLES_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz-project.pth"
+	{ $(ORACLES_PIP) --no-deps -r tests/oracles/requirements-nodeps.txt && \
+		$(ORACLES_PIP) -c constraints.txt -r tests/oracles/requirements.txt; } || { \
+		echo "TRL, verl or OpenRLHF could not be installed: that needs access to a package index once, and Python 3.11 or 3.12 on x86-64."; exit 1; }
 	touch $@
 
 $(BIN)/python:

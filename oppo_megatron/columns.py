@@ -10,12 +10,10 @@ from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from oppo_megatron.chunks import Bools as Bools
+from oppo_megatron.chunks import Ints as Ints
 from oppo_megatron.records import Rollout
-
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 
 
 class Columns(NamedTuple):
@@ -92,6 +90,7 @@ class Table:
 
     def __init__(self) -> None:
         self.num_dropped = 0
+        self._by_id: Ints | None = None  # rows in the order of their sequence ids
         self._size = 0
         self._room = _empty(64)
         self._finish = np.zeros(64, dtype=np.int64)
@@ -111,8 +110,19 @@ class Table:
         since = self.num_dropped
         return lambda: self.columns.at(rows) if since == self.num_dropped else None
 
+    def rows(self, seq_ids: Ints) -> Ints:
+        """Where the sequences stand; -1 of one that is not there."""
+        if not self._size:
+            return np.full(len(seq_ids), -1, dtype=np.int64)
+        known = self.columns.seq_ids
+        if self._by_id is None:
+            self._by_id = np.argsort(known)
+        found = self._by_id[np.minimum(np.searchsorted(known, seq_ids, sorter=self._by_id), self._size - 1)]
+        return np.where(known[found] == seq_ids, found, -1)
+
     def add(self, rollouts: Sequence[Rollout]) -> None:
         """New rows."""
+        self._by_id = None
         end = self._size + len(rollouts)
         if end > len(self._finish):
             room, finish = _empty(2 * end), np.zeros(2 * end, dtype=np.int64)
@@ -127,6 +137,7 @@ class Table:
     def keep(self, mask: Bools) -> None:
         """Drop the rows where `mask` is False; the others move up in their order."""
         kept = [column[mask] for column in (*self.columns, self.finish_clocks)]
+        self._by_id = None
         self._size, self.num_dropped = int(mask.sum()), self.num_dropped + 1
         for column, values in zip((*self._room, self._finish), kept, strict=True):
             column[: self._size] = values

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -54,3 +56,16 @@ def group_limits(membership: Path, groups: Path) -> Iterator[int]:
                 break
             if (group / file).is_file() and (limit := (group / file).read_text().strip()).isdigit():
                 yield int(limit)  # "max": none
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Without garbage collection.  A plan of thousands of sequences is tens of thousands of small records, none of them garbage,
+    for which the collector would look through all that a run holds, several times."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,4 +1,4 @@
-"""Plain records that the pure half and the torch half share: prompts, rollouts and the chunks between them.
+"""Plain records that the pure half and the torch half share: prompts and rollouts; `chunks.py` has the chunks between them.
 
 Legend: a *sequence* is prompt + response; *offset* counts response tokens; *clock* is the logical clock, the number of
 decode steps that the actor has made since the run began (one decode step gives every running sequence one token).
@@ -6,11 +6,11 @@ decode steps that the actor has made since the run began (one decode step gives 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-FinishReason = Literal["eos", "stop", "length"]
-"""Why a response ended: with an id that ends responses, with a text that does, or at its limit."""
+from oppo_megatron.chunks import ChunkRow, ChunkRows, FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +37,12 @@ class Rollout:
     distribution the token was drawn from (after top-k / top-p); `versions` is the policy version of each token: of the
     oldest weights in the cache that it was drawn over.
 
-    Every rank records every chunk, but reads the tokens of few rollouts.  So `extend` keeps the row as it is, and the lists
-    are joined when one of them is asked for.
+    Every rank records every chunk, but reads the tokens of few rollouts.  So a rollout follows a list of chunks that it
+    shares with others, and looks for its rows there when one of its own lists is asked for.
     """
 
     __slots__ = (
-        "_logprobs", "_rows", "_sampling_logprobs", "_tokens", "_versions",
+        "_logprobs", "_position", "_recorded", "_sampling_logprobs", "_tokens", "_versions",
         "admission", "deferrals", "finish_clock", "finish_reason", "prompt",
     )  # fmt: skip
 
@@ -62,7 +62,8 @@ class Rollout:
         self.finish_clock, self.finish_reason = finish_clock, finish_reason
         self._tokens, self._logprobs = tokens, logprobs
         self._sampling_logprobs, self._versions = sampling_logprobs, versions
-        self._rows: list[ChunkRow] = []  # recorded, and not in the lists yet
+        self._recorded: Sequence[ChunkRows] = ()  # from `_position` on they are not in the lists yet
+        self._position = 0
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Rollout) and (self.prompt, self._facts()) == (other.prompt, other._facts())
@@ -118,7 +119,7 @@ class Rollout:
     def num_response_tokens(self) -> int:
         """`len(tokens)`, without joining them."""
         joined = len(self._tokens or ())
-        return joined + sum([len(row.tokens) for row in self._rows]) if self._rows else joined
+        return joined + sum(int(rows.counts[place]) for rows, place in self._pending())
 
     @property
     def num_tokens(self) -> int:
@@ -129,56 +130,59 @@ class Rollout:
     def newest_version(self) -> int:
         """The largest of `versions`, of which there must be one."""
         versions = list(self._versions or ())
-        return max(versions + [row.version for row in self._rows if row.tokens])
+        return max(versions + [int(rows.versions[place]) for rows, place in self._pending() if rows.counts[place]])
 
     def extend(self, row: ChunkRow) -> None:
-        """Append what follows.  The row belongs to the rollout from now on."""
-        self._rows.append(row)
+        """Append what follows, and whether the response has ended with it."""
+        self._joined()
+        self._append(row)
         self.finish_clock, self.finish_reason = row.finish_clock, row.finish_reason
+
+    def follow(self, recorded: Sequence[ChunkRows]) -> None:
+        """What is added to `recorded` from now on counts as appended, where it has a row of this sequence.
+
+        Whether the response has ended with it is for the caller to set.
+        """
+        if self._position < len(self._recorded):
+            self._joined()
+        self._recorded, self._position = recorded, len(recorded)
+
+    def defer(self, recorded: Sequence[ChunkRows], dropped: int) -> None:
+        """A batch was taken without it.  `recorded` is what it has followed, but for `dropped` chunks at the front, which have
+        nothing of it."""
+        self.deferrals += 1
+        self._recorded, self._position = recorded, max(0, self._position - dropped)
+
+    def _pending(self) -> list[tuple[ChunkRows, int]]:
+        """What is recorded and not in the lists yet: rows, and the place of its own among them."""
+        if self._position == len(self._recorded):
+            return []
+        found = [(rows, rows.place(self.seq_id)) for rows in self._recorded[self._position :]]
+        return [(rows, place) for rows, place in found if place is not None]
 
     def _joined(self) -> tuple[list[int], list[float], list[float], list[int]]:
         """The four lists, with all that is recorded.  Most rollouts of other ranks never have any."""
+        pending, self._position = self._pending(), len(self._recorded)
+        for rows, place in pending:
+            self._append(rows[place])
+        return self._lists()
+
+    def _append(self, row: ChunkRow) -> None:
+        tokens, logprobs, sampling_logprobs, versions = self._lists()
+        tokens += row.tokens
+        logprobs += row.logprobs
+        sampling_logprobs += row.sampling_logprobs
+        versions += [row.version] * len(row.tokens)
+
+    def _lists(self) -> tuple[list[int], list[float], list[float], list[int]]:
         self._tokens = [] if self._tokens is None else self._tokens
         self._logprobs = [] if self._logprobs is None else self._logprobs
         self._sampling_logprobs = [] if self._sampling_logprobs is None else self._sampling_logprobs
         self._versions = [] if self._versions is None else self._versions
-        for row in self._rows:
-            self._tokens += row.tokens
-            self._logprobs += row.logprobs
-            self._sampling_logprobs += row.sampling_logprobs
-            self._versions += [row.version] * len(row.tokens)
-        self._rows.clear()
         return self._tokens, self._logprobs, self._sampling_logprobs, self._versions
 
     def _facts(self) -> tuple[object, ...]:
         return self.admission, *self._joined(), self.deferrals, self.finish_clock, self.finish_reason
-
-
-@dataclass(slots=True)
-class ChunkRow:
-    """New response tokens of one sequence: positions offset .. offset + len(tokens) of the response."""
-
-    seq_id: int
-    offset: int
-    tokens: list[int]
-    logprobs: list[float]
-    sampling_logprobs: list[float]
-    version: int
-    finish_clock: int | None = None
-    finish_reason: FinishReason | None = None
-
-
-@dataclass(slots=True)
-class Chunk:
-    """What one round of decoding produced.  `clock` is the logical clock after the round.
-
-    `halt`: the run was told to stop; every rank does after this chunk.
-    """
-
-    index: int
-    clock: int
-    rows: list[ChunkRow] = field(default_factory=list)
-    halt: bool = False
 
 
 @dataclass(frozen=True, slots=True)

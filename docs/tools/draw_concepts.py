@@ -120,7 +120,7 @@ def inter() -> str:
     canvas.text(LEFT + (stop + 7) * scale, 140, "update", "middle", size=11)
     kept = "Carried responses keep their tokens, the log-probs they were drawn with, and the KV of the frozen scorers."
     canvas.text(LEFT, bottom + 22, kept)
-    canvas.text(LEFT, bottom + 40, "After max_deferrals steps the batch waits for them: none is thrown away.")
+    canvas.text(LEFT, bottom + 40, "After max_staleness steps the batch waits for them: none is thrown away.")
     return canvas.svg()
 
 

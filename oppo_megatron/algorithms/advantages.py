@@ -22,11 +22,11 @@ def clip_scores(scores_B: Tensor, bound: float | None) -> Tensor:
     return scores_B if bound is None else scores_B.clamp(-bound, bound)
 
 
-def token_rewards(scores_B: Tensor, kl_T: Tensor | None, lengths_B: Tensor, kl_coefficient: float) -> Tensor:
-    """Reward of each token, [T]: minus coefficient times its KL (None: nothing), and the response's score on its last token."""
-    num_tokens = int(torch.as_tensor(lengths_B).sum())
-    rewards_T = scores_B.new_zeros(num_tokens) if kl_T is None else -kl_coefficient * kl_T
-    rewards_T[last_tokens(lengths_like(rewards_T, lengths_B))] += scores_B
+def token_rewards(scores_B: Tensor, kl_T: Tensor, lengths_B: Lengths, kl_coefficient: float) -> Tensor:
+    """Reward of each token, [T]: minus coefficient times its KL, and the response's score on its last token."""
+    last_B = last_tokens(lengths_like(kl_T, lengths_B))
+    rewards_T = -kl_coefficient * kl_T
+    rewards_T[last_B] += scores_B
     return rewards_T
 
 

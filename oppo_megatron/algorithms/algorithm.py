@@ -13,6 +13,7 @@ from torch import Tensor
 from oppo_megatron.algorithms.advantages import NOTHING_SEEN, Moments
 from oppo_megatron.algorithms.experience import Experience, ScoredBatch, build_experience
 from oppo_megatron.algorithms.losses import ActorTargets, PolicyStats, Surrogate, ValueStats, actor_loss, value_loss
+from oppo_megatron.algorithms.overlong import NO_LIMIT, Overlong
 from oppo_megatron.algorithms.reduction import row_weights
 from oppo_megatron.algorithms.staleness import ratio_base
 from oppo_megatron.config.algorithm import AlgorithmConfig
@@ -28,17 +29,18 @@ class Algorithm:
     ppo: PPOConfig
     group_size: int
     longest: int
+    overlong: Overlong = NO_LIMIT
 
     @classmethod
     def of(cls, config: TrainConfig) -> Algorithm:
-        rollout = config.rollout
-        return cls(config.algorithm, config.ppo, rollout.group_size, rollout.max_response_tokens)
+        size, longest = config.rollout.group_size, config.rollout.max_response_tokens
+        return cls(config.algorithm, config.ppo, size, longest, Overlong(config.overlong, longest))
 
     def experience(
         self, scored: ScoredBatch, kl_coefficient: float, check: bool = True, seen: Moments = NOTHING_SEEN
     ) -> Experience:
         """What the update trains on.  Raises as `build_experience` does."""
-        return build_experience(scored, self.choices, self.ppo, kl_coefficient, check, seen)
+        return build_experience(scored, self.choices, self.ppo, kl_coefficient, check, seen, self.overlong)
 
     @property
     def needs_proximal(self) -> bool:
@@ -56,9 +58,9 @@ class Algorithm:
         """What the ratio is taken against, and each token's importance weight (None: 1), both [T]."""
         return ratio_base(behaviour_logp_T, proximal_logp_T, self.ppo.staleness, self.choices.ratio, lengths_B)
 
-    def row_weights(self, lengths_N: Sequence[int]) -> list[float]:
+    def row_weights(self, lengths_N: Sequence[int], counted_N: Sequence[bool] | None = None) -> list[float]:
         """How much a token of each response of a minibatch counts in the actor's loss; see `reduction`."""
-        return row_weights(lengths_N, self.group_size, self.choices.reduction, self.longest)
+        return row_weights(lengths_N, self.group_size, self.choices.reduction, self.longest, counted_N)
 
     def actor_loss(
         self, logp_T: Tensor, entropy_T: Tensor, targets: ActorTargets, kl_coefficient: float, num_tokens: int

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from oppo_megatron.algorithms.advantages import NOTHING_SEEN, Moments, clip_scores, gae, token_rewards, whiten
-from oppo_megatron.algorithms.baselines import compared
+from oppo_megatron.algorithms.baselines import compared, equal_groups
 from oppo_megatron.algorithms.kl import kl_per_token
+from oppo_megatron.algorithms.overlong import NO_LIMIT, Overlong
 from oppo_megatron.algorithms.packed import Lengths, last_tokens, lengths_like, row_sums
 from oppo_megatron.config.algorithm import AlgorithmConfig
 from oppo_megatron.config.ppo import PPOConfig
@@ -43,7 +44,7 @@ class ExperienceStats:
 
     score_mean: float  # scores as the reward gave them, before clipping
     score_std: float
-    shaped_score_mean: float  # clipped, of cut responses by `truncated_score` and `missing_eos_penalty`; not normalised
+    shaped_score_mean: float  # clipped, of long and cut responses as the settings want them; not normalised
     reward_mean: float  # per response: what GAE sees, KL penalty included
     kl_mean: float | None  # per response, nats
     value_mean: float | None  # per token
@@ -53,6 +54,7 @@ class ExperienceStats:
     explained_variance: (
         float | None
     )  # 1 - var(returns - values) / var(returns); 0 where returns vary by no more than rounding
+    equal_groups: float | None = None  # share of groups whose scores are all the same: they teach an actor nothing
 
     def figures(self) -> dict[str, float]:
         """Those that there are, by name."""
@@ -76,6 +78,7 @@ class Experience:
     lengths_B: Tensor
     scores: Moments  # of this batch's, clipped: what a running normalisation remembers
     stats: ExperienceStats
+    counted_B: Tensor | None = None  # whether the actor's loss counts a response; None: it counts all
 
 
 def build_experience(
@@ -85,22 +88,21 @@ def build_experience(
     kl_coefficient: float,
     check: bool = True,
     seen: Moments = NOTHING_SEEN,
+    overlong: Overlong = NO_LIMIT,
 ) -> Experience:
     """Rewards, advantages and returns of the whole global batch, without gradient.
 
-    Scores are clipped first, then normalised (`seen`: those of all batches trained before); `truncated_score` and
-    `missing_eos_penalty` then stand as the user wrote them.  The KL enters a response's score with `kl.mode: score`, the
-    rewards of its tokens with `penalty`.  Raises RewardError for a score, NumericsError for any other quantity that is not
-    finite, unless `check` is false: then what follows from such a quantity is not finite either.
+    Scores are clipped first, then normalised (`seen`: those of all batches trained before); `truncated_score`,
+    `missing_eos_penalty` and `overlong` then stand as the user wrote them.  The KL enters a response's score with
+    `kl.mode: score`, the rewards of its tokens with `penalty`.  Raises RewardError for a score, NumericsError for any other
+    quantity that is not finite, unless `check` is false: then what follows from such a quantity is not finite either.
     """
     lengths_B = lengths_like(scored.behaviour_logp_T, scored.lengths_B)
     if check:
         _check_inputs(scored, lengths_B)
     with torch.no_grad():
-        kl_T = _kl(scored, ppo)
-        if check and kl_T is not None:
-            _check_tokens("KL to the reference", kl_T, lengths_B)
-        scores_B, shaped_B, moments = _trained_scores(scored, ppo, seen)
+        kl_T = _kl(scored, ppo, lengths_B if check else None)
+        scores_B, shaped_B, moments = _trained_scores(scored, lengths_B, ppo, seen, overlong)
         rewards_T, compared_T = _rewards(scored, scores_B, kl_T, lengths_B, choices, ppo.kl.mode, kl_coefficient)
         advantages_T, returns_T = _advantages(rewards_T, compared_T, scored.values_T, lengths_B, choices, ppo)
         if check:
@@ -109,20 +111,29 @@ def build_experience(
             advantages_T=whiten(advantages_T) if choices.scale == "whiten" else advantages_T,
             returns_T=returns_T,
             old_logp_T=scored.behaviour_logp_T.detach(),
-            reference_logp_T=None if scored.reference_logp_T is None else scored.reference_logp_T.detach(),
-            old_values_T=None if scored.values_T is None else scored.values_T.detach(),
+            reference_logp_T=_detached(scored.reference_logp_T),
+            old_values_T=_detached(scored.values_T),
             kl_T=kl_T,
             rewards_T=rewards_T,
             lengths_B=lengths_B,
+            counted_B=overlong.counted(scored.truncated_B),
             scores=moments,
             stats=_summarise(scored, shaped_B, kl_T, rewards_T, advantages_T, returns_T),
         )
 
 
-def _kl(scored: ScoredBatch, ppo: PPOConfig) -> Tensor | None:
+def _detached(x_T: Tensor | None) -> Tensor | None:
+    return None if x_T is None else x_T.detach()
+
+
+def _kl(scored: ScoredBatch, ppo: PPOConfig, lengths_B: Tensor | None) -> Tensor | None:
+    """[T], finite where lengths are given to check it by; None where there is no reference."""
     if scored.reference_logp_T is None:
         return None
-    return kl_per_token(scored.behaviour_logp_T, scored.reference_logp_T, ppo.kl.estimator)
+    kl_T = kl_per_token(scored.behaviour_logp_T, scored.reference_logp_T, ppo.kl.estimator)
+    if lengths_B is not None:
+        _check_tokens("KL to the reference", kl_T, lengths_B)
+    return kl_T
 
 
 def _rewards(
@@ -137,7 +148,7 @@ def _rewards(
     """Rewards of the tokens, KL included where it enters them, and the same of scores that have been `compared`; both [T]."""
     if mode == "score" and kl_T is not None:
         scores_B = scores_B - kl_coefficient * row_sums(kl_T, lengths_B)
-    penalty_T = kl_T if mode == "penalty" else None
+    penalty_T = kl_T if mode == "penalty" and kl_T is not None else torch.zeros_like(scored.behaviour_logp_T)
     rewards_T = token_rewards(scores_B, penalty_T, lengths_B, kl_coefficient)
     if not choices.compares:
         return rewards_T, rewards_T
@@ -168,12 +179,16 @@ def _advantages(
     return advantages_T, returns_T
 
 
-def _trained_scores(scored: ScoredBatch, ppo: PPOConfig, seen: Moments) -> tuple[Tensor, Tensor, Moments]:
+def _trained_scores(
+    scored: ScoredBatch, lengths_B: Tensor, ppo: PPOConfig, seen: Moments, overlong: Overlong
+) -> tuple[Tensor, Tensor, Moments]:
     """Scores as they are trained on; these without a normalisation; and the moments of this batch's, clipped."""
     clipped_B = clip_scores(scored.scores_B, ppo.reward_clip)
     moments = Moments.of(clipped_B)
     normalised_B = _normalised(clipped_B, moments, seen, ppo)
-    return _shaped(normalised_B, scored.truncated_B, ppo), _shaped(clipped_B, scored.truncated_B, ppo), moments
+    penalties_B = overlong.penalties(lengths_B)
+    shaped_B, normalised_B = (_shaped(x_B, scored.truncated_B, ppo) + penalties_B for x_B in (clipped_B, normalised_B))
+    return normalised_B, shaped_B, moments
 
 
 def _shaped(scores_B: Tensor, truncated_B: Tensor, ppo: PPOConfig) -> Tensor:
@@ -210,6 +225,7 @@ def _summarise(
         advantage_mean=float(advantages_T.mean()),
         advantage_std=float(advantages_T.std(correction=0)),
         explained_variance=None if scored.values_T is None else _explained_variance(returns_T, scored.values_T),
+        equal_groups=None if scored.group_size == 1 else float(equal_groups(scores_B, scored.group_size).double().mean()),
     )
 
 

@@ -33,11 +33,10 @@ def kl_per_token(logp_T: Tensor, reference_logp_T: Tensor, estimator: Estimator)
     raise ValueError(f"KL estimator {estimator!r} is unknown; choose k1, k2 or k3")
 
 
-def with_reverse_gradient(kl_T: Tensor, logp_T: Tensor, estimator: Estimator) -> Tensor:
-    """The same values with the gradient of KL(actor || reference) in expectation, for tokens that the actor drew, [T].
+def with_reverse_gradient(kl_T: Tensor, logp_T: Tensor, old_logp_T: Tensor, estimator: Estimator) -> Tensor:
+    """The estimate whose gradient is that of KL(actor || reference) in expectation, for tokens that `old` drew, [T].
 
-    k1 and k3, whose expectation is that KL, times actor / its own copy without gradient, which is 1: the derivative gains the
-    estimate times the score function, which that of an expectation over the actor's draws has, too (arXiv 2506.09477,
-    2512.21852).  The gradient of k2 is that one as it is.
+    k1 and k3 times actor / old: the expectation under old is then the KL itself, and so is its gradient (arXiv 2506.09477,
+    2512.21852; TRL's `use_bias_correction_kl`).  The gradient of k2 is that one as it is, where the actor is old.
     """
-    return kl_T if estimator == "k2" else kl_T * (logp_T - logp_T.detach()).exp()
+    return kl_T if estimator == "k2" else kl_T * (logp_T - old_logp_T).exp()

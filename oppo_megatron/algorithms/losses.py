@@ -112,12 +112,12 @@ def policy_loss(
 ) -> tuple[Tensor, PolicyStats]:
     """The surrogate (with `clip`: paper eq. 2, sign turned to be minimised), each token times its weight where it has one.
 
-    A product's loss is one term of its response: each of its tokens has an equal part of it.
+    The clipped loss of a product is one term of its response: each of its tokens has an equal part of it.
     """
     old_logp_T = targets.old_logp_T
     ratio_T = log_ratios(logp_T, old_logp_T, surrogate.ratio, targets.lengths_R).exp()
     losses_T, clipped_T = _surrogate(logp_T, ratio_T, targets.advantages_T, surrogate)
-    if surrogate.ratio == "sequence_product" and surrogate.objective != "plain":
+    if surrogate.ratio == "sequence_product" and surrogate.objective == "clip":
         assert targets.lengths_R is not None
         losses_T = losses_T / to_tokens(targets.lengths_R, targets.lengths_R, losses_T.numel())
     if targets.weight_T is not None:
@@ -205,8 +205,8 @@ def actor_loss(
         stats = replace(stats, kl=total(kl_T))
         if ppo.kl.mode == "loss":
             if ppo.kl.gradient == "reverse":
-                kl_T = with_reverse_gradient(kl_T, logp_T, ppo.kl.estimator)
+                kl_T = with_reverse_gradient(kl_T, logp_T, targets.old_logp_T, ppo.kl.estimator)
             loss = loss + kl_coefficient * shared(kl_T, targets.share_T).sum() / num_tokens
     if ppo.entropy_coefficient > 0:
-        loss = loss - ppo.entropy_coefficient * shared(entropy_T, targets.share_T).sum() / num_tokens
+        loss = loss - ppo.entropy_coefficient * (shared(entropy_T, targets.share_T).sum() / num_tokens)
     return loss, replace(stats, entropy=total(entropy_T))

@@ -9,7 +9,16 @@ from typing import Any
 from oppo_megatron.bench.figures import figures
 from oppo_megatron.bench.limit import run_with_limits
 from oppo_megatron.bench.pictures import draw_chunks
-from oppo_megatron.bench.suite import Lines, Run, Runs, Suite, all_lines, require_same_work, work_figures
+from oppo_megatron.bench.suite import (
+    Lines,
+    Run,
+    Runs,
+    Suite,
+    all_lines,
+    require_same_work,
+    require_scorers,
+    work_figures,
+)
 from oppo_megatron.config.derived import longest_chunk
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.chunk_tuner import first_settled_step
@@ -46,6 +55,7 @@ def chunk_configs(config: TrainConfig, sizes: Sequence[int], adaptive: bool) -> 
         raise ConfigError(
             "overlap.intra is false: without streamed scoring a chunk's size decides nothing; set overlap.intra=true"
         )
+    require_scorers(config, "a chunk's size decides nothing")
     longest = config.rollout.max_response_tokens
     fitting = [size for size in sizes if size <= longest]
     if not fitting:

@@ -6,12 +6,14 @@ Chunks are made up: every sequence grows by what its round allows, up to a lengt
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import compress
 
-from oppo_megatron.columns import columns_of
+import numpy as np
+
+from oppo_megatron.chunks import GOES_ON, REASONS, Chunk, ChunkRows
+from oppo_megatron.columns import Ints, columns_of
 from oppo_megatron.config.derived import longest_chunk
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.chunk_tuner import ChunkTuner, StepCost
@@ -24,7 +26,7 @@ from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.layout.placements import role_placements
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
-from oppo_megatron.records import Chunk, ChunkRow, Prompt, Rollout, StepSignals
+from oppo_megatron.records import Prompt, Rollout, StepSignals
 from oppo_megatron.schedule.plan import delta_rule, plan_step, round_generator
 from oppo_megatron.schedule.planning.merge import merge_rows
 from oppo_megatron.schedule.planning.new_planner import new_planner
@@ -91,11 +93,11 @@ class DryRun:
         self.planner = new_planner(config, self.site, generator, self.limit, rank=rank)
         assert config.steps is not None
         self.scheduler = OvercommitScheduler(
-            _prompts(config.steps * config.rollout.batch_size, prompt_tokens),
+            self._prompts(config.steps * config.rollout.batch_size, prompt_tokens),
             RolloutBuffer(
                 config.rollout.batch_size,
                 0,
-                config.overlap.max_deferrals,
+                config.overlap.max_staleness,
                 backfill=period is not None,
                 group_size=config.rollout.group_size,
             ),
@@ -106,6 +108,12 @@ class DryRun:
         self.kl = KLController(config.ppo.kl)
         self.encoder, self.decoder = ChunkEncoder(), ChunkDecoder()
         self.num_rounds = 0
+
+    def _prompts(self, count: int, num_tokens: int | Sequence[int]) -> Iterator[Prompt]:
+        if isinstance(num_tokens, int):
+            tokens = (1,) * num_tokens
+            return (Prompt(seq_id, seq_id, "", tokens) for seq_id in range(count))
+        return (Prompt(seq_id, seq_id, "", (1,) * size) for seq_id, size in enumerate(num_tokens[:count]))
 
     def run(self) -> list[dict[str, float]]:
         """Seconds by part of each step, to the end of the prompts."""
@@ -153,7 +161,7 @@ class DryRun:
                 self.planner.learn(self.planner.costs)
 
     def _round(
-        self, step: int, active: Sequence[Rollout], score: Sequence[Rollout], readable: Set[int], occupancy: Occupancy
+        self, step: int, active: Sequence[Rollout], score: Sequence[Rollout], readable: Ints, occupancy: Occupancy
     ) -> DryRound:
         buffer = self.scheduler.buffer
         planned = self._plan(active, score, self.scheduler.chunk(self.chunk_tuner.value), readable)
@@ -169,7 +177,7 @@ class DryRun:
         return DryRound(step, planned, chunk)
 
     def _plan(
-        self, active: Sequence[Rollout], score: Sequence[Rollout], chunk: int, readable: Set[int] | None = None
+        self, active: Sequence[Rollout], score: Sequence[Rollout], chunk: int, readable: Ints | None = None
     ) -> PlannedRound:
         self.num_rounds += 1
         with self.watch.part("planner and checker"):
@@ -179,16 +187,19 @@ class DryRun:
         """Open sequences in the order of their cache slots: as they were opened, for want of a cache."""
         return list(seq_ids)
 
-    def _decoded(self, planned: PlannedRound, active: Sequence[Rollout]) -> list[ChunkRow]:
+    def _decoded(self, planned: PlannedRound, active: Sequence[Rollout]) -> ChunkRows:
         """What the models would have decoded on all ranks; not timed."""
-        clock, rows = self.scheduler.buffer.clock, []
-        for rollout in compress(active, self.planner.actor.runs(active).tolist()):
-            offset, length = rollout.num_response_tokens, self.length(rollout.seq_id)
-            new = min(planned.round.steps, length - offset)
-            numbers = [-1.0] * new
-            finish = (clock + new, "length") if offset + new == length else (None, None)
-            rows.append(ChunkRow(rollout.seq_id, offset, [1] * new, numbers, [*numbers], 0, *finish))
-        return rows
+        grown = columns_of(active).at(self.planner.actor.runs(active))
+        lengths = np.array([self.length(seq_id) for seq_id in grown.seq_ids.tolist()], dtype=np.int64)
+        left = lengths - grown.response_tokens
+        counts = np.minimum(planned.round.steps, left)
+        finish = np.where(counts == left, self.scheduler.buffer.clock + counts, GOES_ON)
+        reasons = np.where(counts == left, REASONS.index("length"), 0)
+        table = np.stack([grown.seq_ids, grown.response_tokens, counts, np.zeros_like(counts), finish, reasons])
+        numbers = np.full((2, counts.sum()), -1.0)
+        return ChunkRows.packed_as(
+            table, np.concatenate([np.ones_like(numbers[:1], dtype=np.int64), numbers.view(np.int64)])
+        )
 
     def _open(self, admitted: Sequence[Rollout]) -> None:
         for rollout in admitted:
@@ -216,8 +227,9 @@ class DryRun:
 
     def _retire(self, batch: Sequence[Rollout]) -> None:
         with self.watch.part("planner and checker"):
+            seq_ids = columns_of(batch).seq_ids.tolist()
             for book in self.planner.scorers.values():
-                book.forget(*(rollout.seq_id for rollout in batch))
+                book.forget(*seq_ids)
             if self.config.overlap.actor_kv == "recompute":
                 self.planner.actor.invalidate()
             else:
@@ -228,10 +240,3 @@ class DryRun:
                 for rollout in batch:
                     self.encoder.close(rollout.seq_id)
                     self.decoder.close(rollout.seq_id)
-
-
-def _prompts(count: int, num_tokens: int | Sequence[int]) -> Iterator[Prompt]:
-    if isinstance(num_tokens, int):
-        tokens = (1,) * num_tokens
-        return (Prompt(seq_id, seq_id, "", tokens) for seq_id in range(count))
-    return (Prompt(seq_id, seq_id, "", (1,) * size) for seq_id, size in enumerate(num_tokens[:count]))

@@ -177,13 +177,14 @@ def decode_steps(responses: Sequence[Response]) -> tuple[list[int], list[int]]:
 
 
 def _scoring_flops(shapes: Mapping[str, Mapping[str, Any]], response: Response) -> int:
-    """Reference and critic read all but the last token and give an output for each response token; the reward model reads
-    all and gives one."""
+    """Of the scorers that there are: reference and critic read all but the last token and give an output for each response
+    token; the reward model reads all and gives one."""
     whole = response.prompt_tokens + response.tokens
-    short = whole - 1
-    total = forward_flops(shapes["reference"], short, causal_pairs(0, short), response.tokens, scalar=False)
-    if "critic" in shapes:
-        total += forward_flops(shapes["critic"], short, causal_pairs(0, short), response.tokens, scalar=True)
+    short, total = whole - 1, 0
+    for name in ("reference", "critic"):
+        if name in shapes:
+            counts = (short, causal_pairs(0, short), response.tokens)
+            total += forward_flops(shapes[name], *counts, scalar=name == "critic")
     if "reward" in shapes:
         total += forward_flops(shapes["reward"], whole, causal_pairs(0, whole), 1, scalar=True)
     return total

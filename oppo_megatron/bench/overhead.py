@@ -43,6 +43,12 @@ def bench_overhead(suite: Suite, config: TrainConfig, batch: int, *, profile: bo
     `profile`: the dry run is repeated under cProfile, and the result has its `profile`.  Writes overhead.json and
     overhead.png.
     """
+    unit = config.ppo.minibatches * config.rollout.group_size
+    if batch % unit:
+        raise ConfigError(
+            f"--batch is {batch}, but must be a multiple of {unit} (ppo.minibatches {config.ppo.minibatches} times "
+            f"rollout.group_size {config.rollout.group_size}); give --batch {max(1, batch // unit) * unit}"
+        )
     large = with_batch(config, batch)
     dry = dry_figures(_dry_run(large).run())
     suite.say(f"--- dry run at B = {batch}: {dry['total_ms']:.1f} ms/step")

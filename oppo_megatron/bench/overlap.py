@@ -75,6 +75,11 @@ def bench_overlap(
     return result
 
 
+def known_modes(config: TrainConfig) -> list[str]:
+    """Those that differ from another: without a critic there is no update of it to hide."""
+    return [mode for mode, switch in MODES.items() if config.critic is not None or not switch["hide_critic"]]
+
+
 def switched(config: TrainConfig, mode: str) -> TrainConfig:
     """The configuration with the switches of a mode."""
     overlap, wait_for = switches(mode)

@@ -19,6 +19,7 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.placements import world_size
 from oppo_megatron.modeldir.headers import read_hf_config
+from oppo_megatron.records import Prompt
 
 MODEL_70B = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 8192, "num_hidden_layers": 80,
@@ -126,6 +127,10 @@ class _Measured(DryRun):
             self._shapes += 1
 
         self.planner.require = timed
+
+    def _prompts(self, count: int, num_tokens: int | Sequence[int]) -> Iterator[Prompt]:
+        """Made before anything is timed: in a run the data makes them."""
+        return iter(list(super()._prompts(count, num_tokens)))
 
     def mean_response(self) -> float:
         """Tokens of all prompts' responses, on average."""

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from oppo_megatron.bench.dry_run import DryRun
+from oppo_megatron.chunks import GOES_ON, Chunk, ChunkRows
 from oppo_megatron.columns import columns_of
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.records import Chunk, ChunkRow, Rollout
+from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.checking.agreement import OwnPlan, Records
 from oppo_megatron.schedule.planning.merge import StopSignal
 from oppo_megatron.schedule.planning.planner import PlannedRound
@@ -67,7 +68,7 @@ class RankRun(DryRun):
             actions = done.planned.schedule.shifted(done.planned.round.index - 1).of(rank)
             chunk = None
             if done.chunk is not None:
-                chunk = len(done.chunk.rows), sum(len(row.tokens) for row in done.chunk.rows)
+                chunk = len(done.chunk.rows), done.chunk.rows.num_tokens
             yield RankRound(done.step, OwnPlan(self._records, done.planned.round, actions), self._rows, chunk)
 
     def _plan(self, active: Sequence[Rollout], score: Sequence[Rollout], *rest: Any) -> PlannedRound:
@@ -80,10 +81,12 @@ class RankRun(DryRun):
     def _order(self, seq_ids: Sequence[int]) -> list[int]:
         return self.slots.order(seq_ids)
 
-    def _decoded(self, planned: PlannedRound, active: Sequence[Rollout]) -> list[ChunkRow]:
+    def _decoded(self, planned: PlannedRound, active: Sequence[Rollout]) -> ChunkRows:
         if self.coords is not None:
             work = planned.works["actor"][self.coords.replica]
-            left = {r.seq_id: self.length(r.seq_id) - r.num_response_tokens for r in active}
+            known = columns_of(active)
+            ids = known.seq_ids.tolist()
+            left = {i: self.length(i) - n for i, n in zip(ids, known.response_tokens.tolist(), strict=True)}
             stop = self.scheduler.buffer.readiness() if self.actor.dp == 1 else None
             self.slots.open(work.open)
             self._rows = self.slots.decode(work.decode, left, planned.round.steps, stop)
@@ -91,7 +94,7 @@ class RankRun(DryRun):
 
     def _send(self, chunk: Chunk) -> None:
         """What has finished leaves the cache."""
-        self.slots.close([row.seq_id for row in chunk.rows if row.finish_clock is not None])
+        self.slots.close(chunk.rows.seq_ids[chunk.rows.finish_clocks != GOES_ON].tolist())
 
     def _retire(self, batch: Sequence[Rollout]) -> None:
         self.results.append(list(self._results(batch)))

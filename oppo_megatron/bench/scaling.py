@@ -20,7 +20,7 @@ from oppo_megatron.config.model import ParallelConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.layout.memory import stage_parameters
-from oppo_megatron.layout.placements import world_size
+from oppo_megatron.layout.placements import named_roles, world_size
 from oppo_megatron.layout.shape import num_kv_heads
 from oppo_megatron.modeldir.headers import read_hf_config
 
@@ -73,11 +73,12 @@ def make_axes(
 ) -> dict[str, Axis]:
     """The named axes: `ranks` over these numbers of ranks, the others over these factors of the configured value."""
     limit, batch = config.rollout.max_response_tokens, config.rollout.batch_size
+    unit = config.ppo.minibatches * config.rollout.group_size
     known = {
         "ranks": Axis("ranks", list(ranks), with_ranks),
         "model": Axis("factor of width and depth", list(factors), with_model),
         "limit": Axis("response limit", _multiples(limit, factors, 1), with_limit),
-        "batch": Axis("batch size", _multiples(batch, factors, config.ppo.minibatches), with_batch),
+        "batch": Axis("batch size", _multiples(batch, factors, unit), with_batch),
     }
     return {name: known[name] for name in names}
 
@@ -88,11 +89,11 @@ def _multiples(number: int, factors: Sequence[float], unit: int) -> list[float]:
 
 
 def with_ranks(config: TrainConfig, value: float) -> TrainConfig:
-    """The same work on `value` ranks of one thread: disaggregated with one rank for the scorers and the others replicas of
-    the actor (one rank: a single process), else as replicas of all roles."""
+    """The same work on `value` ranks of one thread: disaggregated with one rank for the scorers, if there are any, and the
+    others replicas of the actor (one rank: a single process), else as replicas of all roles."""
     ranks = round(value)
     alone = placed(config, "replicas", ranks)
-    if config.placement.mode != "disaggregated" or ranks == 1:
+    if config.placement.mode != "disaggregated" or ranks == 1 or len(named_roles(config)) == 1:
         return alone
     placement = config.placement.model_copy(
         update={"mode": "disaggregated", "actor": ParallelConfig(dp=ranks - 1), "scorer": ParallelConfig()}
@@ -167,10 +168,10 @@ def _with_positions(config: TrainConfig, context: int) -> TrainConfig:
 
 
 def with_batch(config: TrainConfig, value: float) -> TrainConfig:
-    """Batches of `value` rollouts; delta keeps its share of them."""
+    """Batches of `value` rollouts; delta, which counts groups, keeps its share of them."""
     before, size = config.rollout.batch_size, round(value)
-    delta = config.overlap.delta
-    scaled = {name: min(size, round(getattr(delta, name) * size / before)) for name in ("initial", "min", "max")}
+    delta, most = config.overlap.delta, size // config.rollout.group_size
+    scaled = {name: min(most, round(getattr(delta, name) * size / before)) for name in ("initial", "min", "max")}
     overlap = config.overlap.model_copy(update={"delta": delta.model_copy(update=scaled)})
     rollout = config.rollout.model_copy(update={"batch_size": size})
     return config.model_copy(update={"rollout": rollout, "overlap": overlap})

@@ -23,7 +23,7 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import EXIT_REQUEUE, ConfigError
 from oppo_megatron.layout.holdings import lasting_memory
 from oppo_megatron.layout.memory import shortage
-from oppo_megatron.layout.placements import world_size
+from oppo_megatron.layout.placements import named_roles, world_size
 from oppo_megatron.preflight.validate import train_problems
 from oppo_megatron.rundir.directory import RunDirectory, write_json
 from oppo_megatron.rundir.metrics_log import read_metrics
@@ -122,6 +122,15 @@ def bare(config: TrainConfig) -> TrainConfig:
         "checkpoint": checkpoint,
     }
     return config.model_copy(update=changes)
+
+
+def require_scorers(config: TrainConfig, so: str) -> None:
+    """Raises ConfigError, with what follows from it, where no model scores responses beside their decoding."""
+    if len(named_roles(config)) == 1:
+        raise ConfigError(
+            f"algorithm.preset {config.algorithm.preset} with ppo.kl.mode {config.ppo.kl.mode} and these rewards has no "
+            f"reference, critic or reward model, so {so}; give a configuration with one of them"
+        )
 
 
 def all_lines(runs: Sequence[Run]) -> list[Lines]:

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from oppo_megatron.bench.rank_run import WORD, RankRound, Rows
+from oppo_megatron.chunks import FIELDS
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.engine.chunk_codec import HEADER_SIZE, ROW_SIZE
-from oppo_megatron.engine.row_words import DRAWN, FIELDS
+from oppo_megatron.engine.row_words import DRAWN
 from oppo_megatron.layout.placements import named_roles
 from oppo_megatron.layout.shape import DTYPE_BYTES
 from oppo_megatron.modeldir.headers import read_hf_config

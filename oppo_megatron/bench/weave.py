@@ -9,7 +9,7 @@ from typing import Any
 
 from oppo_megatron.bench.figures import figures, speedups
 from oppo_megatron.bench.pictures import draw_weave
-from oppo_megatron.bench.suite import Suite, all_lines, require_same_work, work_figures
+from oppo_megatron.bench.suite import Suite, all_lines, require_same_work, require_scorers, work_figures
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ScheduleError
 from oppo_megatron.rundir.directory import RunDirectory
@@ -31,6 +31,7 @@ WORKING = {Op.DECODE, Op.SAMPLE, Op.PREFILL, Op.SCORE}
 
 def bench_weave(suite: Suite, config: TrainConfig, modes: Sequence[str]) -> dict[str, Any]:
     """Run the modes, every action traced.  Writes weave.json and weave.png."""
+    require_scorers(config, "nothing is woven into the decoding")
     logging = config.logging.model_copy(update={"trace": "actions"})
     traced = config.model_copy(update={"logging": logging})
     configs = {

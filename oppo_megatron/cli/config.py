@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from oppo_megatron.config.base import Section
     from oppo_megatron.config.describe import Setting
 
-KINDS = ("train", "sft", "rm", "serve-reward", "serve-scorer")
+KINDS = ("train", "sft", "rm", "dpo", "kto", "serve-reward", "serve-scorer")
 WIDTH = 110
 
 
@@ -109,6 +109,10 @@ def _described(setting: Setting, key: str, here: Section | None) -> Iterator[str
     for name, value in rows.items():
         if value is not None:
             yield f"  {name + ':':<9}{value}"
+    if setting.table:
+        widths = [max(map(len, column)) for column in zip(*setting.table, strict=True)]
+        for row in setting.table:
+            yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
     if setting.section is not None:
         more = about(setting.section).partition("\n\n")[2]
         yield from (f"  {line}".rstrip() for line in more.splitlines())

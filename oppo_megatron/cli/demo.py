@@ -1,11 +1,11 @@
-"""`oppo demo`: the whole chain on generated arithmetic, from no file at all to sequential PPO against OPPO."""
+"""`oppo demo`: the whole chain on generated arithmetic, from no file at all to sequential training against OPPO."""
 
 from __future__ import annotations
 
 import argparse
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 OUT = Path("runs/demo")
 CONFIGS = Path("examples/arithmetic")
 RUNS = {"sequential": False, "oppo": True}
-"""The two PPO runs, and whether the overlaps are on."""
+"""The two runs of the algorithm, and whether the overlaps are on."""
 
 DATA: dict[str, Any] = {
     "sizes": {"sft": 20000, "pairs": 4000, "prompts": 8000, "heldout": 200},
@@ -31,24 +31,38 @@ QUICK = {
     "sft": ["steps=20", "batch_size=16", *(f"model.init.{size}" for size in QUICK_SHAPE)],
     "rm": ["steps=5", "batch_size=8"],
     "ppo": ["steps=5", "rollout.batch_size=8", "rollout.max_response_tokens=64", "overlap.delta={initial: 3, max: 3}"],
-}
+    "grpo": [
+        "steps=3", "rollout.batch_size=16", "rollout.group_size=4", "rollout.max_response_tokens=64",
+        "overlap.delta={initial: 1, max: 1}",
+    ],
+}  # fmt: skip
 """What `--quick` changes in each configuration file."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help=f"default: {OUT}")
+    from oppo_megatron.config.algorithm import PRESETS
+
+    parser.add_argument(
+        "--algorithm", choices=PRESETS, default="ppo", metavar="NAME", help=f"{', '.join(PRESETS)}; default: ppo"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help=f"default: {OUT}, with --algorithm {OUT}-NAME")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the data and of all training; default: 1")
     parser.add_argument("--quick", action="store_true", help="a tiny version: everything runs, little is learned")
     parser.add_argument("--fresh", action="store_true", help="make every stage anew")
     parser.add_argument(
-        "--configs", type=Path, metavar="DIR", help=f"folder of sft.yaml, rm.yaml and ppo.yaml; default: {CONFIGS}"
+        "--configs",
+        type=Path,
+        metavar="DIR",
+        help=f"folder of sft.yaml, rm.yaml, ppo.yaml, grpo.yaml; default: {CONFIGS}",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     from oppo_megatron.errors import EXIT_INTERRUPTED, EXIT_REQUEUE
 
-    stages = plan(args.out, find_configs(args.configs), args.seed, args.quick)
+    algorithm = args.algorithm
+    out = beside(OUT, algorithm) if args.out is None else args.out
+    stages = plan(out, find_configs(args.configs, algorithm), args.seed, args.quick, algorithm)
     started = time.monotonic()
     try:
         for number, stage in enumerate(stages, start=1):
@@ -59,68 +73,93 @@ def run(args: argparse.Namespace) -> int:
                 return code
         from oppo_megatron.cli.demo_report import write_report
 
-        write_report(args.out, list(RUNS), time.monotonic() - started)
+        write_report(out, list(RUNS), time.monotonic() - started, algorithm)
     except KeyboardInterrupt:
-        print(f"\ninterrupted: finished stages in {args.out} are kept; the same command goes on from there", flush=True)
+        print(f"\ninterrupted: finished stages in {out} are kept; the same command goes on from there", flush=True)
         return EXIT_INTERRUPTED
     return 0
 
 
-def find_configs(given: Path | None) -> Path:
-    """The folder of the three configurations: `given`, or that of the working directory or of the repository.
+def beside(folder: Path, algorithm: str) -> Path:
+    """`folder`, which is ppo's, or that of another algorithm beside it."""
+    return folder if algorithm == "ppo" else folder.with_name(f"{folder.name}-{algorithm}")
+
+
+def find_configs(given: Path | None, algorithm: str = "ppo") -> Path:
+    """The folder of the algorithm's configurations: `given`, or that of the working directory or of the repository.
 
     Raises ConfigError where there is none.
     """
     from oppo_megatron.errors import ConfigError
 
+    names = [f"{name}.yaml" for name in (["sft", "rm", "ppo"] if algorithm == "ppo" else ["sft", "grpo"])]
     places = [given] if given is not None else [CONFIGS, Path(__file__).parents[2] / CONFIGS]
     for place in places:
-        if all((place / f"{name}.yaml").is_file() for name in ("sft", "rm", "ppo")):
+        if all((place / name).is_file() for name in names):
             return place
     raise ConfigError(
-        f"no sft.yaml, rm.yaml and ppo.yaml in {' or '.join(map(str, places))}; run the demo from the repository's "
+        f"no {', '.join(names[:-1])} and {names[-1]} in {' or '.join(map(str, places))}; run the demo from the repository's "
         "root, or name their folder with --configs"
     )
 
 
-def plan(out: Path, configs: Path, seed: int, quick: bool) -> list[Stage]:
-    """The stages in the order in which they are made; each lies in `out` under its name."""
-    from oppo_megatron.cli.stages import Stage
+def plan(out: Path, configs: Path, seed: int, quick: bool, algorithm: str = "ppo") -> list[Stage]:
+    """The stages in the order in which they are made; each lies in `out` under its name.
 
-    recipe = {**(QUICK_DATA if quick else DATA), "seed": seed}
-    make_data = functools.partial(_make_data, out / "data", recipe)
-    data = Stage("data", "data: arithmetic problems with worked solutions", out / "data", recipe, make_data)
-    make_tokenizer = functools.partial(_make_tokenizer, out / "tokenizer", out / "data")
-    settings = {"vocab_size": VOCAB_SIZE, "rows": TOKENIZER_ROWS}
-    tokenizer = Stage(
-        "tokenizer", "tokenizer: sentencepiece", out / "tokenizer", settings, make_tokenizer, after=[data]
-    )
+    Preset ppo is ppo.yaml, after a reward model.  The others have no critic, and are rewarded by the verifier alone: they are
+    grpo.yaml, after the warm start.
+    """
+    data, tokenizer = _inputs(out, {**(QUICK_DATA if quick else DATA), "seed": seed})
 
     def training(kind: str, name: str, title: str, places: Mapping[str, Path], after: Sequence[Stage]) -> Stage:
-        file = configs / f"{'ppo' if kind == 'train' else kind}.yaml"
+        file = configs / f"{kind if kind != 'train' else 'ppo' if algorithm == 'ppo' else 'grpo'}.yaml"
         changes = [f"seed={seed}", *(QUICK[file.stem] if quick else [])]
         if kind == "train":
-            changes += [f"overlap.{switch}={str(RUNS[name]).lower()}" for switch in ("intra", "inter")]
+            changes += [*_preset(algorithm), *(f"overlap.{it}={str(RUNS[name]).lower()}" for it in ("intra", "inter"))]
         paths = {"run_dir": out / name, "tokenizer.path": out / "tokenizer" / "tokenizer.model", **places}
         make = functools.partial(_train, kind, file, [*changes, *(f"{key}={path}" for key, path in paths.items())])
         # Without the paths: a demo that was moved as a whole is still finished.
         settings = {"config": file.read_text(encoding="utf-8"), "changes": changes}
-        return Stage(name, title, out / name, settings, make, after=[data, tokenizer, *after])
+        return _stage(name, title, out, settings, make, [data, tokenizer, *after])
 
     sft_weights, rm_weights = out / "sft" / "weights", out / "rm" / "weights"
-    sft = training("sft", "sft", "sft: warm start of the actor", {"data.path": out / "data" / "sft.jsonl"}, [])
-    pairs = {"data.path": out / "data" / "pairs.jsonl", "model.checkpoint": sft_weights}
-    rm = training("rm", "rm", "rm: reward model on right and wrong solutions", pairs, [sft])
-    places = {
-        "data.path": out / "data" / "prompts.jsonl",
-        "evaluation.data.path": out / "data" / "heldout.jsonl",
-        "actor.checkpoint": sft_weights,
-        "critic.checkpoint": rm_weights,
-        "reward.checkpoint": rm_weights,
-    }
-    sequential = training("train", "sequential", "ppo: sequential, no overlap", places, [sft, rm])
-    oppo = training("train", "oppo", "ppo: OPPO, both overlaps", places, [sft, rm])
-    return [data, tokenizer, sft, rm, sequential, oppo]
+    before = [training("sft", "sft", "sft: warm start of the actor", {"data.path": out / "data" / "sft.jsonl"}, [])]
+    places = {"data.path": out / "data" / "prompts.jsonl", "evaluation.data.path": out / "data" / "heldout.jsonl"}
+    places["actor.checkpoint"] = sft_weights
+    if algorithm == "ppo":
+        pairs = {"data.path": out / "data" / "pairs.jsonl", "model.checkpoint": sft_weights}
+        before.append(training("rm", "rm", "rm: reward model on right and wrong solutions", pairs, before[:]))
+        places |= {"critic.checkpoint": rm_weights, "reward.checkpoint": rm_weights}
+    sequential = training("train", "sequential", f"{algorithm}: sequential, no overlap", places, before)
+    oppo = training("train", "oppo", f"{algorithm}: OPPO, both overlaps", places, before)
+    return [data, tokenizer, *before, sequential, oppo]
+
+
+def _preset(algorithm: str) -> list[str]:
+    """What a preset changes in the configuration.  Without a reference nothing scores: both processes hold the actor."""
+    from oppo_megatron.config.algorithm import PRESETS
+
+    if algorithm == "ppo":
+        return []
+    alone = PRESETS[algorithm].kl["mode"] == "none"
+    return [f"algorithm.preset={algorithm}", *(["placement.actor.dp=2"] if alone else [])]
+
+
+def _inputs(out: Path, recipe: Mapping[str, Any]) -> tuple[Stage, Stage]:
+    """Data and tokenizer."""
+    make_data = functools.partial(_make_data, out / "data", recipe)
+    data = _stage("data", "data: arithmetic problems with worked solutions", out, recipe, make_data, [])
+    make_tokenizer = functools.partial(_make_tokenizer, out / "tokenizer", out / "data")
+    settings = {"vocab_size": VOCAB_SIZE, "rows": TOKENIZER_ROWS}
+    return data, _stage("tokenizer", "tokenizer: sentencepiece", out, settings, make_tokenizer, [data])
+
+
+def _stage(
+    name: str, title: str, out: Path, settings: Mapping[str, Any], make: Callable[[], int], after: Sequence[Stage]
+) -> Stage:
+    from oppo_megatron.cli.stages import Stage
+
+    return Stage(name, title, out / name, settings, make, after=after)
 
 
 def _run_stage(stage: Stage, title: str, fresh: bool) -> int:

@@ -19,7 +19,7 @@ FIGURES = (
 )  # fmt: skip
 
 
-def write_report(out: Path, names: Sequence[str], seconds: float) -> None:
+def write_report(out: Path, names: Sequence[str], seconds: float, algorithm: str) -> None:
     """Compare the finished runs `out/<name>`; the first is the one without overlap.
 
     Writes demo.json, reward.png and timeline.png into `out` and prints the table.  `seconds`: the duration of the whole demo.
@@ -32,14 +32,14 @@ def write_report(out: Path, names: Sequence[str], seconds: float) -> None:
     plot_reward({name: read_metrics(run.metrics) for name, run in runs.items()}, out / "reward.png")
     plot_timeline({name: run.trace for name, run in runs.items()}, out / "timeline.png")
     console = Console()
-    console.print(comparison(figures, base / other))
+    console.print(comparison(figures, base / other, algorithm))
     files = ", ".join(str(out / file) for file in ("reward.png", "timeline.png", "demo.json"))
     console.print(f"{files}; {seconds:.0f} s in all", soft_wrap=True, highlight=False)
 
 
-def comparison(figures: Mapping[str, Mapping[str, Any]], speedup: float) -> Table:
+def comparison(figures: Mapping[str, Mapping[str, Any]], speedup: float, algorithm: str) -> Table:
     """One column a run."""
-    table = Table(title="PPO on arithmetic: the same start, the same steps", title_justify="left")
+    table = Table(title=f"{algorithm.upper()} on arithmetic: the same start, the same steps", title_justify="left")
     table.add_column("")
     for name in figures:
         table.add_column(name, justify="right")
@@ -50,7 +50,8 @@ def comparison(figures: Mapping[str, Mapping[str, Any]], speedup: float) -> Tabl
     runs = list(figures.values())
     row("seconds per step", *(f"{run['step_s']:.2f}" for run in runs))
     row("speed-up", "1.00x", f"{speedup:.2f}x")
-    row("scoring time hidden", *(f"{run['scoring_hidden']:.0%}" for run in runs))
+    if any(run["scoring_hidden"] is not None for run in runs):  # without a model that scores there is none
+        row("scoring time hidden", *(f"{run['scoring_hidden']:.0%}" for run in runs))
     row("rollouts by times deferred", *(histogram(run["deferred"]) for run in runs))
     row("reward, first to last steps", *(f"{run['reward_first']:.2f} to {run['reward_last']:.2f}" for run in runs))
     row("held-out accuracy before", *(f"{run['accuracy_before']:.1%}" for run in runs))

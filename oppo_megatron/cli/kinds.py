@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-SUPERVISED = ("sft", "rm")
+SUPERVISED = ("sft", "rm", "dpo", "kto")
 SERVICES = ("serve-reward", "serve-scorer")
 
 
 def guess_kind(path: Path, overrides: Sequence[str] = ()) -> str:
     """The command that most of the keys belong to; where several have as many, one that they are enough for.
 
-    The overrides' keys count beside the file's.  `rm` where a model starts from a fresh scalar head.
+    The overrides' keys count beside the file's.  `rm` where a model starts from a fresh scalar head; `dpo` and `kto` by their
+    sections of that name.
     """
     from oppo_megatron.config.load import read_tree
 
     tree = read_tree(path, overrides)
     keys = set(tree)
-    kind = max(("train", "sft", *SERVICES), key=lambda kind: (len(keys & _fields(kind)), not _required(kind) - keys))
+    known = ("train", "sft", "dpo", "kto", *SERVICES)
+    kind = max(known, key=lambda kind: (len(keys & _fields(kind)), not _required(kind) - keys))
     model = tree.get("model")
     return "rm" if kind == "sft" and isinstance(model, dict) and model.get("fresh_head") else kind
 

@@ -40,6 +40,8 @@ COMMANDS = (
     Command("train", "oppo_megatron.cli.train", "train a policy with PPO, both overlaps on or off"),
     Command("sft", "oppo_megatron.cli.supervised", "fine-tune an actor on prompt/completion rows"),
     Command("rm", "oppo_megatron.cli.supervised", "train a reward model on chosen/rejected rows"),
+    Command("dpo", "oppo_megatron.cli.supervised", "train an actor on chosen/rejected rows (DPO, IPO, hinge)"),
+    Command("kto", "oppo_megatron.cli.supervised", "train an actor on wanted and unwanted completions (KTO)"),
     Command("generate", "oppo_megatron.cli.generate", "let a trained policy answer prompts or chat"),
     Command("eval", "oppo_megatron.cli.eval", "judge trained policies on held-out prompts, side by side"),
     Command("tokenizer", "oppo_megatron.cli.tokenizer", "train a sentencepiece tokenizer on JSONL rows"),

@@ -1,4 +1,4 @@
-"""The checks of `oppo train`, `oppo sft` and `oppo rm` before any rank starts, and of `oppo validate`: one function.
+"""The checks of `oppo train` and of supervised training before any rank starts, and of `oppo validate`: one function.
 
 `load_settings` checks the configuration's text, files and shapes; this file checks the machine.  It loads no torch, unless the
 run computes on CUDA devices.

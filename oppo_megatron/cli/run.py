@@ -1,4 +1,4 @@
-"""Common part of `oppo train`, `oppo sft` and `oppo rm`: load, check, then show the plan or launch the ranks."""
+"""Common part of `oppo train` and of supervised training: load, check, then show the plan or launch the ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from oppo_megatron.errors import EXIT_REQUEUE
 if TYPE_CHECKING:
     from oppo_megatron.config.run import SupervisedConfig, TrainConfig, TrainSettings
 
-KINDS = ("train", "sft", "rm")
+KINDS = ("train", "sft", "rm", "dpo", "kto")
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -161,8 +161,9 @@ def load_settings(kind: str, path: Path, overrides: Sequence[str]) -> TrainSetti
 
     Raises ConfigError with all problems.
     """
+    from oppo_megatron.config.describe import SUPERVISED
     from oppo_megatron.config.load import load_config
-    from oppo_megatron.config.run import RewardModelConfig, SFTConfig, TrainSettings
+    from oppo_megatron.config.run import TrainSettings
     from oppo_megatron.data.length_trace import trace_problems
     from oppo_megatron.preflight.validate import supervised_problems, train_problems
 
@@ -177,8 +178,7 @@ def load_settings(kind: str, path: Path, overrides: Sequence[str]) -> TrainSetti
                 *trace_problems(config.debug.lengths, config.rollout.max_response_tokens),
             ],
         )
-    supervised = SFTConfig if kind == "sft" else RewardModelConfig
-    return load_config(supervised, path, overrides, check=supervised_problems)
+    return load_config(SUPERVISED[kind], path, overrides, check=supervised_problems)
 
 
 def load_checked(kind: str, path: Path, overrides: Sequence[str]) -> TrainConfig | SupervisedConfig:

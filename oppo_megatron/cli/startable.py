@@ -32,7 +32,7 @@ def require_same_command(config: TrainSettings | SupervisedConfig, run: RunDirec
     wanted, wrote = "actor" if isinstance(config, TrainSettings) else "model", run.settings().keys()
     if wanted in wrote or not wrote & {"actor", "model"}:
         return
-    theirs = "`oppo train`" if "actor" in wrote else "`oppo sft` or `oppo rm`"
+    theirs = "`oppo train`" if "actor" in wrote else "`oppo sft`, `rm`, `dpo` or `kto`"
     raise ConfigError(
         f"run_dir: {run.path} holds a run of {theirs}, which another command cannot continue; choose another run_dir, or give "
         "that command its own configuration"

@@ -1,4 +1,4 @@
-"""`oppo sft`: supervised fine-tuning of an actor.  `oppo rm`: a reward model from preference pairs."""
+"""`oppo sft`: supervised fine-tuning.  `oppo rm`: a reward model from pairs.  `oppo dpo`, `oppo kto`: from preferences."""
 
 from __future__ import annotations
 

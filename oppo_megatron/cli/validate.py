@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +60,8 @@ def tokenizer_lines(settings: TrainSettings | SupervisedConfig) -> list[str]:
     if isinstance(settings, TrainSettings):
         roles = list(train_roles(settings.settled() or settings.with_placement(PlacementConfig(mode="single"))))
     else:
-        roles = [Role("model", settings.model, scalar=isinstance(settings, RewardModelConfig))]
+        scalar = isinstance(settings, RewardModelConfig)
+        roles = [Role(name, model, scalar=scalar) for name, model in settings.models.items()]
     return compare_with_roles(settings.tokenizer, roles)[1]
 
 
@@ -81,6 +82,7 @@ def service_lines(kind: str, path: Path, overrides: Sequence[str], *, skip_data:
 
 def data_lines(settings: TrainSettings | SupervisedConfig) -> list[str]:
     """Read all rows as the run would.  Raises DataError or RewardError; returns what became of them."""
+    from oppo_megatron.config.derived import describe_batch
     from oppo_megatron.config.run import TrainSettings
     from oppo_megatron.train.inputs import describe_first, describe_inputs, read_inputs
 
@@ -88,19 +90,32 @@ def data_lines(settings: TrainSettings | SupervisedConfig) -> list[str]:
         return _supervised_lines(settings)
     inputs = read_inputs(settings)
     inputs.rewards.close()
-    return [*describe_inputs(inputs), *describe_first(inputs.quarantine), *unreached_services(settings)]
+    return [describe_batch(settings), *describe_inputs(inputs), *describe_first(inputs.quarantine), *unreached_services(settings)]
+
+
+def _row_loader(settings: SupervisedConfig) -> Callable[..., list[Any]]:
+    """The function that reads the rows of a command's configuration."""
+    from oppo_megatron.config.preference import DPOConfig, KTOConfig
+    from oppo_megatron.config.run import SFTConfig
+    from oppo_megatron.data.preference_rows import load_marked, load_unequal_pairs
+    from oppo_megatron.data.supervised_rows import load_completions, load_pairs
+
+    if isinstance(settings, DPOConfig):
+        return load_unequal_pairs
+    if isinstance(settings, KTOConfig):
+        return load_marked
+    return load_completions if isinstance(settings, SFTConfig) else load_pairs
 
 
 def _supervised_lines(settings: SupervisedConfig) -> list[str]:
     from oppo_megatron.config.data import DataConfig
-    from oppo_megatron.config.run import SFTConfig
     from oppo_megatron.data.heldout_split import describe_seen, read_heldout
     from oppo_megatron.data.rows import Quarantine
-    from oppo_megatron.data.supervised_rows import load_completions, load_pairs, num_duplicates
+    from oppo_megatron.data.supervised_rows import num_duplicates
     from oppo_megatron.data.tokenizer import load_tokenizer
     from oppo_megatron.train.inputs import describe_first, describe_quarantine
 
-    quarantine, load = Quarantine(), load_completions if isinstance(settings, SFTConfig) else load_pairs
+    quarantine, load = Quarantine(), _row_loader(settings)
     tokenizer = load_tokenizer(settings.tokenizer, settings.model.checkpoint)
 
     def read(data: DataConfig) -> list[Any]:

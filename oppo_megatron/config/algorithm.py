@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from oppo_megatron.config.base import Section
+from oppo_megatron.config.base import Choices, Section
 
 Baseline = Literal["critic", "group_mean", "others", "none"]
 Scale = Literal["none", "group_std", "batch_std", "advantage_std", "whiten"]
@@ -35,6 +35,7 @@ class Preset:
     kl: Mapping[str, Any]
     ppo: Mapping[str, Any] = field(default_factory=dict)
     group_size: int = 1
+    filter: Mapping[str, Any] | None = None  # where `overlap.backfill` is set, without which there is no filter
 
     @property
     def choices(self) -> dict[str, Any]:
@@ -61,7 +62,7 @@ PRESETS = {
     ),
     "dapo": Preset(
         "GRPO over tokens, with more room for a ratio to grow", "arXiv 2503.14476",
-        "group_mean", "group_std", "token", "clip", "token_mean", NO_KL, {"clip_high": 0.28}, group_size=16,
+        "group_mean", "group_std", "token", "clip", "token_mean", NO_KL, {"clip_high": 0.28}, group_size=16, filter={},
     ),
     "gspo": Preset(
         "GRPO with one ratio for a response: the geometric mean of its tokens'", "arXiv 2507.18071",
@@ -97,15 +98,25 @@ Name = Literal[
 ]  # fmt: skip
 
 
-def _table() -> str:
-    rows = [f"{name}: {preset.about} ({preset.source})" for name, preset in PRESETS.items()]
-    return "; ".join(rows)
+def _table() -> tuple[tuple[str, ...], ...]:
+    head = ("preset", *CHOICES, "KL", "group_size", "ppo", "source")
+    return (head, *(_row(name, preset) for name, preset in PRESETS.items()))
+
+
+def _row(name: str, preset: Preset) -> tuple[str, ...]:
+    kl = " ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in preset.kl.values())
+    bounds = ", ".join(f"{key} {value:g}" for key, value in preset.ppo.items())
+    return (name, *preset.choices.values(), kl, str(preset.group_size), bounds or "-", preset.source)
 
 
 class AlgorithmConfig(Section):
     """The algorithm: a preset, or a preset with some of its choices changed."""
 
-    preset: Name = Field("ppo", description=f"what gives the other choices, and their companions in `ppo`: {_table()}")
+    preset: Annotated[Name, Choices(_table())] = Field(
+        "ppo",
+        description="what gives the other choices here their defaults, and `ppo.kl`, bounds in `ppo` and `rollout.group_size` "
+        "theirs; `oppo config --explain algorithm.preset` shows them",
+    )
     baseline: Baseline = Field(
         "critic",
         description="what a score is compared with: a critic's values (GAE), the mean of its group's scores, the mean of the "
@@ -145,6 +156,22 @@ class AlgorithmConfig(Section):
         return self.baseline == "critic"
 
     @property
+    def contradiction(self) -> str | None:
+        """A critic makes a preset ppo: the others have no section for it, and ppo no use for a group's baseline."""
+        preset, critic = self.preset, PRESETS[self.preset].baseline == "critic"
+        if self.critic and not critic:
+            return (
+                f"algorithm.baseline is critic, but algorithm.preset {preset} has none; remove it, or choose preset ppo with the "
+                "other choices set"
+            )
+        if critic and not self.critic:
+            return (
+                f"algorithm.baseline is {self.baseline}, but algorithm.preset {preset} is what trains a critic; remove it, or "
+                "choose a preset without one (reinforce_pp has no baseline, grpo a group's)"
+            )
+        return None
+
+    @property
     def compares(self) -> bool:
         """Whether a response's score is changed by those of others."""
         return self.baseline in ("group_mean", "others") or self.scale in ("group_std", "batch_std", "advantage_std")
@@ -156,7 +183,8 @@ class AlgorithmConfig(Section):
 
 
 def with_preset(settings: Any) -> Any:
-    """The settings with what belongs to `algorithm.preset` beside the choices: the KL, bounds of the ratio, the group size."""
+    """The settings with what belongs to `algorithm.preset` beside the choices: the KL, bounds of the ratio, the group size, and
+    the filter of groups where backfill makes one possible."""
     if not isinstance(settings, dict):
         return settings
     algorithm = settings.get("algorithm", {})
@@ -169,4 +197,7 @@ def with_preset(settings: Any) -> Any:
         settings = settings | {"ppo": dict(preset.ppo) | ppo | {"kl": {**preset.kl, **ppo.get("kl", {})}}}
     if isinstance(rollout, dict):
         settings = settings | {"rollout": {"group_size": preset.group_size} | rollout}
+    overlap = settings.get("overlap", {})
+    if preset.filter is not None and isinstance(overlap, dict) and overlap.get("backfill"):
+        settings = {"filter": dict(preset.filter)} | settings
     return settings

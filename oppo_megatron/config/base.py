@@ -19,6 +19,13 @@ class Unit:
     name: str
 
 
+@dataclass(frozen=True)
+class Choices:
+    """What each value of a setting stands for, as a table whose first row is its head, for `oppo config --explain`."""
+
+    rows: tuple[tuple[str, ...], ...]
+
+
 class Section(BaseModel):
     """A section that refuses unknown keys, booleans as numbers, infinities, and validates on assignment."""
 

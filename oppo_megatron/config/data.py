@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+import regex
+from pydantic import Field, field_validator
 
 from oppo_megatron.config.base import Section, Unit
 from oppo_megatron.config.remote import IsolationConfig, RemoteRewardConfig
@@ -29,9 +30,10 @@ class ColumnsConfig(Section):
     """The columns of a row by their part.  A null part is found by the known names (GSM8K's, TRL's, OpenAI's)."""
 
     prompt: str | None = Field(None, description="the prompt: text, or a list of messages")
-    completion: str | None = Field(None, description="the answer to learn (`oppo sft`)")
-    chosen: str | None = Field(None, description="the better answer (`oppo rm`)")
-    rejected: str | None = Field(None, description="the worse answer (`oppo rm`)")
+    completion: str | None = Field(None, description="the answer to learn or to judge (`oppo sft`, `oppo kto`)")
+    chosen: str | None = Field(None, description="the better answer (`oppo rm`, `oppo dpo`, `oppo kto`)")
+    rejected: str | None = Field(None, description="the worse answer (`oppo rm`, `oppo dpo`, `oppo kto`)")
+    label: str | None = Field(None, description="whether the answer is wanted: true or false, 1 or 0 (`oppo kto`)")
 
 
 class DataConfig(Section):
@@ -64,30 +66,65 @@ class DataConfig(Section):
     max_prompt_tokens: int = Field(1024, ge=1, description="longest prompt (`oppo train`)")
     long_rows: Literal["error", "truncate", "quarantine"] = Field(
         "error",
-        description="a longer prompt ends the run, is cut to its end, or is set aside; for `oppo sft` and `oppo rm` "
+        description="a longer prompt ends the run, is cut to its end, or is set aside; for `oppo sft`, `rm`, `dpo` and `kto` "
         "the same for a row of more than `max_tokens`, by default `quarantine`",
     )
     shuffle: bool = Field(True, description="a new order each epoch, from the seed; false: the file's order")
 
 
+RuleName = Literal["arithmetic", "gsm8k", "math", "multiple_choice", "format", "length", "code"]
+"""The rules of kind verifier (docs/rewards.md)."""
+
+RULE_WALL_S = {"math": 5.0, "code": 10.0}
+"""The rules that run in processes of their own, and the time limit of a response."""
+
+
 class RewardPart(Section):
     """One summand of the reward: `weight` times the number that `kind` gives for a finished response.
 
-    kind: `model` the reward model's scalar; `verifier` a rule by `name` (`arithmetic`, `gsm8k`) that compares the
-    response with column `answer`; `python` a user's function `entry_point` = `package.module:function` or
-    `file.py:function`, called with (prompt, response, fields); `http` a reward service at `url` (docs/rewards.md).
+    kind: `model` the reward model's scalar; `verifier` a rule by `name`, most of which compare the response with column
+    `answer`; `python` a user's function `entry_point` = `package.module:function` or `file.py:function`, called with
+    (prompt, response, fields); `http` a reward service at `url` (docs/rewards.md).
     """
 
     kind: Literal["model", "verifier", "python", "http"] = Field(
         ..., description="source of the number: the reward model, a rule, a function, a service"
     )
     weight: Annotated[float, Unit("factor")] = Field(1.0, description="factor of this part in the sum")
-    name: Literal["arithmetic", "gsm8k"] | None = Field(None, description="the rule (verifier)")
-    answer: str = Field("answer", description="column that holds the expected answer (verifier)")
+    name: RuleName | None = Field(None, description="the rule (verifier)")
+    answer: str = Field(
+        "answer", description="column that holds the expected answer, for rule `code` the tests (verifier)"
+    )
+    method: Literal["strict", "flexible"] = Field(
+        "strict",
+        description="flexible: where no answer is marked, the last number in the response counts (rule `gsm8k`)",
+    )
+    pattern: str | None = Field(
+        None, description="regular expression, of which `.` matches a line's end, too (rule `format`)"
+    )
+    match: Literal["full", "search"] = Field(
+        "full", description="the pattern has to match the whole response, or any stretch of it (rule `format`)"
+    )
+    buffer_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="the penalty grows from 0 to -1 over the last tokens before `max_tokens` (rule `length`)",
+    )
+    max_tokens: int | None = Field(
+        None, ge=1, description="length from which on it is -1; null: `rollout.max_response_tokens` (rule `length`)"
+    )
+    partial_credit: bool = Field(
+        False, description="the share of passed tests; false: 1 if all passed, else 0 (rule `code`)"
+    )
+    processes: Annotated[int, Unit("processes")] = Field(
+        4, ge=1, description="responses that are checked at once (rules `math` and `code`)"
+    )
     entry_point: str | None = Field(None, description="`package.module:function` or `folder/file.py:function` (python)")
     options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments for the entry point")
     isolate: bool | IsolationConfig = Field(
-        False, description="call it in its own process with these limits; true: with the default limits (python)"
+        False,
+        description="call it in its own process with these limits; true: with the default limits (python; the rules "
+        "`math` and `code` always have processes, by default with `wall_s` 5 and 10)",
     )
     url: str | None = Field(None, description="address to which responses are posted: `http://HOST:PORT/score` (http)")
     token_env: str | None = Field(
@@ -95,12 +132,30 @@ class RewardPart(Section):
     )
     remote: RemoteRewardConfig = RemoteRewardConfig()
 
+    @field_validator("pattern")
+    @classmethod
+    def _readable(cls, pattern: str | None) -> str | None:
+        if pattern is not None:
+            compile_pattern(pattern)
+        return pattern
+
     @property
     def isolation(self) -> IsolationConfig | None:
         """The limits of its process; None: it has no process of its own."""
         if isinstance(self.isolate, IsolationConfig):
             return self.isolate
+        if self.kind == "verifier":
+            wall_s = RULE_WALL_S.get(self.name or "")
+            return None if wall_s is None else IsolationConfig(wall_s=wall_s)
         return IsolationConfig() if self.isolate else None
+
+
+def compile_pattern(pattern: str) -> regex.Pattern[str]:
+    """The regular expression of a rule `format`.  Raises ValueError if it is none."""
+    try:
+        return regex.compile(pattern, regex.DOTALL)
+    except regex.error as error:
+        raise ValueError(f"a regular expression ({error})") from error
 
 
 KNOWN_NAMES: dict[str, tuple[str, ...]] = {
@@ -108,4 +163,5 @@ KNOWN_NAMES: dict[str, tuple[str, ...]] = {
     "completion": ("completion", "response", "answer", "output"),
     "chosen": ("chosen",),
     "rejected": ("rejected",),
+    "label": ("label",),
 }

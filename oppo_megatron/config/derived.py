@@ -49,13 +49,26 @@ def share_of_sequences(config: TrainConfig, dp: int) -> int:
     return ceil(most_sequences(config) // size / dp) * size
 
 
+def describe_batch(config: TrainSettings) -> str:
+    """Rows, groups and optimizer steps of a batch, in a line."""
+    rollout, ppo = config.rollout, config.ppo
+    groups = rollout.batch_size // rollout.group_size
+    prompts = f"{groups} groups of {rollout.group_size}" if rollout.group_size > 1 else f"{groups} prompts"
+    updates = ppo.epochs * ppo.minibatches
+    return (
+        f"algorithm {config.algorithm.preset}: a batch is {rollout.batch_size} responses to {prompts}; "
+        f"{updates} optimizer step{'s' * (updates > 1)} (epochs {ppo.epochs} x minibatches {ppo.minibatches}) "
+        f"of {minibatch_rows(config)} responses"
+    )
+
+
 def longest_chunk(config: TrainConfig) -> int:
     """Decode steps that a round has at most: no more than a response has tokens, and none beyond an admission."""
     period, longest = config.overlap.admission_period, config.rollout.max_response_tokens
     return longest if period is None else min(period, longest)
 
 
-def minibatch_rows(config: TrainConfig) -> int:
+def minibatch_rows(config: TrainSettings) -> int:
     """Rollouts of one optimizer step."""
     return max(1, config.rollout.batch_size // config.ppo.minibatches)
 
@@ -88,3 +101,14 @@ def best_standard(config: TrainSettings | SupervisedConfig) -> Standard | None:
         return config.early_stop.standard
     metric = names[0] if names else config.ALWAYS_MEASURED
     return None if metric is None else Standard.of(metric)
+
+
+BATCHES_JUDGED = 10
+"""With a filter, and no number of groups given: so many batches' groups may be judged for one."""
+
+
+def most_judged(config: TrainConfig) -> int:
+    """Groups that a step may judge without having a batch."""
+    groups = config.rollout.batch_size // config.rollout.group_size
+    given = None if config.filter is None else config.filter.max_groups
+    return BATCHES_JUDGED * groups if given is None else given

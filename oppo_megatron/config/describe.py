@@ -14,15 +14,23 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from oppo_megatron.config.base import Section, Unit
+from oppo_megatron.config.base import Choices, Section, Unit
 from oppo_megatron.config.explain import section_in
-from oppo_megatron.config.run import RewardModelConfig, SFTConfig, TrainSettings
+from oppo_megatron.config.preference import DPOConfig, KTOConfig
+from oppo_megatron.config.run import RewardModelConfig, SFTConfig, SupervisedConfig, TrainSettings
 from oppo_megatron.config.serve import ServeRewardConfig, ServeScorerConfig
+
+SUPERVISED: dict[str, type[SupervisedConfig]] = {
+    "sft": SFTConfig,
+    "rm": RewardModelConfig,
+    "dpo": DPOConfig,
+    "kto": KTOConfig,
+}
+"""The commands that train one model on rows."""
 
 COMMANDS: dict[str, type[Section]] = {
     "train": TrainSettings,
-    "sft": SFTConfig,
-    "rm": RewardModelConfig,
+    **SUPERVISED,
     "serve-reward": ServeRewardConfig,
     "serve-scorer": ServeScorerConfig,
 }
@@ -74,6 +82,11 @@ class Setting:
             return None
         given = [rule.name for rule in self.field.metadata if isinstance(rule, Unit)]
         return given[0] if given else UNITS_OF_NAMES.get(self.name.rpartition("_")[2])
+
+    @property
+    def table(self) -> tuple[tuple[str, ...], ...]:
+        """What each value stands for, head first; nothing where a list of them says it."""
+        return next((rule.rows for rule in self.field.metadata if isinstance(rule, Choices)), ())
 
     @property
     def default(self) -> str:

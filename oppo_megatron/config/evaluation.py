@@ -32,7 +32,7 @@ class EvaluationConfig(MeasuringConfig):
     """Held-out prompts, answered before the first step, after the last and in between, and the judges of the responses."""
 
     data: DataConfig
-    verifier: Literal["arithmetic", "gsm8k"] | None = Field(
+    verifier: Literal["arithmetic", "gsm8k", "math", "multiple_choice"] | None = Field(
         None, description="rule whose share of right responses is the metric `accuracy`, checked against the column "
         "`answer`; null: only `metrics`"
     )
@@ -76,9 +76,9 @@ class EarlyStopConfig(Section):
 
     metric: str = Field(
         ...,
-        description="a metric of `evaluation`: `accuracy`, the label of a part, `response_tokens`; for sft and rm "
-        "`loss`, ... Lower is better for `loss` and `truncated`, higher for others; `min toxicity` and `max length` "
-        "override this",
+        description="a metric of `evaluation`: `accuracy`, the label of a part, `response_tokens`; for supervised "
+        "training `loss`, `accuracy`, `margin`. Lower is better for `loss` and `truncated`, higher for others; "
+        "`min toxicity` and `max length` override this",
     )
     patience: Annotated[int, Unit("evaluations")] = Field(
         3, ge=1, description="end after this many consecutive evaluations that do not beat the best"

@@ -36,6 +36,8 @@ def _sentence(kind: type[Section], path: Path, details: list[ErrorDetails]) -> s
     if first["type"] == "missing":
         return f"`{name}` is missing; add it{_described(kind, path)}"
     rules = " or ".join(dict.fromkeys(_rule(detail) for detail in details))
+    if not path:  # a rule that ties sections together says all of it
+        return rules
     return f"`{name}` is {_shown(first['input'])}, but must be {rules}; {_remedy(details)}"
 
 

@@ -28,7 +28,9 @@ class DeltaConfig(Section):
     )
     initial: Annotated[int, Unit("prompts")] = Field(4, ge=0, description="delta of the first step")
     min: Annotated[int, Unit("prompts")] = Field(0, ge=0, description="smallest delta")
-    max: Annotated[int, Unit("prompts")] = Field(8, ge=0, description="largest delta; at most the batch size")
+    max: Annotated[int, Unit("prompts")] = Field(
+        8, ge=0, description="largest delta; at most the prompts of `max_staleness` batches"
+    )
     window: Annotated[int, Unit("steps")] = Field(
         5, ge=1, description="steps averaged by the rule (W or w in the paper)"
     )
@@ -45,8 +47,11 @@ class CarryConfig(Section):
 
     chunk: ChunkConfig = ChunkConfig()
     delta: DeltaConfig = DeltaConfig()
-    max_deferrals: Annotated[int, Unit("steps")] = Field(
-        4, ge=1, description="the batch waits for a rollout carried this often"
+    max_staleness: Annotated[int, Unit("steps")] = Field(
+        4,
+        ge=1,
+        description="most steps that a prompt's rollouts are carried before they are trained; the batch waits for as many of the "
+        "oldest as this needs, and nothing is thrown away",
     )
 
 

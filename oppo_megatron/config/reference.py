@@ -12,9 +12,9 @@ from oppo_megatron.config.describe import COMMANDS, LISTED, Setting, about, sett
 INTRODUCTION = """\
 # Configuration
 
-All settings of `oppo train`, `oppo sft`, `oppo rm`, `oppo serve-reward` and `oppo serve-scorer`, and of the block `oppo:` for
-[the NeMo-Aligner plugin](nemo_aligner.md). The page is generated from the schema in `oppo_megatron/config/`:
-`python -m oppo_megatron.config.reference > docs/configuration.md`.
+All settings of `oppo train`, `oppo sft`, `oppo rm`, `oppo dpo`, `oppo kto`, `oppo serve-reward` and `oppo serve-scorer`,
+and of the block `oppo:` for [the NeMo-Aligner plugin](nemo_aligner.md). The page is generated from the schema in
+`oppo_megatron/config/`: `python -m oppo_megatron.config.reference > docs/configuration.md`.
 
 A configuration is a YAML file. Settings on the command line, after the file's name, replace those of the file:
 
@@ -31,6 +31,8 @@ The column *unit* gives the unit of a number; 1 marks a pure number. A MiB is 2^
 PAGES: dict[str, type[Section]] = {
     "`oppo train`": COMMANDS["train"],
     "`oppo sft` and `oppo rm`": COMMANDS["sft"],
+    "`oppo dpo`": COMMANDS["dpo"],
+    "`oppo kto`": COMMANDS["kto"],
     "`oppo serve-reward`": COMMANDS["serve-reward"],
     "`oppo serve-scorer`": COMMANDS["serve-scorer"],
     "`trainer.ppo.oppo` of NeMo-Aligner": AlignerConfig,

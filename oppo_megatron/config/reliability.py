@@ -26,7 +26,7 @@ class CheckpointConfig(Section):
         False,
         description="save after each step that is the best so far, keep that checkpoint too, and write its weights to "
         "`best/`; a text names the held-out metric that decides, as in `early_stop.metric`; true: the metric of "
-        "`early_stop`, else the first of `evaluation` (sft and rm: `loss`); if `oppo train` has neither, `reward`, "
+        "`early_stop`, else the first of `evaluation` (supervised training: `loss`); if `oppo train` has neither, `reward`, "
         "the mean reward of a step, among the saved steps",
     )
     asynchronous: bool = Field(

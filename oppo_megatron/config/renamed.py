@@ -77,6 +77,7 @@ NO_CONTEXT_PARALLELISM = Fixed(
 
 def _of_overlap(block: str) -> dict[str, Moved | Fixed]:
     return {
+        f"{block}.max_deferrals": Moved(f"{block}.max_staleness"),
         f"{block}.chunk.trials": Fixed("1", NOT_TUNED),
         f"{block}.delta.target_waste": Fixed("0.35", NOT_TUNED),
         f"{block}.delta.dead_band": Fixed("0.05", NOT_TUNED),

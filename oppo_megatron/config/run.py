@@ -23,6 +23,7 @@ from oppo_megatron.config.evaluation import (
     HeldoutConfig,
     MeasuringConfig,
 )
+from oppo_megatron.config.filtering import FilterConfig, OverlongConfig
 from oppo_megatron.config.guards import GuardsConfig
 from oppo_megatron.config.model import (
     ActorConfig,
@@ -63,7 +64,7 @@ def _of_dtype(role: Any, dtype: Any) -> Any:
 
 
 def _with_long_rows(settings: Any) -> Any:
-    """The settings of `oppo sft` and `oppo rm`, where `long_rows` is `quarantine` by default, for held-out rows as for others."""
+    """The settings of supervised runs, where `long_rows` is `quarantine` by default, for held-out rows as for others."""
     data = settings.get("data") if isinstance(settings, dict) else None
     if not isinstance(data, dict):
         return settings
@@ -153,7 +154,10 @@ class TrainSettings(RunConfig):
     rollout: RolloutConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
     ppo: PPOConfig = PPOConfig()
+    overlong: OverlongConfig = OverlongConfig()
     overlap: OverlapConfig = OverlapConfig()
+    filter: FilterConfig | None = Field(None, description="drops groups whose responses are all equally good; null: none is; "
+    "default: that of `algorithm.preset`, where `overlap.backfill` is set")
     evaluation: EvaluationConfig | None = None
     guards: GuardsConfig = GuardsConfig()
     checkpoint: TrainCheckpointConfig = TrainCheckpointConfig()
@@ -167,6 +171,8 @@ class TrainSettings(RunConfig):
     @model_validator(mode="after")
     def _roles_of_algorithm(self) -> Self:
         preset, mode = self.algorithm.preset, self.ppo.kl.mode
+        if problem := self.algorithm.contradiction:
+            raise ValueError(problem)
         if self.algorithm.critic and self.critic is None:
             raise ValueError(
                 f"critic is missing, but algorithm.preset {preset} trains one; add the section, with checkpoint or init"
@@ -214,10 +220,12 @@ class TrainConfig(TrainSettings):
 
 
 class SupervisedConfig(RunConfig):
-    """Settings that `oppo sft` and `oppo rm` share."""
+    """Settings that `oppo sft`, `oppo rm`, `oppo dpo` and `oppo kto` share."""
 
     epochs: Annotated[float, Unit("passes")] = Field(1.0, gt=0, description="passes over the data; may be a fraction")
-    batch_size: Annotated[int, Unit("rows")] = Field(32, ge=1, description="rows (pairs for `rm`) per optimizer step")
+    batch_size: Annotated[int, Unit("rows")] = Field(
+        32, ge=1, description="rows (pairs for `rm` and `dpo`) per optimizer step"
+    )
     max_tokens: int = Field(1024, ge=2, description="longest prompt + completion")
     parallel: ParallelConfig = ParallelConfig()
     model: LearningModelConfig
@@ -227,8 +235,9 @@ class SupervisedConfig(RunConfig):
     @model_validator(mode="before")
     @classmethod
     def _common_dtype(cls, data: Any) -> Any:
-        return _with_long_rows(_with_common_dtype(data, ("model",)))
+        return _with_long_rows(_with_common_dtype(data, cls.MODELS))
 
+    MODELS: ClassVar[tuple[str, ...]] = ("model",)
     USUAL_RATE: ClassVar[UsualRate] = UsualRate(1e-5, 1e-4)
 
     @model_validator(mode="after")
@@ -236,6 +245,12 @@ class SupervisedConfig(RunConfig):
         if self.optimizer.lr is None:
             self.optimizer = self.optimizer.settled(self.USUAL_RATE, self.model.lora)
         return self
+
+    @property
+    def models(self) -> dict[str, ModelConfig]:
+        """The models that are read, by the key of their section."""
+        found = {name: getattr(self, name) for name in self.MODELS}
+        return {name: model for name, model in found.items() if model is not None}
 
     @property
     def measured(self) -> list[str]:

@@ -26,7 +26,7 @@ REMEDIES = {
     "lower the learning rate, or set guards.non_finite=skip to go on without such steps",
     "kl_mean": "raise ppo.kl.coefficient, lower the learning rate, or raise guards.kl_mean.limit",
     "ratio_max": LOWER.format(rule="ratio_max"),
-    "ess": "lower overlap.max_deferrals or delta, so that fewer tokens are stale, or lower guards.ess.limit",
+    "ess": "lower overlap.max_staleness or delta, so that fewer tokens are stale, or lower guards.ess.limit",
     "logprob_gap": "the two forwards do not compute the same policy. Raise guards.logprob_gap.limit only for low-precision "
     "weights",
 }

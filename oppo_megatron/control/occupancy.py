@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from oppo_megatron.chunks import GOES_ON, Chunk, Ints
 from oppo_megatron.columns import columns_of
-from oppo_megatron.records import Chunk, Rollout
+from oppo_megatron.records import Rollout
 
 
 class Occupancy:
@@ -23,13 +24,13 @@ class Occupancy:
         self._clock = clock
         self._num_steps = self._num_tokens = self._width = 0
 
-    def record(self, chunk: Chunk) -> None:
-        """The next chunk of the phase."""
-        counts = [len(row.tokens) for row in chunk.rows]
-        ends = [chunk.clock if row.finish_clock is None else row.finish_clock for row in chunk.rows]
-        self._num_steps += chunk.clock - self._clock
-        self._num_tokens += sum(counts)
-        self._width = max(self._width, _most_running(counts, ends))
+    def record(self, chunk: Chunk, since: int | None = None) -> None:
+        """The next chunk of the phase; `since`: when it began, if the clock passed by while nothing was decoded."""
+        rows = chunk.rows
+        ends = np.where(rows.finish_clocks == GOES_ON, chunk.clock, rows.finish_clocks)
+        self._num_steps += chunk.clock - (self._clock if since is None else since)
+        self._num_tokens += rows.num_tokens
+        self._width = max(self._width, _most_running(rows.counts, ends))
         self._clock = chunk.clock
 
     def state_dict(self) -> dict[str, Any]:
@@ -45,19 +46,23 @@ class Occupancy:
         return occupancy
 
     @property
+    def num_steps(self) -> int:
+        """Decode steps so far."""
+        return self._num_steps
+
+    @property
     def tail_waste(self) -> float:
         """1 - tokens / (decode steps x the most sequences that ran at once); 0 where nothing was decoded."""
         return 1 - self._num_tokens / (self._num_steps * self._width) if self._num_tokens else 0.0
 
 
-def _most_running(counts: Sequence[int], ends: Sequence[int]) -> int:
+def _most_running(counts: Ints, ends: Ints) -> int:
     """Of rows that ran in `counts` steps up to the clocks `ends`."""
-    if not counts:
+    if not len(counts):
         return 0
-    stop = np.array(ends, dtype=np.int64)
-    start = stop - np.array(counts, dtype=np.int64)
-    first = start.min()
-    begun, ended = np.bincount(start - first, minlength=stop.max() - first + 1), np.bincount(stop - first)
+    starts = ends - counts
+    first = starts.min()
+    begun, ended = np.bincount(starts - first, minlength=ends.max() - first + 1), np.bincount(ends - first)
     return int(np.cumsum(begun - ended).max())
 
 

@@ -6,6 +6,7 @@ Known names, in the order in which they are tried (GSM8K's, TRL's, OpenAI's, Alp
     completion  completion, response, answer, output
     chosen      chosen
     rejected    rejected
+    label       label
 
 A value is text or a list of messages, `{"role": ..., "content": ...}` or `{"from": ..., "value": ...}`.  If there is no
 prompt column but chosen and rejected are whole dialogues, the prompt is their common beginning.
@@ -30,6 +31,8 @@ ASSISTANT_MARK, HUMAN_MARK = "\n\nAssistant:", "\n\nHuman:"
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
          "model": "assistant", "bot": "assistant", "function_response": "tool", "observation": "tool"}  # fmt: skip
 """Words for those who speak in ShareGPT's files, and the chat templates' own for them."""
+LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+"""Whether a completion is wanted, by the text of a label's value in small letters."""
 KNOWN_ROLES = ("user", "assistant", "system", "tool")
 
 
@@ -101,6 +104,20 @@ def read_value(row: Row, column: str) -> Value:
     if value == [] or value is None:
         raise DataError(f"column {column!r} is empty ({value!r})")
     raise DataError(f"column {column!r} is neither text nor a list of messages, but {type(value).__name__}")
+
+
+def read_label(row: Row, column: str) -> bool:
+    """Whether the row's completion is wanted.  Raises `DataError` where the column does not say so plainly."""
+    if column not in row.values:
+        raise DataError(f"column {column!r} is missing (the row has: {', '.join(row.values) or 'none'})")
+    value = row.values[column]
+    said = LABELS.get(str(value).strip().lower())
+    if said is None:
+        raise DataError(
+            f"column {column!r} is {value!r:.40}, which says neither that the completion is wanted (true, 1) nor that it is not "
+            "(false, 0)"
+        )
+    return said
 
 
 def _checked_text(text: str, what: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from oppo_megatron.config.data import DataConfig
@@ -12,7 +12,10 @@ from oppo_megatron.data.columns import (
     HUMAN_MARK,
     Value,
     align,
+    find_column,
+    read_label,
     read_value,
+    require_column,
     split_dialogue,
     split_last_turn,
     split_pair,
@@ -54,7 +57,56 @@ def read_prompts(config: DataConfig, tokenizer: Tokenizer, problems: RowProblems
 
 def read_completions(config: DataConfig, tokenizer: Tokenizer, problems: RowProblems) -> list[Example]:
     """Prompts with one completion: its column, or assistant turns of a dialogue, as `config.turns` says."""
+    return _completions(read_rows(config, problems, ["prompt", "completion"]), config, tokenizer, problems)
+
+
+def read_pairs(config: DataConfig, tokenizer: Tokenizer, problems: RowProblems) -> list[Example]:
+    """Prompts with a chosen and a rejected answer."""
     rows = read_rows(config, problems, ["prompt", "completion"])
+    examples = _pairs(rows, config, tokenizer, problems)
+    same = sum(example.answers[0] == example.answers[1] for example in examples)
+    if same:
+        problems.quarantine.note(
+            f"{same} of {len(examples)} pairs have the same text as chosen and rejected: they teach nothing"
+        )
+    return examples
+
+
+def read_marked(config: DataConfig, tokenizer: Tokenizer, problems: RowProblems) -> list[tuple[Example, bool]]:
+    """Prompts with one completion each, and whether it is wanted: by the label's column, or pairs, of which each is two."""
+    rows = read_rows(config, problems, ["prompt", "completion"])
+    column = find_column("label", config.columns, rows)
+    if column is None and find_column("chosen", config.columns, rows) is not None:
+        return [
+            (replace(pair, answers=(answer,)), wanted)
+            for pair in _pairs(rows, config, tokenizer, problems)
+            if is_unequal(pair, pair.answers, config, problems)
+            for answer, wanted in zip(pair.answers, (True, False), strict=True)
+        ]
+    column = require_column("label", config.columns, rows)
+    marked: list[tuple[Example, bool]] = []
+    for example in _completions(rows, config.model_copy(update={"turns": "last"}), tokenizer, problems):
+        try:
+            marked.append((example, read_label(example.row, column)))
+        except DataError as refusal:
+            problems.report(example.row.file, example.row.line, str(refusal), config.bad_rows, once=True)
+    return marked
+
+
+def is_unequal(
+    example: Example, answers: Sequence[str | list[int]], config: DataConfig, problems: RowProblems, when: str = ""
+) -> bool:
+    """Whether a pair's answers, or their tokens, differ; else it is refused by `bad_rows`.  `when`: where they did before."""
+    if answers[0] != answers[1]:
+        return True
+    reason = f"chosen and rejected are the same{when}: such a pair prefers nothing"
+    problems.report(example.row.file, example.row.line, reason, config.bad_rows, once=True)
+    return False
+
+
+def _completions(
+    rows: Sequence[Row], config: DataConfig, tokenizer: Tokenizer, problems: RowProblems
+) -> list[Example]:
     layout = recognise(config, rows, "completion")
 
     def with_completion(row: Row) -> Sequence[Answered]:
@@ -66,17 +118,10 @@ def read_completions(config: DataConfig, tokenizer: Tokenizer, problems: RowProb
     return _render(rows, with_completion, layout, "completion", config, tokenizer, problems)
 
 
-def read_pairs(config: DataConfig, tokenizer: Tokenizer, problems: RowProblems) -> list[Example]:
-    """Prompts with a chosen and a rejected answer."""
-    rows = read_rows(config, problems, ["prompt", "completion"])
+def _pairs(rows: Sequence[Row], config: DataConfig, tokenizer: Tokenizer, problems: RowProblems) -> list[Example]:
     layout = recognise(config, rows, "pair")
     examples = _render(rows, lambda row: [_pair(row, layout)], layout, "pair", config, tokenizer, problems)
-    same = sum(example.answers[0] == example.answers[1] for example in examples)
     longer = sum(any(HUMAN_MARK in answer for answer in example.answers) for example in examples)
-    if same:
-        problems.quarantine.note(
-            f"{same} of {len(examples)} pairs have the same text as chosen and rejected: they teach nothing"
-        )
     if longer and layout.format == "hh":
         problems.quarantine.note(
             f"{longer} of {len(examples)} pairs part before their last turn: their answers hold all turns from there on"

@@ -44,9 +44,9 @@ def load_completions(
     """
     problems, is_first = RowProblems(quarantine), not quarantine.first
     examples = read_completions(config, tokenizer, problems)
-    rows = [Completion(*parts) for parts in _tokenize(examples, config, tokenizer, max_tokens, long_rows, problems)]
+    rows = [Completion(*parts) for _, parts in tokenize(examples, config, tokenizer, max_tokens, long_rows, problems)]
     if is_first:
-        quarantine.first = _as_trained(quarantine.first, rows[0], tokenizer)
+        quarantine.first = as_trained(quarantine.first, rows[0], tokenizer)
     return rows
 
 
@@ -56,21 +56,22 @@ def load_pairs(
     """Rows for the reward model; `max_tokens` bounds prompt + the longer answer.  Otherwise as `load_completions`."""
     problems, is_first = RowProblems(quarantine), not quarantine.first
     examples = read_pairs(config, tokenizer, problems)
-    rows = [Pair(*parts) for parts in _tokenize(examples, config, tokenizer, max_tokens, long_rows, problems)]
+    rows = [Pair(*parts) for _, parts in tokenize(examples, config, tokenizer, max_tokens, long_rows, problems)]
     if is_first:
-        quarantine.first = _as_trained(quarantine.first, rows[0], tokenizer)
+        quarantine.first = as_trained(quarantine.first, rows[0], tokenizer)
     return rows
 
 
-def _tokenize(
+def tokenize(
     examples: Sequence[Example],
     config: DataConfig,
     tokenizer: Tokenizer,
     max_tokens: int,
     long_rows: LongRows,
     problems: RowProblems,
-) -> list[list[list[int]]]:
-    tokenized: list[list[list[int]]] = []
+) -> list[tuple[Example, list[list[int]]]]:
+    """The examples that can be used, each with the tokens of its prompt and answers.  Raises DataError as `load_completions`."""
+    tokenized: list[tuple[Example, list[list[int]]]] = []
     for example in examples:
         prompt = encode_prompt(tokenizer, example.prompt)
         answers = [_ended(tokenizer.encode(answer), tokenizer) for answer in example.answers]
@@ -78,9 +79,9 @@ def _tokenize(
         if not prompt:
             problems.report(example.row.file, example.row.line, "the prompt has no token", config.bad_rows)
         elif num_tokens <= max_tokens:
-            tokenized.append([prompt, *answers])
+            tokenized.append((example, [prompt, *answers]))
         elif long_rows == "truncate":
-            tokenized.append(_cut(tokenizer, prompt, answers, max_tokens))
+            tokenized.append((example, _cut(tokenizer, prompt, answers, max_tokens)))
         else:
             reason = f"prompt and answer have {num_tokens} tokens, more than max_tokens={max_tokens}"
             problems.report(example.row.file, example.row.line, reason, long_rows, setting="data.long_rows")
@@ -88,7 +89,7 @@ def _tokenize(
     return tokenized
 
 
-def _as_trained(texts: Mapping[str, str], row: Completion | Pair, tokenizer: Tokenizer) -> dict[str, str]:
+def as_trained(texts: Mapping[str, str], row: Completion | Pair, tokenizer: Tokenizer) -> dict[str, str]:
     """The parts of `row` as text: those of `texts` that are its very tokens, the others read back from them.
 
     A row may have been cut, at its length or after its EOS, and `texts` may be of one that was set aside.

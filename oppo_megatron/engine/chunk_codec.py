@@ -13,15 +13,13 @@ never a wrong score.
 from __future__ import annotations
 
 import zlib
-from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from oppo_megatron.engine.row_words import FIELDS, REASONS, Words, body_of, fields_of, row_of
+from oppo_megatron.chunks import FIELDS, GOES_ON, REASONS, Chunk, ChunkRows, Ints
 from oppo_megatron.errors import StreamError
-from oppo_megatron.records import Chunk, ChunkRow
 
 HEADER_SIZE = 7
 ROW_SIZE = FIELDS + 1
@@ -56,30 +54,31 @@ class ChunkBooks:
 class ChunkEncoder(ChunkBooks):
     """The sending end."""
 
-    def encode(self, chunk: Chunk) -> tuple[Words, Words]:
+    def encode(self, chunk: Chunk) -> tuple[Ints, Ints]:
         """(header, payload) of the next message."""
-        rows = np.array([self._row(row) for row in chunk.rows], dtype=np.int64).reshape(-1)
-        num_tokens = sum(len(row.tokens) for row in chunk.rows)
-        words = np.array(
-            [MAGIC, self._next_index, chunk.clock, len(chunk.rows), num_tokens, chunk.halt], dtype=np.int64
-        )
+        rows = chunk.rows.packed()
+        table = np.vstack([rows.table, np.array(list(self._checksums(rows)), dtype=np.int64)])
+        words = np.array([MAGIC, self._next_index, chunk.clock, len(rows), rows.num_tokens, chunk.halt], dtype=np.int64)
         header = np.append(words, zlib.crc32(words.tobytes()))
         self._next_index += 1
-        return header, np.concatenate([rows, body_of(chunk.rows)])
+        return header, np.concatenate([table.T.reshape(-1), rows.body.reshape(-1)])
 
-    def _row(self, row: ChunkRow) -> list[int]:
-        ledger = self.ledgers[row.seq_id]
-        assert ledger.offset == row.offset, f"sequence {row.seq_id}: chunk at {row.offset} after {ledger.offset} tokens"
-        ledger.offset += len(row.tokens)
-        ledger.checksum = _checksum(row, ledger.checksum)
-        return [*fields_of(row), ledger.checksum]
+    def _checksums(self, rows: ChunkRows) -> Iterator[int]:
+        """The checksum of each row; the ledgers advance."""
+        sent = _Sent(rows)
+        for i, (seq_id, offset, count) in enumerate(rows.table[:3].T.tolist()):
+            ledger = self.ledgers[seq_id]
+            assert ledger.offset == offset, f"sequence {seq_id}: chunk at {offset} after {ledger.offset} tokens"
+            ledger.offset += count
+            ledger.checksum = sent.checksum(i, ledger.checksum)
+            yield ledger.checksum
 
 
 class ChunkDecoder(ChunkBooks):
     """The receiving end."""
 
-    def payload_size(self, header: Words) -> int:
-        """Words of the payload that follows.  Raises StreamError for a header out of its place."""
+    def payload_size(self, header: Ints) -> int:
+        """Ints of the payload that follows.  Raises StreamError for a header out of its place."""
         magic, index, _, num_rows, num_tokens, _, checksum = (int(x) for x in header)
         if magic != MAGIC or checksum != zlib.crc32(header[:-1].tobytes()):
             raise StreamError(
@@ -89,7 +88,7 @@ class ChunkDecoder(ChunkBooks):
         self._check_index(index)
         return num_rows * ROW_SIZE + 3 * num_tokens
 
-    def decode(self, header: Words, payload: Words) -> Chunk:
+    def decode(self, header: Ints, payload: Ints) -> Chunk:
         """The chunk.  Raises StreamError naming sequence and offset for a lost, repeated or corrupted one."""
         size = self.payload_size(header)
         if len(payload) != size:
@@ -99,17 +98,20 @@ class ChunkDecoder(ChunkBooks):
         _, index, clock, num_rows, num_tokens, halt, _ = (int(x) for x in header)
         table = payload[: num_rows * ROW_SIZE].reshape(num_rows, ROW_SIZE)
         body = payload[num_rows * ROW_SIZE :].reshape(3, num_tokens)
-        chunk, start = Chunk(index, clock, halt=bool(halt)), 0
-        for *fields, checksum in table.tolist():
-            seq_id, offset, count, _, finish, reason = fields
-            if count < 0 or start + count > num_tokens or finish < -1 or not 0 <= reason < len(REASONS):
-                raise StreamError(f"sequence {seq_id}, offset {offset}: the row of message {index} is corrupted.")
-            row = row_of(fields, body, start)
-            self._accept(row, checksum, index)
-            chunk.rows.append(row)
-            start += count
+        self._require_whole(table.T, num_tokens, index)
+        rows = ChunkRows.packed_as(np.ascontiguousarray(table[:, :FIELDS].T), body)
+        self._accept(rows, table[:, FIELDS].tolist(), index)
         self._next_index += 1
-        return chunk
+        return Chunk(index, clock, rows, halt=bool(halt))
+
+    def _require_whole(self, table: Ints, num_tokens: int, index: int) -> None:
+        """Raises StreamError for a row that has numbers which none can have."""
+        seq_ids, offsets, counts, _, finish, reasons, _ = table
+        ends = np.cumsum(np.clip(counts, 0, num_tokens))
+        bad = (counts < 0) | (counts > num_tokens) | (ends > num_tokens)
+        bad |= (finish < GOES_ON) | (reasons < 0) | (reasons >= len(REASONS))
+        for i in np.flatnonzero(bad)[:1].tolist():
+            raise StreamError(f"sequence {seq_ids[i]}, offset {offsets[i]}: the row of message {index} is corrupted.")
 
     def _check_index(self, index: int) -> None:
         if index == self._next_index:
@@ -124,30 +126,47 @@ class ChunkDecoder(ChunkBooks):
             return f"{due}; the first sequence waiting is sequence {seq_id} at offset {ledger.offset}"
         return due
 
-    def _accept(self, row: ChunkRow, checksum: int, index: int) -> None:
-        ledger = self.ledgers.get(row.seq_id)
-        where = f"sequence {row.seq_id}, offset {row.offset} (message {index})"
-        if ledger is None:
-            raise StreamError(
-                f"{where}: the sequence is not open here; its admission differs between actor and scorers."
-            )
-        if row.offset != ledger.offset:
-            kind = "lost" if row.offset > ledger.offset else "repeated"
-            raise StreamError(f"{where}: a chunk was {kind}; the next token due has offset {ledger.offset}.")
-        found = _checksum(row, ledger.checksum)
-        if found != checksum:
-            raise StreamError(
-                f"{where}: checksum {found:#010x} where {checksum:#010x} was sent; the chunk was corrupted on its way, "
-                "or actor and scorers hold different prompts."
-            )
-        ledger.offset += len(row.tokens)
-        ledger.checksum = found
+    def _accept(self, rows: ChunkRows, checksums: Sequence[int], index: int) -> None:
+        """Advance the ledgers.  Raises StreamError for the first row that does not continue its sequence, to the bit."""
+        sent = _Sent(rows)
+        for i, (seq_id, offset, count) in enumerate(rows.table[:3].T.tolist()):
+            ledger = self.ledgers.get(seq_id)
+            if ledger is None or offset != ledger.offset:
+                raise StreamError(f"{_where(seq_id, offset, index)}: {_misplaced(offset, ledger)}")
+            found = sent.checksum(i, ledger.checksum)
+            if found != checksums[i]:
+                raise StreamError(
+                    f"{_where(seq_id, offset, index)}: checksum {found:#010x} where {checksums[i]:#010x} was sent; the chunk "
+                    "was corrupted on its way, or actor and scorers hold different prompts."
+                )
+            ledger.offset += count
+            ledger.checksum = found
 
 
-def _checksum(row: ChunkRow, before: int) -> int:
-    finish = -1 if row.finish_clock is None else row.finish_clock
-    head = [row.seq_id, row.offset, row.version, finish, REASONS.index(row.finish_reason)]
-    sent = (array("q", [*head, *row.tokens]), array("d", row.logprobs), array("d", row.sampling_logprobs))
-    for numbers in sent:
-        before = zlib.crc32(numbers, before)
-    return before
+class _Sent:
+    """What the checksums of packed rows are of: the bytes of their numbers but the count, of their tokens and log-probs."""
+
+    def __init__(self, rows: ChunkRows):
+        self._heads = memoryview(np.ascontiguousarray(rows.table[[0, 1, 3, 4, 5]].T).tobytes())
+        self._body = [memoryview(part).cast("B") for part in np.ascontiguousarray(rows.body)] if rows.num_tokens else []
+        self._starts = (8 * rows.starts).tolist()
+        self._ends = (8 * (rows.starts + rows.counts)).tolist()
+
+    def checksum(self, row: int, before: int) -> int:
+        """Of one row, continuing that of what was sent of its sequence before."""
+        size = 8 * (FIELDS - 1)
+        before = zlib.crc32(self._heads[size * row : size * (row + 1)], before)
+        for part in self._body:
+            before = zlib.crc32(part[self._starts[row] : self._ends[row]], before)
+        return before
+
+
+def _where(seq_id: int, offset: int, index: int) -> str:
+    return f"sequence {seq_id}, offset {offset} (message {index})"
+
+
+def _misplaced(offset: int, ledger: Ledger | None) -> str:
+    if ledger is None:
+        return "the sequence is not open here; its admission differs between actor and scorers."
+    kind = "lost" if offset > ledger.offset else "repeated"
+    return f"a chunk was {kind}; the next token due has offset {ledger.offset}."

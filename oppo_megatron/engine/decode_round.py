@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from oppo_megatron.chunks import Chunk, ChunkRow, ChunkRows
 from oppo_megatron.engine.growing import Drawn, Growing
 from oppo_megatron.engine.taking_up import TakenUp
-from oppo_megatron.records import Chunk, ChunkRow
 from oppo_megatron.schedule.actions import Action
 from oppo_megatron.schedule.planning.book import ReplicaWork
 from oppo_megatron.schedule.planning.merge import StopSignal, merge_rows
@@ -37,7 +37,7 @@ class DecodeRound:
     ready: tuple[int, int] | None = None  # (step, micro-batch) whose tokens completed the batch
     lanes: list[list[Growing]] = field(init=False)
     steps: list[int] = field(init=False)
-    rows: list[ChunkRow] = field(init=False)
+    rows: list[ChunkRow] | ChunkRows = field(init=False)
     ended: dict[int, int] = field(default_factory=dict)
     hidden: dict[int, Tensor] = field(default_factory=dict)
     drawn: dict[int, Drawn] = field(default_factory=dict)

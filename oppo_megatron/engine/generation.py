@@ -24,6 +24,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from oppo_megatron.chunks import GOES_ON, Chunk, ChunkRows
 from oppo_megatron.engine.decode_round import DecodeRound
 from oppo_megatron.engine.device_decode import DeviceLane, Row
 from oppo_megatron.engine.growing import Drawn, Growing, beside, joined
@@ -40,7 +41,7 @@ from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.out_of_memory import Done, MemoryLimits, attempt
 from oppo_megatron.mcore.stage import step
-from oppo_megatron.records import Chunk, Rollout
+from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.actions import Action, Op, Payload
 from oppo_megatron.schedule.planning.book import ReplicaWork
 from oppo_megatron.schedule.planning.merge import StopSignal
@@ -158,16 +159,17 @@ class DecodeWorker:
     def end(self) -> Chunk:
         """The round's chunk, of all replicas; what has finished, or was decoded beyond it, leaves this one's cache."""
         chunk = self._round.merge()
-        finished = []
-        for row in chunk.rows:
-            growing = self._round.growing.get(row.seq_id)
+        rows, finished = chunk.rows, []
+        lengths, ended = (rows.offsets + rows.counts).tolist(), (rows.finish_clocks != GOES_ON).tolist()
+        for seq_id, length, end in zip(rows.seq_ids.tolist(), lengths, ended, strict=True):
+            growing = self._round.growing.get(seq_id)
             if growing is None:
                 continue
-            if row.finish_clock is not None:
-                finished.append(row.seq_id)
+            if end:
+                finished.append(seq_id)
             else:
-                length = growing.num_prompt_tokens + row.offset + len(row.tokens) - 1
-                self.cache.truncate(row.seq_id, min(length, self.cache.length(row.seq_id)))
+                cached = growing.num_prompt_tokens + length - 1
+                self.cache.truncate(seq_id, min(cached, self.cache.length(seq_id)))
         for seq_id in sorted(finished, key=self.cache.slot, reverse=True):
             self.cache.close(seq_id)
         return chunk
@@ -334,4 +336,4 @@ class DecodeWorker:
                     self._round.hear(growing.seq_id, (step_, micro_batch))
 
     def _gather(self) -> None:
-        self._round.rows = gather_rows(self._round.rows, self.model.groups.collection.dp)
+        self._round.rows = gather_rows(ChunkRows.of(self._round.rows), self.model.groups.collection.dp)

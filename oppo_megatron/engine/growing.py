@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from oppo_megatron.chunks import ChunkRow
 from oppo_megatron.engine.row_words import DRAWN
 from oppo_megatron.engine.stopping import Stopping
-from oppo_megatron.records import ChunkRow, Rollout
+from oppo_megatron.records import Rollout
 
 Drawn = list[list[float]]
 """[DRAWN][R]: token, log-prob and sampling log-prob of each row.  Of steps on the device, which nothing has looked at, a fourth

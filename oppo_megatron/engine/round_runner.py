@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
+from oppo_megatron.chunks import Chunk
 from oppo_megatron.cluster.activity import Activity
-from oppo_megatron.columns import Held
+from oppo_megatron.columns import Held, Ints
 from oppo_megatron.engine.executor import Executor
 from oppo_megatron.engine.generation import DecodeWorker
 from oppo_megatron.engine.links import Links
@@ -26,7 +27,7 @@ from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.out_of_memory import MemoryLimits
-from oppo_megatron.records import Chunk, Rollout
+from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.checking.transport import transport_of
 from oppo_megatron.schedule.planning.book import ReplicaWork
 from oppo_megatron.schedule.planning.books import ActorBook
@@ -73,7 +74,7 @@ class RoundRunner:
         score: Sequence[Rollout],
         chunk_tokens: int,
         decoding: Decoding,
-        readable: Set[int] | None = None,
+        readable: Ints | None = None,
     ) -> Chunk | None:
         """Decode up to `chunk_tokens` of each of `active`; score new tokens of `score` (for the critic: of those in `readable`).
 
@@ -98,9 +99,9 @@ class RoundRunner:
         """The chunk has been recorded in the rollouts that were active."""
         self.planner.actor.record(rollouts)
 
-    def owes(self, rollouts: Sequence[Rollout]) -> bool:
-        """Whether a scorer, here or elsewhere, has not read all of the rollouts."""
-        return self.planner.owes(rollouts)
+    def owes(self, rollouts: Sequence[Rollout], role: str | None = None) -> bool:
+        """Whether a scorer, here or elsewhere, has not read all of the rollouts; `role`: whether that one has not."""
+        return self.planner.owes(rollouts) if role is None else self.planner.scorers[role].owes(rollouts)
 
     def admit(self, rollouts: Sequence[Rollout]) -> None:
         """New rollouts."""
@@ -117,6 +118,16 @@ class RoundRunner:
         for worker in self.scoring.values():
             for seq_id in seq_ids:
                 worker.forget(seq_id)
+
+    def give_up(self, rollouts: Sequence[Rollout]) -> None:
+        """Finished rollouts that will not be trained, and may not have been read."""
+        seq_ids = [rollout.seq_id for rollout in rollouts]
+        for book in self.planner.scorers.values():
+            book.forget(*seq_ids, unread=True)
+        for worker in self.scoring.values():
+            for seq_id in seq_ids:
+                worker.give_up(seq_id)
+        self.retire(rollouts)
 
     def actor_changed(self) -> None:
         """The actor's weights changed: its cache is stale."""

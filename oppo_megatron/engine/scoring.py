@@ -79,6 +79,12 @@ class ScoringWorker:
         """The sequence has been trained."""
         self._outputs.pop(seq_id, None)
 
+    def give_up(self, seq_id: int) -> None:
+        """The sequence leaves untrained, whatever was read of it."""
+        self.forget(seq_id)
+        if seq_id in self.cache:
+            self.cache.close(seq_id)
+
     def outputs(self) -> dict[int, Tensor]:
         """What has been computed so far, by sequence, each [R]."""
         return {seq_id: torch.cat(splits) for seq_id, splits in self._outputs.items()}

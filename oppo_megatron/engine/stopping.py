@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
 
+from oppo_megatron.chunks import FinishReason
 from oppo_megatron.config.debug import ForcedLengths
 from oppo_megatron.config.ppo import RolloutConfig
 from oppo_megatron.engine.stop_text import Decode, StopText
 from oppo_megatron.engine.uniforms import uniforms
-from oppo_megatron.records import FinishReason
 
 LENGTH_DRAW = 2**63  # stands where a token's position stands in its draw, so that no token shares the number
 KEPT_LENGTHS = 65536  # a length is asked for in every round

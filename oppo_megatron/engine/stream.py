@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from oppo_megatron.chunks import Chunk
 from oppo_megatron.engine.chunk_codec import HEADER_SIZE, ChunkDecoder, ChunkEncoder
 from oppo_megatron.mcore.host_copies import on_device
-from oppo_megatron.records import Chunk, Rollout
+from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.actions import Action
 
 

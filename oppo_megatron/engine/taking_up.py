@@ -24,7 +24,7 @@ class TakenUp:
 
     def prefilled(self, batch: Batch) -> None:
         """The micro-batch is in the cache."""
-        for growth in batch:
+        for growth in batch if self._forks.sources else ():
             self._make(growth.seq_id)
 
     def _make(self, source: int) -> None:

@@ -12,7 +12,7 @@ from oppo_megatron.data.prompt_tokens import encode_prompt
 from oppo_megatron.data.tokenizer import load_tokenizer
 from oppo_megatron.errors import ConfigError, DataError, RewardError
 from oppo_megatron.rewards.functions import build_reward_functions
-from oppo_megatron.rewards.protocol import Item
+from oppo_megatron.rewards.protocol import Item, ScoreItem
 
 SUM = "reward"
 """The weighted sum, where it is asked for and has more than one part."""
@@ -90,7 +90,12 @@ class Grader:
 
     def _grade(self, answers: Sequence[Answer], model_scores: Sequence[float | None]) -> list[dict[str, float]]:
         graded = []
+        self._rewards.request(
+            [ScoreItem(number, each.prompt, each.response, each.fields) for number, each in enumerate(answers)]
+        )
         for number, (each, score) in enumerate(zip(answers, model_scores, strict=True)):
-            reward = self._rewards.evaluate(each.prompt, each.response, each.fields, score, number)
+            reward = self._rewards.evaluate(
+                each.prompt, each.response, each.fields, score, number, num_tokens=each.num_tokens
+            )
             graded.append({**reward.parts, SUM: reward.total} if self._summed else dict(reward.parts))
         return graded

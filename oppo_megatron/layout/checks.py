@@ -98,13 +98,13 @@ def _own_layouts(name: str, role: RoleConfig) -> dict[str, str]:
     return {key: str(value) for key, value in said.items() if value is not None}
 
 
-def check_supervised_layout(config: SupervisedConfig, shape: Shape) -> list[str]:
-    """Every problem of the one layout of `oppo sft` and `oppo rm`."""
+def check_supervised_layout(config: SupervisedConfig, shape: Shape, name: str = "model") -> list[str]:
+    """Every problem of the one layout of a supervised run, for the model `name` of this shape."""
     sizes = Sizes.of(config.parallel)
     if sizes.num_ranks > MOST_RANKS:
         return [_enormous("parallel", config.parallel)]
     limits = model_limits(shape, config.batch_size)
-    problems = check_divisions("model", shape, sizes, sizes.num_ranks, limits)
+    problems = check_divisions(name, shape, sizes, sizes.num_ranks, limits)
     if sizes.dp > config.batch_size:
         problems.append(
             f"parallel.dp is {sizes.dp}, but a batch has {config.batch_size} rows (batch_size) and each replica needs "

@@ -10,6 +10,7 @@ from math import ceil, lcm
 from oppo_megatron.config.derived import longest_chunk, max_context, minibatch_rows, share_of_sequences
 from oppo_megatron.config.lora import LoraConfig
 from oppo_megatron.config.model import LearningModelConfig, ModelConfig, TrainedRoleConfig, TrainingLayoutConfig
+from oppo_megatron.config.preference import DPOConfig
 from oppo_megatron.config.run import RewardModelConfig, SupervisedConfig, TrainConfig
 from oppo_megatron.layout import activations
 from oppo_megatron.layout.activations import Call, TrainingBatch
@@ -204,11 +205,11 @@ def train_holdings(config: TrainConfig, *, on_cpu: bool) -> list[Holding]:
 
 
 def supervised_holdings(config: SupervisedConfig, *, on_cpu: bool) -> list[Holding]:
-    """The model's share on every rank of `oppo sft` or `oppo rm`."""
+    """The model's share on every rank of supervised training."""
     layout = config.parallel
     placement = RolePlacement(tuple(range(layout.num_ranks)), layout.tp, layout.pp, layout.dp)
     model = _Model.of(config.model, scalar=isinstance(config, RewardModelConfig))
-    sequences = 2 if model.scalar else 1  # a chosen and a rejected completion
+    sequences = 2 if isinstance(config, RewardModelConfig | DPOConfig) else 1  # a chosen and a rejected completion
     rows, tokens = ceil(config.batch_size / placement.dp), config.runtime.micro_batch_tokens
     batch = TrainingBatch(tokens, rows * sequences * config.max_tokens)
     shown = {"rows a batch": config.batch_size, "rows a replica": rows, "micro-batch tokens": tokens}

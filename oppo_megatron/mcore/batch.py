@@ -21,7 +21,8 @@ class MicroBatch:
 
     `index` are the sequences' places in the batch they came from; `rows_R` the packed positions whose outputs are wanted;
     `targets_R` the token each of these rows predicts; `tokens` are those of `tokens_T` for the host, where it may ask for them;
-    `extra` holds tensors that a loss needs, aligned with the rows; `wanted` is the number of rows of each sequence.
+    `counts` are the rows of each sequence, where they are those of responses; `extra` holds tensors that a loss needs, aligned
+    with the rows or with the sequences.
     """
 
     index: list[int]
@@ -30,8 +31,8 @@ class MicroBatch:
     rows_R: Tensor
     targets_R: Tensor
     tokens: Sequence[int] = ()
+    counts: Sequence[int] = ()
     extra: dict[str, Tensor] = field(default_factory=dict)
-    wanted: Sequence[int] = ()
 
     @classmethod
     def dummy(cls, device: torch.device) -> MicroBatch:
@@ -42,6 +43,11 @@ class MicroBatch:
     @property
     def is_dummy(self) -> bool:
         return not self.index
+
+    @property
+    def part(self) -> str:
+        """What is never divided between micro-batches, in a word; `index` counts these."""
+        return "pair" if len(self.lengths) == 2 * len(self.index) else "sequence"
 
     def padded(self, num_tokens: int, longest: int) -> tuple[list[int], Tensor]:
         """Lengths and tokens [num_tokens], with sequences of at most `longest` tokens added that no row looks at."""
@@ -61,22 +67,29 @@ def pack_responses(
     token of a sequence predicts nothing and is left out.
     """
     lengths = [len(p) + len(r) - 1 for p, r in zip(prompts, responses, strict=True)]
-    batches = []
-    for index in pack_by_tokens(lengths, budget):
-        tokens: list[int] = []
-        rows: list[int] = []
-        targets: list[int] = []
-        start = 0
-        for i in index:
-            tokens += [*prompts[i], *responses[i]][:-1]
-            first = start + len(prompts[i]) - 1
-            rows += range(first, first + len(responses[i]))
-            targets += responses[i]
-            start += lengths[i]
-        tensors = [on_device(x, device) for x in (tokens, rows, targets)]
-        sizes, wanted = [lengths[i] for i in index], [len(responses[i]) for i in index]
-        batches.append(MicroBatch(index, sizes, tensors[0], tensors[1], tensors[2], tokens, wanted=wanted))
-    return batches
+    return [
+        whole_responses(index, [(prompts[i], responses[i]) for i in index], device)
+        for index in pack_by_tokens(lengths, budget)
+    ]
+
+
+def whole_responses(
+    index: list[int], answered: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device
+) -> MicroBatch:
+    """One micro-batch of prompts with their responses, rows as in `pack_responses`; `index` says where they come from."""
+    tokens: list[int] = []
+    rows: list[int] = []
+    targets: list[int] = []
+    lengths: list[int] = []
+    for prompt, response in answered:
+        first = len(tokens) + len(prompt) - 1
+        tokens += [*prompt, *response][:-1]
+        rows += range(first, first + len(response))
+        targets += response
+        lengths.append(len(prompt) + len(response) - 1)
+    tensors = [on_device(x, device) for x in (tokens, rows, targets)]
+    counts = [len(response) for _, response in answered]
+    return MicroBatch(index, lengths, tensors[0], tensors[1], tensors[2], tokens, counts)
 
 
 def pack_sequences(sequences: Sequence[Sequence[int]], budget: int, device: torch.device) -> list[MicroBatch]:

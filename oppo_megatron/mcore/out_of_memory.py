@@ -154,13 +154,17 @@ class MemoryLimits:
 
 @dataclass
 class Begun:
-    """The micro-batch begun last, as long as this rank may begin anew without another noticing: sequences and tokens."""
+    """The micro-batch begun last, as long as this rank may begin anew without another noticing: its sequences and tokens.
+
+    `part`: a word for what `sequences` counts, and is not divided; pairs count as one.
+    """
 
     sequences: int = 0
     tokens: int = 0
+    part: str = "sequence"
 
-    def note(self, sequences: int, tokens: int) -> None:
-        self.sequences, self.tokens = sequences, tokens
+    def note(self, sequences: int, tokens: int, part: str = "sequence") -> None:
+        self.sequences, self.tokens, self.part = sequences, tokens, part
 
     def forget(self) -> None:
         """Nothing may be begun again."""
@@ -176,8 +180,8 @@ def in_smaller_ones(
 ) -> ResultT:
     """`work(tokens)`, which makes micro-batches of at most so many tokens; where memory runs out in one, all of it anew.
 
-    `begun` says in which.  Raises CapacityError where a sequence alone does not fit, where memory ran out elsewhere, and
-    where there is an `obstacle` to beginning anew.
+    `begun` says in which.  Raises CapacityError where a sequence (or pair) alone does not fit, where memory ran out elsewhere,
+    and where there is an `obstacle` to beginning anew.
     """
     while True:
         begun.forget()
@@ -192,7 +196,7 @@ def in_smaller_ones(
                 "train.distributed_optimizer with dp > 1"
             )
         whole = begun.sequences == 1 or begun.tokens > most  # what does not fit the bound cannot be divided
-        last = f"one sequence, {begun.tokens} tokens long," if whole else None
+        last = f"one {begun.part}, {begun.tokens} tokens long," if whole else None
         memory_limit.lower(begun.tokens, outcome.told, last=last, obstacle=obstacle())
 
 

@@ -122,7 +122,7 @@ def _forward_step(model: RoleModel, finish: Loss, begun: Begun, ahead: Ahead | N
         work_left: Iterator[tuple[MicroBatch, int]], module: torch.nn.Module
     ) -> tuple[Tensor, Callable[[Tensor], Any]]:
         batch, size = next(work_left)
-        begun.note(len(batch.index), len(batch.tokens_T))
+        begun.note(len(batch.index), len(batch.tokens_T), batch.part)
         out = None if ahead is None else ahead.take(batch)
         if out is None:
             out = _forward(model, module, batch, size)

@@ -9,7 +9,10 @@ import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
+import numpy as np
+
 from oppo_megatron.errors import CheckpointError
+from oppo_megatron.overcommit.staleness import needed_batch
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,18 @@ class Ahead:
             return None
         return self.given + max(0, (steps - self.done) * batch_size - self.held)
 
-    def total_steps(self, steps: int | None, planned: int, batch_size: int) -> int:
-        """Steps of the whole run, of a stream of `planned` prompts; only the last may have fewer than `batch_size` rows."""
+    def to_train(self, steps: int | None, batch_size: int) -> int | None:
+        """Rollouts that are left to train; None where data alone end the run."""
+        return None if steps is None else max(0, steps - self.done) * batch_size
+
+    def total_steps(self, steps: int | None, planned: int | None, batch_size: int) -> int:
+        """Steps of the whole run, of a stream of `planned` prompts; only the last may have fewer than `batch_size` rows.
+
+        `planned` None: it has no end, and `steps` do.  A filter may leave fewer.
+        """
+        if planned is None:
+            assert steps is not None, "something ends a run"
+            return steps
         by_data = self.done + math.ceil((planned - self.given + self.held) / batch_size)
         return by_data if steps is None else min(steps, by_data)
 
@@ -74,22 +87,18 @@ def require_work(ahead: Ahead, steps: int | None, most: int | None, batch_size: 
         )
 
 
-def require_bounded_deferrals(deferrals: Sequence[int], batch_size: int, max_deferrals: int) -> None:
-    """Raises CheckpointError where rollouts of so many deferrals could not all be trained in time in batches of `batch_size`.
-
-    A batch leaves at most `batch_size` of 2 * `batch_size` rollouts behind, so that all of them fit into the next one; and
-    those that must be in the next batch now have to fit into it, too.
-    """
-    forced = sum(each >= max_deferrals for each in deferrals)
-    needed = max(forced, math.ceil(len(deferrals) / 2))
-    if max(deferrals, default=0) > max_deferrals:
+def require_bounded_deferrals(deferrals: Sequence[int], groups: int, group_size: int, max_staleness: int) -> None:
+    """Raises CheckpointError where groups of so many deferrals could not all be trained in time in batches of `groups`."""
+    if max(deferrals, default=0) > max_staleness:
         raise CheckpointError(
-            f"overlap.max_deferrals is {max_deferrals}, but the checkpoint holds a rollout that was deferred "
-            f"{max(deferrals)} times; resume with overlap.max_deferrals={max(deferrals)} or more"
+            f"overlap.max_staleness is {max_staleness}, but the checkpoint holds a rollout that was deferred "
+            f"{max(deferrals)} times; resume with overlap.max_staleness={max(deferrals)} or more"
         )
-    if needed > batch_size:
+    needed = needed_batch(np.array(deferrals, dtype=np.int64), max_staleness)
+    if needed > groups:
+        forced = sum(each >= max_staleness for each in deferrals)
         raise CheckpointError(
-            f"rollout.batch_size is {batch_size}, but the checkpoint holds {len(deferrals)} rollouts, and {forced} of them may "
-            f"not be deferred again: not all could be trained within overlap.max_deferrals={max_deferrals}; resume with "
-            f"rollout.batch_size={needed} or more"
+            f"rollout.batch_size is {groups * group_size}, but the checkpoint holds rollouts of {len(deferrals)} prompts, and "
+            f"those of {forced} may not be deferred again: not all could be trained within overlap.max_staleness="
+            f"{max_staleness}; resume with rollout.batch_size={needed * group_size} or more"
         )

@@ -14,94 +14,72 @@ Life of a group::
                +----+            +----+                    +----+
               deferred          deferred                  deferred (a surplus finisher)
 
-Every `take_batch` defers what it leaves: `deferrals` + 1, all tokens kept.  A group with `max_deferrals` deferrals is
-*forced*: the batch is not ready before it has finished, and it is taken first.
+Every `take_batch` defers what it leaves: `deferrals` + 1, all tokens kept.  No group is trained with more than η deferrals
+(`max_staleness`): the batch waits for those that may not be deferred again, and for as many of the next oldest as must not
+fall due with them (`staleness.py`).
 
 Invariants (held by the unit tests):
 
 1. Every admitted group leaves the buffer once, whole, in exactly one batch, with every token that was recorded for it.
 2. Admission never makes the buffer hold more than B + delta.  A smaller delta drops nothing: the buffer drains.
    With backfill, which also admits within a step, finished rollouts make room for others: admission never makes the
-   buffer hold more than n (B + delta) unfinished rollouts, nor more than 2B groups in all.
+   buffer hold more than n (B + delta) unfinished rollouts, nor more than 2B groups in all (with delta > B: than B + delta and
+   (η + 1) B).
 3. A batch has B groups; only after the end of the prompts may the last one have fewer.
-4. Forced groups apart, no group of a batch finished after one that stayed behind finished (ties: by admission).
-5. While delta <= B (with backfill: always), no group is trained with more than `max_deferrals` deferrals: a batch of
-   B out of at most B + delta (with backfill: 2B) groups leaves behind at most B, hence no more than B are forced, and
-   the next batch has room for them all.
+4. Those apart that the batch waits for, no group of a batch finished after one that stayed behind finished (ties: by
+   admission).
+5. While delta <= η B (with backfill: always), no group is trained with more than η deferrals.
 6. The responses to a prompt stand side by side, in the buffer and in a batch.
+
+With a filter (`filter.py`) a group that has finished waits for its verdict: `keep` lets it be trained, `drop` takes it out
+untrained.  Then "finished" stands for "finished and kept" in 3 and 4, every admitted group is trained or dropped, the buffer
+never holds more than B + delta groups, and no round is ended by the last response of a batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import numpy as np
 
+from oppo_megatron.chunks import GOES_ON, REASONS, Chunk, ChunkRow, ChunkRows
 from oppo_megatron.columns import Bools, Held, Ints, Table
 from oppo_megatron.errors import StreamError
-from oppo_megatron.records import Chunk, ChunkRow, Prompt, Rollout
+from oppo_megatron.overcommit.readiness import JudgedReadiness, Readiness
+from oppo_megatron.overcommit.staleness import due, settled
+from oppo_megatron.records import Prompt, Rollout
 
 CriticReads = Literal["sure", "likely", "all"]
-
-
-class Readiness:
-    """Tells, within a round, at which decode step the batch is complete.
-
-    A decode engine calls `finish` for every sequence that ends at a decode step and then looks at `ready`; stopping
-    there, and not at the end of the chunk, makes the batch and the state of all other rollouts the same for every chunk
-    size.
-    """
-
-    def __init__(
-        self, target: int, num_finished: int, unfinished: Iterable[int], forced: Iterable[int], group_size: int = 1
-    ):
-        """Groups that the batch has, and that have finished; sequences that have not, and those of them that the batch has to
-        wait for."""
-        self._num_missing = target - num_finished
-        self._unfinished = frozenset(unfinished)
-        self._ended: set[int] = set()
-        self._forced = set(forced)
-        self._group_size = group_size
-
-    @property
-    def ready(self) -> bool:
-        """Enough groups have finished, and with them every group that may not be deferred again."""
-        return self._num_missing <= 0 and not self._forced
-
-    def finish(self, seq_id: int) -> None:
-        """Note that the sequence has its last token."""
-        decoded = seq_id in self._unfinished and seq_id not in self._ended
-        assert decoded, f"sequence {seq_id} is not decoded in this step or has already finished"
-        self._ended.add(seq_id)
-        self._forced.discard(seq_id)
-        self._num_missing -= self._was_last(seq_id)
-
-    def _was_last(self, seq_id: int) -> bool:
-        """Whether its group has finished with it."""
-        first = seq_id - seq_id % self._group_size
-        siblings = self._unfinished.intersection(range(first, first + self._group_size))
-        return siblings <= self._ended
 
 
 class RolloutBuffer:
     """Rollouts from admission to training; see the state machine and the invariants at the top of this file."""
 
     def __init__(
-        self, batch_size: int, delta: int, max_deferrals: int, *, backfill: bool = False, group_size: int = 1
+        self,
+        batch_size: int,
+        delta: int,
+        max_staleness: int,
+        *,
+        backfill: bool = False,
+        group_size: int = 1,
+        filtered: bool = False,
     ):
-        """`batch_size` counts rollouts, of whole groups; `delta` counts groups."""
-        assert batch_size >= 1 and delta >= 0 and max_deferrals >= 1 and batch_size % group_size == 0
+        """`batch_size` counts rollouts, of whole groups; `delta` counts groups, `max_staleness` batches (η).  `filtered`: groups
+        wait for verdicts."""
+        assert batch_size >= 1 and delta >= 0 and max_staleness >= 1 and batch_size % group_size == 0
         self.batch_size = batch_size
         self.group_size = group_size
-        self.max_deferrals = max_deferrals
+        self.max_staleness = max_staleness
         self.backfill = backfill
         self._delta = delta
+        self._kept: set[int] | None = set() if filtered else None  # groups that may be trained, by number
         self._rollouts: dict[int, Rollout] = {}  # by seq_id, in the order of admission
         self._unfinished: dict[int, Rollout] = {}  # of these, in the same order
-        self._forced: set[int] = set()  # those that may not be deferred again
-        self._rows: dict[int, int] = {}  # of the table, by seq_id
+        self._ages: Ints = np.zeros(0, dtype=np.int64)  # deferrals of each group of the table
         self._table = Table()  # in the order of admission
+        self._recorded: list[ChunkRows] = []  # since the first of them was admitted; the rollouts follow it
         self._running: frozenset[int] | None = None  # the unfinished ones, for all that ask before they change
         self._num_admitted = 0
         self._clock = 0
@@ -123,14 +101,23 @@ class RolloutBuffer:
     def room(self) -> int:
         """How many rollouts may be admitted now, of whole groups; 0 while the buffer drains after delta has shrunk."""
         room = self.capacity - len(self)
-        if self.backfill:
-            room = min(self.capacity - len(self._unfinished), 2 * self.batch_size - len(self))
+        if self.backfill and not self.filtered:
+            room = min(self.capacity - len(self._unfinished), self._most - len(self))
         return max(0, room // self.group_size * self.group_size)
+
+    @property
+    def filtered(self) -> bool:
+        return self._kept is not None
 
     @property
     def full(self) -> bool:
         """With backfill: no more prompts may be admitted before the batch has left."""
-        return len(self) >= 2 * self.batch_size
+        return len(self) >= self._most
+
+    @property
+    def _most(self) -> int:
+        """With backfill: rollouts that may be held, never more than can all be trained in time."""
+        return max(2 * self.batch_size, min(self.capacity, (self.max_staleness + 1) * self.batch_size))
 
     @property
     def clock(self) -> int:
@@ -154,28 +141,27 @@ class RolloutBuffer:
         return Held(self._unfinished.values(), self._rollouts, self._table.view(rows))
 
     @property
-    def sure(self) -> set[int]:
+    def sure(self) -> Ints:
         """Sequences that the next batch will have, whatever is decoded from here on.
 
         Unfinished ones are, where nothing but them can fill it.  Among the finished, those that come first: whatever
         finishes later comes after them.
         """
-        if len(self) <= self.target and (self._closed or not self.backfill):
-            return set(self._rollouts)
-        return set(self._table.columns.seq_ids[self._foremost()].tolist())
+        return self._table.columns.at(self._sure()).seq_ids
 
-    def worth_reading(self, reads: CriticReads) -> set[int]:
+    def worth_reading(self, reads: CriticReads) -> Ints:
         """Sequences that the critic reads now, though what it computes is lost where they are carried on.
 
         sure: those that the next batch will have.  likely: all, while no more of the unfinished will be left behind than
         will be in the batch; then `sure`.  all: all.
         """
-        sure = self.sure
-        num_unsure = len(self._unfinished) - len(sure & self._unfinished.keys())
-        missing = self.target - len(sure)
+        sure, columns = self._sure(), self._table.columns
+        unsure = ~columns.finished
+        unsure[sure] = False
+        missing, num_unsure = self.target - len(sure), int(unsure.sum())
         if reads == "all" or (reads == "likely" and 2 * missing >= num_unsure):
-            return set(self._rollouts)
-        return sure
+            return self._everything()
+        return columns.at(sure).seq_ids
 
     def admit(self, prompts: Iterable[Prompt]) -> list[Rollout]:
         """Hold a new rollout for each prompt, of whole groups.  Admission numbers count on over the run."""
@@ -186,11 +172,12 @@ class RolloutBuffer:
         for prompt in prompts:
             assert prompt.seq_id not in self._rollouts, f"sequence {prompt.seq_id} is already in the buffer"
             rollout = Rollout(prompt, self._num_admitted)
+            rollout.follow(self._recorded)
             self._rollouts[prompt.seq_id] = self._unfinished[prompt.seq_id] = rollout
-            self._rows[prompt.seq_id] = len(self._rows)
             self._num_admitted += 1
             admitted.append(rollout)
         self._table.add(admitted)
+        self._ages = np.concatenate([self._ages, np.zeros(len(admitted) // self.group_size, dtype=np.int64)])
         self._running = None
         return admitted
 
@@ -207,31 +194,49 @@ class RolloutBuffer:
         """A fresh counter of what the next batch still waits for."""
         if self._running is None:
             self._running = frozenset(self._unfinished)
-        forced, size = self._forced & self._unfinished.keys(), self.group_size
-        return Readiness(self.target // size, int(self._finished_groups().sum()), self._running, forced, size)
+        finished_G, size = self._finished_groups(), self.group_size
+        waits = []
+        for members_G, needed in due(self._ages, self.batch_size // size, self.max_staleness):
+            if (missing := needed - int((members_G & finished_G).sum())) > 0:
+                rows = self._rows_of(np.flatnonzero(members_G & ~finished_G))
+                waits.append((self._table.columns.at(rows).seq_ids.tolist(), missing))
+        kind = JudgedReadiness if self.filtered else Readiness
+        return kind(self.target // size, int(finished_G.sum()), self._running, waits, size)
+
+    def keep(self, groups: Iterable[int]) -> None:
+        """These groups, by number, have finished and may be trained."""
+        assert self._kept is not None, "there is no filter"
+        self._kept.update(groups)
+
+    def drop(self, groups: Iterable[int]) -> list[Rollout]:
+        """These groups, by number, leave untrained."""
+        return self._remove(np.flatnonzero(np.isin(self._numbers(), list(groups))))
+
+    def pass_to(self, clock: int) -> None:
+        """Nothing is decoded until then."""
+        assert not self._unfinished and clock >= self._clock
+        self._clock = clock
 
     def record(self, chunk: Chunk) -> None:
         """Append a round's tokens to their rollouts.
 
         All rows are checked before any is recorded.  StreamError, naming the sequence and the offset: an unknown
-        sequence or one that has finished, a gap or a repetition of tokens, a clock that runs backwards.
+        sequence or one that has finished, a gap or a repetition of tokens, a clock that runs backwards.  (A row whose
+        tokens and log-probs are not as many is refused where rows become columns.)
         """
+        rows = chunk.rows
         if chunk.clock < self._clock:
-            where = f"sequence {chunk.rows[0].seq_id}, offset {chunk.rows[0].offset}" if chunk.rows else "no rows"
+            where = f"sequence {rows.seq_ids[0]}, offset {rows.offsets[0]}" if len(rows) else "no rows"
             raise StreamError(
                 f"chunk {chunk.index} ({where}): its clock is {chunk.clock}, but {self._clock} is already recorded; "
                 f"chunks must be recorded in the order in which they were decoded"
             )
-        seq_ids = [row.seq_id for row in chunk.rows]
-        counts = [len(row.tokens) for row in chunk.rows]
-        rows = np.array([self._rows.get(seq_id, -1) for seq_id in seq_ids], dtype=np.int64)
-        if not self._in_order(chunk, seq_ids, rows):
+        places = self._table.rows(rows.seq_ids)
+        if not self._in_order(chunk, places):
             self._refuse(chunk)
-        for rollout, row in zip(map(self._rollouts.__getitem__, seq_ids), chunk.rows, strict=True):
-            rollout.extend(row)
-        self._table.columns.response_tokens[rows] += np.array(counts, dtype=np.int64)
-        for seq_id in [row.seq_id for row in chunk.rows if row.finish_clock is not None]:
-            self._finish(self._unfinished.pop(seq_id))
+        self._recorded.append(rows)
+        self._table.columns.response_tokens[places] += rows.counts
+        self._end(rows, places)
         self._clock, self._running = chunk.clock, None
 
     def state_dict(self) -> dict[str, Any]:
@@ -246,54 +251,85 @@ class RolloutBuffer:
         self._unfinished = {seq_id: rollout for seq_id, rollout in self._rollouts.items() if not rollout.finished}
         self._table = Table()
         self._table.add(list(self._rollouts.values()))
-        self._number()
+        self._recorded = []
+        for rollout in self._rollouts.values():
+            rollout.follow(self._recorded)
+        deferrals = [rollout.deferrals for rollout in self._rollouts.values()]
+        self._ages, self._running = np.array(deferrals[:: self.group_size], dtype=np.int64), None
+        self._kept = None if self._kept is None else set()
 
     def take_batch(self) -> Held:
         """Remove the batch and return it, its groups by (finish clock, admission); defer everything else."""
         assert self.readiness().ready, "take_batch before the batch is ready"
-        groups = np.sort(self._foremost_groups())
-        rows = self._rows_of(groups[np.argsort(self._group_clocks()[groups], kind="stable")])
+        groups = self._foremost_groups()
+        batch = self._remove(self._rows_of(groups[np.argsort(self._group_clocks()[groups], kind="stable")]))
+        self._ages += 1
+        self._defer()
+        return batch
+
+    def _remove(self, rows: Ints) -> Held:
+        """The rollouts at these rows of the table, in that order; they are held no longer."""
         columns, kept = self._table.columns.at(rows), np.ones(len(self), dtype=np.bool_)
         kept[rows] = False
-        batch = {seq_id: self._rollouts.pop(seq_id) for seq_id in columns.seq_ids.tolist()}
-        for rollout in self._rollouts.values():
-            rollout.deferrals += 1
+        gone = {seq_id: self._rollouts.pop(seq_id) for seq_id in columns.seq_ids.tolist()}
+        for seq_id in gone:
+            self._unfinished.pop(seq_id, None)
+        if self._kept is not None:
+            self._kept -= {seq_id // self.group_size for seq_id in gone}
         self._table.keep(kept)
-        self._number()
-        return Held(batch.values(), batch, lambda: columns)
+        self._ages, self._running = self._ages[kept[:: self.group_size]], None
+        return Held(gone.values(), gone, lambda: columns)
 
-    def _number(self) -> None:
-        """Others are held than before, or with other deferrals."""
-        self._rows = {seq_id: row for row, seq_id in enumerate(self._rollouts)}
-        self._forced = {seq_id for seq_id, r in self._rollouts.items() if r.deferrals >= self.max_deferrals}
-        self._running = None
+    def _defer(self) -> None:
+        """Everything held is deferred; of what was recorded, its own is kept."""
+        seq_ids = self._everything()
+        recorded = [rows.of_sequences(seq_ids) for rows in self._recorded]
+        dropped = next((i for i, rows in enumerate(recorded) if len(rows)), len(recorded))
+        self._recorded = recorded[dropped:]  # another list: the batch follows the old one
+        for rollout in self._rollouts.values():
+            rollout.defer(self._recorded, dropped)
 
-    def _finish(self, rollout: Rollout) -> None:
-        row = self._rows[rollout.seq_id]
-        assert rollout.finish_clock is not None
-        self._table.columns.finished[row] = True
-        self._table.finish_clocks[row] = rollout.finish_clock
+    def _everything(self) -> Ints:
+        """All sequences."""
+        return self._table.columns.at(np.arange(len(self))).seq_ids
+
+    def _sure(self) -> Ints:
+        """`sure` as rows of the table."""
+        if len(self) <= self.target and (self._closed or not self.backfill) and not self.filtered:
+            return np.arange(len(self))
+        rows = self._foremost()
+        return rows if self._kept is None else rows[np.isin(self._numbers()[rows], list(self._kept))]
+
+    def _numbers(self) -> Ints:
+        """The group of each row of the table."""
+        return self._table.columns.seq_ids // self.group_size
+
+    def _end(self, rows: ChunkRows, places: Ints) -> None:
+        """Responses end with some of the rows, which stand at `places` of the table."""
+        ends = np.flatnonzero(rows.finish_clocks != GOES_ON)
+        self._table.columns.finished[places[ends]] = True
+        self._table.finish_clocks[places[ends]] = rows.finish_clocks[ends]
+        ended = map(self._unfinished.pop, rows.seq_ids[ends].tolist())
+        for rollout, clock, reason in zip(
+            ended, rows.finish_clocks[ends].tolist(), rows.reasons[ends].tolist(), strict=True
+        ):
+            rollout.finish_clock, rollout.finish_reason = clock, REASONS[reason]
 
     def _foremost(self) -> Ints:
         """What of the next batch is settled, as rows of the table."""
         return self._rows_of(self._foremost_groups())
 
     def _foremost_groups(self) -> Ints:
-        """The same as groups of the table, by their places.
-
-        Forced groups are chosen first (the oldest, should delta > B have made more than B of them), then finished ones by
-        (finish clock, admission).
-        """
-        others = self._finished_groups()
-        forced = np.unique(np.array([self._rows[seq_id] for seq_id in self._forced], dtype=np.int64) // self.group_size)
-        others[forced] = False
-        finished = np.flatnonzero(others)
-        in_order = finished[np.argsort(self._group_clocks()[finished], kind="stable")]
-        return np.concatenate([forced, in_order])[: self.target // self.group_size]
+        """The same as groups of the table, by their places, in the order of admission."""
+        size, finished_G, clocks_G = self.group_size, self._finished_groups(), self._group_clocks()
+        batch, target = self.batch_size // size, self.target // size
+        return settled(finished_G, clocks_G, self._ages, batch, self.max_staleness, target)
 
     def _finished_groups(self) -> Bools:
-        """For each group of the table, whether all of it has finished."""
+        """For each group of the table, whether all of it has finished, and is not to be dropped."""
         finished: Bools = np.logical_and.reduce(self._table.columns.finished.reshape(-1, self.group_size), axis=1)
+        if self._kept is not None:
+            finished &= np.isin(self._numbers()[:: self.group_size], list(self._kept))
         return finished
 
     def _group_clocks(self) -> Ints:
@@ -305,18 +341,15 @@ class RolloutBuffer:
         """The rows of these groups, in their order."""
         return (groups[:, None] * self.group_size + np.arange(self.group_size)).flatten()
 
-    def _in_order(self, chunk: Chunk, seq_ids: Sequence[int], rows: Ints) -> bool:
-        """Whether `_problem` has nothing to say of any row, told from all of them at once."""
-        if len(set(seq_ids)) < len(seq_ids) or (rows < 0).any():
+    def _in_order(self, chunk: Chunk, places: Ints) -> bool:
+        """Whether `_problem` has nothing to say of any row, told from all of them at once; `places` in the table."""
+        rows, columns = chunk.rows, self._table.columns
+        if (places < 0).any() or (np.bincount(places, minlength=1) > 1).any():
             return False
-        columns = self._table.columns
-        due = columns.response_tokens[rows].tolist()
-        if columns.finished[rows].any() or [row.offset for row in chunk.rows] != due:
+        if columns.finished[places].any() or (rows.offsets != columns.response_tokens[places]).any():
             return False
-        ends = [row.finish_clock for row in chunk.rows if row.finish_clock is not None]
-        if ends and not self._clock <= min(ends) <= max(ends) <= chunk.clock:
-            return False
-        return not [r for r in chunk.rows if not len(r.tokens) == len(r.logprobs) == len(r.sampling_logprobs)]
+        ends = rows.finish_clocks[rows.finish_clocks != GOES_ON]
+        return not len(ends) or bool(self._clock <= ends.min() and ends.max() <= chunk.clock)
 
     def _refuse(self, chunk: Chunk) -> None:
         """Raises StreamError for the first row that cannot be recorded."""
@@ -340,11 +373,6 @@ class RolloutBuffer:
         if row.offset != rollout.num_response_tokens:
             kind = "lost" if row.offset > rollout.num_response_tokens else "repeated"
             return f"the next token has offset {rollout.num_response_tokens}; a chunk was {kind}"
-        if not len(row.tokens) == len(row.logprobs) == len(row.sampling_logprobs):
-            return (
-                f"{len(row.tokens)} tokens come with {len(row.logprobs)} log-probs and {len(row.sampling_logprobs)} "
-                f"sampling log-probs; each token needs one of both"
-            )
         if row.finish_clock is not None and not self._clock <= row.finish_clock <= clock:
             return f"it finished at clock {row.finish_clock}, outside the round's clocks {self._clock}..{clock}"
         return None

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
+from oppo_megatron.cores import uncollected
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.records import Decision, Prompt, Rollout, StepSignals
 
@@ -45,6 +46,7 @@ class OvercommitScheduler:
 
     One prompt is read ahead, so that the end of the prompts is known as soon as the last one has been admitted.
     `backfill_every`: decode steps from one admission of a step to the next; None: prompts enter between steps only.
+    `to_train`: rollouts that the run still trains, if others bound it than its prompts.
     """
 
     def __init__(
@@ -53,11 +55,13 @@ class OvercommitScheduler:
         buffer: RolloutBuffer,
         delta_controller: DeltaController,
         backfill_every: int | None = None,
+        to_train: int | None = None,
     ):
         assert backfill_every is None or backfill_every >= 1
         assert buffer.backfill == (backfill_every is not None), "buffer and scheduler disagree about backfill"
         self.buffer = buffer
-        self._every = backfill_every
+        assert backfill_every is not None or not buffer.filtered, "a filter's groups are replaced by backfill"
+        self._every, self._to_train = backfill_every, to_train
         self._due = 0  # clock of the next admission within the step
         self._prompts = prompts
         self._controller = delta_controller
@@ -82,7 +86,7 @@ class OvercommitScheduler:
 
     def begin_step(self) -> list[Rollout]:
         """Admit prompts until the buffer is full or they end; return the new rollouts in order."""
-        self._due = self.buffer.clock + (self._every or 0)
+        self._due = self._next_admission()
         return self._admit()
 
     def backfill(self) -> list[Rollout]:
@@ -94,8 +98,23 @@ class OvercommitScheduler:
         return self._admit()
 
     def refill(self) -> list[Rollout]:
-        """Within a step that has lost rollouts: admit others in their place."""
-        return self._admit()
+        """Within a step that has lost rollouts: admit others in their place, unless a filter's backfill is about to."""
+        return [] if self.buffer.filtered and self.buffer.clock == self._due else self._admit()
+
+    @property
+    def due(self) -> int:
+        """With backfill: the clock at which prompts may enter next, and verdicts of a filter come into force."""
+        return self._due
+
+    @property
+    def admits(self) -> bool:
+        """Whether prompts would enter now."""
+        return self._next_prompt is not None and self._room >= self.buffer.group_size
+
+    def pass_by(self) -> None:
+        """Nothing enters, nor is decoded, at the clock that was due."""
+        assert self._every is not None and self.buffer.clock == self._due
+        self._due += self._every
 
     def chunk(self, most: int) -> int:
         """Decode steps of the next round: `most`, or as many as are left until prompts may enter."""
@@ -103,7 +122,10 @@ class OvercommitScheduler:
 
     def take_batch(self) -> list[Rollout]:
         """The step's batch, out of the buffer; what stays is deferred."""
-        return self.buffer.take_batch()
+        batch = self.buffer.take_batch()
+        if self._to_train is not None:
+            self._to_train -= len(batch)
+        return batch
 
     def end_step(self, step: int, signals: StepSignals) -> Decision:
         """Give the controller what the step has shown, and the buffer the delta it decides."""
@@ -130,15 +152,31 @@ class OvercommitScheduler:
         self._controller.load_state_dict(state["delta"])
         self.buffer.load_state_dict(state["buffer"] | {"closed": self._next_prompt is None}, rollouts)
         self.buffer.set_delta(self._controller.value)
+        if self.buffer.filtered and (self._due > self.buffer.clock or self._due % (self._every or 1)):
+            self._due = self._next_admission()  # of this period
 
     @property
     def _backfills(self) -> bool:
         """Whether prompts may still enter within this step."""
+        if self.buffer.filtered:
+            return True  # if not prompts, then verdicts
         return self._every is not None and self._next_prompt is not None and not self.buffer.full
 
+    @property
+    def _room(self) -> int:
+        """Rollouts that may enter now: no more than the run still has to train."""
+        room = self.buffer.room
+        return room if self._to_train is None else max(0, min(room, self._to_train - len(self.buffer)))
+
+    def _next_admission(self) -> int:
+        """Of a step that begins now; verdicts come into force at multiples of the period."""
+        clock, every = self.buffer.clock, self._every or 0
+        return every * (clock // every + 1) if self.buffer.filtered else clock + every
+
+    @uncollected()
     def _admit(self) -> list[Rollout]:
         admitted: list[Prompt] = []
-        room = self.buffer.room
+        room = self._room
         while self._next_prompt is not None and len(admitted) < room:
             admitted.append(self._next_prompt)
             self._next_prompt = next(self._prompts, None)

@@ -12,8 +12,9 @@ from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.config.load import read_tree
 from oppo_megatron.config.model import Dtype, ModelConfig, ParallelConfig, TrainedRoleConfig
 from oppo_megatron.config.paths import missing_path
+from oppo_megatron.config.preference import DPOConfig, KTOConfig
 from oppo_megatron.config.renamed import with_new_names
-from oppo_megatron.config.run import SFTConfig, TrainSettings
+from oppo_megatron.config.run import SFTConfig, SupervisedConfig, TrainSettings
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from oppo_megatron.errors import CheckpointError, ConfigError
 from oppo_megatron.layout.shape import check_head, check_shape
@@ -25,11 +26,11 @@ from oppo_megatron.rundir.manifest import MANIFEST, find_damage, read_manifest
 
 RUN_CONFIG, WEIGHTS, CHECKPOINTS, MODELS = "config.yaml", "weights", "checkpoints", "models"
 ROLES = ("actor", "model")
-"""Names of the policy's weights in a run: of `oppo train`, of `oppo sft`."""
+"""Names of the policy's weights in a run: of `oppo train`, of supervised training."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 DEEPEST = 4
 """Folders between a run and the innermost that may be named: checkpoints/step-000001/models/actor."""
-RunConfig = TrainSettings | SFTConfig
+RunConfig = TrainSettings | SupervisedConfig
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,8 @@ def find_policy(directory: Path, choice: Choice = Choice()) -> Policy:
 def read_run(directory: Path) -> RunConfig:
     """The settings that a run wrote down.  Raises ConfigError for those of another command or version."""
     tree = with_new_names(read_tree(directory / RUN_CONFIG))
-    kind = TrainSettings if "actor" in tree else SFTConfig
+    sections: dict[str, type[RunConfig]] = {"actor": TrainSettings, "dpo": DPOConfig, "kto": KTOConfig}
+    kind = next((kind for name, kind in sections.items() if name in tree), SFTConfig)
     try:
         return kind.model_validate(tree)
     except ValidationError as error:

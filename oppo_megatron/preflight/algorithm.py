@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from oppo_megatron.config.algorithm import PRESETS
 from oppo_megatron.config.ppo import KLConfig, PPOConfig
 from oppo_megatron.config.run import TrainConfig
 
@@ -12,28 +11,11 @@ from oppo_megatron.config.run import TrainConfig
 def check_algorithm(config: TrainConfig) -> list[str]:
     """Every broken rule of `algorithm`, `ppo` and `rollout.group_size`, a sentence each."""
     return [
-        *_check_roles(config),
         *_check_groups(config),
         *_check_unread(config),
         *_check_objective(config),
         *_check_kl(config.ppo),
     ]
-
-
-def _check_roles(config: TrainConfig) -> Iterator[str]:
-    """A critic is what makes a preset ppo: the others have no section for it, and ppo no use for a group's baseline."""
-    algorithm = config.algorithm
-    preset, critic = algorithm.preset, PRESETS[algorithm.preset].baseline == "critic"
-    if algorithm.critic and not critic:
-        yield (
-            f"algorithm.baseline is critic, but algorithm.preset {preset} has none; remove it, or choose preset ppo "
-            "with the other choices set"
-        )
-    if critic and not algorithm.critic:
-        yield (
-            f"algorithm.baseline is {algorithm.baseline}, but algorithm.preset {preset} is what trains a critic; remove it, or "
-            "choose a preset without one (reinforce_pp has no baseline, grpo a group's)"
-        )
 
 
 def _check_groups(config: TrainConfig) -> Iterator[str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from typing import get_args
 from urllib.parse import urlsplit
 
-from oppo_megatron.config.data import RewardPart
+from oppo_megatron.config.data import RULE_WALL_S, RewardPart, RuleName
 from oppo_megatron.config.remote import START_S
 
 OWNER = {
@@ -18,6 +19,16 @@ OWNER = {
     "token_env": "http",
     "remote": "http",
 }
+RULE_OF = {
+    "method": ("gsm8k",),
+    "pattern": ("format",),
+    "match": ("format",),
+    "buffer_tokens": ("length",),
+    "max_tokens": ("length",),
+    "partial_credit": ("code",),
+    "processes": ("math", "code"),
+}
+"""Settings of kind verifier, and the rules that take them."""
 _ENTRY_POINT = re.compile(r"(?:[\w.]+|.+\.py):[\w.]+")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -26,7 +37,15 @@ def check_part(name: str, part: RewardPart) -> list[str]:
     """Every broken rule of the part at `name`.  No message repeats what may be a secret in the wrong place."""
     problems = list(_misplaced(name, part))
     if part.kind == "verifier" and part.name is None:
-        problems.append(f"{name} is a verifier without a `name`; add `name: arithmetic` or `name: gsm8k`")
+        problems.append(f"{name} is a verifier without a `name`; add one of {', '.join(get_args(RuleName))}")
+    if part.name == "format" and part.pattern is None:
+        problems.append(
+            f"{name} is a rule `format` without a `pattern`; add a regular expression for the whole response"
+        )
+    if part.name == "length" and part.buffer_tokens is None:
+        problems.append(
+            f"{name} is a rule `length` without `buffer_tokens`; add over how many tokens before the longest response it falls"
+        )
     if part.kind == "python" and not _ENTRY_POINT.fullmatch(part.entry_point or ""):
         problems.append(
             f"{name}.entry_point is {part.entry_point!r}, but must be `package.module:function` or "
@@ -59,19 +78,25 @@ def _longest_wait(part: RewardPart) -> tuple[float, str]:
     if part.kind == "http":
         remote = part.remote
         return remote.give_up_s + remote.timeout_s, "its service (remote.give_up_s + remote.timeout_s)"
-    if part.kind == "python" and part.isolation is not None:
+    if part.isolation is not None:
         return START_S + part.isolation.wall_s, f"its function ({START_S:g} to start, and isolate.wall_s)"
     return 0.0, ""
 
 
 def _misplaced(name: str, part: RewardPart) -> Iterator[str]:
     wrong = [key for key, kind in OWNER.items() if kind != part.kind and _is_given(part, key)]
+    if part.kind == "verifier" and part.name in RULE_WALL_S and "isolate" in wrong:
+        wrong.remove("isolate")
     if "name" in wrong:
         yield f"{name}.name is {part.name!r}, but kind {part.kind} has no rule to name; remove it"
     for kind in ("python", "http"):
         keys = [key for key in wrong if OWNER[key] == kind]
         if keys:
             yield (f"{name} has {' and '.join(keys)}, but only kind {kind} takes them; remove them or change the kind")
+    for key, rules in RULE_OF.items():
+        if _is_given(part, key) and part.name not in rules:
+            is_now = f"rule {part.name}" if part.name else f"kind {part.kind}"
+            yield f"{name} is of {is_now} and has {key}, but only rule {' and '.join(rules)} takes it; remove it"
 
 
 def _is_given(part: RewardPart, key: str) -> bool:

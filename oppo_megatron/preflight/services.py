@@ -29,6 +29,8 @@ def _check_parts(config: ServeRewardConfig) -> Iterator[str]:
     for index, part in enumerate(config.rewards):
         if part.kind == "http":
             yield f"rewards.{index} is of kind http, but a service does not pass requests on; let the run ask that service"
+        if part.name == "length":
+            yield f"rewards.{index} is of rule length, but a service gets no counts of tokens; name it in the run's file"
 
 
 def _check_address(config: ServeRewardConfig | ServeScorerConfig) -> Iterator[str]:

@@ -20,7 +20,9 @@ from oppo_megatron.config.run import SupervisedConfig, TrainConfig
 from oppo_megatron.layout.kernels import find_available, layers_refused
 from oppo_megatron.modeldir.headers import check_adapter
 from oppo_megatron.preflight.algorithm import check_algorithm
+from oppo_megatron.preflight.filtering import check_filtering
 from oppo_megatron.preflight.measuring import check_evaluation, check_heldout
+from oppo_megatron.preflight.preferences import check_preferences
 from oppo_megatron.preflight.reward_parts import check_part, check_waits
 
 
@@ -42,6 +44,7 @@ def check_train(config: TrainConfig) -> list[str]:
         *(check_data("evaluation.data", config.evaluation.data, templates=("prompt",)) if config.evaluation else []),
         *check_evaluation(config),
         *check_algorithm(config),
+        *check_filtering(config),
         *_check_warmup(config),
         *(problem for name, role in config.trained.items() for problem in _check_optimizer(name, role.optimizer)),
         *check_layers(config.runtime, adapters=bool(adapters(config))),
@@ -87,11 +90,12 @@ def _check_rollback(config: TrainConfig) -> list[str]:
 
 
 def check_supervised(config: SupervisedConfig) -> list[str]:
-    """Every broken rule of `oppo sft`'s or `oppo rm`'s settings."""
+    """Every broken rule of a supervised run's settings."""
     return [
         *_check_run_dir(config),
         *_check_micro_batch(config.runtime.micro_batch_tokens, config.max_tokens, "max_tokens"),
-        *check_source("model", config.model),
+        *(problem for name, model in config.models.items() for problem in check_source(name, model)),
+        *check_preferences(config),
         *check_exists("tokenizer.path", config.tokenizer.path),
         *check_data("data", config.data, templates=("prompt", "completion")),
         *_check_optimizer("model", config.optimizer, key="optimizer"),
@@ -115,12 +119,13 @@ def check_overlap(overlap: OverlapConfig, batch_size: int, group_size: int = 1) 
             f"overlap.delta has min {delta.min}, initial {delta.initial}, max {delta.max}, "
             "but min <= initial <= max must hold; reorder them"
         )
-    if overlap.inter and delta.max * group_size > batch_size:
-        groups = f" / rollout.group_size {group_size} = {batch_size // group_size}" if group_size > 1 else ""
-        carried = "groups" if group_size > 1 else "rollouts"
+    groups = batch_size // group_size
+    if overlap.inter and delta.max > overlap.max_staleness * groups:
+        of = f" / rollout.group_size {group_size} = {groups} prompts" if group_size > 1 else ""
         problems.append(
-            f"overlap.delta.max is {delta.max}, but must not exceed rollout.batch_size {batch_size}{groups} "
-            f"(more carried {carried} than a batch holds could all fall due at once); lower it"
+            f"overlap.delta.max is {delta.max}, but must not exceed overlap.max_staleness {overlap.max_staleness} times "
+            f"rollout.batch_size {batch_size}{of} (more than so many batches could not all be trained in time); lower it, or "
+            "raise overlap.max_staleness"
         )
     if len(set(candidates)) < len(candidates):
         problems.append(

@@ -53,13 +53,18 @@ def train_problems(settings: TrainSettings) -> list[str]:
 
 
 def supervised_problems(config: SupervisedConfig) -> list[str]:
-    """Every problem of an SFT or reward-model configuration."""
+    """Every problem of the configuration of a supervised run."""
     problems = check_supervised(config)
     vocab_size = _vocab_size(config.tokenizer, problems)
-    role = Role("model", config.model, scalar=isinstance(config, RewardModelConfig))
-    shape = _check_role(role, config.max_tokens, vocab_size, problems)
-    problems += compare_with_roles(config.tokenizer, [role])[0]
-    return problems if shape is None else problems + check_supervised_layout(config, shape)
+    scalar, shapes = isinstance(config, RewardModelConfig), dict[str, Mapping[str, Any]]()
+    roles = [Role(name, model, scalar=scalar) for name, model in config.models.items()]
+    for role in roles:
+        shape = _check_role(role, config.max_tokens, vocab_size, problems)
+        if shape is not None:
+            shapes[role.name] = shape
+            problems += check_supervised_layout(config, shape, role.name)
+    problems += check_preference_vocabulary(shapes) + compare_with_roles(config.tokenizer, roles)[0]
+    return list(dict.fromkeys(problems))
 
 
 def service_problems(config: ServeRewardConfig | ServeScorerConfig) -> list[str]:
@@ -119,6 +124,14 @@ def check_shared_vocabulary(shapes: Mapping[str, Mapping[str, Any]]) -> list[str
                 "use models that share a tokenizer and pad their embeddings alike"
             )
     return problems
+
+
+def check_preference_vocabulary(shapes: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A reference reads the very tokens that the model learns."""
+    sizes = [shapes.get(name, {}).get("vocab_size") for name in ("model", "reference")]
+    if None in sizes or sizes[0] == sizes[1]:
+        return []
+    return [f"reference: its vocabulary has {sizes[1]} entries, but must equal the model's {sizes[0]}; use one family"]
 
 
 def _check_role(role: Role, context: int, vocab_size: int | None, problems: list[str]) -> Mapping[str, Any] | None:

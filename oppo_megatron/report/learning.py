@@ -75,6 +75,12 @@ POLICY = (
         "Healthy: near 0, or falling. A rise means that responses no longer end: raise `rollout.max_response_tokens` if they "
         "are good ones, or reward ending.", from_zero=True,
     ),
+    Curve(
+        "groups", "Groups that teach", "share of groups", {"keep_rate": "kept by the filter", "equal_groups": "all the same"},
+        "Of groups whose responses all score the same nothing is learned; a filter drops them. Healthy: most are kept. A fall "
+        "means that the prompts have become too easy, or are too hard: take others, or a larger `rollout.group_size`.",
+        from_zero=True,
+    ),
 )  # fmt: skip
 VALUE = (
     Curve(
@@ -119,6 +125,12 @@ SUPERVISED = (
     Curve(
         "pair-margin", "Margin", "chosen - rejected", {"margin": ""},
         "Healthy: it grows slowly. Growth without end, while held-out accuracy stands still, is overconfidence: fewer epochs.",
+    ),
+    Curve(
+        "implicit-rewards", "Implicit rewards", "beta (log-prob - reference's)",
+        {"reward_chosen": "chosen", "reward_rejected": "rejected", "reward": "of all rows"},
+        "Healthy: chosen stays level or rises, rejected falls. If both fall, chosen answers grow unlikely, too: lower the "
+        "learning rate, raise beta, or add `dpo.nll`.",
     ),
     Curve(
         "grad-norm", "Gradient norm", "before clipping", {"grad_norm": ""},

@@ -77,7 +77,7 @@ def _best(found: Any) -> str:
 
 
 def _figures(record: RunRecord) -> dict[str, Any]:
-    """The figures of the summary, or of the steps until there is one; `oppo sft` and `oppo rm` call the total `time_s`."""
+    """The figures of the summary, or of the steps until there is one; supervised ones call the total `time_s`."""
     figures = {**summarise([_plain(line) for line in record.lines]), **(record.summary or {})}
     return {"total_s": figures.get("time_s"), **figures}
 

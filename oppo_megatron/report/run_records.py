@@ -39,7 +39,7 @@ class RunRecord:
 
     @property
     def kind(self) -> str:
-        """`train`, or `supervised` for `oppo sft` and `oppo rm`."""
+        """`train`, or `supervised` for `oppo sft`, `rm`, `dpo` and `kto`."""
         supervised = any("loss" in line for line in self.lines[:1]) if self.lines else "rollout" not in self.config
         return "supervised" if supervised else "train"
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 import numbers
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from oppo_megatron.config.data import RewardPart
@@ -17,11 +17,15 @@ from oppo_megatron.config.evaluation import part_labels
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.preflight.settings import check_rewards
 from oppo_megatron.rewards.entry_point import load_entry_point
+from oppo_megatron.rewards.isolated_rule import IsolatedRule
 from oppo_megatron.rewards.isolation import IsolatedFunction
 from oppo_megatron.rewards.protocol import ScoreItem, check_fields, read_token
 from oppo_megatron.rewards.remote import RemoteReward
+from oppo_megatron.rewards.rule_parts import Rule, VerifierReward, build_rule
+from oppo_megatron.rewards.rules.lengths import LengthRule
 from oppo_megatron.rewards.user_code import SHOWN_CHARACTERS, ProcessExit, said_of, staying
-from oppo_megatron.rewards.verifiers import expected_answer, verify
+
+NOTHING_KNOWN: Mapping[str, float] = MappingProxyType({})
 
 
 class NonFiniteRewardError(RewardError):
@@ -32,32 +36,6 @@ class ResponseReward(Protocol):
     """Scores one response.  `fields` are the other columns of the prompt's row."""
 
     def __call__(self, prompt: str, response: str, fields: Mapping[str, Any]) -> float: ...
-
-
-@dataclass(frozen=True, slots=True)
-class VerifierReward:
-    """1.0 or 0.0 by the verifier `name`, against column `answer`."""
-
-    name: str
-    answer: str
-
-    def __call__(self, prompt: str, response: str, fields: Mapping[str, Any]) -> float:
-        return verify(self.name, response, self._expected(fields))
-
-    def check(self, fields: Mapping[str, Any]) -> None:
-        """Raise `RewardError` if a response to this row could not be scored."""
-        expected_answer(self._expected(fields))
-
-    def _expected(self, fields: Mapping[str, Any]) -> Any:
-        if self.answer not in fields:
-            there = ", ".join(fields) or "none"
-            near = difflib.get_close_matches(self.answer, fields, n=1)
-            named = f", the nearest is `answer: {near[0]}`" if near else ""
-            raise RewardError(
-                f"the row has no column {self.answer!r} with the expected answer (it has: {there}); name the column "
-                f"as `answer` beside the verifier{named}"
-            )
-        return fields[self.answer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +61,7 @@ class Summand:
 
     label: str
     weight: float
-    function: ResponseReward | RemoteReward | None
+    function: ResponseReward | RemoteReward | Rule | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,18 +72,26 @@ class Reward:
     parts: dict[str, float]
 
 
-def build_reward_functions(parts: Sequence[RewardPart], environment: Mapping[str, str] = os.environ) -> RewardSum:
+def build_reward_functions(
+    parts: Sequence[RewardPart],
+    environment: Mapping[str, str] = os.environ,
+    *,
+    max_response_tokens: int | None = None,
+) -> RewardSum:
     """The sum that `parts` describe; tokens of services come from `environment`.
 
-    Raises `ConfigError` with every problem of every part.
+    `max_response_tokens`: the longest response, where that is known: rule `length` goes by it.  Raises `ConfigError` with
+    every problem of every part.
     """
     has_model = any(part.kind == "model" for part in parts)
     found = check_rewards(parts, has_reward_model=has_model)
     summands: list[Summand] = []
-    secrets = frozenset(part.token_env for part in parts if part.token_env is not None)
+    secrets = {part.token_env for part in parts}
+    inherited = {name: value for name, value in environment.items() if name not in secrets}
     for part, label in zip(parts, part_labels(parts), strict=True) if not found else ():
         try:
-            summands.append(Summand(label, part.weight, _function(part, label, environment, secrets)))
+            function = _function(part, label, environment, inherited, max_response_tokens)
+            summands.append(Summand(label, part.weight, function))
         except ConfigError as error:
             found.extend(error.problems)
     if found:
@@ -114,20 +100,23 @@ def build_reward_functions(parts: Sequence[RewardPart], environment: Mapping[str
 
 
 def _function(
-    part: RewardPart, label: str, environment: Mapping[str, str], secrets: frozenset[str]
-) -> ResponseReward | RemoteReward | None:
+    part: RewardPart,
+    label: str,
+    environment: Mapping[str, str],
+    inherited: Mapping[str, str],
+    max_response_tokens: int | None,
+) -> ResponseReward | RemoteReward | Rule | None:
+    """`inherited`: the environment without the tokens of services, for processes."""
     if part.kind == "model":
         return None
     if part.kind == "verifier":
-        assert part.name is not None, "check_rewards asks for it"
-        return VerifierReward(part.name, part.answer)
+        return build_rule(part, inherited, max_response_tokens)
     if part.kind == "http":
         assert part.url is not None, "check_rewards asks for it"
         token = None if part.token_env is None else read_token(part.token_env, environment)
         return RemoteReward(f"reward part {label!r}", part.url, token, part.remote)
     assert part.entry_point is not None, "check_rewards asks for it"
     if part.isolation is not None:
-        inherited = {name: value for name, value in environment.items() if name not in secrets}
         isolated = IsolatedFunction(part.entry_point, part.options, part.isolation, inherited)
         isolated.check()
         return isolated
@@ -135,9 +124,13 @@ def _function(
     return UserFunction(part.entry_point, partial(function, **part.options) if part.options else function)
 
 
-def _about(user: UserFunction) -> str:
-    function = user.function.func if isinstance(user.function, partial) else user.function
-    return (inspect.getdoc(function) or "").partition("\n")[0]
+def _about(function: ResponseReward | RemoteReward | Rule | None) -> str:
+    if isinstance(function, IsolatedRule):
+        return function.about()
+    if not isinstance(function, UserFunction):
+        return ""
+    called = function.function.func if isinstance(function.function, partial) else function.function
+    return (inspect.getdoc(called) or "").partition("\n")[0]
 
 
 class RewardSum:
@@ -152,8 +145,11 @@ class RewardSum:
         return any(summand.function is None for summand in self.summands)
 
     def describe(self) -> list[str]:
-        """What each user's function that runs in this process says of itself: the first line of its docstring."""
-        told = ((part.label, _about(part.function)) for part in self.summands if isinstance(part.function, UserFunction))
+        """What each user's function that runs in this process says of itself: the first line of its docstring.
+
+        Of rule `code`, whether its programs reach the network.
+        """
+        told = ((part.label, _about(part.function)) for part in self.summands)
         return [f"reward {label}: {about}" for label, about in told if about]
 
     @property
@@ -164,36 +160,51 @@ class RewardSum:
     @property
     def asks_services(self) -> bool:
         """Whether scores take a while to come: `request` them as early as the responses are known."""
-        return any(isinstance(summand.function, RemoteReward) for summand in self.summands)
+        return bool(self._asked)
+
+    @property
+    def _asked(self) -> list[RemoteReward | IsolatedRule]:
+        """Services, and rules in processes of their own."""
+        return [s.function for s in self.summands if isinstance(s.function, (RemoteReward, IsolatedRule))]
 
     def check(self, fields: Mapping[str, Any]) -> None:
         """Raise `RewardError` if a row lacks what a verifier needs, or cannot be sent to a service or a process."""
         for summand in self.summands:
             try:
-                if isinstance(summand.function, VerifierReward):
+                if isinstance(summand.function, (VerifierReward, IsolatedRule)):
                     summand.function.check(fields)
                 elif isinstance(summand.function, (RemoteReward, IsolatedFunction)):
                     check_fields(fields)
             except RewardError as error:
                 raise RewardError(f"reward part {summand.label!r}: {error}") from error
 
+    def reads_model(self, labels: Collection[str]) -> bool:
+        """Whether one of these parts is the reward model's score."""
+        return any(summand.function is None for summand in self.summands if summand.label in labels)
+
     def requested(self, seq_id: int) -> bool:
-        """Whether every service has been asked for the score of this sequence, and `evaluate` has not taken it."""
-        return all(s.function.requested(seq_id) for s in self.summands if isinstance(s.function, RemoteReward))
+        """Whether each has been asked for the score of this sequence, and `evaluate` has not taken it."""
+        return all(asked.requested(seq_id) for asked in self._asked)
 
-    def request(self, items: Sequence[ScoreItem]) -> None:
-        """Ask the services for scores, which `evaluate` takes later; returns at once, asks for nothing twice.
+    def request(self, items: Sequence[ScoreItem], known: Collection[str] = ()) -> None:
+        """Ask services and processes for scores, which `evaluate` takes later; returns at once, asks for nothing twice.
 
-        Raises `RewardError` if a service has failed for good.
+        Parts that are `known` are not asked for.  Raises `RewardError` if a service has failed for good.
         """
         for summand in self.summands:
-            if isinstance(summand.function, RemoteReward):
+            if isinstance(summand.function, RemoteReward | IsolatedRule) and summand.label not in known:
                 summand.function.request(items)
+
+    def forget(self, seq_id: int) -> None:
+        """No score of this sequence will be taken any more."""
+        for summand in self.summands:
+            if isinstance(summand.function, RemoteReward | IsolatedRule):
+                summand.function.forget(seq_id)
 
     def close(self) -> None:
         """End threads and processes."""
         for summand in self.summands:
-            if isinstance(summand.function, (RemoteReward, IsolatedFunction)):
+            if isinstance(summand.function, (RemoteReward, IsolatedFunction, IsolatedRule)):
                 summand.function.close()
 
     def score(
@@ -210,29 +221,75 @@ class RewardSum:
         model_score: float | None,
         seq_id: int,
         place: str = "",
+        num_tokens: int | None = None,
+        known: Mapping[str, float] = NOTHING_KNOWN,
     ) -> Reward:
-        """The reward of one response and its parts; waits for what was requested, and requests what was not.
+        """The reward of one response and its parts; those that are `known` already are taken as they are.
 
-        Raises `RewardError` naming sequence, `place` (file:line of the prompt's row), part and value.
+        Raises as `parts` does.
         """
-        sequence = f"sequence {seq_id} (of {place})" if place else f"sequence {seq_id}"
-        parts: dict[str, float] = {}
-        self.request([ScoreItem(seq_id, prompt, response, fields)])
-        for summand in self.summands:
-            value: Any = model_score
-            if isinstance(summand.function, RemoteReward):
-                value = summand.function.result(seq_id)
-            elif summand.function is not None:
-                try:
-                    value = summand.function(prompt, response, fields)
-                except RewardError as error:
-                    raise RewardError(
-                        f"{sequence}: reward part {summand.label!r} failed: {error}; it must give a number for every "
-                        "response: correct the function, or the row's columns"
-                    ) from (error.__cause__ or error)
-            parts[summand.label] = _finite(value, f"{sequence}: reward part {summand.label!r}")
-        total = sum(summand.weight * parts[summand.label] for summand in self.summands)
-        return Reward(_finite(total, f"{sequence}: the weighted sum of {parts}"), parts)
+        item = ScoreItem(seq_id, prompt, response, fields)
+        parts = self.parts(item, model_score, place, num_tokens, known=known)
+        return Reward(_finite(self.total(parts), f"{_of(item, place)}: the weighted sum of {parts}"), parts)
+
+    def total(self, parts: Mapping[str, float]) -> float:
+        """The weighted sum of all parts."""
+        return sum(summand.weight * parts[summand.label] for summand in self.summands)
+
+    def parts(
+        self,
+        item: ScoreItem,
+        model_score: float | None,
+        place: str = "",
+        num_tokens: int | None = None,
+        *,
+        of: Collection[str] | None = None,
+        known: Mapping[str, float] = NOTHING_KNOWN,
+    ) -> dict[str, float]:
+        """The parts `of` a response (None: all), by label; waits for what was requested, and requests what was not.
+
+        `num_tokens`: of the response; rule `length` needs it.  Raises `RewardError` naming sequence, `place` (file:line of the
+        prompt's row), part and value.
+        """
+        sequence, parts = _of(item, place), dict[str, float]()
+        wanted = [summand for summand in self.summands if of is None or summand.label in of]
+        asked = {summand.label for summand in wanted} - known.keys()
+        self.request([item], {summand.label for summand in self.summands} - asked)
+        try:
+            for summand in wanted:
+                new = summand.label not in known
+                value = _value(summand, item, model_score, sequence, num_tokens) if new else known[summand.label]
+                parts[summand.label] = _finite(value, f"{sequence}: reward part {summand.label!r}")
+        except RewardError:
+            for each in self._asked:
+                if isinstance(each, IsolatedRule):  # a service of rewards goes on, and the name of a sequence comes again
+                    each.forget(item.seq_id)
+            raise
+        return parts
+
+
+def _value(summand: Summand, item: ScoreItem, model_score: float | None, sequence: str, num_tokens: int | None) -> Any:
+    """What the part gives for a response; raises `RewardError` where it fails."""
+    if summand.function is None:
+        return model_score
+    if isinstance(summand.function, RemoteReward):
+        return summand.function.result(item.seq_id)
+    if isinstance(summand.function, LengthRule):
+        assert num_tokens is not None, "who takes a rule `length` counts the tokens"
+        return summand.function.score(num_tokens)
+    try:
+        if isinstance(summand.function, IsolatedRule):
+            return summand.function.result(item.seq_id)
+        return summand.function(item.prompt, item.response, item.fields)
+    except RewardError as error:
+        raise RewardError(
+            f"{sequence}: reward part {summand.label!r} failed: {error}; it must give a number for every "
+            "response: correct the function, or the row's columns"
+        ) from (error.__cause__ or error)
+
+
+def _of(item: ScoreItem, place: str) -> str:
+    return f"sequence {item.seq_id} (of {place})" if place else f"sequence {item.seq_id}"
 
 
 def _finite(value: Any, what: str) -> float:

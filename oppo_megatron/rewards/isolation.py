@@ -35,6 +35,10 @@ MARK = "OPPO_ISOLATED"
 END_S = 2.0
 
 
+class Unanswered(RewardError):
+    """A call that outran the limits, or whose process ended: what a rule that reads a response counts as a wrong one."""
+
+
 class IsolatedFunction:
     """`entry_point` with the keyword arguments `options`, as a function of (prompt, response, fields).
 
@@ -68,7 +72,10 @@ class IsolatedFunction:
         self.close()
 
     def __call__(self, prompt: str, response: str, fields: Mapping[str, Any]) -> float:
-        """Raises RewardError, naming the function, for an exception, a crash, a limit, or a result that is no number."""
+        """Raises RewardError, naming the function, for an exception, a crash, a limit, or a result that is no number.
+
+        For a limit and a crash it is `Unanswered`, but not while the process starts.
+        """
         if self._process is None:
             self._start()
         assert threading.get_ident() == self._thread, f"{self.entry_point} is called from the thread that started it"
@@ -78,12 +85,18 @@ class IsolatedFunction:
             raise RewardError(f"{self.entry_point} failed in its process: {answer['error']}")
         return float(answer["value"])
 
+    def interrupt(self) -> None:
+        """Kill the process, from any thread: a call that is under way fails."""
+        process = self._process
+        if process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
     def close(self) -> None:
         """End the process and all that it has started, in sessions of their own too."""
         if self._process is None:
             return
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self.interrupt()
         self._process.wait()
         _end_marked(f"{MARK}={self._mark}".encode())
         os.close(self._to_child)
@@ -114,12 +127,16 @@ class IsolatedFunction:
             "memory_bytes": self.limits.memory_mb << 20,
             "parent": os.getpid(),
         }
-        answer = self._ask(task, START_S, f"{self.entry_point} was not loaded within")
+        try:
+            answer = self._ask(task, START_S, f"{self.entry_point} was not loaded within")
+        except Unanswered as error:
+            raise RewardError(str(error)) from error
         if answer != {"ready": True}:
-            self._end(f"{self.entry_point} cannot be loaded in its process: {answer.get('error', answer)}")
+            self.close()
+            raise RewardError(f"{self.entry_point} cannot be loaded in its process: {answer.get('error', answer)}")
 
     def _ask(self, message: Mapping[str, Any], limit_s: float, late: str) -> dict[str, Any]:
-        """Send a line and read the next one.  Whatever goes wrong ends the process and is a RewardError."""
+        """Send a line and read the next one.  Whatever goes wrong ends the process, and is `Unanswered` but for a wrong line."""
         deadline, late, name = time.monotonic() + limit_s, f"{late} {limit_s:g} s", secrets.token_hex(8)
         self._write(json.dumps({**message, "call": name}, allow_nan=False).encode() + b"\n", deadline, late)
         line = self._read_line(deadline, late)
@@ -128,7 +145,8 @@ class IsolatedFunction:
         except (ValueError, RecursionError):
             answer = None
         if not isinstance(answer, dict) or answer.pop("call", None) != name:
-            self._end(f"{self.entry_point}: its process gave {line[:100]!r}, which is no answer to this call")
+            self.close()
+            raise RewardError(f"{self.entry_point}: its process gave {line[:100]!r}, which is no answer to this call")
         return answer
 
     def _write(self, data: bytes, deadline: float, late: str) -> None:
@@ -167,7 +185,7 @@ class IsolatedFunction:
 
     def _end(self, reason: str) -> NoReturn:
         self.close()
-        raise RewardError(reason)
+        raise Unanswered(reason)
 
 
 def _end_marked(mark: bytes) -> None:

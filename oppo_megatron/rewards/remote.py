@@ -120,6 +120,12 @@ class RemoteReward:
         del self._scores[seq_id]
         return score
 
+    def forget(self, seq_id: int) -> None:
+        """The score of a sequence will not be taken, whether it has been asked for, has come, or neither."""
+        score = self._scores.get(seq_id)
+        if score is not None:
+            score.add_done_callback(lambda _: self._scores.pop(seq_id, None))
+
     def close(self) -> None:
         """End the thread.  What has not been scored stays so."""
         if self._thread is None or self._loop is None:
@@ -157,7 +163,7 @@ class RemoteReward:
         with self._lock:
             if self._failure is None:
                 self._failure = error
-            for score in self._scores.values():
+            for score in list(self._scores.values()):
                 if not score.done():
                     score.set_exception(self._failure)
 

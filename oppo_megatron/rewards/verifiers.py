@@ -2,6 +2,7 @@
 
     gsm8k        the last `#### n`, or a last line `A: n` (the form of the model solutions published with GSM8K)
     arithmetic   the same; without either, a last line that is a number or ends in `= n`
+    flexible     gsm8k with `method: flexible`: the same; without either, the last number of all
 
 A number may be negative, decimal, a fraction, have thousands commas, a currency sign before and a full stop or a unit
 after it. `1,200.0`, `$1200` and `2400/2` are equal.
@@ -66,7 +67,28 @@ def arithmetic_answer(text: str) -> Fraction | None:
     return parse_number(lines[-1].rpartition("=")[2])
 
 
-ANSWER_OF: dict[str, Callable[[str], Fraction | None]] = {"gsm8k": gsm8k_answer, "arithmetic": arithmetic_answer}
+def flexible_answer(text: str) -> Fraction | None:
+    """The final answer marked as in GSM8K; where nothing is marked, the last number in the text."""
+    lines = text.strip().splitlines()
+    if lines and ("####" in text or _LAST_LINE.fullmatch(lines[-1])):
+        return gsm8k_answer(text)
+    found = None
+    for found in _NUMBER.finditer(text):  # noqa: B007  (the last one is wanted)
+        pass
+    if found is None:
+        return None
+    number = found[0].lstrip()
+    before = text[: found.end() - len(number)]
+    joined = before[-1:].isalnum() or (before.rstrip()[-1:].isdigit() and number[1:2].isspace())
+    return parse_number(number.lstrip("+-") if joined else number)  # `7-5`, `7 - 5` and `GPT-4` have no sign
+
+
+ANSWER_OF: dict[str, Callable[[str], Fraction | None]] = {
+    "gsm8k": gsm8k_answer,
+    "arithmetic": arithmetic_answer,
+    "flexible": flexible_answer,
+}
+"""The reader of each rule; `flexible` is that of gsm8k with `method: flexible`."""
 
 
 def expected_answer(value: Any) -> Fraction:

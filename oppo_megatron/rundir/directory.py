@@ -10,6 +10,7 @@ rollbacks.jsonl   prompts left out when a guard went back to a checkpoint
 stacks/           stacks of each rank's threads when the run stood still
 ended-step-<n>/   summary, weights and trace of the run that had ended there, before it was given more steps
 memory_limits.json  limits of work at once, after memory ran out among ranks
+reference.safetensors  log-probs of the reference (`oppo dpo`, `oppo kto`); later attempts reuse them
 placement.json    measurements of `placement.mode: auto`, from the runs under placement/; later attempts reuse it
 """
 
@@ -76,6 +77,7 @@ class RunDirectory:
         self.rejected = self.path / "rejected"
         self.rollbacks = self.path / "rollbacks.jsonl"
         self.memory_limits = self.path / "memory_limits.json"
+        self.reference = self.path / "reference.safetensors"
         self.placement = self.path / "placement.json"
         self.placement_runs = self.path / "placement"
         self.checkpoints = self.path / "checkpoints"

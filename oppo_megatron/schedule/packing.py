@@ -5,7 +5,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import pairwise
+
+import numpy as np
+
+from oppo_megatron.columns import Ints
 
 
 def pack_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -15,26 +19,50 @@ def pack_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
     own.
     First-fit decreasing needs at most 11/9 of the fewest possible bins, plus one.
     """
+    order, bins = _first_fit(np.asarray(lengths, dtype=np.int64), budget)
+    members = order[np.argsort(bins, kind="stable")].tolist()
+    return [members[start:end] for start, end in pairwise(_ends(bins))]
+
+
+def packed_in_order(lengths: Ints, budget: int) -> tuple[Ints, list[int]]:
+    """The same bins, one behind the other, each in ascending order; and where they end, with 0 before the first."""
+    order, bins = _first_fit(lengths, budget)
+    by_index = np.empty_like(bins)
+    by_index[order] = bins
+    return np.argsort(by_index, kind="stable"), _ends(bins)
+
+
+def _first_fit(lengths: Ints, budget: int) -> tuple[Ints, Ints]:
+    """Indices, longest first, and the bin of each of these."""
     assert budget >= 1, f"the token budget of a micro-batch must be at least 1, not {budget}"
-    bins: list[list[int]] = []
-    rooms: list[int] = []
-    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)  # stable: ties by index
-    for length, run in groupby(order, key=lengths.__getitem__):
-        alike = list(run)
+    order = np.argsort(-lengths, kind="stable")  # ties by index
+    ordered, bins = lengths[order], np.empty_like(lengths)
+    edges = [0, *(np.flatnonzero(np.diff(ordered)) + 1).tolist(), len(ordered)]
+    shortest, rooms = int(lengths.min(initial=budget)), list[int]()
+    open_bins: list[int] = []  # those with room for anything
+    for begin, end in pairwise(edges if len(ordered) else ()):
+        length = int(ordered[begin])
         # Items of one length fill a bin as far as they fit before the next bin gets any.
-        for b, room in enumerate(rooms):
-            if not alike:
+        for b in open_bins:
+            if rooms[b] < length:
+                continue
+            fitting = min(rooms[b] // length if length else end - begin, end - begin)
+            bins[begin : begin + fitting] = b
+            rooms[b] -= fitting * length
+            begin += fitting
+            if begin == end:
                 break
-            if room >= length:
-                fitting = len(alike) if length == 0 else min(room // length, len(alike))
-                bins[b] += alike[:fitting]
-                rooms[b] -= fitting * length
-                del alike[:fitting]
-        each = max(1, len(alike) if length == 0 else budget // length)
-        for start in range(0, len(alike), each):
-            bins.append(alike[start : start + each])
-            rooms.append(budget - len(bins[-1]) * length)
-    return bins
+        each = max(1, budget // length if length else end - begin)
+        for start in range(begin, end, each):
+            bins[start : min(start + each, end)] = len(rooms)
+            open_bins.append(len(rooms))
+            rooms.append(budget - (min(start + each, end) - start) * length)
+        open_bins = [b for b in open_bins if rooms[b] >= shortest]
+    return order, bins
+
+
+def _ends(bins: Ints) -> list[int]:
+    return [0, *np.cumsum(np.bincount(bins)).tolist()]
 
 
 def balance(lengths: Sequence[int], num_parts: int) -> list[list[int]]:

@@ -5,11 +5,14 @@ Each round is planned from the sequences active at its start, because decoded le
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
+import numpy as np
+
+from oppo_megatron.columns import Ints
 from oppo_megatron.layout.placements import RolePlacement
 
 
@@ -26,8 +29,59 @@ class Growth(NamedTuple):
     rows: int = 0
 
 
-Batch = tuple[Growth, ...]
+Batch = Sequence[Growth]
 """The sequences that one micro-batch advances together."""
+
+
+class Growths(Sequence[Growth]):
+    """A micro-batch in columns, `table` [4, n] by the fields of `Growth`; a `Growth` is made when it is asked for.
+
+    A plan has tens of thousands, and asks for sums and lengths.
+    """
+
+    seq_ids: Ints
+    past: Ints
+    new: Ints
+    rows: Ints
+
+    def __init__(self, table: Ints):
+        self.table = table
+        self.seq_ids, self.past, self.new, self.rows = table
+
+    @classmethod
+    def of(cls, batch: Batch) -> Growths:
+        """A micro-batch in columns is itself."""
+        return batch if isinstance(batch, Growths) else cls(np.array(batch, dtype=np.int64).reshape(-1, 4).T)
+
+    def __len__(self) -> int:
+        return len(self.seq_ids)
+
+    def __iter__(self) -> Iterator[Growth]:
+        return map(Growth, *self.table.tolist())
+
+    @overload
+    def __getitem__(self, which: int) -> Growth: ...
+
+    @overload
+    def __getitem__(self, which: slice) -> Growths: ...
+
+    def __getitem__(self, which: int | slice) -> Growth | Growths:
+        found = self.table[:, which]
+        return Growths(found) if isinstance(which, slice) else Growth(*found.tolist())
+
+    def __eq__(self, other: object) -> bool:
+        """To a micro-batch in columns, or in a tuple."""
+        return isinstance(other, Growths | tuple) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+    def at(self, positions: Ints | Sequence[int]) -> Growths:
+        """Those at `positions`, in this order."""
+        return Growths(self.table[:, positions])
 
 
 class Fork(NamedTuple):

@@ -102,12 +102,15 @@ class Actor:
                 micro.extra.get("reference_logp"),
                 micro.extra.get("weight"),
                 micro.extra.get("share"),
-                on_device(micro.wanted, logp.device) if self.algorithm.needs_lengths else None,
+                on_device(micro.counts, logp.device) if self.algorithm.needs_lengths else None,
             )
             value, stats = self.algorithm.actor_loss(logp, entropy, targets, kl_coefficient, num_tokens)
             return value, stats_dict(stats) | (self._first_sums(micro, logp.detach(), output) if first else {})
 
-        weights = self.algorithm.row_weights
+        def weights(rows: Sequence[int]) -> list[float]:
+            lengths, counted_B = [len(batch[i].tokens) for i in rows], experience.counted_B
+            return self.algorithm.row_weights(lengths, None if counted_B is None else counted_B[list(rows)].tolist())
+
         reports = run_update(self.role.trained, batch, extra, loss, settings, self.memory_limit, weights)
         summary = self.role.share(self._summary(reports, begun.gap), STATS)
         self.ess = summary["ess"]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from oppo_megatron.cluster.liveness.watching import stacks_on_request, watched
 from oppo_megatron.cluster.world import World, choose_device, open_world
+from oppo_megatron.config.derived import describe_batch
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import EXIT_AGAIN, EXIT_REQUEUE, CapacityError
@@ -34,12 +35,12 @@ from oppo_megatron.train.saving.saver import Saver
 from oppo_megatron.train.saving.telling import tell_of_nothing
 from oppo_megatron.train.setup import build_loop
 from oppo_megatron.train.shared_directory import share_run_directory
-from oppo_megatron.train.supervised import run_reward_model, run_sft
+from oppo_megatron.train.supervised import run_supervised
 from oppo_megatron.train.weights import save_role
 
 
 def run_rank(kind: str, config: Any) -> int:
-    """Run one rank of a `train`, `sft` or `rm` job; returns its exit code.
+    """Run one rank of a `train` job, or a supervised one; returns its exit code.
 
     RANK, WORLD_SIZE and the rest come from the environment.
     """
@@ -50,7 +51,7 @@ def run_rank(kind: str, config: Any) -> int:
         with _told_of_memory(), clear_when_full(config.run_dir):
             if kind == "train":
                 return _run_train(config)
-            return 0 if (run_sft if kind == "sft" else run_reward_model)(config) else EXIT_REQUEUE
+            return 0 if run_supervised(config) else EXIT_REQUEUE
     except LessAtOnce as error:
         lower_memory_limit(run, layout_tree(config), error.limit, error.most)
         print(f"{error}; from the last checkpoint on at most {error.most}", file=sys.stderr, flush=True)
@@ -111,7 +112,8 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preem
             if inputs.quarantine:
                 inputs.quarantine.write(run.quarantine)
             stack.enter_context(loop.journal)
-            loop.journal.progress.note("\n".join([*start, *describe_inputs(inputs), *rollbacks.describe()]))
+            told = [*start, describe_batch(config), *describe_inputs(inputs), *rollbacks.describe()]
+            loop.journal.progress.note("\n".join(told))
         if found is not None:
             saver.restore(loop.state, found)
         loop.bound_memory(read_memory_limits(run, layout_tree(config)) if config.checkpoint.resume else {})

@@ -29,6 +29,7 @@ from oppo_megatron.mcore.out_of_memory import Begun, MemoryLimits, in_smaller_on
 from oppo_megatron.mcore.training import forward_rows, shared_with_peers
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.rewards.functions import RewardSum
+from oppo_megatron.rewards.protocol import ScoreItem
 from oppo_megatron.train.actor import Actor
 from oppo_megatron.train.logs.journal import Journal
 from oppo_megatron.train.score_exchange import ScoreExchange
@@ -183,10 +184,13 @@ class Evaluator:
     def _judge(self, rollouts: Sequence[Rollout], scores_N: Tensor | None) -> list[tuple[float, float]]:
         """Mean and standard error (below 0: none) of each metric, in the order of their names."""
         columns: list[dict[int, list[float]]] = [{} for _ in self.config.names]
-        for i, rollout in enumerate(rollouts):
-            prompt, response = rollout.prompt, self.tokenizer.decode(rollout.tokens)
+        items = [ScoreItem(r.seq_id, r.prompt.text, self.tokenizer.decode(r.tokens), r.prompt.fields) for r in rollouts]
+        self.judges.request(items)
+        for i, (rollout, item) in enumerate(zip(rollouts, items, strict=True)):
             score = None if scores_N is None else float(scores_N[i])
-            parts = self.judges.evaluate(prompt.text, response, prompt.fields, score, rollout.seq_id).parts
+            parts = self.judges.evaluate(
+                item.prompt, item.response, item.fields, score, item.seq_id, num_tokens=len(rollout.tokens)
+            ).parts
             measured = [*parts.values(), float(len(rollout.tokens)), float(rollout.finish_reason == "length")]
             for column, value in zip(columns, measured, strict=True):
                 column.setdefault(rollout.seq_id // self.config.samples, []).append(value)

@@ -37,6 +37,12 @@ class Measured(Protocol[RowC]):
     def measure(self, rows: Sequence[RowC], vocab: VocabShards) -> Measure: ...
 
 
+class Point(Protocol[RowC]):
+    """What a loss needs to know of a whole batch beforehand: KTO's reference point."""
+
+    def take(self, trained: TrainedModel, rows: Sequence[RowC], step: int, budget: int) -> None: ...
+
+
 class Heldout(Generic[RowT]):
     """The held-out rows of a run.  Every rank of the world makes the calls, with the same result."""
 
@@ -48,7 +54,9 @@ class Heldout(Generic[RowT]):
         rows: Sequence[RowT],
         metrics: Sequence[str],
         world: World,
+        point: Point[RowT] | None = None,
     ):
+        self.point = point
         self.every, self.task, self.metrics, self.world = config.every_steps, task, metrics, world
         self.rows = rows[: config.max_rows]
         self.stop = None if stop is None else EarlyStop(stop)
@@ -69,23 +77,11 @@ class Heldout(Generic[RowT]):
         return step == 0 or last or bool(self.every and step % self.every == 0)
 
     def measure(self, trained: TrainedModel, step: int, budget: int) -> Figures:
-        """The metrics after `step` steps, in micro-batches of at most `budget` tokens; early stopping learns of them.
-
-        The replicas share the rows.
-        """
-        groups = trained.model.groups
-        mine = self.rows[groups.dp_rank :: groups.dp]
-        device, finish = next(trained.model.parameters()).device, self.task.measure(mine, trained.model.vocab)
-
-        def forward(most: int) -> list[Tensor]:
-            return forward_rows(trained.chunks, self.task.micro_batches(mine, most, device), finish, trained.begun)
-
-        tables = in_smaller_ones(forward, budget, self.memory_limit, trained.begun, trained.bound_to_peers)
-        speaks = groups.is_last_stage and groups.tp_rank == 0  # one rank for each replica
-        rows = torch.cat(tables).tolist() if speaks and tables else []
-        width = 1 + len(self.metrics)
-        with waiting_for(f"held-out metrics after step {step}", self.world.activity):
-            moments = sum_over_ranks(moments_of(rows, width), self.world.device)
+        """The metrics after `step` steps, in micro-batches of at most `budget` tokens; early stopping learns of them."""
+        if self.point is not None:
+            self.point.take(trained, self.rows, step, budget)
+        width, what = 1 + len(self.metrics), f"held-out metrics after step {step}"
+        moments = measure_rows(self.world, trained, self.rows, self.task, width, budget, self.memory_limit, what)
         figures = dict(zip(self.metrics, ratios(moments, width), strict=True))
         if self.stop is not None:
             self.stop.observe(step, figures[self.stop.config.standard.metric][0])
@@ -98,3 +94,31 @@ class Heldout(Generic[RowT]):
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         if self.stop is not None and state is not None:
             self.stop.load_state_dict(dict(state))
+
+
+def measure_rows(
+    world: World,
+    trained: TrainedModel,
+    rows: Sequence[RowT],
+    task: Measured[RowT],
+    width: int,
+    budget: int,
+    memory_limit: MemoryLimit,
+    what: str,
+) -> list[float]:
+    """Moments of the table of `width` columns that the task makes of `rows`, which the replicas share.
+
+    Every rank of the world makes the call, with the same result.  `what`: the wait for each other, in words.
+    """
+    groups = trained.model.groups
+    mine = rows[groups.dp_rank :: groups.dp]
+    device, finish = next(trained.model.parameters()).device, task.measure(mine, trained.model.vocab)
+
+    def forward(most: int) -> list[Tensor]:
+        return forward_rows(trained.chunks, task.micro_batches(mine, most, device), finish, trained.begun)
+
+    tables = in_smaller_ones(forward, budget, memory_limit, trained.begun, trained.bound_to_peers)
+    speaks = groups.is_last_stage and groups.tp_rank == 0  # one rank for each replica
+    table = torch.cat(tables).tolist() if speaks and tables else []
+    with waiting_for(what, world.activity):
+        return sum_over_ranks(moments_of(table, width), world.device)

@@ -52,13 +52,14 @@ def read_inputs(config: TrainSettings) -> Inputs:
     tokenizer = load_tokenizer(config.tokenizer, config.actor.checkpoint)
     lengths = forced_quantile(config.debug.lengths, config.rollout.max_response_tokens)
     require_stop_texts(config.rollout.stop_texts, tokenizer, "rollout.stop", "rollout.stop")
-    rewards, quarantine = build_reward_functions(config.rewards), Quarantine()
+    longest = config.rollout.max_response_tokens
+    rewards, quarantine = build_reward_functions(config.rewards, max_response_tokens=longest), Quarantine()
     prompts = load_prompts(
         config.data, tokenizer, quarantine=quarantine, check=rewards.check, responses_per_prompt=config.rollout.group_size
     )
     heldout = judges = None
     if config.evaluation is not None:
-        judges = build_reward_functions(config.evaluation.judges)
+        judges = build_reward_functions(config.evaluation.judges, max_response_tokens=longest)
         heldout = load_prompts(config.evaluation.data, tokenizer, quarantine=quarantine, check=judges.check)
     return Inputs(tokenizer, rewards, prompts, heldout, judges, quarantine, lengths)
 

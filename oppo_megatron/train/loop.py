@@ -19,11 +19,13 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from oppo_megatron.algorithms.experience import ScoredBatch
+from oppo_megatron.chunks import Chunk
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.occupancy import Occupancy
 from oppo_megatron.engine.round_runner import RoundRunner
-from oppo_megatron.records import Chunk, Rollout
+from oppo_megatron.errors import SamplingError
+from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.plan import StepPlan, plan_step
 from oppo_megatron.train.actor import Actor
 from oppo_megatron.train.adaptation import Adaptation
@@ -67,8 +69,12 @@ class TrainingLoop:
         if self.state.done == 0 and self.state.phase is None:
             self._evaluate(last=False)
         while not self.over:
-            with self.world.activity.doing(f"step {self.state.done + 1}"):
-                complete = self._step(self.state.done + 1, plan_step(self.config))
+            step = self.state.done + 1
+            with self.world.activity.doing(f"step {step}"):
+                complete = self._step(step, plan_step(self.config))
+            if complete and self.state.done < step:
+                self._end_of_prompts()
+                break
             if complete:
                 self._evaluate(last=self.over)
             if not complete or self.saver.due(self.state.done):
@@ -79,7 +85,10 @@ class TrainingLoop:
         return True
 
     def _step(self, step: int, plan: StepPlan) -> bool:
-        """One step of the paper's Algorithm 1, or the rest of one; False: told to stop within it."""
+        """One step of the paper's Algorithm 1, or the rest of one; False: told to stop within it.
+
+        Where a filter has left nothing of the last prompts, no step is made.
+        """
         self._admit(step)
         while not self.rollouts.complete:
             chunk = self._decode(plan)  # while the scorers prefill the chunk before
@@ -87,6 +96,9 @@ class TrainingLoop:
                 return False
         batch = self.rollouts.take_batch()
         self.state.phase = None
+        if not batch:
+            return True
+        self.meter.facts.filtered = self.rollouts.filter_figures()
         self._finish_scoring(batch)
         if plan.forward_ahead:
             self.updates.begin(step, batch)
@@ -158,8 +170,9 @@ class TrainingLoop:
         """Every rank gets the scores, and knows how all ranks fare."""
         with self.meter.part("send" if self.actor is None else "wait_scores"):
             scored, report = self.exchange.gather(
-                batch, self.rounds, self.meter.scoring_seconds(), self.meter.clock.work, self.meter.measured
-            )
+                batch, self.rounds, self.meter.scoring_seconds(), self.meter.clock.work, self.meter.measured,
+                self.rollouts.judged,
+            )  # fmt: skip
             self.rounds.planner.actor.most = self.meter.all_memory().decode_most
             self.saver.meet(step, float(scored.scores_B.double().mean()))
         self.meter.scored(scored, report, self.adaptation.kl.value)
@@ -186,6 +199,17 @@ class TrainingLoop:
         self.saver.look_at(step, figures)
         if self.journal is not None:
             self.journal.evaluation(step, figures)
+
+    def _end_of_prompts(self) -> None:
+        """All groups that were left have been dropped."""
+        done, figures = self.state.done, self.rollouts.filter_figures()
+        told = f"the prompts have ended: none of the last {figures['groups_dropped']} groups was worth training"
+        if not done:
+            raise SamplingError(f"{told}, and no step was made; use prompts that the policy answers rightly now and then")
+        if self.journal is not None:
+            self.journal.progress.note(told)
+        if self.evaluator is not None and not self.evaluator.due(done, last=False):
+            self._evaluate(last=True)
 
     def _conclude(self) -> None:
         """Every rank has made its last step."""

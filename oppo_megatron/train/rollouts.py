@@ -6,12 +6,18 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+import numpy as np
+
+from oppo_megatron.chunks import Chunk
 from oppo_megatron.config.overlap import OverlapConfig
 from oppo_megatron.engine.round_runner import Decoding, RoundRunner
 from oppo_megatron.overcommit.buffer import RolloutBuffer
+from oppo_megatron.overcommit.filter import GroupFilter
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
-from oppo_megatron.records import Chunk, Rollout
-from oppo_megatron.train.score_exchange import ScoreExchange
+from oppo_megatron.records import Rollout
+from oppo_megatron.train.score_exchange import Known, ScoreExchange
+
+NOTHING = np.zeros(0, dtype=np.int64)  # no sequence
 
 
 @dataclass
@@ -28,6 +34,7 @@ class Rollouts:
     exchange: ScoreExchange
     overlap: OverlapConfig
     planning: Callable[[], AbstractContextManager[None]]
+    filter: GroupFilter | None = None
 
     @property
     def buffer(self) -> RolloutBuffer:
@@ -42,6 +49,9 @@ class Rollouts:
         """Prompts enter at the begin of a step, up to B + delta."""
         with self.planning():
             self.rounds.admit(self.scheduler.begin_step())
+        if self.filter is not None:
+            self.filter.begin_step()
+            self._settle(self.filter)
 
     def decode(self, most: int, version: int, *, stream: bool, halt: bool) -> tuple[Chunk, int]:
         """A round: at most `most` tokens more of each rollout by the policy's `version`; all records advance by its chunk.
@@ -62,7 +72,39 @@ class Rollouts:
             buffer.record(chunk)
             self.rounds.recorded(active)
         self.exchange.request(active)
+        if self.filter is not None:
+            self._settle(self.filter)
         return chunk, len(backfilled)
+
+    @property
+    def judged(self) -> Known:
+        """Parts of rewards that verdicts were made from."""
+        if self.filter is None:
+            return {}
+        labels = self.filter.rule.labels
+        return {seq_id: dict(zip(labels, parts, strict=True)) for seq_id, parts in self.filter.scores.items()}
+
+    def filter_figures(self) -> dict[str, float | None]:
+        """Of the step's groups, for its line in the metrics; none where there is no filter."""
+        if self.filter is None:
+            return {}
+        counts = self.filter.counts
+        return {"groups_dropped": counts.dropped, "keep_rate": counts.keep_rate}
+
+    def _settle(self, groups: GroupFilter) -> None:
+        """Verdicts that are due come into force; dropped groups leave every record."""
+        labels = groups.rule.labels
+
+        def judge(due: Sequence[Rollout]) -> list[list[float]]:
+            if self.exchange.rewards.reads_model(labels):
+                while self.rounds.owes(due, "reward"):
+                    self.rounds.run([], due, 1, Decoding(self.buffer.clock, 0, self.buffer.readiness), NOTHING)
+            return self.exchange.judge(due, self.rounds, labels)
+
+        dropped = groups.settle(judge)
+        self.rounds.give_up(dropped)
+        for rollout in dropped:
+            self.exchange.rewards.forget(rollout.seq_id)
 
     def take_batch(self) -> list[Rollout]:
         """The first B that finished leave the buffer; the others are deferred."""
@@ -81,6 +123,8 @@ class Rollouts:
         """The batch's scores are everywhere: no record is needed any more."""
         with self.planning():
             self.rounds.retire(batch)
+        if self.filter is not None:
+            self.filter.retire(batch)
 
     def weights_changed(self, actor: bool) -> None:
         """Trained roles have other weights: what they have cached of carried rollouts is stale, where it is not kept.

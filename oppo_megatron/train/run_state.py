@@ -95,6 +95,7 @@ class RunState:
         return {
             "done": self.done,
             "scheduler": self.parts.scheduler.state_dict(),
+            "filter": None if self.parts.filter is None else self.parts.filter.state_dict(),
             "chunk": self.adaptation.chunk.state_dict(),
             "kl": self.adaptation.kl.state_dict(),
             "early_stop": None if self.evaluator is None else self.evaluator.state_dict(),
@@ -114,6 +115,8 @@ class RunState:
     def load_state_dict(self, state: Mapping[str, Any], rollouts: Sequence[Rollout]) -> None:
         self.done = self.meter.settled = state["done"]
         self.parts.scheduler.load_state_dict(state["scheduler"], rollouts)
+        if self.parts.filter is not None:
+            self.parts.filter.load_state_dict(state.get("filter"))
         self.adaptation.chunk.load_state_dict(state["chunk"])
         self.adaptation.kl.load_state_dict(state["kl"])
         if self.evaluator is not None:

@@ -6,9 +6,10 @@ Legend: B rollouts of the batch, T their response tokens (packed), P parts of th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -23,12 +24,17 @@ from oppo_megatron.engine.stream import share
 from oppo_megatron.layout.placements import RolePlacement, scorers_leader
 from oppo_megatron.mcore.host_copies import on_device
 from oppo_megatron.records import Rollout
+from oppo_megatron.rewards.functions import NOTHING_KNOWN as NO_PART
 from oppo_megatron.rewards.functions import NonFiniteRewardError, RewardSum
 from oppo_megatron.rewards.protocol import ScoreItem
 from oppo_megatron.train.actor import Actor
 from oppo_megatron.train.critic import CRITIC_STATS, Critic
 
 TIMES = ("score", "wait_tokens")
+Known = Mapping[int, Mapping[str, float]]
+"""Parts of rewards that have been evaluated, by sequence and label."""
+
+NOTHING_KNOWN: Known = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -75,17 +81,18 @@ class ScoreExchange:
         seconds: Mapping[str, float],
         work: Sequence[float],
         measured: Callable[[], list[float]],
+        known: Known = NOTHING_KNOWN,
     ) -> tuple[ScoredBatch, ScoreReport]:
         """Scores, values and reference log-probs of the batch on every rank.  Raises RewardError on the scorers' first.
 
         `seconds` are this rank's totals of the step over the scoring roles, `work` those of its rounds; `measured` is asked
-        once all scores are here.
+        once all scores are here; `known` are parts of rewards that `judge` has given.
         """
         lengths = [len(r.tokens) for r in batch]
         reference_T = self._share("reference", batch, lengths, rounds).float() if "reference" in self.placements else None
         values_T = self._share("critic", batch, lengths, rounds).float() if "critic" in self.placements else None
         model_B = self._share("reward", batch, [1] * len(batch), rounds) if "reward" in self.placements else None
-        totals_B, parts = self._rewards(batch, model_B)
+        totals_B, parts = self._rewards(batch, model_B, known)
         times = [seconds.get(name, 0.0) for name in TIMES] + list(work)
         mine = torch.tensor(times, dtype=torch.float64) if self.rank == self._leader else None
         busy_s, idle_s, *leaders_work = self.shared("times", mine, len(times), self._leader).tolist()
@@ -103,15 +110,33 @@ class ScoreExchange:
         ess, *of_rollout = self._of_actor(measured()).tolist()
         return scored, ScoreReport(parts, busy_s, idle_s, leaders_work, critic, ess, of_rollout)
 
-    def request(self, rollouts: Sequence[Rollout]) -> None:
-        """Ask reward services for the scores of finished rollouts, while others are still decoded.  Returns at once.
+    def judge(self, rollouts: Sequence[Rollout], rounds: RoundRunner, labels: Sequence[str]) -> list[list[float]]:
+        """Parts of the reward of finished rollouts, of each those by `labels`, on every rank; waits for them.
 
-        Raises RewardError, on the scorers' first rank, if a service has failed for good.
+        A reward model among them has read all of the rollouts.  Raises RewardError on the scorers' first rank.
+        """
+        reads_model = self.rewards.reads_model(labels)
+        model_N = self._share("reward", rollouts, [1] * len(rollouts), rounds) if reads_model else None
+        self.request(rollouts)
+
+        def parts(item: ScoreItem, score: float | None, rollout: Rollout) -> list[float]:
+            place, num_tokens = rollout.prompt.place, len(rollout.tokens)
+            found = self.rewards.parts(item, score, place, num_tokens, of=labels)
+            return [found[label] for label in labels]
+
+        return self._scored(rollouts, model_N, len(labels), parts).tolist()
+
+    def request(self, rollouts: Sequence[Rollout], known: Collection[str] = ()) -> None:
+        """Ask services and rules' processes for the scores of finished rollouts, while others are still decoded.
+
+        Returns at once.
+
+        Not for parts that are `known`.  Raises RewardError, on the scorers' first rank, if a service has failed for good.
         """
         if self.rank != self._leader or not self.rewards.asks_services:
             return
         new = [rollout for rollout in rollouts if rollout.finished and not self.rewards.requested(rollout.seq_id)]
-        self.rewards.request([self._item(rollout) for rollout in new])
+        self.rewards.request([self._item(rollout) for rollout in new], known)
 
     def _item(self, rollout: Rollout) -> ScoreItem:
         prompt, response = rollout.prompt, self.tokenizer.decode(rollout.tokens)
@@ -164,28 +189,44 @@ class ScoreExchange:
             pieces |= dict(zip(rows, shared.split([sizes[i] for i in rows]), strict=True))
         return torch.cat([pieces[i] for i in range(len(batch))])
 
-    def _rewards(self, batch: Sequence[Rollout], model_B: Tensor | None) -> tuple[Tensor, dict[str, float]]:
-        """Total reward of each rollout [B], and the mean of each part.  User code runs on one rank only."""
-        labels, table = [s.label for s in self.rewards.summands], None
+    def _rewards(self, batch: Sequence[Rollout], model_B: Tensor | None, known: Known) -> tuple[Tensor, dict[str, float]]:
+        """Total reward of each rollout [B], and the mean of each part."""
+        labels = [summand.label for summand in self.rewards.summands]
+        self.request(batch, {label for rollout in batch for label in known.get(rollout.seq_id, ())})
+
+        def reward(item: ScoreItem, score: float | None, rollout: Rollout) -> list[float]:
+            place, num_tokens = rollout.prompt.place, len(rollout.tokens)
+            found = self.rewards.evaluate(
+                item.prompt, item.response, item.fields, score, item.seq_id, place, num_tokens,
+                known.get(item.seq_id, NO_PART),
+            )  # fmt: skip
+            return [found.total, *found.parts.values()]
+
         self.refusal = None
+        shared = self._scored(batch, model_B, 1 + len(labels), reward)
+        return shared[:, 0], dict(zip(labels, shared[:, 1:].mean(0).tolist(), strict=True))
+
+    def _scored(
+        self,
+        rollouts: Sequence[Rollout],
+        model_N: Tensor | None,
+        width: int,
+        numbers: Callable[[ScoreItem, float | None, Rollout], list[float]],
+    ) -> Tensor:
+        """`width` numbers of each rollout, [N, width].  User code runs on one rank only."""
+        table = None
         if self.rank == self._leader:
             rows = []
-            self.request(batch)
-            for i, rollout in enumerate(batch):
-                item, score = self._item(rollout), None if model_B is None else float(model_B[i])
+            for i, rollout in enumerate(rollouts):
+                item, score = self._item(rollout), None if model_N is None else float(model_N[i])
                 try:
                     with self._scoring(item, rollout.prompt.place):
-                        reward = self.rewards.evaluate(
-                            item.prompt, item.response, item.fields, score, item.seq_id, rollout.prompt.place
-                        )
+                        rows.append(numbers(item, score, rollout))
                 except NonFiniteRewardError as error:
                     self.refusal = self.refusal or str(error)
-                    rows.append([math.nan] * (1 + len(labels)))
-                    continue
-                rows.append([reward.total, *reward.parts.values()])
+                    rows.append([math.nan] * width)
             table = torch.tensor(rows, dtype=torch.float64).flatten()
-        shared = self.shared("rewards", table, len(batch) * (1 + len(labels)), self._leader).view(len(batch), -1)
-        return shared[:, 0], dict(zip(labels, shared[:, 1:].mean(0).tolist(), strict=True))
+        return self.shared("rewards", table, len(rollouts) * width, self._leader).view(len(rollouts), -1)
 
     @contextmanager
     def _scoring(self, item: ScoreItem, placement: str) -> Iterator[None]:

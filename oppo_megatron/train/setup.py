@@ -25,6 +25,7 @@ from oppo_megatron.train.actor import Actor
 from oppo_megatron.train.adaptation import Adaptation
 from oppo_megatron.train.critic import Critic
 from oppo_megatron.train.evaluate import Evaluator
+from oppo_megatron.train.filtering import build_filter
 from oppo_megatron.train.guards.guard import Guard
 from oppo_megatron.train.guards.rollback import Rollbacks
 from oppo_megatron.train.inputs import Inputs
@@ -49,7 +50,6 @@ def build_loop(
 ) -> TrainingLoop:
     """Groups, models, optimizers and books of this rank, for what of the run is `ahead`."""
     prompts = prompt_stream(config, inputs.prompts, ahead)
-    assert prompts.planned is not None
     total_steps = ahead.total_steps(config.steps, prompts.planned, config.rollout.batch_size)
     with world.activity.doing("process groups", waits=True):
         topology = build_topology(config, world.device)
@@ -68,14 +68,15 @@ def build_loop(
         critic=_critic_placement(config, topology.site) if config.critic is not None else None,
     )  # fmt: skip
     guard = Guard(config, algorithm, world.rank, world.device, topology.site, total_steps, rollbacks)
-    return _assemble(config, world, inputs, saver, Parts(prompts, rounds, meter, guard, actor, critic), builder)
+    scheduler = _scheduler(config, prompts, ahead)
+    return _assemble(config, world, inputs, saver, Parts(scheduler, rounds, meter, guard, actor, critic), builder)
 
 
 @dataclass(frozen=True)
 class Parts:
     """What a rank's loop is made of."""
 
-    prompts: PromptStream
+    scheduler: OvercommitScheduler
     rounds: RoundRunner
     meter: StepMeter
     guard: Guard
@@ -87,7 +88,7 @@ def _assemble(
     config: TrainConfig, world: World, inputs: Inputs, saver: Saver, parts: Parts, builder: RoleBuilder
 ) -> TrainingLoop:
     actor, critic, rounds, meter = parts.actor, parts.critic, parts.rounds, parts.meter
-    scheduler, kl = _scheduler(config, parts.prompts), KLController(config.ppo.kl)
+    scheduler, kl = parts.scheduler, KLController(config.ppo.kl)
     exchange = ScoreExchange(
         world.rank, world.device, rounds.planner.site.placements, inputs.rewards, inputs.tokenizer, world.activity,
         config.rollout.group_size, actor, critic,
@@ -99,7 +100,8 @@ def _assemble(
     updates = Updates(
         config, world, actor, critic, parts.guard, kl, exchange, meter, saver.conclude, lambda: scheduler.position
     )
-    rollouts = Rollouts(scheduler, rounds, exchange, config.overlap, meter.planning)
+    groups = build_filter(config, scheduler, inputs.rewards)
+    rollouts = Rollouts(scheduler, rounds, exchange, config.overlap, meter.planning, groups)
     evaluator = _evaluator(config, inputs, builder)
     state = RunState(rollouts, updates, adaptation, evaluator, meter)
     return TrainingLoop(config, world, rollouts, exchange, updates, adaptation, evaluator, saver, meter, state)
@@ -110,12 +112,14 @@ def _critic_placement(config: TrainConfig, site: Site) -> CriticPlacement:
     return CriticPlacement(shares_ranks, plan_step(config).wait_for_critic)
 
 
-def _scheduler(config: TrainConfig, prompts: PromptStream) -> OvercommitScheduler:
+def _scheduler(config: TrainConfig, prompts: PromptStream, ahead: Ahead) -> OvercommitScheduler:
     overlap, period = config.overlap, config.overlap.admission_period
     buffer = RolloutBuffer(
-        config.rollout.batch_size, 0, overlap.max_deferrals, backfill=period is not None, group_size=config.rollout.group_size
-    )
-    return OvercommitScheduler(prompts, buffer, make_delta_controller(delta_rule(overlap)), period)
+        config.rollout.batch_size, 0, overlap.max_staleness, backfill=period is not None, group_size=config.rollout.group_size,
+        filtered=config.filter is not None,
+    )  # fmt: skip
+    to_train = None if config.filter is None else ahead.to_train(config.steps, config.rollout.batch_size)
+    return OvercommitScheduler(prompts, buffer, make_delta_controller(delta_rule(overlap)), period, to_train)
 
 
 def _tracer(config: TrainConfig, rank: int, site: Site) -> RoundTracer:
@@ -150,12 +154,16 @@ def _evaluator(config: TrainConfig, inputs: Inputs, builder: RoleBuilder) -> Eva
 
 
 def prompt_stream(config: TrainConfig, prompts: PromptSet, ahead: Ahead = NEW_RUN) -> PromptStream:
-    """Exactly the prompts that will be trained: admission ends early enough that none is left over."""
+    """Exactly the prompts that will be trained: admission ends early enough that none is left over.
+
+    With a filter nobody knows how many that are: the scheduler stops admission, in time for the same.
+    """
+    limit = None if config.filter is not None else ahead.limit(config.steps, config.rollout.batch_size)
     return PromptStream(
         prompts,
         config.seed,
         epochs=config.passes,
-        limit=ahead.limit(config.steps, config.rollout.batch_size),
+        limit=limit,
         shuffle=config.data.shuffle,
         start=ahead.position,
         left_out=ahead.left_out,

@@ -1,4 +1,4 @@
-"""`oppo sft` and `oppo rm`, from the configuration to the weights.
+"""`oppo sft`, `rm`, `dpo` and `kto`, from the configuration to the weights.
 
 Every rank reads all rows, and a replica trains its share of each batch.  The model's output rank (first of the last
 pipeline stage) has the loss, so it alone owns the run directory; the weights in it are written by the model's first rank.
@@ -7,7 +7,8 @@ pipeline stage) has the loss, so it alone owns the run directory; the weights in
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -16,7 +17,9 @@ from oppo_megatron.cluster.process_groups import use_once
 from oppo_megatron.cluster.world import World, open_world
 from oppo_megatron.config.data import DataConfig
 from oppo_megatron.config.load import dump_config
-from oppo_megatron.config.run import RewardModelConfig, SFTConfig, SupervisedConfig
+from oppo_megatron.config.model import ModelConfig
+from oppo_megatron.config.preference import DPOConfig, KTOConfig, PreferenceConfig
+from oppo_megatron.config.run import RewardModelConfig, SupervisedConfig
 from oppo_megatron.data.heldout_split import read_heldout
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised_rows import BEGINNING
@@ -34,10 +37,13 @@ from oppo_megatron.rundir.checkpoints import Position
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.rundir.memory_limits import read_memory_limits
 from oppo_megatron.rundir.trace import SpanRecorder, merge_traces
-from oppo_megatron.train.heldout_rows import Heldout
+from oppo_megatron.train.heldout_rows import Heldout, Point
 from oppo_megatron.train.logs.supervised_report import Report
-from oppo_megatron.train.logs.trackers import open_trackers
+from oppo_megatron.train.logs.trackers import Tracker, open_trackers
 from oppo_megatron.train.memory_meter import MemoryMeter, require_memory
+from oppo_megatron.train.preference.reference_pass import ReferencePass
+from oppo_megatron.train.preference.reference_point import ReferencePoint
+from oppo_megatron.train.preference.tasks import MarkedPreferences, PairPreferences, Preferences
 from oppo_megatron.train.reward_model import RewardModelling
 from oppo_megatron.train.saving.preemption import Preemption
 from oppo_megatron.train.saving.supervised_saver import MODEL, FoundSupervised, SupervisedSaver, find_supervised
@@ -50,14 +56,18 @@ from oppo_megatron.train.weights import save_role
 RowT = TypeVar("RowT", bound=tuple[list[int], ...])
 
 
-def run_sft(config: SFTConfig) -> bool:
-    """Fine-tune a causal LM on completions.  Called on every rank; see `train_supervised`."""
-    return _run(config, FineTuning())
+def run_supervised(config: SupervisedConfig) -> bool:
+    """Train what the configuration is for.  Called on every rank; see `train_supervised`."""
+    return _run(config, task_of(config))
 
 
-def run_reward_model(config: RewardModelConfig) -> bool:
-    """Train a scalar head and the model below it on preferences.  Called on every rank; see `train_supervised`."""
-    return _run(config, RewardModelling())
+def task_of(config: SupervisedConfig) -> Task[Any]:
+    """What the configuration is for."""
+    if isinstance(config, DPOConfig):
+        return PairPreferences(config)
+    if isinstance(config, KTOConfig):
+        return MarkedPreferences(config)
+    return RewardModelling() if isinstance(config, RewardModelConfig) else FineTuning()
 
 
 def _run(config: SupervisedConfig, task: Task[RowT]) -> bool:
@@ -69,7 +79,7 @@ def _run(config: SupervisedConfig, task: Task[RowT]) -> bool:
     ):
         require_memory(config, world)
         if world.device.type == "cpu":
-            require_private_ops(config.runtime, {config.model.dtype})
+            require_private_ops(config.runtime, {model.dtype for model in config.models.values()})
         return train_supervised(config, task, world, preemption)
 
 
@@ -108,27 +118,27 @@ def _build(
     run, quarantine, is_owner = RunDirectory(config.run_dir), Quarantine(), world.rank == groups.output_rank
     if is_owner:
         stack.enter_context(run.held())
-    rows, heldout = _load_rows(config, task, tokenizer, quarantine, world)
+    point = ReferencePoint(task, world) if isinstance(task, MarkedPreferences) else None
+    rows, heldout = _load_rows(config, task, tokenizer, quarantine, world, point)
     saver = SupervisedSaver(config, task.title, world, rows, preemption)
     found, start = _continued(config, saver, world)
     limits = read_memory_limits(run, layout_tree(config)) if config.checkpoint.resume else {}
-    if is_owner:
-        _prepare(config, run, found, quarantine)
-    share_run_directory(run, world, owner=is_owner, show=config.logging.console != "off")
-    trackers = open_trackers(config.logging, run) if is_owner else None  # may refuse to begin
+    trackers = _prepare(config, run, found, quarantine, world, is_owner=is_owner)
     spans = SpanRecorder(world.rank, run if config.logging.trace else None)
     memory = MemoryMeter.begin(world.device)
-    with spans.span("load", role="model", step=0):
-        model = _load(config, task.head, groups, world)
     began, before_s = (BEGINNING, 0.0) if found is None else (found.passed, found.state["elapsed_s"])
-    steps = saver.num_steps(began)
+    steps, held = saver.num_steps(began), () if heldout is None else heldout.rows
     report = trackers and Report(config, task.title, steps, world.device, trackers, stack, before_s)
     if report:
-        report.begin(start, rows, () if heldout is None else heldout.rows, quarantine)
+        report.begin(start, rows, held, quarantine)
+    with spans.span("load", role="model", step=0):
+        reference = _reference(config, task, world, groups, report)
+        saver.compare(None if reference is None else reference.fingerprint, found)
+        load = partial(_load, config=config, head=task.head, groups=groups, world=world)
+        model = load(config.model) if reference is None else reference.make(rows, held, began, load, limits)
     trained = TrainedModel(model, config.optimizer, steps)
-    model.register_forward_pre_hook(lambda *_: world.activity.beat())  # a micro-batch is a sign of life
     trainer = SupervisedTrainer(
-        config, task, rows, heldout, trained, saver, report, spans, world.activity, memory, began, steps
+        config, task, rows, heldout, trained, saver, report, spans, world.activity, memory, began, steps, point
     )
     if found is not None:
         saver.restore(trained, found)
@@ -137,8 +147,22 @@ def _build(
     return trainer
 
 
+def _reference(
+    config: SupervisedConfig, task: Task[RowT], world: World, groups: RoleGroups, report: Report | None
+) -> ReferencePass[RowT] | None:
+    """What preferences are compared with; None of other tasks."""
+    if not (isinstance(config, PreferenceConfig) and isinstance(task, Preferences)):
+        return None
+    return ReferencePass(config, task, world, groups.output_rank, report.note if report else lambda text: None)
+
+
 def _load_rows(
-    config: SupervisedConfig, task: Task[RowT], tokenizer: Tokenizer, quarantine: Quarantine, world: World
+    config: SupervisedConfig,
+    task: Task[RowT],
+    tokenizer: Tokenizer,
+    quarantine: Quarantine,
+    world: World,
+    point: Point[Any] | None,
 ) -> tuple[list[RowT], Heldout[RowT] | None]:
     """The rows to train on, and those that are held out."""
 
@@ -149,7 +173,7 @@ def _load_rows(
     rows, held = read_heldout(evaluation, config.seed, read(config.data), read)
     if evaluation is None:
         return rows, None
-    return rows, Heldout(evaluation, config.early_stop, task, held, config.METRICS, world)
+    return rows, Heldout(evaluation, config.early_stop, task, held, config.METRICS, world, point)
 
 
 def _write(config: SupervisedConfig, trainer: SupervisedTrainer[RowT], tokenizer: Tokenizer) -> None:
@@ -180,23 +204,34 @@ def _continued(
 
 
 def _prepare(
-    config: SupervisedConfig, run: RunDirectory, found: FoundSupervised | None, quarantine: Quarantine
-) -> None:
-    """The run directory, by the rank that owns it."""
-    if found is None:
-        run.prepare()
-        if not config.checkpoint.resume:  # else an attempt of this very run may have met them
-            run.memory_limits.unlink(missing_ok=True)
-    else:
-        run.reopen(found.state["done"], found.state["saved_at"])
-    dump_config(config, run.config)
-    if quarantine:
-        quarantine.write(run.quarantine)
+    config: SupervisedConfig,
+    run: RunDirectory,
+    found: FoundSupervised | None,
+    quarantine: Quarantine,
+    world: World,
+    *,
+    is_owner: bool,
+) -> Tracker | None:
+    """The run directory and the trackers, which may refuse to begin, by the rank that owns it; the others see it then."""
+    if is_owner:
+        if found is None:
+            run.prepare()
+            if not config.checkpoint.resume:  # else an attempt of this very run may have met them
+                run.memory_limits.unlink(missing_ok=True)
+        else:
+            run.reopen(found.state["done"], found.state["saved_at"])
+        dump_config(config, run.config)
+        if quarantine:
+            quarantine.write(run.quarantine)
+    share_run_directory(run, world, owner=is_owner, show=config.logging.console != "off")
+    return open_trackers(config.logging, run) if is_owner else None
 
 
-def _load(config: SupervisedConfig, head: Head, groups: RoleGroups, world: World) -> RoleModel:
+def _load(model: ModelConfig, *, config: SupervisedConfig, head: Head, groups: RoleGroups, world: World) -> RoleModel:
     layers, length = config.runtime.layers, config.max_tokens
-    return load_role(config.model, groups, head=head, max_length=length, device=world.device, layers=layers)
+    loaded = load_role(model, groups, head=head, max_length=length, device=world.device, layers=layers)
+    loaded.register_forward_pre_hook(lambda *_: world.activity.beat())  # a micro-batch is a sign of life
+    return loaded
 
 
 def _build_groups(config: SupervisedConfig, world: World) -> RoleGroups:
@@ -214,6 +249,9 @@ def _build_groups(config: SupervisedConfig, world: World) -> RoleGroups:
 
 def _check_model(config: SupervisedConfig, tokenizer: Tokenizer) -> None:
     """The shape, from config.json alone, against the layout, the longest row and what the tokenizer really gives."""
-    shape = read_hf_config(config.model)
-    if problems := check_shape("model", shape, config.parallel, config.max_tokens, tokenizer.vocab_size):
+    problems: list[str] = []
+    for name, model in config.models.items():
+        shape = read_hf_config(model)
+        problems += check_shape(name, shape, config.parallel, config.max_tokens, tokenizer.vocab_size)
+    if problems:
         raise ConfigError(problems)

@@ -1,4 +1,4 @@
-"""The loop of `oppo sft` and `oppo rm`, on every rank; a task turns rows into micro-batches and gives their loss."""
+"""The loop of supervised training, on every rank; a task turns rows into micro-batches and gives their loss."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from oppo_megatron.mcore.training import Loss, StepReport, TrainedModel
 from oppo_megatron.mcore.vocab_shards import VocabShards
 from oppo_megatron.rundir.trace import SpanRecorder
 from oppo_megatron.schedule.packing import Packing, balance, packing_figures
-from oppo_megatron.train.heldout_rows import Heldout, Measure
+from oppo_megatron.train.heldout_rows import Heldout, Measure, Point
 from oppo_megatron.train.logs.supervised_report import Report
 from oppo_megatron.train.memory_meter import MemoryMeter
 from oppo_megatron.train.saving.supervised_saver import SupervisedSaver
@@ -58,7 +58,10 @@ class Task(Protocol[RowT]):
 
 @dataclass
 class SupervisedTrainer(Generic[RowT]):
-    """One rank's view of the run.  `steps`: of the whole run; `report`: on one rank, None on the others."""
+    """One rank's view of the run.  `steps`: of the whole run; `report`: on one rank, None on the others.
+
+    `point`: taken of each batch before it is learned from, where the task needs one.
+    """
 
     config: SupervisedConfig
     task: Task[RowT]
@@ -72,6 +75,7 @@ class SupervisedTrainer(Generic[RowT]):
     memory: MemoryMeter
     passed: Passed
     steps: int
+    point: Point[RowT] | None = None
 
     def run(self) -> bool:
         """Make the steps that are left, measure and save; False where the run was told to stop, and is saved."""
@@ -157,6 +161,9 @@ class SupervisedTrainer(Generic[RowT]):
         groups, device = self.trained.model.groups, next(self.trained.model.parameters()).device
         lengths, budget = [self.task.num_tokens(row) for row in chosen], self.config.runtime.micro_batch_tokens
         shares, memory_limit = balance(lengths, groups.dp), self.memory.memory_limits.train
+        if self.point is not None:
+            with self.spans.span("point", role="model", step=step):
+                self.point.take(self.trained, chosen, step, memory_limit.within(budget))
         mine, loss = [chosen[i] for i in shares[groups.dp_rank]], self.task.loss(chosen, self.trained.model.vocab)
 
         def make(most: int) -> StepReport:

@@ -28,7 +28,7 @@ UpdateLoss = Callable[[MicroBatch, Tensor, int, bool], tuple[Tensor, dict[str, T
 
 
 RowWeights = Callable[[Sequence[int]], list[float]]
-"""Response tokens of a minibatch's rows, groups side by side -> weight of a token of each row, on average 1 over the tokens."""
+"""Rows of a minibatch, groups side by side -> weight of a token of each."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def _shares_of_tokens(
     lengths: Tensor, minibatch: list[int], weights: RowWeights, settings: UpdateSettings
 ) -> dict[str, Tensor]:
     """`share` [T]: how much each token of a minibatch counts; of other rows 0.  Nothing where all count alike."""
-    of_rows = weights(lengths[minibatch].tolist())
+    of_rows = weights(minibatch)
     if all(weight == 1 for weight in of_rows):
         return {}
     share_B = torch.zeros(len(lengths))

@@ -98,7 +98,7 @@ def rows_left(job: Job) -> list[list[int]]:
     """
     model = started(job)["model"]
     model.prepare_for_inference()
-    pool = Pool(max_deferrals=4)
+    pool = Pool(max_staleness=4)
     pool.restore([Row(0, [4], [20] * 11), Row(1, [4] * 6, [21] * 5), Row(2, [4] * 8, [22] * 8)], next_key=3)
     pool.begin(batch=1, width=3)
     actor = PooledActor(model, pool, None)

@@ -133,9 +133,9 @@ def test_each_epoch_has_every_prompt_once() -> None:
 
 
 def test_a_longer_answer_is_waited_for_in_the_end() -> None:
-    results = run(Job(oppo=DELTA | {"max_deferrals": 1}))
+    results = run(Job(oppo=DELTA | {"max_staleness": 1}))
     assert trained(results) == EVERY
-    assert max(row["oppo_max_deferrals"] for row in results[0]["rollouts"]) == 1
+    assert max(row["oppo_max_staleness"] for row in results[0]["rollouts"]) == 1
 
 
 def test_validation_leaves_the_pool_alone(saved: Callable[[int], tuple[Job, list[dict[str, Any]]]]) -> None:

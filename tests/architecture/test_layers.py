@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "oppo_megatron"
-SHARED = {"errors", "records", "columns", "cores", "clock", "processes"}
+SHARED = {"errors", "chunks", "records", "columns", "cores", "clock", "processes"}
 """Files of the package itself, which every room may use."""
 ALLOWED: dict[str, set[str]] = {
     "config": set(),
@@ -197,11 +197,12 @@ def shipped_configs() -> list[Path]:
 @pytest.mark.parametrize("path", shipped_configs(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_shipped_config_parses_and_is_short(path: Path) -> None:
     from oppo_megatron.cli.validate import guess_kind
+    from oppo_megatron.config.describe import SUPERVISED
     from oppo_megatron.config.load import load_config
-    from oppo_megatron.config.run import RewardModelConfig, SFTConfig, TrainConfig
+    from oppo_megatron.config.run import TrainConfig
     from oppo_megatron.config.serve import ServeScorerConfig
 
-    kinds = {"train": TrainConfig, "sft": SFTConfig, "rm": RewardModelConfig}
+    kinds = {"train": TrainConfig, **SUPERVISED}
     load_config(ServeScorerConfig if path.stem == "scorer" else kinds[guess_kind(path)], path)
     assert len(path.read_text(encoding="utf-8").splitlines()) <= LONG_CONFIG
 

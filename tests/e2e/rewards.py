@@ -51,3 +51,16 @@ def hangs(prompt: str, response: str, fields: dict[str, Any], after: int, how: s
             re.match(r"(a|a)*$", "a" * 60 + "b")
         time.sleep(3600)
     return float(len(response))
+
+
+def parity(prompt: str, response: str, fields: dict[str, Any], calls: str) -> float:
+    """1 or 0 by the length of the response; each call, in whatever process, leaves a line in the file `calls`."""
+    with open(calls, "a") as file:
+        file.write(f"{prompt!r} {response!r}\n")
+    return float(len(response) % 2)
+
+
+def level(prompt: str, response: str, fields: dict[str, Any], flat: list[str]) -> float:
+    """The same for all responses to a prompt of `flat`; for those to others a number that no other has."""
+    CALLS[prompt] += 1
+    return 1.0 if prompt in flat else float(CALLS[prompt])

@@ -9,16 +9,16 @@ import torch.distributed as dist
 
 from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.cluster.world import World
-from oppo_megatron.config.run import RewardModelConfig, SFTConfig
-from oppo_megatron.train.reward_model import RewardModelling
+from oppo_megatron.config.describe import SUPERVISED
+from oppo_megatron.config.model import LearningModelConfig
+from oppo_megatron.train.preference.fingerprint import reference_fingerprint
 from oppo_megatron.train.saving.preemption import Preemption
-from oppo_megatron.train.sft import FineTuning
-from oppo_megatron.train.supervised import train_supervised
+from oppo_megatron.train.supervised import task_of, train_supervised
 from tests.support.limits import begun_within
 
 
 def train(kind: str, settings: dict[str, Any], stop_after: int | None = None, most: int | None = None) -> None:
-    """As `run_sft` and `run_reward_model`, in the process group that the test's ranks already have.
+    """As `run_supervised`, in the process group that the test's ranks already have.
 
     `most`: memory has run out with micro-batches of more tokens.
     """
@@ -27,10 +27,13 @@ def train(kind: str, settings: dict[str, Any], stop_after: int | None = None, mo
     if stop_after is not None:
         preemption = StopAfter(stop_after)
     with begun_within(train=most):
-        if kind == "sft":
-            train_supervised(SFTConfig(**settings), FineTuning(), world, preemption)
-        else:
-            train_supervised(RewardModelConfig(**settings), RewardModelling(), world, preemption)
+        config = SUPERVISED[kind](**settings)
+        train_supervised(config, task_of(config), world, preemption)
+
+
+def fingerprints(models: list[dict[str, Any]]) -> list[str]:
+    """Of references that are made from these."""
+    return [reference_fingerprint(LearningModelConfig.model_validate(model)) for model in models]
 
 
 class StopAfter(Preemption):

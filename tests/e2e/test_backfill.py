@@ -119,6 +119,6 @@ def test_the_end_of_the_data_is_a_smaller_batch(workspace: Workspace) -> None:
 
 
 def test_forced_rollouts_are_waited_for(workspace: Workspace) -> None:
-    run = run_ppo_ranks(deep(workspace, "forced", **BACKFILL | {"overlap.max_deferrals": 1}))
+    run = run_ppo_ranks(deep(workspace, "forced", **BACKFILL | {"overlap.max_staleness": 1}))
     assert max(row["deferrals"] for row in run.rollouts) == 1
     assert sorted(run.tokens()) == list(range(STEPS * BATCH))

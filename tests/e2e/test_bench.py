@@ -113,6 +113,21 @@ def test_overlap_where_roles_share_a_process(workspace: Workspace, tmp_path: Pat
     }
 
 
+def test_overlap_without_a_model_that_scores(workspace: Workspace, tmp_path: Path) -> None:
+    """The time that scoring takes is 0, so that it has no share, and the least time has none of it."""
+    plain = {"algorithm": {"preset": "dapo"}, "critic": None, "reward": None, "ppo": {"minibatches": 1}, "steps": 1}
+    grouped = {
+        "rewards": [{"kind": "verifier", "name": "arithmetic"}],
+        "rollout.batch_size": 8,
+        "rollout.group_size": 4,
+    }
+    base = config(workspace, **plain, **grouped, **{"overlap.delta": {"rule": "fixed", "initial": 1, "max": 1}})
+    result = bench_overlap(suite(tmp_path), base, ["sequential", "full"], ["single"], cores=1, limit=True)
+    written = left(tmp_path, "overlap")
+    assert [row["score_exposed_percent"] for row in written["results"]] == [None, None] and result["same_work"]
+    assert all(limit["score_s"] == 0 and limit["over_least"] > 1 for limit in written["limits"])
+
+
 @pytest.mark.long
 def test_weave(workspace: Workspace, tmp_path: Path) -> None:
     stages = {"placement": {"mode": "colocated", "actor": {"pp": 2}}}

@@ -80,6 +80,40 @@ def test_a_second_start_reuses_everything(demo: Path, capfd: pytest.CaptureFixtu
     assert "speed-up" in output and "held-out accuracy after" in output
 
 
+def test_an_algorithm_without_a_critic_takes_the_same_start(
+    demo: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """No model scores: both processes are replicas of the actor, and the reward model's stage is skipped."""
+    for name in ("data", "tokenizer", "sft"):
+        shutil.copytree(demo / name, tmp_path / name)
+    assert main(["demo", "--quick", "--algorithm", "dapo", "--out", str(tmp_path)]) == 0
+    output = capfd.readouterr().out
+    assert output.count("reused") == 3 and "[5/5] dapo: OPPO, both overlaps" in output
+    assert "DAPO on arithmetic" in output and "scoring time hidden" not in output
+    assert not (tmp_path / "rm").exists() and not (tmp_path / "oppo" / "weights" / "critic").exists()
+    report = json.loads((tmp_path / "demo.json").read_text())
+    before = json.loads((demo / "demo.json").read_text())["oppo"]["accuracy_before"]
+    for name in ("sequential", "oppo"):
+        assert report[name]["accuracy_before"] == before and report[name]["scoring_hidden"] is None
+        assert sum(report[name]["deferred"].values()) == 3 * 16
+    assert set(report["sequential"]["deferred"]) == {"0"} and any(line["carried"] for line in lines(tmp_path / "oppo"))
+
+
+@pytest.mark.long
+def test_seeds_of_an_algorithm_without_a_critic(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Reward, held-out accuracy and reward per second, each with its spread; with a reference, which scores."""
+    asked = ["bench", "seeds", "--algorithm", "rloo", "--seeds", "1,2", "--quick", "--out", str(tmp_path)]
+    assert main(asked) == 0
+    output = capfd.readouterr().out
+    assert "RLOO on arithmetic" in output and "reward per second: sequential " in output
+    found = json.loads((tmp_path / "seeds.json").read_text())
+    assert found["algorithm"] == "rloo" and [row["seed"] for row in found["results"]] == [1, 2]
+    for name in ("reward, second half of the steps", "held-out accuracy", "reward per second"):
+        assert {"base_mean", "base_sd", "other_mean", "other_sd", "p"} <= found["tests"][name].keys()
+    for row in found["results"]:
+        assert row["oppo.reward_rate"] == pytest.approx(row["oppo.reward_half"] / row["oppo.step_s"])
+
+
 @pytest.mark.long
 def test_a_removed_stage_is_made_again_with_those_behind_it(demo: Path, tmp_path: Path) -> None:
     out = tmp_path / "copy"

@@ -77,13 +77,21 @@ def by_transformers(work: Path, lines: list[dict[str, str]]) -> list[float]:
 
 
 def test_a_reward_of_a_file_has_its_sum(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parts = f"rewards: [{{kind: verifier, name: gsm8k}}, {{kind: python, weight: 0.5, entry_point: '{__name__}:length_of'}}]\n"
-    (tmp_path / "rewards.yaml").write_text(parts)
+    parts = [
+        {"kind": "verifier", "name": "gsm8k"},
+        {"kind": "python", "weight": 0.5, "entry_point": f"{__name__}:length_of"},
+        {"kind": "verifier", "name": "length", "buffer_tokens": 1000, "max_tokens": 1000, "weight": 2.0},
+    ]
+    (tmp_path / "rewards.yaml").write_text(json.dumps({"rewards": parts}))
     assert judge(work, work / "before", "--rewards", tmp_path / "rewards.yaml", "--json", "--max-prompts", 3) == 0
     (policy,) = json.loads(capsys.readouterr().out)["policies"]
     metrics = policy["metrics"]
     assert metrics["reward"]["mean"] == pytest.approx(
-        metrics["gsm8k"]["mean"] + 0.5 * metrics[f"{__name__}:length_of"]["mean"]
+        metrics["gsm8k"]["mean"] + 0.5 * metrics[f"{__name__}:length_of"]["mean"] + 2.0 * metrics["length"]["mean"]
+    )
+    assert (
+        metrics["length"]["mean"] == pytest.approx(-metrics["response tokens"]["mean"] / 1000)
+        and metrics["length"]["mean"] < 0
     )
     assert metrics["reward"]["n"] == 3
 

@@ -34,7 +34,10 @@ def write_job(folder: Path, **changes: Any) -> Path:
         "rollout": {"batch_size": 4, "max_response_tokens": 10},
         "evaluation": {
             "data": data, "verifier": "arithmetic", "max_rows": 6, "every_steps": 1,
-            "metrics": [{"kind": "model"}, {"kind": "python", "entry_point": "judge:brevity"}],
+            "metrics": [
+                {"kind": "model"}, {"kind": "python", "entry_point": "judge:brevity"},
+                {"kind": "verifier", "name": "length", "buffer_tokens": 10}, {"kind": "verifier", "name": "math"},
+            ],
         },
         "logging": {"trace": False},
     }  # fmt: skip
@@ -61,7 +64,7 @@ def test_every_kind_of_judge_is_measured_and_the_run_ends_early(tmp_path: Path) 
     summary = summary_of(path)
     assert summary["steps"] == 2 and summary["stopped_early"] in told
     assert "best" in summary["stopped_early"] and "at step 0" in summary["stopped_early"]
-    metrics = {"accuracy", "model", "judge:brevity", "response_tokens", "truncated"}
+    metrics = {"accuracy", "model", "judge:brevity", "length", "math", "response_tokens", "truncated"}
     assert summary["heldout"].keys() == {"0", "1", "2"}
     assert all(entry["mean"].keys() == metrics for entry in summary["heldout"].values())
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -88,6 +91,8 @@ def test_the_step_that_is_best_by_a_held_out_metric_is_kept_and_its_weights_are_
     told = train(path, "evaluation.max_rows=4", "actor.optimizer.lr=0.05")
     summary = summary_of(path)
     values = {int(step): entry["mean"]["judge:brevity"] for step, entry in summary["heldout"].items() if step != "0"}
+    for entry in summary["heldout"].values():
+        assert entry["mean"]["length"] == pytest.approx(-entry["mean"]["response_tokens"] / 10), "counted in tokens"
     step = max(values, key=lambda n: (values[n], -n))
     assert summary["best"] == {"step": step, "metric": "judge:brevity", "value": values[step]}
     assert f"best step {step}: judge:brevity {values[step]:.4g}" in told

@@ -15,11 +15,19 @@ from oppo_megatron.data.length_trace import forced_quantile
 from oppo_megatron.data.tokenizer import load_tokenizer
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.errors import RewardError
-from tests.support.ppo import Workspace, run_ppo_ranks
+from tests.support.ppo import Outcome, Workspace, run_ppo_ranks
 from tests.support.ranks import run_ranks
 
+LONGEST = 40
+"""Tokens of a response of the plain configuration."""
+RULES: list[dict[str, Any]] = [
+    {"kind": "verifier", "name": "arithmetic"},
+    {"kind": "verifier", "name": "math", "processes": 1},
+    {"kind": "verifier", "name": "length", "buffer_tokens": LONGEST, "weight": 0.5},
+    {"kind": "verifier", "name": "format", "pattern": r"\d", "match": "search", "weight": 0.25},
+]
 OPTIONS: dict[str, dict[str, Any]] = {
-    "verifier only": {"reward": None, "rewards": [{"kind": "verifier", "name": "arithmetic"}]},
+    "rules only": {"reward": None, "rewards": RULES},
     "python reward": {
         "reward": None,
         "rewards": [{"kind": "python", "entry_point": "tests.e2e.rewards:brevity", "options": {"limit": 40}}],
@@ -59,6 +67,24 @@ def test_runs(workspace: Workspace, option: str) -> None:
         assert all(
             math.isfinite(line[name]) for name in ("actor_loss", "critic_loss", "grad_norm", "kl_mean", "entropy")
         )
+    if option == "rules only":
+        check_rules(outcome)
+
+
+def check_rules(outcome: Outcome) -> None:
+    """Lengths are counted in tokens, formats are read in the text, and each rule is a metric of its own."""
+    lengths = [-len(row["tokens"]) / LONGEST for row in outcome.rollouts]
+    formats = [float(any(character.isdigit() for character in row["response"])) for row in outcome.rollouts]
+    assert len(set(lengths)) > 1 and len(set(formats)) == 2, "the run no longer tells the rules apart"
+    for row, length, found in zip(outcome.rollouts, lengths, formats, strict=True):
+        assert row["reward"] - 0.5 * length - 0.25 * found == pytest.approx(
+            round(row["reward"] - 0.5 * length), abs=1e-6
+        )
+    for line, start in zip(outcome.metrics, (0, 6), strict=True):
+        parts = line["reward_parts"]
+        assert list(parts) == ["arithmetic", "math", "length", "format"]
+        assert parts["length"] == pytest.approx(sum(lengths[start : start + 6]) / 6)
+        assert parts["format"] == pytest.approx(sum(formats[start : start + 6]) / 6)
 
 
 def test_the_reference_is_the_actors_start_unless_named(workspace: Workspace) -> None:

@@ -107,7 +107,7 @@ def test_batches_do_not_depend_on_the_chunk_size(
 
 @pytest.mark.parametrize("limit", [1, 2])
 def test_no_rollout_is_deferred_beyond_the_limit(workspace: Workspace, limit: int) -> None:
-    capped = run_ppo_ranks(overcommitted(workspace, f"cap-{limit}", **{"overlap.max_deferrals": limit}))
+    capped = run_ppo_ranks(overcommitted(workspace, f"cap-{limit}", **{"overlap.max_staleness": limit}))
     assert max(row["deferrals"] for row in capped.rollouts) <= limit
     assert sorted(capped.tokens()) == list(range(STEPS * BATCH))
 
@@ -155,7 +155,7 @@ def test_adaptive_chunk_and_delta_run(workspace: Workspace) -> None:
     changes = {
         "overlap.chunk": {"tokens": 8, "adaptive": True, "candidates": [2, 8, 32], "period": 20},
         "overlap.delta": {"rule": "eq4", "initial": 2, "max": 4, "window": 1},
-        "overlap.max_deferrals": 2,
+        "overlap.max_staleness": 2,
     }
     run = run_ppo_ranks(overcommitted(workspace, "adaptive", **changes))
     assert {line["chunk_tokens"] for line in run.metrics} >= {2, 8, 32}
@@ -171,7 +171,7 @@ MEASURED = {"rule": "measured", "initial": 2, "min": 0, "max": DELTA, "window": 
 def test_delta_from_what_is_measured(workspace: Workspace, placement: dict[str, Any]) -> None:
     """Every rank must decide alike, or the ranks would admit other prompts and fail each other."""
     dp = placement.get("actor", {}).get("dp", 1)
-    changes = {"overlap.delta": MEASURED, "overlap.max_deferrals": 2, "debug.forced_lengths": [12, 1.0]}
+    changes = {"overlap.delta": MEASURED, "overlap.max_staleness": 2, "debug.forced_lengths": [12, 1.0]}
     config = overcommitted(workspace, f"measured-{dp}", **changes) | {"placement": placement}
     run = run_ppo_ranks(config)
     assert sorted(run.tokens()) == list(range(STEPS * BATCH))

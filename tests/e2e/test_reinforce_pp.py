@@ -20,9 +20,8 @@ from oppo_megatron.layout.placements import world_size
 from oppo_megatron.preflight.settings import check_train
 from oppo_megatron.train.guards.rejected import read_rejected
 from tests.support.hf import save_tiny
-from tests.support.layouts import STEADY_ADAM, WITHOUT_CRITIC, assert_same, deep
-from tests.support.ppo import SHAPE, Outcome, Workspace, read_outcome, run_ppo_ranks, weight_distance
-from tests.support.ranks import run_ranks
+from tests.support.layouts import STEADY_ADAM, TOLERANCE, WITHOUT_CRITIC, assert_same, deep
+from tests.support.ppo import SHAPE, Outcome, Workspace, run_ppo_ranks, weight_distance
 
 EPOCHS, CLIP, KL, ENTROPY, GAMMA, CLIP_GRAD = 2, 0.2, 0.05, 0.01, 0.97, 1.0
 CARRIED: dict[str, Any] = {
@@ -146,18 +145,17 @@ def test_the_chunk_size_changes_nothing(workspace: Workspace, plain: Outcome, ch
     assert_same(run_ppo_ranks(deep(workspace, f"chunk-{chunk}", **WITHOUT_CRITIC, **changes)), plain)
 
 
-def test_an_algorithm_may_ask_for_several_responses_a_prompt(workspace: Workspace) -> None:
-    """The run is, to the bit, that of data in which each row stands as often, one after the other."""
+def test_several_responses_a_prompt_are_those_of_rows_that_stand_as_often(workspace: Workspace) -> None:
+    """Without a baseline and carried rollouts only the order in a batch tells groups from rows one after the other."""
     rows = (workspace.root / "data" / "prompts.jsonl").read_text().splitlines(keepends=True)
     repeated = workspace.root / "each-twice.jsonl"
     repeated.write_text("".join(row * 2 for row in rows))
-    common: dict[str, Any] = {**WITHOUT_CRITIC, **CARRIED, "data.shuffle": False, "steps": 2}
-    asked = workspace.config("two-responses", **common)
-    run_ranks(1, "tests.e2e.jobs:train_with_responses", config=asked, responses_per_prompt=2)
-    ours = read_outcome(Path(asked["run_dir"]))
-    plain = run_ppo_ranks(workspace.config("two-rows", **common, **{"data.path": str(repeated)}))
-    assert ours.tokens() == plain.tokens() and ours.batches() == plain.batches()
-    assert weight_distance(ours.actor, plain.actor) == 0
+    common: dict[str, Any] = {**WITHOUT_CRITIC, "data.shuffle": False, "steps": 2, "ppo.minibatches": 1}
+    ours = run_ppo_ranks(deep(workspace, "two-responses", **common, **{"rollout.group_size": 2}))
+    plain = run_ppo_ranks(deep(workspace, "two-rows", **common, **{"data.path": str(repeated)}))
+    assert ours.tokens() == plain.tokens()
+    assert [sorted(batch) for batch in ours.batches()] == [sorted(batch) for batch in plain.batches()]
+    assert weight_distance(ours.actor, plain.actor) < TOLERANCE
     answers: dict[str, list[list[int]]] = {}
     for row in sorted(ours.rollouts, key=lambda row: row["seq_id"]):
         answers.setdefault(row["prompt"], []).append(row["tokens"])
@@ -193,6 +191,8 @@ def test_a_step_that_a_guard_takes_back_can_be_replayed(
     assert "the replay: ratio_max is" in out and "critic_loss" not in out
     with_critic = ["algorithm.preset=ppo", f"critic.init={json.dumps(SHAPE)}"]
     assert main(["replay", str(path), *with_critic]) == 2
+    assert "algorithm.baseline is none, but algorithm.preset ppo is what trains a critic" in capsys.readouterr().err
+    assert main(["replay", str(path), *with_critic, "algorithm.baseline=critic"]) == 2
     assert "the batch has no values, but algorithm.preset ppo updates a critic" in capsys.readouterr().err
 
 

@@ -17,14 +17,15 @@ from torch.nn.functional import cross_entropy, logsigmoid
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Qwen2Tokenizer
 
 from oppo_megatron.config.data import TokenizerConfig
-from oppo_megatron.config.run import RewardModelConfig, SFTConfig
+from oppo_megatron.config.describe import SUPERVISED
+from oppo_megatron.config.run import SFTConfig
 from oppo_megatron.data.arithmetic import DatasetSizes, Shape, write_dataset
 from oppo_megatron.data.supervised_rows import Pair
 from oppo_megatron.data.tokenizer import load_tokenizer, train_sentencepiece
 from oppo_megatron.errors import CapacityError, CheckpointError, ConfigError, DataError
 from oppo_megatron.rundir.trace import read_trace
 from oppo_megatron.train.reward_model import RewardModelling
-from oppo_megatron.train.supervised import run_reward_model, run_sft
+from oppo_megatron.train.supervised import run_supervised
 from tests.support.hf import SIZES, save_tiny
 from tests.support.ranks import run_ranks
 
@@ -67,10 +68,7 @@ def settings(inputs: Path, kind: str, run_dir: Path, **changes: Any) -> Settings
 
 def run(kind: str, chosen: Settings) -> list[dict[str, Any]]:
     """Train in this process; the lines of metrics.jsonl."""
-    if kind == "sft":
-        run_sft(SFTConfig(**chosen))
-    else:
-        run_reward_model(RewardModelConfig(**chosen))
+    run_supervised(SUPERVISED[kind](**chosen))
     return metrics(chosen["run_dir"])
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+from oppo_megatron.chunks import Chunk
 from oppo_megatron.config.model import DecodePath, KVLayout
 from oppo_megatron.engine import device_decode
 from oppo_megatron.engine.links import build_links
@@ -19,7 +20,7 @@ from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.mcore.kv import sequence_cache
 from oppo_megatron.mcore.kv.paged import PagedKVCache
 from oppo_megatron.mcore.model import RoleModel
-from oppo_megatron.records import Chunk, Prompt, Rollout
+from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.schedule.rounds import Site
 from tests.gloo.jobs_generation import NEVER, decode_round
 from tests.gloo.models import MAX_LENGTH, load, world_groups

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
+from oppo_megatron.chunks import ChunkRow, ChunkRows
 from oppo_megatron.cluster.gathering import gather_figures
 from oppo_megatron.engine.row_exchange import gather_rows
-from oppo_megatron.records import ChunkRow
 from tests.support.traffic import Traffic
 
 
@@ -19,5 +19,5 @@ def gather(
     rank, group, traffic = dist.get_rank(), dist.group.WORLD, Traffic()
     assert group is not None
     with traffic.watched(), traffic.counting():
-        rows = [gather_rows(by_rank[rank], group) for by_rank in rounds]
+        rows = [list(gather_rows(ChunkRows.of(by_rank[rank]), group)) for by_rank in rounds]
         return rows, gather_figures(figures[rank], group), traffic

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from oppo_megatron.chunks import Chunk
 from oppo_megatron.engine.links import build_links
 from oppo_megatron.engine.round_runner import Decoding, RoundRunner, decoder
 from oppo_megatron.engine.sampler import Sampling
@@ -18,7 +19,7 @@ from oppo_megatron.mcore.batch import join_rows, pack_responses
 from oppo_megatron.mcore.layers.vocab_parallel import token_logprobs
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.training import forward_rows
-from oppo_megatron.records import Chunk, Prompt, Rollout
+from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.schedule.actions import Action
 from oppo_megatron.schedule.rounds import Site
 from tests.gloo.models import CPU, PATHS, gather_logits, load, world_groups

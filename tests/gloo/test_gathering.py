@@ -6,7 +6,7 @@ import math
 import struct
 from typing import Any
 
-from oppo_megatron.records import ChunkRow
+from oppo_megatron.chunks import ChunkRow
 from tests.support.ranks import run_ranks
 
 

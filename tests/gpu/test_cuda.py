@@ -174,7 +174,7 @@ def decode_twice(model: RoleModel, rounds: RoundRunner) -> list[list[int]]:
     """The same prompts under two policies, the second of which is written where the first was."""
     found = []
     for version in range(2):
-        buffer = RolloutBuffer(9, delta=0, max_deferrals=1)
+        buffer = RolloutBuffer(9, delta=0, max_staleness=1)
         buffer.admit(Prompt(i, i, "", (5, 6 + i)) for i in range(9))
         while active := buffer.active:
             chunk = rounds.run(active, [], 12, Decoding(buffer.clock, version, buffer.readiness))
@@ -212,7 +212,7 @@ def check_against_transformers(root: Path, device: str, layout: str) -> None:
     """Lengths that differ and a batch that shrinks: a replayed step that attended to stale lengths would show."""
     write_random_checkpoint(SHAPE, root / "model", torch.float32, torch.device("cpu"))
     with decoding(device, "float32", layout, 4, ModelConfig(checkpoint=root / "model")) as (_, rounds):
-        buffer = RolloutBuffer(9, delta=0, max_deferrals=1)
+        buffer = RolloutBuffer(9, delta=0, max_staleness=1)
         buffer.admit(Prompt(i, i, "", tuple(range(5, 8 + 3 * i))) for i in range(9))
         while active := buffer.active:
             chunk = rounds.run(active, [], 12, Decoding(buffer.clock, 0, buffer.readiness))

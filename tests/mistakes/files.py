@@ -9,6 +9,7 @@ from tests.mistakes.project import TRAIN
 
 SFT = ("validate", "sft.yaml")
 RM = ("validate", "rm.yaml")
+PAIRS = ("validate", "sft.yaml", "data.path=pairs.jsonl", "data.bad_rows=quarantine", "--kind", "dpo")
 
 YAML: tuple[Mistake, ...] = (
     Mistake("a file that is not there", ("train", "trian.yaml"), ("trian.yaml", "does not exist")),
@@ -123,6 +124,10 @@ TOKENIZERS: tuple[Mistake, ...] = (
             ("prompt.jsonl",), ("tokenizer", "prompts.jsonl", "--out", "new.model", "--vocab-size", "273")),
 )  # fmt: skip
 
+CHOICE = "rewards.1.name=multiple_choice"
+CHOSEN = '{{"prompt": "1+1=", "answer": "{}"}}\n'
+CODE = "rewards.1={kind: verifier, name: code}"
+TESTED = '{{"prompt": "1+1=", "answer": ["assert {}"]}}\n'
 DATA: tuple[Mistake, ...] = (
     setting("data that are not there", "data.path=prompt.jsonl", "data.path=prompts.jsonl", "prompt.jsonl"),
     Mistake(
@@ -139,10 +144,32 @@ DATA: tuple[Mistake, ...] = (
     setting("a column that is not there", "data.columns.prompt=question", "data.columns.prompt=prompt", "question", "prompt"),
     setting("an answer's column that is not there", "rewards.1.answer=solution", "rewards.1.answer=answer", "solution", "answer"),
     Mistake(
+        "a choice in words", ("train", "train.yaml", CHOICE), ("prompts.jsonl:2", "'Paris'", "give a letter"),
+        ("validate", "train.yaml", CHOICE), spoils=[write("prompts.jsonl", CHOSEN.format("C") + CHOSEN.format("Paris"))],
+        mends=[write("prompts.jsonl", CHOSEN.format("C") + CHOSEN.format("B"))],
+    ),
+    Mistake(
+        "a test of a program that is no Python", ("train", "train.yaml", CODE), ("prompts.jsonl:1", "assert f(1 == 2",
+            "give a list of asserts"),
+        ("validate", "train.yaml", CODE), spoils=[write("prompts.jsonl", TESTED.format("f(1 == 2") + TESTED.format("f(2) == 4"))],
+        mends=[write("prompts.jsonl", TESTED.format("f(1) == 2") + TESTED.format("f(2) == 4"))],
+    ),
+    Mistake(
         "prompts that are longer than allowed", ("train", "train.yaml", "data.max_prompt_tokens=2"), ("max_prompt_tokens",),
         ("validate", "train.yaml", "data.max_prompt_tokens=2", "data.long_rows=truncate"),
     ),
     Mistake("completions for a reward model", ("rm", "rm.yaml", "data.path=completions.jsonl"), ("chosen",), RM),
+    Mistake("completions for DPO", ("dpo", "sft.yaml"), ("chosen",), PAIRS),
+    Mistake("a pair with the same answer twice", ("dpo", "sft.yaml", "data.path=pairs.jsonl"), ("pairs.jsonl:1", "the same"),
+            PAIRS),
+    Mistake("completions of KTO that nobody has judged", ("kto", "sft.yaml"), ("label", "data.columns.label"),
+            ("validate", *PAIRS[1:-1], "kto")),
+    Mistake("pairs that no micro-batch holds", ("dpo", *PAIRS[1:-2], "runtime.micro_batch_tokens=64"), ("128", "a pair"),
+            (*PAIRS[:-2], "runtime.micro_batch_tokens=128", *PAIRS[-2:])),
+    Mistake("a beta of nothing", ("dpo", *PAIRS[1:-2], "dpo.beta=0"), ("dpo.beta", "greater than 0"),
+            (*PAIRS[:-2], "dpo.beta=0.1", *PAIRS[-2:])),
+    Mistake("robust DPO without a share of wrong pairs", ("dpo", *PAIRS[1:-2], "dpo.loss=robust"), ("dpo.label_smoothing",),
+            (*PAIRS[:-2], "dpo.loss=robust", "dpo.label_smoothing=0.1", *PAIRS[-2:])),
     Mistake(
         "an answer that is a number in words", ("train", "train.yaml"), ("prompts.jsonl:1", "four"),
         ("validate", "train.yaml",

@@ -56,7 +56,7 @@ EVAL: tuple[Mistake, ...] = (
     Mistake("no held-out prompts", ("eval", "runs/ppo", *RULE), ("--data",), (*JUDGE, *RULE)),
     Mistake("a policy judged twice", ("eval", "runs/ppo", "runs/ppo", "--data", "prompts.jsonl", *RULE), ("twice",),
             (*JUDGE, *RULE)),
-    Mistake("a rule that is none", (*JUDGE, "--verifier", "math"), ("math", "arithmetic"), (*JUDGE, *RULE)),
+    Mistake("a rule that is none", (*JUDGE, "--verifier", "maths"), ("`maths`", "`math`?"), (*JUDGE, "--verifier", "math")),
     Mistake("a rule without its answers", (*JUDGE, *RULE, "--answer", "solution"), ("solution",), (*JUDGE, *RULE)),
     Mistake("an actor as a judge", (*JUDGE, "--reward-model", "actor"), ("LlamaForCausalLM", "scalar head"), (*JUDGE, *RULE)),
     Mistake("a judging function misspelt", (*JUDGE, "--function", "my_rewards:shrot"), ("shrot",),

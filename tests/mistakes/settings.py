@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tests.mistakes.mistake import Mistake, setting
 
+RULES = "rewards=[{{kind: model}}, {{kind: verifier, {}}}]"
+
 SETTINGS: tuple[Mistake, ...] = (
     setting("a batch of no prompts", "rollout.batch_size=0", "rollout.batch_size=8", "0", "greater than or equal to 1"),
     setting("a batch size in words", "rollout.batch_size=many", "rollout.batch_size=8", "many", "integer"),
@@ -19,9 +21,9 @@ SETTINGS: tuple[Mistake, ...] = (
     setting("a discount above one", "ppo.gamma=1.1", "ppo.gamma=1.0", "1.1"),
     setting("a negative clip range", "ppo.clip=-0.2", "ppo.clip=0.2", "ppo.clip", "-0.2"),
     setting("minibatches that do not divide the batch", "ppo.minibatches=3", "ppo.minibatches=4", "3", "8"),
-    setting("delta beyond the batch", "overlap.delta.max=9", "overlap.delta.max=8", "9", "8"),
+    setting("delta beyond what can be trained in time", "overlap.delta.max=33", "overlap.delta.max=32", "33", "8"),
     setting("delta that begins above its largest", "overlap.delta.initial=6", "overlap.delta.initial=4", "6", "4"),
-    setting("no deferrals at all", "overlap.max_deferrals=-1", "overlap.max_deferrals=2", "-1"),
+    setting("no deferrals at all", "overlap.max_staleness=-1", "overlap.max_staleness=2", "-1"),
     setting("a rule for delta that is none", "overlap.delta.rule=eq5", "overlap.delta.rule=eq4", "eq5", "eq4"),
     setting("a placement that is none", "placement.mode=disagregated", "placement.mode=disaggregated", "disaggregated"),
     setting("a type that is none", "runtime.dtype=float16", "runtime.dtype=bfloat16", "float16", "bfloat16"),
@@ -35,7 +37,19 @@ SETTINGS: tuple[Mistake, ...] = (
     setting("a section as a number", "overlap=3", "overlap.intra=true", "overlap"),
     setting("responses longer than the model", "rollout.max_response_tokens=200", "rollout.max_response_tokens=100", "128"),
     setting("prompts of no tokens", "data.max_prompt_tokens=0", "data.max_prompt_tokens=20", "0"),
-    setting("a rule of rewards that is none", "rewards.1.name=math", "rewards.1.name=gsm8k", "arithmetic"),
+    setting("a rule of rewards that is none", "rewards.1.name=gsm-8k", "rewards.1.name=gsm8k", "gsm-8k", "`gsm8k`?"),
+    setting("a format without its pattern", RULES.format("name: format"), RULES.format("name: format, pattern: '.*[0-9]'"),
+            "rewards.1", "`pattern`"),
+    setting("a pattern that is none", RULES.format("name: format, pattern: '(<think>.*'"),
+            RULES.format("name: format, pattern: '<think>.*'"), "rewards.1.pattern", "(<think>.*", "missing )"),
+    setting("a penalty of lengths without its buffer", RULES.format("name: length"),
+            RULES.format("name: length, buffer_tokens: 5"), "rewards.1", "buffer_tokens"),
+    setting("a buffer longer than the responses", RULES.format("name: length, buffer_tokens: 50"),
+            RULES.format("name: length, buffer_tokens: 5"), "buffer_tokens 50", "20"),
+    setting("a penalty beyond the longest response", RULES.format("name: length, buffer_tokens: 5, max_tokens: 99"),
+            RULES.format("name: length, buffer_tokens: 5"), "begins at 94 tokens", "max_response_tokens 20"),
+    setting("a setting of another rule", RULES.format("name: gsm8k, pattern: '.*'"), RULES.format("name: gsm8k"),
+            "rule gsm8k", "pattern", "only rule format"),
     setting("a weight that is no number", "rewards.1.weight=.nan", "rewards.1.weight=0.5", "finite"),
     setting("a reward part of no kind", "rewards=[{kind: model}, {name: gsm8k}]",
         "rewards=[{kind: model}, {kind: verifier, name: gsm8k}]", "kind"),

@@ -19,7 +19,8 @@ EXPECTED: dict[Wait, tuple[int, str]] = {
     ("update", "read", "mcore/training.py _read"): (1, "update"),
     ("move", "synchronize", "mcore/weights/weight_sync.py move"): (1, "move"),
     # a step: scores, and figures of the other ranks
-    ("exchange", "read", "train/score_exchange.py _rewards"): (5, "exchange"),
+    ("exchange", "read", "train/score_exchange.py _rewards"): (1, "exchange"),
+    ("exchange", "read", "train/score_exchange.py _scored"): (4, "exchange"),
     ("exchange", "read", "train/score_exchange.py critic_stats"): (1, "exchange"),
     ("exchange", "read", "train/score_exchange.py gather"): (2, "exchange"),
     ("exchange", "synchronize", "train/score_exchange.py shared"): (10, "exchange"),

@@ -29,6 +29,7 @@ def metrics_line(step: int) -> dict[str, Any]:
         "kl_mean": 0.1 * step, "kl_coefficient": 0.05, "entropy": 2.0 - 0.1 * step, "clip_fraction": 0.1, "approx_kl": 0.01,
         "actor_loss": -0.01, "truncated_fraction": 0.1, "explained_variance": 0.2, "value_mean": 0.1, "return_mean": 0.2,
         "critic_loss": 0.5, "critic_clip_fraction": 0.1, "grad_norm": 1.0, "critic_grad_norm": 2.0, "lr": 1e-5,
+        "keep_rate": 0.5 + 0.1 * step, "equal_groups": 0.1,
         "heldout": {"pkg.judge:score": 0.1 * step, "response_tokens": 30.0}, "heldout_error": {"pkg.judge:score": 0.02},
     }  # fmt: skip
 

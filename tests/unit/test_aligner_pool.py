@@ -44,13 +44,13 @@ def test_the_block_is_read_strictly() -> None:
 @given(
     steps=st.lists(st.tuples(st.integers(0, 6), st.randoms(use_true_random=False)), min_size=1, max_size=8),
     width=st.integers(1, 3),
-    max_deferrals=st.integers(1, 3),
+    max_staleness=st.integers(1, 3),
 )
 def test_a_step_trains_its_batch_and_leaves_what_was_drawn_beyond(
-    steps: list[tuple[int, object]], width: int, max_deferrals: int
+    steps: list[tuple[int, object]], width: int, max_staleness: int
 ) -> None:
     """Whatever ends when: batches are whole, no row is trained twice or lost, none is carried beyond the limit."""
-    pool, batch, trained, drawn = Pool(max_deferrals), 2 * width, [], 0
+    pool, batch, trained, drawn = Pool(max_staleness), 2 * width, [], 0
     for step, (delta, chance) in enumerate(steps):
         new = max(0, batch + min(delta, batch) - len(pool))
         pool.admit([[drawn + i] for i in range(new)])
@@ -73,7 +73,7 @@ def test_a_step_trains_its_batch_and_leaves_what_was_drawn_beyond(
             trained += [row.prompt[0] for row in taken]
         pool.end()
         assert len(pool) == drawn - len(trained)
-        assert all(row.deferrals <= max_deferrals for row in pool.rows if not row.finished)
+        assert all(row.deferrals <= max_staleness for row in pool.rows if not row.finished)
     assert sorted(trained + [row.prompt[0] for row in pool.rows]) == list(range(drawn))
 
 

@@ -42,12 +42,22 @@ def test_rows_and_remarks(tmp_path: Path) -> None:
     result = compare(demos)
     assert [row["speedup"] for row in result["results"]] == pytest.approx([2.0, 1.5])
     assert [row["reward_per_second"] for row in result["results"]] == pytest.approx([2.0, 0.75])
+    rates = result["tests"]["reward per second"]
+    assert (rates["base_mean"], rates["other_mean"]) == pytest.approx(((0.5 + 0.8 / 1.2) / 2, (1.0 + 0.5) / 2))
     assert result["tests"]["held-out accuracy"]["difference_mean"] == pytest.approx(0.0)
     text = "\n".join(remarks(result))
     assert "difference -0.200" in text
     assert "1.75 times as fast" in text
     draw_seeds(result["results"], tmp_path / "seeds.png")
     assert (tmp_path / "seeds.png").stat().st_size > 5000
+
+
+def test_a_run_without_reward_has_no_ratio_of_it() -> None:
+    """A verifier may find nothing right, as in the tiny demo."""
+    demos = {seed: {"sequential": figures(1.0, 0.0, 0.0), "oppo": figures(0.5, 0.0, 0.0)} for seed in (1, 2)}
+    result = compare(demos)
+    assert [row["reward_per_second"] for row in result["results"]] == [None, None]
+    assert "not compared, since a sequential run had no reward" in remarks(result)[-1]
 
 
 def test_the_second_half_of_a_run() -> None:

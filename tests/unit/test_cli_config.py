@@ -45,7 +45,7 @@ def test_a_key_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     out = shown(capsys, "--explain", "runtime.timeout_s")
     assert (
         out.splitlines()[0]
-        == "runtime.timeout_s  (oppo train, oppo sft, oppo rm, oppo serve-reward, oppo serve-scorer)"
+        == "runtime.timeout_s  (oppo train, oppo sft, oppo rm, oppo dpo, oppo kto, oppo serve-reward, oppo serve-scorer)"
     )
     for line in ("value:   number, > 0", "unit:    s", "default: 1800.0", "time limit of a message or collective"):
         assert line in out

@@ -24,7 +24,8 @@ SHAPE = {
 ROW = {
     "prompt": "1+1=", "question": "1+1=", "answer": "2 #### 2", "completion": "2", "chosen": "2", "rejected": "3",
 }  # fmt: skip
-HELD_OUT = {"gsm8k": ["gsm8k_test.jsonl"], "hh": ["heldout.jsonl"]}
+TEST_SET, HELDOUT = ["gsm8k_test.jsonl"], ["heldout.jsonl"]
+HELD_OUT = dict.fromkeys(("gsm8k", "grpo", "dapo"), TEST_SET) | dict.fromkeys(("hh", "hh-dpo", "hh-kto"), HELDOUT)
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +83,7 @@ def test_files_are_short_commented_and_of_known_keys(case: str, capsys: pytest.C
         assert all(line.find("  # ") in (-1, 31) for line in text.splitlines() if line.startswith("run_dir")), "aligned"
         tree = yaml.safe_load(text)
         shape = tree.get("model", {}).pop("init", None)  # a config.json's keys, not ours
-        assert (shape is not None) == (case in ("arithmetic", "hh") and path.name == "sft.yaml")
+        assert (shape is not None) == (case.startswith(("arithmetic", "hh")) and path.name == "sft.yaml")
         for key in every_key(tree):
             assert key.rpartition(".")[2].isdigit() or main(["config", "--explain", key]) == 0, key
 
@@ -96,7 +97,8 @@ def test_with_the_files_supplied_it_is_valid(case: str, folder: Path, capsys: py
     for name in {*CASES[case].paths.values(), *HELD_OUT.get(case, [])}:
         Path(name).parent.mkdir(exist_ok=True)
         if name.endswith(".jsonl"):
-            Path(name).write_text(json.dumps(ROW) + "\n")
+            rows = [ROW | {"prompt": f"{n}+1=", "question": f"{n}+1="} for n in range(30)]
+            Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
         else:
             Path(name).mkdir()
             (Path(name) / "config.json").write_text(json.dumps(SHAPE))
@@ -107,8 +109,10 @@ def test_with_the_files_supplied_it_is_valid(case: str, folder: Path, capsys: py
     none = [f"{role}.checkpoint=null" for role in ("actor", "critic", "reward")]
     if CASES[case].kind != "train":
         shape, none = [f"model.init={json.dumps(SHAPE)}"], ["model.checkpoint=null"]
-    elif case not in ("reward-model", "hh"):
-        shape, none = shape[:2], none[:2]
+    else:
+        named = yaml.safe_load(Path(config).read_text())
+        assert ("critic" in named) == (CASES[case].preset == "ppo")
+        shape, none = ([each for each in given if each.partition(".")[0] in named] for given in (shape, none))
     assert main(["validate", config, *shape, *none, "tokenizer.path=t.model"]) == 0, capsys.readouterr().err
     assert f"valid configuration for `oppo {CASES[case].kind}`" in capsys.readouterr().out
 
@@ -143,7 +147,7 @@ def test_what_is_named_stands_in_the_file(capsys: pytest.CaptureFixture[str]) ->
 
 def test_wrong_words_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean `gsm8k`?" in refused(capsys, "gsm")
-    assert "choose one of gsm8k, reward-model" in refused(capsys, "zzzz")
+    assert "choose one of gsm8k, grpo, dapo, reward-model" in refused(capsys, "zzzz")
     assert "no case was given" in refused(capsys)
     assert "--reward: case `gsm8k` has no place for it; it takes --actor, --data" in refused(
         capsys, "gsm8k", "--reward=r"

@@ -7,9 +7,10 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from oppo_megatron.chunks import Chunk, ChunkRow
 from oppo_megatron.columns import Columns, Held, columns_of
 from oppo_megatron.overcommit.buffer import RolloutBuffer
-from oppo_megatron.records import Chunk, ChunkRow, Prompt, Rollout
+from oppo_megatron.records import Prompt, Rollout
 
 
 def same(found: Columns, expected: Columns) -> bool:
@@ -44,6 +45,33 @@ def test_columns_follow_the_rollouts(seed: int, backfill: bool) -> None:
             taken.append(buffer.take_batch())
         for held in taken:
             assert same(held.columns(), Columns.of(held))
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 10**6), backfill=st.booleans())
+def test_tokens_are_there_whenever_they_are_read(seed: int, backfill: bool) -> None:
+    """Also of rollouts that were carried over some batches, read at times or never before, or taken long ago."""
+    rng, buffer = random.Random(seed), RolloutBuffer(4, 3, 4, backfill=backfill)
+    said, known, next_id = dict[int, list[int]](), dict[int, Rollout](), 0
+    for index in range(20):
+        ids = range(next_id, next_id + rng.randint(0, buffer.room))
+        known |= {own.seq_id: own for own in buffer.admit(Prompt(i, i, "", (1,)) for i in ids)}
+        next_id = ids.stop
+        rows = []
+        for own in rng.sample(buffer.active, rng.randint(0, len(buffer.active))):
+            before = said.setdefault(own.seq_id, [])
+            tokens = [rng.randrange(9) for _ in range(rng.randint(1, 3))]
+            finish = (buffer.clock + len(tokens), "eos") if rng.random() < 0.3 else (None, None)
+            numbers = [-token / 7 for token in tokens]
+            rows.append(ChunkRow(own.seq_id, len(before), tokens, numbers, numbers, index, *finish))
+            said[own.seq_id] = before + tokens
+        buffer.record(Chunk(index, buffer.clock + 3, rows))
+        if buffer.readiness().ready:
+            buffer.take_batch()
+        for own in rng.sample(sorted(known.values(), key=lambda r: r.seq_id), rng.randint(0, len(known))):
+            assert own.num_response_tokens == len(said.get(own.seq_id, []))
+            assert own.tokens == said.get(own.seq_id, []) and own.logprobs == [-token / 7 for token in own.tokens]
+    assert all(own.tokens == said.get(seq_id, []) for seq_id, own in known.items())
 
 
 def test_what_is_recorded_is_joined_when_it_is_read() -> None:

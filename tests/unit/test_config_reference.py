@@ -109,7 +109,7 @@ def test_a_key_is_found_however_its_list_is_written() -> None:
     [
         ("rollout.batchsize", "rollout.batch_size"),
         ("overlap.dleta.rule", "overlap.delta.rule"),
-        ("max_deferals", "overlap.max_deferrals"),
+        ("max_stalenes", "overlap.max_staleness"),
         ("actor.lr", "actor.optimizer.lr"),
         ("evaluation.verifer", "evaluation.verifier"),
         ("reward.kind", "rewards[].kind"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from oppo_megatron.config.data import RewardPart
 from oppo_megatron.config.serve import ServeRewardConfig
@@ -13,6 +14,7 @@ from oppo_megatron.preflight.services import check_serve
 from oppo_megatron.preflight.settings import check_rewards
 
 URL = "http://10.0.0.7:8900/score"
+RULE = {"kind": "verifier"}
 FUNCTION = {"kind": "python", "entry_point": "a.b:c"}
 
 
@@ -24,6 +26,12 @@ FUNCTION = {"kind": "python", "entry_point": "a.b:c"}
         {"kind": "http", "url": "http://host"},
         FUNCTION | {"isolate": {"wall_s": 3}, "options": {"a": 1}},
         FUNCTION | {"isolate": False},
+        RULE | {"name": "gsm8k", "method": "flexible", "answer": "solution"},
+        RULE | {"name": "math", "isolate": {"wall_s": 3}, "processes": 2},
+        RULE | {"name": "multiple_choice"},
+        RULE | {"name": "format", "pattern": "<think>.*</think>.*", "match": "search"},
+        RULE | {"name": "length", "buffer_tokens": 4, "max_tokens": 9},
+        RULE | {"name": "code", "partial_credit": True, "isolate": True},
     ],
     ids=str,
 )
@@ -56,6 +64,24 @@ def test_right(part: dict[str, Any]) -> None:
         (FUNCTION | {"url": URL, "token_env": "A"}, "url and token_env, but only kind http takes them"),
         (FUNCTION | {"remote": {"timeout_s": 3}}, "remote, but only kind http takes them"),
         ({"kind": "verifier", "name": "gsm8k", "isolate": {"wall_s": 3}}, "isolate, but only kind python takes them"),
+        (RULE, "without a `name`; add one of arithmetic, gsm8k, math, multiple_choice, format, length, code"),
+        (RULE | {"name": "format"}, "without a `pattern`; add a regular expression"),
+        (RULE | {"name": "length"}, "without `buffer_tokens`; add over how many tokens"),
+        (
+            RULE | {"name": "arithmetic", "method": "flexible"},
+            "of rule arithmetic and has method, but only rule gsm8k takes",
+        ),
+        (
+            RULE | {"name": "math", "pattern": "."},
+            "of rule math and has pattern, but only rule format takes it; remove it",
+        ),
+        (RULE | {"name": "gsm8k", "match": "search"}, "has match, but only rule format takes it; remove it"),
+        (RULE | {"name": "code", "buffer_tokens": 3}, "has buffer_tokens, but only rule length takes it; remove it"),
+        (RULE | {"name": "code", "max_tokens": 3}, "has max_tokens, but only rule length takes it; remove it"),
+        (RULE | {"name": "math", "partial_credit": True}, "has partial_credit, but only rule code takes it; remove it"),
+        (RULE | {"name": "gsm8k", "processes": 2}, "has processes, but only rule math and code takes it; remove it"),
+        (FUNCTION | {"pattern": "."}, "of kind python and has pattern, but only rule format takes it; remove it"),
+        (RULE | {"name": "code", "url": URL}, "url, but only kind http takes them"),
     ],
     ids=str,
 )
@@ -71,9 +97,24 @@ def test_a_run_gives_up_before_its_ranks_do() -> None:
     isolated = [RewardPart(kind="python", entry_point="a:b", isolate={"wall_s": 50})]
     assert list(check_waits(isolated, 1800.0, 111.0)) == []
     assert "60 to start, and isolate.wall_s" in next(check_waits(isolated, 1800.0, 110.0))
+    rule = [RewardPart(kind="verifier", name="code")]
+    assert list(check_waits(rule, 1800.0, 71.0)) == [] and "rewards.0 may wait 70 s" in next(
+        check_waits(rule, 1800.0, 70.0)
+    )
     assert "rewards.0 may wait 630 s" in next(check_waits(parts, 630.0))
     parts[0].remote.give_up_s = 0
     assert list(check_waits(parts, 31.0)) == []
+
+
+def test_a_pattern_is_read_with_the_configuration() -> None:
+    with pytest.raises(ValidationError, match=r"a regular expression \(missing \)"):
+        RewardPart(kind="verifier", name="format", pattern="(<think>")
+
+
+def test_a_service_has_no_counts_of_tokens() -> None:
+    part = RewardPart(kind="verifier", name="length", buffer_tokens=4, max_tokens=9)
+    (problem,) = check_serve(ServeRewardConfig(rewards=[part]))
+    assert "rewards.0 is of rule length, but a service gets no counts of tokens; name it in the run's file" in problem
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from oppo_megatron.chunks import Chunk, ChunkRow
 from oppo_megatron.control.occupancy import Occupancy, length_gap
-from oppo_megatron.records import Chunk, ChunkRow, Prompt, Rollout
+from oppo_megatron.records import Prompt, Rollout
 
 
 def row(seq_id: int, num_tokens: int, finish_clock: int | None = None, offset: int = 0) -> ChunkRow:
@@ -30,6 +31,13 @@ def test_a_sequence_that_enters_within_a_chunk_takes_an_empty_place() -> None:
     occupancy = Occupancy(0)
     occupancy.record(Chunk(1, 4, [row(0, 2, 2), row(1, 4), row(2, 2, 4)]))
     assert occupancy.tail_waste == 0
+
+
+def test_a_clock_that_passes_by_is_no_waste() -> None:
+    occupancy = Occupancy(0)
+    occupancy.record(Chunk(1, 3, [row(0, 3, 3)]), 0)
+    occupancy.record(Chunk(2, 12, [row(1, 4, 12)]), 8)
+    assert (occupancy.num_steps, occupancy.tail_waste) == (7, 0)
 
 
 def test_nothing_decoded_is_no_waste() -> None:

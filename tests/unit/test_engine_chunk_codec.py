@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from oppo_megatron.chunks import Chunk, ChunkRow
 from oppo_megatron.engine.chunk_codec import ChunkDecoder, ChunkEncoder
 from oppo_megatron.errors import StreamError
-from oppo_megatron.records import Chunk, ChunkRow
 
 PROMPTS = {7: (1, 2, 3), 12: (9,), 30: (4, 4)}
 FLOAT = st.floats(allow_nan=False, max_value=0.0)

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from oppo_megatron.chunks import Chunk, ChunkRow
 from oppo_megatron.config.data import DataConfig
 from oppo_megatron.config.load import dump_config, load_config
 from oppo_megatron.config.model import ModelConfig
@@ -33,7 +34,6 @@ from oppo_megatron.errors import CheckpointError, ConfigError, DataError, Stream
 from oppo_megatron.layout.shape import check_head, check_model, check_use
 from oppo_megatron.modeldir.headers import check_weights, read_hf_config, tokenizer_vocab_size
 from oppo_megatron.preflight.validate import train_problems
-from oppo_megatron.records import Chunk, ChunkRow
 from tests.support.mutations import mutants, time_limit
 from tests.support.tokenizers import CharacterTokenizer
 

@@ -71,7 +71,7 @@ def new_rounds(model: RoleModel, sampling: Sampling, sync_steps: int, layout: KV
 
 def decode(model: RoleModel, rounds: RoundRunner) -> list[list[int]]:
     """All rollouts to their ends, in rounds of 12 steps; the weights change once on the way."""
-    buffer = RolloutBuffer(9, delta=0, max_deferrals=1)
+    buffer = RolloutBuffer(9, delta=0, max_staleness=1)
     buffer.admit(Prompt(i, i, "", (5, 6 + i)) for i in range(9))
     weights = [p.clone() for p in model.parameters()]
     while active := buffer.active:

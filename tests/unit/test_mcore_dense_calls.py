@@ -75,7 +75,7 @@ def test_calls_stay_dense_as_sequences_finish(monkeypatch: pytest.MonkeyPatch, m
         assert groups is not None
         model = load_role(ModelConfig(init=SHAPE), groups, head="lm", max_length=32, device=world.device)
         rounds = new_rounds(model, world.device, micro_batches)
-        buffer = RolloutBuffer(len(LENGTHS), delta=0, max_deferrals=1)
+        buffer = RolloutBuffer(len(LENGTHS), delta=0, max_staleness=1)
         rounds.admit(buffer.admit(Prompt(i, i, "", (5, 6 + i)) for i in range(len(LENGTHS))))
         while not buffer.readiness().ready:
             active = buffer.active

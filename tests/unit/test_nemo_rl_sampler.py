@@ -103,9 +103,9 @@ class Controller:
             self.version += 1
 
 
-def train(delta: int, max_deferrals: int, chunk: int, seconds: list[float]) -> Controller:
+def train(delta: int, max_staleness: int, chunk: int, seconds: list[float]) -> Controller:
     buffer = Buffer()
-    sampler = OvercommitSampler(buffer, delta=delta, max_deferrals=max_deferrals)
+    sampler = OvercommitSampler(buffer, delta=delta, max_staleness=max_staleness)
     sampler.set_dispatch_index(0)
     capacity = sampler.required_buffer_capacity(B)
     assert capacity == (2 * B if delta else B)
@@ -126,7 +126,7 @@ def long_tailed(steps: int, seed: int) -> list[float]:
 @pytest.mark.parametrize("chunk", [1, 3, B])
 @pytest.mark.parametrize("delta", [0, 3, B])
 def test_every_group_is_trained_once_and_no_more_than_delta_run_beyond_a_batch(delta: int, chunk: int) -> None:
-    done = train(delta, max_deferrals=2, chunk=chunk, seconds=long_tailed(6, delta))
+    done = train(delta, max_staleness=2, chunk=chunk, seconds=long_tailed(6, delta))
     assert sorted(name for step in done.steps for name in step) == list(range(6 * B))
     assert [len(step) for step in done.steps] == [B] * 6 and done.most <= B + delta
     stale = [version - done.starts[name] for version, step in enumerate(done.steps) for name in step]
@@ -140,7 +140,7 @@ def test_every_group_is_trained_once_and_no_more_than_delta_run_beyond_a_batch(d
 def test_the_next_batch_begins_while_the_tail_of_the_last_one_runs(chunk: int) -> None:
     seconds = [0.001] * (3 * B)
     seconds[0] = seconds[1] = 0.2
-    done = train(delta=2, max_deferrals=2, chunk=chunk, seconds=seconds)
+    done = train(delta=2, max_staleness=2, chunk=chunk, seconds=seconds)
     assert not {0, 1} & set(done.steps[0]), "the tail is deferred"
     assert {done.starts[name] for name in done.steps[0]} == {0}
     assert {0, 1} <= {name for step in done.steps[1:] for name in step}
@@ -149,7 +149,7 @@ def test_the_next_batch_begins_while_the_tail_of_the_last_one_runs(chunk: int) -
 def test_a_group_that_was_deferred_often_enough_is_waited_for() -> None:
     seconds = [0.001] * (6 * B)
     seconds[0] = 0.4
-    done = train(delta=2, max_deferrals=2, chunk=1, seconds=seconds)
+    done = train(delta=2, max_staleness=2, chunk=1, seconds=seconds)
     assert 0 in done.steps[2], "passed by two updates, then waited for"
 
 
@@ -158,7 +158,7 @@ def test_ready_groups_that_are_due_come_first() -> None:
     for name, version in enumerate([2, 2, 0]):
         buffer.reserve(name, version)
         buffer.commit(name)
-    sampler = OvercommitSampler(buffer, delta=2, max_deferrals=2)
+    sampler = OvercommitSampler(buffer, delta=2, max_staleness=2)
     meta, count = asyncio.run(sampler.select(current_train_weight=2, min_prompt_groups=2, max_prompt_groups=2))
     assert (meta, count) == (Meta((2, 0)), 2) and buffer.names == [1]
     with pytest.raises(ValueError, match="0 to 2 prompt groups"):
@@ -184,7 +184,7 @@ def test_it_has_what_the_controller_calls() -> None:
     [
         ({"delta": -1}, "delta is -1"),
         ({"delta": 1.5}, "delta is 1.5"),
-        ({"delta": 2, "max_deferrals": 0}, "max_deferrals is 0"),
+        ({"delta": 2, "max_staleness": 0}, "max_staleness is 0"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(given: dict[str, Any], says: str) -> None:

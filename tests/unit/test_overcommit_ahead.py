@@ -37,7 +37,7 @@ class Settings:
     steps: int
     batch_size: int
     deltas: list[int]
-    max_deferrals: int
+    max_staleness: int
     backfill_every: int | None
 
 
@@ -69,7 +69,7 @@ class Run:
         limit = ahead.limit(plan.steps, plan.batch_size)
         stream = PromptStream(prompts, 1, limit=limit, start=ahead.position, left_out=ahead.left_out)
         self.buffer = RolloutBuffer(
-            plan.batch_size, plan.deltas[0], plan.max_deferrals, backfill=plan.backfill_every is not None
+            plan.batch_size, plan.deltas[0], plan.max_staleness, backfill=plan.backfill_every is not None
         )
         self.scheduler = OvercommitScheduler(stream, self.buffer, Deltas(plan.deltas), plan.backfill_every)
         self.plan, self.lengths, self.done, self.batches, self.rounds = plan, lengths, ahead.done, [], 0
@@ -98,7 +98,7 @@ class Run:
         ahead = Ahead(self.done, self.scheduler.position, len(held))
         require_resumable(self.done, plan.steps)
         if self.done != plan.steps:
-            require_bounded_deferrals([each.deferrals for each in held], plan.batch_size, plan.max_deferrals)
+            require_bounded_deferrals([each.deferrals for each in held], plan.batch_size, 1, plan.max_staleness)
         run = Run(prompts, plan, self.lengths, ahead)
         run.scheduler.load_state_dict(self.scheduler.state_dict(), held)
         return run
@@ -107,9 +107,10 @@ class Run:
 @st.composite
 def plans(draw: st.DrawFn, most: int) -> Settings:
     batch_size = draw(st.integers(1, 6))
-    deltas = draw(st.lists(st.integers(0, batch_size), min_size=1, max_size=4))
+    staleness = draw(st.integers(1, 3))
+    deltas = draw(st.lists(st.integers(0, staleness * batch_size), min_size=1, max_size=4))
     every = draw(st.none() | st.integers(1, 5))
-    return Settings(draw(st.integers(1, most)), batch_size, deltas, draw(st.integers(1, 3)), every)
+    return Settings(draw(st.integers(1, most)), batch_size, deltas, staleness, every)
 
 
 @given(first=plans(4), then=plans(7), after=st.integers(0, 4), rounds=st.none() | st.integers(0, 4), data=st.data())
@@ -138,7 +139,7 @@ def test_a_resumed_run_makes_the_steps_that_are_asked_for(
         assert resumed.step()
     assert all(len(batch) == then.batch_size for batch in resumed.batches)
     assert len(resumed.batches) == then.steps - done
-    assert all(each.deferrals <= then.max_deferrals for batch in resumed.batches for each in batch)
+    assert all(each.deferrals <= then.max_staleness for batch in resumed.batches for each in batch)
     assert_each_prompt_once([*run.batches, *resumed.batches], resumed.buffer.rollouts)
     if (then.steps - done) * then.batch_size >= len(held):
         assert resumed.scheduler.done, "a prompt was admitted that is not trained"
@@ -149,13 +150,13 @@ def assert_remedy_holds(message: str, done: int, held: list[int], then: Settings
     number = int(re.findall(r"(?:set steps to |=)(\d+)(?: or more| to end)", message)[0])
     if message.startswith("steps"):
         require_resumable(done, number)
-    elif message.startswith("overlap.max_deferrals"):
+    elif message.startswith("overlap.max_staleness"):
         try:
-            require_bounded_deferrals(held, then.batch_size, number)
+            require_bounded_deferrals(held, then.batch_size, 1, number)
         except CheckpointError as error:
             assert "rollout.batch_size" in str(error)
     else:
-        require_bounded_deferrals(held, number, then.max_deferrals)
+        require_bounded_deferrals(held, number, 1, then.max_staleness)
 
 
 def assert_each_prompt_once(batches: list[list[Rollout]], left: list[Rollout]) -> None:
@@ -208,9 +209,10 @@ def test_a_run_that_has_ended_needs_more_to_train(steps: int | None, passes: int
 @pytest.mark.parametrize(
     ("deferrals", "batch_size", "needed"),
     [
-        ([0] * 12, 6, None),
-        ([0] * 12, 5, 6),  # a batch of 5 leaves 7 behind, of which the next takes 5, and so on
-        ([0] * 13, 6, 7),
+        ([0] * 12, 4, None),
+        ([0] * 12, 3, 4),  # three batches of 3, while none is carried more than twice, leave 3 behind
+        ([0] * 13, 4, 5),
+        ([2, 1, 1, 1, 1], 2, 3),  # what may be carried once more has two batches
         ([2, 2, 2, 0], 3, None),
         ([2, 2, 2, 0], 2, 3),  # three may not be deferred again
     ],
@@ -219,7 +221,7 @@ def test_a_batch_too_small_for_what_is_in_flight_is_refused(
     deferrals: list[int], batch_size: int, needed: int | None
 ) -> None:
     if needed is None:
-        require_bounded_deferrals(deferrals, batch_size, max_deferrals=2)
+        require_bounded_deferrals(deferrals, batch_size, 1, max_staleness=2)
         return
     with pytest.raises(CheckpointError, match=rf"resume with rollout.batch_size={needed} or more"):
-        require_bounded_deferrals(deferrals, batch_size, max_deferrals=2)
+        require_bounded_deferrals(deferrals, batch_size, 1, max_staleness=2)

@@ -6,9 +6,11 @@ import copy
 
 import pytest
 
+from oppo_megatron.chunks import Chunk, ChunkRow
 from oppo_megatron.errors import StreamError
-from oppo_megatron.overcommit.buffer import Readiness, RolloutBuffer
-from oppo_megatron.records import Chunk, ChunkRow, Prompt, Rollout
+from oppo_megatron.overcommit.buffer import CriticReads, RolloutBuffer
+from oppo_megatron.overcommit.readiness import Readiness
+from oppo_megatron.records import Prompt, Rollout
 
 
 def prompts(*seq_ids: int) -> list[Prompt]:
@@ -25,14 +27,14 @@ def seq_ids(rollouts: list[Rollout]) -> list[int]:
     return [r.seq_id for r in rollouts]
 
 
-def filled(batch_size: int, delta: int, max_deferrals: int = 4) -> RolloutBuffer:
-    buffer = RolloutBuffer(batch_size, delta, max_deferrals)
+def filled(batch_size: int, delta: int, max_staleness: int = 4) -> RolloutBuffer:
+    buffer = RolloutBuffer(batch_size, delta, max_staleness)
     buffer.admit(prompts(*range(batch_size + delta)))
     return buffer
 
 
 def test_admission_numbers_count_on_over_batches() -> None:
-    buffer = RolloutBuffer(batch_size=2, delta=1, max_deferrals=4)
+    buffer = RolloutBuffer(batch_size=2, delta=1, max_staleness=4)
     assert [r.admission for r in buffer.admit(prompts(7, 5, 9))] == [0, 1, 2]
     buffer.record(Chunk(0, 1, [row(9, 0, [1], 1), row(7, 0, [1], 1)]))
     buffer.take_batch()
@@ -41,7 +43,7 @@ def test_admission_numbers_count_on_over_batches() -> None:
 
 
 def test_admission_beyond_capacity_is_our_own_bug() -> None:
-    buffer = RolloutBuffer(batch_size=2, delta=1, max_deferrals=4)
+    buffer = RolloutBuffer(batch_size=2, delta=1, max_staleness=4)
     with pytest.raises(AssertionError, match="4 prompts admitted into room for 3"):
         buffer.admit(prompts(0, 1, 2, 3))
     buffer.admit(prompts(0))
@@ -50,7 +52,7 @@ def test_admission_beyond_capacity_is_our_own_bug() -> None:
 
 
 def test_no_admission_after_the_end() -> None:
-    buffer = RolloutBuffer(batch_size=2, delta=1, max_deferrals=4)
+    buffer = RolloutBuffer(batch_size=2, delta=1, max_staleness=4)
     buffer.close()
     assert buffer.admit([]) == []
     with pytest.raises(AssertionError, match="after the end"):
@@ -102,7 +104,7 @@ def test_a_full_batch_of_surplus_finishers_is_ready_before_any_decoding() -> Non
 
 
 def test_a_forced_rollout_is_waited_for_and_taken_before_earlier_finishers() -> None:
-    buffer = filled(2, 1, max_deferrals=1)
+    buffer = filled(2, 1, max_staleness=1)
     buffer.record(Chunk(0, 1, [row(1, 0, [1], 1), row(2, 0, [1], 1), row(0, 0, [1])]))
     buffer.take_batch()
     buffer.admit(prompts(3, 4))
@@ -113,14 +115,28 @@ def test_a_forced_rollout_is_waited_for_and_taken_before_earlier_finishers() -> 
     assert [(r.seq_id, r.deferrals) for r in buffer.take_batch()] == [(3, 0), (0, 1)]
 
 
-def test_more_forced_rollouts_than_a_batch_holds_go_oldest_first() -> None:
-    buffer = filled(1, 3, max_deferrals=1)
+def test_more_due_rollouts_than_a_batch_holds_go_oldest_first() -> None:
+    """As after settings have been changed within a run: with B 1 and η 1 no more than two should be held."""
+    buffer = filled(1, 3, max_staleness=1)
     buffer.record(Chunk(0, 1, [row(0, 0, [1], 1)]))
-    buffer.take_batch()
+    assert not buffer.readiness().ready, "three of the four have to be finished, so that one is left that falls due"
     buffer.record(Chunk(1, 4, [row(3, 0, [1], 2), row(2, 0, [1], 3)]))
+    assert seq_ids(buffer.take_batch()) == [0]
     assert not buffer.readiness().ready
     buffer.record(Chunk(2, 5, [row(1, 0, [1], 5)]))
     assert [seq_ids(buffer.take_batch()) for _ in range(3)] == [[1], [2], [3]]
+
+
+def test_the_batch_waits_for_the_oldest_before_more_fall_due_than_it_holds() -> None:
+    """B 1, η 2, three held: of the two that have been carried once, one must go now, though a newer one has finished."""
+    buffer = filled(1, 2, max_staleness=2)
+    buffer.record(Chunk(0, 1, [row(0, 0, [1], 1)]))
+    assert seq_ids(buffer.take_batch()) == [0]
+    buffer.admit(prompts(3))
+    buffer.record(Chunk(1, 2, [row(3, 0, [1], 2)]))
+    assert not buffer.readiness().ready and buffer.sure.tolist() == []
+    buffer.record(Chunk(2, 3, [row(2, 0, [1], 3)]))
+    assert buffer.readiness().ready and seq_ids(buffer.take_batch()) == [2]
 
 
 def test_a_smaller_delta_drops_nothing() -> None:
@@ -135,7 +151,7 @@ def test_a_smaller_delta_drops_nothing() -> None:
 
 
 def test_only_the_end_of_the_prompts_allows_a_smaller_batch() -> None:
-    buffer = RolloutBuffer(batch_size=4, delta=0, max_deferrals=4)
+    buffer = RolloutBuffer(batch_size=4, delta=0, max_staleness=4)
     buffer.admit(prompts(0, 1))
     buffer.record(Chunk(0, 1, [row(0, 0, [1], 1), row(1, 0, [1], 1)]))
     assert not buffer.readiness().ready
@@ -146,7 +162,7 @@ def test_only_the_end_of_the_prompts_allows_a_smaller_batch() -> None:
 
 
 def test_readiness_counts_finishes_and_forced_rollouts() -> None:
-    readiness = Readiness(target=3, num_finished=1, unfinished=[4, 5, 6], forced=[6])
+    readiness = Readiness(target=3, num_finished=1, unfinished=[4, 5, 6], waits=[([6], 1)])
     readiness.finish(4)
     assert not readiness.ready
     readiness.finish(5)
@@ -167,10 +183,7 @@ BAD_CHUNKS = {
     "finish before the round": (Chunk(5, 8, [row(1, 2, [1], 5)]), r"sequence 1, offset 2.*clock 5, outside.*6\.\.8"),
     "finish after the round": (Chunk(5, 8, [row(1, 2, [1], 9)]), r"sequence 1, offset 2.*clock 9, outside.*6\.\.8"),
     "two rows": (Chunk(5, 8, [row(1, 2, [1]), row(1, 3, [1])]), "sequence 1, offset 3.*two rows"),
-    "no log-prob": (
-        Chunk(5, 8, [ChunkRow(1, 2, [1, 1], [-1.0], [-1.0, -1.0], 0)]),
-        "sequence 1, offset 2.*2 tokens.*1 log",
-    ),
+    "the same row twice": (Chunk(5, 8, [row(1, 2, [1]), row(1, 2, [1])]), "sequence 1, offset 2.*two rows"),
     "second row bad": (Chunk(5, 8, [row(1, 2, [1]), row(2, 9, [1])]), "sequence 2, offset 9.*lost"),
 }
 
@@ -189,14 +202,18 @@ def test_a_bad_chunk_is_an_error_and_records_nothing(case: str) -> None:
 
 def test_the_critic_reads_what_is_worth_it() -> None:
     buffer = filled(batch_size=4, delta=2)  # of six unfinished, four will be in the batch
+
+    def worth(reads: CriticReads) -> set[int]:
+        return set(buffer.worth_reading(reads).tolist())
+
     everything = set(range(6))
-    assert buffer.worth_reading("sure") == set()
-    assert buffer.worth_reading("likely") == buffer.worth_reading("all") == everything
+    assert worth("sure") == set()
+    assert worth("likely") == worth("all") == everything
     buffer.record(Chunk(0, 2, [row(0, 0, [1, 1], 2), row(3, 0, [1, 1], 1)]))
-    assert buffer.worth_reading("sure") == {0, 3}
-    assert buffer.worth_reading("likely") == everything, "two of four unfinished will be in it"
+    assert worth("sure") == {0, 3}
+    assert worth("likely") == everything, "two of four unfinished will be in it"
     buffer.record(Chunk(1, 3, [row(1, 0, [1], 3)]))
-    assert buffer.worth_reading("sure") == buffer.worth_reading("likely") == {0, 1, 3}, "one of three will be"
-    assert buffer.worth_reading("all") == everything
+    assert worth("sure") == worth("likely") == {0, 1, 3}, "one of three will be"
+    assert worth("all") == everything
     buffer.record(Chunk(2, 4, [row(4, 0, [1], 4), row(5, 0, [1], 4)]))
-    assert buffer.worth_reading("likely") == {0, 1, 3, 4}, "the fifth finisher is left for the next batch"
+    assert worth("likely") == {0, 1, 3, 4}, "the fifth finisher is left for the next batch"

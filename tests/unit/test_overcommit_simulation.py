@@ -17,12 +17,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from oppo_megatron.chunks import Chunk, ChunkRow
 from oppo_megatron.config.overlap import DeltaConfig
 from oppo_megatron.control.delta_controllers import make_delta_controller
 from oppo_megatron.control.occupancy import Occupancy
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
-from oppo_megatron.records import Chunk, ChunkRow, Decision, Prompt, Rollout, StepSignals
+from oppo_megatron.records import Decision, Prompt, Rollout, StepSignals
 
 CHUNKS = (1, 7, 64, 10**6)
 
@@ -51,7 +52,7 @@ class Run:
     lengths: list[int]
     batch_size: int
     deltas: list[int]
-    max_deferrals: int
+    max_staleness: int
     backfill_every: int | None = None
     group_size: int = 1
 
@@ -103,7 +104,7 @@ def simulate(run: Run, chunk_tokens: int) -> Log:
     prompts = (Prompt(i, row=i, text="", tokens=(0,)) for i in range(len(run.lengths)))
     every = run.backfill_every
     buffer = RolloutBuffer(
-        run.batch_size, run.deltas[0], run.max_deferrals, backfill=every is not None, group_size=run.group_size
+        run.batch_size, run.deltas[0], run.max_staleness, backfill=every is not None, group_size=run.group_size
     )
     scheduler = OvercommitScheduler(prompts, buffer, ScriptedDelta(run.deltas), every)
     log = Log()
@@ -115,16 +116,17 @@ def simulate(run: Run, chunk_tokens: int) -> Log:
         log.sure.append([])
         while not buffer.readiness().ready:
             enter(scheduler, scheduler.backfill, log, run)
-            log.sure[-1].append(buffer.sure)
+            log.sure[-1].append(set(buffer.sure.tolist()))
             steps = scheduler.chunk(chunk_tokens)
             occupancy.record(decode_round(buffer, run.lengths, version=step, index=index, chunk_tokens=steps, log=log))
             index += 1
-        log.sure[-1].append(buffer.sure)
+        log.sure[-1].append(set(buffer.sure.tolist()))
         log.waste.append(occupancy.tail_waste)
         log.num_consumed.append(scheduler.num_consumed)
         log.batches.append(scheduler.take_batch())
         log.clocks.append(buffer.clock)
-        assert every is None or len(buffer) <= run.batch_size, "a batch leaves behind what the next one has room for"
+        held = run.max_staleness * run.batch_size
+        assert every is None or len(buffer) <= held, "a batch leaves behind what the next ones have room for"
         scheduler.end_step(step, StepSignals(0.0, 0.0, 1.0, 0.0))
         step += 1
     return log
@@ -142,8 +144,9 @@ def enter(scheduler: OvercommitScheduler, admit: Callable[[], list[Rollout]], lo
         assert len(buffer) >= capacity or at_end
         return
     assert len(buffer.active) <= max(unfinished, capacity)
-    assert len(buffer) <= 2 * run.batch_size
-    left = min(capacity - len(buffer.active), 2 * run.batch_size - len(buffer))
+    most = max(2 * run.batch_size, min(capacity, (run.max_staleness + 1) * run.batch_size))
+    assert len(buffer) <= max(held, most)
+    left = min(capacity - len(buffer.active), most - len(buffer))
     assert not admitted or at_end or 0 <= left < run.group_size
 
 
@@ -162,20 +165,14 @@ def naive_batches(run: Run) -> list[list[tuple[int, int]]]:
                 newest = waiting.pop(0)
                 held[newest] = NaiveGroup(run.lengths[newest * n : (newest + 1) * n], [0] * n)
             size = run.batch_size // n if waiting else min(run.batch_size // n, len(held))
-            must = [g for g in held if held[g].age >= run.max_deferrals]
-            ended = sorted((held[g].end, g) for g in held if held[g].ended)
-            if len(ended) >= size and all(held[g].ended for g in must):
+            if naive_ready(held, size, run):
                 break
             clock += 1
             for group in held.values():
                 group.advance(clock)
-            ended = [g for g in held if held[g].ended]
-            complete = len(ended) >= size and set(must) <= set(ended)
-            enters = not complete and run.backfill_every is not None and (clock - begun) % run.backfill_every == 0
-        chosen = must[:size]
-        for _, g in ended:
-            if g not in must and len(chosen) < size:
-                chosen.append(g)
+            enters = not naive_ready(held, size, run)
+            enters = enters and run.backfill_every is not None and (clock - begun) % run.backfill_every == 0
+        chosen = naive_choice(held, size, run)
         in_order = sorted(chosen, key=lambda g: (held[g].end, g))
         batches.append([(g * n + i, held[g].ends[i]) for g in in_order for i in range(n)])
         for g in chosen:
@@ -207,25 +204,54 @@ class NaiveGroup:
                 self.left[i], self.ends[i] = left - 1, clock
 
 
+def naive_classes(held: dict[int, NaiveGroup], run: Run) -> list[tuple[list[int], int]]:
+    """The groups of each S_k, and the number of them that the batch must have."""
+    B = run.batch_size // run.group_size
+    classes = []
+    for k in range(run.max_staleness + 1):
+        members = [g for g in held if held[g].age >= run.max_staleness - k]
+        classes.append((members, max(0, len(members) - k * B)))
+    return classes
+
+
+def naive_ready(held: dict[int, NaiveGroup], size: int, run: Run) -> bool:
+    enough = sum(group.ended for group in held.values()) >= size
+    return enough and all(sum(held[g].ended for g in members) >= r for members, r in naive_classes(held, run))
+
+
+def naive_choice(held: dict[int, NaiveGroup], size: int, run: Run) -> list[int]:
+    """Of a batch that is ready: the oldest, then the first finishers of each class that needs more, then of all."""
+    finishers = [g for _, g in sorted((held[g].end, g) for g in held if held[g].ended)]
+    chosen: list[int] = []
+    for members, needed in [*naive_classes(held, run), (list(held), size)]:
+        if members == naive_classes(held, run)[0][0] and not chosen:
+            chosen = members[:size]
+        for g in finishers:
+            if g in members and g not in chosen and sum(c in members for c in chosen) < needed and len(chosen) < size:
+                chosen.append(g)
+    return chosen
+
+
 def naive_room(held: dict[int, NaiveGroup], capacity: int, run: Run) -> bool:
     n = run.group_size
     if run.backfill_every is None:
         return len(held) * n + n <= capacity
     running = sum(left > 0 for group in held.values() for left in group.left)
-    return running + n <= capacity and (len(held) + 1) * n <= 2 * run.batch_size
+    most = max(2 * run.batch_size, min(capacity, (run.max_staleness + 1) * run.batch_size))
+    return running + n <= capacity and (len(held) + 1) * n <= most
 
 
 @st.composite
 def runs(draw: st.DrawFn, capped: bool = True, backfill: bool | None = None) -> Run:
-    """Long-tailed lengths; `capped` keeps delta <= B, as the configuration demands; `backfill`: with, without or either."""
+    """Long-tailed lengths; `capped` keeps delta <= ηB, as the configuration demands; `backfill`: with, without or either."""
     group_size = draw(st.sampled_from([1, 1, 2, 3]))
-    groups = draw(st.integers(1, 5))
+    groups, staleness = draw(st.integers(1, 5)), draw(st.integers(1, 4))
     longest = st.one_of(st.integers(1, 4), st.integers(1, 12), st.integers(20, 150))
     return Run(
         lengths=draw(st.lists(longest, max_size=40).map(lambda lengths: lengths[: len(lengths) // group_size * group_size])),
         batch_size=groups * group_size,
-        deltas=draw(st.lists(st.integers(0, groups if capped else 12), min_size=1, max_size=6)),
-        max_deferrals=draw(st.integers(1, 4)),
+        deltas=draw(st.lists(st.integers(0, staleness * groups if capped else 12), min_size=1, max_size=6)),
+        max_staleness=staleness,
         backfill_every=draw(st.integers(1, 9)) if (draw(st.booleans()) if backfill is None else backfill) else None,
         group_size=group_size,
     )
@@ -293,7 +319,7 @@ def test_no_rollout_is_deferred_beyond_the_cap(run: Run, chunk_tokens: int) -> N
     log = simulate(run, chunk_tokens)
     for step, batch in enumerate(log.batches):
         for rollout in batch:
-            assert rollout.deferrals <= run.max_deferrals
+            assert rollout.deferrals <= run.max_staleness
             admitted_in = next(i for i, n in enumerate(log.num_consumed) if n > rollout.admission)
             assert rollout.deferrals == step - admitted_in
 
@@ -339,13 +365,13 @@ def test_backfill_admits_at_its_own_clock_ticks(run: Run, chunk_tokens: int) -> 
 @given(run=runs(capped=False, backfill=True))
 @settings(max_examples=150, deadline=None)
 def test_backfill_needs_no_cap_on_delta_to_keep_that_of_deferrals(run: Run) -> None:
-    assert all(r.deferrals <= run.max_deferrals for batch in simulate(run, 7).batches for r in batch)
+    assert all(r.deferrals <= run.max_staleness for batch in simulate(run, 7).batches for r in batch)
 
 
 def test_backfill_keeps_the_decode_batch_full() -> None:
     """Lengths of 1 to 100: without backfill a step's places empty until half of them are left."""
     rng = random.Random(3)
-    run = Run([rng.randint(1, 100) for _ in range(400)], batch_size=20, deltas=[4], max_deferrals=4)
+    run = Run([rng.randint(1, 100) for _ in range(400)], batch_size=20, deltas=[4], max_staleness=4)
     means = {}
     for every in (None, 1, 4, 16):
         log = simulate(replace(run, backfill_every=every), 16)
@@ -355,7 +381,7 @@ def test_backfill_keeps_the_decode_batch_full() -> None:
 
 
 def test_a_surplus_finisher_takes_no_place_of_a_backfilled_step() -> None:
-    buffer = RolloutBuffer(batch_size=2, delta=1, max_deferrals=4, backfill=True)
+    buffer = RolloutBuffer(batch_size=2, delta=1, max_staleness=4, backfill=True)
     prompts = (Prompt(i, row=i, text="", tokens=(0,)) for i in range(9))
     scheduler = OvercommitScheduler(prompts, buffer, ScriptedDelta([1]), 4)
     assert len(scheduler.begin_step()) == 3
@@ -367,8 +393,8 @@ def test_a_surplus_finisher_takes_no_place_of_a_backfilled_step() -> None:
 
 
 def test_the_cap_is_needed_and_binds() -> None:
-    """One endless response among short ones is deferred exactly `max_deferrals` times, then holds its batch up."""
-    run = Run(lengths=[60, *[1] * 30], batch_size=2, deltas=[1], max_deferrals=3)
+    """One endless response among short ones is deferred exactly `max_staleness` times, then holds its batch up."""
+    run = Run(lengths=[60, *[1] * 30], batch_size=2, deltas=[1], max_staleness=3)
     log = simulate(run, 7)
     straggler = next(r for batch in log.batches for r in batch if r.seq_id == 0)
     assert (straggler.deferrals, straggler.finish_clock) == (3, 60)
@@ -376,7 +402,7 @@ def test_the_cap_is_needed_and_binds() -> None:
 
 
 def test_delta_zero_is_plain_ppo() -> None:
-    run = Run(lengths=[5, 1, 9, 2, 2, 2, 7, 1], batch_size=3, deltas=[0], max_deferrals=1)
+    run = Run(lengths=[5, 1, 9, 2, 2, 2, 7, 1], batch_size=3, deltas=[0], max_staleness=1)
     log = simulate(run, 4)
     assert [sorted(r.seq_id for r in batch) for batch in log.batches] == [[0, 1, 2], [3, 4, 5], [6, 7]]
     assert {r.deferrals for batch in log.batches for r in batch} == {0}
@@ -384,13 +410,13 @@ def test_delta_zero_is_plain_ppo() -> None:
 
 @pytest.mark.parametrize("num_prompts", [0, 1, 4, 5, 6, 12])
 def test_the_end_is_known_without_an_empty_step(num_prompts: int) -> None:
-    log = simulate(Run([3] * num_prompts, batch_size=4, deltas=[2], max_deferrals=2), 2)
+    log = simulate(Run([3] * num_prompts, batch_size=4, deltas=[2], max_staleness=2), 2)
     assert [len(batch) for batch in log.batches] == [4] * (num_prompts // 4) + [num_prompts % 4] * (num_prompts % 4 > 0)
 
 
 def test_the_controller_sets_the_buffer_from_the_start_and_after_each_step() -> None:
     controller = make_delta_controller(DeltaConfig(rule="eq4", initial=2, max=3, window=1))
-    buffer = RolloutBuffer(batch_size=4, delta=0, max_deferrals=2)
+    buffer = RolloutBuffer(batch_size=4, delta=0, max_staleness=2)
     prompts = (Prompt(i, row=i, text="", tokens=(0,)) for i in range(100))
     scheduler = OvercommitScheduler(prompts, buffer, controller)
     assert len(scheduler.begin_step()) == 6

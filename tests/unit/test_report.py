@@ -358,7 +358,7 @@ def test_a_legend_fits_its_picture() -> None:
 
 LEARNING = {
     "kl", "kl-coefficient", "entropy", "clip-fraction", "approx-kl", "actor-loss", "response-length", "truncated",
-    "explained-variance", "value", "critic-loss", "critic-clip-fraction", "grad-norm", "lr",
+    "groups", "explained-variance", "value", "critic-loss", "critic-clip-fraction", "grad-norm", "lr",
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import pytest
 from oppo_megatron.config.data import RewardPart
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.rewards.functions import build_reward_functions, load_entry_point
+from oppo_megatron.rewards.protocol import ScoreItem
 
 MODULE = """
 import math
@@ -158,3 +159,20 @@ def test_every_entry_point_that_fails_is_named(user_module: str) -> None:
     with pytest.raises(ConfigError) as caught:
         build_reward_functions([python(f"{user_module}:absent"), python("absent_module:f")])
     assert len(caught.value.problems) == 2
+
+
+def test_parts_that_are_known_are_not_evaluated_again() -> None:
+    """A verdict has evaluated one part of a response; the rest follows when it is trained."""
+    rewards = build_reward_functions(
+        [python("tests.e2e.rewards:failing", weight=2.0), RewardPart(kind="verifier", name="gsm8k"), RewardPart(kind="model")]
+    )
+    item = ScoreItem(3, "q", "#### 5", {"answer": "5"})
+    assert rewards.parts(item, None, of=["gsm8k"]) == {"gsm8k": 1.0}, "no other part is looked at"
+    assert rewards.reads_model(["gsm8k", "model"]) and not rewards.reads_model(["gsm8k"])
+    with pytest.raises(RewardError, match="no opinion"):
+        rewards.evaluate("q", "#### 5", {"answer": "5"}, 0.5, 3)
+    known = {"tests.e2e.rewards:failing": 0.25}
+    reward = rewards.evaluate("q", "#### 5", {"answer": "5"}, 0.5, 3, known=known)
+    assert reward.total == 2.0 * 0.25 + 1.0 + 0.5 and list(reward.parts) == ["tests.e2e.rewards:failing", "gsm8k", "model"]
+    with pytest.raises(RewardError, match="'tests.e2e.rewards:failing' gave nan"):
+        rewards.evaluate("q", "#### 5", {"answer": "5"}, 0.5, 3, known={"tests.e2e.rewards:failing": math.nan})

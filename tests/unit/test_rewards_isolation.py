@@ -17,7 +17,7 @@ from oppo_megatron.config.data import RewardPart
 from oppo_megatron.config.remote import IsolationConfig
 from oppo_megatron.errors import ConfigError, RewardError
 from oppo_megatron.rewards.functions import RewardSum, build_reward_functions
-from oppo_megatron.rewards.isolation import IsolatedFunction
+from oppo_megatron.rewards.isolation import IsolatedFunction, Unanswered
 
 MODULE = '''
 import ctypes, json, math, os, resource, signal, subprocess, sys, time
@@ -190,6 +190,15 @@ def test_it_ends_with_a_run_that_is_killed(module: str, tmp_path: Path) -> None:
 
 def part(entry_point: str, **settings: Any) -> RewardPart:
     return RewardPart(kind="python", entry_point=entry_point, isolate=True, **settings)
+
+
+def test_a_process_that_cannot_start_is_no_call_without_an_answer(tmp_path: Path) -> None:
+    """A rule takes a call without an answer for a wrong response; this one says nothing of a response."""
+    (tmp_path / "ends.py").write_text("import os\nos._exit(3)\n")
+    ending = IsolatedFunction(f"{tmp_path}/ends.py:f", {}, IsolationConfig(), os.environ)
+    with pytest.raises(RewardError, match="ends.py:f: its process ended with exit code 3") as caught:
+        ending("", "", {})
+    assert not isinstance(caught.value, Unanswered)
 
 
 def test_as_a_part_of_the_reward(module: str) -> None:

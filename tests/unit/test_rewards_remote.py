@@ -415,3 +415,17 @@ def test_a_damaged_http_answer_is_our_error_or_the_score() -> None:
 
     with reward_service() as service:
         check()
+
+
+def test_a_score_that_nobody_will_take_is_forgotten_when_it_comes() -> None:
+    """Of a response that was dropped: asked for, with its answer there or still to come, or never asked for."""
+    with reward_service(by_length) as service, client(service) as remote:
+        remote.request(items(3))
+        assert remote.result(0) == 1.0
+        for seq_id in (0, 1, 2, 99):
+            remote.forget(seq_id)
+        until = time.monotonic() + 5
+        while remote.requested(1) or remote.requested(2):
+            assert time.monotonic() < until
+            time.sleep(0.005)
+        assert score_all(remote, 3) == [1.0, 2.0, 3.0], "it may be asked for again"

@@ -317,6 +317,18 @@ def test_training_an_unscored_sequence_is_our_own_bug() -> None:
         book.forget(0)
 
 
+def test_a_sequence_that_is_given_up_leaves_its_slot_whatever_was_read_of_it() -> None:
+    book = ScoringBook("reward", 2, 1)
+    half_read, waiting, unknown = (rollout(i, 2, 1) for i in (0, 1, 2))
+    book.plan([half_read, waiting], BUDGET)
+    assert [book.num_open(replica) for replica in (0, 1)] == [1, 1]
+    book.forget(half_read.seq_id, unknown.seq_id, unread=True)
+    assert [book.num_open(replica) for replica in (0, 1)] == [0, 1]
+    assert book.state_dict()["replicas"] == [(1, 1)] and book.state_dict()["outputs"] == []
+    works = book.plan([waiting, unknown], BUDGET)
+    assert [work.open for work in works] == [[2], []], "its place is free"
+
+
 # --- the actor ----------------------------------------------------------------------------------------------------
 
 

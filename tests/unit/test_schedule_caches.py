@@ -71,6 +71,15 @@ def test_what_sizes_decide_is_found_without_the_schedule_too() -> None:
     assert 50 < refused < 250
 
 
+def test_the_first_that_is_not_continued_is_named() -> None:
+    """In the order of the micro-batches, not of their sequences' numbers."""
+    batches = (Growth(2, 0, 4), Growth(9, 0, 4), Growth(5, 0, 4)), (Growth(5, 4, 1), Growth(9, 3, 1), Growth(2, 3, 1))
+    with pytest.raises(
+        ScheduleError, match="reward replica 0 holds 4 tokens of sequence 9, which is to be continued at 3"
+    ):
+        require_room(Round(1, 0, (), {"reward": (batches,)}), {"reward": {0: KVBudget(9, 9)}})
+
+
 def test_every_round_is_checked_and_not_only_the_first_of_its_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two runs alike.  Caches of the second are as long as all rounds need but one, whose shape has been checked before."""
     made, generate = [], GENERATORS["intra"]

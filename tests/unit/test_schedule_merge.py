@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from oppo_megatron.overcommit.buffer import Readiness
-from oppo_megatron.records import Chunk, ChunkRow
+from oppo_megatron.chunks import Chunk, ChunkRow
+from oppo_megatron.overcommit.readiness import Readiness
 from oppo_megatron.schedule.planning.merge import merge_rows
 
 VERSION, INDEX = 3, 5
@@ -29,7 +29,7 @@ class Case:
     overrun: Sequence[int] = field(default_factory=list)
 
     def signal(self) -> Readiness:
-        return Readiness(self.needed, 0, self.lengths, self.forced)
+        return Readiness(self.needed, 0, self.lengths, [(self.forced, len(self.forced))] if self.forced else [])
 
 
 def row_of(case: Case, seq_id: int, num_tokens: int) -> ChunkRow:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oppo_megatron.schedule.packing import Packing, balance, pack_by_tokens, packing_figures
+from oppo_megatron.schedule.packing import Packing, balance, pack_by_tokens, packed_in_order, packing_figures
 
 
 def test_first_fit_decreasing_by_hand() -> None:
@@ -33,6 +34,8 @@ def test_properties(lengths: list[int], budget: int) -> None:
     bins = pack_by_tokens(lengths, budget)
     assert sorted(i for b in bins for i in b) == list(range(len(lengths)))
     assert all(bins)
+    members, ends = packed_in_order(np.array(lengths, dtype=np.int64), budget)
+    assert [members[start:end].tolist() for start, end in pairwise(ends)] == [sorted(b) for b in bins]
     loads = [sum(lengths[i] for i in b) for b in bins]
     for members, load in zip(bins, loads, strict=True):
         assert load <= budget or len(members) == 1

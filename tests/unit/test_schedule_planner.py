@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from oppo_megatron.chunks import ChunkRow
 from oppo_megatron.config.overlap import OverlapConfig
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.overcommit.buffer import RolloutBuffer
-from oppo_megatron.records import ChunkRow, Prompt, Rollout
+from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.schedule.actions import Op, Schedule
 from oppo_megatron.schedule.checking.checker import check
 from oppo_megatron.schedule.plan import late_scorers, round_generator

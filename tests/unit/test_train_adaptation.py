@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 
+from oppo_megatron.chunks import Chunk, ChunkRow
 from oppo_megatron.config.overlap import ChunkConfig
 from oppo_megatron.config.ppo import KLConfig
 from oppo_megatron.control.chunk_tuner import ChunkTuner
@@ -13,7 +14,7 @@ from oppo_megatron.control.kl_controller import KLController
 from oppo_megatron.data.prompts import PromptStream
 from oppo_megatron.overcommit.buffer import RolloutBuffer
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
-from oppo_megatron.records import Chunk, ChunkRow, Decision, StepSignals
+from oppo_megatron.records import Decision, StepSignals
 from oppo_megatron.train.adaptation import Adaptation
 from oppo_megatron.train.logs.facts import StepFacts
 from oppo_megatron.train.score_exchange import ScoreReport

@@ -43,13 +43,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _overlap(args: argparse.Namespace) -> int:
     from oppo_megatron.bench.figures import format_table
     from oppo_megatron.bench.limit import limit_lines
-    from oppo_megatron.bench.overlap import COLUMNS, MODES, PLACEMENTS, RANK_COLUMNS, bench_overlap, rank_rows, remarks
+    from oppo_megatron.bench.overlap import (
+        COLUMNS,
+        MODES,
+        PLACEMENTS,
+        RANK_COLUMNS,
+        bench_overlap,
+        known_modes,
+        rank_rows,
+        remarks,
+    )
     from oppo_megatron.bench.suite import work_lines
     from oppo_megatron.cores import usable_cores
+    from oppo_megatron.errors import ConfigError
 
-    modes = chosen("--modes", args.modes, list(MODES))
+    asked = chosen("--modes", args.modes, list(MODES))
     placements = chosen("--placements", args.placements, PLACEMENTS)
     config = load_base(args)
+    modes = [mode for mode in asked if mode in known_modes(config)]
+    if args.modes and "all" not in args.modes and modes != asked:
+        hiding = ", ".join(mode for mode in asked if mode not in modes)
+        raise ConfigError(
+            f"--modes names {hiding}, which would hide the critic's update, but algorithm.preset {config.algorithm.preset} has "
+            f"no critic; choose from {', '.join(known_modes(config))}"
+        )
     cores = args.cores or usable_cores()
     result = bench_overlap(new_suite(args), config, modes, placements, cores, limit=args.limit)
     print(format_table(COLUMNS, result["results"]))

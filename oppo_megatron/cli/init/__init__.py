@@ -26,7 +26,7 @@ PROBLEMS = {"sft": 14400, "pairs": 2000, "prompts": 4000, "heldout": 200}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("case", nargs="?", metavar="CASE", help="what to start from; --list shows the cases")
     parser.add_argument("--list", action="store_true", help="show the cases")
-    parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="default: ppo.yaml, sft.yaml or rm.yaml")
+    parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="default: ppo.yaml, sft.yaml, ..., by what it is for")
     for name, about in OPTIONS.items():
         parser.add_argument(f"--{name}", metavar="PATH", help=about)
     parser.add_argument("--force", action="store_true", help="overwrite files that are there")
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     if wrong := [f"--{name}" for name in given if name not in case.paths]:
         takes = ", ".join(f"--{name}" for name in case.paths) or "none of these"
         raise ConfigError(f"{' and '.join(wrong)}: case `{case.name}` has no place for it; it takes {takes}")
-    config = args.out or Path("ppo.yaml" if case.kind == "train" else f"{case.kind}.yaml")
+    config = args.out or case.config
     _write(case, config, given, args.force)
     print("\n".join(_told(case, config, given)))
     return 0

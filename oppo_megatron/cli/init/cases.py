@@ -34,7 +34,13 @@ class Case:
     commands: tuple[str, ...]
     files: Mapping[str, str]
     makes_data: bool = False
+    preset: str = "ppo"
     made: tuple[str, ...] = ()
+
+    @property
+    def config(self) -> Path:
+        """Where the configuration is written unless the user names a place."""
+        return Path(f"{self.preset if self.kind == 'train' else self.kind}.yaml")
 
     def texts(self, config: Path, paths: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
         """Each file to write and its text, the configuration first; `paths` in place of those of the case."""
@@ -69,12 +75,21 @@ def _scalar(path: str) -> str:
 
 _ACTOR = {"actor": "models/actor"}
 _TRAIN = ("oppo validate {config}", "oppo train {config} --dry-run", "oppo train {config}")
+_HH_TOKENIZER = "oppo tokenizer {data} --out {here}tokenizer.model --vocab-size 2048"
 CASES = {
     case.name: case
     for case in (
         Case(
             "gsm8k", "PPO of a Hugging Face actor on GSM8K, rewarded by a verifier", "train", "gsm8k.yaml",
             {**_ACTOR, "data": "gsm8k_train.jsonl"}, _TRAIN, {},
+        ),
+        Case(
+            "grpo", "GRPO of a Hugging Face actor on GSM8K, rewarded by a verifier", "train", "grpo.yaml",
+            {**_ACTOR, "data": "gsm8k_train.jsonl"}, _TRAIN, {}, preset="grpo",
+        ),
+        Case(
+            "dapo", "DAPO of a Hugging Face actor on GSM8K, rewarded by a verifier", "train", "dapo.yaml",
+            {**_ACTOR, "data": "gsm8k_train.jsonl"}, _TRAIN, {}, preset="dapo",
         ),
         Case(
             "reward-model", "PPO of a Hugging Face actor against a reward model", "train", "reward-model.yaml",
@@ -93,6 +108,14 @@ CASES = {
             {**_ACTOR, "data": "pairs.jsonl"}, ("oppo validate {config}", "oppo rm {config}"), {},
         ),
         Case(
+            "dpo", "train an actor on chosen/rejected pairs, without a reward model", "dpo", "dpo.yaml",
+            {**_ACTOR, "data": "pairs.jsonl"}, ("oppo validate {config}", "oppo dpo {config}"), {},
+        ),
+        Case(
+            "kto", "train an actor on wanted and unwanted completions", "kto", "kto.yaml",
+            {**_ACTOR, "data": "rows.jsonl"}, ("oppo validate {config}", "oppo kto {config}"), {},
+        ),
+        Case(
             "arithmetic", "the whole chain on two CPU cores, with data that is generated here", "train", "arithmetic.yaml",
             {},
             (
@@ -105,11 +128,21 @@ CASES = {
             "hh", "from HH's pairs to SFT, a reward model and PPO against it, on two CPU cores", "train", "hh.yaml",
             {"data": "train.jsonl"},
             (
-                "oppo tokenizer {data} --out {here}tokenizer.model --vocab-size 2048",
+                _HH_TOKENIZER,
                 "oppo sft {here}sft.yaml", "oppo rm {here}rm.yaml", *_TRAIN,
             ),
             {"sft.yaml": "hh-sft.yaml", "rm.yaml": "hh-rm.yaml"},
             made=("runs/sft/weights", "runs/rm/weights"),
+        ),
+        Case(
+            "hh-dpo", "from HH's pairs to SFT and DPO, on two CPU cores", "dpo", "hh-dpo.yaml", {"data": "train.jsonl"},
+            (_HH_TOKENIZER, "oppo sft {here}sft.yaml", "oppo validate {config}", "oppo dpo {config}"),
+            {"sft.yaml": "hh-sft.yaml"}, made=("runs/sft/weights",),
+        ),
+        Case(
+            "hh-kto", "from HH's pairs to SFT and KTO, on two CPU cores", "kto", "hh-kto.yaml", {"data": "train.jsonl"},
+            (_HH_TOKENIZER, "oppo sft {here}sft.yaml", "oppo validate {config}", "oppo kto {config}"),
+            {"sft.yaml": "hh-sft.yaml"}, made=("runs/sft/weights",),
         ),
     )
 }  # fmt: skip

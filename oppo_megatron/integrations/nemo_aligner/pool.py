@@ -58,8 +58,8 @@ class Wave:
 class Pool:
     """Rows in the order they were drawn.  Life of a step: `admit`, `begin`, then `next_wave` and `take` in turns, `end`."""
 
-    def __init__(self, max_deferrals: int):
-        self._max_deferrals = max_deferrals
+    def __init__(self, max_staleness: int):
+        self._max_staleness = max_staleness
         self.next_key = 0
         self.rows: list[Row] = []
         self._ready: list[Row] = []
@@ -104,7 +104,7 @@ class Pool:
         rows = self._waves.pop(0)
         started = len(self._decoded) + len(rows)
         left = sum(not row.finished for row in self._decoded)
-        awaited = frozenset(i for i, row in enumerate(rows) if row.deferrals >= self._max_deferrals)
+        awaited = frozenset(i for i, row in enumerate(rows) if row.deferrals >= self._max_staleness)
         return Wave(rows, max(0, self._spare * started // self._total - left), awaited)
 
     def decoded(self, wave: Wave, ends: Sequence[int]) -> None:

@@ -64,7 +64,7 @@ class PPOTrainer(ppo.PPOTrainer):
         require_fit(self._settings, self._uncut, self._shared, getattr(ckpt_callback, "dirpath", None))
         self._feed = None if self._settings.scorer is None else Feed(_open_stream(self._settings.scorer))
         self._active = self._settings.delta.max > 0 or self._feed is not None
-        self._actor = PooledActor(model, Pool(self._settings.max_deferrals), self._feed)
+        self._actor = PooledActor(model, Pool(self._settings.max_staleness), self._feed)
         self._delta = make_delta_controller(self._settings.delta)
         self._chunk = ChunkTuner(self._settings.chunk, model.cfg.ppo.length_params.max_length)
         self._their_batches, self._consumed_after, self._draw = batch_iterator_cls, 0, 0
@@ -196,7 +196,7 @@ class PPOTrainer(ppo.PPOTrainer):
         gap = 1 - trained_mean / submitted if submitted else 0.0
         figures = {
             "oppo_delta": self._delta.value, "oppo_chunk": self._chunk.value, "oppo_deferred": sums["deferred"],
-            "oppo_stale_tokens": stale, "oppo_max_deferrals": max((row.deferrals for row in rows), default=0),
+            "oppo_stale_tokens": stale, "oppo_max_staleness": max((row.deferrals for row in rows), default=0),
             "oppo_tail_waste": waste, "oppo_length_gap": gap,
         }  # fmt: skip
         self._delta.observe(self.step, StepSignals(metrics["rewards"], waste, 1 - stale, gap))

@@ -5,7 +5,7 @@
         name: custom
         target: oppo_megatron.integrations.nemo_rl.sampler:OvercommitSampler
         delta: 16
-        max_deferrals: 4
+        max_staleness: 4
 
 Meets NeMo-RL's protocol `PromptGroupSampler`: the controller's rollout pump awaits `admit` before it begins the next batch of B
 prompts, its train pump awaits `select` until it has B finished groups for a step, then trains and raises its version.
@@ -29,20 +29,20 @@ class OvercommitSampler:
     """Begins the next batch when no more than `delta` groups still run, and trains the B that finish first, the oldest before.
 
     So at most B + delta groups run at a time.  What a step leaves is deferred: it is neither dropped nor aborted.  A group that
-    `max_deferrals` updates have passed by must be in the step, which waits for it.  With `delta` 0 a batch begins when the one
+    `max_staleness` updates have passed by must be in the step, which waits for it.  With `delta` 0 a batch begins when the one
     before it has been trained, and nothing is stale.
     """
 
-    def __init__(self, buffer: Any, *, delta: int, max_deferrals: int = 4):
+    def __init__(self, buffer: Any, *, delta: int, max_staleness: int = 4):
         problems = [
             f"async_rl.sampler.{name} is {value!r:.20}, but must be a whole number of {least} or more"
-            for name, value, least in (("delta", delta, 0), ("max_deferrals", max_deferrals, 1))
+            for name, value, least in (("delta", delta, 0), ("max_staleness", max_staleness, 1))
             if type(value) is not int or value < least
         ]
         if problems:
             raise ConfigError(problems)
         self._buffer = buffer
-        self._delta, self._max_deferrals = delta, max_deferrals
+        self._delta, self._max_staleness = delta, max_staleness
         self._batches = 0
 
     def set_dispatch_index(self, resume_from_step: int) -> None:
@@ -68,7 +68,7 @@ class OvercommitSampler:
         if not 1 <= min_prompt_groups <= max_prompt_groups:
             raise ValueError(f"{min_prompt_groups} to {max_prompt_groups} prompt groups are no range to take")
         starts, ready = self._buffer.start_weight_list, self._buffer.ready_list
-        due = [current_train_weight - start >= self._max_deferrals for start in starts]
+        due = [current_train_weight - start >= self._max_staleness for start in starts]
         kept = sum(due[i] and not ready[i] for i in range(len(starts)))
         found = sorted((i for i in range(len(starts)) if ready[i]), key=lambda i: (not due[i], i))
         taken = found[: max(0, max_prompt_groups - kept)]

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
+
+from oppo_megatron.columns import Ints
 from oppo_megatron.errors import ScheduleError
-from oppo_megatron.schedule.rounds import Fork, Forks, KVBudget, Round
+from oppo_megatron.schedule.rounds import Fork, Forks, Growths, KVBudget, Round
 
 Budgets = Mapping[str, Sequence[KVBudget]]
 """What each replica of each role may cache; a role that is missing is not checked."""
@@ -33,27 +36,29 @@ def require_room(round_: Round, budgets: Mapping[str, Mapping[int, KVBudget]]) -
 def _of(round_: Round, role: str, replica: int, budget: KVBudget) -> Iterator[str]:
     """The first thing that is wrong with one replica's cache."""
     cache, growths = f"the cache of {role} replica {replica}", _growths(round_, role, replica)
-    lengths = {seq_id: past + new for seq_id, past, new in growths}
-    if len(lengths) < len(growths):  # some grow twice, each time from where the time before has left them
-        known = dict[int, int]()
-        for seq_id, past, new in growths:
-            if known.get(seq_id, past) != past:
-                yield f"{cache} holds {known[seq_id]} tokens of sequence {seq_id}, which is to be continued at {past}"
-                return
-            known[seq_id] = past + new
+    seq_ids, past, new = growths
+    order = np.argsort(seq_ids, kind="stable")
+    ids, begins, ends = seq_ids[order], past[order], (past + new)[order]
+    again = ids[1:] == ids[:-1]  # some grow twice, each time from where the time before has left them
+    broken = np.flatnonzero(again & (begins[1:] != ends[:-1]))
+    if len(broken):
+        first = broken[np.argmin(order[broken + 1])]
+        yield f"{cache} holds {ends[first]} tokens of sequence {ids[first]}, which is to be continued at {begins[first + 1]}"
+        return
     if forks := round_.forks_of(role, replica):
-        fault = _fork_fault(cache, growths, forks)
+        fault = _fork_fault(cache, growths.T.tolist(), forks)
         if fault is not None:
             yield fault
             return
-    longest = max(lengths.values(), default=0)
-    if lengths and budget.others + len(lengths) > budget.slots:
+    lengths = ends[np.append(~again, True)] if len(ends) else ends
+    longest = int(lengths.max(initial=0))
+    if len(lengths) and budget.others + len(lengths) > budget.slots:
         yield f"{cache} has {budget.slots} slots, but {len(lengths)} sequences grow beside {budget.others} others"
     elif longest > budget.max_length:
         yield f"{cache} has room for {budget.max_length} tokens a sequence, but one grows to {longest}"
 
 
-def _fork_fault(cache: str, growths: Sequence[tuple[int, int, int]], forks: Sequence[Fork]) -> str | None:
+def _fork_fault(cache: str, growths: Sequence[Sequence[int]], forks: Sequence[Fork]) -> str | None:
     """The first thing that is wrong with the forks: a source that is not cached by then, a target that is something else."""
     cached = {fork.source: fork.held for fork in forks}
     made, left = dict[int, int](), Forks(forks)
@@ -86,10 +91,11 @@ def _told(fork: Fork, made: Mapping[int, int], cached: Mapping[int, int]) -> str
     return f"forked from {fork.tokens} of sequence {fork.source}, of which it holds {cached[fork.source]} by then"
 
 
-def _growths(round_: Round, role: str, replica: int) -> list[tuple[int, int, int]]:
-    """What a replica's micro-batches add, in their order: sequence, tokens cached before, new ones."""
+def _growths(round_: Round, role: str, replica: int) -> Ints:
+    """What a replica's micro-batches add, in their order: sequences, tokens cached before, new ones; [3, growths]."""
     prefill, steps = round_.prefill.get(role, ()), round_.steps
-    growths = [g[:3] for batch in (prefill[replica] if replica < len(prefill) else ()) for g in batch]
+    tables = [Growths.of(batch).table[:3] for batch in (prefill[replica] if replica < len(prefill) else ())]
     if role == "actor" and replica < len(round_.decode):
-        growths += [(g.seq_id, g.past, min(g.new, steps)) for batch in round_.decode[replica] for g in batch]
-    return growths
+        decode = [Growths.of(batch) for batch in round_.decode[replica]]
+        tables += [np.stack([batch.seq_ids, batch.past, np.minimum(batch.new, steps)]) for batch in decode]
+    return np.concatenate([np.zeros((3, 0), dtype=np.int64), *tables], axis=1)

@@ -9,18 +9,19 @@ over all sequences.  Micro-batches it needs of its own replicas only: `own` are 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from oppo_megatron.columns import Bools, Ints, columns_of
 from oppo_megatron.records import Rollout
-from oppo_megatron.schedule.packing import pack_by_tokens
+from oppo_megatron.schedule.packing import packed_in_order
 from oppo_megatron.schedule.planning.ledger import ABSENT
 from oppo_megatron.schedule.planning.replicas import REPLICA, Replicas, pairs_of
-from oppo_megatron.schedule.rounds import Batch, Fork, Growth
+from oppo_megatron.schedule.rounds import Batch, Fork, Growths
 
 CACHED, OPENED, OUTPUTS, LIMIT, WAITING, OUTLIVED = "cached", "opened", "outputs", "limit", "waiting", "outlived"
 """Columns: tokens cached (ABSENT: no slot), which opening gave the slot, outputs given, most response tokens, 1 where a
@@ -180,17 +181,19 @@ class Book:
         return list(map(Fork, *(column.tolist() for column in table)))
 
 
-def growths_of(columns: Iterable[Ints]) -> list[Growth]:
-    """A `Growth` of each row of the columns."""
-    return list(map(Growth, *(column.tolist() for column in columns)))
+def packed(growths: Growths, forks: Sequence[Fork], budget: int) -> list[Batch]:
+    """Prefill micro-batches of at most `budget` tokens, each in the order of `growths`.
+
+    What continues a fork comes behind what computes its source.
+    """
+    waiting = [fork.target for fork in forks if fork.held < fork.tokens]
+    if not waiting:
+        return _packed(growths, budget)
+    late = np.isin(growths.seq_ids, waiting)
+    return [batch for part in (~late, late) for batch in _packed(growths.at(np.flatnonzero(part)), budget)]
 
 
-def packed(growths: Sequence[Growth], forks: Sequence[Fork], budget: int) -> list[Batch]:
-    """Prefill micro-batches of at most `budget` tokens; what continues a fork comes behind what computes its source."""
-    waiting = {fork.target for fork in forks if fork.held < fork.tokens}
-    batches = list[Batch]()
-    for late in (False, True):
-        own = [growth for growth in growths if (growth.seq_id in waiting) == late]
-        bins = pack_by_tokens([growth.new for growth in own], budget)
-        batches += [tuple(own[i] for i in sorted(members)) for members in bins]
-    return batches
+def _packed(growths: Growths, budget: int) -> list[Batch]:
+    members, ends = packed_in_order(growths.new, budget)
+    ordered = growths.at(members)
+    return [ordered[start:end] for start, end in pairwise(ends)]

@@ -20,11 +20,11 @@ from oppo_megatron.schedule.planning.book import (
     Book,
     Grouping,
     ReplicaWork,
-    growths_of,
     packed,
 )
 from oppo_megatron.schedule.planning.ledger import ABSENT, ordinal
 from oppo_megatron.schedule.planning.replicas import REPLICA, Pairs, pairs_of
+from oppo_megatron.schedule.rounds import Growths
 from oppo_megatron.schedule.weaving.cut import even_portions
 
 
@@ -69,20 +69,20 @@ class ScoringBook(Book):
         homes = self._ledger[REPLICA][rows]
         self._fork(columns, rows, ours)
         table = self._grow(columns, rows)
-        grows = table[2] > 0
+        grows = table.new > 0
         for replica, work in ours.items():
             here = homes == replica
-            work.prefill = packed(growths_of(column[here & grows] for column in table), work.fork, budget)
+            work.prefill = packed(table.at(np.flatnonzero(here & grows)), work.fork, budget)
             work.done = columns.seq_ids[here & columns.finished].tolist()
         self._close(rows[columns.finished])
         return self._works(ours)
 
-    def forget(self, *seq_ids: int) -> None:
-        """The sequences have been trained."""
+    def forget(self, *seq_ids: int, unread: bool = False) -> None:
+        """The sequences have been trained; `unread`: they leave untrained, whatever was read of them."""
         rows = self._ledger.rows(np.array(seq_ids, dtype=np.int64))
-        open_ids = self._ledger.where(self._ledger[CACHED] != ABSENT)
-        unscored = sorted(set(seq_ids).intersection(open_ids.tolist()))
-        assert not unscored, f"{self.role}: sequence {unscored[0]} was trained unscored"
+        held = rows[self._ledger[CACHED][rows] != ABSENT]
+        assert unread or not len(held), f"{self.role}: sequence {self._ledger.ids(held).min()} was trained unscored"
+        self._close(held)
         self._ledger[OUTPUTS][rows] = 0
         self._replicas.remove(*seq_ids)
 
@@ -162,14 +162,16 @@ class ScoringBook(Book):
         depth = self._depth(columns)
         sources = self._sources(rows, depth, np.ones(len(rows), dtype=np.bool_))
         forked, homes = sources != ABSENT, self._ledger[REPLICA][rows]
+        if not forked.any():
+            return
         for replica, work in ours.items():
             here = forked & (homes == replica)
             work.fork = self._forks(rows[here], depth[here], sources[here])
         self._ledger[CACHED][rows[forked]] = depth[forked]
         self.forked_tokens += int(depth[forked].sum())
 
-    def _grow(self, columns: Columns, rows: Ints) -> tuple[Ints, ...]:
-        """Read what is there.  Returns a `Growth` of each, in columns."""
+    def _grow(self, columns: Columns, rows: Ints) -> Growths:
+        """Read what is there."""
         past, target, outputs = self._ledger[CACHED][rows], self._targets(columns), self._ledger[OUTPUTS][rows]
         if self.role == "reward":
             given = columns.finished.astype(np.int64)
@@ -177,7 +179,7 @@ class ScoringBook(Book):
             given = np.maximum(0, target - np.maximum(columns.prompt_tokens - 1 + outputs, past))
         self._ledger[OUTPUTS][rows] = outputs + given
         self._ledger[CACHED][rows] = target
-        return columns.seq_ids, past, target - past, given
+        return Growths(np.stack([columns.seq_ids, past, target - past, given]))
 
 
 class ActorBook(Book):
@@ -225,23 +227,21 @@ class ActorBook(Book):
         running, new = self._admit(rows, micro_batches)
         ours, rooms = self._ours(own), self._rooms(columns)
         homes, cached = self._ledger[REPLICA][rows], self._ledger[CACHED][rows]
-        grown = columns.seq_ids, columns.num_tokens - 1, np.minimum(steps, rooms)
-        depth = columns.prompt_tokens - 1
+        due, none, depth = columns.num_tokens - 1, np.zeros_like(rooms), columns.prompt_tokens - 1
         sources = self._sources(rows, depth, running)
         forked = sources != ABSENT
-        cached = np.where(forked, depth, cached)
         self.forked_tokens += int(depth[forked].sum())
+        cached = np.where(forked, depth, cached)
+        decode = Growths(np.stack([columns.seq_ids, due, np.minimum(steps, rooms), none]))
+        again = Growths(np.stack([columns.seq_ids, cached, due - cached, none]))
         for replica, work in ours.items():
             here = running & (homes == replica)
             work.open = columns.seq_ids[here & new].tolist()
             lined = self._in_line(rows, np.flatnonzero(here & ~new), np.flatnonzero(here & new), order)
-            growths = growths_of(column[lined] for column in grown)
-            past, due = cached[lined], columns.num_tokens[lined] - 1
-            stale = past < due
-            again = growths_of((columns.seq_ids[lined][stale], past[stale], (due - past)[stale]))
-            work.fork = self._forks(rows[here & forked], depth[here & forked], sources[here & forked])
-            work.prefill = packed(again, work.fork, budget)
-            work.decode = [tuple(portion) for portion in even_portions(growths, micro_batches)]
+            forks = here & forked
+            work.fork = self._forks(rows[forks], depth[forks], sources[forks])
+            work.prefill = packed(again.at(lined[again.new[lined] > 0]), work.fork, budget)
+            work.decode = [decode.at(portion) for portion in even_portions(lined.tolist(), micro_batches)]
         return self._works(ours)
 
     def _in_line(self, rows: Ints, before: Ints, new: Ints, order: Callable[[Sequence[int]], list[int]]) -> Ints:

@@ -8,10 +8,11 @@ complete are cut off here, so the chunk equals the one that a single process wou
 from __future__ import annotations
 
 from collections.abc import Iterable
-from operator import attrgetter
 from typing import Protocol
 
-from oppo_megatron.records import Chunk, ChunkRow
+import numpy as np
+
+from oppo_megatron.chunks import GOES_ON, Chunk, ChunkRow, ChunkRows
 
 
 class StopSignal(Protocol):
@@ -23,27 +24,27 @@ class StopSignal(Protocol):
     def finish(self, seq_id: int) -> None: ...
 
 
-def merge_rows(index: int, start: int, rows: Iterable[ChunkRow], stop: StopSignal) -> Chunk:
+def merge_rows(index: int, start: int, rows: ChunkRows | Iterable[ChunkRow], stop: StopSignal) -> Chunk:
     """The chunk of a round that began at clock `start`, ending at the first clock at which `stop` is ready.
 
-    The rows of sequences that got tokens beyond that clock are shortened in place.
+    The rows of sequences that got tokens beyond that clock are shortened.
     """
-    rows = sorted((row for row in rows if row.tokens), key=attrgetter("seq_id"))
+    rows = ChunkRows.of(rows)
+    filled = np.flatnonzero(rows.counts)
+    rows = rows.at(filled[np.argsort(rows.seq_ids[filled], kind="stable")])
     end = _stop_clock(start, rows, stop)
-    keep = end - start
-    for row in [row for row in rows if len(row.tokens) > keep]:
-        del row.tokens[keep:], row.logprobs[keep:], row.sampling_logprobs[keep:]
-        row.finish_clock = row.finish_reason = None
-    return Chunk(index, end, rows)
+    return Chunk(index, end, rows.cut(end - start))
 
 
-def _stop_clock(start: int, rows: list[ChunkRow], stop: StopSignal) -> int:
+def _stop_clock(start: int, rows: ChunkRows, stop: StopSignal) -> int:
+    ended = np.flatnonzero(rows.finish_clocks != GOES_ON)
+    ended = ended[np.argsort(rows.finish_clocks[ended], kind="stable")]
     ends: dict[int, list[int]] = {}
-    for clock, seq_id in [(row.finish_clock, row.seq_id) for row in rows if row.finish_clock is not None]:
+    for clock, seq_id in zip(rows.finish_clocks[ended].tolist(), rows.seq_ids[ended].tolist(), strict=True):
         ends.setdefault(clock, []).append(seq_id)
-    for clock in sorted(ends):
-        for seq_id in ends[clock]:
+    for clock, seq_ids in ends.items():
+        for seq_id in seq_ids:
             stop.finish(seq_id)
         if stop.ready:
             return clock
-    return start + max((len(row.tokens) for row in rows), default=0)
+    return start + int(rows.counts.max(initial=0))

@@ -5,16 +5,15 @@ Every rank plans for itself and reaches the same schedule, because the books adv
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
 import numpy as np
 
-from oppo_megatron.columns import Columns, columns_of
+from oppo_megatron.columns import Columns, Ints, columns_of
+from oppo_megatron.cores import uncollected
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.actions import Schedule
 from oppo_megatron.schedule.checking.caches import Budgets, require_room
@@ -53,19 +52,6 @@ class PlannedRound:
     schedule: Schedule
 
 
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without garbage collection.  A plan of thousands of sequences is tens of thousands of small records, none of them garbage,
-    for which the collector would look through all that a run holds, several times."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 @dataclass
 class RoundPlanner:
     """One rank's planner.
@@ -94,7 +80,7 @@ class RoundPlanner:
     def __post_init__(self) -> None:
         self._component = None if self.rank is None else component_of(self.site, self.rank)
 
-    @_uncollected()
+    @uncollected()
     def plan(
         self,
         index: int,
@@ -102,7 +88,7 @@ class RoundPlanner:
         score: Sequence[Rollout],
         chunk: int,
         order: Order,
-        readable: Set[int] | None = None,
+        readable: Ints | None = None,
     ) -> PlannedRound:
         """The round that decodes up to `chunk` tokens of each of `decode` and scores the new tokens of `score`.
 
@@ -160,13 +146,13 @@ class RoundPlanner:
         """The role's replicas that micro-batches are wanted of; None: all."""
         return None if self._component is None else self._component.replicas.get(role, ())
 
-    def _read(self, score: Columns, readable: Set[int] | None, decodes: bool) -> dict[str, Columns]:
+    def _read(self, score: Columns, readable: Ints | None, decodes: bool) -> dict[str, Columns]:
         """What each scorer may read of `score` in this round."""
         late = self.late if decodes else ()
         none = score.at(slice(0))
         some = score
         if readable is not None and any(book.perishable for book in self.scorers.values()):
-            some = score.at(np.fromiter(map(readable.__contains__, score.seq_ids.tolist()), np.bool_, len(score.seq_ids)))
+            some = score.at(np.isin(score.seq_ids, readable))
         return {n: none if n in late else some if book.perishable else score for n, book in self.scorers.items()}
 
     def _cut(self, decode: Columns, read: Mapping[str, Columns], chunk: int) -> Cut:

@@ -134,19 +134,22 @@ def _dealt(parts: Sequence[_Part], arrivals: Sequence[tuple[int, int, int]], gro
     found: list[int] = []
     heap = [(p.tokens, p.sequences, p.replica) for p in parts if p.sequences + group_size <= p.slots]
     heapify(heap)
-    for tokens, sequences, unfinished in arrivals:
-        if heap:
-            load, count, replica = heap[0]
-            part = parts[replica]
-            part.unfinished += unfinished
-            if count + sequences + group_size <= part.slots:
-                heapreplace(heap, (load + tokens, count + sequences, replica))
-            else:
-                part.tokens, part.sequences = load + tokens, count + sequences
-                heappop(heap)
+    for tokens, sequences, _ in arrivals if heap else ():
+        load, count, replica = heap[0]
+        found.append(replica)
+        if count + sequences + group_size <= parts[replica].slots:
+            heapreplace(heap, (load + tokens, count + sequences, replica))
         else:
-            part = min(parts, key=lambda p: p.rank_for(sequences, unfinished))
-            part.add(tokens, sequences, unfinished)
+            heappop(heap)
+            if not heap:
+                break
+    rest = arrivals[len(found) :]
+    if rest:
+        for replica, arrival in zip(found, arrivals, strict=False):
+            parts[replica].add(*arrival)
+    for tokens, sequences, unfinished in rest:
+        part = min(parts, key=lambda p: p.rank_for(sequences, unfinished))
+        part.add(tokens, sequences, unfinished)
         found.append(part.replica)
     return found
 

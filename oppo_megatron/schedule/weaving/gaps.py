@@ -35,9 +35,13 @@ class Gaps:
 
     def place(self, ranks: Sequence[int], ready: int, duration: int) -> int:
         """Occupy `ranks` for `duration` from the earliest time on, not before `ready`, at which all are free for so long."""
-        start = self._fit_one(ranks[0], ready, duration) if len(ranks) == 1 else self._fit(ranks, ready, duration)
+        if len(ranks) == 1:
+            gap, start = self._fit_one(ranks[0], ready, duration)
+            self._take(ranks[0], gap, start, start + duration)
+            return start
+        start = self._fit(ranks, ready, duration)
         for rank in ranks:
-            self._take(rank, start, start + duration)
+            self._take(rank, bisect_right(self._starts[rank], start) - 1, start, start + duration)
         return start
 
     def append(self, ranks: Sequence[int], starts: Ints, ends: Ints) -> None:
@@ -63,23 +67,23 @@ class Gaps:
         while True:
             found = start
             for rank in ranks:
-                found = self._fit_one(rank, found, duration)
+                _, found = self._fit_one(rank, found, duration)
             if found == start:
                 return start
             start = found
 
-    def _fit_one(self, rank: int, ready: int, duration: int) -> int:
+    def _fit_one(self, rank: int, ready: int, duration: int) -> tuple[int, int]:
+        """The first gap of the rank that has room, and where in it."""
         starts, ends = self._starts[rank], self._ends[rank]
         gap = bisect_left(ends, ready + duration)
         start = starts[gap]
         while (start if start > ready else ready) + duration > ends[gap]:
             gap += 1
             start = starts[gap]
-        return start if start > ready else ready
+        return gap, start if start > ready else ready
 
-    def _take(self, rank: int, start: int, end: int) -> None:
+    def _take(self, rank: int, gap: int, start: int, end: int) -> None:
         starts, ends = self._starts[rank], self._ends[rank]
-        gap = bisect_right(starts, start) - 1
         first, last = starts[gap], ends[gap]
         assert first <= start and end <= last, f"rank {rank} is busy somewhere in {start} .. {end}"
         if start - first < self._shortest:

@@ -15,7 +15,7 @@ import numpy as np
 from oppo_megatron.columns import Ints
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.schedule.actions import Schedule
-from oppo_megatron.schedule.rounds import Batch, Round, Site
+from oppo_megatron.schedule.rounds import Batch, Growths, Round, Site
 from oppo_megatron.schedule.weaving.costs import Costs
 from oppo_megatron.schedule.weaving.gaps import Gaps, in_nanoseconds, nanoseconds
 from oppo_megatron.schedule.weaving.timetable import Team, Times, Timetable
@@ -212,16 +212,16 @@ class _Layout:
 
     def _place_prefill(self, line: _Line, times: list[int]) -> int:
         """Place the next micro-batch on all tensor ranks of each stage.  Returns when the first stage is done with it."""
-        ready = done = 0
-        for stage, duration in enumerate(times):
-            start = self.free.place(line.ranks[stage], max(ready, line.ends[stage]), duration)
-            end = line.ends[stage] = start + duration
+        place, ends, ready = self.free.place, line.ends, 0
+        for stage, (ranks, duration) in enumerate(zip(line.ranks, times, strict=True)):
+            before = ends[stage]
+            start = place(ranks, ready if ready > before else before, duration)
+            ends[stage] = start + duration
             line.starts[stage].append(start)
-            line.placed[stage].append(self._num_placed)
-            self._num_placed += 1
-            done = end if stage == 0 else done
-            ready = end + self.message
-        return done
+            line.placed[stage].append(self._num_placed + stage)
+            ready = start + duration + self.message
+        self._num_placed += len(times)
+        return ends[0]
 
     def _decode_time(self, stage: int, batch: Batch, sampled: bool) -> int:
         seconds = self.costs.decode_at(stage)(len(batch))
@@ -229,11 +229,11 @@ class _Layout:
 
     def _prefill_times(self, role: str, batches: tuple[Batch, ...]) -> tuple[Ints, Ints]:
         """Of each micro-batch by stage, [n, stages]; and with its score on the last."""
-        tokens = np.array([sum([growth.new for growth in batch]) for batch in batches], dtype=np.int64)
+        tokens = np.array([Growths.of(batch).new.sum() for batch in batches], dtype=np.int64)
         lines = [self.costs.prefill_at(role, stage) for stage in range(self.site.placements[role].pp)]
         seconds = np.stack([line.fixed_s + tokens * line.per_token_s for line in lines], axis=1)
         scored = seconds.copy()
         if role != "actor":
-            rows = np.array([sum([growth.rows for growth in batch]) for batch in batches], dtype=np.int64)
+            rows = np.array([Growths.of(batch).rows.sum() for batch in batches], dtype=np.int64)
             scored[:, -1] += self.costs.score.fixed_s + rows * self.costs.score.per_token_s
         return in_nanoseconds(seconds), in_nanoseconds(scored)

@@ -16,8 +16,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from oppo_megatron.schedule.actions import Action, Op, Payload
-from oppo_megatron.schedule.rounds import Batch, Round, Site
+from oppo_megatron.schedule.rounds import Batch, Growths, Round, Site
 
 STEPS = 3
 """The first step has no tokens of the round before it, the second is the first that has, the third is like all after it."""
@@ -42,13 +44,22 @@ def shortened(shape: Round) -> Round:
     So what the actor forks is taken to be cached.  Whether its forks are in order depends on the prefill alone, which
     `require_room` looks at.
     """
-    earlier = {g.seq_id: max(0, g.new - STEPS) for replica in shape.decode for batch in replica for g in batch}
+    decoded = [Growths.of(batch) for replica in shape.decode for batch in replica]
+    seq_ids = np.concatenate([np.zeros(0, dtype=np.int64), *(batch.seq_ids for batch in decoded)])
+    earlier = np.concatenate([np.zeros(0, dtype=np.int64), *(np.maximum(0, batch.new - STEPS) for batch in decoded)])
+    order = np.argsort(seq_ids)
 
-    def later(batch: Batch) -> Batch:
-        return tuple(g._replace(past=g.past + earlier.get(g.seq_id, 0)) for g in batch)
+    def later(batch: Batch) -> Growths:
+        growths = Growths.of(batch)
+        if not len(order):
+            return growths
+        found = order[np.minimum(np.searchsorted(seq_ids, growths.seq_ids, sorter=order), len(order) - 1)]
+        more = np.where(seq_ids[found] == growths.seq_ids, earlier[found], 0)
+        return Growths(np.stack([growths.seq_ids, growths.past + more, growths.new, growths.rows]))
 
     def last(batch: Batch) -> Batch:
-        return tuple(g._replace(new=min(g.new, STEPS)) for g in later(batch))
+        growths = later(batch)
+        return Growths(np.stack([growths.seq_ids, growths.past, np.minimum(growths.new, STEPS), growths.rows]))
 
     decode = tuple(tuple(map(last, replica)) for replica in shape.decode)
     prompts = tuple(tuple(map(later, replica)) for replica in shape.prefill.get("actor", ()))

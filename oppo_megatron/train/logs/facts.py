@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from oppo_megatron.train.score_exchange import ScoreReport
 
-LATER_FACTS = ("scores", "actor", "rewards", "memory")
+LATER_FACTS = ("scores", "actor", "rewards", "memory", "filtered")
 """Those that are known after the rollout phase, within which a checkpoint may interrupt a step."""
 
 
@@ -44,6 +44,7 @@ class StepFacts:
     memory: dict[str, int | None] = field(default_factory=dict)  # bounds of what fits
     scores: ScoreReport | None = None
     actor: dict[str, float] = field(default_factory=dict)
+    filtered: dict[str, float | None] = field(default_factory=dict)  # what a filter of groups has done
 
     @contextlib.contextmanager
     def planning(self) -> Iterator[None]:

@@ -74,7 +74,7 @@ class Journal:
     ) -> None:
         """The step's line, but for the critic's update, which may still run."""
         fields = self._timing(facts, spans) | _experience(facts, experience) | _lengths(facts, batch, carried)
-        fields |= facts.actor | facts.memory | {"skipped": facts.skipped}
+        fields |= facts.filtered | facts.actor | facts.memory | {"skipped": facts.skipped}
         if facts.skipped is not None:
             self.progress.note(f"step {facts.step} is skipped: {facts.skipped}")
         self._write_rollouts(facts, batch)
@@ -91,6 +91,7 @@ class Journal:
                     "step": facts.step,
                     "seq_id": rollout.seq_id,
                     "prompt": rollout.prompt.text,
+                    "prompt_tokens": rollout.prompt.tokens,
                     "response": self.tokenizer.decode(rollout.tokens),
                     "reward": reward,
                     "tokens": rollout.tokens,
@@ -210,6 +211,7 @@ def _experience(facts: StepFacts, experience: Experience) -> dict[str, Any]:
         "return_mean": stats.return_mean,
         "advantage_std": stats.advantage_std,
         "explained_variance": stats.explained_variance,
+        "equal_groups": stats.equal_groups,
         "delta": facts.delta,
         "delta_reason": facts.delta_reason,
         "chunk_tokens": facts.chunk_tokens,
@@ -228,6 +230,7 @@ def _lengths(facts: StepFacts, batch: Sequence[Rollout], carried: Sequence[Rollo
     return {
         "deferred": {str(times): count for times, count in sorted(Counter(r.deferrals for r in batch).items())},
         "carried": len(carried),
+        "carried_finished": sum(rollout.finished for rollout in carried),
         "backfilled": facts.backfilled,
         "trained_len_mean": sum(trained) / len(trained),
         "trained_len_max": max(trained),

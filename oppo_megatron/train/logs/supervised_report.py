@@ -1,4 +1,4 @@
-"""The report of `oppo sft` and `oppo rm`: a line a step, and the summary."""
+"""The report of supervised training: a line a step, and the summary."""
 
 from __future__ import annotations
 

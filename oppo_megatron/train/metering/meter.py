@@ -12,12 +12,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from oppo_megatron.algorithms.experience import Experience, ScoredBatch
+from oppo_megatron.chunks import Chunk
 from oppo_megatron.cluster.peers import waiting_for
 from oppo_megatron.cluster.world import World
 from oppo_megatron.control.chunk_tuner import DecodeLaw, StepCost
 from oppo_megatron.control.occupancy import Occupancy
 from oppo_megatron.engine.round_runner import RoundRunner
-from oppo_megatron.records import Chunk, Rollout
+from oppo_megatron.records import Rollout
 from oppo_megatron.rundir.trace import SpanRecorder
 from oppo_megatron.train.logs.facts import LATER_FACTS, StepFacts
 from oppo_megatron.train.logs.journal import Journal
@@ -124,12 +125,12 @@ class StepMeter:
     def decoded(self, chunk: Chunk, begun_at: int, backfilled: int) -> None:
         """What the round gave, which began at logical clock `begun_at`, `backfilled` rollouts having been admitted."""
         facts, phase = self.facts, self.phase
-        tokens = sum(len(row.tokens) for row in chunk.rows)
-        phase.occupancy.record(chunk)
+        tokens = chunk.rows.num_tokens
+        phase.occupancy.record(chunk, begun_at)
         facts.backfilled += backfilled
         facts.tokens_decoded += tokens
         facts.decode_s += self._round_s
-        facts.decode_steps, facts.tail_waste = chunk.clock - phase.begun, phase.occupancy.tail_waste
+        facts.decode_steps, facts.tail_waste = phase.occupancy.num_steps, phase.occupancy.tail_waste
         if begun_at > phase.begun:  # the first round reads the step's prompts, too
             phase.law.add(chunk.clock - begun_at, tokens, self._round_s)
         phase.spent_s = self._elapsed_s()

@@ -104,7 +104,7 @@ class Saver(CheckpointKeeper):
 
         Raises CheckpointError where it has other prompts, another order of them, other adapters, had more steps or passes over
         the prompts, or has ended and has nothing left to train, and where rollouts in flight could not be trained within
-        `overlap.max_deferrals`.
+        `overlap.max_staleness`.
         """
         require_same_data(found.state["data"], self._data_now())
         require_same_adapters(found.state["adapters"], adapter_state(self.config))
@@ -116,8 +116,10 @@ class Saver(CheckpointKeeper):
         if RunDirectory(self.config.run_dir).finished:
             require_work(ahead, self.config.steps, most, self.config.rollout.batch_size)
         if ahead.done != self.config.steps:
-            deferrals = [line["deferrals"] for line in found.held(left_out)]
-            require_bounded_deferrals(deferrals, self.config.rollout.batch_size, self.config.overlap.max_deferrals)
+            rollout, held = self.config.rollout, found.held(left_out)
+            deferrals = [line["deferrals"] for line in held[:: rollout.group_size]]
+            groups = rollout.batch_size // rollout.group_size
+            require_bounded_deferrals(deferrals, groups, rollout.group_size, self.config.overlap.max_staleness)
         return ahead
 
     def describe(self, found: Found) -> list[str]:

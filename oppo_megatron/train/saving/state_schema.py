@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
+from oppo_megatron.chunks import FinishReason
 from oppo_megatron.config.evaluation import REWARD
 from oppo_megatron.errors import CheckpointError
-from oppo_megatron.records import FinishReason, StepSignals
+from oppo_megatron.records import StepSignals
 from oppo_megatron.train.logs.facts import LATER_FACTS, StepFacts
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
@@ -79,6 +80,15 @@ class _Scheduler(_Strict):
     due: Count
     delta: _Delta
     buffer: _Buffer
+
+
+class _Filter(_Strict):
+    """Scores in force, by sequence and part; null is a score that is no finite number."""
+
+    labels: list[str]
+    scores: list[tuple[Count, list[float | None]]]
+    kept: Count
+    dropped: Count
 
 
 class _Chunk(_Strict):
@@ -193,6 +203,7 @@ class _State(_Strict):
     sources: dict[str, str] = {}
     best_metric: str | None = REWARD
     early_stop: EarlyStopState | None = None
+    filter: _Filter | None = None  # older checkpoints have none
 
 
 class _Line(_Strict):

@@ -1,4 +1,4 @@
-"""The checkpoints of `oppo sft` and `oppo rm`: model, optimizer, and the position in the rows."""
+"""The checkpoints of supervised training: model, optimizer, and the position in the rows."""
 
 from __future__ import annotations
 
@@ -66,6 +66,7 @@ class _State(_Strict):
     early_stop: EarlyStopState | None = None
     memory: list[tuple[Count, Count, Count]] = []
     layout: dict[str, tuple[list[Count], Count, Count, Count]] = {}
+    reference: str | None = None
     config: dict[str, Any]
 
 
@@ -110,6 +111,7 @@ class SupervisedSaver(CheckpointKeeper):
         super().__init__(config.checkpoint, best_standard(config), config.run_dir, world, preemption)
         self.config, self.kind = config, kind
         self._config, self._num_rows = config_state(config), len(rows)
+        self.reference: str | None = None  # the fingerprint of what preferences are compared with
         self._data = {
             "seed": config.seed,
             "shuffle": config.data.shuffle,
@@ -132,6 +134,17 @@ class SupervisedSaver(CheckpointKeeper):
                 f"{found.folder} is after {state['done']} steps, and epochs and steps ask for no more than {steps}: there is "
                 "nothing to train; raise them to go on with it, or choose another run_dir"
             )
+
+    def compare(self, reference: str | None, found: FoundSupervised | None) -> None:
+        """The fingerprint of what preferences are compared with.  Raises CheckpointError where the run had another."""
+        began = None if found is None else found.state.get("reference")
+        if found is not None and began is not None and began != reference:
+            raise CheckpointError(
+                f"the reference (its weights, shape, type or adapters) is not that of the run of {found.folder}: fingerprint "
+                f"{(reference or 'none')[:12]}, not {began[:12]}; resume with the same `reference` and `model`, or start a new "
+                "run in another run_dir"
+            )
+        self.reference = reference
 
     def num_steps(self, passed: Passed) -> int:
         """Steps of the whole run, `passed` being behind it."""
@@ -174,6 +187,7 @@ class SupervisedSaver(CheckpointKeeper):
                 "best": best_state(self.best),
                 "best_metric": self.standard and self.standard.metric,
                 "heldout": report.heldout.state_dict(),
+                "reference": self.reference,
                 **beside,
                 "config": self._config,
             }

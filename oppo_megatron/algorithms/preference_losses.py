@@ -1,0 +1,101 @@
+"""Losses of preference training: DPO and its relatives on pairs, KTO on rows that are wanted or unwanted.
+
+    ratio   log pi(answer | prompt) - log pi_ref(answer | prompt), summed over the answer's tokens, its EOS included
+    margin  of a pair, m: the chosen answer's ratio - the rejected one's; with `average` each ratio is divided by its tokens
+
+    sigmoid -log s(bm) (Rafailov et al. 2023, eq. 7); smoothed -(1-e) log s(bm) - e log s(-bm) (Mitchell 2023)
+    robust  [-(1-e) log s(bm) + e log s(-bm)] / (1-2e) (Chowdhury et al. 2024)
+    hinge   max(0, 1 - bm) (Zhao et al. 2023)             ipo     (m - 1/(2b))^2 (Azar et al. 2023, eq. 17)
+    kto     wanted 1 - s(b(ratio - z0)), unwanted 1 - s(b(z0 - ratio)) (Ethayarajh et al. 2024, eq. 7)
+    apo_zero_unpaired  the same with z0 = 0 (D'Oosterlinck et al. 2024)
+
+Everything is added up in double precision: a sum of hundreds of log-probs is compared with another one.
+
+Legend: R answer tokens of a micro-batch, S its sequences (chosen, rejected, chosen, rejected, ... of pairs), P pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from oppo_megatron.algorithms.stats import count, total
+from oppo_megatron.config.preference import DPOLossConfig, KTOLossConfig
+
+
+def sequence_sums(logp_R: Tensor, counts: Sequence[int]) -> Tensor:
+    """Each sequence's sum in float64 [S]; `counts` are their rows, in order.  Adds in the same order each time."""
+    return torch.stack([piece.sum() for piece in logp_R.double().split(list(counts))])
+
+
+def pair_columns(logp_S: Tensor, reference_S: Tensor, counts_S: Tensor, rule: DPOLossConfig) -> dict[str, Tensor]:
+    """What is known of each pair, [P] a name: its `loss`, and without gradient the implicit rewards and their difference.
+
+    `logp_S`, `reference_S`: sums over a sequence's tokens, of which `counts_S` says how many there are.  `accuracy`: whether the
+    chosen answer's reward is the larger one; a tie is a miss.
+    """
+    scale_S = 1.0 / counts_S if rule.average else torch.ones_like(reference_S)
+    ratio_P2 = ((logp_S - reference_S) * scale_S).view(-1, 2)
+    chosen_P, rejected_P = ratio_P2.unbind(-1)
+    losses_P = margin_losses(chosen_P - rejected_P, rule)
+    if rule.nll:
+        mean_P, _ = (logp_S / counts_S).view(-1, 2).unbind(-1)
+        losses_P = losses_P - rule.nll * mean_P
+    with torch.no_grad():
+        margin_P = rule.beta * (chosen_P - rejected_P)
+        return {
+            "loss": losses_P,
+            "accuracy": (margin_P > 0).double(),
+            "margin": margin_P,
+            "reward_chosen": rule.beta * chosen_P,
+            "reward_rejected": rule.beta * rejected_P,
+        }
+
+
+def margin_losses(margin_P: Tensor, rule: DPOLossConfig) -> Tensor:
+    """The loss of each margin [P], without the term of the chosen answer's own log-prob."""
+    scaled_P, flipped = rule.beta * margin_P, rule.label_smoothing
+    if rule.loss == "hinge":
+        return torch.relu(1 - scaled_P)
+    if rule.loss == "ipo":
+        return (margin_P - 1 / (2 * rule.beta)) ** 2
+    right_P, wrong_P = -logsigmoid(scaled_P), -logsigmoid(-scaled_P)
+    if rule.loss == "robust":
+        return ((1 - flipped) * right_P - flipped * wrong_P) / (1 - 2 * flipped)
+    return (1 - flipped) * right_P + flipped * wrong_P
+
+
+def row_columns(
+    logp_S: Tensor, reference_S: Tensor, sign_S: Tensor, rule: KTOLossConfig, point: float
+) -> dict[str, Tensor]:
+    """What is known of each row, [S] a name: its `loss`, and without gradient on which side of the reference point it is.
+
+    `sign_S`: 1 of wanted rows, -1 of unwanted ones; `point`: z0.  `margin`: how far a row's implicit reward is on its right
+    side of the point's; `accuracy`: whether it is at all.
+    """
+    ratio_S = logp_S - reference_S
+    margin_S = rule.beta * sign_S * (ratio_S - point)
+    weight_S = torch.full_like(sign_S, rule.unwanted, dtype=torch.float64).masked_fill(sign_S > 0, rule.wanted)
+    side_S = margin_S.detach()
+    return {
+        "loss": weight_S * torch.sigmoid(-margin_S),
+        "accuracy": (side_S > 0).double(),
+        "margin": side_S,
+        "reward": rule.beta * ratio_S.detach(),
+        "reference_point": torch.full_like(side_S, point),
+    }
+
+
+def mean_loss(columns: Mapping[str, Tensor], num_rows: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """The micro-batch's share of the mean over the `num_rows` of the whole batch; its statistics are sums, `count` of them."""
+    share = columns["loss"].sum() / num_rows
+    return share.float(), {"count": count(columns["loss"])} | {name: total(each) for name, each in columns.items()}
+
+
+def table_of(columns: Mapping[str, Tensor], metrics: Sequence[str]) -> Tensor:
+    """1 and the `metrics` of each row [N, 1 + K] in float64."""
+    found = [columns[name].detach().double() for name in metrics]
+    return torch.stack([torch.ones_like(found[0]), *found], -1)

@@ -1,0 +1,195 @@
+"""What a round of decoding has produced: rows of new tokens, one a sequence, kept in columns.
+
+Every rank records every row of a run, and reads the tokens of few.  So a chunk is a table of numbers with a row for each
+sequence, and its tokens lie in one array, as they came.
+
+Legend: n rows, T tokens of all rows; *clock* is the logical clock (`records.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from operator import attrgetter
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from oppo_megatron.errors import StreamError
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+FinishReason = Literal["eos", "stop", "length"]
+"""Why a response ended: with an id that ends responses, with a text that does, or at its limit."""
+
+REASONS: tuple[FinishReason | None, ...] = (None, "eos", "length", "stop")
+"""In columns a reason is its number here."""
+
+GOES_ON = -1
+"""The finish clock, in columns, of a response that has not ended."""
+
+FIELDS = 6
+"""Numbers of a row: sequence id, offset, tokens, policy version, finish clock, reason."""
+
+
+@dataclass(slots=True)
+class ChunkRow:
+    """New response tokens of one sequence: positions offset .. offset + len(tokens) of the response."""
+
+    seq_id: int
+    offset: int
+    tokens: list[int]
+    logprobs: list[float]
+    sampling_logprobs: list[float]
+    version: int
+    finish_clock: int | None = None
+    finish_reason: FinishReason | None = None
+
+
+class ChunkRows:
+    """Rows in columns; iterated, or asked for one, they are `ChunkRow`s.
+
+    `table` [FIELDS, n]; `body` [3, T] has tokens, log-probs and sampling log-probs (their float64 bits), of which those of
+    each row begin at `starts` [n].  Neither is changed any more.
+    """
+
+    seq_ids: Ints
+    offsets: Ints
+    counts: Ints
+    """Tokens of each."""
+    versions: Ints
+    finish_clocks: Ints
+    """GOES_ON where a response has not ended."""
+    reasons: Ints
+    """Numbers in REASONS."""
+
+    def __init__(self, table: Ints, starts: Ints, body: Ints):
+        self.table, self.starts, self.body = table, starts, body
+        self.seq_ids, self.offsets, self.counts, self.versions, self.finish_clocks, self.reasons = table
+
+    @classmethod
+    def of(cls, rows: ChunkRows | Iterable[ChunkRow]) -> ChunkRows:
+        """Rows in columns are themselves.  Raises StreamError for a row whose tokens do not come with a log-prob of each kind."""
+        if isinstance(rows, ChunkRows):
+            return rows
+        rows = list(rows)
+        for row in rows:
+            if not len(row.tokens) == len(row.logprobs) == len(row.sampling_logprobs):
+                raise StreamError(
+                    f"sequence {row.seq_id}, offset {row.offset}: {len(row.tokens)} tokens come with {len(row.logprobs)} "
+                    f"log-probs and {len(row.sampling_logprobs)} sampling log-probs; each token needs one of both"
+                )
+        table = np.array([_fields(row) for row in rows], dtype=np.int64).reshape(-1, FIELDS).T
+        tokens = _flat(rows, "tokens", np.int64)
+        numbers = [_flat(rows, name, np.float64).view(np.int64) for name in ("logprobs", "sampling_logprobs")]
+        return cls.packed_as(table, np.stack([tokens, *numbers]))
+
+    @classmethod
+    def packed_as(cls, table: Ints, body: Ints) -> ChunkRows:
+        """Rows whose tokens follow each other in `body` [3, T]."""
+        counts = table[2]
+        return cls(table, np.cumsum(counts) - counts, body)
+
+    @classmethod
+    def joined(cls, parts: Sequence[ChunkRows]) -> ChunkRows:
+        """The rows of one part behind those of another."""
+        if len(parts) == 1:
+            return parts[0]
+        sizes = np.array([part.body.shape[1] for part in parts], dtype=np.int64)
+        before = (np.cumsum(sizes) - sizes).tolist()
+        return cls(
+            np.concatenate([part.table for part in parts], axis=1),
+            np.concatenate([part.starts + start for part, start in zip(parts, before, strict=True)]),
+            np.concatenate([part.body for part in parts], axis=1),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.counts.sum())
+
+    def __len__(self) -> int:
+        return len(self.seq_ids)
+
+    def __iter__(self) -> Iterator[ChunkRow]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, position: int) -> ChunkRow:
+        seq_id, offset, count, version, finish, reason = self.table[:, position].tolist()
+        start = int(self.starts[position])
+        tokens, logprobs, sampling = self.body[:, start : start + count]
+        return ChunkRow(
+            seq_id, offset, tokens.tolist(), logprobs.view(np.float64).tolist(), sampling.view(np.float64).tolist(),
+            version, None if finish == GOES_ON else finish, REASONS[reason],
+        )  # fmt: skip
+
+    def __eq__(self, other: object) -> bool:
+        """To rows in columns, or one after the other."""
+        return isinstance(other, ChunkRows | Sequence) and list(self) == list(other)
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+    def at(self, positions: Ints | Sequence[int]) -> ChunkRows:
+        """Those at `positions`, in this order; their tokens stay where they are."""
+        positions = np.asarray(positions, dtype=np.int64)
+        return ChunkRows(self.table[:, positions], self.starts[positions], self.body)
+
+    def cut(self, keep: int) -> ChunkRows:
+        """At most the first `keep` tokens of each; a response that is cut goes on."""
+        table, longer = self.table.copy(), self.counts > keep
+        table[2, longer], table[4, longer], table[5, longer] = keep, GOES_ON, 0
+        return ChunkRows(table, self.starts, self.body)
+
+    def packed(self) -> ChunkRows:
+        """The same rows, with nothing in the body but their tokens, one behind the other."""
+        ends = np.cumsum(self.counts)
+        starts = ends - self.counts
+        if (starts == self.starts).all() and self.num_tokens == self.body.shape[1]:
+            return self
+        places = np.repeat(self.starts - starts, self.counts) + np.arange(self.num_tokens)
+        return ChunkRows(self.table, starts, self.body[:, places])
+
+    def place(self, seq_id: int) -> int | None:
+        """Where the row of a sequence stands."""
+        if not len(self):
+            return None
+        at = min(int(np.searchsorted(self.seq_ids, seq_id, sorter=self._by_id)), len(self) - 1)
+        found = int(self._by_id[at])
+        return found if self.seq_ids[found] == seq_id else None
+
+    def of_sequences(self, seq_ids: Ints) -> ChunkRows:
+        """The rows of these."""
+        return self.at(np.flatnonzero(np.isin(self.seq_ids, seq_ids)))
+
+    @cached_property
+    def _by_id(self) -> Ints:
+        return np.argsort(self.seq_ids)
+
+
+@dataclass(init=False)
+class Chunk:
+    """What one round of decoding produced.  `clock` is the logical clock after the round.
+
+    `halt`: the run was told to stop; every rank does after this chunk.
+    """
+
+    index: int
+    clock: int
+    rows: ChunkRows
+    halt: bool
+
+    def __init__(self, index: int, clock: int, rows: ChunkRows | Iterable[ChunkRow] = (), halt: bool = False):
+        self.index, self.clock, self.rows, self.halt = index, clock, ChunkRows.of(rows), halt
+
+
+def _fields(row: ChunkRow) -> tuple[int, ...]:
+    finish = GOES_ON if row.finish_clock is None else row.finish_clock
+    return row.seq_id, row.offset, len(row.tokens), row.version, finish, REASONS.index(row.finish_reason)
+
+
+def _flat(rows: Sequence[ChunkRow], name: str, dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
+    return np.array(list(chain.from_iterable(map(attrgetter(name), rows))), dtype=dtype)

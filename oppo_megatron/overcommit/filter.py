@@ -1,0 +1,196 @@
+"""The filter of groups (dynamic sampling, arXiv 2503.14476): a group whose responses are all equally good is not trained.
+
+A group leaves the buffer untrained, and backfill gives its place away.  Which groups make a batch then depends on rewards, and
+these come when they come.  So verdicts have a clock of their own, the decode steps: with p the steps from one admission to the
+next, what ended at step c is judged at step p * (ceil(c / p) + lag), not before and not later.  There the ranks wait for what
+is due and share it, and only there is a batch complete.  Hence batches depend on tokens, rewards, p and lag, and on nothing
+else: not on seconds, chunk sizes or placements.
+
+Life of a group::
+
+      all members have ended       their scores are in force
+    ------------------------> undecided -------------------> kept     (its members differ; trained by a batch)
+                                        `------------------> dropped  (they are all the same)
+
+A group is known to be kept as soon as two members differ, but is trained with its last one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from oppo_megatron.errors import SamplingError
+from oppo_megatron.overcommit.scheduler import OvercommitScheduler
+from oppo_megatron.records import Rollout
+
+Scores = Sequence[float]
+"""Of one response, by the parts that a verdict is made from."""
+
+Judge = Callable[[Sequence[Rollout]], Sequence[Scores]]
+"""Waits for the scores of responses that have ended; alike on every rank."""
+
+
+@dataclass(frozen=True)
+class VerdictClock:
+    """`period`: decode steps from one admission to the next.  `lag`: periods that a score may take beyond its response."""
+
+    period: int
+    lag: int = 0
+
+    def due(self, clock: int) -> int:
+        """When what ended at `clock` is judged."""
+        return self.period * (-(-clock // self.period) + self.lag)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`labels`: the parts that scores consist of, in their order.  `metric` makes of them what a group is judged by.
+
+    `max_groups`: so many that a step judges without a batch end the run.
+    """
+
+    labels: tuple[str, ...]
+    metric: Callable[[Scores], float]
+    max_groups: int
+
+
+@dataclass
+class Counts:
+    """Groups judged within a step."""
+
+    kept: int = 0
+    dropped: int = 0
+
+    @property
+    def judged(self) -> int:
+        return self.kept + self.dropped
+
+    @property
+    def keep_rate(self) -> float | None:
+        return self.kept / self.judged if self.judged else None
+
+
+class GroupFilter:
+    """Verdicts of a run, the same on every rank.  `scores` are those in force, of rollouts that the buffer holds."""
+
+    def __init__(self, scheduler: OvercommitScheduler, clock: VerdictClock, rule: Rule):
+        assert scheduler.buffer.filtered and scheduler.buffer.group_size > 1
+        self.scheduler, self.clock, self.rule = scheduler, clock, rule
+        self.scores: dict[int, Scores] = {}
+        self.counts = Counts()
+        self._judged: set[int] = set()  # groups, by number, that have their verdict and are still held
+
+    def begin_step(self) -> None:
+        """A step's groups are counted anew."""
+        self.counts = Counts()
+
+    def settle(self, judge: Judge) -> list[Rollout]:
+        """Between two rounds, and where a step begins: bring what is due into force.  Returns what is dropped.
+
+        Where nothing is left to decode, the clock goes on by itself until a batch is complete or prompts may enter.  Raises
+        SamplingError where the step has judged `max_groups` groups and has no batch.
+        """
+        scheduler, buffer = self.scheduler, self.scheduler.buffer
+        dropped: list[Rollout] = []
+        while not buffer.readiness().ready:
+            idle = not buffer.active
+            if idle:
+                buffer.pass_to(scheduler.due)
+            if buffer.clock < scheduler.due:
+                break
+            dropped += self._judge(judge)
+            if buffer.readiness().ready:
+                break
+            self._require_groups()
+            if not idle or scheduler.admits:
+                break
+            scheduler.pass_by()
+        return dropped
+
+    def retire(self, rollouts: Iterable[Rollout]) -> None:
+        """They have been trained."""
+        for rollout in rollouts:
+            self.scores.pop(rollout.seq_id, None)
+            self._judged.discard(self._number(rollout))
+
+    @property
+    def known(self) -> int:
+        """Groups that will be kept, and whose last member has no score yet."""
+        return sum(self._differ(group) for group in self._groups().values() if not self._decided(group))
+
+    def state_dict(self) -> dict[str, Any]:
+        """In plain JSON types; a score that is no finite number is null."""
+        scores = [[i, [x if math.isfinite(x) else None for x in parts]] for i, parts in self.scores.items()]
+        return {
+            "labels": list(self.rule.labels),
+            "scores": scores,
+            "kept": self.counts.kept,
+            "dropped": self.counts.dropped,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Continue from `state`, whose rollouts the buffer holds; what was judged by other parts is judged anew."""
+        if state is None:
+            return
+        self.counts = Counts(state["kept"], state["dropped"])
+        if state["labels"] == list(self.rule.labels):
+            held = {rollout.seq_id for rollout in self.scheduler.buffer.rollouts if rollout.finished}
+            numbers = {i: [math.nan if x is None else x for x in parts] for i, parts in state["scores"]}
+            self.scores = {seq_id: parts for seq_id, parts in numbers.items() if seq_id in held}
+        kept = [number for number, group in self._groups().items() if self._decided(group)]
+        self._judged = set(kept)
+        self.scheduler.buffer.keep(kept)
+
+    def _judge(self, judge: Judge) -> list[Rollout]:
+        buffer = self.scheduler.buffer
+        due = [r for r in buffer.rollouts if self._is_due(r)]
+        if due:
+            self.scores |= dict(zip((r.seq_id for r in due), judge(due), strict=True))
+        decided = {n: group for n, group in self._groups().items() if n not in self._judged and self._decided(group)}
+        kept = {number for number, group in decided.items() if self._differ(group)}
+        self._judged |= kept
+        self.counts.kept += len(kept)
+        self.counts.dropped += len(decided) - len(kept)
+        buffer.keep(kept)
+        dropped = buffer.drop(decided.keys() - kept)
+        self.retire(dropped)
+        return dropped
+
+    def _is_due(self, rollout: Rollout) -> bool:
+        ended = rollout.finish_clock
+        return ended is not None and rollout.seq_id not in self.scores and self.clock.due(ended) <= self.scheduler.due
+
+    def _groups(self) -> dict[int, list[Rollout]]:
+        """Those held, by number."""
+        groups: dict[int, list[Rollout]] = {}
+        for rollout in self.scheduler.buffer.rollouts:
+            groups.setdefault(self._number(rollout), []).append(rollout)
+        return groups
+
+    def _number(self, rollout: Rollout) -> int:
+        return rollout.seq_id // self.scheduler.buffer.group_size
+
+    def _decided(self, group: Sequence[Rollout]) -> bool:
+        return all(rollout.seq_id in self.scores for rollout in group)
+
+    def _differ(self, group: Sequence[Rollout]) -> bool:
+        """Whether two scores in force differ, told by comparing them, never by a deviation, which may be a rounding.
+
+        A score that is no number differs from all: the guards are to see it.
+        """
+        values = [self.rule.metric(self.scores[r.seq_id]) for r in group if r.seq_id in self.scores]
+        return any(value != values[0] for value in values)
+
+    def _require_groups(self) -> None:
+        counts = self.counts
+        if counts.judged >= self.rule.max_groups:
+            size = self.scheduler.buffer.group_size
+            raise SamplingError(
+                f"{counts.judged} groups were judged in this step, and {counts.kept} of them kept ({counts.keep_rate:.1%}), but "
+                f"a batch has {self.scheduler.buffer.batch_size // size} ({self.known} more will be kept when they have ended): "
+                "the responses to most prompts are all equally good; "
+                "use prompts that the policy answers rightly now and then, or raise rollout.group_size or filter.max_groups"
+            )

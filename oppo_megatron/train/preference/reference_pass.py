@@ -1,0 +1,166 @@
+"""The reference's log-probs: read from a file, or computed once into it.  No reference model is held afterwards.
+
+The file is written after every block of answers, so that a pass that is killed goes on from there.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from oppo_megatron.cluster.peers import waiting_for
+from oppo_megatron.cluster.world import World
+from oppo_megatron.config.model import ModelConfig
+from oppo_megatron.config.preference import PreferenceConfig
+from oppo_megatron.data.supervised_rows import Passed, batches
+from oppo_megatron.errors import DataError
+from oppo_megatron.mcore.batch import MicroBatch, pack_responses
+from oppo_megatron.mcore.model import RoleModel
+from oppo_megatron.mcore.out_of_memory import Begun, MemoryLimit, in_smaller_ones
+from oppo_megatron.mcore.training import forward_rows, shared_with_peers
+from oppo_megatron.rundir.directory import RunDirectory
+from oppo_megatron.train.preference.fingerprint import reference_fingerprint
+from oppo_megatron.train.preference.logprob_file import Answered, UnusableFileError, read_logprobs, write_logprobs
+from oppo_megatron.train.preference.tasks import Preferences, answer_logprobs
+from oppo_megatron.train.score_exchange import sum_over_ranks
+
+RowT = TypeVar("RowT", bound=tuple[list[int], ...])
+Load = Callable[[ModelConfig], RoleModel]
+BLOCK = 4096
+"""Answers between two writes of the file."""
+
+
+class ReferencePass(Generic[RowT]):
+    """One rank's part; every rank of the world makes the calls.  `owner`: the rank that reads and writes the file."""
+
+    def __init__(
+        self, config: PreferenceConfig, task: Preferences[RowT], world: World, owner: int, note: Callable[[str], None]
+    ):
+        self.config, self.task, self.world, self.owner, self.note = config, task, world, owner, note
+        self.path = config.reference_logprobs or RunDirectory(config.run_dir).reference
+        with world.activity.doing("checksums of the reference's weights"):
+            self.fingerprint = reference_fingerprint(config.referred)
+
+    def _needed(self, rows: Sequence[RowT], held: Sequence[RowT], passed: Passed) -> list[Answered]:
+        """The answers of all rows, and of the mismatched ones of every batch from `passed` on."""
+        config, task = self.config, self.task
+        others = [*task.mismatched(held)]
+        if task.has_mismatched:
+            order = batches(
+                len(rows), config.batch_size, config.seed, config.epochs, config.steps, config.data.shuffle, passed
+            )
+            others += [other for index in order for other in task.mismatched([rows[i] for i in index])]
+        return [answer for row in (*rows, *held, *others) for answer in task.answers(row)]
+
+    def make(
+        self, rows: Sequence[RowT], held: Sequence[RowT], passed: Passed, load: Load, limits: Mapping[str, int]
+    ) -> RoleModel:
+        """Know the log-probs that the run needs from `passed` on; returns the model to train.
+
+        `load` makes a model; `limits`: those that memory has run out beyond, by their names.
+        """
+        own, limit = self.config.reference, MemoryLimit("train", "a micro-batch of the reference", "tokens")
+        limit.most = limits.get(limit.name)
+        self._read()
+        missing = self.task.reference.missing(self._needed(rows, held, passed))
+        if own is None:
+            model = load(self.config.model)
+            self._compute(model, missing, limit)
+            return model
+        if missing:
+            reference = load(own)
+            self._compute(reference, missing, limit)
+            del reference
+            gc.collect()
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+        return load(self.config.model)
+
+    def _read(self) -> None:
+        """What the file has.  One in the run directory that is of no use is made anew; a named one is refused."""
+        found: list[Any] = [None]
+        if dist.get_rank() == self.owner:
+            found[0] = self._read_here()
+        dist.broadcast_object_list(found, src=self.owner)
+        if isinstance(found[0], DataError):
+            raise found[0]
+        self.task.reference.by_key.update(found[0])
+
+    def _read_here(self) -> Mapping[bytes, float] | DataError:
+        if not self.path.exists():
+            return {}
+        try:
+            known = read_logprobs(self.path, self.fingerprint)
+        except UnusableFileError as error:
+            if self.config.reference_logprobs is not None:
+                return DataError(
+                    f"reference_logprobs: {error}; name another file, which the run makes, or remove this one, and it is made "
+                    "anew"
+                )
+            self.note(f"{error}: computed anew")
+            return {}
+        self.note(f"reference log-probs: {len(known)} answers found in {self.path}")
+        return known
+
+    def _compute(self, model: RoleModel, missing: Mapping[bytes, Answered], limit: MemoryLimit) -> None:
+        """The log-probs of the answers that are missing, block by block, and the file."""
+        if not missing:
+            return
+        started, left, table = time.monotonic(), iter(missing.items()), self.task.reference.by_key
+        done = 0
+        while block := dict(islice(left, BLOCK)):
+            with self.world.activity.doing("log-probs of the reference"):
+                values = answer_sums(
+                    model, list(block.values()), self.config.runtime.micro_batch_tokens, limit, self.world
+                )
+            table.update(zip(block, values, strict=True))
+            done += len(block)
+            if dist.get_rank() == self.owner:
+                self._write(table)
+            took_s = time.monotonic() - started
+            self.note(
+                f"reference log-probs: {done} of {len(missing)} answers computed in {took_s:.1f} s, in {self.path}"
+            )
+
+    def _write(self, table: Mapping[bytes, float]) -> None:
+        try:
+            write_logprobs(self.path, table, self.fingerprint)
+        except OSError as error:
+            raise DataError(
+                f"reference_logprobs: {self.path} cannot be written ({error.strerror}); name a file in a folder that this user "
+                "may write, on a disk that is not full"
+            ) from error
+
+
+def answer_sums(
+    model: RoleModel, answers: Sequence[Answered], budget: int, memory_limit: MemoryLimit, world: World
+) -> list[float]:
+    """The log-prob of each answer, summed over its tokens, the same on every rank of the world; replicas share the answers."""
+    groups, begun = model.groups, Begun()
+    device = next(model.parameters()).device
+    mine = range(groups.dp_rank, len(answers), groups.dp)
+    prompts, responses = [answers[i][0] for i in mine], [answers[i][1] for i in mine]
+
+    def finish(batch: MicroBatch, logits_RV: Tensor) -> Tensor:
+        return answer_logprobs(batch, logits_RV, model.vocab)
+
+    def forward(most: int) -> tuple[list[MicroBatch], list[Tensor]]:
+        batched = pack_responses(prompts, responses, most, device)
+        return batched, forward_rows(model, batched, finish, begun)
+
+    batched, sums = in_smaller_ones(forward, budget, memory_limit, begun, partial(shared_with_peers, groups))
+    values = [0.0] * len(answers)
+    if groups.is_last_stage and groups.tp_rank == 0:  # one rank for each replica
+        for batch, sums_S in zip(batched, sums, strict=True):
+            for place, value in zip(batch.index, sums_S.tolist(), strict=True):
+                values[mine[place]] = value
+    with waiting_for("log-probs of the reference", world.activity):
+        return sum_over_ranks(values, world.device)

@@ -1,0 +1,174 @@
+"""Preferences on the supervised loop: pairs (`oppo dpo`), and completions that are wanted or unwanted (`oppo kto`).
+
+Legend: R answer tokens of a micro-batch, V vocabulary shard, S sequences; of pairs chosen, rejected, chosen, rejected, ...
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from oppo_megatron.algorithms.preference_losses import mean_loss, pair_columns, row_columns, sequence_sums, table_of
+from oppo_megatron.config.preference import DPOConfig, KTOConfig, PreferenceConfig
+from oppo_megatron.config.run import SupervisedConfig
+from oppo_megatron.data.preference_rows import Marked, load_marked, load_unequal_pairs
+from oppo_megatron.data.rows import Quarantine
+from oppo_megatron.data.supervised_rows import Pair
+from oppo_megatron.data.tokenizer import Tokenizer
+from oppo_megatron.mcore.batch import MicroBatch, whole_responses
+from oppo_megatron.mcore.host_copies import on_device
+from oppo_megatron.mcore.layers.vocab_parallel import token_logprobs
+from oppo_megatron.mcore.model import Head
+from oppo_megatron.mcore.training import Loss
+from oppo_megatron.mcore.vocab_shards import VocabShards
+from oppo_megatron.schedule.packing import pack_by_tokens
+from oppo_megatron.train.heldout_rows import Measure
+from oppo_megatron.train.preference.logprob_file import Answered, LogprobTable
+
+RowT = TypeVar("RowT", bound=tuple[list[int], ...])
+
+
+class Preferences(ABC, Generic[RowT]):
+    """What both kinds have in common: log-probs of answers, beside those of a reference that is held no longer."""
+
+    title: str
+    head: Head = "lm"
+
+    def __init__(self) -> None:
+        self.reference = LogprobTable()
+
+    @abstractmethod
+    def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[RowT]: ...
+
+    @abstractmethod
+    def answers(self, row: RowT) -> Sequence[Answered]:
+        """The prompt with each of the row's answers, in the order of the loss."""
+
+    @abstractmethod
+    def columns(self, batch: MicroBatch, logp_S: Tensor) -> dict[str, Tensor]:
+        """The loss and the figures of each row, given its answers' log-probs."""
+
+    @property
+    def has_mismatched(self) -> bool:
+        """Whether `mismatched` may give rows."""
+        return False
+
+    def mismatched(self, rows: Sequence[RowT]) -> Sequence[RowT]:
+        """Rows that are read without gradient before the batch `rows` is learned from; most losses need none."""
+        return ()
+
+    def num_tokens(self, row: RowT) -> int:
+        """The last token of an answer predicts nothing and is not read."""
+        return sum(len(prompt) + len(answer) - 1 for prompt, answer in self.answers(row))
+
+    def micro_batches(self, rows: Sequence[RowT], budget: int, device: torch.device) -> list[MicroBatch]:
+        """Packed rows, at most `budget` tokens together; all answers of a row, which need each other, are in one."""
+        return [
+            self._packed(index, [each for i in index for each in self.answers(rows[i])], device)
+            for index in pack_by_tokens([self.num_tokens(row) for row in rows], budget)
+        ]
+
+    def _packed(self, index: list[int], answered: Sequence[Answered], device: torch.device) -> MicroBatch:
+        batch = whole_responses(index, answered, device)
+        batch.extra["reference"] = on_device([self.reference.of(*each) for each in answered], device, torch.float64)
+        batch.extra["counts"] = on_device(list(batch.counts), device, torch.float64)
+        return batch
+
+    def loss(self, rows: Sequence[RowT], vocab: VocabShards) -> Loss:
+        """Mean over all `rows`: pairs, or completions."""
+
+        def share(batch: MicroBatch, logits_RV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            return mean_loss(self.columns(batch, answer_logprobs(batch, logits_RV, vocab)), len(rows))
+
+        return share
+
+    def measure(self, rows: Sequence[RowT], vocab: VocabShards) -> Measure:
+        """For each row: 1, and the held-out metrics."""
+
+        def table(batch: MicroBatch, logits_RV: Tensor) -> Tensor:
+            return table_of(self.columns(batch, answer_logprobs(batch, logits_RV, vocab)), PreferenceConfig.METRICS)
+
+        return table
+
+
+class PairPreferences(Preferences[Pair]):
+    """`oppo dpo`: the chosen answer is to gain on the rejected one, compared with the reference."""
+
+    title = "dpo"
+
+    def __init__(self, config: DPOConfig):
+        super().__init__()
+        self.rule = config.dpo
+
+    def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[Pair]:
+        """Rows of prompt, chosen and rejected answer.  Raises DataError."""
+        return load_unequal_pairs(
+            config.data, tokenizer, max_tokens=config.max_tokens, long_rows=config.data.long_rows, quarantine=quarantine
+        )
+
+    def answers(self, row: Pair) -> Sequence[Answered]:
+        return (row.prompt, row.chosen), (row.prompt, row.rejected)
+
+    def columns(self, batch: MicroBatch, logp_S: Tensor) -> dict[str, Tensor]:
+        return pair_columns(logp_S, batch.extra["reference"], batch.extra["counts"], self.rule)
+
+
+class MarkedPreferences(Preferences[Marked]):
+    """`oppo kto`: wanted completions are to gain on the reference point, unwanted ones to lose.
+
+    `point` is z0 of the batch that is learned from, or measured: `reference_point.py` sets it before.
+    """
+
+    title = "kto"
+
+    def __init__(self, config: KTOConfig):
+        super().__init__()
+        self.rule, self.max_tokens = config.kto, config.max_tokens
+        self.point = 0.0
+
+    def load(self, config: SupervisedConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[Marked]:
+        """Rows of prompt and completion with a label, or pairs as two rows each.  Raises DataError."""
+        return load_marked(
+            config.data, tokenizer, max_tokens=config.max_tokens, long_rows=config.data.long_rows, quarantine=quarantine
+        )
+
+    def answers(self, row: Marked) -> Sequence[Answered]:
+        return ((row.prompt, row.completion),)
+
+    @property
+    def has_mismatched(self) -> bool:
+        return self.rule.loss == "kto"
+
+    def mismatched(self, rows: Sequence[Marked]) -> Sequence[Marked]:
+        """Each prompt with the completion of the row before it, past rows of the same prompt; the first row's is the last.
+
+        What is longer than a row may be is cut.  None where all rows have one prompt.
+        """
+        if not self.has_mismatched or len({tuple(row.prompt) for row in rows}) < 2:
+            return ()
+        found = []
+        for place, row in enumerate(rows):
+            other = next(rows[place - back] for back in range(1, len(rows)) if rows[place - back].prompt != row.prompt)
+            found.append(Marked(row.prompt, other.completion[: self.max_tokens - len(row.prompt)], [0]))
+        return found
+
+    def micro_batches(self, rows: Sequence[Marked], budget: int, device: torch.device) -> list[MicroBatch]:
+        """As of all preferences; `sign` is 1 of wanted rows and -1 of others."""
+        batches = super().micro_batches(rows, budget, device)
+        for batch in batches:
+            signs = [1.0 if rows[i].wanted[0] else -1.0 for i in batch.index]
+            batch.extra["sign"] = on_device(signs, device, torch.float64)
+        return batches
+
+    def columns(self, batch: MicroBatch, logp_S: Tensor) -> dict[str, Tensor]:
+        return row_columns(logp_S, batch.extra["reference"], batch.extra["sign"], self.rule, self.point)
+
+
+def answer_logprobs(batch: MicroBatch, logits_RV: Tensor, vocab: VocabShards) -> Tensor:
+    """The log-prob of each answer [S] in float64, summed over its tokens."""
+    logp_R, _ = token_logprobs(logits_RV, batch.targets_R, vocab)
+    return sequence_sums(logp_R, batch.counts)

@@ -1,0 +1,223 @@
+"""The arithmetic of every recipe, row by row and token by token, from the papers' formulas.
+
+Nothing here is shared with the product: a row is a tensor of its own, and every weight stands as it is written on paper.
+
+Legend: B rows of a batch; lists have one tensor a row, [tokens of the row].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tests.replay.recipe import Recipe
+
+Rows = Sequence[Tensor]
+WHITEN_EPS = 1e-8
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a step was given.  `groups` names the prompt of each row; `cut`: whether it was cut at the limit.
+
+    `old` are the log-probs at the draw, `values` the critic's at the step's start, if there is one.
+    """
+
+    scores_B: Tensor
+    groups: Sequence[int]
+    cut: Sequence[bool]
+    old: Rows
+    reference: Rows
+    values: Rows | None = None
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(row) for row in self.old]
+
+
+def kl_of(new: Tensor, reference: Tensor, estimator: str) -> Tensor:
+    """Estimate of KL(policy || reference) of each token."""
+    d = new - reference
+    return {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d}[estimator]
+
+
+def scores_for_training(batch: Batch, recipe: Recipe, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores after clipping, normalising and what a cut response gets; and those that the next batch has `seen`."""
+    scores_B = batch.scores_B
+    if recipe.reward_clip is not None:
+        scores_B = scores_B.clamp(-recipe.reward_clip, recipe.reward_clip)
+    seen = torch.cat([seen, scores_B.double()])
+    if recipe.reward_normalization != "none":
+        over = seen if recipe.reward_normalization == "running" else scores_B.double()
+        scores_B = ((scores_B - over.mean()) / torch.sqrt(over.var(correction=0) + WHITEN_EPS)).float()
+    cut_B = torch.tensor(batch.cut)
+    if recipe.truncated_score is not None:
+        scores_B = torch.where(cut_B, torch.full_like(scores_B, recipe.truncated_score), scores_B)
+    return scores_B - recipe.missing_eos_penalty * cut_B, seen
+
+
+def less_baseline(scores_B: Tensor, groups: Sequence[int], recipe: Recipe) -> Tensor:
+    """r_i - b_i, [B]; exactly 0 in a group whose rewards are all equal."""
+    out_B = scores_B.clone()
+    if recipe.baseline not in ("group_mean", "others"):
+        return out_B
+    for members in members_of(groups):
+        inside = scores_B[members]
+        for place, row in enumerate(members):
+            if recipe.baseline == "group_mean":
+                baseline = inside.mean()
+            else:
+                baseline = torch.cat([inside[:place], inside[place + 1 :]]).mean()
+            out_B[row] = scores_B[row] - baseline
+        if inside.max() == inside.min():
+            out_B[members] = 0.0
+    return out_B
+
+
+def scaled(advantages_B: Tensor, scores_B: Tensor, groups: Sequence[int], recipe: Recipe) -> Tensor:
+    """Advantages of rows, [B], over the deviation that the recipe names; whitening over tokens comes later."""
+    if recipe.scale == "group_std":
+        out_B = torch.zeros_like(advantages_B)
+        for members in members_of(groups):
+            if scores_B[members].max() > scores_B[members].min():
+                out_B[members] = advantages_B[members] / (scores_B[members].std() + recipe.std_eps)
+        return out_B
+    if recipe.scale == "batch_std":
+        return advantages_B / (scores_B.std() + recipe.std_eps)
+    if recipe.scale == "advantage_std":
+        if advantages_B.max() == advantages_B.min():
+            return torch.zeros_like(advantages_B)
+        return (advantages_B - advantages_B.mean()) / (advantages_B.std() + recipe.std_eps)
+    return advantages_B
+
+
+def members_of(groups: Sequence[int]) -> list[list[int]]:
+    """The rows of each group."""
+    return [[row for row, group in enumerate(groups) if group == each] for each in dict.fromkeys(groups)]
+
+
+def advantages_of(batch: Batch, scores_B: Tensor, recipe: Recipe, coefficient: float) -> tuple[Rows, Rows]:
+    """Advantages and returns of each token."""
+    kl = [kl_of(old, reference, recipe.estimator) for old, reference in zip(batch.old, batch.reference, strict=True)]
+    if recipe.kl == "score":
+        scores_B = scores_B - coefficient * torch.stack([row.sum() for row in kl])
+    row_B = scaled(less_baseline(scores_B, batch.groups, recipe), scores_B, batch.groups, recipe)
+    advantages, returns = [], []
+    for number, per_token in enumerate(kl):
+        rewards = -coefficient * per_token if recipe.kl == "penalty" else torch.zeros_like(per_token)
+        rewards[-1] += row_B[number]
+        if recipe.baseline == "critic":
+            assert batch.values is not None
+            found = gae(rewards, batch.values[number], recipe.gamma, recipe.gae_lambda)
+            returns.append(found + batch.values[number])
+        else:
+            found = gae(rewards, torch.zeros_like(rewards), recipe.gamma, 1.0)
+            returns.append(found)
+        advantages.append(found)
+    return (whitened(advantages) if recipe.scale == "whiten" else advantages), returns
+
+
+def gae(rewards: Tensor, values: Tensor, gamma: float, gae_lambda: float) -> Tensor:
+    """A_t = r_t + gamma V_{t+1} - V_t + gamma lambda A_{t+1}, from the last token on."""
+    out, later, next_value = [0.0] * len(rewards), 0.0, 0.0
+    for t in reversed(range(len(rewards))):
+        value = float(values[t])
+        later = float(rewards[t]) + gamma * next_value - value + gamma * gae_lambda * later
+        out[t], next_value = later, value
+    return torch.tensor(out, dtype=rewards.dtype)
+
+
+def whitened(rows: Rows) -> Rows:
+    """Mean 0 and variance 1 over all tokens."""
+    flat = torch.cat(list(rows)).double()
+    mean, deviation = flat.mean(), torch.sqrt(flat.var(correction=0) + WHITEN_EPS)
+    return [((row - mean) / deviation).to(row.dtype) for row in rows]
+
+
+def token_weights(lengths: Sequence[int], groups: Sequence[int], recipe: Recipe) -> list[float]:
+    """w_t of a token of each row of a minibatch."""
+    rows, tokens = len(lengths), sum(lengths)
+    in_group = {group: sum(lengths[i] for i in range(rows) if groups[i] == group) for group in groups}
+    return [
+        {
+            "token_mean": 1 / tokens,
+            "sequence_mean": 1 / (rows * length),
+            "constant": 1 / (rows * recipe.longest),
+            "group_token_mean": 1 / (len(in_group) * in_group[group]),
+            "sequence_sum": 1 / rows,
+        }[recipe.reduction]
+        for length, group in zip(lengths, groups, strict=True)
+    ]
+
+
+def row_ratio(new: Tensor, old: Tensor, recipe: Recipe) -> Tensor:
+    """The ratio of each token of one row."""
+    log = new - old
+    if recipe.ratio == "token":
+        return log.exp()
+    if recipe.ratio == "sequence":
+        return log.mean().exp().expand_as(new)
+    if recipe.ratio == "sequence_token":
+        return log.mean().exp().detach() * (new - new.detach()).exp()
+    return log.sum().exp().expand_as(new)
+
+
+def row_losses(new: Tensor, old: Tensor, advantages: Tensor, recipe: Recipe) -> Tensor:
+    """What each token of one row loses.  A sequence's product stands for the row as a whole: its tokens share it."""
+    ratio = row_ratio(new, old, recipe)
+    if recipe.objective == "plain":
+        losses = -advantages * new
+    elif recipe.objective == "cispo":
+        losses = -ratio.clamp(max=recipe.cap).detach() * advantages * new
+    else:
+        held = ratio.clamp(1 - recipe.clip_low, 1 + recipe.clip_high)
+        losses = -torch.minimum(ratio * advantages, held * advantages)
+        if recipe.dual_clip is not None:
+            most = recipe.dual_clip * advantages.abs()
+            losses = torch.where(advantages < 0, torch.minimum(losses, most), losses)
+    return losses / len(new) if recipe.ratio == "sequence_product" and recipe.objective == "clip" else losses
+
+
+def kl_losses(new: Tensor, old: Tensor, reference: Tensor, recipe: Recipe) -> Tensor:
+    """The KL of each token as a term of the loss."""
+    value = kl_of(new, reference, recipe.estimator)
+    if recipe.kl_gradient == "reverse":
+        pull = (new - reference).detach() * new
+        return value.detach() + pull - pull.detach()
+    return value * (new - old).exp() if recipe.kl_gradient == "ratio" else value
+
+
+def actor_loss(
+    new: Rows,
+    entropies: Rows,
+    old: Rows,
+    importance: Rows | None,
+    advantages: Rows,
+    reference: Rows,
+    groups: Sequence[int],
+    recipe: Recipe,
+    coefficient: float,
+) -> Tensor:
+    """The loss of one minibatch.  `old` is what ratios are taken against, `importance` the weight of a stale token."""
+    total = torch.zeros(())
+    for row, weight in enumerate(token_weights([len(each) for each in new], groups, recipe)):
+        losses = row_losses(new[row], old[row], advantages[row], recipe)
+        if importance is not None:
+            losses = losses * importance[row]
+        if recipe.kl == "loss":
+            losses = losses + coefficient * kl_losses(new[row], old[row], reference[row], recipe)
+        total = total + weight * (losses - recipe.entropy_coefficient * entropies[row]).sum()
+    return total
+
+
+def critic_loss(new: Rows, old: Rows, returns: Rows, recipe: Recipe) -> Tensor:
+    """Half the mean over tokens of the larger of two squared errors."""
+    value, before, target = (torch.cat(list(rows)) for rows in (new, old, returns))
+    errors = (value - target).square()
+    if recipe.value_clip > 0:
+        held = before + (value - before).clamp(-recipe.value_clip, recipe.value_clip)
+        errors = torch.maximum(errors, (held - target).square())
+    return errors.mean() / 2

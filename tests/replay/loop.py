@@ -1,0 +1,242 @@
+"""A whole run made anew from what it recorded, with transformers and plain torch; no function of the product is called.
+
+Read of the run: `config.yaml` (settings), `rollouts.jsonl` (of each step's batch, in its order: prompt, tokens, log-probs at the
+draw, versions, rewards, how they ended), and the models that it began with.  Everything else is computed: log-probs and
+values, KL, advantages, minibatches, losses, gradients, learning rates, the KL coefficient, weights.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from tests.replay.formulas import (
+    Batch,
+    actor_loss,
+    advantages_of,
+    critic_loss,
+    kl_of,
+    row_ratio,
+    scores_for_training,
+)
+from tests.replay.recipe import PRESETS, Recipe
+
+HORIZON, MAX_ERROR = 10_000, 0.2
+Row = Mapping[str, Any]
+
+
+@dataclass
+class Replayed:
+    """Final weights by name, and of each step: the last learning rate of the actor, and the KL coefficient.
+
+    `gaps`: of each step, the furthest that a recorded log-prob is from that of the weights of the token's version.
+    """
+
+    actor: dict[str, Tensor] = field(default_factory=dict)
+    critic: dict[str, Tensor] = field(default_factory=dict)
+    rates: list[float] = field(default_factory=list)
+    coefficients: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+
+
+class Trained:
+    """A model with AdamW, gradient clipping and a schedule over `total` updates."""
+
+    def __init__(self, model: Any, settings: Mapping[str, Any], total: int):
+        self.model, self.settings, self.total, self.done = model, settings, total, 0
+        parameters = dict(model.named_parameters())
+        plain = [each for name, each in parameters.items() if each.dim() > 1 and not name.endswith(".bias")]
+        exempt = [each for name, each in parameters.items() if each.dim() == 1 or name.endswith(".bias")]
+        self.adam = torch.optim.AdamW(
+            [{"params": plain, "weight_decay": settings["weight_decay"]}, {"params": exempt, "weight_decay": 0.0}],
+            lr=settings["lr"], betas=tuple(settings["betas"]), eps=settings["eps"],
+        )  # fmt: skip
+
+    def rate(self) -> float:
+        """Of the coming update: a linear ramp to `lr`, then the decay to `min_lr` at the end."""
+        settings, warmup = self.settings, self.settings["warmup_steps"]
+        if warmup and self.done <= warmup:
+            begin = settings["lr"] / warmup
+            return begin + (settings["lr"] - begin) * self.done / warmup
+        if settings["decay"] == "constant":
+            return settings["lr"]
+        share = (self.done - warmup) / (self.total - warmup)
+        left = 1 - share if settings["decay"] == "linear" else (1 + math.cos(math.pi * share)) / 2
+        return settings["min_lr"] + (settings["lr"] - settings["min_lr"]) * left
+
+    def step(self, loss: Tensor) -> float:
+        """One update; the learning rate that it was made with."""
+        rate = self.rate()
+        for group in self.adam.param_groups:
+            group["lr"] = rate
+        self.adam.zero_grad()
+        loss.backward()
+        if self.settings["clip_grad"] > 0:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings["clip_grad"])
+        self.adam.step()
+        self.done += 1
+        return rate
+
+
+def logprobs(model: Any, row: Row, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probs of the response's tokens, and the entropy of each draw."""
+    prompt, response = row["prompt_tokens"], row["tokens"]
+    logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1] / temperature
+    table = logits.log_softmax(-1)
+    return table[torch.arange(len(response)), torch.tensor(response)], -(table.exp() * table).sum(-1)
+
+
+def values(model: Any, row: Row) -> Tensor:
+    """The critic's value of every state in which a token of the response was drawn."""
+    prompt, response = row["prompt_tokens"], row["tokens"]
+    hidden = model.model(torch.tensor([[*prompt, *response]])).last_hidden_state[0, len(prompt) - 1 : -1]
+    return model.score(hidden)[:, 0]
+
+
+def minibatches(rows: int, size: int, count: int, epochs: int, seed: int, step: int) -> Iterator[list[int]]:
+    """The rows of every update: an order of each epoch's own of the groups by a counter-based generator, cut into equal parts."""
+    groups = rows // size
+    count = min(count, groups)
+    for epoch in range(epochs):
+        order = np.arange(groups)
+        if count > 1:
+            np.random.Generator(np.random.Philox(key=[seed, step * 65536 + epoch])).shuffle(order)
+        for part in np.array_split(order, count):
+            yield [group * size + member for group in part.tolist() for member in range(size)]
+
+
+class Replay:
+    """The run in `run`, whose recipe is that of its preset but for `choices`; `versions`: compare tokens with their weights."""
+
+    def __init__(self, run: Path, versions: bool = False, **choices: Any):
+        self.config = yaml.safe_load((run / "config.yaml").read_text())
+        preset = PRESETS[self.config["algorithm"]["preset"]]
+        self.recipe = Recipe.of(self.config, **{**preset, **choices})
+        rows = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
+        self.batches = [[row for row in rows if row["step"] == step] for step in sorted({row["step"] for row in rows})]
+        self.group_size = self.config["rollout"].get("group_size", 1)
+        # Greedy draws are of the policy at temperature 1.
+        self.temperature = self.config["rollout"]["temperature"] or 1.0
+        self.coefficient, self.seen, self.versions = (
+            self.recipe.kl_coefficient,
+            torch.zeros(0, dtype=torch.float64),
+            versions,
+        )
+        self.kept: list[dict[str, Tensor]] = []
+
+    def run(self) -> Replayed:
+        ppo, out = self.config["ppo"], Replayed()
+        warmup, updates = ppo["critic_warmup_steps"], ppo["epochs"] * ppo["minibatches"]
+        start = self.config["actor"]["checkpoint"]
+        reference = (self.config["reference"] or {}).get("checkpoint") or start
+        self.reference = load(AutoModelForCausalLM, reference).requires_grad_(False)
+        self.actor = Trained(
+            load(AutoModelForCausalLM, start), self.config["actor"]["optimizer"], updates * (len(self.batches) - warmup)
+        )
+        self.critic = None
+        if self.recipe.baseline == "critic":
+            section = self.config["critic"]
+            model = load(AutoModelForSequenceClassification, section["checkpoint"])
+            self.critic = Trained(model, section["optimizer"], updates * len(self.batches))
+        for step, rows in enumerate(self.batches, 1):
+            self._step(step, rows, out, trains_actor=step > warmup)
+        out.actor = dict(self.actor.model.state_dict())
+        out.critic = {} if self.critic is None else dict(self.critic.model.state_dict())
+        return out
+
+    def _step(self, step: int, rows: Sequence[Row], out: Replayed, trains_actor: bool) -> None:
+        recipe, ppo = self.recipe, self.config["ppo"]
+        if self.versions:
+            assert not ppo["critic_warmup_steps"], "every step is a version"
+            self.kept.append({name: each.clone() for name, each in self.actor.model.state_dict().items()})
+            out.gaps.append(self._furthest(rows))
+        batch = self._batch(rows)
+        scores_B, seen = scores_for_training(batch, recipe, self.seen)
+        self.seen = seen
+        advantages, returns = advantages_of(batch, scores_B, recipe, self.coefficient)
+        old, importance = self._ratio_base(rows, batch)
+        out.coefficients.append(self.coefficient)
+        rate = math.nan
+        cut = (ppo["minibatches"], ppo["epochs"], self.config["seed"], step)
+        for chosen in minibatches(len(rows), self.group_size, *cut):
+            if trains_actor:
+                found = [logprobs(self.actor.model, rows[i], self.temperature) for i in chosen]
+                loss = actor_loss(
+                    [new for new, _ in found], [entropy for _, entropy in found],
+                    [old[i] for i in chosen], None if importance is None else [importance[i] for i in chosen],
+                    [advantages[i] for i in chosen], [batch.reference[i] for i in chosen],
+                    [batch.groups[i] for i in chosen], recipe, self.coefficient,
+                )  # fmt: skip
+                rate = self.actor.step(loss)
+            if self.critic is not None:
+                assert batch.values is not None
+                new = [values(self.critic.model, rows[i]) for i in chosen]
+                befores, targets = [batch.values[i] for i in chosen], [returns[i] for i in chosen]
+                self.critic.step(critic_loss(new, befores, targets, recipe))
+        out.rates.append(rate)
+        if trains_actor:
+            self._follow_target(batch)
+
+    @torch.no_grad()
+    def _batch(self, rows: Sequence[Row]) -> Batch:
+        return Batch(
+            scores_B=torch.tensor([row["reward"] for row in rows], dtype=torch.float64).float(),
+            groups=[row["seq_id"] // self.group_size for row in rows],
+            cut=[row["finish_reason"] == "length" for row in rows],
+            old=[torch.tensor(row["logprobs"], dtype=torch.float64).float() for row in rows],
+            reference=[logprobs(self.reference, row, self.temperature)[0] for row in rows],
+            values=None if self.critic is None else [values(self.critic.model, row) for row in rows],
+        )
+
+    @torch.no_grad()
+    def _ratio_base(self, rows: Sequence[Row], batch: Batch) -> tuple[Sequence[Tensor], Sequence[Tensor] | None]:
+        """What ratios are taken against, and the weights of stale tokens."""
+        if self.recipe.staleness == "behaviour":
+            return batch.old, None
+        proximal = [logprobs(self.actor.model, row, self.temperature)[0] for row in rows]
+        ratios = [row_ratio(now, then, self.recipe) for now, then in zip(proximal, batch.old, strict=True)]
+        return proximal, [ratio.clamp(max=self.recipe.weight_cap) for ratio in ratios]
+
+    def _follow_target(self, batch: Batch) -> None:
+        """Ziegler et al. 2019: the coefficient moves by the relative error of the KL of a response."""
+        if self.recipe.kl_target is None:
+            return
+        kl = [
+            float(kl_of(old, reference, self.recipe.estimator).double().sum())
+            for old, reference in zip(batch.old, batch.reference, strict=True)
+        ]
+        error = sum(kl) / len(kl) / self.recipe.kl_target - 1
+        self.coefficient *= 1 + min(max(error, -MAX_ERROR), MAX_ERROR) * min(1.0, len(kl) / HORIZON)
+
+    @torch.no_grad()
+    def _furthest(self, rows: Sequence[Row]) -> float:
+        """A token's recorded log-prob against a forward pass of the weights of its version."""
+        gap, now = 0.0, self.kept[-1]
+        for version, weights in enumerate(self.kept):
+            touched = [row for row in rows if version in row["versions"]]
+            if not touched:
+                continue
+            self.actor.model.load_state_dict(weights)
+            for row in touched:
+                of_version = torch.tensor(row["versions"]) == version
+                found = logprobs(self.actor.model, row, self.temperature)[0]
+                gap = max(gap, float((found - torch.tensor(row["logprobs"]))[of_version].abs().max()))
+        self.actor.model.load_state_dict(now)
+        return gap
+
+
+def load(kind: Any, directory: str) -> Any:
+    """A model of transformers whose padding token is a token like any other: there is no padding, and it may be drawn."""
+    model = kind.from_pretrained(directory, dtype=torch.float32).eval()
+    model.get_input_embeddings().padding_idx = None  # its row would have no gradient
+    return model

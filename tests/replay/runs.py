@@ -1,0 +1,71 @@
+"""Short runs whose weights leave a replay no room: every parameter random, Adam's divisor well above rounding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.replay.loop import Replay, Replayed
+from tests.support.hf import save_tiny
+from tests.support.layouts import STEADY_ADAM
+from tests.support.ppo import SHAPE, Outcome, Workspace, read_outcome, weight_distance
+
+CLOSE = 1e-5
+"""Largest absolute distance of a weight; they move by about 1e-2."""
+DELTA = {"rule": "fixed", "initial": 3, "min": 3, "max": 3}
+
+
+def save_models(root: Path) -> None:
+    """An actor, a critic, a reward model and a reference, all of other weights."""
+    shape = {name: SHAPE[name] for name in SHAPE if name not in ("model_type", "initializer_range")}
+    save_tiny(root / "actor", "qwen2", **shape)
+    save_tiny(root / "critic", "qwen2", "scalar", seed=5, **shape)
+    save_tiny(root / "reward", "qwen2", "scalar", seed=6, **shape)
+    save_tiny(root / "reference", "qwen2", seed=7, **shape)
+
+
+def carrying(workspace: Workspace, name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A run with carried rollouts, two epochs of two minibatches each, and most responses shorter than the limit."""
+    root = workspace.root
+    settings: dict[str, Any] = {
+        "steps": 4,
+        "actor": {"checkpoint": str(root / "actor"), "optimizer": STEADY_ADAM},
+        "critic": {"checkpoint": str(root / "critic"), "optimizer": STEADY_ADAM},
+        "reward": {"checkpoint": str(root / "reward")},
+        "rollout": {"batch_size": 6, "max_response_tokens": 40, "stop": list(range(240, 256))},
+        "ppo.gamma": 0.97,
+        "overlap.intra": True,
+        "overlap.inter": True,
+        "overlap.delta": DELTA,
+    }
+    config = workspace.config(name, **(settings | dict(changes)))
+    if config.get("reference"):
+        config["reference"]["checkpoint"] = str(root / config["reference"]["checkpoint"])
+    return config
+
+
+def assert_replays(config: Mapping[str, Any], versions: bool = False, **choices: Any) -> tuple[Outcome, Replayed]:
+    """The finished run's weights, learning rates and KL coefficients are what the replay of its records comes to."""
+    run = Path(config["run_dir"])
+    outcome = read_outcome(run)
+    assert all(line["skipped"] is None for line in outcome.metrics), "a step that was taken back cannot be replayed"
+    replay = Replay(run, versions, **choices)
+    replayed = replay.run()
+    trained = [line for line in outcome.metrics if "lr" in line]
+    assert [line["lr"] for line in trained] == pytest.approx([rate for rate in replayed.rates if not math.isnan(rate)])
+    coefficients = [line["kl_coefficient"] for line in outcome.metrics]
+    if replay.recipe.kl == "none":
+        assert coefficients == [None] * len(coefficients)
+    else:
+        assert coefficients == pytest.approx(replayed.coefficients, rel=1e-7)
+    start = AutoModelForCausalLM.from_pretrained(config["actor"]["checkpoint"], dtype=torch.float32).state_dict()
+    assert weight_distance(outcome.actor, {name: start[name] for name in outcome.actor}) > 1e-3, "the run should train"
+    for role, ours, theirs in ("actor", outcome.actor, replayed.actor), ("critic", outcome.critic, replayed.critic):
+        assert weight_distance(ours, {name: theirs[name] for name in ours}) < CLOSE, role
+    return outcome, replayed

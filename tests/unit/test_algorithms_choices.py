@@ -1,0 +1,202 @@
+"""The choices of an algorithm against plain loops and enumeration: baselines, scales, ratios, objectives, weights."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from oppo_megatron.algorithms.baselines import DEVIATION_EPS, compared, equal_groups
+from oppo_megatron.algorithms.kl import kl_per_token, with_reverse_gradient
+from oppo_megatron.algorithms.losses import ActorTargets, Surrogate, policy_loss
+from oppo_megatron.algorithms.reduction import row_weights
+from oppo_megatron.algorithms.staleness import ratio_base
+from oppo_megatron.config.algorithm import Baseline, Objective, Ratio, Reduction, Scale
+
+DOUBLE = torch.float64
+LENGTHS = [3, 1, 4, 2, 6, 1]
+
+
+def randn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=DOUBLE)
+
+
+def plain_compared(groups: list[list[float]], baseline: str, scale: str) -> list[float]:
+    scores = [score for group in groups for score in group]
+    centred = []
+    for group in groups:
+        mean = sum(group) / len(group)
+        for score in group:
+            if baseline == "group_mean":
+                centred.append(score - mean)
+            elif baseline == "others":
+                centred.append(score - (sum(group) - score) / (len(group) - 1))
+            else:
+                centred.append(score)
+    if scale == "group_std":
+        deviations = [statistics.stdev(group) for group in groups for _ in group]
+        return [x / (d + DEVIATION_EPS) for x, d in zip(centred, deviations, strict=True)]
+    if scale == "batch_std":
+        return [x / (statistics.stdev(scores) + DEVIATION_EPS) for x in centred]
+    if scale == "advantage_std":
+        mean, deviation = statistics.fmean(centred), statistics.stdev(centred)
+        return [(x - mean) / (deviation + DEVIATION_EPS) for x in centred]
+    return centred
+
+
+@pytest.mark.parametrize("scale", get_args(Scale))
+@pytest.mark.parametrize("baseline", get_args(Baseline))
+def test_scores_are_compared_as_plain_loops_do(baseline: Baseline, scale: Scale) -> None:
+    groups = [[0.5, -1.0, 2.0, 0.0], [1.0, 1.5, 1.25, -3.0], [0.0, 0.0, 0.0, 1.0]]
+    scores_B = torch.tensor([score for group in groups for score in group], dtype=DOUBLE)
+    assert compared(scores_B, 4, baseline, scale).tolist() == pytest.approx(plain_compared(groups, baseline, scale))
+
+
+@pytest.mark.parametrize("score", [0.1, 0.7, 1 / 3, -5e7])
+@pytest.mark.parametrize("size", [2, 3, 8, 17])
+@pytest.mark.parametrize("scale", ["none", "group_std", "batch_std"])
+@pytest.mark.parametrize("baseline", ["group_mean", "others"])
+def test_a_group_of_equal_scores_has_no_advantage_at_all(
+    baseline: Baseline, scale: Scale, size: int, score: float
+) -> None:
+    """Their mean, or deviation, may be off by a rounding, which a division by a small deviation would blow up."""
+    equal_B, other_B = torch.full((size,), score), torch.arange(size).float()
+    scores_B = torch.cat([equal_B, other_B])
+    advantages_B = compared(scores_B, size, baseline, scale)
+    assert advantages_B[:size].tolist() == [0.0] * size and bool((advantages_B[size:] != 0).any())
+    assert equal_groups(scores_B, size).tolist() == [True, False]
+
+
+def plain_losses(
+    rows: list[tuple[list[float], list[float], list[float]]], ratio: str, surrogate: Surrogate
+) -> list[list[float]]:
+    """Of rows of (log-probs, old ones, advantages): the loss of each token."""
+    low, high = 1 - surrogate.clip, 1 + (surrogate.clip if surrogate.clip_high is None else surrogate.clip_high)
+    found = []
+    for logp, old, advantages in rows:
+        d = [a - b for a, b in zip(logp, old, strict=True)]
+        log_ratio = {
+            "token": d, "sequence": [sum(d) / len(d)] * len(d), "sequence_token": [sum(d) / len(d)] * len(d),
+            "sequence_product": [sum(d)] * len(d),
+        }[ratio]  # fmt: skip
+        parts = len(d) if ratio == "sequence_product" and surrogate.objective == "clip" else 1
+        losses = []
+        for new, log_r, advantage in zip(logp, log_ratio, advantages, strict=True):
+            r = math.exp(log_r)
+            if surrogate.objective == "plain":
+                loss = -advantage * new
+            elif surrogate.objective == "cispo":
+                loss = -min(r, surrogate.ratio_cap or math.inf) * advantage * new
+            else:
+                loss = -min(r * advantage, min(max(r, low), high) * advantage)
+                if surrogate.dual_clip is not None and advantage < 0:
+                    loss = min(loss, surrogate.dual_clip * -advantage)
+            losses.append(loss / parts)
+        found.append(losses)
+    return found
+
+
+SURROGATES = {
+    "clip": Surrogate(0.2), "clip-higher": Surrogate(0.2, clip_high=0.5), "dual clip": Surrogate(0.2, dual_clip=1.3),
+    "cispo": Surrogate(0.2, ratio_cap=1.1, objective="cispo"), "plain": Surrogate(0.2, objective="plain"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ratio", get_args(Ratio))
+@pytest.mark.parametrize("name", SURROGATES)
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 2**31))
+def test_the_surrogate_equals_plain_loops_over_rows(name: str, ratio: Ratio, seed: int) -> None:
+    surrogate = Surrogate(**vars(SURROGATES[name]) | {"ratio": ratio})
+    logp_T, noise_T, advantages_T = randn(3, sum(LENGTHS), seed=seed)
+    old_T = logp_T + 0.4 * noise_T
+    share_T = randn(sum(LENGTHS), seed=seed + 1).exp()
+    targets = ActorTargets(old_T, advantages_T, share_T=share_T, lengths_R=torch.tensor(LENGTHS))
+    loss, stats = policy_loss(logp_T, targets, surrogate, 40)
+    rows = list(zip(*(x.split(LENGTHS) for x in (logp_T, old_T, advantages_T)), strict=True))
+    expected = [x for row in plain_losses([tuple(x.tolist() for x in row) for row in rows], ratio, surrogate) for x in row]
+    weighted = sum(x * w for x, w in zip(expected, share_T.tolist(), strict=True))
+    assert float(loss) == pytest.approx(weighted / 40, rel=1e-9)
+    assert float(stats.loss) == pytest.approx(weighted, rel=1e-9)
+
+
+@pytest.mark.parametrize("ratio", get_args(Ratio))
+@pytest.mark.parametrize("objective", get_args(Objective))
+def test_on_policy_every_ratio_has_the_policy_gradient(objective: Objective, ratio: Ratio) -> None:
+    """Where nothing has moved, a token's gradient is minus its advantage; a response's ratio has a mean's or a sum's of them."""
+    old_T = -randn(sum(LENGTHS), seed=3).abs()
+    advantages_T = torch.cat([torch.full((n,), float(i) - 2, dtype=DOUBLE) for i, n in enumerate(LENGTHS)])
+    logp_T = old_T.clone().requires_grad_()
+    surrogate = Surrogate(0.2, ratio_cap=5.0, ratio=ratio, objective=objective)
+    loss, _ = policy_loss(logp_T, ActorTargets(old_T, advantages_T, lengths_R=torch.tensor(LENGTHS)), surrogate, 1)
+    loss.backward()
+    assert logp_T.grad is not None
+    torch.testing.assert_close(logp_T.grad, -advantages_T)
+
+
+def test_a_ratio_by_tokens_of_a_response_has_each_tokens_own_gradient() -> None:
+    """GSPO-token: with advantages that differ within a response, each token is moved by its own."""
+    old_T, advantages_T = randn(2, 5, seed=4)
+    logp_T = (old_T + 0.01).requires_grad_()
+    surrogate, lengths_R = Surrogate(0.9, ratio="sequence_token"), torch.tensor([5])
+    loss, _ = policy_loss(logp_T, ActorTargets(old_T, advantages_T, lengths_R=lengths_R), surrogate, 1)
+    (gradient_T,) = torch.autograd.grad(loss, logp_T)
+    torch.testing.assert_close(gradient_T, -advantages_T * math.exp(0.01))
+
+
+@pytest.mark.parametrize("reduction", get_args(Reduction))
+def test_weights_are_those_of_the_reduction(reduction: Reduction) -> None:
+    T, N = sum(LENGTHS), len(LENGTHS)
+    groups = [sum(LENGTHS[i : i + 2]) for i in range(0, N, 2)]
+    expected = {
+        "token_mean": [1 / T] * N, "sequence_mean": [1 / (N * n) for n in LENGTHS], "constant": [1 / (N * 9)] * N,
+        "group_token_mean": [1 / (len(groups) * groups[i // 2]) for i in range(N)], "sequence_sum": [1 / N] * N,
+    }[reduction]  # fmt: skip
+    weights = row_weights(LENGTHS, 2, reduction, longest=9)
+    assert [weight / T for weight in weights] == pytest.approx(expected, rel=1e-12)
+    assert reduction != "token_mean" or weights == [1.0] * N, "plain PPO multiplies by nothing"
+
+
+def softmax_policy(logits_A: Tensor) -> Tensor:
+    return logits_A.log_softmax(0)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("moved", [0.0, 0.5], ids=["on-policy", "off-policy"])
+def test_the_reverse_gradient_is_that_of_the_kl_in_expectation(estimator: str, moved: float) -> None:
+    """Enumerated over a policy's actions; k3's own gradient is that of the reversed KL, and k1's nothing."""
+    logits_A, reference_A, noise_A = randn(3, 6, seed=5)
+    logits_A.requires_grad_()
+    logp_A, reference_A = softmax_policy(logits_A), softmax_policy(reference_A)
+    old_A = softmax_policy(logits_A + moved * noise_A).detach()
+    kl = (logp_A.exp() * (logp_A - reference_A)).sum()
+    (wanted_A,) = torch.autograd.grad(kl, logits_A, retain_graph=True)
+    own_A = kl_per_token(logp_A, reference_A, estimator)
+    found = (old_A.exp() * with_reverse_gradient(own_A, logp_A, old_A, estimator)).sum()
+    (gradient_A,) = torch.autograd.grad(found, logits_A, retain_graph=True)
+    if estimator != "k2":
+        torch.testing.assert_close(found, kl)
+    if estimator != "k2" or not moved:
+        torch.testing.assert_close(gradient_A, wanted_A)
+    (reversed_A,) = torch.autograd.grad(-(reference_A.exp() * logp_A).sum(), logits_A, retain_graph=True)
+    (own_gradient_A,) = torch.autograd.grad((logp_A.detach().exp() * own_A).sum(), logits_A)
+    expected_A = {"k1": torch.zeros(6, dtype=DOUBLE), "k2": wanted_A, "k3": reversed_A}[estimator]
+    torch.testing.assert_close(own_gradient_A, expected_A)
+
+
+@pytest.mark.parametrize("ratio", get_args(Ratio))
+def test_the_weight_of_a_stale_response_is_made_as_its_ratio(ratio: Ratio) -> None:
+    behaviour_T, noise_T = randn(2, sum(LENGTHS), seed=6)
+    proximal_T = behaviour_T + 0.3 * noise_T
+    _, weight_T = ratio_base(behaviour_T, proximal_T, "decoupled", ratio, torch.tensor(LENGTHS))
+    expected = []
+    for row in (0.3 * noise_T).split(LENGTHS):
+        value = {"token": row, "sequence_product": row.sum().expand(len(row))}.get(ratio, row.mean().expand(len(row)))
+        expected += [min(math.exp(x), 2.0) for x in value.tolist()]
+    assert weight_T is not None and weight_T.tolist() == pytest.approx(expected)

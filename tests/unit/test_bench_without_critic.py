@@ -1,0 +1,112 @@
+"""Benchmarks of configurations without a critic, a reference or a reward model: each works, or says what it lacks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from oppo_megatron.bench.dry_run import DryRun
+from oppo_megatron.bench.limit import Response, least_seconds
+from oppo_megatron.bench.overlap import MODES, known_modes, placed
+from oppo_megatron.bench.peaks import Peaks
+from oppo_megatron.bench.scaling import make_axes, with_batch
+from oppo_megatron.cli.main import main
+from oppo_megatron.config.load import config_yaml
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.layout.placements import role_placements, world_size
+from oppo_megatron.preflight.validate import train_problems
+
+SHAPE = {
+    "model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 128, "vocab_size": 288, "max_position_embeddings": 128,
+}  # fmt: skip
+PEAKS = Peaks("float32", {1: 1e9}, {1: 1e9}, {1: {1: 1e9, 8: 1e9}})
+
+
+def config(preset: str, **changes: Any) -> TrainConfig:
+    """64 responses in groups of 8, scored by a rule."""
+    plain: dict[str, Any] = {
+        "run_dir": "runs/x", "algorithm": {"preset": preset}, "steps": 3,
+        "tokenizer": {"path": "t.model"}, "data": {"path": "p.jsonl", "max_prompt_tokens": 16},
+        "actor": {"init": SHAPE}, "rewards": [{"kind": "verifier", "name": "arithmetic"}],
+        "rollout": {"batch_size": 64, "group_size": 8, "max_response_tokens": 16},
+        "ppo": {"minibatches": 4}, "overlap": {"delta": {"initial": 2, "max": 2}}, "debug": {"forced_lengths": [4, 0.5]},
+    }  # fmt: skip
+    return TrainConfig.model_validate(plain | changes)
+
+
+def faults(config: TrainConfig) -> list[str]:
+    """What is wrong but for the files that are not there."""
+    return [problem for problem in train_problems(config) if "does not exist" not in problem]
+
+
+def test_the_least_time_counts_the_scorers_that_there_are() -> None:
+    responses = [Response(5, 7, 7), Response(6, 4, 9)]
+    found = {name: least_seconds(config(name), responses, PEAKS, 1) for name in ("dapo", "grpo")}
+    assert found["dapo"]["score_s"] == 0 < found["grpo"]["score_s"]
+    for name in found:
+        assert found[name]["train_s"] > 0
+        assert found[name]["least_s"] == pytest.approx(
+            sum(found[name][key] for key in ("decode_s", "score_s", "train_s"))
+        )
+
+
+@pytest.mark.parametrize("preset", ["dapo", "grpo"])
+def test_axes_have_whole_groups_and_no_ranks_without_a_role(preset: str) -> None:
+    base = config(preset, placement={"mode": "disaggregated"})
+    axes = make_axes(base, ["ranks", "batch"], [1, 2, 3], [0.25, 1, 1.6])
+    assert axes["batch"].values == [32, 64, 96], "multiples of 4 minibatches of groups of 8"
+    for axis in axes.values():
+        for value in axis.values:
+            there = axis.at(base, value)
+            assert not faults(there)
+            assert world_size(there) == (value if axis is axes["ranks"] else world_size(base))
+    actor = role_placements(axes["ranks"].at(base, 3))["actor"]
+    assert actor.dp == (3 if preset == "dapo" else 2)
+    assert with_batch(config(preset, overlap={"delta": {"initial": 8, "max": 8}}), 32).overlap.delta.max == 4
+
+
+@pytest.mark.parametrize("preset", ["dapo", "grpo"])
+def test_every_placement_of_the_overlap_benchmark(preset: str) -> None:
+    for placement, ranks in (("single", 1), ("replicas", 2)):
+        there = placed(config(preset, placement={"mode": "disaggregated"}), placement, 2)
+        assert world_size(there) == ranks and not faults(there)
+    assert known_modes(config(preset)) == [mode for mode in MODES if "critic" not in mode and "both" not in mode]
+
+
+@pytest.mark.parametrize("preset", ["dapo", "reinforce_pp"])
+def test_the_loop_without_models_has_no_scorer_to_wait_for(preset: str) -> None:
+    steps = DryRun(config(preset), 16).run()
+    assert len(steps) == 3 and all(step["planner and checker"] > 0 for step in steps)
+
+
+def test_what_needs_a_critic_or_a_scorer_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    Path("tok").mkdir()
+    Path("rows.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
+    tree = yaml.safe_load(config_yaml(config("dapo")))
+    tree |= {"tokenizer": {"path": "tok"}, "data": {"path": "rows.jsonl", "max_prompt_tokens": 16}}
+    Path("c.yaml").write_text(yaml.safe_dump(tree))
+    wrong = {
+        (
+            "overlap",
+            "--modes",
+            "full,full+critic",
+        ): "--modes names full+critic, which would hide the critic's update, but "
+        "algorithm.preset dapo has no critic; choose from sequential, intra, inter, full, full+backfill",
+        ("chunk",): "no reference, critic or reward model, so a chunk's size decides nothing",
+        ("weave",): "no reference, critic or reward model, so nothing is woven into the decoding",
+        ("overhead", "--batch", "100"): "--batch is 100, but must be a multiple of 32 (ppo.minibatches 4 times "
+        "rollout.group_size 8); give --batch 96",
+    }
+    for (kind, *arguments), message in wrong.items():
+        assert main(["bench", kind, "c.yaml", "--out", "out", *arguments]) == 2
+        assert message in capsys.readouterr().err
+    assert not Path("out").exists()

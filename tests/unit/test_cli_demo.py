@@ -1,0 +1,90 @@
+"""`oppo demo`: the stages of every preset, and what their configurations come to."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+
+from oppo_megatron.cli.demo import CONFIGS, OUT, RUNS, beside, find_configs, plan
+from oppo_megatron.cli.demo_report import comparison
+from oppo_megatron.cli.stages import Stage
+from oppo_megatron.config.algorithm import PRESETS
+from oppo_megatron.config.load import load_config
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.errors import ConfigError
+from oppo_megatron.layout.placements import named_roles, world_size
+from oppo_megatron.preflight.validate import train_problems
+
+ROOT = Path(__file__).resolve().parents[2]
+FIGURES = {
+    "step_s": 0.5, "scoring_hidden": None, "reward_first": 0.4, "reward_last": 0.8, "deferred": {"0": 9, "1": 1},
+    "accuracy_before": 0.25, "accuracy_after": 0.625,
+}  # fmt: skip
+
+
+def trained(stage: Stage) -> TrainConfig:
+    """The configuration that a stage trains."""
+    assert isinstance(stage.make, functools.partial)
+    kind, file, changes = stage.make.args
+    assert kind == "train"
+    return load_config(TrainConfig, file, changes)
+
+
+@pytest.mark.parametrize("quick", [False, True], ids=["whole", "quick"])
+@pytest.mark.parametrize("algorithm", PRESETS)
+def test_the_stages_of_a_preset(algorithm: str, quick: bool, tmp_path: Path) -> None:
+    preset, out = PRESETS[algorithm], tmp_path / "demo"
+    stages = {stage.name: stage for stage in plan(out, ROOT / CONFIGS, 3, quick, algorithm)}
+    assert list(stages) == ["data", "tokenizer", "sft", *(["rm"] if algorithm == "ppo" else []), *RUNS]
+    for name, overlaps in RUNS.items():
+        assert [stage.name for stage in stages[name].after] == [before for before in stages if before not in RUNS]
+        config = trained(stages[name])
+        problems = train_problems(config)
+        assert problems and all("does not exist" in problem for problem in problems), problems
+        assert config.algorithm.preset == algorithm and config.seed == 3 and config.run_dir == out / name
+        assert (config.overlap.intra, config.overlap.inter) == (overlaps, overlaps)
+        assert config.ppo.kl.mode == preset.kl["mode"] or algorithm == "ppo"
+        scorers = ["reference", "critic", "reward"] if algorithm == "ppo" else ["reference"]
+        assert [*named_roles(config)] == ["actor", *([] if preset.kl["mode"] == "none" else scorers)]
+        assert world_size(config) == 2
+        size = 1 if algorithm == "ppo" else 4 if quick else 8
+        assert config.rollout.group_size == size and config.overlap.delta.max > 0
+
+
+def test_the_arithmetic_examples_are_what_the_demo_runs() -> None:
+    """But for paths, the size that fills both cores, and the place of a preset without a reference."""
+    folder = ROOT / CONFIGS
+    for name in ("ppo", "grpo", "dapo"):
+        file, out = folder / f"{name}.yaml", beside(OUT, name)
+        own, stage = load_config(TrainConfig, file), plan(out, folder, 1, False, name)[-1]
+        theirs = trained(stage)
+        if name == "dapo":
+            theirs = theirs.model_copy(update={"placement": own.placement})
+        assert own == theirs
+
+
+def test_each_algorithm_has_a_folder_of_its_own() -> None:
+    folders = [beside(OUT, name) for name in PRESETS]
+    assert folders[0] == Path("runs/demo") and len({*folders}) == len(PRESETS)
+    assert beside(OUT, "dapo") == Path("runs/demo-dapo")
+
+
+def test_only_the_configurations_of_the_algorithm_are_asked_for(tmp_path: Path) -> None:
+    for name in ("sft", "grpo"):
+        (tmp_path / f"{name}.yaml").touch()
+    assert find_configs(tmp_path, "rloo") == tmp_path
+    with pytest.raises(ConfigError, match="no sft.yaml, rm.yaml and ppo.yaml in"):
+        find_configs(tmp_path)
+    (tmp_path / "grpo.yaml").unlink()
+    with pytest.raises(ConfigError, match="no sft.yaml and grpo.yaml in .*name their folder with --configs"):
+        find_configs(tmp_path, "rloo")
+
+
+def test_a_table_without_scorers_has_no_row_for_them() -> None:
+    table = comparison({name: FIGURES for name in RUNS}, 1.0, "dr_grpo")
+    labels = list(table.columns[0].cells)
+    assert str(table.title).startswith("DR_GRPO on arithmetic") and "scoring time hidden" not in labels
+    scored = comparison({name: FIGURES | {"scoring_hidden": 0.5} for name in RUNS}, 1.0, "ppo")
+    assert str(scored.title).startswith("PPO on arithmetic") and "scoring time hidden" in scored.columns[0].cells

@@ -1,0 +1,421 @@
+"""Properties of the filter of groups over whole runs, on the tiny decode engine of `test_overcommit_simulation.py`.
+
+Each response's score is given, so that what is dropped is known beforehand; it is asked for by `judge`, which notes when.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oppo_megatron.errors import SamplingError
+from oppo_megatron.overcommit.buffer import RolloutBuffer
+from oppo_megatron.overcommit.filter import GroupFilter, Rule, VerdictClock
+from oppo_megatron.overcommit.scheduler import OvercommitScheduler
+from oppo_megatron.records import Prompt, Rollout, StepSignals
+from tests.unit.test_overcommit_ahead import Deltas
+from tests.unit.test_overcommit_simulation import CHUNKS, Log, NaiveGroup, decode_round
+
+NO_SIGNALS = StepSignals(0.0, 0.0, 1.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's plan: length and score of each response; responses of a batch and of a group, in groups: delta of each step.
+
+    `steps` None: the prompts end the run."""
+
+    lengths: list[int]
+    scores: list[float]
+    batch_size: int
+    group_size: int
+    deltas: list[int]
+    max_staleness: int
+    every: int
+    lag: int
+    steps: int | None = None
+    max_groups: int = 10**6
+
+    def drops(self, group: int) -> bool:
+        first, *others = self.scores[group * self.group_size : (group + 1) * self.group_size]
+        return all(score == first for score in (first, *others))
+
+
+@dataclass
+class Story:
+    """What has become of a run: everything that may not depend on the size of a chunk."""
+
+    batches: list[list[Rollout]] = field(default_factory=list)
+    clocks: list[int] = field(default_factory=list)
+    dropped: list[tuple[int, int]] = field(default_factory=list)  # clock, sequence
+    judged: list[tuple[int, int]] = field(default_factory=list)
+    entered: list[tuple[int, int]] = field(default_factory=list)
+    known: list[int] = field(default_factory=list)
+
+
+class Simulation:
+    """A run up to where it stands; `restored` is the same from what a checkpoint would hold."""
+
+    def __init__(self, run: Run, position: int = 0, to_train: int | None = None, deltas: Deltas | None = None):
+        prompts = (Prompt(i, row=i, text="", tokens=(0,)) for i in range(position, len(run.lengths)))
+        self.run = run
+        self.buffer = RolloutBuffer(
+            run.batch_size, run.deltas[0], run.max_staleness, backfill=True, group_size=run.group_size, filtered=True
+        )
+        if to_train is None and run.steps is not None:
+            to_train = run.steps * run.batch_size
+        self.deltas = deltas or Deltas(run.deltas)
+        self.scheduler = OvercommitScheduler(prompts, self.buffer, self.deltas, run.every, to_train)
+        rule = Rule(("acc",), lambda parts: parts[0], run.max_groups)
+        self.filter = GroupFilter(self.scheduler, VerdictClock(run.every, run.lag), rule)
+        self.story, self.done, self.in_step = Story(), 0, False
+
+    def judge(self, due: Sequence[Rollout]) -> list[list[float]]:
+        assert all(rollout.finished for rollout in due)
+        self.story.judged += [(self.buffer.clock, rollout.seq_id) for rollout in due]
+        return [[self.run.scores[rollout.seq_id]] for rollout in due]
+
+    def settle(self) -> None:
+        dropped = self.filter.settle(self.judge)
+        self.story.dropped += [(self.buffer.clock, rollout.seq_id) for rollout in dropped]
+        self.story.known.append(self.filter.known)
+        held = {rollout.seq_id for rollout in self.buffer.rollouts}
+        for group in {
+            seq_id // self.run.group_size for seq_id in held if self.run.drops(seq_id // self.run.group_size)
+        }:
+            members = range(group * self.run.group_size, (group + 1) * self.run.group_size)
+            assert not self.filter.scores.keys() >= set(members), "a group leaves with its last member's verdict"
+
+    def enter(self, rollouts: Sequence[Rollout]) -> None:
+        self.story.entered += [(self.buffer.clock, rollout.seq_id) for rollout in rollouts]
+        held = max(self.buffer.capacity, self.held)
+        assert len(self.buffer) <= held, "no more than B + delta groups, whatever their state"
+        self.held = len(self.buffer)
+
+    held = 0
+
+    @property
+    def over(self) -> bool:
+        return self.scheduler.done or self.done == self.run.steps
+
+    def begin(self) -> None:
+        self.held = len(self.buffer)
+        self.enter(self.scheduler.begin_step())
+        self.filter.begin_step()
+        self.settle()
+        self.in_step = True
+
+    def round(self, chunk_tokens: int) -> None:
+        self.held = len(self.buffer)
+        self.enter(self.scheduler.backfill())
+        assert self.buffer.active, "there is something to decode, or the batch is complete"
+        steps = self.scheduler.chunk(chunk_tokens)
+        decode_round(self.buffer, self.run.lengths, version=self.done, index=0, chunk_tokens=steps, log=Log())
+        self.settle()
+
+    def end(self) -> None:
+        batch = self.scheduler.take_batch()
+        self.filter.retire(batch)
+        self.in_step = False
+        if not batch:
+            assert self.scheduler.done, "only the end of the prompts leaves nothing"
+            return
+        self.story.batches.append(list(batch))
+        self.story.clocks.append(self.buffer.clock)
+        self.scheduler.end_step(self.done, NO_SIGNALS)
+        self.done += 1
+
+    def play(self, chunk_tokens: int, rounds: int | None = None) -> Story:
+        """To the end, or for so many rounds."""
+        while not self.over:
+            if not self.in_step:
+                self.begin()
+            while not self.buffer.readiness().ready:
+                if rounds is not None and rounds <= 0:
+                    return self.story
+                rounds = None if rounds is None else rounds - 1
+                self.round(chunk_tokens)
+            self.end()
+        return self.story
+
+    def restored(self) -> Simulation:
+        """Through JSON, as a checkpoint keeps it."""
+        state = json.loads(
+            json.dumps([self.scheduler.state_dict(), self.filter.state_dict(), self.deltas.state_dict()])
+        )
+        to_train = None if self.run.steps is None else (self.run.steps - self.done) * self.run.batch_size
+        again = Simulation(self.run, self.scheduler.position, to_train, Deltas(self.run.deltas))
+        again.scheduler.load_state_dict(state[0], self.buffer.rollouts)
+        again.filter.load_state_dict(state[1])
+        again.story, again.done, again.in_step = self.story, self.done, self.in_step
+        return again
+
+
+@st.composite
+def plans(draw: st.DrawFn, steps: bool | None = None) -> Run:
+    """Long-tailed lengths, and scores of which a group's are often all the same."""
+    size, groups = draw(st.sampled_from([2, 3])), draw(st.integers(1, 4))
+    longest = st.one_of(st.integers(1, 4), st.integers(1, 12), st.integers(20, 90))
+    lengths = draw(st.lists(longest, max_size=60))
+    lengths = lengths[: len(lengths) // size * size]
+    bounded = draw(st.booleans()) if steps is None else steps
+    return Run(
+        lengths=lengths,
+        scores=draw(st.lists(st.sampled_from([0.0, 0.0, 1.0]), min_size=len(lengths), max_size=len(lengths))),
+        batch_size=groups * size,
+        group_size=size,
+        deltas=draw(st.lists(st.integers(0, groups), min_size=1, max_size=4)),
+        max_staleness=draw(st.integers(1, 3)),
+        every=draw(st.integers(1, 9)),
+        lag=draw(st.integers(0, 2)),
+        steps=draw(st.integers(1, 4)) if bounded else None,
+    )
+
+
+@given(run=plans(steps=False), chunk_tokens=st.sampled_from(CHUNKS))
+@settings(max_examples=150, deadline=None)
+def test_every_group_is_trained_or_dropped_once_by_its_scores_alone(run: Run, chunk_tokens: int) -> None:
+    story = Simulation(run).play(chunk_tokens)
+    trained = [r.seq_id for batch in story.batches for r in batch]
+    dropped = [seq_id for _, seq_id in story.dropped]
+    assert sorted(trained + dropped) == list(range(len(run.lengths)))
+    assert {seq_id // run.group_size for seq_id in dropped} == {
+        group for group in range(len(run.lengths) // run.group_size) if run.drops(group)
+    }
+    assert all(len(r.tokens) == run.lengths[r.seq_id] for batch in story.batches for r in batch)
+    assert all(len(batch) == run.batch_size for batch in story.batches[:-1]) and all(story.batches)
+
+
+@given(run=plans(), chunk_tokens=st.sampled_from(CHUNKS))
+@settings(max_examples=150, deadline=None)
+def test_every_response_is_judged_once_when_its_verdict_is_due(run: Run, chunk_tokens: int) -> None:
+    simulation = Simulation(run)
+    story = simulation.play(chunk_tokens)
+    gone = {r.seq_id: r.finish_clock for batch in story.batches for r in batch}
+    judged = {seq_id: clock for clock, seq_id in story.judged}
+    assert len(judged) == len(story.judged), "scores are asked for once"
+    for seq_id, ended in gone.items():
+        assert ended is not None
+        due = run.every * (-(-ended // run.every) + run.lag)
+        assert judged[seq_id] == due
+    for batch, clock in zip(story.batches, story.clocks, strict=True):
+        assert clock % run.every == 0 or clock == 0
+        assert all(judged[r.seq_id] <= clock for r in batch)
+
+
+@given(run=plans())
+@settings(max_examples=60, deadline=None)
+def test_chunk_size_changes_nothing_and_runs_repeat(run: Run) -> None:
+    first = Simulation(run).play(CHUNKS[0])
+    for chunk_tokens in CHUNKS:
+        story = Simulation(run).play(chunk_tokens)
+        assert replace_known(story) == replace_known(first)
+
+
+def replace_known(story: Story) -> Story:
+    """Without what is noted after each round, of which there are more with smaller chunks."""
+    return replace(story, known=[])
+
+
+@given(run=plans(), chunk_tokens=st.sampled_from(CHUNKS), rounds=st.lists(st.integers(0, 5), max_size=4))
+@settings(max_examples=150, deadline=None)
+def test_a_run_that_was_saved_goes_on_as_if_it_had_not_been(run: Run, chunk_tokens: int, rounds: list[int]) -> None:
+    """Stopped after so many rounds, each time; a filter's scores and counts go with it."""
+    plain = Simulation(run).play(chunk_tokens)
+    simulation = Simulation(run)
+    for count in rounds:
+        simulation.play(chunk_tokens, count)
+        counts = simulation.filter.counts
+        simulation = simulation.restored()
+        assert simulation.filter.counts == counts
+    assert replace_known(simulation.play(chunk_tokens)) == replace_known(plain)
+
+
+@given(run=plans(steps=True), chunk_tokens=st.sampled_from(CHUNKS))
+@settings(max_examples=150, deadline=None)
+def test_the_last_of_so_many_steps_leaves_nothing_behind(run: Run, chunk_tokens: int) -> None:
+    """Admission ends with trained + kept + undecided = steps * B; fewer steps are made only where the prompts end before."""
+    simulation = Simulation(run)
+    story = simulation.play(chunk_tokens)
+    assert run.steps is not None and len(story.batches) <= run.steps
+    if len(story.batches) == run.steps and all(len(batch) == run.batch_size for batch in story.batches):
+        assert len(simulation.buffer) == 0
+        rest = [seq_id for _, seq_id in story.entered]
+        assert len(rest) == run.steps * run.batch_size + len(story.dropped)
+    else:
+        assert len(story.entered) == len(run.lengths), "the prompts have ended"
+
+
+@given(run=plans(), chunk_tokens=st.sampled_from(CHUNKS))
+@settings(max_examples=150, deadline=None)
+def test_batches_agree_with_the_naive_model(run: Run, chunk_tokens: int) -> None:
+    story = Simulation(run).play(chunk_tokens)
+    assert [[(r.seq_id, r.finish_clock) for r in batch] for batch in story.batches] == naive_batches(run)
+
+
+def naive_batches(run: Run) -> list[list[tuple[int, int]]]:
+    """An independent model with no buffer, no rounds and no state of verdicts: (sequence, finish clock) of each batch."""
+    n = run.group_size
+    waiting, held, batches, clock = (
+        list(range(len(run.lengths) // n)),
+        dict[int, NaiveGroup](),
+        list[list[tuple[int, int]]](),
+        0,
+    )
+
+    def enter() -> None:
+        places = run.batch_size // n + run.deltas[len(batches) % len(run.deltas)]
+        quota = len(run.lengths) if run.steps is None else (run.steps - len(batches)) * run.batch_size // n
+        while waiting and len(held) < min(places, quota):
+            newest = waiting.pop(0)
+            held[newest] = NaiveGroup(run.lengths[newest * n : (newest + 1) * n], [0] * n)
+
+    def kept(group: NaiveGroup) -> bool:
+        return group.ended and run.every * (-(-group.end // run.every) + run.lag) <= clock
+
+    while (waiting or held) and len(batches) != run.steps:
+        enter()
+        while True:
+            size = run.batch_size // n if waiting else min(run.batch_size // n, len(held))
+            must = [g for g in held if held[g].age >= run.max_staleness]
+            ready = [g for _, g in sorted((held[g].end, g) for g in held if kept(held[g]))]
+            if clock % run.every == 0 and len(ready) >= size and set(must) <= set(ready):
+                break
+            clock += 1
+            for group in held.values():
+                group.advance(clock)
+            if clock % run.every == 0:
+                for g in [g for g in held if kept(held[g]) and run.drops(g)]:
+                    del held[g]
+                size = run.batch_size // n if waiting else min(run.batch_size // n, len(held))
+                if sum(kept(group) for group in held.values()) < size or not all(
+                    kept(group) for group in held.values() if group.age >= run.max_staleness
+                ):
+                    enter()
+        chosen = [*must, *(g for g in ready if g not in must)][:size]
+        if chosen:
+            in_order = sorted(chosen, key=lambda g: (held[g].end, g))
+            batches.append([(g * n + i, held[g].ends[i]) for g in in_order for i in range(n)])
+        held = {g: group for g, group in held.items() if g not in chosen}
+        for group in held.values():
+            group.age += 1
+    return batches
+
+
+@given(run=plans(), chunk_tokens=st.sampled_from(CHUNKS))
+@settings(max_examples=100, deadline=None)
+def test_no_group_is_deferred_beyond_the_cap_and_batches_go_by_the_clock(run: Run, chunk_tokens: int) -> None:
+    n = run.group_size
+    for batch in Simulation(run).play(chunk_tokens).batches:
+        assert all(rollout.deferrals <= run.max_staleness for rollout in batch)
+        groups = [batch[i : i + n] for i in range(0, len(batch), n)]
+        assert all([r.seq_id % n for r in group] == list(range(n)) for group in groups)
+        keys = [(max(r.finish_clock or 0 for r in group), group[0].admission) for group in groups]
+        assert keys == sorted(keys)
+
+
+@given(run=plans(), chunk_tokens=st.sampled_from(CHUNKS))
+@settings(max_examples=100, deadline=None)
+def test_what_is_sure_to_be_trained_is_in_the_next_batch(run: Run, chunk_tokens: int) -> None:
+    class Watched(Simulation):
+        sure: set[int] = set()
+
+        def settle(self) -> None:
+            super().settle()
+            now = set(self.buffer.sure.tolist())
+            assert self.sure <= now, "what was sure stays so"
+            self.sure = now
+
+        def end(self) -> None:
+            number = len(self.story.batches)
+            super().end()
+            batch = self.story.batches[number] if len(self.story.batches) > number else []
+            assert self.sure == {rollout.seq_id for rollout in batch}
+            self.sure = set()
+
+    Watched(run).play(chunk_tokens)
+
+
+def plain_run(**changes: Any) -> Run:
+    run = Run([3] * 40, [0.0, 1.0] * 20, batch_size=4, group_size=2, deltas=[1], max_staleness=2, every=4, lag=0)
+    return replace(run, **changes)
+
+
+def test_a_filter_that_drops_everything_ends_the_run_with_its_keep_rate() -> None:
+    with pytest.raises(SamplingError, match=r"^6 groups were judged in this step, and 0 of them kept \(0\.0%\), but a"):
+        Simulation(plain_run(scores=[1.0] * 40, max_groups=6)).play(7)
+    story = Simulation(plain_run(scores=[1.0] * 40)).play(7)
+    assert story.batches == [] and len(story.dropped) == 40, "without a bound the prompts are the end"
+
+
+def test_the_bound_is_of_one_step() -> None:
+    """Every second group is dropped: 4 judged for a batch of 2, step after step, are within a bound of 5."""
+    scores = [0.0, 1.0, 1.0, 1.0] * 10
+    assert len(Simulation(plain_run(scores=scores, deltas=[0], max_groups=5)).play(7).batches) == 5
+    with pytest.raises(SamplingError, match="4 groups were judged"):
+        Simulation(plain_run(scores=[1.0] * 4 + scores, lengths=[3] * 44, deltas=[0], max_groups=3)).play(7)
+
+
+def test_a_group_is_known_to_be_kept_as_soon_as_two_members_differ() -> None:
+    run = plain_run(lengths=[3, 3, 30] * 4, scores=[0.0, 1.0, 1.0] * 4, group_size=3, batch_size=3, deltas=[0])
+    story = Simulation(run).play(4)
+    assert story.known[:2] == [0, 1] and 0 in story.known[2:]
+    equal = Simulation(replace(run, scores=[1.0, 1.0, 0.0] * 4)).play(4)
+    assert set(equal.known) == {0}, "what has ended is the same: nothing is known"
+
+
+def test_the_error_counts_what_is_known_to_be_kept() -> None:
+    """The first group is dropped, and two members of the second differ while the third is decoded."""
+    run = plain_run(
+        lengths=[1, 1, 1, 3, 3, 30], scores=[1.0, 1.0, 1.0, 0.0, 1.0, 1.0], group_size=3, batch_size=3, max_groups=1
+    )
+    with pytest.raises(SamplingError, match=r"1 groups were judged .* but a batch has 1 \(1 more will be kept when"):
+        Simulation(run).play(4)
+
+
+def test_scores_that_are_no_numbers_are_never_dropped() -> None:
+    """A guard is to see them."""
+    nan = float("nan")
+    for scores in ([nan, nan], [nan, 1.0], [1.0, nan]):
+        simulation = Simulation(plain_run(lengths=[3, 3], scores=scores, batch_size=2))
+        assert [r.seq_id for batch in simulation.play(7).batches for r in batch] == [0, 1]
+
+
+def test_scores_of_other_parts_are_judged_anew() -> None:
+    simulation = Simulation(plain_run(lengths=[3, 30] * 20, deltas=[0]))
+    simulation.play(4, rounds=1)
+    assert len(simulation.filter.scores) == 2
+    state = simulation.filter.state_dict()
+    simulation.filter.scores = {}
+    simulation.filter.load_state_dict(state | {"labels": ["other"]})
+    assert simulation.filter.scores == {}
+    simulation.filter.load_state_dict(state)
+    assert simulation.filter.scores == {0: [0.0], 2: [0.0]}
+
+
+def test_no_response_ends_a_round_of_a_filtered_step() -> None:
+    """Verdicts do, between rounds: what ends within one leaves the decode batch as it is planned."""
+    simulation = Simulation(plain_run(deltas=[0]))
+    simulation.begin()
+    readiness = simulation.buffer.readiness()
+    for rollout in simulation.buffer.active:
+        readiness.finish(rollout.seq_id)
+    assert not readiness.ready
+    simulation.round(64)
+    assert simulation.buffer.clock == 4 and simulation.buffer.readiness().ready
+
+
+def test_a_step_that_is_resumed_where_prompts_are_due_leaves_them_to_backfill() -> None:
+    """They count as backfilled, as if the run had not been stopped."""
+    simulation = Simulation(plain_run(scores=[1.0] * 40, deltas=[0]))
+    simulation.begin()
+    simulation.round(64)
+    assert len(simulation.buffer) == 0 and simulation.buffer.clock == simulation.scheduler.due == 4
+    again = simulation.restored().scheduler
+    assert again.refill() == [] and len(again.backfill()) == 4

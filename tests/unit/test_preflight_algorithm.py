@@ -1,0 +1,138 @@
+"""Presets as a configuration resolves them, and every rule that ties choices, companions and groups together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from pydantic import ValidationError
+
+from oppo_megatron.config.algorithm import CHOICES, PRESETS, AlgorithmConfig
+from oppo_megatron.config.derived import describe_batch, most_sequences
+from oppo_megatron.config.ppo import KLConfig, PPOConfig
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.layout.placements import named_roles
+from oppo_megatron.preflight.settings import check_train
+from tests.unit.test_preflight_settings import put
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> dict[str, Any]:
+    for name in ("tok.model", "rows.jsonl"):
+        (tmp_path / name).touch()
+    (tmp_path / "actor").mkdir()
+    return {
+        "run_dir": tmp_path / "run",
+        "tokenizer": {"path": tmp_path / "tok.model"},
+        "data": {"path": tmp_path / "rows.jsonl", "max_prompt_tokens": 100},
+        "actor": {"checkpoint": tmp_path / "actor"},
+        "rewards": [{"kind": "verifier", "name": "gsm8k"}],
+        "rollout": {"batch_size": 128, "max_response_tokens": 100},
+        "algorithm": {"preset": "grpo"},
+    }
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_fills_in_what_its_row_says(settings: dict[str, Any], name: str) -> None:
+    put(settings, "algorithm.preset", name)
+    if PRESETS[name].baseline == "critic":
+        settings["critic"] = {"checkpoint": settings["actor"]["checkpoint"], "fresh_head": True}
+    config, preset = TrainConfig.model_validate(settings), PRESETS[name]
+    assert check_train(config) == []
+    assert {choice: getattr(config.algorithm, choice) for choice in CHOICES} == preset.choices
+    assert config.ppo == PPOConfig(**preset.ppo, kl=KLConfig(**preset.kl))
+    assert config.rollout.group_size == preset.group_size
+    assert ("reference" in named_roles(config)) == (preset.kl["mode"] != "none")
+    assert TrainConfig.model_validate(config.model_dump()) == config, "a resolved file is read as it is"
+
+
+def test_every_preset_is_named_and_has_values_that_there_are() -> None:
+    fields = AlgorithmConfig.model_fields
+    assert set(get_args(fields["preset"].annotation)) == set(PRESETS)
+    for preset in PRESETS.values():
+        assert all(value in get_args(fields[name].annotation) for name, value in preset.choices.items())
+
+
+def test_any_setting_may_stand_beside_a_preset(settings: dict[str, Any]) -> None:
+    settings["algorithm"] |= {"reduction": "token_mean", "scale": "none"}
+    settings["ppo"] = {"clip": 0.1, "kl": {"mode": "loss", "estimator": "k2"}}
+    put(settings, "rollout.group_size", 4)
+    config = TrainConfig.model_validate(settings)
+    assert check_train(config) == []
+    assert (config.algorithm.reduction, config.algorithm.scale, config.algorithm.baseline) == (
+        "token_mean", "none", "group_mean",
+    )  # fmt: skip
+    assert (config.ppo.clip, config.ppo.kl.estimator, config.ppo.kl.coefficient) == (0.1, "k2", 0.04)
+    assert config.rollout.group_size == 4
+
+
+def test_a_batch_is_told_in_rows_groups_and_optimizer_steps(settings: dict[str, Any]) -> None:
+    settings["ppo"] = {"epochs": 2, "minibatches": 4}
+    config = TrainConfig.model_validate(settings)
+    assert describe_batch(config) == (
+        "algorithm grpo: a batch is 128 responses to 16 groups of 8; 8 optimizer steps (epochs 2 x minibatches 4) of 32 responses"
+    )
+    assert most_sequences(config) == 128 + 8 * 8, "delta counts groups"
+
+
+BROKEN: list[tuple[dict[str, Any], str]] = [
+    ({"rollout.group_size": 1}, "rollout.group_size is 1, but algorithm.preset grpo (baseline group_mean, scale group_std)"),
+    ({"rollout.batch_size": 100}, "must be a multiple of rollout.group_size 8 (a batch has whole groups); set it to 96 or 104"),
+    ({"rollout.batch_size": 5, "overlap.delta": {"initial": 0, "max": 0}}, "set it to 8, or the group size to a divisor"),
+    ({"ppo.minibatches": 3}, "ppo.minibatches 3 does not divide the 16 groups of a batch (128 responses in groups of 8)"),
+    ({"overlap.delta.max": 65}, "overlap.max_staleness 4 times rollout.batch_size 128 / rollout.group_size 8 = 16 prompts"),
+    ({"ppo.gae_lambda": 0.9}, "ppo.gae_lambda is 0.9, but algorithm.preset grpo has no critic"),
+    ({"ppo.ratio_cap": 5.0}, "ppo.ratio_cap is 5.0, but algorithm.objective is clip, whose bounds are ppo.clip"),
+    ({"algorithm": {"preset": "cispo"}, "ppo.dual_clip": 3.0}, "ppo.dual_clip is 3.0, but algorithm.objective is cispo"),
+    ({"algorithm": {"preset": "cispo"}, "ppo.ratio_cap": None}, "ppo.ratio_cap is null, but algorithm.objective cispo"),
+    ({"algorithm": {"preset": "grpo", "objective": "plain"}, "ppo.epochs": 2}, "algorithm.objective is plain, whose gradient"),
+    (
+        {"algorithm": {"preset": "gspo", "objective": "plain"}, "ppo.clip_high": None},
+        "algorithm.ratio is sequence, but algorithm.objective plain has no ratio",
+    ),
+    ({"algorithm": {"preset": "dapo"}, "ppo.kl": {"coefficient": 0.01}}, "ppo.kl.coefficient is 0.01, but ppo.kl.mode is none"),
+    ({"ppo.kl": {"mode": "loss", "estimator": "k1"}}, "ppo.kl.estimator k1 is 0 in expectation"),
+    ({"ppo.kl": {"mode": "score", "gradient": "reverse"}}, "ppo.kl.gradient is reverse, but ppo.kl.mode score has no gradient"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "message"), BROKEN, ids=[str(changes) for changes, _ in BROKEN])
+def test_each_broken_rule_is_named_alone(settings: dict[str, Any], changes: dict[str, Any], message: str) -> None:
+    for key, value in changes.items():
+        put(settings, key, value)
+    problems = check_train(TrainConfig.model_validate(settings))
+    assert len(problems) == 1 and message in problems[0], problems
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"algorithm": {"preset": "grpo", "baseline": "critic"}}, "baseline is critic, but algorithm.preset grpo has none"),
+        ({"algorithm": {"preset": "ppo", "baseline": "group_mean"}}, "algorithm.preset ppo is what trains a critic"),
+        ({"algorithm": {"preset": "ppo"}}, "critic is missing, but algorithm.preset ppo trains one"),
+        ({"critic": {"checkpoint": "x"}}, "critic is given, but algorithm.preset grpo has none"),
+        ({"algorithm": {"preset": "dapo"}, "reference": {"checkpoint": "x"}}, "reference is given, but ppo.kl.mode is none"),
+    ],
+    ids=lambda value: str(value)[:40],
+)  # fmt: skip
+def test_roles_that_a_preset_has_not_are_refused(settings: dict[str, Any], changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        TrainConfig.model_validate(settings | changes)
+
+
+def test_the_gradient_of_the_reverse_kl_lets_k1_into_the_loss(settings: dict[str, Any]) -> None:
+    put(settings, "ppo.kl", {"mode": "loss", "estimator": "k1", "gradient": "reverse"})
+    assert check_train(TrainConfig.model_validate(settings)) == []
+
+
+def test_ranks_for_scorers_that_there_are_not_are_refused(settings: dict[str, Any]) -> None:
+    from oppo_megatron.layout.checks import check_layouts
+
+    settings["algorithm"] = {"preset": "dapo"}
+    settings["placement"] = {"mode": "disaggregated", "scorer": {"tp": 2}}
+    (problem,) = check_layouts(TrainConfig.model_validate(settings), {})
+    assert "placement.scorer is tp 2" in problem and "nothing would use its ranks" in problem
+    settings["placement"] = {"mode": "disaggregated", "reference": "actor"}
+    (problem,) = check_layouts(TrainConfig.model_validate(settings), {})
+    assert "placement.reference is actor, but ppo.kl.mode is none" in problem

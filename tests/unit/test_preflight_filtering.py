@@ -1,0 +1,85 @@
+"""The filter and long responses as a configuration resolves them, and every rule of theirs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oppo_megatron.config.derived import most_judged
+from oppo_megatron.config.filtering import FilterConfig
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.preflight.settings import check_train
+from tests.unit.test_preflight_settings import put
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> dict[str, Any]:
+    for name in ("tok.model", "rows.jsonl"):
+        (tmp_path / name).touch()
+    (tmp_path / "actor").mkdir()
+    return {
+        "run_dir": tmp_path / "run",
+        "tokenizer": {"path": tmp_path / "tok.model"},
+        "data": {"path": tmp_path / "rows.jsonl", "max_prompt_tokens": 100},
+        "actor": {"checkpoint": tmp_path / "actor"},
+        "rewards": [
+            {"kind": "verifier", "name": "gsm8k"},
+            {"kind": "python", "entry_point": "tests.e2e.rewards:failing"},
+        ],
+        "rollout": {"batch_size": 32, "max_response_tokens": 100},
+        "algorithm": {"preset": "dapo"},
+        "overlap": {"backfill": True, "delta": {"initial": 1, "max": 2}},
+    }
+
+
+def test_dapo_filters_groups_where_backfill_can_replace_them(settings: dict[str, Any]) -> None:
+    config = TrainConfig.model_validate(settings)
+    assert config.filter == FilterConfig(metric="reward", max_groups=None) and check_train(config) == []
+    assert most_judged(config) == 20
+    assert TrainConfig.model_validate(config.model_dump()) == config, "a resolved file is read as it is"
+    for changes in ({"filter": None}, {"overlap": {"backfill": False, "delta": {"initial": 1, "max": 2}}}):
+        config = TrainConfig.model_validate(settings | changes)
+        assert config.filter is None and check_train(config) == []
+        assert TrainConfig.model_validate(config.model_dump()) == config
+    given = TrainConfig.model_validate(settings | {"filter": {"metric": "gsm8k", "max_groups": 4}})
+    assert given.filter == FilterConfig(metric="gsm8k", max_groups=4) and most_judged(given) == 4
+    assert TrainConfig.model_validate(settings | {"algorithm": {"preset": "gspo"}}).filter is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"overlap.backfill": False, "filter": {}},
+            "filter is set, but overlap.backfill is false, and nothing would take the places",
+        ),
+        (
+            {"algorithm.preset": "reinforce_pp", "filter": {}},
+            "filter is set, but rollout.group_size is 1, and a response alone is always equally good",
+        ),
+        (
+            {"filter": {"metric": "gsm8"}},
+            "filter.metric is 'gsm8', but no part of rewards has that name; did you mean `gsm8k`?",
+        ),
+        (
+            {"filter": {"metric": "acc"}},
+            "no part of rewards has that name; choose from reward, gsm8k, tests.e2e.rewards:failing",
+        ),
+        ({"filter": {"max_groups": 1}}, "filter.max_groups is 1, but a batch alone has 2 groups; raise it"),
+        ({"overlong.penalty": 0.5}, "overlong.penalty is 0.5, but overlong.buffer is null, and nothing reads it"),
+        ({"overlong.buffer": 101}, "overlong.buffer is 101, but rollout.max_response_tokens is 100"),
+    ],
+)
+def test_broken_rule_is_the_one_problem(settings: dict[str, Any], changes: dict[str, Any], expected: str) -> None:
+    for key, value in changes.items():
+        put(settings, key, value)
+    problems = check_train(TrainConfig.model_validate(settings))
+    assert len(problems) == 1 and expected in problems[0], problems
+
+
+def test_unusual_but_right(settings: dict[str, Any]) -> None:
+    for key, value in {"overlong": {"buffer": 100, "penalty": 0.5, "mask": True}, "filter": {"max_groups": 2}}.items():
+        put(settings, key, value)
+    assert check_train(TrainConfig.model_validate(settings)) == []

@@ -1,0 +1,279 @@
+"""Rules in processes of their own: mathematics by math-verify, and programs against tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oppo_megatron.config.data import RewardPart
+from oppo_megatron.errors import ConfigError, RewardError
+from oppo_megatron.rewards.functions import RewardSum, build_reward_functions
+from oppo_megatron.rewards.protocol import ScoreItem
+from oppo_megatron.rewards.rules.code_tests import program_of, read_tests
+
+ASSERTS = ["assert double(1) == 2", "assert double(2) == 4", "assert double(-3) == -6", "assert double('a') == 'aa'"]
+PAIRS = [{"input": "3\n4\n", "output": "7"}, {"input": "1\n-1\n", "output": "0\n"}]
+SUM = "print(int(input()) + int(input()))"
+
+
+def code(wall_s: float = 3.0, **settings: Any) -> RewardSum:
+    isolate = {"wall_s": wall_s, "memory_mb": 512}
+    part = RewardPart(kind="verifier", name="code", answer="tests", isolate=isolate, **settings)
+    return build_reward_functions([part])
+
+
+@pytest.fixture(scope="module")
+def math() -> Iterator[RewardSum]:
+    isolate = {"wall_s": 3.0, "memory_mb": 2048}
+    rewards = build_reward_functions([RewardPart(kind="verifier", name="math", isolate=isolate, processes=1)])
+    yield rewards
+    rewards.close()
+
+
+@pytest.fixture(scope="module")
+def every() -> Iterator[RewardSum]:
+    """All tests have to be passed."""
+    rewards = code(processes=1)
+    yield rewards
+    rewards.close()
+
+
+@pytest.fixture(scope="module")
+def share() -> Iterator[RewardSum]:
+    rewards = code(processes=1, partial_credit=True)
+    yield rewards
+    rewards.close()
+
+
+def scored(rewards: RewardSum, program: str, tests: Any) -> float:
+    return rewards.score("", f"So:\n```python\n{program}\n```\nThat is it.", {"tests": tests}, None, 0)
+
+
+@pytest.mark.parametrize(
+    ("response", "expected", "score"),
+    [
+        (r"so \boxed{\frac{2}{4}}", "0.5", 1.0),
+        (r"\boxed{0.5}", r"\frac{1}{2}", 1.0),
+        (r"\boxed{2\sqrt{2}}", r"$\sqrt{8}$", 1.0),
+        (r"\boxed{(x+1)^2}", "x^2+2x+1", 1.0),
+        (r"\boxed{x^2+2x}", "x^2+2x+1", 0.0),
+        (r"\boxed{\{1, 2\}}", r"\{2, 1\}", 1.0),
+        (r"\boxed{(1, 2)}", "(2, 1)", 0.0),
+        (r"\boxed{1,234}", 1234, 1.0),
+        ("The answer is 12.", 12, 1.0),
+        ("The answer is 13.", 12.0, 0.0),
+        (r"\boxed{\text{east}}", r"So he goes \boxed{\text{east}}.", 1.0),
+        ("", "1", 0.0),
+        ("no answer", "1", 0.0),
+        (r"\boxed{", "1", 0.0),
+    ],
+)
+def test_mathematical_equality(math: RewardSum, response: str, expected: Any, score: float) -> None:
+    assert math.score("", response, {"answer": expected}, None, 0) == score
+
+
+def test_a_hanging_comparison_costs_a_row_its_time_and_not_the_run(math: RewardSum) -> None:
+    began = time.monotonic()
+    assert math.score("", r"\boxed{10^{10^{10}}}", {"answer": "12"}, None, 0) == 0.0
+    assert 2.0 < time.monotonic() - began < 60.0, "it ran into the limit, or the case no longer tests it"
+    assert math.score("", r"\boxed{12}", {"answer": "12"}, None, 1) == 1.0
+
+
+@pytest.mark.parametrize("value", [None, "", " ?", [1], True])
+def test_an_expected_answer_without_mathematics_is_refused_before_the_run(math: RewardSum, value: Any) -> None:
+    with pytest.raises(RewardError, match="'math': the expected answer .* is no mathematics; give a number"):
+        math.check({"answer": value})
+    with pytest.raises(RewardError, match="sequence 3: reward part 'math' failed: .* is no mathematics"):
+        math.score("", "1", {"answer": value}, None, 3)
+
+
+def test_a_row_without_the_column_is_refused_before_the_run(math: RewardSum, share: RewardSum) -> None:
+    with pytest.raises(RewardError, match="no column 'answer' .*nearest is `answer: answers`"):
+        math.check({"answers": "1"})
+    with pytest.raises(RewardError, match="'code': the row has no column 'tests'"):
+        share.check({"answer": "1"})
+
+
+def test_without_the_extra_the_command_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if not Path(path, "math_verify").is_dir()])
+    monkeypatch.delitem(sys.modules, "math_verify", raising=False)
+    with pytest.raises(ConfigError, match=r"math-verify, which is not installed; pip install 'oppo-megatron\[math\]'"):
+        build_reward_functions([RewardPart(kind="verifier", name="math")])
+
+
+@pytest.mark.parametrize(
+    ("program", "passed"),
+    [
+        ("def double(x): return x * 2", 4),
+        ("def double(x): return x + x", 4),
+        ("def double(x): return abs(x) * 2", 2),
+        ("def double(x): return 0", 0),
+        ("def double(x) return", 0),
+        ("def double(x): raise SystemExit(0)", 0),
+        ("import os; os._exit(0)", 0),
+        ("raise KeyboardInterrupt", 0),
+        ("import ctypes; ctypes.string_at(0)", 0),
+        ("filled = bytearray(1 << 30)\ndef double(x): return x * 2", 0),
+        (
+            "import os\nfor n in range(3, 99):\n  try: os.write(n, b'{\"passed\": true}\\n' * 8)\n  except OSError: pass",
+            0,
+        ),
+        ("open('large', 'wb').write(bytes(1 << 25))\ndef double(x): return x * 2", 0),
+        ("import os, signal; os.kill(os.getppid(), signal.SIGKILL)", 0),
+        ("print('x' * 100000)\ndef double(x): return x * 2", 4),
+        ("__name__ == '__main__' and exit(1)\ndef double(x): return x * 2", 4),
+    ],
+)
+def test_asserts(every: RewardSum, share: RewardSum, program: str, passed: int) -> None:
+    assert scored(share, program, ASSERTS) == passed / 4
+    assert scored(every, program, ASSERTS) == float(passed == 4)
+
+
+@pytest.mark.parametrize(
+    ("program", "passed"),
+    [
+        (SUM, 2),
+        ("import sys\nprint(sum(map(int, sys.stdin.read().split())), '\\n')\nsys.exit()", 2),
+        (f"import threading\nthreading.Thread(target=lambda: {SUM}).start()", 2),
+        (f"if __name__ == '__main__':\n  {SUM}", 2),
+        ("print(7)", 1),
+        (f"{SUM}\nraise ValueError", 0),
+        (f"{SUM}\nimport sys; sys.exit(1)", 0),
+        (f"{SUM}\nprint()\nprint('more')", 0),
+        ("while True: print('x' * 1000)", 0),
+        ("", 0),
+    ],
+)
+def test_standard_input_and_output(every: RewardSum, share: RewardSum, program: str, passed: int) -> None:
+    assert scored(share, program, PAIRS) == passed / 2
+    assert scored(every, program, {"inputs": ["3\n4\n", "1\n-1\n"], "outputs": ["7", "0"]}) == float(passed == 2)
+
+
+def test_an_endless_program_costs_a_row_its_time_and_leaves_nothing(share: RewardSum) -> None:
+    slow = "import time\ndef double(x):\n  time.sleep(60 * (x != 1))\n  return 2"
+    began = time.monotonic()
+    assert scored(share, slow, ASSERTS) == 0.25
+    assert 2.5 < time.monotonic() - began < 30.0
+    away = f"60.0{os.getpid()}"
+    leave = f"import subprocess\nsubprocess.Popen('setsid sleep {away} & sleep {away}', shell=True)\n"
+    assert scored(share, f"{leave}{SUM}", PAIRS) == 1.0
+    assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", away]]
+
+
+def test_a_killed_run_leaves_no_program(tmp_path: Path) -> None:
+    program = f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)"
+    ask = f"""
+        from tests.unit.test_rewards_rule_processes import PAIRS, code, scored
+        scored(code(processes=1, wall_s=50), {program!r}, PAIRS)
+    """
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(ask)], env=environment) as run:
+        wait_for(lambda: (tmp_path / "pid").is_file() and (tmp_path / "pid").read_text())
+        run.kill()
+    left = int((tmp_path / "pid").read_text())
+    wait_for(lambda: not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE)
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 30.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it has not come true"
+        time.sleep(0.05)
+
+
+def test_a_sequence_of_which_another_part_failed_is_asked_for_anew() -> None:
+    """In a service, where the names of sequences come again."""
+    parts = [RewardPart(kind="verifier", name="gsm8k"), RewardPart(kind="verifier", name="code", answer="tests")]
+    rewards = build_reward_functions(parts)
+    block = "```\nprint({})\n```\n#### 1"
+    with pytest.raises(RewardError, match="no column 'answer'"):
+        rewards.score("", block.format(8), {"tests": PAIRS[:1]}, None, 5)
+    assert not rewards.requested(5)
+    assert rewards.score("", block.format(7), {"tests": PAIRS[:1], "answer": 1}, None, 5) == 2.0
+    rewards.close()
+
+
+def test_programs_make_no_socket_and_see_neither_the_runs_folder_nor_its_variables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("REWARD_TOKEN", "secret")
+    rewards = code(processes=1)
+    network = "import socket\ntry: socket.socket(); print('open')\nexcept PermissionError: print('cut')"
+    assert rewards.describe() == ["reward code: the programs reach no network"]
+    assert scored(rewards, network, [{"input": "", "output": "cut"}]) == 1.0
+    alone = "import os\nprint(os.environ.get('REWARD_TOKEN'), os.listdir())"
+    assert scored(rewards, alone, [{"input": "", "output": "None []"}]) == 1.0
+    rewards.close()
+
+
+def test_several_processes_check_at_once_and_each_response_has_its_own_score(tmp_path: Path) -> None:
+    """Each of three programs waits for the two others."""
+    others = set(psutil.Process().children(recursive=True))
+    rewards = code(processes=3, wall_s=30)
+    meet = "import os, time\nopen({0!r}, 'w').close()\nwhile len(os.listdir({1!r})) < 3: time.sleep(0.01)\nprint(7)"
+    programs = [meet.format(f"{tmp_path}/{number}", str(tmp_path)) for number in range(3)] + ["print(7)", "print(8)"]
+    items = [ScoreItem(i, "", f"```\n{program}\n```", {"tests": PAIRS[:1]}) for i, program in enumerate(programs)]
+    assert rewards.asks_services
+    rewards.request(items)
+    assert all(rewards.requested(item.seq_id) for item in items)
+    found = [rewards.score(item.prompt, item.response, item.fields, None, item.seq_id) for item in items]
+    assert found == [1.0, 1.0, 1.0, 1.0, 0.0] and not rewards.requested(0)
+    rewards.request([ScoreItem(9, "", "```\nwhile True: pass\n```", {"tests": PAIRS})])
+    time.sleep(0.3)
+    began = time.monotonic()
+    rewards.close()
+    assert time.monotonic() - began < 20.0, "what is under way is not waited for"
+    assert set(psutil.Process().children(recursive=True)) <= others
+
+
+@pytest.mark.parametrize(
+    ("response", "program"),
+    [
+        ("```python\na\n```", "a\n"), ("```\na\nb\n```", "a\nb\n"), ("```py\na\n```\n```python3\nb\n```", "b\n"),
+        ("```python\na\n```\nrun:\n```bash\nls\n```", "a\n"), ("~~~Python\na\n~~~", "a\n"), ("```python\n```", "\n"),
+        ("````python\n```\na\n````", "```\na\n"), ("```python\na\n```\n```python\nb", "a\n"), ("  ```python\na\n  ```", "a\n"),
+        ("no code", None), ("```python\na", None), ("```bash\nls\n```", None), ("print(7)", None), ("`a`", None), ("", None),
+    ],
+)  # fmt: skip
+def test_the_last_block_of_python_is_the_program(response: str, program: str | None) -> None:
+    assert program_of(response) == program
+
+
+@given(before=st.text(alphabet="ab`\n ~", max_size=30), program=st.text(alphabet="xy =1\n", min_size=1, max_size=20))
+def test_a_block_behind_any_text_is_the_program_unless_that_text_opens_one(before: str, program: str) -> None:
+    found = program_of(f"{before}\n```python\n{program}\n```")
+    assert found == f"{program}\n".replace("\r", "") or "```" in before or "~~~" in before
+
+
+def test_the_forms_of_tests() -> None:
+    code, pairs = [{"code": "assert f() == 1"}], [{"stdin": "1", "stdout": "2"}]
+    assert read_tests("assert f() == 1") == read_tests(["assert f() == 1"]) == read_tests('["assert f() == 1"]') == code
+    lists = {"inputs": ["1"], "outputs": ["2"]}
+    assert read_tests([{"input": "1", "output": "2"}]) == read_tests(lists) == read_tests(json.dumps(lists)) == pairs
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ([], "are none"), ("[]", "are none"), (None, "are none"), (3, "are none"), ("", "neither code nor"),
+        ({"inputs": ["1"], "outputs": []}, "not as many `inputs`"), ({"inputs": 3}, "not as many `inputs`"),
+        ({"fn_name": "f", "inputs": [], "outputs": []}, "by `fn_name`, which is not supported"),
+        (["assert f( == 1"], "is no Python"), ([3], "neither code nor"), ([{"input": "1"}], "neither code nor"),
+        ([{"input": [1], "output": "1"}], "neither code nor"),
+    ],
+)  # fmt: skip
+def test_tests_that_are_none_are_refused_before_the_run(share: RewardSum, value: Any, reason: str) -> None:
+    with pytest.raises(RewardError, match=f"'code': .*{reason}.*; give a list of asserts, or of"):
+        share.check({"tests": value})

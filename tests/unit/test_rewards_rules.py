@@ -1,0 +1,236 @@
+"""Rules that read a response in this process: choices, formats, lengths, and the lenient reader of numbers."""
+
+from __future__ import annotations
+
+import time
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from oppo_megatron.config.data import RewardPart
+from oppo_megatron.errors import ConfigError, RewardError
+from oppo_megatron.rewards.functions import build_reward_functions
+from oppo_megatron.rewards.rules import choices
+from oppo_megatron.rewards.rules.formats import FormatRule
+from oppo_megatron.rewards.rules.lengths import LengthRule
+from oppo_megatron.rewards.verifiers import flexible_answer
+
+THINK = r"<think>.*?</think>\s*<answer>.*?</answer>"
+
+
+def rule(name: str, **settings: Any) -> RewardPart:
+    return RewardPart(kind="verifier", name=name, **settings)
+
+
+@pytest.mark.parametrize(
+    ("response", "letter"),
+    [
+        (r"so \boxed{B}", "B"), (r"\boxed{\text{(B)}}.", "B"), (r"\boxed{ (b). }", "B"), (r"\boxed{\textbf{(C) }}", "C"),
+        (r"Is it \boxed{C}? The answer is C.\boxed{C}", "C"), (r"The answer is A. \boxed{D}", "D"),
+        ("The answer is B", "B"), ("the answer is (b).", "B"), ("Answer: **C**", "C"), ("**Answer:** C", "C"),
+        ("**Final answer**: D", "D"), ("The correct option is B, because", "B"), ("The answer is B because of this", "B"),
+        ("The answer choice is [E]", "E"), ("Answer is: J\n", "J"), ("The answer is B) Paris", "B"),
+        ("Option A is wrong.\nSo the answer is C.\nThat is all.", "C"), ("The answer is A\nAnswer: A", "A"),
+        ("B", "B"), ("(B)", "B"), ("B.", "B"), ("We see.\n\n  **B**  ", "B"), ("B) Paris", "B"), ("(b) Paris", "B"),
+        ("[A]", "A"),
+        ("C: the third", "C"), ("thinking (A), (B)\nB", "B"),
+    ],
+)  # fmt: skip
+def test_a_choice_is_read(response: str, letter: str) -> None:
+    assert choices.choice(response) == letter
+    assert choices.verify(response, letter) == 1.0 and choices.verify(response, "H") == 0.0
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "", "  \n", "Paris", "A dog", "I think so", "The answer is a dog", "The answer is I think B", "The answer is Because",
+        "The answer is A or B", "The answer is (A) and (B)", "The answer is A, B", "The answer is A. No, the answer is B.",
+        "Answer: A\nAnswer: B", r"\boxed{A} or \boxed{B}", r"\boxed{A, B}", r"\boxed{AB}", r"\boxed{x^2} and \boxed{B}",
+        r"\boxed{K}", r"\boxed{B", "(A) is wrong, (B) is right", "The answer is not (B)", "(A) or (B)", "K", "b", "AB",
+    ],
+)  # fmt: skip
+def test_none_or_several_choices_are_none(response: str) -> None:
+    assert choices.choice(response) is None
+    assert all(choices.verify(response, letter) == 0.0 for letter in choices.LETTERS)
+
+
+@pytest.mark.parametrize(("value", "letter"), [("B", "B"), ("(b)", "B"), ("C.", "C"), (0, "A"), (3, "D")])
+def test_expected_letters(value: Any, letter: str) -> None:
+    assert choices.expected_letter(value) == letter
+
+
+@pytest.mark.parametrize("value", [None, "", "Paris", "K", "1", "AB", 10, -1, 1.0, True, ["A"]])
+def test_an_expected_answer_that_is_no_choice_is_an_error(value: Any) -> None:
+    with pytest.raises(RewardError, match=r"no choice; give a letter"):
+        choices.verify("A", value)
+
+
+pieces = st.lists(
+    st.sampled_from(
+        [
+            r"\boxed{A}",
+            r"\boxed{B}",
+            r"\boxed{",
+            "}",
+            "{",
+            "A",
+            "b",
+            "(",
+            ")",
+            ".",
+            "\n",
+            " ",
+            "The answer is ",
+            "or ",
+            r"\text{",
+            "*",
+            "1",
+        ]
+    ),
+    max_size=12,
+).map("".join)
+
+
+@given(prefix=pieces, rest=pieces, expected=st.sampled_from(choices.LETTERS))
+@example(prefix=r"\boxed{A}\boxed{B}", rest="", expected="A")
+@example(prefix=r"\boxed{1} ", rest=r"\boxed{A}", expected="A")
+def test_a_settled_choice_stays_what_it_is(prefix: str, rest: str, expected: str) -> None:
+    settled = choices.settled(prefix)
+    assert settled is None or choices.verify(prefix + rest, expected) == settled
+
+
+def test_choices_settle_at_the_second_box() -> None:
+    assert choices.settled(r"\boxed{A} \boxed{A} \boxed{B") is None
+    assert choices.settled(r"\boxed{A} \boxed{A} \boxed{B}") == 0.0 == choices.settled(r"\boxed{x}")
+
+
+@pytest.mark.parametrize("text", ["*" * 100_000, "answer " * 20_000, "answer:" + "*" * 50_000, r"\boxed{" * 20_000])
+def test_a_long_response_is_read_at_once(text: str) -> None:
+    began = time.monotonic()
+    assert choices.choice(text) is None
+    assert time.monotonic() - began < 5.0
+
+
+@pytest.mark.parametrize(
+    ("pattern", "match", "response", "score"),
+    [
+        (THINK, "full", "<think>a\nb</think>\n<answer>4</answer>", 1.0),
+        (THINK, "full", "<think>a</think><answer>4</answer> and more", 0.0),
+        (THINK, "full", "well <think>a</think><answer>4</answer>", 0.0),
+        (THINK, "search", "well <think>a</think><answer>4</answer> and more", 1.0),
+        (r"^<think>(?!.*<think>)(.*?)</think>.*$", "full", "<think>a</think> 4", 1.0),
+        (r"^<think>(?!.*<think>)(.*?)</think>.*$", "full", "<think>a<think>b</think> 4", 0.0),
+        (r"\d+", "full", "12", 1.0),
+        (r"\d+", "full", "12\n", 0.0),
+        (r"\d+", "search", "a", 0.0),
+        ("", "full", "", 1.0),
+        ("(?-s:.)", "full", "\n", 0.0),
+    ],
+)
+def test_formats(pattern: str, match: str, response: str, score: float) -> None:
+    rewards = build_reward_functions([rule("format", pattern=pattern, match=match, weight=2.0)])
+    rewards.check({})
+    reward = rewards.evaluate("", response, {}, None, 0)
+    assert reward.parts == {"format": score} and reward.total == 2.0 * score
+
+
+def test_a_catastrophic_pattern_ends() -> None:
+    began = time.monotonic()
+    assert FormatRule(r"(?:\w+\s?)+#(?=b)|((a|b|ab)*)*c(?<=q)", whole=True).score("ab" * 5000) == 0.0
+    assert 0.9 < time.monotonic() - began < 30.0, "it ran into the limit, or the case no longer tests it"
+
+
+def test_a_format_settles_at_the_first_fault_that_nothing_mends() -> None:
+    for pattern in (THINK, f"^{THINK}$"):
+        settled = FormatRule(pattern, whole=True).settled
+        assert settled("") is None and settled("<thi") is None and settled("Well") == 0.0 == settled(" <think>")
+        assert settled("<think>a</think>b<answer>") is None, "all of it may yet be what is thought"
+    strict = FormatRule(r"<think>[^<]*</think>\s*<answer>[^<]*</answer>", whole=True).settled
+    assert strict("<think>a</think> \n<ans") is None and strict("<think>a</think>b") == 0.0 == strict("<think>a<b")
+    assert FormatRule(r"<answer>\d", whole=False).settled("so <answer>4 or") == 1.0
+    assert FormatRule(r"<answer>\d", whole=False).settled("so <answer>") is None
+
+
+atoms = st.sampled_from(
+    ["a", "b", "c", ".", "[ab]", "[^b]", r"\w", r"\s", r"\.", "^", "$", r"\b", "(?=a)", "(?!b)", r"\Z", "\n"]
+)
+patterns = st.recursive(
+    atoms,
+    lambda inner: st.one_of(
+        st.lists(inner, min_size=1, max_size=3).map("".join),
+        st.tuples(inner, inner).map(lambda pair: f"(?:{pair[0]}|{pair[1]})"),
+        st.tuples(inner, st.sampled_from(["*", "+", "?", "*?", "+?", "{1,2}", "*+"])).map(
+            lambda p: f"(?:{p[0]}){p[1]}"
+        ),
+        inner.map(lambda one: f"(?P<n>{one})?(?P=n)" if "?P" not in one else one),
+    ),
+    max_leaves=6,
+)
+texts = st.text(alphabet="abc. \n", max_size=6)
+
+
+@settings(max_examples=500)
+@given(pattern=patterns, whole=st.booleans(), prefix=texts, rest=texts)
+@example(pattern="a$", whole=False, prefix="a", rest="b")
+@example(pattern="^ab|b", whole=True, prefix="c", rest="b")
+@example(pattern=r"a\$", whole=True, prefix="a", rest="$")
+@example(pattern="a*+a", whole=True, prefix="b", rest="a")
+def test_a_settled_format_stays_what_it_is(pattern: str, whole: bool, prefix: str, rest: str) -> None:
+    found = FormatRule(pattern, whole=whole)
+    settled = found.settled(prefix)
+    assert settled is None or found.score(prefix + rest) == settled
+
+
+@given(num_tokens=st.integers(0, 200), longest=st.integers(1, 100), data=st.data())
+def test_length_is_the_papers_equation(num_tokens: int, longest: int, data: st.DataObject) -> None:
+    buffer = data.draw(st.integers(1, longest))
+    expected = Fraction(longest - buffer - num_tokens, buffer)
+    expected = Fraction(0) if expected > 0 else Fraction(-1) if num_tokens > longest else expected
+    score = LengthRule(longest, buffer).score(num_tokens)
+    assert score == pytest.approx(float(expected), abs=1e-12) and -1.0 <= score <= 0.0
+
+
+def test_length_of_the_paper_itself() -> None:
+    """As TRL's get_soft_overlong_punishment(max_completion_len=20480, soft_punish_cache=4096)."""
+    score = LengthRule(20480, 4096).score
+    assert [score(n) for n in (1, 16384, 18432, 20480, 20481)] == [0.0, 0.0, -0.5, -1.0, -1.0]
+
+
+def test_length_counts_tokens_up_to_the_runs_limit() -> None:
+    rewards = build_reward_functions([rule("length", buffer_tokens=4, weight=0.5)], max_response_tokens=8)
+    assert [rewards.evaluate("", "x", {}, None, 0, num_tokens=n).total for n in (4, 6, 8)] == [0.0, -0.25, -0.5]
+    own = build_reward_functions([rule("length", buffer_tokens=2, max_tokens=6)], max_response_tokens=8)
+    assert own.evaluate("", "x", {}, None, 0, num_tokens=7).total == -1.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "longest", "reason"),
+    [
+        ({"buffer_tokens": 4}, None, "the longest response, which is not known here; add `max_tokens`"),
+        ({"buffer_tokens": 9}, 8, "buffer_tokens 9 of rule length is above its max_tokens 8; lower it"),
+        ({"buffer_tokens": 4, "max_tokens": 12}, 8, "begins at 8 tokens.*max_response_tokens 8; lower max_tokens"),
+    ],
+)
+def test_a_length_that_says_nothing_is_refused(settings: dict[str, int], longest: int | None, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        build_reward_functions([rule("length", **settings)], max_response_tokens=longest)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("I have 3 and then 7 apples", 7), ("it costs $1,200.50.", Fraction(2401, 2)), ("from -5 to -3", -3),
+        ("7-5", 5), ("10 - 3", 3), ("GPT-4", 4), ("so it is 1/2", Fraction(1, 2)), ("3\n#### 5\nor 6", 5), ("8\nA: 4", 4),
+        ("#### none, 5", None), ("no number", None), ("", None), ("3/0", None), ("9" * 6000, None),
+    ],
+)  # fmt: skip
+def test_the_flexible_method_takes_the_last_number(text: str, value: Any) -> None:
+    assert flexible_answer(text) == value
+    rewards = build_reward_functions([rule("gsm8k", method="flexible")])
+    assert rewards.score("", text, {"answer": 11 if value is None else float(value)}, None, 0) == float(
+        value is not None
+    )
