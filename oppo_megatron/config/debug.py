@@ -49,6 +49,12 @@ class DebugConfig(Section):
         "update begins after the last scores arrive; otherwise the forward pass of its first micro-batch runs before",
     )
 
+    fork: bool = Field(
+        True,
+        description="with `rollout.group_size` above 1, the cache of a prompt is computed once and forked for its responses; "
+        "false: each response computes its own, for comparison",
+    )
+
     @field_validator("forced_lengths")
     @classmethod
     def _median_and_sigma(cls, value: Any) -> Any:

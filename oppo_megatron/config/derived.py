@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import ceil
 
 from oppo_megatron.config.evaluation import Standard
 from oppo_megatron.config.lora import LoraConfig
@@ -40,6 +41,12 @@ def most_sequences(config: TrainConfig) -> int:
     """
     delta, rollout = config.overlap.delta, config.rollout
     return rollout.batch_size + (max(delta.max, delta.initial) * rollout.group_size if config.overlap.inter else 0)
+
+
+def share_of_sequences(config: TrainConfig, dp: int) -> int:
+    """Sequences that one of `dp` replicas holds at most: its share of them all, in whole groups."""
+    size = config.rollout.group_size
+    return ceil(most_sequences(config) // size / dp) * size
 
 
 def describe_batch(config: TrainSettings) -> str:

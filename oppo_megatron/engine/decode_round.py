@@ -8,15 +8,16 @@ from torch import Tensor
 
 from oppo_megatron.chunks import Chunk, ChunkRow, ChunkRows
 from oppo_megatron.engine.growing import Drawn, Growing
+from oppo_megatron.engine.taking_up import TakenUp
 from oppo_megatron.schedule.actions import Action
-from oppo_megatron.schedule.planning.books import ReplicaWork
+from oppo_megatron.schedule.planning.book import ReplicaWork
 from oppo_megatron.schedule.planning.merge import StopSignal, merge_rows
 from oppo_megatron.schedule.rounds import Batch
 
 
 @dataclass
 class DecodeRound:
-    """A round of one replica's `work`; it began at clock `start`, with the sequences `growing`.
+    """A round of one replica's `work`, which its cache has `taken` up; it began at clock `start`, with the sequences `growing`.
 
     `local`: this rank's knowledge of the batch's completion within the round; `stop`: the signal that the merge uses.
     The rest is by micro-batch: `lanes` are its running sequences, `steps` its decode steps, `ended` its first void step,
@@ -25,6 +26,7 @@ class DecodeRound:
     """
 
     work: ReplicaWork
+    taken: TakenUp
     growing: dict[int, Growing]
     index: int
     start: int

@@ -34,6 +34,7 @@ from oppo_megatron.engine.sampler import Sampling, draw, no_distribution
 from oppo_megatron.engine.splits import by_rows, obstacle, prefill
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.engine.stream import ChunkOutlet
+from oppo_megatron.engine.taking_up import TakenUp
 from oppo_megatron.mcore.cuda_graphs import CapturedSteps, run_eagerly
 from oppo_megatron.mcore.host_copies import on_device
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
@@ -42,7 +43,7 @@ from oppo_megatron.mcore.out_of_memory import Done, MemoryLimits, attempt
 from oppo_megatron.mcore.stage import step
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.actions import Action, Op, Payload
-from oppo_megatron.schedule.planning.books import ReplicaWork
+from oppo_megatron.schedule.planning.book import ReplicaWork
 from oppo_megatron.schedule.planning.merge import StopSignal
 from oppo_megatron.schedule.rounds import Batch
 
@@ -109,12 +110,11 @@ class DecodeWorker:
         `halt` is passed on with the chunk.  `version` is the policy's; what is drawn over a cache that has outlived
         updates is of the oldest weights in it.
         """
-        for seq_id in work.open:
-            self.cache.open(seq_id)
+        taken = TakenUp(self.cache, work)
         running = {g.seq_id for batch in work.decode for g in batch}
         held = {r.seq_id: r for r in rollouts if r.seq_id in running}
         growing = {i: Growing(r, self.stopping.limit(i), version - outlived.get(i, 0)) for i, r in held.items()}
-        self._begun = DecodeRound(work, growing, index, clock, halt, local=readiness(), stop=readiness())
+        self._begun = DecodeRound(work, taken, growing, index, clock, halt, local=readiness(), stop=readiness())
         if self.captured is not None:
             self.captured.renew()
 
@@ -179,6 +179,7 @@ class DecodeWorker:
         hidden_T = None if self.model.pre_process else self._round.hidden[micro_batch]
         splits = prefill(self.cache, batch, hidden_T, self._advance, self.memory_limits.score, obstacle(self.model))
         self._round.hidden[micro_batch] = joined([out for _, out in splits])
+        self._round.taken.prefilled(batch)
         return sum(growth.new for growth in batch)
 
     def _advance(self, batch: Batch, hidden_T: Tensor | None, whole: bool) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from oppo_megatron.engine.splits import Splits, obstacle, prefill
+from oppo_megatron.engine.taking_up import TakenUp
 from oppo_megatron.mcore.host_copies import on_device
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.layers.vocab_parallel import token_logprobs
@@ -24,7 +25,7 @@ from oppo_megatron.mcore.out_of_memory import Done, MemoryLimit, MemoryLimits, a
 from oppo_megatron.mcore.stage import step
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.actions import Action, Op
-from oppo_megatron.schedule.planning.books import ReplicaWork
+from oppo_megatron.schedule.planning.book import ReplicaWork
 from oppo_megatron.schedule.rounds import Batch
 
 ScorerRole = Literal["reward", "reference", "critic"]
@@ -32,7 +33,7 @@ ScorerRole = Literal["reward", "reference", "critic"]
 
 @dataclass
 class _ScoringRound:
-    """The input of a round: tokens of its sequences, micro-batches, and the sequences complete at its end.
+    """The input of a round: tokens of its sequences, micro-batches, the sequences complete at its end, and what still forks.
 
     `hidden`: the stage's last output; `splits`: the same, if it was computed in splits.
     """
@@ -40,6 +41,7 @@ class _ScoringRound:
     sequences: Mapping[int, list[int]] = field(default_factory=dict)
     batches: Sequence[Batch] = ()
     done: Sequence[int] = ()
+    taken: TakenUp | None = None
     hidden: Tensor | None = None
     splits: Splits = field(default_factory=list)
 
@@ -100,13 +102,10 @@ class ScoringWorker:
 
     def begin(self, work: ReplicaWork, rollouts: Sequence[Rollout]) -> None:
         """A round of this replica's `work` begins."""
-        for seq_id in work.evict:
-            self.cache.close(seq_id)
-        for seq_id in work.open:
-            self.cache.open(seq_id)
+        taken = TakenUp(self.cache, work)
         wanted = {g.seq_id for batch in work.prefill for g in batch}
         sequences = {r.seq_id: [*r.prompt.tokens, *r.tokens] for r in rollouts if r.seq_id in wanted}
-        self._round = _ScoringRound(sequences, [self._by_slot(batch) for batch in work.prefill], work.done)
+        self._round = _ScoringRound(sequences, [self._by_slot(batch) for batch in work.prefill], work.done, taken)
 
     def end(self) -> None:
         """Finished sequences, whose outputs are complete, give up their slots."""
@@ -137,6 +136,8 @@ class ScoringWorker:
     def _prefill(self, batch: Batch) -> int:
         hidden_T = None if self.model.pre_process else self._round.hidden
         splits = prefill(self.cache, batch, hidden_T, self._advance, self.memory_limit, obstacle(self.model))
+        assert self._round.taken is not None, "no round has begun"
+        self._round.taken.prefilled(batch)
         whole, last_stage = len(splits) == 1, self.model.groups.is_last_stage
         self._round.splits = [] if whole or not last_stage else splits
         self._round.hidden = splits[0][1] if whole else None if last_stage else torch.cat([out for _, out in splits])

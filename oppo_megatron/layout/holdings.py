@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from math import ceil, lcm
 
-from oppo_megatron.config.derived import longest_chunk, max_context, minibatch_rows, most_sequences
+from oppo_megatron.config.derived import longest_chunk, max_context, minibatch_rows, share_of_sequences
 from oppo_megatron.config.lora import LoraConfig
 from oppo_megatron.config.model import LearningModelConfig, ModelConfig, TrainedRoleConfig, TrainingLayoutConfig
 from oppo_megatron.config.preference import DPOConfig
@@ -229,7 +229,7 @@ def _serving(
 ) -> Iterator[Holding]:
     """Decoding or scoring: weights, cache, and what a call holds."""
     packed = on_cpu and config.runtime.decode_path == "packed"
-    sequences, longest = ceil(most_sequences(config) / placement.dp), max_context(config)
+    sequences, longest = share_of_sequences(config, placement.dp), max_context(config)
     context = slot_tokens(longest, config.runtime.kv_layout)
     budget_mb = config.runtime.kv_cache_mb
     slots = kv_slots(model.shape, placement, model.dtype, slots=sequences, context=context, budget_mb=budget_mb)

@@ -5,7 +5,7 @@ Each round is planned from the sequences active at its start, because decoded le
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, overload
@@ -84,24 +84,63 @@ class Growths(Sequence[Growth]):
         return Growths(self.table[:, positions])
 
 
+class Fork(NamedTuple):
+    """The first `tokens` that `source` has cached become those of `target`, which has none: both begin with them.
+
+    `held`: tokens that the source has cached before the round.
+    """
+
+    source: int
+    target: int
+    tokens: int
+    held: int = 0
+
+
+class Forks:
+    """The forks of one replica's round, each made as soon as its source has enough cached."""
+
+    def __init__(self, forks: Iterable[Fork]):
+        self._waiting: dict[int, list[Fork]] = {}
+        for fork in forks:
+            self._waiting.setdefault(fork.source, []).append(fork)
+
+    @property
+    def sources(self) -> list[int]:
+        """Of those that have not been made."""
+        return list(self._waiting)
+
+    def due(self, source: int, cached: int) -> list[Fork]:
+        """Those to be made now that `source` has `cached` tokens.  From here on they count as made."""
+        waiting = self._waiting.pop(source, [])
+        if left := [fork for fork in waiting if fork.tokens > cached]:
+            self._waiting[source] = left
+        return [fork for fork in waiting if fork.tokens <= cached]
+
+
 @dataclass(frozen=True)
 class Round:
     """The work of a round.
 
     `steps`: decode steps (C); 0 where nothing is decoded.  `decode[replica][m]` are the actor's decode micro-batches,
     `prefill[role][replica][j]` the prefill micro-batches of each role, in the order in which they must be done; those of
-    "actor" (prompts, and sequences whose cache is stale) come before its decoding.
+    "actor" (prompts, and sequences whose cache is stale) come before its decoding.  `forks[role][replica]`: prompts that
+    are cached already, or will be by a prefill of the round, and are not computed again.
     """
 
     index: int
     steps: int
     decode: tuple[tuple[Batch, ...], ...] = ()
     prefill: Mapping[str, tuple[tuple[Batch, ...], ...]] = field(default_factory=dict)
+    forks: Mapping[str, tuple[tuple[Fork, ...], ...]] = field(default_factory=dict)
 
     @property
     def decodes(self) -> bool:
         """Whether a chunk comes of this round."""
         return self.steps > 0
+
+    def forks_of(self, role: str, replica: int) -> tuple[Fork, ...]:
+        own = self.forks.get(role, ())
+        return own[replica] if replica < len(own) else ()
 
     @property
     def empty(self) -> bool:

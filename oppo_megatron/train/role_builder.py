@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from oppo_megatron.algorithms.algorithm import Algorithm
 from oppo_megatron.algorithms.decode_gap import GapLimit
 from oppo_megatron.cluster.world import World
-from oppo_megatron.config.derived import max_context, num_updates
+from oppo_megatron.config.derived import max_context, num_updates, share_of_sequences
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.engine.executor import Executor, RoleWorker
@@ -26,7 +26,7 @@ from oppo_megatron.mcore.out_of_memory import MemoryLimits
 from oppo_megatron.mcore.roles import as_it_began, load_role
 from oppo_megatron.schedule.checking.transport import transport_of
 from oppo_megatron.schedule.plan import round_generator
-from oppo_megatron.schedule.planning.new_planner import cache_slots, new_planner, share_of_sequences
+from oppo_megatron.schedule.planning.new_planner import cache_slots, new_planner
 from oppo_megatron.train.actor import Actor
 from oppo_megatron.train.critic import Critic
 from oppo_megatron.train.logs.round_trace import RoundTracer
@@ -66,7 +66,7 @@ class RoleBuilder:
 
     def num_slots(self, role: str) -> int:
         """Cache slots of one replica where the budget allows."""
-        return share_of_sequences(self.config, self.topology.site.placements[role])
+        return share_of_sequences(self.config, self.topology.site.placements[role].dp)
 
     def actor(self) -> Actor | None:
         role = self._trained("actor", "lm")

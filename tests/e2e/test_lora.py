@@ -114,6 +114,19 @@ def test_a_null_reference_begins_with_the_adapters_that_are_given(
     assert (0 < shared["reference"] < shared["actor"] / 2) == (mode == "single"), "beside the actor adapters alone"
 
 
+@pytest.mark.long
+def test_prompts_fork_with_adapters(workspace: Workspace) -> None:
+    """Caches are of the adapted weights, and of the reference's without adapters: both fork as those of whole models."""
+    groups = {"rollout.group_size": 3, "overlap.intra": True}
+    forked, apart = (configured(workspace, f"fork-{on}", **groups, **{"debug.fork": on}) for on in (True, False))
+    for config in (forked, apart):
+        run(config)
+    assert tokens(forked) == tokens(apart)
+    found, due = adapters(forked), adapters(apart)
+    assert max(float((found[name] - due[name]).abs().max()) for name in due) < 2e-4
+    assert [min(line["forked_tokens"] for line in metrics(config)) > 0 for config in (forked, apart)] == [True, False]
+
+
 def test_a_resumed_run_is_the_undisturbed_one(workspace: Workspace, plain: dict[str, Any]) -> None:
     config = configured(workspace, "resumed", **{"checkpoint.every_steps": 1})
     assert run_ranks(1, "tests.e2e.jobs:train_until", config=config, rounds=4, rank=0) == [False]

@@ -30,6 +30,11 @@ CARRIED: dict[str, Any] = {
     "overlap.inter": True,
     "overlap.delta": {"rule": "measured", "initial": 3, "max": 4},
 }
+GROUPS: dict[str, Any] = {
+    "rollout.group_size": 3,
+    "overlap.delta": {"rule": "fixed", "initial": 1},
+    "overlap.chunk": {"tokens": 4, "adaptive": False},
+}
 CASES: dict[str, dict[str, Any]] = {
     "one rank, plain": {"steps": 3},
     "one rank": CARRIED,
@@ -43,6 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
         "actor.init": DEEP | {"tie_word_embeddings": True},
     },
     "actor | scorers, without a critic": CARRIED | TWO_RANKS | WITHOUT_CRITIC,
+    "actor | scorers, groups whose prompts fork": CARRIED | TWO_RANKS | GROUPS,
     "replicas, backfill, paged": CARRIED
     | {
         "placement": {"mode": "colocated", "actor": {"dp": 2}, "scorer": {"dp": 2}},

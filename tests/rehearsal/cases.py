@@ -39,6 +39,9 @@ PLAIN: dict[str, Any] = {
 CASES = {
     "single": Case(),
     "paged float32": Case(1, {"runtime.dtype": "float32", "runtime.kv_layout": "paged"}),
+    "groups, whose prompts fork": Case(
+        2, {"placement": {"mode": "disaggregated"}, "rollout.group_size": 2, "overlap.inter": False}
+    ),
     "adapters": Case(1, {"actor.lora": LORA, "critic.lora": LORA}),
     "disaggregated": Case(2, {"placement": {"mode": "disaggregated"}}),
     "colocated tp 2": Case(2, {"placement": {"mode": "colocated", "actor": {"tp": 2}}}),

@@ -89,6 +89,7 @@ class Naive:
     def __init__(self, cache: SequenceCache, seed: int, windows: tuple[int | None, ...] = (None,) * LAYERS):
         self.cache, self.random, self.windows = cache, random.Random(seed), windows
         self.held: dict[int, list[list[tuple[torch.Tensor, torch.Tensor]]]] = {}
+        self.blocks: dict[int, list[object]] = {}
         self.opened = 0
 
     def open(self) -> None:
@@ -97,14 +98,28 @@ class Naive:
                 self.cache.open(self.opened)
             return
         self.cache.open(self.opened)
-        self.held[self.opened] = [[] for _ in range(LAYERS)]
+        self.held[self.opened], self.blocks[self.opened] = [[] for _ in range(LAYERS)], []
         self.opened += 1
+
+    def fork(self) -> None:
+        """One or two new sequences begin with what another has, or a part of it."""
+        count = min(self.random.randint(1, 2), self.cache.num_slots - len(self.held))
+        if not self.held or not count:
+            return
+        source, targets = self.random.choice(sorted(self.held)), list(range(self.opened, self.opened + count))
+        length = self.random.randint(0, len(self.held[source][0]))
+        for _ in targets:
+            self.open()
+        self.cache.fork(source, targets, length)
+        for target in targets:
+            self.held[target] = [layer[:length] for layer in self.held[source]]
+            self.blocks[target] = self.blocks[source][: length // 5] + [object()] * (length % 5 > 0)
 
     def close(self) -> None:
         if self.held:
             seq_id = self.random.choice(sorted(self.held))
             self.cache.close(seq_id)
-            del self.held[seq_id]
+            del self.held[seq_id], self.blocks[seq_id]
 
     def exchange(self) -> None:
         if self.held:
@@ -119,6 +134,7 @@ class Naive:
             seq_id = self.random.choice(sorted(self.held))
             length = self.random.randint(0, len(self.held[seq_id][0]))
             self.cache.truncate(seq_id, length)
+            del self.blocks[seq_id][-(-length // 5) :]
             for layer in self.held[seq_id]:
                 del layer[length:]
 
@@ -130,6 +146,8 @@ class Naive:
         if not ids:
             return
         lens = [1 if decode else self.random.randint(1, min(4, room[i])) for i in ids]
+        for seq_id, new in zip(ids, lens, strict=True):
+            self.write(seq_id, len(self.held[seq_id][0]), new)
         plan = self.cache.begin(ids, lens)
         for layer in range(LAYERS):
             q, k, v = (torch.randn(sum(lens), heads, DIM) for heads in (HEADS, GROUPS, GROUPS))
@@ -145,6 +163,13 @@ class Naive:
             assert (found - torch.stack(expected)).abs().max() < 1e-5
         self.cache.commit(plan)
 
+    def write(self, seq_id: int, length: int, new: int) -> None:
+        """Blocks of `new` tokens behind `length`: those that others have, too, are not written to."""
+        own, others = self.blocks[seq_id], {b for i, held in self.blocks.items() if i != seq_id for b in held}
+        if length % 5 and own[length // 5] in others:
+            own[length // 5] = object()
+        own += [object() for _ in range(-(-(length + new) // 5) - len(own))]
+
     def check(self) -> None:
         assert sorted(self.cache.seq_ids) == sorted(self.held)
         assert self.cache.seq_ids == sorted(self.held, key=self.cache.slot)
@@ -155,11 +180,11 @@ class Naive:
         for seq_id, layers in self.held.items():
             assert self.cache.length(seq_id) == len(layers[0])
         if isinstance(self.cache, PagedKVCache):
-            taken = sum(-(-len(layers[0]) // 5) for layers in self.held.values())
-            assert self.cache.num_free_blocks == self.cache.num_slots * 3 - taken
+            taken = {block for blocks in self.blocks.values() for block in blocks}
+            assert self.cache.num_free_blocks == self.cache.num_slots * 3 - len(taken), "what is shared is counted once"
 
 
-ACTIONS = ("open", "open", "close", "exchange", "truncate", "decode", "decode", "prefill")
+ACTIONS = ("open", "open", "fork", "fork", "close", "exchange", "truncate", "decode", "decode", "prefill", "prefill")
 
 
 @settings(deadline=None, max_examples=120)
@@ -180,6 +205,19 @@ def test_books_and_contents_equal_a_dictionary(
         else:
             getattr(naive, action)()
         naive.check()
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_forks_go_on_by_themselves_and_leave_no_block_behind(kind: str) -> None:
+    """Whoever grows, is rolled back or closed, the others keep what they have; after the last one all blocks are free."""
+    forks = ("open", "prefill", "prefill", "prefill", "fork", "fork", "truncate", "truncate", "decode", "exchange", "close")
+    for seed in range(20):
+        naive, rng = Naive(CACHES[kind](4), seed), random.Random(seed)
+        for action in (rng.choice(forks) for _ in range(50)):
+            naive.step(action == "decode") if action in ("decode", "prefill") else getattr(naive, action)()
+            naive.check()
+        while naive.held:
+            naive.close()
+            naive.check()
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2], [0, 2, 1]])

@@ -1,7 +1,7 @@
 """The dense key/value cache: a slot of `max_length` positions for each sequence.
 
 A decode step over sequences in neighbouring slots reads one slice and never gathers.  In return a sequence that changes its
-slot is copied.
+slot is copied, and so is a prompt that several sequences begin with.
 
 Legend: T packed tokens of a call, S sequences of the call, B rows of a decode step, M slots, G key/value heads of this rank,
 L cached positions, D head dimension.
@@ -57,6 +57,11 @@ class KVCache(SequenceCache):
             held = store[one, :, :length].clone()
             store[one, :, :length] = store[other, :, :length]
             store[other, :, :length] = held
+
+    def _share(self, source: int, targets: list[int], length: int) -> None:
+        slot_S = on_device(targets, self.device)
+        for store in (*self.k, *self.v):
+            store[slot_S, :, :length] = store[source, :, :length].clone()
 
     def _extend(self, slot: int, length: int) -> None:
         """Every position is there from the beginning."""

@@ -1,7 +1,9 @@
 """The paged key/value cache: a pool of blocks, and for each sequence a table of those that it has.
 
 A sequence that changes its slot takes its table along: nothing is copied.  A block is taken when a sequence grows into it
-and given back when it is rolled back or closed; the pool has enough for all slots at full length.
+and given back when it is rolled back or closed; the pool has enough for all slots at full length.  Sequences that begin with
+the same prompt share the blocks that it fills; of a block that it fills in part each has a copy.  So what is written to is
+of one sequence alone.
 
 Legend: T packed tokens of a call, S sequences of the call, B rows of a decode step, M slots, P blocks, K positions of a block,
 W blocks of a table, G key/value heads of this rank, L cached positions, D head dimension.
@@ -51,6 +53,7 @@ class PagedKVCache(SequenceCache):
         self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         self._free = list(range(shape[0]))[::-1]  # the next one last
+        self._users = [0] * shape[0]  # of each block: tables that name it
         self._tables: list[list[int]] = [[] for _ in range(num_slots)]
 
     @property
@@ -74,15 +77,48 @@ class PagedKVCache(SequenceCache):
     def _swap(self, one: int, other: int, length: int) -> None:
         self._tables[one], self._tables[other] = self._tables[other], self._tables[one]
 
+    def _share(self, source: int, targets: list[int], length: int) -> None:
+        whole, rest = divmod(length, self.block_tokens)
+        blocks = self._tables[source][:whole]
+        for target in targets:
+            self._tables[target] = list(blocks)
+        for block in blocks:
+            self._users[block] += len(targets)
+        if rest:
+            copies = [self._take() for _ in targets]
+            for target, block in zip(targets, copies, strict=True):
+                self._tables[target].append(block)
+            self._copy(self._tables[source][whole], copies, rest)
+
     def _extend(self, slot: int, length: int) -> None:
-        table = self._tables[slot]
+        table, (whole, rest) = self._tables[slot], divmod(self._lengths[slot], self.block_tokens)
+        if rest and self._users[table[whole]] > 1:  # rolled back into a block that others have, too
+            shared, table[whole] = table[whole], self._take()
+            self._copy(shared, [table[whole]], rest)
+            self._give(shared)
         while len(table) * self.block_tokens < length:
-            table.append(self._free.pop())
+            table.append(self._take())
 
     def _shorten(self, slot: int, length: int) -> None:
         table, kept = self._tables[slot], -(-length // self.block_tokens)
         while len(table) > kept:
-            self._free.append(table.pop())
+            self._give(table.pop())
+
+    def _take(self) -> int:
+        block = self._free.pop()
+        self._users[block] = 1
+        return block
+
+    def _give(self, block: int) -> None:
+        self._users[block] -= 1
+        if not self._users[block]:
+            self._free.append(block)
+
+    def _copy(self, block: int, copies: list[int], length: int) -> None:
+        """The first `length` positions of a block to others."""
+        block_S = on_device(copies, self.device)
+        for pool in (*self.k, *self.v):
+            pool[block_S, :length] = pool[block, :length].clone()
 
     def _read(self, slot: int, length: int) -> Tensor:
         table_W = on_device(self._tables[slot], self.device)

@@ -1,6 +1,6 @@
 """The books of a key/value cache of one pipeline stage; where keys and values lie is a matter of its layout.
 
-Life of a sequence:  open -> (begin .. commit)* -> [truncate -> (begin .. commit)*]* -> close
+Life of a sequence:  open -> [fork] -> (begin .. commit)* -> [truncate -> (begin .. commit)*]* -> close
 
 Sequences are known by id and have a slot each, the first ones without a gap: closing one moves another into its slot.  All
 bookkeeping is a function of the calls made, so every tensor- and pipeline-parallel rank keeps the same books without a message.
@@ -91,6 +91,16 @@ class SequenceCache(ABC):
         self._shorten(slot, length)
         self._lengths[slot] = length
 
+    def fork(self, source: int, targets: Sequence[int], length: int) -> None:
+        """The first `length` tokens of `source` become those of `targets`, which are open and empty; each goes on by itself."""
+        assert length <= self.length(source), f"sequence {source} has {self.length(source)} tokens to fork, not {length}"
+        slots = [self._slots[target] for target in targets]
+        for target, slot in zip(targets, slots, strict=True):
+            assert self._lengths[slot] == 0, f"sequence {target} has {self._lengths[slot]} tokens and cannot be a fork"
+        self._share(self._slots[source], slots, length)
+        for slot in slots:
+            self._lengths[slot] = length
+
     def begin(self, seq_ids: Sequence[int], lens: Sequence[int]) -> CallPlan:
         """Plan a call that appends lens[s] tokens to sequence seq_ids[s].  Order of the tokens: as given."""
         for seq_id, new in zip(seq_ids, lens, strict=True):
@@ -164,6 +174,10 @@ class SequenceCache(ABC):
 
     @abstractmethod
     def _swap(self, one: int, other: int, length: int) -> None: ...
+
+    @abstractmethod
+    def _share(self, source: int, targets: list[int], length: int) -> None:
+        """The first `length` tokens of a slot are those of others too, which are empty."""
 
     @abstractmethod
     def _extend(self, slot: int, length: int) -> None:

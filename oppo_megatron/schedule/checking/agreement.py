@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from oppo_megatron.schedule.actions import Action, Schedule
 from oppo_megatron.schedule.checking.faults import Fault, FaultKind
-from oppo_megatron.schedule.rounds import Batch, Round, Site
+from oppo_megatron.schedule.rounds import Batch, Fork, Round, Site
 
 T = TypeVar("T", bound=Hashable)
 
@@ -41,42 +41,50 @@ def agree(plans: Mapping[int, OwnPlan], site: Site) -> tuple[Round, Schedule, li
             own = f"plans round {plan.round.index} with {plan.round.steps} decode steps"
             told = f"{own}, most others round {sizes[0]} with {sizes[1]}"
             faults[rank] = _fault(rank, plan, told)
-    decode, prefill = _micro_batches(plans, site, faults)
-    whole = Round(*sizes, decode, prefill)
+    decode, prefill, forks = _works(plans, site, faults)
+    whole = Round(*sizes, decode, prefill, forks)
     schedule = Schedule({rank: plan.actions for rank, plan in plans.items() if plan.actions})
     return whole, schedule, [faults[rank] for rank in sorted(faults)]
 
 
-def _micro_batches(
+def _works(
     plans: Mapping[int, OwnPlan], site: Site, faults: dict[int, Fault]
-) -> tuple[tuple[tuple[Batch, ...], ...], dict[str, tuple[tuple[Batch, ...], ...]]]:
-    """Decode and prefill of every replica.  Ranks that disagree about one of theirs are added to `faults`."""
+) -> tuple[
+    tuple[tuple[Batch, ...], ...], dict[str, tuple[tuple[Batch, ...], ...]], dict[str, tuple[tuple[Fork, ...], ...]]
+]:
+    """Decode, prefill and forks of every replica.  Ranks that disagree about one of theirs are added to `faults`."""
     decode: list[tuple[Batch, ...]] = []
     prefill: dict[str, tuple[tuple[Batch, ...], ...]] = {}
+    forks: dict[str, tuple[tuple[Fork, ...], ...]] = {}
     for role, placement in site.placements.items():
-        replicas = []
+        replicas, forked = [], []
         for replica in range(placement.dp):
             said = {rank: _of(plans[rank].round, role, replica) for rank in placement.replica_ranks(replica)}
             most = _most(said)
             for rank, own in said.items():
                 if own != most and rank not in faults:
-                    told = f"has other micro-batches of {role} replica {replica} than its peers"
+                    what = "micro-batches" if own[:2] != most[:2] else "forks"
+                    told = f"has other {what} of {role} replica {replica} than its peers"
                     faults[rank] = _fault(rank, plans[rank], told)
             replicas.append(most[1])
+            forked.append(most[2])
             if role == "actor":
                 decode.append(most[0])
         prefill[role] = tuple(replicas)
+        if any(forked):
+            forks[role] = tuple(forked)
     decodes = any(decode)
-    return tuple(decode) if decodes else (), prefill
+    return tuple(decode) if decodes else (), prefill, forks
 
 
-def _of(round_: Round, role: str, replica: int) -> tuple[tuple[Batch, ...], tuple[Batch, ...]]:
-    """Decode and prefill micro-batches of one replica."""
+def _of(round_: Round, role: str, replica: int) -> tuple[tuple[Batch, ...], tuple[Batch, ...], tuple[Fork, ...]]:
+    """Decode and prefill micro-batches of one replica, and what it forks."""
     prefill = round_.prefill.get(role, ())
     decode = round_.decode if role == "actor" else ()
     return (
         decode[replica] if replica < len(decode) else (),
         prefill[replica] if replica < len(prefill) else (),
+        round_.forks_of(role, replica),
     )
 
 

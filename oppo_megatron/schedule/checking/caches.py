@@ -12,7 +12,7 @@ import numpy as np
 
 from oppo_megatron.columns import Ints
 from oppo_megatron.errors import ScheduleError
-from oppo_megatron.schedule.rounds import Growths, KVBudget, Round
+from oppo_megatron.schedule.rounds import Fork, Forks, Growths, KVBudget, Round
 
 Budgets = Mapping[str, Sequence[KVBudget]]
 """What each replica of each role may cache; a role that is missing is not checked."""
@@ -35,7 +35,8 @@ def require_room(round_: Round, budgets: Mapping[str, Mapping[int, KVBudget]]) -
 
 def _of(round_: Round, role: str, replica: int, budget: KVBudget) -> Iterator[str]:
     """The first thing that is wrong with one replica's cache."""
-    cache, (seq_ids, past, new) = f"the cache of {role} replica {replica}", _growths(round_, role, replica)
+    cache, growths = f"the cache of {role} replica {replica}", _growths(round_, role, replica)
+    seq_ids, past, new = growths
     order = np.argsort(seq_ids, kind="stable")
     ids, begins, ends = seq_ids[order], past[order], (past + new)[order]
     again = ids[1:] == ids[:-1]  # some grow twice, each time from where the time before has left them
@@ -44,12 +45,50 @@ def _of(round_: Round, role: str, replica: int, budget: KVBudget) -> Iterator[st
         first = broken[np.argmin(order[broken + 1])]
         yield f"{cache} holds {ends[first]} tokens of sequence {ids[first]}, which is to be continued at {begins[first + 1]}"
         return
+    if forks := round_.forks_of(role, replica):
+        fault = _fork_fault(cache, growths.T.tolist(), forks)
+        if fault is not None:
+            yield fault
+            return
     lengths = ends[np.append(~again, True)] if len(ends) else ends
     longest = int(lengths.max(initial=0))
     if len(lengths) and budget.others + len(lengths) > budget.slots:
         yield f"{cache} has {budget.slots} slots, but {len(lengths)} sequences grow beside {budget.others} others"
     elif longest > budget.max_length:
         yield f"{cache} has room for {budget.max_length} tokens a sequence, but one grows to {longest}"
+
+
+def _fork_fault(cache: str, growths: Sequence[Sequence[int]], forks: Sequence[Fork]) -> str | None:
+    """The first thing that is wrong with the forks: a source that is not cached by then, a target that is something else."""
+    cached = {fork.source: fork.held for fork in forks}
+    made, left = dict[int, int](), Forks(forks)
+    sources = {fork.target: fork for fork in forks}
+    if len(sources) < len(forks) or sources.keys() & cached.keys():
+        return f"{cache} is to fork a sequence twice, or onto one that others are forked from"
+
+    def make(source: int) -> None:
+        made.update((fork.target, fork.tokens) for fork in left.due(source, cached[source]))
+
+    for source in left.sources:
+        make(source)
+    for seq_id, past, new in growths:
+        if seq_id in sources and made.get(seq_id) != past:
+            return f"{cache} is to continue sequence {seq_id} at {past} tokens, {_told(sources[seq_id], made, cached)}"
+        if seq_id in cached:
+            if cached[seq_id] != past:
+                return f"{cache} holds {cached[seq_id]} tokens of sequence {seq_id}, which is to be continued at {past}"
+            cached[seq_id] = past + new
+            make(seq_id)
+        elif seq_id in sources:
+            made[seq_id] = past + new
+    unmade = next((fork for fork in forks if fork.target not in made), None)
+    return None if unmade is None else f"{cache} is to fork sequence {unmade.target}, {_told(unmade, made, cached)}"
+
+
+def _told(fork: Fork, made: Mapping[int, int], cached: Mapping[int, int]) -> str:
+    if fork.target in made:
+        return f"of which it holds {made[fork.target]}, forked from sequence {fork.source}"
+    return f"forked from {fork.tokens} of sequence {fork.source}, of which it holds {cached[fork.source]} by then"
 
 
 def _growths(round_: Round, role: str, replica: int) -> Ints:

@@ -13,7 +13,7 @@ from oppo_megatron.layout.placements import RankCoordinates
 from oppo_megatron.schedule.actions import Action, Op, Payload, Schedule
 from oppo_megatron.schedule.checking.faults import Fault, FaultKind
 from oppo_megatron.schedule.checking.timeline import batch_of, coordinates_at
-from oppo_megatron.schedule.rounds import Batch, KVBudget, Round, Site
+from oppo_megatron.schedule.rounds import Batch, Fork, Forks, KVBudget, Round, Site
 
 Step = tuple[int, int | None]
 """Micro-batch and decode step; None for prefill."""
@@ -44,6 +44,20 @@ def walk_ranks(
 Trouble = tuple[FaultKind, str]
 
 
+class _Forked:
+    """Tokens of the sequences that a role's cache forks, 0 before that, and of those that they are forked from."""
+
+    def __init__(self, forks: Sequence[Fork]):
+        self._left = Forks(forks)
+        self.lengths = {fork.target: 0 for fork in forks} | {fork.source: fork.held for fork in forks}
+        for source in self._left.sources:
+            self.grown(source, self.lengths[source])
+
+    def grown(self, seq_id: int, length: int) -> None:
+        """The sequence has so many tokens now."""
+        self.lengths |= {fork.target: fork.tokens for fork in self._left.due(seq_id, length)}
+
+
 @dataclass
 class _Walk:
     """What one rank has, as its list goes on.  `told`: caches whose overrun has been reported, by any rank."""
@@ -57,6 +71,7 @@ class _Walk:
     held: dict[str, tuple[str, Step]] = field(default_factory=dict)
     tokens: set[Step] = field(default_factory=set)
     cached: dict[str, dict[int, int]] = field(default_factory=dict)
+    forked: dict[str, _Forked] = field(default_factory=dict)
     prefilled: dict[str, int] = field(default_factory=dict)
     decoded: tuple[int, int] = (-1, -1)
     gathered: bool = False
@@ -165,19 +180,24 @@ class _Walk:
         """Let the cache of the role grow by the micro-batch, or by one step of it."""
         batch = batch_of(self.round, action, coords.replica)
         cached = self.cached.setdefault(action.role, {})
+        if action.role not in self.forked:
+            self.forked[action.role] = _Forked(self.round.forks_of(action.role, coords.replica))
+        forked = self.forked[action.role]
         if step:  # the slots are taken and the past has been compared at step 0
             lengths = [min(step + 1, g.new) + g.past for g in batch]
         else:
             for growth in batch:
-                if cached.get(growth.seq_id, growth.past) != growth.past:
+                held = cached.get(growth.seq_id, forked.lengths.get(growth.seq_id, growth.past))
+                if held != growth.past:
                     yield (
                         FaultKind.KV,
                         f"continues sequence {growth.seq_id} at {growth.past} tokens where its cache holds "
-                        f"{cached[growth.seq_id]}; a micro-batch continues the cached tokens; put it in its order",
+                        f"{held}; a micro-batch continues the cached tokens; put it in its order",
                     )
             lengths = [g.past + (g.new if step is None else min(1, g.new)) for g in batch]
         for growth, length in zip(batch, lengths, strict=True):
             cached[growth.seq_id] = length
+            forked.grown(growth.seq_id, length)
         budgets = self.budgets.get(action.role)
         if budgets is not None:
             yield from self._within(budgets[coords.replica], action.role, coords.replica, batch, cached, lengths)

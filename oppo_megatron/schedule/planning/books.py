@@ -1,131 +1,31 @@
-"""Each role's cached and computed tokens of every rollout, kept alike on all ranks that plan a round with it.  Pure.
-
-A book assigns sequences to replicas and cache slots, and says what each micro-batch of the coming round adds; the caches
-themselves follow it.
-
-Every rank keeps the books of all replicas, because all come to the same numbers from the same chunks; it does so in arrays
-over all sequences.  Micro-batches it needs of its own replicas only: `own` are those that `plan` packs them for.
-"""
+"""The books of the scoring roles and of the actor.  Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from oppo_megatron.columns import Bools, Columns, Ints, columns_of
 from oppo_megatron.records import Rollout
-from oppo_megatron.schedule.packing import packed_in_order
+from oppo_megatron.schedule.planning.book import (
+    ALONE,
+    CACHED,
+    LIMIT,
+    OPENED,
+    OUTLIVED,
+    OUTPUTS,
+    WAITING,
+    Book,
+    Grouping,
+    ReplicaWork,
+    packed,
+)
 from oppo_megatron.schedule.planning.ledger import ABSENT, ordinal
-from oppo_megatron.schedule.planning.replicas import REPLICA, Pairs, Replicas, pairs_of
-from oppo_megatron.schedule.rounds import Batch, Growths
+from oppo_megatron.schedule.planning.replicas import REPLICA, Pairs, pairs_of
+from oppo_megatron.schedule.rounds import Growths
 from oppo_megatron.schedule.weaving.cut import even_portions
-
-CACHED, OPENED, OUTPUTS, LIMIT, WAITING, OUTLIVED = "cached", "opened", "outputs", "limit", "waiting", "outlived"
-"""Columns: tokens cached (ABSENT: no slot), which opening gave the slot, outputs given, most response tokens, 1 where a
-sequence has a slot and does not run, updates made since its cache was begun."""
-
-
-@dataclass
-class ReplicaWork:
-    """What a round asks of one replica's cache: close, then open, then prefill; `done` is closed at the end."""
-
-    evict: list[int] = field(default_factory=list)
-    open: list[int] = field(default_factory=list)
-    prefill: list[Batch] = field(default_factory=list)
-    decode: list[Batch] = field(default_factory=list)
-    done: list[int] = field(default_factory=list)
-
-    @property
-    def num_staying(self) -> int:
-        """Sequences that grow in the round and keep their slots beyond it: each is decoded or, by a scorer, prefilled once."""
-        return sum(map(len, self.decode or self.prefill)) - len(self.done)
-
-
-class Book:
-    """What the books of all roles have: `slots` of each replica's cache, and who has one."""
-
-    def __init__(self, replicas: int, slots: int, columns: Mapping[str, int]):
-        self.slots = slots
-        self._replicas = Replicas(replicas, slots, {CACHED: ABSENT, OPENED: 0} | dict(columns))
-        self._ledger = self._replicas.ledger
-        self._num_open = np.zeros(replicas, dtype=np.int64)
-        self._num_opened = 0
-
-    def __len__(self) -> int:
-        """Replicas."""
-        return len(self._num_open)
-
-    def replica(self, seq_id: int) -> int:
-        """The replica that the sequence belongs to, once a round with it has been planned."""
-        return self._replicas.of(seq_id)
-
-    def homes(self, rollouts: Sequence[Rollout]) -> Ints:
-        """The replica of each, once a round with it has been planned."""
-        return self._ledger[REPLICA][self._ledger.rows(columns_of(rollouts).seq_ids)]
-
-    def num_open(self, replica: int) -> int:
-        """Sequences that have a slot beyond the round planned last."""
-        return int(self._num_open[replica])
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state between two rounds, in plain JSON types: each sequence's replica and its cached tokens."""
-        return {
-            "replicas": self._replicas.state_dict(),
-            "cached": [list(self.cached(replica).items()) for replica in range(len(self))],
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`; the caches hold what it says."""
-        self._replicas.load_state_dict(state["replicas"])
-        for replica, cached in enumerate(state["cached"]):
-            rows = self._ledger.enter(CACHED, cached)
-            self._stamp(rows)
-            self._num_open[replica] = len(rows)
-
-    def cached(self, replica: int) -> dict[int, int]:
-        """Tokens cached of each sequence that has a slot, in the order of opening."""
-        seq_ids = self._open_ids(replica)
-        return dict(pairs_of(seq_ids, self._ledger[CACHED][self._ledger.rows(seq_ids)]))
-
-    def _open_ids(self, replica: int) -> Ints:
-        """Sequences of the replica that have a slot, in the order of opening."""
-        ledger = self._ledger
-        seq_ids = ledger.where((ledger[REPLICA] == replica) & (ledger[CACHED] != ABSENT))
-        return seq_ids[np.argsort(ledger[OPENED][ledger.rows(seq_ids)], kind="stable")]
-
-    def _open(self, rows: Ints) -> None:
-        """Give slots to the sequences at `rows`, in that order; nothing of them is cached."""
-        self._ledger[CACHED][rows] = 0
-        self._stamp(rows)
-        self._count(rows, 1)
-
-    def _close(self, rows: Ints) -> None:
-        self._ledger[CACHED][rows] = ABSENT
-        self._count(rows, -1)
-
-    def _count(self, rows: Ints, each: int) -> None:
-        self._num_open += each * np.bincount(self._ledger[REPLICA][rows], minlength=len(self))
-
-    def _stamp(self, rows: Ints) -> None:
-        self._ledger[OPENED][rows] = np.arange(self._num_opened, self._num_opened + len(rows))
-        self._num_opened += len(rows)
-
-    def _short(self, homes: Ints) -> Ints:
-        """Replicas that have too few slots for one more sequence at each of `homes`."""
-        return np.flatnonzero(self._num_open + np.bincount(homes, minlength=len(self)) > self.slots)
-
-    def _ours(self, own: Collection[int] | None) -> dict[int, ReplicaWork]:
-        """The work of the replicas in `own` (None: of all), to be filled in."""
-        return {replica: ReplicaWork() for replica in (range(len(self)) if own is None else own)}
-
-    def _works(self, ours: Mapping[int, ReplicaWork]) -> list[ReplicaWork]:
-        """By replica; what is not ours shares one that is empty."""
-        elsewhere = ReplicaWork()
-        return [ours.get(replica, elsewhere) for replica in range(len(self))]
 
 
 class ScoringBook(Book):
@@ -137,8 +37,10 @@ class ScoringBook(Book):
     takes the place of the youngest unfinished one, which is prefilled again later; its outputs stay valid.
     """
 
-    def __init__(self, role: str, replicas: int, slots: int, every_token: bool = False):
-        super().__init__(replicas, slots, {OUTPUTS: 0})
+    def __init__(
+        self, role: str, replicas: int, slots: int, groups: Grouping = ALONE, *, every_token: bool = False
+    ):
+        super().__init__(replicas, slots, {OUTPUTS: 0}, groups)
         self.role, self.every_token = role, every_token or role != "reward"
         self.perishable = role == "critic"  # each update makes what it has computed stale
 
@@ -150,8 +52,11 @@ class ScoringBook(Book):
     def pending(self, rollouts: Sequence[Rollout] | Columns) -> tuple[Ints, Ints]:
         """Of each sequence with new tokens that this role has not read: its replica, and how many they are."""
         columns, rows, missing = self._placed(rollouts)
-        rows, cached = rows[missing], self._ledger[CACHED][rows[missing]]
-        return self._ledger[REPLICA][rows], self._targets(columns)[missing] - np.maximum(cached, 0)
+        columns, rows = columns.at(missing), rows[missing]
+        depth, cached = self._depth(columns), np.maximum(self._ledger[CACHED][rows], 0)
+        forked = self._sources(rows, depth, np.ones(len(rows), dtype=np.bool_)) != ABSENT
+        news = self._targets(columns) - np.where(forked, depth, cached)
+        return self._ledger[REPLICA][rows[news > 0]], news[news > 0]
 
     def plan(
         self, rollouts: Sequence[Rollout] | Columns, budget: int, own: Collection[int] | None = None
@@ -163,11 +68,13 @@ class ScoringBook(Book):
         self._admit(columns, rows, ours)
         admitted = self._ledger[CACHED][rows] != ABSENT
         columns, rows = columns.at(admitted), rows[admitted]
-        table = self._grow(columns, rows)
         homes = self._ledger[REPLICA][rows]
+        self._fork(columns, rows, ours)
+        table = self._grow(columns, rows)
+        grows = table.new > 0
         for replica, work in ours.items():
             here = homes == replica
-            work.prefill = _packed(table.at(np.flatnonzero(here)), budget)
+            work.prefill = packed(table.at(np.flatnonzero(here & grows)), work.fork, budget)
             work.done = columns.seq_ids[here & columns.finished].tolist()
         self._close(rows[columns.finished])
         return self._works(ours)
@@ -213,6 +120,10 @@ class ScoringBook(Book):
         """Tokens of each sequence that this role has use for now."""
         return columns.num_tokens - (self.role != "reward")
 
+    def _depth(self, columns: Columns) -> Ints:
+        """Tokens of each sequence's prompt that this role reads without an output of them: where its cache may fork."""
+        return columns.prompt_tokens - (self.role != "reward")
+
     def _missing(self, columns: Columns, rows: Ints) -> Bools:
         due = columns.response_tokens if self.every_token else 1
         unread = np.maximum(self._ledger[CACHED][rows], 0) < self._targets(columns)
@@ -248,6 +159,19 @@ class ScoringBook(Book):
         self._close(self._ledger.rows(np.array(work.evict, dtype=np.int64)))
         self._open(self._ledger.rows(np.array(work.open, dtype=np.int64)))
 
+    def _fork(self, columns: Columns, rows: Ints, ours: Mapping[int, ReplicaWork]) -> None:
+        """Fork prompts that are computed elsewhere; the work of `ours` hears of it."""
+        depth = self._depth(columns)
+        sources = self._sources(rows, depth, np.ones(len(rows), dtype=np.bool_))
+        forked, homes = sources != ABSENT, self._ledger[REPLICA][rows]
+        if not forked.any():
+            return
+        for replica, work in ours.items():
+            here = forked & (homes == replica)
+            work.fork = self._forks(rows[here], depth[here], sources[here])
+        self._ledger[CACHED][rows[forked]] = depth[forked]
+        self.forked_tokens += int(depth[forked].sum())
+
     def _grow(self, columns: Columns, rows: Ints) -> Growths:
         """Read what is there."""
         past, target, outputs = self._ledger[CACHED][rows], self._targets(columns), self._ledger[OUTPUTS][rows]
@@ -268,9 +192,9 @@ class ActorBook(Book):
     old.  With too few slots, or memory for `most` in a micro-batch only, those admitted first run, and others wait a round.
     """
 
-    def __init__(self, replicas: int, slots: int, limit: Callable[[int], int]):
+    def __init__(self, replicas: int, slots: int, limit: Callable[[int], int], groups: Grouping = ALONE):
         """`limit(seq_id)`: the most response tokens that the sequence may have."""
-        super().__init__(replicas, slots, {LIMIT: ABSENT, WAITING: 0, OUTLIVED: 0})
+        super().__init__(replicas, slots, {LIMIT: ABSENT, WAITING: 0, OUTLIVED: 0}, groups)
         self._limit = limit
         self.most: int | None = None  # sequences of a decode micro-batch, where memory allows no more
 
@@ -305,14 +229,20 @@ class ActorBook(Book):
         running, new = self._admit(rows, micro_batches)
         ours, rooms = self._ours(own), self._rooms(columns)
         homes, cached = self._ledger[REPLICA][rows], self._ledger[CACHED][rows]
-        due, none = columns.num_tokens - 1, np.zeros_like(rooms)
+        due, none, depth = columns.num_tokens - 1, np.zeros_like(rooms), columns.prompt_tokens - 1
+        sources = self._sources(rows, depth, running)
+        forked = sources != ABSENT
+        self.forked_tokens += int(depth[forked].sum())
+        cached = np.where(forked, depth, cached)
         decode = Growths(np.stack([columns.seq_ids, due, np.minimum(steps, rooms), none]))
         again = Growths(np.stack([columns.seq_ids, cached, due - cached, none]))
         for replica, work in ours.items():
             here = running & (homes == replica)
             work.open = columns.seq_ids[here & new].tolist()
             lined = self._in_line(rows, np.flatnonzero(here & ~new), np.flatnonzero(here & new), order)
-            work.prefill = _packed(again.at(lined[again.new[lined] > 0]), budget)
+            forks = here & forked
+            work.fork = self._forks(rows[forks], depth[forks], sources[forks])
+            work.prefill = packed(again.at(lined[again.new[lined] > 0]), work.fork, budget)
             work.decode = [decode.at(portion) for portion in even_portions(lined.tolist(), micro_batches)]
         return self._works(ours)
 
@@ -366,6 +296,10 @@ class ActorBook(Book):
         mask = self._ledger[OUTLIVED] > 0
         return pairs_of(self._ledger.where(mask), self._ledger[OUTLIVED][mask])
 
+    def _current(self) -> Bools:
+        current: Bools = super()._current() & (self._ledger[OUTLIVED] == 0)
+        return current
+
     def _admit(self, rows: Ints, micro_batches: int) -> tuple[Bools, Bools]:
         """Which of the sequences run, and which of these have just been given their slots."""
         homes = self._ledger[REPLICA][rows]
@@ -390,10 +324,3 @@ class ActorBook(Book):
         if unknown.any():
             limits[rows[unknown]] = [self._limit(seq_id) for seq_id in columns.seq_ids[unknown].tolist()]
         return limits[rows] - columns.response_tokens
-
-
-def _packed(growths: Growths, budget: int) -> list[Batch]:
-    """Micro-batches of at most `budget` tokens, each in the order of `growths`."""
-    members, ends = packed_in_order(growths.new, budget)
-    ordered = growths.at(members)
-    return [ordered[start:end] for start, end in pairwise(ends)]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import ceil
 
-from oppo_megatron.config.derived import max_context, most_sequences
+from oppo_megatron.config.derived import max_context, share_of_sequences
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.memory import kv_slots, slot_tokens
 from oppo_megatron.layout.placements import RolePlacement, named_roles
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.schedule.checking.transport import GLOO, Transport
 from oppo_megatron.schedule.plan import late_scorers
+from oppo_megatron.schedule.planning.book import Grouping
 from oppo_megatron.schedule.planning.books import ActorBook, ScoringBook
 from oppo_megatron.schedule.planning.planner import RoundPlanner
 from oppo_megatron.schedule.rounds import Site
@@ -33,15 +33,16 @@ def new_planner(
     `limit(seq_id)` is the most tokens of a response; `rank` and `transport` as in `RoundPlanner`.
     """
     slots = {role: cache_slots(config, role, placement) for role, placement in site.placements.items()}
+    groups = Grouping(config.rollout.group_size, config.debug.fork)
     return RoundPlanner(
         site,
         generator,
         config.overlap.weave,
         config.runtime.micro_batch_tokens,
         max_context(config),
-        ActorBook(site.placements["actor"].dp, slots["actor"], limit),
+        ActorBook(site.placements["actor"].dp, slots["actor"], limit, groups),
         {
-            role: ScoringBook(role, placement.dp, slots[role], every_token=config.scores_steps)
+            role: ScoringBook(role, placement.dp, slots[role], groups, every_token=config.scores_steps)
             for role, placement in site.placements.items()
             if role != "actor"
         },
@@ -52,14 +53,9 @@ def new_planner(
     )
 
 
-def share_of_sequences(config: TrainConfig, placement: RolePlacement) -> int:
-    """Rollouts that one replica holds at most: its share of the batch and the largest delta."""
-    return ceil(most_sequences(config) / placement.dp)
-
-
 def cache_slots(config: TrainConfig, role: str, placement: RolePlacement) -> int:
     """Sequences that the cache of one replica holds: its share of all, or what runtime.kv_cache_mb allows."""
-    model, share = named_roles(config)[role], share_of_sequences(config, placement)
+    model, share = named_roles(config)[role], share_of_sequences(config, placement.dp)
     context, budget_mb = slot_tokens(max_context(config), config.runtime.kv_layout), config.runtime.kv_cache_mb
     if budget_mb is None:
         return share

@@ -21,7 +21,8 @@ from oppo_megatron.schedule.checking.checker import require_sound
 from oppo_megatron.schedule.checking.proof import require_provable
 from oppo_megatron.schedule.checking.timeline import simulate
 from oppo_megatron.schedule.checking.transport import GLOO, Transport
-from oppo_megatron.schedule.planning.books import ActorBook, Book, ReplicaWork, ScoringBook
+from oppo_megatron.schedule.planning.book import Book, ReplicaWork
+from oppo_megatron.schedule.planning.books import ActorBook, ScoringBook
 from oppo_megatron.schedule.rounds import KVBudget, Round, Site
 from oppo_megatron.schedule.weaving.communication import add_communication
 from oppo_megatron.schedule.weaving.components import component_of
@@ -111,6 +112,7 @@ class RoundPlanner:
             steps,
             tuple(tuple(work.decode) for work in actor),
             {name: tuple(tuple(w.prefill) for w in replicas) for name, replicas in works.items()},
+            {n: tuple(tuple(w.fork) for w in own) for n, own in works.items() if any(w.fork for w in own)},
         )
         budgets = self._budgets(works)
         require_room(round_, budgets)
@@ -121,6 +123,11 @@ class RoundPlanner:
         """Whether a scorer, on any rank, has not read all of the rollouts."""
         columns = columns_of(rollouts)
         return any(book.owes(columns) for book in self.scorers.values())
+
+    @property
+    def forked_tokens(self) -> int:
+        """Tokens of prompts that forks have saved so far, of all roles on all ranks."""
+        return sum(book.forked_tokens for book in (self.actor, *self.scorers.values()))
 
     def learn(self, costs: Costs) -> None:
         """Plan by `costs` from now on.  All ranks do so between the same two rounds."""

@@ -21,11 +21,12 @@ REPLICA = "replica"
 class Replicas:
     """Each sequence's replica, where it stays until it leaves.  `slots`: the number of slots of one replica's cache.
 
+    Of sequences in groups, `group_size` with neighbouring ids, a group has one replica.
     `ledger` has the replicas in its column REPLICA, and what else a book keeps of its sequences (`columns`).
     """
 
-    def __init__(self, num_replicas: int, slots: int, columns: Mapping[str, int] | None = None):
-        self._num_replicas, self._slots = num_replicas, slots
+    def __init__(self, num_replicas: int, slots: int, columns: Mapping[str, int] | None = None, group_size: int = 1):
+        self._num_replicas, self._slots, self._group_size = num_replicas, slots, group_size
         self.ledger = Ledger(REPLICA, {REPLICA: ABSENT} | dict(columns or {}))
 
     def of(self, seq_id: int) -> int:
@@ -38,22 +39,41 @@ class Replicas:
     def place(self, held: Sequence[Rollout] | Columns) -> None:
         """Give a replica to each of `held` that has none; `held` are all that the replicas have to do with now.
 
-        The longest first (ties: the first of `held`), each to the replica that holds the fewest tokens, prompts and
-        responses so far (ties: the fewest sequences, then the first), among those that have slots for it: beyond this
-        round, in which finished sequences still have theirs, and in this round.  Where none has, to one of the least
-        crowded.
+        One of a group that has a replica follows it.  Of the other groups the longest first (ties: the first of `held`), each
+        to the replica that holds the fewest tokens, prompts and responses so far (ties: the fewest sequences, then the
+        first), among those that have slots for it: beyond this round, in which finished sequences still have theirs, and
+        in this round.  Where none has, to one of the least crowded.
         """
         columns = columns_of(held)
         rows = self.ledger.rows(columns.seq_ids)
+        if not (self.ledger[REPLICA][rows] == ABSENT).any():
+            return
+        if self._group_size > 1:
+            self._follow(columns.seq_ids, rows)
         homes = self.ledger[REPLICA][rows]
         new = np.flatnonzero(homes == ABSENT)
-        if not len(new):
-            return
-        lengths = columns.num_tokens[new]
-        new = new[np.argsort(-lengths, kind="stable")]
+        arrived = columns.at(new)
+        _, first, group = np.unique(arrived.seq_ids // self._group_size, return_index=True, return_inverse=True)
+        tokens, unfinished = (
+            np.bincount(group, weights).astype(np.int64) for weights in (arrived.num_tokens, ~arrived.finished)
+        )
+        order = np.lexsort((first, -tokens))
+        arrivals = [column[order].tolist() for column in (tokens, np.bincount(group), unfinished)]
         parts = self._parts(columns.at(homes != ABSENT), homes[homes != ABSENT])
-        ended, tokens = columns.finished[new].tolist(), columns.num_tokens[new].tolist()
-        self.ledger[REPLICA][rows[new]] = _dealt(parts, list(zip(tokens, ended, strict=True)))
+        found = np.empty_like(first)
+        found[order] = _dealt(parts, list(zip(*arrivals, strict=True)), self._group_size)
+        self.ledger[REPLICA][rows[new]] = found[group]
+
+    def _follow(self, seq_ids: Ints, rows: Ints) -> None:
+        """Those without a replica go where others of their group are."""
+        homes = self.ledger[REPLICA]
+        placed = np.flatnonzero(homes != ABSENT)
+        groups, first = np.unique(self.ledger.ids(placed) // self._group_size, return_index=True)
+        own = seq_ids // self._group_size
+        at = np.searchsorted(groups, own)
+        at[at == len(groups)] = 0
+        follows = (homes[rows] == ABSENT) & (groups[at] == own) if len(groups) else np.zeros(len(rows), dtype=np.bool_)
+        homes[rows[follows]] = homes[placed[first[at[follows]]]]
 
     def remove(self, *seq_ids: int) -> None:
         """The sequences have left."""
@@ -90,45 +110,46 @@ class _Part:
     sequences: int
     unfinished: int
 
-    def add(self, tokens: int, finished: bool) -> None:
+    def add(self, tokens: int, sequences: int, unfinished: int) -> None:
         self.tokens += tokens
-        self.sequences += 1
-        self.unfinished += not finished
+        self.sequences += sequences
+        self.unfinished += unfinished
 
-    def rank_for(self, finished: bool) -> tuple[int, ...]:
-        """The replica with the smallest takes the rollout."""
-        staying = self.unfinished + (not finished)
-        crowded = max(0, staying - self.slots), max(0, self.sequences + 1 - self.slots)
+    def rank_for(self, sequences: int, unfinished: int) -> tuple[int, ...]:
+        """The replica with the smallest takes a group of so many."""
+        crowded = max(0, self.unfinished + unfinished - self.slots), max(0, self.sequences + sequences - self.slots)
         return *crowded, self.tokens, self.sequences, self.replica
 
 
-def _dealt(parts: Sequence[_Part], arrivals: Sequence[tuple[int, bool]]) -> list[int]:
-    """The replicas of arrivals (tokens, finished), in their order: each goes to the part whose `rank_for` is smallest.
+def _dealt(parts: Sequence[_Part], arrivals: Sequence[tuple[int, int, int]], group_size: int) -> list[int]:
+    """The replicas of arriving groups (tokens, sequences, unfinished), in their order: each goes to the part whose
+    `rank_for` is smallest.
 
-    A part with a slot left is not crowded by anything, and one without is by everything, as sequences are no fewer than
-    those unfinished.  So the parts with slots come first, by tokens and sequences: a heap has what they have of both.
+    A part with slots for a whole group is not crowded by it, and one without is, as sequences are no fewer than those
+    unfinished.  So the parts with slots come first, by tokens and sequences: a heap has what they have of both.  (Less than
+    a whole group is dealt as if it were whole.)
     """
     if len(parts) == 1:
         return [parts[0].replica] * len(arrivals)
     found: list[int] = []
-    heap = [(p.tokens, p.sequences, p.replica) for p in parts if p.sequences < p.slots]
+    heap = [(p.tokens, p.sequences, p.replica) for p in parts if p.sequences + group_size <= p.slots]
     heapify(heap)
-    for tokens, _ in arrivals if heap else ():
+    for tokens, sequences, _ in arrivals if heap else ():
         load, count, replica = heap[0]
         found.append(replica)
-        if count + 1 < parts[replica].slots:
-            heapreplace(heap, (load + tokens, count + 1, replica))
+        if count + sequences + group_size <= parts[replica].slots:
+            heapreplace(heap, (load + tokens, count + sequences, replica))
         else:
             heappop(heap)
             if not heap:
                 break
     rest = arrivals[len(found) :]
     if rest:
-        for replica, (tokens, finished) in zip(found, arrivals, strict=False):
-            parts[replica].add(tokens, finished)
-    for tokens, finished in rest:
-        part = min(parts, key=lambda p: p.rank_for(finished))
-        part.add(tokens, finished)
+        for replica, arrival in zip(found, arrivals, strict=False):
+            parts[replica].add(*arrival)
+    for tokens, sequences, unfinished in rest:
+        part = min(parts, key=lambda p: p.rank_for(sequences, unfinished))
+        part.add(tokens, sequences, unfinished)
         found.append(part.replica)
     return found
 

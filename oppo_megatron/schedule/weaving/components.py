@@ -27,12 +27,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
+from typing import TypeVar
 
 from oppo_megatron.layout.placements import RankCoordinates, RolePlacement
 from oppo_megatron.schedule.actions import Action, Schedule
-from oppo_megatron.schedule.rounds import Batch, Round, Site
+from oppo_megatron.schedule.rounds import Round, Site
 from oppo_megatron.schedule.weaving.communication import messages_of
 from oppo_megatron.schedule.weaving.timetable import Count, OwnUnits, Team, Timetable
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -55,12 +58,13 @@ class Component:
     def part(self, round: Round) -> Round:
         """What the component has to do of the round, on the model."""
 
-        def keep(role: str, replicas: tuple[tuple[Batch, ...], ...]) -> tuple[tuple[Batch, ...], ...]:
+        def keep(role: str, replicas: tuple[tuple[T, ...], ...]) -> tuple[tuple[T, ...], ...]:
             return tuple(replicas[d] if d < len(replicas) else () for d in self.replicas[role])
 
         prefill = {role: keep(role, replicas) for role, replicas in round.prefill.items() if role in self.replicas}
+        forks = {role: keep(role, replicas) for role, replicas in round.forks.items() if role in self.replicas}
         decode = keep("actor", round.decode) if "actor" in self.replicas else ()
-        return replace(round, decode=decode, prefill=prefill)
+        return replace(round, decode=decode, prefill=prefill, forks=forks)
 
     def own_list(self, model: Schedule, shape: Round) -> tuple[Action, ...]:
         """What the rank does: the list of `member` in `model`, a schedule of compute actions of `shape`, with the rank's number

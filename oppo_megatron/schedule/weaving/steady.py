@@ -41,6 +41,8 @@ def shortened(shape: Round) -> Round:
     """The round's last `STEPS` decode steps, behind the same prefill.
 
     Each sequence is taken to have had its other tokens before the round: in the end its cache is as long as in the whole.
+    So what the actor forks is taken to be cached.  Whether its forks are in order depends on the prefill alone, which
+    `require_room` looks at.
     """
     decoded = [Growths.of(batch) for replica in shape.decode for batch in replica]
     seq_ids = np.concatenate([np.zeros(0, dtype=np.int64), *(batch.seq_ids for batch in decoded)])
@@ -61,7 +63,8 @@ def shortened(shape: Round) -> Round:
 
     decode = tuple(tuple(map(last, replica)) for replica in shape.decode)
     prompts = tuple(tuple(map(later, replica)) for replica in shape.prefill.get("actor", ()))
-    return replace(shape, steps=STEPS, decode=decode, prefill={**shape.prefill, "actor": prompts})
+    forks = {role: own for role, own in shape.forks.items() if role != "actor"}
+    return replace(shape, steps=STEPS, decode=decode, prefill={**shape.prefill, "actor": prompts}, forks=forks)
 
 
 def lengthened(own: Sequence[Action], steps: int) -> tuple[Action, ...]:

@@ -191,6 +191,7 @@ class Journal:
             "checkpoint_bytes": facts.checkpoint_bytes,
             "checkpoint_hidden_s": facts.checkpoint_hidden_s,
             "tokens": facts.tokens_decoded,
+            "forked_tokens": facts.forked_tokens,
             "running_mean": facts.tokens_decoded / facts.decode_steps if facts.decode_steps else 0.0,
             "tail_waste": facts.tail_waste,
         }

@@ -43,7 +43,9 @@ if TYPE_CHECKING:  # mypy knows no class that is made at run time; these have it
     _Facts = StepFacts
 else:
     _Signals = _of_dataclass(StepSignals)
-    _Facts = _of_dataclass(StepFacts, without=LATER_FACTS)
+
+    class _Facts(_of_dataclass(StepFacts, without=(*LATER_FACTS, "forked_tokens"))):
+        forked_tokens: Count = 0  # older checkpoints have none
 
 
 class _Buffer(_Strict):

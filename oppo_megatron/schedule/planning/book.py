@@ -1,0 +1,199 @@
+"""Each role's cached and computed tokens of every rollout, kept alike on all ranks that plan a round with it.  Pure.
+
+A book assigns sequences to replicas and cache slots, and says what each micro-batch of the coming round adds; the caches
+themselves follow it.
+
+Every rank keeps the books of all replicas, because all come to the same numbers from the same chunks; it does so in arrays
+over all sequences.  Micro-batches it needs of its own replicas only: `own` are those that `plan` packs them for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from oppo_megatron.columns import Bools, Ints, columns_of
+from oppo_megatron.records import Rollout
+from oppo_megatron.schedule.packing import packed_in_order
+from oppo_megatron.schedule.planning.ledger import ABSENT
+from oppo_megatron.schedule.planning.replicas import REPLICA, Replicas, pairs_of
+from oppo_megatron.schedule.rounds import Batch, Fork, Growths
+
+CACHED, OPENED, OUTPUTS, LIMIT, WAITING, OUTLIVED = "cached", "opened", "outputs", "limit", "waiting", "outlived"
+"""Columns: tokens cached (ABSENT: no slot), which opening gave the slot, outputs given, most response tokens, 1 where a
+sequence has a slot and does not run, updates made since its cache was begun."""
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """`size` sequences with neighbouring ids answer one prompt, sequence s in group s // size.  They share a replica.
+
+    `fork`: the prompt's cache is computed once there, and forked for the others.
+    """
+
+    size: int = 1
+    fork: bool = True
+
+
+ALONE = Grouping()
+
+
+@dataclass
+class ReplicaWork:
+    """What a round asks of one replica's cache: close, then open, then prefill; `done` is closed at the end.
+
+    A fork is made as soon as its source has enough cached: before the first prefill, or behind that of its source.
+    """
+
+    evict: list[int] = field(default_factory=list)
+    open: list[int] = field(default_factory=list)
+    fork: list[Fork] = field(default_factory=list)
+    prefill: list[Batch] = field(default_factory=list)
+    decode: list[Batch] = field(default_factory=list)
+    done: list[int] = field(default_factory=list)
+
+    @property
+    def num_staying(self) -> int:
+        """Sequences that grow in the round and keep their slots beyond it: each is decoded or, by a scorer, prefilled once."""
+        return sum(map(len, self.decode or self.prefill)) - len(self.done)
+
+
+class Book:
+    """What the books of all roles have: `slots` of each replica's cache, and who has one.
+
+    `forked_tokens` counts the tokens that forks have saved, on all replicas.
+    """
+
+    def __init__(self, replicas: int, slots: int, columns: Mapping[str, int], groups: Grouping):
+        self.slots, self.groups, self.forked_tokens = slots, groups, 0
+        self._replicas = Replicas(replicas, slots, {CACHED: ABSENT, OPENED: 0} | dict(columns), groups.size)
+        self._ledger = self._replicas.ledger
+        self._num_open = np.zeros(replicas, dtype=np.int64)
+        self._num_opened = 0
+
+    def __len__(self) -> int:
+        """Replicas."""
+        return len(self._num_open)
+
+    def replica(self, seq_id: int) -> int:
+        """The replica that the sequence belongs to, once a round with it has been planned."""
+        return self._replicas.of(seq_id)
+
+    def homes(self, rollouts: Sequence[Rollout]) -> Ints:
+        """The replica of each, once a round with it has been planned."""
+        return self._ledger[REPLICA][self._ledger.rows(columns_of(rollouts).seq_ids)]
+
+    def num_open(self, replica: int) -> int:
+        """Sequences that have a slot beyond the round planned last."""
+        return int(self._num_open[replica])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state between two rounds, in plain JSON types: each sequence's replica and its cached tokens."""
+        return {
+            "replicas": self._replicas.state_dict(),
+            "cached": [list(self.cached(replica).items()) for replica in range(len(self))],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state`; the caches hold what it says."""
+        self._replicas.load_state_dict(state["replicas"])
+        for replica, cached in enumerate(state["cached"]):
+            rows = self._ledger.enter(CACHED, cached)
+            self._stamp(rows)
+            self._num_open[replica] = len(rows)
+
+    def cached(self, replica: int) -> dict[int, int]:
+        """Tokens cached of each sequence that has a slot, in the order of opening."""
+        seq_ids = self._open_ids(replica)
+        return dict(pairs_of(seq_ids, self._ledger[CACHED][self._ledger.rows(seq_ids)]))
+
+    def _open_ids(self, replica: int) -> Ints:
+        """Sequences of the replica that have a slot, in the order of opening."""
+        ledger = self._ledger
+        seq_ids = ledger.where((ledger[REPLICA] == replica) & (ledger[CACHED] != ABSENT))
+        return seq_ids[np.argsort(ledger[OPENED][ledger.rows(seq_ids)], kind="stable")]
+
+    def _open(self, rows: Ints) -> None:
+        """Give slots to the sequences at `rows`, in that order; nothing of them is cached."""
+        self._ledger[CACHED][rows] = 0
+        self._stamp(rows)
+        self._count(rows, 1)
+
+    def _close(self, rows: Ints) -> None:
+        self._ledger[CACHED][rows] = ABSENT
+        self._count(rows, -1)
+
+    def _count(self, rows: Ints, each: int) -> None:
+        self._num_open += each * np.bincount(self._ledger[REPLICA][rows], minlength=len(self))
+
+    def _stamp(self, rows: Ints) -> None:
+        self._ledger[OPENED][rows] = np.arange(self._num_opened, self._num_opened + len(rows))
+        self._num_opened += len(rows)
+
+    def _short(self, homes: Ints) -> Ints:
+        """Replicas that have too few slots for one more sequence at each of `homes`."""
+        return np.flatnonzero(self._num_open + np.bincount(homes, minlength=len(self)) > self.slots)
+
+    def _ours(self, own: Collection[int] | None) -> dict[int, ReplicaWork]:
+        """The work of the replicas in `own` (None: of all), to be filled in."""
+        return {replica: ReplicaWork() for replica in (range(len(self)) if own is None else own)}
+
+    def _works(self, ours: Mapping[int, ReplicaWork]) -> list[ReplicaWork]:
+        """By replica; what is not ours shares one that is empty."""
+        elsewhere = ReplicaWork()
+        return [ours.get(replica, elsewhere) for replica in range(len(self))]
+
+    def _current(self) -> Bools:
+        """Of which rows of the ledger the cache is that of the present weights, with all of the prompt that is to be read."""
+        current: Bools = self._ledger[CACHED] > 0
+        return current
+
+    def _sources(self, rows: Ints, depth: Ints, wanting: Bools) -> Ints:
+        """For each of `rows` the sequence whose cache it forks at `depth` tokens, the prompt's; ABSENT where it forks none.
+
+        `wanting`: those that are prefilled in this round, or wait for it.  Where nobody in a group has the prompt cached, the
+        first of them computes it.
+        """
+        sources = np.full(len(rows), ABSENT, dtype=np.int64)
+        cached, homes = self._ledger[CACHED], self._ledger[REPLICA]
+        fresh = np.flatnonzero(wanting & (cached[rows] <= 0) & (depth > 0))
+        if self.groups.size == 1 or not self.groups.fork or not len(fresh):
+            return sources
+        held = np.flatnonzero(self._current())
+        both = np.concatenate([held, rows[fresh]])
+        seq_ids = self._ledger.ids(both)
+        _, first, inverse = np.unique(
+            seq_ids // self.groups.size * len(self) + homes[both], return_index=True, return_inverse=True
+        )
+        found = seq_ids[first[inverse]][len(held) :]
+        sources[fresh] = np.where(found == self._ledger.ids(rows[fresh]), ABSENT, found)
+        return sources
+
+    def _forks(self, rows: Ints, depth: Ints, sources: Ints) -> list[Fork]:
+        """The forks of those of `rows` that have a source, before the round is booked."""
+        to = np.flatnonzero(sources != ABSENT)
+        held = np.maximum(self._ledger[CACHED][self._ledger.rows(sources[to])], 0)
+        table = sources[to], self._ledger.ids(rows[to]), depth[to], held
+        return list(map(Fork, *(column.tolist() for column in table)))
+
+
+def packed(growths: Growths, forks: Sequence[Fork], budget: int) -> list[Batch]:
+    """Prefill micro-batches of at most `budget` tokens, each in the order of `growths`.
+
+    What continues a fork comes behind what computes its source.
+    """
+    waiting = [fork.target for fork in forks if fork.held < fork.tokens]
+    if not waiting:
+        return _packed(growths, budget)
+    late = np.isin(growths.seq_ids, waiting)
+    return [batch for part in (~late, late) for batch in _packed(growths.at(np.flatnonzero(part)), budget)]
+
+
+def _packed(growths: Growths, budget: int) -> list[Batch]:
+    members, ends = packed_in_order(growths.new, budget)
+    ordered = growths.at(members)
+    return [ordered[start:end] for start, end in pairwise(ends)]
