@@ -16,7 +16,7 @@ GROUPS: dict[str, Any] = {
     "overlap.intra": True,
     "overlap.inter": True,
     "overlap.delta": {"rule": "fixed", "initial": 1},
-    "overlap.max_deferrals": 2,
+    "overlap.max_staleness": 2,
 }
 """One group is carried over each step, with all it has: the actor's cache of it is computed anew, and the critic's."""
 APART = {"debug.fork": False}
