@@ -65,7 +65,14 @@ def rank_pids(config: dict[str, Any]) -> list[int]:
 
 def still_there(pids: list[int]) -> list[int]:
     """Those that have not ended (a process that nobody has asked for yet has)."""
-    return [p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]
+    return [pid for pid in pids if _runs(pid)]
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def fault(config: dict[str, Any], at: str, rank: int, how: str) -> None:

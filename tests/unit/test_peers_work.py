@@ -276,8 +276,8 @@ def test_threads_are_shared_by_the_ranks(workspace: Workspace) -> None:
 
 
 def test_what_is_wrong_in_one_mode_is_found_before_any_run(workspace: Workspace) -> None:
-    config = TrainConfig(**settings(workspace, "modes", **{"overlap.delta": {"initial": 2, "max": 9}}))
-    with pytest.raises(ConfigError, match=r"single-full: overlap.delta.max is 9"):
+    config = TrainConfig(**settings(workspace, "modes", **{"overlap.delta": {"initial": 2, "max": 99}}))
+    with pytest.raises(ConfigError, match=r"single-full: overlap.delta.max is 99"):
         our_configs(config, ["single"], ["sequential", "full"], threads=1)
     assert list(our_configs(config, ["single"], ["sequential"], threads=1)) == ["single-sequential"]
 
