@@ -136,8 +136,8 @@ class ScoringWorker:
     def _prefill(self, batch: Batch) -> int:
         hidden_T = None if self.model.pre_process else self._round.hidden
         splits = prefill(self.cache, batch, hidden_T, self._advance, self.memory_limit, obstacle(self.model))
-        assert self._round.taken is not None, "no round has begun"
-        self._round.taken.prefilled(batch)
+        if self._round.taken is not None:
+            self._round.taken.prefilled(batch)
         whole, last_stage = len(splits) == 1, self.model.groups.is_last_stage
         self._round.splits = [] if whole or not last_stage else splits
         self._round.hidden = splits[0][1] if whole else None if last_stage else torch.cat([out for _, out in splits])

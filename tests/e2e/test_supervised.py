@@ -59,7 +59,7 @@ def settings(inputs: Path, kind: str, run_dir: Path, **changes: Any) -> Settings
         "batch_size": NUM_ROWS,
         "max_tokens": 120,
         "tokenizer": {"path": inputs / "tokenizer.model"},
-        "data": {"path": inputs / FILES[kind], "shuffle": False},
+        "data": {"path": inputs / FILES.get(kind, FILES["rm"]), "shuffle": False},
         "model": {"checkpoint": inputs / ("qwen2" if kind == "sft" else "classifier")},
         "optimizer": OPTIMIZER,
         "runtime": {"device": "cpu", "threads_per_rank": 1, "micro_batch_tokens": 300},

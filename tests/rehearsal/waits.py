@@ -39,7 +39,7 @@ EXPECTED: dict[Wait, tuple[int, str]] = {
     ("experience", "read", "algorithms/advantages.py of"): (4, "experience"),
     ("experience", "read", "algorithms/experience.py _check_tokens"): (5, "experience"),
     ("experience", "read", "algorithms/experience.py _explained_variance"): (3, "experience"),
-    ("experience", "read", "algorithms/experience.py _summarise"): (9, "experience"),
+    ("experience", "read", "algorithms/experience.py _summarise"): (10, "experience"),
     ("experience", "read", "algorithms/packed.py lengths_like"): (6, "experience"),
     ("experience", "read", "algorithms/packed.py tokens_after"): (1, "experience"),
     # a checkpoint: two shards a scored sequence, and of a sharded optimizer three tensors a weight
