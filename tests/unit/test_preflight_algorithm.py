@@ -14,19 +14,12 @@ from oppo_megatron.config.ppo import KLConfig, PPOConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.placements import named_roles
 from oppo_megatron.preflight.settings import check_train
-from tests.unit.test_preflight_settings import put
+from tests.unit.test_preflight_settings import put, settings_without_critic
 
 
 @pytest.fixture
 def settings(tmp_path: Path) -> dict[str, Any]:
-    for name in ("tok.model", "rows.jsonl"):
-        (tmp_path / name).touch()
-    (tmp_path / "actor").mkdir()
-    return {
-        "run_dir": tmp_path / "run",
-        "tokenizer": {"path": tmp_path / "tok.model"},
-        "data": {"path": tmp_path / "rows.jsonl", "max_prompt_tokens": 100},
-        "actor": {"checkpoint": tmp_path / "actor"},
+    return settings_without_critic(tmp_path) | {
         "rewards": [{"kind": "verifier", "name": "gsm8k"}],
         "rollout": {"batch_size": 128, "max_response_tokens": 100},
         "algorithm": {"preset": "grpo"},

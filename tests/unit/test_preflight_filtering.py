@@ -11,19 +11,12 @@ from oppo_megatron.config.derived import most_judged
 from oppo_megatron.config.filtering import FilterConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.preflight.settings import check_train
-from tests.unit.test_preflight_settings import put
+from tests.unit.test_preflight_settings import put, settings_without_critic
 
 
 @pytest.fixture
 def settings(tmp_path: Path) -> dict[str, Any]:
-    for name in ("tok.model", "rows.jsonl"):
-        (tmp_path / name).touch()
-    (tmp_path / "actor").mkdir()
-    return {
-        "run_dir": tmp_path / "run",
-        "tokenizer": {"path": tmp_path / "tok.model"},
-        "data": {"path": tmp_path / "rows.jsonl", "max_prompt_tokens": 100},
-        "actor": {"checkpoint": tmp_path / "actor"},
+    return settings_without_critic(tmp_path) | {
         "rewards": [
             {"kind": "verifier", "name": "gsm8k"},
             {"kind": "python", "entry_point": "tests.e2e.rewards:failing"},

@@ -14,8 +14,8 @@ from oppo_megatron.config.run import SFTConfig, TrainConfig
 from oppo_megatron.preflight.settings import check_stop_ids, check_supervised, check_train
 
 
-@pytest.fixture
-def settings(tmp_path: Path) -> dict[str, Any]:
+def settings_without_critic(tmp_path: Path) -> dict[str, Any]:
+    """What every training run names, with files that are there."""
     for name in ("tok.model", "rows.jsonl"):
         (tmp_path / name).touch()
     (tmp_path / "actor").mkdir()
@@ -24,6 +24,12 @@ def settings(tmp_path: Path) -> dict[str, Any]:
         "tokenizer": {"path": tmp_path / "tok.model"},
         "data": {"path": tmp_path / "rows.jsonl", "max_prompt_tokens": 100},
         "actor": {"checkpoint": tmp_path / "actor"},
+    }
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> dict[str, Any]:
+    return settings_without_critic(tmp_path) | {
         "critic": {"checkpoint": tmp_path / "actor", "fresh_head": True},
         "rewards": [{"kind": "verifier", "name": "gsm8k"}],
         "rollout": {"batch_size": 8, "max_response_tokens": 100},
