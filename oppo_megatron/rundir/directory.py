@@ -229,6 +229,15 @@ class RunDirectory:
         finally:
             os.close(handle)
 
+    def take_up(self, state: Mapping[str, Any] | None, *, resume: bool) -> None:
+        """Go on from a checkpoint's state, or begin (None); `resume`: whether the run was asked to go on."""
+        if state is not None:
+            self.reopen(state["done"], state["saved_at"])
+            return
+        self.prepare()
+        if not resume:  # else an attempt of this very run may have met them
+            self.memory_limits.unlink(missing_ok=True)
+
     def reopen(self, step: int, saved_at: float) -> None:
         """Go on after `step` steps: cut off what an interrupted run wrote beyond its checkpoint of `saved_at` (epoch seconds).
 

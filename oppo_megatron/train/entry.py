@@ -157,11 +157,6 @@ def _prepare(config: TrainConfig, world: World, found: Found | None) -> None:
     """The run directory, made by one rank before any other writes into it."""
     run = RunDirectory(config.run_dir)
     if world.rank == 0:
-        if found is None:
-            run.prepare()
-            if not config.checkpoint.resume:  # else an attempt of this very run may have met them
-                run.memory_limits.unlink(missing_ok=True)
-        else:
-            run.reopen(found.state["done"], found.state["saved_at"])
+        run.take_up(None if found is None else found.state, resume=config.checkpoint.resume)
         dump_config(config, run.config)
     share_run_directory(run, world, owner=world.rank == 0, show=config.logging.console != "off")

@@ -217,12 +217,7 @@ def _prepare(
 ) -> Tracker | None:
     """The run directory and the trackers, which may refuse to begin, by the rank that owns it; the others see it then."""
     if is_owner:
-        if found is None:
-            run.prepare()
-            if not config.checkpoint.resume:  # else an attempt of this very run may have met them
-                run.memory_limits.unlink(missing_ok=True)
-        else:
-            run.reopen(found.state["done"], found.state["saved_at"])
+        run.take_up(None if found is None else found.state, resume=config.checkpoint.resume)
         dump_config(config, run.config)
         if quarantine:
             quarantine.write(run.quarantine)
