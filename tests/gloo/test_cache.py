@@ -7,7 +7,7 @@ import pytest
 from tests.support.ranks import run_ranks
 
 TOLERANCE = 1e-5
-NUM_STEPS = 24
+NUM_STEPS = 40
 DIFFERENT, ALIKE = ("qwen2", "mistral", "qwen3-scalar"), ("qwen3", "llama")
 """Models; of those that are alike each is tested on parallel groups at length alone."""
 
