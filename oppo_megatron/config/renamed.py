@@ -226,6 +226,11 @@ RENAMED_VALUES: dict[str, dict[Any, Any]] = {"runtime.decode_path": {"lean": "fu
 """Words that are called otherwise now, by the key that takes them."""
 
 
+OF_ANSWERS = ("turns", "completion_template", *(f"columns.{part}" for part in ("completion", "label", "completions", "labels")))
+"""Settings of `data` that older versions of `oppo train` had, too, and did not read."""
+OF_PROMPTS = ("max_prompt_tokens",)
+"""And those of supervised training."""
+
 NOW_SECTIONS = {"guards.logprob_gap": "action"}
 """Settings that were a word, and are a section now: the key in it that takes the word."""
 
@@ -277,6 +282,9 @@ def with_new_names(tree: Mapping[str, Any]) -> dict[str, Any]:
     for key, words in RENAMED_VALUES.items():
         if isinstance(value := _at(found, key), str):
             _put(found, key, words.get(value, value))
+    names = OF_ANSWERS if "rollout" in found else OF_PROMPTS if "model" in found else ()
+    for key in {f"{place}.{name}" for place in ("data", "evaluation.data") for name in names} & set(dict(_keys(found, ""))):
+        _remove(found, key)
     return found
 
 

@@ -12,7 +12,7 @@ from oppo_megatron.cli.main import main
 from oppo_megatron.config.aligner import AlignerConfig, read_aligner_config
 from oppo_megatron.config.base import Section
 from oppo_megatron.config.changes import changed_settings
-from oppo_megatron.config.describe import COMMANDS, find_setting
+from oppo_megatron.config.describe import COMMANDS, find_setting, settings_in
 from oppo_megatron.config.load import load_config
 from oppo_megatron.config.renamed import (
     NOW_SECTIONS,
@@ -225,3 +225,35 @@ def settings_with_a_default() -> dict[type[Section], list[str]]:
 def test_there_are_no_more_settings_than_a_page_can_hold() -> None:
     """A setting that nobody sets is a constant of the module that uses it; one of benchmarks alone lies under `debug`."""
     assert sum(map(len, settings_with_a_default().values())) <= 233
+
+
+MOST = {"train": 197, "sft": 80, "rm": 80, "prm": 81, "dpo": 88, "kto": 87, "serve-reward": 55, "serve-scorer": 26}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_has_no_more_settings_than_it_reads(command: str) -> None:
+    """Those of its sections that may be left out; a section that stands at several places counts once."""
+    with_default, pending = settings_with_a_default(), [COMMANDS[command]]
+    reached: set[tuple[type[Section], str]] = set()
+    seen: set[type[Section]] = set()
+    while pending:
+        section = pending.pop()
+        seen.add(section)
+        pending += {each.section for each in settings_in(section) if each.section is not None} - seen
+        reached |= {
+            (owner, name)
+            for owner in section.__mro__
+            for name in with_default.get(owner, ())
+            if not section.model_fields[name].is_required()
+        }
+    assert len(reached) <= MOST[command]
+
+
+def test_what_an_older_run_wrote_down_of_settings_that_it_did_not_read_is_left_out() -> None:
+    columns = {"prompt": "q", "completion": None, "label": None}
+    data = {"path": "d", "turns": "last", "completion_template": "{completion}", "columns": columns, "max_prompt_tokens": 9}
+    of_prompts = {"path": "d", "columns": {"prompt": "q"}, "max_prompt_tokens": 9}
+    tree = {"rollout": {"batch_size": 2}, "data": data, "evaluation": {"data": data}}
+    assert with_new_names(tree) == {**tree, "data": of_prompts, "evaluation": {"data": of_prompts}}
+    answers = {key: value for key, value in data.items() if key != "max_prompt_tokens"}
+    assert with_new_names({"model": {}, "data": data}) == {"model": {}, "data": answers}
