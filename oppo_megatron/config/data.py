@@ -120,15 +120,14 @@ class RewardPart(Section):
     answer: str = Field(
         "answer", description="column that holds the expected answer, for rule `code` the tests (verifier)"
     )
-    method: Literal["strict", "flexible"] = Field(
-        "strict",
-        description="flexible: where no answer is marked, the last number in the response counts (rule `gsm8k`)",
+    lenient: bool = Field(
+        False,
+        description="less than all of it counts: where no answer is marked, the last number in the response (rule `gsm8k`); any "
+        "stretch of the response that the pattern matches (rule `format`); the share of passed tests, in place of 1 if all "
+        "passed (rule `code`)",
     )
     pattern: str | None = Field(
         None, description="regular expression, of which `.` matches a line's end, too (rule `format`)"
-    )
-    match: Literal["full", "search"] = Field(
-        "full", description="the pattern has to match the whole response, or any stretch of it (rule `format`)"
     )
     buffer_tokens: int | None = Field(
         None,
@@ -137,9 +136,6 @@ class RewardPart(Section):
     )
     max_tokens: int | None = Field(
         None, ge=1, description="length from which on it is -1; null: `rollout.max_response_tokens` (rule `length`)"
-    )
-    partial_credit: bool = Field(
-        False, description="the share of passed tests; false: 1 if all passed, else 0 (rule `code`)"
     )
     processes: Annotated[int, Unit("processes")] = Field(
         4, ge=1, description="responses that are checked at once (rules `math` and `code`)"

@@ -53,6 +53,10 @@ def _limit(name: str, usual: float) -> Put:
     return lambda now, value: {**(now if isinstance(now, Mapping) else {}), name: value} if now and value != usual else now
 
 
+def _lenient(word: Any) -> Put:
+    return lambda now, value: True if value == word else now
+
+
 def _direction(now: Any, value: Any) -> Any:
     return f"{value} {now}" if value and isinstance(now, str) else now
 
@@ -79,6 +83,11 @@ def _of_overlap(block: str) -> dict[str, Moved | Fixed]:
     return {
         f"{block}.max_deferrals": Moved(f"{block}.max_staleness"),
         f"{block}.chunk.trials": Fixed("1", NOT_TUNED),
+        f"{block}.chunk.candidates": Moved(
+            f"{block}.chunk.adaptive",
+            "write the sizes there in place of true",
+            lambda now, value: now if now is False or value == [16, 32, 64] else value,
+        ),
         f"{block}.delta.target_waste": Fixed("0.35", NOT_TUNED),
         f"{block}.delta.dead_band": Fixed("0.05", NOT_TUNED),
         f"{block}.delta.ess_floor": Fixed("0.8", NOT_TUNED),
@@ -99,6 +108,7 @@ def _of_part(part: str) -> dict[str, Moved | Fixed]:
     retries = Fixed("0.5 s, doubled up to 30 s", "a service that fails for a while needs no other pauses")
     breaker = Fixed("5 failures, then one request every 10 s", "a service that is down needs no other pauses")
     isolate, patience, scores = f"{part}.isolate", f"{part}.remote.give_up_s", f"{part}.remote.score_range"
+    lenient = f"{part}.lenient"
     return {
         f"{part}.limits.wall_s": Moved(isolate, "write {wall_s: ...} there in place of true", _limit("wall_s", 30)),
         f"{part}.limits.memory_mb": Moved(
@@ -115,6 +125,9 @@ def _of_part(part: str) -> dict[str, Moved | Fixed]:
             "write 0 there in place of stop, and nothing in place of wait",
             lambda now, value: 0.0 if value == "stop" else now,
         ),
+        f"{part}.method": Moved(lenient, "write true there in place of flexible", _lenient("flexible")),
+        f"{part}.match": Moved(lenient, "write true there in place of search", _lenient("search")),
+        f"{part}.partial_credit": Moved(lenient, put=_lenient(True)),
         f"{part}.remote.min_score": Moved(scores, PAIR, _place(0, [None, None])),
         f"{part}.remote.max_score": Moved(scores, PAIR, _place(1, [None, None])),
     }
@@ -205,6 +218,7 @@ RENAMED: dict[str, Moved | Fixed] = {
     "guards.max_skips": Fixed("3", GUARDED),
     "guards.max_rollbacks": Fixed("2", GUARDED),
     "guards.kept_batches": Fixed("8", "as many show the fault"),
+    "placement.auto.candidates": Fixed("single, disaggregated and colocated", "what this machine cannot do is left out anyhow"),
     "placement.auto.repeats": Fixed("1", "close placements are measured three times anyhow"),
     "actor.train.cp": NO_CONTEXT_PARALLELISM,
     "critic.train.cp": NO_CONTEXT_PARALLELISM,

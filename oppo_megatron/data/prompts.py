@@ -62,7 +62,12 @@ Check = Callable[[Mapping[str, Any]], None]
 
 
 def load_prompts(
-    config: PromptDataConfig, tokenizer: Tokenizer, *, quarantine: Quarantine, check: Check | None = None, responses_per_prompt: int = 1
+    config: PromptDataConfig,
+    tokenizer: Tokenizer,
+    *,
+    quarantine: Quarantine,
+    check: Check | None = None,
+    responses_per_prompt: int = 1,
 ) -> PromptSet:
     """Read, render and tokenize every prompt.  A row that `check` refuses falls under `bad_rows`.
 

@@ -142,7 +142,7 @@ def check_overlap(overlap: OverlapConfig, batch_size: int, group_size: int = 1) 
         )
     if len(set(candidates)) < len(candidates):
         problems.append(
-            f"overlap.chunk.candidates is {candidates}, but each size may appear once; remove the repeated ones"
+            f"overlap.chunk.adaptive is {candidates}, but each size may appear once; remove the repeated ones"
         )
     return problems
 
