@@ -8,7 +8,6 @@ from pydantic import Field, PositiveInt
 
 from oppo_megatron.config.base import Section, Unit
 
-
 USUAL_CHUNKS = (16, 32, 64)
 
 
