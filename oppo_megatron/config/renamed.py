@@ -209,6 +209,9 @@ RENAMED: dict[str, Moved | Fixed] = {
         "write whiten in place of true, none in place of false",
         lambda now, value: "whiten" if value else "none",
     ),
+    "ppo.ratio_cap": Moved(
+        "ppo.clip_high", "write it less 1 there", lambda now, value: now if value is None else value - 1
+    ),
     "ppo.staleness.correction": Moved("ppo.staleness"),
     "ppo.staleness.weight_cap": Fixed("2", NOT_TUNED),
     "ppo.kl.adaptive": Moved("ppo.kl.target", "write the KL per response to keep (6 if none was given)", lambda now, value: now),
