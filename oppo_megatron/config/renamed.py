@@ -54,7 +54,7 @@ def _limit(name: str, usual: float) -> Put:
 
 
 def _lenient(word: Any) -> Put:
-    return lambda now, value: True if value == word else now
+    return lambda now, value: value == word or bool(now)
 
 
 def _direction(now: Any, value: Any) -> Any:
