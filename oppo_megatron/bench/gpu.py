@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from oppo_megatron.bench.flops import weight_bytes
+from oppo_megatron.layout.flops import weight_bytes
 from oppo_megatron.bench.overlap import switches
 from oppo_megatron.bench.peaks import describe_machine
 from oppo_megatron.bench.timed_processes import run_within

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from oppo_megatron.bench.decode import HuggingFace
-from oppo_megatron.bench.flops import weight_bytes
+from oppo_megatron.layout.flops import weight_bytes
 from oppo_megatron.bench.gpu import GpuWork
 from oppo_megatron.bench.limit import Response, decode_steps
 from oppo_megatron.cluster.world import choose_device, open_world

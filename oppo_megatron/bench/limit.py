@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from oppo_megatron.bench.figures import format_table
-from oppo_megatron.bench.flops import causal_pairs, forward_flops, training_flops, weight_bytes
+from oppo_megatron.layout.flops import causal_pairs, forward_flops, training_flops, weight_bytes
 from oppo_megatron.bench.peaks import Peaks, measure_peaks
 from oppo_megatron.bench.suite import Run, Runs, Suite
 from oppo_megatron.config.derived import most_sequences

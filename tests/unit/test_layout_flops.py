@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from oppo_megatron.bench.flops import (
+from oppo_megatron.layout.flops import (
     causal_pairs,
     forward_flops,
     head_linear,
