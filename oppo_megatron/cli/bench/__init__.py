@@ -6,13 +6,27 @@ import argparse
 import signal
 import sys
 
-from oppo_megatron.cli.bench import chunk, decode, delta, gpu, overhead, overlap, planning, scaling, seeds, weave
+from oppo_megatron.cli.bench import (
+    chunk,
+    decode,
+    delta,
+    gpu,
+    laws,
+    overhead,
+    overlap,
+    planning,
+    real,
+    scaling,
+    seeds,
+    weave,
+)
 from oppo_megatron.cli.parser import add_debug_argument
 from oppo_megatron.cli.signals import ending_by_signal
 
 KINDS = {
     "decode": decode, "overlap": overlap, "weave": weave, "chunk": chunk, "delta": delta, "scaling": scaling,
     "overhead": overhead, "planning": planning, "seeds": seeds, "gpu": gpu,
+    "laws": laws, "real": real,
 }  # fmt: skip
 """Each module has HELP (a line), ABOUT (what its help begins with) and `add_arguments`, which names the function to call."""
 
