@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "evaluation": {"config", "control", "rewards", "data", "serving"},
     "integrations": {"config", "modeldir", "rundir", "control", "rewards", "mcore"},
     "report": {"rundir"},
-    "sim": {"config", "layout"},
+    "sim": {"config", "modeldir", "layout", "schedule"},
     "bench": {"config", "modeldir", "rundir", "layout", "preflight", "overcommit", "control", "schedule", "data"}
     | {"cluster", "mcore", "engine", "train", "integrations", "report"},
     "cli": {"config", "modeldir", "rundir", "layout", "preflight", "schedule", "data", "cluster", "train", "policy"}

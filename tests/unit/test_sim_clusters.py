@@ -50,8 +50,16 @@ def test_every_constant_has_a_source(tmp_path: Path) -> None:
 
 
 def test_a_measured_file_replaces_constants(tmp_path: Path) -> None:
-    fitted = {"compute": 0.6, "memory": 0.7, "fixed_s": 1e-5, "power": 2, "elementwise": 0.5, "elementwise_fixed_s": 0.0}
-    tree = {"source": "here", "efficiencies": {**fitted, "plain": 0.8}, "collective": {"8": {"alpha_s": 1e-5, "bytes_per_s": 1e11}}}
+    fitted = {
+        "compute": 0.6,
+        "memory": 0.7,
+        "fixed_s": 1e-5,
+        "power": 2,
+        "elementwise": 0.5,
+        "elementwise_fixed_s": 0.0,
+    }
+    lines = {"8": {"alpha_s": 1e-5, "bytes_per_s": 1e11}}
+    tree = {"source": "here", "efficiencies": {**fitted, "plain": 0.8}, "collective": lines}
     (tmp_path / "mine.json").write_text(json.dumps(tree))
     cluster = cluster_of(tmp_path, TWO + "measured: mine.json\n")
     assert cluster.gpu.efficiencies == Efficiencies(0.6, 0.7, 1e-5, 2, 0.5, 0.0, 0.8)

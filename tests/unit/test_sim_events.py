@@ -83,9 +83,7 @@ def test_clocks_of_devices_equal_the_last_of_every_mesh(calls: list[Call]) -> No
 
 @given(graphs(), st.permutations(range(DEVICES)))
 def test_renamed_devices_change_nothing(calls: list[Call], names: list[int]) -> None:
-    renamed = [
-        Call(c.name, frozenset(names[device] for device in c.devices), c.duration_ns, c.parents) for c in calls
-    ]
+    renamed = [Call(c.name, frozenset(names[device] for device in c.devices), c.duration_ns, c.parents) for c in calls]
     assert play(renamed) == play(calls)
 
 
@@ -118,7 +116,9 @@ def test_the_guard_as_printed_overlaps_two_calls() -> None:
     calls = step_calls(plan, Costs.printed(plan))
     spans = by_last_of_mesh(calls, [frozenset({1}), frozenset({2}), frozenset({1, 2})], literal)
     assert makespan_ns(spans) == nanoseconds(55.1)
-    with pytest.raises(ScheduleError, match=r"CriticInf begins on device 2 at 22\.3 s, while RefInf runs there until 24\.3"):
+    with pytest.raises(
+        ScheduleError, match=r"CriticInf begins on device 2 at 22\.3 s, while RefInf runs there until 24\.3"
+    ):
         check(calls, spans)
 
 

@@ -15,6 +15,7 @@ from oppo_megatron.cli.bench import (
     overhead,
     overlap,
     planning,
+    prices,
     real,
     scaling,
     seeds,
@@ -26,7 +27,7 @@ from oppo_megatron.cli.signals import ending_by_signal
 KINDS = {
     "decode": decode, "overlap": overlap, "weave": weave, "chunk": chunk, "delta": delta, "scaling": scaling,
     "overhead": overhead, "planning": planning, "seeds": seeds, "gpu": gpu,
-    "laws": laws, "real": real,
+    "laws": laws, "prices": prices, "real": real,
 }  # fmt: skip
 """Each module has HELP (a line), ABOUT (what its help begins with) and `add_arguments`, which names the function to call."""
 

@@ -18,7 +18,9 @@ GPUS = ("a100-80", "h100", "h200", "cpu")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", choices=GPUS, default="h100", help="whose peaks and laws; default %(default)s")
-    parser.add_argument("--layers", type=Path, metavar="FILE.csv", help="measured layers; docs/planner.md has the columns")
+    parser.add_argument(
+        "--layers", type=Path, metavar="FILE.csv", help="measured layers; docs/planner.md has the columns"
+    )
     parser.add_argument("--collectives", type=Path, metavar="FILE.csv", help="measured collectives and messages")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the constants fitted to these files there")
     parser.set_defaults(measure=_laws)
@@ -29,7 +31,9 @@ def _laws(args: argparse.Namespace) -> int:
 
     if args.layers is None and args.collectives is None:
         if args.out is not None:
-            raise ConfigError(f"--out {args.out} is for fitted constants, but there is nothing to fit; give --layers, too")
+            raise ConfigError(
+                f"--out {args.out} is for fitted constants, but there is nothing to fit; give --layers, too"
+            )
         return _published(args.gpu)
     return _fit(args)
 
@@ -95,9 +99,13 @@ def _of_gpu(name: str, path: Path | None, points: list[Any]) -> list[Any]:
     chosen = [point for point in points if point.gpu == name]
     if points and not chosen:
         there = ", ".join(sorted({point.gpu for point in points}))
-        raise ConfigError(f"--gpu is {name}, but {path} has no row of it, only of {there}; name one of these with --gpu")
+        raise ConfigError(
+            f"--gpu is {name}, but {path} has no row of it, only of {there}; name one of these with --gpu"
+        )
     return chosen
 
 
 def _files(args: argparse.Namespace, *found: list[Any]) -> list[tuple[Path, list[Any]]]:
-    return [(path, points) for path, points in zip((args.layers, args.collectives), found, strict=True) if path is not None]
+    return [
+        (path, points) for path, points in zip((args.layers, args.collectives), found, strict=True) if path is not None
+    ]

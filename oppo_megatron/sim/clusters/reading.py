@@ -57,9 +57,7 @@ def _between(config: ClusterConfig) -> Between | None:
     if config.between is None:
         return None
     given = config.between
-    return Between(
-        given.alpha_us * US, given.gb_per_s * GB, given.nics or config.gpus_per_node, _given("between")
-    )
+    return Between(given.alpha_us * US, given.gb_per_s * GB, given.nics or config.gpus_per_node, _given("between"))
 
 
 def _with_measured(gpu: Gpu, inside: Inside, file: MeasuredConfig) -> tuple[Gpu, Inside]:

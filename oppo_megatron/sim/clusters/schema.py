@@ -48,7 +48,8 @@ class ClusterConfig(Section):
     inside: Annotated[InsideSection | None, Field(description="null: those of the named GPU")] = None
     between: Annotated[BetweenSection | None, Field(description="needed where there are several nodes")] = None
     measured: Annotated[
-        Path | None, Field(description="constants that `oppo bench laws --out` has fitted, in place of the published ones")
+        Path | None,
+        Field(description="constants that `oppo bench laws --out` has fitted, in place of the published ones"),
     ] = None
 
     @model_validator(mode="after")

@@ -135,4 +135,3 @@ class Moves:
 
 def _count(sums: dict[int, float], key: int, num_bytes: float) -> None:
     sums[key] = sums.get(key, 0.0) + num_bytes
-

@@ -48,7 +48,10 @@ def compare_layers(gpu: Gpu, points: Sequence[LayerPoint], fit: Fit) -> Iterator
         yield _row(f"{model}: products", products, mean_error(by_law, products), mean_error(by_fit, products))
         by_law, by_fit = elementwise_of(law, of_model), elementwise_of(fitted, of_model)
         yield _row(
-            f"{model}: norms, activation, ...", elementwise, mean_error(by_law, elementwise), mean_error(by_fit, elementwise)
+            f"{model}: norms, activation, ...",
+            elementwise,
+            mean_error(by_law, elementwise),
+            mean_error(by_fit, elementwise),
         )
 
 

@@ -87,9 +87,7 @@ class LayerLaw:
         by = self.gpu.efficiencies
         return roofline_s(sizes.product_flops(tokens), sizes.product_bytes(tokens), self.gpu, by) + by.fixed_s
 
-    def elementwise_s(
-        self, sizes: LayerSizes, tokens: Number, *, sums: int = 2, hidden_share: float = 1.0
-    ) -> Number:
+    def elementwise_s(self, sizes: LayerSizes, tokens: Number, *, sums: int = 2, hidden_share: float = 1.0) -> Number:
         by = self.gpu.efficiencies
         num_bytes = sizes.elementwise_bytes(tokens, sums=sums, hidden_share=hidden_share)
         return by.elementwise_fixed_s + num_bytes / (by.elementwise * self.gpu.bytes_per_s)

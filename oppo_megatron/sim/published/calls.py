@@ -18,10 +18,8 @@ Where a stage or a group of replicas crosses nodes, all bytes of a node pass its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-
-import numpy as np
 
 from oppo_megatron.layout.flops import causal_pairs, head_linear, layer_linears
 from oppo_megatron.sim.clusters.cluster import Cluster

@@ -81,9 +81,7 @@ def predicted_calls() -> Iterator[Predicted]:
     for plan in PLANS:
         others = fit_without(plan)
         for row in rows_of(plan):
-            yield Predicted(
-                plan.name, row.call, row.seconds, everything.seconds(row.work), others.seconds(row.work)
-            )
+            yield Predicted(plan.name, row.call, row.seconds, everything.seconds(row.work), others.seconds(row.work))
 
 
 def predicted_steps(*, graphs: bool = True) -> list[Predicted]:
@@ -108,9 +106,7 @@ def predicted_speedups() -> list[Predicted]:
     for slow, fast in PAIRS:
         a, b = steps[slow], steps[fast]
         found.append(
-            Predicted(
-                fast, f"over {slow}", a.published / b.published, a.fitted / b.fitted, a.left_out / b.left_out
-            )
+            Predicted(fast, f"over {slow}", a.published / b.published, a.fitted / b.fitted, a.left_out / b.left_out)
         )
     return found
 

@@ -23,7 +23,8 @@ from oppo_megatron.sim.published.steps import Costs, steady_step_s, step_s, tie_
 from oppo_megatron.sim.published.tables import PLANS, PublishedPlan
 
 PLAYED_COLUMNS = {
-    "plan": "plan", "sum of calls": "sum_s", "played": "played_s", "further steps": "further_s", "other tie orders": "others_s", "published": "wall_s",
+    "plan": "plan", "sum of calls": "sum_s", "played": "played_s", "further steps": "further_s",
+    "other tie orders": "others_s", "published": "wall_s",
     "error %": "error_percent", "no graphs: played": "no_graph_played_s", "published ": "no_graph_wall_s",
     "error % ": "no_graph_error_percent",
 }  # fmt: skip
