@@ -14,7 +14,7 @@ from oppo_megatron.sim.clusters.links import INSIDE, Line
 from oppo_megatron.sim.clusters.reading import read_cluster
 
 TWO = "nodes: 2\ngpu: h100\nbetween: {gb_per_s: 50, nics: 8}\n"
-NUMBERS = "gpu: {memory_gb: 96, tflops: 500, gb_per_s: 2000}\ninside: {alpha_us: 10, gb_per_s: 200}\n"
+NUMBERS = "gpu: {memory_gb: 96, tflops: 500, gb_per_s: 2000}\ninside: {alpha_us: 16, gb_per_s: 200}\n"
 
 
 def cluster_of(folder: Path, text: str) -> Cluster:
@@ -33,7 +33,7 @@ def test_names_give_published_constants(tmp_path: Path) -> None:
 def test_numbers_stand_for_a_gpu(tmp_path: Path) -> None:
     cluster = cluster_of(tmp_path, NUMBERS + "gpus_per_node: 4\n")
     assert (cluster.gpu.flops, cluster.gpu.bytes_per_s, cluster.gpu.memory_bytes) == (500e12, 2000e9, 96e9)
-    assert cluster.gpu.efficiencies == H100_LAWS and cluster.inside.of_ranks(2) == Line(10e-6, 200e9)
+    assert cluster.gpu.efficiencies == H100_LAWS and cluster.inside.of_ranks(2) == Line(16e-6, 200e9)
     assert cluster.between is None
 
 

@@ -29,7 +29,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Curve:
-    """Bus bandwidth by payload where no line fits: straight between the sizes over their logarithm, constant beyond.
+    """Bus bandwidth by payload where no line fits: straight between the logarithms of both, constant beyond.
 
     No message is faster than `alpha_s`.
     """
@@ -39,7 +39,7 @@ class Curve:
     bytes_per_s: tuple[float, ...]
 
     def seconds(self, payload: float, factor: float) -> float:
-        rate = np.interp(np.log(max(payload, 1.0)), np.log(self.payloads), self.bytes_per_s)
+        rate = np.exp(np.interp(np.log(max(payload, 1.0)), np.log(self.payloads), np.log(self.bytes_per_s)))
         return max(self.alpha_s, factor * payload / float(rate))
 
 
@@ -74,11 +74,13 @@ class Between:
 
 
 GB, US, MIB = 1e9, 1e-6, 2**20
-H200_MIB = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+H200_MIB = (1 / 32, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 H200_GB = (
-    1.44, 2.93, 5.73, 11.74, 23.94, 39.93, 64.53, 107.16, 155.53, 219.89, 275.84, 346.51, 401.93, 436.15, 450.29, 463.58,
+    3.15, 39.93, 64.53, 107.16, 155.53, 219.89, 275.84, 346.51, 401.93, 436.15, 450.29, 463.58,
     469.17, 473.10, 477.45, 482.26,
 )  # fmt: skip
+"""As measured from 1 MiB on; below, the table holds the host's own time, and the same source has 3.15 GB/s at 32 KiB where calls
+are queued."""
 H200_CURVE = Curve(18 * US, tuple(size * MIB for size in H200_MIB), tuple(rate * GB for rate in H200_GB))
 INSIDE: Mapping[str, Inside] = {
     "a100-80": Inside(

@@ -58,7 +58,7 @@ def decode_costs(actor: LaidModel, sequences: int, position: float, *, captured:
     few = max(1, sequences // (2 * pp))
 
     def step(stage: int, size: int) -> float:
-        return actor.forward_s(stage, Tokens.step(size, size * position), captured=captured)
+        return actor.step_s(stage, Tokens.step(size, size * position), captured=captured)
 
     decode = tuple(line_through(few, step(stage, few), sequences, step(stage, sequences)) for stage in range(pp))
     draw = PASSES * SAMPLED_WIDTH * actor.shape["vocab_size"] / actor.placement.tp / actor.cluster.gpu.bytes_per_s

@@ -16,8 +16,7 @@ from oppo_megatron.sim.laws.layer import WIDTH, LayerLaw, LayerSizes
 
 @dataclass(frozen=True)
 class Host:
-    """What a layer costs beyond the laws: `launch_s` where the host launches it, if the device is not slower; `replay_s` in a
-    captured decode step."""
+    """What a layer costs beyond the laws: `launch_s` where the host launches it; `replay_s` in a decode step."""
 
     launch_s: float
     replay_s: float
@@ -72,17 +71,25 @@ class LaidModel:
     def sizes(self) -> LayerSizes:
         return LayerSizes.of(self.shape, self.placement.tp)
 
-    def forward_s(self, stage: int, tokens: Tokens, *, captured: bool = False) -> float:
-        """Seconds of a stage's forward over one micro-batch; launched by the host, or as a captured decode step."""
-        law, host = self._law, host_of(self.cluster)
+    def step_s(self, stage: int, tokens: Tokens, *, captured: bool) -> float:
+        """Seconds of a decode step of one micro-batch, captured as a CUDA graph or launched."""
+        host = host_of(self.cluster)
+        return self._forward_s(stage, tokens, host.replay_s + (0.0 if captured else host.launch_s))
+
+    def forward_s(self, stage: int, tokens: Tokens) -> float:
+        """Seconds of a stage's forward over one micro-batch of new tokens."""
+        return self._forward_s(stage, tokens, host_of(self.cluster).launch_s)
+
+    def _forward_s(self, stage: int, tokens: Tokens, host_s: float) -> float:
+        """`host_s`: of a layer."""
+        law = self._law
         layer = law.products_s(self.sizes, tokens.new)
         layer += law.elementwise_s(self.sizes, tokens.new, hidden_share=self._hidden_share)
         layer += law.attention_s(self.sizes, tokens.pairs) + law.cached_attention_s(self.sizes, tokens.cached)
         layer += 2 * all_reduce_s(
             self.cluster, self.tensor_group(stage), WIDTH * self.shape["hidden_size"] * tokens.new
         )
-        layer = layer + host.replay_s if captured else max(layer, host.launch_s)
-        return self.layers * layer + self.head_s(stage, tokens.rows)
+        return self.layers * (layer + host_s) + self.head_s(stage, tokens.rows)
 
     def attention_s(self, tokens: Tokens) -> float:
         """Of a stage's layers: the part that selective recomputation computes once more."""
