@@ -182,7 +182,7 @@ def test_the_command_prices_every_phase(described: Path, capsys: pytest.CaptureF
         ["actor", "prompts"], ["actor", "decode"], ["reference", "score"], ["critic", "score"], ["reward", "score"],
         ["actor", "update"], ["actor", "weights"], ["critic", "update"],
     ]  # fmt: skip
-    assert "the fullest rank holds" in out and "gpu.efficiencies: published" in out
+    assert "the fullest rank holds" in out and "gpu.efficiencies: published" in out and "host: published: ReaL" in out
     placement = RolePlacement(tuple(range(16)), 8, 2, 1)
     costs = read_costs(described / "costs.json", dict.fromkeys(("actor", "reference", "critic", "reward"), placement))
     assert len(json.loads((described / "costs.json").read_text())["decode"]) == 2
@@ -192,4 +192,4 @@ def test_the_command_prices_every_phase(described: Path, capsys: pytest.CaptureF
 def test_a_cluster_that_is_too_small_is_refused(described: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (described / "cluster.yaml").write_text("gpu: h100\n")
     assert main(["bench", "prices", "c.yaml", "--cluster", "cluster.yaml"]) == 2
-    assert "16 ranks, but the cluster 8 (1 nodes of 8); add nodes" in capsys.readouterr().err
+    assert "16 ranks, but the cluster 8 (1 x 8); add nodes" in capsys.readouterr().err

@@ -48,7 +48,7 @@ class Prices:
         if ranks > self.cluster.num_ranks:
             raise ConfigError(
                 f"the configuration has {ranks} ranks, but the cluster {self.cluster.num_ranks} "
-                f"({self.cluster.nodes} nodes of {self.cluster.gpus_per_node}); add nodes, or take a smaller layout"
+                f"({self.cluster.nodes} x {self.cluster.gpus_per_node}); add nodes, or take a smaller layout"
             )
 
     def models(self) -> dict[str, LaidModel]:

@@ -72,7 +72,7 @@ class Work:
 class Constants:
     """What the laws leave open of an engine; non-negative.
 
-    `kernels`: seconds of a kernel or tensor-parallel message over those by law; `node_gb_s`: what a node's NICs carry;
+    `kernels`: seconds of a kernel or tensor-parallel message over those by law; `node_s_per_gb`: of a node's NICs;
     `launch_s`: of a layer that the host launches, once for each pass; `call_s`: of a call, and once more between calls;
     `replay_s`: of a layer of a captured decode step, beyond the law.
     """

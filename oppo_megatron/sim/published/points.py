@@ -19,24 +19,18 @@ from oppo_megatron.sim.clusters.gpus import GPUS
 from oppo_megatron.sim.clusters.links import INSIDE
 from oppo_megatron.sim.laws.communication import Group, all_reduce_s
 from oppo_megatron.sim.laws.layer import WIDTH, LayerLaw, LayerSizes
+from oppo_megatron.sim.published.shapes import llama_shape
 
 SUMS = 1
 
 
-def _shape(hidden: int, ffn: int, layers: int, heads: int, keys: int, vocab: int) -> Shape:
-    return {
-        "model_type": "llama", "hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": keys, "vocab_size": vocab,
-    }  # fmt: skip
-
-
 def _mpt(hidden: int, layers: int, heads: int) -> Shape:
     """Its feed-forward of two matrices of 4 h, as three of 8 h / 3."""
-    return _shape(hidden, round(8 * hidden / 3), layers, heads, heads, 50368)
+    return llama_shape(hidden, round(8 * hidden / 3), layers, heads, heads, 50368)
 
 
 SHAPES: Mapping[str, Shape] = {
-    "LLaMA 7B": _shape(4096, 11008, 32, 32, 32, 32000), "LLaMA 70B": _shape(8192, 28672, 80, 64, 8, 32000),
+    "LLaMA 7B": llama_shape(4096, 11008, 32, 32, 32, 32000), "LLaMA 70B": llama_shape(8192, 28672, 80, 64, 8, 32000),
     "MPT 7b": _mpt(4096, 32, 32), "MPT 13b": _mpt(5120, 40, 40), "MPT 30b": _mpt(7168, 48, 56),
     "MPT 70b": _mpt(8192, 80, 64),
 }  # fmt: skip

@@ -14,11 +14,8 @@ from oppo_megatron.sim.published.tables import GENERATION, GPUS_A_NODE, SCORING,
 
 USES = (("ActorTrain", GENERATION), ("CriticTrain", "CriticInf"))
 """Where trained weights are used next."""
-TRAINED = (
-    Carried(GENERATION, "ActorTrain"),
-    Carried("CriticInf", "CriticTrain"),
-)
-"""Within a step these come before; weights are those of the step before."""
+TRAINED = tuple(Carried(used, trained) for trained, used in USES)
+"""They wait for the training of the step before."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from oppo_megatron.layout.flops import Shape
+from oppo_megatron.sim.published.shapes import llama_shape
 
 Kind = Literal["generate", "infer", "train"]
 GPUS_A_NODE = 8
@@ -19,17 +20,13 @@ PROMPT_TOKENS, CONTEXT_TOKENS, MINIBATCHES = 1024, 2048, 8
 GENERATION, SCORING = "ActorGen", ("RewInf", "RefInf", "CriticInf")
 
 
-def _llama(hidden: int, ffn: int, layers: int, heads: int, keys: int) -> Shape:
-    return {
-        "model_type": "llama", "hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": keys, "vocab_size": 128256,
-    }  # fmt: skip
-
-
+VOCABULARY = 128256
 SHAPES: Mapping[str, Shape] = {
-    "7B": _llama(4096, 14336, 32, 32, 8), "13B": _llama(5120, 13824, 40, 40, 40),
-    "34B": _llama(8192, 22016, 48, 64, 8), "70B": _llama(8192, 28672, 80, 64, 8),
-}  # fmt: skip
+    "7B": llama_shape(4096, 14336, 32, 32, 8, VOCABULARY),
+    "13B": llama_shape(5120, 13824, 40, 40, 40, VOCABULARY),
+    "34B": llama_shape(8192, 22016, 48, 64, 8, VOCABULARY),
+    "70B": llama_shape(8192, 28672, 80, 64, 8, VOCABULARY),
+}
 
 
 @dataclass(frozen=True)
