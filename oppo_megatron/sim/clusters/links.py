@@ -26,6 +26,11 @@ class Line:
         """Of `payload` bytes, of which `factor` times as many pass the wire."""
         return self.alpha_s + factor * payload / self.bytes_per_s
 
+    @property
+    def peak(self) -> float:
+        """Bytes a second of the largest payloads."""
+        return self.bytes_per_s
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -41,6 +46,11 @@ class Curve:
     def seconds(self, payload: float, factor: float) -> float:
         rate = np.exp(np.interp(np.log(max(payload, 1.0)), np.log(self.payloads), np.log(self.bytes_per_s)))
         return max(self.alpha_s, factor * payload / float(rate))
+
+    @property
+    def peak(self) -> float:
+        """Bytes a second of the largest payloads."""
+        return self.bytes_per_s[-1]
 
 
 Law = Line | Curve

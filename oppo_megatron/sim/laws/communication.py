@@ -88,8 +88,7 @@ def _ring_s(cluster: Cluster, group: Group, payload: float, factor: float) -> fl
     in_node = group.size // group.nodes
     rate = NIC_SHARE * network.node_bytes_per_s / group.beside
     if in_node > 1:
-        link = cluster.inside.of_ranks(in_node)
-        rate = min(rate, payload / link.seconds(payload, 1))
+        rate = min(rate, cluster.inside.of_ranks(in_node).peak)
     else:
         rate = min(rate, NIC_SHARE * network.bytes_per_s)
     return network.alpha_s + factor * payload / (rate * ring_efficiency(group.nodes, payload))
