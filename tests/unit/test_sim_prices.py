@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oppo_megatron.cli.main import main
@@ -42,6 +42,7 @@ LAYOUTS = st.tuples(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4]), s
 )
 
 
+@settings(max_examples=20)
 @given(LAYOUTS, st.sampled_from(sorted(FASTER)), st.integers(1, 64))
 def test_a_better_cluster_is_never_slower(layout: tuple[int, int, int], better: str, sequences: int) -> None:
     batch, train = Batch(1500.0 * sequences, 1500.0, 8192), TrainingLayoutConfig(recompute="full")
@@ -52,6 +53,7 @@ def test_a_better_cluster_is_never_slower(layout: tuple[int, int, int], better: 
     assert decode_s(fast, decoding) <= decode_s(slow, decoding) * (1 + 1e-9)
 
 
+@settings(max_examples=20)
 @given(LAYOUTS, st.integers(1, 48))
 def test_a_larger_batch_is_never_shorter(layout: tuple[int, int, int], sequences: int) -> None:
     model, lengths = laid(*layout), [100 + 31 * i for i in range(sequences)]

@@ -57,6 +57,7 @@ def _sources(peaks: Source, memory: Source, laws: Source) -> Mapping[str, Source
 
 
 SHEET = published("NVIDIA's data sheet")
+CORE = assumed("a core of a server; measure yours with `oppo bench decode --limit`")
 GPUS: Mapping[str, Gpu] = {
     "a100-80": Gpu("a100-80", 312e12, 2.039e12, 80e9, A100_LAWS, _sources(SHEET, SHEET, published(LAYERS))),
     "h100": Gpu("h100", 989e12, 3.35e12, 80e9, H100_LAWS, _sources(published(PEAKS), SHEET, published(LAYERS))),
@@ -66,8 +67,7 @@ GPUS: Mapping[str, Gpu] = {
     ),
     "cpu": Gpu(
         "cpu", 0.1e12, 10e9, 8e9, CPU_LAWS,
-        _sources(*[assumed("a core of a server; measure yours with `oppo bench decode --limit`")] * 2,
-                 assumed("no layers measured")),
+        _sources(CORE, CORE, assumed("no layers measured")),
     ),
 }  # fmt: skip
 """`cpu` is one core, as a rank takes it."""

@@ -74,7 +74,8 @@ class LayerSizes:
 def roofline_s(flops: Number, num_bytes: Number, gpu: Gpu, by: Efficiencies) -> Number:
     """The smooth maximum of operations over their peak and bytes over theirs, without the fixed part."""
     compute, memory = flops / (by.compute * gpu.flops), num_bytes / (by.memory * gpu.bytes_per_s)
-    return (compute**by.power + memory**by.power) ** (1 / by.power)
+    seconds: Number = (compute**by.power + memory**by.power) ** (1 / by.power)
+    return seconds
 
 
 @dataclass(frozen=True)
