@@ -102,9 +102,10 @@ class RewardPart(Section):
     answer: str = Field(
         "answer", description="column that holds the expected answer, for rule `code` the tests (verifier)"
     )
-    method: Literal["strict", "flexible"] = Field(
+    method: Literal["strict", "flexible", "first"] = Field(
         "strict",
-        description="flexible: where no answer is marked, the last number in the response counts (rule `gsm8k`)",
+        description="flexible: where no answer is marked, the last number in the response counts; first: the first answer that "
+        "is marked counts, not the last (rule `gsm8k`)",
     )
     pattern: str | None = Field(
         None, description="regular expression, of which `.` matches a line's end, too (rule `format`)"

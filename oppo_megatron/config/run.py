@@ -43,6 +43,7 @@ from oppo_megatron.config.model import (
 from oppo_megatron.config.overlap import OverlapConfig
 from oppo_megatron.config.ppo import PPOConfig, RolloutConfig
 from oppo_megatron.config.reliability import CheckpointConfig, TrainCheckpointConfig
+from oppo_megatron.config.settling import SettleConfig
 
 
 def _with_common_dtype(data: Any, roles: Sequence[str]) -> Any:
@@ -158,6 +159,7 @@ class TrainSettings(RunConfig):
     overlap: OverlapConfig = OverlapConfig()
     filter: FilterConfig | None = Field(None, description="drops groups whose responses are all equally good; null: none is; "
     "default: that of `algorithm.preset`, where `overlap.backfill` is set")
+    settle: SettleConfig = SettleConfig()
     evaluation: EvaluationConfig | None = None
     guards: GuardsConfig = GuardsConfig()
     checkpoint: TrainCheckpointConfig = TrainCheckpointConfig()

@@ -98,11 +98,11 @@ class TrainingLoop:
         self.state.phase = None
         if not batch:
             return True
-        self.meter.facts.filtered = self.rollouts.filter_figures()
         self._finish_scoring(batch)
         if plan.forward_ahead:
             self.updates.begin(step, batch)
         scored = self._gather_scores(step, batch)
+        self.meter.facts.filtered = self.rollouts.filter_figures() | self.rollouts.settle_figures()
         self.adaptation.learn_costs(step)
         experience, breach = self.updates.make(step, batch, scored)
         actor_trained = self.updates.trains_actor(step)

@@ -41,6 +41,7 @@ from oppo_megatron.train.rollouts import Rollouts
 from oppo_megatron.train.run_state import RunState
 from oppo_megatron.train.saving.saver import Saver
 from oppo_megatron.train.score_exchange import ScoreExchange
+from oppo_megatron.train.settling import build_settler
 from oppo_megatron.train.step_rewards import StepRewards
 from oppo_megatron.train.topology import build_topology
 from oppo_megatron.train.updates import Updates
@@ -90,9 +91,11 @@ def _assemble(
 ) -> TrainingLoop:
     actor, critic, rounds, meter = parts.actor, parts.critic, parts.rounds, parts.meter
     scheduler, kl = parts.scheduler, KLController(config.ppo.kl)
+    settler = build_settler(config, scheduler.buffer, inputs.rewards)
     exchange = ScoreExchange(
         world.rank, world.device, rounds.planner.site.placements, inputs.rewards, inputs.tokenizer, world.activity,
         config.rollout.group_size, actor, critic, StepRewards.of(config.rewards, inputs.tokenizer),
+        settler=settler,
     )  # fmt: skip
     adaptation = Adaptation(
         world, scheduler, ChunkTuner(config.overlap.chunk, longest_chunk(config)), kl, rounds.planner, meter.tracer.meter,
@@ -102,7 +105,7 @@ def _assemble(
         config, world, actor, critic, parts.guard, kl, exchange, meter, saver.conclude, lambda: scheduler.position
     )
     groups = build_filter(config, scheduler, inputs.rewards)
-    rollouts = Rollouts(scheduler, rounds, exchange, config.overlap, meter.planning, groups)
+    rollouts = Rollouts(scheduler, rounds, exchange, config.overlap, meter.planning, groups, settler)
     evaluator = _evaluator(config, inputs, builder)
     state = RunState(rollouts, updates, adaptation, evaluator, meter)
     return TrainingLoop(config, world, rollouts, exchange, updates, adaptation, evaluator, saver, meter, state)

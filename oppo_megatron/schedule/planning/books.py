@@ -88,6 +88,14 @@ class ScoringBook(Book):
         self._ledger[OUTPUTS][rows] = 0
         self._replicas.remove(*seq_ids)
 
+    def beyond(self, rollouts: Sequence[Rollout]) -> list[int]:
+        """Of rollouts that have been cut, the sequences of which this role has read all that is left, or more: it has no plan to
+        close them."""
+        columns = columns_of(rollouts)
+        read: Bools = self._ledger[CACHED][self._ledger.rows(columns.seq_ids)] >= self._targets(columns)
+        found: list[int] = columns.seq_ids[read].tolist()
+        return found
+
     def reset(self) -> None:
         """The weights changed: nothing that is cached or computed is valid any more."""
         self._ledger[OUTPUTS][:] = 0
@@ -270,6 +278,13 @@ class ActorBook(Book):
         self._close(rows[ended])
         self._ledger[REPLICA][rows[ended]] = ABSENT
         self._ledger[OUTLIVED][rows[ended]] = 0
+
+    def stop(self, rollouts: Sequence[Rollout]) -> None:
+        """These are decoded no further, from between two rounds on."""
+        rows = self._ledger.rows(columns_of(rollouts).seq_ids)
+        self._close(rows[self._ledger[CACHED][rows] != ABSENT])
+        self._ledger[REPLICA][rows] = ABSENT
+        self._ledger[OUTLIVED][rows] = 0
 
     def invalidate(self) -> None:
         """The weights changed: caches must be computed again."""

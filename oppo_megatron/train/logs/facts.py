@@ -44,7 +44,7 @@ class StepFacts:
     memory: dict[str, int | None] = field(default_factory=dict)  # bounds of what fits
     scores: ScoreReport | None = None
     actor: dict[str, float] = field(default_factory=dict)
-    filtered: dict[str, float | None] = field(default_factory=dict)  # what a filter of groups has done
+    filtered: dict[str, float | None] = field(default_factory=dict)  # by a filter, and for settled rewards
 
     @contextlib.contextmanager
     def planning(self) -> Iterator[None]:

@@ -91,6 +91,15 @@ class _Filter(_Strict):
     dropped: Count
 
 
+class _Settle(_Strict):
+    """What responses were settled as: sequence, tokens, parts.  `audited`: rows, and tokens beyond."""
+
+    labels: list[str]
+    notes: list[tuple[Count, Count, list[float]]]
+    audited: tuple[Count, Count]
+    cut: Count
+
+
 class _Chunk(_Strict):
     value: Annotated[int, Field(ge=1, lt=2**53)]
     steps_to_search: Annotated[int, Field(gt=-(2**53), lt=2**53)]
@@ -204,6 +213,7 @@ class _State(_Strict):
     best_metric: str | None = REWARD
     early_stop: EarlyStopState | None = None
     filter: _Filter | None = None  # older checkpoints have none
+    settle: _Settle | None = None
 
 
 class _Line(_Strict):
