@@ -105,7 +105,12 @@ class Settler:
         """Of the step, for its line in the metrics; `settled_tokens` goes by what audited responses had beyond, so far."""
         rows, tokens = self.audited.rows, self.audited.tokens
         saved = self.num_cut * tokens / rows if rows else None
-        return {"settled_rows": self.num_cut, "settled_tokens": saved, "audited_rows": rows}
+        return {
+            "settled_rows": self.num_cut,
+            "settled_tokens": saved,
+            "audited_rows": rows,
+            "audited_tokens": tokens,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """In plain JSON types."""
