@@ -129,6 +129,7 @@ class GroupFilter:
         return {
             "labels": list(self.rule.labels),
             "scores": scores,
+            "foreseen": [[i, list(parts)] for i, parts in self.foreseen.items()],
             "kept": self.counts.kept,
             "dropped": self.counts.dropped,
         }
@@ -142,6 +143,7 @@ class GroupFilter:
             held = {rollout.seq_id for rollout in self.scheduler.buffer.rollouts if rollout.finished}
             numbers = {i: [math.nan if x is None else x for x in parts] for i, parts in state["scores"]}
             self.scores = {seq_id: parts for seq_id, parts in numbers.items() if seq_id in held}
+            self.foreseen = dict(state.get("foreseen", ()))
         kept = [number for number, group in self._groups().items() if self._decided(group)]
         self._judged = set(kept)
         self.scheduler.buffer.keep(kept)

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from oppo_megatron.config.run import TrainConfig
+from oppo_megatron.preflight.settings import check_train
 from tests.e2e.test_filter import BATCH, EVERY, GROUP, dapo
 from tests.e2e.test_resume import assert_bit_equal, checkpoints, resumed, stop
 from tests.support.layouts import assert_same
@@ -51,10 +53,15 @@ def test_settled_responses_end_on_the_clock_of_the_questions(alone: Outcome) -> 
 
 
 def test_what_is_trained_first_are_prefixes_of_whole_responses(workspace: Workspace) -> None:
-    """With nothing carried and no filter, a first step has the same responses, up to where they are settled."""
-    plain = {"steps": 1, "overlap": {"inter": False, "chunk": {"tokens": EVERY, "adaptive": False}}, "filter": None}
+    """Where ending early is certain, a first step has the same responses and rewards, up to where they are settled."""
+    plain = {
+        "steps": 1, "algorithm": {"preset": "dr_grpo"}, "ppo.kl": {"mode": "none"}, "rollout.top_k": 0,
+        "overlap": {"inter": False, "chunk": {"tokens": EVERY, "adaptive": False}},
+    }  # fmt: skip
+    config = settling(workspace, "early", settle={"mode": "certain", "audit": 0}, **plain)
+    assert check_train(TrainConfig.model_validate(config)) == []
+    early = run_ppo_ranks(config)
     whole = run_ppo_ranks(settling(workspace, "whole", settle={"mode": "off"}, **plain))
-    early = run_ppo_ranks(settling(workspace, "early", settle={"mode": "predicted", "audit": 0}, **plain))
     ends = {row["seq_id"]: row for row in whole.rollouts}
     assert len(early.rollouts) == len(whole.rollouts) == BATCH and settled(early)
     for row in early.rollouts:

@@ -67,12 +67,12 @@ class Policies:
 
     def __post_init__(self) -> None:
         rollout, moved = self.config.rollout, self.config.ppo.epochs > 1 or self.config.overlap.inter
-        self.sampled = torch.log_softmax(table(0), 1)
-        logits = table(0)
+        self.sampled = torch.log_softmax(table(5), 1)
+        logits = table(5)
         if rollout.top_k:
             logits = logits.masked_fill(logits < logits.topk(rollout.top_k, 1).values[:, -1:], -torch.inf)
         self.drawn = torch.softmax(logits, 1)
-        self.updated = (table(0) + 0.5 * table(1) * moved).requires_grad_()
+        self.updated = (table(5) + 0.5 * table(1) * moved).requires_grad_()
         self.reference, self.values = torch.log_softmax(table(2), 1), table(3)
 
     def probability(self, response: Response) -> float:

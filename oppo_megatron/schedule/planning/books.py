@@ -92,7 +92,8 @@ class ScoringBook(Book):
         """Of rollouts that have been cut, the sequences of which this role has read all that is left, or more: it has no plan to
         close them."""
         columns = columns_of(rollouts)
-        read: Bools = self._ledger[CACHED][self._ledger.rows(columns.seq_ids)] >= self._targets(columns)
+        rows = self._ledger.rows(columns.seq_ids)
+        read: Bools = self._ledger[CACHED][rows] >= self._targets(columns)
         found: list[int] = columns.seq_ids[read].tolist()
         return found
 

@@ -83,10 +83,11 @@ class _Scheduler(_Strict):
 
 
 class _Filter(_Strict):
-    """Scores in force, by sequence and part; null is a score that is no finite number."""
+    """Scores in force, by sequence and part; null is a score that is no finite number.  Those foreseen are finite."""
 
     labels: list[str]
     scores: list[tuple[Count, list[float | None]]]
+    foreseen: list[tuple[Count, list[float]]] = []
     kept: Count
     dropped: Count
 
