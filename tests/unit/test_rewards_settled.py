@@ -159,6 +159,25 @@ def test_a_run_that_could_end_nothing_early_is_refused() -> None:
     ]
 
 
+WORKED = Path(__file__).resolve().parents[2] / "examples" / "arithmetic" / "worked.py"
+CHAIN = "Q: 7+5-3=?\nA:"
+LINES = "7+5=12\n12-3=9\n#### 9"
+
+
+@given(kept=st.integers(0, len(LINES)), then=st.text(alphabet="7+5=12\n# ", max_size=3), rest=st.text(alphabet="93#\n ", max_size=3))
+@example(kept=len(LINES), then="", rest="\n")
+@example(kept=len(LINES), then=" ", rest="9")
+def test_the_example_of_worked_solutions_settles_at_the_first_slip(kept: int, then: str, rest: str) -> None:
+    rewards = build_reward_functions([RewardPart(kind="python", entry_point=f"{WORKED}:worked")])
+    (label,) = (summand.label for summand in rewards.summands)
+    assert rewards.score(CHAIN, LINES, {}, None, 0) == 1.0
+    prefix = LINES[:kept] + then
+    early = rewards.settled(ScoreItem(0, CHAIN, prefix))
+    assert early in ({}, {label: 0.0}) and (early or LINES.startswith(prefix) or not prefix.removeprefix(LINES).strip())
+    if early:
+        assert rewards.score(CHAIN, prefix + rest, {}, None, 0) == 0.0
+
+
 def decode(tokens: Sequence[int]) -> str:
     """A token is a byte."""
     return bytes(tokens).decode("utf-8", "replace")

@@ -73,6 +73,8 @@ class Policies:
             logits = logits.masked_fill(logits < logits.topk(rollout.top_k, 1).values[:, -1:], -torch.inf)
         self.drawn = torch.softmax(logits, 1)
         self.updated = (table(5) + 0.5 * table(1) * moved).requires_grad_()
+        self.logp = torch.log_softmax(self.updated, 1)
+        self.entropy = -(self.logp.exp() * self.logp).sum(1)
         self.reference, self.values = torch.log_softmax(table(2), 1), table(3)
 
     def probability(self, response: Response) -> float:
@@ -80,7 +82,7 @@ class Policies:
 
     def loss(self, algorithm: Algorithm, pair: tuple[Response, Response]) -> Tensor:
         nodes, tokens = (sum(parts, []) for parts in zip(*map(places, pair), strict=True))
-        lengths, logp_T = [len(response) for response in pair], torch.log_softmax(self.updated, 1)[nodes, tokens]
+        lengths = [len(response) for response in pair]
         kl, critic = self.config.ppo.kl.mode, algorithm.choices.critic
         reference_T = self.reference[nodes, tokens] if kl != "none" else None
         limits = [len(text(response)) == LONGEST for response in pair]
@@ -96,9 +98,7 @@ class Policies:
         targets = ActorTargets(
             made.old_logp_T, made.advantages_T, reference_T, share_T=shares.repeat_interleave(lengths_R), lengths_R=lengths_R
         )
-        policy = torch.log_softmax(self.updated, 1)
-        entropy_T = -(policy.exp() * policy).sum(1)[nodes]
-        return algorithm.actor_loss(logp_T, entropy_T, targets, 0.5, sum(lengths))[0]
+        return algorithm.actor_loss(self.logp[nodes, tokens], self.entropy[nodes], targets, 0.5, sum(lengths))[0]
 
 
 def gradients(config: TrainConfig) -> tuple[Tensor, Tensor]:
