@@ -164,7 +164,11 @@ CHAIN = "Q: 7+5-3=?\nA:"
 LINES = "7+5=12\n12-3=9\n#### 9"
 
 
-@given(kept=st.integers(0, len(LINES)), then=st.text(alphabet="7+5=12\n# ", max_size=3), rest=st.text(alphabet="93#\n ", max_size=3))
+@given(
+    kept=st.integers(0, len(LINES)),
+    then=st.text(alphabet="7+5=12\n# ", max_size=3),
+    rest=st.text(alphabet="93#\n ", max_size=3),
+)
 @example(kept=len(LINES), then="", rest="\n")
 @example(kept=len(LINES), then=" ", rest="9")
 def test_the_example_of_worked_solutions_settles_at_the_first_slip(kept: int, then: str, rest: str) -> None:
