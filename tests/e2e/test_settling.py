@@ -101,7 +101,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(workspace: Workspace) -> None
     changes: dict[str, Any] = {"overlap.intra": True, "overlap.chunk.tokens": 7}
     plain = run_ppo_ranks(settling(workspace, "unstopped", **changes))
     config = settling(workspace, "stopped", **changes)
-    stop(config, rounds=5)
+    stop(config, rounds=3)
     assert "clock" in checkpoints(config)[-1]
     assert_bit_equal(resumed(config), plain)
 

@@ -115,7 +115,7 @@ def gradients(config: TrainConfig) -> tuple[Tensor, Tensor]:
         pairs = product(possible, repeat=2)
         expected = sum(law[one] * law[other] * policies.loss(algorithm, (one, other)) for one, other in pairs)
         assert isinstance(expected, Tensor)
-        found.append(torch.autograd.grad(expected, policies.updated)[0])
+        found.append(torch.autograd.grad(expected, policies.updated, retain_graph=True)[0])
     return found[0], found[1]
 
 
