@@ -46,19 +46,23 @@ class Growths(Sequence[Growth]):
 
     @property
     def seq_ids(self) -> Ints:
-        return self.table[0]
+        column: Ints = self.table[0]
+        return column
 
     @property
     def past(self) -> Ints:
-        return self.table[1]
+        column: Ints = self.table[1]
+        return column
 
     @property
     def new(self) -> Ints:
-        return self.table[2]
+        column: Ints = self.table[2]
+        return column
 
     @property
     def rows(self) -> Ints:
-        return self.table[3]
+        column: Ints = self.table[3]
+        return column
 
     @classmethod
     def of(cls, batch: Batch) -> Growths:
@@ -75,7 +79,7 @@ class Growths(Sequence[Growth]):
         return new, rows
 
     def __len__(self) -> int:
-        return self.table.shape[1]
+        return int(self.table.shape[1])
 
     def __iter__(self) -> Iterator[Growth]:
         return map(Growth, *self.table.tolist())

@@ -20,7 +20,7 @@ A scorer of another layout is taken to have the actor's stages, each at the cost
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import NamedTuple, TypeVar
@@ -142,7 +142,7 @@ def _predicted(work: Work, sizes: Ints, costs: Costs, laps: _Laps) -> Floats:
         for (role, number), count in zip(tokens.items(), counts, strict=True)
     ]
     longest = [both[:, len(sizes) :] for both in seconds]
-    missed = _missed(laps, np.stack(longest, axis=1), message_s) if longest else []
+    missed: Iterable[Floats] = _missed(laps, np.stack(longest, axis=1), message_s) if longest else ()
     for each, own, count, gone_by in zip(seconds, longest, counts, missed, strict=True):
         own_s = each[:, : len(sizes)]
         none = own <= 0
@@ -191,7 +191,8 @@ def _missed(laps: _Laps, seconds: Floats, message_s: float) -> Floats:
         missed = np.where(decodes, np.maximum(0.0, np.ceil(late - ROUNDING)), 0.0)
         found[stage] = missed
         ready = np.maximum(ready, end + missed * laps.seconds) + own + message_s
-    return found.swapaxes(0, 1)
+    by_role: Floats = found.swapaxes(0, 1)
+    return by_role
 
 
 def _message_s(work: Work, costs: Costs) -> float:

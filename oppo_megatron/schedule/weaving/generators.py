@@ -25,20 +25,20 @@ Generator = Callable[[Round, Site, Costs], Schedule]
 
 def sequential(round: Round, site: Site, costs: Costs) -> Schedule:
     """The actor's part first on each rank, then the scorers'."""
-    layout = _Layout(round, site, costs)
-    layout.place_actor()
-    layout.free.close()
-    layout.place_scorers()
-    return layout.schedule()
+    placer = Placer(round, site, costs)
+    placer.place_actor()
+    placer.free.close()
+    placer.place_scorers()
+    return placer.schedule()
 
 
 def intra(round: Round, site: Site, costs: Costs) -> Schedule:
     """The scorers' part first on each rank, then the actor's: on ranks of their own, scorers work beside the actor."""
-    layout = _Layout(round, site, costs)
-    layout.place_scorers()
-    layout.free.close()
-    layout.place_actor()
-    return layout.schedule()
+    placer = Placer(round, site, costs)
+    placer.place_scorers()
+    placer.free.close()
+    placer.place_actor()
+    return placer.schedule()
 
 
 def woven(round: Round, site: Site, costs: Costs) -> Schedule:
@@ -48,10 +48,10 @@ def woven(round: Round, site: Site, costs: Costs) -> Schedule:
     """
     if site.placements["actor"].pp == 1:
         return intra(round, site, costs)
-    layout = _Layout(round, site, costs)
-    layout.place_actor()
-    layout.place_scorers()
-    return layout.schedule()
+    placer = Placer(round, site, costs)
+    placer.place_actor()
+    placer.place_scorers()
+    return placer.schedule()
 
 
 GENERATORS: Mapping[str, Generator] = {"sequential": sequential, "intra": intra, "woven": woven}
@@ -127,7 +127,7 @@ def _close(
     return starts
 
 
-def _by_turns(lines: Sequence[_Line], place: Callable[[int, int, int], int]) -> None:
+def by_turns(lines: Sequence[Line], place: Callable[[int, int, int], int]) -> None:
     """Have all prefills of `lines` placed: next is always the line whose first stage is done with its last one first.
 
     `place` is told the line, which of its prefills, and when its first stage is done; it returns when that is so again.
@@ -142,7 +142,7 @@ def _by_turns(lines: Sequence[_Line], place: Callable[[int, int, int], int]) -> 
             heappop(turns)
 
 
-class _Line:
+class Line:
     """A replica of a role while it is placed: its stages' ranks, what its prefills take on each stage, and all that is placed.
 
     `times` are [prefills, stages].  `ends` is when each stage is done with the last prefill; `starts` and `placed` are of the
@@ -164,7 +164,7 @@ class _Line:
         return Times(*(np.concatenate(both, axis=1) for both in zip(prefilled, self.decoded, strict=True)))
 
 
-class _Layout:
+class Placer:
     """One virtual timeline of a round, being filled.
 
     Each stage of a replica keeps its units in the order in which they are placed; `free` says what time is left.
@@ -173,14 +173,14 @@ class _Layout:
     def __init__(self, round: Round, site: Site, costs: Costs):
         self.round, self.site, self.costs = round, site, costs
         self.message = nanoseconds(costs.message_s)
-        self._lines: dict[Team, _Line] = {}
+        self._lines: dict[Team, Line] = {}
         shortest = []
         for role, replicas in {"actor": (), **round.prefill}.items():
             placement = site.placements[role]
             for replica in range(placement.dp if role == "actor" else len(replicas)):
                 prefill, scored = self._prefill_times(role, _of_replica(replicas, replica))
                 shortest += [int(prefill.min())] if prefill.size else []
-                self._lines[role, replica] = _Line(placement, replica, scored)
+                self._lines[role, replica] = Line(placement, replica, scored)
         self.free = Gaps(site.ranks, min(shortest, default=1))
         self._num_placed = 0
 
@@ -199,7 +199,7 @@ class _Layout:
         teams = sorted((roles.index(role), replica, role) for role, replica in self._lines if role in roles)
         lines = [self._lines[role, replica] for _, replica, role in teams]
         if any(line.ranks != lines[0].ranks for line in lines):
-            _by_turns(lines, lambda n, j, _: self._place_prefill(lines[n], lines[n].times[j].tolist()))
+            by_turns(lines, lambda n, j, _: self._place_prefill(lines[n], lines[n].times[j].tolist()))
         elif lines:
             self._place_by_stage(lines)
 
@@ -207,7 +207,7 @@ class _Layout:
         """What was placed."""
         return Schedule(Timetable(self.round, self.site, {team: line.whole() for team, line in self._lines.items()}))
 
-    def _place_by_stage(self, lines: Sequence[_Line]) -> None:
+    def _place_by_stage(self, lines: Sequence[Line]) -> None:
         """Lines on the same ranks.  Turns are told by the first stage alone, and no other stage has time of it: so all is placed
         there first, then on the second."""
         of, starts = list[int](), list[int]()
@@ -216,12 +216,12 @@ class _Layout:
         def place(n: int, j: int, earliest: int) -> int:
             of.append(n)
             starts.append(self.free.place(lines[0].ranks[0], earliest, durations[n][j]))
-            return starts[-1] + durations[n][j]
+            return int(starts[-1] + durations[n][j])
 
-        _by_turns(lines, place)
+        by_turns(lines, place)
         self._place_later(lines, of, np.array(starts, dtype=np.int64))
 
-    def _place_later(self, lines: Sequence[_Line], of: Sequence[int], first: Ints) -> None:
+    def _place_later(self, lines: Sequence[Line], of: Sequence[int], first: Ints) -> None:
         """What is placed on the first stage of `lines`, on the same ranks, goes through the others.
 
         `of` says whose next micro-batch each is, `first` when it begins.
@@ -239,7 +239,7 @@ class _Layout:
         for n, line in enumerate(lines):
             line.starts, line.placed = starts[:, of_N == n], placed[:, of_N == n]
 
-    def _place_decode(self, line: _Line, batches: tuple[Batch, ...]) -> None:
+    def _place_decode(self, line: Line, batches: tuple[Batch, ...]) -> None:
         if not (batches and self.round.steps):
             return
         stages, steps = range(len(line.ranks)), self.round.steps
@@ -254,7 +254,7 @@ class _Layout:
         self._num_placed += starts.size
         line.decoded = Times(starts.reshape(-1, len(stages)).T, placed.T)
 
-    def _place_prefill(self, line: _Line, times: list[int]) -> int:
+    def _place_prefill(self, line: Line, times: list[int]) -> int:
         """Place the next micro-batch on all tensor ranks of each stage.  Returns when the first stage is done with it."""
         place, ends, ready = self.free.place, line.ends, 0
         for stage, (ranks, duration) in enumerate(zip(line.ranks, times, strict=True)):
