@@ -159,9 +159,11 @@ class Book:
         first of them computes it.
         """
         sources = np.full(len(rows), ABSENT, dtype=np.int64)
+        if self.groups.size == 1 or not self.groups.fork:
+            return sources
         cached, homes = self._ledger[CACHED], self._ledger[REPLICA]
         fresh = np.flatnonzero(wanting & (cached[rows] <= 0) & (depth > 0))
-        if self.groups.size == 1 or not self.groups.fork or not len(fresh):
+        if not len(fresh):
             return sources
         held = np.flatnonzero(self._current())
         both = np.concatenate([held, rows[fresh]])
