@@ -70,7 +70,7 @@ PRESETS = {
     ),
     "cispo": Preset(
         "every token keeps its gradient, weighted by its capped ratio", "arXiv 2506.13585",
-        "group_mean", "batch_std", "token", "cispo", "token_mean", NO_KL, {"ratio_cap": 5.0}, group_size=8,
+        "group_mean", "batch_std", "token", "cispo", "token_mean", NO_KL, {"clip_high": 4.0}, group_size=8,
     ),
     "rloo": Preset(
         "the mean of the group's other responses, a response as one action", "arXiv 2402.14740",

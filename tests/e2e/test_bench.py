@@ -141,7 +141,7 @@ def test_weave(workspace: Workspace, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_chunk(workspace: Workspace, tmp_path: Path) -> None:
-    base = config(workspace, steps=4, **{"overlap.chunk": {"tokens": 4, "adaptive": True, "candidates": [4, 8]}})
+    base = config(workspace, steps=4, **{"overlap.chunk": {"tokens": 4, "adaptive": [4, 8]}})
     result = bench_chunk(suite(tmp_path), base, [4, 8, 64], adaptive=True, limit_cores=1)
     assert [row["run"] for row in result["limits"]] == ["4", "8", "adaptive"]
     assert all(row["over_least"] > 1 for row in result["limits"]), "no run beats its least time"
