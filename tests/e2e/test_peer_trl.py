@@ -73,6 +73,6 @@ def test_trl_and_ours_train_groups_alike(tmp_path: Path, capsys: pytest.CaptureF
     assert [row["run"] for row in found["results"]] == ["TRL", "single-sequential", "single-full"]
     work, (steps,) = json.loads((out / "work.json").read_text()), found["trl"]
     assert [length for step in steps for length in step["response_tokens"]] == work["lengths"]
-    assert len({step["reward_mean"] for step in steps}) == len(steps) and all(step["score_s"] > 0 for step in steps)
+    assert len({step["reward_mean"] for step in steps}) > 1 and all(step["score_s"] > 0 for step in steps)
     ours = found["ours"]["single-sequential"][0]
     assert [step["reward_mean"] for step in steps] == pytest.approx([line["reward_mean"] for line in ours], abs=1e-6)

@@ -162,11 +162,11 @@ def test_rewards_by_length_are_compared(workspace: Workspace, tmp_path: Path) ->
     work = work_of(TrainConfig(**grpo(workspace, "rewards")), tmp_path)
     rewards = [LengthRule(24, 12).score(length) for length in work["lengths"]]
     means = [fmean(rewards[first : first + 8]) for first in (0, 8, 16)]
-    assert len(set(means)) == 3
+    assert len(set(means)) > 1
     right = [line | {"reward_mean": mean} for line, mean in zip(trl_lines(work), means, strict=True)]
     ours = [line | {"reward_mean": mean} for line, mean in zip(our_lines(work), means, strict=True)]
     assert unequal_work(work, [right], {"ours": (SEQUENTIAL, [ours])}) == []
-    swapped = [line | {"reward_mean": mean} for line, mean in zip(ours, [means[1], means[0], means[2]], strict=True)]
+    swapped = [line | {"reward_mean": mean} for line, mean in zip(ours, reversed(means), strict=True)]
     (fault,) = unequal_work(work, [], {"ours": (SEQUENTIAL, [swapped])})
     assert fault.startswith("ours, run 1: mean rewards are ")
     carrying = Ours("2 x 1", carries=True, streams_here=False, shares_ranks=False)
