@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from oppo_megatron.bench.overlap import COLUMNS as OVERLAP_COLUMNS
-from oppo_megatron.bench.overlap import compare, placed, switched
+from oppo_megatron.bench.overlap import compare, placed, say_what_is_left_out, switched
 from oppo_megatron.bench.pictures import draw_steps
 from oppo_megatron.bench.suite import Suite, require_same_work, work_figures
 from oppo_megatron.config.data import RewardPart
@@ -32,6 +32,7 @@ def bench_rewards(
         for placement in placements
         for mode in modes
     }
+    say_what_is_left_out(suite, config)
     runs = suite.run(configs)
     by_reward = {reward: compare(_of(reward, configs), _of(reward, runs)) for reward in rewards}
     rows = [{"reward": reward, **row} for reward, found in by_reward.items() for row in found["results"]]

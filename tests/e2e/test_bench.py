@@ -151,7 +151,12 @@ def test_modes_by_kind_of_reward(workspace: Workspace, tmp_path: Path) -> None:
 def test_overlap_without_a_model_that_scores(workspace: Workspace, tmp_path: Path) -> None:
     """The time that scoring takes is 0, so that it has no share, and the least time has none of it."""
     base = config(workspace, **GROUPS, algorithm={"preset": "dapo"})
-    result = bench_overlap(suite(tmp_path), base, ["sequential", "full"], ["single"], cores=1, limit=True)
+    assert base.filter is not None
+    said: list[str] = []
+    result = bench_overlap(
+        Suite(tmp_path, 1, launch, said.append), base, ["sequential", "full"], ["single"], cores=1, limit=True
+    )
+    assert sum("without the filter" in line for line in said) == 1
     written = left(tmp_path, "overlap")
     assert [row["score_exposed_percent"] for row in written["results"]] == [None, None] and result["same_work"]
     assert all(limit["score_s"] == 0 and limit["over_least"] > 1 for limit in written["limits"])

@@ -30,6 +30,7 @@ from benchmarks.peers.settings import require_same_work
 from benchmarks.peers.work import build_work, export_models, free_token
 from oppo_megatron.bench.figures import format_table
 from oppo_megatron.bench.outcomes import BenchError
+from oppo_megatron.config.load import load_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.records import Prompt
@@ -207,6 +208,10 @@ def test_the_algorithm_names_the_configuration_where_none_is_given() -> None:
         "examples/benchmark/grpo.yaml",
         ["algorithm.preset=grpo", "seed=2"],
     )
+    for algorithm, path in comparison.CONFIGS.items():
+        config = load_config(TrainConfig, Path(__file__).resolve().parents[2] / path)
+        require_same_work(config, micro_batch=None)
+        assert config.algorithm.preset == algorithm
     assert read("c.yaml", "seed=2", "--algorithm", "ppo") == ("c.yaml", ["algorithm.preset=ppo", "seed=2"])
 
 
