@@ -50,12 +50,15 @@ def with_fork(config: TrainConfig, fork: bool) -> TrainConfig:
 
 
 def rows(runs: Runs) -> list[dict[str, Any]]:
-    """A row a run, by name TOKENS/forked or TOKENS/apart; tokens are means of the steps that its seconds are medians of."""
+    """A row a run, by name TOKENS/forked or TOKENS/apart.
+
+    Tokens are means over all steps: the first one prefills what is carried to later ones, too.
+    """
     found = {}
     for name, turns in runs.items():
         tokens, kind = name.split("/")
-        lines = steady(all_lines(turns))
-        seconds = [line["step_s"] for line in lines]
+        seconds = [line["step_s"] for line in steady(all_lines(turns))]
+        lines = [line for run in turns for line in run.lines]
         found[name] = {
             "prompt_tokens": int(tokens),
             "fork": "yes" if kind == "forked" else "no",
