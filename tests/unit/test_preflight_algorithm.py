@@ -40,6 +40,14 @@ def test_a_preset_fills_in_what_its_row_says(settings: dict[str, Any], name: str
     assert TrainConfig.model_validate(config.model_dump()) == config, "a resolved file is read as it is"
 
 
+def test_a_preset_without_its_kl_brings_nothing_of_it(settings: dict[str, Any]) -> None:
+    """Its coefficient and estimator would be read by nothing, and nobody could remove them."""
+    put(settings, "ppo.kl", {"mode": "none"})
+    config = TrainConfig.model_validate(settings)
+    assert check_train(config) == [] and config.ppo.kl == KLConfig(mode="none")
+    assert "reference" not in named_roles(config)
+
+
 def test_every_preset_is_named_and_has_values_that_there_are() -> None:
     fields = AlgorithmConfig.model_fields
     assert set(get_args(fields["preset"].annotation)) == set(PRESETS)

@@ -130,6 +130,11 @@ class RoundPlanner:
         """Tokens of prompts that forks have saved so far, of all roles on all ranks."""
         return sum(book.forked_tokens for book in (self.actor, *self.scorers.values()))
 
+    @property
+    def prefilled_tokens(self) -> int:
+        """Tokens that prefills have computed so far, likewise."""
+        return sum(book.prefilled_tokens for book in (self.actor, *self.scorers.values()))
+
     def learn(self, costs: Costs) -> None:
         """Plan by `costs` from now on.  All ranks do so between the same two rounds."""
         self.costs = costs
