@@ -13,7 +13,7 @@ class SettleConfig(Section):
     """Ending early: a response whose reward is the same whatever follows is decoded no further.
 
     Every part of `rewards` has to be able to say so of a prefix (docs/rewards.md, "Settled prefixes"): the rules `format`,
-    `multiple_choice` and `gsm8k` with `method: first`, and functions with `settled`.  See docs/algorithm.md.
+    `multiple_choice` and `gsm8k_first`, and functions with `settled`.  See docs/algorithm.md.
     """
 
     mode: Literal["off", "certain", "predicted"] = Field(

@@ -49,9 +49,8 @@ def _silent(part: RewardPart) -> str | None:
         return "is a model's score"
     if part.kind == "http":
         return "is a service's score"
-    if part.name in ("gsm8k", "arithmetic") and part.method != "first":
-        method = " (`name: gsm8k` with `method: first` goes by the first, and settles)"
-        return f"goes by the last answer in a response{method}"
+    if part.name in ("gsm8k", "arithmetic"):
+        return "goes by the last answer in a response (rule gsm8k_first goes by the first, and settles)"
     return f"is of rule {part.name}, which reads the end of a response" if part.name in ("math", "length", "code") else None
 
 

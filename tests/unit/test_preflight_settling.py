@@ -16,7 +16,7 @@ from tests.unit.test_preflight_settings import put, settings_without_critic
 @pytest.fixture
 def settings(tmp_path: Path) -> dict[str, Any]:
     return settings_without_critic(tmp_path) | {
-        "rewards": [{"kind": "verifier", "name": "gsm8k", "method": "first"}, {"kind": "verifier", "name": "multiple_choice"}],
+        "rewards": [{"kind": "verifier", "name": "gsm8k_first"}, {"kind": "verifier", "name": "multiple_choice"}],
         "rollout": {"batch_size": 8, "max_response_tokens": 100},
         "algorithm": {"preset": "dr_grpo"},
         "overlap": {"inter": False},
@@ -63,8 +63,8 @@ def test_predicted_says_that_it_is_biased(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("part", "why"),
     [
-        ({"kind": "verifier", "name": "arithmetic"}, "'arithmetic' goes by the last answer in a response (`name: gsm8k` with"),
-        ({"kind": "verifier", "name": "gsm8k", "method": "flexible"}, "'gsm8k' goes by the last answer in a response"),
+        ({"kind": "verifier", "name": "arithmetic"}, "'arithmetic' goes by the last answer in a response (rule gsm8k_first"),
+        ({"kind": "verifier", "name": "gsm8k", "lenient": True}, "'gsm8k' goes by the last answer in a response"),
         ({"kind": "verifier", "name": "math"}, "'math' is of rule math, which reads the end of a response"),
         ({"kind": "verifier", "name": "length", "buffer_tokens": 4}, "'length' is of rule length, which reads the end"),
         ({"kind": "http", "url": "http://127.0.0.1:1/score"}, "is a service's score"),

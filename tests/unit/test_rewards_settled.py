@@ -85,11 +85,11 @@ def settled(rewards: RewardSum, prefix: str, fields: dict[str, Any] | None = Non
         ("", None, None),
     ],
 )  # fmt: skip
-def test_the_first_method_goes_by_the_first_mark(text: str, value: int | None, early: float | None) -> None:
+def test_the_first_rule_goes_by_the_first_mark(text: str, value: int | None, early: float | None) -> None:
     assert first_answer(text) == value and first_settled(text, "9") == early
-    rewards = build_reward_functions([rule("gsm8k", method="first")])
+    rewards = build_reward_functions([rule("gsm8k_first")])
     assert rewards.score("", text, {"answer": "9"}, None, 0) == float(value == 9)
-    assert settled(rewards, text, {"answer": "9"}) == ({} if early is None else {"gsm8k": early})
+    assert settled(rewards, text, {"answer": "9"}) == ({} if early is None else {"gsm8k_first": early})
 
 
 marked = st.text(alphabet="#19 \n.-", max_size=12)
@@ -100,7 +100,7 @@ marked = st.text(alphabet="#19 \n.-", max_size=12)
 @example(prefix="#### 1\n", rest="#### 9", expected="1")
 def test_a_settled_first_answer_stays_what_it_is(prefix: str, rest: str, expected: str) -> None:
     early = first_settled(prefix, expected)
-    assert early is None or verify("first", prefix + rest, expected) == early == verify("first", prefix, expected)
+    assert early is None or verify("gsm8k_first", prefix + rest, expected) == early == verify("gsm8k_first", prefix, expected)
 
 
 def test_every_part_says_for_itself_what_is_settled() -> None:
