@@ -169,6 +169,7 @@ class StepMeter:
         self.clock.meet()
         facts, memory = self.facts, self.memory.by_rank
         facts.scores, facts.kl_coefficient, facts.rewards = report, kl_coefficient, scored.scores_B.tolist()
+        facts.greedy_rewards = [] if scored.greedy is None else scored.greedy.scores_G.tolist()
         facts.memory = memory.bounds()
         before = facts.step - 1
         if self.journal is not None and self.settled < before:
