@@ -127,8 +127,9 @@ def draw(
     Every rank of the shards makes the call and gets the same answer.  Whether rows gave distributions shows in `Draw.read`.
     """
     u_R = on_device(uniforms(sampling.seed, seq_ids, positions), logits_RV.device, torch.float64)
-    greedy = [sampling.members.is_greedy(seq_id) for seq_id in seq_ids]
-    greedy_R = on_device(greedy, logits_RV.device, torch.bool) if any(greedy) else None
+    greedy_R: Tensor | None = None
+    if sampling.members.greedy:
+        greedy_R = on_device([sampling.members.is_greedy(i) for i in seq_ids], logits_RV.device, torch.bool)
     return draw_at(logits_RV, sampling, u_R, shards, greedy_R)
 
 

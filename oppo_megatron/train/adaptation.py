@@ -12,7 +12,7 @@ from oppo_megatron.control.chunk_tuner import ChunkTuner, StepCost
 from oppo_megatron.control.kl_controller import KLController
 from oppo_megatron.control.occupancy import length_gap
 from oppo_megatron.overcommit.scheduler import OvercommitScheduler
-from oppo_megatron.records import Members, Rollout, StepSignals
+from oppo_megatron.records import ALONE, Members, Rollout, StepSignals
 from oppo_megatron.schedule.planning.planner import RoundPlanner
 from oppo_megatron.schedule.weaving.costs import CostMeter, Costs
 from oppo_megatron.train.logs.facts import StepFacts
@@ -36,7 +36,7 @@ class Adaptation:
     planner: RoundPlanner
     costs: CostMeter
     tunes_chunk: bool
-    members: Members
+    members: Members = ALONE
 
     def learn_costs(self, step: int) -> None:
         """What all ranks measured becomes the cost model of the next step's rounds, where they are woven by it.

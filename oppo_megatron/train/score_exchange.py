@@ -94,11 +94,7 @@ class ScoreExchange:
         once all scores are here; `known` are parts of rewards that `judge` has given.
         """
         trained = self.members.to_train(batch)
-        lengths = [len(r.tokens) for r in trained]
-        reference_T, values_T = (
-            self._share(role, trained, lengths, rounds).float() if role in self.placements else None
-            for role in ("reference", "critic")
-        )
+        reference_T, values_T = (self._of_tokens(role, trained, rounds) for role in ("reference", "critic"))
         model_N, step_rewards_T = self._model_scores(batch, rounds)
         totals_N, parts = self._rewards(batch, model_N, known)
         totals_B, greedy = self._apart(batch, totals_N.float())
@@ -111,7 +107,7 @@ class ScoreExchange:
             reference_logp_T=reference_T,
             values_T=values_T,
             scores_B=totals_B,
-            lengths_B=lengths,
+            lengths_B=[len(r.tokens) for r in trained],
             truncated_B=on_device([r.finish_reason == "length" for r in trained], self.device, torch.bool),
             group_size=self.members.trained,
             step_rewards_T=step_rewards_T,
@@ -185,6 +181,12 @@ class ScoreExchange:
                 torch.cuda.current_stream(self.device).synchronize()
         return shared
 
+    def _of_tokens(self, role: str, batch: Sequence[Rollout], rounds: RoundRunner) -> Tensor | None:
+        """A role's output of each response token [T], if there is such a role."""
+        if role not in self.placements:
+            return None
+        return self._share(role, batch, [len(r.tokens) for r in batch], rounds).float()
+
     def _share(self, role: str, batch: Sequence[Rollout], sizes: Sequence[int], rounds: RoundRunner) -> Tensor:
         """A role's outputs of the batch, `sizes` of each rollout, from whichever replica scored it, in the batch's order."""
         placement, book = self.placements[role], rounds.planner.scorers[role]
@@ -222,14 +224,15 @@ class ScoreExchange:
         if not self.members.greedy:
             return totals_N, None
         greedy = [rollout for rollout in batch if self.members.is_greedy(rollout.seq_id)]
-        is_greedy_N = self._is_greedy(batch)
         lengths_G = on_device([len(r.tokens) for r in greedy], self.device, torch.int64)
         cut_G = on_device([r.finish_reason == "length" for r in greedy], self.device, torch.bool)
-        return totals_N[~is_greedy_N], GreedyRows(totals_N[is_greedy_N], lengths_G, cut_G)
+        rows = GreedyRows(totals_N[self._places(batch, greedy=True)], lengths_G, cut_G)
+        return totals_N[self._places(batch, greedy=False)], rows
 
-    def _is_greedy(self, rollouts: Sequence[Rollout]) -> Tensor:
-        """[N]"""
-        return on_device([self.members.is_greedy(r.seq_id) for r in rollouts], self.device, torch.bool)
+    def _places(self, rollouts: Sequence[Rollout], *, greedy: bool) -> Tensor:
+        """Where the greedy ones stand, or the others."""
+        places = [i for i, rollout in enumerate(rollouts) if self.members.is_greedy(rollout.seq_id) == greedy]
+        return on_device(places, self.device, torch.int64)
 
     def _rewards(self, batch: Sequence[Rollout], model_N: Tensor | None, known: Known) -> tuple[Tensor, dict[str, float]]:
         """Total reward of each rollout [N], and the mean of each part over those that are trained."""
@@ -246,7 +249,7 @@ class ScoreExchange:
 
         self.refusal = None
         shared = self._scored(batch, model_N, 1 + len(labels), reward)
-        parts = shared[~self._is_greedy(batch), 1:] if self.members.greedy else shared[:, 1:]
+        parts = shared[self._places(batch, greedy=False), 1:] if self.members.greedy else shared[:, 1:]
         return shared[:, 0], dict(zip(labels, parts.mean(0).tolist(), strict=True))
 
     def _scored(
