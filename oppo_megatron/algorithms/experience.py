@@ -55,6 +55,11 @@ class ScoredBatch:
     step_rewards_T: Tensor | None = None
     greedy: GreedyRows | None = None
 
+    @property
+    def all_scores(self) -> Tensor:
+        """Those of the rows, then those of greedy responses, [B + G]."""
+        return self.scores_B if self.greedy is None else torch.cat([self.scores_B, self.greedy.scores_G])
+
 
 @dataclass(frozen=True)
 class ExperienceStats:
@@ -252,6 +257,9 @@ def _summarise(
 ) -> ExperienceStats:
     num_rows = scored.scores_B.numel()
     scores_B, advantages_T = scored.scores_B.double(), advantages_T.double()
+    greedy_G = None if scored.greedy is None else scored.greedy.scores_G.double()
+    grouped = scored.group_size > 1 or greedy_G is not None
+    equal_G = equal_groups(scores_B, scored.group_size, greedy_G) if grouped else None
     return ExperienceStats(
         score_mean=float(scores_B.mean()),
         score_std=float(scores_B.std(correction=0)),
@@ -263,17 +271,9 @@ def _summarise(
         advantage_mean=float(advantages_T.mean()),
         advantage_std=float(advantages_T.std(correction=0)),
         explained_variance=None if scored.values_T is None else _explained_variance(returns_T, scored.values_T),
-        **_of_groups(scored),
+        equal_groups=None if equal_G is None else float(equal_G.double().mean()),
+        greedy_score_mean=None if greedy_G is None else float(greedy_G.mean()),
     )
-
-
-def _of_groups(scored: ScoredBatch) -> dict[str, float]:
-    """What a batch with several responses to a prompt has more."""
-    greedy_G = None if scored.greedy is None else scored.greedy.scores_G
-    if scored.group_size == 1 and greedy_G is None:
-        return {}
-    equal = {"equal_groups": float(equal_groups(scored.scores_B, scored.group_size, greedy_G).double().mean())}
-    return equal if greedy_G is None else equal | {"greedy_score_mean": float(greedy_G.double().mean())}
 
 
 def _explained_variance(returns_T: Tensor, values_T: Tensor) -> float:
@@ -290,25 +290,20 @@ def _check_inputs(scored: ScoredBatch, lengths_B: Tensor) -> None:
     assert scored.scores_B.shape == scored.truncated_B.shape == (num_rows,), (
         f"{num_rows} rows, but scores {scored.scores_B.shape} and truncated {scored.truncated_B.shape}"
     )
-    _check_scores("row", scored.scores_B)
-    if scored.greedy is not None:
-        _check_scores("greedy row", scored.greedy.scores_G)
+    scores_N = scored.all_scores
+    bad_N = (~scores_N.isfinite()).nonzero().flatten()
+    if bad_N.numel():
+        place = int(bad_N[0])
+        row = f"row {place}" if place < num_rows else f"greedy row {place - num_rows}"
+        raise RewardError(
+            f"the score of {row} is {float(scores_N[place])} ({bad_N.numel()} of {scores_N.numel()} rows are not "
+            "finite); a score must be a finite number; check the reward that gave it"
+        )
     _check_tokens("behaviour log-prob", scored.behaviour_logp_T, lengths_B)
     if scored.reference_logp_T is not None:
         _check_tokens("reference log-prob", scored.reference_logp_T, lengths_B)
     if scored.values_T is not None:
         _check_tokens("value", scored.values_T, lengths_B)
-
-
-def _check_scores(what: str, scores_N: Tensor) -> None:
-    """Raises RewardError for the first score that is not finite."""
-    bad_N = (~scores_N.isfinite()).nonzero().flatten()
-    if bad_N.numel():
-        row = int(bad_N[0])
-        raise RewardError(
-            f"the score of {what} {row} is {float(scores_N[row])} ({bad_N.numel()} of {scores_N.numel()} {what}s are not "
-            "finite); a score must be a finite number; check the reward that gave it"
-        )
 
 
 def _check_tokens(quantity: str, x_T: Tensor, lengths_B: Tensor) -> None:

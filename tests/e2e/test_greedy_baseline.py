@@ -93,13 +93,15 @@ def test_without_carried_groups_every_schedule_and_layout_is_the_sequential_run(
 @pytest.mark.parametrize("size", [1, 4])
 def test_greedy_responses_are_carried_with_their_group_in_any_layout(workspace: Workspace, size: int) -> None:
     """Also where tokens stay on the device for a while, and caches hold only what the role reads."""
-    one = run_ppo_ranks(remax(workspace, f"carried-{size}", size, **CARRIED, steps=3))
+    delta = {"rule": "fixed", "initial": 16 // size, "min": 16 // size, "max": 16 // size}
+    carried = CARRIED | {"overlap.delta": delta, "steps": 3}
+    one = run_ppo_ranks(remax(workspace, f"carried-{size}", size, **carried))
     assert any(row["deferrals"] and len(set(row["versions"])) > 1 for row in one.greedy), (
         "some should go on on later weights"
     )
     for placement in ("TP2, colocated", "DP2 | DP2"):
         name = "".join(c for c in f"carried-{size}-{placement}" if c.isalnum())
-        config = remax(workspace, name, size, **CARRIED, steps=3, placement=LAYOUTS[placement])
+        config = remax(workspace, name, size, **carried, placement=LAYOUTS[placement])
         config["runtime"] = {"decode_sync_steps": 5}
         assert_same(run_ppo_ranks(config), one)
 

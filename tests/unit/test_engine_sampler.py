@@ -195,7 +195,7 @@ def test_a_row_draws_the_same_alone_and_among_others() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("sampling", [Sampling(seed=3), Sampling(0.8, top_k=7, top_p=0.9, seed=3), Sampling(1.3, seed=3)])
+@pytest.mark.parametrize("sampling", [Sampling(seed=3), Sampling(0.8, 7, 0.9, seed=3), Sampling(1.3, seed=3)])
 def test_greedy_sequences_take_the_best_token_and_move_no_bit_of_the_others(sampling: Sampling, size: int) -> None:
     """Beside `size` others of each group; also where the numbers are made on the device."""
     logits_RV = torch.randn(24, 300, generator=torch.Generator().manual_seed(4))
