@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from oppo_megatron.cli.main import main
 from tests.e2e.test_groups import CARRIED, LAYOUTS, grouped
 from tests.support.hf import save_tiny
 from tests.support.layouts import DEEP, STEADY_ADAM, assert_same
@@ -120,3 +121,17 @@ def test_a_run_stopped_within_a_group_goes_on_to_the_bit(workspace: Workspace) -
     assert again.tokens() == whole.tokens() and again.batches() == whole.batches()
     assert again.greedy == whole.greedy
     assert weight_distance(again.actor, whole.actor) == 0
+
+
+def test_a_run_does_not_go_on_without_them(
+    workspace: Workspace, plain: Outcome, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Sequence ids, and with them prompts and draws, would be others."""
+    path = tmp_path / "again.yaml"
+    path.write_text(json.dumps(remax(workspace, "plain", steps=3)))
+    assert main(["train", str(path), "--resume", "algorithm.baseline=none"]) == 2
+    told = capsys.readouterr().err
+    assert (
+        "whether a prompt has a greedy response (algorithm.baseline) is False, but the checkpoint's run has True"
+        in told
+    )
