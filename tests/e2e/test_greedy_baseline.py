@@ -97,9 +97,7 @@ def test_greedy_responses_are_carried_with_their_group_in_any_layout(workspace: 
     delta = {"rule": "fixed", "initial": 16 // size, "min": 16 // size, "max": 16 // size}
     carried = CARRIED | {"overlap.delta": delta, "steps": 3}
     one = run_ppo_ranks(remax(workspace, f"carried-{size}", size, **carried))
-    assert any(row["deferrals"] and len(set(row["versions"])) > 1 for row in one.greedy), (
-        "some should go on on later weights"
-    )
+    assert any(row["deferrals"] for row in one.greedy), "some should be carried with their group"
     for placement in ("TP2, colocated", "DP2 | DP2"):
         name = "".join(c for c in f"carried-{size}-{placement}" if c.isalnum())
         config = remax(workspace, name, size, **carried, placement=LAYOUTS[placement])
