@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from oppo_megatron.cli.main import main
 from tests.e2e.test_groups import CARRIED, LAYOUTS, grouped
 from tests.support.hf import save_tiny
-from tests.support.layouts import DEEP, STEADY_ADAM, assert_same
+from tests.support.layouts import DEEP, STEADY_ADAM, TOLERANCE, assert_same
 from tests.support.ppo import Outcome, Workspace, run_ppo_ranks, weight_distance
 from tests.support.ranks import run_ranks
 
@@ -93,7 +93,10 @@ def test_without_carried_groups_every_schedule_and_layout_is_the_sequential_run(
 @pytest.mark.long
 @pytest.mark.parametrize("size", [1, 4])
 def test_greedy_responses_are_carried_with_their_group_in_any_layout(workspace: Workspace, size: int) -> None:
-    """Also where tokens stay on the device for a while, and caches hold only what the role reads."""
+    """Also where tokens stay on the device for a while, and caches hold only what the role reads.
+
+    Losses are not compared: with this reduction they are sums over a response, and their roundings as much larger.
+    """
     delta = {"rule": "fixed", "initial": 16 // size, "min": 16 // size, "max": 16 // size}
     carried = CARRIED | {"overlap.delta": delta, "steps": 3}
     one = run_ppo_ranks(remax(workspace, f"carried-{size}", size, **carried))
@@ -102,7 +105,9 @@ def test_greedy_responses_are_carried_with_their_group_in_any_layout(workspace: 
         name = "".join(c for c in f"carried-{size}-{placement}" if c.isalnum())
         config = remax(workspace, name, size, **carried, placement=LAYOUTS[placement])
         config["runtime"] = {"decode_sync_steps": 5}
-        assert_same(run_ppo_ranks(config), one)
+        spread = run_ppo_ranks(config)
+        assert spread.tokens() == one.tokens() and spread.batches() == one.batches()
+        assert weight_distance(spread.actor, one.actor) < TOLERANCE
 
 
 def test_a_run_stopped_within_a_group_goes_on_to_the_bit(workspace: Workspace) -> None:
