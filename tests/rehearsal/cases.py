@@ -42,9 +42,6 @@ CASES = {
     "groups, whose prompts fork": Case(
         2, {"placement": {"mode": "disaggregated"}, "rollout.group_size": 2, "overlap.inter": False}
     ),
-    "a greedy baseline": Case(
-        1, {"algorithm": {"preset": "remax"}, "critic": None, "ppo.kl": {}, "overlap.inter": False}
-    ),
     "adapters": Case(1, {"actor.lora": LORA, "critic.lora": LORA}),
     "disaggregated": Case(2, {"placement": {"mode": "disaggregated"}}),
     "colocated tp 2": Case(2, {"placement": {"mode": "colocated", "actor": {"tp": 2}}}),

@@ -20,8 +20,8 @@ from tests.rehearsal.waits import EXPECTED
 
 ROOT = Path(__file__).resolve().parents[2]
 Report = dict[str, Any]
-LONG = ("updated as pp 2", "a greedy baseline")
-"""Beside the interleaved one, and other presets, they are rehearsed in `make gpu-rehearsal` and `make test-long` alone."""
+LONG = ("updated as pp 2",)
+"""Beside the interleaved one it is rehearsed in `make gpu-rehearsal` and `make test-long` alone."""
 REHEARSED = [pytest.param(case, marks=pytest.mark.long) if case in LONG else case for case in CASES]
 PLANTED = [
     pytest.param(name, marks=pytest.mark.long) if defect.case in LONG else name for name, defect in DEFECTS.items()
