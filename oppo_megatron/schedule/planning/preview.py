@@ -85,8 +85,7 @@ def first_step(config: TrainConfig, planner: RoundPlanner, prompt_tokens: int) -
     """Rounds until the batch has been decoded, then until it has been scored."""
     prompt, chunk = (0,) * prompt_tokens, config.overlap.chunk.tokens
     rows = batch_rows(config)
-    count = rows + delta_rule(config.overlap).initial * members(config).size
-    rollouts = [Rollout(Prompt(number, number, "", prompt), number) for number in range(count)]
+    rollouts = [Rollout(Prompt(number, number, "", prompt), number) for number in range(_in_flight(config))]
     stream, number = plan_step(config).stream, 1
     while sum(rollout.finished for rollout in rollouts) < rows:
         active = [rollout for rollout in rollouts if not rollout.finished]
@@ -110,14 +109,20 @@ def _grow(rollouts: Sequence[Rollout], round_: Round, clock: int, most: int) -> 
             rollout.finish_clock, rollout.finish_reason = clock, "length"
 
 
+def _in_flight(config: TrainConfig) -> int:
+    """Sequences of the batch and of delta, which counts groups."""
+    return batch_rows(config) + delta_rule(config.overlap).initial * members(config).size
+
+
 def _assumed(config: TrainConfig, site: Site, prompt_tokens: int) -> tuple[str, ...]:
-    delta, dp, each = delta_rule(config.overlap).initial, site.placements["actor"].dp, members(config)
-    groups = f" x rollout.group_size {each.trained}" * (each.trained > 1)
-    groups += ", and a greedy one for each prompt" * each.greedy
+    batch, delta, dp = config.rollout.batch_size, delta_rule(config.overlap).initial, site.placements["actor"].dp
+    each = members(config)
+    groups = f" groups of {each.trained}" * (each.trained > 1) + ", and a greedy one for each prompt" * each.greedy
+    unfiltered = ("no filter (every group is kept)",) if config.filter is not None else ()
     return (
-        f"{batch_rows(config) + delta * each.size} sequences (rollout.batch_size {config.rollout.batch_size} + delta {delta}"
-        f"{groups}) over {dp} "
+        f"{_in_flight(config)} sequences (rollout.batch_size {batch} + delta {delta}{groups}) over {dp} "
         f"{'replica' if dp == 1 else 'replicas'} of the actor",
+        *unfiltered,
         f"prompts of {prompt_tokens} tokens",
         f"responses of {config.rollout.max_response_tokens} tokens (none ends sooner)",
         f"chunks of {config.overlap.chunk.tokens}",

@@ -14,6 +14,7 @@ from oppo_megatron.config.derived import best_standard, members
 from oppo_megatron.config.evaluation import ACCURACY
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.estimates import Figures
+from oppo_megatron.control.occupancy import group_length_gap
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.layout.holdings import planned_memory
 from oppo_megatron.layout.placements import role_placements
@@ -74,8 +75,10 @@ class Journal:
         spans: SpanRecorder,
     ) -> None:
         """The step's line, but for the critic's update, which may still run."""
+        trained = self.members.to_train(batch)
         fields = self._timing(facts, spans) | _experience(facts, experience)
-        fields |= _lengths(facts, *map(self.members.to_train, (batch, carried)))
+        fields |= _lengths(facts, trained, self.members.to_train(carried))
+        fields["group_length_gap"] = group_length_gap(trained, self.members.trained)
         fields |= facts.filtered | facts.actor | facts.memory | {"skipped": facts.skipped}
         if facts.skipped is not None:
             self.progress.note(f"step {facts.step} is skipped: {facts.skipped}")
@@ -195,6 +198,7 @@ class Journal:
             "checkpoint_bytes": facts.checkpoint_bytes,
             "checkpoint_hidden_s": facts.checkpoint_hidden_s,
             "tokens": facts.tokens_decoded,
+            "prefilled_tokens": facts.prefilled_tokens,
             "forked_tokens": facts.forked_tokens,
             "running_mean": facts.tokens_decoded / facts.decode_steps if facts.decode_steps else 0.0,
             "tail_waste": facts.tail_waste,
