@@ -21,15 +21,18 @@ from oppo_megatron.data.tokenizer import load_tokenizer
 from tests.e2e.test_supervised import run, settings, tensors_of
 from tests.oracles.trl_trainers import Trained, arguments, train_groups, train_marked, train_pairs, train_steps
 from tests.support.hf import save_tiny
-from tests.support.ppo import Workspace, run_ppo_ranks
+from tests.support.ppo import Outcome, Workspace, run_ppo_ranks
 from tests.support.tokenizers import save_byte_level
 
 STEPS, BATCH, GROUP, LONGEST = 3, 8, 4, 24
+PAD = 1
+"""With which a response may end, too, where TRL asks whether it was cut."""
 CLOSE, MOVED = 1e-5, 1e-3
 OPTIMIZER = {"lr": 2e-3, "decay": "cosine", "betas": [0.8, 0.9], "eps": 1e-3, "weight_decay": 0.1}
 """Adam's divisor is well above rounding.  Each case has a bound of the gradient that some of its steps reach and some do not:
 where all are clipped, or none, Adam makes the same weights of a loss that is too large by a factor."""
 MODEL, REFERENCE, SCALAR = "model", "reference", "scalar"
+ACTOR = Path("runs", "run", "weights", "actor")
 BETA = 0.3
 Row = dict[str, Any]
 
@@ -181,6 +184,11 @@ GROUPED: dict[str, tuple[Row, Row, float]] = {
     "grpo, twice, reverse KL": (
         TWICE | {"ppo.kl": {"coefficient": 0.2, "gradient": "reverse"}}, {"loss_type": "grpo", "beta": 0.2}, 8.0,
     ),
+    "dapo, cut ones masked": (
+        {"overlong": {"mask": True}, "rollout.max_response_tokens": 60, "rollout.stop": [PAD]},
+        {"loss_type": "dapo", "epsilon_high": 0.28, "max_completion_length": 60, "mask_truncated_completions": True},
+        5.0,
+    ),
     "dapo, twice": (TWICE, {"loss_type": "dapo", "epsilon_high": 0.28}, 5.0),
     "gspo, twice": (
         TWICE | {"ppo.clip": 0.4, "ppo.clip_high": 0.8},
@@ -199,35 +207,47 @@ GROUPED: dict[str, tuple[Row, Row, float]] = {
 """Settings of ours beside the preset that a name begins with, what TRL calls them, and the bound of the gradient."""
 
 
-@pytest.mark.parametrize("case", GROUPED)
-def test_groups(inputs: Path, tmp_path: Path, case: str) -> None:
-    """`oppo train` without carried rollouts, so that those of a step are of the policy that it trains, once or twice."""
-    changes, rule, clip = GROUPED[case]
-    passes = changes.get("ppo.epochs", 1)
-    config = Workspace(tmp_path).config(
+def rolled_out(
+    inputs: Path, root: Path, preset: str, size: int, clip: float, **changes: Any
+) -> tuple[Outcome, list[list[Row]]]:
+    """A finished run of `oppo train` without carried rollouts, so that those of a step are of the policy that it trains; and the
+    rows of each step."""
+    config = Workspace(root).config(
         "run",
         tokenizer={"path": str(inputs / "tokenizer")},
-        data={"path": str(inputs / "prompts.jsonl"), "max_prompt_tokens": 96},
-        algorithm={"preset": case.split()[0].strip(",")},
+        data={"path": str(inputs / "prompts.jsonl"), "max_prompt_tokens": 48},
+        algorithm={"preset": preset},
         actor={"checkpoint": str(inputs / MODEL), "optimizer": OPTIMIZER | {"clip_grad": clip}},
         critic=None,
         reward={"checkpoint": str(inputs / SCALAR)},
-        rollout={"batch_size": BATCH, "group_size": GROUP, "max_response_tokens": LONGEST, "stop": list(range(40))},
+        rollout={"batch_size": BATCH, "group_size": size, "max_response_tokens": LONGEST, "stop": list(range(40))},
         ppo={"minibatches": 1},
         steps=STEPS,
-        **({"reference": {"checkpoint": str(inputs / REFERENCE)}} if rule.get("beta") else {}),
         **{"ppo.epochs": 1} | changes,
     )
     outcome = run_ppo_ranks(config)
     assert len({len(row["tokens"]) for row in outcome.rollouts}) > 5, "responses should differ in length"
-    batches = [[row for row in outcome.rollouts if row["step"] == step + 1] for step in range(STEPS)]
+    return outcome, [[row for row in outcome.rollouts if row["step"] == step + 1] for step in range(STEPS)]
+
+
+@pytest.mark.parametrize("case", GROUPED)
+def test_groups(inputs: Path, tmp_path: Path, case: str) -> None:
+    """With one pass over a step's rollouts, or two."""
+    changes, rule, clip = GROUPED[case]
+    passes = changes.get("ppo.epochs", 1)
+    reference = {"reference": {"checkpoint": str(inputs / REFERENCE)}} if rule.get("beta") else {}
+    preset = case.split()[0].strip(",")
+    outcome, batches = rolled_out(inputs, tmp_path, preset, GROUP, clip, **reference, **changes)
     common = arguments(tmp_path / "trl", OPTIMIZER | {"clip_grad": clip}, STEPS * passes, BATCH)
     theirs = train_groups(
         common, batches, GROUP, inputs / MODEL, inputs / REFERENCE, inputs / "tokenizer",
-        max_completion_length=LONGEST, num_iterations=passes, **rule,
+        num_iterations=passes, **{"max_completion_length": LONGEST} | rule,
     )  # fmt: skip
     require_same_norms(outcome.metrics, theirs, clip, passes)
-    require_same_weights(tmp_path / "runs" / "run" / "weights" / "actor", theirs, inputs / MODEL)
+    require_same_weights(tmp_path / ACTOR, theirs, inputs / MODEL)
+    if "overlong" in changes:
+        cut = [row["finish_reason"] == "length" for row in outcome.rollouts]
+        assert 4 < sum(cut) < len(cut) - 4, "some responses should be cut, and some not"
     if passes > 1:
         assert min(theirs.norms) > 0, "nothing is left of a second pass"
         assert max(line["clip_fraction"] for line in outcome.metrics) > 0, "no ratio is held: its bounds are not tested"

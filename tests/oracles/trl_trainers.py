@@ -52,9 +52,9 @@ def arguments(out: Path, optimizer: Mapping[str, Any], steps: int, batch_size: i
 
 
 def tokenizer_of(directory: Path) -> Any:
-    """With a token for padding, which is masked everywhere."""
+    """With the second special token for padding, which is masked everywhere."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(1)
     return tokenizer
 
 
