@@ -53,11 +53,9 @@ def _check_unread(config: TrainConfig) -> Iterator[str]:
             "critic_warmup_steps",
         )
     if algorithm.objective == "plain":
-        unread["algorithm.objective is plain, which has no ratio"] = ("clip_high", "dual_clip", "ratio_cap")
+        unread["algorithm.objective is plain, which has no ratio"] = ("clip_high", "dual_clip")
     elif algorithm.objective == "cispo":
-        unread["algorithm.objective is cispo, whose bound is ppo.ratio_cap"] = ("clip_high", "dual_clip")
-    else:
-        unread["algorithm.objective is clip, whose bounds are ppo.clip and ppo.clip_high"] = ("ratio_cap",)
+        unread["algorithm.objective is cispo, whose bound is ppo.clip_high"] = ("dual_clip",)
     usual = PPOConfig()
     for why, names in unread.items():
         for name in names:
@@ -76,8 +74,8 @@ def _check_unread(config: TrainConfig) -> Iterator[str]:
 
 def _check_objective(config: TrainConfig) -> Iterator[str]:
     algorithm, ppo = config.algorithm, config.ppo
-    if algorithm.objective == "cispo" and ppo.ratio_cap is None:
-        yield "ppo.ratio_cap is null, but algorithm.objective cispo weights log-probs by ratios up to it; set it (5 is usual)"
+    if algorithm.objective == "cispo" and ppo.clip_high is None:
+        yield "ppo.clip_high is null, but algorithm.objective cispo weights log-probs by ratios up to 1 + it; set it (4 is usual)"
     if algorithm.objective == "plain" and (ppo.epochs > 1 or ppo.minibatches > 1):
         yield (
             f"algorithm.objective is plain, whose gradient is that of the policy that sampled, but ppo.epochs {ppo.epochs} and "
