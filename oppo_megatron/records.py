@@ -6,7 +6,7 @@ decode steps that the actor has made since the run began (one decode step gives 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,35 @@ class Prompt:
     tokens: tuple[int, ...]
     fields: dict[str, Any] = field(default_factory=dict)
     place: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True)
+class Members:
+    """The responses to one prompt, whose sequence ids are neighbours: `trained` ones, then, if `greedy`, one that is decoded
+    greedily.  The greedy one is scored by the reward alone, is the baseline of the others, and is never trained."""
+
+    trained: int = 1
+    greedy: bool = False
+
+    @property
+    def size(self) -> int:
+        """Responses in all."""
+        return self.trained + self.greedy
+
+    def is_greedy(self, seq_id: int) -> bool:
+        return self.greedy and seq_id % self.size == self.trained
+
+    def of_groups(self, seq_ids: Iterable[int]) -> list[int]:
+        """All sequences of the groups that these belong to."""
+        groups = dict.fromkeys(seq_id // self.size for seq_id in seq_ids)
+        return [group * self.size + place for group in groups for place in range(self.size)]
+
+    def to_train(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
+        """Those that are trained, in their order."""
+        return [rollout for rollout in rollouts if not self.is_greedy(rollout.seq_id)] if self.greedy else rollouts
+
+
+ALONE = Members()
 
 
 class Rollout:

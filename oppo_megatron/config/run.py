@@ -100,7 +100,9 @@ class LoggingConfig(Section):
         description="write trace.json: each rank's work over time; actions: every action of every round in it, and the "
         "rounds' schedules in schedules.txt",
     )
-    rollouts: bool = Field(False, description="write every trained rollout to rollouts.jsonl")
+    rollouts: bool = Field(
+        False, description="write every trained rollout, and greedy ones that are a baseline, to rollouts.jsonl"
+    )
 
     @field_validator("console", mode="before")
     @classmethod

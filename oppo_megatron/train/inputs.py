@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from oppo_megatron.config.derived import members
 from oppo_megatron.config.run import TrainSettings
 from oppo_megatron.data.heldout_split import describe_seen
 from oppo_megatron.data.length_trace import forced_quantile
@@ -58,7 +59,7 @@ def read_inputs(config: TrainSettings) -> Inputs:
     rewards, quarantine = build_reward_functions(config.rewards, max_response_tokens=longest), Quarantine()
     require_settling(config, rewards)
     prompts = load_prompts(
-        config.data, tokenizer, quarantine=quarantine, check=rewards.check, responses_per_prompt=config.rollout.group_size
+        config.data, tokenizer, quarantine=quarantine, check=rewards.check, responses_per_prompt=members(config).size
     )
     heldout = judges = None
     if config.evaluation is not None:

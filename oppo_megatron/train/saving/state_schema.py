@@ -183,6 +183,7 @@ class _Data(_Strict):
     rows: Count
     fingerprint: str
     group_size: Count = 1
+    greedy: bool = False
 
 
 class _Adapters(_Strict):
