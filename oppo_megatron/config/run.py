@@ -11,7 +11,14 @@ from typing_extensions import Self
 
 from oppo_megatron.config.algorithm import AlgorithmConfig, with_preset
 from oppo_megatron.config.base import Section, Unit
-from oppo_megatron.config.data import STEP_SEPARATOR, DataConfig, RewardPart, TokenizerConfig
+from oppo_megatron.config.data import (
+    STEP_SEPARATOR,
+    DataConfig,
+    PromptDataConfig,
+    RewardPart,
+    RowsConfig,
+    TokenizerConfig,
+)
 from oppo_megatron.config.debug import DebugConfig
 from oppo_megatron.config.evaluation import (
     ACCURACY,
@@ -43,6 +50,7 @@ from oppo_megatron.config.model import (
 from oppo_megatron.config.overlap import OverlapConfig
 from oppo_megatron.config.ppo import PPOConfig, RolloutConfig
 from oppo_megatron.config.reliability import CheckpointConfig, TrainCheckpointConfig
+from oppo_megatron.config.settling import SettleConfig
 
 
 def _with_common_dtype(data: Any, roles: Sequence[str]) -> Any:
@@ -92,7 +100,9 @@ class LoggingConfig(Section):
         description="write trace.json: each rank's work over time; actions: every action of every round in it, and the "
         "rounds' schedules in schedules.txt",
     )
-    rollouts: bool = Field(False, description="write every trained rollout to rollouts.jsonl")
+    rollouts: bool = Field(
+        False, description="write every trained rollout, and greedy ones that are a baseline, to rollouts.jsonl"
+    )
 
     @field_validator("console", mode="before")
     @classmethod
@@ -111,7 +121,7 @@ class RunConfig(Section):
         None, gt=0, description="passes over the data; null: as many as `steps` needs, or one"
     )
     tokenizer: TokenizerConfig
-    data: DataConfig
+    data: RowsConfig
     evaluation: MeasuringConfig | None = None
     early_stop: EarlyStopConfig | None = None
     runtime: RuntimeConfig = RuntimeConfig()
@@ -143,6 +153,7 @@ class TrainSettings(RunConfig):
     epochs: Annotated[int | None, Unit("passes")] = Field(
         None, ge=1, description="passes over the prompts; null: as many as `steps` needs, or one"
     )
+    data: PromptDataConfig
     placement: PlacementSettings = PlacementSettings()
     actor: ActorConfig
     critic: TrainedRoleConfig | None = Field(None, description="required if `algorithm.preset` trains a critic, "
@@ -158,6 +169,7 @@ class TrainSettings(RunConfig):
     overlap: OverlapConfig = OverlapConfig()
     filter: FilterConfig | None = Field(None, description="drops groups whose responses are all equally good; null: none is; "
     "default: that of `algorithm.preset` (`dapo` has one, and backfill for it, with `overlap.inter`)")
+    settle: SettleConfig = SettleConfig()
     evaluation: EvaluationConfig | None = None
     guards: GuardsConfig = GuardsConfig()
     checkpoint: TrainCheckpointConfig = TrainCheckpointConfig()
@@ -232,6 +244,7 @@ class SupervisedConfig(RunConfig):
         32, ge=1, description="rows (pairs for `rm` and `dpo`) per optimizer step"
     )
     max_tokens: int = Field(1024, ge=2, description="longest prompt + completion")
+    data: DataConfig
     parallel: ParallelConfig = ParallelConfig()
     model: LearningModelConfig
     evaluation: HeldoutConfig | None = None

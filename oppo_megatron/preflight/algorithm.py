@@ -12,6 +12,7 @@ def check_algorithm(config: TrainConfig) -> list[str]:
     """Every broken rule of `algorithm`, `ppo` and `rollout.group_size`, a sentence each."""
     return [
         *_check_groups(config),
+        *_check_greedy(config),
         *_check_unread(config),
         *_check_objective(config),
         *_check_kl(config.ppo),
@@ -21,7 +22,12 @@ def check_algorithm(config: TrainConfig) -> list[str]:
 def _check_groups(config: TrainConfig) -> Iterator[str]:
     algorithm, batch, size = config.algorithm, config.rollout.batch_size, config.rollout.group_size
     what = f"baseline {algorithm.baseline}, scale {algorithm.scale}"
-    if algorithm.needs_group and size == 1:
+    if algorithm.greedy and algorithm.scale == "group_std":
+        yield (
+            "algorithm.scale is group_std, but algorithm.baseline greedy compares a response with the greedy one, and not with "
+            "its group; choose scale none, batch_std, advantage_std or whiten, or a group's baseline (group_mean, others)"
+        )
+    elif algorithm.needs_group and size == 1:
         yield (
             f"rollout.group_size is 1, but algorithm.preset {algorithm.preset} ({what}) compares the responses to a prompt, "
             "and one has nothing to be compared with; set it to 2 or more"
@@ -42,6 +48,17 @@ def _check_groups(config: TrainConfig) -> Iterator[str]:
         yield f"ppo.minibatches {minibatches} does not divide {unit}; choose from {fitting}"
 
 
+def _check_greedy(config: TrainConfig) -> Iterator[str]:
+    """What is sampled must be able to differ from what it is compared with."""
+    rollout = config.rollout
+    for name, value in (("temperature", 0), ("top_k", 1)):
+        if config.algorithm.greedy and getattr(rollout, name) == value:
+            yield (
+                f"rollout.{name} is {value}, so that every response is the greedy one that algorithm.baseline greedy compares it "
+                f"with, and nothing is learned; choose another rollout.{name}, or another baseline"
+            )
+
+
 def _check_unread(config: TrainConfig) -> Iterator[str]:
     """Settings that nothing reads beside what was chosen."""
     algorithm, ppo = config.algorithm, config.ppo
@@ -53,11 +70,9 @@ def _check_unread(config: TrainConfig) -> Iterator[str]:
             "critic_warmup_steps",
         )
     if algorithm.objective == "plain":
-        unread["algorithm.objective is plain, which has no ratio"] = ("clip_high", "dual_clip", "ratio_cap")
+        unread["algorithm.objective is plain, which has no ratio"] = ("clip_high", "dual_clip")
     elif algorithm.objective == "cispo":
-        unread["algorithm.objective is cispo, whose bound is ppo.ratio_cap"] = ("clip_high", "dual_clip")
-    else:
-        unread["algorithm.objective is clip, whose bounds are ppo.clip and ppo.clip_high"] = ("ratio_cap",)
+        unread["algorithm.objective is cispo, whose bound is ppo.clip_high"] = ("dual_clip",)
     usual = PPOConfig()
     for why, names in unread.items():
         for name in names:
@@ -76,8 +91,8 @@ def _check_unread(config: TrainConfig) -> Iterator[str]:
 
 def _check_objective(config: TrainConfig) -> Iterator[str]:
     algorithm, ppo = config.algorithm, config.ppo
-    if algorithm.objective == "cispo" and ppo.ratio_cap is None:
-        yield "ppo.ratio_cap is null, but algorithm.objective cispo weights log-probs by ratios up to it; set it (5 is usual)"
+    if algorithm.objective == "cispo" and ppo.clip_high is None:
+        yield "ppo.clip_high is null, but algorithm.objective cispo weights log-probs by ratios up to 1 + it; set it (4 is usual)"
     if algorithm.objective == "plain" and (ppo.epochs > 1 or ppo.minibatches > 1):
         yield (
             f"algorithm.objective is plain, whose gradient is that of the policy that sampled, but ppo.epochs {ppo.epochs} and "

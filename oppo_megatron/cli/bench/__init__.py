@@ -10,6 +10,7 @@ from oppo_megatron.cli.bench import (
     chunk,
     decode,
     delta,
+    fork,
     gpu,
     laws,
     overhead,
@@ -25,7 +26,7 @@ from oppo_megatron.cli.parser import add_debug_argument
 from oppo_megatron.cli.signals import ending_by_signal
 
 KINDS = {
-    "decode": decode, "overlap": overlap, "weave": weave, "chunk": chunk, "delta": delta, "scaling": scaling,
+    "decode": decode, "overlap": overlap, "weave": weave, "chunk": chunk, "delta": delta, "fork": fork, "scaling": scaling,
     "overhead": overhead, "planning": planning, "seeds": seeds, "gpu": gpu,
     "laws": laws, "prices": prices, "real": real,
 }  # fmt: skip
