@@ -50,7 +50,7 @@ def forward_flops(shape: Shape, tokens: int, pairs: int, rows: int, *, scalar: b
     each token with each position that it attends to, itself included (`causal_pairs`): scores and weighted values take
     2 q operations each.
     """
-    query = shape["num_attention_heads"] * head_dim(shape)
+    query = int(shape["num_attention_heads"]) * head_dim(shape)
     products = 2 * tokens * sum(linear.size for linear in layer_linears(shape))
     layers = int(shape["num_hidden_layers"])
     return layers * (products + 4 * query * pairs) + 2 * rows * head_linear(shape, scalar=scalar).size
