@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from oppo_megatron.config.base import Choices, Section
 
-Baseline = Literal["critic", "group_mean", "others", "none"]
+Baseline = Literal["critic", "group_mean", "others", "greedy", "none"]
 Scale = Literal["none", "group_std", "batch_std", "advantage_std", "whiten"]
 Ratio = Literal["token", "sequence", "sequence_token", "sequence_product"]
 Objective = Literal["clip", "cispo", "plain"]
@@ -90,11 +90,16 @@ PRESETS = {
         "a group's mean, then the batch's deviation; each group counts alike", "arXiv 2506.10910",
         "group_mean", "advantage_std", "token", "clip", "group_token_mean", NO_KL, {"clip_high": 0.28}, group_size=8,
     ),
+    "remax": Preset(
+        "the score of one more response, decoded greedily and not trained", "arXiv 2310.10505",
+        "greedy", "none", "token", "clip", "sequence_sum", {"mode": "penalty", "estimator": "k1", "coefficient": 0.05},
+    ),
 }  # fmt: skip
 """By name.  What is not given is the default of its setting."""
 
 Name = Literal[
-    "ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "magistral"
+    "ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "magistral",
+    "remax",
 ]  # fmt: skip
 
 
@@ -120,7 +125,8 @@ class AlgorithmConfig(Section):
     baseline: Baseline = Field(
         "critic",
         description="what a score is compared with: a critic's values (GAE), the mean of its group's scores, the mean of the "
-        "others in its group, or nothing; default: the preset's",
+        "others in its group, that of a greedy response to its prompt, which is decoded beside the others and not trained, or "
+        "nothing; default: the preset's",
     )
     scale: Scale = Field(
         "whiten",
@@ -167,14 +173,20 @@ class AlgorithmConfig(Section):
         if critic and not self.critic:
             return (
                 f"algorithm.baseline is {self.baseline}, but algorithm.preset {preset} is what trains a critic; remove it, or "
-                "choose a preset without one (reinforce_pp has no baseline, grpo a group's)"
+                "choose a preset without one (reinforce_pp has no baseline, grpo a group's, remax a greedy response)"
             )
         return None
 
     @property
+    def greedy(self) -> bool:
+        """Whether each prompt has one more response, which is decoded greedily and not trained."""
+        return self.baseline == "greedy"
+
+    @property
     def compares(self) -> bool:
         """Whether a response's score is changed by those of others."""
-        return self.baseline in ("group_mean", "others") or self.scale in ("group_std", "batch_std", "advantage_std")
+        by_response = self.scale in ("group_std", "batch_std", "advantage_std")
+        return by_response or self.baseline in ("group_mean", "others", "greedy")
 
     @property
     def needs_group(self) -> bool:
@@ -194,7 +206,9 @@ def with_preset(settings: Any) -> Any:
         return settings
     ppo, rollout = settings.get("ppo", {}), settings.get("rollout")
     if isinstance(ppo, dict) and isinstance(ppo.get("kl", {}), dict):
-        settings = settings | {"ppo": dict(preset.ppo) | ppo | {"kl": {**preset.kl, **ppo.get("kl", {})}}}
+        kl = ppo.get("kl", {})
+        usual = {} if kl.get("mode") == "none" else preset.kl  # without a KL nothing reads the rest
+        settings = settings | {"ppo": dict(preset.ppo) | ppo | {"kl": {**usual, **kl}}}
     if isinstance(rollout, dict):
         settings = settings | {"rollout": {"group_size": preset.group_size} | rollout}
     return settings if preset.filter is None else _with_filter(settings, preset.filter)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-Baseline = Literal["critic", "group_mean", "others", "none"]
+Baseline = Literal["critic", "group_mean", "others", "greedy", "none"]
 Scale = Literal["none", "group_std", "batch_std", "advantage_std", "whiten"]
 Ratio = Literal["token", "sequence", "sequence_token", "sequence_product"]
 Objective = Literal["clip", "cispo", "plain"]
@@ -104,5 +104,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "clip_high": 0.28,
     },
     "cispo": {"baseline": "group_mean", "scale": "batch_std", "objective": "cispo", "kl": "none"},
+    "remax": {"baseline": "greedy", "scale": "none", "reduction": "sequence_sum"},
 }  # fmt: skip
 """What each preset chooses; what it leaves out comes from the settings, or is plain PPO's."""

@@ -74,7 +74,7 @@ CASES: dict[str, Case] = {
 }
 GROUPED: dict[str, dict[str, Any]] = {
     "grpo": {}, "dr_grpo": {}, "dapo": {"ppo.dual_clip": 3.0}, "gspo": {"ppo.clip": 0.1, "ppo.clip_high": 0.2}, "cispo": {},
-    "rloo": {}, "reinforce_pp_baseline": {}, "magistral": {},
+    "rloo": {}, "reinforce_pp_baseline": {}, "magistral": {}, "remax": {},
 }  # fmt: skip
 """Presets of groups, and what is set beside them."""
 CHOSEN = {"gspo": {"clip_low": 0.1, "clip_high": 0.2}}
@@ -87,6 +87,13 @@ for preset, beside in GROUPED.items():
     CASES[f"{preset}, decoupled, replicas"] = Case(
         common | REPLICAS | {"ppo.staleness": "decoupled"}, CHOSEN.get(preset, {})
     )
+CASES["remax, one response, replicas"] = Case(
+    WITHOUT_CRITIC
+    | {"algorithm": {"preset": "remax"}, "ppo.kl": {"coefficient": 0.2}, "ppo.reward_normalization": "running"}
+    | {"ppo.missing_eos_penalty": 0.5, "rollout.temperature": 0.8}
+    | {"overlap.delta": {"rule": "fixed", "initial": 6, "min": 6, "max": 6}}
+    | REPLICAS
+)
 WITHOUT_VERSIONS = ("critic warm-up",)
 """Where a step is no version of the policy."""
 IN_MAKE_TEST = ("ppo",)

@@ -116,23 +116,23 @@ def test_a_long_response_is_read_at_once(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "lenient", "response", "score"),
+    ("pattern", "match", "response", "score"),
     [
-        (THINK, False, "<think>a\nb</think>\n<answer>4</answer>", 1.0),
-        (THINK, False, "<think>a</think><answer>4</answer> and more", 0.0),
-        (THINK, False, "well <think>a</think><answer>4</answer>", 0.0),
-        (THINK, True, "well <think>a</think><answer>4</answer> and more", 1.0),
-        (r"^<think>(?!.*<think>)(.*?)</think>.*$", False, "<think>a</think> 4", 1.0),
-        (r"^<think>(?!.*<think>)(.*?)</think>.*$", False, "<think>a<think>b</think> 4", 0.0),
-        (r"\d+", False, "12", 1.0),
-        (r"\d+", False, "12\n", 0.0),
-        (r"\d+", True, "a", 0.0),
-        ("", False, "", 1.0),
-        ("(?-s:.)", False, "\n", 0.0),
+        (THINK, "full", "<think>a\nb</think>\n<answer>4</answer>", 1.0),
+        (THINK, "full", "<think>a</think><answer>4</answer> and more", 0.0),
+        (THINK, "full", "well <think>a</think><answer>4</answer>", 0.0),
+        (THINK, "search", "well <think>a</think><answer>4</answer> and more", 1.0),
+        (r"^<think>(?!.*<think>)(.*?)</think>.*$", "full", "<think>a</think> 4", 1.0),
+        (r"^<think>(?!.*<think>)(.*?)</think>.*$", "full", "<think>a<think>b</think> 4", 0.0),
+        (r"\d+", "full", "12", 1.0),
+        (r"\d+", "full", "12\n", 0.0),
+        (r"\d+", "search", "a", 0.0),
+        ("", "full", "", 1.0),
+        ("(?-s:.)", "full", "\n", 0.0),
     ],
 )
-def test_formats(pattern: str, lenient: bool, response: str, score: float) -> None:
-    rewards = build_reward_functions([rule("format", pattern=pattern, lenient=lenient, weight=2.0)])
+def test_formats(pattern: str, match: str, response: str, score: float) -> None:
+    rewards = build_reward_functions([rule("format", pattern=pattern, lenient=match == "search", weight=2.0)])
     rewards.check({})
     reward = rewards.evaluate("", response, {}, None, 0)
     assert reward.parts == {"format": score} and reward.total == 2.0 * score

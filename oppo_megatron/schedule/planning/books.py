@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,13 @@ from oppo_megatron.schedule.rounds import Growths
 from oppo_megatron.schedule.weaving.cut import even_portions
 
 
+class Unread(NamedTuple):
+    """Sequences of which a role has not read all, and where the columns of its book have them until it is next told of others."""
+
+    columns: Columns
+    rows: Ints
+
+
 class ScoringBook(Book):
     """The book of a scoring role.
 
@@ -35,35 +42,52 @@ class ScoringBook(Book):
     reference and critic give an output for each response token t from position P + t - 1 (P prompt tokens), so they never
     read the last one.  A sequence's slot is freed when its outputs are complete.  With too few slots a finished sequence
     takes the place of the youngest unfinished one, which is prefilled again later; its outputs stay valid.
+
+    Not `reads_greedy`: greedy sequences are nothing to this role.
     """
 
     def __init__(
-        self, role: str, replicas: int, slots: int, groups: Grouping = ALONE, *, every_token: bool = False
+        self,
+        role: str,
+        replicas: int,
+        slots: int,
+        groups: Grouping = ALONE,
+        *,
+        every_token: bool = False,
+        reads_greedy: bool = True,
     ):
-        super().__init__(replicas, slots, {OUTPUTS: 0}, groups)
+        self._leaves_out = groups.greedy and not reads_greedy
+        super().__init__(replicas, slots, {OUTPUTS: 0}, groups, groups.size - self._leaves_out)
         self.role, self.every_token = role, every_token or role != "reward"
         self.perishable = role == "critic"  # each update makes what it has computed stale
 
     def owes(self, rollouts: Sequence[Rollout] | Columns) -> bool:
         """Whether one of the rollouts has tokens that this role has not read."""
-        columns = columns_of(rollouts)
+        columns = self._read(rollouts)
         return bool(self._missing(columns, self._ledger.rows(columns.seq_ids)).any())
 
-    def pending(self, rollouts: Sequence[Rollout] | Columns) -> tuple[Ints, Ints]:
+    def unread(self, rollouts: Sequence[Rollout] | Columns) -> Unread:
+        """Those of which something is missing; all that have, or will have, are placed."""
+        columns = self._read(rollouts)
+        rows = self._ledger.rows(columns.seq_ids)
+        missing = self._missing(columns, rows)
+        self._replicas.place(columns, missing | ~columns.finished)
+        which = np.flatnonzero(missing)
+        return Unread(columns.at(which), rows[which])
+
+    def pending(self, rollouts: Sequence[Rollout] | Columns | Unread) -> tuple[Ints, Ints]:
         """Of each sequence with new tokens that this role has not read: its replica, and how many they are."""
-        columns, rows, missing = self._placed(rollouts)
-        columns, rows = columns.at(missing), rows[missing]
+        columns, rows = rollouts if isinstance(rollouts, Unread) else self.unread(rollouts)
         depth, cached = self._depth(columns), np.maximum(self._ledger[CACHED][rows], 0)
         forked = self._sources(rows, depth, np.ones(len(rows), dtype=np.bool_)) != ABSENT
         news = self._targets(columns) - np.where(forked, depth, cached)
         return self._ledger[REPLICA][rows[news > 0]], news[news > 0]
 
     def plan(
-        self, rollouts: Sequence[Rollout] | Columns, budget: int, own: Collection[int] | None = None
+        self, rollouts: Sequence[Rollout] | Columns | Unread, budget: int, own: Collection[int] | None = None
     ) -> list[ReplicaWork]:
         """The next micro-batches (at most `budget` tokens each) of every replica; the book counts them as done."""
-        columns, rows, missing = self._placed(rollouts)
-        columns, rows = columns.at(missing), rows[missing]
+        columns, rows = rollouts if isinstance(rollouts, Unread) else self.unread(rollouts)
         ours = self._ours(own)
         self._admit(columns, rows, ours)
         admitted = self._ledger[CACHED][rows] != ABSENT
@@ -72,6 +96,7 @@ class ScoringBook(Book):
         self._fork(columns, rows, ours)
         table = self._grow(columns, rows)
         grows = table.new > 0
+        self.prefilled_tokens += int(table.new[grows].sum())
         for replica, work in ours.items():
             here = homes == replica
             work.prefill = packed(table.at(np.flatnonzero(here & grows)), work.fork, budget)
@@ -87,6 +112,15 @@ class ScoringBook(Book):
         self._close(held)
         self._ledger[OUTPUTS][rows] = 0
         self._replicas.remove(*seq_ids)
+
+    def beyond(self, rollouts: Sequence[Rollout]) -> list[int]:
+        """Of rollouts that have been cut, the sequences of which this role has read all that is left, or more: it has no plan to
+        close them."""
+        columns = columns_of(rollouts)
+        rows = self._ledger.rows(columns.seq_ids)
+        read: Bools = self._ledger[CACHED][rows] >= self._targets(columns)
+        found: list[int] = columns.seq_ids[read].tolist()
+        return found
 
     def reset(self) -> None:
         """The weights changed: nothing that is cached or computed is valid any more."""
@@ -108,13 +142,10 @@ class ScoringBook(Book):
     def _pairs_of_outputs(self, mask: Bools) -> Pairs:
         return pairs_of(self._ledger.where(mask), self._ledger[OUTPUTS][mask])
 
-    def _placed(self, rollouts: Sequence[Rollout] | Columns) -> tuple[Columns, Ints, Bools]:
-        """Columns, rows of the ledger, and of which something is missing; all that have, or will have, are placed."""
-        columns = columns_of(rollouts)
-        rows = self._ledger.rows(columns.seq_ids)
-        missing = self._missing(columns, rows)
-        self._replicas.place(columns.at(missing | ~columns.finished))
-        return columns, rows, missing
+    def _read(self, rollouts: Sequence[Rollout] | Columns) -> Columns:
+        """Those of the rollouts that this role reads."""
+        columns, size = columns_of(rollouts), self.groups.size
+        return columns.at(columns.seq_ids % size != size - 1) if self._leaves_out else columns
 
     def _targets(self, columns: Columns) -> Ints:
         """Tokens of each sequence that this role has use for now."""
@@ -234,6 +265,7 @@ class ActorBook(Book):
         forked = sources != ABSENT
         self.forked_tokens += int(depth[forked].sum())
         cached = np.where(forked, depth, cached)
+        self.prefilled_tokens += int((due - cached)[running].sum())
         decode = Growths(np.stack([columns.seq_ids, due, np.minimum(steps, rooms), none]))
         again = Growths(np.stack([columns.seq_ids, cached, due - cached, none]))
         for replica, work in ours.items():
@@ -270,6 +302,13 @@ class ActorBook(Book):
         self._close(rows[ended])
         self._ledger[REPLICA][rows[ended]] = ABSENT
         self._ledger[OUTLIVED][rows[ended]] = 0
+
+    def stop(self, rollouts: Sequence[Rollout]) -> None:
+        """These are decoded no further, from between two rounds on."""
+        rows = self._ledger.rows(columns_of(rollouts).seq_ids)
+        self._close(rows[self._ledger[CACHED][rows] != ABSENT])
+        self._ledger[REPLICA][rows] = ABSENT
+        self._ledger[OUTLIVED][rows] = 0
 
     def invalidate(self) -> None:
         """The weights changed: caches must be computed again."""
