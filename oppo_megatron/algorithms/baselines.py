@@ -41,11 +41,21 @@ def equal_groups(scores_B: Tensor, group_size: int) -> Tensor:
 def _centred(scores_GN: Tensor, baseline: Baseline) -> Tensor:
     if baseline in ("critic", "none"):
         return scores_GN
+    if baseline == "best_worst":
+        return _best_worst(scores_GN)
     size = scores_GN.shape[1]
     centred_GN = scores_GN - scores_GN.mean(1, keepdim=True)
     if baseline == "others":
         centred_GN = centred_GN * size / max(size - 1, 1)
     return centred_GN.masked_fill(equal_groups(scores_GN.flatten(), size)[:, None], 0.0)
+
+
+def _best_worst(scores_GN: Tensor) -> Tensor:
+    """1 for the best response of each group, -1 for the worst, of equals the first; 0 for others, and where all are equal."""
+    signs_GN = torch.zeros_like(scores_GN)
+    signs_GN.scatter_(1, scores_GN.argmax(1, keepdim=True), 1.0)
+    signs_GN.scatter_(1, scores_GN.argmin(1, keepdim=True), -1.0)
+    return signs_GN.masked_fill(equal_groups(scores_GN.flatten(), scores_GN.shape[1])[:, None], 0.0)
 
 
 def _deviation(x: Tensor, dim: int) -> Tensor:

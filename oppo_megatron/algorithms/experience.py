@@ -5,7 +5,8 @@ Legend: T all response tokens of the GLOBAL batch (packed, see `packing`), B row
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from oppo_megatron.algorithms.baselines import compared, equal_groups
 from oppo_megatron.algorithms.kl import kl_per_token
 from oppo_megatron.algorithms.overlong import NO_LIMIT, Overlong
 from oppo_megatron.algorithms.packed import Lengths, last_tokens, lengths_like, row_sums
+from oppo_megatron.algorithms.pairs import rows_of_pairs
 from oppo_megatron.config.algorithm import AlgorithmConfig
 from oppo_megatron.config.ppo import PPOConfig
 from oppo_megatron.errors import NumericsError, RewardError
@@ -40,6 +42,10 @@ class ScoredBatch:
     step_rewards_T: Tensor | None = None
 
 
+PAIRED = ("pairs", "ties", "chosen_reward_mean", "rejected_reward_mean")
+"""Figures of `ExperienceStats` that there are with a loss of pairs."""
+
+
 @dataclass(frozen=True)
 class ExperienceStats:
     """Summary of a batch.  Standard deviations are of the population (one row has 0); None: there is no such role."""
@@ -57,6 +63,10 @@ class ExperienceStats:
         float | None
     )  # 1 - var(returns - values) / var(returns); 0 where returns vary by no more than rounding
     equal_groups: float | None = None  # share of groups whose scores are all the same: they teach an actor nothing
+    pairs: int | None = None  # groups whose best response beats their worst, by the scores that are trained on
+    ties: int | None = None  # the other groups
+    chosen_reward_mean: float | None = None  # of the pairs' better responses, as the reward gave it
+    rejected_reward_mean: float | None = None  # of the worse ones
 
     def figures(self) -> dict[str, float]:
         """Those that there are, by name."""
@@ -81,6 +91,7 @@ class Experience:
     scores: Moments  # of this batch's, clipped: what a running normalisation remembers
     stats: ExperienceStats
     counted_B: Tensor | None = None  # whether the actor's loss counts a response; None: it counts all
+    pairs: list[list[int]] | None = None  # of each group the rows that a loss of pairs reads
 
 
 def build_experience(
@@ -91,6 +102,7 @@ def build_experience(
     check: bool = True,
     seen: Moments = NOTHING_SEEN,
     overlong: Overlong = NO_LIMIT,
+    knows_kl: bool = True,
 ) -> Experience:
     """Rewards, advantages and returns of the whole global batch, without gradient.
 
@@ -98,18 +110,19 @@ def build_experience(
     `missing_eos_penalty` and `overlong` then stand as the user wrote them.  The KL enters a response's score with
     `kl.mode: score`, the rewards of its tokens with `penalty`.  Raises RewardError for a score, NumericsError for any other
     quantity that is not finite, unless `check` is false: then what follows from such a quantity is not finite either.
+    `knows_kl`: the reference's log-probs are of the temperature of the draws, as a KL needs them.
     """
     lengths_B = lengths_like(scored.behaviour_logp_T, scored.lengths_B)
     if check:
         _check_inputs(scored, lengths_B)
     with torch.no_grad():
-        kl_T = _kl(scored, ppo, lengths_B if check else None)
+        kl_T = _kl(scored, ppo, lengths_B if check else None) if knows_kl else None
         scores_B, shaped_B, moments = _trained_scores(scored, lengths_B, ppo, seen, overlong)
         rewards_T, compared_T = _rewards(scored, scores_B, kl_T, lengths_B, choices, ppo.kl.mode, kl_coefficient)
         advantages_T, returns_T = _advantages(rewards_T, compared_T, scored.values_T, lengths_B, choices, ppo)
         if check:
             _check_tokens("advantage", advantages_T, lengths_B)
-        return Experience(
+        found = Experience(
             advantages_T=whiten(advantages_T) if choices.scale == "whiten" else advantages_T,
             returns_T=returns_T,
             old_logp_T=scored.behaviour_logp_T.detach(),
@@ -122,6 +135,7 @@ def build_experience(
             scores=moments,
             stats=_summarise(scored, shaped_B, kl_T, rewards_T, advantages_T, returns_T),
         )
+    return _with_pairs(found, scored) if choices.pairs else found
 
 
 def _detached(x_T: Tensor | None) -> Tensor | None:
@@ -150,9 +164,9 @@ def _rewards(
     """Rewards of the tokens, KL included where it enters them, and the same of scores that have been `compared`; both [T].
 
     Rewards of steps stay as they are, and are not divided by the scale: a response's last token gets what its compared score
-    is more or less than their sum.
+    is more or less than their sum.  Of pairs, that a response is the better or the worse one is all that counts.
     """
-    steps_T = scored.step_rewards_T
+    steps_T = None if choices.pairs else scored.step_rewards_T
     if mode == "score" and kl_T is not None:
         scores_B = scores_B - kl_coefficient * row_sums(kl_T, lengths_B)
     penalty_T = kl_T if mode == "penalty" and kl_T is not None else torch.zeros_like(scored.behaviour_logp_T)
@@ -234,6 +248,17 @@ def _summarise(
         explained_variance=None if scored.values_T is None else _explained_variance(returns_T, scored.values_T),
         equal_groups=None if scored.group_size == 1 else float(equal_groups(scores_B, scored.group_size).double().mean()),
     )
+
+
+def _with_pairs(experience: Experience, scored: ScoredBatch) -> Experience:
+    """The same with what there is of pairs; advantages are 1 in a better response, -1 in a worse one, else 0."""
+    signs_B, scores_B = experience.advantages_T[last_tokens(experience.lengths_B)], scored.scores_B.double()
+    chosen, rejected = scores_B[signs_B > 0], scores_B[signs_B < 0]
+    pairs = chosen.numel()
+    means = (float(x.mean()) if pairs else None for x in (chosen, rejected))
+    figures: dict[str, Any] = dict(zip(PAIRED, (pairs, signs_B.numel() // scored.group_size - pairs, *means), strict=True))
+    rows = rows_of_pairs(signs_B, scored.group_size)
+    return replace(experience, counted_B=signs_B != 0, pairs=rows, stats=replace(experience.stats, **figures))
 
 
 def _explained_variance(returns_T: Tensor, values_T: Tensor) -> float:

@@ -127,6 +127,8 @@ class Replay:
         self.group_size = self.config["rollout"].get("group_size", 1)
         # Greedy draws are of the policy at temperature 1.
         self.temperature = self.config["rollout"]["temperature"] or 1.0
+        # Pairs are compared at temperature 1.
+        self.compared = 1.0 if self.recipe.objective == "dpo" else self.temperature
         self.coefficient, self.seen, self.versions = (
             self.recipe.kl_coefficient,
             torch.zeros(0, dtype=torch.float64),
@@ -170,7 +172,7 @@ class Replay:
         cut = (ppo["minibatches"], ppo["epochs"], self.config["seed"], step)
         for chosen in minibatches(len(rows), self.group_size, *cut):
             if trains_actor:
-                found = [logprobs(self.actor.model, rows[i], self.temperature) for i in chosen]
+                found = [logprobs(self.actor.model, rows[i], self.compared) for i in chosen]
                 loss = actor_loss(
                     [new for new, _ in found], [entropy for _, entropy in found],
                     [old[i] for i in chosen], None if importance is None else [importance[i] for i in chosen],
@@ -194,7 +196,7 @@ class Replay:
             groups=[row["seq_id"] // self.group_size for row in rows],
             cut=[row["finish_reason"] == "length" for row in rows],
             old=[torch.tensor(row["logprobs"], dtype=torch.float64).float() for row in rows],
-            reference=[logprobs(self.reference, row, self.temperature)[0] for row in rows],
+            reference=[logprobs(self.reference, row, self.compared)[0] for row in rows],
             values=None if self.critic is None else [values(self.critic.model, row) for row in rows],
         )
 
