@@ -21,7 +21,8 @@ class Recipe:
 
     `std_eps` is added to a standard deviation.  `cap` is the largest ratio of cispo, `dual_clip` the most that a negative
     advantage is multiplied by, `beta` the factor of a pair's margin.  `longest` is the divisor of the reduction `constant`, in
-    tokens.  `kl_gradient`: that of the estimator as it is; that of the reverse KL (d times the gradient of the log-prob); or the estimator times the ratio.
+    tokens.  `kl_gradient`: that of the estimator as it is; that of the reverse KL (d times the gradient of the log-prob); or the
+    estimator times the ratio.
     """
 
     baseline: Baseline = "critic"
