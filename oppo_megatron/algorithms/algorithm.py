@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from oppo_megatron.algorithms.advantages import NOTHING_SEEN, Moments
-from oppo_megatron.algorithms.experience import Experience, ScoredBatch, build_experience
+from oppo_megatron.algorithms.experience import Experience, ScoredBatch, build_experience, with_pairs
 from oppo_megatron.algorithms.losses import (
     POLICY_FIGURES,
     ActorTargets,
@@ -58,8 +58,8 @@ class Algorithm:
         self, scored: ScoredBatch, kl_coefficient: float, check: bool = True, seen: Moments = NOTHING_SEEN
     ) -> Experience:
         """What the update trains on.  Raises as `build_experience` does."""
-        knows_kl = self.choices.temperature(self.drawn_at) == self.drawn_at
-        return build_experience(scored, self.choices, self.ppo, kl_coefficient, check, seen, self.overlong, knows_kl)
+        made = build_experience(scored, self.choices, self.ppo, kl_coefficient, check, seen, self.overlong)
+        return with_pairs(made, scored, knows_kl=self.drawn_at == 1) if self.choices.pairs else made
 
     @property
     def needs_proximal(self) -> bool:

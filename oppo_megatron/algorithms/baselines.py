@@ -51,11 +51,15 @@ def _centred(scores_GN: Tensor, baseline: Baseline) -> Tensor:
 
 
 def _best_worst(scores_GN: Tensor) -> Tensor:
-    """1 for the best response of each group, -1 for the worst, of equals the first; 0 for others, and where all are equal."""
+    """1 for the best response of each group, -1 for the worst, of equals the first; 0 for others, and where all are equal.
+
+    NaN throughout a group with a score that is none.
+    """
     signs_GN = torch.zeros_like(scores_GN)
     signs_GN.scatter_(1, scores_GN.argmax(1, keepdim=True), 1.0)
     signs_GN.scatter_(1, scores_GN.argmin(1, keepdim=True), -1.0)
-    return signs_GN.masked_fill(equal_groups(scores_GN.flatten(), scores_GN.shape[1])[:, None], 0.0)
+    signs_GN = signs_GN.masked_fill(equal_groups(scores_GN.flatten(), scores_GN.shape[1])[:, None], 0.0)
+    return signs_GN.masked_fill(scores_GN.isnan().any(1, keepdim=True), torch.nan)
 
 
 def _deviation(x: Tensor, dim: int) -> Tensor:

@@ -102,7 +102,6 @@ def build_experience(
     check: bool = True,
     seen: Moments = NOTHING_SEEN,
     overlong: Overlong = NO_LIMIT,
-    knows_kl: bool = True,
 ) -> Experience:
     """Rewards, advantages and returns of the whole global batch, without gradient.
 
@@ -110,19 +109,18 @@ def build_experience(
     `missing_eos_penalty` and `overlong` then stand as the user wrote them.  The KL enters a response's score with
     `kl.mode: score`, the rewards of its tokens with `penalty`.  Raises RewardError for a score, NumericsError for any other
     quantity that is not finite, unless `check` is false: then what follows from such a quantity is not finite either.
-    `knows_kl`: the reference's log-probs are of the temperature of the draws, as a KL needs them.
     """
     lengths_B = lengths_like(scored.behaviour_logp_T, scored.lengths_B)
     if check:
         _check_inputs(scored, lengths_B)
     with torch.no_grad():
-        kl_T = _kl(scored, ppo, lengths_B if check else None) if knows_kl else None
+        kl_T = _kl(scored, ppo, lengths_B if check else None)
         scores_B, shaped_B, moments = _trained_scores(scored, lengths_B, ppo, seen, overlong)
         rewards_T, compared_T = _rewards(scored, scores_B, kl_T, lengths_B, choices, ppo.kl.mode, kl_coefficient)
         advantages_T, returns_T = _advantages(rewards_T, compared_T, scored.values_T, lengths_B, choices, ppo)
         if check:
             _check_tokens("advantage", advantages_T, lengths_B)
-        found = Experience(
+        return Experience(
             advantages_T=whiten(advantages_T) if choices.scale == "whiten" else advantages_T,
             returns_T=returns_T,
             old_logp_T=scored.behaviour_logp_T.detach(),
@@ -135,7 +133,6 @@ def build_experience(
             scores=moments,
             stats=_summarise(scored, shaped_B, kl_T, rewards_T, advantages_T, returns_T),
         )
-    return _with_pairs(found, scored) if choices.pairs else found
 
 
 def _detached(x_T: Tensor | None) -> Tensor | None:
@@ -250,13 +247,18 @@ def _summarise(
     )
 
 
-def _with_pairs(experience: Experience, scored: ScoredBatch) -> Experience:
-    """The same with what there is of pairs; advantages are 1 in a better response, -1 in a worse one, else 0."""
+def with_pairs(experience: Experience, scored: ScoredBatch, knows_kl: bool) -> Experience:
+    """The same with what there is of pairs; advantages are 1 in a better response, -1 in a worse one, else 0.
+
+    `knows_kl`: whether the reference's log-probs are of the temperature of the draws, as a KL needs them.
+    """
     signs_B, scores_B = experience.advantages_T[last_tokens(experience.lengths_B)], scored.scores_B.double()
     chosen, rejected = scores_B[signs_B > 0], scores_B[signs_B < 0]
     pairs = chosen.numel()
     means = (float(x.mean()) if pairs else None for x in (chosen, rejected))
     figures: dict[str, Any] = dict(zip(PAIRED, (pairs, signs_B.numel() // scored.group_size - pairs, *means), strict=True))
+    if not knows_kl:
+        experience, figures = replace(experience, kl_T=None), figures | {"kl_mean": None}
     rows = rows_of_pairs(signs_B, scored.group_size)
     return replace(experience, counted_B=signs_B != 0, pairs=rows, stats=replace(experience.stats, **figures))
 

@@ -46,7 +46,7 @@ def rows_of_pairs(signs_B: Tensor, group_size: int) -> list[list[int]]:
     found = []
     for first, signs in zip(range(0, signs_B.numel(), group_size), signs_B.view(-1, group_size).tolist(), strict=True):
         places = [place for place, sign in enumerate(signs) if sign] or [0, 1]
-        found.append([first + place for place in places])
+        found.append([first + place for place in places[:2]])  # of a group without numbers no more either
     return found
 
 
@@ -69,6 +69,7 @@ def pair_loss(
     ends_R = last_tokens(lengths_R)
     first_P, _ = targets.advantages_T[ends_R].view(-1, 2).unbind(-1)
     weight_P, _ = targets.share_T[ends_R].view(-1, 2).unbind(-1)
+    weight_P = weight_P * first_P.abs()  # as it is, but not finite where the scores were not
     logp_R, reference_R = (row_sums(x_T.double(), lengths_R) for x_T in (logp_T, targets.reference_logp_T))
     ordered = [_best_first(x_R, first_P) for x_R in (logp_R, reference_R, lengths_R.double())]
     columns = pair_columns(ordered[0], ordered[1], ordered[2], rule)

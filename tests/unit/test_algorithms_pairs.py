@@ -23,6 +23,7 @@ from oppo_megatron.algorithms.pairs import pair_figures
 from oppo_megatron.config.algorithm import AlgorithmConfig
 from oppo_megatron.config.ppo import PPOConfig
 from oppo_megatron.config.preference_losses import DPOLossConfig
+from oppo_megatron.errors import RewardError
 
 CHOICES = AlgorithmConfig.model_validate({"preset": "online_dpo"})
 PPO = PPOConfig.model_validate({"kl": {"mode": "margin", "coefficient": 0.0}})
@@ -87,11 +88,12 @@ class Case:
     def rows(self, x_T: Tensor) -> list[Tensor]:
         return list(x_T.split(self.lengths.tolist()))
 
-    def experience(self, made: Algorithm) -> Experience:
+    def scored(self) -> ScoredBatch:
         truncated = torch.zeros(len(self.lengths), dtype=torch.bool)
-        return made.experience(
-            ScoredBatch(self.behaviour_T, self.reference_T, None, self.scores, self.lengths, truncated, self.size), 0.0
-        )
+        return ScoredBatch(self.behaviour_T, self.reference_T, None, self.scores, self.lengths, truncated, self.size)
+
+    def experience(self, made: Algorithm) -> Experience:
+        return made.experience(self.scored(), 0.0)
 
     def shares(self, made: Algorithm, experience: Experience, parts: int) -> tuple[Tensor, list[dict[str, Tensor]], Tensor]:
         """Loss (and sums) of the whole batch as one minibatch in so many micro-batches, and its gradient by tokens."""
@@ -191,6 +193,19 @@ def test_where_all_groups_tie_nothing_is_learned_and_figures_are_zero() -> None:
     assert float(loss) == 0 and gradient_T.tolist() == [0.0] * len(gradient_T)
     figures = pair_figures([{name: float(value) for name, value in each.items()} for each in sums])
     assert [figures[name] for name in made.figure_names if name != "entropy"] == [0.0] * 5
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_score_that_is_no_number_leaves_no_finite_loss(size: int) -> None:
+    """A rejected batch that is looked at again shows the fault."""
+    case, made = Case(3, size, 2), algorithm(size)
+    case.scores[0] = torch.nan
+    with pytest.raises(RewardError, match="the score of row 0 is nan"):
+        case.experience(made)
+    experience = made.experience(case.scored(), 0.0, check=False)
+    assert experience.advantages_T[0].isnan()
+    loss, _, gradient_T = case.shares(made, experience, 1)
+    assert loss.isnan() and gradient_T.isnan().any()
 
 
 def test_scores_are_compared_as_the_settings_shape_them() -> None:
