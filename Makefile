@@ -3,7 +3,7 @@
 #   make check   creates .venv, installs with the test extra, runs lint, types, architecture and pure logic: two minutes
 #   make test    the same and the site of docs/, and every test that guards a promise, on the CPU: twelve minutes
 #   make test-long    the rest: chaos, benchmarks, the tutorial, every layout; before a release
-#   make gpu-rehearsal    runs on CUDA tensors that are fake, without a GPU; part of `make test`
+#   make gpu-rehearsal    runs on CUDA tensors that are fake, without a GPU; most of them are part of `make test`
 #   make hooks   installs the pre-commit hooks
 #   make docs    builds docs/ as a site into build/site; a link that leads nowhere is an error
 #   make test-wandb    the test of the tracker with the real wandb, installed into .wandb

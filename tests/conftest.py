@@ -19,6 +19,8 @@ MANY_THREADS = 200
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # `make test &` in a script; tests press Ctrl-C, and wait for what it does
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A run has a thread for each core: on cores that are busy, threads that spin for each other take milliseconds a product.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 

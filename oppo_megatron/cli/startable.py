@@ -63,11 +63,9 @@ def ended_here(config: TrainSettings | SupervisedConfig, run: RunDirectory) -> b
 
     Who starts a run again until it is over must be told so: it may have been told to stop in the moment of its end.
     """
-    import yaml
+    from oppo_megatron.config.load import plain_settings
 
-    from oppo_megatron.config.load import config_yaml
-
-    then, now = run.settings(), yaml.safe_load(config_yaml(config))
+    then, now = run.settings(), plain_settings(config)
     if not (run.finished and then):
         return False
     for tree in (then, now):

@@ -38,7 +38,7 @@ class Preset:
     kl: Mapping[str, Any]
     ppo: Mapping[str, Any] = field(default_factory=dict)
     group_size: int = 1
-    filter: Mapping[str, Any] | None = None  # where `overlap.backfill` is set, without which there is no filter
+    filter: Mapping[str, Any] | None = None  # with `overlap.backfill`, without which there is no filter
 
     @property
     def choices(self) -> dict[str, Any]:
@@ -215,7 +215,8 @@ class AlgorithmConfig(Section):
 
 def with_preset(settings: Any) -> Any:
     """The settings with what belongs to `algorithm.preset` beside the choices: the KL, bounds of the ratio, the group size, the
-    loss of a pair, and the filter of groups where backfill makes one possible."""
+    loss of a pair, and the filter of groups with the backfill that it needs (not with `overlap.inter: false`, which excludes
+    both)."""
     if not isinstance(settings, dict):
         return settings
     algorithm = settings.get("algorithm", {})
@@ -230,7 +231,13 @@ def with_preset(settings: Any) -> Any:
         settings = settings | {"ppo": dict(preset.ppo) | ppo | {"kl": {**preset.kl, **ppo.get("kl", {})}}}
     if isinstance(rollout, dict):
         settings = settings | {"rollout": {"group_size": preset.group_size} | rollout}
+    return settings if preset.filter is None else _with_filter(settings, preset.filter)
+
+
+def _with_filter(settings: dict[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
     overlap = settings.get("overlap", {})
-    if preset.filter is not None and isinstance(overlap, dict) and overlap.get("backfill"):
-        settings = {"filter": dict(preset.filter)} | settings
-    return settings
+    if settings.get("filter", usual) is None or not isinstance(overlap, dict):
+        return settings
+    if overlap.get("inter", True) is True:
+        overlap = {"backfill": True} | overlap
+    return {"filter": dict(usual)} | settings | {"overlap": overlap} if overlap.get("backfill") else settings

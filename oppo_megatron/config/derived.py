@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import ceil
 
+from oppo_megatron.config.algorithm import PRESETS
 from oppo_megatron.config.evaluation import Standard
 from oppo_megatron.config.lora import LoraConfig
 from oppo_megatron.config.model import RoleConfig
@@ -55,10 +56,13 @@ def describe_batch(config: TrainSettings) -> str:
     groups = rollout.batch_size // rollout.group_size
     prompts = f"{groups} groups of {rollout.group_size}" if rollout.group_size > 1 else f"{groups} prompts"
     updates = ppo.epochs * ppo.minibatches
+    unfiltered = PRESETS[config.algorithm.preset].filter is not None and config.filter is None
     return (
         f"algorithm {config.algorithm.preset}: a batch is {rollout.batch_size} responses to {prompts}; "
         f"{updates} optimizer step{'s' * (updates > 1)} (epochs {ppo.epochs} x minibatches {ppo.minibatches}) "
-        f"of {minibatch_rows(config)} responses" + f", at most {minibatch_parts(config)} pairs" * config.algorithm.pairs
+        f"of {minibatch_rows(config)} responses"
+        + f", at most {minibatch_parts(config)} pairs" * config.algorithm.pairs
+        + "; groups of equal reward are trained, too (no filter without overlap.inter and overlap.backfill)" * unfiltered
     )
 
 

@@ -160,7 +160,7 @@ class TrainSettings(RunConfig):
     overlong: OverlongConfig = OverlongConfig()
     overlap: OverlapConfig = OverlapConfig()
     filter: FilterConfig | None = Field(None, description="drops groups whose responses are all equally good; null: none is; "
-    "default: that of `algorithm.preset`, where `overlap.backfill` is set")
+    "default: that of `algorithm.preset` (`dapo` has one, and backfill for it, with `overlap.inter`)")
     evaluation: EvaluationConfig | None = None
     guards: GuardsConfig = GuardsConfig()
     checkpoint: TrainCheckpointConfig = TrainCheckpointConfig()

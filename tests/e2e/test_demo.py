@@ -80,6 +80,7 @@ def test_a_second_start_reuses_everything(demo: Path, capfd: pytest.CaptureFixtu
     assert "speed-up" in output and "held-out accuracy after" in output
 
 
+@pytest.mark.long
 def test_an_algorithm_without_a_critic_takes_the_same_start(
     demo: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from oppo_megatron.cli.main import main
 from tests.support.ppo import SHAPE
 from tests.support.tokenizers import save_byte_level
 
@@ -84,11 +85,15 @@ def test_a_resumed_run_goes_on_counting(tmp_path: Path) -> None:
     assert summary["heldout"].keys() == {"0", "1", "2", "3"}
 
 
-def test_the_step_that_is_best_by_a_held_out_metric_is_kept_and_its_weights_are_written(tmp_path: Path) -> None:
+def test_the_step_that_is_best_by_a_held_out_metric_is_kept_and_its_weights_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The shorter the better; more steps keep what was the best, and the same weights."""
+    monkeypatch.syspath_prepend(str(tmp_path))  # for judge.py
     best = {"keep_best": "judge:brevity", "keep": 1}
     path = write_job(tmp_path, checkpoint=best, placement={"mode": "single"}, overlap={"inter": False, "intra": False})
-    told = train(path, "evaluation.max_rows=4", "actor.optimizer.lr=0.05")
+    assert main(["train", str(path), "evaluation.max_rows=4", "actor.optimizer.lr=0.05"]) == 0
+    told = capsys.readouterr().out
     summary = summary_of(path)
     values = {int(step): entry["mean"]["judge:brevity"] for step, entry in summary["heldout"].items() if step != "0"}
     for entry in summary["heldout"].values():
@@ -99,17 +104,8 @@ def test_the_step_that_is_best_by_a_held_out_metric_is_kept_and_its_weights_are_
     run = tmp_path / "run"
     kept = {folder.name for folder in (run / "checkpoints").iterdir() if folder.is_dir()}
     assert kept == {f"step-{step:06d}", "step-000004"}
-    converted = [
-        sys.executable,
-        "-m",
-        "oppo_megatron",
-        "convert",
-        str(run / "checkpoints" / f"step-{step:06d}" / "models" / "actor"),
-    ]
-    done = subprocess.run(
-        [*converted, str(tmp_path / "again")], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    checkpoint = run / "checkpoints" / f"step-{step:06d}" / "models" / "actor"
+    assert main(["convert", str(checkpoint), str(tmp_path / "again")]) == 0
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (run / "best" / "actor", tmp_path / "again"))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert (run / "best" / "critic" / "config.json").exists()

@@ -141,7 +141,9 @@ def logprobs(model: Any, prompt: list[int], response: list[int]) -> tuple[Tensor
     return logits[torch.arange(len(response)), torch.tensor(response)], -(logits.exp() * logits).sum(-1)
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(
+    "placement", [pytest.param(p, marks=pytest.mark.long) if p == "TP2 colocated" else p for p in PLACEMENTS]
+)
 def test_overlap_and_layout_change_nothing(workspace: Workspace, plain: Outcome, placement: str) -> None:
     """Streamed, with delta 0, on ranks of which none is a critic's."""
     name = "".join(c for c in placement if c.isalnum())

@@ -58,7 +58,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-COVERED = ("one rank, plain", "PP2 | 1, tied, bfloat16", "actor | scorers, without a critic")
+COVERED = ("one rank, plain", "actor | scorers", "PP2 | 1, tied, bfloat16", "actor | scorers, without a critic")
 """What these stop and resume, other cases or files do, too."""
 MEMORY_LIMIT = 1_000_000
 """Tokens of a micro-batch: more than there are, so that it is known of without a change."""

@@ -15,7 +15,7 @@ from tests.gloo.test_training import DATA
 from tests.support.hf import tiny_model
 from tests.support.ranks import run_ranks
 
-NUM_STEPS = 50
+NUM_STEPS = 25
 JOBS = "tests.gloo.jobs_precision:"
 MINIBATCH = DATA[1]
 LAYOUTS = [(1, 1, 1, False), (1, 1, 2, True), (1, 1, 2, False), (2, 1, 1, False), (1, 2, 1, False), (2, 1, 2, True)]

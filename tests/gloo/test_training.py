@@ -229,7 +229,11 @@ def test_steps_equal_plain_torch(models: dict[str, str], case: Case, tmp_path: P
         check(answers, name, expected, tmp_path, case.tp * case.dp)
 
 
-@pytest.mark.parametrize("case", [Case(4, 1, 1), Case(2, 2, 1, SEQUENCE), Case(2, 1, 2, SHARDED)], ids=case_id)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(Case(4, 1, 1), marks=pytest.mark.long), Case(2, 2, 1, SEQUENCE), Case(2, 1, 2, SHARDED)],
+    ids=case_id,
+)
 def test_rows_that_belong_to_no_token_change_nothing(tmp_path: Path, case: Case) -> None:
     """Of a vocabulary that the tensor ranks do not divide: losses, norms, decayed weights and exports."""
     root = tmp_path / "models"

@@ -20,6 +20,12 @@ from tests.rehearsal.waits import EXPECTED
 
 ROOT = Path(__file__).resolve().parents[2]
 Report = dict[str, Any]
+LONG = ("updated as pp 2",)
+"""Beside the interleaved one it is rehearsed in `make gpu-rehearsal` and `make test-long` alone."""
+REHEARSED = [pytest.param(case, marks=pytest.mark.long) if case in LONG else case for case in CASES]
+PLANTED = [
+    pytest.param(name, marks=pytest.mark.long) if defect.case in LONG else name for name, defect in DEFECTS.items()
+]
 
 pytestmark = pytest.mark.skipif(
     compiler() is None, reason="needs g++, for torch's hooks of a CUDA device (Debian: g++)"
@@ -57,7 +63,7 @@ def waits_of(report: Report) -> dict[tuple[str, str, str], int]:
     return {(phase, kind, place): count for phase, kind, place, count in report["waits"] if phase != "start"}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", REHEARSED)
 def test_nothing_is_wrong(rehearsals: Rehearsals, case: str) -> None:
     """No operation mixes devices, no two ranks make different calls, streams wait for each other, kernels fit."""
     for report in rehearsals.of(case):
@@ -66,7 +72,7 @@ def test_nothing_is_wrong(rehearsals: Rehearsals, case: str) -> None:
         assert report["phases"]["rest"] == 1 and report["phases"]["exchange"] == PLAIN["steps"]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", REHEARSED)
 def test_the_host_waits_where_it_has_to_and_no_more(rehearsals: Rehearsals, case: str) -> None:
     """A new wait, or more of one, fails here: mend it, or enter it into `waits.py`."""
     for report in rehearsals.of(case):
@@ -76,6 +82,7 @@ def test_the_host_waits_where_it_has_to_and_no_more(rehearsals: Rehearsals, case
             assert count <= most * report["phases"][unit], f"{phase}: {count} times {kind} in {line} ({place})"
 
 
+@pytest.mark.long
 def test_every_expected_wait_is_one(rehearsals: Rehearsals) -> None:
     found = {wait for case in CASES for report in rehearsals.of(case) for wait in waits_of(report)}
     assert found == EXPECTED.keys()
@@ -90,7 +97,7 @@ def test_decoding_is_read_once_in_so_many_steps(rehearsals: Rehearsals) -> None:
             assert steps >= 24 and reads == expected, reads
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", REHEARSED)
 def test_scoring_waits_nowhere_and_an_update_twice_a_step(rehearsals: Rehearsals, case: str) -> None:
     for report in rehearsals.of(case):
         waits = waits_of(report)
@@ -100,7 +107,7 @@ def test_scoring_waits_nowhere_and_an_update_twice_a_step(rehearsals: Rehearsals
         assert 0 < steps <= reads <= 2 * steps
 
 
-@pytest.mark.parametrize("name", DEFECTS)
+@pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_defect_is_found(rehearsals: Rehearsals, name: str) -> None:
     """Without it none of this is told: `test_nothing_is_wrong`, and no wait is in `defects.py`."""
     defect = DEFECTS[name]
@@ -124,6 +131,7 @@ class BenchHere(GpuBench):
         yield report["error"] or ", ".join(report["faults"]) or None
 
 
+@pytest.mark.long
 def test_the_benchmark_of_a_gpu_goes_through(rehearsals: Rehearsals, tmp_path: Path) -> None:
     """All its parts on one device, with their figures; the times are those of the host alone."""
     work = GpuWork(

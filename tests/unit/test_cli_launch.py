@@ -129,13 +129,30 @@ from types import SimpleNamespace
 from oppo_megatron.cli.launch import launch
 from oppo_megatron.errors import OppoError
 if __name__ == "__main__":
-    config = SimpleNamespace(preempt_deadline_s=float(sys.argv[2])) if sys.argv[2:] else "c.yaml"
-    try:
-        sys.exit(launch(sys.argv[1], config, 2, entry="entry_of_test:run"))
-    except OppoError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    deadline, *kinds = sys.argv[1:]
+    config = SimpleNamespace(preempt_deadline_s=float(deadline)) if deadline else "c.yaml"
+    for kind in kinds:
+        try:
+            code = launch(kind, config, 2, entry="entry_of_test:run")
+        except OppoError as error:
+            print(error, file=sys.stderr)
+            code = 2
+        print(f"exit code of {kind}: {code}", file=sys.stderr, flush=True)
+    sys.exit(code)
 """
+
+KINDS = {
+    "fine": (0, ""),
+    "wrong input": (2, "rank 1: line 3 is not JSON; correct it\n"),
+    "aborted": (2, "rank 1: line 3 is not JSON; correct it\n"),
+    "rollback": (EXIT_AGAIN, ""),
+    "abort": (2, "rank 0: line 4 is not JSON; correct it\n"),
+    "killed": (2, "rank 1 was ended by SIGKILL"),
+    "defect": (1, "TypeError: a bug of ours"),
+    "stalled": (1, "KeyError: 'the cause'"),
+    "full disk": (2, "rank 1: [Errno 28] No space left on device: 'runs/x/metrics.jsonl'"),
+}
+"""How two ranks end: the exit code, and what is told."""
 
 RANK = """
 import sys
@@ -147,11 +164,12 @@ sys.exit(main.main(["train", "c.yaml"]))
 """
 
 
-@pytest.fixture
-def two_ranks(tmp_path: Path) -> Path:
-    (tmp_path / "entry_of_test.py").write_text(ENTRY)
-    (tmp_path / "parent.py").write_text(PARENT)
-    return tmp_path
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "entry_of_test.py").write_text(ENTRY)
+    (folder / "parent.py").write_text(PARENT)
+    return folder
 
 
 def started(folder: Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
@@ -166,10 +184,18 @@ def started(folder: Path, *arguments: str, **variables: str) -> subprocess.Popen
     )
 
 
-def outcome(folder: Path, kind: str) -> subprocess.CompletedProcess[str]:
-    parent = started(folder, "parent.py", kind)
-    out, errors = parent.communicate(timeout=120)
-    return subprocess.CompletedProcess(parent.args, parent.returncode, out, errors)
+@pytest.fixture(scope="module")
+def outcomes(two_ranks: Path) -> dict[str, tuple[int, str]]:
+    """Of two ranks of each kind, started one after the other by one process: the exit code, and what was told."""
+    parent = started(two_ranks, "parent.py", "", *KINDS)
+    _, told = parent.communicate(timeout=240)
+    found: dict[str, tuple[int, str]] = {}
+    for kind in KINDS:
+        before, ending, told = told.partition(f"exit code of {kind}: ")
+        assert ending, before
+        code, _, told = told.partition("\n")
+        found[kind] = (int(code), before)
+    return found
 
 
 def test_one_rank_runs_here_and_leaves_the_environment(
@@ -207,34 +233,22 @@ def test_given_rank_runs_here(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "code", "message"),
-    [
-        ("fine", 0, ""),
-        pytest.param("wrong input", 2, "rank 1: line 3 is not JSON; correct it\n", marks=pytest.mark.long),
-        ("aborted", 2, "rank 1: line 3 is not JSON; correct it\n"),
-        pytest.param("rollback", EXIT_AGAIN, "", marks=pytest.mark.long),
-        pytest.param("abort", 2, "rank 0: line 4 is not JSON; correct it\n", marks=pytest.mark.long),
-        ("killed", 2, "rank 1 was ended by SIGKILL"),
-        ("defect", 1, "TypeError: a bug of ours"),
-        pytest.param("stalled", 1, "KeyError: 'the cause'", marks=pytest.mark.long),
-        ("full disk", 2, "rank 1: [Errno 28] No space left on device: 'runs/x/metrics.jsonl'"),
-    ],
-)
-def test_two_local_ranks(two_ranks: Path, kind: str, code: int, message: str) -> None:
-    done = outcome(two_ranks, kind)
-    assert done.returncode == code, done.stderr
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_local_ranks(outcomes: dict[str, tuple[int, str]], kind: str) -> None:
+    expected, message = KINDS[kind]
+    code, told = outcomes[kind]
+    assert code == expected, told
     if kind == "wrong input":
-        assert done.stderr == message
-    assert message in done.stderr
-    assert done.stderr.count("Traceback") == (1 if kind in ("defect", "stalled") else 0)
+        assert told == message
+    assert message in told
+    assert told.count("Traceback") == (1 if kind in ("defect", "stalled") else 0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_ranks_that_would_save_nothing_end_with_the_first_signal(two_ranks: Path, number: signal.Signals) -> None:
     """`preempt_deadline_s: 0`: with the exit code of a process that leaves the signal alone, and nobody starts it again."""
-    parent = started(two_ranks, "parent.py", "long", "0")
+    parent = started(two_ranks, "parent.py", "0", "long")
     assert parent.stdout is not None
     pids = [int(parent.stdout.readline()) for _ in range(2)]
     parent.send_signal(number)

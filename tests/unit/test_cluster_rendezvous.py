@@ -6,8 +6,10 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 import pytest
 import torch.distributed as dist
@@ -51,6 +53,51 @@ def all_come(arrivals: list[tuple[int, int]], port: int, address: str = "127.0.0
         return list(pool.map(lambda arrival: come(*arrival, port, address), arrivals))
 
 
+@dataclass
+class Failing:
+    """Ranks that do not find each other; `come`: what each is told once the time is over."""
+
+    port: int
+    come: Callable[[int], list[Meeting | str]]
+    told: list[str] = field(default_factory=list)
+
+    def wait(self) -> None:
+        outcomes = self.come(self.port)
+        assert all(isinstance(outcome, str) for outcome in outcomes), outcomes
+        self.told = list(map(str, outcomes))
+
+
+def of_two_jobs(port: int) -> list[Meeting | str]:
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda job, rank: come(rank, 2, port, SLURM_JOB_ID=job), "78", (0, 1)))
+
+
+FAILING: dict[str, Callable[[int], list[Meeting | str]]] = {
+    "missing": lambda port: all_come([(0, 5), (3, 5)], port),
+    "without rank 0": lambda port: all_come([(1, 3), (2, 3)], port),
+    "no host": lambda port: all_come([(0, 2), (1, 2)], port, "no-such-host.invalid"),
+    "occupied": lambda port: all_come([(0, 2), (1, 2)], port),
+    "two jobs": of_two_jobs,
+}
+
+
+@pytest.fixture(scope="module")
+def failing() -> Iterator[dict[str, Failing]]:
+    """All at once, each at a port of its own: they wait as long as ranks may.  That of `occupied` never answers."""
+    with ExitStack() as stack:
+        probes = {name: stack.enter_context(socket.socket()) for name in FAILING}
+        for probe in probes.values():
+            probe.bind(("127.0.0.1", 0))
+        cases = {name: Failing(int(probes[name].getsockname()[1]), ranks) for name, ranks in FAILING.items()}
+        probes["occupied"].listen(8)
+        for name, probe in probes.items():
+            if name != "occupied":
+                probe.close()
+        with ThreadPoolExecutor(len(cases)) as pool:
+            list(pool.map(Failing.wait, cases.values()))
+        yield cases
+
+
 def test_ranks_meet_and_know_where_each_is(port: int) -> None:
     meetings = all_come([(2, 3), (0, 3), (1, 3)], port)
     for meeting in meetings:
@@ -59,25 +106,25 @@ def test_ranks_meet_and_know_where_each_is(port: int) -> None:
         assert meeting.local_address == "127.0.0.1"
 
 
-def test_missing_ranks_are_named_by_every_rank_that_came(port: int) -> None:
-    for fault in all_come([(0, 5), (3, 5)], port):
-        assert isinstance(fault, str)
-        assert "waited 3 s" in fault and f"127.0.0.1:{port}" in fault
+def test_missing_ranks_are_named_by_every_rank_that_came(failing: dict[str, Failing]) -> None:
+    case = failing["missing"]
+    for fault in case.told:
+        assert "waited 3 s" in fault and f"127.0.0.1:{case.port}" in fault
         assert "2 of 5 ranks came: ranks 1-2,4 missing" in fault and "runtime.timeout_s" in fault
 
 
-def test_without_rank_0_nobody_opens_the_meeting_point(port: int) -> None:
-    for rank, fault in zip((1, 2), all_come([(1, 3), (2, 3)], port), strict=True):
-        assert isinstance(fault, str)
-        assert f"rank {rank} on host a found no meeting point" in fault and f"127.0.0.1:{port}" in fault
+def test_without_rank_0_nobody_opens_the_meeting_point(failing: dict[str, Failing]) -> None:
+    case = failing["without rank 0"]
+    for rank, fault in zip((1, 2), case.told, strict=True):
+        assert f"rank {rank} on host a found no meeting point" in fault and f"127.0.0.1:{case.port}" in fault
         assert "Connection refused" in fault and "rank 0 opens it" in fault
 
 
-def test_an_address_that_is_no_host(port: int) -> None:
-    opener, other = all_come([(0, 2), (1, 2)], port, "no-such-host.invalid")
-    assert isinstance(opener, str) and isinstance(other, str)
+def test_an_address_that_is_no_host(failing: dict[str, Failing]) -> None:
+    case = failing["no host"]
+    opener, other = case.told
     assert "1 of 2 ranks came: rank 1 missing" in opener and "MASTER_ADDR does not lead to this host" in opener
-    assert f"found no meeting point of the 2 ranks at no-such-host.invalid:{port}" in other
+    assert f"found no meeting point of the 2 ranks at no-such-host.invalid:{case.port}" in other
 
 
 def test_a_rank_that_comes_twice_ends_the_wait_of_all(port: int) -> None:
@@ -94,18 +141,8 @@ def test_worlds_of_different_size_do_not_mix(port: int) -> None:
         assert isinstance(fault, str) and "one of 2" in fault and "one of 3" in fault
 
 
-@pytest.fixture
-def occupied() -> Iterator[int]:
-    """A port where something listens that never answers."""
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen(8)
-        yield int(other.getsockname()[1])
-
-
-def test_an_occupied_port(occupied: int) -> None:
-    opener, other = all_come([(0, 2), (1, 2)], occupied)
-    assert isinstance(opener, str) and isinstance(other, str)
+def test_an_occupied_port(failing: dict[str, Failing]) -> None:
+    opener, other = failing["occupied"].told
     assert "cannot open the meeting point" in opener and "address already in use" in opener
     assert "not by the meeting point of a run" in other and "MASTER_PORT" in other
 
@@ -125,21 +162,10 @@ def test_a_meeting_point_that_ends_while_ranks_wait(port: int) -> None:
     assert "lost the meeting point" in faults[0] and "the torchrun agent of node 0" in faults[0]
 
 
-def test_runs_at_one_address_are_told_apart(port: int) -> None:
+def test_runs_at_one_address_are_told_apart(failing: dict[str, Failing]) -> None:
     """A rank of Slurm job 8 is not taken for one of job 7."""
-    outcomes: dict[str, Meeting | str] = {}
-    ranks = [("7", 0), ("8", 1)]
-
-    def one(job: str, rank: int) -> None:
-        outcomes[job] = come(rank, 2, port, SLURM_JOB_ID=job)
-
-    threads = [threading.Thread(target=one, args=rank) for rank in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert "rank 1 missing" in str(outcomes["7"])
-    assert isinstance(outcomes["8"], str)
+    first, second = failing["two jobs"].told
+    assert "rank 1 missing" in first and "rank 1 on host a" in second
 
 
 def test_within_returns_raises_and_ends() -> None:

@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oppo_megatron.config.load import dump_config, load_config
+from oppo_megatron.config.load import dump_config, load_config, plain_settings
 from oppo_megatron.config.model import ActorConfig, RuntimeConfig, TrainedRoleConfig
 from oppo_megatron.config.run import SFTConfig, TrainConfig
 from oppo_megatron.cores import has_cuda
@@ -184,6 +185,7 @@ def test_round_trip_of_every_default(good: Path, tmp_path: Path) -> None:
     config = load_config(TrainConfig, good, ["actor.init={rope: {1: 2}, theta: 1e6, name: '1e6', flag: 'yes'}"])
     dump_config(config, tmp_path / "deep" / "resolved.yaml")
     assert load_config(TrainConfig, tmp_path / "deep" / "resolved.yaml") == config
+    assert yaml.safe_load((tmp_path / "deep" / "resolved.yaml").read_text()) == plain_settings(config)
     assert [entry.name for entry in (tmp_path / "deep").iterdir()] == ["resolved.yaml"]
 
 
@@ -206,6 +208,7 @@ def test_round_trip_keeps_any_text(template: str, tmp_path_factory: pytest.TempP
     path = tmp_path_factory.mktemp("round") / "c.yaml"
     dump_config(config, path)
     assert load_config(SFTConfig, path) == config
+    assert yaml.safe_load(path.read_text(encoding="utf-8")) == plain_settings(config)
 
 
 def test_roles_take_the_runtimes_type_unless_they_give_their_own(good: Path, tmp_path: Path) -> None:

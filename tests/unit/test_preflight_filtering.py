@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from oppo_megatron.config.derived import most_judged
+from oppo_megatron.config.derived import describe_batch, most_judged
 from oppo_megatron.config.filtering import FilterConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.preflight.settings import check_train
@@ -36,9 +36,23 @@ def test_dapo_filters_groups_where_backfill_can_replace_them(settings: dict[str,
         config = TrainConfig.model_validate(settings | changes)
         assert config.filter is None and check_train(config) == []
         assert TrainConfig.model_validate(config.model_dump()) == config
+        assert "groups of equal reward are trained, too" in describe_batch(config)
     given = TrainConfig.model_validate(settings | {"filter": {"metric": "gsm8k", "max_groups": 4}})
     assert given.filter == FilterConfig(metric="gsm8k", max_groups=4) and most_judged(given) == 4
     assert TrainConfig.model_validate(settings | {"algorithm": {"preset": "gspo"}}).filter is None
+
+
+def test_dapo_brings_the_backfill_that_its_filter_needs(settings: dict[str, Any]) -> None:
+    """Not where it was refused, nor without carried rollouts, which is what backfill fills batches from."""
+    bare = {**settings, "overlap": {"delta": {"initial": 1, "max": 2}}}
+    config = TrainConfig.model_validate(bare)
+    assert config.overlap.backfill is True and config.filter == FilterConfig() and check_train(config) == []
+    assert "equal reward" not in describe_batch(config)
+    plain = TrainConfig.model_validate(bare | {"filter": None})
+    assert plain.overlap.backfill is False and plain.filter is None
+    alone = TrainConfig.model_validate(bare | {"overlap": {"inter": False, "delta": {"initial": 1, "max": 2}}})
+    assert alone.overlap.backfill is False and alone.filter is None
+    assert TrainConfig.model_validate(bare | {"algorithm": {"preset": "grpo"}}).overlap.backfill is False
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from oppo_megatron.config.changes import changed_settings
-from oppo_megatron.config.load import config_yaml
+from oppo_megatron.config.load import plain_settings
 from oppo_megatron.config.renamed import with_new_names
 from oppo_megatron.config.run import SupervisedConfig, TrainConfig
 from oppo_megatron.errors import DataError
@@ -20,7 +20,7 @@ from oppo_megatron.errors import DataError
 
 def config_state(config: TrainConfig | SupervisedConfig) -> dict[str, Any]:
     """What a checkpoint keeps of its run's settings, so that later ones can be compared: plain, every default filled in."""
-    return dict(yaml.safe_load(config_yaml(config)))
+    return plain_settings(config)
 
 
 def source_state(config: TrainConfig) -> dict[str, str]:
